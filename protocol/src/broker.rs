@@ -1,0 +1,154 @@
+//! The link to the toolbroker: messages.
+//!
+//! A supervisor holds one control link: [`Request`] and [`Reply`] in turn, in
+//! that order, after both sides said `Hello`. With [`Request::OpenRun`] it
+//! passes the broker one end of a fresh socket pair; the other end is the run
+//! link. A run is known by that connection alone, never by a number that came
+//! over it.
+//!
+//! On the run link the worker sends [`Call`](crate::guest::Call) frames and
+//! gets [`Settled`](crate::guest::Settled) frames back, in the order in which
+//! the calls settle. Closing it ends the run: nothing new is dispatched, and
+//! what was dispatched is still finished and recorded.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::RunId;
+use crate::codec::{Decode, Encode};
+use crate::limits::RunLimits;
+use crate::name::ToolName;
+
+/// What a supervisor asks of the broker.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Request {
+    /// All tools that the principal may see → [`Reply::Tools`].
+    ListTools {
+        /// Who asks.
+        principal: String,
+    },
+    /// Issues a grant → [`Reply::Grant`].
+    IssueGrant(GrantRequest),
+    /// Verifies a grant and says what is in it → [`Reply::Claims`].
+    InspectGrant {
+        /// The token.
+        token: Vec<u8>,
+    },
+    /// Opens a run → [`Reply::Opened`]. One socket rides along with this
+    /// message's first byte.
+    OpenRun(OpenRun),
+}
+
+/// What a grant is to say.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct GrantRequest {
+    /// Whose it is.
+    pub principal: String,
+    /// The tools it allows.
+    pub tools: Vec<ToolName>,
+    /// How long it is good for, in seconds.
+    pub valid_s: u64,
+    /// The most calls of one run, if fewer than the run's own limit.
+    pub calls_max: Option<u32>,
+}
+
+/// A run to be opened.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct OpenRun {
+    /// The run.
+    pub run_id: RunId,
+    /// Whose run it is.
+    pub principal: String,
+    /// The signed hash of its program.
+    pub program_sha256: [u8; 32],
+    /// What it may call.
+    pub authority: Authority,
+    /// What it may use.
+    pub limits: RunLimits,
+}
+
+/// Where a run's right to call tools comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Authority {
+    /// A grant token.
+    Grant(Vec<u8>),
+    /// The operator names the tools on the command line: the broker issues a
+    /// grant for them and holds the run to it.
+    Tools(Vec<ToolName>),
+}
+
+/// What the broker answers.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Reply {
+    /// To [`Request::ListTools`].
+    Tools {
+        /// The tools, by name.
+        tools: Vec<ToolSpec>,
+        /// Servers that could not be asked, each with the reason.
+        unavailable: Vec<(String, String)>,
+    },
+    /// To [`Request::IssueGrant`]: the token.
+    Grant(Vec<u8>),
+    /// To [`Request::InspectGrant`].
+    Claims(GrantClaims),
+    /// To [`Request::OpenRun`].
+    Opened(GrantClaims),
+    /// The request was refused.
+    Refused {
+        /// Why.
+        kind: RefusalKind,
+        /// What happened, where, and what to do.
+        message: String,
+    },
+}
+
+/// One tool, as its server describes it: untrusted text.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ToolSpec {
+    /// Its name.
+    pub name: ToolName,
+    /// What it is for.
+    pub description: String,
+    /// The JSON Schema of its arguments, as JSON text.
+    pub input_schema: String,
+    /// The JSON Schema of its structured result, if it declares one.
+    pub output_schema: Option<String>,
+    /// SHA-256 of the definition: what a grant pins.
+    pub definition_sha256: [u8; 32],
+}
+
+/// A tool that a grant allows.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct GrantedTool {
+    /// Its name.
+    pub name: ToolName,
+    /// The definition the grant was given for.
+    pub definition_sha256: [u8; 32],
+}
+
+/// What a verified grant says.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct GrantClaims {
+    /// Whose it is.
+    pub principal: String,
+    /// The tools it allows.
+    pub tools: Vec<GrantedTool>,
+    /// When it ends, in seconds since the Unix epoch.
+    pub expires_unix_s: u64,
+    /// The most calls of one run.
+    pub calls_max: Option<u32>,
+}
+
+/// Why the broker refused a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum RefusalKind {
+    /// A tool that is named does not exist, or its server cannot be asked.
+    NoSuchTool,
+    /// The grant is not good: forged, expired, another principal's, or a
+    /// definition changed since.
+    BadGrant,
+    /// The request does not fit where it was sent.
+    BadRequest,
+    /// The broker itself failed.
+    Internal,
+}

@@ -1,0 +1,105 @@
+//! How a message becomes bytes. Nothing outside this module names the codec.
+//!
+//! bincode 2.0.1, standard configuration, with a limit on every decode and
+//! left-over bytes refused. It is unmaintained (RUSTSEC-2025-0141), so the
+//! choice is kept behind two functions: see `docs/decisions/0004-codec.md`.
+//!
+//! bincode accepts integers encoded longer than need be. Whatever is signed is
+//! therefore signed as exact bytes, never as a re-encoding.
+
+use alloc::vec::Vec;
+
+pub use bincode::{BorrowDecode, Decode, Encode};
+
+/// What a type needs that checks itself while it is decoded.
+pub(crate) mod by_hand {
+    pub(crate) use bincode::de::{BorrowDecoder, Decoder};
+    pub(crate) use bincode::enc::Encoder;
+    pub(crate) use bincode::error::{DecodeError, EncodeError};
+}
+
+/// Decoding may claim this many bytes of containers for one message; the
+/// frame's own limit on the payload is checked before that.
+const CLAIM_BYTES_MAX: usize = 64 * 1024 * 1024;
+
+/// Why bytes are not the message they should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CodecError {
+    /// The bytes do not decode: truncated, an unknown variant, a bad string.
+    Malformed,
+    /// The message decoded, and `bytes` more followed it.
+    Leftover {
+        /// How many bytes were left.
+        bytes: usize,
+    },
+}
+
+impl core::fmt::Display for CodecError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Malformed => write!(f, "the bytes do not decode"),
+            Self::Leftover { bytes } => write!(f, "{bytes} bytes are left after the message"),
+        }
+    }
+}
+
+impl core::error::Error for CodecError {}
+
+/// Appends `message` to `out`.
+pub fn encode_into<T: Encode>(message: &T, out: &mut Vec<u8>) {
+    struct Appender<'a>(&'a mut Vec<u8>);
+    impl bincode::enc::write::Writer for Appender<'_> {
+        fn write(&mut self, bytes: &[u8]) -> Result<(), bincode::error::EncodeError> {
+            self.0.extend_from_slice(bytes);
+            Ok(())
+        }
+    }
+    // Encoding into memory fails only for types we do not have (a RefCell
+    // that is borrowed, a poisoned lock), so there is no error to hand on.
+    let written = bincode::encode_into_writer(message, Appender(out), bincode::config::standard());
+    debug_assert!(written.is_ok());
+}
+
+/// Decodes exactly one message that fills `bytes`.
+///
+/// # Errors
+/// [`CodecError::Malformed`] or [`CodecError::Leftover`]; never allocates more
+/// than a fixed multiple of what `bytes` can hold.
+pub fn decode<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, CodecError> {
+    let config = bincode::config::standard().with_limit::<CLAIM_BYTES_MAX>();
+    match bincode::borrow_decode_from_slice::<T, _>(bytes, config) {
+        Ok((message, used)) if used == bytes.len() => Ok(message),
+        Ok((_, used)) => Err(CodecError::Leftover { bytes: bytes.len() - used }),
+        Err(_) => Err(CodecError::Malformed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::{string::String, vec};
+
+    #[test]
+    fn left_over_bytes_are_refused() {
+        let mut bytes = Vec::new();
+        encode_into(&7u32, &mut bytes);
+        bytes.push(0);
+        assert_eq!(decode::<u32>(&bytes), Err(CodecError::Leftover { bytes: 1 }));
+    }
+
+    #[test]
+    fn a_length_bomb_is_refused_without_the_allocation_it_asks_for() {
+        // A vector that claims 2^40 elements, in nine bytes.
+        let mut bytes = vec![253u8];
+        bytes.extend_from_slice(&(1u64 << 40).to_le_bytes());
+        assert_eq!(decode::<Vec<u64>>(&bytes), Err(CodecError::Malformed));
+    }
+
+    #[test]
+    fn borrowed_text_points_into_the_input() {
+        let mut bytes = Vec::new();
+        encode_into(&String::from("inventory.find"), &mut bytes);
+        let text: &str = decode(&bytes).unwrap();
+        assert!(bytes.as_ptr_range().contains(&text.as_ptr()));
+    }
+}

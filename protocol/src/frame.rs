@@ -1,0 +1,373 @@
+//! The header around every message.
+//!
+//! ```text
+//!  0        4      5       6         8
+//!  | length | kind | flags | reserved | payload …
+//!    u32 LE   u8     u8=0     u16=0     length bytes
+//! ```
+//!
+//! The header is checked before a byte of the payload is allocated: its kind
+//! must be one that the receiver awaits at that moment, and its length within
+//! that kind's bound.
+
+use alloc::vec::Vec;
+
+use crate::codec::{self, Encode};
+use crate::limits::{
+    ARTIFACT_BYTES_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, INPUT_BYTES_MAX, LOG_RECORD_BYTES_MAX,
+    MESSAGE_OVERHEAD_BYTES, OUTPUT_BYTES_MAX, PROGRAM_BYTES_MAX, REQUEST_BYTES_MAX,
+    RESPONSE_BYTES_MAX, TOOL_LIST_BYTES_MAX, TOOL_NAME_BYTES_MAX,
+};
+
+/// The size of a [`Header`] on the wire.
+pub const HEADER_BYTES: usize = 8;
+
+/// What a frame carries. The number is its byte on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// [`crate::handshake::Hello`], first on every link, from both sides.
+    Hello = 0x01,
+    /// [`crate::handshake::Refusal`]: no common version; the link ends.
+    Refuse = 0x02,
+
+    /// [`crate::guest::Start`], host to guest.
+    Start = 0x10,
+    /// The signed program, raw, host to guest.
+    Program = 0x11,
+    /// The run's input, raw, host to guest.
+    Input = 0x12,
+
+    /// [`crate::guest::Call`], guest to worker and worker to broker.
+    Call = 0x20,
+    /// [`crate::guest::Settled`], the answer to a call.
+    Settled = 0x21,
+
+    /// A piece of the run's output, raw.
+    Output = 0x30,
+    /// [`crate::guest::Log`].
+    Log = 0x31,
+    /// [`crate::guest::Artifact`].
+    Artifact = 0x32,
+    /// [`crate::guest::Ended`], the guest's last frame.
+    Ended = 0x33,
+
+    /// [`crate::broker::Request`].
+    Request = 0x40,
+    /// [`crate::broker::Reply`].
+    Reply = 0x41,
+
+    /// [`crate::worker::Job`].
+    Job = 0x50,
+    /// [`crate::worker::Report`].
+    Report = 0x51,
+}
+
+impl Kind {
+    /// Every kind, for tables and tests.
+    pub const ALL: [Self; 15] = [
+        Self::Hello,
+        Self::Refuse,
+        Self::Start,
+        Self::Program,
+        Self::Input,
+        Self::Call,
+        Self::Settled,
+        Self::Output,
+        Self::Log,
+        Self::Artifact,
+        Self::Ended,
+        Self::Request,
+        Self::Reply,
+        Self::Job,
+        Self::Report,
+    ];
+
+    /// The kind with this byte.
+    #[must_use]
+    pub fn from_byte(byte: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u8 == byte)
+    }
+
+    /// The largest payload a frame of this kind may have, in bytes.
+    #[must_use]
+    pub const fn payload_bytes_max(self) -> u32 {
+        match self {
+            Self::Hello | Self::Refuse => 256,
+            Self::Start => {
+                (GRANTED_TOOLS_MAX * (TOOL_NAME_BYTES_MAX + 4)) as u32 + MESSAGE_OVERHEAD_BYTES
+            }
+            Self::Program => PROGRAM_BYTES_MAX,
+            Self::Input => INPUT_BYTES_MAX,
+            Self::Call => REQUEST_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
+            Self::Settled => RESPONSE_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
+            Self::Output => OUTPUT_BYTES_MAX,
+            Self::Log => LOG_RECORD_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
+            Self::Artifact => ARTIFACT_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
+            Self::Ended => 2 * MESSAGE_OVERHEAD_BYTES,
+            Self::Request => GRANT_BYTES_MAX + Self::Start.payload_bytes_max(),
+            Self::Reply => TOOL_LIST_BYTES_MAX,
+            Self::Job => PROGRAM_BYTES_MAX + INPUT_BYTES_MAX + Self::Start.payload_bytes_max(),
+            Self::Report => {
+                OUTPUT_BYTES_MAX
+                    + crate::limits::ARTIFACTS_MAX * (ARTIFACT_BYTES_MAX + 1024)
+                    + crate::limits::LOG_BYTES_MAX * 2
+                    + crate::limits::CALLS_MAX * 512
+            }
+        }
+    }
+}
+
+/// A frame's header, read and checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the payload is.
+    pub kind: Kind,
+    /// How long it is, in bytes.
+    pub payload_bytes: u32,
+}
+
+impl Header {
+    /// The header as it goes on the wire.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let [a, b, c, d] = self.payload_bytes.to_le_bytes();
+        [a, b, c, d, self.kind as u8, 0, 0, 0]
+    }
+
+    /// Reads a header, and holds its length against its kind's bound.
+    ///
+    /// # Errors
+    /// [`FrameError`]: an unknown kind, reserved bits set, or too long.
+    pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Result<Self, FrameError> {
+        let [a, b, c, d, kind, flags, reserved_low, reserved_high] = bytes;
+        if flags != 0 || reserved_low != 0 || reserved_high != 0 {
+            return Err(FrameError::ReservedBits);
+        }
+        let kind = Kind::from_byte(kind).ok_or(FrameError::UnknownKind { byte: kind })?;
+        let payload_bytes = u32::from_le_bytes([a, b, c, d]);
+        let limit = kind.payload_bytes_max();
+        if payload_bytes > limit {
+            return Err(FrameError::Oversized { kind, got: payload_bytes, limit });
+        }
+        Ok(Self { kind, payload_bytes })
+    }
+}
+
+/// Why bytes are no frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrameError {
+    /// No kind has this byte.
+    UnknownKind {
+        /// The byte.
+        byte: u8,
+    },
+    /// Flags or reserved bytes are not zero.
+    ReservedBits,
+    /// The payload is announced larger than this kind may be.
+    Oversized {
+        /// The frame's kind.
+        kind: Kind,
+        /// The announced length.
+        got: u32,
+        /// The bound.
+        limit: u32,
+    },
+    /// A kind that the receiver does not await now.
+    Unexpected {
+        /// The frame's kind.
+        kind: Kind,
+    },
+}
+
+impl core::fmt::Display for FrameError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::UnknownKind { byte } => write!(f, "no frame has kind {byte:#04x}"),
+            Self::ReservedBits => write!(f, "reserved header bits are set"),
+            Self::Oversized { kind, got, limit } => {
+                write!(f, "a {kind:?} frame announces {got} bytes, the limit is {limit}")
+            }
+            Self::Unexpected { kind } => write!(f, "a {kind:?} frame is out of turn"),
+        }
+    }
+}
+
+impl core::error::Error for FrameError {}
+
+/// One whole frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// What the payload is.
+    pub kind: Kind,
+    /// The payload.
+    pub payload: Vec<u8>,
+}
+
+/// Puts frames together from a byte stream that comes in any pieces.
+#[derive(Debug, Default)]
+pub struct Assembler {
+    header: [u8; HEADER_BYTES],
+    header_bytes: usize,
+    /// The frame whose payload is still coming.
+    open: Option<Frame>,
+}
+
+impl Assembler {
+    /// Takes bytes from the front of `input` until a frame is whole or
+    /// `input` is empty. Call again with the rest until it returns `None`.
+    ///
+    /// `awaits` says, per kind, the payload bound at this moment, or `None`
+    /// for a kind that is out of turn; it is asked before any allocation.
+    ///
+    /// # Errors
+    /// [`FrameError`]; the stream cannot be used further.
+    pub fn next(
+        &mut self,
+        input: &mut &[u8],
+        awaits: impl FnOnce(Kind) -> Option<u32>,
+    ) -> Result<Option<Frame>, FrameError> {
+        if self.open.is_none() {
+            let (taken, rest) = input.split_at(input.len().min(HEADER_BYTES - self.header_bytes));
+            self.header[self.header_bytes..][..taken.len()].copy_from_slice(taken);
+            self.header_bytes += taken.len();
+            *input = rest;
+            if self.header_bytes < HEADER_BYTES {
+                return Ok(None);
+            }
+            let Header { kind, payload_bytes } = Header::from_bytes(self.header)?;
+            let limit = awaits(kind).ok_or(FrameError::Unexpected { kind })?;
+            if payload_bytes > limit {
+                return Err(FrameError::Oversized { kind, got: payload_bytes, limit });
+            }
+            self.header_bytes = 0;
+            self.open = Some(Frame { kind, payload: Vec::with_capacity(payload_bytes as usize) });
+        }
+        let Some(frame) = &mut self.open else { return Ok(None) };
+        let announced =
+            u32::from_le_bytes([self.header[0], self.header[1], self.header[2], self.header[3]])
+                as usize;
+        let missing = announced - frame.payload.len();
+        let (taken, rest) = input.split_at(input.len().min(missing));
+        frame.payload.extend_from_slice(taken);
+        *input = rest;
+        if frame.payload.len() < announced {
+            return Ok(None);
+        }
+        Ok(self.open.take())
+    }
+
+    /// Whether the stream stands between two frames, so that its end here
+    /// cuts nothing off.
+    #[must_use]
+    pub fn is_between_frames(&self) -> bool {
+        self.open.is_none() && self.header_bytes == 0
+    }
+}
+
+/// Appends a frame whose payload is `message`, encoded.
+///
+/// # Panics
+/// If the encoded message passes its kind's bound: the caller checks the
+/// sizes of what it puts into a message, so that would be our bug.
+pub fn write_message<T: Encode>(kind: Kind, message: &T, out: &mut Vec<u8>) {
+    let start = out.len();
+    out.extend_from_slice(&[0; HEADER_BYTES]);
+    codec::encode_into(message, out);
+    let payload_bytes = out.len() - start - HEADER_BYTES;
+    assert!(
+        payload_bytes <= kind.payload_bytes_max() as usize,
+        "a {kind:?} frame of {payload_bytes} bytes passes its bound",
+    );
+    let header = Header { kind, payload_bytes: payload_bytes as u32 };
+    out[start..start + HEADER_BYTES].copy_from_slice(&header.to_bytes());
+}
+
+/// Appends a frame whose payload is `payload` as it is.
+///
+/// # Panics
+/// As [`write_message`].
+pub fn write_raw(kind: Kind, payload: &[u8], out: &mut Vec<u8>) {
+    assert!(
+        payload.len() <= kind.payload_bytes_max() as usize,
+        "a {kind:?} frame of {} bytes passes its bound",
+        payload.len(),
+    );
+    out.extend_from_slice(&Header { kind, payload_bytes: payload.len() as u32 }.to_bytes());
+    out.extend_from_slice(payload);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec;
+
+    fn any(kind: Kind) -> Option<u32> {
+        Some(kind.payload_bytes_max())
+    }
+
+    #[test]
+    fn frames_survive_any_cutting_of_the_stream() {
+        let mut stream = Vec::new();
+        write_raw(Kind::Output, b"alpha", &mut stream);
+        write_raw(Kind::Input, b"", &mut stream);
+        write_raw(Kind::Program, &[7; 300], &mut stream);
+        for piece_bytes in 1..stream.len() {
+            let mut assembler = Assembler::default();
+            let mut got = Vec::new();
+            for piece in stream.chunks(piece_bytes) {
+                let mut piece = piece;
+                loop {
+                    match assembler.next(&mut piece, any).unwrap() {
+                        Some(frame) => got.push((frame.kind, frame.payload.len())),
+                        None if piece.is_empty() => break,
+                        None => {}
+                    }
+                }
+            }
+            assert_eq!(got, [(Kind::Output, 5), (Kind::Input, 0), (Kind::Program, 300)]);
+            assert!(assembler.is_between_frames());
+        }
+    }
+
+    #[test]
+    fn an_oversized_frame_is_refused_by_its_header_alone() {
+        let limit = Kind::Log.payload_bytes_max();
+        let header = Header { kind: Kind::Log, payload_bytes: limit + 1 }.to_bytes();
+        let mut input: &[u8] = &header;
+        let refused = Assembler::default().next(&mut input, any).unwrap_err();
+        assert_eq!(refused, FrameError::Oversized { kind: Kind::Log, got: limit + 1, limit });
+    }
+
+    #[test]
+    fn a_frame_out_of_turn_is_refused_by_its_header_alone() {
+        let header = Header { kind: Kind::Ended, payload_bytes: 4 }.to_bytes();
+        let mut input: &[u8] = &header;
+        let refused = Assembler::default().next(&mut input, |_| None).unwrap_err();
+        assert_eq!(refused, FrameError::Unexpected { kind: Kind::Ended });
+    }
+
+    #[test]
+    fn unknown_kinds_and_reserved_bits_are_refused() {
+        assert_eq!(
+            Header::from_bytes([0, 0, 0, 0, 0xEE, 0, 0, 0]),
+            Err(FrameError::UnknownKind { byte: 0xEE })
+        );
+        for position in 5..8 {
+            let mut bytes = Header { kind: Kind::Log, payload_bytes: 1 }.to_bytes();
+            bytes[position] = 1;
+            assert_eq!(Header::from_bytes(bytes), Err(FrameError::ReservedBits));
+        }
+    }
+
+    #[test]
+    fn every_kind_has_its_own_byte() {
+        for kind in Kind::ALL {
+            assert_eq!(Kind::from_byte(kind as u8), Some(kind));
+        }
+        let mut bytes: Vec<u8> = Kind::ALL.iter().map(|kind| *kind as u8).collect();
+        bytes.dedup();
+        assert_eq!(bytes.len(), Kind::ALL.len());
+        assert_eq!(vec![0x51], bytes[14..]);
+    }
+}

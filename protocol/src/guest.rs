@@ -1,0 +1,851 @@
+//! The link between a guest and its worker: messages, and a session for each
+//! side. Neither has IO; bytes go in with `receive` and come out of
+//! `transmit`.
+//!
+//! ```text
+//!            guest                                host
+//!   Greeting ──────────── Hello ────────────▶ Greeting
+//!   Waiting  ◀─────────── Hello ───────────── Ready
+//!   Loading  ◀─ Start, Program, Input ─────── Running
+//!   Running  ──── Call ─────────────────────▶          any number,
+//!            ◀─── Settled ───────────────────          several in flight
+//!            ──── Output, Log, Artifact ────▶
+//!   Ended    ──── Ended ────────────────────▶ Ended
+//! ```
+//!
+//! A guest serves one run: after `Ended` it is destroyed, or put back to the
+//! moment it sent `Hello`.
+
+use alloc::collections::{BTreeSet, VecDeque};
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::RunId;
+use crate::abi::CallCode;
+use crate::codec::{self, BorrowDecode, CodecError, Decode, Encode};
+use crate::ending::Ending;
+use crate::frame::{self, Assembler, Frame, FrameError, Kind};
+use crate::handshake::{HandshakeError, Hello, Refusal, Role};
+use crate::limits::{
+    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits,
+};
+use crate::name::ToolName;
+
+/// Everything a run needs beside its program and input.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Start {
+    /// Which run this is; for the guest a label, nothing more.
+    pub run_id: RunId,
+    /// What the run may use.
+    pub limits: RunLimits,
+    /// Seeds the program's random numbers.
+    pub seed: [u8; 32],
+    /// Where virtual time starts, in nanoseconds since the Unix epoch.
+    pub start_unix_ns: u64,
+    /// The tools the program may import.
+    pub granted: Vec<ToolName>,
+}
+
+/// One tool call.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Call {
+    /// Counts from 0 within the run.
+    pub id: u32,
+    /// The guest does nothing until this call settles. A hint for whoever
+    /// decides when the guest runs on.
+    pub waits: bool,
+    /// Which tool.
+    pub tool: ToolName,
+    /// Its arguments, as the program wrote them: JSON if it did well.
+    pub request: Vec<u8>,
+}
+
+/// [`Call`] without owning its request; the same bytes on the wire.
+#[derive(Encode)]
+struct CallRef<'a> {
+    id: u32,
+    waits: bool,
+    tool: &'a ToolName,
+    request: &'a [u8],
+}
+
+/// The answer to one [`Call`].
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Settled {
+    /// Which call.
+    pub id: u32,
+    /// `None`: the tool answered, and `body` is its response. `Some`: it did
+    /// not, and `body` may say why.
+    pub code: Option<CallCode>,
+    /// How long the call took, in nanoseconds, as journalled: what virtual
+    /// time advances by.
+    pub duration_ns: u64,
+    /// The response or the reason, JSON.
+    pub body: Vec<u8>,
+}
+
+/// One log record.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Log {
+    /// As the program gave it: 0 error, 1 warn, 2 info, 3 debug, 4 trace.
+    pub level: u8,
+    /// The text, untrusted.
+    pub text: String,
+}
+
+/// One artifact.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Artifact {
+    /// Its name, untrusted: no path until somebody made it one.
+    pub name: String,
+    /// Its media type.
+    pub media_type: String,
+    /// Its content.
+    pub content: Vec<u8>,
+}
+
+/// [`Artifact`] without owning its content; the same bytes on the wire.
+#[derive(Encode)]
+struct ArtifactRef<'a> {
+    name: &'a str,
+    media_type: &'a str,
+    content: &'a [u8],
+}
+
+/// The end of a run, as the guest saw it: claims all.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Ended {
+    /// How the program ended.
+    pub ending: Ending,
+    /// Fuel it used.
+    pub fuel_used: u64,
+    /// The most linear memory it had, in bytes.
+    pub memory_peak_bytes: u64,
+    /// Log records that did not fit.
+    pub logs_dropped: u64,
+    /// Time-stamp-counter ticks from the program's arrival to its first
+    /// instruction.
+    pub load_ticks: u64,
+    /// Ticks from there to its end.
+    pub run_ticks: u64,
+}
+
+/// How a peer broke the protocol. Each of these ends the link, and a guest's
+/// VM with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Misbehaviour {
+    /// Bytes that are no frame, or a frame out of turn.
+    Frame(FrameError),
+    /// A frame whose payload does not decode.
+    Payload {
+        /// The frame's kind.
+        kind: Kind,
+        /// What is wrong with it.
+        error: CodecError,
+    },
+    /// More than the run's limits, which a sound peer keeps itself.
+    Over(OverLimit),
+    /// A call that does not carry the next number.
+    CallOutOfOrder {
+        /// Its number.
+        got: u32,
+        /// The next number.
+        expected: u32,
+    },
+    /// An answer to a call that is not in flight.
+    NotInFlight {
+        /// The call's number.
+        id: u32,
+    },
+}
+
+/// Why a session ends early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SessionError {
+    /// The two sides do not fit together.
+    Handshake(HandshakeError),
+    /// The peer broke the protocol.
+    Peer(Misbehaviour),
+    /// This side's own code called the session out of turn: our bug.
+    Misuse(&'static str),
+}
+
+impl core::fmt::Display for Misbehaviour {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Frame(error) => write!(f, "{error}"),
+            Self::Payload { kind, error } => write!(f, "in a {kind:?} frame {error}"),
+            Self::Over(over) => write!(f, "{over}"),
+            Self::CallOutOfOrder { got, expected } => {
+                write!(f, "call {got} came where {expected} was next")
+            }
+            Self::NotInFlight { id } => write!(f, "call {id} settled and is not in flight"),
+        }
+    }
+}
+
+impl core::fmt::Display for SessionError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Handshake(error) => write!(f, "{error}"),
+            Self::Peer(how) => write!(f, "the peer broke the protocol: {how}"),
+            Self::Misuse(what) => write!(f, "bug: {what}"),
+        }
+    }
+}
+
+impl core::error::Error for SessionError {}
+
+impl From<FrameError> for SessionError {
+    fn from(error: FrameError) -> Self {
+        Self::Peer(Misbehaviour::Frame(error))
+    }
+}
+
+impl From<HandshakeError> for SessionError {
+    fn from(error: HandshakeError) -> Self {
+        Self::Handshake(error)
+    }
+}
+
+/// Decodes a frame's payload as the message of its kind.
+fn message<'a, T: BorrowDecode<'a, ()>>(frame: &'a Frame) -> Result<T, SessionError> {
+    codec::decode(&frame.payload)
+        .map_err(|error| SessionError::Peer(Misbehaviour::Payload { kind: frame.kind, error }))
+}
+
+fn over(what: &'static str, got: u64, limit: u64) -> Result<(), SessionError> {
+    if got > limit {
+        return Err(SessionError::Peer(Misbehaviour::Over(OverLimit { what, got, limit })));
+    }
+    Ok(())
+}
+
+/// What the guest's session tells the guest.
+#[derive(Debug)]
+pub enum GuestEvent {
+    /// A run is to be carried out.
+    Run(RunOrder),
+    /// A call settled.
+    Settled(Settled),
+}
+
+/// A whole run, arrived.
+#[derive(Debug)]
+pub struct RunOrder {
+    /// What to go by.
+    pub start: Start,
+    /// The signed program.
+    pub program: Vec<u8>,
+    /// The input.
+    pub input: Vec<u8>,
+}
+
+#[derive(Debug)]
+enum GuestState {
+    Greeting,
+    Waiting,
+    /// `Start` is here, the program is not.
+    Loading(Start),
+    /// The program is here as well, the input is not.
+    Feeding(Start, Vec<u8>),
+    Running {
+        response_bytes: u32,
+    },
+    Ended,
+}
+
+/// The guest's side.
+#[derive(Debug)]
+pub struct GuestSession {
+    state: GuestState,
+    assembler: Assembler,
+    events: VecDeque<GuestEvent>,
+    transmit: Vec<u8>,
+    next_call: u32,
+    in_flight: BTreeSet<u32>,
+}
+
+impl Default for GuestSession {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl GuestSession {
+    /// A session that has greeted: `transmit` holds the `Hello`.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut transmit = Vec::new();
+        frame::write_message(Kind::Hello, &Hello::ours(Role::Guest), &mut transmit);
+        Self {
+            state: GuestState::Greeting,
+            assembler: Assembler::default(),
+            events: VecDeque::new(),
+            transmit,
+            next_call: 0,
+            in_flight: BTreeSet::new(),
+        }
+    }
+
+    /// Takes bytes from the host. Call [`GuestSession::poll_event`] after it.
+    ///
+    /// # Errors
+    /// [`SessionError`]; the session is of no further use.
+    pub fn receive(&mut self, mut input: &[u8]) -> Result<(), SessionError> {
+        while !input.is_empty() {
+            let state = &self.state;
+            let awaits = |kind| Self::awaits(state, kind);
+            let Some(frame) = self.assembler.next(&mut input, awaits)? else { continue };
+            self.handle(frame)?;
+        }
+        Ok(())
+    }
+
+    fn awaits(state: &GuestState, kind: Kind) -> Option<u32> {
+        match (state, kind) {
+            (GuestState::Greeting, Kind::Hello | Kind::Refuse)
+            | (GuestState::Waiting, Kind::Start) => Some(kind.payload_bytes_max()),
+            (GuestState::Loading(start), Kind::Program) => Some(start.limits.program_bytes),
+            (GuestState::Feeding(start, _), Kind::Input) => Some(start.limits.input_bytes),
+            (GuestState::Running { response_bytes }, Kind::Settled) => {
+                Some(response_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES))
+            }
+            _ => None,
+        }
+    }
+
+    fn handle(&mut self, frame: Frame) -> Result<(), SessionError> {
+        let state = core::mem::replace(&mut self.state, GuestState::Ended);
+        self.state = match (state, frame.kind) {
+            (GuestState::Greeting, Kind::Hello) => {
+                Hello::ours(Role::Guest).agree(message(&frame)?, Role::Host)?;
+                GuestState::Waiting
+            }
+            (GuestState::Greeting, Kind::Refuse) => {
+                let Refusal(theirs) = message(&frame)?;
+                return Err(HandshakeError::VersionMismatch {
+                    theirs,
+                    ours: Hello::ours(Role::Guest),
+                }
+                .into());
+            }
+            (GuestState::Waiting, Kind::Start) => GuestState::Loading(message(&frame)?),
+            (GuestState::Loading(start), Kind::Program) => {
+                GuestState::Feeding(start, frame.payload)
+            }
+            (GuestState::Feeding(start, program), Kind::Input) => {
+                let response_bytes = start.limits.response_bytes;
+                let order = RunOrder { start, program, input: frame.payload };
+                self.events.push_back(GuestEvent::Run(order));
+                GuestState::Running { response_bytes }
+            }
+            (state @ GuestState::Running { .. }, Kind::Settled) => {
+                let settled: Settled = message(&frame)?;
+                if !self.in_flight.remove(&settled.id) {
+                    let id = settled.id;
+                    return Err(SessionError::Peer(Misbehaviour::NotInFlight { id }));
+                }
+                self.events.push_back(GuestEvent::Settled(settled));
+                state
+            }
+            (_, kind) => return Err(FrameError::Unexpected { kind }.into()),
+        };
+        Ok(())
+    }
+
+    /// What arrived. Worth calling after [`GuestSession::receive`].
+    pub fn poll_event(&mut self) -> Option<GuestEvent> {
+        self.events.pop_front()
+    }
+
+    /// Bytes for the host. The caller sends them in order and clears what it
+    /// sent. Worth looking at after every call that writes.
+    pub fn transmit(&mut self) -> &mut Vec<u8> {
+        &mut self.transmit
+    }
+
+    /// Starts a call; returns its number. The caller keeps the run's limits.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] outside a run.
+    pub fn call(
+        &mut self,
+        tool: &ToolName,
+        request: &[u8],
+        waits: bool,
+    ) -> Result<u32, SessionError> {
+        self.must_run("a call outside a run")?;
+        let id = self.next_call;
+        self.next_call += 1;
+        self.in_flight.insert(id);
+        let call = CallRef { id, waits, tool, request };
+        frame::write_message(Kind::Call, &call, &mut self.transmit);
+        Ok(id)
+    }
+
+    /// Sends a piece of output.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] outside a run.
+    pub fn output(&mut self, bytes: &[u8]) -> Result<(), SessionError> {
+        self.must_run("output outside a run")?;
+        frame::write_raw(Kind::Output, bytes, &mut self.transmit);
+        Ok(())
+    }
+
+    /// Sends a log record, cut to [`LOG_RECORD_BYTES_MAX`].
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] outside a run.
+    pub fn log(&mut self, level: u8, text: &str) -> Result<(), SessionError> {
+        self.must_run("a log record outside a run")?;
+        let text = &text[..text.floor_char_boundary(LOG_RECORD_BYTES_MAX as usize)];
+        frame::write_message(Kind::Log, &(level, text), &mut self.transmit);
+        Ok(())
+    }
+
+    /// Sends an artifact.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] outside a run.
+    pub fn artifact(
+        &mut self,
+        name: &str,
+        media_type: &str,
+        content: &[u8],
+    ) -> Result<(), SessionError> {
+        self.must_run("an artifact outside a run")?;
+        let artifact = ArtifactRef { name, media_type, content };
+        frame::write_message(Kind::Artifact, &artifact, &mut self.transmit);
+        Ok(())
+    }
+
+    /// Sends the end of the run. Nothing can follow.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] outside a run.
+    pub fn ended(&mut self, ended: &Ended) -> Result<(), SessionError> {
+        self.must_run("an end outside a run")?;
+        frame::write_message(Kind::Ended, ended, &mut self.transmit);
+        self.state = GuestState::Ended;
+        Ok(())
+    }
+
+    fn must_run(&self, otherwise: &'static str) -> Result<(), SessionError> {
+        match self.state {
+            GuestState::Running { .. } => Ok(()),
+            _ => Err(SessionError::Misuse(otherwise)),
+        }
+    }
+}
+
+/// What the host's session tells the worker.
+#[derive(Debug, PartialEq, Eq)]
+pub enum HostEvent {
+    /// The guest calls a tool.
+    Call(Call),
+    /// A piece of the run's output.
+    Output(Vec<u8>),
+    /// A log record.
+    Log(Log),
+    /// An artifact.
+    Artifact(Artifact),
+    /// The run ended; nothing follows.
+    Ended(Ended),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HostState {
+    Greeting,
+    Ready,
+    Running,
+    Ended,
+}
+
+/// The host's side. It keeps the run's limits against a guest that does not.
+#[derive(Debug)]
+pub struct HostSession {
+    state: HostState,
+    limits: RunLimits,
+    assembler: Assembler,
+    events: VecDeque<HostEvent>,
+    transmit: Vec<u8>,
+    next_call: u32,
+    in_flight: BTreeSet<u32>,
+    /// The call that the guest stands still for.
+    waits_for: Option<u32>,
+    output_bytes: u64,
+    log_bytes: u64,
+    artifacts: u32,
+}
+
+impl Default for HostSession {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl HostSession {
+    /// A session that awaits the guest's `Hello`.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            state: HostState::Greeting,
+            limits: RunLimits::default(),
+            assembler: Assembler::default(),
+            events: VecDeque::new(),
+            transmit: Vec::new(),
+            next_call: 0,
+            in_flight: BTreeSet::new(),
+            waits_for: None,
+            output_bytes: 0,
+            log_bytes: 0,
+            artifacts: 0,
+        }
+    }
+
+    /// Whether the guest stands at "waiting for a program".
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.state == HostState::Ready
+    }
+
+    /// Whether the guest does nothing until it is sent something: it waits
+    /// for a program, or for a call it said it waits for.
+    #[must_use]
+    pub fn guest_waits(&self) -> bool {
+        self.state == HostState::Ready || self.waits_for.is_some()
+    }
+
+    /// Sends a run to a guest that stands ready.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] if the guest is not ready, or if program or
+    /// input pass the limits in `start`, which admission has checked.
+    pub fn start(
+        &mut self,
+        start: &Start,
+        program: &[u8],
+        input: &[u8],
+    ) -> Result<(), SessionError> {
+        if self.state != HostState::Ready {
+            return Err(SessionError::Misuse("a run for a guest that is not ready"));
+        }
+        if program.len() > start.limits.program_bytes as usize
+            || input.len() > start.limits.input_bytes as usize
+        {
+            return Err(SessionError::Misuse("a run past its own limits"));
+        }
+        self.transmit.reserve(program.len() + input.len() + 1024);
+        frame::write_message(Kind::Start, start, &mut self.transmit);
+        frame::write_raw(Kind::Program, program, &mut self.transmit);
+        frame::write_raw(Kind::Input, input, &mut self.transmit);
+        self.limits = start.limits.clone();
+        self.state = HostState::Running;
+        Ok(())
+    }
+
+    /// Takes bytes from the guest. Call [`HostSession::poll_event`] after it.
+    ///
+    /// # Errors
+    /// [`SessionError`]; the VM is to be destroyed.
+    pub fn receive(&mut self, mut input: &[u8]) -> Result<(), SessionError> {
+        while !input.is_empty() {
+            let (state, limits) = (self.state, &self.limits);
+            let awaits = |kind| Self::awaits(state, limits, kind);
+            let Some(frame) = self.assembler.next(&mut input, awaits)? else { continue };
+            self.handle(frame)?;
+        }
+        Ok(())
+    }
+
+    fn awaits(state: HostState, limits: &RunLimits, kind: Kind) -> Option<u32> {
+        match (state, kind) {
+            (HostState::Greeting, Kind::Hello) => Some(kind.payload_bytes_max()),
+            (HostState::Running, Kind::Call) => Some(limits.request_bytes + MESSAGE_OVERHEAD_BYTES),
+            (HostState::Running, Kind::Output) => Some(limits.output_bytes),
+            (HostState::Running, Kind::Log | Kind::Ended) => Some(kind.payload_bytes_max()),
+            (HostState::Running, Kind::Artifact) => {
+                Some(limits.artifact_bytes + MESSAGE_OVERHEAD_BYTES)
+            }
+            _ => None,
+        }
+    }
+
+    fn handle(&mut self, frame: Frame) -> Result<(), SessionError> {
+        let event = match frame.kind {
+            Kind::Hello => return self.greeted(message(&frame)?),
+            Kind::Call => HostEvent::Call(self.called(message(&frame)?)?),
+            Kind::Output => {
+                self.output_bytes += frame.payload.len() as u64;
+                over("output_bytes", self.output_bytes, self.limits.output_bytes.into())?;
+                HostEvent::Output(frame.payload)
+            }
+            Kind::Log => {
+                let log: Log = message(&frame)?;
+                self.log_bytes += log.text.len() as u64;
+                over("log_bytes", self.log_bytes, self.limits.log_bytes.into())?;
+                HostEvent::Log(log)
+            }
+            Kind::Artifact => {
+                let artifact: Artifact = message(&frame)?;
+                self.artifacts += 1;
+                over("artifacts", self.artifacts.into(), self.limits.artifacts.into())?;
+                let bytes = artifact.content.len() as u64;
+                over("artifact_bytes", bytes, self.limits.artifact_bytes.into())?;
+                let name_bytes = artifact.name.len().max(artifact.media_type.len()) as u64;
+                over("artifact_name_bytes", name_bytes, ARTIFACT_NAME_BYTES_MAX.into())?;
+                HostEvent::Artifact(artifact)
+            }
+            Kind::Ended => {
+                let ended = message(&frame)?;
+                self.state = HostState::Ended;
+                self.waits_for = None;
+                HostEvent::Ended(ended)
+            }
+            kind => return Err(FrameError::Unexpected { kind }.into()),
+        };
+        self.events.push_back(event);
+        Ok(())
+    }
+
+    fn greeted(&mut self, theirs: Hello) -> Result<(), SessionError> {
+        let ours = Hello::ours(Role::Host);
+        match ours.agree(theirs, Role::Guest) {
+            Ok(_version) => {
+                frame::write_message(Kind::Hello, &ours, &mut self.transmit);
+                self.state = HostState::Ready;
+                Ok(())
+            }
+            Err(error) => {
+                frame::write_message(Kind::Refuse, &Refusal(ours), &mut self.transmit);
+                self.state = HostState::Ended;
+                Err(error.into())
+            }
+        }
+    }
+
+    fn called(&mut self, call: Call) -> Result<Call, SessionError> {
+        if call.id != self.next_call {
+            return Err(SessionError::Peer(Misbehaviour::CallOutOfOrder {
+                got: call.id,
+                expected: self.next_call,
+            }));
+        }
+        self.next_call += 1;
+        self.in_flight.insert(call.id);
+        over("calls", self.next_call.into(), self.limits.calls.into())?;
+        let in_flight = self.in_flight.len() as u64;
+        over("calls_in_flight", in_flight, self.limits.calls_in_flight.into())?;
+        over("request_bytes", call.request.len() as u64, self.limits.request_bytes.into())?;
+        if call.waits {
+            self.waits_for = Some(call.id);
+        }
+        Ok(call)
+    }
+
+    /// Answers a call.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] if it is not in flight or its body is past the
+    /// run's limit, which whoever settles it has checked.
+    pub fn settle(&mut self, settled: &Settled) -> Result<(), SessionError> {
+        if settled.body.len() > self.limits.response_bytes as usize {
+            return Err(SessionError::Misuse("a response past the run's limit"));
+        }
+        if !self.in_flight.remove(&settled.id) {
+            return Err(SessionError::Misuse("an answer to no call"));
+        }
+        if self.waits_for == Some(settled.id) {
+            self.waits_for = None;
+        }
+        frame::write_message(Kind::Settled, settled, &mut self.transmit);
+        Ok(())
+    }
+
+    /// What the guest did. Worth calling after [`HostSession::receive`].
+    pub fn poll_event(&mut self) -> Option<HostEvent> {
+        self.events.pop_front()
+    }
+
+    /// Bytes for the guest. The caller delivers them in order and clears what
+    /// it delivered. Worth looking at after every call.
+    pub fn transmit(&mut self) -> &mut Vec<u8> {
+        &mut self.transmit
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec;
+
+    fn start() -> Start {
+        Start {
+            run_id: RunId([3; 16]),
+            limits: RunLimits::default(),
+            seed: [1; 32],
+            start_unix_ns: 5,
+            granted: vec![ToolName::parse("a.b").unwrap()],
+        }
+    }
+
+    /// Moves all bytes both ways until nothing moves.
+    fn exchange(guest: &mut GuestSession, host: &mut HostSession) -> Result<(), SessionError> {
+        loop {
+            let to_host = core::mem::take(guest.transmit());
+            let to_guest = core::mem::take(host.transmit());
+            if to_host.is_empty() && to_guest.is_empty() {
+                return Ok(());
+            }
+            host.receive(&to_host)?;
+            guest.receive(&to_guest)?;
+        }
+    }
+
+    fn running() -> (GuestSession, HostSession) {
+        let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
+        exchange(&mut guest, &mut host).unwrap();
+        assert!(host.is_ready() && host.guest_waits());
+        host.start(&start(), b"program", b"{}").unwrap();
+        exchange(&mut guest, &mut host).unwrap();
+        let Some(GuestEvent::Run(order)) = guest.poll_event() else { panic!("no run") };
+        assert_eq!((&order.program[..], &order.input[..]), (&b"program"[..], &b"{}"[..]));
+        assert_eq!(order.start, start());
+        (guest, host)
+    }
+
+    #[test]
+    fn a_run_goes_the_whole_way() {
+        let (mut guest, mut host) = running();
+        let tool = ToolName::parse("a.b").unwrap();
+        let id = guest.call(&tool, b"{\"q\":1}", true).unwrap();
+        exchange(&mut guest, &mut host).unwrap();
+        assert!(host.guest_waits());
+        let expected = Call { id, waits: true, tool, request: b"{\"q\":1}".to_vec() };
+        assert_eq!(host.poll_event(), Some(HostEvent::Call(expected)));
+
+        let settled = Settled { id, code: None, duration_ns: 9, body: b"[]".to_vec() };
+        host.settle(&settled).unwrap();
+        assert!(!host.guest_waits());
+        exchange(&mut guest, &mut host).unwrap();
+        guest.output(b"out").unwrap();
+        guest.log(2, "said").unwrap();
+        guest.artifact("a.txt", "text/plain", b"x").unwrap();
+        let ended = Ended {
+            ending: Ending::Returned(0),
+            fuel_used: 1,
+            memory_peak_bytes: 2,
+            logs_dropped: 0,
+            load_ticks: 3,
+            run_ticks: 4,
+        };
+        guest.ended(&ended).unwrap();
+        exchange(&mut guest, &mut host).unwrap();
+        assert!(matches!(guest.poll_event(), Some(GuestEvent::Settled(got)) if got == settled));
+        let events: Vec<_> = core::iter::from_fn(|| host.poll_event()).collect();
+        assert_eq!(
+            events,
+            [
+                HostEvent::Output(b"out".to_vec()),
+                HostEvent::Log(Log { level: 2, text: "said".into() }),
+                HostEvent::Artifact(Artifact {
+                    name: "a.txt".into(),
+                    media_type: "text/plain".into(),
+                    content: b"x".to_vec(),
+                }),
+                HostEvent::Ended(ended),
+            ]
+        );
+        assert!(guest.output(b"more").is_err(), "nothing can follow the end");
+    }
+
+    #[test]
+    fn a_guest_of_another_version_is_refused_by_name_on_both_sides() {
+        let mut host = HostSession::new();
+        let mut hello = Vec::new();
+        let theirs = Hello { version_min: 9, version_max: 9, ..Hello::ours(Role::Guest) };
+        frame::write_message(Kind::Hello, &theirs, &mut hello);
+        let refused = host.receive(&hello).unwrap_err();
+        assert!(matches!(refused, SessionError::Handshake(HandshakeError::VersionMismatch { .. })));
+        let mut guest = GuestSession::new();
+        let refused = guest.receive(host.transmit()).unwrap_err();
+        assert!(matches!(refused, SessionError::Handshake(HandshakeError::VersionMismatch { .. })));
+    }
+
+    #[test]
+    fn a_guest_cannot_reuse_or_skip_a_call_number() {
+        for id in [0u32, 2] {
+            let (mut guest, mut host) = running();
+            let tool = ToolName::parse("a.b").unwrap();
+            guest.call(&tool, b"{}", false).unwrap();
+            exchange(&mut guest, &mut host).unwrap();
+            let mut bytes = Vec::new();
+            let call = Call { id, waits: false, tool, request: vec![] };
+            frame::write_message(Kind::Call, &call, &mut bytes);
+            assert_eq!(
+                host.receive(&bytes),
+                Err(SessionError::Peer(Misbehaviour::CallOutOfOrder { got: id, expected: 1 }))
+            );
+        }
+    }
+
+    #[test]
+    fn a_guest_cannot_pass_the_runs_limits() {
+        let limits = RunLimits::default();
+        let tool = ToolName::parse("a.b").unwrap();
+
+        let (mut guest, mut host) = running();
+        for _ in 0..=limits.calls_in_flight {
+            guest.call(&tool, b"{}", false).unwrap();
+        }
+        let refused = exchange(&mut guest, &mut host).unwrap_err();
+        assert!(matches!(
+            refused,
+            SessionError::Peer(Misbehaviour::Over(OverLimit { what: "calls_in_flight", .. }))
+        ));
+
+        let (mut guest, mut host) = running();
+        let half = vec![0; limits.output_bytes as usize / 2 + 1];
+        guest.output(&half).unwrap();
+        guest.output(&half).unwrap();
+        let refused = exchange(&mut guest, &mut host).unwrap_err();
+        assert!(matches!(
+            refused,
+            SessionError::Peer(Misbehaviour::Over(OverLimit { what: "output_bytes", .. }))
+        ));
+
+        let (mut guest, mut host) = running();
+        for _ in 0..=limits.artifacts {
+            guest.artifact("a", "b", b"").unwrap();
+        }
+        assert!(exchange(&mut guest, &mut host).is_err());
+    }
+
+    #[test]
+    fn a_guest_cannot_speak_before_its_turn() {
+        let mut host = HostSession::new();
+        let mut bytes = Vec::new();
+        frame::write_raw(Kind::Output, b"early", &mut bytes);
+        assert_eq!(
+            host.receive(&bytes),
+            Err(SessionError::Peer(Misbehaviour::Frame(FrameError::Unexpected {
+                kind: Kind::Output
+            })))
+        );
+    }
+
+    #[test]
+    fn the_host_cannot_settle_what_was_not_called() {
+        let (mut guest, mut host) = running();
+        let settled = Settled { id: 0, code: None, duration_ns: 0, body: vec![] };
+        assert!(host.settle(&settled).is_err());
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Settled, &settled, &mut bytes);
+        assert_eq!(
+            guest.receive(&bytes),
+            Err(SessionError::Peer(Misbehaviour::NotInFlight { id: 0 }))
+        );
+    }
+}

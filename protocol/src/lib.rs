@@ -1,0 +1,59 @@
+//! What the two sides of a forge-vmm boundary agree on: frames, sessions,
+//! signatures, names and limits.
+//!
+//! This room distrusts every byte it is handed: it comes from a guest, a
+//! worker, a program's author or a file. Deliberately absent are IO, clocks,
+//! randomness and `unsafe`, so that the guest, the host, the tests and the
+//! fuzzers all drive the very same state machines.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`limits`] | every bound, in one place, with their relations asserted |
+//! | [`frame`] | the fixed-size header around every message |
+//! | [`codec`] | the one place that knows how a message becomes bytes |
+//! | [`handshake`] | which versions of the protocol can talk |
+//! | [`name`] | tool names that have been checked |
+//! | [`abi`] | the imports a program may declare, and the codes it gets back |
+//! | [`ending`] | every way a run can end |
+//! | [`signature`] | who wrote a program |
+//! | [`guest`] | the link between a guest and its worker, both sides |
+//! | [`broker`] | the link between a supervisor or worker and the toolbroker |
+//! | [`worker`] | the link between the supervisor and a worker |
+//! | [`platform`] | the machine a guest finds itself in |
+
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+pub mod abi;
+pub mod broker;
+pub mod codec;
+pub mod ending;
+pub mod frame;
+pub mod guest;
+pub mod handshake;
+pub mod limits;
+pub mod name;
+pub mod platform;
+pub mod signature;
+pub mod worker;
+
+/// Identifies one run: 16 bytes drawn by the supervisor, printed as hex.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, codec::Encode, codec::Decode)]
+pub struct RunId(pub [u8; 16]);
+
+impl core::fmt::Display for RunId {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        for byte in self.0 {
+            write!(f, "{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+impl core::fmt::Debug for RunId {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "RunId({self})")
+    }
+}

@@ -1,0 +1,308 @@
+//! The machine a guest finds itself in: what the VMM builds and the guest
+//! kernel relies on. Guest-virtual and guest-physical addresses are the same.
+//!
+//! ```text
+//!  0x0000_0000  nothing: a null pointer faults
+//!  0x0000_1000  virtio-mmio vsock device      ring 3, read and write
+//!  0x0000_2000  control registers             ring 3, read and write
+//!  0x0020_0000  RAM
+//!    + 0x0000   page tables, GDT, TSS, IDT    ring 0
+//!    TRAP_STACK the page traps push to        ring 0
+//!    BOOT_INFO  what the guest is told        ring 3, read
+//!    CRASH      the panic message             ring 3, read and write
+//!    ARCHIVE    the boot archive              ring 3, read
+//!  0x0040_0000  the guest image, by its ELF segments
+//!    …          data, stack, heap             ring 3, read and write
+//! ```
+//!
+//! The vCPU starts in ring 3. Ring 0 holds the trap stub alone: on hosts
+//! without hardware virtualisation ring 0 is emulated, and everywhere it is
+//! the stronger design.
+
+use alloc::vec::Vec;
+
+/// A page, in bytes.
+pub const PAGE_BYTES: u64 = 4096;
+/// What one page-directory entry maps, in bytes.
+pub const LARGE_PAGE_BYTES: u64 = 2 << 20;
+
+/// The virtio-mmio registers of the vsock device.
+pub const VSOCK_MMIO: u64 = 0x1000;
+/// The control registers, see [`control`].
+pub const CONTROL_MMIO: u64 = 0x2000;
+
+/// Where RAM starts.
+pub const RAM_START: u64 = 0x20_0000;
+/// PML4, PDPT, PD and the page tables of the first [`SMALL_PAGE_TABLES`] × 2 MiB.
+pub const PAGE_TABLES: u64 = RAM_START;
+/// How many 2 MiB stretches, from address 0, are mapped by 4 KiB pages.
+pub const SMALL_PAGE_TABLES: u64 = 4;
+/// GDT, TSS and IDT, in one page.
+pub const DESCRIPTORS: u64 = PAGE_TABLES + (3 + SMALL_PAGE_TABLES) * PAGE_BYTES;
+/// The page whose top every trap pushes to (IST 1).
+pub const TRAP_STACK: u64 = DESCRIPTORS + PAGE_BYTES;
+/// The page that holds [`BootInfo`].
+pub const BOOT_INFO: u64 = TRAP_STACK + PAGE_BYTES;
+/// The page the panic message is left in.
+pub const CRASH: u64 = BOOT_INFO + PAGE_BYTES;
+/// The boot archive, up to [`IMAGE`].
+pub const ARCHIVE: u64 = CRASH + PAGE_BYTES;
+/// Where the guest image is linked to start.
+pub const IMAGE: u64 = 0x40_0000;
+/// The image, its zeroed data and the boot stack end below this address; the
+/// heap starts at it, mapped by large pages.
+pub const HEAP: u64 = SMALL_PAGE_TABLES * LARGE_PAGE_BYTES;
+
+/// The archive's room, in bytes.
+pub const ARCHIVE_BYTES_MAX: u64 = IMAGE - ARCHIVE;
+
+// The heap must start where large pages do.
+const _: () = assert!(HEAP % LARGE_PAGE_BYTES == 0 && HEAP > IMAGE);
+const _: () = assert!(ARCHIVE < IMAGE);
+// A panic message fits its page.
+const _: () = assert!(crate::limits::PANIC_MESSAGE_BYTES_MAX < PAGE_BYTES as usize);
+
+/// The ELF section that holds the trap stub; its segment is ring 0's.
+/// The linker script places it first in the image.
+pub const TRAP_STUB: u64 = IMAGE;
+/// The stub of vector `n` is at `TRAP_STUB + n * TRAP_STUB_STRIDE`.
+pub const TRAP_STUB_STRIDE: u64 = 16;
+/// The vectors that have a stub: the CPU's exceptions.
+pub const TRAP_VECTORS: u64 = 32;
+
+/// What the trap stub leaves below the top of [`TRAP_STACK`] before it halts.
+///
+/// The CPU pushes `ss` to `rip` and, for some vectors, the error code; the
+/// stub pushes the rest. Lowest address first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrapFrame {
+    /// The faulting address of a page fault.
+    pub cr2: u64,
+    /// The interrupted `rax`.
+    pub rax: u64,
+    /// Which exception.
+    pub vector: u64,
+    /// Its error code, or 0.
+    pub error_code: u64,
+    /// Where it happened.
+    pub rip: u64,
+    /// The code segment, so the ring.
+    pub cs: u64,
+    /// The interrupted flags.
+    pub rflags: u64,
+    /// The interrupted stack pointer.
+    pub rsp: u64,
+    /// The stack segment.
+    pub ss: u64,
+}
+
+impl TrapFrame {
+    /// Its size in memory.
+    pub const BYTES: usize = 9 * 8;
+    /// Its address.
+    pub const ADDRESS: u64 = TRAP_STACK + PAGE_BYTES - Self::BYTES as u64;
+
+    /// Reads the frame from the bytes at [`TrapFrame::ADDRESS`].
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let word = |index: usize| {
+            let mut word = [0u8; 8];
+            word.copy_from_slice(&bytes[index * 8..index * 8 + 8]);
+            u64::from_le_bytes(word)
+        };
+        Self {
+            cr2: word(0),
+            rax: word(1),
+            vector: word(2),
+            error_code: word(3),
+            rip: word(4),
+            cs: word(5),
+            rflags: word(6),
+            rsp: word(7),
+            ss: word(8),
+        }
+    }
+}
+
+/// The control registers, as offsets from [`CONTROL_MMIO`]. Each is written
+/// with a 32-bit store.
+pub mod control {
+    /// Wait until the device has something for the guest. The host answers
+    /// late; the value does not matter.
+    pub const PARK: u64 = 0x00;
+    /// The guest panicked: the value is the length of the message at
+    /// [`CRASH`](super::CRASH). The VM ends.
+    pub const PANIC: u64 = 0x04;
+    /// The guest is done, and its last frame is sent. The VM ends.
+    pub const EXIT: u64 = 0x08;
+}
+
+/// The vsock port the host listens on for the guest's one stream.
+pub const HOST_PORT: u32 = 1024;
+/// The guest's context id.
+pub const GUEST_CID: u64 = 3;
+/// The host's context id (virtio 1.2, 5.10.4).
+pub const HOST_CID: u64 = 2;
+
+/// What the VMM tells the guest, at [`BOOT_INFO`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BootInfo {
+    /// Where RAM ends, and with it the heap.
+    pub ram_end: u64,
+    /// The boot archive's length in bytes; it starts at [`ARCHIVE`].
+    pub archive_bytes: u64,
+}
+
+impl BootInfo {
+    /// Its size in memory.
+    pub const BYTES: usize = 24;
+    const MAGIC: u64 = u64::from_le_bytes(*b"forgeVM1");
+
+    /// The bytes to place at [`BOOT_INFO`].
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..8].copy_from_slice(&Self::MAGIC.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.ram_end.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.archive_bytes.to_le_bytes());
+        bytes
+    }
+
+    /// Reads the bytes at [`BOOT_INFO`]; `None` if they are not a boot info of
+    /// this release.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let word = |index: usize| {
+            let mut word = [0u8; 8];
+            word.copy_from_slice(&bytes[index * 8..index * 8 + 8]);
+            u64::from_le_bytes(word)
+        };
+        (word(0) == Self::MAGIC).then(|| Self { ram_end: word(1), archive_bytes: word(2) })
+    }
+}
+
+/// The boot archive: named byte strings in the `newc` cpio format, which any
+/// cpio tool lists. The supervisor adds the operator's trust keys at start.
+pub mod archive {
+    use super::Vec;
+
+    /// Entries below this name are trust keys, 32 bytes each.
+    pub const TRUST_PREFIX: &str = "trust/";
+
+    const MAGIC: &[u8; 6] = b"070701";
+    const HEADER_BYTES: usize = 110;
+    const TRAILER: &str = "TRAILER!!!";
+
+    /// Writes an archive.
+    #[derive(Debug, Default)]
+    pub struct Builder {
+        bytes: Vec<u8>,
+        entries: u32,
+    }
+
+    impl Builder {
+        /// Adds an entry. The order is kept.
+        pub fn add(&mut self, name: &str, content: &[u8]) -> &mut Self {
+            self.entries += 1;
+            // A regular file, read-only; all other fields are zero so that
+            // equal content gives equal bytes.
+            self.entry(self.entries, 0o100_444, 1, name, content);
+            self
+        }
+
+        /// The archive's bytes.
+        #[must_use]
+        pub fn finish(mut self) -> Vec<u8> {
+            self.entry(0, 0, 1, TRAILER, &[]);
+            self.bytes
+        }
+
+        fn entry(&mut self, ino: u32, mode: u32, nlink: u32, name: &str, content: &[u8]) {
+            let name_bytes = name.len() as u32 + 1;
+            let fields =
+                [ino, mode, 0, 0, nlink, 0, content.len() as u32, 0, 0, 0, 0, name_bytes, 0];
+            self.bytes.extend_from_slice(MAGIC);
+            for field in fields {
+                for nibble in (0..8).rev() {
+                    let digit = (field >> (nibble * 4)) & 0xf;
+                    self.bytes.push(b"0123456789ABCDEF"[digit as usize]);
+                }
+            }
+            self.bytes.extend_from_slice(name.as_bytes());
+            self.bytes.push(0);
+            self.pad();
+            self.bytes.extend_from_slice(content);
+            self.pad();
+        }
+
+        fn pad(&mut self) {
+            while !self.bytes.len().is_multiple_of(4) {
+                self.bytes.push(0);
+            }
+        }
+    }
+
+    /// Iterates an archive's entries as name and content. Ends at the trailer,
+    /// or where the bytes are no archive any more.
+    pub fn entries(archive: &[u8]) -> impl Iterator<Item = (&str, &[u8])> {
+        let mut at = 0usize;
+        core::iter::from_fn(move || {
+            let header = archive.get(at..at.checked_add(HEADER_BYTES)?)?;
+            if !header.starts_with(MAGIC) {
+                return None;
+            }
+            let field = |index: usize| -> Option<usize> {
+                let digits = core::str::from_utf8(&header[6 + index * 8..14 + index * 8]).ok()?;
+                usize::from_str_radix(digits, 16).ok()
+            };
+            let (content_bytes, name_bytes) = (field(6)?, field(11)?);
+            let name_at = at + HEADER_BYTES;
+            let name = archive.get(name_at..name_at.checked_add(name_bytes.checked_sub(1)?)?)?;
+            let name = core::str::from_utf8(name).ok()?;
+            let content_at = (name_at + name_bytes).next_multiple_of(4);
+            let content_end = content_at.checked_add(content_bytes)?;
+            let content = archive.get(content_at..content_end)?;
+            at = content_end.next_multiple_of(4);
+            (name != TRAILER).then_some((name, content))
+        })
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn entries_come_back_in_order() {
+            let mut builder = Builder::default();
+            builder.add("trust/0", &[1; 32]).add("runtime/js", b"abc").add("empty", b"");
+            let bytes = builder.finish();
+            let got: Vec<_> = entries(&bytes).collect();
+            let expected: [(&str, &[u8]); 3] =
+                [("trust/0", &[1; 32]), ("runtime/js", b"abc"), ("empty", b"")];
+            assert_eq!(got, expected);
+        }
+
+        #[test]
+        fn a_cut_or_foreign_archive_ends_without_a_panic() {
+            let mut builder = Builder::default();
+            builder.add("a", b"content");
+            let bytes = builder.finish();
+            for length in 0..bytes.len() {
+                assert!(entries(&bytes[..length]).count() <= 1);
+            }
+            assert_eq!(entries(&[b'0'; 400]).count(), 0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn boot_info_survives_memory_and_knows_a_stranger() {
+        let info = BootInfo { ram_end: 0x4000_0000, archive_bytes: 77 };
+        assert_eq!(BootInfo::from_bytes(&info.to_bytes()), Some(info));
+        assert_eq!(BootInfo::from_bytes(&[0; BootInfo::BYTES]), None);
+    }
+}

@@ -1,0 +1,119 @@
+//! The link between the supervisor and a worker: one [`Job`] in, one
+//! [`Report`] out.
+//!
+//! The worker is the jailed process around one VM. It trusts the supervisor;
+//! the supervisor takes the report for a claim by whoever the guest may have
+//! become, and bounds it.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::abi::CallCode;
+use crate::codec::{Decode, Encode};
+use crate::guest::{Artifact, Ended, Log, Start};
+use crate::name::ToolName;
+
+/// One run, as the supervisor hands it to a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Job {
+    /// What the guest is told.
+    pub start: Start,
+    /// The keys the guest trusts programs by.
+    pub trust: Vec<[u8; 32]>,
+    /// The signed program.
+    pub program: Vec<u8>,
+    /// The run's input.
+    pub input: Vec<u8>,
+    /// What is left of the wall clock, in nanoseconds.
+    pub deadline_ns: u64,
+}
+
+/// What became of a run.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Report {
+    /// How it ended.
+    pub fate: Fate,
+    /// The program's output, whole or as far as it came.
+    pub output: Vec<u8>,
+    /// Its artifacts.
+    pub artifacts: Vec<Artifact>,
+    /// Its log.
+    pub logs: Vec<Log>,
+    /// Its tool calls, in the order in which they settled; those that never
+    /// did come last.
+    pub calls: Vec<CallRecord>,
+    /// VM exits from the program's delivery to the end.
+    pub vm_exits: u64,
+    /// Where the time went.
+    pub timing: Timing,
+}
+
+/// How the run ended, as the worker saw it.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Fate {
+    /// The guest reported an end.
+    Ended(Ended),
+    /// The deadline came first.
+    Deadline,
+    /// The guest died, misbehaved or could not be started.
+    Vm(VmFailure),
+}
+
+/// How a VM failed. None of these is the program's doing.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct VmFailure {
+    /// Which failure.
+    pub kind: VmFailureKind,
+    /// What happened, for a reader.
+    pub message: String,
+}
+
+/// The kinds of VM failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum VmFailureKind {
+    /// The guest kernel or guest-init faulted or panicked.
+    Crash,
+    /// The guest broke the protocol or the device's rules.
+    Misbehaved,
+    /// The VM stopped in a way that tells no more: shutdown, internal error.
+    Stopped,
+    /// This host cannot run the VM.
+    Unavailable,
+    /// The link to the broker was lost.
+    BrokerLost,
+    /// Our own bug.
+    Internal,
+}
+
+/// One tool call, for the report.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct CallRecord {
+    /// Its number in the order of calling.
+    pub id: u32,
+    /// Which tool.
+    pub tool: ToolName,
+    /// How it settled; `None` while it had not.
+    pub settled: Option<CallSettled>,
+}
+
+/// How a call settled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct CallSettled {
+    /// `None` for a response.
+    pub code: Option<CallCode>,
+    /// How long it took, in nanoseconds.
+    pub duration_ns: u64,
+}
+
+/// Where a worker's time went, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub struct Timing {
+    /// Making the VM: KVM objects, memory, image.
+    pub vm_ns: u64,
+    /// From the first instruction to the guest's greeting.
+    pub boot_ns: u64,
+    /// From the program's delivery to its first instruction.
+    pub load_ns: u64,
+    /// From there to its end.
+    pub run_ns: u64,
+}
