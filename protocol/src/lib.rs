@@ -23,6 +23,7 @@
 
 #![no_std]
 #![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
 
 extern crate alloc;
 
