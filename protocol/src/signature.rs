@@ -342,6 +342,9 @@ impl<'a> SignedParts<'a> {
     }
 }
 
+/// A signed hash and a signature over it.
+type Candidate<'a> = (&'a [u8; 32], &'a [u8; 64]);
+
 /// Walks the hash sets of a signature section: every pair of a signed hash and
 /// an Ed25519 signature over it alone. A set of several hashes signs parts of
 /// a module, which we do not accept.
@@ -363,7 +366,7 @@ impl<'a> Sets<'a> {
         Ok(Self { reader, sets_left, ..Self::default() })
     }
 
-    fn next(&mut self) -> Result<Option<(&'a [u8; 32], &'a [u8; 64])>, SignatureError> {
+    fn next(&mut self) -> Result<Option<Candidate<'a>>, SignatureError> {
         loop {
             if self.signatures_left > 0 {
                 self.signatures_left -= 1;
