@@ -57,7 +57,7 @@ pub const HEAP: u64 = SMALL_PAGE_TABLES * LARGE_PAGE_BYTES;
 pub const ARCHIVE_BYTES_MAX: u64 = IMAGE - ARCHIVE;
 
 // The heap must start where large pages do.
-const _: () = assert!(HEAP % LARGE_PAGE_BYTES == 0 && HEAP > IMAGE);
+const _: () = assert!(HEAP.is_multiple_of(LARGE_PAGE_BYTES) && HEAP > IMAGE);
 const _: () = assert!(ARCHIVE < IMAGE);
 // A panic message fits its page.
 const _: () = assert!(crate::limits::PANIC_MESSAGE_BYTES_MAX < PAGE_BYTES as usize);

@@ -1,0 +1,397 @@
+//! The virtio socket driver (virtio 1.2, 5.10) and its one stream.
+//!
+//! The guest opens one connection to the host and speaks on it; the host
+//! cannot connect here, and is told so with a reset. Every notification is a
+//! VM exit, so the driver counts them: a message to the host is one, and if
+//! the host answers within it, the answer costs none. Received bytes are read
+//! where the device put them. There is no event queue: its one event tells
+//! that the context id changed by migration, which a guest that serves one
+//! run does not live to see.
+
+use alloc::vec::Vec;
+
+use forge_protocol::platform::{HOST_CID, HOST_PORT};
+
+use crate::mmio::{Control, Register};
+use crate::queue::{Buffer, ENTRIES, Queue, Rings};
+
+const MAGIC: u32 = u32::from_le_bytes(*b"virt");
+const DEVICE_SOCKET: u32 = 19;
+const STATUS_ACKNOWLEDGE: u32 = 1;
+const STATUS_DRIVER: u32 = 2;
+const STATUS_DRIVER_OK: u32 = 4;
+const STATUS_FEATURES_OK: u32 = 8;
+/// VIRTIO_F_VERSION_1, bit 32: bit 0 of the second feature word.
+const FEATURES_HIGH: u32 = 1;
+
+const QUEUE_RX: u16 = 0;
+const QUEUE_TX: u16 = 1;
+
+const TYPE_STREAM: u16 = 1;
+const OP_REQUEST: u16 = 1;
+const OP_RESPONSE: u16 = 2;
+const OP_RST: u16 = 3;
+const OP_SHUTDOWN: u16 = 4;
+const OP_RW: u16 = 5;
+const OP_CREDIT_UPDATE: u16 = 6;
+const OP_CREDIT_REQUEST: u16 = 7;
+
+/// The guest's port of its one stream.
+const GUEST_PORT: u32 = 1024;
+/// One receive buffer, header included. A small message touches its first
+/// page only.
+const RX_BUFFER_BYTES: usize = 16 * 1024;
+/// What the host may send before it hears that some was consumed.
+const RECEIVE_WINDOW: u32 = (ENTRIES * (RX_BUFFER_BYTES - Header::BYTES)) as u32;
+/// The most payload in one packet to the host.
+const TX_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
+
+/// A packet's header (5.10.6).
+#[derive(Clone, Copy)]
+struct Header {
+    source_cid: u64,
+    destination_cid: u64,
+    source_port: u32,
+    destination_port: u32,
+    payload_bytes: u32,
+    kind: u16,
+    operation: u16,
+    flags: u32,
+    buffer_bytes: u32,
+    forwarded: u32,
+}
+
+impl Header {
+    const BYTES: usize = 44;
+
+    fn to_bytes(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[0..8].copy_from_slice(&self.source_cid.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.destination_cid.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.source_port.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.destination_port.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.payload_bytes.to_le_bytes());
+        bytes[28..30].copy_from_slice(&self.kind.to_le_bytes());
+        bytes[30..32].copy_from_slice(&self.operation.to_le_bytes());
+        bytes[32..36].copy_from_slice(&self.flags.to_le_bytes());
+        bytes[36..40].copy_from_slice(&self.buffer_bytes.to_le_bytes());
+        bytes[40..44].copy_from_slice(&self.forwarded.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let word = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
+        Self {
+            source_cid: long(0),
+            destination_cid: long(8),
+            source_port: word(16),
+            destination_port: word(20),
+            payload_bytes: word(24),
+            kind: half(28),
+            operation: half(30),
+            flags: word(32),
+            buffer_bytes: word(36),
+            forwarded: word(40),
+        }
+    }
+}
+
+/// Everything the device reads and writes, together: the rings in one page,
+/// then the receive buffers.
+#[repr(C, align(4096))]
+struct Shared {
+    rx_rings: Rings,
+    tx_rings: Rings,
+    tx_header: [u8; Header::BYTES],
+    rx_buffers: [RxBuffer; ENTRIES],
+}
+
+#[repr(C, align(4096))]
+struct RxBuffer([u8; RX_BUFFER_BYTES]);
+
+static mut SHARED: Shared = Shared {
+    rx_rings: Rings::ZERO,
+    tx_rings: Rings::ZERO,
+    tx_header: [0; Header::BYTES],
+    rx_buffers: [const { RxBuffer([0; RX_BUFFER_BYTES]) }; ENTRIES],
+};
+
+/// The stream is over: the host reset or shut the connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Closed;
+
+/// The guest's one connection to the host.
+pub struct Stream {
+    rx: Queue,
+    tx: Queue,
+    shared: *mut Shared,
+    guest_cid: u64,
+    /// Bytes sent, modulo 2^32 (5.10.6.3).
+    sent: u32,
+    /// Bytes received and handed on, modulo 2^32.
+    forwarded: u32,
+    /// `forwarded` as the host last heard it.
+    forwarded_told: u32,
+    /// The host's receive window, and how much of it it has consumed.
+    peer_buffer_bytes: u32,
+    peer_forwarded: u32,
+    /// What came while we were waiting to send.
+    early: Vec<u8>,
+    open: bool,
+}
+
+impl Stream {
+    /// Sets the device up and connects to the host's port. To be called once.
+    ///
+    /// # Panics
+    /// If there is no such device or the host refuses: there is no guest
+    /// without its stream.
+    #[must_use]
+    pub fn connect() -> Self {
+        let found =
+            (Register::MagicValue.read(), Register::Version.read(), Register::DeviceId.read());
+        assert!(found == (MAGIC, 2, DEVICE_SOCKET), "no virtio socket device: {found:x?}");
+        // 3.1.1, the order of initialisation.
+        Register::Status.write(0);
+        Register::Status.write(STATUS_ACKNOWLEDGE | STATUS_DRIVER);
+        Register::DeviceFeaturesSel.write(1);
+        let features = Register::DeviceFeatures.read();
+        assert!(features & FEATURES_HIGH != 0, "the device is not of virtio 1");
+        Register::DriverFeaturesSel.write(1);
+        Register::DriverFeatures.write(FEATURES_HIGH);
+        let negotiated = STATUS_ACKNOWLEDGE | STATUS_DRIVER | STATUS_FEATURES_OK;
+        Register::Status.write(negotiated);
+        assert!(Register::Status.read() == negotiated, "the device refused our features");
+
+        let shared = &raw mut SHARED;
+        // SAFETY: `connect` is called once, so the rings are handed out once;
+        // they are statics.
+        let (rx, tx) = unsafe {
+            (
+                Queue::hand_over(QUEUE_RX, &raw mut (*shared).rx_rings),
+                Queue::hand_over(QUEUE_TX, &raw mut (*shared).tx_rings),
+            )
+        };
+        let mut stream = Self {
+            rx,
+            tx,
+            shared,
+            guest_cid: Register::GuestCid.read().into(),
+            sent: 0,
+            forwarded: 0,
+            forwarded_told: 0,
+            peer_buffer_bytes: 0,
+            peer_forwarded: 0,
+            early: Vec::new(),
+            open: false,
+        };
+        for index in 0..ENTRIES as u16 {
+            stream.offer_receive_buffer(index);
+        }
+        Register::Status.write(negotiated | STATUS_DRIVER_OK);
+        stream.rx.notify();
+
+        stream.transmit(OP_REQUEST, 0, &[]);
+        while !stream.open {
+            if !stream.poll(&mut |_| {}) {
+                Control::park();
+            }
+        }
+        stream
+    }
+
+    /// Sends all of `bytes`. Blocks while the host's window is full.
+    ///
+    /// # Errors
+    /// [`Closed`].
+    pub fn send(&mut self, mut bytes: &[u8]) -> Result<(), Closed> {
+        while !bytes.is_empty() {
+            if !self.open {
+                return Err(Closed);
+            }
+            let in_flight = self.sent.wrapping_sub(self.peer_forwarded);
+            let credit = self.peer_buffer_bytes.saturating_sub(in_flight) as usize;
+            if credit == 0 {
+                self.transmit(OP_CREDIT_REQUEST, 0, &[]);
+                self.await_credit();
+                continue;
+            }
+            let (packet, rest) = bytes.split_at(bytes.len().min(credit).min(TX_PAYLOAD_BYTES_MAX));
+            // Counted before the exit: the host's answer already knows of it.
+            self.sent = self.sent.wrapping_add(packet.len() as u32);
+            self.transmit(OP_RW, 0, packet);
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// Waits until something came, and hands each piece to `take`.
+    ///
+    /// # Errors
+    /// [`Closed`].
+    pub fn receive(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), Closed> {
+        if !self.early.is_empty() {
+            take(&core::mem::take(&mut self.early));
+            return Ok(());
+        }
+        loop {
+            let mut got = 0;
+            while self.poll(&mut |piece| {
+                got += piece.len();
+                take(piece);
+            }) {}
+            if got > 0 {
+                return Ok(());
+            }
+            if !self.open {
+                return Err(Closed);
+            }
+            // Credit rides on the next packet out. Only if the host may be
+            // out of it does it need a packet of its own, and then that exit
+            // is also the wait.
+            if self.forwarded.wrapping_sub(self.forwarded_told) > RECEIVE_WINDOW / 2 {
+                self.transmit(OP_CREDIT_UPDATE, 0, &[]);
+            } else {
+                Control::park();
+            }
+        }
+    }
+
+    /// Waits until the host has consumed some, and keeps what else comes.
+    fn await_credit(&mut self) {
+        let before = self.peer_forwarded;
+        while self.peer_forwarded == before && self.open {
+            let mut early = core::mem::take(&mut self.early);
+            let handled = self.poll(&mut |piece| early.extend_from_slice(piece));
+            self.early = early;
+            if !handled {
+                Control::park();
+            }
+        }
+    }
+
+    /// Handles one received packet; whether there was one.
+    fn poll(&mut self, take: &mut dyn FnMut(&[u8])) -> bool {
+        let Some((index, written)) = self.rx.take_used() else {
+            return false;
+        };
+        let written = (written as usize).min(RX_BUFFER_BYTES);
+        // SAFETY: `index` is in bounds (take_used), and the device has given
+        // the buffer back, so nobody writes it until it is offered again
+        // below, after the last use of this slice.
+        let buffer = unsafe {
+            let start = (&raw const (*self.shared).rx_buffers[index as usize]).cast::<u8>();
+            core::slice::from_raw_parts(start, written)
+        };
+        if let Some((header, payload)) = buffer.split_first_chunk::<{ Header::BYTES }>() {
+            let header = Header::from_bytes(header);
+            let payload = &payload[..payload.len().min(header.payload_bytes as usize)];
+            self.handle(header, payload, take);
+        }
+        self.offer_receive_buffer(index);
+        self.rx.notify();
+        true
+    }
+
+    fn handle(&mut self, header: Header, payload: &[u8], take: &mut dyn FnMut(&[u8])) {
+        let ours = header.source_cid == HOST_CID
+            && header.source_port == HOST_PORT
+            && header.destination_port == GUEST_PORT
+            && header.kind == TYPE_STREAM;
+        if !ours {
+            if header.operation != OP_RST {
+                self.refuse(header);
+            }
+            return;
+        }
+        self.peer_buffer_bytes = header.buffer_bytes;
+        self.peer_forwarded = header.forwarded;
+        match header.operation {
+            OP_RESPONSE => self.open = true,
+            OP_RW => {
+                self.forwarded = self.forwarded.wrapping_add(payload.len() as u32);
+                take(payload);
+            }
+            OP_CREDIT_UPDATE => {}
+            OP_CREDIT_REQUEST => self.transmit(OP_CREDIT_UPDATE, 0, &[]),
+            OP_RST | OP_SHUTDOWN => {
+                assert!(self.open, "the host refused the guest's stream");
+                self.open = false;
+            }
+            _ => self.refuse(header),
+        }
+    }
+
+    /// Answers a packet that belongs to no stream of ours with a reset
+    /// (5.10.6.4).
+    fn refuse(&mut self, header: Header) {
+        let reset = Header {
+            source_cid: self.guest_cid,
+            destination_cid: header.source_cid,
+            source_port: header.destination_port,
+            destination_port: header.source_port,
+            payload_bytes: 0,
+            kind: header.kind,
+            operation: OP_RST,
+            flags: 0,
+            buffer_bytes: 0,
+            forwarded: 0,
+        };
+        self.transmit_packet(reset, &[]);
+    }
+
+    fn transmit(&mut self, operation: u16, flags: u32, payload: &[u8]) {
+        self.forwarded_told = self.forwarded;
+        let header = Header {
+            source_cid: self.guest_cid,
+            destination_cid: HOST_CID,
+            source_port: GUEST_PORT,
+            destination_port: HOST_PORT,
+            payload_bytes: payload.len() as u32,
+            kind: TYPE_STREAM,
+            operation,
+            flags,
+            buffer_bytes: RECEIVE_WINDOW,
+            forwarded: self.forwarded,
+        };
+        self.transmit_packet(header, payload);
+    }
+
+    /// Gives the device a packet and waits until it has taken it, which a
+    /// device does inside the notification.
+    fn transmit_packet(&mut self, header: Header, payload: &[u8]) {
+        // SAFETY: the device has no descriptor of the transmit queue now: the
+        // last packet was waited for. The header is written before it is
+        // offered.
+        let header_address = unsafe {
+            let place = &raw mut (*self.shared).tx_header;
+            place.write_volatile(header.to_bytes());
+            place as u64
+        };
+        let header =
+            Buffer { address: header_address, bytes: Header::BYTES as u32, device_writes: false };
+        // Addresses are physical ones: the guest is mapped one to one.
+        let payload_buffer = Buffer {
+            address: payload.as_ptr() as u64,
+            bytes: payload.len() as u32,
+            device_writes: false,
+        };
+        let chain = [header, payload_buffer];
+        self.tx.offer(0, if payload.is_empty() { &chain[..1] } else { &chain });
+        self.tx.notify();
+        while self.tx.take_used().is_none() {
+            Control::park();
+        }
+    }
+
+    fn offer_receive_buffer(&mut self, index: u16) {
+        // SAFETY: the address of a static; taken, not read.
+        let address = unsafe { (&raw const (*self.shared).rx_buffers[index as usize]) as u64 };
+        let buffer = Buffer { address, bytes: RX_BUFFER_BYTES as u32, device_writes: true };
+        self.rx.offer(index, &[buffer]);
+    }
+}
