@@ -1,1 +1,67 @@
-//! Room.
+//! The guest's one program, as a library: it receives a run, verifies who
+//! wrote the program, links the imports the grant names and no other, and
+//! meters and runs it with wasmi.
+//!
+//! This room distrusts the program, and takes nothing from the host on trust
+//! that could make it panic. Deliberately absent are secrets, a clock, a
+//! source of randomness, files, sockets and `unsafe`: time is virtual, random
+//! numbers come from the run's seed, and whatever leaves does so through the
+//! one [`Stream`] that the caller brings.
+//!
+//! ```text
+//!  Stream ─▶ link ─▶ run ─▶ shape ─▶ admission ─▶ engine ─▶ abi ─▶ link
+//!            frames  order  counts   imports      wasmi     host functions
+//! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`link`] | the protocol session over a [`Stream`]; when bytes are sent |
+//! | `run` | one run from its order to its [`Ended`](forge_protocol::guest::Ended) |
+//! | [`shape`] | how large and complex a module may be, checked before wasmi |
+//! | `admission` | imports against ABI and grant, exports against the ABI |
+//! | [`engine`] | how wasmi is configured |
+//! | `host` | what a running program has: budgets, calls, input, memory |
+//! | `abi` | the functions of `tool`, `forge` and the WASI subset |
+//! | [`random`] | the seeded generator |
+//! | [`clock`] | virtual time |
+//! | `trap` | wasmi's errors as the protocol's endings |
+
+#![no_std]
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+extern crate alloc;
+
+mod abi;
+mod admission;
+pub mod clock;
+pub mod engine;
+mod host;
+pub mod link;
+pub mod random;
+mod run;
+pub mod shape;
+mod trap;
+
+pub use link::{LinkLost, ServeError, Stream};
+
+use forge_protocol::signature::TrustKeys;
+
+/// Greets, receives one run over `stream`, carries it out and sends its end.
+///
+/// `trust` holds the keys programs are trusted by. `ticks` is a monotonic
+/// counter of any unit (the time-stamp counter in a guest); it is read three
+/// times and goes nowhere but into the two figures of `Ended`.
+///
+/// However the program ends, also if it is refused, that is `Ok`: its end has
+/// been sent. When this returns, there is nothing left to do on the link.
+///
+/// # Errors
+/// [`ServeError`]: the run could not be received or its end not be told.
+pub fn serve<S: Stream + 'static>(
+    stream: S,
+    trust: &TrustKeys,
+    ticks: fn() -> u64,
+) -> Result<(), ServeError> {
+    run::serve(stream, trust, ticks)
+}

@@ -1,0 +1,213 @@
+//! Module `wasi_snapshot_preview1`: the few functions of WASI preview 1 that
+//! a program compiled for it needs to start, to speak and to end.
+//!
+//! Descriptor 0 is the run's input, 1 its output, 2 its log by lines; there is
+//! no other, no file and no socket. Error numbers and the layout of `fdstat`
+//! are those of the preview 1 witx definitions. Pointers are held to the same
+//! rule as everywhere: a bad one traps, it is no `EFAULT`.
+
+use forge_protocol::abi::Wasi;
+use wasmi::{AsContextMut, Caller, Error, Func};
+
+use super::{COPY_BYTES_PER_FUEL, charge, parts, random, range, stop};
+use crate::host::Host;
+use crate::link::Stream;
+
+const SUCCESS: i32 = 0;
+const EBADF: i32 = 8;
+const EINVAL: i32 = 28;
+
+const STDIN: i32 = 0;
+const STDOUT: i32 = 1;
+const STDERR: i32 = 2;
+
+const CLOCK_REALTIME: i32 = 0;
+const CLOCK_MONOTONIC: i32 = 1;
+
+/// An `iovec`: pointer and length, 32 bits each.
+const IOVEC_BYTES: u64 = 8;
+/// An `fdstat`.
+const FDSTAT_BYTES: i32 = 24;
+const FILETYPE_CHARACTER_DEVICE: u8 = 2;
+const RIGHT_FD_READ: u64 = 1 << 1;
+const RIGHT_FD_WRITE: u64 = 1 << 6;
+
+/// The import of one function.
+pub(super) fn function<S: Stream + 'static>(
+    store: impl AsContextMut<Data = Host<S>>,
+    function: Wasi,
+) -> Func {
+    match function {
+        // With no argument and no variable there is nothing to write.
+        Wasi::ArgsGet | Wasi::EnvironGet => {
+            Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i32| SUCCESS)
+        }
+        Wasi::ArgsSizesGet | Wasi::EnvironSizesGet => Func::wrap(store, sizes_get::<S>),
+        Wasi::ClockTimeGet => Func::wrap(store, clock_time_get::<S>),
+        Wasi::RandomGet => Func::wrap(
+            store,
+            |mut caller: Caller<'_, Host<S>>, pointer: i32, length: i32| -> Result<i32, Error> {
+                random(&mut caller, pointer, length)?;
+                Ok(SUCCESS)
+            },
+        ),
+        Wasi::FdWrite => Func::wrap(store, fd_write::<S>),
+        Wasi::FdRead => Func::wrap(store, fd_read::<S>),
+        Wasi::FdFdstatGet => Func::wrap(store, fd_fdstat_get::<S>),
+        Wasi::FdClose => Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32| EBADF),
+        Wasi::FdSeek => {
+            Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i64, _: i32, _: i32| EBADF)
+        }
+        Wasi::FdPrestatGet => Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i32| EBADF),
+        Wasi::ProcExit => {
+            Func::wrap(store, |_: Caller<'_, Host<S>>, code: i32| -> Result<(), Error> {
+                Err(Error::i32_exit(code))
+            })
+        }
+    }
+}
+
+/// Writes `bytes` where the program said.
+fn write<S: Stream>(
+    caller: &mut Caller<'_, Host<S>>,
+    pointer: i32,
+    bytes: &[u8],
+) -> Result<(), Error> {
+    let (memory, _) = parts(caller)?;
+    let target = range(memory, pointer, bytes.len() as i32)?;
+    memory[target].copy_from_slice(bytes);
+    Ok(())
+}
+
+fn sizes_get<S: Stream>(
+    mut caller: Caller<'_, Host<S>>,
+    count: i32,
+    bytes: i32,
+) -> Result<i32, Error> {
+    write(&mut caller, count, &0u32.to_le_bytes())?;
+    write(&mut caller, bytes, &0u32.to_le_bytes())?;
+    Ok(SUCCESS)
+}
+
+fn clock_time_get<S: Stream>(
+    mut caller: Caller<'_, Host<S>>,
+    clock: i32,
+    _precision: i64,
+    target: i32,
+) -> Result<i32, Error> {
+    match clock {
+        CLOCK_REALTIME | CLOCK_MONOTONIC => {
+            let now = caller.data().clock.now_ns();
+            write(&mut caller, target, &now.to_le_bytes())?;
+            Ok(SUCCESS)
+        }
+        _ => Ok(EINVAL),
+    }
+}
+
+fn fd_fdstat_get<S: Stream>(
+    mut caller: Caller<'_, Host<S>>,
+    fd: i32,
+    target: i32,
+) -> Result<i32, Error> {
+    let rights = match fd {
+        STDIN => RIGHT_FD_READ,
+        STDOUT | STDERR => RIGHT_FD_WRITE,
+        _ => return Ok(EBADF),
+    };
+    // filetype u8, padding, flags u16, padding, rights u64, inherited u64.
+    let mut fdstat = [0; FDSTAT_BYTES as usize];
+    fdstat[0] = FILETYPE_CHARACTER_DEVICE;
+    fdstat[8..16].copy_from_slice(&rights.to_le_bytes());
+    write(&mut caller, target, &fdstat)?;
+    Ok(SUCCESS)
+}
+
+/// Checks an `iovec` array and each stretch of memory it names, and charges
+/// for walking it and copying them.
+fn check_iovecs<S: Stream>(
+    caller: &mut Caller<'_, Host<S>>,
+    iovecs: i32,
+    count: i32,
+) -> Result<u64, Error> {
+    let count = u64::from(count as u32);
+    let (memory, _) = parts(caller)?;
+    let bytes = count * IOVEC_BYTES;
+    // More than 2^32 bytes of array are past the end of any memory.
+    let array = range(memory, iovecs, u32::try_from(bytes).unwrap_or(u32::MAX) as i32)?;
+    charge(caller, count)?;
+    let (memory, _) = parts(caller)?;
+    let mut total = 0u64;
+    for iovec in memory[array].chunks_exact(IOVEC_BYTES as usize) {
+        let (pointer, length) = iovec_at(iovec);
+        total += range(memory, pointer, length)?.len() as u64;
+    }
+    charge(caller, total / COPY_BYTES_PER_FUEL)?;
+    Ok(total)
+}
+
+/// The pointer and length in eight bytes of an `iovec` array.
+fn iovec_at(bytes: &[u8]) -> (i32, i32) {
+    let word = |at: usize| {
+        let mut word = [0; 4];
+        word.copy_from_slice(&bytes[at..at + 4]);
+        i32::from_le_bytes(word)
+    };
+    (word(0), word(4))
+}
+
+fn fd_write<S: Stream>(
+    mut caller: Caller<'_, Host<S>>,
+    fd: i32,
+    iovecs: i32,
+    count: i32,
+    written: i32,
+) -> Result<i32, Error> {
+    if !matches!(fd, STDOUT | STDERR) {
+        return Ok(EBADF);
+    }
+    let total = check_iovecs(&mut caller, iovecs, count)?;
+    // More than a `size` can tell is an invalid array, not a short write.
+    let Ok(total) = u32::try_from(total) else { return Ok(EINVAL) };
+    let (memory, host) = parts(&mut caller)?;
+    let memory = &*memory;
+    let array = range(memory, iovecs, count.wrapping_mul(IOVEC_BYTES as i32))?;
+    for iovec in memory[array].chunks_exact(IOVEC_BYTES as usize) {
+        let (pointer, length) = iovec_at(iovec);
+        let bytes = &memory[range(memory, pointer, length)?];
+        if fd == STDOUT { host.output(bytes) } else { host.stderr(bytes) }.map_err(stop)?;
+    }
+    write(&mut caller, written, &total.to_le_bytes())?;
+    Ok(SUCCESS)
+}
+
+fn fd_read<S: Stream>(
+    mut caller: Caller<'_, Host<S>>,
+    fd: i32,
+    iovecs: i32,
+    count: i32,
+    read: i32,
+) -> Result<i32, Error> {
+    if fd != STDIN {
+        return Ok(EBADF);
+    }
+    check_iovecs(&mut caller, iovecs, count)?;
+    let (memory, host) = parts(&mut caller)?;
+    let array = range(memory, iovecs, count.wrapping_mul(IOVEC_BYTES as i32))?;
+    let given_before = host.input_given;
+    for at in array.step_by(IOVEC_BYTES as usize) {
+        // Read anew each time: a stretch may overlap the array itself.
+        let (pointer, length) = iovec_at(&memory[at..at + IOVEC_BYTES as usize]);
+        let target = range(memory, pointer, length)?;
+        let rest = &host.input[host.input_given..];
+        if rest.is_empty() {
+            break;
+        }
+        let count = rest.len().min(target.len());
+        memory[target][..count].copy_from_slice(&rest[..count]);
+        host.input_given += count;
+    }
+    let given = (host.input_given - given_before) as u32;
+    write(&mut caller, read, &given.to_le_bytes())?;
+    Ok(SUCCESS)
+}

@@ -1,0 +1,215 @@
+//! The protocol session over a byte stream, and the decision when bytes leave.
+//!
+//! Each send costs an exit from the virtual machine, so output, log records
+//! and artifacts gather here until the guest has to wait anyway, or until
+//! [`SEND_BYTES`] have gathered. A call that blocks is thus one send, whatever
+//! was written before it. Only [`Link::start_call`] sends at once without
+//! waiting: a call that was started should be under way while the program
+//! computes.
+//!
+//! The peer is the host. It is not trusted with our stability: what breaks the
+//! protocol ends the link, and no byte of it can make this panic.
+
+use alloc::vec::Vec;
+use core::fmt;
+
+use forge_protocol::guest::{Ended, GuestEvent, GuestSession, RunOrder, SessionError, Settled};
+use forge_protocol::limits::OverLimit;
+use forge_protocol::name::ToolName;
+
+/// What gathers before it is sent without a reason to wait, in bytes.
+pub const SEND_BYTES: usize = 64 * 1024;
+
+/// Bytes to and from the host. Both methods block.
+pub trait Stream {
+    /// Sends all of `bytes`.
+    ///
+    /// # Errors
+    /// [`LinkLost`]; nothing can be sent or received any more.
+    fn send(&mut self, bytes: &[u8]) -> Result<(), LinkLost>;
+
+    /// Waits until at least one byte is there, then hands each piece that is
+    /// to `take`, in order.
+    ///
+    /// # Errors
+    /// [`LinkLost`], as for [`Stream::send`].
+    fn receive(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), LinkLost>;
+}
+
+/// The stream ended or broke.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkLost;
+
+impl fmt::Display for LinkLost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the link to the host is lost")
+    }
+}
+
+impl core::error::Error for LinkLost {}
+
+/// Why a run could not be served. In a guest each of these ends the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServeError {
+    /// The stream ended or broke.
+    Link(LinkLost),
+    /// The host broke the protocol, speaks another version of it, or we used
+    /// the session out of turn.
+    Session(SessionError),
+    /// The host ordered a run past the protocol's absolute bounds.
+    Order(OverLimit),
+}
+
+impl fmt::Display for ServeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Link(error) => write!(f, "{error}"),
+            Self::Session(error) => write!(f, "{error}"),
+            Self::Order(over) => write!(f, "the run's order passes an absolute bound: {over}"),
+        }
+    }
+}
+
+impl core::error::Error for ServeError {}
+
+impl From<LinkLost> for ServeError {
+    fn from(error: LinkLost) -> Self {
+        Self::Link(error)
+    }
+}
+
+impl From<SessionError> for ServeError {
+    fn from(error: SessionError) -> Self {
+        Self::Session(error)
+    }
+}
+
+/// The guest's end of the link.
+#[derive(Debug)]
+pub(crate) struct Link<S> {
+    stream: S,
+    session: GuestSession,
+    /// Output that has no frame yet: programs write it in small pieces.
+    output: Vec<u8>,
+}
+
+impl<S: Stream> Link<S> {
+    /// A link whose greeting is ready to be sent.
+    pub(crate) fn new(stream: S) -> Self {
+        Self { stream, session: GuestSession::new(), output: Vec::new() }
+    }
+
+    /// Waits for the run.
+    pub(crate) fn receive_order(&mut self) -> Result<RunOrder, ServeError> {
+        match self.next_event()? {
+            GuestEvent::Run(order) => Ok(order),
+            GuestEvent::Settled(_) => {
+                Err(SessionError::Misuse("a call settled before the run").into())
+            }
+        }
+    }
+
+    /// Waits until a call settles.
+    pub(crate) fn receive_settled(&mut self) -> Result<Settled, ServeError> {
+        match self.next_event()? {
+            GuestEvent::Settled(settled) => Ok(settled),
+            GuestEvent::Run(_) => Err(SessionError::Misuse("a second run on one link").into()),
+        }
+    }
+
+    /// Starts a call the program will stand still for. It leaves with the next
+    /// [`Link::receive_settled`].
+    pub(crate) fn blocking_call(
+        &mut self,
+        tool: &ToolName,
+        request: &[u8],
+    ) -> Result<u32, ServeError> {
+        self.frame_output()?;
+        Ok(self.session.call(tool, request, true)?)
+    }
+
+    /// Starts a call the program runs on beside.
+    pub(crate) fn start_call(
+        &mut self,
+        tool: &ToolName,
+        request: &[u8],
+    ) -> Result<u32, ServeError> {
+        self.frame_output()?;
+        let id = self.session.call(tool, request, false)?;
+        self.send()?;
+        Ok(id)
+    }
+
+    /// Appends to the run's output.
+    pub(crate) fn output(&mut self, bytes: &[u8]) -> Result<(), ServeError> {
+        self.output.extend_from_slice(bytes);
+        if self.output.len() >= SEND_BYTES { self.send() } else { Ok(()) }
+    }
+
+    /// Sends a log record.
+    pub(crate) fn log(&mut self, level: u8, text: &str) -> Result<(), ServeError> {
+        self.frame_output()?;
+        self.session.log(level, text)?;
+        self.send_if_much()
+    }
+
+    /// Sends an artifact.
+    pub(crate) fn artifact(
+        &mut self,
+        name: &str,
+        media_type: &str,
+        content: &[u8],
+    ) -> Result<(), ServeError> {
+        self.frame_output()?;
+        self.session.artifact(name, media_type, content)?;
+        self.send_if_much()
+    }
+
+    /// Sends the end of the run.
+    pub(crate) fn ended(&mut self, ended: &Ended) -> Result<(), ServeError> {
+        self.frame_output()?;
+        self.session.ended(ended)?;
+        self.send()
+    }
+
+    fn next_event(&mut self) -> Result<GuestEvent, ServeError> {
+        loop {
+            if let Some(event) = self.session.poll_event() {
+                return Ok(event);
+            }
+            self.send()?;
+            let session = &mut self.session;
+            let mut taken = Ok(());
+            self.stream.receive(&mut |bytes| {
+                if taken.is_ok() {
+                    taken = session.receive(bytes);
+                }
+            })?;
+            taken?;
+        }
+    }
+
+    /// Puts gathered output into a frame, so that what is written next comes
+    /// after it.
+    fn frame_output(&mut self) -> Result<(), ServeError> {
+        if !self.output.is_empty() {
+            self.session.output(&self.output)?;
+            self.output.clear();
+        }
+        Ok(())
+    }
+
+    fn send_if_much(&mut self) -> Result<(), ServeError> {
+        if self.session.transmit().len() >= SEND_BYTES { self.send() } else { Ok(()) }
+    }
+
+    fn send(&mut self) -> Result<(), ServeError> {
+        self.frame_output()?;
+        let pending = self.session.transmit();
+        if !pending.is_empty() {
+            self.stream.send(pending)?;
+            pending.clear();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,170 @@
+//! One run, from its order to its end.
+
+use alloc::vec::Vec;
+
+use forge_protocol::ending::{Ending, RejectKind};
+use forge_protocol::guest::{Ended, RunOrder, Start};
+use forge_protocol::limits::{MEMORY_BYTES_MAX, RunLimits};
+use forge_protocol::signature::{TrustKeys, VerifiedProgram};
+use wasmi::{Engine, Error, Extern, Instance, Module, Store};
+
+use crate::abi;
+use crate::admission::{self, Admitted, Entry};
+use crate::engine;
+use crate::host::Host;
+use crate::link::{Link, ServeError, Stream};
+use crate::shape;
+use crate::trap::{self, rejected};
+
+/// See [`crate::serve`].
+pub(crate) fn serve<S: Stream + 'static>(
+    stream: S,
+    trust: &TrustKeys,
+    ticks: fn() -> u64,
+) -> Result<(), ServeError> {
+    let mut link = Link::new(stream);
+    let RunOrder { start, program, input } = link.receive_order()?;
+    let arrived = ticks();
+    start.limits.within(&absolute_maxima()).map_err(ServeError::Order)?;
+    let prepared = prepare(&start, &program, trust);
+    // The engine has its own form of it by now; a large program's heap is
+    // better used by its run.
+    drop(program);
+    match prepared {
+        Ok(prepared) => prepared.run(link, start, input, arrived, ticks),
+        Err(ending) => link.ended(&Ended {
+            ending,
+            fuel_used: 0,
+            memory_peak_bytes: 0,
+            logs_dropped: 0,
+            load_ticks: ticks().saturating_sub(arrived),
+            run_ticks: 0,
+        }),
+    }
+}
+
+/// What frames and counters were built for. An operator's maxima are below it.
+fn absolute_maxima() -> RunLimits {
+    RunLimits {
+        memory_bytes: MEMORY_BYTES_MAX,
+        wall_ms: u64::MAX,
+        recursion: u32::MAX,
+        stack_bytes: u32::MAX,
+        ..RunLimits::operator_maxima()
+    }
+}
+
+/// A program that may run.
+struct Prepared {
+    engine: Engine,
+    module: Module,
+    admitted: Admitted,
+}
+
+/// Verifies, bounds, compiles and admits a program, in this order.
+fn prepare(start: &Start, program: &[u8], trust: &TrustKeys) -> Result<Prepared, Ending> {
+    let verified = trust
+        .verify(program)
+        .map_err(|why| rejected(RejectKind::Signature, alloc::format!("{why}")))?;
+    compile(start, &verified)
+}
+
+/// Takes a [`VerifiedProgram`] and nothing else, so that no byte of a program
+/// nobody trusted signed reaches a WebAssembly parser.
+fn compile(start: &Start, program: &VerifiedProgram<'_>) -> Result<Prepared, Ending> {
+    shape::check(program.bytes())
+        .map_err(|over| rejected(RejectKind::TooLarge, alloc::format!("the module's {over}")))?;
+    let engine = Engine::new(&engine::config(&start.limits));
+    let module =
+        Module::new(&engine, program.bytes()).map_err(|error| trap::not_compiled(&error))?;
+    let admitted = admission::admit(&module, &start.granted)?;
+    Ok(Prepared { engine, module, admitted })
+}
+
+impl Prepared {
+    /// Runs the program and tells its end.
+    fn run<S: Stream + 'static>(
+        self,
+        link: Link<S>,
+        start: Start,
+        input: Vec<u8>,
+        arrived: u64,
+        ticks: fn() -> u64,
+    ) -> Result<(), ServeError> {
+        let Start { limits, seed, start_unix_ns, .. } = start;
+        let fuel = limits.fuel;
+        let host = Host::new(link, limits, input, seed, start_unix_ns);
+        let mut store = Store::new(&self.engine, host);
+        store.limiter(|host| &mut host.caps);
+
+        let instance = self.instantiate(&mut store, fuel);
+        let loaded = ticks();
+        let outcome = instance.and_then(|instance| self.call(&mut store, instance));
+        let ended = ticks();
+
+        let ending = match outcome {
+            Ok(code) => Ending::Returned(code),
+            Err(error) => trap::ending(error, &store.data().limits)?,
+        };
+        // Linear memory never shrinks: where it ended is its peak.
+        let memory_peak_bytes =
+            store.data().memory.map_or(0, |memory| memory.data_size(&store) as u64);
+        // Metering is on, so the figure is there.
+        let fuel_left = store.get_fuel().unwrap_or(0);
+        let host = store.data_mut();
+        // Only the link can fail here, as nothing is called any more.
+        if let Err(stop) = host.finish() {
+            trap::ending(Error::host(stop), &host.limits)?;
+        }
+        host.link.ended(&Ended {
+            ending,
+            fuel_used: fuel.saturating_sub(fuel_left),
+            memory_peak_bytes,
+            logs_dropped: host.logs_dropped(),
+            load_ticks: loaded.saturating_sub(arrived),
+            run_ticks: ended.saturating_sub(loaded),
+        })
+    }
+
+    /// Links the admitted imports, each to its function, and instantiates.
+    /// Nothing of the program runs here: a start section has been refused.
+    fn instantiate<S: Stream + 'static>(
+        &self,
+        store: &mut Store<Host<S>>,
+        fuel: u64,
+    ) -> Result<Instance, Error> {
+        store.set_fuel(fuel)?;
+        let imports: Vec<Extern> = self
+            .admitted
+            .imports
+            .iter()
+            .map(|import| Extern::Func(abi::function(&mut *store, import)))
+            .collect();
+        let instance = Instance::new(&mut *store, &self.module, &imports)?;
+        store.data_mut().memory = instance.get_memory(&*store, admission::MEMORY);
+        Ok(instance)
+    }
+
+    fn call<S: Stream + 'static>(
+        &self,
+        store: &mut Store<Host<S>>,
+        instance: Instance,
+    ) -> Result<i32, Error> {
+        match self.admitted.entry {
+            Entry::Forge { initialize } => {
+                if initialize {
+                    let function =
+                        instance.get_typed_func::<(), ()>(&*store, admission::INITIALIZE)?;
+                    function.call(&mut *store, ())?;
+                }
+                let function = instance.get_typed_func::<(), i32>(&*store, admission::FORGE_RUN)?;
+                function.call(&mut *store, ())
+            }
+            Entry::Wasi => {
+                let function = instance.get_typed_func::<(), ()>(&*store, admission::WASI_START)?;
+                function.call(&mut *store, ())?;
+                Ok(0)
+            }
+        }
+    }
+}

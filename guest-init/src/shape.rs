@@ -1,0 +1,165 @@
+//! How large and complex a module may be, counted before wasmi compiles it.
+//!
+//! A few bytes of WebAssembly can ask an engine for a great deal of memory:
+//! an empty function costs four bytes in the module and a few hundred in the
+//! engine, a function type with a thousand results is copied at each branch.
+//! The bounds here are far above what compilers emit for programs of the size
+//! that is allowed, and keep a guest's heap from being the limit that gives.
+//! wasmi's own `EnforcedLimits` cannot be chosen singly, and its strict set
+//! refuses sound modules with many small functions.
+//!
+//! Nothing is validated here: what does not parse is left for wasmi to refuse.
+
+use forge_protocol::limits::OverLimit;
+use wasmparser::{CompositeInnerType, ElementItems, Parser, Payload};
+
+/// Types.
+pub const TYPES_MAX: u32 = 10_000;
+/// Parameters, or results, of one type.
+pub const TYPE_VALUES_MAX: u32 = 64;
+/// Imports.
+pub const IMPORTS_MAX: u32 = 1_000;
+/// Functions of the module's own.
+pub const FUNCTIONS_MAX: u32 = 20_000;
+/// Tables.
+pub const TABLES_MAX: u32 = 4;
+/// Elements of one table, and of all element segments together.
+pub const TABLE_ELEMENTS_MAX: u32 = 100_000;
+/// Linear memories.
+pub const MEMORIES_MAX: u32 = 1;
+/// Globals.
+pub const GLOBALS_MAX: u32 = 10_000;
+/// Exports.
+pub const EXPORTS_MAX: u32 = 10_000;
+/// Element segments.
+pub const ELEMENT_SEGMENTS_MAX: u32 = 10_000;
+/// Data segments.
+pub const DATA_SEGMENTS_MAX: u32 = 10_000;
+
+/// Checks a module's counts.
+///
+/// # Errors
+/// The first count that is over its bound.
+pub fn check(module: &[u8]) -> Result<(), OverLimit> {
+    for payload in Parser::new(0).parse_all(module) {
+        let Ok(payload) = payload else { return Ok(()) };
+        match payload {
+            Payload::TypeSection(types) => {
+                within("types", types.count(), TYPES_MAX)?;
+                for group in types {
+                    let Ok(group) = group else { return Ok(()) };
+                    for sub in group.types() {
+                        if let CompositeInnerType::Func(func) = &sub.composite_type.inner {
+                            let params = func.params().len() as u32;
+                            within("parameters of one type", params, TYPE_VALUES_MAX)?;
+                            let results = func.results().len() as u32;
+                            within("results of one type", results, TYPE_VALUES_MAX)?;
+                        }
+                    }
+                }
+            }
+            Payload::ImportSection(imports) => within("imports", imports.count(), IMPORTS_MAX)?,
+            Payload::FunctionSection(functions) => {
+                within("functions", functions.count(), FUNCTIONS_MAX)?;
+            }
+            Payload::TableSection(tables) => within("tables", tables.count(), TABLES_MAX)?,
+            Payload::MemorySection(memories) => {
+                within("memories", memories.count(), MEMORIES_MAX)?;
+            }
+            Payload::GlobalSection(globals) => within("globals", globals.count(), GLOBALS_MAX)?,
+            Payload::ExportSection(exports) => within("exports", exports.count(), EXPORTS_MAX)?,
+            Payload::ElementSection(segments) => {
+                within("element segments", segments.count(), ELEMENT_SEGMENTS_MAX)?;
+                let mut elements = 0u32;
+                for segment in segments {
+                    let Ok(segment) = segment else { return Ok(()) };
+                    elements = elements.saturating_add(match segment.items {
+                        ElementItems::Functions(items) => items.count(),
+                        ElementItems::Expressions(_, items) => items.count(),
+                    });
+                    within("elements of all segments", elements, TABLE_ELEMENTS_MAX)?;
+                }
+            }
+            Payload::DataCountSection { count, .. } => {
+                within("data segments", count, DATA_SEGMENTS_MAX)?;
+            }
+            Payload::DataSection(segments) => {
+                within("data segments", segments.count(), DATA_SEGMENTS_MAX)?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn within(what: &'static str, got: u32, limit: u32) -> Result<(), OverLimit> {
+    if got > limit {
+        return Err(OverLimit { what, got: got.into(), limit: limit.into() });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::format;
+    use alloc::string::String;
+
+    fn check_text(text: &str) -> Result<(), OverLimit> {
+        check(&wat::parse_str(text).unwrap())
+    }
+
+    /// A module whose body is `piece`, `count` times.
+    fn repeated(piece: &str, count: u32) -> String {
+        format!("(module {})", piece.repeat(count as usize))
+    }
+
+    #[test]
+    fn each_count_is_held_to_its_bound_and_named() {
+        let wide = format!("(type (func (param{})))", " i32".repeat(65));
+        let wide_results = format!("(type (func (result{})))", " i32".repeat(65));
+        for (module, what) in [
+            (repeated("(type (func (param i64)))", TYPES_MAX + 1), "types"),
+            (repeated(&wide, 1), "parameters of one type"),
+            (repeated(&wide_results, 1), "results of one type"),
+            (repeated("(import \"a\" \"b\" (func))", IMPORTS_MAX + 1), "imports"),
+            (repeated("(func)", FUNCTIONS_MAX + 1), "functions"),
+            (repeated("(table 1 funcref)", TABLES_MAX + 1), "tables"),
+            (repeated("(memory 1)", MEMORIES_MAX + 1), "memories"),
+            (repeated("(global i32 (i32.const 0))", GLOBALS_MAX + 1), "globals"),
+            (repeated("(elem funcref)", ELEMENT_SEGMENTS_MAX + 1), "element segments"),
+            (
+                format!("(module (elem funcref{}))", " (ref.null func)".repeat(100_001)),
+                "elements of all segments",
+            ),
+            (repeated("(data \"\")", DATA_SEGMENTS_MAX + 1), "data segments"),
+        ] {
+            assert_eq!(check_text(&module).unwrap_err().what, what);
+        }
+        let mut exports = String::from("(module (func $f)");
+        for number in 0..=EXPORTS_MAX {
+            exports.push_str(&format!("(export \"{number}\" (func $f))"));
+        }
+        exports.push(')');
+        assert_eq!(check_text(&exports).unwrap_err().what, "exports");
+    }
+
+    #[test]
+    fn counts_at_their_bounds_pass() {
+        let widest = format!("(type (func (param{})))", " i32".repeat(64));
+        for module in [
+            repeated(&widest, 1),
+            repeated("(func)", FUNCTIONS_MAX),
+            repeated("(table 1 funcref)", TABLES_MAX),
+            repeated("(data \"\")", DATA_SEGMENTS_MAX),
+        ] {
+            assert_eq!(check_text(&module), Ok(()));
+        }
+    }
+
+    #[test]
+    fn what_does_not_parse_is_left_to_wasmi() {
+        assert_eq!(check(b"\0asm\x01\0\0\0\x01\xff"), Ok(()));
+        assert_eq!(check(b""), Ok(()));
+    }
+}

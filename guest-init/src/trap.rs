@@ -1,0 +1,163 @@
+//! wasmi's errors as the protocol's endings.
+//!
+//! wasmi 2.0 tells which trap it was and nothing about where: its frames are
+//! private and it keeps no names. So an ending has the kind, and for host
+//! functions the reason, but not the wasm function.
+
+use alloc::string::{String, ToString};
+use core::fmt;
+
+use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
+use forge_protocol::limits::{REASON_BYTES_MAX, RunLimits};
+use wasmi::errors::{ErrorKind, InstantiationError, MemoryError, TableError};
+use wasmi::{Error, TrapCode};
+
+use crate::link::ServeError;
+use crate::shape::TABLE_ELEMENTS_MAX;
+
+/// Why a host function ends the program. It travels through wasmi as a host
+/// error.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// The program broke the ABI's contract.
+    Trap { kind: TrapKind, detail: String },
+    /// It used what it may.
+    Limit { kind: LimitKind, limit: u64 },
+    /// The link failed; there is no one left to tell.
+    Serve(ServeError),
+}
+
+impl Stop {
+    pub(crate) fn misuse(detail: impl Into<String>) -> Self {
+        Self::Trap { kind: TrapKind::Misuse, detail: detail.into() }
+    }
+}
+
+impl fmt::Display for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Trap { detail, .. } => f.write_str(detail),
+            Self::Limit { kind, limit } => write!(f, "the {} limit is {limit}", kind.as_str()),
+            Self::Serve(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl wasmi::errors::HostError for Stop {}
+
+impl From<ServeError> for Stop {
+    fn from(error: ServeError) -> Self {
+        Self::Serve(error)
+    }
+}
+
+/// The ending for an error that wasmi returned while the program was
+/// instantiated or ran.
+///
+/// # Errors
+/// The link failed under a host function.
+pub(crate) fn ending(error: Error, limits: &RunLimits) -> Result<Ending, ServeError> {
+    if let Some(code) = error.i32_exit_status() {
+        return Ok(Ending::Returned(code));
+    }
+    if let Some(code) = error.as_trap_code() {
+        return Ok(trapped(code, limits));
+    }
+    match error.kind() {
+        ErrorKind::Instantiation(error) => return Ok(not_instantiated(error, limits)),
+        ErrorKind::Host(_) => {}
+        other => return Ok(trap(TrapKind::Other, other.to_string())),
+    }
+    match error.downcast::<Stop>() {
+        Some(Stop::Trap { kind, detail }) => Ok(trap(kind, detail)),
+        Some(Stop::Limit { kind, limit }) => Ok(Ending::Limit { kind, limit }),
+        Some(Stop::Serve(error)) => Err(error),
+        None => Ok(trap(TrapKind::Other, "a host function failed")),
+    }
+}
+
+fn trapped(code: TrapCode, limits: &RunLimits) -> Ending {
+    let (kind, detail) = match code {
+        TrapCode::OutOfFuel => {
+            return Ending::Limit { kind: LimitKind::Fuel, limit: limits.fuel };
+        }
+        TrapCode::UnreachableCodeReached => (TrapKind::Unreachable, "unreachable was executed"),
+        TrapCode::MemoryOutOfBounds => {
+            (TrapKind::MemoryOutOfBounds, "an access beyond the end of linear memory")
+        }
+        TrapCode::TableOutOfBounds => {
+            (TrapKind::TableOutOfBounds, "an access beyond the end of a table")
+        }
+        TrapCode::IndirectCallToNull => {
+            (TrapKind::IndirectCallToNull, "an indirect call to an entry that is null")
+        }
+        TrapCode::IntegerDivisionByZero => (TrapKind::DivisionByZero, "an integer divided by zero"),
+        TrapCode::IntegerOverflow => (TrapKind::IntegerOverflow, "an integer operation overflowed"),
+        TrapCode::BadConversionToInteger => {
+            (TrapKind::BadConversion, "a float that no integer of the type represents")
+        }
+        TrapCode::StackOverflow => {
+            (TrapKind::StackOverflow, "calls nest too deep, or the value stack is full")
+        }
+        TrapCode::BadSignature => {
+            (TrapKind::BadSignature, "an indirect call by another type than the function has")
+        }
+        TrapCode::GrowthOperationLimited => (TrapKind::Other, "memory or table growth failed"),
+        TrapCode::OutOfSystemMemory => (
+            TrapKind::Other,
+            "the environment has no memory left for the program's stack or tables",
+        ),
+    };
+    trap(kind, detail)
+}
+
+fn not_instantiated(error: &InstantiationError, limits: &RunLimits) -> Ending {
+    match error {
+        InstantiationError::FailedToInstantiateMemory(
+            MemoryError::ResourceLimiterDeniedAllocation | MemoryError::OutOfSystemMemory,
+        ) => Ending::Limit { kind: LimitKind::Memory, limit: limits.memory_bytes },
+        InstantiationError::FailedToInstantiateTable(
+            TableError::ResourceLimiterDeniedAllocation | TableError::OutOfSystemMemory,
+        ) => Ending::Rejected {
+            kind: RejectKind::TooLarge,
+            detail: alloc::format!(
+                "a table of the module has more than {TABLE_ELEMENTS_MAX} elements"
+            ),
+        },
+        InstantiationError::ElementSegmentDoesNotFit { .. } => {
+            trap(TrapKind::TableOutOfBounds, "an element segment does not fit its table")
+        }
+        other => rejected(RejectKind::Invalid, other.to_string()),
+    }
+}
+
+/// The ending for an error that wasmi returned while it compiled the module.
+pub(crate) fn not_compiled(error: &Error) -> Ending {
+    let text = error.to_string();
+    match error.kind() {
+        // The only error of this kind that depends on our configuration alone;
+        // wasmi keeps the type private.
+        ErrorKind::Translation(_) if text.contains("disallows start functions") => rejected(
+            RejectKind::StartSection,
+            "the module has a start section; export forge_run instead",
+        ),
+        ErrorKind::UserLimits(_) | ErrorKind::ImplementationLimits(_) => {
+            rejected(RejectKind::TooLarge, text)
+        }
+        _ => rejected(RejectKind::Invalid, text),
+    }
+}
+
+pub(crate) fn trap(kind: TrapKind, detail: impl Into<String>) -> Ending {
+    Ending::Trap { kind, detail: cut(detail.into()) }
+}
+
+pub(crate) fn rejected(kind: RejectKind, detail: impl Into<String>) -> Ending {
+    Ending::Rejected { kind, detail: cut(detail.into()) }
+}
+
+/// Text that explains an ending, cut to what a message holds.
+fn cut(mut text: String) -> String {
+    text.truncate(text.floor_char_boundary(REASON_BYTES_MAX));
+    text
+}
