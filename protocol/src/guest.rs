@@ -27,7 +27,8 @@ use crate::ending::Ending;
 use crate::frame::{self, Assembler, Frame, FrameError, Kind};
 use crate::handshake::{HandshakeError, Hello, Refusal, Role};
 use crate::limits::{
-    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits,
+    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
+    MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits,
 };
 use crate::name::ToolName;
 
@@ -563,11 +564,13 @@ impl HostSession {
     fn awaits(state: HostState, limits: &RunLimits, kind: Kind) -> Option<u32> {
         match (state, kind) {
             (HostState::Greeting, Kind::Hello) => Some(kind.payload_bytes_max()),
-            (HostState::Running, Kind::Call) => Some(limits.request_bytes + MESSAGE_OVERHEAD_BYTES),
+            (HostState::Running, Kind::Call) => {
+                Some(limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES))
+            }
             (HostState::Running, Kind::Output) => Some(limits.output_bytes),
             (HostState::Running, Kind::Log | Kind::Ended) => Some(kind.payload_bytes_max()),
             (HostState::Running, Kind::Artifact) => {
-                Some(limits.artifact_bytes + MESSAGE_OVERHEAD_BYTES)
+                Some(limits.artifact_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES))
             }
             _ => None,
         }
@@ -584,7 +587,8 @@ impl HostSession {
             }
             Kind::Log => {
                 let log: Log = message(&frame)?;
-                self.log_bytes += log.text.len() as u64;
+                // Empty records would else be free for the guest, not for us.
+                self.log_bytes += log.text.len() as u64 + u64::from(LOG_RECORD_OVERHEAD_BYTES);
                 over("log_bytes", self.log_bytes, self.limits.log_bytes.into())?;
                 HostEvent::Log(log)
             }
@@ -814,6 +818,16 @@ mod tests {
         assert!(matches!(
             refused,
             SessionError::Peer(Misbehaviour::Over(OverLimit { what: "output_bytes", .. }))
+        ));
+
+        let (mut guest, mut host) = running();
+        for _ in 0..=limits.log_bytes / LOG_RECORD_OVERHEAD_BYTES {
+            guest.log(0, "").unwrap();
+        }
+        let refused = exchange(&mut guest, &mut host).unwrap_err();
+        assert!(matches!(
+            refused,
+            SessionError::Peer(Misbehaviour::Over(OverLimit { what: "log_bytes", .. }))
         ));
 
         let (mut guest, mut host) = running();

@@ -25,10 +25,13 @@ pub const ARTIFACTS_MAX: u32 = 64;
 pub const ARTIFACT_BYTES_MAX: u32 = 4 * MIB;
 /// An artifact's name or its media type, in bytes.
 pub const ARTIFACT_NAME_BYTES_MAX: u32 = 256;
-/// All of a run's log records together, in bytes.
+/// All of a run's log records together, in bytes, each with its overhead.
 pub const LOG_BYTES_MAX: u32 = MIB;
 /// One log record, in bytes; a longer one is cut.
 pub const LOG_RECORD_BYTES_MAX: u32 = 4 * KIB;
+/// What each log record costs beside its text, in bytes of the log's bound, so
+/// that empty records are not free.
+pub const LOG_RECORD_OVERHEAD_BYTES: u32 = 16;
 /// Tool calls in one run.
 pub const CALLS_MAX: u32 = 10_000;
 /// Tool calls of one run that may be unanswered at the same time.
@@ -65,7 +68,7 @@ const _: () = assert!(TOOL_NAME_BYTES_MAX < MESSAGE_OVERHEAD_BYTES as usize);
 // An artifact's name and type ride beside its bytes.
 const _: () = assert!(2 * ARTIFACT_NAME_BYTES_MAX < MESSAGE_OVERHEAD_BYTES);
 // One log record rides in one frame.
-const _: () = assert!(LOG_RECORD_BYTES_MAX <= LOG_BYTES_MAX);
+const _: () = assert!(LOG_RECORD_BYTES_MAX + LOG_RECORD_OVERHEAD_BYTES <= LOG_BYTES_MAX);
 const _: () = assert!(CALLS_IN_FLIGHT_MAX <= CALLS_MAX);
 
 /// What one run may use.
@@ -94,7 +97,7 @@ pub struct RunLimits {
     pub artifacts: u32,
     /// One artifact, in bytes.
     pub artifact_bytes: u32,
-    /// All log records together, in bytes.
+    /// All log records together, in bytes, each with its overhead.
     pub log_bytes: u32,
     /// Tool calls.
     pub calls: u32,
