@@ -1,0 +1,185 @@
+//! The payload of any message, read by [`codec::decode`].
+//!
+//! ```text
+//! input = type (u8, the place in the table below)  payload
+//! ```
+
+use core::fmt::Debug;
+
+use forge_protocol::RunId;
+use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{
+    Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun, RefusalKind, Reply, Request,
+    ToolSpec,
+};
+use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
+use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
+use forge_protocol::guest::{Artifact, Call, Ended, Log, Settled, Start};
+use forge_protocol::handshake::{Hello, Refusal, Role};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
+use forge_protocol::worker::{
+    CallRecord, CallSettled, Fate, Job, Report, Timing, VmFailure, VmFailureKind,
+};
+
+use super::{Outcome, Seed, accepted, choice, refused};
+
+/// What decodes is one message and no more, and survives being sent on.
+pub fn check(mut data: &[u8]) -> Outcome {
+    let types: [fn(&[u8]) -> Outcome; 12] = [
+        survives::<Hello>,
+        survives::<Refusal>,
+        survives::<Start>,
+        survives::<Call>,
+        survives::<Settled>,
+        survives::<Log>,
+        survives::<Artifact>,
+        survives::<Ended>,
+        survives::<Request>,
+        survives::<Reply>,
+        survives::<Job>,
+        survives::<Report>,
+    ];
+    let survives = types[usize::from(choice(&mut data)) % types.len()];
+    survives(data)
+}
+
+fn survives<T>(payload: &[u8]) -> Outcome
+where
+    T: Encode + for<'a> BorrowDecode<'a, ()> + PartialEq + Debug,
+{
+    let Ok(message) = codec::decode::<T>(payload) else { return Outcome::Refused };
+    let mut again = Vec::new();
+    codec::encode_into(&message, &mut again);
+    assert!(again.len() <= payload.len(), "a message grew by being sent on");
+    assert_eq!(codec::decode::<T>(&again).as_ref(), Ok(&message), "a message changed");
+    again.push(0);
+    assert_eq!(codec::decode::<T>(&again), Err(CodecError::Leftover { bytes: 1 }));
+    Outcome::Accepted
+}
+
+fn input(place: u8, message: &impl Encode) -> Vec<u8> {
+    let mut bytes = vec![place];
+    codec::encode_into(message, &mut bytes);
+    bytes
+}
+
+/// Messages of every type, with every field in use.
+pub fn seeds() -> Vec<Seed> {
+    let hello = Hello::ours(Role::Guest);
+    let tool = ToolName::parse("inventory.find").expect("a good name");
+    let start = Start {
+        run_id: RunId([3; 16]),
+        limits: RunLimits::default(),
+        seed: [1; 32],
+        start_unix_ns: 1_700_000_000_000_000_000,
+        granted: vec![tool.clone()],
+    };
+    let call = Call { id: 0, waits: true, tool: tool.clone(), request: b"{\"q\":1}".to_vec() };
+    let settled = Settled {
+        id: 0,
+        code: Some(CallCode::ToolFailed),
+        duration_ns: 9,
+        body: b"\"no\"".to_vec(),
+    };
+    let log = Log { level: 2, text: "said".into() };
+    let artifact =
+        Artifact { name: "a.txt".into(), media_type: "text/plain".into(), content: b"x".to_vec() };
+    let ended = |ending| Ended {
+        ending,
+        fuel_used: 1,
+        memory_peak_bytes: 65_536,
+        logs_dropped: 0,
+        load_ticks: 3,
+        run_ticks: 4,
+    };
+    let claims = GrantClaims {
+        principal: "operator".into(),
+        tools: vec![GrantedTool { name: tool.clone(), definition_sha256: [5; 32] }],
+        expires_unix_s: 1_800_000_000,
+        calls_max: Some(10),
+    };
+    let open = |authority| {
+        Request::OpenRun(OpenRun {
+            run_id: RunId([3; 16]),
+            principal: "operator".into(),
+            program_sha256: [6; 32],
+            authority,
+            limits: RunLimits::default(),
+        })
+    };
+    let grant = GrantRequest {
+        principal: "operator".into(),
+        tools: vec![tool.clone()],
+        valid_s: 60,
+        calls_max: None,
+    };
+    let spec = ToolSpec {
+        name: tool.clone(),
+        description: "finds".into(),
+        input_schema: "{}".into(),
+        output_schema: Some("{}".into()),
+        definition_sha256: [5; 32],
+    };
+    let tools =
+        Reply::Tools { tools: vec![spec], unavailable: vec![("mail".into(), "gone".into())] };
+    let job = Job {
+        start: start.clone(),
+        trust: vec![[8; 32]],
+        program: b"\0asm".to_vec(),
+        input: b"{}".to_vec(),
+        deadline_ns: 5_000_000_000,
+    };
+    let report = |fate| Report {
+        fate,
+        output: b"out".to_vec(),
+        artifacts: vec![artifact.clone()],
+        logs: vec![log.clone()],
+        calls: vec![CallRecord {
+            id: 0,
+            tool: tool.clone(),
+            settled: Some(CallSettled { code: None, duration_ns: 7 }),
+        }],
+        vm_exits: 4,
+        timing: Timing { vm_ns: 1, boot_ns: 2, load_ns: 3, run_ns: 4 },
+    };
+    let failure = VmFailure { kind: VmFailureKind::Crash, message: "page fault".into() };
+    let trap = Ending::Trap { kind: TrapKind::Unreachable, detail: "unreachable".into() };
+    let rejected = Ending::Rejected { kind: RejectKind::Import, detail: "tool a.b".into() };
+    vec![
+        accepted("hello", input(0, &hello)),
+        accepted("refusal", input(1, &Refusal(hello))),
+        accepted("start", input(2, &start)),
+        accepted("call", input(3, &call)),
+        accepted("settled", input(4, &settled)),
+        accepted("log", input(5, &log)),
+        accepted("artifact", input(6, &artifact)),
+        accepted("ended-returned", input(7, &ended(Ending::Returned(-1)))),
+        accepted("ended-trap", input(7, &ended(trap))),
+        accepted(
+            "ended-limit",
+            input(7, &ended(Ending::Limit { kind: LimitKind::Fuel, limit: 9 })),
+        ),
+        accepted("ended-rejected", input(7, &ended(rejected))),
+        accepted("request-list", input(8, &Request::ListTools { principal: "operator".into() })),
+        accepted("request-grant", input(8, &Request::IssueGrant(grant))),
+        accepted("request-inspect", input(8, &Request::InspectGrant { token: vec![1, 2] })),
+        accepted("request-open-tools", input(8, &open(Authority::Tools(vec![tool.clone()])))),
+        accepted("request-open-grant", input(8, &open(Authority::Grant(vec![1, 2])))),
+        accepted("reply-tools", input(9, &tools)),
+        accepted("reply-grant", input(9, &Reply::Grant(vec![1, 2]))),
+        accepted("reply-claims", input(9, &Reply::Claims(claims.clone()))),
+        accepted("reply-opened", input(9, &Reply::Opened(claims))),
+        accepted(
+            "reply-refused",
+            input(9, &Reply::Refused { kind: RefusalKind::BadGrant, message: "expired".into() }),
+        ),
+        accepted("job", input(10, &job)),
+        accepted("report-ended", input(11, &report(Fate::Ended(ended(Ending::Returned(0)))))),
+        accepted("report-deadline", input(11, &report(Fate::Deadline))),
+        accepted("report-vm", input(11, &report(Fate::Vm(failure)))),
+        // A vector that claims 2^40 bytes.
+        refused("length-bomb", vec![4, 0, 0, 0, 253, 0, 0, 0, 0, 0, 1, 0, 0]),
+        refused("bad-tool-name", vec![3, 0, 1, 3, b'A', b'.', b'b', 0]),
+    ]
+}
