@@ -1,0 +1,793 @@
+//! What a program sees of forge ABI v1, function by function.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::ending::{Ending, LimitKind, TrapKind};
+use sha2::{Digest, Sha256};
+use support::{Order, Reply, Report, Run, program, reply};
+
+fn returned(report: &Report, code: i32) {
+    assert_eq!(report.ending(), &Ending::Returned(code), "{report:?}");
+}
+
+fn trapped(report: &Report, expected: TrapKind, says: &str) {
+    match report.ending() {
+        Ending::Trap { kind, detail } if *kind == expected => {
+            assert!(detail.contains(says), "{detail}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Stores an `i32` expression at 0 and outputs it.
+fn show(expression: &str) -> String {
+    format!(
+        "(i32.store (i32.const 0) {expression})(drop (call $output (i32.const 0) (i32.const 4)))"
+    )
+}
+
+// ---- forge
+
+#[test]
+fn every_function_links_with_its_documented_type() {
+    // `program` imports all of them.
+    returned(&Run::of(&program(&["a.b"], "", "(i32.const 0)")).go(), 0);
+}
+
+#[test]
+fn forge_run_returns_the_runs_code() {
+    returned(&Run::of(&program(&[], "", "(i32.const -3)")).go(), -3);
+}
+
+#[test]
+fn initialize_runs_before_forge_run() {
+    let text = r#"(module (memory (export "memory") 1) (global $g (mut i32) (i32.const 0))
+        (func (export "_initialize") (global.set $g (i32.const 7)))
+        (func (export "forge_run") (result i32) (global.get $g)))"#;
+    returned(&Run::of(text).go(), 7);
+}
+
+#[test]
+fn a_call_gives_the_response_and_sends_the_request_as_it_is() {
+    let text = program(
+        &["a.b"],
+        r#"(data (i32.const 8) "{\22q\22:1}")"#,
+        "(local $n i32)
+        (local.set $n (call $a.b (i32.const 8) (i32.const 7)))
+        (drop (call $resp_read (i32.const 100) (i32.const 0) (i32.const 50)))
+        (drop (call $output (i32.const 100) (local.get $n)))
+        (i32.sub (local.get $n) (call $resp_len))",
+    );
+    let report = Run::of(&text).tools(|_| reply("[1,2,3]")).go();
+    returned(&report, 0);
+    assert_eq!(report.output_text(), "[1,2,3]");
+    assert_eq!(report.calls[0].request, b"{\"q\":1}");
+    assert_eq!(report.calls[0].tool, support::tool("a.b"));
+    assert!(report.calls[0].waits);
+}
+
+#[test]
+fn the_response_can_be_read_in_pieces_until_the_next_call() {
+    let text = program(
+        &["a.b"],
+        "",
+        "(drop (call $a.b (i32.const 0) (i32.const 0)))
+        (drop (call $resp_read (i32.const 100) (i32.const 2) (i32.const 2)))
+        (drop (call $output (i32.const 100) (i32.const 2)))
+        (drop (call $resp_read (i32.const 100) (i32.const 4) (i32.const 50)))
+        (drop (call $output (i32.const 100) (i32.const 2)))
+        (if (call $resp_read (i32.const 100) (i32.const 6) (i32.const 1)) (then unreachable))
+        (if (call $resp_read (i32.const 100) (i32.const -1) (i32.const 1)) (then unreachable))
+        (drop (call $a.b (i32.const 0) (i32.const 0)))
+        (call $resp_len)",
+    );
+    let mut bodies = vec!["x", "abcdef"];
+    let report = Run::of(&text).tools(move |_| reply(bodies.pop().unwrap())).go();
+    returned(&report, 1);
+    assert_eq!(report.output_text(), "cdef");
+}
+
+#[test]
+fn every_code_reaches_the_program_and_its_body_is_readable() {
+    for code in CallCode::ALL {
+        let text = program(
+            &["a.b"],
+            "",
+            "(local $code i32)
+            (local.set $code (call $a.b (i32.const 0) (i32.const 0)))
+            (drop (call $resp_read (i32.const 0) (i32.const 0) (call $resp_len)))
+            (drop (call $output (i32.const 0) (call $resp_len)))
+            (local.get $code)",
+        );
+        let report = Run::of(&text)
+            .tools(move |_| Reply { code: Some(code), duration_ns: 1, body: b"why".to_vec() })
+            .go();
+        returned(&report, code as i32);
+        assert_eq!(report.output_text(), "why");
+    }
+}
+
+#[test]
+fn a_call_by_name_reaches_the_broker_even_if_it_is_not_granted() {
+    let text = program(
+        &[],
+        r#"(data (i32.const 0) "x.secret{}")"#,
+        "(call $call (i32.const 0) (i32.const 8) (i32.const 8) (i32.const 2))",
+    );
+    let denied = Reply { code: Some(CallCode::Denied), duration_ns: 0, body: Vec::new() };
+    let report = Run::of(&text).tools(move |_| denied.clone()).go();
+    returned(&report, CallCode::Denied as i32);
+    assert_eq!(report.calls[0].tool, support::tool("x.secret"));
+    assert_eq!(report.calls[0].request, b"{}");
+}
+
+#[test]
+fn a_malformed_name_is_no_such_tool_without_a_call() {
+    for (data, length) in [("nodot", 5), ("A.b", 3), ("a.\\ff", 3), ("", 0), ("", 257)] {
+        let text = program(
+            &["a.b"],
+            &format!("(data (i32.const 0) \"{data}\")"),
+            &format!(
+                "(drop (call $a.b (i32.const 0) (i32.const 0)))
+                (if (i32.ne (call $call_async (i32.const 0) (i32.const {length}) (i32.const 0)
+                    (i32.const 0)) (i32.const -2)) (then unreachable))
+                (if (i32.ne (call $call (i32.const 0) (i32.const {length}) (i32.const 0)
+                    (i32.const 0)) (i32.const -2)) (then unreachable))
+                ;; The response before it is gone.
+                (call $resp_len)"
+            ),
+        );
+        let report = Run::of(&text).go();
+        returned(&report, 0);
+        assert_eq!(report.calls.len(), 1, "{data:?}");
+    }
+}
+
+#[test]
+fn a_request_over_the_limit_is_refused_without_a_call() {
+    let text = program(&["a.b"], "", "(call $a.b (i32.const 0) (i32.const 101))");
+    let report = Run::of(&text).limits(|limits| limits.request_bytes = 100).go();
+    returned(&report, CallCode::RequestTooLarge as i32);
+    assert!(report.calls.is_empty());
+    let text = program(&["a.b"], "", "(call $a.b (i32.const 0) (i32.const 100))");
+    let report = Run::of(&text).limits(|limits| limits.request_bytes = 100).go();
+    assert_eq!(report.calls[0].request.len(), 100);
+}
+
+#[test]
+fn calls_past_the_budget_are_refused_without_a_call() {
+    let text = program(
+        &["a.b"],
+        "",
+        "(drop (call $a.b (i32.const 0) (i32.const 0)))
+        (drop (call $a.b (i32.const 0) (i32.const 0)))
+        (call $a.b (i32.const 0) (i32.const 0))",
+    );
+    let report = Run::of(&text).limits(|limits| limits.calls = 2).go();
+    returned(&report, CallCode::BudgetSpent as i32);
+    assert_eq!(report.calls.len(), 2);
+}
+
+/// Starts calls of a.b: the name is at 0.
+const START: &str = "(call $call_async (i32.const 0) (i32.const 3) (i32.const 0) (i32.const 0))";
+const NAME: &str = r#"(data (i32.const 0) "a.b")"#;
+
+#[test]
+fn uncollected_calls_count_as_in_flight() {
+    let text = program(
+        &["a.b"],
+        NAME,
+        &format!(
+            "(drop {START})(drop {START})
+            (if (i32.ne {START} (i32.const -6)) (then unreachable))
+            (if (i32.ne (call $a.b (i32.const 0) (i32.const 0)) (i32.const -6)) (then unreachable))
+            (drop (call $wait_any))
+            (if (i32.ne {START} (i32.const -6)) (then unreachable))
+            (drop (call $wait (i32.const 0)))
+            {START}"
+        ),
+    );
+    let report = Run::of(&text).limits(|limits| limits.calls_in_flight = 2).go();
+    returned(&report, 2);
+    assert_eq!(report.calls.len(), 3);
+}
+
+#[test]
+fn calls_settle_in_any_order_and_wait_any_tells_which_was_first() {
+    for (order, expected) in [(Order::OldestFirst, [0, 1, 2]), (Order::NewestFirst, [2, 1, 0])] {
+        let wait_and_show = "(local.set $h (call $wait_any))
+            (i32.store (i32.const 100) (local.get $h))
+            (drop (call $output (i32.const 100) (i32.const 4)))
+            ;; It is told again until the call is collected.
+            (if (i32.ne (local.get $h) (call $wait_any)) (then unreachable))
+            (if (i32.ne (call $wait (local.get $h)) (i32.const 5)) (then unreachable))
+            (drop (call $resp_read (i32.const 200) (i32.const 4) (i32.const 1)))
+            (if (i32.ne (i32.load8_u (i32.const 200)) (i32.add (local.get $h) (i32.const 48)))
+                (then unreachable))";
+        let text = program(
+            &["a.b"],
+            NAME,
+            &format!(
+                "(local $h i32) (drop {START})(drop {START})(drop {START})
+                {wait_and_show} {wait_and_show} {wait_and_show} (i32.const 0)"
+            ),
+        );
+        let mut run = Run::of(&text).tools(|call| reply(&format!("call{}", call.id)));
+        run.order = order;
+        let report = run.go();
+        returned(&report, 0);
+        assert_eq!(report.output_i32s(), expected);
+        assert!(report.calls.iter().all(|call| !call.waits));
+    }
+}
+
+#[test]
+fn a_call_can_be_waited_for_while_others_settle_first() {
+    let text = program(
+        &["a.b"],
+        NAME,
+        &format!(
+            "(drop {START})(drop {START})(drop {START})
+            (drop (call $wait (i32.const 0)))
+            {}{}
+            (drop (call $wait (i32.const 2)))
+            {}
+            (call $wait (i32.const 1))",
+            show("(call $resp_len)"),
+            show("(call $wait_any)"),
+            show("(call $wait_any)"),
+        ),
+    );
+    let mut run = Run::of(&text).tools(|call| reply(&"x".repeat(call.id as usize + 1)));
+    run.order = Order::NewestFirst;
+    let report = run.go();
+    returned(&report, 2);
+    // Call 2 settled first, then 1, then 0.
+    assert_eq!(report.output_i32s(), [1, 2, 1]);
+}
+
+#[test]
+fn a_blocking_call_beside_started_ones_gets_its_own_answer() {
+    let text = program(
+        &["a.b"],
+        NAME,
+        &format!(
+            "(drop {START})(drop {START})
+            (if (i32.ne (call $a.b (i32.const 0) (i32.const 0)) (i32.const 3)) (then unreachable))
+            (if (i32.ne (call $wait (i32.const 1)) (i32.const 2)) (then unreachable))
+            (call $wait (i32.const 0))"
+        ),
+    );
+    for order in [Order::OldestFirst, Order::NewestFirst] {
+        let mut run = Run::of(&text).tools(|call| reply(&"x".repeat(call.id as usize + 1)));
+        run.order = order;
+        returned(&run.go(), 1);
+    }
+}
+
+#[test]
+fn waiting_for_what_is_no_open_call_traps() {
+    for (body, says) in [
+        ("(call $wait (i32.const 0))".to_owned(), "wait for 0"),
+        ("(call $wait (i32.const -1))".to_owned(), "wait for -1"),
+        ("(call $wait_any)".to_owned(), "no open call"),
+        (
+            format!("(drop {START})(drop (call $wait (i32.const 0)))(call $wait (i32.const 0))"),
+            "wait for 0",
+        ),
+        (format!("(drop {START})(call $wait (i32.const 1))"), "wait for 1"),
+        (
+            "(drop (call $a.b (i32.const 0) (i32.const 0)))(call $wait (i32.const 0))".to_owned(),
+            "wait for 0",
+        ),
+    ] {
+        trapped(&Run::of(&program(&["a.b"], NAME, &body)).go(), TrapKind::Misuse, says);
+    }
+}
+
+#[test]
+fn a_program_may_end_with_calls_open() {
+    let report = Run::of(&program(&["a.b"], NAME, &format!("{START}"))).go();
+    returned(&report, 0);
+    assert_eq!(report.calls.len(), 1);
+}
+
+#[test]
+fn the_input_is_read_in_pieces() {
+    let text = program(
+        &[],
+        "",
+        "(drop (call $input_read (i32.const 0) (i32.const 2) (i32.const 3)))
+        (drop (call $output (i32.const 0) (call $input_read (i32.const 8) (i32.const 4)
+            (i32.const 100))))
+        (if (call $input_read (i32.const 0) (i32.const 8) (i32.const 1)) (then unreachable))
+        (drop (call $output (i32.const 0) (i32.const 3)))
+        (call $input_len)",
+    );
+    let report = Run::of(&text).input("01234567").go();
+    returned(&report, 8);
+    assert_eq!(report.output_text(), "234\u{0}234");
+}
+
+#[test]
+fn output_is_appended_in_order_and_byte_for_byte() {
+    let text = program(
+        &[],
+        r#"(data (i32.const 0) "one\00\fftwo")"#,
+        "(drop (call $output (i32.const 0) (i32.const 5)))
+        (drop (call $output (i32.const 0) (i32.const 0)))
+        (call $output (i32.const 5) (i32.const 3))",
+    );
+    let report = Run::of(&text).go();
+    returned(&report, 0);
+    assert_eq!(report.output, b"one\0\xfftwo");
+}
+
+#[test]
+fn output_over_the_limit_ends_the_run_and_keeps_what_was_written() {
+    let text = program(
+        &[],
+        r#"(data (i32.const 0) "0123456789")"#,
+        "(drop (call $output (i32.const 0) (i32.const 6)))
+        (drop (call $output (i32.const 0) (i32.const 4)))
+        (drop (call $output (i32.const 0) (i32.const 1)))
+        unreachable",
+    );
+    let report = Run::of(&text).limits(|limits| limits.output_bytes = 10).go();
+    assert_eq!(report.ending(), &Ending::Limit { kind: LimitKind::Output, limit: 10 });
+    assert_eq!(report.output_text(), "0123450123");
+}
+
+#[test]
+fn artifacts_carry_name_type_and_content() {
+    let text = program(
+        &[],
+        r#"(data (i32.const 0) "a.csvtext/csv1,2")"#,
+        "(call $artifact (i32.const 0) (i32.const 5) (i32.const 5) (i32.const 8)
+            (i32.const 13) (i32.const 3))",
+    );
+    let report = Run::of(&text).go();
+    returned(&report, 0);
+    let artifact = &report.artifacts[0];
+    assert_eq!((&*artifact.name, &*artifact.media_type), ("a.csv", "text/csv"));
+    assert_eq!(artifact.content, b"1,2");
+}
+
+const ARTIFACT: &str = "(drop (call $artifact (i32.const 0) (i32.const 1) (i32.const 0)
+    (i32.const 1) (i32.const 0) (i32.const 10)))";
+
+#[test]
+fn too_many_or_too_large_artifacts_end_the_run() {
+    let text =
+        program(&[], r#"(data (i32.const 0) "n")"#, &format!("{ARTIFACT}{ARTIFACT}(i32.const 0)"));
+    let report = Run::of(&text).limits(|limits| limits.artifacts = 1).go();
+    assert_eq!(report.ending(), &Ending::Limit { kind: LimitKind::Artifacts, limit: 1 });
+    assert_eq!(report.artifacts.len(), 1);
+    let report = Run::of(&text).limits(|limits| limits.artifact_bytes = 9).go();
+    assert_eq!(report.ending(), &Ending::Limit { kind: LimitKind::Artifacts, limit: 9 });
+    assert!(report.artifacts.is_empty());
+}
+
+#[test]
+fn an_artifact_needs_a_short_utf8_name() {
+    for (length, says) in [(257, "257 bytes, the limit is 256"), (1, "not UTF-8")] {
+        let text = program(
+            &[],
+            r#"(data (i32.const 0) "\ff")"#,
+            &format!(
+                "(call $artifact (i32.const 0) (i32.const {length}) (i32.const 9) (i32.const 1)
+                (i32.const 0) (i32.const 0))"
+            ),
+        );
+        trapped(&Run::of(&text).go(), TrapKind::Misuse, says);
+    }
+}
+
+#[test]
+fn log_records_are_cut_levelled_and_made_utf8() {
+    let text = program(
+        &[],
+        r#"(data (i32.const 0) "ok\ff")"#,
+        "(call $log (i32.const 1) (i32.const 0) (i32.const 3))
+        (call $log (i32.const 99) (i32.const 0) (i32.const 2))
+        (call $log (i32.const -1) (i32.const 100) (i32.const 5000))
+        (i32.const 0)",
+    );
+    let report = Run::of(&text).go();
+    returned(&report, 0);
+    let logs = &report.logs;
+    assert_eq!((logs[0].level, &*logs[0].text), (1, "ok\u{fffd}"));
+    assert_eq!((logs[1].level, &*logs[1].text), (4, "ok"));
+    assert_eq!((logs[2].level, logs[2].text.len()), (0, 4096));
+}
+
+#[test]
+fn a_record_cut_within_a_character_ends_before_it() {
+    // 4095 zeros and a two-byte character across the cut.
+    let text = program(
+        &[],
+        r#"(data (i32.const 4095) "\c3\a9")"#,
+        "(call $log (i32.const 2) (i32.const 0) (i32.const 4097))(i32.const 0)",
+    );
+    let report = Run::of(&text).go();
+    assert_eq!(report.logs[0].text.len(), 4095);
+    assert!(!report.logs[0].text.contains('\u{fffd}'));
+}
+
+#[test]
+fn log_records_past_the_bound_are_dropped_and_counted() {
+    let text = program(
+        &[],
+        "",
+        "(local $i i32)
+        (loop $again
+            (call $log (i32.const 2) (i32.const 0) (i32.const 84))
+            (br_if $again (i32.lt_u (local.tee $i (i32.add (local.get $i) (i32.const 1)))
+                (i32.const 50))))
+        (i32.const 0)",
+    );
+    let report = Run::of(&text).limits(|limits| limits.log_bytes = 1_000).go();
+    returned(&report, 0);
+    // Each counts its 84 bytes and 16 more.
+    assert_eq!((report.logs.len(), report.ended().logs_dropped), (10, 40));
+}
+
+#[test]
+fn empty_log_records_are_bounded_too() {
+    let text = program(
+        &[],
+        "",
+        "(local $i i32)
+        (loop $again
+            (call $log (i32.const 2) (i32.const 0) (i32.const 0))
+            (br_if $again (i32.lt_u (local.tee $i (i32.add (local.get $i) (i32.const 1)))
+                (i32.const 10000))))
+        (i32.const 0)",
+    );
+    let report = Run::of(&text).go();
+    assert_eq!(report.logs.len() as u64 + report.ended().logs_dropped, 10_000);
+    assert_eq!(report.logs.len(), 64 * 1024 / 16);
+}
+
+/// Outputs `now_ns`.
+const SHOW_NOW: &str =
+    "(i64.store (i32.const 100) (call $now_ns))(drop (call $output (i32.const 100) (i32.const 8)))";
+
+fn times(report: &Report) -> Vec<u64> {
+    report.output.chunks(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+#[test]
+fn time_stands_still_while_the_program_computes_and_moves_with_its_calls() {
+    let text = program(
+        &["a.b"],
+        NAME,
+        &format!(
+            "{SHOW_NOW}{SHOW_NOW}
+            (drop (call $a.b (i32.const 0) (i32.const 0))) {SHOW_NOW}
+            (drop {START})(drop {START}) {SHOW_NOW}
+            (drop (call $wait (i32.const 1))) {SHOW_NOW}
+            (drop (call $wait (i32.const 2))) {SHOW_NOW} (i32.const 0)"
+        ),
+    );
+    let mut run = Run::of(&text).tools(|call| Reply {
+        code: None,
+        duration_ns: [10, 500, 300][call.id as usize],
+        body: Vec::new(),
+    });
+    run.start_unix_ns = 1_000;
+    let report = run.go();
+    returned(&report, 0);
+    // Calls 1 and 2 run side by side: the shorter one costs nothing more.
+    assert_eq!(times(&report), [1_000, 1_000, 1_010, 1_010, 1_510, 1_510]);
+}
+
+#[test]
+fn time_past_what_an_i64_holds_stands_at_its_end() {
+    let text = program(&[], "", &format!("{SHOW_NOW}(i32.const 0)"));
+    let mut run = Run::of(&text);
+    run.start_unix_ns = u64::MAX;
+    assert_eq!(times(&run.go()), [i64::MAX as u64]);
+}
+
+#[test]
+fn random_bytes_come_from_the_seed_alone() {
+    let text = program(
+        &[],
+        "",
+        "(call $random (i32.const 0) (i32.const 40))
+        (drop (call $random_get (i32.const 40) (i32.const 24)))
+        (call $output (i32.const 0) (i32.const 64))",
+    );
+    let report = Run::of(&text).go();
+    assert_eq!(report.output, Run::of(&text).go().output);
+    let mut expected = Vec::new();
+    for block in 0u64..2 {
+        let mut text = b"forge-random-1\0".to_vec();
+        text.extend([5; 32]);
+        text.extend(block.to_le_bytes());
+        expected.extend(Sha256::digest(text));
+    }
+    assert_eq!(report.output, expected);
+    let mut other = Run::of(&text);
+    other.seed = [6; 32];
+    assert_ne!(other.go().output, expected);
+}
+
+#[test]
+fn the_same_run_uses_the_same_fuel() {
+    let text = program(
+        &["a.b"],
+        "",
+        "(call $random (i32.const 0) (i32.const 4000))
+        (drop (call $a.b (i32.const 0) (i32.const 0)))
+        (drop (memory.grow (i32.const 3)))
+        (call $output (i32.const 0) (i32.const 4000))",
+    );
+    let (first, second) = (Run::of(&text).go(), Run::of(&text).go());
+    assert_eq!(first.ended().fuel_used, second.ended().fuel_used);
+    assert!(first.ended().fuel_used > 8 * 4000);
+}
+
+// ---- pointers
+
+#[test]
+fn a_pointer_outside_memory_traps_in_every_function() {
+    let end = 65_536;
+    let mut bodies = Vec::new();
+    // The last byte of each stretch is the first past memory; then lengths
+    // and sums that wrap 32 bits.
+    for (pointer, length) in [(end - 3, 4), (end, 1), (end + 1, 0), (0, -1), (-1, 1), (-1, -1)] {
+        let at = format!("(i32.const {pointer}) (i32.const {length})");
+        let zero = "(i32.const 0)";
+        bodies.extend([
+            format!("(call $a.b {at})"),
+            format!("(call $resp_read (i32.const {pointer}) {zero} (i32.const {length}))"),
+            format!("(call $input_read (i32.const {pointer}) {zero} (i32.const {length}))"),
+            format!("(call $output {at})"),
+            format!("(call $artifact {at} {zero} {zero} {zero} {zero})"),
+            format!("(call $artifact {zero} {zero} {at} {zero} {zero})"),
+            format!("(call $artifact {zero} {zero} {zero} {zero} {at})"),
+            format!("(call $log {zero} {at}) {zero}"),
+            format!("(call $random {at}) {zero}"),
+            format!("(call $call {at} {zero} {zero})"),
+            format!("(call $call {zero} (i32.const 3) {at})"),
+            format!("(call $call_async {at} {zero} {zero})"),
+            format!("(call $call_async {zero} (i32.const 3) {at})"),
+            format!("(call $random_get {at})"),
+        ]);
+    }
+    for pointer in [end - 3, end, -1] {
+        let at = format!("(i32.const {pointer})");
+        let one_iovec = "(i32.const 16) (i32.const 1)";
+        bodies.extend([
+            format!("(call $args_sizes_get {at} (i32.const 0))"),
+            format!("(call $environ_sizes_get (i32.const 0) {at})"),
+            format!("(call $clock_time_get (i32.const 0) (i64.const 0) {at})"),
+            format!("(call $fd_fdstat_get (i32.const 1) {at})"),
+            format!("(call $fd_write (i32.const 1) {at} (i32.const 1) (i32.const 0))"),
+            format!("(call $fd_write (i32.const 1) {one_iovec} {at})"),
+            format!("(call $fd_read (i32.const 0) {at} (i32.const 1) (i32.const 0))"),
+            format!("(call $fd_read (i32.const 0) {one_iovec} {at})"),
+        ]);
+    }
+    // An array whose size wraps 32 bits, and an iovec that points outside.
+    bodies.extend([
+        "(call $fd_write (i32.const 1) (i32.const 0) (i32.const 0x20000000) (i32.const 0))".into(),
+        "(call $fd_read (i32.const 0) (i32.const 0) (i32.const 0x20000001) (i32.const 0))".into(),
+        "(call $fd_write (i32.const 1) (i32.const 24) (i32.const 1) (i32.const 0))".into(),
+        "(call $fd_read (i32.const 0) (i32.const 24) (i32.const 1) (i32.const 0))".into(),
+    ]);
+    let data = r#"(data (i32.const 0) "a.b") (data (i32.const 24) "\fe\ff\00\00\10\00\00\00")"#;
+    for body in bodies {
+        let report = Run::of(&program(&["a.b"], data, &body)).go();
+        match report.ending() {
+            Ending::Trap { kind: TrapKind::BadPointer, detail } => {
+                assert!(detail.contains("65536 bytes of memory"), "{detail}");
+            }
+            other => panic!("{body}: {other:?}"),
+        }
+        assert!(report.calls.is_empty() && report.output.is_empty(), "{body}");
+    }
+}
+
+#[test]
+fn a_stretch_may_end_where_memory_ends() {
+    let body = "(drop (call $output (i32.const 65535) (i32.const 1)))
+        (call $output (i32.const 65536) (i32.const 0))";
+    returned(&Run::of(&program(&[], "", body)).go(), 0);
+}
+
+#[test]
+fn memory_that_has_grown_can_be_pointed_at() {
+    let body = "(drop (memory.grow (i32.const 1)))
+        (call $random (i32.const 131000) (i32.const 72))
+        (call $output (i32.const 131000) (i32.const 72))";
+    let report = Run::of(&program(&[], "", body)).go();
+    returned(&report, 0);
+    assert!(report.output.iter().any(|byte| *byte != 0));
+}
+
+// ---- when bytes leave
+
+#[test]
+fn a_blocking_call_is_one_send_whatever_was_written_before_it() {
+    let text = program(
+        &["a.b"],
+        r#"(data (i32.const 0) "n")"#,
+        &format!(
+            "(drop (call $output (i32.const 0) (i32.const 10)))
+            (call $log (i32.const 2) (i32.const 0) (i32.const 10))
+            {ARTIFACT}
+            (drop (call $a.b (i32.const 0) (i32.const 0)))
+            (drop (call $output (i32.const 0) (i32.const 10)))
+            (drop (call $a.b (i32.const 0) (i32.const 0)))
+            (drop (call $output (i32.const 0) (i32.const 10)))
+            (i32.const 0)"
+        ),
+    );
+    let report = Run::of(&text).go();
+    returned(&report, 0);
+    // The greeting; the first call with all before it; the second; the end.
+    assert_eq!(report.sends_at_call, [2, 3]);
+    assert_eq!(report.sends, 4);
+    // The run, two answers; the greeting's answer came with the run.
+    assert_eq!(report.receives, 3);
+    assert_eq!(report.output.len(), 30);
+}
+
+#[test]
+fn much_output_leaves_before_the_end() {
+    let text = program(
+        &[],
+        "",
+        "(drop (call $output (i32.const 0) (i32.const 65535)))
+        (drop (call $output (i32.const 0) (i32.const 1)))
+        (drop (call $output (i32.const 0) (i32.const 1)))
+        (i32.const 0)",
+    );
+    let report = Run::of(&text).go();
+    returned(&report, 0);
+    assert_eq!(report.sends, 3);
+    assert_eq!(report.output.len(), 65_537);
+}
+
+#[test]
+fn a_started_call_leaves_at_once() {
+    let text =
+        program(&["a.b"], NAME, &format!("(drop {START})(drop {START})(call $wait (i32.const 0))"));
+    let report = Run::of(&text).go();
+    assert_eq!(report.sends_at_call, [2, 3]);
+    // Waiting sends nothing.
+    assert_eq!(report.sends, 4);
+}
+
+#[test]
+fn a_lost_link_ends_serving() {
+    struct Mute;
+    impl forge_guest_init::Stream for Mute {
+        fn send(&mut self, _: &[u8]) -> Result<(), forge_guest_init::LinkLost> {
+            Ok(())
+        }
+        fn receive(&mut self, _: &mut dyn FnMut(&[u8])) -> Result<(), forge_guest_init::LinkLost> {
+            Err(forge_guest_init::LinkLost)
+        }
+    }
+    assert_eq!(
+        forge_guest_init::serve(Mute, &support::trust(), || 0),
+        Err(forge_guest_init::ServeError::Link(forge_guest_init::LinkLost))
+    );
+}
+
+// ---- WASI
+
+/// A WASI command with every import.
+fn command(data: &str, body: &str) -> String {
+    format!("(module {} {data} (func (export \"_start\") {body}))", support::imports_and_memory())
+}
+
+#[test]
+fn a_wasi_command_reads_its_input_and_writes_output_and_log() {
+    // iovecs: at 16 two of 3 bytes each at 200 and 203; at 32 "hello" and
+    // " there"; at 48 the log.
+    let data = r#"
+        (data (i32.const 16) "\c8\00\00\00\03\00\00\00\cb\00\00\00\03\00\00\00")
+        (data (i32.const 32) "\2c\01\00\00\05\00\00\00\31\01\00\00\06\00\00\00")
+        (data (i32.const 48) "\90\01\00\00\0e\00\00\00")
+        (data (i32.const 300) "hello there")
+        (data (i32.const 400) "one\0atwo\0athree!")"#;
+    let body = r#"
+        (if (call $fd_read (i32.const 0) (i32.const 16) (i32.const 2) (i32.const 0))
+            (then unreachable))
+        (if (i32.ne (i32.load (i32.const 0)) (i32.const 5)) (then unreachable))
+        (if (call $fd_write (i32.const 1) (i32.const 16) (i32.const 2) (i32.const 0))
+            (then unreachable))
+        (if (call $fd_write (i32.const 1) (i32.const 32) (i32.const 2) (i32.const 0))
+            (then unreachable))
+        (if (i32.ne (i32.load (i32.const 0)) (i32.const 11)) (then unreachable))
+        (if (call $fd_write (i32.const 2) (i32.const 48) (i32.const 1) (i32.const 0))
+            (then unreachable))
+        (if (i32.ne (i32.load (i32.const 0)) (i32.const 14)) (then unreachable))
+        (if (call $fd_read (i32.const 0) (i32.const 16) (i32.const 2) (i32.const 0))
+            (then unreachable))
+        (if (i32.load (i32.const 0)) (then unreachable))"#;
+    let report = Run::of(&command(data, body)).input("input").go();
+    returned(&report, 0);
+    assert_eq!(report.output_text(), "input\0hello there");
+    let lines: Vec<_> = report.logs.iter().map(|log| (log.level, &*log.text)).collect();
+    assert_eq!(lines, [(2, "one"), (2, "two"), (2, "three!")]);
+}
+
+#[test]
+fn proc_exit_ends_the_run_with_its_code() {
+    returned(&Run::of(&command("", "(call $proc_exit (i32.const 42)) unreachable")).go(), 42);
+    let body = "(call $proc_exit (i32.const 0)) unreachable";
+    returned(&Run::of(&program(&[], "", body)).go(), 0);
+}
+
+#[test]
+fn arguments_and_environment_are_empty() {
+    let body = "(i64.store (i32.const 0) (i64.const -1))
+        (i64.store (i32.const 8) (i64.const -1))
+        (drop (call $args_sizes_get (i32.const 0) (i32.const 4)))
+        (drop (call $environ_sizes_get (i32.const 8) (i32.const 12)))
+        (if (i64.ne (i64.or (i64.load (i32.const 0)) (i64.load (i32.const 8))) (i64.const 0))
+            (then unreachable))
+        (if (call $args_get (i32.const 0) (i32.const 0)) (then unreachable))
+        (if (call $environ_get (i32.const 0) (i32.const 0)) (then unreachable))";
+    returned(&Run::of(&command("", body)).go(), 0);
+}
+
+#[test]
+fn clock_time_get_is_the_virtual_clock() {
+    let body = "(if (call $clock_time_get (i32.const 0) (i64.const 0) (i32.const 0))
+            (then unreachable))
+        (if (i64.ne (i64.load (i32.const 0)) (call $now_ns)) (then unreachable))
+        (if (call $clock_time_get (i32.const 1) (i64.const 0) (i32.const 0))
+            (then unreachable))
+        (if (i32.ne (call $clock_time_get (i32.const 2) (i64.const 0) (i32.const 0))
+            (i32.const 28)) (then unreachable))";
+    returned(&Run::of(&command("", body)).go(), 0);
+}
+
+#[test]
+fn there_are_three_descriptors_and_no_more() {
+    let body = "
+        (if (i32.ne (call $fd_write (i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0))
+            (i32.const 8)) (then unreachable))
+        (if (i32.ne (call $fd_write (i32.const 3) (i32.const 0) (i32.const 0) (i32.const 0))
+            (i32.const 8)) (then unreachable))
+        (if (i32.ne (call $fd_read (i32.const 1) (i32.const 0) (i32.const 0) (i32.const 0))
+            (i32.const 8)) (then unreachable))
+        (if (i32.ne (call $fd_close (i32.const 1)) (i32.const 8)) (then unreachable))
+        (if (i32.ne (call $fd_seek (i32.const 1) (i64.const 0) (i32.const 0) (i32.const 0))
+            (i32.const 8)) (then unreachable))
+        (if (i32.ne (call $fd_prestat_get (i32.const 3) (i32.const 0)) (i32.const 8))
+            (then unreachable))
+        (if (i32.ne (call $fd_fdstat_get (i32.const 3) (i32.const 0)) (i32.const 8))
+            (then unreachable))
+        (if (call $fd_fdstat_get (i32.const 1) (i32.const 0)) (then unreachable))
+        (drop (call $output (i32.const 0) (i32.const 24)))";
+    let report = Run::of(&command("", body)).go();
+    returned(&report, 0);
+    let mut fdstat = [0; 24];
+    (fdstat[0], fdstat[8]) = (2, 64);
+    assert_eq!(report.output, fdstat);
+}
+
+#[test]
+fn a_line_of_standard_error_may_come_in_pieces() {
+    // One byte at a time.
+    let body = r#"(local $i i32)
+        (i32.store (i32.const 4) (i32.const 1))
+        (loop $again
+            (i32.store (i32.const 0) (i32.add (i32.const 100) (local.get $i)))
+            (drop (call $fd_write (i32.const 2) (i32.const 0) (i32.const 1) (i32.const 8)))
+            (br_if $again (i32.lt_u (local.tee $i (i32.add (local.get $i) (i32.const 1)))
+                (i32.const 6))))"#;
+    let report = Run::of(&command(r#"(data (i32.const 100) "ab\0acde")"#, body)).go();
+    let lines: Vec<_> = report.logs.iter().map(|log| &*log.text).collect();
+    assert_eq!(lines, ["ab", "cde"]);
+}
