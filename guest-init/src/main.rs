@@ -1,1 +1,43 @@
-fn main() {}
+//! The guest binary: guest-kernel below, guest-init above. Boots, collects
+//! the trust keys from the boot archive, and serves one run.
+
+#![no_std]
+#![no_main]
+
+use forge_guest_init::{LinkLost, Stream};
+use forge_guest_kernel::vsock;
+use forge_protocol::platform::archive;
+use forge_protocol::signature::{TrustKey, TrustKeys};
+
+forge_guest_kernel::main!(main);
+
+fn main(boot_archive: &'static [u8]) -> ! {
+    let keys = archive::entries(boot_archive)
+        .filter(|(name, _)| name.starts_with(archive::TRUST_PREFIX))
+        .map(|(name, content)| match content.try_into().map(TrustKey::from_bytes) {
+            Ok(Ok(key)) => key,
+            // The supervisor checked them; a guest without its keys is none.
+            _ => panic!("{name} in the boot archive is no trust key"),
+        });
+    let trust = match TrustKeys::new(keys) {
+        Ok(trust) => trust,
+        Err(error) => panic!("the boot archive has {error}"),
+    };
+    let link = Link(vsock::Stream::connect());
+    if let Err(error) = forge_guest_init::serve(link, &trust, forge_guest_kernel::ticks) {
+        panic!("{error}");
+    }
+    forge_guest_kernel::exit()
+}
+
+struct Link(vsock::Stream);
+
+impl Stream for Link {
+    fn send(&mut self, bytes: &[u8]) -> Result<(), LinkLost> {
+        self.0.send(bytes).map_err(|vsock::Closed| LinkLost)
+    }
+
+    fn receive(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), LinkLost> {
+        self.0.receive(take).map_err(|vsock::Closed| LinkLost)
+    }
+}

@@ -53,9 +53,10 @@ pub(crate) struct Rings {
 }
 
 impl Rings {
+    /// All zero, so that the image need not carry it.
     pub(crate) const ZERO: Self = Self {
         descriptors: [Descriptor { address: 0, bytes: 0, flags: 0, next: 0 }; ENTRIES],
-        available: Available { flags: AVAIL_F_NO_INTERRUPT, index: 0, ring: [0; ENTRIES] },
+        available: Available { flags: 0, index: 0, ring: [0; ENTRIES] },
         used: Used { flags: 0, index: 0, ring: [UsedEntry { id: 0, bytes: 0 }; ENTRIES] },
     };
 }
@@ -88,8 +89,10 @@ impl Queue {
         let entries_max = Register::QueueNumMax.read();
         assert!(entries_max as usize >= ENTRIES, "queue {number} has {entries_max} entries");
         Register::QueueNum.write(ENTRIES as u32);
-        // SAFETY: `rings` is valid; only addresses are taken.
+        // SAFETY: `rings` is valid, and not yet the device's; then only
+        // addresses are taken.
         let [desc, driver, device] = unsafe {
+            (&raw mut (*rings).available.flags).write_volatile(AVAIL_F_NO_INTERRUPT);
             [
                 (&raw const (*rings).descriptors) as u64,
                 (&raw const (*rings).available) as u64,

@@ -10,24 +10,15 @@
 core::arch::global_asm!(
     r#"
     .section .trap, "ax"
-    .macro forge_trap vector has_error
-    .balign 16                       # platform::TRAP_STUB_STRIDE
-    .if \has_error == 0
+    # platform::TRAP_VECTORS stubs, platform::TRAP_STUB_STRIDE apart.
+    .irp vector, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31
+    .balign 16
+    # The CPU pushes an error code for these vectors and no others.
+    .if !((\vector == 8) || ((\vector >= 10) && (\vector <= 14)) || (\vector == 17) || (\vector == 21) || (\vector == 29) || (\vector == 30))
     push 0
     .endif
     push \vector
     jmp forge_trap_common
-    .endm
-
-    .set forge_vector, 0
-    .rept 32                         # platform::TRAP_VECTORS
-    # The CPU pushes an error code for these vectors and no others.
-    .if (forge_vector == 8) || ((forge_vector >= 10) && (forge_vector <= 14)) || (forge_vector == 17) || (forge_vector == 21) || (forge_vector == 29) || (forge_vector == 30)
-    forge_trap %forge_vector 1
-    .else
-    forge_trap %forge_vector 0
-    .endif
-    .set forge_vector, forge_vector + 1
     .endr
 
     .balign 16

@@ -33,12 +33,15 @@ pub const CONTROL_MMIO: u64 = 0x2000;
 
 /// Where RAM starts.
 pub const RAM_START: u64 = 0x20_0000;
-/// PML4, PDPT, PD and the page tables of the first [`SMALL_PAGE_TABLES`] × 2 MiB.
+/// PML4, PDPT, PD, the page tables of the first [`SMALL_PAGE_TABLES`] × 2 MiB,
+/// and the further directories of a large RAM.
 pub const PAGE_TABLES: u64 = RAM_START;
+/// The room for them, in pages.
+pub const PAGE_TABLES_MAX: u64 = 16;
 /// How many 2 MiB stretches, from address 0, are mapped by 4 KiB pages.
 pub const SMALL_PAGE_TABLES: u64 = 4;
 /// GDT, TSS and IDT, in one page.
-pub const DESCRIPTORS: u64 = PAGE_TABLES + (3 + SMALL_PAGE_TABLES) * PAGE_BYTES;
+pub const DESCRIPTORS: u64 = PAGE_TABLES + PAGE_TABLES_MAX * PAGE_BYTES;
 /// The page whose top every trap pushes to (IST 1).
 pub const TRAP_STACK: u64 = DESCRIPTORS + PAGE_BYTES;
 /// The page that holds [`BootInfo`].

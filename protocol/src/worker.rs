@@ -26,6 +26,9 @@ pub struct Job {
     pub input: Vec<u8>,
     /// What is left of the wall clock, in nanoseconds.
     pub deadline_ns: u64,
+    /// Whether a link to the broker came with the job. Without one every call
+    /// is denied.
+    pub brokered: bool,
 }
 
 /// What became of a run.

@@ -1,0 +1,139 @@
+//! `/dev/kvm`, opened and checked once per process.
+
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
+use kvm_ioctls::{Cap, Kvm, VmFd};
+
+use super::MachineError;
+
+/// The only KVM API version there has been since 2007.
+const API_VERSION: i32 = 12;
+
+/// Why this host cannot run virtual machines.
+#[derive(Debug, thiserror::Error)]
+pub enum HypervisorError {
+    /// The device is missing.
+    #[error(
+        "/dev/kvm does not exist: this host has no KVM. On bare metal, enable virtualisation \
+         (VT-x or AMD-V) in the firmware and load kvm_intel or kvm_amd; in a VM, ask its host for \
+         nested virtualisation"
+    )]
+    Missing,
+    /// The device is there and may not be opened.
+    #[error("/dev/kvm may not be opened by this user: add it to the group that owns it (kvm)")]
+    Forbidden,
+    /// Opening it failed otherwise.
+    #[error("/dev/kvm cannot be opened: {0}")]
+    Open(kvm_ioctls::Error),
+    /// Something else answers there.
+    #[error("/dev/kvm speaks API version {got}, not {API_VERSION}")]
+    Version {
+        /// Its version.
+        got: i32,
+    },
+    /// A capability is missing.
+    #[error("KVM on this host lacks {0}")]
+    Capability(&'static str),
+}
+
+/// KVM, and what it offers guests on this host.
+#[derive(Debug)]
+pub struct Hypervisor {
+    kvm: Kvm,
+    cpuid: CpuId,
+}
+
+impl Hypervisor {
+    /// Opens `/dev/kvm` and checks that it can do what is needed.
+    ///
+    /// # Errors
+    /// [`HypervisorError`], which says what to do.
+    pub fn open() -> Result<Self, MachineError> {
+        let kvm = Kvm::new().map_err(|error| match error.errno() {
+            libc::ENOENT | libc::ENXIO | libc::ENODEV => HypervisorError::Missing,
+            libc::EACCES | libc::EPERM => HypervisorError::Forbidden,
+            _ => HypervisorError::Open(error),
+        })?;
+        let got = kvm.get_api_version();
+        if got != API_VERSION {
+            return Err(HypervisorError::Version { got }.into());
+        }
+        for (capability, name) in [
+            (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+            (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+            (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+        ] {
+            if !kvm.check_extension(capability) {
+                return Err(HypervisorError::Capability(name).into());
+            }
+        }
+        let cpuid = kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .map_err(|source| MachineError::Kvm { call: "KVM_GET_SUPPORTED_CPUID", source })?;
+        Ok(Self { kvm, cpuid: guest_cpuid(cpuid) })
+    }
+
+    /// What the guest's CPUID says.
+    #[must_use]
+    pub fn cpuid(&self) -> &CpuId {
+        &self.cpuid
+    }
+
+    /// Whether KVM has this capability.
+    #[must_use]
+    pub fn has(&self, capability: Cap) -> bool {
+        self.kvm.check_extension(capability)
+    }
+
+    pub(super) fn create_vm(&self) -> Result<VmFd, MachineError> {
+        loop {
+            match self.kvm.create_vm() {
+                // A signal came while the kernel made it.
+                Err(error) if error.errno() == libc::EINTR => {}
+                Err(source) => return Err(MachineError::Kvm { call: "KVM_CREATE_VM", source }),
+                Ok(vm) => return Ok(vm),
+            }
+        }
+    }
+}
+
+/// What KVM supports, less what a guest of ours has no use for: nested
+/// virtualisation, the hypervisor's own interfaces, and hardware randomness,
+/// which would make a run differ from its replay.
+fn guest_cpuid(mut cpuid: CpuId) -> CpuId {
+    const VMX: u32 = 1 << 5;
+    const RDRAND: u32 = 1 << 30;
+    const RDSEED: u32 = 1 << 18;
+    const SVM: u32 = 1 << 2;
+    const HYPERVISOR_LEAVES: std::ops::Range<u32> = 0x4000_0000..0x5000_0000;
+    for entry in cpuid.as_mut_slice() {
+        match entry.function {
+            1 => entry.ecx &= !(VMX | RDRAND),
+            7 if entry.index == 0 => entry.ebx &= !RDSEED,
+            0x8000_0001 => entry.ecx &= !SVM,
+            leaf if HYPERVISOR_LEAVES.contains(&leaf) => {
+                (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
+            }
+            _ => {}
+        }
+    }
+    cpuid
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvm_bindings::kvm_cpuid_entry2;
+
+    #[test]
+    fn nested_virtualisation_and_hardware_randomness_are_hidden() {
+        let entry =
+            |function| kvm_cpuid_entry2 { function, ecx: !0, ebx: !0, ..Default::default() };
+        let all = [entry(1), entry(7), entry(0x8000_0001), entry(0x4000_0001)];
+        let cpuid = guest_cpuid(CpuId::from_entries(&all).unwrap());
+        let got = cpuid.as_slice();
+        assert_eq!(got[0].ecx & (1 << 5 | 1 << 30), 0);
+        assert_eq!(got[1].ebx & (1 << 18), 0);
+        assert_eq!(got[2].ecx & (1 << 2), 0);
+        assert_eq!((got[3].ecx, got[3].ebx), (0, 0));
+    }
+}

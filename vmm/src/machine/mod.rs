@@ -1,0 +1,140 @@
+//! The virtual machine: memory, page tables, one vCPU, and the loop that
+//! answers its exits.
+//!
+//! It trusts the guest image, which is built with it, and distrusts
+//! everything the guest does once it runs. Deliberately absent: an interrupt
+//! controller, timers, a console, firmware. What the machine looks like to
+//! its guest is `forge_protocol::platform`.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`image`] | the guest's ELF, checked against the platform |
+//! | `memory` | guest RAM, filled |
+//! | `paging` | page tables from the image's segments |
+//! | `cpu` | the vCPU's first state |
+//! | [`vcpu`] | KVM_RUN, every exit reason, what a dead guest left |
+//! | [`stop`] | ending a run from outside |
+//! | [`hypervisor`] | `/dev/kvm`, opened and checked once |
+
+mod cpu;
+pub mod hypervisor;
+pub mod image;
+mod memory;
+mod paging;
+pub mod stop;
+pub mod vcpu;
+
+pub use hypervisor::Hypervisor;
+pub use image::Image;
+pub use stop::{Stop, StopReason, Watchdog};
+pub use vcpu::{Bus, Death, Exit};
+
+use std::ops::ControlFlow;
+
+use kvm_ioctls::VmFd;
+use vm_memory::GuestMemoryMmap;
+
+/// Why a machine cannot be made. The host is at fault, or lacks something.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// A KVM call failed.
+    #[error("KVM: {call} failed: {source}")]
+    Kvm {
+        /// Which call.
+        call: &'static str,
+        /// What the kernel said.
+        source: kvm_ioctls::Error,
+    },
+    /// `/dev/kvm` cannot be used.
+    #[error(transparent)]
+    Hypervisor(#[from] hypervisor::HypervisorError),
+    /// Guest memory could not be mapped.
+    #[error("{bytes} bytes of guest memory cannot be mapped: {reason}")]
+    Memory {
+        /// How much was asked for.
+        bytes: usize,
+        /// What the kernel said.
+        reason: String,
+    },
+    /// The guest image does not fit the platform: this build is broken.
+    #[error("the guest image is unusable: {0}")]
+    Image(&'static str),
+}
+
+/// How much RAM a guest gets for these limits, in bytes.
+///
+/// The interpreter grows linear memory by copying it to a place twice as
+/// large, so for a moment both are there; compiled code takes some twelve
+/// times the module's size; the rest is buffers for one message each way.
+#[must_use]
+pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
+    use forge_protocol::platform::{HEAP, LARGE_PAGE_BYTES, RAM_START};
+    let memory = 3 * limits.memory_bytes;
+    let program = 14 * u64::from(limits.program_bytes);
+    let messages = 2
+        * (u64::from(limits.input_bytes)
+            + u64::from(limits.request_bytes)
+            + u64::from(limits.response_bytes) * 2
+            + u64::from(limits.output_bytes)
+            + u64::from(limits.artifact_bytes));
+    let stack = 2 * u64::from(limits.stack_bytes);
+    let heap = memory + program + messages + stack + LARGE_PAGE_BYTES;
+    let image = HEAP - RAM_START;
+    (image + heap).next_multiple_of(LARGE_PAGE_BYTES) as usize
+}
+
+/// One virtual machine.
+#[derive(Debug)]
+pub struct Machine {
+    vcpu: vcpu::Vcpu,
+    memory: GuestMemoryMmap,
+    // Last, so that the VM outlives its vCPU.
+    _vm: VmFd,
+}
+
+impl Machine {
+    /// Makes a machine with `ram_bytes` of RAM that stands before its first
+    /// instruction.
+    ///
+    /// # Errors
+    /// [`MachineError`].
+    pub fn new(
+        hypervisor: &Hypervisor,
+        image: &Image,
+        boot_archive: &[u8],
+        ram_bytes: usize,
+    ) -> Result<Self, MachineError> {
+        let memory = memory::map(ram_bytes)?;
+        memory::fill(&memory, image, boot_archive, ram_bytes)?;
+        let vm = hypervisor.create_vm()?;
+        memory::hand_over(&vm, &memory)?;
+        let vcpu = vm
+            .create_vcpu(0)
+            .map_err(|source| MachineError::Kvm { call: "KVM_CREATE_VCPU", source })?;
+        cpu::set_up(&vcpu, hypervisor, image.entry())?;
+        let vcpu = vcpu::Vcpu::new(vcpu);
+        Ok(Self { vcpu, memory, _vm: vm })
+    }
+
+    /// Guest memory, for the device.
+    #[must_use]
+    pub fn memory(&self) -> &GuestMemoryMmap {
+        &self.memory
+    }
+
+    /// Runs the guest until `bus` breaks, `stop` is raised or the guest dies.
+    /// A machine whose bus broke can be run again: it goes on behind the
+    /// access that broke.
+    pub fn run(&mut self, bus: &mut impl Bus, stop: &Stop) -> Exit {
+        self.vcpu.run(bus, stop, &self.memory)
+    }
+
+    /// How often the guest has left for the host so far.
+    #[must_use]
+    pub fn exits(&self) -> u64 {
+        self.vcpu.exits()
+    }
+}
+
+/// What an access to the bus says about going on.
+pub type Go = ControlFlow<()>;

@@ -1,0 +1,690 @@
+//! The device's registers and queues.
+//!
+//! Register rules follow virtio 1.2, 4.2.2 and 2.1: queues are set up only
+//! between FEATURES_OK and DRIVER_OK and never changed while ready, and a
+//! write that does not fit the state is ignored and counted.
+
+use std::sync::atomic::Ordering;
+
+use forge_protocol::platform::{GUEST_CID, HOST_CID};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use virtio_vsock::packet::{PKT_HEADER_SIZE, VsockPacket};
+use vm_memory::{GuestMemoryMmap, VolatileSlice};
+
+use super::connection::{self, Header, Outgoing, op};
+use super::muxer::{ConnectionId, Muxer};
+
+/// Offsets of the registers (4.2.2, table 4.1).
+mod register {
+    pub const MAGIC_VALUE: u64 = 0x000;
+    pub const VERSION: u64 = 0x004;
+    pub const DEVICE_ID: u64 = 0x008;
+    pub const VENDOR_ID: u64 = 0x00c;
+    pub const DEVICE_FEATURES: u64 = 0x010;
+    pub const DEVICE_FEATURES_SEL: u64 = 0x014;
+    pub const DRIVER_FEATURES: u64 = 0x020;
+    pub const DRIVER_FEATURES_SEL: u64 = 0x024;
+    pub const QUEUE_SEL: u64 = 0x030;
+    pub const QUEUE_NUM_MAX: u64 = 0x034;
+    pub const QUEUE_NUM: u64 = 0x038;
+    pub const QUEUE_READY: u64 = 0x044;
+    pub const QUEUE_NOTIFY: u64 = 0x050;
+    pub const INTERRUPT_STATUS: u64 = 0x060;
+    pub const INTERRUPT_ACK: u64 = 0x064;
+    pub const STATUS: u64 = 0x070;
+    pub const QUEUE_DESC_LOW: u64 = 0x080;
+    pub const QUEUE_DESC_HIGH: u64 = 0x084;
+    pub const QUEUE_DRIVER_LOW: u64 = 0x090;
+    pub const QUEUE_DRIVER_HIGH: u64 = 0x094;
+    pub const QUEUE_DEVICE_LOW: u64 = 0x0a0;
+    pub const QUEUE_DEVICE_HIGH: u64 = 0x0a4;
+    pub const CONFIG_GENERATION: u64 = 0x0fc;
+    pub const CONFIG: u64 = 0x100;
+}
+
+const MAGIC: u32 = u32::from_le_bytes(*b"virt");
+const MMIO_VERSION: u32 = 2;
+const DEVICE_SOCKET: u32 = 19;
+const VENDOR: u32 = u32::from_le_bytes(*b"frge");
+
+/// Device status bits (2.1).
+mod status {
+    pub const ACKNOWLEDGE: u32 = 1;
+    pub const DRIVER: u32 = 2;
+    pub const DRIVER_OK: u32 = 4;
+    pub const FEATURES_OK: u32 = 8;
+    pub const NEEDS_RESET: u32 = 64;
+    pub const FAILED: u32 = 128;
+}
+
+/// VIRTIO_F_VERSION_1 is all there is: a polled device gains nothing from
+/// event indices or indirect descriptors.
+const FEATURES: u64 = 1 << 32;
+
+const QUEUE_ENTRIES_MAX: u16 = 256;
+const RX: usize = 0;
+const TX: usize = 1;
+const QUEUES: usize = 3;
+
+/// The largest payload of one packet, in bytes (Linux's own bound).
+const PAYLOAD_BYTES_MAX: u32 = 64 * 1024;
+
+/// The device.
+#[derive(Debug)]
+pub struct Device {
+    memory: GuestMemoryMmap,
+    status: u32,
+    device_features_sel: u32,
+    driver_features_sel: u32,
+    driver_features: u64,
+    queue_sel: u32,
+    /// Receive, transmit and event queue. The event queue may be set up and
+    /// is never used: the guest's context id does not change.
+    queues: [Queue; QUEUES],
+    muxer: Muxer,
+    /// The most receive buffers the guest has offered at a time.
+    receive_buffers: u16,
+    ignored_writes: u64,
+}
+
+impl Device {
+    /// A device in reset, over this guest memory.
+    #[must_use]
+    pub fn new(memory: GuestMemoryMmap, muxer: Muxer) -> Self {
+        Self {
+            memory,
+            status: 0,
+            device_features_sel: 0,
+            driver_features_sel: 0,
+            driver_features: 0,
+            queue_sel: 0,
+            queues: std::array::from_fn(|_| fresh_queue()),
+            muxer,
+            receive_buffers: 0,
+            ignored_writes: 0,
+        }
+    }
+
+    /// The connections.
+    pub fn muxer(&mut self) -> &mut Muxer {
+        &mut self.muxer
+    }
+
+    /// Register writes that did not fit the device's state.
+    #[must_use]
+    pub fn ignored_writes(&self) -> u64 {
+        self.ignored_writes
+    }
+
+    /// Whether the driver broke the rules so that only a reset helps.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.status & status::NEEDS_RESET != 0
+    }
+
+    fn is_live(&self) -> bool {
+        self.status & status::DRIVER_OK != 0 && !self.is_broken()
+    }
+
+    fn selected(&mut self) -> Option<&mut Queue> {
+        self.queues.get_mut(self.queue_sel as usize)
+    }
+
+    /// Reads a register. Unknown ones, and other widths than the register
+    /// has, read as zero.
+    pub fn read(&mut self, offset: u64, data: &mut [u8]) {
+        if offset >= register::CONFIG {
+            // The guest's context id, in any width the driver likes (4.2.2.2).
+            let config = GUEST_CID.to_le_bytes();
+            for (index, byte) in data.iter_mut().enumerate() {
+                let at = (offset - register::CONFIG) as usize + index;
+                *byte = config.get(at).copied().unwrap_or(0);
+            }
+            return;
+        }
+        let value = match offset {
+            register::MAGIC_VALUE => MAGIC,
+            register::VERSION => MMIO_VERSION,
+            register::DEVICE_ID => DEVICE_SOCKET,
+            register::VENDOR_ID => VENDOR,
+            register::DEVICE_FEATURES => feature_word(FEATURES, self.device_features_sel),
+            register::QUEUE_NUM_MAX => {
+                self.selected().map_or(0, |queue| u32::from(queue.max_size()))
+            }
+            register::QUEUE_READY => self.selected().map_or(0, |queue| u32::from(queue.ready())),
+            register::INTERRUPT_STATUS | register::CONFIG_GENERATION => 0,
+            register::STATUS => self.status,
+            _ => 0,
+        };
+        match <&mut [u8; 4]>::try_from(data) {
+            Ok(word) => *word = value.to_le_bytes(),
+            Err(_) => self.ignored_writes += 1,
+        }
+    }
+
+    /// Writes a register. A kick of a queue is worked off before this
+    /// returns.
+    pub fn write(&mut self, offset: u64, data: &[u8]) {
+        let Ok(word) = <[u8; 4]>::try_from(data) else {
+            self.ignored_writes += 1;
+            return;
+        };
+        if !self.try_write(offset, u32::from_le_bytes(word)) {
+            self.ignored_writes += 1;
+        }
+    }
+
+    /// Whether the write fits the state.
+    fn try_write(&mut self, offset: u64, value: u32) -> bool {
+        match offset {
+            register::DEVICE_FEATURES_SEL => self.device_features_sel = value,
+            register::DRIVER_FEATURES_SEL => self.driver_features_sel = value,
+            register::DRIVER_FEATURES => return self.write_driver_features(value),
+            register::QUEUE_SEL => self.queue_sel = value,
+            register::QUEUE_NOTIFY => return self.kick(value),
+            register::INTERRUPT_ACK => {}
+            register::STATUS => return self.write_status(value),
+            register::QUEUE_READY => return self.write_queue_ready(value),
+            _ => return self.write_queue_address(offset, value),
+        }
+        true
+    }
+
+    fn write_driver_features(&mut self, value: u32) -> bool {
+        if self.status & status::FEATURES_OK != 0 || self.driver_features_sel > 1 {
+            return false;
+        }
+        let shift = self.driver_features_sel * 32;
+        self.driver_features &= !(u64::from(u32::MAX) << shift);
+        self.driver_features |= u64::from(value) << shift;
+        true
+    }
+
+    fn write_status(&mut self, value: u32) -> bool {
+        if value == 0 {
+            self.reset();
+            return true;
+        }
+        // Bits are only ever added (2.1.1), in order.
+        if value & self.status != self.status & !status::NEEDS_RESET
+            || value & status::NEEDS_RESET != 0
+        {
+            return false;
+        }
+        let mut next = value | self.status & status::NEEDS_RESET;
+        let needs = |bit, before| value & bit == 0 || value & before == before;
+        let in_order = needs(status::DRIVER, status::ACKNOWLEDGE)
+            && needs(status::FEATURES_OK, status::DRIVER)
+            && (needs(status::DRIVER_OK, status::FEATURES_OK));
+        if !in_order {
+            return false;
+        }
+        // 3.1.1: the device leaves FEATURES_OK clear if it cannot serve them.
+        if self.driver_features != FEATURES {
+            next &= !(status::FEATURES_OK | status::DRIVER_OK);
+        }
+        self.status = next;
+        if next & status::FAILED != 0 {
+            self.break_down("the driver gave up");
+        }
+        true
+    }
+
+    fn queues_may_change(&self) -> bool {
+        self.status & status::FEATURES_OK != 0 && self.status & status::DRIVER_OK == 0
+    }
+
+    fn write_queue_ready(&mut self, value: u32) -> bool {
+        if !self.queues_may_change() {
+            return false;
+        }
+        let (memory, index) = (&self.memory, self.queue_sel as usize);
+        let Some(queue) = self.queues.get_mut(index) else { return false };
+        if value != 1 || queue.ready() {
+            return false;
+        }
+        queue.set_ready(true);
+        if !queue.is_valid(memory) {
+            queue.set_ready(false);
+            return false;
+        }
+        // Receive buffers are looked at when there is something to put there,
+        // so a kick for them would be an exit for nothing. Never so for TX.
+        index == TX || queue.disable_notification(memory).is_ok()
+    }
+
+    fn write_queue_address(&mut self, offset: u64, value: u32) -> bool {
+        if !self.queues_may_change() {
+            return false;
+        }
+        let Some(queue) = self.selected() else { return false };
+        // virtio-queue would let a ready queue be resized under our feet.
+        if queue.ready() {
+            return false;
+        }
+        match offset {
+            register::QUEUE_NUM => match u16::try_from(value) {
+                Ok(entries) => return queue.try_set_size(entries).is_ok(),
+                Err(_) => return false,
+            },
+            register::QUEUE_DESC_LOW => queue.set_desc_table_address(Some(value), None),
+            register::QUEUE_DESC_HIGH => queue.set_desc_table_address(None, Some(value)),
+            register::QUEUE_DRIVER_LOW => queue.set_avail_ring_address(Some(value), None),
+            register::QUEUE_DRIVER_HIGH => queue.set_avail_ring_address(None, Some(value)),
+            register::QUEUE_DEVICE_LOW => queue.set_used_ring_address(Some(value), None),
+            register::QUEUE_DEVICE_HIGH => queue.set_used_ring_address(None, Some(value)),
+            _ => return false,
+        }
+        true
+    }
+
+    fn reset(&mut self) {
+        self.status = 0;
+        self.device_features_sel = 0;
+        self.driver_features_sel = 0;
+        self.driver_features = 0;
+        self.queue_sel = 0;
+        self.queues = std::array::from_fn(|_| fresh_queue());
+        self.receive_buffers = 0;
+        self.muxer.reset();
+    }
+
+    fn break_down(&mut self, why: &'static str) {
+        tracing::debug!(why, "vsock device needs a reset");
+        self.status |= status::NEEDS_RESET;
+    }
+
+    fn kick(&mut self, queue: u32) -> bool {
+        if !self.is_live() {
+            return false;
+        }
+        match queue as usize {
+            TX => self.transmit(),
+            RX => {
+                self.deliver();
+            }
+            _ => {}
+        }
+        (queue as usize) < QUEUES
+    }
+
+    /// Takes the packets the driver offered.
+    fn transmit(&mut self) {
+        let Self { memory, queues, muxer, .. } = self;
+        let queue = &mut queues[TX];
+        if !queue.ready() {
+            return;
+        }
+        // A driver that publishes more than the queue holds is not followed.
+        for _ in 0..queue.size() {
+            let Some(mut chain) = queue.pop_descriptor_chain(&*memory) else { break };
+            let head = chain.head_index();
+            match VsockPacket::from_tx_virtq_chain(memory, &mut chain, PAYLOAD_BYTES_MAX) {
+                Ok(packet) => receive_packet(muxer, &packet),
+                // 5.10.6: such a packet belongs to no connection, so there is
+                // nobody to reset; the buffer is given back.
+                Err(error) => tracing::debug!(%error, "a packet from the guest is dropped"),
+            }
+            if queue.add_used(memory, head, 0).is_err() {
+                return self.break_down("the used ring cannot be written");
+            }
+        }
+        // Indices that run ahead of the ring stop the queue for good.
+        if queue.iter(&*memory).is_err() {
+            self.break_down("the transmit queue's available index is invalid");
+        }
+    }
+
+    /// Puts what waits for the guest into its receive buffers, as far as they
+    /// reach. Whether anything was delivered.
+    pub fn deliver(&mut self) -> bool {
+        if !self.is_live() || !self.queues[RX].ready() {
+            return false;
+        }
+        self.guest_has_unread();
+        let mut delivered = false;
+        while self.muxer.wants_to_send() {
+            let Self { memory, queues, muxer, .. } = self;
+            let queue = &mut queues[RX];
+            let Some(mut chain) = queue.pop_descriptor_chain(&*memory) else { break };
+            let head = chain.head_index();
+            let mut written = 0;
+            match VsockPacket::from_rx_virtq_chain(memory, &mut chain, PAYLOAD_BYTES_MAX) {
+                Ok(mut packet) => {
+                    let room = packet.data_slice().map_or(0, VolatileSlice::len);
+                    muxer.poll(room, |id, outgoing| {
+                        written = send_packet(&mut packet, id, &outgoing);
+                    });
+                }
+                Err(error) => tracing::debug!(%error, "a receive buffer is unusable"),
+            }
+            if queue.add_used(memory, head, written).is_err() {
+                self.break_down("the used ring cannot be written");
+                break;
+            }
+            delivered |= written > 0;
+        }
+        delivered
+    }
+
+    /// Whether the guest has packets that it has not looked at, as far as the
+    /// device can tell: it has not offered their buffers again.
+    pub fn guest_has_unread(&mut self) -> bool {
+        let queue = &self.queues[RX];
+        let Ok(index) = queue.avail_idx(&self.memory, Ordering::Acquire) else { return false };
+        let offered = index.0.wrapping_sub(queue.next_avail());
+        self.receive_buffers = self.receive_buffers.max(offered);
+        offered < self.receive_buffers
+    }
+}
+
+fn fresh_queue() -> Queue {
+    #[allow(clippy::expect_used, reason = "a constant that is a power of two is a size")]
+    Queue::new(QUEUE_ENTRIES_MAX).expect("256 is a queue size")
+}
+
+fn feature_word(features: u64, select: u32) -> u32 {
+    match select {
+        0 => features as u32,
+        1 => (features >> 32) as u32,
+        _ => 0,
+    }
+}
+
+/// Hands a packet on, if it is from the guest, to us, and of a stream.
+fn receive_packet(muxer: &mut Muxer, packet: &VsockPacket<'_, ()>) {
+    let id = ConnectionId { host_port: packet.dst_port(), guest_port: packet.src_port() };
+    // The identity is the device's: a guest cannot speak as another.
+    let ours = packet.src_cid() == GUEST_CID && packet.dst_cid() == HOST_CID;
+    if !ours || packet.type_() != 1 {
+        if packet.op() != op::RST {
+            muxer.refuse(id);
+        }
+        return;
+    }
+    let header = Header {
+        operation: packet.op(),
+        flags: packet.flags(),
+        buffer_bytes: packet.buf_alloc(),
+        forwarded: packet.fwd_cnt(),
+    };
+    let mut payload = vec![0; packet.len() as usize];
+    if let Some(slice) = packet.data_slice() {
+        let copied = slice.copy_to(&mut payload[..]);
+        payload.truncate(copied);
+    }
+    muxer.handle(id, header, &payload);
+}
+
+/// Writes a packet for the guest; returns its size in bytes.
+fn send_packet(packet: &mut VsockPacket<'_, ()>, id: ConnectionId, outgoing: &Outgoing<'_>) -> u32 {
+    let Outgoing { header, payload } = outgoing;
+    let mut bytes = [0u8; PKT_HEADER_SIZE];
+    bytes[0..8].copy_from_slice(&HOST_CID.to_le_bytes());
+    bytes[8..16].copy_from_slice(&GUEST_CID.to_le_bytes());
+    bytes[16..20].copy_from_slice(&id.host_port.to_le_bytes());
+    bytes[20..24].copy_from_slice(&id.guest_port.to_le_bytes());
+    bytes[24..28].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    bytes[28..30].copy_from_slice(&1u16.to_le_bytes());
+    bytes[30..32].copy_from_slice(&header.operation.to_le_bytes());
+    bytes[32..36].copy_from_slice(&header.flags.to_le_bytes());
+    bytes[36..40].copy_from_slice(&header.buffer_bytes.to_le_bytes());
+    bytes[40..44].copy_from_slice(&header.forwarded.to_le_bytes());
+    if packet.set_header_from_raw(&bytes).is_err() {
+        return 0;
+    }
+    if let Some(slice) = packet.data_slice() {
+        slice.copy_from(payload);
+    }
+    (PKT_HEADER_SIZE + payload.len()) as u32
+}
+
+const _: () = assert!(connection::BUFFER_BYTES >= PAYLOAD_BYTES_MAX);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vsock::muxer::Event;
+    use vm_memory::{Bytes, GuestAddress};
+
+    const RAM: usize = 1 << 20;
+    const DESC: u64 = 0x1000;
+    const AVAIL: u64 = 0x2000;
+    const USED: u64 = 0x3000;
+    const STRIDE: u64 = 0x10_000;
+
+    fn device() -> Device {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), RAM)]).unwrap();
+        Device::new(memory, Muxer::listening_on([1024]))
+    }
+
+    fn write(device: &mut Device, offset: u64, value: u32) {
+        device.write(offset, &value.to_le_bytes());
+    }
+
+    fn read(device: &mut Device, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        device.read(offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    /// Brings the device up, each queue with `entries` at its own stretch.
+    fn live(entries: u32) -> Device {
+        let mut device = device();
+        write(&mut device, register::STATUS, 1);
+        write(&mut device, register::STATUS, 3);
+        write(&mut device, register::DRIVER_FEATURES_SEL, 1);
+        write(&mut device, register::DRIVER_FEATURES, 1);
+        write(&mut device, register::STATUS, 11);
+        assert_eq!(read(&mut device, register::STATUS), 11);
+        for queue in 0..2u32 {
+            let base = u64::from(queue) * STRIDE;
+            write(&mut device, register::QUEUE_SEL, queue);
+            write(&mut device, register::QUEUE_NUM, entries);
+            write(&mut device, register::QUEUE_DESC_LOW, (base + DESC) as u32);
+            write(&mut device, register::QUEUE_DRIVER_LOW, (base + AVAIL) as u32);
+            write(&mut device, register::QUEUE_DEVICE_LOW, (base + USED) as u32);
+            write(&mut device, register::QUEUE_READY, 1);
+            assert_eq!(read(&mut device, register::QUEUE_READY), 1);
+        }
+        write(&mut device, register::STATUS, 15);
+        assert_eq!(read(&mut device, register::STATUS), 15);
+        device
+    }
+
+    /// Publishes a one-descriptor chain at `head`.
+    fn offer(device: &Device, queue: u64, head: u16, address: u64, bytes: u32, writable: bool) {
+        let base = queue * STRIDE;
+        let memory = &device.memory;
+        let descriptor = GuestAddress(base + DESC + u64::from(head) * 16);
+        memory.write_obj(address, descriptor).unwrap();
+        memory.write_obj(bytes, GuestAddress(descriptor.0 + 8)).unwrap();
+        let flags: u16 = if writable { 2 } else { 0 };
+        memory.write_obj(flags, GuestAddress(descriptor.0 + 12)).unwrap();
+        let index: u16 = memory.read_obj(GuestAddress(base + AVAIL + 2)).unwrap();
+        let slot = GuestAddress(base + AVAIL + 4 + u64::from(index % 4) * 2);
+        memory.write_obj(head, slot).unwrap();
+        memory.write_obj(index + 1, GuestAddress(base + AVAIL + 2)).unwrap();
+    }
+
+    fn packet(operation: u16, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        bytes.extend_from_slice(&GUEST_CID.to_le_bytes());
+        bytes.extend_from_slice(&HOST_CID.to_le_bytes());
+        bytes.extend_from_slice(&7u32.to_le_bytes());
+        bytes.extend_from_slice(&1024u32.to_le_bytes());
+        bytes.extend_from_slice(&(payload.len() as u32).to_le_bytes());
+        bytes.extend_from_slice(&1u16.to_le_bytes());
+        bytes.extend_from_slice(&operation.to_le_bytes());
+        bytes.extend_from_slice(&0u32.to_le_bytes());
+        bytes.extend_from_slice(&4096u32.to_le_bytes());
+        bytes.extend_from_slice(&0u32.to_le_bytes());
+        bytes.extend_from_slice(payload);
+        bytes
+    }
+
+    fn transmit(device: &mut Device, head: u16, bytes: &[u8]) {
+        let address = 0x8_0000 + u64::from(head) * 0x1000;
+        device.memory.write_slice(bytes, GuestAddress(address)).unwrap();
+        offer(device, 1, head, address, bytes.len() as u32, false);
+        write(device, register::QUEUE_NOTIFY, 1);
+    }
+
+    fn used_index(device: &Device, queue: u64) -> u16 {
+        device.memory.read_obj(GuestAddress(queue * STRIDE + USED + 2)).unwrap()
+    }
+
+    #[test]
+    fn a_kick_is_worked_off_before_the_write_returns() {
+        let mut device = live(4);
+        offer(&device, 0, 0, 0x9_0000, 4096, true);
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert_eq!(used_index(&device, 1), 1);
+        let id = ConnectionId { host_port: 1024, guest_port: 7 };
+        assert_eq!(device.muxer().poll_event(), Some(Event::Accepted(id)));
+        assert!(device.deliver());
+        let operation: u16 = device.memory.read_obj(GuestAddress(0x9_0000 + 30)).unwrap();
+        assert_eq!(operation, op::RESPONSE);
+        transmit(&mut device, 1, &packet(op::RW, b"payload"));
+        assert_eq!(device.muxer().connection(id).unwrap().take_incoming(), b"payload");
+    }
+
+    #[test]
+    fn the_receive_queue_asks_for_no_kicks_and_the_transmit_queue_does() {
+        let device = live(4);
+        let flags: u16 = device.memory.read_obj(GuestAddress(USED)).unwrap();
+        assert_eq!(flags, 1);
+        let flags: u16 = device.memory.read_obj(GuestAddress(STRIDE + USED)).unwrap();
+        assert_eq!(flags, 0);
+    }
+
+    #[test]
+    fn features_beyond_ours_are_refused() {
+        let mut device = device();
+        write(&mut device, register::STATUS, 3);
+        write(&mut device, register::DRIVER_FEATURES, 1 << 29);
+        write(&mut device, register::DRIVER_FEATURES_SEL, 1);
+        write(&mut device, register::DRIVER_FEATURES, 1);
+        write(&mut device, register::STATUS, 11);
+        assert_eq!(read(&mut device, register::STATUS), 3);
+    }
+
+    #[test]
+    fn a_ready_queue_cannot_be_changed() {
+        let mut device = live(4);
+        let before: Vec<_> = device.queues.iter().map(Queue::state).collect();
+        let registers = [
+            register::QUEUE_NUM,
+            register::QUEUE_READY,
+            register::QUEUE_DESC_LOW,
+            register::QUEUE_DESC_HIGH,
+            register::QUEUE_DRIVER_LOW,
+            register::QUEUE_DRIVER_HIGH,
+            register::QUEUE_DEVICE_LOW,
+            register::QUEUE_DEVICE_HIGH,
+        ];
+        for offset in registers {
+            write(&mut device, offset, 0);
+        }
+        assert_eq!(device.ignored_writes(), registers.len() as u64);
+        let after: Vec<_> = device.queues.iter().map(Queue::state).collect();
+        assert_eq!(after, before);
+    }
+
+    #[test]
+    fn every_register_can_be_written_in_every_state_without_a_panic() {
+        let values = [0, 1, 2, 3, 4, 7, 11, 15, 64, 128, 0xff, 0x1000, u32::MAX];
+        for state in [device as fn() -> Device, || live(4)] {
+            for offset in (0..0x120).step_by(4) {
+                for value in values {
+                    let mut device = state();
+                    write(&mut device, offset, value);
+                    for after in (0..0x120).step_by(4) {
+                        read(&mut device, after);
+                        write(&mut device, after, value);
+                    }
+                    for queue in 0..4 {
+                        write(&mut device, register::QUEUE_NOTIFY, queue);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn odd_widths_and_the_configuration_space_are_read_safely() {
+        let mut device = device();
+        for width in 0..=16 {
+            let mut data = vec![0xff; width];
+            device.read(register::MAGIC_VALUE, &mut data);
+            device.read(0xffe, &mut data);
+            device.write(register::STATUS, &data);
+        }
+        let mut cid = [0; 8];
+        device.read(register::CONFIG, &mut cid);
+        assert_eq!(u64::from_le_bytes(cid), GUEST_CID);
+    }
+
+    #[test]
+    fn a_driver_that_runs_its_index_ahead_breaks_the_device_not_the_host() {
+        let mut device = live(4);
+        device.memory.write_obj(5000u16, GuestAddress(STRIDE + AVAIL + 2)).unwrap();
+        write(&mut device, register::QUEUE_NOTIFY, 1);
+        assert!(device.is_broken());
+        assert!(!device.deliver());
+        write(&mut device, register::STATUS, 0);
+        assert!(!device.is_broken());
+    }
+
+    #[test]
+    fn hostile_chains_are_dropped() {
+        // Too short, unmapped, wrapping around, writable, longer than said.
+        let cases: [(u64, u32, bool); 6] = [
+            (0x8_0000, 10, false),
+            (u64::MAX - 8, 64, false),
+            (RAM as u64 - 20, 64, false),
+            (0x8_0000, 0, false),
+            (0x8_0000, 64, true),
+            (0x7fff_ffff_ffff_f000, u32::MAX, false),
+        ];
+        for (address, bytes, writable) in cases {
+            let mut device = live(4);
+            device.memory.write_slice(&[0xff; 64], GuestAddress(0x8_0000)).unwrap();
+            offer(&device, 1, 0, address, bytes, writable);
+            write(&mut device, register::QUEUE_NOTIFY, 1);
+            assert_eq!(used_index(&device, 1), 1, "{address:#x} {bytes}");
+            assert_eq!(device.muxer().poll_event(), None);
+        }
+    }
+
+    #[test]
+    fn a_cyclic_chain_ends() {
+        let mut device = live(4);
+        offer(&device, 1, 0, 0x8_0000, 44, false);
+        let descriptor = STRIDE + DESC;
+        device.memory.write_obj(1u16, GuestAddress(descriptor + 12)).unwrap();
+        device.memory.write_obj(0u16, GuestAddress(descriptor + 14)).unwrap();
+        write(&mut device, register::QUEUE_NOTIFY, 1);
+        assert_eq!(used_index(&device, 1), 1);
+    }
+
+    #[test]
+    fn a_guest_cannot_speak_under_another_context_id() {
+        let mut device = live(4);
+        let mut forged = packet(op::REQUEST, &[]);
+        forged[0..8].copy_from_slice(&9u64.to_le_bytes());
+        transmit(&mut device, 0, &forged);
+        assert_eq!(device.muxer().connections(), 0);
+        assert!(device.muxer().wants_to_send(), "it is refused");
+    }
+
+    #[test]
+    fn a_reset_forgets_connections_and_keeps_listening() {
+        let mut device = live(4);
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert_eq!(device.muxer().connections(), 1);
+        write(&mut device, register::STATUS, 0);
+        assert_eq!(device.muxer().connections(), 0);
+        assert_eq!(read(&mut device, register::STATUS), 0);
+    }
+}

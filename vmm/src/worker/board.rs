@@ -1,0 +1,317 @@
+//! What the guest is wired to: the vsock device, the session on its one
+//! stream, and the broker behind it.
+//!
+//! It runs on the vCPU's thread, inside the guest's exits, and decides when
+//! the guest goes on. A guest that waits is kept in the exit by which it
+//! began to wait until there is something for it: then a tool call and its
+//! answer cost one exit, and so do a result and the wait for the next
+//! program.
+
+use std::os::fd::AsRawFd as _;
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::guest::{
+    Artifact, Call, Ended, HostEvent, HostSession, Log, SessionError, Settled,
+};
+use forge_protocol::platform::{CONTROL_MMIO, HOST_PORT, PAGE_BYTES, VSOCK_MMIO, control};
+use forge_protocol::worker::{CallRecord, CallSettled, Job, VmFailure, VmFailureKind};
+use vm_memory::GuestMemoryMmap;
+
+use super::broker_link::{BrokerLink, LinkError, wait_readable};
+use crate::machine::{Bus, Go, Stop};
+use crate::vsock::{ConnectionId, Device, Event, Muxer};
+
+/// Why the board stopped the machine.
+#[derive(Debug)]
+pub enum Verdict {
+    /// The guest greeted and waits for a program.
+    Ready,
+    /// The guest reported the end of its run.
+    Ended(Ended),
+    /// The guest panicked and left a message of this many bytes, it says.
+    Panicked {
+        /// Its length.
+        message_bytes: u32,
+    },
+    /// The deadline passed while the host waited for the guest's sake.
+    Stopped,
+    /// The guest broke a rule.
+    Misbehaved(String),
+    /// The connection to the broker is gone.
+    BrokerLost(String),
+    /// Our own bug.
+    Internal(String),
+}
+
+/// What a run leaves.
+#[derive(Debug, Default)]
+pub struct Record {
+    /// Its output.
+    pub output: Vec<u8>,
+    /// Its artifacts.
+    pub artifacts: Vec<Artifact>,
+    /// Its log.
+    pub logs: Vec<Log>,
+    /// Its calls: settled ones first, in the order in which they settled.
+    pub calls: Vec<CallRecord>,
+}
+
+/// Devices, session and broker link of one guest.
+#[derive(Debug)]
+pub struct Board {
+    device: Device,
+    session: HostSession,
+    stream: Option<ConnectionId>,
+    broker: Option<BrokerLink>,
+    response_bytes_max: usize,
+    stop: Stop,
+    running: bool,
+    record: Record,
+    in_flight: Vec<CallRecord>,
+    verdict: Option<Verdict>,
+}
+
+impl From<SessionError> for Verdict {
+    fn from(error: SessionError) -> Self {
+        match error {
+            SessionError::Handshake(_) | SessionError::Peer(_) => {
+                Self::Misbehaved(error.to_string())
+            }
+            SessionError::Misuse(_) => Self::Internal(error.to_string()),
+        }
+    }
+}
+
+impl From<LinkError> for Verdict {
+    fn from(error: LinkError) -> Self {
+        match error {
+            LinkError::Stopped => Self::Stopped,
+            LinkError::Lost(_) | LinkError::Protocol(_) => Self::BrokerLost(error.to_string()),
+        }
+    }
+}
+
+impl Board {
+    /// A board for a guest with this memory.
+    #[must_use]
+    pub fn new(memory: GuestMemoryMmap, stop: Stop) -> Self {
+        Self {
+            device: Device::new(memory, Muxer::listening_on([HOST_PORT])),
+            session: HostSession::new(),
+            stream: None,
+            broker: None,
+            response_bytes_max: 0,
+            stop,
+            running: false,
+            record: Record::default(),
+            in_flight: Vec::new(),
+            verdict: None,
+        }
+    }
+
+    /// Why the machine was stopped last.
+    pub fn take_verdict(&mut self) -> Option<Verdict> {
+        self.verdict.take()
+    }
+
+    /// What the run left.
+    pub fn take_record(&mut self) -> Record {
+        let mut record = std::mem::take(&mut self.record);
+        record.calls.append(&mut self.in_flight);
+        record
+    }
+
+    /// Puts a run before a guest that stands ready.
+    ///
+    /// # Errors
+    /// If the guest is not ready or the job is past its own limits: our bug.
+    pub fn begin(&mut self, job: &Job, broker: Option<BrokerLink>) -> Result<(), VmFailure> {
+        self.session.start(&job.start, &job.program, &job.input).map_err(|error| VmFailure {
+            kind: VmFailureKind::Internal,
+            message: error.to_string(),
+        })?;
+        self.response_bytes_max = job.start.limits.response_bytes as usize;
+        self.broker = broker;
+        self.running = true;
+        self.flush();
+        Ok(())
+    }
+
+    fn end(&mut self, verdict: impl Into<Verdict>) -> Go {
+        self.verdict = Some(verdict.into());
+        Go::Break(())
+    }
+
+    /// Works off what the guest sent, and if it waits, waits with it.
+    fn serve(&mut self) -> Go {
+        loop {
+            if let Err(verdict) = self.take_in() {
+                return self.end(verdict);
+            }
+            if self.session.is_ready() && !self.running {
+                // The answer to the greeting goes out with the program.
+                return self.end(Verdict::Ready);
+            }
+            self.flush();
+            if !self.session.guest_waits() {
+                return Go::Continue(());
+            }
+            if let Err(verdict) = self.await_settled() {
+                return self.end(verdict);
+            }
+        }
+    }
+
+    /// The guest has nothing to do until there is something to read.
+    fn park(&mut self) -> Go {
+        loop {
+            self.flush();
+            if self.device.guest_has_unread() {
+                return Go::Continue(());
+            }
+            if self.in_flight.is_empty() {
+                return self.end(Verdict::Misbehaved(
+                    "the guest waits for something that nobody will send".into(),
+                ));
+            }
+            if let Err(verdict) = self.await_settled() {
+                return self.end(verdict);
+            }
+        }
+    }
+
+    /// Takes what the guest sent through the session.
+    fn take_in(&mut self) -> Result<(), Verdict> {
+        while let Some(event) = self.device.muxer().poll_event() {
+            match event {
+                Event::Accepted(id) if self.stream.is_none() => self.stream = Some(id),
+                // One stream is all a guest gets (design decision 3).
+                Event::Accepted(id) => {
+                    if let Some(connection) = self.device.muxer().connection(id) {
+                        connection.reset();
+                    }
+                }
+                Event::Received(id) if self.stream == Some(id) => {
+                    let connection = self.device.muxer().connection(id);
+                    let bytes = connection.map(|c| c.take_incoming()).unwrap_or_default();
+                    self.session.receive(&bytes)?;
+                }
+                Event::Closed(id) if self.stream == Some(id) => {
+                    return Err(Verdict::Misbehaved("the guest closed its stream".into()));
+                }
+                Event::Received(_) | Event::Closed(_) => {}
+            }
+        }
+        while let Some(event) = self.session.poll_event() {
+            match event {
+                HostEvent::Call(call) => self.call(&call)?,
+                HostEvent::Output(bytes) => self.record.output.extend_from_slice(&bytes),
+                HostEvent::Log(log) => self.record.logs.push(log),
+                HostEvent::Artifact(artifact) => self.record.artifacts.push(artifact),
+                HostEvent::Ended(ended) => return Err(Verdict::Ended(ended)),
+            }
+        }
+        Ok(())
+    }
+
+    fn call(&mut self, call: &Call) -> Result<(), Verdict> {
+        let record = CallRecord { id: call.id, tool: call.tool.clone(), settled: None };
+        self.in_flight.push(record);
+        match &mut self.broker {
+            Some(broker) => Ok(broker.call(call, &self.stop)?),
+            None => {
+                let denied = Settled {
+                    id: call.id,
+                    code: Some(CallCode::Denied),
+                    duration_ns: 0,
+                    body: Vec::new(),
+                };
+                self.settle(denied)
+            }
+        }
+    }
+
+    /// Waits until the broker settles something, no longer than the deadline.
+    fn await_settled(&mut self) -> Result<(), Verdict> {
+        let Some(broker) = &mut self.broker else {
+            return Err(Verdict::Internal("a call is in flight without a broker".into()));
+        };
+        let settled = broker.receive(&self.stop)?;
+        self.settle(settled)
+    }
+
+    fn settle(&mut self, mut settled: Settled) -> Result<(), Verdict> {
+        let Some(at) = self.in_flight.iter().position(|call| call.id == settled.id) else {
+            return Err(Verdict::BrokerLost("it settled a call that is not in flight".into()));
+        };
+        if settled.body.len() > self.response_bytes_max {
+            settled.code = Some(CallCode::ResponseTooLarge);
+            settled.body.clear();
+        }
+        let mut record = self.in_flight.remove(at);
+        record.settled = Some(CallSettled { code: settled.code, duration_ns: settled.duration_ns });
+        self.record.calls.push(record);
+        Ok(self.session.settle(&settled)?)
+    }
+
+    /// Hands the device what the session has for the guest.
+    fn flush(&mut self) {
+        let transmit = self.session.transmit();
+        if let Some(id) = self.stream
+            && !transmit.is_empty()
+            && let Some(connection) = self.device.muxer().connection(id)
+        {
+            connection.send(transmit);
+            transmit.clear();
+        }
+        self.device.deliver();
+    }
+}
+
+fn within(address: u64, page: u64) -> Option<u64> {
+    address.checked_sub(page).filter(|offset| *offset < PAGE_BYTES)
+}
+
+impl Bus for Board {
+    fn read(&mut self, address: u64, data: &mut [u8]) -> Go {
+        match within(address, VSOCK_MMIO) {
+            Some(offset) => {
+                self.device.read(offset, data);
+                Go::Continue(())
+            }
+            None => self.end(Verdict::Misbehaved(format!("a read of nothing at {address:#x}"))),
+        }
+    }
+
+    fn write(&mut self, address: u64, data: &[u8]) -> Go {
+        if let Some(offset) = within(address, VSOCK_MMIO) {
+            self.device.write(offset, data);
+            if self.device.is_broken() {
+                return self.end(Verdict::Misbehaved("the guest broke its vsock queues".into()));
+            }
+            return self.serve();
+        }
+        let word = data.try_into().map_or(0, u32::from_le_bytes);
+        match within(address, CONTROL_MMIO) {
+            Some(control::PARK) => self.park(),
+            Some(control::PANIC) => self.end(Verdict::Panicked { message_bytes: word }),
+            Some(control::EXIT) => {
+                self.end(Verdict::Misbehaved("the guest left without ending its run".into()))
+            }
+            _ => self.end(Verdict::Misbehaved(format!("a write to nothing at {address:#x}"))),
+        }
+    }
+}
+
+/// Waits for the broker's descriptor or a stop; `false` for the stop.
+impl BrokerLink {
+    fn receive(&mut self, stop: &Stop) -> Result<Settled, LinkError> {
+        loop {
+            if let Some(settled) = self.next_settled()? {
+                return Ok(settled);
+            }
+            wait_readable(self.as_raw_fd(), stop)?;
+            self.fill()?;
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! The run's connection to the broker: calls out, answers in. Every wait
+//! polls the stop event too, so none outlasts the run's deadline.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+use forge_protocol::codec;
+use forge_protocol::frame::{self, Assembler, Kind};
+use forge_protocol::guest::{Call, Settled};
+
+use crate::machine::Stop;
+
+/// Why the link is of no further use.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The run was stopped while it waited.
+    #[error("stopped")]
+    Stopped,
+    /// The connection is gone.
+    #[error("the connection to the toolbroker is gone: {0}")]
+    Lost(io::Error),
+    /// What came is not what a broker sends.
+    #[error("the toolbroker broke the protocol: {0}")]
+    Protocol(String),
+}
+
+/// The connection.
+#[derive(Debug)]
+pub struct BrokerLink {
+    socket: UnixStream,
+    assembler: Assembler,
+    settled: VecDeque<Settled>,
+    out: Vec<u8>,
+}
+
+impl BrokerLink {
+    /// Takes over a connection that is open at the broker for this run.
+    ///
+    /// # Errors
+    /// If the socket cannot be made non-blocking.
+    pub fn new(socket: UnixStream) -> io::Result<Self> {
+        socket.set_nonblocking(true)?;
+        Ok(Self {
+            socket,
+            assembler: Assembler::default(),
+            settled: VecDeque::new(),
+            out: Vec::new(),
+        })
+    }
+
+    /// Sends a call.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn call(&mut self, call: &Call, stop: &Stop) -> Result<(), LinkError> {
+        self.out.clear();
+        frame::write_message(Kind::Call, call, &mut self.out);
+        let mut sent = 0;
+        while sent < self.out.len() {
+            match send(self.socket.as_raw_fd(), &self.out[sent..]) {
+                Ok(bytes) => sent += bytes,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    wait(self.socket.as_raw_fd(), libc::POLLOUT, stop)?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(LinkError::Lost(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// An answer that has arrived, if there is one.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn next_settled(&mut self) -> Result<Option<Settled>, LinkError> {
+        Ok(self.settled.pop_front())
+    }
+
+    /// Takes in what the socket has, without waiting.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn fill(&mut self) -> Result<(), LinkError> {
+        use io::Read as _;
+        let mut buffer = [0u8; 16 * 1024];
+        loop {
+            let mut input: &[u8] = match self.socket.read(&mut buffer) {
+                Ok(0) => return Err(LinkError::Lost(io::ErrorKind::UnexpectedEof.into())),
+                Ok(bytes) => &buffer[..bytes],
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(LinkError::Lost(error)),
+            };
+            let whole = input.len() < buffer.len();
+            while !input.is_empty() {
+                let awaits = |kind: Kind| (kind == Kind::Settled).then(|| kind.payload_bytes_max());
+                let frame = self.assembler.next(&mut input, awaits);
+                if let Some(frame) = frame.map_err(|e| LinkError::Protocol(e.to_string()))? {
+                    let settled = codec::decode(&frame.payload)
+                        .map_err(|e| LinkError::Protocol(e.to_string()))?;
+                    self.settled.push_back(settled);
+                }
+            }
+            if whole {
+                return Ok(());
+            }
+        }
+    }
+}
+
+impl AsRawFd for BrokerLink {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+/// Sends without a SIGPIPE where the other end is gone.
+fn send(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
+    // SAFETY: the slice is readable for its whole length.
+    let sent =
+        unsafe { libc::send(socket, bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// Waits until the descriptor can be read.
+///
+/// # Errors
+/// [`LinkError::Stopped`] if the stop came first.
+pub fn wait_readable(descriptor: RawFd, stop: &Stop) -> Result<(), LinkError> {
+    wait(descriptor, libc::POLLIN, stop)
+}
+
+fn wait(descriptor: RawFd, events: i16, stop: &Stop) -> Result<(), LinkError> {
+    loop {
+        if stop.raised().is_some() {
+            return Err(LinkError::Stopped);
+        }
+        let mut polled = [
+            libc::pollfd { fd: descriptor, events, revents: 0 },
+            libc::pollfd { fd: stop.event(), events: libc::POLLIN, revents: 0 },
+        ];
+        // SAFETY: two valid pollfds. There is no time-out: the stop event is
+        // raised at the deadline.
+        if unsafe { libc::poll(polled.as_mut_ptr(), 2, -1) } < 0 {
+            let error = io::Error::last_os_error();
+            if error.kind() == io::ErrorKind::Interrupted {
+                continue;
+            }
+            return Err(LinkError::Lost(error));
+        }
+        if polled[1].revents != 0 {
+            return Err(LinkError::Stopped);
+        }
+        if polled[0].revents != 0 {
+            return Ok(());
+        }
+    }
+}
