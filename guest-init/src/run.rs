@@ -43,15 +43,11 @@ pub(crate) fn serve<S: Stream + 'static>(
     }
 }
 
-/// What frames and counters were built for. An operator's maxima are below it.
+/// What frames and counters were built for, whatever an operator configured.
+/// The interpreter's call stack is no part of `stack_bytes` and grows with
+/// `recursion` alone, so that is not free to choose either.
 fn absolute_maxima() -> RunLimits {
-    RunLimits {
-        memory_bytes: MEMORY_BYTES_MAX,
-        wall_ms: u64::MAX,
-        recursion: u32::MAX,
-        stack_bytes: u32::MAX,
-        ..RunLimits::operator_maxima()
-    }
+    RunLimits { memory_bytes: MEMORY_BYTES_MAX, wall_ms: u64::MAX, ..RunLimits::operator_maxima() }
 }
 
 /// A program that may run.
@@ -99,8 +95,10 @@ impl Prepared {
 
         let instance = self.instantiate(&mut store, fuel);
         let loaded = ticks();
-        let outcome = instance.and_then(|instance| self.call(&mut store, instance));
-        let ended = ticks();
+        let (outcome, ended) = match instance {
+            Ok(instance) => (self.call(&mut store, instance), ticks()),
+            Err(error) => (Err(error), loaded),
+        };
 
         let ending = match outcome {
             Ok(code) => Ending::Returned(code),
