@@ -129,6 +129,7 @@ pub fn seeds() -> Vec<Seed> {
         program: b"\0asm".to_vec(),
         input: b"{}".to_vec(),
         deadline_ns: 5_000_000_000,
+        brokered: true,
     };
     let report = |fate| Report {
         fate,

@@ -22,6 +22,10 @@ const MODULES: [&[u8]; 3] = [
 const SECTION_BYTES: usize = 2 + 117;
 const SIGNATURE_BYTES: usize = 64;
 
+/// Sections that a signature of the whole module stands beside nowhere.
+const SECOND_SIGNATURE: &[u8] = b"\0\x0a\x09signature";
+const DELIMITER: &[u8] = b"\0\x14\x13signature_delimiter";
+
 fn signer() -> SignerKey {
     SignerKey::from_secret(&[7; 32])
 }
@@ -40,6 +44,13 @@ pub fn check(data: &[u8]) -> Outcome {
     let verified = trust.verify(data);
     if let Ok(parts) = SignedParts::scan(data) {
         assert!(data.ends_with(parts.covered()), "covered is not the rest of the module");
+        for section in [SECOND_SIGNATURE, DELIMITER] {
+            let partial = SignedParts::scan(&[data, section].concat()).err();
+            let offset = data.len();
+            let refused = partial == Some(SignatureError::Partial { offset })
+                || matches!(partial, Some(SignatureError::TooMany { .. }));
+            assert!(refused, "a partial signature counts");
+        }
     }
     if let Ok(proof) = &verified {
         assert_eq!(proof.bytes(), data);
@@ -79,8 +90,8 @@ pub fn seeds() -> Vec<Seed> {
     let mut changed = signed(program);
     let last = changed.len() - 1;
     changed[last - 2] ^= 1;
-    let second = [&signed(custom)[..], b"\0\x0a\x09signature"].concat();
-    let delimiter = [&signed(custom)[..], b"\0\x14\x13signature_delimiter"].concat();
+    let second = [&signed(custom)[..], SECOND_SIGNATURE].concat();
+    let delimiter = [&signed(custom)[..], DELIMITER].concat();
     // A key id is not signed: it may be anything. It makes the section, the
     // set and the signature longer.
     let mut key_id = signed(custom);
