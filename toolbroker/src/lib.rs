@@ -1,1 +1,51 @@
-//! Room.
+//! The toolbroker: the only process that holds credentials. It launches tool
+//! servers, issues grants, holds every call of every run against its grant,
+//! and gives back results.
+//!
+//! This room distrusts workers (a run is known by its connection alone), tool
+//! servers (their descriptions, results and deaths) and configuration files.
+//! Deliberately absent are KVM, guest memory and programs: nothing here ever
+//! sees one.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`config`] | `mcp.json` and `forge.toml`, read and checked |
+//! | [`secret`] | credential values, and their removal from whatever leaves |
+//! | [`definition`] | one tool as its server describes it: digest and schema |
+//! | [`upstream`] | one tool server: start, list, call, restart, stop |
+//! | [`registry`] | all tool servers |
+//! | [`grant`] | the signed right to call certain tools |
+//! | [`call`] | the chain that every tool call passes |
+//! | [`link`] | frames and descriptors on a unix socket |
+//! | [`broker`] | the control link and the run links |
+//! | [`process`] | what this process does to itself before anything else |
+
+#![deny(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+pub mod broker;
+pub mod call;
+pub mod config;
+pub mod definition;
+pub mod grant;
+pub mod link;
+#[allow(unsafe_code)]
+pub mod process;
+pub mod registry;
+pub mod secret;
+pub mod upstream;
+
+/// Cuts `text` to at most `bytes_max` bytes, at a character boundary, and
+/// shows that it did.
+pub(crate) fn cut(text: &str, bytes_max: usize) -> String {
+    const MARK: &str = "…";
+    if text.len() <= bytes_max {
+        return text.to_owned();
+    }
+    let kept = &text[..text.floor_char_boundary(bytes_max.saturating_sub(MARK.len()))];
+    let mut cut = kept.to_owned();
+    if cut.len() + MARK.len() <= bytes_max {
+        cut.push_str(MARK);
+    }
+    cut
+}

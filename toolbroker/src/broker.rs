@@ -1,0 +1,394 @@
+//! The control link and the run links: one supervisor in front, its runs
+//! beside it.
+//!
+//! ```text
+//!  supervisor ══ control link ══▶ Broker ◀── run link ══ worker
+//!               Request / Reply     │         Call / Settled
+//!               in turn             ▼
+//!                               Dispatcher ──▶ tool servers
+//! ```
+//!
+//! The supervisor is trusted to say whose run it opens; a worker is trusted
+//! with nothing: its run is the one its connection was opened for, and a
+//! frame it should not send ends the link. Deliberately absent is a socket to
+//! listen on: [`Broker::serve`] takes any stream, and today there is one.
+
+use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::SystemTime;
+
+use forge_protocol::broker::{
+    Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun, RefusalKind, Reply, Request,
+};
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
+use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
+use forge_protocol::limits::{
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX,
+    TOOL_LIST_BYTES_MAX,
+};
+use forge_protocol::name::ToolName;
+use tokio::net::UnixStream;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio_util::task::TaskTracker;
+
+use crate::call::{Dispatcher, Run};
+use crate::config::Config;
+use crate::definition::Tool;
+use crate::grant::{GrantError, Issuer, Terms};
+use crate::link::{self, LinkError, Receiver, Sender};
+use crate::registry::{LookupError, Registry};
+
+/// How long a grant is good that is issued for one run alone, beyond the
+/// run's own wall clock: servers may have to start first.
+const RUN_GRANT_SLACK_S: u64 = 120;
+/// Part of a list of tools that is not tools: counters and the unavailable.
+const TOOL_LIST_SLACK_BYTES: usize = 1024 * 1024;
+
+/// Why serving a supervisor ended before its time.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The link failed, or the supervisor broke the protocol.
+    #[error("the control link: {0}")]
+    Link(#[from] LinkError),
+    /// The two sides do not fit together.
+    #[error("the control link: {0}")]
+    Handshake(#[from] HandshakeError),
+}
+
+/// A refusal of a supervisor's request.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    #[error("{0}")]
+    Lookup(#[from] LookupError),
+    #[error("{0}")]
+    Grant(#[from] GrantError),
+    #[error(
+        "the definition of {tool} changed since this grant was issued: review the tool and issue \
+         a new grant"
+    )]
+    DefinitionChanged { tool: ToolName },
+    #[error("no run link came with the request: pass one end of a socket pair with its first byte")]
+    NoRunLink,
+    #[error("the descriptor that came as the run link cannot be one: {0}")]
+    BadRunLink(std::io::Error),
+    #[error("{0}")]
+    OverLimit(OverLimit),
+    #[error("the broker is shutting down")]
+    Closing,
+}
+
+impl Refused {
+    fn kind(&self) -> RefusalKind {
+        match self {
+            Self::Lookup(_) => RefusalKind::NoSuchTool,
+            Self::Grant(error) => match error {
+                GrantError::Principal
+                | GrantError::TooManyTools { .. }
+                | GrantError::Validity { .. } => RefusalKind::BadRequest,
+                GrantError::TooLarge { .. }
+                | GrantError::Forged(_)
+                | GrantError::Malformed(_)
+                | GrantError::Expired { .. }
+                | GrantError::NothingLeft(_)
+                | GrantError::Shape(_)
+                | GrantError::TooCostly(_)
+                | GrantError::OtherPrincipal { .. } => RefusalKind::BadGrant,
+                GrantError::Issue(_) => RefusalKind::Internal,
+            },
+            Self::DefinitionChanged { .. } => RefusalKind::BadGrant,
+            Self::NoRunLink | Self::BadRunLink(_) | Self::OverLimit(_) => RefusalKind::BadRequest,
+            Self::Closing => RefusalKind::Internal,
+        }
+    }
+}
+
+/// The toolbroker, without the process around it.
+#[derive(Debug)]
+pub struct Broker {
+    registry: Arc<Registry>,
+    issuer: Issuer,
+    dispatcher: Dispatcher,
+    runs: TaskTracker,
+    /// `true` once nothing new is dispatched.
+    closing: watch::Sender<bool>,
+}
+
+impl Broker {
+    /// A broker over the servers of `config`, none of them started. Needs a
+    /// tokio runtime from here on.
+    #[must_use]
+    pub fn new(config: Config, issuer: Issuer) -> Self {
+        let registry = Arc::new(Registry::new(config));
+        let dispatcher = Dispatcher::new(Arc::clone(&registry));
+        let closing = watch::Sender::new(false);
+        Self { registry, issuer, dispatcher, runs: TaskTracker::new(), closing }
+    }
+
+    /// Serves one supervisor until it closes its link.
+    ///
+    /// # Errors
+    /// [`ServeError`]: the link is closed, and the runs opened over it go on.
+    pub async fn serve(&self, stream: UnixStream) -> Result<(), ServeError> {
+        let (mut receiver, mut sender) = link::split(stream);
+        if !greet(&mut receiver, &mut sender).await? {
+            return Ok(());
+        }
+        let requests =
+            |kind: Kind| (kind == Kind::Request).then_some(Kind::Request.payload_bytes_max());
+        while let Some(received) = receiver.receive(true, requests).await? {
+            let request = received.message()?;
+            let reply = self.answer(request, received.descriptor).await.unwrap_or_else(|refused| {
+                let message = crate::cut(&refused.to_string(), REASON_BYTES_MAX);
+                tracing::info!(kind = ?refused.kind(), why = ?message, "request refused");
+                Reply::Refused { kind: refused.kind(), message }
+            });
+            let mut frames = Vec::new();
+            frame::write_message(Kind::Reply, &reply, &mut frames);
+            sender.send(&frames).await?;
+        }
+        Ok(())
+    }
+
+    /// Ends everything: dispatches nothing new, waits for what is dispatched,
+    /// stops the servers. Bounded by the deadlines of the runs.
+    pub async fn shut_down(&self) {
+        self.closing.send_replace(true);
+        self.runs.close();
+        self.runs.wait().await;
+        self.dispatcher.drain().await;
+        self.registry.stop().await;
+    }
+
+    async fn answer(
+        &self,
+        request: Request,
+        descriptor: Option<OwnedFd>,
+    ) -> Result<Reply, Refused> {
+        match request {
+            Request::ListTools { principal } => {
+                tracing::debug!(?principal, "list tools");
+                Ok(self.list().await)
+            }
+            Request::IssueGrant(request) => self.issue(request).await.map(Reply::Grant),
+            Request::InspectGrant { token } => {
+                Ok(Reply::Claims(self.issuer.verify(&token, SystemTime::now())?))
+            }
+            Request::OpenRun(request) => {
+                let stream = descriptor.ok_or(Refused::NoRunLink)?;
+                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                self.open(request, stream).await.map(Reply::Opened)
+            }
+        }
+    }
+
+    async fn list(&self) -> Reply {
+        let (listed, unavailable) = self.registry.list().await;
+        let mut unavailable: Vec<(String, String)> = unavailable
+            .into_iter()
+            .map(|(server, error)| (server, crate::cut(&error.to_string(), REASON_BYTES_MAX)))
+            .collect();
+        // One frame carries it all; a server whose tools do not fit is left
+        // out as a whole, and said to be.
+        let mut room = TOOL_LIST_BYTES_MAX as usize - TOOL_LIST_SLACK_BYTES;
+        let mut tools = Vec::with_capacity(listed.len());
+        for server in listed.chunk_by(|a, b| a.name().server() == b.name().server()) {
+            let bytes: usize = server.iter().map(|tool| listing_bytes(tool)).sum();
+            if bytes > room {
+                let name = server[0].name().server().to_owned();
+                unavailable.push((name, "its tools do not fit into one list".to_owned()));
+                continue;
+            }
+            room -= bytes;
+            tools.extend(server.iter().map(|tool| tool.spec().clone()));
+        }
+        Reply::Tools { tools, unavailable }
+    }
+
+    async fn issue(&self, request: GrantRequest) -> Result<Vec<u8>, Refused> {
+        let GrantRequest { principal, tools, valid_s, calls_max } = request;
+        let tools = self.pin(tools).await?;
+        let terms = Terms { principal, tools, valid_s, calls_max };
+        Ok(self.issuer.issue(&terms, SystemTime::now())?)
+    }
+
+    /// Each named tool once, with the digest of its present definition.
+    async fn pin(&self, names: Vec<ToolName>) -> Result<Vec<GrantedTool>, Refused> {
+        let names: BTreeSet<ToolName> = names.into_iter().collect();
+        let tools = self.registry.find_all(names).await?;
+        Ok(tools
+            .iter()
+            .map(|tool| GrantedTool { name: tool.name().clone(), definition_sha256: tool.sha256() })
+            .collect())
+    }
+
+    async fn open(&self, request: OpenRun, stream: UnixStream) -> Result<GrantClaims, Refused> {
+        let OpenRun { run_id, principal, program_sha256: _, authority, limits } = request;
+        for (what, got, limit) in [
+            ("calls", limits.calls, CALLS_MAX),
+            ("calls_in_flight", limits.calls_in_flight, CALLS_IN_FLIGHT_MAX),
+        ] {
+            if got > limit {
+                let (got, limit) = (got.into(), limit.into());
+                return Err(Refused::OverLimit(OverLimit { what, got, limit }));
+            }
+        }
+        let token = match authority {
+            Authority::Grant(token) => token,
+            Authority::Tools(tools) => {
+                let valid_s = (limits.wall_ms / 1000).saturating_add(RUN_GRANT_SLACK_S);
+                let principal = principal.clone();
+                self.issue(GrantRequest { principal, tools, valid_s, calls_max: None }).await?
+            }
+        };
+        let claims = self.issuer.verify_for(&principal, &token, SystemTime::now())?;
+        let names = claims.tools.iter().map(|tool| tool.name.clone());
+        let current = self.registry.find_all(names).await?;
+        for (granted, current) in claims.tools.iter().zip(&current) {
+            if granted.definition_sha256 != current.sha256() {
+                return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
+            }
+        }
+        if *self.closing.borrow() {
+            return Err(Refused::Closing);
+        }
+        let run = Arc::new(Run::new(run_id, &claims, limits));
+        tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
+        let dispatcher = self.dispatcher.clone();
+        let closing = self.closing.subscribe();
+        self.runs.spawn(serve_run(run, stream, dispatcher, closing));
+        Ok(claims)
+    }
+}
+
+/// What a tool takes in a list, in bytes, and a little more.
+fn listing_bytes(tool: &Tool) -> usize {
+    let spec = tool.spec();
+    let texts = [
+        spec.name.as_str(),
+        &spec.description,
+        &spec.input_schema,
+        spec.output_schema.as_deref().unwrap_or_default(),
+    ];
+    texts.iter().map(|text| text.len() + 9).sum::<usize>() + 40
+}
+
+/// Both sides say who they are. `false` if the supervisor left at once.
+async fn greet(receiver: &mut Receiver, sender: &mut Sender) -> Result<bool, ServeError> {
+    let ours = Hello::ours(Role::Broker);
+    let mut frames = Vec::new();
+    frame::write_message(Kind::Hello, &ours, &mut frames);
+    sender.send(&frames).await?;
+    let hello = |kind: Kind| (kind == Kind::Hello).then_some(Kind::Hello.payload_bytes_max());
+    let Some(received) = receiver.receive(false, hello).await? else { return Ok(false) };
+    if let Err(error) = ours.agree(received.message()?, Role::Supervisor) {
+        if matches!(error, HandshakeError::VersionMismatch { .. }) {
+            frames.clear();
+            frame::write_message(Kind::Refuse, &Refusal(ours), &mut frames);
+            sender.send(&frames).await?;
+        }
+        return Err(error.into());
+    }
+    Ok(true)
+}
+
+/// Serves one worker until it closes its link, breaks the protocol, or the
+/// broker shuts down.
+async fn serve_run(
+    run: Arc<Run>,
+    stream: UnixStream,
+    dispatcher: Dispatcher,
+    mut closing: watch::Receiver<bool>,
+) {
+    let (receiver, sender) = link::split(stream);
+    let (settle, settled) = mpsc::channel(CALLS_IN_FLIGHT_MAX as usize);
+    let answering = tokio::spawn(send_settled(sender, settled));
+    // Dropped with this block: what is not dispatched by then never is.
+    let mut calls = JoinSet::new();
+    let ended = tokio::select! {
+        ended = take_calls(&run, receiver, &dispatcher, &mut calls, settle) => ended,
+        _ = closing.wait_for(|closing| *closing) => Ok(()),
+    };
+    calls.shutdown().await;
+    answering.abort();
+    match ended {
+        Ok(()) => tracing::info!(run = %run.id(), "run link closed"),
+        Err(error) => {
+            tracing::warn!(run = %run.id(), error = ?error.to_string(), "run link dropped");
+        }
+    }
+}
+
+/// Why a run link is dropped.
+#[derive(Debug, thiserror::Error)]
+enum RunLinkError {
+    #[error("{0}")]
+    Link(#[from] LinkError),
+    #[error("{0}")]
+    Misbehaved(SessionError),
+}
+
+impl From<Misbehaviour> for RunLinkError {
+    fn from(how: Misbehaviour) -> Self {
+        Self::Misbehaved(SessionError::Peer(how))
+    }
+}
+
+async fn take_calls(
+    run: &Arc<Run>,
+    mut receiver: Receiver,
+    dispatcher: &Dispatcher,
+    calls: &mut JoinSet<()>,
+    settle: mpsc::Sender<Settled>,
+) -> Result<(), RunLinkError> {
+    let limits = run.limits();
+    let call_bytes_max = limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES);
+    let mut next_call = 0;
+    // Counted down before the answer goes out: the worker may call again as
+    // soon as it has it, and before the task here has quite ended.
+    let in_flight = Arc::new(AtomicU32::new(0));
+    loop {
+        let awaits = |kind: Kind| (kind == Kind::Call).then_some(call_bytes_max);
+        let Some(received) = receiver.receive(false, awaits).await? else { return Ok(()) };
+        let call: Call = received.message()?;
+        if call.id != next_call {
+            let (got, expected) = (call.id, next_call);
+            return Err(Misbehaviour::CallOutOfOrder { got, expected }.into());
+        }
+        // Calls past the budget are answered; calls without end are not.
+        over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
+        next_call += 1;
+        while calls.try_join_next().is_some() {}
+        let now_in_flight = in_flight.fetch_add(1, Ordering::AcqRel) + 1;
+        over("calls_in_flight", now_in_flight.into(), limits.calls_in_flight.into())?;
+
+        let (run, dispatcher) = (Arc::clone(run), dispatcher.clone());
+        let (settle, in_flight) = (settle.clone(), Arc::clone(&in_flight));
+        calls.spawn(async move {
+            let settled = dispatcher.carry_out(&run, call).await;
+            in_flight.fetch_sub(1, Ordering::AcqRel);
+            // The link may be gone: then nobody is to be told.
+            let _ = settle.send(settled).await;
+        });
+    }
+}
+
+fn over(what: &'static str, got: u64, limit: u64) -> Result<(), Misbehaviour> {
+    if got > limit { Err(Misbehaviour::Over(OverLimit { what, got, limit })) } else { Ok(()) }
+}
+
+/// Sends answers in the order in which calls settle.
+async fn send_settled(mut sender: Sender, mut settled: mpsc::Receiver<Settled>) {
+    let mut frames = Vec::new();
+    while let Some(answer) = settled.recv().await {
+        frames.clear();
+        frame::write_message(Kind::Settled, &answer, &mut frames);
+        if let Err(error) = sender.send(&frames).await {
+            tracing::debug!(error = ?error.to_string(), "an answer found no run link");
+            return;
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! One tool as its server describes it: the digest a grant pins, and the
+//! schema its arguments are held against.
+//!
+//! A description is untrusted text and a schema untrusted JSON. What cannot
+//! be checked is not offered: a name that is none, a schema that does not
+//! compile or refers to anything outside itself.
+//!
+//! # The digest
+//! SHA-256 over `forge tool definition v1`, a zero byte, and the canonical
+//! JSON of an object with the members `name` (`<server>.<tool>`),
+//! `description`, `inputSchema` and `outputSchema`; a member the server does
+//! not give is left out. Canonical means: UTF-8; no white space; members
+//! sorted by the bytes of their names, at every depth; strings escaped only
+//! where JSON demands it (`\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t`, `\u00xx`
+//! in lower-case hex for other control characters); integers in decimal,
+//! other numbers in the shortest form that reads back the same.
+
+use forge_protocol::broker::ToolSpec;
+use forge_protocol::name::{NameError, ToolName};
+use jsonschema::{Draft, PatternOptions, Validator};
+use serde_json::{Map, Value};
+use sha2::{Digest as _, Sha256};
+
+/// One tool's description and schemas together, in bytes of canonical JSON.
+const DEFINITION_BYTES_MAX: usize = 256 * 1024;
+/// Violations named in one refusal.
+const VIOLATIONS_MAX: usize = 5;
+/// How often a pattern of a schema may step back on one string.
+const PATTERN_BACKTRACK_MAX: usize = 100_000;
+/// A compiled pattern, in bytes.
+const PATTERN_BYTES_MAX: usize = 1024 * 1024;
+
+/// A tool that can be granted and called.
+#[derive(Debug)]
+pub struct Tool {
+    spec: ToolSpec,
+    arguments: Validator,
+}
+
+/// Why a tool that a server lists is not offered.
+#[derive(Debug, thiserror::Error)]
+pub enum DefinitionError {
+    /// Its name cannot be a tool name.
+    #[error("its name cannot be used: {0}")]
+    Name(NameError),
+    /// Its definition is too large.
+    #[error("its definition has {got} bytes, the limit is {DEFINITION_BYTES_MAX}")]
+    TooLarge {
+        /// Its size in canonical JSON.
+        got: usize,
+    },
+    /// Its input schema is no JSON Schema, or refers to something outside.
+    #[error("its inputSchema does not compile: {0}")]
+    Schema(String),
+}
+
+/// A tool as it stands in a server's answer to `tools/list`.
+#[derive(Debug)]
+pub struct Listed {
+    /// The tool's own name.
+    pub name: String,
+    /// What it is for.
+    pub description: Option<String>,
+    /// The schema of its arguments.
+    pub input_schema: Map<String, Value>,
+    /// The schema of its structured result.
+    pub output_schema: Option<Map<String, Value>>,
+}
+
+impl Tool {
+    /// Checks what `server` lists.
+    ///
+    /// # Errors
+    /// [`DefinitionError`]: this tool cannot be offered.
+    pub fn new(server: &str, listed: Listed) -> Result<Self, DefinitionError> {
+        let name =
+            ToolName::parse(&format!("{server}.{}", listed.name)).map_err(DefinitionError::Name)?;
+        let input_schema = Value::Object(listed.input_schema);
+        let output_schema = listed.output_schema.map(Value::Object);
+
+        let mut members = Map::new();
+        members.insert("name".into(), name.as_str().into());
+        if let Some(description) = &listed.description {
+            members.insert("description".into(), description.as_str().into());
+        }
+        members.insert("inputSchema".into(), input_schema.clone());
+        if let Some(schema) = &output_schema {
+            members.insert("outputSchema".into(), schema.clone());
+        }
+        let canonical = canonical_json(&Value::Object(members));
+        if canonical.len() > DEFINITION_BYTES_MAX {
+            return Err(DefinitionError::TooLarge { got: canonical.len() });
+        }
+        let definition_sha256 = Sha256::new()
+            .chain_update(b"forge tool definition v1\0")
+            .chain_update(canonical.as_bytes())
+            .finalize()
+            .into();
+
+        let arguments = compile(&input_schema).map_err(DefinitionError::Schema)?;
+        let spec = ToolSpec {
+            name,
+            description: listed.description.unwrap_or_default(),
+            input_schema: canonical_json(&input_schema),
+            output_schema: output_schema.as_ref().map(canonical_json),
+            definition_sha256,
+        };
+        Ok(Self { spec, arguments })
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &ToolName {
+        &self.spec.name
+    }
+
+    /// The digest a grant pins.
+    #[must_use]
+    pub fn sha256(&self) -> [u8; 32] {
+        self.spec.definition_sha256
+    }
+
+    /// Its description, for a list.
+    #[must_use]
+    pub fn spec(&self) -> &ToolSpec {
+        &self.spec
+    }
+
+    /// Holds arguments against the input schema.
+    ///
+    /// # Errors
+    /// The violations, at most five, each with the place where it is.
+    pub fn check(&self, arguments: &Value) -> Result<(), Vec<String>> {
+        if self.arguments.is_valid(arguments) {
+            return Ok(());
+        }
+        let violations: Vec<String> = self
+            .arguments
+            .iter_errors(arguments)
+            .take(VIOLATIONS_MAX)
+            .map(|violation| {
+                let place = violation.instance_path().to_string();
+                let place = if place.is_empty() { "the arguments" } else { &place };
+                crate::cut(&format!("{place}: {violation}"), 512)
+            })
+            .collect();
+        Err(violations)
+    }
+}
+
+/// Compiles a schema that may refer to nothing outside itself. Draft 2020-12
+/// holds where `$schema` names no other.
+fn compile(schema: &Value) -> Result<Validator, String> {
+    let names_a_draft = schema.get("$schema").is_some();
+    let mut options = jsonschema::options().offline().with_pattern_options(
+        PatternOptions::fancy_regex()
+            .backtrack_limit(PATTERN_BACKTRACK_MAX)
+            .size_limit(PATTERN_BYTES_MAX),
+    );
+    if !names_a_draft {
+        options = options.with_draft(Draft::Draft202012);
+    }
+    options.build(schema).map_err(|why| crate::cut(&why.to_string(), 512))
+}
+
+/// JSON in the one form that the digest is taken over; see the file's head.
+fn canonical_json(value: &Value) -> String {
+    fn write(value: &Value, out: &mut String) {
+        match value {
+            Value::Array(items) => {
+                out.push('[');
+                for (position, item) in items.iter().enumerate() {
+                    if position > 0 {
+                        out.push(',');
+                    }
+                    write(item, out);
+                }
+                out.push(']');
+            }
+            Value::Object(members) => {
+                // Sorted here, whatever the map's own order is.
+                let mut sorted: Vec<(&String, &Value)> = members.iter().collect();
+                sorted.sort_by(|(a, _), (b, _)| a.as_bytes().cmp(b.as_bytes()));
+                out.push('{');
+                for (position, (key, member)) in sorted.into_iter().enumerate() {
+                    if position > 0 {
+                        out.push(',');
+                    }
+                    out.push_str(&Value::String(key.clone()).to_string());
+                    out.push(':');
+                    write(member, out);
+                }
+                out.push('}');
+            }
+            scalar => out.push_str(&scalar.to_string()),
+        }
+    }
+    let mut out = String::new();
+    write(value, &mut out);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn listed(schema: Value) -> Listed {
+        let Value::Object(input_schema) = schema else { unreachable!("test schemas are objects") };
+        Listed {
+            name: "find".into(),
+            description: Some("Finds.".into()),
+            input_schema,
+            output_schema: None,
+        }
+    }
+
+    fn tool(schema: Value) -> Tool {
+        Tool::new("shop", listed(schema)).unwrap()
+    }
+
+    #[test]
+    fn the_digest_is_that_of_the_documented_form() {
+        let tool = tool(json!({"type": "object", "properties": {"b": {}, "a": {"minimum": 1.5}}}));
+        let form = concat!(
+            "forge tool definition v1\0",
+            r#"{"description":"Finds.","inputSchema":{"properties":{"a":{"minimum":1.5},"b":{}},"#,
+            r#""type":"object"},"name":"shop.find"}"#
+        );
+        let expected: [u8; 32] = Sha256::digest(form.as_bytes()).into();
+        assert_eq!(tool.sha256(), expected);
+    }
+
+    #[test]
+    fn every_part_of_a_definition_changes_its_digest() {
+        let base = || listed(json!({"type": "object"}));
+        let digest = |server: &str, listed| Tool::new(server, listed).unwrap().sha256();
+        let mut seen = vec![digest("shop", base()), digest("shop2", base())];
+        seen.push(digest("shop", Listed { name: "find2".into(), ..base() }));
+        seen.push(digest("shop", Listed { description: None, ..base() }));
+        seen.push(digest("shop", Listed { description: Some("Finds!".into()), ..base() }));
+        seen.push(digest("shop", Listed { output_schema: Some(Map::new()), ..base() }));
+        seen.push(digest("shop", listed(json!({"type": "object", "title": ""}))));
+        let count = seen.len();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), count);
+    }
+
+    #[test]
+    fn violations_name_their_place() {
+        let tool = tool(json!({
+            "type": "object",
+            "properties": {"max": {"type": "integer", "minimum": 1}},
+            "required": ["query"],
+            "additionalProperties": false,
+        }));
+        assert!(tool.check(&json!({"query": 1, "max": 1})).is_err());
+        let violations = tool.check(&json!({"max": 0, "more": true})).unwrap_err().join("\n");
+        assert!(violations.contains("/max"), "{violations}");
+        assert!(violations.contains("query"), "{violations}");
+        assert!(violations.contains("more"), "{violations}");
+    }
+
+    #[test]
+    fn draft_2020_12_holds_where_no_other_is_named() {
+        // `prefixItems` means something from 2020-12 on only.
+        let schema = json!({"properties": {"x": {"prefixItems": [{"type": "string"}]}}});
+        assert!(tool(schema.clone()).check(&json!({"x": [1]})).is_err());
+        let mut older = schema;
+        older["$schema"] = json!("http://json-schema.org/draft-07/schema#");
+        assert!(tool(older).check(&json!({"x": [1]})).is_ok());
+    }
+
+    #[test]
+    fn schemas_that_refer_outside_or_are_none_are_refused() {
+        for schema in [
+            json!({"$ref": "https://example.com/schema.json"}),
+            json!({"properties": {"x": {"$ref": "file:///etc/passwd"}}}),
+            json!({"type": "no such type"}),
+            json!({"properties": {"x": {"pattern": "("}}}),
+        ] {
+            let refused = Tool::new("shop", listed(schema.clone())).unwrap_err();
+            assert!(matches!(refused, DefinitionError::Schema(_)), "{schema}: {refused}");
+        }
+    }
+
+    #[test]
+    fn a_pattern_that_explodes_is_a_violation_soon() {
+        let tool = tool(json!({"properties": {"x": {"pattern": "^(?=(a+)+$)(a+)+$"}}}));
+        let started = std::time::Instant::now();
+        let text = format!("{}b", "a".repeat(40));
+        assert!(tool.check(&json!({"x": text})).is_err());
+        assert!(started.elapsed() < std::time::Duration::from_secs(2));
+    }
+
+    #[test]
+    fn names_that_are_none_are_refused() {
+        let bad = Listed { name: "a\nb".into(), ..listed(json!({})) };
+        assert!(matches!(Tool::new("shop", bad), Err(DefinitionError::Name(_))));
+    }
+}

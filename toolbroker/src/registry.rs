@@ -1,0 +1,185 @@
+//! All tool servers, and the way from a tool's name to the tool.
+//!
+//! Descriptions come from strangers and are handed on as data. Deliberately
+//! absent are retrieval, built-in tools and the review of changed
+//! definitions: a grant pins what it was given for, and that is all.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use forge_protocol::name::ToolName;
+use tokio::task::JoinSet;
+
+use crate::config::Config;
+use crate::definition::Tool;
+use crate::upstream::{Connection, Upstream, UpstreamError};
+
+/// The tool servers, by name.
+#[derive(Debug)]
+pub struct Registry {
+    servers: BTreeMap<String, Arc<Upstream>>,
+}
+
+/// A tool and the server that stands ready to carry it out.
+#[derive(Debug)]
+pub struct Found {
+    /// The server.
+    pub connection: Arc<Connection>,
+    /// The tool, as the server describes it now.
+    pub tool: Arc<Tool>,
+}
+
+/// Why a tool cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum LookupError {
+    /// No server of this name is configured.
+    #[error("no tool server {server:?} is configured{}", did_you_mean(closest))]
+    NoServer {
+        /// The name.
+        server: String,
+        /// The closest name there is.
+        closest: Option<String>,
+    },
+    /// The server has no such tool.
+    #[error("there is no tool {tool:?}{}", did_you_mean(closest))]
+    NoTool {
+        /// The name.
+        tool: String,
+        /// The closest name there is.
+        closest: Option<String>,
+    },
+    /// The server cannot be asked.
+    #[error("the tool server {server:?} cannot be used: {source}")]
+    Unavailable {
+        /// The server.
+        server: String,
+        /// Why not.
+        source: UpstreamError,
+    },
+}
+
+fn did_you_mean(closest: &Option<String>) -> String {
+    closest.as_ref().map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
+}
+
+/// The candidate most like `name`, if any is like it at all.
+fn closest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
+    candidates
+        .map(|candidate| (strsim::normalized_damerau_levenshtein(name, candidate), candidate))
+        .filter(|(likeness, _)| *likeness >= 0.5)
+        .max_by(|(a, _), (b, _)| a.total_cmp(b))
+        .map(|(_, candidate)| candidate.to_owned())
+}
+
+impl Registry {
+    /// The servers of a configuration, none of them started.
+    #[must_use]
+    pub fn new(config: Config) -> Self {
+        let servers = config
+            .servers
+            .into_iter()
+            .map(|(name, server)| (name.clone(), Arc::new(Upstream::new(name, server))))
+            .collect();
+        Self { servers }
+    }
+
+    /// All tools, by name, and the servers that cannot be asked. Servers that
+    /// are not up are started, all at the same time.
+    pub async fn list(&self) -> (Vec<Arc<Tool>>, Vec<(String, UpstreamError)>) {
+        let mut asked = JoinSet::new();
+        for upstream in self.servers.values().cloned() {
+            asked.spawn(async move {
+                let connection = upstream.connection().await;
+                (upstream.name().to_owned(), connection)
+            });
+        }
+        let (mut tools, mut unavailable) = (Vec::new(), Vec::new());
+        while let Some(answer) = asked.join_next().await {
+            match answer {
+                Ok((_, Ok(connection))) => tools.extend(connection.tools().iter().cloned()),
+                Ok((server, Err(error))) => unavailable.push((server, error)),
+                Err(error) => tracing::error!(%error, "bug: a listing task failed"),
+            }
+        }
+        tools.sort_by(|a, b| a.name().cmp(b.name()));
+        unavailable.sort_by(|(a, _), (b, _)| a.cmp(b));
+        (tools, unavailable)
+    }
+
+    /// One tool, as its server describes it now. Starts the server if it is
+    /// not up.
+    ///
+    /// # Errors
+    /// [`LookupError`].
+    pub async fn find(&self, name: &ToolName) -> Result<Found, LookupError> {
+        let upstream = self.servers.get(name.server()).ok_or_else(|| LookupError::NoServer {
+            server: name.server().to_owned(),
+            closest: closest(name.server(), self.servers.keys().map(String::as_str)),
+        })?;
+        let connection = upstream.connection().await.map_err(|source| {
+            LookupError::Unavailable { server: name.server().to_owned(), source }
+        })?;
+        let tool = connection.tool(name).ok_or_else(|| {
+            let tools = connection.tools();
+            LookupError::NoTool {
+                tool: name.to_string(),
+                closest: closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str())),
+            }
+        })?;
+        Ok(Found { connection, tool })
+    }
+
+    /// Several tools; servers that are not up are started at the same time.
+    ///
+    /// # Errors
+    /// [`LookupError`], for the first name that cannot be had.
+    pub async fn find_all(
+        self: &Arc<Self>,
+        names: impl IntoIterator<Item = ToolName>,
+    ) -> Result<Vec<Arc<Tool>>, LookupError> {
+        let lookups: Vec<_> = names
+            .into_iter()
+            .map(|name| {
+                let registry = Arc::clone(self);
+                tokio::spawn(async move { registry.find(&name).await })
+            })
+            .collect();
+        let mut tools = Vec::with_capacity(lookups.len());
+        for lookup in lookups {
+            match lookup.await {
+                Ok(found) => tools.push(found?.tool),
+                // Only a panic of ours ends a lookup without an answer.
+                Err(error) => std::panic::resume_unwind(error.into_panic()),
+            }
+        }
+        Ok(tools)
+    }
+
+    /// Stops all servers, at the same time.
+    pub async fn stop(&self) {
+        let mut stopping = JoinSet::new();
+        for upstream in self.servers.values().cloned() {
+            stopping.spawn(async move { upstream.stop().await });
+        }
+        while stopping.join_next().await.is_some() {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_closest_name_is_offered_and_a_far_one_is_not() {
+        let names = ["shop.find_parts", "shop.get_stock"];
+        assert_eq!(closest("shop.find_part", names.into_iter()), Some("shop.find_parts".into()));
+        assert_eq!(closest("zzz", names.into_iter()), None);
+    }
+
+    #[tokio::test]
+    async fn an_unknown_server_is_refused_by_name() {
+        let registry = Registry::new(Config::default());
+        let refused = registry.find(&ToolName::parse("shop.find").unwrap()).await.unwrap_err();
+        assert!(refused.to_string().contains("\"shop\""), "{refused}");
+    }
+}
