@@ -267,7 +267,7 @@ impl TrustKeys {
     /// [`SignatureError`]; nothing but section boundaries has been parsed.
     pub fn verify<'a>(&self, module: &'a [u8]) -> Result<VerifiedProgram<'a>, SignatureError> {
         let parts = SignedParts::scan(module)?;
-        let sha256: [u8; 32] = Sha256::digest(parts.covered).into();
+        let sha256 = parts.sha256();
         // The whole section must be sound, not only as far as the first
         // signature that is good.
         let mut candidates = [None; SIGNATURES_MAX];
@@ -339,6 +339,13 @@ impl<'a> SignedParts<'a> {
     #[must_use]
     pub fn covered(&self) -> &'a [u8] {
         self.covered
+    }
+
+    /// The hash a signature would sign: of everything after its section.
+    /// It says nothing about who signed, or whether anybody did.
+    #[must_use]
+    pub fn sha256(&self) -> [u8; 32] {
+        Sha256::digest(self.covered).into()
     }
 }
 

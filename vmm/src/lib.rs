@@ -1,7 +1,28 @@
-//! The supervisor.
+//! The supervisor: admits a program, makes a virtual machine for it alone,
+//! and reports what became of it.
+//!
+//! It distrusts programs, guests, grants and clients; of the broker it trusts
+//! what a grant says. Deliberately absent are credentials: they live in the
+//! toolbroker, another process, and nothing here could hold one.
+//!
+//! ```text
+//!  cli ─▶ supervisor ─▶ admission     signature, declarations, limits
+//!              │ ─────▶ broker        opens the run, says what is granted
+//!              ▼
+//!           worker ───▶ machine       KVM, memory, one vCPU
+//!              │ ─────▶ vsock         the one device
+//!              ▼
+//!           report                    one object, the same at every door
+//! ```
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
+
+pub mod admission;
+pub mod broker;
 pub mod keys;
 pub mod machine;
+pub mod probe;
+pub mod report;
+pub mod supervisor;
 pub mod vsock;
 pub mod worker;

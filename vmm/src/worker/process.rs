@@ -8,6 +8,7 @@ use std::io::{self, Read as _, Write as _};
 use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use forge_protocol::codec;
@@ -28,16 +29,17 @@ pub struct WorkerProcess {
 
 impl WorkerProcess {
     /// Starts a worker with its run's connection to the broker, if it has one.
+    /// `executable` is `forge-vmm`.
     ///
     /// # Errors
     /// If the process cannot be started.
-    pub fn start(broker: Option<UnixStream>) -> io::Result<Self> {
+    pub fn start(executable: &Path, broker: Option<UnixStream>) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let broker = match broker {
             Some(socket) => Stdio::from(OwnedFd::from(socket)),
             None => Stdio::null(),
         };
-        let child = Command::new("/proc/self/exe")
+        let child = Command::new(executable)
             .arg0("forge-vmm-worker")
             .arg(COMMAND)
             .arg(std::process::id().to_string())

@@ -1,0 +1,413 @@
+//! Admission: what is checked of a program before any machine sees a byte.
+//!
+//! First its signature, by a scanner that looks at nothing but section
+//! boundaries. Only then a WebAssembly parser: which imports it declares, so
+//! which capabilities it asks for, and whether the grant has them. The guest
+//! checks all of it again, and validates and compiles; nothing here is relied
+//! on inside it.
+
+use forge_protocol::abi::{Import, Signature, Value};
+use forge_protocol::ending::RejectKind;
+use forge_protocol::limits::{OverLimit, RunLimits};
+use forge_protocol::name::ToolName;
+use forge_protocol::signature::{TrustKeys, VerifiedProgram};
+use wasmparser::{
+    ExternalKind, FuncType, Parser, Payload, TypeRef, ValType, Validator, WasmFeatures,
+};
+
+/// A page of linear memory, in bytes.
+const WASM_PAGE_BYTES: u64 = 65_536;
+/// How much of a name that a module gave is shown.
+const NAME_CHARS_MAX: usize = 100;
+
+/// One thing that is wrong with a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Violation {
+    /// Which check it failed.
+    pub kind: RejectKind,
+    /// What was found, and what to do.
+    pub message: String,
+}
+
+/// An import, as the module declares it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImportFound {
+    /// The module part of its name.
+    pub module: String,
+    /// Its own name.
+    pub name: String,
+    /// Its type, in the text format.
+    pub signature: String,
+    /// What it is in the ABI, or why it is nothing.
+    pub recognised: Result<Import, String>,
+}
+
+/// An export, as the module declares it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportFound {
+    /// Its name.
+    pub name: String,
+    /// `func`, `memory`, `table` or `global`.
+    pub kind: &'static str,
+    /// A function's type, in the text format.
+    pub signature: Option<String>,
+}
+
+/// What a module declares.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shape {
+    /// Its imports, in order.
+    pub imports: Vec<ImportFound>,
+    /// Its exports, in order.
+    pub exports: Vec<ExportFound>,
+    /// Its memory: initial and maximal size in bytes.
+    pub memory: Option<(u64, Option<u64>)>,
+    /// Functions it defines.
+    pub functions: u32,
+    /// Whether it has a start section.
+    pub has_start: bool,
+}
+
+impl Shape {
+    /// Reads what a module declares.
+    ///
+    /// # Errors
+    /// A violation of kind `Invalid` if it does not parse so far.
+    pub fn read(module: &[u8]) -> Result<Self, Violation> {
+        read_shape(module).map_err(|error| Violation {
+            kind: RejectKind::Invalid,
+            message: format!("the module is invalid: {error}"),
+        })
+    }
+
+    /// The tools it imports.
+    pub fn tools(&self) -> impl Iterator<Item = &ToolName> {
+        self.imports.iter().filter_map(|import| match &import.recognised {
+            Ok(Import::Tool(name)) => Some(name),
+            _ => None,
+        })
+    }
+
+    /// Everything that the declarations alone say is wrong, with a grant of
+    /// these tools under these limits.
+    #[must_use]
+    pub fn violations(&self, granted: &[ToolName], limits: &RunLimits) -> Vec<Violation> {
+        let mut found = Vec::new();
+        let mut add = |kind, message| found.push(Violation { kind, message });
+        for import in &self.imports {
+            let (module, name) = (shown(&import.module), shown(&import.name));
+            match &import.recognised {
+                Err(why) => add(RejectKind::Import, format!("import {module}.{name}: {why}")),
+                Ok(Import::Tool(tool)) if !granted.contains(tool) => add(
+                    RejectKind::Import,
+                    format!("import {module}.{name}: the grant does not name this tool"),
+                ),
+                Ok(_) => {}
+            }
+        }
+        if self.has_start {
+            let message = "the module has a start section; export _initialize instead".into();
+            add(RejectKind::StartSection, message);
+        }
+        let export = |name: &str| self.exports.iter().find(|export| export.name == name);
+        if export("memory").is_none_or(|export| export.kind != "memory") {
+            add(RejectKind::Export, "the module exports no memory named `memory`".into());
+        }
+        let entry = |name: &str, signature: &str| {
+            export(name).is_some_and(|e| e.signature.as_deref() == Some(signature))
+        };
+        if !entry("forge_run", "(func (result i32))") && !entry("_start", "(func)") {
+            let message = "the module exports neither `forge_run` (func (result i32)) nor WASI's \
+                           `_start` (func)";
+            add(RejectKind::Export, message.into());
+        }
+        if let Some((initial_bytes, _)) = self.memory
+            && initial_bytes > limits.memory_bytes
+        {
+            let over = OverLimit {
+                what: "initial memory",
+                got: initial_bytes,
+                limit: limits.memory_bytes,
+            };
+            add(RejectKind::TooLarge, over.to_string());
+        }
+        found
+    }
+}
+
+/// A program that passed admission.
+#[derive(Debug)]
+pub struct Admitted<'a> {
+    /// Proof of who wrote it.
+    pub program: VerifiedProgram<'a>,
+    /// What it declares.
+    pub shape: Shape,
+}
+
+/// The part of admission that needs no grant: sizes, signature, declarations.
+///
+/// # Errors
+/// The first violation. Nothing but section boundaries is parsed before the
+/// signature is good.
+pub fn admit<'a>(
+    program: &'a [u8],
+    trust: &TrustKeys,
+    limits: &RunLimits,
+) -> Result<Admitted<'a>, Violation> {
+    if program.len() > limits.program_bytes as usize {
+        let over = OverLimit {
+            what: "program_bytes",
+            got: program.len() as u64,
+            limit: limits.program_bytes.into(),
+        };
+        return Err(Violation { kind: RejectKind::TooLarge, message: over.to_string() });
+    }
+    let program = trust
+        .verify(program)
+        .map_err(|error| Violation { kind: RejectKind::Signature, message: error.to_string() })?;
+    let shape = Shape::read(program.bytes())?;
+    Ok(Admitted { program, shape })
+}
+
+/// Validates a whole module as the guest will, but for what only compiling
+/// shows.
+///
+/// # Errors
+/// A violation of kind `Invalid`.
+pub fn validate(module: &[u8]) -> Result<(), Violation> {
+    // The guest's engine has the same set: guest-init, `engine`.
+    let features = WasmFeatures::WASM1
+        | WasmFeatures::BULK_MEMORY
+        | WasmFeatures::REFERENCE_TYPES
+        | WasmFeatures::SIGN_EXTENSION
+        | WasmFeatures::SATURATING_FLOAT_TO_INT
+        | WasmFeatures::MULTI_VALUE
+        | WasmFeatures::TAIL_CALL
+        | WasmFeatures::EXTENDED_CONST;
+    Validator::new_with_features(features).validate_all(module).map(|_| ()).map_err(|error| {
+        Violation { kind: RejectKind::Invalid, message: format!("the module is invalid: {error}") }
+    })
+}
+
+fn read_shape(module: &[u8]) -> wasmparser::Result<Shape> {
+    let mut shape = Shape::default();
+    let mut types: Vec<Option<FuncType>> = Vec::new();
+    let mut functions: Vec<u32> = Vec::new();
+    for payload in Parser::new(0).parse_all(module) {
+        match payload? {
+            Payload::TypeSection(section) => {
+                for group in section {
+                    for sub in group?.types() {
+                        types.push(match &sub.composite_type.inner {
+                            wasmparser::CompositeInnerType::Func(func) => Some(func.clone()),
+                            _ => None,
+                        });
+                    }
+                }
+            }
+            Payload::ImportSection(section) => {
+                for import in section {
+                    let import = import?;
+                    let ty = match import.ty {
+                        TypeRef::Func(index) => {
+                            functions.push(index);
+                            types.get(index as usize).and_then(Option::as_ref)
+                        }
+                        _ => None,
+                    };
+                    shape.imports.push(ImportFound {
+                        module: import.module.into(),
+                        name: import.name.into(),
+                        signature: ty.map_or("(not a function)".into(), type_text),
+                        recognised: recognise(import.module, import.name, ty),
+                    });
+                }
+            }
+            Payload::FunctionSection(section) => {
+                shape.functions = section.count();
+                for index in section {
+                    functions.push(index?);
+                }
+            }
+            Payload::MemorySection(section) => {
+                for memory in section {
+                    let memory = memory?;
+                    let bytes = |pages: u64| pages.saturating_mul(WASM_PAGE_BYTES);
+                    shape.memory = Some((bytes(memory.initial), memory.maximum.map(bytes)));
+                }
+            }
+            Payload::ExportSection(section) => {
+                for export in section {
+                    let export = export?;
+                    let function = |index: u32| {
+                        let ty = *functions.get(index as usize)?;
+                        types.get(ty as usize)?.as_ref().map(type_text)
+                    };
+                    shape.exports.push(ExportFound {
+                        name: export.name.into(),
+                        kind: match export.kind {
+                            ExternalKind::Func => "func",
+                            ExternalKind::Table => "table",
+                            ExternalKind::Memory => "memory",
+                            ExternalKind::Global => "global",
+                            ExternalKind::Tag => "tag",
+                        },
+                        signature: match export.kind {
+                            ExternalKind::Func => function(export.index),
+                            _ => None,
+                        },
+                    });
+                }
+            }
+            Payload::StartSection { .. } => shape.has_start = true,
+            // Code and data are the guest's to look at.
+            Payload::CodeSectionStart { .. } => break,
+            _ => {}
+        }
+    }
+    Ok(shape)
+}
+
+fn recognise(module: &str, name: &str, ty: Option<&FuncType>) -> Result<Import, String> {
+    let import = Import::recognise(module, name).map_err(|why| why.to_string())?;
+    let expected = import.signature();
+    match ty {
+        Some(found) if has_type(found, &expected) => Ok(import),
+        Some(found) => Err(format!("is {}, the ABI has {expected}", type_text(found))),
+        None => Err(format!("is no function, the ABI has {expected}")),
+    }
+}
+
+fn has_type(found: &FuncType, expected: &Signature) -> bool {
+    let value = |value: &Value| match value {
+        Value::I32 => ValType::I32,
+        Value::I64 => ValType::I64,
+    };
+    found.params().iter().copied().eq(expected.params.iter().map(value))
+        && found.results().iter().copied().eq(expected.result.iter().map(value))
+}
+
+/// A function type in the text format.
+fn type_text(ty: &FuncType) -> String {
+    let mut text = String::from("(func");
+    for (part, values) in [("param", ty.params()), ("result", ty.results())] {
+        if !values.is_empty() {
+            text.push_str(&format!(" ({part}"));
+            for value in values {
+                text.push_str(&format!(" {value}"));
+            }
+            text.push(')');
+        }
+    }
+    text.push(')');
+    text
+}
+
+/// A name that a module gave, made safe to print, and cut.
+#[must_use]
+pub fn shown(name: &str) -> String {
+    match name.char_indices().nth(NAME_CHARS_MAX) {
+        None => shown_whole(name),
+        Some((end, _)) => format!("{}…", shown_whole(&name[..end])),
+    }
+}
+
+/// Text from outside, made safe to print.
+#[must_use]
+pub fn shown_whole(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() || is_bidi_control(c) {
+            safe.extend(c.escape_unicode());
+        } else {
+            safe.push(c);
+        }
+    }
+    safe
+}
+
+/// Characters that reorder the text around them on a terminal.
+fn is_bidi_control(c: char) -> bool {
+    matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use forge_protocol::signature::SignerKey;
+
+    const GOOD: &str = r#"(module
+        (import "tool" "inventory.find" (func (param i32 i32) (result i32)))
+        (import "forge" "output" (func (param i32 i32) (result i32)))
+        (memory (export "memory") 1 4)
+        (func (export "forge_run") (result i32) i32.const 0))"#;
+
+    fn shape(text: &str) -> Shape {
+        Shape::read(&wat::parse_str(text).unwrap()).unwrap()
+    }
+
+    fn tool(name: &str) -> ToolName {
+        ToolName::parse(name).unwrap()
+    }
+
+    fn messages(text: &str, granted: &[ToolName]) -> Vec<String> {
+        let found = shape(text).violations(granted, &RunLimits::default());
+        found.into_iter().map(|violation| violation.message).collect()
+    }
+
+    #[test]
+    fn a_program_whose_imports_are_granted_has_no_violations() {
+        assert_eq!(messages(GOOD, &[tool("inventory.find")]), Vec::<String>::new());
+        assert_eq!(shape(GOOD).memory, Some((65_536, Some(4 * 65_536))));
+        assert_eq!(shape(GOOD).tools().collect::<Vec<_>>(), [&tool("inventory.find")]);
+    }
+
+    #[test]
+    fn an_import_that_is_not_granted_is_named() {
+        let found = messages(GOOD, &[tool("inventory.other")]);
+        assert_eq!(found, ["import tool.inventory.find: the grant does not name this tool"]);
+    }
+
+    #[test]
+    fn every_violation_is_found_not_only_the_first() {
+        let found = messages(
+            r#"(module
+                (import "env" "abort" (func))
+                (import "wasi_snapshot_preview1" "path_open" (func))
+                (import "forge" "log" (func (param i32)))
+                (func $f) (start $f))"#,
+            &[],
+        );
+        assert_eq!(found.len(), 6, "{found:#?}");
+        assert!(found[2].contains("is (func (param i32)), the ABI has"), "{}", found[2]);
+    }
+
+    #[test]
+    fn an_unsigned_program_is_refused_before_it_is_parsed() {
+        let key = SignerKey::from_secret(&[1; 32]);
+        let trust = TrustKeys::new([key.trust_key()]).unwrap();
+        // Sound section boundaries, and nonsense inside them.
+        let mut nonsense = b"\0asm\x01\0\0\0".to_vec();
+        nonsense.extend_from_slice(&[1, 3, 0xff, 0xff, 0xff]);
+        let limits = RunLimits::default();
+        let refused = admit(&nonsense, &trust, &limits).unwrap_err();
+        assert_eq!(refused.kind, RejectKind::Signature);
+        let signed = key.sign(&nonsense).unwrap();
+        let refused = admit(&signed, &trust, &limits).unwrap_err();
+        assert_eq!(refused.kind, RejectKind::Invalid);
+    }
+
+    #[test]
+    fn a_program_over_the_limit_is_refused_by_its_size() {
+        let limits = RunLimits { program_bytes: 7, ..RunLimits::default() };
+        let refused = admit(&[0; 8], &TrustKeys::default(), &limits).unwrap_err();
+        assert_eq!(refused.kind, RejectKind::TooLarge);
+    }
+
+    #[test]
+    fn names_cannot_forge_the_terminal() {
+        assert_eq!(shown("a\x1b[2Jb"), "a\\u{1b}[2Jb");
+        assert_eq!(shown("a\u{202e}b"), "a\\u{202e}b");
+        assert_eq!(shown(&"x".repeat(200)).chars().count(), NAME_CHARS_MAX + 1);
+    }
+}

@@ -1,0 +1,237 @@
+//! The flags, as they are written.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use forge_protocol::name::ToolName;
+
+/// Runs each model-written program once, in a KVM virtual machine made for
+/// that run.
+#[derive(Debug, Parser)]
+#[command(name = "forge-vmm", version, disable_help_subcommand = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a signed program in a VM and print its output
+    Run(Box<RunArgs>),
+    /// Make a key pair to sign programs with
+    Keygen(KeygenArgs),
+    /// Sign a program; a .wat is assembled first
+    Sign(SignArgs),
+    /// Show what a program asks for: its imports are its capabilities
+    Inspect(InspectArgs),
+    /// Say everything that would keep a program from running, without running it
+    Check(CheckArgs),
+    /// List the tools there are, or call one
+    Tools(ToolsArgs),
+    /// Issue a grant, or look into one
+    Grant(GrantArgs),
+    /// Say what this host can do, what it lacks and how to fix it
+    Probe(ProbeArgs),
+}
+
+/// Where the tools come from.
+#[derive(Clone, Debug, Default, ClapArgs)]
+pub(crate) struct BrokerArgs {
+    /// Tool servers, in the mcpServers JSON that MCP clients use
+    #[arg(long, value_name = "FILE")]
+    pub(crate) mcp_config: Option<PathBuf>,
+    /// The project's own configuration
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Where the key that signs grants is kept
+    /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
+    #[arg(long, value_name = "DIR", env = "FORGE_STATE")]
+    pub(crate) state: Option<PathBuf>,
+    /// Who asks
+    #[arg(long, value_name = "NAME", default_value = "local")]
+    pub(crate) principal: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Isolation {
+    /// A KVM virtual machine; fails where there is no KVM
+    Vm,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct RunArgs {
+    /// A public key that programs are trusted by; may be given several times
+    #[arg(long, value_name = "PUB")]
+    pub(crate) trust: Vec<PathBuf>,
+    /// Sign the program with this key first, and trust it (for development)
+    #[arg(long, value_name = "KEY")]
+    pub(crate) sign_with: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// Grant this tool to the run; may be given several times
+    #[arg(long, value_name = "TOOL", conflicts_with = "grant")]
+    pub(crate) allow: Vec<ToolName>,
+    /// Run under this grant
+    #[arg(long, value_name = "FILE")]
+    pub(crate) grant: Option<PathBuf>,
+    /// The run's input: JSON, @FILE, or - for standard input
+    #[arg(long, value_name = "JSON|@FILE|-", default_value = "{}")]
+    pub(crate) input: String,
+    /// How the program is isolated
+    #[arg(long, value_enum, default_value = "vm")]
+    pub(crate) isolation: Isolation,
+    /// Write the run's artifacts to this folder
+    #[arg(long, value_name = "DIR")]
+    pub(crate) artifacts: Option<PathBuf>,
+    /// Fuel: roughly, how many instructions the program may execute
+    #[arg(long, value_name = "N")]
+    pub(crate) fuel: Option<u64>,
+    /// Linear memory the program may have
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) memory: Option<u64>,
+    /// Wall clock the run may take, such as 500ms or 5s
+    #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
+    pub(crate) timeout: Option<Duration>,
+    /// Print one JSON object instead of the bare output
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// The program: .wasm, or .wat with --sign-with
+    pub(crate) program: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct KeygenArgs {
+    /// Where signer.pem and signer.pub go
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct SignArgs {
+    /// The private key (PKCS#8 PEM)
+    #[arg(long, value_name = "K")]
+    pub(crate) key: PathBuf,
+    /// The program: .wasm or .wat
+    #[arg(value_name = "IN")]
+    pub(crate) input: PathBuf,
+    /// Where the signed program goes
+    #[arg(short, long, value_name = "OUT.wasm")]
+    pub(crate) output: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct InspectArgs {
+    /// Keys to look for the signer among
+    #[arg(long, value_name = "PUB")]
+    pub(crate) trust: Vec<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// The program
+    pub(crate) program: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct CheckArgs {
+    /// A public key that programs are trusted by; may be given several times
+    #[arg(long, value_name = "PUB")]
+    pub(crate) trust: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// A tool that would be granted; may be given several times
+    #[arg(long, value_name = "TOOL", conflicts_with = "grant")]
+    pub(crate) allow: Vec<ToolName>,
+    /// The grant it would run under
+    #[arg(long, value_name = "FILE")]
+    pub(crate) grant: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// The program
+    pub(crate) program: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ToolsArgs {
+    #[command(subcommand)]
+    pub(crate) command: ToolsCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ToolsCommand {
+    /// List the tools of the configured servers
+    List(ToolsListArgs),
+    /// Call a tool, under the same checks as a program's call
+    Call(ToolsCallArgs),
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ToolsListArgs {
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ToolsCallArgs {
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// The tool, as <server>.<tool>
+    pub(crate) tool: ToolName,
+    /// Its arguments: JSON, @FILE, or - for standard input
+    #[arg(value_name = "JSON|@FILE|-", default_value = "{}")]
+    pub(crate) arguments: String,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct GrantArgs {
+    #[command(subcommand)]
+    pub(crate) command: GrantCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum GrantCommand {
+    /// Issue a grant for these tools as they are defined now
+    Issue(GrantIssueArgs),
+    /// Verify a grant and show what is in it
+    Inspect(GrantInspectArgs),
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct GrantIssueArgs {
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// A tool to grant; may be given several times
+    #[arg(long, value_name = "TOOL", required = true)]
+    pub(crate) allow: Vec<ToolName>,
+    /// How long the grant is good for, such as 10m or 1h
+    #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration, default_value = "1h")]
+    pub(crate) valid: Duration,
+    /// The most calls of one run
+    #[arg(long, value_name = "N")]
+    pub(crate) calls: Option<u32>,
+    /// Where the grant goes
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct GrantInspectArgs {
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// The grant
+    pub(crate) grant: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ProbeArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}

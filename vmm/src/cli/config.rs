@@ -1,0 +1,127 @@
+//! What several commands resolve from their flags: the broker, trust keys,
+//! JSON arguments, and the supervisor's own tables of `forge.toml`.
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use forge_protocol::broker::{Authority, Reply, Request};
+use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
+use forge_protocol::name::ToolName;
+use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
+use serde::Deserialize;
+
+use super::args::BrokerArgs;
+use super::{CliError, progress, read_file};
+
+/// The supervisor's tables of `forge.toml`. The broker reads its own from the
+/// same file and refuses a table that neither knows.
+#[derive(Debug, Default, Deserialize)]
+struct LowConfig {
+    #[serde(default)]
+    trust: LowTrust,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LowTrust {
+    /// Public keys that programs are trusted by, relative to the file.
+    #[serde(default)]
+    keys: Vec<PathBuf>,
+}
+
+/// The trust keys that a configuration names, as paths.
+pub(crate) fn trust_keys(config: Option<&Path>) -> Result<Vec<PathBuf>, CliError> {
+    let Some(path) = config else { return Ok(Vec::new()) };
+    let text = String::from_utf8(read_file(path)?)
+        .map_err(|_| CliError::Usage(format!("{}: is no UTF-8 text", path.display())))?;
+    let low: LowConfig = toml::from_str(&text)
+        .map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    Ok(low.trust.keys.into_iter().map(|key| folder.join(key)).collect())
+}
+
+/// Whether a command needs the broker's lasting grant key.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum GrantKey {
+    /// It signs or verifies grants that outlive the broker.
+    Lasting,
+    /// The grants it needs live as long as the broker.
+    Passing,
+}
+
+/// Starts the broker that the flags describe.
+pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, CliError> {
+    let state = match (key, &args.state) {
+        (GrantKey::Passing, _) => None,
+        (GrantKey::Lasting, Some(path)) => Some(path.clone()),
+        (GrantKey::Lasting, None) => Some(default_state()?),
+    };
+    progress("starting the toolbroker");
+    Ok(Broker::start(&BrokerOptions {
+        mcp_config: args.mcp_config.clone(),
+        config: args.config.clone(),
+        state,
+        executable: None,
+    })?)
+}
+
+fn default_state() -> Result<PathBuf, CliError> {
+    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state"));
+    std::env::var_os("XDG_STATE_HOME")
+        .map(PathBuf::from)
+        .or_else(home)
+        .map(|base| base.join("forge-vmm"))
+        .ok_or_else(|| CliError::Usage("there is no HOME to keep the grant key in; --state".into()))
+}
+
+/// Whether the flags name any tool servers.
+pub(crate) fn names_servers(args: &BrokerArgs) -> bool {
+    args.mcp_config.is_some() || args.config.is_some()
+}
+
+/// Resolves `--allow` and `--grant`.
+pub(crate) fn authority(allow: Vec<ToolName>, grant: Option<&Path>) -> Result<Authority, CliError> {
+    let Some(path) = grant else { return Ok(Authority::Tools(allow)) };
+    let token = read_file(path)?;
+    if token.len() > GRANT_BYTES_MAX as usize {
+        return Err(CliError::Usage(format!(
+            "{}: {} bytes are no grant, which has at most {GRANT_BYTES_MAX}",
+            path.display(),
+            token.len(),
+        )));
+    }
+    Ok(Authority::Grant(token))
+}
+
+/// Resolves a JSON argument: the text itself, @FILE, or - for standard input.
+pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError> {
+    let bytes = match text {
+        "-" => {
+            let mut bytes = Vec::new();
+            std::io::stdin()
+                .lock()
+                .take(u64::from(INPUT_BYTES_MAX) + 1)
+                .read_to_end(&mut bytes)
+                .map_err(|source| CliError::File { path: "standard input".into(), source })?;
+            bytes
+        }
+        _ => match text.strip_prefix('@') {
+            Some(path) => read_file(Path::new(path))?,
+            None => text.as_bytes().to_vec(),
+        },
+    };
+    serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
+        .map_err(|error| CliError::Usage(format!("{flag}: this is not JSON: {error}")))?;
+    Ok(bytes)
+}
+
+/// Asks a broker and takes the one answer that fits.
+pub(crate) fn ask<T>(
+    broker: &mut Broker,
+    request: &Request,
+    take: impl FnOnce(Reply) -> Result<T, Reply>,
+) -> Result<T, CliError> {
+    take(broker.ask(request)?).map_err(|other| {
+        CliError::Broker(BrokerError::Protocol(format!("{other:?} does not answer this")))
+    })
+}

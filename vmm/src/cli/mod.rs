@@ -1,0 +1,167 @@
+//! The command line: raw flags into one struct, resolved into a checked one,
+//! and only that reaches the rest.
+//!
+//! Standard output carries results and nothing else; everything said to a
+//! person goes to standard error.
+
+mod args;
+mod config;
+mod grant;
+mod program;
+mod run;
+mod status;
+mod tools;
+
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use forge_vmm::broker::BrokerError;
+use forge_vmm::keys::KeyFileError;
+use forge_vmm::worker::process;
+
+use args::{Args, Command};
+
+/// How the process ends, beside a run's own [`forge_vmm::report::Status`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    Ok = 0,
+    Failed = 1,
+    Usage = 2,
+    Rejected = 3,
+    Unavailable = 5,
+    Internal = 70,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// Why a command did not do its work.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CliError {
+    /// The command line or a file it names does not fit.
+    #[error("{0}")]
+    Usage(String),
+    /// A key file.
+    #[error(transparent)]
+    Key(#[from] KeyFileError),
+    /// The broker.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+    /// A file.
+    #[error("{path}: {source}")]
+    File { path: String, source: io::Error },
+    /// A program that cannot be used.
+    #[error("{0}")]
+    Program(String),
+    /// Standard output is gone.
+    #[error("standard output: {0}")]
+    Output(#[from] io::Error),
+}
+
+impl CliError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Usage(_) | Self::Key(_) | Self::File { .. } => Exit::Usage,
+            Self::Program(_) => Exit::Rejected,
+            Self::Broker(error) => match error {
+                BrokerError::Configuration => Exit::Usage,
+                BrokerError::Refused { .. } => Exit::Rejected,
+                BrokerError::Missing(_) | BrokerError::Start(_) => Exit::Unavailable,
+                BrokerError::Lost(_) | BrokerError::Handshake(_) | BrokerError::Protocol(_) => {
+                    Exit::Internal
+                }
+            },
+            Self::Output(_) => Exit::Failed,
+        }
+    }
+}
+
+/// The whole command.
+pub(crate) fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1);
+    if arguments.next().is_some_and(|first| first == process::COMMAND) {
+        let supervisor = arguments.next().and_then(|id| id.to_str()?.parse().ok());
+        return worker(supervisor);
+    }
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { Exit::Usage.into() } else { Exit::Ok.into() };
+        }
+    };
+    start_logging();
+    let done = match args.command {
+        Command::Run(args) => run::run(*args),
+        Command::Keygen(args) => program::keygen(&args),
+        Command::Sign(args) => program::sign(&args),
+        Command::Inspect(args) => program::inspect(&args),
+        Command::Check(args) => program::check(args),
+        Command::Tools(args) => tools::tools(args),
+        Command::Grant(args) => grant::grant(args),
+        Command::Probe(args) => status::probe(&args),
+    };
+    match done {
+        Ok(code) => code,
+        // Whoever reads us has read enough.
+        Err(CliError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
+            Exit::Ok.into()
+        }
+        Err(error) => {
+            complain(&error);
+            error.exit().into()
+        }
+    }
+}
+
+fn worker(supervisor: Option<u32>) -> ExitCode {
+    start_logging();
+    let Some(supervisor) = supervisor else {
+        complain(&"this command is the supervisor's to start");
+        return Exit::Usage.into();
+    };
+    match process::main(supervisor) {
+        Ok(()) => Exit::Ok.into(),
+        Err(error) => {
+            complain(&error);
+            Exit::Internal.into()
+        }
+    }
+}
+
+fn start_logging() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+}
+
+/// Says what went wrong.
+pub(crate) fn complain(what: &dyn std::fmt::Display) {
+    let _ = writeln!(io::stderr(), "forge-vmm: {what}");
+}
+
+/// Says what is being done, to a person who watches.
+pub(crate) fn progress(what: &str) {
+    use io::IsTerminal as _;
+    if io::stderr().is_terminal() {
+        let _ = writeln!(io::stderr(), "… {what}");
+    }
+}
+
+/// Writes one JSON object to standard output.
+pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<(), CliError> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from)?;
+    writeln!(out)?;
+    Ok(())
+}
+
+/// Reads a file that the command line names.
+pub(crate) fn read_file(path: &std::path::Path) -> Result<Vec<u8>, CliError> {
+    std::fs::read(path)
+        .map_err(|source| CliError::File { path: path.display().to_string(), source })
+}

@@ -1,0 +1,266 @@
+//! `keygen`, `sign`, `inspect` and `check`: programs before they run.
+
+use std::io::{self, Write as _};
+use std::path::Path;
+use std::process::ExitCode;
+
+use forge_protocol::abi::Import;
+use forge_protocol::broker::{Authority, Reply, Request};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
+use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
+use forge_vmm::admission::{self, Shape, shown};
+use forge_vmm::keys;
+use forge_vmm::report::hex;
+use serde::Serialize;
+
+use super::args::{CheckArgs, InspectArgs, KeygenArgs, SignArgs};
+use super::config::{self, GrantKey};
+use super::{CliError, Exit, print_json, read_file};
+
+/// Makes a key pair.
+pub(crate) fn keygen(args: &KeygenArgs) -> Result<ExitCode, CliError> {
+    let (private, public) = keys::generate(&args.out)?;
+    let mut out = io::stdout().lock();
+    writeln!(out, "{}  sign with it; keep it secret", private.display())?;
+    writeln!(out, "{}  give it to whoever runs your programs", public.display())?;
+    Ok(Exit::Ok.into())
+}
+
+/// Signs a program.
+pub(crate) fn sign(args: &SignArgs) -> Result<ExitCode, CliError> {
+    let signer = keys::read_signer(&args.key)?;
+    let signed = sign_file(&signer, &args.input)?;
+    std::fs::write(&args.output, &signed)
+        .map_err(|source| CliError::File { path: args.output.display().to_string(), source })?;
+    writeln!(
+        io::stdout().lock(),
+        "{}  {} bytes, signed by {}",
+        args.output.display(),
+        signed.len(),
+        signer.trust_key(),
+    )?;
+    Ok(Exit::Ok.into())
+}
+
+/// Reads a program, assembles it if it is text, and signs it.
+pub(crate) fn sign_file(signer: &SignerKey, path: &Path) -> Result<Vec<u8>, CliError> {
+    let bytes = read_file(path)?;
+    let said =
+        |error: &dyn std::fmt::Display| CliError::Program(format!("{}: {error}", path.display()));
+    let module = if path.extension().is_some_and(|extension| extension == "wat") {
+        wat::parse_bytes(&bytes)
+            .map_err(|mut error| {
+                error.set_path(path);
+                CliError::Program(error.to_string())
+            })?
+            .into_owned()
+    } else {
+        bytes
+    };
+    signer.sign(&module).map_err(|error| said(&error))
+}
+
+#[derive(Serialize)]
+struct Inspection {
+    size_bytes: usize,
+    program_sha256: Option<String>,
+    signer: Option<String>,
+    signature: String,
+    tools: Vec<String>,
+    imports: Vec<InspectedImport>,
+    exports: Vec<InspectedExport>,
+    memory: Option<InspectedMemory>,
+    functions: u32,
+}
+
+#[derive(Serialize)]
+struct InspectedImport {
+    module: String,
+    name: String,
+    #[serde(rename = "type")]
+    signature: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    problem: Option<String>,
+}
+
+#[derive(Serialize)]
+struct InspectedExport {
+    name: String,
+    kind: &'static str,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    signature: Option<String>,
+}
+
+#[derive(Serialize)]
+struct InspectedMemory {
+    initial_bytes: u64,
+    maximum_bytes: Option<u64>,
+}
+
+/// Shows what a program asks for.
+pub(crate) fn inspect(args: &InspectArgs) -> Result<ExitCode, CliError> {
+    let trust = keys::read_trust(&args.trust)?;
+    let bytes = read_program(&args.program)?;
+    let verified = trust.verify(&bytes);
+    let signature = match &verified {
+        Ok(_) => "good".to_owned(),
+        Err(SignatureError::Untrusted) if args.trust.is_empty() => {
+            "present; give --trust to see whose".to_owned()
+        }
+        Err(error) => error.to_string(),
+    };
+    let shape = Shape::read(&bytes).map_err(|violation| CliError::Program(violation.message))?;
+    let inspection = Inspection {
+        size_bytes: bytes.len(),
+        program_sha256: SignedParts::scan(&bytes).ok().map(|parts| hex(&parts.sha256())),
+        signer: verified.as_ref().ok().map(|verified| verified.signer().to_string()),
+        signature,
+        tools: shape.tools().map(ToolName::to_string).collect(),
+        imports: shape
+            .imports
+            .iter()
+            .map(|import| InspectedImport {
+                module: import.module.clone(),
+                name: import.name.clone(),
+                signature: import.signature.clone(),
+                problem: import.recognised.as_ref().err().cloned(),
+            })
+            .collect(),
+        exports: shape
+            .exports
+            .iter()
+            .map(|export| InspectedExport {
+                name: export.name.clone(),
+                kind: export.kind,
+                signature: export.signature.clone(),
+            })
+            .collect(),
+        memory: shape
+            .memory
+            .map(|(initial_bytes, maximum_bytes)| InspectedMemory { initial_bytes, maximum_bytes }),
+        functions: shape.functions,
+    };
+    if args.json {
+        print_json(&inspection)?;
+    } else {
+        print_inspection(&inspection, &shape)?;
+    }
+    Ok(Exit::Ok.into())
+}
+
+fn print_inspection(inspection: &Inspection, shape: &Shape) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "size        {} bytes, {} functions", inspection.size_bytes, shape.functions)?;
+    writeln!(out, "signature   {}", inspection.signature)?;
+    if let Some(signer) = &inspection.signer {
+        writeln!(out, "signer      {signer}")?;
+    }
+    if let Some(sha256) = &inspection.program_sha256 {
+        writeln!(out, "sha256      {sha256}")?;
+    }
+    match &inspection.memory {
+        Some(InspectedMemory { initial_bytes, maximum_bytes: Some(maximum) }) => {
+            writeln!(out, "memory      {initial_bytes} to {maximum} bytes")?;
+        }
+        Some(memory) => writeln!(out, "memory      {} bytes and up", memory.initial_bytes)?,
+        None => writeln!(out, "memory      none")?,
+    }
+    writeln!(
+        out,
+        "may call    {}",
+        match shape.tools().count() {
+            0 => "no tool".to_owned(),
+            count => format!("{count} tool{}", if count == 1 { "" } else { "s" }),
+        }
+    )?;
+    for import in &shape.imports {
+        let (module, name) = (shown(&import.module), shown(&import.name));
+        match &import.recognised {
+            Ok(Import::Tool(tool)) => writeln!(out, "  tool      {}", shown(tool.as_str()))?,
+            Ok(Import::Forge(_) | Import::Wasi(_)) => writeln!(out, "  {module:<9} {name}")?,
+            Err(why) => writeln!(out, "  REFUSED   {module}.{name}: {why}")?,
+        }
+    }
+    for export in &inspection.exports {
+        let signature = export.signature.as_deref().unwrap_or_default();
+        writeln!(out, "export      {} {} {signature}", export.kind, shown(&export.name))?;
+    }
+    Ok(())
+}
+
+#[derive(Serialize)]
+struct Checked {
+    ok: bool,
+    violations: Vec<CheckedViolation>,
+}
+
+#[derive(Serialize)]
+struct CheckedViolation {
+    kind: &'static str,
+    message: String,
+}
+
+/// Says everything that would keep a program from running.
+pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
+    let mut paths = args.trust.clone();
+    paths.extend(config::trust_keys(args.broker.config.as_deref())?);
+    let trust = keys::read_trust(&paths)?;
+    let bytes = read_program(&args.program)?;
+    let limits = RunLimits::default();
+    let mut violations = Vec::new();
+    let mut add = |kind, message| violations.push(CheckedViolation { kind, message });
+
+    if let Err(error) = trust.verify(&bytes) {
+        add("signature", error.to_string());
+    }
+    if bytes.len() > limits.program_bytes as usize {
+        let limit = limits.program_bytes;
+        add("too_large", format!("the program has {} bytes, the limit is {limit}", bytes.len()));
+    }
+    if let Err(violation) = admission::validate(&bytes) {
+        add(violation.kind.as_str(), violation.message);
+    }
+    let granted = match config::authority(args.allow, args.grant.as_deref())? {
+        Authority::Tools(tools) => tools,
+        Authority::Grant(token) => {
+            let mut broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
+            let request = Request::InspectGrant { token };
+            let claims = config::ask(&mut broker, &request, |reply| match reply {
+                Reply::Claims(claims) => Ok(claims),
+                other => Err(other),
+            })?;
+            claims.tools.into_iter().map(|tool| tool.name).collect()
+        }
+    };
+    if let Ok(shape) = Shape::read(&bytes) {
+        for violation in shape.violations(&granted, &limits) {
+            add(violation.kind.as_str(), violation.message);
+        }
+    }
+    let checked = Checked { ok: violations.is_empty(), violations };
+    if args.json {
+        print_json(&checked)?;
+    } else {
+        let mut out = io::stdout().lock();
+        for violation in &checked.violations {
+            writeln!(out, "{}: {}", violation.kind, violation.message)?;
+        }
+        if checked.ok {
+            writeln!(out, "ok: nothing keeps this program from running")?;
+        }
+    }
+    Ok(if checked.ok { Exit::Ok } else { Exit::Rejected }.into())
+}
+
+/// Reads a program; text is assembled, so that it can be looked at unsigned.
+fn read_program(path: &Path) -> Result<Vec<u8>, CliError> {
+    let bytes = read_file(path)?;
+    if path.extension().is_some_and(|extension| extension == "wat") {
+        return wat::parse_bytes(&bytes).map(|module| module.into_owned()).map_err(|mut error| {
+            error.set_path(path);
+            CliError::Program(error.to_string())
+        });
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,198 @@
+//! `forge-vmm run`.
+
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use forge_protocol::broker::Authority;
+use forge_protocol::guest::Artifact;
+use forge_protocol::limits::RunLimits;
+use forge_protocol::signature::TrustKeys;
+use forge_vmm::admission::shown;
+use forge_vmm::keys;
+use forge_vmm::report::{RunReport, Status};
+use forge_vmm::supervisor::{RunRequest, RunResult, Supervisor};
+
+use super::args::RunArgs;
+use super::config::{self, GrantKey};
+use super::{CliError, complain, print_json, program, progress};
+
+/// Runs a program.
+pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
+    let limits = limits(&args);
+    let input = config::json_argument("--input", &args.input)?;
+    let (program, trust) = program_and_trust(&args)?;
+    let authority = config::authority(args.allow, args.grant.as_deref())?;
+    let key = match authority {
+        Authority::Grant(_) => GrantKey::Lasting,
+        Authority::Tools(_) => GrantKey::Passing,
+    };
+    // A program that may call nothing needs no broker.
+    let broker = match &authority {
+        Authority::Tools(tools) if tools.is_empty() => None,
+        _ if !config::names_servers(&args.broker) => {
+            return Err(CliError::Usage(
+                "--allow and --grant need tool servers: --mcp-config or --config".into(),
+            ));
+        }
+        _ => Some(config::start_broker(&args.broker, key)?),
+    };
+    let mut supervisor = Supervisor::new(trust, RunLimits::operator_maxima(), broker);
+    progress("running");
+    let request =
+        RunRequest { program, input, principal: args.broker.principal, authority, limits };
+    let RunResult { mut report, artifacts } = supervisor.run(&request);
+    if let Some(folder) = &args.artifacts {
+        write_artifacts(folder, &artifacts, &mut report)?;
+    }
+    let printed = if args.json { print_json(&report) } else { print(&report) };
+    // The broker stops its servers after the user has the result.
+    drop(supervisor);
+    printed?;
+    Ok(ExitCode::from(report.status.exit_code()))
+}
+
+fn limits(args: &RunArgs) -> RunLimits {
+    let default = RunLimits::default();
+    RunLimits {
+        fuel: args.fuel.unwrap_or(default.fuel),
+        memory_bytes: args.memory.unwrap_or(default.memory_bytes),
+        wall_ms: args
+            .timeout
+            .map_or(default.wall_ms, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
+        ..default
+    }
+}
+
+fn program_and_trust(args: &RunArgs) -> Result<(Vec<u8>, TrustKeys), CliError> {
+    let mut paths = args.trust.clone();
+    paths.extend(config::trust_keys(args.broker.config.as_deref())?);
+    let trust = keys::read_trust(&paths)?;
+    let Some(path) = &args.sign_with else {
+        if trust.as_slice().is_empty() {
+            return Err(CliError::Usage(
+                "no key is trusted, so no program can run: --trust signer.pub \
+                 (or --sign-with signer.pem, for development)"
+                    .into(),
+            ));
+        }
+        return Ok((super::read_file(&args.program)?, trust));
+    };
+    let signer = keys::read_signer(path)?;
+    let signed = program::sign_file(&signer, &args.program)?;
+    let all = trust.as_slice().iter().copied().chain([signer.trust_key()]);
+    let trust = TrustKeys::new(all).map_err(|error| CliError::Usage(error.to_string()))?;
+    Ok((signed, trust))
+}
+
+/// The output to standard output; how it ended, if badly, to standard error.
+fn print(report: &RunReport) -> Result<(), CliError> {
+    let mut out = io::stdout().lock();
+    out.write_all(&decoded_output(report))?;
+    out.flush()?;
+    for log in &report.log {
+        let level = ["error", "warn", "info", "debug", "trace"];
+        let level = level.get(usize::from(log.level)).unwrap_or(&"log");
+        let _ =
+            writeln!(io::stderr(), "[{level}] {}", forge_vmm::admission::shown_whole(&log.text));
+    }
+    if report.status != Status::Ok {
+        complain(&format!("{}: {}", status_word(report.status), report.reason));
+    }
+    Ok(())
+}
+
+fn decoded_output(report: &RunReport) -> Vec<u8> {
+    use base64::Engine as _;
+    use forge_vmm::report::OutputEncoding;
+    match report.output_encoding {
+        OutputEncoding::Utf8 => report.output.clone().into_bytes(),
+        OutputEncoding::Base64 => {
+            base64::engine::general_purpose::STANDARD.decode(&report.output).unwrap_or_default()
+        }
+    }
+}
+
+fn status_word(status: Status) -> &'static str {
+    match status {
+        Status::Ok => "ok",
+        Status::Failed => "failed",
+        Status::Trap => "trap",
+        Status::Rejected => "rejected",
+        Status::Limit => "limit",
+        Status::Paused => "paused",
+        Status::Cancelled => "cancelled",
+        Status::Refused => "refused",
+        Status::Unavailable => "unavailable",
+        Status::Internal => "internal",
+    }
+}
+
+/// Writes artifacts as new files. Their names are the program's, so they are
+/// made into plain file names first; nothing is ever overwritten.
+fn write_artifacts(
+    folder: &Path,
+    artifacts: &[Artifact],
+    report: &mut RunReport,
+) -> Result<(), CliError> {
+    let failed = |path: &Path| {
+        let path = path.display().to_string();
+        move |source| CliError::File { path, source }
+    };
+    std::fs::create_dir_all(folder).map_err(failed(folder))?;
+    for (artifact, entry) in artifacts.iter().zip(&mut report.artifacts) {
+        let path = new_file(folder, &file_name(&artifact.name));
+        std::fs::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .and_then(|mut file| file.write_all(&artifact.content))
+            .map_err(failed(&path))?;
+        progress(&format!("artifact {} → {}", shown(&artifact.name), path.display()));
+        entry.path = Some(path.display().to_string());
+    }
+    Ok(())
+}
+
+/// A plain file name for an untrusted one.
+fn file_name(name: &str) -> String {
+    let plain: String = name
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' })
+        .take(100)
+        .collect();
+    match plain.trim_start_matches('.') {
+        "" => "artifact".into(),
+        trimmed => trimmed.into(),
+    }
+}
+
+/// The first name of its kind that is not taken.
+fn new_file(folder: &Path, name: &str) -> PathBuf {
+    let mut path = folder.join(name);
+    let mut number = 2u64;
+    while path.symlink_metadata().is_ok() {
+        path = folder.join(format!("{number}-{name}"));
+        number += 1;
+    }
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_artifacts_name_cannot_leave_its_folder() {
+        for (name, expected) in [
+            ("report.csv", "report.csv"),
+            ("../../etc/passwd", "_.._etc_passwd"),
+            ("/abs", "_abs"),
+            ("..", "artifact"),
+            ("", "artifact"),
+            ("a\0b", "a_b"),
+        ] {
+            assert_eq!(file_name(name), expected, "{name:?}");
+        }
+    }
+}

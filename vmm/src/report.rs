@@ -1,0 +1,311 @@
+//! What a run is reported as: one object, the same at every door.
+
+use base64::Engine as _;
+use forge_protocol::abi::CallCode;
+use forge_protocol::ending::Ending;
+use forge_protocol::guest::{Artifact, Ended};
+use forge_protocol::worker::{CallRecord, Fate, Timing, VmFailure, VmFailureKind};
+use serde::Serialize;
+
+/// How a run ended, in one word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// The program returned 0.
+    Ok,
+    /// The program returned something else.
+    Failed,
+    /// The program trapped.
+    Trap,
+    /// The program was refused before it ran.
+    Rejected,
+    /// A limit ended it.
+    Limit,
+    /// It waits for an approval.
+    Paused,
+    /// Somebody cancelled it.
+    Cancelled,
+    /// There was no room for it.
+    Refused,
+    /// This host cannot run it.
+    Unavailable,
+    /// The guest, the worker or the broker failed: not the program's fault.
+    Internal,
+}
+
+impl Status {
+    /// The process exit code of `forge-vmm run`.
+    #[must_use]
+    pub const fn exit_code(self) -> u8 {
+        match self {
+            Self::Ok => 0,
+            Self::Failed | Self::Trap => 1,
+            Self::Rejected => 3,
+            Self::Limit => 4,
+            Self::Unavailable => 5,
+            Self::Paused => 6,
+            Self::Cancelled | Self::Refused => 7,
+            Self::Internal => 70,
+        }
+    }
+}
+
+/// The output's bytes as JSON can carry them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OutputEncoding {
+    /// As text.
+    Utf8,
+    /// As base64, because they are no UTF-8.
+    Base64,
+}
+
+/// One artifact, without its content.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ArtifactReport {
+    /// Its name, as the program gave it.
+    pub name: String,
+    /// Its media type, as the program gave it.
+    #[serde(rename = "type")]
+    pub media_type: String,
+    /// Its size in bytes.
+    pub bytes: usize,
+    /// The file it was written to, if a folder for artifacts was named.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+}
+
+/// One tool call.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CallReport {
+    /// Its number in the order of calling, from 0. The list itself is in the
+    /// order of settling.
+    pub id: u32,
+    /// Which tool.
+    pub tool: String,
+    /// `ok`, a call code's name, or `unsettled`.
+    pub status: &'static str,
+    /// How long it took, in microseconds.
+    pub duration_us: Option<u64>,
+}
+
+/// Where the time went, in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TimingReport {
+    /// Checking the program and opening the run.
+    pub admission: u64,
+    /// Making the VM.
+    pub vm: u64,
+    /// From the guest's first instruction to its greeting.
+    pub boot: u64,
+    /// From the program's delivery to its first instruction.
+    pub load: u64,
+    /// The program.
+    pub run: u64,
+    /// All of it, from admission to report.
+    pub total: u64,
+}
+
+impl TimingReport {
+    pub(crate) fn of_worker(timing: Timing) -> Self {
+        let us = |ns: u64| ns / 1000;
+        Self {
+            vm: us(timing.vm_ns),
+            boot: us(timing.boot_ns),
+            load: us(timing.load_ns),
+            run: us(timing.run_ns),
+            ..Self::default()
+        }
+    }
+}
+
+/// One run, reported.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RunReport {
+    /// The run, as 32 hex digits.
+    pub run_id: String,
+    /// How it ended.
+    pub status: Status,
+    /// The stable name of why, within the status: `fuel`, `deadline`,
+    /// `unreachable`, `signature` and so on. Empty for `ok`.
+    pub kind: &'static str,
+    /// Why, for a reader.
+    pub reason: String,
+    /// The program's output.
+    pub output: String,
+    /// How `output` is to be read.
+    pub output_encoding: OutputEncoding,
+    /// Its artifacts.
+    pub artifacts: Vec<ArtifactReport>,
+    /// Its log records, as `[level] text`.
+    pub log: Vec<LogReport>,
+    /// The isolation it ran in.
+    pub isolation: &'static str,
+    /// Whether the VM was made for it or put back after another run.
+    pub vm: &'static str,
+    /// The signed hash of the program, in hex, once its signature was good.
+    pub program_sha256: Option<String>,
+    /// The public key that signed it, in hex.
+    pub signer: Option<String>,
+    /// Its tool calls, in the order in which they settled.
+    pub tool_calls: Vec<CallReport>,
+    /// Fuel it used, as the guest counts.
+    pub fuel_used: u64,
+    /// The most linear memory it had, in bytes.
+    pub memory_peak_bytes: u64,
+    /// VM exits from the program's delivery to its end.
+    pub vm_exits: u64,
+    /// Where the time went.
+    pub timing_us: TimingReport,
+}
+
+/// One log record.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LogReport {
+    /// 0 error, 1 warn, 2 info, 3 debug, 4 trace.
+    pub level: u8,
+    /// The text, as the program gave it.
+    pub text: String,
+}
+
+/// Why a run ended, taken apart.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub(crate) status: Status,
+    pub(crate) kind: &'static str,
+    pub(crate) reason: String,
+}
+
+impl Outcome {
+    pub(crate) fn new(status: Status, kind: &'static str, reason: impl Into<String>) -> Self {
+        Self { status, kind, reason: reason.into() }
+    }
+
+    pub(crate) fn of_fate(fate: &Fate, wall_ms: u64) -> Self {
+        match fate {
+            Fate::Ended(Ended { ending, .. }) => Self::of_ending(ending),
+            Fate::Deadline => Self::new(
+                Status::Limit,
+                "deadline",
+                format!("the run did not end within its {wall_ms} ms; see --timeout"),
+            ),
+            Fate::Vm(failure) => Self::of_failure(failure),
+        }
+    }
+
+    fn of_ending(ending: &Ending) -> Self {
+        match ending {
+            Ending::Returned(0) => Self::new(Status::Ok, "", ""),
+            Ending::Returned(code) => {
+                Self::new(Status::Failed, "returned", format!("the program returned {code}"))
+            }
+            Ending::Trap { kind, detail } => Self::new(
+                Status::Trap,
+                kind.as_str(),
+                format!("the program trapped: {}", printable(detail)),
+            ),
+            Ending::Limit { kind, limit } => Self::new(
+                Status::Limit,
+                kind.as_str(),
+                format!("the program reached its {} limit of {limit}", kind.as_str()),
+            ),
+            Ending::Rejected { kind, detail } => {
+                Self::new(Status::Rejected, kind.as_str(), printable(detail))
+            }
+        }
+    }
+
+    fn of_failure(failure: &VmFailure) -> Self {
+        let (status, kind) = match failure.kind {
+            VmFailureKind::Crash => (Status::Internal, "guest_crash"),
+            VmFailureKind::Misbehaved => (Status::Internal, "guest_misbehaved"),
+            VmFailureKind::Stopped => (Status::Internal, "vm_stopped"),
+            VmFailureKind::BrokerLost => (Status::Internal, "broker_lost"),
+            VmFailureKind::Internal => (Status::Internal, "internal"),
+            VmFailureKind::Unavailable => (Status::Unavailable, "kvm"),
+        };
+        Self::new(status, kind, printable(&failure.message))
+    }
+}
+
+/// Text from a guest, made safe to print, on one line.
+fn printable(text: &str) -> String {
+    text.lines().map(crate::admission::shown_whole).collect::<Vec<_>>().join("; ")
+}
+
+pub(crate) fn call_report(call: &CallRecord) -> CallReport {
+    CallReport {
+        id: call.id,
+        tool: call.tool.to_string(),
+        status: match call.settled {
+            None => "unsettled",
+            Some(settled) => settled.code.map_or("ok", CallCode::as_str),
+        },
+        duration_us: call.settled.map(|settled| settled.duration_ns / 1000),
+    }
+}
+
+pub(crate) fn artifact_report(artifact: &Artifact) -> ArtifactReport {
+    ArtifactReport {
+        name: artifact.name.clone(),
+        media_type: artifact.media_type.clone(),
+        bytes: artifact.content.len(),
+        path: None,
+    }
+}
+
+pub(crate) fn encode_output(output: &[u8]) -> (String, OutputEncoding) {
+    match std::str::from_utf8(output) {
+        Ok(text) => (text.into(), OutputEncoding::Utf8),
+        Err(_) => {
+            let text = base64::engine::general_purpose::STANDARD.encode(output);
+            (text, OutputEncoding::Base64)
+        }
+    }
+}
+
+/// Bytes as hex.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_codes_are_the_documented_ones() {
+        let codes = [
+            (Status::Ok, 0),
+            (Status::Failed, 1),
+            (Status::Trap, 1),
+            (Status::Rejected, 3),
+            (Status::Limit, 4),
+            (Status::Unavailable, 5),
+            (Status::Paused, 6),
+            (Status::Cancelled, 7),
+            (Status::Refused, 7),
+            (Status::Internal, 70),
+        ];
+        for (status, code) in codes {
+            assert_eq!(status.exit_code(), code, "{status:?}");
+        }
+    }
+
+    #[test]
+    fn output_that_is_no_text_is_base64() {
+        assert_eq!(encode_output("grüße".as_bytes()), ("grüße".into(), OutputEncoding::Utf8));
+        assert_eq!(encode_output(&[0xff, 0]), ("/wA=".into(), OutputEncoding::Base64));
+    }
+
+    #[test]
+    fn a_guests_words_stay_on_one_line_without_controls() {
+        let failure = VmFailure {
+            kind: VmFailureKind::Crash,
+            message: "guest panic: a\x1b[31m\nsecond".into(),
+        };
+        let outcome = Outcome::of_failure(&failure);
+        assert_eq!(outcome.reason, "guest panic: a\\u{1b}[31m; second");
+    }
+}

@@ -1,0 +1,320 @@
+//! The way of one run, from program bytes to report:
+//!
+//! 1. admission: sizes, signature, declarations;
+//! 2. the broker opens the run and says what its grant allows;
+//! 3. the imports are held against that;
+//! 4. a worker with a VM carries it out;
+//! 5. the report.
+//!
+//! Whatever is refused is refused before a VM is made.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use forge_protocol::RunId;
+use forge_protocol::broker::{Authority, OpenRun, RefusalKind};
+use forge_protocol::guest::{Artifact, Start};
+use forge_protocol::limits::{OverLimit, RunLimits};
+use forge_protocol::name::ToolName;
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::{Fate, Job, Report, Timing};
+
+use crate::admission::{self, Admitted, Violation};
+use crate::broker::{Broker, BrokerError};
+use crate::report::{
+    LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
+    encode_output, hex,
+};
+use crate::worker::process::WorkerProcess;
+
+/// How much longer than its deadline a worker may take to say so.
+const WORKER_GRACE: Duration = Duration::from_secs(2);
+/// How long a VM may take to be made on top of the run's own time, which
+/// starts when the program is there.
+const BOOT_GRACE: Duration = Duration::from_secs(30);
+
+/// One run, as it is asked for.
+#[derive(Clone, Debug)]
+pub struct RunRequest {
+    /// The signed program.
+    pub program: Vec<u8>,
+    /// Its input, JSON.
+    pub input: Vec<u8>,
+    /// Whose run it is.
+    pub principal: String,
+    /// What it may call.
+    pub authority: Authority,
+    /// What it may use.
+    pub limits: RunLimits,
+}
+
+/// A run's report and the artifacts it left.
+#[derive(Clone, Debug)]
+pub struct RunResult {
+    /// The report.
+    pub report: RunReport,
+    /// The artifacts, in the order of the report's list.
+    pub artifacts: Vec<Artifact>,
+}
+
+/// Runs programs.
+#[derive(Debug)]
+pub struct Supervisor {
+    trust: TrustKeys,
+    maxima: RunLimits,
+    broker: Option<Broker>,
+    /// The executable that workers are started from.
+    worker: PathBuf,
+}
+
+/// What stands before the VM, and refused.
+enum Refused {
+    Violations(Vec<Violation>),
+    Broker(BrokerError),
+    Over(OverLimit),
+    Host(io::Error),
+}
+
+impl Supervisor {
+    /// A supervisor that trusts these keys, grants limits up to `maxima`, and
+    /// sends calls to this broker. Without one, no program can call a tool.
+    /// Workers are started from this executable, which must be `forge-vmm`.
+    #[must_use]
+    pub fn new(trust: TrustKeys, maxima: RunLimits, broker: Option<Broker>) -> Self {
+        Self { trust, maxima, broker, worker: PathBuf::from("/proc/self/exe") }
+    }
+
+    /// Starts workers from another executable, for programs that embed the
+    /// supervisor.
+    #[must_use]
+    pub fn with_worker(self, executable: PathBuf) -> Self {
+        Self { worker: executable, ..self }
+    }
+
+    /// The broker, for questions beside a run.
+    pub fn broker(&mut self) -> Option<&mut Broker> {
+        self.broker.as_mut()
+    }
+
+    /// Carries out one run. However it ends, there is a report.
+    pub fn run(&mut self, request: &RunRequest) -> RunResult {
+        let started = Instant::now();
+        let run_id = match crate::keys::random() {
+            Ok(bytes) => RunId(bytes),
+            Err(error) => {
+                let outcome = Outcome::new(Status::Unavailable, "host", error.to_string());
+                return unstarted(RunId([0; 16]), None, outcome, started);
+            }
+        };
+        let admitted = match self.admit(request) {
+            Ok(admitted) => admitted,
+            Err(refused) => return unstarted(run_id, None, refused.into(), started),
+        };
+        match self.carry_out(run_id, request, &admitted, started) {
+            Ok(result) => result,
+            Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), started),
+        }
+    }
+
+    fn admit<'a>(&self, request: &'a RunRequest) -> Result<Admitted<'a>, Refused> {
+        request.limits.within(&self.maxima).map_err(Refused::Over)?;
+        let input_bytes = request.input.len() as u64;
+        let limit = request.limits.input_bytes.into();
+        if input_bytes > limit {
+            return Err(Refused::Over(OverLimit { what: "input_bytes", got: input_bytes, limit }));
+        }
+        admission::admit(&request.program, &self.trust, &request.limits)
+            .map_err(|violation| Refused::Violations(vec![violation]))
+    }
+
+    fn carry_out(
+        &mut self,
+        run_id: RunId,
+        request: &RunRequest,
+        admitted: &Admitted<'_>,
+        started: Instant,
+    ) -> Result<RunResult, Refused> {
+        // What is wrong whatever is granted is said before anybody is asked.
+        let named: Vec<ToolName> = admitted.shape.tools().cloned().collect();
+        let violations = admitted.shape.violations(&named, &request.limits);
+        if !violations.is_empty() {
+            return Err(Refused::Violations(violations));
+        }
+        let (granted, link) = self.open(run_id, request, admitted)?;
+        let violations = admitted.shape.violations(&granted, &request.limits);
+        if !violations.is_empty() {
+            return Err(Refused::Violations(violations));
+        }
+        let opened = Instant::now();
+        let wall = Duration::from_millis(request.limits.wall_ms);
+        let start_unix_ns = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX));
+        let job = Job {
+            start: Start {
+                run_id,
+                limits: request.limits.clone(),
+                seed: crate::keys::random().map_err(Refused::Host)?,
+                start_unix_ns,
+                granted,
+            },
+            trust: self.trust.as_slice().iter().map(|key| key.to_bytes()).collect(),
+            program: request.program.clone(),
+            input: request.input.clone(),
+            deadline_ns: u64::try_from(wall.as_nanos()).unwrap_or(u64::MAX),
+            brokered: link.is_some(),
+        };
+        let mut worker = WorkerProcess::start(&self.worker, link).map_err(Refused::Host)?;
+        let report = worker.carry_out(&job, wall + BOOT_GRACE + WORKER_GRACE);
+        drop(worker);
+        Ok(reported(run_id, admitted, request, report, started, opened))
+    }
+
+    /// Opens the run at the broker. A program that can call nothing, and is
+    /// granted nothing, needs none.
+    fn open(
+        &mut self,
+        run_id: RunId,
+        request: &RunRequest,
+        admitted: &Admitted<'_>,
+    ) -> Result<(Vec<ToolName>, Option<UnixStream>), Refused> {
+        if request.authority == Authority::Tools(Vec::new()) {
+            return Ok((Vec::new(), None));
+        }
+        let Some(broker) = &mut self.broker else {
+            return Ok((Vec::new(), None));
+        };
+        let open = OpenRun {
+            run_id,
+            principal: request.principal.clone(),
+            program_sha256: admitted.program.sha256(),
+            authority: request.authority.clone(),
+            limits: request.limits.clone(),
+        };
+        let (claims, link) = broker.open_run(open).map_err(Refused::Broker)?;
+        let granted = claims.tools.into_iter().map(|tool| tool.name).collect();
+        Ok((granted, Some(link)))
+    }
+}
+
+impl From<Refused> for Outcome {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Violations(violations) => {
+                let kind = violations.first().map_or("invalid", |v| v.kind.as_str());
+                let messages: Vec<_> = violations.into_iter().map(|v| v.message).collect();
+                Self::new(Status::Rejected, kind, messages.join("; "))
+            }
+            Refused::Over(over) => Self::new(Status::Rejected, "too_large", over.to_string()),
+            Refused::Broker(error) => {
+                let (status, kind) = match &error {
+                    BrokerError::Refused { kind, .. } => match kind {
+                        RefusalKind::NoSuchTool => (Status::Rejected, "no_such_tool"),
+                        RefusalKind::BadGrant => (Status::Rejected, "grant"),
+                        RefusalKind::BadRequest => (Status::Rejected, "bad_request"),
+                        RefusalKind::Internal => (Status::Internal, "broker"),
+                    },
+                    _ => (Status::Internal, "broker"),
+                };
+                Self::new(status, kind, error.to_string())
+            }
+            Refused::Host(error) => Self::new(Status::Unavailable, "host", error.to_string()),
+        }
+    }
+}
+
+fn us_since(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
+
+/// The report of a run that no VM was made for.
+fn unstarted(
+    run_id: RunId,
+    admitted: Option<&Admitted<'_>>,
+    outcome: Outcome,
+    started: Instant,
+) -> RunResult {
+    let total = us_since(started);
+    let timing_us = TimingReport { admission: total, total, ..TimingReport::default() };
+    let (output, output_encoding) = encode_output(&[]);
+    let report = RunReport {
+        run_id: run_id.to_string(),
+        status: outcome.status,
+        kind: outcome.kind,
+        reason: outcome.reason,
+        output,
+        output_encoding,
+        artifacts: Vec::new(),
+        log: Vec::new(),
+        isolation: "vm",
+        vm: "fresh",
+        program_sha256: admitted.map(|admitted| hex(&admitted.program.sha256())),
+        signer: admitted.map(|admitted| admitted.program.signer().to_string()),
+        tool_calls: Vec::new(),
+        fuel_used: 0,
+        memory_peak_bytes: 0,
+        vm_exits: 0,
+        timing_us,
+    };
+    RunResult { report, artifacts: Vec::new() }
+}
+
+/// The report of a run that a worker was given.
+fn reported(
+    run_id: RunId,
+    admitted: &Admitted<'_>,
+    request: &RunRequest,
+    report: io::Result<Report>,
+    started: Instant,
+    opened: Instant,
+) -> RunResult {
+    let report = match report {
+        Ok(report) => report,
+        Err(error) => {
+            let outcome = Outcome::new(
+                Status::Internal,
+                "worker_lost",
+                format!("the worker ended without a report: {error}"),
+            );
+            return unstarted(run_id, Some(admitted), outcome, started);
+        }
+    };
+    let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms);
+    let (fuel_used, memory_peak_bytes) = match &report.fate {
+        Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes),
+        Fate::Deadline | Fate::Vm(_) => (0, 0),
+    };
+    let timing: Timing = report.timing;
+    let timing_us = TimingReport {
+        admission: opened.duration_since(started).as_micros() as u64,
+        total: us_since(started),
+        ..TimingReport::of_worker(timing)
+    };
+    let (output, output_encoding) = encode_output(&report.output);
+    let public = RunReport {
+        run_id: run_id.to_string(),
+        status: outcome.status,
+        kind: outcome.kind,
+        reason: outcome.reason,
+        output,
+        output_encoding,
+        artifacts: report.artifacts.iter().map(artifact_report).collect(),
+        log: report
+            .logs
+            .iter()
+            .map(|log| LogReport { level: log.level, text: log.text.clone() })
+            .collect(),
+        isolation: "vm",
+        vm: "fresh",
+        program_sha256: Some(hex(&admitted.program.sha256())),
+        signer: Some(admitted.program.signer().to_string()),
+        tool_calls: report.calls.iter().map(call_report).collect(),
+        fuel_used,
+        memory_peak_bytes,
+        vm_exits: report.vm_exits,
+        timing_us,
+    };
+    RunResult { report: public, artifacts: report.artifacts }
+}
