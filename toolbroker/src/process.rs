@@ -53,6 +53,19 @@ pub fn adopt(number: RawFd) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd as _;
+
+    #[test]
+    fn a_hardened_process_is_not_dumpable_and_hands_no_descriptor_on() {
+        let (near, _far) = std::os::unix::net::UnixStream::pair().unwrap();
+        // SAFETY: clears a flag of a descriptor that this test owns.
+        assert_eq!(unsafe { libc::fcntl(near.as_raw_fd(), libc::F_SETFD, 0) }, 0);
+        harden().unwrap();
+        assert_eq!(rustix::process::dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);
+        // SAFETY: reads a flag of a descriptor that this test owns.
+        let flags = unsafe { libc::fcntl(near.as_raw_fd(), libc::F_GETFD) };
+        assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);
+    }
 
     #[test]
     fn standard_streams_and_closed_numbers_are_refused() {
