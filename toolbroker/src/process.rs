@@ -31,13 +31,15 @@ pub fn harden() -> io::Result<()> {
 /// it once for each number, before anything else opens descriptors.
 ///
 /// # Errors
-/// `InvalidInput` for the standard streams, and the kernel's error if nothing
+/// `InvalidInput` for standard output and standard error, and the kernel's error if nothing
 /// is open there.
 pub fn adopt(number: RawFd) -> io::Result<OwnedFd> {
-    if number <= libc::STDERR_FILENO {
+    // Standard input is a descriptor like any other: a supervisor without
+    // unsafe code can pass a socket there and nowhere else.
+    if number == libc::STDOUT_FILENO || number == libc::STDERR_FILENO {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            "a control link needs a descriptor of its own, above 2",
+            "a control link cannot be standard output or standard error",
         ));
     }
     // SAFETY: F_GETFD only reads a flag, and fails for numbers not open.

@@ -53,6 +53,7 @@ fn tools_are_listed_with_schemas_and_digests() {
         [
             "test.barrier",
             "test.big",
+            "test.change",
             "test.crash",
             "test.echo",
             "test.echo_env",
@@ -62,7 +63,7 @@ fn tools_are_listed_with_schemas_and_digests() {
             "test.slow",
         ]
     );
-    let echo = &tools[3];
+    let echo = &tools[4];
     assert_eq!(echo.description, "Says it back.");
     assert!(echo.input_schema.contains("\"text\""), "{}", echo.input_schema);
     assert!(echo.output_schema.as_ref().unwrap().contains("\"text\""));
@@ -80,7 +81,7 @@ fn a_server_that_does_not_start_is_named_with_its_last_words() {
     }}));
     match broker.ask(&Request::ListTools { principal: "alice".into() }) {
         Reply::Tools { tools, unavailable } => {
-            assert_eq!(tools.len(), 9, "the third server is there all the same");
+            assert_eq!(tools.len(), 10, "the third server is there all the same");
             assert_eq!(unavailable.len(), 2);
             assert_eq!(unavailable[0].0, "ghost");
             assert!(unavailable[0].1.contains("no-such-program-anywhere"), "{unavailable:?}");
@@ -341,6 +342,37 @@ fn a_crashed_server_leaves_the_outcome_unknown_and_is_started_again() {
 }
 
 #[test]
+fn a_definition_that_changes_during_a_run_denies_the_call() {
+    let (mut broker, server) = Broker::with_server_args(&["--old"]);
+    let mut worker = broker.run(&["test.change", "test.echo", "test.slow"], limits());
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+    assert_eq!(
+        worker.call("test.change", &json!({})),
+        (None, json!([{"type": "text", "text": "changed"}]))
+    );
+    let (code, why) = worker.call("test.echo", &json!({"text": "x"}));
+    assert_eq!(code, Some(CallCode::Denied), "{why}");
+    assert!(why["error"].as_str().unwrap().contains("changed"), "{why}");
+    assert_eq!(worker.call("test.slow", &json!({"ms": 1})).0, None, "only the changed one");
+    assert_eq!(server.calls(), ["echo", "change", "slow", "slow ended"]);
+}
+
+#[test]
+fn an_old_server_that_says_nothing_to_discover_is_used_all_the_same() {
+    let (mut broker, _) = Broker::with_server_args(&["--old"]);
+    let began = Instant::now();
+    assert_eq!(broker.tools().len(), 10);
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(9), "{took:?}: the library's own wait is 10 s");
+    // Once known, it is not asked again.
+    let mut worker = broker.run(&["test.crash", "test.echo"], limits());
+    assert_eq!(worker.call("test.crash", &json!({})).0, Some(CallCode::OutcomeUnknown));
+    let began = Instant::now();
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+    assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
+}
+
+#[test]
 fn a_failing_tool_says_why_without_its_credential() {
     let (mut broker, _) = Broker::with_test_server();
     let mut worker = broker.run(&["test.fail", "test.refuse"], limits());
@@ -548,7 +580,7 @@ fn a_run_without_its_socket_is_refused_and_the_link_goes_on() {
     let file = std::fs::File::open("/dev/null").unwrap();
     support::send_with(&broker.control, &frames, file.into());
     assert_eq!(refusal(broker.reply()).0, RefusalKind::BadRequest);
-    assert_eq!(broker.tools().len(), 9);
+    assert_eq!(broker.tools().len(), 10);
 }
 
 #[test]
