@@ -5,7 +5,8 @@ use forge_protocol::platform::{CRASH, TrapFrame};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::{Go, Stop, StopReason};
+pub use super::Go;
+use super::{Stop, StopReason};
 
 /// Who answers the guest's device accesses. Neither may panic, whatever the
 /// guest does.

@@ -1,0 +1,115 @@
+//! What the VM tests share: programs, keys, jobs, and a runner that counts
+//! them as ignored, loudly, where there is no KVM.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use forge_protocol::RunId;
+use forge_protocol::guest::Start;
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
+use forge_protocol::signature::SignerKey;
+use forge_protocol::worker::{Job, Report};
+use forge_vmm::machine::Hypervisor;
+use libtest_mimic::{Arguments, Trial};
+
+/// A test, by its claim.
+pub type Test = (&'static str, fn());
+
+/// Names a list of test functions.
+#[macro_export]
+macro_rules! claims {
+    ($($test:ident),* $(,)?) => { &[$((stringify!($test), $test as fn())),*] };
+}
+
+/// Runs the tests, those of `vm` only where `/dev/kvm` opens.
+pub fn main(vm: &[Test], elsewhere: &[Test]) -> ExitCode {
+    let arguments = Arguments::from_args();
+    let missing = Hypervisor::open().err();
+    if let Some(why) = &missing
+        && !arguments.list
+    {
+        eprintln!("SKIPPED: {} VM tests: {why}", vm.len());
+    }
+    let trial = |(name, test): &Test| {
+        let test = *test;
+        Trial::test(*name, move || {
+            test();
+            Ok(())
+        })
+    };
+    let vm = vm.iter().map(|test| trial(test).with_ignored_flag(missing.is_some()));
+    let elsewhere = elsewhere.iter().map(trial);
+    libtest_mimic::run(&arguments, vm.chain(elsewhere).collect()).exit_code()
+}
+
+/// The key all test programs are signed with.
+pub fn signer() -> SignerKey {
+    SignerKey::from_secret(&[7; 32])
+}
+
+/// Assembles and signs.
+pub fn signed(wat: &str) -> Vec<u8> {
+    signer().sign(&wat::parse_str(wat).unwrap()).unwrap()
+}
+
+/// A module with the whole of `forge` imported as `$name`, one page of
+/// memory, and this body for `forge_run`, which must leave an i32.
+pub fn forge_module(more: &str, body: &str) -> String {
+    use forge_protocol::abi::{Forge, Value};
+    let mut imports = String::new();
+    for function in Forge::ALL {
+        let name = function.name();
+        let signature = function.signature();
+        let word = |value: &Value| match value {
+            Value::I32 => "i32",
+            Value::I64 => "i64",
+        };
+        let params: Vec<_> = signature.params.iter().map(word).collect();
+        let result =
+            signature.result.as_ref().map(|r| format!("(result {})", word(r))).unwrap_or_default();
+        imports.push_str(&format!(
+            "(import \"forge\" \"{name}\" (func ${name} (param {}) {result}))\n",
+            params.join(" "),
+        ));
+    }
+    format!(
+        "(module {imports}
+            {more}
+            (func (export \"forge_run\") (result i32) {body}))"
+    )
+}
+
+/// A job without tools.
+pub fn job(program: Vec<u8>, limits: RunLimits) -> Job {
+    Job {
+        start: Start {
+            run_id: RunId([1; 16]),
+            seed: [2; 32],
+            start_unix_ns: 1_000,
+            granted: Vec::new(),
+            limits: limits.clone(),
+        },
+        trust: vec![signer().trust_key().to_bytes()],
+        program,
+        input: b"{}".to_vec(),
+        // On an emulated CPU everything takes longer; the tests of deadlines
+        // say their own.
+        deadline_ns: Duration::from_secs(60).as_nanos() as u64,
+        brokered: false,
+    }
+}
+
+/// Runs a program without tools in a VM of its own, in this process.
+pub fn run(wat: &str, limits: RunLimits) -> Report {
+    forge_vmm::worker::serve(&job(signed(wat), limits), None)
+}
+
+/// Runs a program that imports a tool nobody is there to answer for.
+pub fn run_granted(wat: &str, tool: &str) -> Report {
+    let mut job = job(signed(wat), RunLimits::default());
+    job.start.granted = vec![ToolName::parse(tool).unwrap()];
+    forge_vmm::worker::serve(&job, None)
+}
