@@ -259,10 +259,10 @@ fn mcp_server(
 ) -> Result<Option<ServerConfig>, ConfigError> {
     const KNOWN: [&str; 6] = ["command", "args", "env", "cwd", "type", "disabled"];
     let fields = entry.object()?;
-    if let Some(disabled) = entry.field("disabled") {
-        if disabled.bool()? {
-            return Ok(None);
-        }
+    if let Some(disabled) = entry.field("disabled")
+        && disabled.bool()?
+    {
+        return Ok(None);
     }
     check_server_name(name, entry)?;
     for remote in ["url", "serverUrl", "httpUrl"] {
@@ -270,10 +270,10 @@ fn mcp_server(
             return Err(remote.wrong(Problem::NotStdio));
         }
     }
-    if let Some(kind) = entry.field("type") {
-        if kind.text()? != "stdio" {
-            return Err(kind.wrong(Problem::NotStdio));
-        }
+    if let Some(kind) = entry.field("type")
+        && kind.text()? != "stdio"
+    {
+        return Err(kind.wrong(Problem::NotStdio));
     }
     for key in fields.keys() {
         if !KNOWN.contains(&key.as_str()) && !TOLERATED_FIELDS.contains(&key.as_str()) {

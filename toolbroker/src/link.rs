@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream as StdStream;
 
-use forge_protocol::codec::{self, CodecError, Decode};
+use forge_protocol::codec::{self, BorrowDecode, CodecError};
 use forge_protocol::frame::{FrameError, HEADER_BYTES, Header, Kind};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncWriteExt as _, Interest};
@@ -60,10 +60,7 @@ impl Received {
     ///
     /// # Errors
     /// [`LinkError::Payload`].
-    pub fn message<T: Decode<()>>(&self) -> Result<T, LinkError>
-    where
-        T: for<'a> codec::BorrowDecode<'a, ()>,
-    {
+    pub fn message<T: for<'a> BorrowDecode<'a, ()>>(&self) -> Result<T, LinkError> {
         codec::decode(&self.payload).map_err(|error| LinkError::Payload { kind: self.kind, error })
     }
 }

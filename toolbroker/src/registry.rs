@@ -87,7 +87,8 @@ impl Registry {
     /// are not up are started, all at the same time.
     pub async fn list(&self) -> (Vec<Arc<Tool>>, Vec<(String, UpstreamError)>) {
         let mut asked = JoinSet::new();
-        for upstream in self.servers.values().cloned() {
+        for upstream in self.servers.values() {
+            let upstream = Arc::clone(upstream);
             asked.spawn(async move {
                 let connection = upstream.connection().await;
                 (upstream.name().to_owned(), connection)
@@ -158,7 +159,8 @@ impl Registry {
     /// Stops all servers, at the same time.
     pub async fn stop(&self) {
         let mut stopping = JoinSet::new();
-        for upstream in self.servers.values().cloned() {
+        for upstream in self.servers.values() {
+            let upstream = Arc::clone(upstream);
             stopping.spawn(async move { upstream.stop().await });
         }
         while stopping.join_next().await.is_some() {}

@@ -556,11 +556,11 @@ impl Transport<RoleClient> for StdioTransport {
         &mut self,
         message: TxJsonRpcMessage<RoleClient>,
     ) -> impl Future<Output = Result<(), io::Error>> + Send + 'static {
-        if let JsonRpcMessage::Request(request) = &message {
-            if matches!(request.request, ClientRequest::DiscoverRequest(_)) {
-                let until = Instant::now() + DISCOVER_TIME_MAX;
-                self.discover = Discover::Asked { id: request.id.clone(), until };
-            }
+        if let JsonRpcMessage::Request(request) = &message
+            && matches!(request.request, ClientRequest::DiscoverRequest(_))
+        {
+            let until = Instant::now() + DISCOVER_TIME_MAX;
+            self.discover = Discover::Asked { id: request.id.clone(), until };
         }
         self.inner.send(message)
     }
