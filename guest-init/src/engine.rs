@@ -12,11 +12,33 @@
 //!
 //! Modules are compiled eagerly: lazily translated functions are charged to
 //! the fuel of whoever calls them first, and fuel must repeat.
+//!
+//! # The native stack
+//!
+//! wasmi's operations call each other in tail position and rely on LLVM to
+//! make jumps of these calls. It does for all but `memory.grow` and
+//! `table.grow`: as compiled, each execution of one leaves a frame of some
+//! 180 bytes on the native stack until wasmi returns, and a loop over
+//! `memory.grow` would overflow it: in a guest, a crash that any program could
+//! cause. wasmi's other loop has no such fault and is three times slower.
+//!
+//! So programs run in slices: wasmi is given [`SLICE_FUEL`] at a time and
+//! returns, its native stack unwound, to be given more. A growth costs
+//! [`GROW_FUEL`], the most wasmi can be told, and fuel is charged for a whole
+//! block of code at once, so at most `SLICE_FUEL / GROW_FUEL` and one block's
+//! growths can happen in a slice; [`crate::shape`] bounds the latter. Slices
+//! change no program's fuel.
 
 use forge_protocol::limits::RunLimits;
-use wasmi::{CompilationMode, Config, StoreLimits, StoreLimitsBuilder};
+use wasmi::{CompilationMode, Config, OperatorCost, StoreLimits, StoreLimitsBuilder};
 
 use crate::shape::{MEMORIES_MAX, TABLE_ELEMENTS_MAX, TABLES_MAX};
+
+/// What a program is given to run on before wasmi must return, in fuel: a tenth
+/// of a millisecond of work.
+pub const SLICE_FUEL: u64 = 100_000;
+/// What `memory.grow` and `table.grow` cost beside the bytes they add.
+pub const GROW_FUEL: u8 = u8::MAX;
 
 /// The value stack a run starts with, in bytes, if it may have as much.
 const STACK_BYTES_MIN: usize = 64 * 1024;
@@ -25,6 +47,8 @@ const STACK_BYTES_MIN: usize = 64 * 1024;
 #[must_use]
 pub fn config(limits: &RunLimits) -> Config {
     let stack_bytes = limits.stack_bytes as usize;
+    let costs =
+        OperatorCost { memory_grow: GROW_FUEL, table_grow: GROW_FUEL, ..OperatorCost::default() };
     let mut config = Config::default();
     config
         .wasm_mutable_global(true)
@@ -42,6 +66,7 @@ pub fn config(limits: &RunLimits) -> Config {
         .wasm_wide_arithmetic(false)
         .compilation_mode(CompilationMode::Eager)
         .consume_fuel(true)
+        .operator_cost(costs)
         .allow_start_fn(false)
         .ignore_custom_sections(true)
         .set_max_recursion_depth(limits.recursion as usize)

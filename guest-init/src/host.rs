@@ -35,6 +35,8 @@ pub(crate) struct Host<S> {
     pub(crate) link: Link<S>,
     pub(crate) limits: RunLimits,
     pub(crate) caps: StoreLimits,
+    /// Fuel the run has and wasmi was not given yet.
+    pub(crate) fuel_reserve: u64,
     /// The exported memory, once the module is instantiated.
     pub(crate) memory: Option<Memory>,
     pub(crate) input: Vec<u8>,
@@ -74,6 +76,7 @@ impl<S: Stream> Host<S> {
         Self {
             link,
             caps: engine::caps(&limits),
+            fuel_reserve: 0,
             limits,
             memory: None,
             input,

@@ -6,14 +6,14 @@ use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::guest::{Ended, RunOrder, Start};
 use forge_protocol::limits::{MEMORY_BYTES_MAX, RunLimits};
 use forge_protocol::signature::{TrustKeys, VerifiedProgram};
-use wasmi::{Engine, Error, Extern, Instance, Module, Store};
+use wasmi::{Engine, Error, Extern, Func, Instance, Module, ResumableCall, Store, TrapCode, Val};
 
 use crate::abi;
 use crate::admission::{self, Admitted, Entry};
 use crate::engine;
 use crate::host::Host;
 use crate::link::{Link, ServeError, Stream};
-use crate::shape;
+use crate::shape::{self, ShapeError};
 use crate::trap::{self, rejected};
 
 /// See [`crate::serve`].
@@ -68,8 +68,12 @@ fn prepare(start: &Start, program: &[u8], trust: &TrustKeys) -> Result<Prepared,
 /// Takes a [`VerifiedProgram`] and nothing else, so that no byte of a program
 /// nobody trusted signed reaches a WebAssembly parser.
 fn compile(start: &Start, program: &VerifiedProgram<'_>) -> Result<Prepared, Ending> {
-    shape::check(program.bytes())
-        .map_err(|over| rejected(RejectKind::TooLarge, alloc::format!("the module's {over}")))?;
+    shape::check(program.bytes()).map_err(|error| match error {
+        ShapeError::Over(over) => {
+            rejected(RejectKind::TooLarge, alloc::format!("the module's {over}"))
+        }
+        ShapeError::Malformed(error) => rejected(RejectKind::Invalid, alloc::format!("{error}")),
+    })?;
     let engine = Engine::new(&engine::config(&start.limits));
     let module =
         Module::new(&engine, program.bytes()).map_err(|error| trap::not_compiled(&error))?;
@@ -107,8 +111,7 @@ impl Prepared {
         // Linear memory never shrinks: where it ended is its peak.
         let memory_peak_bytes =
             store.data().memory.map_or(0, |memory| memory.data_size(&store) as u64);
-        // Metering is on, so the figure is there.
-        let fuel_left = store.get_fuel().unwrap_or(0);
+        let fuel_left = fuel_left(&store).unwrap_or(0);
         let host = store.data_mut();
         // Only the link can fail here, as nothing is called any more.
         if let Err(stop) = host.finish() {
@@ -148,21 +151,64 @@ impl Prepared {
         store: &mut Store<Host<S>>,
         instance: Instance,
     ) -> Result<i32, Error> {
+        let function = |store: &Store<Host<S>>, name| {
+            // Admission has seen the export and its type.
+            instance.get_func(store, name).ok_or_else(|| Error::new("an export is gone"))
+        };
+        let mut code = [Val::I32(0)];
         match self.admitted.entry {
             Entry::Forge { initialize } => {
                 if initialize {
-                    let function =
-                        instance.get_typed_func::<(), ()>(&*store, admission::INITIALIZE)?;
-                    function.call(&mut *store, ())?;
+                    let initialize = function(store, admission::INITIALIZE)?;
+                    call_in_slices(store, initialize, &mut [])?;
                 }
-                let function = instance.get_typed_func::<(), i32>(&*store, admission::FORGE_RUN)?;
-                function.call(&mut *store, ())
+                let run = function(store, admission::FORGE_RUN)?;
+                call_in_slices(store, run, &mut code)?;
             }
             Entry::Wasi => {
-                let function = instance.get_typed_func::<(), ()>(&*store, admission::WASI_START)?;
-                function.call(&mut *store, ())?;
-                Ok(0)
+                let start = function(store, admission::WASI_START)?;
+                call_in_slices(store, start, &mut [])?;
             }
         }
+        let [code] = code;
+        code.i32().ok_or_else(|| Error::new("an export changed its type"))
     }
+}
+
+/// Calls a function without parameters, a slice of fuel at a time; why, see
+/// [`engine`].
+fn call_in_slices<S: Stream + 'static>(
+    store: &mut Store<Host<S>>,
+    function: Func,
+    results: &mut [Val],
+) -> Result<(), Error> {
+    give_fuel(store, 0)?;
+    let mut call = function.call_resumable(&mut *store, &[], results)?;
+    loop {
+        call = match call {
+            ResumableCall::Finished => return Ok(()),
+            ResumableCall::HostTrap(trap) => return Err(trap.into_host_error()),
+            ResumableCall::OutOfFuel(paused) => {
+                give_fuel(store, paused.required_fuel())?;
+                paused.resume(&mut *store, results)?
+            }
+        };
+    }
+}
+
+/// Gives wasmi a slice of what fuel the run has left, and at least `required`.
+fn give_fuel<S>(store: &mut Store<Host<S>>, required: u64) -> Result<(), Error> {
+    let left = fuel_left(store)?;
+    if left < required {
+        return Err(TrapCode::OutOfFuel.into());
+    }
+    let slice = engine::SLICE_FUEL.max(required).min(left);
+    store.data_mut().fuel_reserve = left - slice;
+    store.set_fuel(slice)
+}
+
+/// All the fuel that the run has left.
+fn fuel_left<S>(store: &Store<Host<S>>) -> Result<u64, Error> {
+    // Together they are never more than the run's limit.
+    Ok(store.get_fuel()?.saturating_add(store.data().fuel_reserve))
 }

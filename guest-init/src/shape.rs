@@ -8,15 +8,20 @@
 //! wasmi's own `EnforcedLimits` cannot be chosen singly, and its strict set
 //! refuses sound modules with many small functions.
 //!
-//! Nothing is validated here: what does not parse is left for wasmi to refuse.
+//! Nothing is validated here beyond that it parses, with the parser wasmi
+//! uses and every proposal it knows.
+
+use core::fmt;
 
 use forge_protocol::limits::OverLimit;
-use wasmparser::{CompositeInnerType, ElementItems, Parser, Payload};
+use wasmparser::{
+    BinaryReaderError, CompositeInnerType, ElementItems, FunctionBody, Operator, Parser, Payload,
+};
 
 /// Types.
 pub const TYPES_MAX: u32 = 10_000;
 /// Parameters, or results, of one type.
-pub const TYPE_VALUES_MAX: u32 = 64;
+pub const TYPE_VALUES_MAX: u32 = 128;
 /// Imports.
 pub const IMPORTS_MAX: u32 = 1_000;
 /// Functions of the module's own.
@@ -36,19 +41,49 @@ pub const ELEMENT_SEGMENTS_MAX: u32 = 10_000;
 /// Data segments.
 pub const DATA_SEGMENTS_MAX: u32 = 10_000;
 
+/// `memory.grow` and `table.grow` operators in all functions together; why,
+/// see [`crate::engine`]. Compilers emit one or two, in the allocator.
+pub const GROWS_MAX: u32 = 128;
+
+/// Why a module's shape is refused.
+#[derive(Debug)]
+pub enum ShapeError {
+    /// A count is over its bound.
+    Over(OverLimit),
+    /// The module does not parse.
+    Malformed(BinaryReaderError),
+}
+
+impl fmt::Display for ShapeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Over(over) => write!(f, "{over}"),
+            Self::Malformed(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl core::error::Error for ShapeError {}
+
+impl From<BinaryReaderError> for ShapeError {
+    fn from(error: BinaryReaderError) -> Self {
+        Self::Malformed(error)
+    }
+}
+
 /// Checks a module's counts.
 ///
 /// # Errors
-/// The first count that is over its bound.
-pub fn check(module: &[u8]) -> Result<(), OverLimit> {
+/// [`ShapeError`]: the first count that is over its bound, or where the module
+/// does not parse.
+pub fn check(module: &[u8]) -> Result<(), ShapeError> {
+    let mut grows = 0;
     for payload in Parser::new(0).parse_all(module) {
-        let Ok(payload) = payload else { return Ok(()) };
-        match payload {
+        match payload? {
             Payload::TypeSection(types) => {
                 within("types", types.count(), TYPES_MAX)?;
                 for group in types {
-                    let Ok(group) = group else { return Ok(()) };
-                    for sub in group.types() {
+                    for sub in group?.types() {
                         if let CompositeInnerType::Func(func) = &sub.composite_type.inner {
                             let params = func.params().len() as u32;
                             within("parameters of one type", params, TYPE_VALUES_MAX)?;
@@ -72,8 +107,7 @@ pub fn check(module: &[u8]) -> Result<(), OverLimit> {
                 within("element segments", segments.count(), ELEMENT_SEGMENTS_MAX)?;
                 let mut elements = 0u32;
                 for segment in segments {
-                    let Ok(segment) = segment else { return Ok(()) };
-                    elements = elements.saturating_add(match segment.items {
+                    elements = elements.saturating_add(match segment?.items {
                         ElementItems::Functions(items) => items.count(),
                         ElementItems::Expressions(_, items) => items.count(),
                     });
@@ -86,15 +120,31 @@ pub fn check(module: &[u8]) -> Result<(), OverLimit> {
             Payload::DataSection(segments) => {
                 within("data segments", segments.count(), DATA_SEGMENTS_MAX)?;
             }
+            Payload::CodeSectionEntry(body) => {
+                grows += grows_of(&body)?;
+                within("growing operators", grows, GROWS_MAX)?;
+            }
             _ => {}
         }
     }
     Ok(())
 }
 
-fn within(what: &'static str, got: u32, limit: u32) -> Result<(), OverLimit> {
+/// How often a function has `memory.grow` or `table.grow` in it.
+fn grows_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
+    let mut grows = 0;
+    let mut operators = body.get_operators_reader()?;
+    while !operators.eof() {
+        if matches!(operators.read()?, Operator::MemoryGrow { .. } | Operator::TableGrow { .. }) {
+            grows += 1;
+        }
+    }
+    Ok(grows)
+}
+
+fn within(what: &'static str, got: u32, limit: u32) -> Result<(), ShapeError> {
     if got > limit {
-        return Err(OverLimit { what, got: got.into(), limit: limit.into() });
+        return Err(ShapeError::Over(OverLimit { what, got: got.into(), limit: limit.into() }));
     }
     Ok(())
 }
@@ -106,8 +156,16 @@ mod tests {
     use alloc::string::String;
 
     fn check_text(text: &str) -> Result<(), OverLimit> {
-        check(&wat::parse_str(text).unwrap())
+        match check(&wat::parse_str(text).unwrap()) {
+            Ok(()) => Ok(()),
+            Err(ShapeError::Over(over)) => Err(over),
+            Err(ShapeError::Malformed(error)) => panic!("{error}"),
+        }
     }
+
+    /// Two growing operators.
+    const GROWS: &str = "(func (drop (memory.grow (i32.const 0)))
+        (drop (table.grow 0 (ref.null func) (i32.const 0))))";
 
     /// A module whose body is `piece`, `count` times.
     fn repeated(piece: &str, count: u32) -> String {
@@ -116,8 +174,8 @@ mod tests {
 
     #[test]
     fn each_count_is_held_to_its_bound_and_named() {
-        let wide = format!("(type (func (param{})))", " i32".repeat(65));
-        let wide_results = format!("(type (func (result{})))", " i32".repeat(65));
+        let wide = format!("(type (func (param{})))", " i32".repeat(129));
+        let wide_results = format!("(type (func (result{})))", " i32".repeat(129));
         for (module, what) in [
             (repeated("(type (func (param i64)))", TYPES_MAX + 1), "types"),
             (repeated(&wide, 1), "parameters of one type"),
@@ -133,6 +191,7 @@ mod tests {
                 "elements of all segments",
             ),
             (repeated("(data \"\")", DATA_SEGMENTS_MAX + 1), "data segments"),
+            (repeated(GROWS, GROWS_MAX / 2 + 1), "growing operators"),
         ] {
             assert_eq!(check_text(&module).unwrap_err().what, what);
         }
@@ -146,20 +205,23 @@ mod tests {
 
     #[test]
     fn counts_at_their_bounds_pass() {
-        let widest = format!("(type (func (param{})))", " i32".repeat(64));
+        let widest = format!("(type (func (param{})))", " i32".repeat(128));
         for module in [
             repeated(&widest, 1),
             repeated("(func)", FUNCTIONS_MAX),
             repeated("(table 1 funcref)", TABLES_MAX),
             repeated("(data \"\")", DATA_SEGMENTS_MAX),
+            repeated(GROWS, GROWS_MAX / 2),
         ] {
             assert_eq!(check_text(&module), Ok(()));
         }
     }
 
     #[test]
-    fn what_does_not_parse_is_left_to_wasmi() {
-        assert_eq!(check(b"\0asm\x01\0\0\0\x01\xff"), Ok(()));
-        assert_eq!(check(b""), Ok(()));
+    fn what_does_not_parse_is_refused() {
+        let body_that_is_cut_off = b"\0asm\x01\0\0\0\x0a\x05\x01\x03\x00\x41\xff";
+        for module in [&b"\0asm\x01\0\0\0\x01\xff"[..], b"", body_that_is_cut_off] {
+            assert!(matches!(check(module), Err(ShapeError::Malformed(_))), "{module:?}");
+        }
     }
 }

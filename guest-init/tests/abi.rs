@@ -289,7 +289,7 @@ fn waiting_for_what_is_no_open_call_traps() {
 
 #[test]
 fn a_program_may_end_with_calls_open() {
-    let report = Run::of(&program(&["a.b"], NAME, &format!("{START}"))).go();
+    let report = Run::of(&program(&["a.b"], NAME, START)).go();
     returned(&report, 0);
     assert_eq!(report.calls.len(), 1);
 }

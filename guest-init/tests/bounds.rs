@@ -386,6 +386,68 @@ fn a_run_of_many_operations_does_not_grow_the_native_stack() {
     assert_eq!(done, Ending::Returned(0));
 }
 
+#[test]
+fn growing_without_end_does_not_grow_the_native_stack() {
+    for grow in [
+        "(drop (memory.grow (i32.const 0)))",
+        "(drop (memory.grow (i32.const 70000)))",
+        "(drop (table.grow 0 (ref.null func) (i32.const 0)))",
+        "(drop (table.grow 0 (ref.null func) (i32.const -1)))",
+    ] {
+        // Also with as many in one block as a module may have.
+        for times in [1, 128] {
+            let text = module(
+                "(table 1 funcref)",
+                &format!("(loop $l {} (br $l)) (i32.const 0)", grow.repeat(times)),
+            );
+            let run = std::thread::Builder::new().stack_size(256 * 1024);
+            let ending = run
+                .spawn(move || {
+                    Run::of(&text).limits(|limits| limits.fuel = 50_000_000).go().ending().clone()
+                })
+                .unwrap()
+                .join()
+                .unwrap();
+            let fuel_is_out = Ending::Limit { kind: LimitKind::Fuel, limit: 50_000_000 };
+            assert_eq!(ending, fuel_is_out, "{times} times {grow}");
+        }
+    }
+}
+
+#[test]
+fn slices_change_no_fuel_and_no_result() {
+    // Blocks of several sizes, so that slices end at odd places; a block and
+    // a copy that need more than a slice at once; a host function's charge
+    // across the end of one.
+    let text = program(
+        &[],
+        "",
+        &format!(
+            "(local $i i32) (local $sum i32)
+            (drop (memory.grow (i32.const 200)))
+            (loop $l
+                (local.set $sum (i32.add (local.get $sum) (i32.mul (local.get $i) (i32.const 3))))
+                (if (i32.rem_u (local.get $i) (i32.const 7))
+                    (then (call $random (i32.const 0) (i32.const 100))))
+                (br_if $l (i32.lt_u (local.tee $i (i32.add (local.get $i) (i32.const 1)))
+                    (i32.const 2000))))
+            (memory.fill (i32.const 0) (i32.const 1) (i32.const 13000000))
+            {}
+            (i32.store (i32.const 0) (local.get $sum))
+            (call $output (i32.const 0) (i32.const 4))",
+            "(local.set $i (i32.add (local.get $i) (local.get $sum)))".repeat(60_000),
+        ),
+    );
+    let report = Run::of(&text).go();
+    assert_eq!(report.ending(), &Ending::Returned(0));
+    assert_eq!(report.output_i32s(), [(0..2000).map(|i| i * 3).sum::<i32>()]);
+    let used = report.ended().fuel_used;
+    // Exactly as much is enough, and one less is not.
+    let with = |fuel| Run::of(&text).limits(|limits| limits.fuel = fuel).go().ending().clone();
+    assert_eq!(with(used), Ending::Returned(0));
+    assert_eq!(with(used - 1), Ending::Limit { kind: LimitKind::Fuel, limit: used - 1 });
+}
+
 // ---- traps
 
 #[test]

@@ -74,11 +74,19 @@ fn charge_copy<S>(caller: &mut Caller<'_, Host<S>>, bytes: u64) -> Result<(), Er
     charge(caller, bytes / COPY_BYTES_PER_FUEL)
 }
 
-/// Takes fuel, or ends the program with what is left.
+/// Takes fuel, first what wasmi holds, then from the reserve; or ends the
+/// program with none left.
 fn charge<S>(caller: &mut Caller<'_, Host<S>>, fuel: u64) -> Result<(), Error> {
-    match caller.get_fuel()?.checked_sub(fuel) {
-        Some(left) => caller.set_fuel(left),
+    let held = caller.get_fuel()?;
+    let missing = fuel.saturating_sub(held);
+    let reserve = &mut caller.data_mut().fuel_reserve;
+    match reserve.checked_sub(missing) {
+        Some(left) => {
+            *reserve = left;
+            caller.set_fuel(held.saturating_sub(fuel))
+        }
         None => {
+            *reserve = 0;
             caller.set_fuel(0)?;
             Err(TrapCode::OutOfFuel.into())
         }
