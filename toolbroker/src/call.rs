@@ -44,6 +44,9 @@ use tokio_util::task::TaskTracker;
 use crate::registry::{Found, LookupError, Registry};
 use crate::upstream::{CallEnd, ERROR_TEXT_BYTES_MAX};
 
+/// The run's own deadline is its worker's to keep, whose clock started a
+/// little later. This much behind it, the broker gives up by itself.
+const DEADLINE_LEAD: Duration = Duration::from_millis(500);
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays
 /// unknown.
@@ -77,7 +80,7 @@ impl Run {
             ..limits
         };
         let wall = Duration::from_millis(limits.wall_ms).min(WALL_MAX);
-        let deadline = Instant::now() + wall;
+        let deadline = Instant::now() + wall + DEADLINE_LEAD;
         Self { id, granted, limits, calls_max, calls_spent: AtomicU32::new(0), deadline }
     }
 

@@ -1,1 +1,785 @@
-fn main() {}
+//! The command line, the whole way: the real `forge-vmm`, a worker process,
+//! a VM, the real toolbroker and a real tool server.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Output, Stdio};
+use std::sync::Once;
+use std::time::{Duration, Instant};
+
+use forge_protocol::limits::RunLimits;
+use serde_json::{Value, json};
+use support::{forge_module, signer};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            a_program_runs_and_prints_its_output_and_nothing_else,
+            the_json_report_is_complete,
+            a_program_calls_a_real_tool,
+            a_call_and_its_answer_take_one_exit,
+            an_endless_loop_exits_4_by_fuel,
+            an_endless_loop_with_huge_fuel_exits_4_by_the_deadline,
+            a_tool_that_never_answers_exits_4_on_time,
+            growing_past_the_limit_fails_in_the_program,
+            deep_recursion_is_a_trap,
+            a_crashed_guest_exits_70_with_its_crash_record,
+            a_killed_worker_exits_70_and_loses_one_run,
+            three_calls_in_flight_meet_and_their_settlement_is_reported,
+            the_credential_is_in_no_memory_of_worker_or_guest,
+            an_environment_credential_is_not_in_the_workers_environment,
+            a_grant_opens_what_it_names_and_nothing_else,
+            artifacts_are_written_and_never_over_anything,
+            input_comes_from_a_file_or_standard_input,
+            no_process_is_left_behind,
+            probe_proves_that_a_guest_boots,
+        ],
+        claims![
+            an_import_that_is_not_granted_exits_3_and_is_named,
+            unsigned_flipped_and_wrongly_keyed_programs_exit_3,
+            keygen_sign_and_inspect_fit_together,
+            check_names_every_violation,
+            usage_errors_exit_2_and_say_what_to_do,
+            a_private_key_that_others_can_read_is_refused,
+            wasmsign2_signs_for_us_and_verifies_ours,
+        ],
+    )
+}
+
+// What every test needs
+
+const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
+const CREDENTIAL: &str = "tok-7f3a9c51e2b84d06-canary";
+
+/// The programs of other packages that these tests start, built if cargo is
+/// at hand to build them.
+fn helpers() -> &'static Path {
+    static BUILT: Once = Once::new();
+    let folder = Path::new(FORGE).parent().unwrap();
+    BUILT.call_once(|| {
+        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+        let mut build = Command::new(cargo);
+        build
+            .args(["build", "--quiet", "-p", "forge-toolbroker", "-p", "forge-test-server"])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        match build.status() {
+            Ok(status) => assert!(status.success(), "the helpers do not build"),
+            // A machine without cargo: they were brought along.
+            Err(_) => {
+                for name in ["forge-toolbroker", "forge-test-server"] {
+                    assert!(folder.join(name).is_file(), "{name} is missing, and so is cargo");
+                }
+            }
+        }
+    });
+    folder
+}
+
+/// A folder with a key pair and an `mcp.json`, gone after the test.
+struct Desk(PathBuf);
+
+impl Desk {
+    fn new() -> Self {
+        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let folder =
+            std::env::temp_dir().join(format!("forge-run-{}-{number}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let desk = Self(folder);
+        desk.write("signer.pem", signer().to_pem());
+        fs::set_permissions(desk.path("signer.pem"), fs::Permissions::from_mode(0o600)).unwrap();
+        desk.write("signer.pub", signer().trust_key().to_pem());
+        desk
+    }
+
+    /// The same, with the test server.
+    fn with_tools() -> Self {
+        let desk = Self::new();
+        let server = json!({
+            "command": helpers().join("forge-test-server"),
+            "env": { "TEST_TOKEN": "${TEST_TOKEN}" },
+        });
+        desk.write("mcp.json", json!({ "mcpServers": { "test": server } }).to_string());
+        desk
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+        fs::write(self.path(name), content).unwrap();
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(FORGE);
+        command.current_dir(&self.0).env("TEST_TOKEN", CREDENTIAL).stdin(Stdio::null());
+        command
+    }
+
+    fn forge(&self, arguments: &[&str]) -> Output {
+        self.command().args(arguments).output().unwrap()
+    }
+
+    /// `run`, of a program in text, with `--json`.
+    fn run(&self, wat: &str, arguments: &[&str]) -> (i32, Value) {
+        self.write("program.wat", wat);
+        let mut all = vec!["run", "--json", "--sign-with", "signer.pem"];
+        // An emulated CPU needs more than the default to boot at all.
+        if !arguments.contains(&"--timeout") {
+            all.extend(["--timeout", "30s"]);
+        }
+        all.extend(arguments);
+        all.push("program.wat");
+        let output = self.forge(&all);
+        let report = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|_| panic!("no report: {}", text(&output.stderr)));
+        (output.status.code().unwrap(), report)
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+const HELLO: &str = r#"(module
+    (import "forge" "output" (func $output (param i32 i32) (result i32)))
+    (memory (export "memory") 1) (data (i32.const 0) "hello")
+    (func (export "forge_run") (result i32)
+        (drop (call $output (i32.const 0) (i32.const 5))) (i32.const 0)))"#;
+
+const ENDLESS: &str = r#"(module (memory (export "memory") 1)
+    (func (export "forge_run") (result i32) (loop (br 0)) (unreachable)))"#;
+
+/// Calls one tool with a fixed request and writes its response.
+fn calls(tool: &str, request: &str) -> String {
+    forge_module(
+        &format!(
+            "(import \"tool\" \"{tool}\" (func $call_tool (param i32 i32) (result i32)))
+             (memory (export \"memory\") 2) (data (i32.const 0) {request:?})"
+        ),
+        &format!(
+            "(local $n i32)
+             (local.set $n (call $call_tool (i32.const 0) (i32.const {})))
+             (if (i32.lt_s (local.get $n) (i32.const 0)) (then (return (local.get $n))))
+             (drop (call $output (i32.const 4096)
+                (call $resp_read (i32.const 4096) (i32.const 0) (i32.const 100000))))
+             (i32.const 0)",
+            request.len()
+        ),
+    )
+    // An import cannot follow a definition, and forge_module puts ours first.
+}
+
+const TOOLS: [&str; 2] = ["--mcp-config", "mcp.json"];
+
+fn with_tools<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&TOOLS[..], more].concat()
+}
+
+// Running
+
+fn a_program_runs_and_prints_its_output_and_nothing_else() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    let signed = desk.forge(&["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"]);
+    assert!(signed.status.success(), "{}", text(&signed.stderr));
+    let output = desk.forge(&["run", "--trust", "signer.pub", "hello.wasm"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stdout), "hello");
+    assert_eq!(text(&output.stderr), "");
+}
+
+fn the_json_report_is_complete() {
+    let (code, report) = Desk::new().run(HELLO, &[]);
+    assert_eq!(code, 0);
+    let fields = [
+        "run_id",
+        "status",
+        "reason",
+        "output",
+        "output_encoding",
+        "artifacts",
+        "isolation",
+        "vm",
+        "program_sha256",
+        "signer",
+        "tool_calls",
+        "fuel_used",
+        "memory_peak_bytes",
+        "vm_exits",
+        "timing_us",
+    ];
+    for field in fields {
+        assert!(!report[field].is_null(), "{field} is missing from {report:#}");
+    }
+    for part in ["admission", "vm", "boot", "load", "run", "total"] {
+        assert!(report["timing_us"][part].is_u64(), "timing_us.{part}");
+    }
+    assert_eq!(report["status"], "ok");
+    assert_eq!(report["isolation"], "vm");
+    assert_eq!(report["vm"], "fresh");
+    assert_eq!(report["output"], "hello");
+    assert_eq!(report["signer"], signer().trust_key().to_string());
+}
+
+fn a_program_calls_a_real_tool() {
+    let desk = Desk::with_tools();
+    let wat = calls("test.echo", r#"{"text":"round trip"}"#);
+    let (code, report) = desk.run(&wat, &with_tools(&["--allow", "test.echo"]));
+    assert_eq!(code, 0, "{report:#}");
+    let answer: Value = serde_json::from_str(report["output"].as_str().unwrap()).unwrap();
+    assert_eq!(answer, json!({ "text": "round trip" }));
+    assert_eq!(report["tool_calls"][0]["tool"], "test.echo");
+    assert_eq!(report["tool_calls"][0]["status"], "ok");
+}
+
+fn a_call_and_its_answer_take_one_exit() {
+    let desk = Desk::with_tools();
+    let wat = calls("test.echo", r#"{"text":"x"}"#);
+    let (_, report) = desk.run(&wat, &with_tools(&["--allow", "test.echo"]));
+    assert_eq!(report["vm_exits"], 2, "one for the call, one for the end: {report:#}");
+}
+
+fn an_endless_loop_exits_4_by_fuel() {
+    let (code, report) = Desk::new().run(ENDLESS, &["--fuel", "1000000"]);
+    assert_eq!((code, &report["kind"]), (4, &json!("fuel")), "{report:#}");
+    assert_eq!(report["status"], "limit");
+}
+
+fn an_endless_loop_with_huge_fuel_exits_4_by_the_deadline() {
+    let started = Instant::now();
+    let (code, report) =
+        Desk::new().run(ENDLESS, &["--fuel", "18446744073709551615", "--timeout", "1s"]);
+    assert_eq!((code, &report["kind"]), (4, &json!("deadline")), "{report:#}");
+    assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+fn a_tool_that_never_answers_exits_4_on_time() {
+    let desk = Desk::with_tools();
+    let arguments = with_tools(&["--allow", "test.never", "--timeout", "1s"]);
+    let (code, report) = desk.run(&calls("test.never", "{}"), &arguments);
+    let ended_by = report["timing_us"]["total"].as_u64().unwrap();
+    // Either the deadline ends the run, or the broker's answer just before it
+    // says that the call's outcome is unknown.
+    assert_eq!((code, &report["kind"]), (4, &json!("deadline")), "{report:#}");
+    assert!(ended_by < 10_000_000, "{ended_by} us");
+}
+
+fn growing_past_the_limit_fails_in_the_program() {
+    let wat = r#"(module (memory (export "memory") 1)
+        (func (export "forge_run") (result i32)
+            (if (i32.eq (memory.grow (i32.const 60000)) (i32.const -1))
+                (then (return (i32.const 0))))
+            (i32.const 1)))"#;
+    let (code, report) = Desk::new().run(wat, &[]);
+    assert_eq!(code, 0, "{report:#}");
+    assert_eq!(report["memory_peak_bytes"], 65_536);
+}
+
+fn deep_recursion_is_a_trap() {
+    let wat = r#"(module (memory (export "memory") 1)
+        (func $f (param i32) (result i32)
+            (i32.add (i32.const 1) (call $f (local.get 0))))
+        (func (export "forge_run") (result i32) (call $f (i32.const 0))))"#;
+    let (code, report) = Desk::new().run(wat, &[]);
+    assert_eq!((code, &report["kind"]), (1, &json!("stack_overflow")), "{report:#}");
+}
+
+/// This executable with another guest inside: one that faults at its entry.
+fn with_a_broken_guest(desk: &Desk) -> PathBuf {
+    let mut executable = fs::read(FORGE).unwrap();
+    let elf = forge_rootfs::GUEST_ELF;
+    let at = executable
+        .windows(4096)
+        .position(|window| window == &elf[..4096])
+        .expect("the guest is in the executable");
+    let long = |at: usize| u64::from_le_bytes(elf[at..at + 8].try_into().unwrap());
+    let (entry, text_header) = (long(24), long(32) as usize + 56);
+    let in_file = (long(text_header + 8) + entry - long(text_header + 16)) as usize;
+    executable[at + in_file..at + in_file + 2].copy_from_slice(&[0x0f, 0x0b]); // ud2
+    let path = desk.path("forge-vmm-broken");
+    fs::write(&path, executable).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+fn a_crashed_guest_exits_70_with_its_crash_record() {
+    let desk = Desk::new();
+    let broken = with_a_broken_guest(&desk);
+    desk.write("hello.wat", HELLO);
+    let output = Command::new(broken)
+        .args(["run", "--json", "--sign-with", "signer.pem", "hello.wat"])
+        .current_dir(&desk.0)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(70), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["kind"], "guest_crash");
+    let reason = report["reason"].as_str().unwrap();
+    for part in ["invalid opcode", "vector 6", "error code", "rip 0x4", "cr2"] {
+        assert!(reason.contains(part), "{part} is not in {reason:?}");
+    }
+}
+
+/// The one child of a process, whichever of its threads started it, whose
+/// name starts like this.
+fn child_named(parent: u32, name: &str) -> Option<u32> {
+    let children: String = fs::read_dir(format!("/proc/{parent}/task"))
+        .ok()?
+        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("children")).ok())
+        .collect();
+    children.split_whitespace().filter_map(|id| id.parse().ok()).find(|id: &u32| {
+        fs::read(format!("/proc/{id}/cmdline")).is_ok_and(|line| line.starts_with(name.as_bytes()))
+    })
+}
+
+fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < until, "{what} did not come about");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn a_killed_worker_exits_70_and_loses_one_run() {
+    let desk = Desk::new();
+    desk.write("endless.wat", ENDLESS);
+    let run = desk
+        .command()
+        .args(["run", "--json", "--sign-with", "signer.pem", "--fuel", "18446744073709551615"])
+        .args(["--timeout", "30s", "endless.wat"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    // SAFETY: sends a signal to a process that this test started.
+    unsafe { libc::kill(worker as i32, libc::SIGKILL) };
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(70));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["kind"], "worker_lost");
+}
+
+fn three_calls_in_flight_meet_and_their_settlement_is_reported() {
+    // Each call settles only once all three have arrived.
+    let wat = forge_module(
+        r#"(memory (export "memory") 1)
+           (data (i32.const 0) "test.barrier{\"n\":3}")"#,
+        r#"(local $i i32) (local $mask i32) (local $settled i32)
+           (loop $start
+               (if (i32.ne (local.get $i)
+                       (call $call_async (i32.const 0) (i32.const 12) (i32.const 12) (i32.const 7)))
+                   (then (return (i32.const 1))))
+               (br_if $start (i32.lt_u
+                   (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 3))))
+           (loop $collect
+               (local.set $settled (call $wait_any))
+               (if (i32.lt_s (call $wait (local.get $settled)) (i32.const 0))
+                   (then (return (i32.const 2))))
+               (local.set $mask (i32.or (local.get $mask)
+                   (i32.shl (i32.const 1) (local.get $settled))))
+               (br_if $collect (local.tee $i (i32.sub (local.get $i) (i32.const 1)))))
+           (i32.sub (local.get $mask) (i32.const 7))"#,
+    );
+    let desk = Desk::with_tools();
+    let (code, report) = desk.run(&wat, &with_tools(&["--allow", "test.barrier"]));
+    assert_eq!(code, 0, "{report:#}");
+    let calls = report["tool_calls"].as_array().unwrap();
+    assert_eq!(calls.len(), 3);
+    assert!(calls.iter().all(|call| call["status"] == "ok"), "{report:#}");
+    let mut ids: Vec<u64> = calls.iter().map(|call| call["id"].as_u64().unwrap()).collect();
+    ids.sort_unstable();
+    assert_eq!(ids, [0, 1, 2], "the list is in the order of settling, each with its number");
+}
+
+/// Everything readable in a process's memory, guest RAM included.
+fn memory_of(process: u32) -> Vec<u8> {
+    use std::os::unix::fs::FileExt as _;
+    let maps = fs::read_to_string(format!("/proc/{process}/maps")).unwrap();
+    let memory = fs::File::open(format!("/proc/{process}/mem")).unwrap();
+    let mut all = Vec::new();
+    for line in maps.lines().filter(|line| !line.ends_with("[vvar]")) {
+        let (range, rest) = line.split_once(' ').unwrap();
+        if !rest.starts_with('r') {
+            continue;
+        }
+        let (start, end) = range.split_once('-').unwrap();
+        let address = |hex| u64::from_str_radix(hex, 16).unwrap();
+        let mut chunk = vec![0; 1 << 20];
+        let (mut at, end) = (address(start), address(end));
+        while at < end {
+            let bytes = chunk.len().min((end - at) as usize);
+            let read = memory.read_at(&mut chunk[..bytes], at).unwrap_or(0);
+            if read == 0 {
+                break;
+            }
+            all.extend_from_slice(&chunk[..read]);
+            at += read as u64;
+        }
+    }
+    all
+}
+
+fn contains(haystack: &[u8], needle: &str) -> bool {
+    let needle = needle.as_bytes();
+    haystack
+        .iter()
+        .enumerate()
+        .filter(|(_, byte)| **byte == needle[0])
+        .any(|(at, _)| haystack[at..].starts_with(needle))
+}
+
+fn the_credential_is_in_no_memory_of_worker_or_guest() {
+    // The first tool uses the credential and even answers with it; then the
+    // program stays, with the answer in its memory, while it is looked at.
+    let wat = forge_module(
+        r#"(memory (export "memory") 1)
+           (data (i32.const 0) "test.echo_env{}test.never")
+           (data (i32.const 64) "marker-in-the-guest-5b1f")"#,
+        r#"(local $n i32)
+           (local.set $n (call $call (i32.const 0) (i32.const 13) (i32.const 13) (i32.const 2)))
+           (if (i32.lt_s (local.get $n) (i32.const 0)) (then (return (local.get $n))))
+           (drop (call $resp_read (i32.const 4096) (i32.const 0) (i32.const 60000)))
+           (call $call (i32.const 15) (i32.const 10) (i32.const 13) (i32.const 2))"#,
+    );
+    let desk = Desk::with_tools();
+    desk.write("program.wat", &wat);
+    let mut run = desk
+        .command()
+        .args(["run", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"])
+        .args(["--allow", "test.echo_env", "--allow", "test.never", "--timeout", "30s"])
+        .arg("program.wat")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    // The tool's answer has arrived when its other words are there. What was
+    // mapped while that was looked for is in the next dump.
+    wait_for("the tool's answer in the guest", || {
+        contains(&memory_of(worker), "\"TEST_TOKEN\"").then_some(())
+    });
+    let memory = memory_of(worker);
+    assert!(contains(&memory, "\"TEST_TOKEN\""), "the tool's answer is in the dump");
+    assert!(contains(&memory, "marker-in-the-guest-5b1f"), "the guest's memory is in the dump");
+    assert!(!contains(&memory, CREDENTIAL), "the credential is in the worker's memory");
+    // The same search finds it where it is known to be.
+    let server = wait_for("the tool server", || {
+        let broker = child_named(run.id(), helpers().join("forge-toolbroker").to_str()?)?;
+        child_named(broker, helpers().join("forge-test-server").to_str()?)
+    });
+    assert!(contains(&memory_of(server), CREDENTIAL), "the search itself works");
+    run.kill().unwrap();
+    run.wait().unwrap();
+}
+
+fn an_environment_credential_is_not_in_the_workers_environment() {
+    let desk = Desk::new();
+    desk.write("endless.wat", ENDLESS);
+    let mut run = desk
+        .command()
+        .args(["run", "--sign-with", "signer.pem", "--fuel", "18446744073709551615"])
+        .args(["--timeout", "30s", "endless.wat"])
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    let environment = fs::read(format!("/proc/{worker}/environ")).unwrap();
+    assert_eq!(text(&environment), "");
+    let descriptors: Vec<String> = wait_for("KVM in the worker", || {
+        let links: Vec<String> = fs::read_dir(format!("/proc/{worker}/fd"))
+            .unwrap()
+            .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+            .map(|link| link.display().to_string())
+            .collect();
+        links.iter().any(|link| link.contains("kvm-vcpu")).then_some(links)
+    });
+    for link in &descriptors {
+        let known = ["socket:", "/dev/null", "/dev/kvm", "anon_inode:"];
+        assert!(known.iter().any(|start| link.starts_with(start)), "{link} in {descriptors:?}");
+    }
+    run.kill().unwrap();
+    run.wait().unwrap();
+}
+
+fn a_grant_opens_what_it_names_and_nothing_else() {
+    let desk = Desk::with_tools();
+    let issue = desk.forge(&[
+        "grant",
+        "issue",
+        "--mcp-config",
+        "mcp.json",
+        "--state",
+        "state",
+        "--allow",
+        "test.echo",
+        "--valid",
+        "10m",
+        "-o",
+        "echo.grant",
+    ]);
+    assert!(issue.status.success(), "{}", text(&issue.stderr));
+    let inspect = desk.forge(&["grant", "inspect", "--state", "state", "--json", "echo.grant"]);
+    let claims: Value = serde_json::from_slice(&inspect.stdout).unwrap();
+    assert_eq!(claims["principal"], "local");
+    assert_eq!(claims["tools"][0]["name"], "test.echo");
+
+    let granted = with_tools(&["--state", "state", "--grant", "echo.grant"]);
+    let (code, report) = desk.run(&calls("test.echo", r#"{"text":"x"}"#), &granted);
+    assert_eq!(code, 0, "{report:#}");
+    let (code, report) = desk.run(&calls("test.slow", r#"{"ms":1}"#), &granted);
+    assert_eq!(code, 3, "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("test.slow"));
+    let other = [&granted[..], &["--principal", "somebody"]].concat();
+    let (code, report) = desk.run(&calls("test.echo", r#"{"text":"x"}"#), &other);
+    assert_eq!((code, &report["kind"]), (3, &json!("grant")), "{report:#}");
+}
+
+fn artifacts_are_written_and_never_over_anything() {
+    let wat = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "../a.csvtext/csv1,2")"#,
+        "(call $artifact (i32.const 0) (i32.const 8) (i32.const 8) (i32.const 8)
+            (i32.const 16) (i32.const 3))",
+    );
+    let desk = Desk::new();
+    for expected in ["out/_a.csv", "out/2-_a.csv"] {
+        let (code, report) = desk.run(&wat, &["--artifacts", "out"]);
+        assert_eq!(code, 0, "{report:#}");
+        assert_eq!(report["artifacts"][0]["name"], "../a.csv");
+        assert_eq!(report["artifacts"][0]["bytes"], 3);
+        assert_eq!(report["artifacts"][0]["path"], expected);
+        assert_eq!(fs::read(desk.path(expected)).unwrap(), b"1,2");
+    }
+}
+
+fn input_comes_from_a_file_or_standard_input() {
+    use std::io::Write as _;
+    let desk = Desk::new();
+    let echo = forge_module(
+        r#"(memory (export "memory") 1)"#,
+        "(drop (call $output (i32.const 0)
+            (call $input_read (i32.const 0) (i32.const 0) (call $input_len)))) (i32.const 0)",
+    );
+    desk.write("input.json", r#"{"from":"file"}"#);
+    let (_, report) = desk.run(&echo, &["--input", "@input.json"]);
+    assert_eq!(report["output"], r#"{"from":"file"}"#);
+    let mut run = desk
+        .command()
+        .args(["run", "--sign-with", "signer.pem", "--timeout", "30s", "--input", "-"])
+        .arg("program.wat")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    run.stdin.take().unwrap().write_all(b"[1, 2]").unwrap();
+    assert_eq!(text(&run.wait_with_output().unwrap().stdout), "[1, 2]");
+}
+
+fn no_process_is_left_behind() {
+    let desk = Desk::with_tools();
+    desk.write("program.wat", calls("test.never", "{}"));
+    let mut run = desk
+        .command()
+        .args(["run", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"])
+        .args(["--allow", "test.never", "--timeout", "30s", "program.wat"])
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    let broker = wait_for("a broker", || {
+        child_named(run.id(), helpers().join("forge-toolbroker").to_str()?)
+    });
+    let server =
+        wait_for("a server", || child_named(broker, helpers().join("forge-test-server").to_str()?));
+    run.kill().unwrap();
+    run.wait().unwrap();
+    for (name, process) in [("worker", worker), ("broker", broker), ("server", server)] {
+        wait_for(&format!("the end of the {name}"), || {
+            let status = fs::read_to_string(format!("/proc/{process}/stat")).ok();
+            // Gone, or dead and waiting for whoever inherited it.
+            let over = status.is_none_or(|stat| stat.contains(") Z "));
+            over.then_some(())
+        });
+    }
+}
+
+fn probe_proves_that_a_guest_boots() {
+    let output = Desk::new().forge(&["probe", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let probe: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(probe["vm"]["booted"], true);
+    for name in ["kvm", "cpu", "huge_pages", "cgroup_v2", "seccomp", "landlock", "vhost_vsock"] {
+        let found = probe["findings"].as_array().unwrap().iter().any(|f| f["name"] == name);
+        assert!(found, "{name}");
+    }
+}
+
+// Refusals, which need no VM
+
+fn an_import_that_is_not_granted_exits_3_and_is_named() {
+    let desk = Desk::with_tools();
+    let wat = calls("test.echo", r#"{"text":"x"}"#);
+    for arguments in [vec![], with_tools(&["--allow", "test.slow"])] {
+        let (code, report) = desk.run(&wat, &arguments);
+        assert_eq!((code, &report["status"]), (3, &json!("rejected")), "{report:#}");
+        let reason = report["reason"].as_str().unwrap();
+        assert!(reason.contains("test.echo"), "{reason}");
+    }
+    let (code, report) = desk.run(
+        r#"(module (import "wasi_snapshot_preview1" "path_open" (func))
+            (memory (export "memory") 1)
+            (func (export "forge_run") (result i32) (i32.const 0)))"#,
+        &[],
+    );
+    assert_eq!(code, 3);
+    assert!(report["reason"].as_str().unwrap().contains("path_open"), "{report:#}");
+}
+
+fn unsigned_flipped_and_wrongly_keyed_programs_exit_3() {
+    let desk = Desk::new();
+    let module = wat::parse_str(HELLO).unwrap();
+    let stranger = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
+    let signed = signer().sign(&module).unwrap();
+    let mut flipped = signed.clone();
+    let last = flipped.len() - 3;
+    flipped[last] ^= 0x10;
+    // Whatever is behind the signature, no WebAssembly parser gets to see it.
+    let mut no_wasm = b"\0asm\x01\0\0\0".to_vec();
+    no_wasm.extend_from_slice(&[1, 3, 0xff, 0xff, 0xff]);
+    for (name, program, said) in [
+        ("unsigned", module.clone(), "not signed"),
+        ("flipped", flipped, "bytes changed"),
+        ("stranger", stranger.sign(&module).unwrap(), "no trusted key"),
+        ("no wasm", no_wasm, "not signed"),
+    ] {
+        desk.write("program.wasm", program);
+        let output = desk.forge(&["run", "--json", "--trust", "signer.pub", "program.wasm"]);
+        assert_eq!(output.status.code(), Some(3), "{name}");
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["kind"], "signature", "{name}: {report:#}");
+        assert!(report["reason"].as_str().unwrap().contains(said), "{name}: {report:#}");
+        assert_eq!(report["timing_us"]["vm"], 0, "{name}: no VM was made");
+    }
+}
+
+fn keygen_sign_and_inspect_fit_together() {
+    let desk = Desk::new();
+    let made = desk.forge(&["keygen", "--out", "keys"]);
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    let mode = fs::metadata(desk.path("keys/signer.pem")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let again = desk.forge(&["keygen", "--out", "keys"]);
+    assert_eq!(again.status.code(), Some(2), "an existing key is never overwritten");
+
+    desk.write("hello.wat", HELLO);
+    let key = ["sign", "--key", "keys/signer.pem", "hello.wat", "-o", "hello.wasm"];
+    assert!(desk.forge(&key).status.success());
+    let inspected = desk.forge(&["inspect", "--json", "--trust", "keys/signer.pub", "hello.wasm"]);
+    let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
+    assert_eq!(inspected["signature"], "good");
+    assert_eq!(inspected["imports"][0]["name"], "output");
+    assert_eq!(inspected["memory"]["initial_bytes"], 65_536);
+}
+
+fn check_names_every_violation() {
+    let desk = Desk::new();
+    desk.write(
+        "bad.wat",
+        r#"(module
+            (import "tool" "test.echo" (func (param i32 i32) (result i32)))
+            (import "env" "abort" (func))
+            (func $f) (start $f))"#,
+    );
+    let output = desk.forge(&["check", "--json", "bad.wat"]);
+    assert_eq!(output.status.code(), Some(3));
+    let checked: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let kinds: Vec<&str> = checked["violations"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|violation| violation["kind"].as_str().unwrap())
+        .collect();
+    assert_eq!(kinds, ["signature", "import", "import", "start_section", "export", "export"]);
+    desk.write("hello.wat", HELLO);
+    desk.forge(&["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"]);
+    let output = desk.forge(&["check", "--trust", "signer.pub", "hello.wasm"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
+}
+
+fn usage_errors_exit_2_and_say_what_to_do() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("typo.toml", "[trust]\nkeyz = []\n");
+    let cases: [(&[&str], &str); 8] = [
+        (&["run"], "Usage"),
+        (&["run", "--isolation", "none", "hello.wat"], "possible values: vm"),
+        (&["run", "hello.wat"], "--trust"),
+        (&["run", "--trust", "nowhere.pub", "hello.wat"], "nowhere.pub"),
+        (&["run", "--sign-with", "signer.pem", "--input", "{", "hello.wat"], "not JSON"),
+        (&["run", "--sign-with", "signer.pem", "--allow", "nodot", "hello.wat"], "<server>.<tool>"),
+        (&["run", "--sign-with", "signer.pem", "--allow", "a.b", "hello.wat"], "--mcp-config"),
+        (&["run", "--config", "typo.toml", "--sign-with", "signer.pem", "hello.wat"], "keyz"),
+    ];
+    for (arguments, said) in cases {
+        let output = desk.forge(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", text(&output.stderr));
+        let stderr = text(&output.stderr);
+        assert!(stderr.contains(said), "{arguments:?} said {stderr:?}, not {said:?}");
+        assert_eq!(text(&output.stdout), "");
+    }
+}
+
+fn a_private_key_that_others_can_read_is_refused() {
+    let desk = Desk::new();
+    fs::set_permissions(desk.path("signer.pem"), fs::Permissions::from_mode(0o644)).unwrap();
+    desk.write("hello.wat", HELLO);
+    let output = desk.forge(&["run", "--sign-with", "signer.pem", "hello.wat"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("chmod 600"), "{}", text(&output.stderr));
+}
+
+fn wasmsign2_signs_for_us_and_verifies_ours() {
+    let module = wat::parse_str(HELLO).unwrap();
+    let (theirs_secret, theirs_public) = {
+        let pair = wasmsign2::KeyPair::generate();
+        (pair.sk, pair.pk)
+    };
+    // They sign, we verify, with their keys in PEM.
+    let parsed = wasmsign2::Module::deserialize(&mut &module[..]).unwrap();
+    let signed = theirs_secret.sign(parsed, None).unwrap();
+    let mut bytes = Vec::new();
+    signed.serialize(&mut bytes).unwrap();
+    let trust = forge_protocol::signature::TrustKey::from_pem(&theirs_public.to_pem()).unwrap();
+    let keys = forge_protocol::signature::TrustKeys::new([trust]).unwrap();
+    let proof = keys.verify(&bytes).unwrap();
+    assert_eq!(proof.signer(), trust);
+    // We sign with their key, they verify.
+    let ours = forge_protocol::signature::SignerKey::from_pem(&theirs_secret.to_pem()).unwrap();
+    let signed = ours.sign(&module).unwrap();
+    theirs_public.verify(&mut &signed[..], None).unwrap();
+    // They read our keys.
+    wasmsign2::SecretKey::from_pem(&signer().to_pem()).unwrap();
+    let public = wasmsign2::PublicKey::from_pem(&signer().trust_key().to_pem()).unwrap();
+    public.verify(&mut &signer().sign(&module).unwrap()[..], None).unwrap();
+    assert!(RunLimits::default().program_bytes as usize > signed.len());
+}

@@ -132,6 +132,7 @@ fn read_frame(
 /// gone.
 pub fn main(supervisor_id: u32) -> io::Result<()> {
     die_with(supervisor_id)?;
+    close_what_others_left()?;
     // SAFETY: descriptors 0 and 1 are what `WorkerProcess::start` put there;
     // this process has used neither, and from here on they belong to these.
     let (mut supervisor, broker) = unsafe { (UnixStream::from_raw_fd(0), OwnedFd::from_raw_fd(1)) };
@@ -146,6 +147,16 @@ pub fn main(supervisor_id: u32) -> io::Result<()> {
     let mut bytes = Vec::new();
     frame::write_message(Kind::Report, &report, &mut bytes);
     supervisor.write_all(&bytes)
+}
+
+/// Closes every descriptor but the three: whoever started the supervisor may
+/// have left it some, and they are not the worker's.
+fn close_what_others_left() -> io::Result<()> {
+    // SAFETY: nothing in this process has opened a descriptor yet.
+    if unsafe { libc::close_range(3, libc::c_uint::MAX, 0) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 fn die_with(supervisor_id: u32) -> io::Result<()> {
