@@ -1,5 +1,5 @@
 //! What must hold for any bytes, one module for each parser of untrusted
-//! bytes: the fuzz targets run these checks, and so does `forge-protocol`'s
+//! bytes: the fuzz targets run these checks, and so does `forge-vmm`'s
 //! test `corpora`, on stable, over the inputs kept in `fuzz/corpus`.
 //!
 //! A check panics where a promise is broken. It distrusts the parser and the
@@ -12,6 +12,7 @@ pub mod frame;
 pub mod guest_session;
 pub mod host_session;
 pub mod signature;
+pub mod vsock_device;
 
 /// What became of an input. A corpus without an accepted one would never get
 /// past the first check.
@@ -63,13 +64,14 @@ pub struct Target {
 }
 
 /// Every target.
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 7] = [
     Target { name: "boot_archive", check: boot_archive::check, seeds: boot_archive::seeds },
     Target { name: "codec", check: codec::check, seeds: codec::seeds },
     Target { name: "frame", check: frame::check, seeds: frame::seeds },
     Target { name: "guest_session", check: guest_session::check, seeds: guest_session::seeds },
     Target { name: "host_session", check: host_session::check, seeds: host_session::seeds },
     Target { name: "signature", check: signature::check, seeds: signature::seeds },
+    Target { name: "vsock_device", check: vsock_device::check, seeds: vsock_device::seeds },
 ];
 
 /// Takes one of the harness's own choices from the front of an input.
