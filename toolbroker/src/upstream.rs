@@ -151,6 +151,9 @@ pub struct Connection {
     tools: StdMutex<Arc<Vec<Arc<Tool>>>>,
     /// How many changes the server had announced when its tools were listed.
     listed_at_change: AtomicU64,
+    /// Set before a caller hears that its call was lost, so that its next one
+    /// is not sent the same way.
+    lost: AtomicBool,
     since: Instant,
 }
 
@@ -259,6 +262,7 @@ impl Upstream {
             scrubber: self.scrubber.clone(),
             tools: StdMutex::default(),
             listed_at_change: AtomicU64::new(0),
+            lost: AtomicBool::new(false),
             since: Instant::now(),
         };
         if let Err(reason) = connection.list().await {
@@ -276,8 +280,9 @@ impl Upstream {
 
     /// An error with the server's last words, which say more than ours.
     async fn not_started(&self, process: &Process, reason: &str) -> UpstreamError {
-        // Its standard error ends a moment after its standard output.
-        let _ = timeout(Duration::from_millis(200), process.exited()).await;
+        // Its standard error ends a moment after its standard output, unless
+        // it lives on.
+        let _ = timeout(STOP_TIME_MAX, process.silent()).await;
         let mut reason = self.scrubber.text(reason);
         let last_words = process.last_words();
         if !last_words.is_empty() {
@@ -362,7 +367,10 @@ impl Connection {
     /// Whether no call can be sent any more.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.service.is_closed() || self.service.is_transport_closed() || self.process.has_exited()
+        self.lost.load(Ordering::Acquire)
+            || self.service.is_closed()
+            || self.service.is_transport_closed()
+            || self.process.has_exited()
     }
 
     /// Its tools.
@@ -478,7 +486,10 @@ impl Connection {
             }))),
             Err(ServiceError::UnexpectedResponse) => failed("the answer is no tool result"),
             // The request may or may not have reached the server.
-            Err(_) => CallEnd::Lost,
+            Err(_) => {
+                self.lost.store(true, Ordering::Release);
+                CallEnd::Lost
+            }
         }
     }
 
@@ -492,6 +503,7 @@ impl Connection {
 fn start_error(error: &ClientInitializeError) -> String {
     match error {
         ClientInitializeError::ConnectionClosed(_) => "it closed its standard output".into(),
+        ClientInitializeError::TransportError { .. } => "it closed its standard input".into(),
         ClientInitializeError::JsonRpcError(error) => {
             format!("it refused: {} ({})", error.message, error.code.0)
         }
@@ -606,6 +618,8 @@ impl Transport<RoleClient> for StdioTransport {
 struct Process {
     group: Pid,
     exited: watch::Receiver<bool>,
+    /// Whether its standard error came to its end.
+    silent: watch::Receiver<bool>,
     last_words: Arc<StdMutex<VecDeque<String>>>,
 }
 
@@ -615,6 +629,7 @@ impl Process {
     fn watch(server: &str, mut child: Child, scrubber: &Scrubber) -> Option<Self> {
         let group = child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?))?;
         let last_words = Arc::default();
+        let (fall_silent, silent) = watch::channel(false);
         if let Some(stderr) = child.stderr.take() {
             let log = StderrLog {
                 server: server.to_owned(),
@@ -622,7 +637,10 @@ impl Process {
                 last_words: Arc::clone(&last_words),
                 logged_bytes: 0,
             };
-            tokio::spawn(log.follow(stderr));
+            tokio::spawn(async move {
+                log.follow(stderr).await;
+                let _ = fall_silent.send(true);
+            });
         }
         let (exit, exited) = watch::channel(false);
         let server = server.to_owned();
@@ -634,7 +652,7 @@ impl Process {
             let _ = kill_process_group(group, Signal::KILL);
             let _ = exit.send(true);
         });
-        Some(Self { group, exited, last_words })
+        Some(Self { group, exited, silent, last_words })
     }
 
     fn has_exited(&self) -> bool {
@@ -644,6 +662,10 @@ impl Process {
     async fn exited(&self) {
         // An error means that the watching task is gone, and with it the child.
         let _ = self.exited.clone().wait_for(|exited| *exited).await;
+    }
+
+    async fn silent(&self) {
+        let _ = self.silent.clone().wait_for(|silent| *silent).await;
     }
 
     fn last_words(&self) -> Vec<String> {
