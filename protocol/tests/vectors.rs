@@ -1,0 +1,160 @@
+//! The test vectors of `docs/protocol.md`: each is what the code writes today,
+//! and reads back as the message it was made of.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::fmt::Debug;
+use std::fs;
+use std::path::Path;
+
+use forge_protocol::RunId;
+use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{Authority, OpenRun, Request};
+use forge_protocol::codec::{self, BorrowDecode, Encode};
+use forge_protocol::ending::{Ending, TrapKind};
+use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
+use forge_protocol::guest::{Artifact, Call, Ended, Log, Settled, Start};
+use forge_protocol::handshake::{Hello, Refusal, Role};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
+
+/// A message in its frame, which is first read back.
+fn frame<T>(kind: Kind, message: T) -> Vec<u8>
+where
+    T: Encode + for<'a> BorrowDecode<'a, ()> + PartialEq + Debug,
+{
+    let mut bytes = Vec::new();
+    frame::write_message(kind, &message, &mut bytes);
+    let (header, payload) = bytes.split_first_chunk::<HEADER_BYTES>().unwrap();
+    let header = Header::from_bytes(*header).unwrap();
+    assert_eq!((header.kind, header.payload_bytes as usize), (kind, payload.len()));
+    assert_eq!(codec::decode::<T>(payload).unwrap(), message);
+    bytes
+}
+
+fn raw(kind: Kind, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    frame::write_raw(kind, payload, &mut bytes);
+    bytes
+}
+
+fn tool(name: &str) -> ToolName {
+    ToolName::parse(name).unwrap()
+}
+
+/// Name and bytes of each vector, in the order of the document.
+fn vectors() -> Vec<(&'static str, Vec<u8>)> {
+    let run_id = RunId([0x11; 16]);
+    vec![
+        ("hello-guest", frame(Kind::Hello, Hello::ours(Role::Guest))),
+        ("hello-host", frame(Kind::Hello, Hello::ours(Role::Host))),
+        ("refuse-broker", frame(Kind::Refuse, Refusal(Hello::ours(Role::Broker)))),
+        (
+            "start",
+            frame(
+                Kind::Start,
+                Start {
+                    run_id,
+                    limits: RunLimits::default(),
+                    seed: [0x22; 32],
+                    start_unix_ns: 1_700_000_000_000_000_000,
+                    granted: vec![tool("inventory.get_stock")],
+                },
+            ),
+        ),
+        ("input", raw(Kind::Input, b"{}")),
+        (
+            "call",
+            frame(
+                Kind::Call,
+                Call { id: 0, waits: true, tool: tool("a.b"), request: b"{}".to_vec() },
+            ),
+        ),
+        (
+            "settled-response",
+            frame(
+                Kind::Settled,
+                Settled { id: 0, code: None, duration_ns: 70_000, body: b"[1]".to_vec() },
+            ),
+        ),
+        (
+            "settled-denied",
+            frame(
+                Kind::Settled,
+                Settled { id: 300, code: Some(CallCode::Denied), duration_ns: 0, body: Vec::new() },
+            ),
+        ),
+        ("output", raw(Kind::Output, b"ok\n")),
+        ("log", frame(Kind::Log, Log { level: 2, text: "hi".into() })),
+        (
+            "artifact",
+            frame(
+                Kind::Artifact,
+                Artifact {
+                    name: "a.csv".into(),
+                    media_type: "text/csv".into(),
+                    content: b"x,y".to_vec(),
+                },
+            ),
+        ),
+        ("ended-returned", frame(Kind::Ended, ended(Ending::Returned(-1)))),
+        (
+            "ended-trap",
+            frame(
+                Kind::Ended,
+                ended(Ending::Trap { kind: TrapKind::DivisionByZero, detail: "0".into() }),
+            ),
+        ),
+        (
+            "open-run",
+            frame(
+                Kind::Request,
+                Request::OpenRun(OpenRun {
+                    run_id,
+                    principal: "local".into(),
+                    program_sha256: [0x33; 32],
+                    authority: Authority::Tools(vec![tool("a.b")]),
+                    limits: RunLimits::default(),
+                }),
+            ),
+        ),
+    ]
+}
+
+fn ended(ending: Ending) -> Ended {
+    Ended {
+        ending,
+        fuel_used: 1000,
+        memory_peak_bytes: 65_536,
+        logs_dropped: 0,
+        load_ticks: 5,
+        run_ticks: 7,
+    }
+}
+
+/// The fenced block of the document that begins with `vectors`.
+fn documented() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/protocol.md");
+    let text = fs::read_to_string(path).unwrap();
+    let (_, rest) = text.split_once("```vectors\n").expect("docs/protocol.md has no vectors");
+    rest.split_once("```").unwrap().0.to_owned()
+}
+
+/// Sixteen bytes to a line, the name above them.
+fn written(vectors: &[(&str, Vec<u8>)]) -> String {
+    let mut text = String::new();
+    for (name, bytes) in vectors {
+        text += &format!("{name}\n");
+        for line in bytes.chunks(16) {
+            let bytes: Vec<String> = line.iter().map(|byte| format!("{byte:02x}")).collect();
+            text += &format!("  {}\n", bytes.join(" "));
+        }
+    }
+    text
+}
+
+#[test]
+fn the_documents_vectors_are_what_the_code_writes() {
+    let expected = written(&vectors());
+    assert!(documented() == expected, "docs/protocol.md should hold these vectors:\n{expected}");
+}
