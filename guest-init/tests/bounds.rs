@@ -286,6 +286,8 @@ fn copies_are_charged_by_what_is_copied() {
         Run::of(&program(&[], "", &body)).go().ended().fuel_used
     };
     assert_eq!(fuel(1_000) - fuel(0), 8_000);
+    // Also where wasmi holds less of the run's fuel than that at once.
+    assert_eq!(fuel(60_000) - fuel(0), 480_000);
 }
 
 #[test]
