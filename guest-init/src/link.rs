@@ -3,7 +3,7 @@
 //! Each send costs an exit from the virtual machine, so output, log records
 //! and artifacts gather here until the guest has to wait anyway, or until
 //! [`SEND_BYTES`] have gathered. A call that blocks is thus one send, whatever
-//! was written before it. Only [`Link::start_call`] sends at once without
+//! was written before it. Only `call_async` sends at once without
 //! waiting: a call that was started should be under way while the program
 //! computes.
 //!
