@@ -2,31 +2,56 @@
 //! from PyPI, each installed by name into a folder under the build folder.
 //!
 //! They need npm, Python and their registries, so they run only when
-//! `FORGE_FOREIGN=1` is set, and say so when they do not run.
+//! `FORGE_FOREIGN=1` is set and those programs are there; else they are
+//! counted as ignored, and say why.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod support;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::limits::RunLimits;
+use libtest_mimic::{Arguments, Trial};
 use serde_json::json;
 use support::Broker;
 
-/// The folder for installed servers, or `None`, said aloud, where these tests
-/// are not asked for.
-fn cache(test: &str) -> Option<PathBuf> {
-    if std::env::var_os("FORGE_FOREIGN").is_none_or(|value| value != "1") {
-        println!("SKIPPED: {test}: set FORGE_FOREIGN=1 to install and run foreign servers");
-        eprintln!("SKIPPED: {test}: set FORGE_FOREIGN=1 to install and run foreign servers");
-        return None;
-    }
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let asked = std::env::var_os("FORGE_FOREIGN").is_some_and(|value| value == "1");
+    let has = |program: &str| {
+        Command::new(program).arg("--version").output().is_ok_and(|it| it.status.success())
+    };
+    let tests: [(&str, &str, fn()); 3] = [
+        ("server_everything_works_unchanged", "npm", server_everything_works_unchanged),
+        ("server_filesystem_works_unchanged", "npm", server_filesystem_works_unchanged),
+        ("server_time_works_unchanged", "python3", server_time_works_unchanged),
+    ];
+    let trials = tests.into_iter().map(|(name, installer, test)| {
+        let missing = match (asked, asked && has(installer)) {
+            (false, _) => Some("set FORGE_FOREIGN=1 to install and run foreign servers".into()),
+            (true, false) => Some(format!("{installer} is not installed")),
+            (true, true) => None,
+        };
+        if let (Some(why), false) = (&missing, arguments.list) {
+            eprintln!("SKIPPED: {name}: {why}");
+        }
+        let test = move || {
+            test();
+            Ok(())
+        };
+        Trial::test(name, test).with_ignored_flag(missing.is_some())
+    });
+    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+}
+
+/// The folder for installed servers.
+fn cache() -> PathBuf {
     let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("foreign");
     std::fs::create_dir_all(&cache).unwrap();
-    Some(cache)
+    cache
 }
 
 fn must(command: &mut Command) {
@@ -69,9 +94,8 @@ fn limits() -> RunLimits {
     RunLimits { wall_ms: 60_000, ..RunLimits::default() }
 }
 
-#[test]
 fn server_everything_works_unchanged() {
-    let Some(cache) = cache("server_everything_works_unchanged") else { return };
+    let cache = cache();
     let program = npm(&cache, "@modelcontextprotocol/server-everything", "mcp-server-everything");
     let mut broker = Broker::with_config(&json!({"mcpServers": {"everything": {
         "command": program, "args": ["stdio"], "env": {"SECRET_TOKEN": "${CANARY}"},
@@ -98,9 +122,8 @@ fn server_everything_works_unchanged() {
     assert!(!environment.contains("broker-only-value"));
 }
 
-#[test]
 fn server_filesystem_works_unchanged() {
-    let Some(cache) = cache("server_filesystem_works_unchanged") else { return };
+    let cache = cache();
     let program = npm(&cache, "@modelcontextprotocol/server-filesystem", "mcp-server-filesystem");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("note.txt");
@@ -123,9 +146,8 @@ fn server_filesystem_works_unchanged() {
     assert_eq!(std::fs::read_to_string(other).unwrap(), "written");
 }
 
-#[test]
 fn server_time_works_unchanged() {
-    let Some(cache) = cache("server_time_works_unchanged") else { return };
+    let cache = cache();
     let program = pypi(&cache, "mcp-server-time");
     let mut broker = Broker::with_config(&json!({"mcpServers": {"time": {
         "command": program, "args": ["--local-timezone", "UTC"],

@@ -18,6 +18,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 pub mod admission;
+pub mod bench;
 pub mod broker;
 pub mod keys;
 pub mod machine;

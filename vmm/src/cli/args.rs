@@ -33,6 +33,8 @@ pub(crate) enum Command {
     Grant(GrantArgs),
     /// Say what this host can do, what it lacks and how to fix it
     Probe(ProbeArgs),
+    /// Measure what a run costs on this host, beside its floors
+    Bench(BenchArgs),
 }
 
 /// Where the tools come from.
@@ -231,6 +233,19 @@ pub(crate) struct GrantInspectArgs {
 
 #[derive(Debug, ClapArgs)]
 pub(crate) struct ProbeArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct BenchArgs {
+    /// What to measure: a case by its name, or all
+    #[arg(default_value = "all")]
+    pub(crate) case: String,
+    /// Samples of each case
+    #[arg(long, value_name = "N", default_value = "200")]
+    pub(crate) runs: usize,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

@@ -5,6 +5,7 @@
 //! person goes to standard error.
 
 mod args;
+mod bench;
 mod config;
 mod grant;
 mod program;
@@ -104,6 +105,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Tools(args) => tools::tools(args),
         Command::Grant(args) => grant::grant(args),
         Command::Probe(args) => status::probe(&args),
+        Command::Bench(args) => bench::bench(&args),
     };
     match done {
         Ok(code) => code,

@@ -1,0 +1,29 @@
+//! What is measured of us.
+
+use std::time::Instant;
+
+use super::Case;
+use super::program::Program;
+use crate::{admission, worker};
+
+struct Boot(Program);
+
+/// `boot`: no pool, no snapshot; `/dev/kvm` is opened, the VM made, the guest
+/// booted and the program verified on the host and in the guest.
+pub(super) fn boot() -> Result<Box<dyn Case>, String> {
+    Ok(Box::new(Boot(Program::new()?)))
+}
+
+impl Case for Boot {
+    fn sample(&mut self) -> Result<u64, String> {
+        let job = self.0.next_job();
+        let started = Instant::now();
+        let admitted = admission::admit(&job.program, &self.0.trust, &job.start.limits)
+            .map_err(|violation| violation.message)?;
+        let report = worker::serve(&job, None);
+        let ns = started.elapsed().as_nanos() as u64;
+        drop(admitted);
+        Program::check(&job, &report)?;
+        Ok(ns)
+    }
+}

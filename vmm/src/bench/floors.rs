@@ -1,0 +1,207 @@
+//! What no design can go below on this host.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use forge_protocol::platform::CONTROL_MMIO;
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use vm_memory::{
+    Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
+};
+
+use super::Case;
+use super::program::Program;
+use crate::machine::{Bus, Exit, Hypervisor, Image, Machine, Watchdog, vcpu::Go};
+
+fn said(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+/// A VM that halts at its first instruction.
+struct Bare {
+    _vcpu: VcpuFd,
+    _vm: VmFd,
+    _memory: GuestMemoryMmap,
+}
+
+/// The page that holds the reset vector (Intel SDM volume 3, 11.1.4).
+const RESET_PAGE: u64 = 0xffff_f000;
+const RESET_VECTOR: u64 = 0xffff_fff0;
+const SLOT_BYTES: usize = 4 << 20;
+
+fn bare(kvm: &Kvm) -> Result<Bare, String> {
+    let vm = kvm.create_vm().map_err(said)?;
+    let start = RESET_PAGE + 4096 - SLOT_BYTES as u64;
+    let memory =
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(start), SLOT_BYTES)]).map_err(said)?;
+    memory.write_slice(&[0xf4], GuestAddress(RESET_VECTOR)).map_err(said)?;
+    for region in memory.iter() {
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: region.start_addr().0,
+            memory_size: region.len(),
+            userspace_addr: region.as_ptr() as u64,
+        };
+        // SAFETY: the mapping is kept beside the VM, and accessed through
+        // vm-memory alone.
+        unsafe { vm.set_user_memory_region(region) }.map_err(said)?;
+    }
+    let mut vcpu = vm.create_vcpu(0).map_err(said)?;
+    match vcpu.run().map_err(said)? {
+        VcpuExit::Hlt => Ok(Bare { _vcpu: vcpu, _vm: vm, _memory: memory }),
+        other => Err(format!("a bare VM left with {other:?}")),
+    }
+}
+
+struct KvmFloor {
+    kvm: Kvm,
+    destroy: bool,
+}
+
+pub(super) fn kvm() -> Result<Box<dyn Case>, String> {
+    Ok(Box::new(KvmFloor { kvm: Kvm::new().map_err(said)?, destroy: false }))
+}
+
+pub(super) fn kvm_destroy() -> Result<Box<dyn Case>, String> {
+    Ok(Box::new(KvmFloor { kvm: Kvm::new().map_err(said)?, destroy: true }))
+}
+
+impl Case for KvmFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let making = Instant::now();
+        let bare = bare(&self.kvm)?;
+        let made = making.elapsed();
+        let destroying = Instant::now();
+        drop(bare);
+        let destroyed = destroying.elapsed();
+        Ok(if self.destroy { destroyed } else { made }.as_nanos() as u64)
+    }
+}
+
+/// Exits in one sample of [`exit`].
+const EXITS: u32 = 50;
+
+struct ExitFloor {
+    machine: Machine,
+    watchdog: Watchdog,
+}
+
+/// Counts down, then breaks.
+struct Countdown(u32);
+
+impl Bus for Countdown {
+    fn read(&mut self, _: u64, _: &mut [u8]) -> Go {
+        Go::Break(())
+    }
+
+    fn write(&mut self, _: u64, _: &[u8]) -> Go {
+        self.0 -= 1;
+        if self.0 == 0 { Go::Break(()) } else { Go::Continue(()) }
+    }
+}
+
+pub(super) fn exit() -> Result<Box<dyn Case>, String> {
+    let image = Image::built_in().map_err(said)?;
+    let [a, b, c, d] = (CONTROL_MMIO as u32).to_le_bytes();
+    // mov [CONTROL_MMIO], eax; jmp back
+    let code = [0x89, 0x04, 0x25, a, b, c, d, 0xeb, 0xf7];
+    let machine =
+        Machine::new(&Hypervisor::open().map_err(said)?, &image, &[], 16 << 20).map_err(said)?;
+    machine.memory().write_slice(&code, GuestAddress(image.entry())).map_err(said)?;
+    Ok(Box::new(ExitFloor { machine, watchdog: Watchdog::new().map_err(said)? }))
+}
+
+impl Case for ExitFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let _armed = self.watchdog.arm(Instant::now() + Duration::from_secs(10));
+        let started = Instant::now();
+        match self.machine.run(&mut Countdown(EXITS), self.watchdog.stop()) {
+            Exit::Bus => Ok(started.elapsed().as_nanos() as u64 / u64::from(EXITS)),
+            other => Err(format!("the guest that only exits left with {other:?}")),
+        }
+    }
+}
+
+const PING_BYTES: usize = 64;
+
+struct SocketFloor {
+    socket: UnixStream,
+    child: libc::pid_t,
+}
+
+/// Forks a child that runs `work` and ends, without running destructors.
+fn fork_child(work: impl FnOnce()) -> io::Result<libc::pid_t> {
+    // SAFETY: the child does nothing but what `work` does, which allocates
+    // nothing and takes no locks, and `_exit`.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            work();
+            // SAFETY: ends this process.
+            unsafe { libc::_exit(0) }
+        }
+        child => Ok(child),
+    }
+}
+
+fn wait_for(child: libc::pid_t) {
+    // SAFETY: waits for a child of ours; the status is not asked for.
+    unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+}
+
+pub(super) fn socket() -> Result<Box<dyn Case>, String> {
+    let (socket, mut theirs) = UnixStream::pair().map_err(said)?;
+    let child = fork_child(move || {
+        let mut bytes = [0; PING_BYTES];
+        while theirs.read_exact(&mut bytes).is_ok() && theirs.write_all(&bytes).is_ok() {}
+    });
+    Ok(Box::new(SocketFloor { child: child.map_err(said)?, socket }))
+}
+
+impl Case for SocketFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let mut bytes = [7; PING_BYTES];
+        let started = Instant::now();
+        self.socket.write_all(&bytes).map_err(said)?;
+        self.socket.read_exact(&mut bytes).map_err(said)?;
+        Ok(started.elapsed().as_nanos() as u64)
+    }
+}
+
+impl Drop for SocketFloor {
+    fn drop(&mut self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        wait_for(self.child);
+    }
+}
+
+struct ForkFloor;
+
+pub(super) fn fork() -> Result<Box<dyn Case>, String> {
+    Ok(Box::new(ForkFloor))
+}
+
+impl Case for ForkFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let started = Instant::now();
+        wait_for(fork_child(|| {}).map_err(said)?);
+        Ok(started.elapsed().as_nanos() as u64)
+    }
+}
+
+struct VerifyFloor(Program);
+
+pub(super) fn verify() -> Result<Box<dyn Case>, String> {
+    Ok(Box::new(VerifyFloor(Program::new()?)))
+}
+
+impl Case for VerifyFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let started = Instant::now();
+        self.0.trust.verify(&self.0.signed).map_err(said)?;
+        Ok(started.elapsed().as_nanos() as u64)
+    }
+}
