@@ -35,6 +35,7 @@ fn main() -> ExitCode {
             growing_past_the_memory_limit_fails_in_the_program_and_costs_the_host_nothing,
             a_program_may_use_all_the_memory_it_may_have,
             deep_recursion_is_a_trap_and_no_crash,
+            the_largest_programs_compile_within_the_guests_memory,
             the_guest_refuses_an_untrusted_program_again,
             the_guest_refuses_an_import_that_is_not_granted_again,
             a_call_without_a_broker_is_denied,
@@ -210,6 +211,40 @@ fn deep_recursion_is_a_trap_and_no_crash() {
         let Ending::Trap { kind: TrapKind::StackOverflow, .. } = ending(&report) else {
             panic!("{:?}", ending(&report));
         };
+    }
+}
+
+/// A module of about `bytes`, as few functions of `body` as hold them.
+fn large_module(body: &str, bytes: usize) -> Vec<u8> {
+    let bytes_of = |body| wat::parse_str(format!("(module (func (param i32) {body}))")).unwrap();
+    let one = bytes_of(body).len() - bytes_of("").len();
+    let per_function = (bytes / 15_000).max(one);
+    let body = format!("{body} ").repeat(per_function / one);
+    let functions = format!("(func (param i32) {body})").repeat(bytes / per_function);
+    wat::parse_str(format!(
+        "(module (memory (export \"memory\") 1) {functions}
+            (func (export \"forge_run\") (result i32) (i32.const 0)))"
+    ))
+    .unwrap()
+}
+
+fn the_largest_programs_compile_within_the_guests_memory() {
+    // Each is small in the module and larger in the interpreter.
+    let bodies = [
+        "(drop (i64.const -1))",
+        "(block (block (br_table 0 1 0 (local.get 0))))",
+        "(call 0 (local.get 0))",
+    ];
+    let limits = RunLimits::default();
+    for body in bodies.into_iter().take(if is_emulated() { 1 } else { 3 }) {
+        let module = large_module(body, limits.program_bytes as usize * 9 / 10);
+        assert!(module.len() > limits.program_bytes as usize / 2, "{body}: {}", module.len());
+        let program = signer().sign(&module).unwrap();
+        if program.len() > limits.program_bytes as usize {
+            continue;
+        }
+        let report = forge_vmm::worker::serve(&job(program, limits.clone()), None);
+        assert_eq!(ending(&report), &Ending::Returned(0), "{body}");
     }
 }
 
@@ -488,13 +523,15 @@ fn webassemblys_own_tests_hold_in_the_guest() {
     let folder =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../guest-init/tests/fixtures/wast-sample");
     let index = std::fs::read_to_string(folder.join("index.txt")).unwrap();
+    // Some of them grow to 16 MiB and more.
+    let limits = RunLimits { memory_bytes: 32 << 20, ..RunLimits::default() };
     let mut seen = 0;
     let mut wrong = String::new();
     for line in index.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
         let (file, expected) = line.split_once(' ').unwrap();
         let module = std::fs::read(folder.join(file)).unwrap();
         let program = signer().sign(&module).unwrap();
-        let report = forge_vmm::worker::serve(&job(program, RunLimits::default()), None);
+        let report = forge_vmm::worker::serve(&job(program, limits.clone()), None);
         let got = match &report.fate {
             Fate::Ended(Ended { ending: Ending::Returned(code), .. }) => format!("returned {code}"),
             Fate::Ended(Ended { ending: Ending::Trap { kind, .. }, .. }) => {
