@@ -231,7 +231,7 @@ impl Machine {
                 // Every other time it stays where it is, and must not pile up.
                 Event::Received(id) | Event::Closed(id) => {
                     let Some(connection) = self.device.muxer().connection(id) else { continue };
-                    if self.offered[TX as usize] % 2 == 0 {
+                    if self.offered[TX as usize].is_multiple_of(2) {
                         let bytes = connection.take_incoming();
                         assert!(bytes.len() <= BUFFER_BYTES as usize, "more than its credit");
                         self.received_bytes += bytes.len();

@@ -4,7 +4,7 @@
 //! `forge_protocol::platform` loaded, at `forge_entry`. There is no earlier
 //! stage and no firmware.
 
-use forge_protocol::platform::{ARCHIVE, BOOT_INFO, BootInfo, HEAP};
+use forge_protocol::platform::{ARCHIVE, BOOT_INFO, BootInfo};
 
 core::arch::global_asm!(
     r#"
@@ -19,6 +19,11 @@ forge_entry:
 "#,
     start = sym start,
 );
+
+unsafe extern "C" {
+    /// Where the image's data ends; set by the linker script.
+    static forge_heap_start: u8;
+}
 
 unsafe extern "Rust" {
     /// Defined by [`main!`](crate::main).
@@ -46,9 +51,10 @@ extern "C" fn start() -> ! {
     let Some(info) = BootInfo::from_bytes(&info) else {
         panic!("the VMM left no boot info of this release");
     };
+    let heap_start = (&raw const forge_heap_start) as u64;
     // SAFETY: called once, here, with the RAM above the image, which nothing
     // else uses.
-    unsafe { crate::heap::claim(HEAP, info.ram_end) };
+    unsafe { crate::heap::claim(heap_start, info.ram_end) };
     // SAFETY: the VMM placed this many bytes there, mapped them read-only and
     // never writes them again.
     let archive =

@@ -5,15 +5,19 @@
 //!  0x0000_0000  nothing: a null pointer faults
 //!  0x0000_1000  virtio-mmio vsock device      ring 3, read and write
 //!  0x0000_2000  control registers             ring 3, read and write
-//!  0x0020_0000  RAM
+//!  0x0020_0000  CODE: trap stub, text and constants of the image, one large
+//!               page that all VMs share       ring 3, read and execute
+//!  0x0040_0000  RAM
 //!    + 0x0000   page tables, GDT, TSS, IDT    ring 0
 //!    TRAP_STACK the page traps push to        ring 0
 //!    BOOT_INFO  what the guest is told        ring 3, read
 //!    CRASH      the panic message             ring 3, read and write
 //!    ARCHIVE    the boot archive              ring 3, read
-//!  0x0040_0000  the guest image, by its ELF segments
-//!    …          data, stack, heap             ring 3, read and write
+//!  0x0060_0000  DATA: stack, data, heap       ring 3, read and write
 //! ```
+//!
+//! Nothing is both writable and executable. What the guest writes lies
+//! together in large pages, the stack lowest: below it nothing is mapped.
 //!
 //! The vCPU starts in ring 3. Ring 0 holds the trap stub alone: on hosts
 //! without hardware virtualisation ring 0 is emulated, and everywhere it is
@@ -31,15 +35,19 @@ pub const VSOCK_MMIO: u64 = 0x1000;
 /// The control registers, see [`control`].
 pub const CONTROL_MMIO: u64 = 0x2000;
 
+/// Where the image's code and constants lie: memory that the guest cannot
+/// write and that no VM has for itself.
+pub const CODE: u64 = 0x20_0000;
+/// Its room, in bytes: one large page.
+pub const CODE_BYTES: u64 = LARGE_PAGE_BYTES;
+
 /// Where RAM starts.
-pub const RAM_START: u64 = 0x20_0000;
-/// PML4, PDPT, PD, the page tables of the first [`SMALL_PAGE_TABLES`] × 2 MiB,
-/// and the further directories of a large RAM.
+pub const RAM_START: u64 = CODE + CODE_BYTES;
+/// PML4, PDPT, PD, the two page tables of the stretches that are mapped by
+/// small pages, and the further directories of a large RAM.
 pub const PAGE_TABLES: u64 = RAM_START;
 /// The room for them, in pages.
 pub const PAGE_TABLES_MAX: u64 = 16;
-/// How many 2 MiB stretches, from address 0, are mapped by 4 KiB pages.
-pub const SMALL_PAGE_TABLES: u64 = 4;
 /// GDT, TSS and IDT, in one page.
 pub const DESCRIPTORS: u64 = PAGE_TABLES + PAGE_TABLES_MAX * PAGE_BYTES;
 /// The page whose top every trap pushes to (IST 1).
@@ -48,26 +56,25 @@ pub const TRAP_STACK: u64 = DESCRIPTORS + PAGE_BYTES;
 pub const BOOT_INFO: u64 = TRAP_STACK + PAGE_BYTES;
 /// The page the panic message is left in.
 pub const CRASH: u64 = BOOT_INFO + PAGE_BYTES;
-/// The boot archive, up to [`IMAGE`].
+/// The boot archive.
 pub const ARCHIVE: u64 = CRASH + PAGE_BYTES;
-/// Where the guest image is linked to start.
-pub const IMAGE: u64 = 0x40_0000;
-/// The image, its zeroed data and the boot stack end below this address; the
-/// heap starts at it, mapped by large pages.
-pub const HEAP: u64 = SMALL_PAGE_TABLES * LARGE_PAGE_BYTES;
+/// Its room ends one page below [`DATA`]: that page is never mapped, so that
+/// a stack that runs over faults.
+pub const ARCHIVE_BYTES_MAX: u64 = DATA - PAGE_BYTES - ARCHIVE;
+/// Where everything begins that the guest writes: the boot stack, the image's
+/// data, then the heap to the end of RAM.
+pub const DATA: u64 = RAM_START + LARGE_PAGE_BYTES;
 
-/// The archive's room, in bytes.
-pub const ARCHIVE_BYTES_MAX: u64 = IMAGE - ARCHIVE;
-
-// The heap must start where large pages do.
-const _: () = assert!(HEAP.is_multiple_of(LARGE_PAGE_BYTES) && HEAP > IMAGE);
-const _: () = assert!(ARCHIVE < IMAGE);
+// Code and data must start where large pages do.
+const _: () = assert!(CODE.is_multiple_of(LARGE_PAGE_BYTES));
+const _: () = assert!(DATA.is_multiple_of(LARGE_PAGE_BYTES));
+const _: () = assert!(ARCHIVE < DATA);
 // A panic message fits its page.
 const _: () = assert!(crate::limits::PANIC_MESSAGE_BYTES_MAX < PAGE_BYTES as usize);
 
-/// The ELF section that holds the trap stub; its segment is ring 0's.
-/// The linker script places it first in the image.
-pub const TRAP_STUB: u64 = IMAGE;
+/// The trap stub, first in the image. Ring 3 could jump into it, to no
+/// effect: it halts, which ring 3 may not.
+pub const TRAP_STUB: u64 = CODE;
 /// The stub of vector `n` is at `TRAP_STUB + n * TRAP_STUB_STRIDE`.
 pub const TRAP_STUB_STRIDE: u64 = 16;
 /// The vectors that have a stub: the CPU's exceptions.

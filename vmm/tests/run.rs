@@ -311,7 +311,7 @@ fn with_a_broken_guest(desk: &Desk) -> PathBuf {
         .position(|window| window == &elf[..4096])
         .expect("the guest is in the executable");
     let long = |at: usize| u64::from_le_bytes(elf[at..at + 8].try_into().unwrap());
-    let (entry, text_header) = (long(24), long(32) as usize + 56);
+    let (entry, text_header) = (long(24), long(32) as usize);
     let in_file = (long(text_header + 8) + entry - long(text_header + 16)) as usize;
     executable[at + in_file..at + in_file + 2].copy_from_slice(&[0x0f, 0x0b]); // ud2
     let path = desk.path("forge-vmm-broken");

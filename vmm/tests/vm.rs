@@ -14,7 +14,7 @@ use forge_protocol::abi::CallCode;
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
 use forge_protocol::guest::Ended;
 use forge_protocol::limits::RunLimits;
-use forge_protocol::platform::{DESCRIPTORS, HEAP, TrapFrame};
+use forge_protocol::platform::{DATA, DESCRIPTORS, TrapFrame};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Report, VmFailure, VmFailureKind};
 use forge_vmm::machine::{
@@ -296,24 +296,6 @@ fn a_call_to_nothing_in_flight_is_a_trap() {
 
 // Death
 
-/// The built-in image with other code at its entry.
-fn image_with(code: &[u8]) -> Image {
-    let mut elf = forge_rootfs::GUEST_ELF.to_vec();
-    let entry = Image::built_in().unwrap().entry();
-    let long = |elf: &[u8], at: usize| u64::from_le_bytes(elf[at..at + 8].try_into().unwrap());
-    let headers = long(&elf, 32) as usize;
-    for header in (0..5).map(|index| headers + index * 56) {
-        let (offset, start, bytes) =
-            (long(&elf, header + 8), long(&elf, header + 16), long(&elf, header + 32));
-        if (start..start + bytes).contains(&entry) {
-            let at = (offset + entry - start) as usize;
-            elf[at..at + code.len()].copy_from_slice(code);
-            return Image::parse(elf.leak()).unwrap();
-        }
-    }
-    panic!("no segment holds the entry");
-}
-
 /// A bus without devices.
 struct Nothing;
 
@@ -329,7 +311,8 @@ impl Bus for Nothing {
 const RAM: usize = 32 << 20;
 
 fn machine_with(code: &[u8]) -> Machine {
-    Machine::new(&Hypervisor::open().unwrap(), &image_with(code), &[], RAM).unwrap()
+    Machine::new(&Hypervisor::open().unwrap(), &Image::with_entry_code(code).unwrap(), &[], RAM)
+        .unwrap()
 }
 
 fn death_of(code: &[u8]) -> Death {
@@ -357,14 +340,15 @@ const WRITE: &[u8] = &[0x48, 0x89, 0x04, 0x25]; // mov [address], rax
 
 fn faults_leave_a_crash_record() {
     let entry = Image::built_in().unwrap().entry();
-    let jump_to_heap = [at(&[0xb8], HEAP), vec![0xff, 0xe0]].concat(); // mov eax, …; jmp rax
-    // Code, vector, error code, cr2.
-    let cases: [(&str, Vec<u8>, u64, u64, Option<u64>); 6] = [
+    let jump_to_data = [at(&[0xb8], DATA), vec![0xff, 0xe0]].concat(); // mov eax, …; jmp rax
+    /// Name, code, vector, error code, cr2.
+    type Case = (&'static str, Vec<u8>, u64, u64, Option<u64>);
+    let cases: [Case; 6] = [
         ("invalid opcode", vec![0x0f, 0x0b], 6, 0, None),
         ("division by zero", vec![0x31, 0xc9, 0xf7, 0xf1], 0, 0, None),
         ("null read", at(READ, 0), 14, 0b00100, Some(0)),
         ("write to code", at(WRITE, entry), 14, 0b00111, Some(entry)),
-        ("heap executed", jump_to_heap, 14, 0b10101, Some(HEAP)),
+        ("data executed", jump_to_data, 14, 0b10101, Some(DATA)),
         ("ring 0's page read", at(READ, DESCRIPTORS), 14, 0b00101, Some(DESCRIPTORS)),
     ];
     for (name, code, vector, error_code, cr2) in cases {
@@ -374,14 +358,15 @@ fn faults_leave_a_crash_record() {
         if let Some(cr2) = cr2 {
             assert_eq!(frame.cr2, cr2, "{name}: {frame:x?}");
         }
-        if name != "heap executed" {
+        if name != "data executed" {
             assert!((entry..entry + 16).contains(&frame.rip), "{name}: {frame:x?}");
         }
     }
 }
 
 fn a_stack_that_runs_over_faults_at_its_guard() {
-    let stack = *Image::built_in().unwrap().segments().last().unwrap();
+    let image = Image::built_in().unwrap();
+    let stack = *image.segments().iter().find(|segment| segment.start == DATA).unwrap();
     let code = [at(&[0xbc], stack.end), vec![0x50, 0xeb, 0xfd]].concat(); // mov esp; push; jmp
     let frame = frame_of(&code);
     assert_eq!(frame.vector, 14);
@@ -487,7 +472,7 @@ fn a_guest_that_runs_away_from_its_session_is_caught() {
         let mut code = code;
         code[0] = 0x90; // 32-bit store: nop instead of the 64-bit prefix
         let watchdog = Watchdog::new().unwrap();
-        let image = image_with(&code);
+        let image = Image::with_entry_code(&code).unwrap();
         let hypervisor = Hypervisor::open().unwrap();
         let booted = Guest::boot(&hypervisor, &image, &TrustKeys::default(), RAM, &watchdog);
         let Err(VmFailure { kind: VmFailureKind::Misbehaved, message }) = booted else {

@@ -104,13 +104,12 @@ impl Bus for Countdown {
 }
 
 pub(super) fn exit() -> Result<Box<dyn Case>, String> {
-    let image = Image::built_in().map_err(said)?;
     let [a, b, c, d] = (CONTROL_MMIO as u32).to_le_bytes();
     // mov [CONTROL_MMIO], eax; jmp back
     let code = [0x89, 0x04, 0x25, a, b, c, d, 0xeb, 0xf7];
-    let machine =
-        Machine::new(&Hypervisor::open().map_err(said)?, &image, &[], 16 << 20).map_err(said)?;
-    machine.memory().write_slice(&code, GuestAddress(image.entry())).map_err(said)?;
+    let image = Image::with_entry_code(&code).map_err(said)?;
+    let hypervisor = Hypervisor::open().map_err(said)?;
+    let machine = Machine::new(&hypervisor, &image, &[], 16 << 20).map_err(said)?;
     Ok(Box::new(ExitFloor { machine, watchdog: Watchdog::new().map_err(said)? }))
 }
 

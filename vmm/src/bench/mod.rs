@@ -153,7 +153,7 @@ pub fn run(
             let of = ENTRIES.iter().find(|other| other.name == *name);
             of.is_some_and(|other| other.ratio_of == Some(entry.name))
         };
-        names.contains(&entry.name) || names.iter().any(|name| needed(&name))
+        names.contains(&entry.name) || names.iter().any(needed)
     };
     let entries: Vec<Entry> = ENTRIES.iter().filter(wanted).copied().collect();
     let named = |entry: &Entry| {

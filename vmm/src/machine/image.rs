@@ -1,17 +1,19 @@
-//! The guest's ELF, checked against the platform it was linked for.
+//! The guest's ELF, checked against the platform it was linked for, and its
+//! code, loaded once for all VMs.
 
 use std::io::Cursor;
 
-use forge_protocol::platform::{HEAP, IMAGE, PAGE_BYTES, TRAP_STUB};
+use forge_protocol::platform::{CODE, CODE_BYTES, DATA, LARGE_PAGE_BYTES, PAGE_BYTES};
 use linux_loader::loader::{Elf, KernelLoader as _};
-use vm_memory::GuestMemoryMmap;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::MachineError;
+use super::mapping;
 
 /// A stretch of the image and who may do what with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Its first page.
+    /// Where it starts.
     pub start: u64,
     /// The page behind its last.
     pub end: u64,
@@ -19,16 +21,19 @@ pub struct Segment {
     pub writable: bool,
     /// May be executed.
     pub executable: bool,
-    /// Belongs to ring 0.
-    pub supervisor: bool,
 }
 
-/// A guest image.
+/// What writable memory starts as: an address and the bytes there.
+type Data = Vec<(u64, Vec<u8>)>;
+
+/// A guest image, ready for any number of VMs.
 #[derive(Clone, Debug)]
 pub struct Image {
-    elf: &'static [u8],
     entry: u64,
     segments: Vec<Segment>,
+    /// Code and constants, in memory that all VMs share and none can write.
+    code: GuestMemoryMmap,
+    data: Data,
 }
 
 const PT_LOAD: u32 = 1;
@@ -44,13 +49,29 @@ impl Image {
         Self::parse(forge_rootfs::GUEST_ELF)
     }
 
-    /// Reads an image's program headers.
+    /// The same with other code at its entry, for benches and tests that need
+    /// a guest that does one thing.
     ///
     /// # Errors
-    /// [`MachineError::Image`]: no x86-64 executable, a segment outside the
-    /// image's stretch, two that share a page, or one that is both writable
-    /// and executable.
-    pub fn parse(elf: &'static [u8]) -> Result<Self, MachineError> {
+    /// [`MachineError::Image`].
+    pub fn with_entry_code(code: &[u8]) -> Result<Self, MachineError> {
+        let built_in = Self::built_in()?;
+        let entry = GuestAddress(built_in.entry);
+        built_in
+            .code
+            .write_slice(code, entry)
+            .map_err(|_| MachineError::Image("the code does not fit at its entry"))?;
+        Ok(built_in)
+    }
+
+    /// Reads an image's program headers and loads it.
+    ///
+    /// # Errors
+    /// [`MachineError::Image`]: no x86-64 executable, a segment outside its
+    /// stretch, code and data that share a page, or a segment that is both
+    /// writable and executable. [`MachineError::Memory`] if it cannot be
+    /// mapped.
+    pub fn parse(elf: &[u8]) -> Result<Self, MachineError> {
         let bad = MachineError::Image;
         let half = |at: usize| elf.get(at..at + 2).map(|b| u16::from_le_bytes([b[0], b[1]]));
         let word =
@@ -67,10 +88,11 @@ impl Image {
             return Err(bad("its ELF header is cut off"));
         };
         let mut segments: Vec<Segment> = Vec::new();
+        let mut data: Data = Vec::new();
         for index in 0..usize::from(count) {
             let at = table as usize + index * usize::from(stride);
-            let (Some(kind), Some(flags), Some(start), Some(bytes)) =
-                (word(at), word(at + 4), long(at + 16), long(at + 40))
+            let (Some(kind), Some(flags), Some(start), Some(file_bytes), Some(bytes)) =
+                (word(at), word(at + 4), long(at + 16), long(at + 32), long(at + 40))
             else {
                 return Err(bad("its program headers are cut off"));
             };
@@ -83,28 +105,30 @@ impl Image {
                 end: end.next_multiple_of(PAGE_BYTES),
                 writable: flags & PF_W != 0,
                 executable: flags & PF_X != 0,
-                supervisor: start == TRAP_STUB,
             };
-            if !start.is_multiple_of(PAGE_BYTES) || start < IMAGE || segment.end > HEAP {
-                return Err(bad("a segment lies outside the image's stretch"));
-            }
             if segment.writable && segment.executable {
                 return Err(bad("a segment is both writable and executable"));
             }
-            if segments.last().is_some_and(|last| last.end > start) {
-                return Err(bad("segments share a page"));
+            // A stretch is all writable or all not, so nothing can share a
+            // page with what is otherwise.
+            let room = match segment.writable {
+                true => DATA..DATA + LARGE_PAGE_BYTES,
+                false => CODE..CODE + CODE_BYTES,
+            };
+            if start < room.start || segment.end > room.end {
+                return Err(bad("a segment lies outside its stretch"));
+            }
+            if segment.writable && file_bytes > 0 {
+                data.push((start, vec![0; file_bytes.min(bytes) as usize]));
             }
             segments.push(segment);
         }
-        let runs_entry =
-            |s: &Segment| s.executable && !s.supervisor && (s.start..s.end).contains(&entry);
+        let runs_entry = |s: &Segment| s.executable && (s.start..s.end).contains(&entry);
         if !segments.iter().any(runs_entry) {
-            return Err(bad("its entry is not in ring-3 code"));
+            return Err(bad("its entry is not in its code"));
         }
-        if !segments.iter().any(|segment| segment.supervisor) {
-            return Err(bad("it has no trap stub"));
-        }
-        Ok(Self { elf, entry, segments })
+        let code = load(elf, &mut data)?;
+        Ok(Self { entry, segments, code, data })
     }
 
     /// Where execution starts, in ring 3.
@@ -119,12 +143,47 @@ impl Image {
         &self.segments
     }
 
-    /// Copies it into guest memory, which is zero where the image is.
-    pub(super) fn load(&self, memory: &GuestMemoryMmap) -> Result<(), MachineError> {
-        Elf::load(memory, None, &mut Cursor::new(self.elf), None)
-            .map(|_| ())
-            .map_err(|_| MachineError::Image("it does not fit guest memory"))
+    /// Its code, for the memory slot that all VMs share.
+    pub(super) fn code(&self) -> &GuestMemoryMmap {
+        &self.code
     }
+
+    /// Copies its data into guest memory, which is zero there.
+    pub(super) fn load_data(&self, memory: &GuestMemoryMmap) -> Result<(), MachineError> {
+        for (address, bytes) in &self.data {
+            memory
+                .write_slice(bytes, GuestAddress(*address))
+                .map_err(|_| MachineError::Image("it does not fit guest memory"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Loads the image; its code stays where it was loaded, its data is taken out
+/// again.
+fn load(elf: &[u8], data: &mut Data) -> Result<GuestMemoryMmap, MachineError> {
+    let map = |address, bytes: u64| {
+        let bytes = bytes as usize;
+        mapping::map(address, bytes)
+            .map_err(|error| MachineError::Memory { bytes, reason: error.to_string() })
+    };
+    let does_not_fit = MachineError::Image("it does not fit its stretches");
+    let code = map(CODE, CODE_BYTES)?;
+    mapping::prefer_large_page(&code, CODE);
+    let writable = map(DATA, LARGE_PAGE_BYTES)?;
+    let both = writable
+        .remove_region(GuestAddress(DATA), LARGE_PAGE_BYTES)
+        .and_then(|(_, region)| code.insert_region(region));
+    let Ok(both) = both else { return Err(does_not_fit) };
+    if Elf::load(&both, None, &mut Cursor::new(elf), None).is_err() {
+        return Err(does_not_fit);
+    }
+    for (address, bytes) in data {
+        if writable.read_slice(bytes, GuestAddress(*address)).is_err() {
+            return Err(does_not_fit);
+        }
+    }
+    Ok(code)
 }
 
 #[cfg(test)]
@@ -135,16 +194,21 @@ mod tests {
     fn the_built_in_image_keeps_writable_and_executable_apart() {
         let image = Image::built_in().unwrap();
         assert!(image.segments().iter().all(|s| !(s.writable && s.executable)));
-        let stub: Vec<_> = image.segments().iter().filter(|s| s.supervisor).collect();
-        assert_eq!(stub.len(), 1);
-        assert_eq!(stub[0].end - stub[0].start, PAGE_BYTES, "ring 0 holds one page");
-        assert!(!stub[0].writable);
+        assert!(image.segments().iter().any(|s| s.executable && s.start == CODE));
+        let lowest = image.segments().iter().filter(|s| s.writable).map(|s| s.start).min();
+        assert_eq!(lowest, Some(DATA), "the stack is lowest, above what is never mapped");
+    }
+
+    #[test]
+    fn what_each_vm_must_copy_of_the_image_is_little() {
+        let bytes: usize = Image::built_in().unwrap().data.iter().map(|(_, b)| b.len()).sum();
+        assert!(bytes < 16 * 1024, "{bytes} bytes");
     }
 
     #[test]
     fn a_cut_image_is_refused_at_every_length_of_its_headers() {
         // The last header's alignment is not looked at.
-        for length in 0..64 + 5 * 56 - 8 {
+        for length in 0..64 + 4 * 56 - 8 {
             assert!(Image::parse(&forge_rootfs::GUEST_ELF[..length]).is_err(), "{length}");
         }
     }
@@ -154,7 +218,7 @@ mod tests {
         let mut elf = forge_rootfs::GUEST_ELF.to_vec();
         let first_flags = 64 + 4;
         elf[first_flags] = 7;
-        let refused = Image::parse(elf.leak()).unwrap_err().to_string();
+        let refused = Image::parse(&elf).unwrap_err().to_string();
         assert!(refused.contains("both writable and executable"), "{refused}");
     }
 }

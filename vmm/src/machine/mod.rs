@@ -9,8 +9,9 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`image`] | the guest's ELF, checked against the platform |
-//! | `memory` | guest RAM, filled |
-//! | `paging` | page tables from the image's segments |
+//! | `mapping` | host memory that guests can have large pages of |
+//! | `memory` | guest memory, filled and handed to KVM |
+//! | `paging` | the page tables |
 //! | `cpu` | the vCPU's first state |
 //! | [`vcpu`] | KVM_RUN, every exit reason, what a dead guest left |
 //! | [`stop`] | ending a run from outside |
@@ -19,6 +20,7 @@
 mod cpu;
 pub mod hypervisor;
 pub mod image;
+mod mapping;
 mod memory;
 mod paging;
 pub mod stop;
@@ -68,7 +70,7 @@ pub enum MachineError {
 /// times the module's size; the rest is buffers for one message each way.
 #[must_use]
 pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
-    use forge_protocol::platform::{HEAP, LARGE_PAGE_BYTES, RAM_START};
+    use forge_protocol::platform::{DATA, LARGE_PAGE_BYTES, RAM_START};
     let memory = 3 * limits.memory_bytes;
     let program = 14 * u64::from(limits.program_bytes);
     let messages = 2
@@ -79,17 +81,19 @@ pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
             + u64::from(limits.artifact_bytes));
     let stack = 2 * u64::from(limits.stack_bytes);
     let heap = memory + program + messages + stack + LARGE_PAGE_BYTES;
-    let image = HEAP - RAM_START;
-    (image + heap).next_multiple_of(LARGE_PAGE_BYTES) as usize
+    let before = DATA - RAM_START;
+    (before + heap).next_multiple_of(LARGE_PAGE_BYTES) as usize
 }
 
 /// One virtual machine.
 #[derive(Debug)]
 pub struct Machine {
     vcpu: vcpu::Vcpu,
-    memory: GuestMemoryMmap,
-    // Last, so that the VM outlives its vCPU.
+    // Behind the vCPU, which goes first.
     _vm: VmFd,
+    // Last: the VM maps them.
+    ram: GuestMemoryMmap,
+    _code: GuestMemoryMmap,
 }
 
 impl Machine {
@@ -104,29 +108,29 @@ impl Machine {
         boot_archive: &[u8],
         ram_bytes: usize,
     ) -> Result<Self, MachineError> {
-        let memory = memory::map(ram_bytes)?;
-        memory::fill(&memory, image, boot_archive, ram_bytes)?;
+        let ram = memory::map(ram_bytes)?;
+        memory::fill(&ram, image, boot_archive, ram_bytes)?;
         let vm = hypervisor.create_vm()?;
-        memory::hand_over(&vm, &memory)?;
+        memory::hand_over(&vm, image, &ram)?;
         let vcpu = vm
             .create_vcpu(0)
             .map_err(|source| MachineError::Kvm { call: "KVM_CREATE_VCPU", source })?;
         cpu::set_up(&vcpu, hypervisor, image.entry())?;
         let vcpu = vcpu::Vcpu::new(vcpu);
-        Ok(Self { vcpu, memory, _vm: vm })
+        Ok(Self { vcpu, _vm: vm, ram, _code: image.code().clone() })
     }
 
-    /// Guest memory, for the device.
+    /// The guest's RAM, for the device.
     #[must_use]
     pub fn memory(&self) -> &GuestMemoryMmap {
-        &self.memory
+        &self.ram
     }
 
     /// Runs the guest until `bus` breaks, `stop` is raised or the guest dies.
     /// A machine whose bus broke can be run again: it goes on behind the
     /// access that broke.
     pub fn run(&mut self, bus: &mut impl Bus, stop: &Stop) -> Exit {
-        self.vcpu.run(bus, stop, &self.memory)
+        self.vcpu.run(bus, stop, &self.ram)
     }
 
     /// How often the guest has left for the host so far.
