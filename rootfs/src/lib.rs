@@ -6,6 +6,7 @@
 //! Deliberately absent: anything secret. Trust keys are public.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
 
 use forge_protocol::platform::archive;
 use forge_protocol::signature::TrustKeys;
