@@ -333,7 +333,7 @@ fn a_crashed_guest_exits_70_with_its_crash_record() {
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["kind"], "guest_crash");
     let reason = report["reason"].as_str().unwrap();
-    for part in ["invalid opcode", "vector 6", "error code", "rip 0x4", "cr2"] {
+    for part in ["invalid opcode", "vector 6", "error code", "rip 0x2", "cr2"] {
         assert!(reason.contains(part), "{part} is not in {reason:?}");
     }
 }
