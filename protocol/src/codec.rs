@@ -18,9 +18,9 @@ pub(crate) mod by_hand {
     pub(crate) use bincode::error::{DecodeError, EncodeError};
 }
 
-/// Decoding may claim this many bytes of containers for one message; the
-/// frame's own limit on the payload is checked before that.
-const CLAIM_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// How much more memory than bytes a message may claim for its containers: an
+/// element of one byte on the wire is a struct of some words in memory.
+const CLAIM_FACTOR: usize = 64;
 
 /// Why bytes are not the message they should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,9 +63,23 @@ pub fn encode_into<T: Encode>(message: &T, out: &mut Vec<u8>) {
 /// Decodes exactly one message that fills `bytes`.
 ///
 /// # Errors
-/// [`CodecError::Malformed`] or [`CodecError::Leftover`]; never allocates more
-/// than a fixed multiple of what `bytes` can hold.
+/// [`CodecError::Malformed`] or [`CodecError::Leftover`]. What is allocated on
+/// the way is bounded by the length of `bytes`, whatever they claim.
 pub fn decode<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, CodecError> {
+    const KIB: usize = 1024;
+    const MIB: usize = 1024 * KIB;
+    // bincode takes its limit as a type, so there are steps.
+    match bytes.len().saturating_mul(CLAIM_FACTOR) {
+        ..=0x1_0000 => decode_within::<T, { 64 * KIB }>(bytes),
+        ..=0x10_0000 => decode_within::<T, MIB>(bytes),
+        ..=0x100_0000 => decode_within::<T, { 16 * MIB }>(bytes),
+        _ => decode_within::<T, { 512 * MIB }>(bytes),
+    }
+}
+
+fn decode_within<'a, T: BorrowDecode<'a, ()>, const CLAIM_BYTES_MAX: usize>(
+    bytes: &'a [u8],
+) -> Result<T, CodecError> {
     let config = bincode::config::standard().with_limit::<CLAIM_BYTES_MAX>();
     match bincode::borrow_decode_from_slice::<T, _>(bytes, config) {
         Ok((message, used)) if used == bytes.len() => Ok(message),
@@ -93,6 +107,17 @@ mod tests {
         let mut bytes = vec![253u8];
         bytes.extend_from_slice(&(1u64 << 40).to_le_bytes());
         assert_eq!(decode::<Vec<u64>>(&bytes), Err(CodecError::Malformed));
+    }
+
+    #[test]
+    fn what_a_small_message_claims_is_bounded_by_its_length() {
+        // Five bytes that claim a vector of 60 MiB; a legal one of this size
+        // is a megabyte at most.
+        let bytes = [252u8, 0, 0, 0xc0, 3];
+        assert_eq!(decode::<Vec<u8>>(&bytes), Err(CodecError::Malformed));
+        let mut large = Vec::new();
+        encode_into(&vec![7u8; 200 << 20], &mut large);
+        assert_eq!(decode::<Vec<u8>>(&large).map(|vector| vector.len()), Ok(200 << 20));
     }
 
     #[test]

@@ -575,7 +575,7 @@ impl SignerKey {
         content.extend_from_slice(&set);
 
         let mut signed = CORE_HEADER.to_vec();
-        // The content has 124 bytes, still one LEB byte.
+        // The content has 117 bytes, still one LEB byte.
         signed.extend_from_slice(&[0, content.len() as u8]);
         signed.extend_from_slice(&content);
         signed.extend_from_slice(sections);

@@ -9,7 +9,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -33,11 +33,23 @@ pub enum StopReason {
 struct Shared {
     reason: AtomicU8,
     raised: EventFd,
-    /// The thread to kick, while it runs a vCPU.
-    thread: Mutex<Option<libc::pthread_t>>,
+    watched: Mutex<Option<Watched>>,
     closing: AtomicBool,
     timer: Mutex<TimerFd>,
     timer_fd: RawFd,
+}
+
+/// A thread that runs a vCPU, and until when it may.
+#[derive(Clone, Copy, Debug)]
+struct Watched {
+    thread: libc::pthread_t,
+    deadline: Instant,
+}
+
+impl Shared {
+    fn watched(&self) -> MutexGuard<'_, Option<Watched>> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A request to stop, as the running side sees it.
@@ -64,6 +76,12 @@ impl Stop {
 
     /// Stops the run. The first reason stays.
     pub fn raise(&self, reason: StopReason) {
+        self.raise_for(&self.0.watched(), reason);
+    }
+
+    /// The same for whoever has looked at what is watched, so that it cannot
+    /// be another run by now.
+    fn raise_for(&self, watched: &Option<Watched>, reason: StopReason) {
         let value = match reason {
             StopReason::Deadline => 1,
             StopReason::Cancelled => 2,
@@ -71,19 +89,14 @@ impl Stop {
         let _ = self.0.reason.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
         // A full counter is readable as well.
         let _ = self.0.raised.write(1);
-        self.kick();
+        if let Some(Watched { thread, .. }) = watched {
+            // SAFETY: the thread is watched only while it runs a vCPU, and
+            // ends being so under the lock that the caller holds.
+            unsafe { libc::pthread_kill(*thread, kick_signal()) };
+        }
         // Let the watchdog repeat the kick until the thread has left.
         let mut timer = self.0.timer.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = timer.reset(KICK_INTERVAL, None);
-    }
-
-    fn kick(&self) {
-        let thread = self.0.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(thread) = *thread {
-            // SAFETY: the thread is registered only while it runs a vCPU, and
-            // unregisters under this lock before it can end.
-            unsafe { libc::pthread_kill(thread, kick_signal()) };
-        }
     }
 }
 
@@ -114,7 +127,7 @@ impl Watchdog {
         let stop = Stop(Arc::new(Shared {
             reason: AtomicU8::new(0),
             raised: EventFd::new(EFD_NONBLOCK)?,
-            thread: Mutex::new(None),
+            watched: Mutex::new(None),
             closing: AtomicBool::new(false),
             timer: Mutex::new(timer),
             timer_fd,
@@ -138,11 +151,13 @@ impl Watchdog {
     #[must_use]
     pub fn arm(&self, deadline: Instant) -> Armed<'_> {
         let shared = &self.stop.0;
+        // SAFETY: has no preconditions.
+        let thread = unsafe { libc::pthread_self() };
+        let mut watched = shared.watched();
         shared.reason.store(0, Ordering::Release);
         let _ = shared.raised.read();
-        // SAFETY: has no preconditions.
-        let this = unsafe { libc::pthread_self() };
-        *shared.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(this);
+        *watched = Some(Watched { thread, deadline });
+        drop(watched);
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
         let mut timer = shared.timer.lock().unwrap_or_else(PoisonError::into_inner);
         if timer.reset(left, Some(KICK_INTERVAL)).is_err() {
@@ -174,7 +189,7 @@ pub struct Armed<'a>(&'a Watchdog);
 impl Drop for Armed<'_> {
     fn drop(&mut self) {
         let shared = &self.0.stop.0;
-        *shared.thread.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *shared.watched() = None;
         let _ = shared.timer.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
@@ -197,9 +212,11 @@ fn watch(stop: &Stop) {
         if read < 0 {
             continue;
         }
-        let armed = shared.thread.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        if armed {
-            stop.raise(StopReason::Deadline);
+        // An expiry may be left from an arming before this one.
+        let watched = shared.watched();
+        let over = watched.is_some_and(|watched| Instant::now() >= watched.deadline);
+        if over || watched.is_some() && stop.raised().is_some() {
+            stop.raise_for(&watched, StopReason::Deadline);
         }
     }
 }
@@ -228,6 +245,17 @@ mod tests {
         assert!(watchdog.stop().raised().is_some());
         let _armed = watchdog.arm(Instant::now() + Duration::from_secs(60));
         assert_eq!(watchdog.stop().raised(), None);
+    }
+
+    #[test]
+    fn an_expiry_of_an_earlier_arming_stops_nothing() {
+        let watchdog = Watchdog::new().unwrap();
+        for _ in 0..200 {
+            drop(watchdog.arm(Instant::now()));
+            let _armed = watchdog.arm(Instant::now() + Duration::from_secs(60));
+            std::thread::sleep(Duration::from_micros(300));
+            assert_eq!(watchdog.stop().raised(), None);
+        }
     }
 
     #[test]
