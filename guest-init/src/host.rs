@@ -12,7 +12,9 @@ use alloc::vec::Vec;
 use forge_protocol::abi::CallCode;
 use forge_protocol::ending::LimitKind;
 use forge_protocol::guest::Settled;
-use forge_protocol::limits::{ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, RunLimits};
+use forge_protocol::limits::{
+    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits,
+};
 use forge_protocol::name::ToolName;
 use wasmi::{Memory, StoreLimits};
 
@@ -22,9 +24,6 @@ use crate::link::{Link, Stream};
 use crate::random::Random;
 use crate::trap::Stop;
 
-/// What a log record counts beside its text, in bytes: otherwise empty ones
-/// would be free.
-const LOG_RECORD_OVERHEAD_BYTES: u32 = 16;
 /// The level that lines written to WASI's standard error get: info.
 const STDERR_LEVEL: u8 = 2;
 /// The least important log level: trace.
