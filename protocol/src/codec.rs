@@ -68,12 +68,16 @@ pub fn encode_into<T: Encode>(message: &T, out: &mut Vec<u8>) {
 pub fn decode<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, CodecError> {
     const KIB: usize = 1024;
     const MIB: usize = 1024 * KIB;
+    let claim_bytes = bytes.len().saturating_mul(CLAIM_FACTOR);
     // bincode takes its limit as a type, so there are steps.
-    match bytes.len().saturating_mul(CLAIM_FACTOR) {
-        ..=0x1_0000 => decode_within::<T, { 64 * KIB }>(bytes),
-        ..=0x10_0000 => decode_within::<T, MIB>(bytes),
-        ..=0x100_0000 => decode_within::<T, { 16 * MIB }>(bytes),
-        _ => decode_within::<T, { 512 * MIB }>(bytes),
+    if claim_bytes <= 64 * KIB {
+        decode_within::<T, { 64 * KIB }>(bytes)
+    } else if claim_bytes <= MIB {
+        decode_within::<T, MIB>(bytes)
+    } else if claim_bytes <= 16 * MIB {
+        decode_within::<T, { 16 * MIB }>(bytes)
+    } else {
+        decode_within::<T, { 512 * MIB }>(bytes)
     }
 }
 

@@ -48,13 +48,15 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> KeyFileError {
     move |source| KeyFileError::Io { path, source }
 }
 
+/// Reads a file as text. One that is no text is no key either, and its parser
+/// says so better than a complaint about UTF-8.
 fn read(path: &Path) -> Result<String, KeyFileError> {
     use io::Read as _;
-    let mut text = String::new();
+    let mut bytes = Vec::new();
     fs::File::open(path)
-        .and_then(|file| file.take(KEY_FILE_BYTES_MAX).read_to_string(&mut text))
+        .and_then(|file| file.take(KEY_FILE_BYTES_MAX).read_to_end(&mut bytes))
         .map_err(io_error(path))?;
-    Ok(text)
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Reads public keys and collects them.

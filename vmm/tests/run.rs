@@ -736,11 +736,13 @@ fn usage_errors_exit_2_and_say_what_to_do() {
     let desk = Desk::new();
     desk.write("hello.wat", HELLO);
     desk.write("typo.toml", "[trust]\nkeyz = []\n");
-    let cases: [(&[&str], &str); 8] = [
+    desk.write("bytes", [0xff, 0xfe]);
+    let cases: [(&[&str], &str); 9] = [
         (&["run"], "Usage"),
         (&["run", "--isolation", "none", "hello.wat"], "possible values: vm"),
         (&["run", "hello.wat"], "--trust"),
         (&["run", "--trust", "nowhere.pub", "hello.wat"], "nowhere.pub"),
+        (&["run", "--trust", "bytes", "hello.wat"], "BEGIN PUBLIC KEY"),
         (&["run", "--sign-with", "signer.pem", "--input", "{", "hello.wat"], "not JSON"),
         (&["run", "--sign-with", "signer.pem", "--allow", "nodot", "hello.wat"], "<server>.<tool>"),
         (&["run", "--sign-with", "signer.pem", "--allow", "a.b", "hello.wat"], "--mcp-config"),
