@@ -20,11 +20,13 @@ forge_entry:
     start = sym start,
 );
 
+// SAFETY: the linker script defines this symbol; only its address is taken.
 unsafe extern "C" {
     /// Where the image's data ends; set by the linker script.
     static forge_heap_start: u8;
 }
 
+// SAFETY: `main!` defines this function with this very signature.
 unsafe extern "Rust" {
     /// Defined by [`main!`](crate::main).
     safe fn forge_main(archive: &'static [u8]) -> !;
