@@ -442,7 +442,7 @@ impl GuestSession {
 }
 
 /// What the host's session tells the worker.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostEvent {
     /// The guest calls a tool.
     Call(Call),
@@ -465,7 +465,7 @@ enum HostState {
 }
 
 /// The host's side. It keeps the run's limits against a guest that does not.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct HostSession {
     state: HostState,
     limits: RunLimits,

@@ -18,8 +18,6 @@ use crate::name::ToolName;
 pub struct Job {
     /// What the guest is told.
     pub start: Start,
-    /// The keys the guest trusts programs by.
-    pub trust: Vec<[u8; 32]>,
     /// The signed program.
     pub program: Vec<u8>,
     /// The run's input.
@@ -84,6 +82,8 @@ pub enum VmFailureKind {
     Unavailable,
     /// The link to the broker was lost.
     BrokerLost,
+    /// The worker ended without a report.
+    WorkerLost,
     /// Our own bug.
     Internal,
 }
@@ -120,3 +120,41 @@ pub struct Timing {
     /// From there to its end.
     pub run_ns: u64,
 }
+
+/// What a zygote is told first: what goes into every guest it makes.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ZygoteSetup {
+    /// The keys that guests trust programs by.
+    pub trust: Vec<[u8; 32]>,
+}
+
+/// An order to a zygote: fork a worker. Its socket rides along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Fork {
+    /// How much RAM its guest has, in bytes.
+    pub ram_bytes: u64,
+    /// How it goes on after a run.
+    pub reuse: Reuse,
+}
+
+/// What a worker does with its VM after a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub enum Reuse {
+    /// It is destroyed, and the worker ends.
+    #[default]
+    Fresh,
+    /// It is put back to where it stood before the run.
+    Reset {
+        /// Of so many resets one is compared with the base, page by page; 0
+        /// for none.
+        prove_one_in: u32,
+    },
+}
+
+/// A zygote's answer to its setup and to each [`Fork`]; with a forked worker
+/// its process descriptor rides along.
+pub type Zygoted = Result<(), VmFailure>;
+
+/// A worker's word that its VM stands ready: first of all, after a
+/// [`Prepare`], and after each reset.
+pub type Ready = Result<Timing, VmFailure>;

@@ -9,6 +9,8 @@
 //!  cli ─▶ supervisor ─▶ admission     signature, declarations, limits
 //!              │ ─────▶ broker        opens the run, says what is granted
 //!              ▼
+//!            pool                     VMs that stand ready
+//!              ▼
 //!           worker ───▶ machine       KVM, memory, one vCPU
 //!              │ ─────▶ vsock         the one device
 //!              ▼
@@ -21,7 +23,9 @@ pub mod admission;
 pub mod bench;
 pub mod broker;
 pub mod keys;
+pub mod link;
 pub mod machine;
+pub mod pool;
 pub mod probe;
 pub mod report;
 pub mod supervisor;

@@ -221,6 +221,7 @@ impl Outcome {
             VmFailureKind::Misbehaved => (Status::Internal, "guest_misbehaved"),
             VmFailureKind::Stopped => (Status::Internal, "vm_stopped"),
             VmFailureKind::BrokerLost => (Status::Internal, "broker_lost"),
+            VmFailureKind::WorkerLost => (Status::Internal, "worker_lost"),
             VmFailureKind::Internal => (Status::Internal, "internal"),
             VmFailureKind::Unavailable => (Status::Unavailable, "kvm"),
         };

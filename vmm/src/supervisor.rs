@@ -3,7 +3,7 @@
 //! 1. admission: sizes, signature, declarations;
 //! 2. the broker opens the run and says what its grant allows;
 //! 3. the imports are held against that;
-//! 4. a worker with a VM carries it out;
+//! 4. a worker from the pool carries it out in its VM;
 //! 5. the report.
 //!
 //! Whatever is refused is refused before a VM is made.
@@ -11,6 +11,7 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
@@ -27,7 +28,8 @@ use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
     encode_output, hex,
 };
-use crate::worker::process::WorkerProcess;
+use crate::pool::{Pool, PoolOptions, Vm};
+use crate::worker;
 
 /// How much longer than its deadline a worker may take to say so.
 const WORKER_GRACE: Duration = Duration::from_secs(2);
@@ -59,14 +61,27 @@ pub struct RunResult {
     pub artifacts: Vec<Artifact>,
 }
 
-/// Runs programs.
+/// What a supervisor goes by.
+#[derive(Debug)]
+pub struct SupervisorOptions {
+    /// The keys that programs are trusted by.
+    pub trust: TrustKeys,
+    /// The most that a run may ask for.
+    pub maxima: RunLimits,
+    /// How VMs are kept ready.
+    pub pool: PoolOptions,
+    /// The executable that workers are started from: `forge-vmm`. Programs
+    /// that embed the supervisor name it; `forge-vmm` itself needs not.
+    pub worker: Option<PathBuf>,
+}
+
+/// Runs programs, any number at a time.
 #[derive(Debug)]
 pub struct Supervisor {
     trust: TrustKeys,
     maxima: RunLimits,
-    broker: Option<Broker>,
-    /// The executable that workers are started from.
-    worker: PathBuf,
+    broker: Option<Mutex<Broker>>,
+    pool: Pool,
 }
 
 /// What stands before the VM, and refused.
@@ -78,28 +93,26 @@ enum Refused {
 }
 
 impl Supervisor {
-    /// A supervisor that trusts these keys, grants limits up to `maxima`, and
-    /// sends calls to this broker. Without one, no program can call a tool.
-    /// Workers are started from this executable, which must be `forge-vmm`.
-    #[must_use]
-    pub fn new(trust: TrustKeys, maxima: RunLimits, broker: Option<Broker>) -> Self {
-        Self { trust, maxima, broker, worker: PathBuf::from("/proc/self/exe") }
+    /// A supervisor that sends tool calls to this broker. Without one, no
+    /// program can call a tool.
+    ///
+    /// # Errors
+    /// If the host has no thread left for the pool.
+    pub fn new(options: SupervisorOptions, broker: Option<Broker>) -> io::Result<Self> {
+        let SupervisorOptions { trust, maxima, pool, worker } = options;
+        let worker = worker.unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
+        let pool = Pool::new(worker, &trust, pool)?;
+        Ok(Self { trust, maxima, broker: broker.map(Mutex::new), pool })
     }
 
-    /// Starts workers from another executable, for programs that embed the
-    /// supervisor.
+    /// The VMs that stand ready.
     #[must_use]
-    pub fn with_worker(self, executable: PathBuf) -> Self {
-        Self { worker: executable, ..self }
-    }
-
-    /// The broker, for questions beside a run.
-    pub fn broker(&mut self) -> Option<&mut Broker> {
-        self.broker.as_mut()
+    pub fn pool(&self) -> &Pool {
+        &self.pool
     }
 
     /// Carries out one run. However it ends, there is a report.
-    pub fn run(&mut self, request: &RunRequest) -> RunResult {
+    pub fn run(&self, request: &RunRequest) -> RunResult {
         let started = Instant::now();
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
@@ -130,7 +143,7 @@ impl Supervisor {
     }
 
     fn carry_out(
-        &mut self,
+        &self,
         run_id: RunId,
         request: &RunRequest,
         admitted: &Admitted<'_>,
@@ -160,22 +173,24 @@ impl Supervisor {
                 start_unix_ns,
                 granted,
             },
-            trust: self.trust.as_slice().iter().map(|key| key.to_bytes()).collect(),
             program: request.program.clone(),
             input: request.input.clone(),
             deadline_ns: u64::try_from(wall.as_nanos()).unwrap_or(u64::MAX),
             brokered: link.is_some(),
         };
-        let mut worker = WorkerProcess::start(&self.worker, link).map_err(Refused::Host)?;
-        let report = worker.carry_out(&job, wall + BOOT_GRACE + WORKER_GRACE);
-        drop(worker);
-        Ok(reported(run_id, admitted, request, report, started, opened))
+        let until = Instant::now() + wall + BOOT_GRACE + WORKER_GRACE;
+        let (report, vm) = self
+            .pool
+            .carry_out(&request.principal, &request.limits, &job, link.as_ref(), until)
+            .unwrap_or_else(|failure| (worker::failed(failure), Vm::Fresh));
+        drop(link);
+        Ok(reported(run_id, admitted, request, report, vm, started, opened))
     }
 
     /// Opens the run at the broker. A program that can call nothing, and is
     /// granted nothing, needs none.
     fn open(
-        &mut self,
+        &self,
         run_id: RunId,
         request: &RunRequest,
         admitted: &Admitted<'_>,
@@ -183,9 +198,10 @@ impl Supervisor {
         if request.authority == Authority::Tools(Vec::new()) {
             return Ok((Vec::new(), None));
         }
-        let Some(broker) = &mut self.broker else {
+        let Some(broker) = &self.broker else {
             return Ok((Vec::new(), None));
         };
+        let mut broker = broker.lock().unwrap_or_else(PoisonError::into_inner);
         let open = OpenRun {
             run_id,
             principal: request.principal.clone(),
@@ -266,21 +282,11 @@ fn reported(
     run_id: RunId,
     admitted: &Admitted<'_>,
     request: &RunRequest,
-    report: io::Result<Report>,
+    report: Report,
+    vm: Vm,
     started: Instant,
     opened: Instant,
 ) -> RunResult {
-    let report = match report {
-        Ok(report) => report,
-        Err(error) => {
-            let outcome = Outcome::new(
-                Status::Internal,
-                "worker_lost",
-                format!("the worker ended without a report: {error}"),
-            );
-            return unstarted(run_id, Some(admitted), outcome, started);
-        }
-    };
     let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms);
     let (fuel_used, memory_peak_bytes) = match &report.fate {
         Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes),
@@ -307,7 +313,7 @@ fn reported(
             .map(|log| LogReport { level: log.level, text: log.text.clone() })
             .collect(),
         isolation: "vm",
-        vm: "fresh",
+        vm: vm.as_str(),
         program_sha256: Some(hex(&admitted.program.sha256())),
         signer: Some(admitted.program.signer().to_string()),
         tool_calls: report.calls.iter().map(call_report).collect(),

@@ -21,7 +21,7 @@ use forge_vmm::machine::{
     self, Bus, Death, Exit, Hypervisor, Image, Machine, StopReason, Watchdog, vcpu::panicked,
 };
 use forge_vmm::worker::{Board, Guest};
-use support::{forge_module, job, run, run_granted, signed, signer};
+use support::{forge_module, job, run, run_granted, serve, signed, signer};
 
 fn main() -> ExitCode {
     support::main(
@@ -113,7 +113,7 @@ fn megabytes_go_both_ways() {
     }
     text.push('"');
     job.input = text.into_bytes();
-    let report = forge_vmm::worker::serve(&job, None);
+    let report = serve(&job);
     assert_eq!(ending(&report), &Ending::Returned(0));
     assert!(report.output == job.input, "the bytes came back as they were sent");
 }
@@ -155,7 +155,7 @@ fn an_endless_loop_with_huge_fuel_ends_by_the_deadline() {
     let deadline = Duration::from_millis(if is_emulated() { 8_000 } else { 300 });
     job.deadline_ns = deadline.as_nanos() as u64;
     let started = Instant::now();
-    let report = forge_vmm::worker::serve(&job, None);
+    let report = serve(&job);
     assert_eq!(report.fate, Fate::Deadline);
     let late = started.elapsed().saturating_sub(deadline);
     assert!(late < Duration::from_secs(2), "it ended {late:?} after its deadline");
@@ -243,7 +243,7 @@ fn the_largest_programs_compile_within_the_guests_memory() {
         if program.len() > limits.program_bytes as usize {
             continue;
         }
-        let report = forge_vmm::worker::serve(&job(program, limits.clone()), None);
+        let report = serve(&job(program, limits.clone()));
         assert_eq!(ending(&report), &Ending::Returned(0), "{body}");
     }
 }
@@ -256,7 +256,7 @@ fn the_guest_refuses_an_untrusted_program_again() {
     let last = flipped.len() - 1;
     flipped[last] ^= 1;
     for program in [wat::parse_str(ENDLESS).unwrap(), stranger.unwrap(), flipped] {
-        let report = forge_vmm::worker::serve(&job(program, RunLimits::default()), None);
+        let report = serve(&job(program, RunLimits::default()));
         let Ending::Rejected { kind: RejectKind::Signature, .. } = ending(&report) else {
             panic!("{:?}", ending(&report));
         };
@@ -493,14 +493,14 @@ fn two_runs_of_one_seed_are_the_same() {
          (i32.const 0)",
     );
     let mut job = job(signed(&wat), RunLimits::default());
-    let first = forge_vmm::worker::serve(&job, None);
-    let second = forge_vmm::worker::serve(&job, None);
+    let first = serve(&job);
+    let second = serve(&job);
     assert_eq!(first.output.len(), 72);
     assert_eq!(first.output, second.output);
     assert_eq!(ended(&first).fuel_used, ended(&second).fuel_used);
     assert_eq!(first.output[64..], 1_000u64.to_le_bytes());
     job.start.seed = [3; 32];
-    let other = forge_vmm::worker::serve(&job, None);
+    let other = serve(&job);
     assert_ne!(first.output[..64], other.output[..64]);
 }
 
@@ -516,7 +516,7 @@ fn webassemblys_own_tests_hold_in_the_guest() {
         let (file, expected) = line.split_once(' ').unwrap();
         let module = std::fs::read(folder.join(file)).unwrap();
         let program = signer().sign(&module).unwrap();
-        let report = forge_vmm::worker::serve(&job(program, limits.clone()), None);
+        let report = serve(&job(program, limits.clone()));
         let got = match &report.fate {
             Fate::Ended(Ended { ending: Ending::Returned(code), .. }) => format!("returned {code}"),
             Fate::Ended(Ended { ending: Ending::Trap { kind, .. }, .. }) => {

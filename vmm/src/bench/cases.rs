@@ -20,7 +20,7 @@ impl Case for Boot {
         let started = Instant::now();
         let admitted = admission::admit(&job.program, &self.0.trust, &job.start.limits)
             .map_err(|violation| violation.message)?;
-        let report = worker::serve(&job, None);
+        let report = worker::serve(&job, &self.0.trust, None);
         let ns = started.elapsed().as_nanos() as u64;
         drop(admitted);
         Program::check(&job, &report)?;

@@ -112,7 +112,6 @@ impl Program {
                 start_unix_ns: 0,
                 granted: Vec::new(),
             },
-            trust: self.trust.as_slice().iter().map(|key| key.to_bytes()).collect(),
             program: self.signed.clone(),
             input: format!("{{\"round\":{}}}", self.round).into_bytes(),
             brokered: false,

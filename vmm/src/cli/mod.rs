@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys::KeyFileError;
-use forge_vmm::worker::process;
+use forge_vmm::worker::zygote;
 
 use args::{Args, Command};
 
@@ -83,10 +83,8 @@ impl CliError {
 
 /// The whole command.
 pub(crate) fn main() -> ExitCode {
-    let mut arguments = std::env::args_os().skip(1);
-    if arguments.next().is_some_and(|first| first == process::COMMAND) {
-        let supervisor = arguments.next().and_then(|id| id.to_str()?.parse().ok());
-        return worker(supervisor);
+    if std::env::args_os().nth(1).is_some_and(|first| first == zygote::COMMAND) {
+        return be_zygote();
     }
     let args = match Args::try_parse() {
         Ok(args) => args,
@@ -120,16 +118,12 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-fn worker(supervisor: Option<u32>) -> ExitCode {
+fn be_zygote() -> ExitCode {
     start_logging();
-    let Some(supervisor) = supervisor else {
-        complain(&"this command is the supervisor's to start");
-        return Exit::Usage.into();
-    };
-    match process::main(supervisor) {
+    match zygote::main() {
         Ok(()) => Exit::Ok.into(),
         Err(error) => {
-            complain(&error);
+            complain(&format!("the zygote, which is the supervisor's to start: {error}"));
             Exit::Internal.into()
         }
     }

@@ -10,8 +10,9 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
 use forge_vmm::admission::shown;
 use forge_vmm::keys;
+use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::{RunReport, Status};
-use forge_vmm::supervisor::{RunRequest, RunResult, Supervisor};
+use forge_vmm::supervisor::{RunRequest, RunResult, Supervisor, SupervisorOptions};
 
 use super::args::RunArgs;
 use super::config::{self, GrantKey};
@@ -37,7 +38,13 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         }
         _ => Some(config::start_broker(&args.broker, key)?),
     };
-    let mut supervisor = Supervisor::new(trust, RunLimits::operator_maxima(), broker);
+    let options = SupervisorOptions {
+        trust,
+        maxima: RunLimits::operator_maxima(),
+        pool: PoolOptions::default(),
+        worker: None,
+    };
+    let supervisor = Supervisor::new(options, broker)?;
     progress("running");
     let request =
         RunRequest { program, input, principal: args.broker.principal, authority, limits };

@@ -9,7 +9,7 @@ use forge_protocol::platform::{
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 
-use super::{Hypervisor, MachineError};
+use super::MachineError;
 
 /// Selectors into the descriptor table below.
 const KERNEL_CODE: u16 = 1 << 3;
@@ -65,15 +65,9 @@ pub(super) fn descriptors() -> [u8; PAGE_BYTES as usize] {
     page
 }
 
-/// Sets CPUID, control registers, segments and the instruction pointer.
-pub(super) fn set_up(
-    vcpu: &VcpuFd,
-    hypervisor: &Hypervisor,
-    entry: u64,
-) -> Result<(), MachineError> {
+/// Sets control registers, segments and the instruction pointer.
+pub(super) fn set_up(vcpu: &VcpuFd, entry: u64) -> Result<(), MachineError> {
     let failed = |call| move |source| MachineError::Kvm { call, source };
-    vcpu.set_cpuid2(hypervisor.cpuid()).map_err(failed("KVM_SET_CPUID2"))?;
-
     let mut sregs = vcpu.get_sregs().map_err(failed("KVM_GET_SREGS"))?;
     // PE, MP, ET, NE, WP, PG.
     sregs.cr0 = 1 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;

@@ -40,6 +40,7 @@ pub enum HypervisorError {
 pub struct Hypervisor {
     kvm: Kvm,
     cpuid: CpuId,
+    state_msrs: Vec<u32>,
 }
 
 impl Hypervisor {
@@ -69,7 +70,17 @@ impl Hypervisor {
         let cpuid = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .map_err(|source| MachineError::Kvm { call: "KVM_GET_SUPPORTED_CPUID", source })?;
-        Ok(Self { kvm, cpuid: guest_cpuid(cpuid) })
+        let state_msrs = kvm
+            .get_msr_index_list()
+            .map_err(|source| MachineError::Kvm { call: "KVM_GET_MSR_INDEX_LIST", source })?
+            .as_slice()
+            .to_vec();
+        Ok(Self { kvm, cpuid: guest_cpuid(cpuid), state_msrs })
+    }
+
+    /// The model-specific registers that belong to a vCPU's state.
+    pub(super) fn state_msrs(&self) -> &[u32] {
+        &self.state_msrs
     }
 
     /// What the guest's CPUID says.

@@ -4,7 +4,9 @@
 //! and host-virtual address agree modulo its size. Recent kernels place large
 //! anonymous mappings so; for others a filler before the mapping does it.
 
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd as _;
 
 use forge_protocol::platform::LARGE_PAGE_BYTES;
 use vm_memory::{
@@ -34,6 +36,37 @@ pub(super) fn map(address: u64, bytes: usize) -> io::Result<GuestMemoryMmap> {
     let region = GuestRegionMmap::new(region, GuestAddress(address))
         .ok_or_else(|| io::Error::other("the mapping wraps around"))?;
     GuestMemoryMmap::from_regions(vec![region]).map_err(io::Error::other)
+}
+
+/// Puts the first `bytes` of a file in the place of what `memory` has at
+/// `address`: pages are shared with all who map the file until they are
+/// written.
+///
+/// # Errors
+/// What the kernel said; `InvalidInput` if the stretch is not in `memory`.
+pub(super) fn overlay(
+    memory: &GuestMemoryMmap,
+    address: u64,
+    file: &File,
+    bytes: usize,
+) -> io::Result<()> {
+    let outside = |_| io::Error::from(io::ErrorKind::InvalidInput);
+    let start = memory.get_host_address(GuestAddress(address)).map_err(outside)?;
+    let last = GuestAddress(address + bytes as u64 - 1);
+    memory.get_host_address(last).map_err(outside)?;
+    // SAFETY: the stretch lies in one mapping of ours, which stays one for
+    // `munmap`, and is accessed through vm-memory's volatile copies alone.
+    let mapped = unsafe {
+        libc::mmap(
+            start.cast(),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Asks for a large page behind the guest's address. Where there is none,

@@ -13,7 +13,7 @@ use vm_memory::{
 
 use super::{Image, MachineError, cpu, mapping, paging};
 
-/// Maps RAM for a guest. Untouched pages cost nothing.
+/// Maps RAM for a guest that boots. Untouched pages cost nothing.
 pub(super) fn map(bytes: usize) -> Result<GuestMemoryMmap, MachineError> {
     let ram = mapping::map(RAM_START, bytes)
         .map_err(|error| MachineError::Memory { bytes, reason: error.to_string() })?;
@@ -54,10 +54,10 @@ pub(super) fn fill(
 /// Gives the VM its two memory slots.
 pub(super) fn hand_over(
     vm: &VmFd,
-    image: &Image,
+    code: &GuestMemoryMmap,
     ram: &GuestMemoryMmap,
 ) -> Result<(), MachineError> {
-    let slots = [(image.code(), KVM_MEM_READONLY), (ram, 0)];
+    let slots = [(code, KVM_MEM_READONLY), (ram, 0)];
     for (slot, (stretch, flags)) in slots.into_iter().enumerate() {
         for region in stretch.iter() {
             let kvm_region = kvm_userspace_memory_region {

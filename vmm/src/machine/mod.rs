@@ -15,6 +15,9 @@
 //! | `cpu` | the vCPU's first state |
 //! | [`vcpu`] | KVM_RUN, every exit reason, what a dead guest left |
 //! | [`stop`] | ending a run from outside |
+//! | [`snapshot`] | the base that machines start from, and reset |
+//! | `state` | everything a vCPU remembers |
+//! | [`pagemap`] | which pages a process has of its own |
 //! | [`hypervisor`] | `/dev/kvm`, opened and checked once |
 
 mod cpu;
@@ -22,19 +25,26 @@ pub mod hypervisor;
 pub mod image;
 mod mapping;
 mod memory;
+pub mod pagemap;
 mod paging;
+pub mod snapshot;
+mod state;
 pub mod stop;
 pub mod vcpu;
 
 pub use hypervisor::Hypervisor;
 pub use image::Image;
+pub use pagemap::PageMap;
+pub use snapshot::{Base, Checkpoint};
 pub use stop::{Stop, StopReason, Watchdog};
 pub use vcpu::{Bus, Death, Exit};
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
-use vm_memory::GuestMemoryMmap;
+use snapshot::RESET_PAGES_MAX;
+use vm_memory::{GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _};
 
 /// Why a machine cannot be made. The host is at fault, or lacks something.
 #[derive(Debug, thiserror::Error)]
@@ -57,6 +67,18 @@ pub enum MachineError {
         bytes: usize,
         /// What the kernel said.
         reason: String,
+    },
+    /// The base that machines start from cannot be made or mapped.
+    #[error("the base snapshot cannot be used: {0}")]
+    Base(std::io::Error),
+    /// The page map cannot be read, so nobody knows what a run changed.
+    #[error("/proc/self/pagemap cannot be read: {0}")]
+    PageMap(std::io::Error),
+    /// A run changed more than a reset puts back.
+    #[error("{pages} pages have changed, and a reset puts back at most {RESET_PAGES_MAX}")]
+    TooChanged {
+        /// How many.
+        pages: usize,
     },
     /// The guest image does not fit the platform: this build is broken.
     #[error("the guest image is unusable: {0}")]
@@ -93,7 +115,9 @@ pub struct Machine {
     _vm: VmFd,
     // Last: the VM maps them.
     ram: GuestMemoryMmap,
-    _code: GuestMemoryMmap,
+    code: GuestMemoryMmap,
+    /// What it started from, if it did not boot.
+    base: Option<Arc<Base>>,
 }
 
 impl Machine {
@@ -111,13 +135,14 @@ impl Machine {
         let ram = memory::map(ram_bytes)?;
         memory::fill(&ram, image, boot_archive, ram_bytes)?;
         let vm = hypervisor.create_vm()?;
-        memory::hand_over(&vm, image, &ram)?;
-        let vcpu = vm
-            .create_vcpu(0)
-            .map_err(|source| MachineError::Kvm { call: "KVM_CREATE_VCPU", source })?;
-        cpu::set_up(&vcpu, hypervisor, image.entry())?;
-        let vcpu = vcpu::Vcpu::new(vcpu);
-        Ok(Self { vcpu, _vm: vm, ram, _code: image.code().clone() })
+        memory::hand_over(&vm, image.code(), &ram)?;
+        let vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
+        cpu::set_up(vcpu.fd(), image.entry())?;
+        Ok(Self { vcpu, _vm: vm, ram, code: image.code().clone(), base: None })
+    }
+
+    fn ram_bytes(&self) -> usize {
+        self.ram.iter().map(|region| region.len() as usize).sum()
     }
 
     /// The guest's RAM, for the device.

@@ -1,22 +1,23 @@
 //! Ending a run from outside: the deadline, or whoever cancels it.
 //!
 //! The thread that runs the vCPU is either inside KVM_RUN or waiting for the
-//! host side (the broker). The first is left by a signal, the second by an
-//! event descriptor that every such wait polls. A signal can arrive just
-//! before KVM_RUN is entered and be lost, so the kick is repeated until the
-//! thread has left.
+//! host side (the broker). A signal interrupts both: the thread's own timer
+//! sends it at the deadline, and whoever cancels makes the timer fire at
+//! once. The signal's handler also sets KVM's `immediate_exit`, so that one
+//! that arrives just before KVM_RUN is not lost; for the other waits the
+//! timer repeats it until the thread has stopped.
+//!
+//! There is no watching thread: a worker has one thread, and its jail allows
+//! no second.
 
+use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering, compiler_fence};
 use std::time::{Duration, Instant};
 
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vmm_sys_util::timerfd::TimerFd;
-
-/// How often a vCPU thread is kicked until it has left.
+/// How often a thread is interrupted until it has stopped.
 const KICK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Why a run was stopped.
@@ -28,116 +29,178 @@ pub enum StopReason {
     Cancelled,
 }
 
+thread_local! {
+    // What the handler touches. Both are constant-initialised and have no
+    // destructor, so that reaching them allocates nothing.
+    /// This thread was interrupted and has not looked why.
+    static KICKED: AtomicBool = const { AtomicBool::new(false) };
+    /// `immediate_exit` of the vCPU that this thread runs, or null.
+    static IMMEDIATE_EXIT: AtomicPtr<u8> = const { AtomicPtr::new(std::ptr::null_mut()) };
+}
+
+/// The signal that interrupts.
+fn kick_signal() -> i32 {
+    libc::SIGRTMIN()
+}
+
+extern "C" fn kicked(_: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    KICKED.with(|kicked| kicked.store(true, Ordering::Relaxed));
+    let flag = IMMEDIATE_EXIT.with(|flag| flag.load(Ordering::Relaxed));
+    if !flag.is_null() {
+        // SAFETY: not null only while `Interruptible` lives, and with it the
+        // kvm_run page that this byte is in.
+        unsafe { flag.write_volatile(1) };
+    }
+}
+
+/// While it lives, a kick of this thread leaves KVM_RUN.
+pub(super) struct Interruptible<'a> {
+    vcpu: PhantomData<&'a ()>,
+    here: PhantomData<*const ()>,
+}
+
+impl Interruptible<'_> {
+    /// For a vCPU's `immediate_exit`.
+    ///
+    /// # Safety
+    /// The byte stays where it is for the lifetime of what is returned.
+    pub(super) unsafe fn new(immediate_exit: *mut u8) -> Self {
+        IMMEDIATE_EXIT.with(|flag| flag.store(immediate_exit, Ordering::Relaxed));
+        compiler_fence(Ordering::SeqCst);
+        Self { vcpu: PhantomData, here: PhantomData }
+    }
+}
+
+impl Drop for Interruptible<'_> {
+    fn drop(&mut self) {
+        IMMEDIATE_EXIT.with(|flag| flag.store(std::ptr::null_mut(), Ordering::Relaxed));
+        compiler_fence(Ordering::SeqCst);
+    }
+}
+
+/// A POSIX timer that signals the thread that made it.
+#[derive(Debug)]
+struct Timer(libc::timer_t);
+
+// SAFETY: a timer's identifier is a number that every thread of the process
+// may use.
+unsafe impl Send for Timer {}
+// SAFETY: the same.
+unsafe impl Sync for Timer {}
+
+impl Timer {
+    fn new() -> io::Result<Self> {
+        // SAFETY: all-zero is a valid sigevent.
+        let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
+        event.sigev_notify = libc::SIGEV_THREAD_ID;
+        event.sigev_signo = kick_signal();
+        // SAFETY: has no preconditions.
+        event.sigev_notify_thread_id = unsafe { libc::gettid() };
+        let mut timer = std::ptr::null_mut();
+        // SAFETY: both point to values of their types.
+        let made =
+            unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) };
+        if made != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self(timer))
+    }
+
+    /// Fires in `first`, then again and again; never, if `first` is zero.
+    fn set(&self, first: Duration) {
+        let spec = |time: Duration| libc::timespec {
+            tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),
+            tv_nsec: time.subsec_nanos().into(),
+        };
+        let times =
+            libc::itimerspec { it_interval: spec(KICK_INTERVAL), it_value: spec(first) };
+        // SAFETY: the timer is ours, the times are valid. It cannot fail.
+        unsafe { libc::timer_settime(self.0, 0, &raw const times, std::ptr::null_mut()) };
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, deleted once.
+        unsafe { libc::timer_delete(self.0) };
+    }
+}
+
 /// The state both sides look at.
 #[derive(Debug)]
 struct Shared {
     reason: AtomicU8,
-    raised: EventFd,
-    watched: Mutex<Option<Watched>>,
-    closing: AtomicBool,
-    timer: Mutex<TimerFd>,
-    timer_fd: RawFd,
+    /// In nanoseconds since `epoch`.
+    deadline_ns: AtomicU64,
+    epoch: Instant,
+    timer: Timer,
 }
 
-/// A thread that runs a vCPU, and until when it may.
-#[derive(Clone, Copy, Debug)]
-struct Watched {
-    thread: libc::pthread_t,
-    deadline: Instant,
-}
-
-impl Shared {
-    fn watched(&self) -> MutexGuard<'_, Option<Watched>> {
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A request to stop, as the running side sees it.
+/// A request to stop.
 #[derive(Clone, Debug)]
 pub struct Stop(Arc<Shared>);
 
 impl Stop {
-    /// Why to stop, if it is time to.
+    /// Why to stop, if it is time to. For the thread that is watched.
     #[must_use]
     pub fn raised(&self) -> Option<StopReason> {
-        match self.0.reason.load(Ordering::Acquire) {
+        let shared = &self.0;
+        let kicked = KICKED.with(|kicked| {
+            // Not a swap: this is asked at every exit.
+            kicked.load(Ordering::Relaxed) && kicked.swap(false, Ordering::Relaxed)
+        });
+        if kicked && since(shared.epoch) >= shared.deadline_ns.load(Ordering::Acquire) {
+            self.note(StopReason::Deadline);
+        }
+        match shared.reason.load(Ordering::Acquire) {
             0 => None,
             1 => Some(StopReason::Deadline),
             _ => Some(StopReason::Cancelled),
         }
     }
 
-    /// Becomes readable when stopping is asked for: every wait of the running
-    /// side polls it.
-    #[must_use]
-    pub fn event(&self) -> RawFd {
-        self.0.raised.as_raw_fd()
-    }
-
-    /// Stops the run. The first reason stays.
+    /// Stops the run, from any thread. The first reason stays.
     pub fn raise(&self, reason: StopReason) {
-        self.raise_for(&self.0.watched(), reason);
+        self.note(reason);
+        self.0.timer.set(Duration::from_nanos(1));
     }
 
-    /// The same for whoever has looked at what is watched, so that it cannot
-    /// be another run by now.
-    fn raise_for(&self, watched: &Option<Watched>, reason: StopReason) {
+    fn note(&self, reason: StopReason) {
         let value = match reason {
             StopReason::Deadline => 1,
             StopReason::Cancelled => 2,
         };
         let _ = self.0.reason.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
-        // A full counter is readable as well.
-        let _ = self.0.raised.write(1);
-        if let Some(Watched { thread, .. }) = watched {
-            // SAFETY: the thread is watched only while it runs a vCPU, and
-            // ends being so under the lock that the caller holds.
-            unsafe { libc::pthread_kill(*thread, kick_signal()) };
-        }
-        // Let the watchdog repeat the kick until the thread has left.
-        let mut timer = self.0.timer.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = timer.reset(KICK_INTERVAL, None);
     }
 }
 
-/// The signal that interrupts KVM_RUN. Its handler does nothing; what matters
-/// is that KVM_RUN returns EINTR.
-fn kick_signal() -> i32 {
-    libc::SIGRTMIN()
+fn since(epoch: Instant) -> u64 {
+    u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Watches the time of one vCPU thread.
+/// Watches the time of the thread that made it, which runs the vCPU.
 #[derive(Debug)]
 pub struct Watchdog {
     stop: Stop,
-    thread: Option<JoinHandle<()>>,
+    // The timer signals one thread, so the watchdog stays with it.
+    here: PhantomData<Cell<*const ()>>,
 }
 
 impl Watchdog {
-    /// Starts the watching thread.
+    /// Makes the timer.
     ///
     /// # Errors
-    /// If the host has no descriptor or thread left.
+    /// If the host has no timer left.
     pub fn new() -> io::Result<Self> {
-        let handler: vmm_sys_util::signal::SignalHandler = nothing;
-        vmm_sys_util::signal::register_signal_handler(kick_signal(), handler)
+        vmm_sys_util::signal::register_signal_handler(kick_signal(), kicked)
             .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
-        let timer = TimerFd::new().map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
-        let timer_fd = timer.as_raw_fd();
-        let stop = Stop(Arc::new(Shared {
+        let shared = Shared {
             reason: AtomicU8::new(0),
-            raised: EventFd::new(EFD_NONBLOCK)?,
-            watched: Mutex::new(None),
-            closing: AtomicBool::new(false),
-            timer: Mutex::new(timer),
-            timer_fd,
-        }));
-        let watched = stop.clone();
-        let thread = std::thread::Builder::new()
-            .name("watchdog".into())
-            .stack_size(64 * 1024)
-            .spawn(move || watch(&watched))?;
-        Ok(Self { stop, thread: Some(thread) })
+            deadline_ns: AtomicU64::new(u64::MAX),
+            epoch: Instant::now(),
+            timer: Timer::new()?,
+        };
+        Ok(Self { stop: Stop(Arc::new(shared)), here: PhantomData })
     }
 
     /// What the running side looks at.
@@ -146,78 +209,29 @@ impl Watchdog {
         &self.stop
     }
 
-    /// Arms the watchdog for the calling thread, which is about to run a
-    /// vCPU, until the guard is dropped.
+    /// Watches this thread, which is about to run a vCPU, until the guard is
+    /// dropped. What was raised before is forgotten.
     #[must_use]
     pub fn arm(&self, deadline: Instant) -> Armed<'_> {
         let shared = &self.stop.0;
-        // SAFETY: has no preconditions.
-        let thread = unsafe { libc::pthread_self() };
-        let mut watched = shared.watched();
+        let at = deadline.saturating_duration_since(shared.epoch);
+        shared
+            .deadline_ns
+            .store(u64::try_from(at.as_nanos()).unwrap_or(u64::MAX), Ordering::Release);
         shared.reason.store(0, Ordering::Release);
-        let _ = shared.raised.read();
-        *watched = Some(Watched { thread, deadline });
-        drop(watched);
-        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
-        let mut timer = shared.timer.lock().unwrap_or_else(PoisonError::into_inner);
-        if timer.reset(left, Some(KICK_INTERVAL)).is_err() {
-            // Without a clock there is no run.
-            drop(timer);
-            self.stop.raise(StopReason::Deadline);
-        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        shared.timer.set(left.max(Duration::from_nanos(1)));
         Armed(self)
     }
 }
 
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        let shared = &self.stop.0;
-        shared.closing.store(true, Ordering::Release);
-        let mut timer = shared.timer.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = timer.reset(Duration::from_nanos(1), None);
-        drop(timer);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// While it lives, the calling thread is watched.
+/// While it lives, the thread is watched.
 #[derive(Debug)]
 pub struct Armed<'a>(&'a Watchdog);
 
 impl Drop for Armed<'_> {
     fn drop(&mut self) {
-        let shared = &self.0.stop.0;
-        *shared.watched() = None;
-        let _ = shared.timer.lock().unwrap_or_else(PoisonError::into_inner).clear();
-    }
-}
-
-extern "C" fn nothing(_: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
-
-fn watch(stop: &Stop) {
-    let shared = &stop.0;
-    let mut expirations = [0u8; 8];
-    loop {
-        // SAFETY: reads eight bytes into a buffer of eight; the descriptor is
-        // the timer's, which lives in `shared`. Not through `TimerFd::wait`,
-        // which would hold the lock that arming takes.
-        let read = unsafe {
-            libc::read(shared.timer_fd, expirations.as_mut_ptr().cast(), expirations.len())
-        };
-        if shared.closing.load(Ordering::Acquire) {
-            return;
-        }
-        if read < 0 {
-            continue;
-        }
-        // An expiry may be left from an arming before this one.
-        let watched = shared.watched();
-        let over = watched.is_some_and(|watched| Instant::now() >= watched.deadline);
-        if over || watched.is_some() && stop.raised().is_some() {
-            stop.raise_for(&watched, StopReason::Deadline);
-        }
+        self.0.stop.0.timer.set(Duration::ZERO);
     }
 }
 
@@ -225,16 +239,35 @@ fn watch(stop: &Stop) {
 mod tests {
     use super::*;
 
+    fn sleep_until_kicked() {
+        let before = Instant::now();
+        // SAFETY: no descriptors; interrupted by the signal.
+        unsafe { libc::poll(std::ptr::null_mut(), 0, 10_000) };
+        assert!(before.elapsed() < Duration::from_secs(10), "nothing interrupted it");
+    }
+
     #[test]
     fn the_deadline_raises_the_stop_and_wakes_a_sleeping_thread() {
         let watchdog = Watchdog::new().unwrap();
         let armed = watchdog.arm(Instant::now() + Duration::from_millis(20));
-        let stop = watchdog.stop().clone();
-        let mut poll = libc::pollfd { fd: stop.event(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one valid pollfd.
-        while unsafe { libc::poll(&mut poll, 1, 10_000) } < 0 {}
-        assert_eq!(stop.raised(), Some(StopReason::Deadline));
+        assert_eq!(watchdog.stop().raised(), None);
+        sleep_until_kicked();
+        assert_eq!(watchdog.stop().raised(), Some(StopReason::Deadline));
         drop(armed);
+    }
+
+    #[test]
+    fn a_stop_is_raised_from_another_thread() {
+        let watchdog = Watchdog::new().unwrap();
+        let _armed = watchdog.arm(Instant::now() + Duration::from_secs(60));
+        let stop = watchdog.stop().clone();
+        let other = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(20));
+            stop.raise(StopReason::Cancelled);
+        });
+        sleep_until_kicked();
+        assert_eq!(watchdog.stop().raised(), Some(StopReason::Cancelled));
+        other.join().unwrap();
     }
 
     #[test]

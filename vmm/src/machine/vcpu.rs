@@ -2,11 +2,12 @@
 
 use forge_protocol::limits::PANIC_MESSAGE_BYTES_MAX;
 use forge_protocol::platform::{CRASH, TrapFrame};
-use kvm_ioctls::{VcpuExit, VcpuFd};
+use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 pub use super::Go;
-use super::{Stop, StopReason};
+use super::stop::Interruptible;
+use super::{Hypervisor, MachineError, Stop, StopReason};
 
 /// Who answers the guest's device accesses. Neither may panic, whatever the
 /// guest does.
@@ -134,8 +135,34 @@ pub(super) struct Vcpu {
 }
 
 impl Vcpu {
-    pub(super) fn new(fd: VcpuFd) -> Self {
-        Self { fd, exits: 0 }
+    /// A VM's one vCPU, with the CPUID that guests see.
+    pub(super) fn create(vm: &VmFd, hypervisor: &Hypervisor) -> Result<Self, MachineError> {
+        let failed = |call| move |source| MachineError::Kvm { call, source };
+        let fd = vm.create_vcpu(0).map_err(failed("KVM_CREATE_VCPU"))?;
+        fd.set_cpuid2(hypervisor.cpuid()).map_err(failed("KVM_SET_CPUID2"))?;
+        Ok(Self { fd, exits: 0 })
+    }
+
+    pub(super) fn fd(&self) -> &VcpuFd {
+        &self.fd
+    }
+
+    /// Finishes the access by which the guest left last, so that its state is
+    /// whole. KVM does so at the start of the next KVM_RUN, which
+    /// `immediate_exit` makes end before the guest's next instruction.
+    pub(super) fn settle(&mut self) -> Result<(), MachineError> {
+        self.fd.set_kvm_immediate_exit(1);
+        let ran = self.fd.run().map(|exit| format!("{exit:?}"));
+        self.fd.set_kvm_immediate_exit(0);
+        let failed = |source| MachineError::Kvm { call: "KVM_RUN to settle", source };
+        match ran {
+            Err(error) if error.errno() == libc::EINTR => Ok(()),
+            Err(source) => Err(failed(source)),
+            Ok(exit) => {
+                tracing::warn!(exit, "a settled guest left again");
+                Err(failed(kvm_ioctls::Error::new(libc::EBUSY)))
+            }
+        }
     }
 
     pub(super) fn exits(&self) -> u64 {
@@ -148,15 +175,22 @@ impl Vcpu {
         stop: &Stop,
         memory: &GuestMemoryMmap,
     ) -> Exit {
+        let immediate_exit = &raw mut self.fd.get_kvm_run().immediate_exit;
+        // SAFETY: the page is mapped as long as `self.fd` lives, which outlives
+        // this function.
+        let _interruptible = unsafe { Interruptible::new(immediate_exit) };
         loop {
             if let Some(reason) = stop.raised() {
                 return Exit::Stopped(reason);
             }
             let exit = match self.fd.run() {
                 Ok(exit) => exit,
-                // EINTR: kicked, so the stop is raised, or some other signal.
-                // EAGAIN: the vCPU was not runnable yet.
-                Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => continue,
+                // EINTR: kicked, so perhaps the stop is raised. EAGAIN: the
+                // vCPU was not runnable yet.
+                Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {
+                    self.fd.set_kvm_immediate_exit(0);
+                    continue;
+                }
                 Err(error) => return Exit::Died(Death::Host { errno: error.errno() }),
             };
             self.exits += 1;

@@ -105,6 +105,18 @@ impl Device {
         }
     }
 
+    /// The same device over another guest's memory, which holds the same
+    /// queues.
+    #[must_use]
+    pub fn fork(&self, memory: GuestMemoryMmap) -> Self {
+        Self {
+            memory,
+            queues: std::array::from_fn(|index| same_queue(&self.queues[index])),
+            muxer: self.muxer.clone(),
+            ..*self
+        }
+    }
+
     /// The connections.
     pub fn muxer(&mut self) -> &mut Muxer {
         &mut self.muxer
@@ -381,6 +393,11 @@ impl Device {
 fn fresh_queue() -> Queue {
     #[allow(clippy::expect_used, reason = "a constant that is a power of two is a size")]
     Queue::new(QUEUE_ENTRIES_MAX).expect("256 is a queue size")
+}
+
+fn same_queue(queue: &Queue) -> Queue {
+    #[allow(clippy::expect_used, reason = "the state of a queue makes a queue")]
+    Queue::try_from(queue.state()).expect("a queue's own state")
 }
 
 fn feature_word(features: u64, select: u32) -> u32 {

@@ -56,12 +56,32 @@ pub struct Record {
     pub calls: Vec<CallRecord>,
 }
 
-/// Devices, session and broker link of one guest.
+/// What the guest's own actions have made of the host's side of it: the state
+/// of its device, connections and session. It belongs to a snapshot as the
+/// guest's memory does.
 #[derive(Debug)]
-pub struct Board {
+pub struct Wiring {
     device: Device,
     session: HostSession,
     stream: Option<ConnectionId>,
+}
+
+impl Wiring {
+    /// The same for another guest with this memory, which is equal.
+    #[must_use]
+    pub fn fork(&self, memory: GuestMemoryMmap) -> Self {
+        Self {
+            device: self.device.fork(memory),
+            session: self.session.clone(),
+            stream: self.stream,
+        }
+    }
+}
+
+/// Wiring and broker link of one guest, and what its run has left so far.
+#[derive(Debug)]
+pub struct Board {
+    wiring: Wiring,
     broker: Option<BrokerLink>,
     response_bytes_max: usize,
     stop: Stop,
@@ -95,10 +115,19 @@ impl Board {
     /// A board for a guest with this memory.
     #[must_use]
     pub fn new(memory: GuestMemoryMmap, stop: Stop) -> Self {
-        Self {
+        let wiring = Wiring {
             device: Device::new(memory, Muxer::listening_on([HOST_PORT])),
             session: HostSession::new(),
             stream: None,
+        };
+        Self::of(wiring, stop)
+    }
+
+    /// A board for a guest that stands where this wiring was taken.
+    #[must_use]
+    pub fn of(wiring: Wiring, stop: Stop) -> Self {
+        Self {
+            wiring,
             broker: None,
             response_bytes_max: 0,
             stop,
@@ -107,6 +136,17 @@ impl Board {
             in_flight: Vec::new(),
             verdict: None,
         }
+    }
+
+    /// The wiring as it is now.
+    #[must_use]
+    pub fn wiring(&self) -> &Wiring {
+        &self.wiring
+    }
+
+    /// Puts the wiring back, and forgets the run.
+    pub fn reset(&mut self, wiring: Wiring) {
+        *self = Self::of(wiring, self.stop.clone());
     }
 
     /// Why the machine was stopped last.
@@ -126,7 +166,7 @@ impl Board {
     /// # Errors
     /// If the guest is not ready or the job is past its own limits: our bug.
     pub fn begin(&mut self, job: &Job, broker: Option<BrokerLink>) -> Result<(), VmFailure> {
-        self.session.start(&job.start, &job.program, &job.input).map_err(|error| VmFailure {
+        self.wiring.session.start(&job.start, &job.program, &job.input).map_err(|error| VmFailure {
             kind: VmFailureKind::Internal,
             message: error.to_string(),
         })?;
@@ -148,12 +188,12 @@ impl Board {
             if let Err(verdict) = self.take_in() {
                 return self.end(verdict);
             }
-            if self.session.is_ready() && !self.running {
+            if self.wiring.session.is_ready() && !self.running {
                 // The answer to the greeting goes out with the program.
                 return self.end(Verdict::Ready);
             }
             self.flush();
-            if !self.session.guest_waits() {
+            if !self.wiring.session.guest_waits() {
                 return Go::Continue(());
             }
             if let Err(verdict) = self.await_settled() {
@@ -166,10 +206,13 @@ impl Board {
     fn park(&mut self) -> Go {
         loop {
             self.flush();
-            if self.device.guest_has_unread() {
+            if self.wiring.device.guest_has_unread() {
                 return Go::Continue(());
             }
             if self.in_flight.is_empty() {
+                if self.wiring.session.is_ready() && !self.running {
+                    return self.end(Verdict::Ready);
+                }
                 return self.end(Verdict::Misbehaved(
                     "the guest waits for something that nobody will send".into(),
                 ));
@@ -182,27 +225,27 @@ impl Board {
 
     /// Takes what the guest sent through the session.
     fn take_in(&mut self) -> Result<(), Verdict> {
-        while let Some(event) = self.device.muxer().poll_event() {
+        while let Some(event) = self.wiring.device.muxer().poll_event() {
             match event {
-                Event::Accepted(id) if self.stream.is_none() => self.stream = Some(id),
+                Event::Accepted(id) if self.wiring.stream.is_none() => self.wiring.stream = Some(id),
                 // One stream is all a guest gets (design decision 3).
                 Event::Accepted(id) => {
-                    if let Some(connection) = self.device.muxer().connection(id) {
+                    if let Some(connection) = self.wiring.device.muxer().connection(id) {
                         connection.reset();
                     }
                 }
-                Event::Received(id) if self.stream == Some(id) => {
-                    let connection = self.device.muxer().connection(id);
+                Event::Received(id) if self.wiring.stream == Some(id) => {
+                    let connection = self.wiring.device.muxer().connection(id);
                     let bytes = connection.map(|c| c.take_incoming()).unwrap_or_default();
-                    self.session.receive(&bytes)?;
+                    self.wiring.session.receive(&bytes)?;
                 }
-                Event::Closed(id) if self.stream == Some(id) => {
+                Event::Closed(id) if self.wiring.stream == Some(id) => {
                     return Err(Verdict::Misbehaved("the guest closed its stream".into()));
                 }
                 Event::Received(_) | Event::Closed(_) => {}
             }
         }
-        while let Some(event) = self.session.poll_event() {
+        while let Some(event) = self.wiring.session.poll_event() {
             match event {
                 HostEvent::Call(call) => self.call(&call)?,
                 HostEvent::Output(bytes) => self.record.output.extend_from_slice(&bytes),
@@ -251,20 +294,20 @@ impl Board {
         let mut record = self.in_flight.remove(at);
         record.settled = Some(CallSettled { code: settled.code, duration_ns: settled.duration_ns });
         self.record.calls.push(record);
-        Ok(self.session.settle(&settled)?)
+        Ok(self.wiring.session.settle(&settled)?)
     }
 
     /// Hands the device what the session has for the guest.
     fn flush(&mut self) {
-        let transmit = self.session.transmit();
-        if let Some(id) = self.stream
+        let transmit = self.wiring.session.transmit();
+        if let Some(id) = self.wiring.stream
             && !transmit.is_empty()
-            && let Some(connection) = self.device.muxer().connection(id)
+            && let Some(connection) = self.wiring.device.muxer().connection(id)
         {
             connection.send(transmit);
             transmit.clear();
         }
-        self.device.deliver();
+        self.wiring.device.deliver();
     }
 }
 
@@ -276,7 +319,7 @@ impl Bus for Board {
     fn read(&mut self, address: u64, data: &mut [u8]) -> Go {
         match within(address, VSOCK_MMIO) {
             Some(offset) => {
-                self.device.read(offset, data);
+                self.wiring.device.read(offset, data);
                 Go::Continue(())
             }
             None => self.end(Verdict::Misbehaved(format!("a read of nothing at {address:#x}"))),
@@ -285,8 +328,8 @@ impl Bus for Board {
 
     fn write(&mut self, address: u64, data: &[u8]) -> Go {
         if let Some(offset) = within(address, VSOCK_MMIO) {
-            self.device.write(offset, data);
-            if self.device.is_broken() {
+            self.wiring.device.write(offset, data);
+            if self.wiring.device.is_broken() {
                 return self.end(Verdict::Misbehaved("the guest broke its vsock queues".into()));
             }
             return self.serve();

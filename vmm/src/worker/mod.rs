@@ -9,30 +9,52 @@
 //! |---|---|
 //! | [`board`] | what the guest is wired to: device, session, broker |
 //! | [`broker_link`] | the run's connection to the broker |
-//! | [`process`] | the worker as a process of its own |
+//! | [`zygote`] | the process that workers are forked from |
+//! | `process` | a worker's life |
 
 pub mod board;
 pub mod broker_link;
-pub mod process;
+mod process;
+pub mod zygote;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forge_protocol::guest::Ended;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Report, Timing, VmFailure, VmFailureKind};
 
-pub use board::Board;
+pub use board::{Board, Wiring};
 pub use broker_link::BrokerLink;
+pub(crate) use process::failed;
+use vm_memory::GuestMemoryMmap;
 
 use crate::machine::vcpu::panicked;
 use crate::machine::{
-    self, Death, Exit, Hypervisor, Image, Machine, MachineError, StopReason, Watchdog,
+    self, Base, Checkpoint, Death, Exit, Hypervisor, Image, Machine, MachineError, PageMap,
+    StopReason, Watchdog, snapshot::ResetDone,
 };
 use board::Verdict;
 
 /// How long a guest may take to its greeting. It takes about a millisecond;
 /// this is for hosts that emulate everything.
 const BOOT_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// The state of a guest that stands at "waiting for a program", from which
+/// any number of guests start. No seed, time, identity or program has entered
+/// it; the keys that programs are trusted by have.
+#[derive(Debug)]
+pub struct GuestBase {
+    machine: Arc<Base>,
+    wiring: Wiring,
+}
+
+/// Where a guest can be put back to.
+#[derive(Debug)]
+pub struct Standing {
+    machine: Checkpoint,
+    wiring: Wiring,
+}
 
 /// A guest that stands at "waiting for a program", and what it is wired to.
 #[derive(Debug)]
@@ -42,13 +64,24 @@ pub struct Guest {
     timing: Timing,
 }
 
+impl GuestBase {
+    /// How much RAM its guests have, in bytes.
+    #[must_use]
+    pub fn ram_bytes(&self) -> usize {
+        self.machine.ram_bytes()
+    }
+}
+
 impl From<MachineError> for VmFailure {
     fn from(error: MachineError) -> Self {
         let kind = match error {
             MachineError::Image(_) => VmFailureKind::Internal,
             MachineError::Kvm { .. }
             | MachineError::Hypervisor(_)
-            | MachineError::Memory { .. } => VmFailureKind::Unavailable,
+            | MachineError::Memory { .. }
+            | MachineError::Base(_)
+            | MachineError::PageMap(_)
+            | MachineError::TooChanged { .. } => VmFailureKind::Unavailable,
         };
         Self { kind, message: error.to_string() }
     }
@@ -80,9 +113,14 @@ impl Guest {
         let exit = guest.machine.run(&mut guest.board, watchdog.stop());
         drop(armed);
         guest.timing.boot_ns = elapsed_ns(booting);
-        match (exit, guest.board.take_verdict()) {
-            (Exit::Bus, Some(Verdict::Ready)) => Ok(guest),
-            (exit, verdict) => match guest.fate(exit, verdict) {
+        guest.stands(exit).map(|()| guest)
+    }
+
+    /// Whether the guest left to wait for a program.
+    fn stands(&mut self, exit: Exit) -> Result<(), VmFailure> {
+        match (exit, self.board.take_verdict()) {
+            (Exit::Bus, Some(Verdict::Ready)) => Ok(()),
+            (exit, verdict) => match self.fate(exit, verdict) {
                 Fate::Vm(failure) => Err(failure),
                 Fate::Deadline => Err(VmFailure {
                     kind: VmFailureKind::Stopped,
@@ -96,11 +134,100 @@ impl Guest {
         }
     }
 
-    /// Carries out one run. The guest is of no use afterwards.
-    pub fn run(&mut self, job: &Job, broker: Option<BrokerLink>, watchdog: &Watchdog) -> Report {
+    /// Makes this guest, which has just booted, the base of others.
+    ///
+    /// # Errors
+    /// [`VmFailure`].
+    pub fn into_base(
+        self,
+        hypervisor: &Hypervisor,
+        pages: &PageMap,
+    ) -> Result<GuestBase, VmFailure> {
+        let Self { machine, board, .. } = self;
+        let wiring = board.wiring().fork(GuestMemoryMmap::new());
+        drop(board);
+        Ok(GuestBase { machine: Arc::new(Base::capture(machine, hypervisor, pages)?), wiring })
+    }
+
+    /// A guest that stands where the base was taken.
+    ///
+    /// # Errors
+    /// [`VmFailure`]: the host cannot.
+    pub fn from_base(
+        hypervisor: &Hypervisor,
+        base: &GuestBase,
+        watchdog: &Watchdog,
+    ) -> Result<Self, VmFailure> {
+        let started = Instant::now();
+        let machine = Machine::from_base(hypervisor, &base.machine)?;
+        let wiring = base.wiring.fork(machine.memory().clone());
+        let board = Board::of(wiring, watchdog.stop().clone());
+        let timing = Timing { vm_ns: elapsed_ns(started), ..Timing::default() };
+        Ok(Self { machine, board, timing })
+    }
+
+    /// Lets the guest run on until it waits again: it touches the memory that
+    /// a run will need, so that the run need not.
+    ///
+    /// # Errors
+    /// [`VmFailure`]: the guest died.
+    pub fn warm_up(&mut self, watchdog: &Watchdog) -> Result<(), VmFailure> {
+        let started = Instant::now();
+        let armed = watchdog.arm(started + BOOT_TIME_MAX);
+        let exit = self.machine.run(&mut self.board, watchdog.stop());
+        drop(armed);
+        self.timing.boot_ns = elapsed_ns(started);
+        self.stands(exit)
+    }
+
+    /// Marks where the guest stands, to be put back to it.
+    ///
+    /// # Errors
+    /// [`VmFailure`].
+    pub fn mark(&mut self, pages: &PageMap) -> Result<Standing, VmFailure> {
+        let machine = self.machine.checkpoint(pages)?;
+        let wiring = self.board.wiring().fork(self.machine.memory().clone());
+        Ok(Standing { machine, wiring })
+    }
+
+    /// Puts back everything that has changed since.
+    ///
+    /// # Errors
+    /// [`VmFailure`]; the guest is of no further use.
+    pub fn reset(&mut self, to: &Standing, pages: &PageMap) -> Result<ResetDone, VmFailure> {
+        let done = self.machine.reset(&to.machine, pages)?;
+        self.board.reset(to.wiring.fork(self.machine.memory().clone()));
+        Ok(done)
+    }
+
+    /// Compares the whole guest with where it was marked.
+    ///
+    /// # Errors
+    /// [`VmFailure`], with what differs.
+    pub fn prove_reset(&mut self, to: &Standing, pages: &PageMap) -> Result<(), VmFailure> {
+        let found = self.machine.differences(&to.machine, pages)?;
+        if found.is_empty() {
+            return Ok(());
+        }
+        Err(VmFailure {
+            kind: VmFailureKind::Internal,
+            message: format!("a reset left differences: {}", found.join("; ")),
+        })
+    }
+
+    /// Carries out one run. The guest is of no use afterwards, unless it is
+    /// reset.
+    /// `arrived` is when the job came: its deadline counts from then.
+    pub fn run(
+        &mut self,
+        job: &Job,
+        broker: Option<BrokerLink>,
+        arrived: Instant,
+        watchdog: &Watchdog,
+    ) -> Report {
         let started = Instant::now();
         let exits_before = self.machine.exits();
-        let armed = watchdog.arm(started + Duration::from_nanos(job.deadline_ns));
+        let armed = watchdog.arm(arrived + Duration::from_nanos(job.deadline_ns));
         let fate = match self.board.begin(job, broker) {
             Ok(()) => {
                 let exit = self.machine.run(&mut self.board, watchdog.stop());
@@ -122,6 +249,12 @@ impl Guest {
             vm_exits: self.machine.exits() - exits_before,
             timing,
         }
+    }
+
+    /// Where the time went that it took to make the guest.
+    #[must_use]
+    pub fn timing(&self) -> Timing {
+        self.timing
     }
 
     /// The guest's memory, for tests that look for what must not be there.
@@ -182,38 +315,25 @@ fn split(total_ns: u64, fate: &Fate) -> (u64, u64) {
     (load_ns, total_ns - load_ns)
 }
 
-/// Makes a VM for this job alone, runs it, and reports.
+/// Boots a VM for this job alone, in this process, runs it, and reports.
 #[must_use]
-pub fn serve(job: &Job, broker: Option<BrokerLink>) -> Report {
-    match try_serve(job, broker) {
-        Ok(report) => report,
-        Err(failure) => Report {
-            fate: Fate::Vm(failure),
-            output: Vec::new(),
-            artifacts: Vec::new(),
-            logs: Vec::new(),
-            calls: Vec::new(),
-            vm_exits: 0,
-            timing: Timing::default(),
-        },
-    }
+pub fn serve(job: &Job, trust: &TrustKeys, broker: Option<BrokerLink>) -> Report {
+    try_serve(job, trust, broker).unwrap_or_else(process::failed)
 }
 
-fn try_serve(job: &Job, broker: Option<BrokerLink>) -> Result<Report, VmFailure> {
-    let started = Instant::now();
-    let internal = |message: String| VmFailure { kind: VmFailureKind::Internal, message };
-    let trust = crate::keys::trust_from_bytes(&job.trust)
-        .map_err(|error| internal(format!("a trust key of the job: {error}")))?;
+fn try_serve(
+    job: &Job,
+    trust: &TrustKeys,
+    broker: Option<BrokerLink>,
+) -> Result<Report, VmFailure> {
+    let arrived = Instant::now();
     let hypervisor = Hypervisor::open()?;
     let image = Image::built_in()?;
     let watchdog = Watchdog::new().map_err(|error| VmFailure {
         kind: VmFailureKind::Unavailable,
-        message: format!("no watchdog: {error}"),
+        message: format!("no timer: {error}"),
     })?;
     let ram_bytes = machine::ram_bytes(&job.start.limits);
-    let mut guest = Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog)?;
-    // The clock has been running since the supervisor sent the job.
-    let deadline_ns = job.deadline_ns.saturating_sub(elapsed_ns(started));
-    let job = Job { deadline_ns, ..job.clone() };
-    Ok(guest.run(&job, broker, &watchdog))
+    let mut guest = Guest::boot(&hypervisor, &image, trust, ram_bytes, &watchdog)?;
+    Ok(guest.run(job, broker, arrived, &watchdog))
 }

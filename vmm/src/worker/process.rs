@@ -1,172 +1,166 @@
-//! The worker as a process of its own: one job in, one report out.
+//! A worker's life: a fork of the zygote that makes one VM, gives up all it
+//! can, and carries out the runs it is given.
 //!
-//! It is this same executable, started with an empty environment and three
-//! descriptors: 0 is the socket to its supervisor, 1 the run's connection to
-//! the broker, 2 the log. When the supervisor dies, so does it.
+//! Descriptor 0 is the socket to its supervisor, 1 and 2 are the null device.
+//! Beside them it holds its VM, its vCPU, for a VM that is reset the map of
+//! its own pages, and while a run lasts that run's connection to the broker.
 
-use std::io::{self, Read as _, Write as _};
-use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::io;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
 
 use forge_protocol::codec;
-use forge_protocol::frame::{self, Frame, HEADER_BYTES, Header, Kind};
-use forge_protocol::worker::{Job, Report};
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::worker::{Fate, Job, Ready, Report, Reuse, Timing, VmFailure, VmFailureKind};
 
-use super::BrokerLink;
+use super::{BrokerLink, Guest, GuestBase, Standing};
+use crate::link::Link;
+use crate::machine::{Hypervisor, PageMap, Watchdog};
 
-/// The hidden command that makes this executable a worker.
-pub const COMMAND: &str = "worker";
-
-/// A worker, from the supervisor's side.
-#[derive(Debug)]
-pub struct WorkerProcess {
-    child: Child,
-    socket: UnixStream,
+/// What a worker has from the zygote.
+pub(super) struct Inherited<'a> {
+    pub(super) hypervisor: &'a Hypervisor,
+    pub(super) base: &'a GuestBase,
+    pub(super) socket: OwnedFd,
+    pub(super) reuse: Reuse,
 }
 
-impl WorkerProcess {
-    /// Starts a worker with its run's connection to the broker, if it has one.
-    /// `executable` is `forge-vmm`.
-    ///
-    /// # Errors
-    /// If the process cannot be started.
-    pub fn start(executable: &Path, broker: Option<UnixStream>) -> io::Result<Self> {
-        let (ours, theirs) = UnixStream::pair()?;
-        let broker = match broker {
-            Some(socket) => Stdio::from(OwnedFd::from(socket)),
-            None => Stdio::null(),
+/// The child's whole life. Nothing of the zygote's is dropped: memory and
+/// descriptors go with the process.
+pub(super) fn main(inherited: Inherited<'_>) -> ! {
+    let lived = catch_unwind(AssertUnwindSafe(|| live(inherited)));
+    let code = match lived {
+        Ok(Ok(())) => 0,
+        Ok(Err(_)) => 1,
+        Err(_) => 101,
+    };
+    // SAFETY: ends this process without running the zygote's destructors.
+    unsafe { libc::_exit(code) }
+}
+
+fn internal(message: String) -> VmFailure {
+    VmFailure { kind: VmFailureKind::Internal, message }
+}
+
+/// A guest, and what it takes to use it again.
+struct Worker {
+    guest: Guest,
+    watchdog: Watchdog,
+    /// For a guest that is reset: where to, how its changes are found, and how
+    /// often that is proven.
+    reset: Option<Reset>,
+}
+
+struct Reset {
+    to: Standing,
+    pages: PageMap,
+    prove_one_in: u32,
+    done: u32,
+}
+
+fn live(inherited: Inherited<'_>) -> io::Result<()> {
+    let mut link = settle_in(inherited.socket)?;
+    let mut worker = match Worker::new(inherited.hypervisor, inherited.base, inherited.reuse) {
+        Ok(worker) => worker,
+        Err(failure) => return say(&mut link, Kind::Ready, &Ready::Err(failure)),
+    };
+    say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
+    loop {
+        let frame = match link.receive(|kind| kind == Kind::Job, None) {
+            Ok(frame) => frame,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) => return Err(error),
         };
-        let child = Command::new(executable)
-            .arg0("forge-vmm-worker")
-            .arg(COMMAND)
-            .arg(std::process::id().to_string())
-            .env_clear()
-            .current_dir("/")
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(broker)
-            .stderr(Stdio::inherit())
-            .spawn()?;
-        Ok(Self { child, socket: ours })
-    }
-
-    /// The worker's process id.
-    #[must_use]
-    pub fn id(&self) -> u32 {
-        self.child.id()
-    }
-
-    /// Hands over the job and waits for the report, at most `patience`.
-    ///
-    /// # Errors
-    /// `TimedOut` if the worker says nothing in time, `InvalidData` if what it
-    /// says is no report, `UnexpectedEof` if it died.
-    pub fn carry_out(&mut self, job: &Job, patience: std::time::Duration) -> io::Result<Report> {
-        let mut bytes = Vec::with_capacity(job.program.len() + job.input.len() + 4096);
-        frame::write_message(Kind::Job, job, &mut bytes);
-        let until = std::time::Instant::now() + patience;
-        self.socket.set_write_timeout(Some(patience))?;
-        self.socket.write_all(&bytes)?;
-        let frame = read_frame(&mut self.socket, Kind::Report, Some(until))?;
-        codec::decode(&frame.payload)
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
-    }
-}
-
-impl Drop for WorkerProcess {
-    fn drop(&mut self) {
-        // It serves one run. Whatever it still does, it does for nobody.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Reads one frame of one kind.
-fn read_frame(
-    socket: &mut UnixStream,
-    kind: Kind,
-    until: Option<std::time::Instant>,
-) -> io::Result<Frame> {
-    let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
-    let mut read = |buffer: &mut [u8]| -> io::Result<()> {
-        let mut filled = 0;
-        while filled < buffer.len() {
-            if let Some(until) = until {
-                let left = until.saturating_duration_since(std::time::Instant::now());
-                if left.is_zero() {
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-                socket.set_read_timeout(Some(left))?;
-            }
-            match socket.read(&mut buffer[filled..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(bytes) => filled += bytes,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-                Err(error) => return Err(error),
-            }
+        let started = Instant::now();
+        let report = match codec::decode::<Job>(&frame.payload) {
+            Ok(job) => worker.carry_out(job, link.take_passed(), started),
+            Err(error) => failed(internal(format!("the job cannot be read: {error}"))),
+        };
+        say(&mut link, Kind::Report, &report)?;
+        let Some(ready) = worker.put_back() else { return Ok(()) };
+        let ends = ready.is_err();
+        say(&mut link, Kind::Ready, &ready)?;
+        if ends {
+            return Ok(());
         }
-        Ok(())
-    };
-    let mut header = [0u8; HEADER_BYTES];
-    read(&mut header)?;
-    let header = Header::from_bytes(header).map_err(|error| invalid(error.to_string()))?;
-    if header.kind != kind {
-        return Err(invalid(format!("a {:?} frame where {kind:?} was awaited", header.kind)));
     }
-    let mut payload = vec![0u8; header.payload_bytes as usize];
-    read(&mut payload)?;
-    Ok(Frame { kind, payload })
 }
 
-/// The worker's whole life. Called by `main` for [`COMMAND`] with the
-/// supervisor's process id, before anything else touched the standard
-/// descriptors.
-///
-/// # Errors
-/// If the job cannot be read or the report not be written: the supervisor is
-/// gone.
-pub fn main(supervisor_id: u32) -> io::Result<()> {
-    die_with(supervisor_id)?;
-    close_what_others_left()?;
-    // SAFETY: descriptors 0 and 1 are what `WorkerProcess::start` put there;
-    // this process has used neither, and from here on they belong to these.
-    let (mut supervisor, broker) = unsafe { (UnixStream::from_raw_fd(0), OwnedFd::from_raw_fd(1)) };
-    let frame = read_frame(&mut supervisor, Kind::Job, None)?;
-    let job: Job = codec::decode(&frame.payload)
-        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))?;
-    let link = match job.brokered {
-        true => Some(BrokerLink::new(UnixStream::from(broker))?),
-        false => None,
-    };
-    let report = super::serve(&job, link);
+/// Puts the socket where it belongs and closes the zygote's own.
+fn settle_in(socket: OwnedFd) -> io::Result<Link> {
+    // SAFETY: duplicates a descriptor of ours over the zygote's socket, which
+    // this process must not have.
+    if unsafe { libc::dup2(socket.as_raw_fd(), 0) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    drop(socket);
+    // SAFETY: 0 is the duplicate, and nobody else's.
+    Ok(Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) })))
+}
+
+fn say<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) -> io::Result<()> {
     let mut bytes = Vec::new();
-    frame::write_message(Kind::Report, &report, &mut bytes);
-    supervisor.write_all(&bytes)
+    frame::write_message(kind, message, &mut bytes);
+    link.send(&bytes, None, None)
 }
 
-/// Closes every descriptor but the three: whoever started the supervisor may
-/// have left it some, and they are not the worker's.
-fn close_what_others_left() -> io::Result<()> {
-    // SAFETY: nothing in this process has opened a descriptor yet.
-    if unsafe { libc::close_range(3, libc::c_uint::MAX, 0) } != 0 {
-        return Err(io::Error::last_os_error());
+/// The report of a run that no guest was given.
+pub(crate) fn failed(failure: VmFailure) -> Report {
+    Report {
+        fate: Fate::Vm(failure),
+        output: Vec::new(),
+        artifacts: Vec::new(),
+        logs: Vec::new(),
+        calls: Vec::new(),
+        vm_exits: 0,
+        timing: Timing::default(),
     }
-    Ok(())
 }
 
-fn die_with(supervisor_id: u32) -> io::Result<()> {
-    // SAFETY: a plain system call without pointers.
-    if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
-        return Err(io::Error::last_os_error());
+impl Worker {
+    fn new(hypervisor: &Hypervisor, base: &GuestBase, reuse: Reuse) -> Result<Self, VmFailure> {
+        let unavailable = |what: &str, error: io::Error| VmFailure {
+            kind: VmFailureKind::Unavailable,
+            message: format!("{what}: {error}"),
+        };
+        let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", error))?;
+        let mut guest = Guest::from_base(hypervisor, base, &watchdog)?;
+        let reset = match reuse {
+            Reuse::Fresh => None,
+            Reuse::Reset { prove_one_in } => {
+                let pages = PageMap::open().map_err(|error| unavailable("no page map", error))?;
+                let to = guest.mark(&pages)?;
+                Some(Reset { to, pages, prove_one_in, done: 0 })
+            }
+        };
+        Ok(Self { guest, watchdog, reset })
     }
-    // It may have died before we asked.
-    if std::os::unix::process::parent_id() != supervisor_id {
-        return Err(io::ErrorKind::BrokenPipe.into());
+
+    fn carry_out(&mut self, job: Job, broker: Option<OwnedFd>, started: Instant) -> Report {
+        let link = broker.map(|fd| BrokerLink::new(UnixStream::from(fd))).transpose();
+        match link {
+            Ok(link) if link.is_some() == job.brokered => {
+                self.guest.run(&job, link, started, &self.watchdog)
+            }
+            Ok(_) => failed(internal("the job came without its connection to the broker".into())),
+            Err(error) => failed(internal(format!("the connection to the broker: {error}"))),
+        }
     }
-    Ok(())
+
+    /// After a run: resets the guest, if that is its way. `None`: its life is
+    /// over.
+    fn put_back(&mut self) -> Option<Ready> {
+        let reset = self.reset.as_mut()?;
+        let mut put_back = || {
+            self.guest.reset(&reset.to, &reset.pages)?;
+            reset.done = reset.done.wrapping_add(1);
+            if reset.prove_one_in != 0 && reset.done.is_multiple_of(reset.prove_one_in) {
+                self.guest.prove_reset(&reset.to, &reset.pages)?;
+            }
+            Ok(Timing::default())
+        };
+        Some(put_back())
+    }
 }

@@ -10,7 +10,7 @@ use forge_protocol::RunId;
 use forge_protocol::guest::Start;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::signature::SignerKey;
+use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Job, Report};
 use forge_vmm::machine::Hypervisor;
 use libtest_mimic::{Arguments, Trial};
@@ -92,7 +92,6 @@ pub fn job(program: Vec<u8>, limits: RunLimits) -> Job {
             granted: Vec::new(),
             limits: limits.clone(),
         },
-        trust: vec![signer().trust_key().to_bytes()],
         program,
         input: b"{}".to_vec(),
         // On an emulated CPU everything takes longer; the tests of deadlines
@@ -102,14 +101,20 @@ pub fn job(program: Vec<u8>, limits: RunLimits) -> Job {
     }
 }
 
+/// Runs a job without a broker in a VM of its own, in this process.
+pub fn serve(job: &Job) -> Report {
+    let trust = TrustKeys::new([signer().trust_key()]).unwrap();
+    forge_vmm::worker::serve(job, &trust, None)
+}
+
 /// Runs a program without tools in a VM of its own, in this process.
 pub fn run(wat: &str, limits: RunLimits) -> Report {
-    forge_vmm::worker::serve(&job(signed(wat), limits), None)
+    serve(&job(signed(wat), limits))
 }
 
 /// Runs a program that imports a tool nobody is there to answer for.
 pub fn run_granted(wat: &str, tool: &str) -> Report {
     let mut job = job(signed(wat), RunLimits::default());
     job.start.granted = vec![ToolName::parse(tool).unwrap()];
-    forge_vmm::worker::serve(&job, None)
+    serve(&job)
 }

@@ -1,0 +1,303 @@
+//! Frames over unix sockets between our own processes: with a deadline, with
+//! a descriptor that rides along, and without a signal when the peer is gone.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use forge_protocol::frame::{Assembler, Frame, Kind};
+
+/// What one receive call takes in, in bytes: more than most messages have.
+const RECEIVE_BYTES: usize = 32 * 1024;
+
+/// One end of a socket on which whole frames travel.
+#[derive(Debug)]
+pub struct Link {
+    socket: UnixStream,
+    assembler: Assembler,
+    /// Received, and not yet looked at.
+    buffer: Vec<u8>,
+    at: usize,
+    /// The descriptor that came last and was not taken.
+    passed: Option<OwnedFd>,
+}
+
+impl Link {
+    /// Over this socket.
+    #[must_use]
+    pub fn new(socket: UnixStream) -> Self {
+        Self {
+            socket,
+            assembler: Assembler::default(),
+            buffer: Vec::new(),
+            at: 0,
+            passed: None,
+        }
+    }
+
+    /// The socket.
+    #[must_use]
+    pub fn socket(&self) -> &UnixStream {
+        &self.socket
+    }
+
+    /// Sends bytes, all of them; `passed` rides along with the first.
+    ///
+    /// # Errors
+    /// What the kernel said; `TimedOut` if the peer takes nothing until then.
+    pub fn send(
+        &mut self,
+        mut bytes: &[u8],
+        mut passed: Option<BorrowedFd<'_>>,
+        until: Option<Instant>,
+    ) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match send_once(self.socket.as_raw_fd(), bytes, passed) {
+                Ok(sent) => {
+                    bytes = &bytes[sent..];
+                    passed = None;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    wait(self.socket.as_raw_fd(), libc::POLLOUT, until)?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives the next frame, which must be of a kind that is awaited.
+    ///
+    /// # Errors
+    /// What the kernel said; `TimedOut`, `UnexpectedEof` if the peer is gone,
+    /// `InvalidData` for what is no awaited frame.
+    pub fn receive(
+        &mut self,
+        awaits: impl Fn(Kind) -> bool,
+        until: Option<Instant>,
+    ) -> io::Result<Frame> {
+        loop {
+            if let Some(frame) = self.next(&awaits)? {
+                return Ok(frame);
+            }
+            if until.is_some() {
+                wait(self.socket.as_raw_fd(), libc::POLLIN, until)?;
+            }
+            match self.fill() {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The descriptor that came with what was received.
+    pub fn take_passed(&mut self) -> Option<OwnedFd> {
+        self.passed.take()
+    }
+
+    fn next(&mut self, awaits: &impl Fn(Kind) -> bool) -> io::Result<Option<Frame>> {
+        while self.at < self.buffer.len() {
+            let mut input = &self.buffer[self.at..];
+            let bound = |kind: Kind| awaits(kind).then(|| kind.payload_bytes_max());
+            let frame = self.assembler.next(&mut input, bound);
+            self.at = self.buffer.len() - input.len();
+            match frame {
+                Ok(None) => {}
+                Ok(frame) => return Ok(frame),
+                Err(error) => {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string()));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn fill(&mut self) -> io::Result<()> {
+        self.buffer.resize(RECEIVE_BYTES, 0);
+        self.at = 0;
+        let received = receive_once(self.socket.as_raw_fd(), &mut self.buffer);
+        self.buffer.truncate(*received.as_ref().map_or(&0, |(bytes, _)| bytes));
+        match received? {
+            (0, _) => Err(io::ErrorKind::UnexpectedEof.into()),
+            (_, None) => Ok(()),
+            (_, passed) => {
+                self.passed = passed;
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A control message that carries one descriptor, in bytes.
+// SAFETY: computes a size.
+const ONE_DESCRIPTOR: usize = unsafe { libc::CMSG_LEN(size_of::<RawFd>() as u32) } as usize;
+
+/// Room for it, aligned as `cmsghdr` is.
+#[repr(C)]
+union ControlRoom {
+    bytes: [u8; 32],
+    _align: libc::cmsghdr,
+}
+
+const _: () = assert!(ONE_DESCRIPTOR <= size_of::<ControlRoom>());
+
+/// One `sendmsg`.
+///
+/// # Errors
+/// What the kernel said.
+pub(crate) fn send_once(
+    socket: RawFd,
+    bytes: &[u8],
+    passed: Option<BorrowedFd<'_>>,
+) -> io::Result<usize> {
+    let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let mut control = ControlRoom { bytes: [0; 32] };
+    // SAFETY: all-zero is a valid msghdr.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut part;
+    message.msg_iovlen = 1;
+    if let Some(passed) = passed {
+        message.msg_control = (&raw mut control).cast();
+        // SAFETY: the room is large enough for one descriptor (asserted above),
+        // so there is a first header, and it is aligned.
+        unsafe {
+            message.msg_controllen = ONE_DESCRIPTOR;
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = ONE_DESCRIPTOR;
+            libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(passed.as_raw_fd());
+        }
+    }
+    // SAFETY: the message names memory that is valid for the call.
+    let sent = unsafe { libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// One `recvmsg`: how many bytes came, and the descriptor that rode along.
+///
+/// # Errors
+/// What the kernel said.
+pub(crate) fn receive_once(
+    socket: RawFd,
+    buffer: &mut [u8],
+) -> io::Result<(usize, Option<OwnedFd>)> {
+    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    let mut control = ControlRoom { bytes: [0; 32] };
+    // SAFETY: all-zero is a valid msghdr.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut part;
+    message.msg_iovlen = 1;
+    message.msg_control = (&raw mut control).cast();
+    // No more, so that a peer cannot fill our table with descriptors.
+    message.msg_controllen = ONE_DESCRIPTOR;
+    // SAFETY: the message names memory that is valid for writes.
+    let received = unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    let bytes = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
+    // SAFETY: the kernel filled the control room as the message says; a
+    // descriptor in it is new and ours. There is room for one alone, so the
+    // kernel passes no second.
+    let passed = unsafe {
+        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        if !header.is_null()
+            && (*header).cmsg_level == libc::SOL_SOCKET
+            && (*header).cmsg_type == libc::SCM_RIGHTS
+        {
+            let fd = libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned();
+            Some(OwnedFd::from_raw_fd(fd))
+        } else {
+            None
+        }
+    };
+    Ok((bytes, passed))
+}
+
+fn wait(socket: RawFd, events: i16, until: Option<Instant>) -> io::Result<()> {
+    loop {
+        let left = match until {
+            Some(until) => until.saturating_duration_since(Instant::now()),
+            None => Duration::MAX,
+        };
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        // Rounded up, so that the last wait is not a busy one.
+        let ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+        let mut polled = libc::pollfd { fd: socket, events, revents: 0 };
+        // SAFETY: one valid pollfd.
+        let ready = unsafe { libc::poll(&raw mut polled, 1, ms) };
+        match ready {
+            0 => {}
+            1.. => return Ok(()),
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use forge_protocol::frame;
+    use std::os::fd::AsFd as _;
+
+    fn pair() -> (Link, Link) {
+        let (a, b) = UnixStream::pair().unwrap();
+        (Link::new(a), Link::new(b))
+    }
+
+    fn output(text: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        frame::write_raw(Kind::Output, text, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn frames_arrive_whole_however_they_were_cut_and_joined() {
+        let (mut a, mut b) = pair();
+        let mut bytes = output(b"one");
+        bytes.extend(output(&[7; 100_000]));
+        let sender = std::thread::spawn(move || {
+            for piece in bytes.chunks(3000) {
+                a.send(piece, None, None).unwrap();
+            }
+        });
+        let until = Some(Instant::now() + Duration::from_secs(30));
+        assert_eq!(b.receive(|_| true, until).unwrap().payload, b"one");
+        assert_eq!(b.receive(|_| true, until).unwrap().payload, [7; 100_000]);
+        sender.join().unwrap();
+        assert_eq!(b.receive(|_| true, until).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn a_descriptor_rides_along() {
+        let (mut a, mut b) = pair();
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        a.send(&output(b"x"), Some(theirs.as_fd()), None).unwrap();
+        drop(theirs);
+        b.receive(|_| true, None).unwrap();
+        let mut passed = UnixStream::from(b.take_passed().unwrap());
+        io::Write::write_all(&mut passed, b"through").unwrap();
+        let mut got = [0; 7];
+        io::Read::read_exact(&mut ours, &mut got).unwrap();
+        assert_eq!(&got, b"through");
+    }
+
+    #[test]
+    fn what_is_not_awaited_is_refused_and_silence_ends() {
+        let (mut a, mut b) = pair();
+        a.send(&output(b"x"), None, None).unwrap();
+        let refused = b.receive(|kind| kind == Kind::Report, None).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
+        let (_a, mut b) = pair();
+        let until = Some(Instant::now() + Duration::from_millis(5));
+        assert_eq!(b.receive(|_| true, until).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+}

@@ -1,0 +1,283 @@
+//! The base: a machine's memory and vCPU at one moment, from which any number
+//! of machines start; and reset, which brings a machine back to a checkpoint
+//! of its own.
+//!
+//! The beginning of RAM, where a booted guest has written, is a sealed file
+//! in memory that every machine maps privately: pages are shared until one
+//! writes them. The rest of RAM is zero, but for a few pages that are kept
+//! beside the file.
+//!
+//! What a run changed is what the host's page tables say the machine has of
+//! its own. That set only grows, as a page that is put back stays; a run that
+//! makes it grow past [`RESET_PAGES_MAX`] costs the machine its life.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd as _, FromRawFd as _};
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+
+use forge_protocol::platform::{DATA, LARGE_PAGE_BYTES, PAGE_BYTES, RAM_START};
+use vm_memory::{
+    Bytes, FileOffset, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, MmapRegion,
+};
+
+use super::pagemap::PageMap;
+use super::state::CpuState;
+use super::{Hypervisor, Machine, MachineError, mapping, memory, vcpu};
+
+/// How much of RAM the file holds: the system pages, and the large page that
+/// stack, data and the first of the heap are in.
+const WINDOW_BYTES: usize = (DATA + LARGE_PAGE_BYTES - RAM_START) as usize;
+const PAGE: usize = PAGE_BYTES as usize;
+
+/// The most pages a machine may have of its own and still be reset. Putting
+/// them all back takes longer than making a new machine.
+pub const RESET_PAGES_MAX: usize = 1024;
+
+static ZEROS: [u8; PAGE] = [0; PAGE];
+
+/// A page by its offset in RAM.
+type Page = (usize, Box<[u8; PAGE]>);
+
+/// A machine's state, from which others start.
+#[derive(Debug)]
+pub struct Base {
+    file: File,
+    /// The file's content. It is sealed, so nothing can ever write it.
+    view: MmapRegion,
+    /// Pages behind the file that are not zero, in order.
+    beyond: Vec<Page>,
+    cpu: CpuState,
+    code: GuestMemoryMmap,
+    ram_bytes: usize,
+}
+
+/// Where a machine can be put back to.
+#[derive(Debug)]
+pub struct Checkpoint {
+    cpu: CpuState,
+    /// Pages that differ from the base, in order.
+    pages: Vec<Page>,
+}
+
+/// What a reset put back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ResetDone {
+    /// How many pages.
+    pub pages: usize,
+}
+
+impl Base {
+    /// Takes a machine's state. The machine is of no further use.
+    ///
+    /// # Errors
+    /// [`MachineError`].
+    pub fn capture(
+        mut machine: Machine,
+        hypervisor: &Hypervisor,
+        pages: &PageMap,
+    ) -> Result<Self, MachineError> {
+        machine.vcpu.settle()?;
+        let cpu = CpuState::read(machine.vcpu.fd(), hypervisor)?;
+        let file = memory_file(c"forge-base", WINDOW_BYTES).map_err(MachineError::Base)?;
+        let mut beyond = Vec::new();
+        for offset in machine.private_pages(pages)?.into_iter().flat_map(|r| r.step_by(PAGE)) {
+            let page = machine.page(offset)?;
+            if *page == ZEROS {
+                continue;
+            }
+            if offset < WINDOW_BYTES {
+                file.write_all_at(&page[..], offset as u64).map_err(MachineError::Base)?;
+            } else {
+                beyond.push((offset, page));
+            }
+        }
+        seal(&file).map_err(MachineError::Base)?;
+        let view = FileOffset::new(file.try_clone().map_err(MachineError::Base)?, 0);
+        let view = MmapRegion::build(
+            Some(view),
+            WINDOW_BYTES,
+            libc::PROT_READ,
+            libc::MAP_SHARED | libc::MAP_NORESERVE,
+        )
+        .map_err(|error| MachineError::Base(io::Error::other(error)))?;
+        let ram_bytes = machine.ram_bytes();
+        Ok(Self { file, view, beyond, cpu, code: machine.code, ram_bytes })
+    }
+
+    /// How much RAM its machines have, in bytes.
+    #[must_use]
+    pub fn ram_bytes(&self) -> usize {
+        self.ram_bytes
+    }
+
+    /// How many pages machines have in common, and how many each needs a copy
+    /// of.
+    #[must_use]
+    pub fn pages(&self) -> (usize, usize) {
+        let shared = self.window().chunks_exact(PAGE).filter(|page| **page != ZEROS).count();
+        (shared, self.beyond.len())
+    }
+
+    fn window(&self) -> &[u8] {
+        // SAFETY: the mapping is readable for this length as long as `view`
+        // lives, and the file is sealed: there is no writer, here or elsewhere.
+        unsafe { std::slice::from_raw_parts(self.view.as_ptr(), WINDOW_BYTES) }
+    }
+
+    /// What the page at this offset is in the base.
+    fn page(&self, offset: usize) -> &[u8] {
+        if let Some(page) = self.window().get(offset..offset + PAGE) {
+            return page;
+        }
+        find(&self.beyond, offset).unwrap_or(&ZEROS)
+    }
+}
+
+fn find(pages: &[Page], offset: usize) -> Option<&[u8]> {
+    let index = pages.binary_search_by_key(&offset, |(at, _)| *at).ok()?;
+    Some(&pages[index].1[..])
+}
+
+/// A file that lives in memory.
+fn memory_file(name: &std::ffi::CStr, bytes: usize) -> io::Result<File> {
+    // SAFETY: the name is a C string.
+    let fd = unsafe {
+        libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor that was just made and is nobody else's.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(bytes as u64)?;
+    Ok(file)
+}
+
+/// From here on nobody can change the file, whoever holds it.
+fn seal(file: &File) -> io::Result<()> {
+    let seals =
+        libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: a plain system call on a descriptor of ours.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+impl Machine {
+    /// Makes a machine that stands where the base was taken.
+    ///
+    /// # Errors
+    /// [`MachineError`].
+    pub fn from_base(hypervisor: &Hypervisor, base: &Arc<Base>) -> Result<Self, MachineError> {
+        let ram = mapping::map(RAM_START, base.ram_bytes)
+            .and_then(|ram| mapping::overlay(&ram, RAM_START, &base.file, WINDOW_BYTES).map(|()| ram))
+            .map_err(MachineError::Base)?;
+        for (offset, page) in &base.beyond {
+            write_page(&ram, *offset, &page[..])?;
+        }
+        let vm = hypervisor.create_vm()?;
+        memory::hand_over(&vm, &base.code, &ram)?;
+        let vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
+        base.cpu.write(vcpu.fd())?;
+        Ok(Self { vcpu, _vm: vm, ram, code: base.code.clone(), base: Some(Arc::clone(base)) })
+    }
+
+    /// Marks where the machine stands now, to be put back to it.
+    ///
+    /// # Errors
+    /// [`MachineError`].
+    pub fn checkpoint(&mut self, pages: &PageMap) -> Result<Checkpoint, MachineError> {
+        self.vcpu.settle()?;
+        let base = self.base.as_ref().ok_or(MachineError::Image("it did not start from a base"))?;
+        let cpu = base.cpu.read_again(self.vcpu.fd())?;
+        let mut kept = Vec::new();
+        for offset in self.private_pages(pages)?.into_iter().flat_map(|r| r.step_by(PAGE)) {
+            let page = self.page(offset)?;
+            if page[..] != *self.base_page(offset) {
+                kept.push((offset, page));
+            }
+        }
+        Ok(Checkpoint { cpu, pages: kept })
+    }
+
+    /// Puts back everything that has changed since the checkpoint.
+    ///
+    /// # Errors
+    /// [`MachineError`]; the machine is of no further use.
+    pub fn reset(
+        &mut self,
+        to: &Checkpoint,
+        pages: &PageMap,
+    ) -> Result<ResetDone, MachineError> {
+        self.vcpu.settle()?;
+        let changed = self.private_pages(pages)?;
+        let count = changed.iter().map(|range| range.len() / PAGE).sum();
+        if count > RESET_PAGES_MAX {
+            return Err(MachineError::TooChanged { pages: count });
+        }
+        for offset in changed.into_iter().flat_map(|range| range.step_by(PAGE)) {
+            let page = find(&to.pages, offset).unwrap_or_else(|| self.base_page(offset));
+            write_page(&self.ram, offset, page)?;
+        }
+        to.cpu.restore(self.vcpu.fd())?;
+        Ok(ResetDone { pages: count })
+    }
+
+    /// What is not as it was at the checkpoint: all of memory and of the vCPU
+    /// is compared. Pages that were never touched have no content to compare.
+    ///
+    /// # Errors
+    /// [`MachineError`] if it cannot be looked at.
+    pub fn differences(
+        &mut self,
+        from: &Checkpoint,
+        pages: &PageMap,
+    ) -> Result<Vec<String>, MachineError> {
+        self.vcpu.settle()?;
+        let mut found = from.cpu.differences(self.vcpu.fd())?;
+        let behind = self.private_pages(pages)?.into_iter().flat_map(|range| range.step_by(PAGE));
+        let kept = from.pages.iter().map(|(offset, _)| *offset);
+        // Of the window every page, whatever the page tables say.
+        let all = (0..WINDOW_BYTES).step_by(PAGE).chain(behind).chain(kept);
+        for offset in all {
+            let was = find(&from.pages, offset).unwrap_or_else(|| self.base_page(offset));
+            let page = self.page(offset)?;
+            if let Some(at) = page.iter().zip(was).position(|(now, was)| now != was) {
+                let address = RAM_START + (offset + at) as u64;
+                found.push(format!("memory at {address:#x}: {:#04x}, not {:#04x}", page[at], was[at]));
+            }
+        }
+        Ok(found)
+    }
+
+    fn base_page(&self, offset: usize) -> &[u8] {
+        self.base.as_ref().map_or(&ZEROS, |base| base.page(offset))
+    }
+
+    /// Pages that this process has of its own, as ranges of offsets in RAM.
+    fn private_pages(&self, pages: &PageMap) -> Result<Vec<Range<usize>>, MachineError> {
+        let start = self.ram.get_host_address(GuestAddress(RAM_START));
+        let start = start.map_err(|error| MachineError::Base(io::Error::other(error)))? as usize;
+        let found = pages
+            .private_pages(start..start + self.ram_bytes())
+            .map_err(MachineError::PageMap)?;
+        Ok(found.into_iter().map(|range| range.start - start..range.end - start).collect())
+    }
+
+    fn page(&self, offset: usize) -> Result<Box<[u8; PAGE]>, MachineError> {
+        let mut page = Box::new([0u8; PAGE]);
+        self.ram
+            .read_slice(&mut page[..], GuestAddress(RAM_START + offset as u64))
+            .map_err(|error| MachineError::Base(io::Error::other(error)))?;
+        Ok(page)
+    }
+}
+
+fn write_page(ram: &GuestMemoryMmap, offset: usize, page: &[u8]) -> Result<(), MachineError> {
+    ram.write_slice(page, GuestAddress(RAM_START + offset as u64))
+        .map_err(|error| MachineError::Base(io::Error::other(error)))
+}

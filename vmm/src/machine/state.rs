@@ -1,0 +1,159 @@
+//! Everything a vCPU remembers, as KVM tells it: read, compared, put back.
+//!
+//! A guest that runs in ring 3 can change general registers, segment
+//! selectors, x87 and SSE. The rest (control registers, XCR0, debug
+//! registers, MSRs) takes ring 0, which holds nothing but the trap stub; it
+//! is read and compared all the same, and put back where it differs.
+//! CR4.OSXSAVE is clear, so there is no AVX state.
+
+use kvm_bindings::{
+    Msrs, kvm_debugregs, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
+};
+use kvm_ioctls::VcpuFd;
+
+use super::{Hypervisor, MachineError};
+
+/// Model-specific registers that go on by themselves or belong to no guest
+/// state: the time-stamp counter and its kin, and KVM's paravirtual clocks,
+/// which our guests are not told of.
+fn moves_by_itself(index: u32) -> bool {
+    const TSC: u32 = 0x10;
+    const TSC_ADJUST: u32 = 0x3b;
+    const MPERF: u32 = 0xe7;
+    const APERF: u32 = 0xe8;
+    const TSC_DEADLINE: u32 = 0x6e0;
+    const KVM_CLOCKS: std::ops::RangeInclusive<u32> = 0x4b56_4d00..=0x4b56_4dff;
+    const KVM_OLD_CLOCKS: [u32; 2] = [0x11, 0x12];
+    const HYPERV: std::ops::RangeInclusive<u32> = 0x4000_0000..=0x4000_0fff;
+    matches!(index, TSC | TSC_ADJUST | MPERF | APERF | TSC_DEADLINE)
+        || KVM_CLOCKS.contains(&index)
+        || KVM_OLD_CLOCKS.contains(&index)
+        || HYPERV.contains(&index)
+}
+
+/// A vCPU's state.
+#[derive(Clone, Debug)]
+pub(super) struct CpuState {
+    regs: kvm_regs,
+    sregs: kvm_sregs,
+    fpu: kvm_fpu,
+    rest: Rest,
+}
+
+/// What takes ring 0 to change.
+#[derive(Clone, Debug, PartialEq)]
+struct Rest {
+    xcrs: kvm_xcrs,
+    debug: kvm_debugregs,
+    events: kvm_vcpu_events,
+    msrs: Msrs,
+}
+
+fn failed(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> MachineError {
+    move |source| MachineError::Kvm { call, source }
+}
+
+impl Rest {
+    fn read(vcpu: &VcpuFd, mut msrs: Msrs) -> Result<Self, MachineError> {
+        vcpu.get_msrs(&mut msrs).map_err(failed("KVM_GET_MSRS"))?;
+        Ok(Self {
+            xcrs: vcpu.get_xcrs().map_err(failed("KVM_GET_XCRS"))?,
+            debug: vcpu.get_debug_regs().map_err(failed("KVM_GET_DEBUGREGS"))?,
+            events: vcpu.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?,
+            msrs,
+        })
+    }
+}
+
+impl CpuState {
+    /// Reads it from a vCPU that has no access pending.
+    pub(super) fn read(vcpu: &VcpuFd, hypervisor: &Hypervisor) -> Result<Self, MachineError> {
+        let msrs = readable_msrs(vcpu, hypervisor)?;
+        Self::read_with(vcpu, msrs)
+    }
+
+    /// Reads the same from a vCPU of the same kind.
+    pub(super) fn read_again(&self, vcpu: &VcpuFd) -> Result<Self, MachineError> {
+        Self::read_with(vcpu, self.rest.msrs.clone())
+    }
+
+    fn read_with(vcpu: &VcpuFd, msrs: Msrs) -> Result<Self, MachineError> {
+        Ok(Self {
+            regs: vcpu.get_regs().map_err(failed("KVM_GET_REGS"))?,
+            sregs: vcpu.get_sregs().map_err(failed("KVM_GET_SREGS"))?,
+            fpu: vcpu.get_fpu().map_err(failed("KVM_GET_FPU"))?,
+            rest: Rest::read(vcpu, msrs)?,
+        })
+    }
+
+    /// Gives it to a vCPU that has just been made, which has what takes
+    /// ring 0 as it was when this was read.
+    pub(super) fn write(&self, vcpu: &VcpuFd) -> Result<(), MachineError> {
+        vcpu.set_sregs(&self.sregs).map_err(failed("KVM_SET_SREGS"))?;
+        vcpu.set_regs(&self.regs).map_err(failed("KVM_SET_REGS"))?;
+        vcpu.set_fpu(&self.fpu).map_err(failed("KVM_SET_FPU"))
+    }
+
+    /// Puts it back into a vCPU that has run.
+    pub(super) fn restore(&self, vcpu: &VcpuFd) -> Result<(), MachineError> {
+        let now = Rest::read(vcpu, self.rest.msrs.clone())?;
+        if now != self.rest {
+            vcpu.set_xcrs(&self.rest.xcrs).map_err(failed("KVM_SET_XCRS"))?;
+            vcpu.set_debug_regs(&self.rest.debug).map_err(failed("KVM_SET_DEBUGREGS"))?;
+            vcpu.set_vcpu_events(&self.rest.events).map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+            vcpu.set_msrs(&self.rest.msrs).map_err(failed("KVM_SET_MSRS"))?;
+        }
+        self.write(vcpu)
+    }
+
+    /// What a vCPU has that differs from this, by name.
+    pub(super) fn differences(&self, vcpu: &VcpuFd) -> Result<Vec<String>, MachineError> {
+        let now = Self::read_with(vcpu, self.rest.msrs.clone())?;
+        let mut found = Vec::new();
+        if now.regs != self.regs {
+            found.push(format!("registers: {:x?}, not {:x?}", now.regs, self.regs));
+        }
+        if now.sregs != self.sregs {
+            found.push(format!("segments: {:x?}, not {:x?}", now.sregs, self.sregs));
+        }
+        if now.fpu != self.fpu {
+            found.push(format!("x87 and SSE: {:x?}, not {:x?}", now.fpu, self.fpu));
+        }
+        let pairs = now.rest.msrs.as_slice().iter().zip(self.rest.msrs.as_slice());
+        for (now, was) in pairs.filter(|(now, was)| now != was) {
+            found.push(format!("MSR {:#x}: {:#x}, not {:#x}", now.index, now.data, was.data));
+        }
+        if (now.rest.xcrs, now.rest.debug, now.rest.events)
+            != (self.rest.xcrs, self.rest.debug, self.rest.events)
+        {
+            found.push(format!("{:x?}, not {:x?}", now.rest, self.rest));
+        }
+        Ok(found)
+    }
+}
+
+/// The state MSRs that this vCPU lets itself be asked for.
+fn readable_msrs(vcpu: &VcpuFd, hypervisor: &Hypervisor) -> Result<Msrs, MachineError> {
+    let wanted: Vec<kvm_msr_entry> = hypervisor
+        .state_msrs()
+        .iter()
+        .filter(|index| !moves_by_itself(**index))
+        .map(|index| kvm_msr_entry { index: *index, ..Default::default() })
+        .collect();
+    let list = |entries: &[kvm_msr_entry]| {
+        Msrs::from_entries(entries).map_err(|_| MachineError::Kvm {
+            call: "KVM_GET_MSRS",
+            source: kvm_ioctls::Error::new(libc::E2BIG),
+        })
+    };
+    // KVM stops at the first that this vCPU does not have.
+    let mut readable = Vec::with_capacity(wanted.len());
+    let mut left = &wanted[..];
+    while !left.is_empty() {
+        let mut asked = list(left)?;
+        let got = vcpu.get_msrs(&mut asked).map_err(failed("KVM_GET_MSRS"))?;
+        readable.extend_from_slice(&asked.as_slice()[..got]);
+        left = left.get(got + 1..).unwrap_or(&[]);
+    }
+    list(&readable)
+}

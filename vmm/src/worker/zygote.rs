@@ -1,0 +1,172 @@
+//! The zygote: the process that workers are forked from.
+//!
+//! It has entered the jail, opened `/dev/kvm`, loaded the guest's code and
+//! booted a guest once; a worker inherits all of that, makes a VM of its own
+//! from the base, and gives up the rest. The zygote itself never sees a
+//! program. It has one thread, so that a fork is whole, and it is the first
+//! process of its pid namespace: when it ends, so does every worker.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use forge_protocol::codec;
+use forge_protocol::frame::{self, Frame, Kind};
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, Zygoted, ZygoteSetup};
+
+use super::{Guest, GuestBase, process};
+use crate::keys;
+use crate::link::Link;
+use crate::machine::{Hypervisor, Image, PageMap, Watchdog};
+
+/// The hidden command that makes this executable a zygote.
+pub const COMMAND: &str = "zygote";
+
+/// Bases kept at a time: each is some hundred KiB. A run that needs a size of
+/// RAM that has none waits a few milliseconds longer.
+const BASES_MAX: usize = 8;
+
+/// What workers inherit.
+struct Zygote {
+    hypervisor: Hypervisor,
+    image: Image,
+    trust: TrustKeys,
+    pages: PageMap,
+    /// The most recently used first.
+    bases: VecDeque<Arc<GuestBase>>,
+}
+
+/// The zygote's whole life; descriptor 0 is its supervisor's socket. Returns
+/// when the supervisor is gone.
+///
+/// # Errors
+/// If the supervisor cannot be understood.
+pub fn main() -> io::Result<()> {
+    // SAFETY: the supervisor put a socket there, and nothing else uses it.
+    let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) });
+    let mut link = Link::new(socket);
+    // Children are not waited for: their process descriptors are with the
+    // supervisor, which sees them end.
+    // SAFETY: changes what becomes of ended children, of whom there are none.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+
+    let setup = match receive(&mut link, Kind::ZygoteSetup)? {
+        Some(frame) => decode::<ZygoteSetup>(&frame)?,
+        None => return Ok(()),
+    };
+    let mut zygote = match Zygote::new(&setup) {
+        Ok(zygote) => zygote,
+        Err(failure) => return answer(&mut link, &Err(failure), None),
+    };
+    answer(&mut link, &Ok(()), None)?;
+    while let Some(frame) = receive(&mut link, Kind::Fork)? {
+        let order: Fork = decode(&frame)?;
+        let Some(socket) = link.take_passed() else {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a worker without a socket"));
+        };
+        match zygote.fork(order, socket) {
+            Ok(process) => answer(&mut link, &Ok(()), Some(&process))?,
+            Err(failure) => answer(&mut link, &Err(failure), None)?,
+        }
+    }
+    Ok(())
+}
+
+fn receive(link: &mut Link, kind: Kind) -> io::Result<Option<Frame>> {
+    match link.receive(|got| got == kind, None) {
+        Ok(frame) => Ok(Some(frame)),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T> {
+    codec::decode(&frame.payload)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
+}
+
+fn answer(link: &mut Link, answer: &Zygoted, passed: Option<&OwnedFd>) -> io::Result<()> {
+    let mut bytes = Vec::new();
+    frame::write_message(Kind::Zygoted, answer, &mut bytes);
+    link.send(&bytes, passed.map(|fd| fd.as_fd()), None)
+}
+
+fn unavailable(what: &str, error: &io::Error) -> VmFailure {
+    VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
+}
+
+impl Zygote {
+    fn new(setup: &ZygoteSetup) -> Result<Self, VmFailure> {
+        let trust = keys::trust_from_bytes(&setup.trust).map_err(|error| VmFailure {
+            kind: VmFailureKind::Internal,
+            message: format!("a trust key: {error}"),
+        })?;
+        Ok(Self {
+            hypervisor: Hypervisor::open()?,
+            image: Image::built_in()?,
+            trust,
+            pages: PageMap::open().map_err(|error| unavailable("the page map", &error))?,
+            bases: VecDeque::new(),
+        })
+    }
+
+    /// The base with this much RAM, made if there is none yet.
+    fn base(&mut self, ram_bytes: usize) -> Result<Arc<GuestBase>, VmFailure> {
+        let found = self.bases.iter().position(|base| base.ram_bytes() == ram_bytes);
+        let base = match found.and_then(|index| self.bases.remove(index)) {
+            Some(base) => base,
+            None => Arc::new(self.make_base(ram_bytes)?),
+        };
+        self.bases.truncate(BASES_MAX - 1);
+        self.bases.push_front(Arc::clone(&base));
+        Ok(base)
+    }
+
+    fn make_base(&self, ram_bytes: usize) -> Result<GuestBase, VmFailure> {
+        let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
+        Guest::boot(&self.hypervisor, &self.image, &self.trust, ram_bytes, &watchdog)?
+            .into_base(&self.hypervisor, &self.pages)
+    }
+
+    /// Forks a worker; gives back its process descriptor.
+    fn fork(&mut self, order: Fork, socket: OwnedFd) -> Result<OwnedFd, VmFailure> {
+        let ram_bytes = usize::try_from(order.ram_bytes).unwrap_or(usize::MAX);
+        let base = self.base(ram_bytes)?;
+        // SAFETY: this process has one thread, so the child is as whole as the
+        // parent.
+        match unsafe { libc::fork() } {
+            -1 => Err(unavailable("no worker can be forked", &io::Error::last_os_error())),
+            0 => process::main(process::Inherited {
+                hypervisor: &self.hypervisor,
+                base: &base,
+                socket,
+                reuse: order.reuse,
+            }),
+            child => process_descriptor(child)
+                .map_err(|error| unavailable("a worker ended at once", &error)),
+        }
+    }
+}
+
+/// A descriptor of a process, by which it can be ended and awaited without
+/// ever meaning another.
+fn process_descriptor(process: libc::pid_t) -> io::Result<OwnedFd> {
+    // SAFETY: a plain system call; what it returns is new and ours.
+    unsafe {
+        match libc::syscall(libc::SYS_pidfd_open, process, 0) {
+            -1 => Err(io::Error::last_os_error()),
+            fd => Ok(OwnedFd::from_raw_fd(fd as i32)),
+        }
+    }
+}
+
+/// The descriptors that are open for reading as this process's standard ones.
+#[must_use]
+pub fn null_device() -> io::Result<OwnedFd> {
+    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    debug_assert!(null.as_raw_fd() > 2);
+    Ok(null.into())
+}
