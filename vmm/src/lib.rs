@@ -20,6 +20,7 @@
 pub mod admission;
 pub mod bench;
 pub mod broker;
+pub mod jail;
 pub mod keys;
 pub mod machine;
 pub mod probe;
