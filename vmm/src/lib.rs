@@ -22,6 +22,7 @@
 pub mod admission;
 pub mod bench;
 pub mod broker;
+pub mod jail;
 pub mod keys;
 pub mod link;
 pub mod machine;

@@ -1,0 +1,40 @@
+//! The jail around a worker: what is left to a process that a guest took over.
+//!
+//! It distrusts the worker, and the host's file system. The zygote goes
+//! through these once, and every worker forked from it is born inside; only
+//! the filter and the limits of a worker are put on by each for itself.
+//!
+//! ```text
+//!  supervisor ── spawn ──▶ zygote: own user, pid, net, mount, ipc, uts namespaces
+//!                            │ tree        an empty root, read-only
+//!                            │ privileges  no capability, no way to one
+//!                            │ landlock    no file, no TCP, no foreign signal
+//!                            │ seccomp     the zygote's calls, no others
+//!                            └─ fork ──▶ worker: its limits, its own filter
+//! ```
+//!
+//! Deliberately absent: a path that is created or followed (a planted link
+//! has nowhere to be planted), a helper with the set-uid bit, a network, and
+//! any way out again.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`namespaces`] | starting a process in namespaces of its own |
+//! | [`tree`] | the empty root |
+//! | [`privileges`] | capabilities and resource limits |
+//! | [`landlock`] | the ruleset that grants nothing |
+//! | [`seccomp`] | the system-call filters, and a report of what they stop |
+//! | [`rules`] | their tables: each call with its reason |
+
+pub mod landlock;
+pub mod namespaces;
+pub mod privileges;
+pub mod rules;
+pub mod seccomp;
+pub mod tree;
+
+pub use namespaces::{Identity, Namespaces, Place, SpawnError, Spawned, spawn};
+pub use privileges::Limits;
+pub use rules::Role;
+pub use seccomp::Filter;
+pub use tree::Tree;

@@ -1,0 +1,153 @@
+//! No capability and no way to one; limits on what the kernel will give.
+//!
+//! Order matters. The namespaces' and the tree's making needs capabilities,
+//! so this comes after both. Bounding set and securebits can only be changed
+//! while there still is a capability to change them with. Landlock and
+//! seccomp take `no_new_privs`, so they come after this.
+//!
+//! A process that may not be dumped can neither be traced nor read by another
+//! of the same user. Its own `/proc` files then belong to uid 0 of its user
+//! namespace, which in new namespaces is itself, so it may still open its own
+//! pagemap; in the caller's namespaces it no longer may.
+
+use std::io;
+
+/// A step that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot give up privileges: {what}: {source}")]
+pub struct PrivilegeError {
+    what: &'static str,
+    source: io::Error,
+}
+
+fn checked(what: &'static str, result: impl Into<i64>) -> Result<(), PrivilegeError> {
+    if result.into() < 0 {
+        return Err(PrivilegeError { what, source: io::Error::last_os_error() });
+    }
+    Ok(())
+}
+
+/// `capset`'s header and its two halves of data (`linux/capability.h`).
+#[repr(C)]
+struct CapHeader {
+    version: u32,
+    pid: i32,
+}
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CapData {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+const CAP_VERSION_3: u32 = 0x2008_0522;
+
+/// Root without capabilities, files that give none, ids that change none; and
+/// all that for good.
+const SECUREBITS: libc::c_int = libc::SECBIT_NOROOT
+    | libc::SECBIT_NOROOT_LOCKED
+    | libc::SECBIT_NO_SETUID_FIXUP
+    | libc::SECBIT_NO_SETUID_FIXUP_LOCKED
+    | libc::SECBIT_KEEP_CAPS_LOCKED
+    | libc::SECBIT_NO_CAP_AMBIENT_RAISE
+    | libc::SECBIT_NO_CAP_AMBIENT_RAISE_LOCKED;
+
+/// Gives up every capability in every set, for this thread and all it starts.
+///
+/// A process that never had one, in the caller's namespaces, cannot lower its
+/// bounding set or lock its securebits; there `no_new_privs` does their work.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn drop_all() -> Result<(), PrivilegeError> {
+    let prctl = |option, value: libc::c_ulong| {
+        // SAFETY: options that take numbers alone.
+        unsafe { libc::prctl(option, value, 0 as libc::c_ulong, 0 as libc::c_ulong, 0) }
+    };
+    checked("no_new_privs", prctl(libc::PR_SET_NO_NEW_PRIVS, 1))?;
+    checked("the ambient set", prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL as _))?;
+    let may_set = has_setpcap()?;
+    if may_set {
+        checked("securebits", prctl(libc::PR_SET_SECUREBITS, SECUREBITS as libc::c_ulong))?;
+        // The kernel knows which is the last.
+        for capability in 0..64 {
+            if prctl(libc::PR_CAPBSET_READ, capability) < 0 {
+                break;
+            }
+            checked("the bounding set", prctl(libc::PR_CAPBSET_DROP, capability))?;
+        }
+    }
+    let header = CapHeader { version: CAP_VERSION_3, pid: 0 };
+    let none = [CapData { effective: 0, permitted: 0, inheritable: 0 }; 2];
+    // SAFETY: header and data as version 3 has them; the kernel reads both.
+    checked("capset", unsafe {
+        libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr())
+    })?;
+    checked("PR_SET_DUMPABLE", prctl(libc::PR_SET_DUMPABLE, 0))
+}
+
+fn has_setpcap() -> Result<bool, PrivilegeError> {
+    const CAP_SETPCAP: u32 = 8;
+    let header = CapHeader { version: CAP_VERSION_3, pid: 0 };
+    let mut data = [CapData { effective: 0, permitted: 0, inheritable: 0 }; 2];
+    // SAFETY: header and data as version 3 has them; the kernel writes both
+    // halves of the data.
+    checked("capget", unsafe {
+        libc::syscall(libc::SYS_capget, &raw const header, data.as_mut_ptr())
+    })?;
+    Ok(data[0].effective & 1 << CAP_SETPCAP != 0)
+}
+
+/// What the kernel gives a process at most. Each can only be lowered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// The first descriptor number that cannot be had. Numbers in use stay.
+    pub open_files: u64,
+    /// How many processes its user may have in its user namespace before it
+    /// makes another: 0 for one that makes none.
+    pub processes: u64,
+    /// Address space in bytes, guest memory and mapped files included.
+    pub address_space_bytes: Option<u64>,
+}
+
+impl Limits {
+    /// Puts the limits on, and those that are the same for everybody.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn apply(&self) -> Result<(), PrivilegeError> {
+        let wanted: [(&'static str, libc::__rlimit_resource_t, u64); 10] = [
+            // Descriptors are all that its rights hang on.
+            ("RLIMIT_NOFILE", libc::RLIMIT_NOFILE, self.open_files),
+            // A fork bomb, if seccomp were not there.
+            ("RLIMIT_NPROC", libc::RLIMIT_NPROC, self.processes),
+            // A dump would write guest memory to wherever the host keeps
+            // dumps, or feed it to a program that root runs.
+            ("RLIMIT_CORE", libc::RLIMIT_CORE, 0),
+            // It has no file to write. A pipe or socket is none.
+            ("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, 0),
+            // Locked memory cannot be reclaimed; KVM locks none.
+            ("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, 0),
+            // Kernel memory for queues it has no use for.
+            ("RLIMIT_MSGQUEUE", libc::RLIMIT_MSGQUEUE, 0),
+            // A real-time loop would starve the host.
+            ("RLIMIT_RTPRIO", libc::RLIMIT_RTPRIO, 0),
+            // The same, by a better nice value: 0 here means 20, the worst.
+            ("RLIMIT_NICE", libc::RLIMIT_NICE, 0),
+            // File locks, which the kernel no longer counts.
+            ("RLIMIT_LOCKS", libc::RLIMIT_LOCKS, 0),
+            // Last, because applying it may be what it forbids.
+            ("RLIMIT_AS", libc::RLIMIT_AS, self.address_space_bytes.unwrap_or(u64::MAX)),
+        ];
+        for (what, resource, value) in wanted {
+            let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+            // SAFETY: `now` is writable.
+            checked(what, unsafe { libc::getrlimit(resource, &mut now) })?;
+            let value = value.min(now.rlim_max);
+            let both = libc::rlimit { rlim_cur: value, rlim_max: value };
+            // SAFETY: `both` is readable.
+            checked(what, unsafe { libc::setrlimit(resource, &both) })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,300 @@
+//! Which system calls the two kinds of process may make, and why each.
+//!
+//! These tables are what the filters are compiled from, what `docs/jail.md`
+//! shows, and what the test that no rule is redundant goes through. What is
+//! in neither ends the process that calls it.
+//!
+//! A worker is forked from the zygote and adds its own filter to the
+//! zygote's, so the zygote's table is also what a worker may do while it
+//! makes its VM. Filters only ever take away.
+
+use kvm_bindings as kvm;
+
+/// Whose filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The process that forks workers, and workers until they are set up.
+    Zygote,
+    /// A worker that serves runs.
+    Worker,
+}
+
+impl Role {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Zygote, Self::Worker];
+
+    /// Its table.
+    #[must_use]
+    pub fn rules(self) -> &'static [Rule] {
+        match self {
+            Self::Zygote => ZYGOTE,
+            Self::Worker => WORKER,
+        }
+    }
+}
+
+/// One call that is allowed.
+#[derive(Clone, Copy, Debug)]
+pub struct Rule {
+    /// Its number.
+    pub number: libc::c_long,
+    /// Its name, and that of the request where only one is allowed.
+    pub name: &'static str,
+    /// Which arguments it may have.
+    pub when: When,
+    /// What it is needed for.
+    pub reason: &'static str,
+}
+
+/// A condition on arguments. The kernel takes all that are looked at here as
+/// 32 bits, or has nothing of interest in the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum When {
+    /// Whatever its arguments.
+    Always,
+    /// The argument of this index is this.
+    Is(u8, u32),
+    /// The argument of this index has none of these bits.
+    Without(u8, u32),
+}
+
+/// `_IO` and its kin (`asm-generic/ioctl.h`).
+const fn io(kind: u8, number: u8) -> u32 {
+    (kind as u32) << 8 | number as u32
+}
+const fn ior<T>(kind: u8, number: u8) -> u32 {
+    2 << 30 | (size_of::<T>() as u32) << 16 | io(kind, number)
+}
+const fn iow<T>(kind: u8, number: u8) -> u32 {
+    1 << 30 | (size_of::<T>() as u32) << 16 | io(kind, number)
+}
+const fn iowr<T>(kind: u8, number: u8) -> u32 {
+    3 << 30 | (size_of::<T>() as u32) << 16 | io(kind, number)
+}
+
+/// The KVM ioctls' letter.
+const K: u8 = 0xAE;
+/// `PAGEMAP_SCAN` with its `struct pm_scan_arg` of twelve words
+/// (`linux/fs.h`).
+const PAGEMAP_SCAN: u32 = iowr::<[u64; 12]>(b'f', 16);
+/// What makes a mapping executable.
+const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
+/// What makes of a fork something else: a thread, or new namespaces.
+const NOT_A_FORK: u32 = (libc::CLONE_VM
+    | libc::CLONE_FS
+    | libc::CLONE_FILES
+    | libc::CLONE_SIGHAND
+    | libc::CLONE_THREAD
+    | libc::CLONE_PARENT
+    | libc::CLONE_PTRACE
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWNS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWCGROUP) as u32;
+/// What makes of opening a file more than reading it.
+const NOT_READING: u32 = (libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC) as u32;
+
+const fn always(number: libc::c_long, name: &'static str, reason: &'static str) -> Rule {
+    Rule { number, name, when: When::Always, reason }
+}
+const fn is(
+    number: libc::c_long,
+    name: &'static str,
+    argument: u8,
+    value: u32,
+    reason: &'static str,
+) -> Rule {
+    Rule { number, name, when: When::Is(argument, value), reason }
+}
+const fn without(
+    number: libc::c_long,
+    name: &'static str,
+    argument: u8,
+    bits: u32,
+    reason: &'static str,
+) -> Rule {
+    Rule { number, name, when: When::Without(argument, bits), reason }
+}
+const fn ioctl(name: &'static str, request: u32, reason: &'static str) -> Rule {
+    is(libc::SYS_ioctl, name, 1, request, reason)
+}
+
+/// What a worker that serves runs may call. Of one call's rules the first is
+/// tried first.
+pub const WORKER: &[Rule] = &[
+    ioctl("ioctl KVM_RUN", io(K, 0x80), "runs the guest"),
+    ioctl("ioctl KVM_GET_REGS", ior::<kvm::kvm_regs>(K, 0x81), "a crash record; a snapshot"),
+    ioctl("ioctl KVM_SET_REGS", iow::<kvm::kvm_regs>(K, 0x82), "resets a guest"),
+    ioctl("ioctl KVM_GET_SREGS", ior::<kvm::kvm_sregs>(K, 0x83), "a crash record; a snapshot"),
+    ioctl("ioctl KVM_SET_SREGS", iow::<kvm::kvm_sregs>(K, 0x84), "resets a guest"),
+    ioctl("ioctl KVM_GET_FPU", ior::<kvm::kvm_fpu>(K, 0x8C), "a snapshot, without XSAVE"),
+    ioctl("ioctl KVM_SET_FPU", iow::<kvm::kvm_fpu>(K, 0x8D), "resets a guest, without XSAVE"),
+    ioctl("ioctl KVM_GET_XSAVE", ior::<kvm::kvm_xsave>(K, 0xA4), "a snapshot"),
+    ioctl("ioctl KVM_SET_XSAVE", iow::<kvm::kvm_xsave>(K, 0xA5), "resets a guest"),
+    ioctl("ioctl KVM_GET_XCRS", ior::<kvm::kvm_xcrs>(K, 0xA6), "a snapshot"),
+    ioctl("ioctl KVM_SET_XCRS", iow::<kvm::kvm_xcrs>(K, 0xA7), "resets a guest"),
+    ioctl("ioctl KVM_GET_MSRS", iowr::<kvm::kvm_msrs>(K, 0x88), "a snapshot"),
+    ioctl("ioctl KVM_SET_MSRS", iow::<kvm::kvm_msrs>(K, 0x89), "resets a guest"),
+    ioctl("ioctl KVM_GET_DEBUGREGS", ior::<kvm::kvm_debugregs>(K, 0xA1), "a snapshot"),
+    ioctl("ioctl KVM_SET_DEBUGREGS", iow::<kvm::kvm_debugregs>(K, 0xA2), "resets a guest"),
+    ioctl("ioctl KVM_GET_VCPU_EVENTS", ior::<kvm::kvm_vcpu_events>(K, 0x9F), "a snapshot"),
+    ioctl("ioctl KVM_SET_VCPU_EVENTS", iow::<kvm::kvm_vcpu_events>(K, 0xA0), "resets a guest"),
+    ioctl("ioctl PAGEMAP_SCAN", PAGEMAP_SCAN, "finds the pages a run wrote, to reset them"),
+    always(libc::SYS_recvmsg, "recvmsg", "a run and its connection, from the supervisor"),
+    always(libc::SYS_sendmsg, "sendmsg", "calls to the broker"),
+    always(libc::SYS_recvfrom, "recvfrom", "std's reading of a socket"),
+    always(libc::SYS_sendto, "sendto", "std's writing to a socket"),
+    always(libc::SYS_read, "read", "reading a socket or pipe"),
+    always(libc::SYS_write, "write", "reports; the log on standard error"),
+    always(libc::SYS_poll, "poll", "waiting for the broker or the supervisor"),
+    always(libc::SYS_ppoll, "ppoll", "waiting with the deadline's signal unblocked"),
+    always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
+    always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of the deadline's handler"),
+    always(libc::SYS_rt_sigprocmask, "rt_sigprocmask", "holds the deadline's signal back"),
+    without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "the allocator's large blocks"),
+    always(libc::SYS_munmap, "munmap", "the allocator gives blocks back"),
+    always(libc::SYS_mremap, "mremap", "the allocator grows blocks; it adds no right"),
+    always(libc::SYS_brk, "brk", "the allocator's small blocks"),
+    is(
+        libc::SYS_madvise,
+        "madvise MADV_DONTNEED",
+        2,
+        libc::MADV_DONTNEED as u32,
+        "empties a guest's memory; the allocator",
+    ),
+    is(
+        libc::SYS_madvise,
+        "madvise MADV_POPULATE_WRITE",
+        2,
+        libc::MADV_POPULATE_WRITE as u32,
+        "has a guest's memory in place before a run",
+    ),
+    is(libc::SYS_sched_setaffinity, "sched_setaffinity of itself", 0, 0, "moves to its CPU"),
+    always(libc::SYS_clock_gettime, "clock_gettime", "time, where the vDSO has no fast clock"),
+    always(libc::SYS_restart_syscall, "restart_syscall", "a wait goes on after a stop signal"),
+    always(libc::SYS_futex, "futex", "a lock that a signal handler finds taken"),
+    always(libc::SYS_close, "close", "a run's connection, when the run is over"),
+    always(libc::SYS_exit_group, "exit_group", "the end"),
+];
+
+/// What the zygote, and a worker that makes its VM, may call.
+///
+/// Its ioctls are not told apart by request: every one would be looked at
+/// twice in a worker, once for each filter, and a worker's own table is the
+/// one that counts.
+pub const ZYGOTE: &[Rule] = &[
+    always(libc::SYS_ioctl, "ioctl", "making a VM; the worker's own filter tells requests apart"),
+    always(libc::SYS_recvmsg, "recvmsg", "requests and their descriptors"),
+    always(libc::SYS_sendmsg, "sendmsg", "answers"),
+    always(libc::SYS_recvfrom, "recvfrom", "std's reading of a socket"),
+    always(libc::SYS_sendto, "sendto", "std's writing to a socket"),
+    always(libc::SYS_read, "read", "reading a socket or pipe"),
+    always(libc::SYS_write, "write", "the log on standard error"),
+    always(libc::SYS_poll, "poll", "waiting for requests and for ends"),
+    always(libc::SYS_ppoll, "ppoll", "waiting with signals unblocked"),
+    without(libc::SYS_clone, "clone, as fork", 0, NOT_A_FORK, "makes workers, never threads"),
+    always(libc::SYS_set_robust_list, "set_robust_list", "glibc's fork, in the child"),
+    always(libc::SYS_rseq, "rseq", "glibc's fork, in the child"),
+    always(libc::SYS_wait4, "wait4", "collects workers that ended"),
+    always(libc::SYS_waitid, "waitid", "collects workers that ended"),
+    always(libc::SYS_gettid, "gettid", "the thread that a timer's signal is for"),
+    always(libc::SYS_getpid, "getpid", "glibc's own use"),
+    always(libc::SYS_timer_create, "timer_create", "a worker's deadline"),
+    always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
+    always(libc::SYS_rt_sigaction, "rt_sigaction", "a worker's handlers"),
+    always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of a handler"),
+    always(libc::SYS_rt_sigprocmask, "rt_sigprocmask", "glibc's fork; holding signals back"),
+    always(libc::SYS_sigaltstack, "sigaltstack", "std's guard of the stack, at the end"),
+    without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "memory, a guest's too"),
+    without(
+        libc::SYS_mprotect,
+        "mprotect, not executable",
+        2,
+        EXECUTABLE,
+        "the allocator's arenas; guard pages",
+    ),
+    always(libc::SYS_munmap, "munmap", "gives memory back"),
+    always(libc::SYS_mremap, "mremap", "the allocator grows blocks"),
+    always(libc::SYS_brk, "brk", "the allocator's small blocks"),
+    always(libc::SYS_madvise, "madvise", "guest memory: large pages, not in a dump"),
+    without(
+        libc::SYS_openat,
+        "openat, to read",
+        2,
+        NOT_READING,
+        "a worker's own pagemap, below the procfs that nothing else can reach",
+    ),
+    always(libc::SYS_close, "close", "descriptors handed on"),
+    always(libc::SYS_close_range, "close_range", "a worker drops what is not its own"),
+    always(libc::SYS_fcntl, "fcntl", "close-on-exec, and std's check of descriptors"),
+    always(libc::SYS_dup, "dup", "a worker's copy of a descriptor"),
+    always(libc::SYS_dup3, "dup3", "places descriptors"),
+    always(libc::SYS_dup2, "dup2", "places descriptors"),
+    always(libc::SYS_fstat, "fstat", "the size of a memory image"),
+    always(libc::SYS_lseek, "lseek", "the size of a memory image"),
+    always(libc::SYS_getrandom, "getrandom", "the seed of std's hash maps"),
+    always(libc::SYS_clock_gettime, "clock_gettime", "time, where the vDSO has no fast clock"),
+    always(libc::SYS_sched_setaffinity, "sched_setaffinity", "moves to a CPU"),
+    always(libc::SYS_sched_getaffinity, "sched_getaffinity", "which CPUs there are"),
+    always(libc::SYS_prctl, "prctl", "a worker's name, and that it is not dumped"),
+    always(libc::SYS_prlimit64, "prlimit64", "a worker's limits, below the zygote's"),
+    is(
+        libc::SYS_seccomp,
+        "seccomp, a filter",
+        0,
+        libc::SECCOMP_SET_MODE_FILTER,
+        "a worker's own filter",
+    ),
+    always(libc::SYS_landlock_create_ruleset, "landlock_create_ruleset", "a worker's own ruleset"),
+    always(libc::SYS_landlock_restrict_self, "landlock_restrict_self", "a worker's own ruleset"),
+    always(libc::SYS_futex, "futex", "locks that a handler finds taken"),
+    always(libc::SYS_restart_syscall, "restart_syscall", "a wait goes on after a stop signal"),
+    always(libc::SYS_exit_group, "exit_group", "the end"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_has_a_reason_and_stands_alone() {
+        for role in Role::ALL {
+            let rules = role.rules();
+            for (at, rule) in rules.iter().enumerate() {
+                assert!(!rule.reason.is_empty(), "{}", rule.name);
+                for other in &rules[at + 1..] {
+                    if other.number == rule.number {
+                        assert!(
+                            matches!(rule.when, When::Is(..))
+                                && matches!(other.when, When::Is(..))
+                                && rule.when != other.when,
+                            "{} and {}: one makes the other superfluous",
+                            rule.name,
+                            other.name
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn requests_have_the_kernels_numbers() {
+        let request =
+            |name: &str| WORKER.iter().find(|rule| rule.name == name).map(|rule| rule.when);
+        // From a C program that prints the macros.
+        for (name, number) in [
+            ("ioctl KVM_RUN", 0xAE80),
+            ("ioctl KVM_GET_REGS", 0x8090_AE81),
+            ("ioctl KVM_SET_SREGS", 0x4138_AE84),
+            ("ioctl KVM_GET_MSRS", 0xC008_AE88),
+            ("ioctl KVM_GET_XSAVE", 0x9000_AEA4),
+            ("ioctl PAGEMAP_SCAN", 0xC060_6610),
+        ] {
+            assert_eq!(request(name), Some(When::Is(1, number)), "{name}");
+        }
+    }
+}

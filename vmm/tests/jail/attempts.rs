@@ -1,0 +1,259 @@
+//! What is attempted. Each by a plain system call, so that it is known which.
+
+use std::ffi::CString;
+
+/// Returns the error's number, if it is refused.
+pub type Attempt = fn(&[String]) -> Result<(), i32>;
+
+pub fn find(name: &str) -> Attempt {
+    let all: &[(&str, Attempt)] = &[
+        ("open", open),
+        ("create", create),
+        ("list", open),
+        ("grow_a_file", grow_a_file),
+        ("connect", connect),
+        ("loopback_up", loopback_up),
+        ("abstract", abstract_socket),
+        ("vsock", vsock),
+        ("fork", fork),
+        ("thread", thread),
+        ("execute", execute),
+        ("trace_parent", trace_parent),
+        ("signal", signal),
+        ("signal_parent", signal_parent),
+        ("mount", mount),
+        ("unshare", unshare),
+        ("hostname", hostname),
+        ("shared", shared),
+        ("capset", capset),
+        ("capabilities_by_executing", capabilities_by_executing),
+        ("map_executable", map_executable),
+        ("make_executable", make_executable),
+        ("map_much", map_much),
+        ("duplicate", duplicate),
+        ("create_vm", create_vm),
+        ("run_vcpu", run_vcpu),
+        ("by_int_80", by_int_80),
+        ("getppid", getppid),
+        ("reboot", reboot),
+    ];
+    all.iter().find(|(known, _)| *known == name).unwrap().1
+}
+
+/// A system call with up to five arguments; what it returned, or its error.
+macro_rules! call {
+    ($number:expr $(, $argument:expr)* $(,)?) => {{
+        // SAFETY: each attempt passes numbers, and pointers to what outlives
+        // the call.
+        let result = unsafe { libc::syscall($number $(, $argument)*) };
+        if result < 0 {
+            // SAFETY: errno of this thread.
+            Err(unsafe { *libc::__errno_location() })
+        } else {
+            Ok(result)
+        }
+    }};
+}
+
+fn c(word: &str) -> CString {
+    CString::new(word).unwrap()
+}
+
+fn open(words: &[String]) -> Result<(), i32> {
+    let path = c(&words[0]);
+    call!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), libc::O_RDONLY).map(drop)
+}
+
+fn create(words: &[String]) -> Result<(), i32> {
+    let path = c(&words[0]);
+    let flags = libc::O_CREAT | libc::O_EXCL | libc::O_WRONLY;
+    call!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0o600)?;
+    // So that the next may try the same.
+    call!(libc::SYS_unlink, path.as_ptr()).map(drop)
+}
+
+fn grow_a_file(_: &[String]) -> Result<(), i32> {
+    let file = call!(libc::SYS_memfd_create, c"grown".as_ptr(), 0)?;
+    call!(libc::SYS_ftruncate, file, 4096).map(drop)
+}
+
+fn connect(words: &[String]) -> Result<(), i32> {
+    let port: u16 = words[0].parse().unwrap();
+    let socket = call!(libc::SYS_socket, libc::AF_INET, libc::SOCK_STREAM, 0)?;
+    let address = libc::sockaddr_in {
+        sin_family: libc::AF_INET as u16,
+        sin_port: port.to_be(),
+        sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes([127, 0, 0, 1]) },
+        sin_zero: [0; 8],
+    };
+    call!(libc::SYS_connect, socket, &raw const address, size_of_val(&address)).map(drop)
+}
+
+fn loopback_up(_: &[String]) -> Result<(), i32> {
+    let socket = call!(libc::SYS_socket, libc::AF_INET, libc::SOCK_DGRAM, 0)?;
+    let mut request: libc::ifreq = unsafe {
+        // SAFETY: all zero is a valid ifreq.
+        std::mem::zeroed()
+    };
+    request.ifr_name[0] = b'l' as i8;
+    request.ifr_name[1] = b'o' as i8;
+    call!(libc::SYS_ioctl, socket, libc::SIOCGIFFLAGS, &raw mut request)?;
+    // Outside it is up already, and setting it so changes nothing.
+    call!(libc::SYS_ioctl, socket, libc::SIOCSIFFLAGS, &raw const request).map(drop)
+}
+
+fn abstract_socket(words: &[String]) -> Result<(), i32> {
+    let socket = call!(libc::SYS_socket, libc::AF_UNIX, libc::SOCK_STREAM, 0)?;
+    let mut address = libc::sockaddr_un { sun_family: libc::AF_UNIX as u16, sun_path: [0; 108] };
+    for (at, byte) in words[0].bytes().enumerate() {
+        address.sun_path[1 + at] = byte as i8;
+    }
+    let bytes = size_of::<u16>() + 1 + words[0].len();
+    call!(libc::SYS_connect, socket, &raw const address, bytes).map(drop)
+}
+
+fn vsock(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_socket, libc::AF_VSOCK, libc::SOCK_STREAM, 0).map(drop)
+}
+
+fn fork(_: &[String]) -> Result<(), i32> {
+    let pid = call!(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0)?;
+    if pid == 0 {
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(0) };
+    }
+    call!(libc::SYS_wait4, pid, 0, 0, 0).map(drop)
+}
+
+fn thread(_: &[String]) -> Result<(), i32> {
+    // As a thread would be made, but with memory of its own to be harmless.
+    let pid =
+        call!(libc::SYS_clone, libc::CLONE_FS | libc::CLONE_FILES | libc::SIGCHLD, 0, 0, 0, 0)?;
+    if pid == 0 {
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(0) };
+    }
+    call!(libc::SYS_wait4, pid, 0, 0, 0).map(drop)
+}
+
+fn execute(words: &[String]) -> Result<(), i32> {
+    // The command is one that says "done" itself.
+    let path = c(&words[0]);
+    let arguments = [path.as_ptr(), c"done".as_ptr(), std::ptr::null()];
+    call!(libc::SYS_execve, path.as_ptr(), arguments.as_ptr(), 0).map(drop)
+}
+
+fn trace_parent(_: &[String]) -> Result<(), i32> {
+    const PTRACE_SEIZE: i32 = 0x4206;
+    // It is let go when this process ends.
+    call!(libc::SYS_ptrace, PTRACE_SEIZE, parent(), 0, 0).map(drop)
+}
+
+/// The parent's number. `getppid` is not among the calls that are allowed.
+fn parent() -> libc::c_long {
+    PARENT.load(std::sync::atomic::Ordering::Relaxed).into()
+}
+
+/// Set before the fork.
+pub static PARENT: std::sync::atomic::AtomicI32 = std::sync::atomic::AtomicI32::new(0);
+
+fn signal(words: &[String]) -> Result<(), i32> {
+    let pid: i32 = words[0].parse().unwrap();
+    call!(libc::SYS_kill, pid, 0).map(drop)
+}
+
+fn signal_parent(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_kill, parent(), 0).map(drop)
+}
+
+fn mount(_: &[String]) -> Result<(), i32> {
+    let kind = c"tmpfs".as_ptr();
+    call!(libc::SYS_mount, kind, c"/".as_ptr(), kind, 0, 0).map(drop)
+}
+
+fn unshare(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_unshare, libc::CLONE_NEWUSER).map(drop)
+}
+
+fn hostname(_: &[String]) -> Result<(), i32> {
+    let mut names: libc::utsname = unsafe {
+        // SAFETY: all zero is a valid utsname.
+        std::mem::zeroed()
+    };
+    call!(libc::SYS_uname, &raw mut names)?;
+    let length = names.nodename.iter().position(|byte| *byte == 0).unwrap();
+    call!(libc::SYS_write, 1, names.nodename.as_ptr(), length)?;
+    call!(libc::SYS_write, 1, c"\n".as_ptr(), 1).map(drop)
+}
+
+fn shared(words: &[String]) -> Result<(), i32> {
+    let key: i32 = words[0].parse().unwrap();
+    call!(libc::SYS_shmget, key, 0, 0).map(drop)
+}
+
+fn capset(_: &[String]) -> Result<(), i32> {
+    const CAP_SYS_ADMIN: u32 = 1 << 21;
+    let header = [0x2008_0522u32, 0];
+    let data = [CAP_SYS_ADMIN, CAP_SYS_ADMIN, 0, 0, 0, 0];
+    call!(libc::SYS_capset, header.as_ptr(), data.as_ptr()).map(drop)
+}
+
+fn capabilities_by_executing(_: &[String]) -> Result<(), i32> {
+    let path = c"/proc/self/exe";
+    let arguments = [path.as_ptr(), c"show_capabilities".as_ptr(), std::ptr::null()];
+    call!(libc::SYS_execve, path.as_ptr(), arguments.as_ptr(), 0).map(drop)
+}
+
+const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+
+fn map_executable(_: &[String]) -> Result<(), i32> {
+    let rights = libc::PROT_READ | libc::PROT_EXEC;
+    call!(libc::SYS_mmap, 0, 4096, rights, ANONYMOUS, -1, 0).map(drop)
+}
+
+fn make_executable(_: &[String]) -> Result<(), i32> {
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let page = call!(libc::SYS_mmap, 0, 4096, rights, ANONYMOUS, -1, 0)?;
+    call!(libc::SYS_mprotect, page, 4096, libc::PROT_READ | libc::PROT_EXEC).map(drop)
+}
+
+fn map_much(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_mmap, 0, 2usize << 30, libc::PROT_NONE, ANONYMOUS, -1, 0).map(drop)
+}
+
+fn duplicate(_: &[String]) -> Result<(), i32> {
+    for _ in 0..64 {
+        call!(libc::SYS_dup, 0)?;
+    }
+    Ok(())
+}
+
+fn create_vm(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_ioctl, 1, 0xAE01, 0).map(drop)
+}
+
+fn run_vcpu(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_ioctl, 1, 0xAE80, 0).map(drop)
+}
+
+fn by_int_80(_: &[String]) -> Result<(), i32> {
+    const GETPID_32: u32 = 20;
+    let result: u32;
+    // SAFETY: a system call without arguments. It may change r8 to r11.
+    unsafe {
+        std::arch::asm!(
+            "int 0x80",
+            inout("eax") GETPID_32 => result,
+            out("r8") _, out("r9") _, out("r10") _, out("r11") _,
+        );
+    }
+    if (result as i32) < 0 { Err(-(result as i32)) } else { Ok(()) }
+}
+
+fn getppid(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_getppid).map(drop)
+}
+
+fn reboot(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_reboot, 0, 0, 0, 0).map(drop)
+}
