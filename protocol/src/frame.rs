@@ -69,11 +69,14 @@ pub enum Kind {
     Fork = 0x55,
     /// [`crate::worker::Zygoted`].
     Zygoted = 0x56,
+    /// A worker made a system call that its filter forbids: the call's
+    /// number, a little-endian `i32`. Its last word.
+    Forbidden = 0x57,
 }
 
 impl Kind {
     /// Every kind, for tables and tests.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Hello,
         Self::Refuse,
         Self::Start,
@@ -93,6 +96,7 @@ impl Kind {
         Self::ZygoteSetup,
         Self::Fork,
         Self::Zygoted,
+        Self::Forbidden,
     ];
 
     /// The kind with this byte.
@@ -128,6 +132,7 @@ impl Kind {
             }
             Self::ZygoteSetup => 64 * 1024,
             Self::Fork => 256,
+            Self::Forbidden => 4,
             Self::Ready | Self::Zygoted => 2 * MESSAGE_OVERHEAD_BYTES,
         }
     }

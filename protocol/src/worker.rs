@@ -84,6 +84,9 @@ pub enum VmFailureKind {
     BrokerLost,
     /// The worker ended without a report.
     WorkerLost,
+    /// The worker tried what its jail forbids: somebody else has taken it
+    /// over.
+    WorkerBroke,
     /// Our own bug.
     Internal,
 }

@@ -222,6 +222,7 @@ impl Outcome {
             VmFailureKind::Stopped => (Status::Internal, "vm_stopped"),
             VmFailureKind::BrokerLost => (Status::Internal, "broker_lost"),
             VmFailureKind::WorkerLost => (Status::Internal, "worker_lost"),
+            VmFailureKind::WorkerBroke => (Status::Internal, "worker_broke"),
             VmFailureKind::Internal => (Status::Internal, "internal"),
             VmFailureKind::Unavailable => (Status::Unavailable, "kvm"),
         };

@@ -350,6 +350,11 @@ fn child_named(parent: u32, name: &str) -> Option<u32> {
     })
 }
 
+/// The first worker of a supervisor: a child of its zygote.
+fn worker_of(supervisor: u32) -> Option<u32> {
+    child_named(child_named(supervisor, "forge-vmm-zygote")?, "forge-vmm-zygote")
+}
+
 fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
@@ -371,7 +376,7 @@ fn a_killed_worker_exits_70_and_loses_one_run() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    let worker = wait_for("a worker", || worker_of(run.id()));
     // SAFETY: sends a signal to a process that this test started.
     unsafe { libc::kill(worker as i32, libc::SIGKILL) };
     let output = run.wait_with_output().unwrap();
@@ -479,7 +484,7 @@ fn the_credential_is_in_no_memory_of_worker_or_guest() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    let worker = wait_for("a worker", || worker_of(run.id()));
     let server = wait_for("the tool server", || {
         let broker = child_named(run.id(), helpers().join("forge-toolbroker").to_str()?)?;
         child_named(broker, helpers().join("forge-test-server").to_str()?)
@@ -509,7 +514,7 @@ fn an_environment_credential_is_not_in_the_workers_environment() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    let worker = wait_for("a worker", || worker_of(run.id()));
     let environment = fs::read(format!("/proc/{worker}/environ")).unwrap();
     assert_eq!(text(&environment), "");
     let descriptors: Vec<String> = wait_for("KVM in the worker", || {
@@ -611,7 +616,7 @@ fn no_process_is_left_behind() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let worker = wait_for("a worker", || child_named(run.id(), "forge-vmm-worker"));
+    let worker = wait_for("a worker", || worker_of(run.id()));
     let broker = wait_for("a broker", || {
         child_named(run.id(), helpers().join("forge-toolbroker").to_str()?)
     });

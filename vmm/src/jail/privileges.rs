@@ -106,6 +106,9 @@ pub struct Limits {
     /// How many processes its user may have in its user namespace before it
     /// makes another: 0 for one that makes none.
     pub processes: u64,
+    /// How large a file it may write, in bytes: a file in memory is one, a pipe
+    /// or socket is none.
+    pub file_bytes: u64,
     /// Address space in bytes, guest memory and mapped files included.
     pub address_space_bytes: Option<u64>,
 }
@@ -124,8 +127,8 @@ impl Limits {
             // A dump would write guest memory to wherever the host keeps
             // dumps, or feed it to a program that root runs.
             ("RLIMIT_CORE", libc::RLIMIT_CORE, 0),
-            // It has no file to write. A pipe or socket is none.
-            ("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, 0),
+            // There is no file that a worker writes.
+            ("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, self.file_bytes),
             // Locked memory cannot be reclaimed; KVM locks none.
             ("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, 0),
             // Kernel memory for queues it has no use for.

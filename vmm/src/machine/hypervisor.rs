@@ -1,5 +1,7 @@
 //! `/dev/kvm`, opened and checked once per process.
 
+use std::os::fd::{FromRawFd as _, IntoRawFd as _, OwnedFd};
+
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 
@@ -43,17 +45,37 @@ pub struct Hypervisor {
     state_msrs: Vec<u32>,
 }
 
+/// Opens `/dev/kvm`.
+///
+/// # Errors
+/// [`HypervisorError`], which says what to do.
+pub fn open_device() -> Result<OwnedFd, HypervisorError> {
+    let fd = Kvm::open_with_cloexec(true).map_err(|error| match error.errno() {
+        libc::ENOENT | libc::ENXIO | libc::ENODEV => HypervisorError::Missing,
+        libc::EACCES | libc::EPERM => HypervisorError::Forbidden,
+        _ => HypervisorError::Open(error),
+    })?;
+    // SAFETY: it was just opened, and is nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 impl Hypervisor {
     /// Opens `/dev/kvm` and checks that it can do what is needed.
     ///
     /// # Errors
     /// [`HypervisorError`], which says what to do.
     pub fn open() -> Result<Self, MachineError> {
-        let kvm = Kvm::new().map_err(|error| match error.errno() {
-            libc::ENOENT | libc::ENXIO | libc::ENODEV => HypervisorError::Missing,
-            libc::EACCES | libc::EPERM => HypervisorError::Forbidden,
-            _ => HypervisorError::Open(error),
-        })?;
+        Self::over(open_device()?)
+    }
+
+    /// The same over `/dev/kvm` that somebody else has opened.
+    ///
+    /// # Errors
+    /// [`HypervisorError`].
+    pub fn over(device: OwnedFd) -> Result<Self, MachineError> {
+        // SAFETY: the descriptor is `/dev/kvm`'s, or KVM's calls fail on it,
+        // and it is nobody else's.
+        let kvm = unsafe { Kvm::from_raw_fd(device.into_raw_fd()) };
         let got = kvm.get_api_version();
         if got != API_VERSION {
             return Err(HypervisorError::Version { got }.into());

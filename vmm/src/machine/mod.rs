@@ -40,6 +40,7 @@ pub use stop::{Stop, StopReason, Watchdog};
 pub use vcpu::{Bus, Death, Exit};
 
 use std::ops::ControlFlow;
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
@@ -112,7 +113,7 @@ pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
 pub struct Machine {
     vcpu: vcpu::Vcpu,
     // Behind the vCPU, which goes first.
-    _vm: VmFd,
+    vm: VmFd,
     // Last: the VM maps them.
     ram: GuestMemoryMmap,
     code: GuestMemoryMmap,
@@ -138,7 +139,7 @@ impl Machine {
         memory::hand_over(&vm, image.code(), &ram)?;
         let vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
         cpu::set_up(vcpu.fd(), image.entry())?;
-        Ok(Self { vcpu, _vm: vm, ram, code: image.code().clone(), base: None })
+        Ok(Self { vcpu, vm, ram, code: image.code().clone(), base: None })
     }
 
     fn ram_bytes(&self) -> usize {
@@ -156,6 +157,12 @@ impl Machine {
     /// access that broke.
     pub fn run(&mut self, bus: &mut impl Bus, stop: &Stop) -> Exit {
         self.vcpu.run(bus, stop, &self.ram)
+    }
+
+    /// The descriptors of VM and vCPU.
+    #[must_use]
+    pub fn descriptors(&self) -> [RawFd; 2] {
+        [self.vm.as_raw_fd(), self.vcpu.fd().as_raw_fd()]
     }
 
     /// How often the guest has left for the host so far.

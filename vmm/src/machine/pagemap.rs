@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt as _;
 
 /// A page of the host, in bytes: x86-64 has no other base size.
@@ -72,6 +72,24 @@ impl PageMap {
     /// If there is no `/proc`, or it is not to be read.
     pub fn open() -> io::Result<Self> {
         Ok(File::open("/proc/self/pagemap")?.into())
+    }
+
+    /// Opens it below a procfs that is mounted nowhere.
+    ///
+    /// # Errors
+    /// What the kernel said.
+    pub fn open_below(procfs: BorrowedFd<'_>) -> io::Result<Self> {
+        // SAFETY: the path is a C string; what is opened is new and ours.
+        unsafe {
+            match libc::openat(
+                procfs.as_raw_fd(),
+                c"self/pagemap".as_ptr(),
+                libc::O_RDONLY | libc::O_CLOEXEC,
+            ) {
+                -1 => Err(io::Error::last_os_error()),
+                fd => Ok(OwnedFd::from_raw_fd(fd).into()),
+            }
+        }
     }
 
     /// The pages in `range` of this address space that are the process's own,
@@ -147,6 +165,12 @@ impl PageMap {
             }
         }
         Ok(())
+    }
+}
+
+impl AsRawFd for PageMap {
+    fn as_raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
     }
 }
 

@@ -29,7 +29,7 @@ use super::{Hypervisor, Machine, MachineError, mapping, memory, vcpu};
 
 /// How much of RAM the file holds: the system pages, and the large page that
 /// stack, data and the first of the heap are in.
-const WINDOW_BYTES: usize = (DATA + LARGE_PAGE_BYTES - RAM_START) as usize;
+pub const BASE_FILE_BYTES: usize = (DATA + LARGE_PAGE_BYTES - RAM_START) as usize;
 const PAGE: usize = PAGE_BYTES as usize;
 
 /// The most pages a machine may have of its own and still be reset. Putting
@@ -81,14 +81,14 @@ impl Base {
     ) -> Result<Self, MachineError> {
         machine.vcpu.settle()?;
         let cpu = CpuState::read(machine.vcpu.fd(), hypervisor)?;
-        let file = memory_file(c"forge-base", WINDOW_BYTES).map_err(MachineError::Base)?;
+        let file = memory_file(c"forge-base", BASE_FILE_BYTES).map_err(MachineError::Base)?;
         let mut beyond = Vec::new();
         for offset in machine.private_pages(pages)?.into_iter().flat_map(|r| r.step_by(PAGE)) {
             let page = machine.page(offset)?;
             if *page == ZEROS {
                 continue;
             }
-            if offset < WINDOW_BYTES {
+            if offset < BASE_FILE_BYTES {
                 file.write_all_at(&page[..], offset as u64).map_err(MachineError::Base)?;
             } else {
                 beyond.push((offset, page));
@@ -98,7 +98,7 @@ impl Base {
         let view = FileOffset::new(file.try_clone().map_err(MachineError::Base)?, 0);
         let view = MmapRegion::build(
             Some(view),
-            WINDOW_BYTES,
+            BASE_FILE_BYTES,
             libc::PROT_READ,
             libc::MAP_SHARED | libc::MAP_NORESERVE,
         )
@@ -124,7 +124,7 @@ impl Base {
     fn window(&self) -> &[u8] {
         // SAFETY: the mapping is readable for this length as long as `view`
         // lives, and the file is sealed: there is no writer, here or elsewhere.
-        unsafe { std::slice::from_raw_parts(self.view.as_ptr(), WINDOW_BYTES) }
+        unsafe { std::slice::from_raw_parts(self.view.as_ptr(), BASE_FILE_BYTES) }
     }
 
     /// What the page at this offset is in the base.
@@ -174,7 +174,7 @@ impl Machine {
     /// [`MachineError`].
     pub fn from_base(hypervisor: &Hypervisor, base: &Arc<Base>) -> Result<Self, MachineError> {
         let ram = mapping::map(RAM_START, base.ram_bytes)
-            .and_then(|ram| mapping::overlay(&ram, RAM_START, &base.file, WINDOW_BYTES).map(|()| ram))
+            .and_then(|ram| mapping::overlay(&ram, RAM_START, &base.file, BASE_FILE_BYTES).map(|()| ram))
             .map_err(MachineError::Base)?;
         for (offset, page) in &base.beyond {
             write_page(&ram, *offset, &page[..])?;
@@ -183,7 +183,7 @@ impl Machine {
         memory::hand_over(&vm, &base.code, &ram)?;
         let vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
         base.cpu.write(vcpu.fd())?;
-        Ok(Self { vcpu, _vm: vm, ram, code: base.code.clone(), base: Some(Arc::clone(base)) })
+        Ok(Self { vcpu, vm, ram, code: base.code.clone(), base: Some(Arc::clone(base)) })
     }
 
     /// Marks where the machine stands now, to be put back to it.
@@ -242,7 +242,7 @@ impl Machine {
         let behind = self.private_pages(pages)?.into_iter().flat_map(|range| range.step_by(PAGE));
         let kept = from.pages.iter().map(|(offset, _)| *offset);
         // Of the window every page, whatever the page tables say.
-        let all = (0..WINDOW_BYTES).step_by(PAGE).chain(behind).chain(kept);
+        let all = (0..BASE_FILE_BYTES).step_by(PAGE).chain(behind).chain(kept);
         for offset in all {
             let was = find(&from.pages, offset).unwrap_or_else(|| self.base_page(offset));
             let page = self.page(offset)?;

@@ -42,6 +42,14 @@ fn lost(error: &io::Error) -> VmFailure {
     }
 }
 
+fn broke(payload: &[u8]) -> VmFailure {
+    let call = payload.try_into().map_or(-1, i32::from_le_bytes);
+    VmFailure {
+        kind: VmFailureKind::WorkerBroke,
+        message: format!("the worker made system call {call}, which its jail forbids"),
+    }
+}
+
 impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
         Self { link: Link::new(socket), process, ready: false, runs: 0 }
@@ -69,8 +77,11 @@ impl Worker {
         }
         let frame = self
             .link
-            .receive(|kind| kind == Kind::Ready, Some(until))
+            .receive(|kind| matches!(kind, Kind::Ready | Kind::Forbidden), Some(until))
             .map_err(|error| lost(&error))?;
+        if frame.kind == Kind::Forbidden {
+            return Err(broke(&frame.payload));
+        }
         decode::<Ready>(&frame.payload)??;
         self.ready = true;
         Ok(())
@@ -95,8 +106,11 @@ impl Worker {
         self.await_ready(until).map_err(Lost::Before)?;
         let frame = self
             .link
-            .receive(|kind| kind == Kind::Report, Some(until))
+            .receive(|kind| matches!(kind, Kind::Report | Kind::Forbidden), Some(until))
             .map_err(|error| Lost::During(lost(&error)))?;
+        if frame.kind == Kind::Forbidden {
+            return Err(Lost::During(broke(&frame.payload)));
+        }
         self.ready = false;
         self.runs += 1;
         decode(&frame.payload).map_err(Lost::During)

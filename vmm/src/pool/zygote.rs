@@ -1,11 +1,11 @@
 //! The zygote, as the supervisor sees it.
 
+use std::ffi::OsStr;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
@@ -13,8 +13,11 @@ use forge_protocol::frame::{self, Kind};
 use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, Zygoted, ZygoteSetup};
 
 use super::worker::Worker;
+use crate::jail::{self, Place, Spawned};
 use crate::link::Link;
-use crate::worker::zygote::COMMAND;
+use crate::machine::MachineError;
+use crate::machine::hypervisor::open_device;
+use crate::worker::zygote::{COMMAND, KVM_DESCRIPTOR};
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
@@ -22,7 +25,7 @@ const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
 /// A zygote process and the socket to it.
 #[derive(Debug)]
 pub struct Zygote {
-    child: Child,
+    process: Spawned,
     link: Link,
 }
 
@@ -37,18 +40,19 @@ impl Zygote {
             kind: VmFailureKind::Unavailable,
             message: format!("the zygote cannot be started: {error}"),
         };
+        let kvm = open_device().map_err(MachineError::from)?;
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-        let child = Command::new(executable)
-            .arg0("forge-vmm-zygote")
-            .arg(COMMAND)
-            .env_clear()
-            .current_dir("/")
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .map_err(failed)?;
-        let mut zygote = Self { child, link: Link::new(ours) };
+        let null = || File::options().read(true).write(true).open("/dev/null").map_err(failed);
+        let descriptors = vec![
+            (OwnedFd::from(theirs), 0),
+            (OwnedFd::from(null()?), 1),
+            (OwnedFd::from(null()?), 2),
+            (kvm, KVM_DESCRIPTOR),
+        ];
+        let arguments = [OsStr::new("forge-vmm-zygote"), OsStr::new(COMMAND)];
+        let process = jail::spawn(executable, &arguments, descriptors, Place::best())
+            .map_err(|error| failed(io::Error::other(error)))?;
+        let mut zygote = Self { process, link: Link::new(ours) };
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
         zygote.link.send(&bytes, None, None).map_err(failed)?;
@@ -58,8 +62,8 @@ impl Zygote {
 
     /// Its process id.
     #[must_use]
-    pub fn id(&self) -> u32 {
-        self.child.id()
+    pub fn id(&self) -> libc::pid_t {
+        self.process.pid
     }
 
     /// Has it fork a worker. The worker may not stand ready yet.
@@ -89,7 +93,8 @@ impl Zygote {
 
 impl Drop for Zygote {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // With it ends everything in its namespaces.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }

@@ -37,17 +37,14 @@ pub struct BrokerLink {
 
 impl BrokerLink {
     /// Takes over a connection that is open at the broker for this run.
-    ///
-    /// # Errors
-    /// If the socket cannot be made non-blocking.
-    pub fn new(socket: UnixStream) -> io::Result<Self> {
-        socket.set_nonblocking(true)?;
-        Ok(Self {
+    #[must_use]
+    pub fn new(socket: UnixStream) -> Self {
+        Self {
             socket,
             assembler: Assembler::default(),
             settled: VecDeque::new(),
             out: Vec::new(),
-        })
+        }
     }
 
     /// Sends a call.
@@ -84,10 +81,9 @@ impl BrokerLink {
     /// # Errors
     /// [`LinkError`].
     pub fn fill(&mut self) -> Result<(), LinkError> {
-        use io::Read as _;
         let mut buffer = [0u8; 16 * 1024];
         loop {
-            let mut input: &[u8] = match self.socket.read(&mut buffer) {
+            let mut input: &[u8] = match receive(self.socket.as_raw_fd(), &mut buffer) {
                 Ok(0) => return Err(LinkError::Lost(io::ErrorKind::UnexpectedEof.into())),
                 Ok(bytes) => &buffer[..bytes],
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -117,11 +113,21 @@ impl AsRawFd for BrokerLink {
     }
 }
 
-/// Sends without a SIGPIPE where the other end is gone.
+/// What there is to receive, without waiting for more.
+fn receive(socket: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
+    // SAFETY: the slice is writable for its whole length.
+    let received = unsafe {
+        libc::recv(socket, buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
+    };
+    usize::try_from(received).map_err(|_| io::Error::last_os_error())
+}
+
+/// Sends what there is room for, without a SIGPIPE where the other end is
+/// gone.
 fn send(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
     // SAFETY: the slice is readable for its whole length.
-    let sent =
-        unsafe { libc::send(socket, bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL) };
+    let sent = unsafe { libc::send(socket, bytes.as_ptr().cast(), bytes.len(), flags) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 

@@ -17,6 +17,7 @@ pub mod broker_link;
 mod process;
 pub mod zygote;
 
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -255,6 +256,12 @@ impl Guest {
     #[must_use]
     pub fn timing(&self) -> Timing {
         self.timing
+    }
+
+    /// The descriptors of its VM and its vCPU.
+    #[must_use]
+    pub fn descriptors(&self) -> [RawFd; 2] {
+        self.machine.descriptors()
     }
 
     /// The guest's memory, for tests that look for what must not be there.

@@ -6,31 +6,39 @@
 //! its own pages, and while a run lasts that run's connection to the broker.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use forge_protocol::codec;
-use forge_protocol::frame::{self, Kind};
+use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::worker::{Fate, Job, Ready, Report, Reuse, Timing, VmFailure, VmFailureKind};
 
 use super::{BrokerLink, Guest, GuestBase, Standing};
+use crate::jail::{Filter, Limits};
 use crate::link::Link;
 use crate::machine::{Hypervisor, PageMap, Watchdog};
+
+/// A worker's limits: its descriptors, the run's connection to the broker
+/// among them, and no process, no file. Its memory is its guest's, which its
+/// VM bounds.
+const LIMITS: Limits =
+    Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: None };
 
 /// What a worker has from the zygote.
 pub(super) struct Inherited<'a> {
     pub(super) hypervisor: &'a Hypervisor,
     pub(super) base: &'a GuestBase,
-    pub(super) socket: OwnedFd,
+    pub(super) procfs: Result<BorrowedFd<'a>, &'a io::Error>,
+    pub(super) filter: &'a Filter,
     pub(super) reuse: Reuse,
 }
 
 /// The child's whole life. Nothing of the zygote's is dropped: memory and
 /// descriptors go with the process.
-pub(super) fn main(inherited: Inherited<'_>) -> ! {
-    let lived = catch_unwind(AssertUnwindSafe(|| live(inherited)));
+pub(super) fn main(socket: OwnedFd, inherited: &Inherited<'_>) -> ! {
+    let lived = catch_unwind(AssertUnwindSafe(|| live(socket, inherited)));
     let code = match lived {
         Ok(Ok(())) => 0,
         Ok(Err(_)) => 1,
@@ -60,9 +68,9 @@ struct Reset {
     done: u32,
 }
 
-fn live(inherited: Inherited<'_>) -> io::Result<()> {
-    let mut link = settle_in(inherited.socket)?;
-    let mut worker = match Worker::new(inherited.hypervisor, inherited.base, inherited.reuse) {
+fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
+    let (mut link, worker) = settle_in(socket, inherited)?;
+    let mut worker = match worker {
         Ok(worker) => worker,
         Err(failure) => return say(&mut link, Kind::Ready, &Ready::Err(failure)),
     };
@@ -88,8 +96,15 @@ fn live(inherited: Inherited<'_>) -> io::Result<()> {
     }
 }
 
-/// Puts the socket where it belongs and closes the zygote's own.
-fn settle_in(socket: OwnedFd) -> io::Result<Link> {
+/// Puts the socket where it belongs, makes the guest, and gives up everything
+/// else.
+fn settle_in(
+    socket: OwnedFd,
+    inherited: &Inherited<'_>,
+) -> io::Result<(Link, Result<Worker, VmFailure>)> {
+    // For whoever lists processes.
+    // SAFETY: a C string of at most 15 bytes.
+    unsafe { libc::prctl(libc::PR_SET_NAME, c"forge-worker".as_ptr()) };
     // SAFETY: duplicates a descriptor of ours over the zygote's socket, which
     // this process must not have.
     if unsafe { libc::dup2(socket.as_raw_fd(), 0) } < 0 {
@@ -97,7 +112,28 @@ fn settle_in(socket: OwnedFd) -> io::Result<Link> {
     }
     drop(socket);
     // SAFETY: 0 is the duplicate, and nobody else's.
-    Ok(Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) })))
+    let link = Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) }));
+    let worker = Worker::new(inherited).and_then(|worker| {
+        worker.close_all_else().map_err(|error| unavailable("closing", &error))?;
+        LIMITS.apply().map_err(|error| internal(error.to_string()))?;
+        inherited.filter.install().map_err(|error| internal(error.to_string()))?;
+        Ok(worker)
+    });
+    Ok((link, worker))
+}
+
+/// Called in the handler of SIGSYS: tells the supervisor.
+pub(super) fn tell_forbidden(call: i32) {
+    let mut bytes = [0u8; HEADER_BYTES + 4];
+    let header = Header { kind: Kind::Forbidden, payload_bytes: 4 };
+    bytes[..HEADER_BYTES].copy_from_slice(&header.to_bytes());
+    bytes[HEADER_BYTES..].copy_from_slice(&call.to_le_bytes());
+    // SAFETY: readable bytes.
+    unsafe { libc::send(0, bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL) };
+}
+
+fn unavailable(what: &str, error: &io::Error) -> VmFailure {
+    VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
 }
 
 fn say<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) -> io::Result<()> {
@@ -120,17 +156,17 @@ pub(crate) fn failed(failure: VmFailure) -> Report {
 }
 
 impl Worker {
-    fn new(hypervisor: &Hypervisor, base: &GuestBase, reuse: Reuse) -> Result<Self, VmFailure> {
-        let unavailable = |what: &str, error: io::Error| VmFailure {
-            kind: VmFailureKind::Unavailable,
-            message: format!("{what}: {error}"),
-        };
-        let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", error))?;
-        let mut guest = Guest::from_base(hypervisor, base, &watchdog)?;
-        let reset = match reuse {
+    fn new(inherited: &Inherited<'_>) -> Result<Self, VmFailure> {
+        let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
+        let mut guest = Guest::from_base(inherited.hypervisor, inherited.base, &watchdog)?;
+        let reset = match inherited.reuse {
             Reuse::Fresh => None,
             Reuse::Reset { prove_one_in } => {
-                let pages = PageMap::open().map_err(|error| unavailable("no page map", error))?;
+                let pages = match inherited.procfs {
+                    Ok(procfs) => PageMap::open_below(procfs),
+                    Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
+                };
+                let pages = pages.map_err(|error| unavailable("no page map", &error))?;
                 let to = guest.mark(&pages)?;
                 Some(Reset { to, pages, prove_one_in, done: 0 })
             }
@@ -138,15 +174,31 @@ impl Worker {
         Ok(Self { guest, watchdog, reset })
     }
 
-    fn carry_out(&mut self, job: Job, broker: Option<OwnedFd>, started: Instant) -> Report {
-        let link = broker.map(|fd| BrokerLink::new(UnixStream::from(fd))).transpose();
-        match link {
-            Ok(link) if link.is_some() == job.brokered => {
-                self.guest.run(&job, link, started, &self.watchdog)
+    /// Closes every descriptor that a worker does not need.
+    fn close_all_else(&self) -> io::Result<()> {
+        let mut kept = self.guest.descriptors().to_vec();
+        kept.extend(self.reset.as_ref().map(|reset| reset.pages.as_raw_fd()));
+        kept.sort_unstable();
+        let mut from = 3;
+        for fd in kept.into_iter().chain([RawFd::MAX]) {
+            if fd > from {
+                // SAFETY: what is closed is the zygote's, whose objects this
+                // process never uses nor drops.
+                if unsafe { libc::close_range(from as u32, fd as u32 - 1, 0) } != 0 {
+                    return Err(io::Error::last_os_error());
+                }
             }
-            Ok(_) => failed(internal("the job came without its connection to the broker".into())),
-            Err(error) => failed(internal(format!("the connection to the broker: {error}"))),
+            from = fd.saturating_add(1);
         }
+        Ok(())
+    }
+
+    fn carry_out(&mut self, job: Job, broker: Option<OwnedFd>, started: Instant) -> Report {
+        let link = broker.map(|fd| BrokerLink::new(UnixStream::from(fd)));
+        if link.is_some() != job.brokered {
+            return failed(internal("the job came without its connection to the broker".into()));
+        }
+        self.guest.run(&job, link, started, &self.watchdog)
     }
 
     /// After a run: resets the guest, if that is its way. `None`: its life is

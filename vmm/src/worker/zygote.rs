@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -18,9 +18,10 @@ use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, Zygoted, ZygoteSetup};
 
 use super::{Guest, GuestBase, process};
+use crate::jail::{Filter, Limits, Role, landlock, privileges, seccomp, tree};
 use crate::keys;
 use crate::link::Link;
-use crate::machine::{Hypervisor, Image, PageMap, Watchdog};
+use crate::machine::{Hypervisor, Image, PageMap, Watchdog, snapshot::BASE_FILE_BYTES};
 
 /// The hidden command that makes this executable a zygote.
 pub const COMMAND: &str = "zygote";
@@ -35,9 +36,23 @@ struct Zygote {
     image: Image,
     trust: TrustKeys,
     pages: PageMap,
+    procfs: io::Result<OwnedFd>,
+    worker_filter: Filter,
     /// The most recently used first.
     bases: VecDeque<Arc<GuestBase>>,
 }
+
+/// The descriptor that the supervisor leaves `/dev/kvm` at.
+pub const KVM_DESCRIPTOR: RawFd = 3;
+
+/// The zygote's limits. It has a descriptor for each base beside its few, and
+/// writes nothing but bases.
+const LIMITS: Limits = Limits {
+    open_files: 64,
+    processes: 1 << 16,
+    file_bytes: BASE_FILE_BYTES as u64,
+    address_space_bytes: None,
+};
 
 /// The zygote's whole life; descriptor 0 is its supervisor's socket. Returns
 /// when the supervisor is gone.
@@ -98,6 +113,23 @@ fn unavailable(what: &str, error: &io::Error) -> VmFailure {
     VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
 }
 
+fn jailed(error: &dyn std::error::Error) -> VmFailure {
+    VmFailure { kind: VmFailureKind::Unavailable, message: error.to_string() }
+}
+
+/// Enters the jail; from here on every worker is born in it. Gives back a
+/// procfs that only who holds it can reach.
+fn jail_in() -> Result<io::Result<OwnedFd>, VmFailure> {
+    let filter = Filter::compile(Role::Zygote).map_err(|error| jailed(&error))?;
+    let procfs = tree::enter().map_err(|error| jailed(&error))?.procfs;
+    privileges::drop_all().map_err(|error| jailed(&error))?;
+    LIMITS.apply().map_err(|error| jailed(&error))?;
+    landlock::restrict(procfs.as_ref().ok().map(|fd| fd.as_fd())).map_err(|error| jailed(&error))?;
+    seccomp::report_forbidden(process::tell_forbidden).map_err(|error| jailed(&error))?;
+    filter.install().map_err(|error| jailed(&error))?;
+    Ok(procfs)
+}
+
 impl Zygote {
     fn new(setup: &ZygoteSetup) -> Result<Self, VmFailure> {
         let trust = keys::trust_from_bytes(&setup.trust).map_err(|error| VmFailure {
@@ -105,10 +137,14 @@ impl Zygote {
             message: format!("a trust key: {error}"),
         })?;
         Ok(Self {
-            hypervisor: Hypervisor::open()?,
+            // SAFETY: the supervisor put it there, and nothing else uses it.
+            hypervisor: Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?,
             image: Image::built_in()?,
             trust,
+            // Before /proc is gone.
             pages: PageMap::open().map_err(|error| unavailable("the page map", &error))?,
+            procfs: jail_in()?,
+            worker_filter: Filter::compile(Role::Worker).map_err(|error| jailed(&error))?,
             bases: VecDeque::new(),
         })
     }
@@ -139,10 +175,11 @@ impl Zygote {
         // parent.
         match unsafe { libc::fork() } {
             -1 => Err(unavailable("no worker can be forked", &io::Error::last_os_error())),
-            0 => process::main(process::Inherited {
+            0 => process::main(socket, &process::Inherited {
                 hypervisor: &self.hypervisor,
                 base: &base,
-                socket,
+                procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
+                filter: &self.worker_filter,
                 reuse: order.reuse,
             }),
             child => process_descriptor(child)
@@ -161,12 +198,4 @@ fn process_descriptor(process: libc::pid_t) -> io::Result<OwnedFd> {
             fd => Ok(OwnedFd::from_raw_fd(fd as i32)),
         }
     }
-}
-
-/// The descriptors that are open for reading as this process's standard ones.
-#[must_use]
-pub fn null_device() -> io::Result<OwnedFd> {
-    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
-    debug_assert!(null.as_raw_fd() > 2);
-    Ok(null.into())
 }

@@ -57,7 +57,7 @@ pub fn place(layers: Layers) -> Place {
 
 /// A worker's limits, as far as these tests go.
 pub const WORKER_LIMITS: Limits =
-    Limits { open_files: 16, processes: 0, address_space_bytes: Some(1 << 30) };
+    Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: Some(1 << 30) };
 
 /// If this process was started for a role of its own, plays it.
 pub fn main(role: &str, words: &[String]) -> Option<ExitCode> {
@@ -103,7 +103,7 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
         unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     }
     if layers.has(LIMITS) {
-        Limits { open_files: 64, processes: 1000, address_space_bytes: None }.apply().unwrap();
+        Limits { open_files: 64, processes: 1000, file_bytes: 0, address_space_bytes: None }.apply().unwrap();
     }
     if layers.has(LANDLOCK) {
         landlock::restrict(procfs.as_ref().map(|fd| fd.as_fd())).unwrap();
