@@ -376,7 +376,14 @@ fn a_killed_worker_exits_70_and_loses_one_run() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let worker = wait_for("a worker", || worker_of(run.id()));
+    // Before it has begun it would be replaced, and nothing lost.
+    let worker = wait_for("a worker that runs the program", || {
+        let worker = worker_of(run.id())?;
+        let stat = fs::read_to_string(format!("/proc/{worker}/stat")).ok()?;
+        let fields = stat.rsplit_once(") ")?.1;
+        let ticks: u64 = fields.split(' ').nth(11)?.parse().ok()?;
+        (ticks > 10).then_some(worker)
+    });
     // SAFETY: sends a signal to a process that this test started.
     unsafe { libc::kill(worker as i32, libc::SIGKILL) };
     let output = run.wait_with_output().unwrap();

@@ -181,8 +181,11 @@ impl Machine {
         }
         let vm = hypervisor.create_vm()?;
         memory::hand_over(&vm, &base.code, &ram)?;
-        let vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
+        let mut vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
         base.cpu.write(vcpu.fd())?;
+        // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
+        // caller's name: now, while the caller may still have threads.
+        vcpu.settle()?;
         Ok(Self { vcpu, vm, ram, code: base.code.clone(), base: Some(Arc::clone(base)) })
     }
 
