@@ -210,7 +210,7 @@ fn try_serve(job: &Job, broker: Option<BrokerLink>) -> Result<Report, VmFailure>
         kind: VmFailureKind::Unavailable,
         message: format!("no watchdog: {error}"),
     })?;
-    let ram_bytes = machine::ram_bytes(&job.start.limits);
+    let ram_bytes = machine::ram_bytes(&job.load.limits);
     let mut guest = Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog)?;
     // The clock has been running since the supervisor sent the job.
     let deadline_ns = job.deadline_ns.saturating_sub(elapsed_ns(started));
