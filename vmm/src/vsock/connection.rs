@@ -70,7 +70,7 @@ pub enum Violation {
 }
 
 /// One connection.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Connection {
     state: State,
     /// Bytes for the guest; the first `sent` of them are out already.

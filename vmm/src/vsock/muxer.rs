@@ -32,7 +32,7 @@ pub enum Event {
 }
 
 /// Routes packets.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Muxer {
     listening: Vec<u32>,
     connections: BTreeMap<ConnectionId, Connection>,

@@ -96,7 +96,7 @@ impl Board {
     #[must_use]
     pub fn new(memory: GuestMemoryMmap, stop: Stop) -> Self {
         Self {
-            device: Device::new(memory, Muxer::listening_on([HOST_PORT])),
+            device: Device::handed_over(memory, Muxer::listening_on([HOST_PORT])),
             session: HostSession::new(),
             stream: None,
             broker: None,
