@@ -7,7 +7,7 @@ use std::hint::black_box;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use forge_protocol::frame::{self, Assembler, Kind};
-use forge_protocol::guest::{Call, GuestSession, HostEvent, HostSession, Settled, Start};
+use forge_protocol::guest::{Call, GuestSession, HostEvent, HostSession, Load, Settled, Start};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::{RunId, codec};
@@ -66,15 +66,12 @@ fn programs(c: &mut Criterion) {
 /// A guest and a host session in the middle of a run.
 fn running() -> (GuestSession, HostSession) {
     let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
-    let start = Start {
-        run_id: RunId([0; 16]),
-        limits: RunLimits { calls: u32::MAX, ..RunLimits::default() },
-        seed: [0; 32],
-        start_unix_ns: 0,
-        granted: Vec::new(),
-    };
+    let limits = RunLimits { calls: u32::MAX, ..RunLimits::default() };
+    let load = Load { limits, announce: false };
+    let start =
+        Start { run_id: RunId([0; 16]), seed: [0; 32], start_unix_ns: 0, granted: Vec::new() };
     let greeted = host.receive(&std::mem::take(guest.transmit()));
-    let started = host.start(&start, b"program", b"{}");
+    let started = host.load(&load, b"program").and_then(|()| host.start(&start, b"{}"));
     let received = guest.receive(&std::mem::take(host.transmit()));
     assert!(greeted.is_ok() && started.is_ok() && received.is_ok());
     while guest.poll_event().is_some() {}

@@ -14,7 +14,7 @@ use forge_protocol::broker::{
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
-use forge_protocol::guest::{Artifact, Call, Ended, Log, Settled, Start};
+use forge_protocol::guest::{Artifact, Call, Ended, Load, Log, Settled, Start};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -26,7 +26,7 @@ use super::{Outcome, Seed, accepted, choice, refused};
 
 /// What decodes is one message and no more, and survives being sent on.
 pub fn check(mut data: &[u8]) -> Outcome {
-    let types: [fn(&[u8]) -> Outcome; 12] = [
+    let types: [fn(&[u8]) -> Outcome; 13] = [
         survives::<Hello>,
         survives::<Refusal>,
         survives::<Start>,
@@ -39,6 +39,7 @@ pub fn check(mut data: &[u8]) -> Outcome {
         survives::<Reply>,
         survives::<Job>,
         survives::<Report>,
+        survives::<Load>,
     ];
     let survives = types[usize::from(choice(&mut data)) % types.len()];
     survives(data)
@@ -68,9 +69,9 @@ fn input(place: u8, message: &impl Encode) -> Vec<u8> {
 pub fn seeds() -> Vec<Seed> {
     let hello = Hello::ours(Role::Guest);
     let tool = ToolName::parse("inventory.find").expect("a good name");
+    let load = Load { limits: RunLimits::default(), announce: true };
     let start = Start {
         run_id: RunId([3; 16]),
-        limits: RunLimits::default(),
         seed: [1; 32],
         start_unix_ns: 1_700_000_000_000_000_000,
         granted: vec![tool.clone()],
@@ -124,8 +125,8 @@ pub fn seeds() -> Vec<Seed> {
     let tools =
         Reply::Tools { tools: vec![spec], unavailable: vec![("mail".into(), "gone".into())] };
     let job = Job {
+        load: load.clone(),
         start: start.clone(),
-        trust: vec![[8; 32]],
         program: b"\0asm".to_vec(),
         input: b"{}".to_vec(),
         deadline_ns: 5_000_000_000,
@@ -150,6 +151,7 @@ pub fn seeds() -> Vec<Seed> {
     vec![
         accepted("hello", input(0, &hello)),
         accepted("refusal", input(1, &Refusal(hello))),
+        accepted("load", input(12, &load)),
         accepted("start", input(2, &start)),
         accepted("call", input(3, &call)),
         accepted("settled", input(4, &settled)),

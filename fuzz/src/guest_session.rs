@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use forge_protocol::RunId;
 use forge_protocol::ending::Ending;
 use forge_protocol::frame::{self, HEADER_BYTES, Kind};
-use forge_protocol::guest::{Ended, GuestEvent, GuestSession, SessionError, Settled, Start};
+use forge_protocol::guest::{Ended, GuestEvent, GuestSession, Load, SessionError, Settled, Start};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -22,18 +22,30 @@ enum State {
     Greeting,
     Waiting,
     Loading,
+    Loaded,
     Feeding,
     Running,
     Ended,
 }
 
-const STATES: [State; 6] =
-    [State::Greeting, State::Waiting, State::Loading, State::Feeding, State::Running, State::Ended];
+const STATES: [State; 7] = [
+    State::Greeting,
+    State::Waiting,
+    State::Loading,
+    State::Loaded,
+    State::Feeding,
+    State::Running,
+    State::Ended,
+];
+/// Set in the first byte: the program was to be announced, and was.
+const ANNOUNCED: u8 = 0x80;
 
-/// However the stream is cut, it gives the same events; one run at most; an
+/// However the stream is cut, it gives the same events; one program and one
+/// run of it at most; no run before a program that was to be announced; an
 /// answer only to a call in flight, and one only; nothing after the end.
 pub fn check(mut data: &[u8]) -> Outcome {
-    let state = STATES[usize::from(choice(&mut data)) % STATES.len()];
+    let first = choice(&mut data);
+    let state = (STATES[usize::from(first & !ANNOUNCED) % STATES.len()], first & ANNOUNCED != 0);
     let calls = u32::from(choice(&mut data) % 9);
     let lengths = cuts(&mut data);
     let (events, error) = receive(state, calls, pieces(data, lengths));
@@ -41,20 +53,26 @@ pub fn check(mut data: &[u8]) -> Outcome {
     assert_eq!(format!("{events:?}"), format!("{whole_events:?}"), "the cut changed the events");
     assert_eq!(error, whole_error, "the cut changed the error");
 
+    let state = state.0;
     assert!(events.len() * HEADER_BYTES <= data.len(), "more events than frames");
+    let (mut limits, mut is_announced) = (RunLimits::default(), false);
     let mut in_flight: BTreeSet<u32> =
         if state == State::Running { (0..calls).collect() } else { BTreeSet::new() };
     let mut held_bytes = 0;
     for (position, event) in events.iter().enumerate() {
         match event {
-            GuestEvent::Run(order) => {
-                assert!(position == 0 && state < State::Running, "a second run");
-                if state < State::Feeding {
-                    held_bytes += order.program.len();
-                }
-                held_bytes += order.input.len();
-                let limits = &order.start.limits;
+            GuestEvent::Load(order) => {
+                assert!(position == 0 && state < State::Loaded, "a second program");
+                held_bytes += order.program.len();
+                limits = order.load.limits.clone();
+                is_announced = order.load.announce;
                 assert!(order.program.len() <= limits.program_bytes as usize);
+            }
+            GuestEvent::Run(order) => {
+                let of_this_program = position == usize::from(state < State::Loaded);
+                assert!(of_this_program && state < State::Running, "a second run");
+                assert!(!is_announced, "a run before its program was loaded");
+                held_bytes += order.input.len();
                 assert!(order.input.len() <= limits.input_bytes as usize);
             }
             GuestEvent::Settled(settled) => {
@@ -73,7 +91,11 @@ pub fn check(mut data: &[u8]) -> Outcome {
 
 type Received = (Vec<GuestEvent>, Option<SessionError>);
 
-fn receive<'a>(state: State, calls: u32, pieces: impl Iterator<Item = &'a [u8]>) -> Received {
+fn receive<'a>(
+    state: (State, bool),
+    calls: u32,
+    pieces: impl Iterator<Item = &'a [u8]>,
+) -> Received {
     let mut session = session(state, calls);
     let mut events = Vec::new();
     for piece in pieces {
@@ -89,13 +111,7 @@ fn receive<'a>(state: State, calls: u32, pieces: impl Iterator<Item = &'a [u8]>)
 const PROGRAM: &[u8] = b"program";
 
 fn start() -> Start {
-    Start {
-        run_id: RunId([3; 16]),
-        limits: RunLimits::default(),
-        seed: [1; 32],
-        start_unix_ns: 5,
-        granted: vec![tool()],
-    }
+    Start { run_id: RunId([3; 16]), seed: [1; 32], start_unix_ns: 5, granted: vec![tool()] }
 }
 
 fn tool() -> ToolName {
@@ -103,23 +119,31 @@ fn tool() -> ToolName {
 }
 
 /// The frames a host sends, one for each step from state to state.
-fn steps() -> [Vec<u8>; 4] {
-    let mut steps = [const { Vec::new() }; 4];
-    let [hello, order, program, input] = &mut steps;
+fn steps(announce: bool) -> [Vec<u8>; 5] {
+    let mut steps = [const { Vec::new() }; 5];
+    let [hello, load, program, order, input] = &mut steps;
     frame::write_message(Kind::Hello, &Hello::ours(Role::Host), hello);
+    let limits = RunLimits::default();
+    frame::write_message(Kind::Load, &Load { limits, announce }, load);
     frame::write_message(Kind::Start, &start(), order);
     frame::write_raw(Kind::Program, PROGRAM, program);
     frame::write_raw(Kind::Input, b"{}", input);
     steps
 }
 
-fn session(state: State, calls: u32) -> GuestSession {
+fn session((state, announce): (State, bool), calls: u32) -> GuestSession {
     let mut session = GuestSession::new();
-    for step in steps().iter().take((state as usize).min(4)) {
+    for step in steps(announce).iter().take((state as usize).min(5)) {
         session.receive(step).expect("what a sound host sends");
+        if let Some(event) = session.poll_event() {
+            match event {
+                GuestEvent::Load(_) => session.loaded().expect("there is a program"),
+                other => assert!(matches!(other, GuestEvent::Run(_)) && state >= State::Running),
+            }
+        }
     }
     if state >= State::Running {
-        assert!(matches!(session.poll_event(), Some(GuestEvent::Run(_))));
+        assert!(session.poll_event().is_none());
     }
     if state == State::Running {
         for _ in 0..calls {
@@ -147,7 +171,8 @@ pub fn seeds() -> Vec<Seed> {
     let input = |state: State, calls: u8, cuts: &[u8], stream: &[u8]| {
         [&[state as u8, calls, cuts.len() as u8], cuts, stream].concat()
     };
-    let steps = steps();
+    let steps = steps(false);
+    let announced = self::steps(true);
     let settled = |id: u32| {
         let mut bytes = Vec::new();
         let settled = Settled { id, code: None, duration_ns: 9, body: b"[]".to_vec() };
@@ -162,7 +187,14 @@ pub fn seeds() -> Vec<Seed> {
         accepted("whole-run", input(State::Greeting, 0, &[], &steps.concat())),
         accepted("from-waiting", input(State::Waiting, 0, &[5, 17], &steps[1..].concat())),
         accepted("from-loading", input(State::Loading, 0, &[1], &steps[2..].concat())),
-        accepted("from-feeding", input(State::Feeding, 0, &[], &steps[3])),
+        accepted("from-loaded", input(State::Loaded, 0, &[9], &steps[3..].concat())),
+        accepted(
+            "prepared",
+            [&[State::Loaded as u8 | ANNOUNCED, 0, 0], &steps[3..].concat()[..]].concat(),
+        ),
+        accepted("announced", input(State::Waiting, 0, &[], &announced[1..3].concat())),
+        refused("run-before-loaded", input(State::Waiting, 0, &[], &announced[1..].concat())),
+        accepted("from-feeding", input(State::Feeding, 0, &[], &steps[4])),
         accepted("answers", input(State::Running, 2, &[], &settled_twice)),
         refused("answer-to-no-call", input(State::Running, 1, &[], &settled(1))),
         refused("refusal", input(State::Greeting, 0, &[], &refusal)),

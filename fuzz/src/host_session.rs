@@ -9,10 +9,10 @@
 use std::collections::VecDeque;
 
 use forge_protocol::RunId;
-use forge_protocol::ending::Ending;
+use forge_protocol::ending::{Ending, LimitKind};
 use forge_protocol::frame::{self, HEADER_BYTES, Kind};
 use forge_protocol::guest::{
-    Artifact, Call, Ended, HostEvent, HostSession, Log, SessionError, Settled, Start,
+    Artifact, Call, Ended, HostEvent, HostSession, Load, Log, SessionError, Settled, Start,
 };
 use forge_protocol::handshake::{Hello, Role};
 use forge_protocol::limits::{ARTIFACT_NAME_BYTES_MAX, RunLimits};
@@ -25,11 +25,15 @@ use super::{Outcome, Seed, accepted, choice, cuts, refused};
 enum State {
     Greeting,
     Ready,
+    /// A program is out, to be announced.
+    Loading,
+    Loaded,
     Running,
     Ended,
 }
 
-const STATES: [State; 4] = [State::Greeting, State::Ready, State::Running, State::Ended];
+const STATES: [State; 6] =
+    [State::Greeting, State::Ready, State::Loading, State::Loaded, State::Running, State::Ended];
 
 /// What the run has used, counted beside the session.
 #[derive(Default)]
@@ -68,7 +72,11 @@ pub fn check(mut data: &[u8]) -> Outcome {
         rest = after;
         error = session.receive(piece).err();
         while let Some(event) = session.poll_event() {
-            assert_eq!(state.max(State::Running), State::Running, "an event outside a run");
+            let is_end = matches!(event, HostEvent::Ended(_));
+            assert!(
+                state == State::Running || state == State::Loading && is_end,
+                "an event outside a run"
+            );
             events += 1;
             take(event, &limits, &mut used);
         }
@@ -86,7 +94,10 @@ pub fn check(mut data: &[u8]) -> Outcome {
     if state == State::Greeting {
         assert_eq!(events, 0, "a run that was never started");
     }
-    Outcome::of(error.is_none() && (events > 0 || state == State::Greeting && session.is_ready()))
+    let moved = state == State::Greeting && session.is_ready()
+        || state == State::Loading && session.is_loaded();
+    assert!(!session.is_loaded() || session.clone().guest_waits());
+    Outcome::of(error.is_none() && (events > 0 || moved))
 }
 
 fn take(event: HostEvent, limits: &RunLimits, used: &mut Used) {
@@ -165,15 +176,24 @@ fn session(state: State, limits: &RunLimits) -> HostSession {
     if state >= State::Ready {
         session.receive(&hello()).expect("a sound guest's greeting");
     }
+    if state >= State::Loading {
+        // A run may follow at once where nobody is to hear of the loading.
+        let announce = state <= State::Loaded;
+        let load = Load { limits: limits.clone(), announce };
+        session.load(&load, b"program").expect("the guest is ready");
+    }
+    if state == State::Loaded {
+        session.receive(&loaded()).expect("a sound guest's program");
+        assert!(session.is_loaded());
+    }
     if state >= State::Running {
         let start = Start {
             run_id: RunId([3; 16]),
-            limits: limits.clone(),
             seed: [1; 32],
             start_unix_ns: 5,
             granted: vec![tool()],
         };
-        session.start(&start, b"program", b"{}").expect("the guest is ready");
+        session.start(&start, b"{}").expect("the guest has a program");
     }
     if state == State::Ended {
         session.receive(&ended()).expect("a sound guest's end");
@@ -199,6 +219,10 @@ fn hello() -> Vec<u8> {
     bytes
 }
 
+fn loaded() -> Vec<u8> {
+    frame_of(Kind::Loaded, b"")
+}
+
 fn call(id: u32) -> Vec<u8> {
     let mut bytes = Vec::new();
     let call = Call { id, waits: id == 0, tool: tool(), request: b"{\"q\":1}".to_vec() };
@@ -221,9 +245,13 @@ fn artifact() -> Vec<u8> {
 }
 
 fn ended() -> Vec<u8> {
+    ended_by(Ending::Returned(0))
+}
+
+fn ended_by(ending: Ending) -> Vec<u8> {
     let mut bytes = Vec::new();
     let ended = Ended {
-        ending: Ending::Returned(0),
+        ending,
         fuel_used: 1,
         memory_peak_bytes: 2,
         logs_dropped: 0,
@@ -273,6 +301,18 @@ pub fn seeds() -> Vec<Seed> {
             input(State::Running, SMALL, &[], &[artifact(), artifact(), artifact()]),
         ),
         refused("empty-log-records", input(State::Running, SMALL, &[], &vec![log(""); 65])),
+        accepted("loaded", input(State::Loading, DEFAULT, &[], &[loaded()])),
+        accepted(
+            "not-loaded",
+            input(
+                State::Loading,
+                DEFAULT,
+                &[],
+                &[ended_by(Ending::Limit { kind: LimitKind::Memory, limit: 1 })],
+            ),
+        ),
+        refused("returned-before-it-ran", input(State::Loading, DEFAULT, &[], &[ended()])),
+        refused("loaded-twice", input(State::Loaded, DEFAULT, &[], &[loaded()])),
         refused("before-its-turn", input(State::Ready, DEFAULT, &[], &[output()])),
         refused("after-the-end", input(State::Ended, DEFAULT, &[], &[output()])),
     ]

@@ -1,8 +1,9 @@
-//! What a compiled module asks for against what it may have: its imports
-//! against the ABI and the grant, its exports against the ABI.
+//! What a compiled module asks for against what it may have: its imports and
+//! exports against the ABI when it is loaded, its tools against the grant when
+//! its run comes.
 //!
 //! Admission on the host has checked the same before any machine saw the
-//! program; this is the check that the link step below it relies on. What the
+//! program; these are the checks that linking and calling it rely on. What the
 //! host grants is taken as given; what the module names is untrusted text and
 //! is quoted and cut before it goes into a message.
 
@@ -12,7 +13,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt::Write as _;
 
-use forge_protocol::abi::{Import, Signature, Value};
+use forge_protocol::abi::{Import, Signature, TOOL_MODULE, Value};
 use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::name::ToolName;
 use wasmi::{ExternType, FuncType, ImportType, Module, ValType};
@@ -45,8 +46,8 @@ pub(crate) enum Entry {
     Wasi,
 }
 
-/// A module that may run: each of its imports is a function of the ABI, of
-/// the right type, and each tool among them is granted.
+/// A module that may be linked: each of its imports is a function of the ABI,
+/// of the right type. It may run once [`Admitted::granted`] has said so.
 #[derive(Debug)]
 pub(crate) struct Admitted {
     /// In the module's order.
@@ -54,16 +55,38 @@ pub(crate) struct Admitted {
     pub(crate) entry: Entry,
 }
 
-/// Checks `module` against the ABI and the grant.
+impl Admitted {
+    /// Checks that each tool among the imports is granted.
+    ///
+    /// # Errors
+    /// [`Ending::Rejected`], naming every one that is not up to a bound.
+    pub(crate) fn granted(&self, granted: &[ToolName]) -> Result<(), Ending> {
+        let granted: BTreeSet<&ToolName> = granted.iter().collect();
+        let mut violations = Violations::default();
+        for import in &self.imports {
+            if let Import::Tool(name) = import
+                && !granted.contains(name)
+            {
+                violations.add(format_args!(
+                    "{}.{}: the grant does not name this tool",
+                    quoted(TOOL_MODULE),
+                    quoted(name.as_str()),
+                ));
+            }
+        }
+        violations.into_result(RejectKind::Import)
+    }
+}
+
+/// Checks `module` against the ABI.
 ///
 /// # Errors
 /// [`Ending::Rejected`], naming every violation up to a bound.
-pub(crate) fn admit(module: &Module, granted: &[ToolName]) -> Result<Admitted, Ending> {
-    let granted: BTreeSet<&ToolName> = granted.iter().collect();
+pub(crate) fn admit(module: &Module) -> Result<Admitted, Ending> {
     let mut violations = Violations::default();
     let mut imports = Vec::new();
     for import in module.imports() {
-        match import_of(&import, &granted) {
+        match import_of(&import) {
             Ok(import) => imports.push(import),
             Err(why) => violations.add(format_args!(
                 "{}.{}: {why}",
@@ -76,7 +99,7 @@ pub(crate) fn admit(module: &Module, granted: &[ToolName]) -> Result<Admitted, E
     Ok(Admitted { imports, entry: entry_of(module)? })
 }
 
-fn import_of(import: &ImportType<'_>, granted: &BTreeSet<&ToolName>) -> Result<Import, String> {
+fn import_of(import: &ImportType<'_>) -> Result<Import, String> {
     let recognised =
         Import::recognise(import.module(), import.name()).map_err(|why| format!("{why}"))?;
     let expected = recognised.signature();
@@ -86,11 +109,6 @@ fn import_of(import: &ImportType<'_>, granted: &BTreeSet<&ToolName>) -> Result<I
             return Err(format!("is {}, the ABI has {expected}", type_text(found)));
         }
         _ => return Err(format!("is no function, the ABI has {expected}")),
-    }
-    if let Import::Tool(name) = &recognised
-        && !granted.contains(name)
-    {
-        return Err("the grant does not name this tool".into());
     }
     Ok(recognised)
 }

@@ -40,8 +40,10 @@ pub const SLICE_FUEL: u64 = 100_000;
 /// What `memory.grow` and `table.grow` cost beside the bytes they add.
 pub const GROW_FUEL: u8 = u8::MAX;
 
-/// The value stack a run starts with, in bytes, if it may have as much.
-const STACK_BYTES_MIN: usize = 64 * 1024;
+/// The value stack a run starts with, in bytes, if it may have as much. It
+/// doubles when it is full; small, because a page that is not touched costs
+/// nothing.
+const STACK_BYTES_MIN: usize = 4 * 1024;
 
 /// The configuration for a run with these limits.
 #[must_use]

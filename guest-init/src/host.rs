@@ -11,7 +11,7 @@ use alloc::vec::Vec;
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::ending::LimitKind;
-use forge_protocol::guest::Settled;
+use forge_protocol::guest::{Settled, Start};
 use forge_protocol::limits::{
     ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits,
 };
@@ -65,23 +65,18 @@ struct Open {
 }
 
 impl<S: Stream> Host<S> {
-    pub(crate) fn new(
-        link: Link<S>,
-        limits: RunLimits,
-        input: Vec<u8>,
-        seed: [u8; 32],
-        start_unix_ns: u64,
-    ) -> Self {
+    /// The state of a program that has no run yet.
+    pub(crate) fn new(link: Link<S>, limits: RunLimits) -> Self {
         Self {
             link,
             caps: engine::caps(&limits),
             fuel_reserve: 0,
             limits,
             memory: None,
-            input,
+            input: Vec::new(),
             input_given: 0,
-            clock: Clock::new(start_unix_ns),
-            random: Random::new(seed),
+            clock: Clock::new(0),
+            random: Random::new([0; 32]),
             held: Vec::new(),
             calls_made: 0,
             open: BTreeMap::new(),
@@ -92,6 +87,14 @@ impl<S: Stream> Host<S> {
             logs_dropped: 0,
             stderr: Vec::new(),
         }
+    }
+
+    /// Takes in what the program's run brings. To be called before the
+    /// program is.
+    pub(crate) fn begin(&mut self, start: &Start, input: Vec<u8>) {
+        self.input = input;
+        self.clock = Clock::new(start.start_unix_ns);
+        self.random = Random::new(start.seed);
     }
 
     /// Calls a tool and waits for it; gives what the program gets to see.

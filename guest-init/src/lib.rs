@@ -1,6 +1,6 @@
-//! The guest's one program, as a library: it receives a run, verifies who
-//! wrote the program, links the imports the grant names and no other, and
-//! meters and runs it with wasmi.
+//! The guest's one program, as a library: it receives a program, verifies who
+//! wrote it, loads it, and then receives a run of it, refuses what the grant
+//! does not name, and meters and runs it with wasmi.
 //!
 //! This room distrusts the program, and takes nothing from the host on trust
 //! that could make it panic. Deliberately absent are secrets, a clock, a
@@ -16,9 +16,9 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`link`] | the protocol session over a [`Stream`]; when bytes are sent |
-//! | `run` | one run from its order to its [`Ended`](forge_protocol::guest::Ended) |
+//! | `run` | one program and its run, from its arrival to its [`Ended`](forge_protocol::guest::Ended) |
 //! | [`shape`] | how large and complex a module may be, checked before wasmi |
-//! | `admission` | imports against ABI and grant, exports against the ABI |
+//! | `admission` | imports and exports against the ABI, tools against the grant |
 //! | [`engine`] | how wasmi is configured |
 //! | `host` | what a running program has: budgets, calls, input, memory |
 //! | `abi` | the functions of `tool`, `forge` and the WASI subset |
@@ -47,11 +47,12 @@ pub use link::{LinkLost, ServeError, Stream};
 
 use forge_protocol::signature::TrustKeys;
 
-/// Greets, receives one run over `stream`, carries it out and sends its end.
+/// Greets, receives one program and its run over `stream`, carries it out and
+/// sends its end.
 ///
 /// `trust` holds the keys programs are trusted by. `ticks` is a monotonic
-/// counter of any unit (the time-stamp counter in a guest); it is read three
-/// times and goes nowhere but into the two figures of `Ended`.
+/// counter of any unit (the time-stamp counter in a guest); it is read
+/// five times and goes nowhere but into the two figures of `Ended`.
 ///
 /// However the program ends, also if it is refused, that is `Ok`: its end has
 /// been sent. When this returns, there is nothing left to do on the link.

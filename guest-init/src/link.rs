@@ -13,7 +13,9 @@
 use alloc::vec::Vec;
 use core::fmt;
 
-use forge_protocol::guest::{Ended, GuestEvent, GuestSession, RunOrder, SessionError, Settled};
+use forge_protocol::guest::{
+    Ended, GuestEvent, GuestSession, LoadOrder, RunOrder, SessionError, Settled,
+};
 use forge_protocol::limits::OverLimit;
 use forge_protocol::name::ToolName;
 
@@ -56,7 +58,7 @@ pub enum ServeError {
     /// The host broke the protocol, speaks another version of it, or we used
     /// the session out of turn.
     Session(SessionError),
-    /// The host ordered a run past the protocol's absolute bounds.
+    /// The host ordered a program past the protocol's absolute bounds.
     Order(OverLimit),
 }
 
@@ -99,12 +101,28 @@ impl<S: Stream> Link<S> {
         Self { stream, session: GuestSession::new(), output: Vec::new() }
     }
 
+    /// Waits for the program.
+    pub(crate) fn receive_program(&mut self) -> Result<LoadOrder, ServeError> {
+        match self.next_event()? {
+            GuestEvent::Load(order) => Ok(order),
+            GuestEvent::Run(_) | GuestEvent::Settled(_) => {
+                Err(SessionError::Misuse("something came before the program").into())
+            }
+        }
+    }
+
+    /// The program is loaded. If the host is to hear of it, that leaves with
+    /// the next [`Link::receive_run`].
+    pub(crate) fn loaded(&mut self) -> Result<(), ServeError> {
+        Ok(self.session.loaded()?)
+    }
+
     /// Waits for the run.
-    pub(crate) fn receive_order(&mut self) -> Result<RunOrder, ServeError> {
+    pub(crate) fn receive_run(&mut self) -> Result<RunOrder, ServeError> {
         match self.next_event()? {
             GuestEvent::Run(order) => Ok(order),
-            GuestEvent::Settled(_) => {
-                Err(SessionError::Misuse("a call settled before the run").into())
+            GuestEvent::Load(_) | GuestEvent::Settled(_) => {
+                Err(SessionError::Misuse("something else came before the run").into())
             }
         }
     }
@@ -113,7 +131,9 @@ impl<S: Stream> Link<S> {
     pub(crate) fn receive_settled(&mut self) -> Result<Settled, ServeError> {
         match self.next_event()? {
             GuestEvent::Settled(settled) => Ok(settled),
-            GuestEvent::Run(_) => Err(SessionError::Misuse("a second run on one link").into()),
+            GuestEvent::Load(_) | GuestEvent::Run(_) => {
+                Err(SessionError::Misuse("a second run on one link").into())
+            }
         }
     }
 

@@ -23,21 +23,29 @@ fn main(boot_archive: &'static [u8]) -> ! {
         Ok(trust) => trust,
         Err(error) => panic!("the boot archive has {error}"),
     };
-    let link = Link(vsock::Stream::connect());
+    let link = Link { stream: vsock::Stream::connect(), has_greeted: false };
     if let Err(error) = forge_guest_init::serve(link, &trust, forge_guest_kernel::ticks) {
         panic!("{error}");
     }
     forge_guest_kernel::exit()
 }
 
-struct Link(vsock::Stream);
+struct Link {
+    stream: vsock::Stream,
+    has_greeted: bool,
+}
 
 impl Stream for Link {
     fn send(&mut self, bytes: &[u8]) -> Result<(), LinkLost> {
-        self.0.send(bytes).map_err(|vsock::Closed| LinkLost)
+        self.stream.send(bytes).map_err(|vsock::Closed| LinkLost)
     }
 
     fn receive(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), LinkLost> {
-        self.0.receive(take).map_err(|vsock::Closed| LinkLost)
+        if !self.has_greeted {
+            // The greeting is what is sent first, and this is the first wait.
+            self.has_greeted = true;
+            forge_guest_kernel::entry::touch();
+        }
+        self.stream.receive(take).map_err(|vsock::Closed| LinkLost)
     }
 }

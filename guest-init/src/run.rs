@@ -1,9 +1,15 @@
-//! One run, from its order to its end.
+//! One program and its run: verified, compiled, instantiated; then started,
+//! and followed to its end.
+//!
+//! Nothing of a run is here before the program is instantiated, so that a
+//! prepared program can be kept for any run. What depends on the run is set
+//! by its start: identity, time, seed, input, and which of the program's tools
+//! are granted.
 
 use alloc::vec::Vec;
 
 use forge_protocol::ending::{Ending, RejectKind};
-use forge_protocol::guest::{Ended, RunOrder, Start};
+use forge_protocol::guest::{Ended, LoadOrder, RunOrder};
 use forge_protocol::limits::{MEMORY_BYTES_MAX, RunLimits};
 use forge_protocol::signature::{TrustKeys, VerifiedProgram};
 use wasmi::{Engine, Error, Extern, Func, Instance, Module, ResumableCall, Store, TrapCode, Val};
@@ -23,24 +29,79 @@ pub(crate) fn serve<S: Stream + 'static>(
     ticks: fn() -> u64,
 ) -> Result<(), ServeError> {
     let mut link = Link::new(stream);
-    let RunOrder { start, program, input } = link.receive_order()?;
+    let LoadOrder { load, program } = link.receive_program()?;
     let arrived = ticks();
-    start.limits.within(&absolute_maxima()).map_err(ServeError::Order)?;
-    let prepared = prepare(&start, &program, trust);
+    let limits = load.limits;
+    limits.within(&absolute_maxima()).map_err(ServeError::Order)?;
+    let fuel = limits.fuel;
+    let prepared = prepare(&limits, &program, trust);
     // The engine has its own form of it by now; a large program's heap is
     // better used by its run.
     drop(program);
-    match prepared {
-        Ok(prepared) => prepared.run(link, start, input, arrived, ticks),
-        Err(ending) => link.ended(&Ended {
-            ending,
-            fuel_used: 0,
-            memory_peak_bytes: 0,
-            logs_dropped: 0,
-            load_ticks: ticks().saturating_sub(arrived),
-            run_ticks: 0,
-        }),
+    let prepared = match prepared {
+        Ok(prepared) => prepared,
+        Err(ending) => return link.ended(&refused(ending, ticks().saturating_sub(arrived))),
+    };
+    let mut store = Store::new(&prepared.engine, Host::new(link, limits));
+    store.limiter(|host| &mut host.caps);
+    let instance = match prepared.instantiate(&mut store, fuel) {
+        Ok(instance) => instance,
+        Err(error) => {
+            let load_ticks = ticks().saturating_sub(arrived);
+            return end(store, Err(error), fuel, load_ticks, 0);
+        }
+    };
+    store.data_mut().link.loaded()?;
+    let load_ticks = ticks().saturating_sub(arrived);
+
+    // However long it takes for a run to come is nobody's loading time.
+    let RunOrder { start, input } = store.data_mut().link.receive_run()?;
+    let came = ticks();
+    if let Err(ending) = prepared.admitted.granted(&start.granted) {
+        let load_ticks = load_ticks.saturating_add(ticks().saturating_sub(came));
+        return store.data_mut().link.ended(&refused(ending, load_ticks));
     }
+    store.data_mut().begin(&start, input);
+    let started = ticks();
+    let outcome = prepared.call(&mut store, instance);
+    let run_ticks = ticks().saturating_sub(started);
+    let load_ticks = load_ticks.saturating_add(started.saturating_sub(came));
+    end(store, outcome, fuel, load_ticks, run_ticks)
+}
+
+/// The end of a program that was refused.
+fn refused(ending: Ending, load_ticks: u64) -> Ended {
+    Ended { ending, fuel_used: 0, memory_peak_bytes: 0, logs_dropped: 0, load_ticks, run_ticks: 0 }
+}
+
+/// Tells how a program ended that had a store.
+fn end<S: Stream + 'static>(
+    mut store: Store<Host<S>>,
+    outcome: Result<i32, Error>,
+    fuel: u64,
+    load_ticks: u64,
+    run_ticks: u64,
+) -> Result<(), ServeError> {
+    let ending = match outcome {
+        Ok(code) => Ending::Returned(code),
+        Err(error) => trap::ending(error, &store.data().limits)?,
+    };
+    // Linear memory never shrinks: where it ended is its peak.
+    let memory_peak_bytes = store.data().memory.map_or(0, |memory| memory.data_size(&store) as u64);
+    let fuel_left = fuel_left(&store).unwrap_or(0);
+    let host = store.data_mut();
+    // Only the link can fail here, as nothing is called any more.
+    if let Err(stop) = host.finish() {
+        trap::ending(Error::host(stop), &host.limits)?;
+    }
+    host.link.ended(&Ended {
+        ending,
+        fuel_used: fuel.saturating_sub(fuel_left),
+        memory_peak_bytes,
+        logs_dropped: host.logs_dropped(),
+        load_ticks,
+        run_ticks,
+    })
 }
 
 /// What frames and counters were built for, whatever an operator configured.
@@ -50,7 +111,7 @@ fn absolute_maxima() -> RunLimits {
     RunLimits { memory_bytes: MEMORY_BYTES_MAX, wall_ms: u64::MAX, ..RunLimits::operator_maxima() }
 }
 
-/// A program that may run.
+/// A program that may run, if its tools are granted.
 struct Prepared {
     engine: Engine,
     module: Module,
@@ -58,75 +119,30 @@ struct Prepared {
 }
 
 /// Verifies, bounds, compiles and admits a program, in this order.
-fn prepare(start: &Start, program: &[u8], trust: &TrustKeys) -> Result<Prepared, Ending> {
+fn prepare(limits: &RunLimits, program: &[u8], trust: &TrustKeys) -> Result<Prepared, Ending> {
     let verified = trust
         .verify(program)
         .map_err(|why| rejected(RejectKind::Signature, alloc::format!("{why}")))?;
-    compile(start, &verified)
+    compile(limits, &verified)
 }
 
 /// Takes a [`VerifiedProgram`] and nothing else, so that no byte of a program
 /// nobody trusted signed reaches a WebAssembly parser.
-fn compile(start: &Start, program: &VerifiedProgram<'_>) -> Result<Prepared, Ending> {
+fn compile(limits: &RunLimits, program: &VerifiedProgram<'_>) -> Result<Prepared, Ending> {
     shape::check(program.bytes()).map_err(|error| match error {
         ShapeError::Over(over) => {
             rejected(RejectKind::TooLarge, alloc::format!("the module's {over}"))
         }
         ShapeError::Malformed(error) => rejected(RejectKind::Invalid, alloc::format!("{error}")),
     })?;
-    let engine = Engine::new(&engine::config(&start.limits));
+    let engine = Engine::new(&engine::config(limits));
     let module =
         Module::new(&engine, program.bytes()).map_err(|error| trap::not_compiled(&error))?;
-    let admitted = admission::admit(&module, &start.granted)?;
+    let admitted = admission::admit(&module)?;
     Ok(Prepared { engine, module, admitted })
 }
 
 impl Prepared {
-    /// Runs the program and tells its end.
-    fn run<S: Stream + 'static>(
-        self,
-        link: Link<S>,
-        start: Start,
-        input: Vec<u8>,
-        arrived: u64,
-        ticks: fn() -> u64,
-    ) -> Result<(), ServeError> {
-        let Start { limits, seed, start_unix_ns, .. } = start;
-        let fuel = limits.fuel;
-        let host = Host::new(link, limits, input, seed, start_unix_ns);
-        let mut store = Store::new(&self.engine, host);
-        store.limiter(|host| &mut host.caps);
-
-        let instance = self.instantiate(&mut store, fuel);
-        let loaded = ticks();
-        let (outcome, ended) = match instance {
-            Ok(instance) => (self.call(&mut store, instance), ticks()),
-            Err(error) => (Err(error), loaded),
-        };
-
-        let ending = match outcome {
-            Ok(code) => Ending::Returned(code),
-            Err(error) => trap::ending(error, &store.data().limits)?,
-        };
-        // Linear memory never shrinks: where it ended is its peak.
-        let memory_peak_bytes =
-            store.data().memory.map_or(0, |memory| memory.data_size(&store) as u64);
-        let fuel_left = fuel_left(&store).unwrap_or(0);
-        let host = store.data_mut();
-        // Only the link can fail here, as nothing is called any more.
-        if let Err(stop) = host.finish() {
-            trap::ending(Error::host(stop), &host.limits)?;
-        }
-        host.link.ended(&Ended {
-            ending,
-            fuel_used: fuel.saturating_sub(fuel_left),
-            memory_peak_bytes,
-            logs_dropped: host.logs_dropped(),
-            load_ticks: loaded.saturating_sub(arrived),
-            run_ticks: ended.saturating_sub(loaded),
-        })
-    }
-
     /// Links the admitted imports, each to its function, and instantiates.
     /// Nothing of the program runs here: a start section has been refused.
     fn instantiate<S: Stream + 'static>(

@@ -129,12 +129,52 @@ fn an_unknown_import_is_named() {
 }
 
 #[test]
-fn a_tool_that_is_not_granted_is_not_linked() {
+fn a_program_with_a_tool_that_is_not_granted_is_not_run() {
     let field = "(import \"tool\" \"a.b\" (func (param i32 i32) (result i32)))
         (import \"tool\" \"github.delete\" (func (param i32 i32) (result i32)))";
     let report = Run::of(&module(field, "(i32.const 0)")).go();
     rejected(&report, RejectKind::Import, &["\"tool\".\"github.delete\"", "grant"]);
     assert!(!format!("{:?}", report.ending()).contains("a.b"));
+    // Said in the same words to a program that was prepared first.
+    let prepared = Run::of(&module(field, "(i32.const 0)")).announced().go();
+    assert_eq!(prepared.ending(), report.ending());
+}
+
+#[test]
+fn a_prepared_program_runs_as_one_that_was_not() {
+    let text = program(
+        &["a.b"],
+        r#"(data (i32.const 0) "{}")"#,
+        "(call $random (i32.const 64) (i32.const 8))
+        (i64.store (i32.const 72) (call $now_ns))
+        (drop (call $a.b (i32.const 0) (i32.const 2)))
+        (drop (call $output (i32.const 64) (i32.const 16)))
+        (drop (call $output (i32.const 0)
+            (call $input_read (i32.const 0) (i32.const 0) (i32.const 100))))
+        (i32.const 3)",
+    );
+    let plain = Run::of(&text).input("{\"of\":1}").go();
+    let prepared = Run::of(&text).input("{\"of\":1}").announced().go();
+    assert_eq!(plain.ending(), &Ending::Returned(3));
+    assert_eq!(prepared.ended(), plain.ended());
+    assert_eq!(prepared.output, plain.output);
+    assert_eq!(prepared.calls, plain.calls);
+    // One send more, by which it says that it is prepared.
+    assert_eq!(prepared.sends, plain.sends + 1);
+}
+
+#[test]
+fn a_program_that_does_not_load_ends_before_its_run_is_there() {
+    let outside = r#"(module (memory (export "memory") 1)
+        (data (i32.const 65535) "too far")
+        (func (export "forge_run") (result i32) (i32.const 0)))"#;
+    for text in [outside, "(module)"] {
+        let plain = Run::of(text).go();
+        let prepared = Run::of(text).announced().go();
+        assert_eq!(prepared.ended(), plain.ended());
+        // It greeted and it ended.
+        assert_eq!(prepared.sends, 2, "{text}");
+    }
 }
 
 #[test]
@@ -517,8 +557,10 @@ fn what_was_written_before_a_trap_is_kept() {
 #[test]
 fn loading_and_running_are_timed_apart() {
     let report = Run::of(MINIMAL).go();
-    // The test's counter moves by one with each look: arrival, loaded, ended.
-    assert_eq!((report.ended().load_ticks, report.ended().run_ticks), (1, 1));
+    // The test's counter moves by one with each look: the program came, it was
+    // loaded; its run came, it was started, it ended. What lies between the
+    // two is no loading.
+    assert_eq!((report.ended().load_ticks, report.ended().run_ticks), (2, 1));
     assert_eq!(report.ended().memory_peak_bytes, 65_536);
     assert_eq!(report.ended().logs_dropped, 0);
 }

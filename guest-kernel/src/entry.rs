@@ -4,7 +4,9 @@
 //! `forge_protocol::platform` loaded, at `forge_entry`. There is no earlier
 //! stage and no firmware.
 
-use forge_protocol::platform::{ARCHIVE, BOOT_INFO, BootInfo};
+use forge_protocol::platform::{
+    ARCHIVE, BOOT_INFO, BootInfo, DATA, PAGE_BYTES, STACK_TOP, VSOCK_QUEUES,
+};
 
 core::arch::global_asm!(
     r#"
@@ -20,8 +22,13 @@ forge_entry:
     start = sym start,
 );
 
-// SAFETY: the linker script defines this symbol; only its address is taken.
+// SAFETY: the linker script defines these symbols; only their addresses are
+// taken.
 unsafe extern "C" {
+    /// Where the stack begins; set by the linker script.
+    static forge_stack_top: u8;
+    /// Where the image's data begins; set by the linker script.
+    static forge_data_start: u8;
     /// Where the image's data ends; set by the linker script.
     static forge_heap_start: u8;
 }
@@ -46,17 +53,37 @@ macro_rules! main {
     };
 }
 
-extern "C" fn start() -> ! {
-    // SAFETY: the VMM maps this page readable before the first instruction
-    // and never writes it again.
+fn boot_info() -> BootInfo {
+    // SAFETY: the VMM maps this page readable before the first instruction and
+    // writes it only while the guest stands in an exit; it is read volatilely.
     let info = unsafe { core::ptr::read_volatile(BOOT_INFO as *const [u8; BootInfo::BYTES]) };
-    let Some(info) = BootInfo::from_bytes(&info) else {
-        panic!("the VMM left no boot info of this release");
-    };
+    match BootInfo::from_bytes(&info) {
+        Some(info) => info,
+        None => panic!("the VMM left no boot info of this release"),
+    }
+}
+
+/// Touches the memory that the VMM named for it
+/// ([`BootInfo::touch_bytes`]): each page is then mapped before it is needed.
+/// To be called once the guest has greeted.
+pub fn touch() {
+    let info = boot_info();
+    let end = DATA.saturating_add(info.touch_bytes).min(info.ram_end);
+    for page in (DATA..end).step_by(PAGE_BYTES as usize) {
+        // SAFETY: the page is mapped writable, and what is there stays: one
+        // instruction reads and writes back, in the only thread there is.
+        unsafe { core::arch::asm!("or byte ptr [{page}], 0", page = in(reg) page) };
+    }
+}
+
+extern "C" fn start() -> ! {
+    let symbols = [(&raw const forge_stack_top) as u64, (&raw const forge_data_start) as u64];
+    assert!(symbols == [STACK_TOP, VSOCK_QUEUES + PAGE_BYTES], "link.ld is not platform.rs");
+    let info = boot_info();
     let heap_start = (&raw const forge_heap_start) as u64;
-    // SAFETY: called once, here, with the RAM above the image, which nothing
-    // else uses.
-    unsafe { crate::heap::claim(heap_start, info.ram_end) };
+    // SAFETY: called once, here, with the RAM above the image, which is zero
+    // and which nothing else uses.
+    unsafe { crate::allocator::claim(heap_start, info.ram_end) };
     // SAFETY: the VMM placed this many bytes there, mapped them read-only and
     // never writes them again.
     let archive =

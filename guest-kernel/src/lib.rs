@@ -11,7 +11,8 @@
 //! | [`entry`] | the first instructions, and what they hand to `main` |
 //! | `trap` | ring 0: a few integer instructions per exception |
 //! | `memory` | the four routines compilers call by name |
-//! | `heap` | the global allocator |
+//! | `allocator` | the global allocator: the one `heap` |
+//! | `heap` | memory divided so that few pages are touched |
 //! | `mmio` | device registers |
 //! | `queue` | one split virtqueue, polled |
 //! | [`vsock`] | the virtio socket driver and its one stream |
@@ -24,6 +25,7 @@ extern crate alloc;
 pub mod entry;
 pub mod vsock;
 
+mod allocator;
 mod crash;
 mod heap;
 mod memory;

@@ -1,13 +1,16 @@
 //! One split virtqueue (virtio 1.2, 2.7), driven by polling: the driver never
-//! asks for interrupts and negotiates neither indirect descriptors nor event
-//! indices.
+//! asks for interrupts and has neither indirect descriptors nor event indices.
+//! The VMM has set it up where `forge_protocol::platform::queue` says.
 
+use core::mem::offset_of;
 use core::sync::atomic::{Ordering, fence};
 
-use crate::mmio::Register;
+use forge_protocol::platform::queue as platform;
 
-/// Entries of each queue. Few, because every queued buffer is a page to touch.
-pub(crate) const ENTRIES: usize = 4;
+use crate::mmio;
+
+/// Entries of each queue.
+pub(crate) const ENTRIES: usize = platform::ENTRIES as usize;
 
 const DESC_F_NEXT: u16 = 1;
 const DESC_F_WRITE: u16 = 2;
@@ -44,22 +47,21 @@ struct Used {
     ring: [UsedEntry; ENTRIES],
 }
 
-/// The memory both sides look at.
-#[repr(C, align(16))]
+/// The memory both sides look at, zero at the start of the VM.
+#[repr(C, align(128))]
 pub(crate) struct Rings {
     descriptors: [Descriptor; ENTRIES],
     available: Available,
     used: Used,
 }
 
-impl Rings {
-    /// All zero, so that the image need not carry it.
-    pub(crate) const ZERO: Self = Self {
-        descriptors: [Descriptor { address: 0, bytes: 0, flags: 0, next: 0 }; ENTRIES],
-        available: Available { flags: 0, index: 0, ring: [0; ENTRIES] },
-        used: Used { flags: 0, index: 0, ring: [UsedEntry { id: 0, bytes: 0 }; ENTRIES] },
-    };
-}
+// The device was told the platform's addresses.
+const _: () = {
+    let first = platform::descriptors(platform::RX);
+    assert!(size_of::<Rings>() as u64 == platform::BYTES);
+    assert!(offset_of!(Rings, available) as u64 == platform::available(platform::RX) - first);
+    assert!(offset_of!(Rings, used) as u64 == platform::used(platform::RX) - first);
+};
 
 /// A buffer for the device.
 #[derive(Clone, Copy)]
@@ -80,32 +82,15 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    /// Hands the rings to the device as queue `number`.
+    /// Takes over queue `number`, which the VMM has set up.
     ///
     /// # Safety
-    /// `rings` is valid for the life of the VM and used by nothing else.
-    pub(crate) unsafe fn hand_over(number: u16, rings: *mut Rings) -> Self {
-        Register::QueueSel.write(number.into());
-        let entries_max = Register::QueueNumMax.read();
-        assert!(entries_max as usize >= ENTRIES, "queue {number} has {entries_max} entries");
-        Register::QueueNum.write(ENTRIES as u32);
-        // SAFETY: `rings` is valid, and not yet the device's; then only
-        // addresses are taken.
-        let [desc, driver, device] = unsafe {
-            (&raw mut (*rings).available.flags).write_volatile(AVAIL_F_NO_INTERRUPT);
-            [
-                (&raw const (*rings).descriptors) as u64,
-                (&raw const (*rings).available) as u64,
-                (&raw const (*rings).used) as u64,
-            ]
-        };
-        Register::QueueDescLow.write(desc as u32);
-        Register::QueueDescHigh.write((desc >> 32) as u32);
-        Register::QueueDriverLow.write(driver as u32);
-        Register::QueueDriverHigh.write((driver >> 32) as u32);
-        Register::QueueDeviceLow.write(device as u32);
-        Register::QueueDeviceHigh.write((device >> 32) as u32);
-        Register::QueueReady.write(1);
+    /// Called once for each queue; nothing else uses its rings.
+    pub(crate) unsafe fn take_over(number: u16) -> Self {
+        let rings = platform::descriptors(number) as *mut Rings;
+        // SAFETY: the page is mapped writable (`platform::VSOCK_QUEUES`), and
+        // the device only reads this field.
+        unsafe { (&raw mut (*rings).available.flags).write_volatile(AVAIL_F_NO_INTERRUPT) };
         Self { number, rings, available: 0, used: 0 }
     }
 
@@ -124,7 +109,7 @@ impl Queue {
                     | if buffer.device_writes { DESC_F_WRITE } else { 0 },
                 next: if last { 0 } else { index as u16 + 1 },
             };
-            // SAFETY: `rings` is valid (hand_over), `index` is in bounds, and
+            // SAFETY: `rings` is valid (take_over), `index` is in bounds, and
             // the device only reads this.
             unsafe { (&raw mut (*self.rings).descriptors[index]).write_volatile(descriptor) };
         }
@@ -146,7 +131,7 @@ impl Queue {
         // volatilely.
         let flags = unsafe { (&raw const (*self.rings).used.flags).read_volatile() };
         if flags & USED_F_NO_NOTIFY == 0 {
-            Register::QueueNotify.write(self.number.into());
+            mmio::notify(self.number);
         }
     }
 

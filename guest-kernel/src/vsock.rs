@@ -1,7 +1,8 @@
 //! The virtio socket driver (virtio 1.2, 5.10) and its one stream.
 //!
-//! The guest opens one connection to the host and speaks on it; the host
-//! cannot connect here, and is told so with a reset. Every notification is a
+//! The VMM hands the device over live, as firmware would, so there is nothing
+//! to negotiate. The guest opens one connection to the host and speaks on it;
+//! the host cannot connect here, and is told so with a reset. Every notification is a
 //! VM exit, so the driver counts them: a message to the host is one, and if
 //! the host answers within it, the answer costs none. Received bytes are read
 //! where the device put them. There is no event queue: its one event tells
@@ -10,22 +11,10 @@
 
 use alloc::vec::Vec;
 
-use forge_protocol::platform::{HOST_CID, HOST_PORT};
+use forge_protocol::platform::{GUEST_CID, HOST_CID, HOST_PORT, PAGE_BYTES, VSOCK_QUEUES, queue};
 
-use crate::mmio::{Control, Register};
+use crate::mmio::Control;
 use crate::queue::{Buffer, ENTRIES, Queue, Rings};
-
-const MAGIC: u32 = u32::from_le_bytes(*b"virt");
-const DEVICE_SOCKET: u32 = 19;
-const STATUS_ACKNOWLEDGE: u32 = 1;
-const STATUS_DRIVER: u32 = 2;
-const STATUS_DRIVER_OK: u32 = 4;
-const STATUS_FEATURES_OK: u32 = 8;
-/// VIRTIO_F_VERSION_1, bit 32: bit 0 of the second feature word.
-const FEATURES_HIGH: u32 = 1;
-
-const QUEUE_RX: u16 = 0;
-const QUEUE_TX: u16 = 1;
 
 const TYPE_STREAM: u16 = 1;
 const OP_REQUEST: u16 = 1;
@@ -38,11 +27,22 @@ const OP_CREDIT_REQUEST: u16 = 7;
 
 /// The guest's port of its one stream.
 const GUEST_PORT: u32 = 1024;
-/// One receive buffer, header included. A small message touches its first
-/// page only.
-const RX_BUFFER_BYTES: usize = 16 * 1024;
+/// The receive buffers, in the order in which they are first offered, in
+/// bytes with the header of a packet. The device fills them in turn: the first
+/// takes the host's answer to our request, the second the program, the third
+/// what a prepared program still waits for. Small as they are, all but the
+/// second share a page with the queues, and it lies next to that page.
+///
+/// The fourth is offered only once another was filled to its end: a stream of
+/// much data takes it, others never touch it.
+const RX_BYTES: [usize; ENTRIES] = [1024, 16 * 1024, 2560, 64 * 1024];
+/// The buffer that is not offered at first.
+const RX_SPARE: u16 = ENTRIES as u16 - 1;
 /// What the host may send before it hears that some was consumed.
-const RECEIVE_WINDOW: u32 = (ENTRIES * (RX_BUFFER_BYTES - Header::BYTES)) as u32;
+const RECEIVE_WINDOW: u32 = {
+    let [first, second, third, fourth] = RX_BYTES;
+    (first + second + third + fourth - ENTRIES * Header::BYTES) as u32
+};
 /// The most payload in one packet to the host.
 const TX_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 
@@ -100,25 +100,25 @@ impl Header {
     }
 }
 
-/// Everything the device reads and writes, together: the rings in one page,
-/// then the receive buffers.
+/// The page at [`VSOCK_QUEUES`].
 #[repr(C, align(4096))]
 struct Shared {
-    rx_rings: Rings,
-    tx_rings: Rings,
+    rings: [Rings; queue::COUNT as usize],
     tx_header: [u8; Header::BYTES],
-    rx_buffers: [RxBuffer; ENTRIES],
+    first: [u8; RX_BYTES[0]],
+    third: [u8; RX_BYTES[2]],
 }
 
-#[repr(C, align(4096))]
-struct RxBuffer([u8; RX_BUFFER_BYTES]);
+const _: () = assert!(size_of::<Shared>() as u64 == PAGE_BYTES);
 
-static mut SHARED: Shared = Shared {
-    rx_rings: Rings::ZERO,
-    tx_rings: Rings::ZERO,
-    tx_header: [0; Header::BYTES],
-    rx_buffers: [const { RxBuffer([0; RX_BUFFER_BYTES]) }; ENTRIES],
-};
+const SHARED: *mut Shared = VSOCK_QUEUES as *mut Shared;
+
+#[repr(C, align(4096))]
+struct Second([u8; RX_BYTES[1]]);
+
+/// Last in the image, so that the heap follows it.
+#[unsafe(link_section = ".bss.last")]
+static mut SECOND: Second = Second([0; RX_BYTES[1]]);
 
 /// The stream is over: the host reset or shut the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,8 +128,8 @@ pub struct Closed;
 pub struct Stream {
     rx: Queue,
     tx: Queue,
-    shared: *mut Shared,
-    guest_cid: u64,
+    /// The fourth receive buffer, from when it was first offered.
+    spare: Vec<u8>,
     /// Bytes sent, modulo 2^32 (5.10.6.3).
     sent: u32,
     /// Bytes received and handed on, modulo 2^32.
@@ -145,42 +145,19 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Sets the device up and connects to the host's port. To be called once.
+    /// Takes the device over and connects to the host's port. To be called
+    /// once.
     ///
     /// # Panics
-    /// If there is no such device or the host refuses: there is no guest
-    /// without its stream.
+    /// If the host refuses: there is no guest without its stream.
     #[must_use]
     pub fn connect() -> Self {
-        let found =
-            (Register::MagicValue.read(), Register::Version.read(), Register::DeviceId.read());
-        assert!(found == (MAGIC, 2, DEVICE_SOCKET), "no virtio socket device: {found:x?}");
-        // 3.1.1, the order of initialisation.
-        Register::Status.write(0);
-        Register::Status.write(STATUS_ACKNOWLEDGE | STATUS_DRIVER);
-        Register::DeviceFeaturesSel.write(1);
-        let features = Register::DeviceFeatures.read();
-        assert!(features & FEATURES_HIGH != 0, "the device is not of virtio 1");
-        Register::DriverFeaturesSel.write(1);
-        Register::DriverFeatures.write(FEATURES_HIGH);
-        let negotiated = STATUS_ACKNOWLEDGE | STATUS_DRIVER | STATUS_FEATURES_OK;
-        Register::Status.write(negotiated);
-        assert!(Register::Status.read() == negotiated, "the device refused our features");
-
-        let shared = &raw mut SHARED;
-        // SAFETY: `connect` is called once, so the rings are handed out once;
-        // they are statics.
-        let (rx, tx) = unsafe {
-            (
-                Queue::hand_over(QUEUE_RX, &raw mut (*shared).rx_rings),
-                Queue::hand_over(QUEUE_TX, &raw mut (*shared).tx_rings),
-            )
-        };
+        // SAFETY: `connect` is called once, so the queues are taken over once.
+        let (rx, tx) = unsafe { (Queue::take_over(queue::RX), Queue::take_over(queue::TX)) };
         let mut stream = Self {
             rx,
             tx,
-            shared,
-            guest_cid: Register::GuestCid.read().into(),
+            spare: Vec::new(),
             sent: 0,
             forwarded: 0,
             forwarded_told: 0,
@@ -189,10 +166,9 @@ impl Stream {
             early: Vec::new(),
             open: false,
         };
-        for index in 0..ENTRIES as u16 {
+        for index in (0..ENTRIES as u16).filter(|index| *index != RX_SPARE) {
             stream.offer_receive_buffer(index);
         }
-        Register::Status.write(negotiated | STATUS_DRIVER_OK);
         stream.rx.notify();
 
         stream.transmit(OP_REQUEST, 0, &[]);
@@ -279,22 +255,32 @@ impl Stream {
         let Some((index, written)) = self.rx.take_used() else {
             return false;
         };
-        let written = (written as usize).min(RX_BUFFER_BYTES);
+        let buffer = self.receive_buffer(index);
+        let written = (written as usize).min(buffer.bytes as usize);
+        let is_full = written == buffer.bytes as usize;
         // SAFETY: `index` is in bounds (take_used), and the device has given
         // the buffer back, so nobody writes it until it is offered again
         // below, after the last use of this slice.
-        let buffer = unsafe {
-            let start = (&raw const (*self.shared).rx_buffers[index as usize]).cast::<u8>();
-            core::slice::from_raw_parts(start, written)
-        };
+        let buffer = unsafe { core::slice::from_raw_parts(buffer.address as *const u8, written) };
         if let Some((header, payload)) = buffer.split_first_chunk::<{ Header::BYTES }>() {
             let header = Header::from_bytes(header);
             let payload = &payload[..payload.len().min(header.payload_bytes as usize)];
             self.handle(header, payload, take);
         }
         self.offer_receive_buffer(index);
+        if is_full {
+            self.offer_spare();
+        }
         self.rx.notify();
         true
+    }
+
+    /// Offers the fourth buffer, if there is memory for it.
+    fn offer_spare(&mut self) {
+        let bytes = RX_BYTES[RX_SPARE as usize];
+        if self.spare.capacity() == 0 && self.spare.try_reserve_exact(bytes).is_ok() {
+            self.offer_receive_buffer(RX_SPARE);
+        }
     }
 
     fn handle(&mut self, header: Header, payload: &[u8], take: &mut dyn FnMut(&[u8])) {
@@ -330,7 +316,7 @@ impl Stream {
     /// (5.10.6.4).
     fn refuse(&mut self, header: Header) {
         let reset = Header {
-            source_cid: self.guest_cid,
+            source_cid: GUEST_CID,
             destination_cid: header.source_cid,
             source_port: header.destination_port,
             destination_port: header.source_port,
@@ -347,7 +333,7 @@ impl Stream {
     fn transmit(&mut self, operation: u16, flags: u32, payload: &[u8]) {
         self.forwarded_told = self.forwarded;
         let header = Header {
-            source_cid: self.guest_cid,
+            source_cid: GUEST_CID,
             destination_cid: HOST_CID,
             source_port: GUEST_PORT,
             destination_port: HOST_PORT,
@@ -368,7 +354,7 @@ impl Stream {
         // last packet was waited for. The header is written before it is
         // offered.
         let header_address = unsafe {
-            let place = &raw mut (*self.shared).tx_header;
+            let place = &raw mut (*SHARED).tx_header;
             place.write_volatile(header.to_bytes());
             place as u64
         };
@@ -388,10 +374,23 @@ impl Stream {
         }
     }
 
+    /// Where a receive buffer is. The spare one must be there.
+    fn receive_buffer(&self, index: u16) -> Buffer {
+        // SAFETY: addresses of what is there for the life of the VM; taken,
+        // not read.
+        let address = unsafe {
+            match index {
+                0 => (&raw const (*SHARED).first) as u64,
+                1 => (&raw const SECOND) as u64,
+                2 => (&raw const (*SHARED).third) as u64,
+                _ => self.spare.as_ptr() as u64,
+            }
+        };
+        Buffer { address, bytes: RX_BYTES[usize::from(index)] as u32, device_writes: true }
+    }
+
     fn offer_receive_buffer(&mut self, index: u16) {
-        // SAFETY: the address of a static; taken, not read.
-        let address = unsafe { (&raw const (*self.shared).rx_buffers[index as usize]) as u64 };
-        let buffer = Buffer { address, bytes: RX_BUFFER_BYTES as u32, device_writes: true };
+        let buffer = self.receive_buffer(index);
         self.rx.offer(index, &[buffer]);
     }
 }

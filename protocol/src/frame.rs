@@ -37,6 +37,10 @@ pub enum Kind {
     Program = 0x11,
     /// The run's input, raw, host to guest.
     Input = 0x12,
+    /// [`crate::guest::Load`], host to guest.
+    Load = 0x13,
+    /// The program is loaded; empty, guest to host.
+    Loaded = 0x14,
 
     /// [`crate::guest::Call`], guest to worker and worker to broker.
     Call = 0x20,
@@ -76,12 +80,14 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind, for tables and tests.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 22] = [
         Self::Hello,
         Self::Refuse,
         Self::Start,
         Self::Program,
         Self::Input,
+        Self::Load,
+        Self::Loaded,
         Self::Call,
         Self::Settled,
         Self::Output,
@@ -109,7 +115,8 @@ impl Kind {
     #[must_use]
     pub const fn payload_bytes_max(self) -> u32 {
         match self {
-            Self::Hello | Self::Refuse => 256,
+            Self::Hello | Self::Refuse | Self::Load => 256,
+            Self::Loaded => 0,
             Self::Start => {
                 (GRANTED_TOOLS_MAX * (TOOL_NAME_BYTES_MAX + 4)) as u32 + MESSAGE_OVERHEAD_BYTES
             }
@@ -123,7 +130,12 @@ impl Kind {
             Self::Ended => 2 * MESSAGE_OVERHEAD_BYTES,
             Self::Request => GRANT_BYTES_MAX + Self::Start.payload_bytes_max(),
             Self::Reply => TOOL_LIST_BYTES_MAX,
-            Self::Job => PROGRAM_BYTES_MAX + INPUT_BYTES_MAX + Self::Start.payload_bytes_max(),
+            Self::Job => {
+                PROGRAM_BYTES_MAX
+                    + INPUT_BYTES_MAX
+                    + Self::Load.payload_bytes_max()
+                    + Self::Start.payload_bytes_max()
+            }
             Self::Report => {
                 OUTPUT_BYTES_MAX
                     + crate::limits::ARTIFACTS_MAX * (ARTIFACT_BYTES_MAX + 1024)

@@ -6,15 +6,23 @@
 //!            guest                                host
 //!   Greeting ──────────── Hello ────────────▶ Greeting
 //!   Waiting  ◀─────────── Hello ───────────── Ready
-//!   Loading  ◀─ Start, Program, Input ─────── Running
+//!   Loading  ◀─────── Load, Program ───────── Loading
+//!   Loaded   ──── Loaded, if asked for ─────▶ Loaded
+//!   Feeding  ◀─────── Start, Input ────────── Running
 //!   Running  ──── Call ─────────────────────▶          any number,
 //!            ◀─── Settled ───────────────────          several in flight
 //!            ──── Output, Log, Artifact ────▶
 //!   Ended    ──── Ended ────────────────────▶ Ended
 //! ```
 //!
+//! A program is delivered in two steps. `Load` and `Program` hold nothing of a
+//! run, so a guest that has said `Loaded` stands at "prepared program" and can
+//! be kept or copied for any run of that program. Where `Load` asks for no
+//! announcement, `Start` and `Input` may follow at once. A program that cannot
+//! be loaded ends the session by `Ended`, in the place of `Loaded` or later.
+//!
 //! A guest serves one run: after `Ended` it is destroyed, or put back to the
-//! moment it sent `Hello`.
+//! moment it sent `Hello` or `Loaded`.
 
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::string::String;
@@ -32,13 +40,21 @@ use crate::limits::{
 };
 use crate::name::ToolName;
 
-/// Everything a run needs beside its program and input.
+/// What loading a program goes by: nothing that differs from run to run.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Load {
+    /// What each run of the program may use.
+    pub limits: RunLimits,
+    /// The guest says [`Kind::Loaded`] and waits for [`Start`]. Without it
+    /// `Start` may come at once, and nothing is said.
+    pub announce: bool,
+}
+
+/// Everything a run needs beside its program, its limits and its input.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Start {
     /// Which run this is; for the guest a label, nothing more.
     pub run_id: RunId,
-    /// What the run may use.
-    pub limits: RunLimits,
     /// Seeds the program's random numbers.
     pub seed: [u8; 32],
     /// Where virtual time starts, in nanoseconds since the Unix epoch.
@@ -225,19 +241,28 @@ fn over(what: &'static str, got: u64, limit: u64) -> Result<(), SessionError> {
 /// What the guest's session tells the guest.
 #[derive(Debug)]
 pub enum GuestEvent {
-    /// A run is to be carried out.
+    /// A program is to be loaded.
+    Load(LoadOrder),
+    /// It is to be run.
     Run(RunOrder),
     /// A call settled.
     Settled(Settled),
 }
 
-/// A whole run, arrived.
+/// A program, arrived.
+#[derive(Debug)]
+pub struct LoadOrder {
+    /// What to go by.
+    pub load: Load,
+    /// The signed program.
+    pub program: Vec<u8>,
+}
+
+/// A run of it, arrived.
 #[derive(Debug)]
 pub struct RunOrder {
     /// What to go by.
     pub start: Start,
-    /// The signed program.
-    pub program: Vec<u8>,
     /// The input.
     pub input: Vec<u8>,
 }
@@ -246,10 +271,14 @@ pub struct RunOrder {
 enum GuestState {
     Greeting,
     Waiting,
-    /// `Start` is here, the program is not.
-    Loading(Start),
-    /// The program is here as well, the input is not.
-    Feeding(Start, Vec<u8>),
+    /// `Load` is here, the program is not.
+    Loading(Load),
+    /// The program is here, and the host waits to hear that it is loaded.
+    Preparing(RunLimits),
+    /// `Start` may come.
+    Loaded(RunLimits),
+    /// `Start` is here as well, the input is not.
+    Feeding(RunLimits, Start),
     Running {
         response_bytes: u32,
     },
@@ -306,9 +335,10 @@ impl GuestSession {
     fn awaits(state: &GuestState, kind: Kind) -> Option<u32> {
         match (state, kind) {
             (GuestState::Greeting, Kind::Hello | Kind::Refuse)
-            | (GuestState::Waiting, Kind::Start) => Some(kind.payload_bytes_max()),
-            (GuestState::Loading(start), Kind::Program) => Some(start.limits.program_bytes),
-            (GuestState::Feeding(start, _), Kind::Input) => Some(start.limits.input_bytes),
+            | (GuestState::Waiting, Kind::Load)
+            | (GuestState::Loaded(_), Kind::Start) => Some(kind.payload_bytes_max()),
+            (GuestState::Loading(load), Kind::Program) => Some(load.limits.program_bytes),
+            (GuestState::Feeding(limits, _), Kind::Input) => Some(limits.input_bytes),
             (GuestState::Running { response_bytes }, Kind::Settled) => {
                 Some(response_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES))
             }
@@ -331,15 +361,25 @@ impl GuestSession {
                 }
                 .into());
             }
-            (GuestState::Waiting, Kind::Start) => GuestState::Loading(message(&frame)?),
-            (GuestState::Loading(start), Kind::Program) => {
-                GuestState::Feeding(start, frame.payload)
+            (GuestState::Waiting, Kind::Load) => GuestState::Loading(message(&frame)?),
+            (GuestState::Loading(load), Kind::Program) => {
+                let limits = load.limits.clone();
+                let next = if load.announce {
+                    GuestState::Preparing(limits)
+                } else {
+                    GuestState::Loaded(limits)
+                };
+                let order = LoadOrder { load, program: frame.payload };
+                self.events.push_back(GuestEvent::Load(order));
+                next
             }
-            (GuestState::Feeding(start, program), Kind::Input) => {
-                let response_bytes = start.limits.response_bytes;
-                let order = RunOrder { start, program, input: frame.payload };
+            (GuestState::Loaded(limits), Kind::Start) => {
+                GuestState::Feeding(limits, message(&frame)?)
+            }
+            (GuestState::Feeding(limits, start), Kind::Input) => {
+                let order = RunOrder { start, input: frame.payload };
                 self.events.push_back(GuestEvent::Run(order));
-                GuestState::Running { response_bytes }
+                GuestState::Running { response_bytes: limits.response_bytes }
             }
             (state @ GuestState::Running { .. }, Kind::Settled) => {
                 let settled: Settled = message(&frame)?;
@@ -364,6 +404,29 @@ impl GuestSession {
     /// sent. Worth looking at after every call that writes.
     pub fn transmit(&mut self) -> &mut Vec<u8> {
         &mut self.transmit
+    }
+
+    /// Says that the program is loaded, if the host asked to hear of it. From
+    /// here on it may send the run.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] where no program is being loaded.
+    pub fn loaded(&mut self) -> Result<(), SessionError> {
+        match core::mem::replace(&mut self.state, GuestState::Ended) {
+            GuestState::Preparing(limits) => {
+                frame::write_raw(Kind::Loaded, &[], &mut self.transmit);
+                self.state = GuestState::Loaded(limits);
+            }
+            // Nobody asked, and the run may have come already.
+            state @ (GuestState::Loaded(_)
+            | GuestState::Feeding(..)
+            | GuestState::Running { .. }) => self.state = state,
+            state => {
+                self.state = state;
+                return Err(SessionError::Misuse("loaded without a program"));
+            }
+        }
+        Ok(())
     }
 
     /// Starts a call; returns its number. The caller keeps the run's limits.
@@ -422,12 +485,22 @@ impl GuestSession {
         Ok(())
     }
 
-    /// Sends the end of the run. Nothing can follow.
+    /// Sends the end of the run, or of the attempt to load its program.
+    /// Nothing can follow.
     ///
     /// # Errors
-    /// [`SessionError::Misuse`] outside a run.
+    /// [`SessionError::Misuse`] before there is a program and after an end.
     pub fn ended(&mut self, ended: &Ended) -> Result<(), SessionError> {
-        self.must_run("an end outside a run")?;
+        match self.state {
+            GuestState::Preparing(_)
+            | GuestState::Loaded(_)
+            | GuestState::Feeding(..)
+            | GuestState::Running { .. } => {}
+            GuestState::Greeting
+            | GuestState::Waiting
+            | GuestState::Loading(_)
+            | GuestState::Ended => return Err(SessionError::Misuse("an end of nothing")),
+        }
         frame::write_message(Kind::Ended, ended, &mut self.transmit);
         self.state = GuestState::Ended;
         Ok(())
@@ -460,11 +533,20 @@ pub enum HostEvent {
 enum HostState {
     Greeting,
     Ready,
+    /// A program is out.
+    Loading {
+        /// Its loading is to be announced.
+        announce: bool,
+    },
+    /// It is loaded and waits for its run.
+    Loaded,
     Running,
     Ended,
 }
 
 /// The host's side. It keeps the run's limits against a guest that does not.
+///
+/// A copy of it goes with a copy of its guest.
 #[derive(Clone, Debug)]
 pub struct HostSession {
     state: HostState,
@@ -512,37 +594,58 @@ impl HostSession {
         self.state == HostState::Ready
     }
 
-    /// Whether the guest does nothing until it is sent something: it waits
-    /// for a program, or for a call it said it waits for.
+    /// Whether the guest stands at "prepared program": it has said that its
+    /// program is loaded, and waits for the run.
     #[must_use]
-    pub fn guest_waits(&self) -> bool {
-        self.state == HostState::Ready || self.waits_for.is_some()
+    pub fn is_loaded(&self) -> bool {
+        self.state == HostState::Loaded
     }
 
-    /// Sends a run to a guest that stands ready.
+    /// Whether the guest does nothing until it is sent something: it waits
+    /// for a program, for the run of a prepared one, or for a call it said it
+    /// waits for.
+    #[must_use]
+    pub fn guest_waits(&self) -> bool {
+        self.is_ready() || self.is_loaded() || self.waits_for.is_some()
+    }
+
+    /// Sends a program to a guest that stands ready. Unless `load` asks for
+    /// an announcement, [`HostSession::start`] may follow at once.
     ///
     /// # Errors
-    /// [`SessionError::Misuse`] if the guest is not ready, or if program or
-    /// input pass the limits in `start`, which admission has checked.
-    pub fn start(
-        &mut self,
-        start: &Start,
-        program: &[u8],
-        input: &[u8],
-    ) -> Result<(), SessionError> {
+    /// [`SessionError::Misuse`] if the guest is not ready, or if the program
+    /// passes the limits in `load`, which admission has checked.
+    pub fn load(&mut self, load: &Load, program: &[u8]) -> Result<(), SessionError> {
         if self.state != HostState::Ready {
-            return Err(SessionError::Misuse("a run for a guest that is not ready"));
+            return Err(SessionError::Misuse("a program for a guest that is not ready"));
         }
-        if program.len() > start.limits.program_bytes as usize
-            || input.len() > start.limits.input_bytes as usize
-        {
-            return Err(SessionError::Misuse("a run past its own limits"));
+        if program.len() > load.limits.program_bytes as usize {
+            return Err(SessionError::Misuse("a program past its own limits"));
         }
-        self.transmit.reserve(program.len() + input.len() + 1024);
-        frame::write_message(Kind::Start, start, &mut self.transmit);
+        self.transmit.reserve(program.len() + 1024);
+        frame::write_message(Kind::Load, load, &mut self.transmit);
         frame::write_raw(Kind::Program, program, &mut self.transmit);
+        self.limits = load.limits.clone();
+        self.state = HostState::Loading { announce: load.announce };
+        Ok(())
+    }
+
+    /// Sends a run of the program: right after [`HostSession::load`], or, if
+    /// that asked for an announcement, once [`HostSession::is_loaded`].
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] if there is no such program, or if the input
+    /// passes the program's limits, which admission has checked.
+    pub fn start(&mut self, start: &Start, input: &[u8]) -> Result<(), SessionError> {
+        if !matches!(self.state, HostState::Loading { announce: false } | HostState::Loaded) {
+            return Err(SessionError::Misuse("a run for a guest without a loaded program"));
+        }
+        if input.len() > self.limits.input_bytes as usize {
+            return Err(SessionError::Misuse("an input past its run's limits"));
+        }
+        self.transmit.reserve(input.len() + 1024);
+        frame::write_message(Kind::Start, start, &mut self.transmit);
         frame::write_raw(Kind::Input, input, &mut self.transmit);
-        self.limits = start.limits.clone();
         self.state = HostState::Running;
         Ok(())
     }
@@ -563,7 +666,9 @@ impl HostSession {
 
     fn awaits(state: HostState, limits: &RunLimits, kind: Kind) -> Option<u32> {
         match (state, kind) {
-            (HostState::Greeting, Kind::Hello) => Some(kind.payload_bytes_max()),
+            (HostState::Greeting, Kind::Hello)
+            | (HostState::Loading { announce: true }, Kind::Loaded)
+            | (HostState::Loading { .. }, Kind::Ended) => Some(kind.payload_bytes_max()),
             (HostState::Running, Kind::Call) => {
                 Some(limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES))
             }
@@ -579,6 +684,10 @@ impl HostSession {
     fn handle(&mut self, frame: Frame) -> Result<(), SessionError> {
         let event = match frame.kind {
             Kind::Hello => return self.greeted(message(&frame)?),
+            Kind::Loaded => {
+                self.state = HostState::Loaded;
+                return Ok(());
+            }
             Kind::Call => HostEvent::Call(self.called(message(&frame)?)?),
             Kind::Output => {
                 self.output_bytes += frame.payload.len() as u64;
@@ -603,7 +712,12 @@ impl HostSession {
                 HostEvent::Artifact(artifact)
             }
             Kind::Ended => {
-                let ended = message(&frame)?;
+                let ended: Ended = message(&frame)?;
+                // What was not started cannot have returned.
+                let started = self.state == HostState::Running;
+                if !started && matches!(ended.ending, Ending::Returned(_)) {
+                    return Err(FrameError::Unexpected { kind: Kind::Ended }.into());
+                }
                 self.state = HostState::Ended;
                 self.waits_for = None;
                 HostEvent::Ended(ended)
@@ -685,10 +799,13 @@ mod tests {
     use super::*;
     use alloc::vec;
 
+    fn load(announce: bool) -> Load {
+        Load { limits: RunLimits::default(), announce }
+    }
+
     fn start() -> Start {
         Start {
             run_id: RunId([3; 16]),
-            limits: RunLimits::default(),
             seed: [1; 32],
             start_unix_ns: 5,
             granted: vec![ToolName::parse("a.b").unwrap()],
@@ -712,12 +829,139 @@ mod tests {
         let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
         exchange(&mut guest, &mut host).unwrap();
         assert!(host.is_ready() && host.guest_waits());
-        host.start(&start(), b"program", b"{}").unwrap();
+        host.load(&load(false), b"program").unwrap();
+        host.start(&start(), b"{}").unwrap();
+        assert!(!host.guest_waits());
         exchange(&mut guest, &mut host).unwrap();
-        let Some(GuestEvent::Run(order)) = guest.poll_event() else { panic!("no run") };
-        assert_eq!((&order.program[..], &order.input[..]), (&b"program"[..], &b"{}"[..]));
-        assert_eq!(order.start, start());
+        take_load(&mut guest, false);
+        guest.loaded().unwrap();
+        assert!(guest.transmit().is_empty(), "nobody asked to hear of it");
+        take_run(&mut guest);
         (guest, host)
+    }
+
+    fn take_load(guest: &mut GuestSession, announce: bool) {
+        let Some(GuestEvent::Load(order)) = guest.poll_event() else { panic!("no program") };
+        assert_eq!((order.load, &order.program[..]), (load(announce), &b"program"[..]));
+    }
+
+    fn take_run(guest: &mut GuestSession) {
+        let Some(GuestEvent::Run(order)) = guest.poll_event() else { panic!("no run") };
+        assert_eq!((order.start, &order.input[..]), (start(), &b"{}"[..]));
+    }
+
+    fn end(ending: Ending) -> Ended {
+        Ended {
+            ending,
+            fuel_used: 1,
+            memory_peak_bytes: 2,
+            logs_dropped: 0,
+            load_ticks: 3,
+            run_ticks: 4,
+        }
+    }
+
+    /// A guest that is loading a program and is to say when it has.
+    fn preparing() -> (GuestSession, HostSession) {
+        let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
+        exchange(&mut guest, &mut host).unwrap();
+        host.load(&load(true), b"program").unwrap();
+        assert!(!host.is_loaded() && !host.guest_waits());
+        exchange(&mut guest, &mut host).unwrap();
+        take_load(&mut guest, true);
+        (guest, host)
+    }
+
+    #[test]
+    fn a_prepared_program_waits_for_its_run_and_so_does_a_copy_of_its_session() {
+        let (mut guest, mut host) = preparing();
+        assert!(host.start(&start(), b"{}").is_err(), "it is not loaded yet");
+        guest.loaded().unwrap();
+        exchange(&mut guest, &mut host).unwrap();
+        assert!(host.is_loaded() && host.guest_waits() && !host.is_ready());
+        let mut copy = host.clone();
+        host.start(&start(), b"{}").unwrap();
+        assert!(!host.is_loaded() && !host.guest_waits());
+        exchange(&mut guest, &mut host).unwrap();
+        take_run(&mut guest);
+        assert!(copy.is_loaded());
+        copy.start(&start(), b"{}").unwrap();
+        assert!(!copy.transmit().is_empty());
+    }
+
+    #[test]
+    fn a_program_that_does_not_load_ends_with_or_without_an_announcement() {
+        let refused = end(Ending::Trap {
+            kind: crate::ending::TrapKind::MemoryOutOfBounds,
+            detail: "a data segment".into(),
+        });
+        let (mut guest, mut host) = preparing();
+        guest.ended(&refused).unwrap();
+        exchange(&mut guest, &mut host).unwrap();
+        assert_eq!(host.poll_event(), Some(HostEvent::Ended(refused.clone())));
+        assert!(!host.guest_waits());
+        assert!(host.start(&start(), b"{}").is_err() && guest.loaded().is_err());
+
+        let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
+        exchange(&mut guest, &mut host).unwrap();
+        host.load(&load(false), b"program").unwrap();
+        exchange(&mut guest, &mut host).unwrap();
+        guest.ended(&refused).unwrap();
+        exchange(&mut guest, &mut host).unwrap();
+        assert_eq!(host.poll_event(), Some(HostEvent::Ended(refused)));
+    }
+
+    #[test]
+    fn what_was_not_started_cannot_have_returned_or_called() {
+        let (mut guest, mut host) = preparing();
+        guest.ended(&end(Ending::Returned(0))).unwrap();
+        assert!(exchange(&mut guest, &mut host).is_err());
+
+        for kind in [Kind::Output, Kind::Call, Kind::Log, Kind::Artifact] {
+            let (mut guest, mut host) = preparing();
+            let mut bytes = Vec::new();
+            frame::write_raw(kind, &[], &mut bytes);
+            assert!(host.clone().receive(&bytes).is_err(), "{kind:?} while loading");
+            guest.loaded().unwrap();
+            exchange(&mut guest, &mut host).unwrap();
+            assert!(host.receive(&bytes).is_err(), "{kind:?} once loaded");
+        }
+    }
+
+    #[test]
+    fn loaded_is_said_once_and_only_where_it_was_asked_for() {
+        let mut bytes = Vec::new();
+        frame::write_raw(Kind::Loaded, &[], &mut bytes);
+        let (_, mut host) = running();
+        assert!(host.receive(&bytes).is_err());
+        let (_, mut host) = preparing();
+        host.receive(&bytes).unwrap();
+        assert!(host.receive(&bytes).is_err());
+    }
+
+    #[test]
+    fn a_run_cannot_reach_a_guest_that_is_still_loading() {
+        let (mut guest, _) = preparing();
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Start, &start(), &mut bytes);
+        assert_eq!(
+            guest.receive(&bytes),
+            Err(SessionError::Peer(Misbehaviour::Frame(FrameError::Unexpected {
+                kind: Kind::Start
+            })))
+        );
+    }
+
+    #[test]
+    fn the_host_sends_nothing_past_the_programs_own_limits() {
+        let mut host = HostSession::new();
+        host.receive(GuestSession::new().transmit()).unwrap();
+        let limits = RunLimits { program_bytes: 3, input_bytes: 1, ..RunLimits::default() };
+        let load = Load { limits, announce: false };
+        assert!(host.load(&load, b"program").is_err());
+        host.load(&load, b"pro").unwrap();
+        assert!(host.start(&start(), b"{}").is_err());
+        host.start(&start(), b"1").unwrap();
     }
 
     #[test]

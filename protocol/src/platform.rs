@@ -13,11 +13,16 @@
 //!    BOOT_INFO  what the guest is told        ring 3, read
 //!    CRASH      the panic message             ring 3, read and write
 //!    ARCHIVE    the boot archive              ring 3, read
-//!  0x0060_0000  DATA: stack, data, heap       ring 3, read and write
+//!    STACK      the stack's lower part        ring 3, read and write
+//!  0x0060_0000  DATA: the stack's upper part, VSOCK_QUEUES, data, heap
+//!                                             ring 3, read and write
 //! ```
 //!
 //! Nothing is both writable and executable. What the guest writes lies
-//! together in large pages, the stack lowest: below it nothing is mapped.
+//! together, from [`DATA`] upwards, in the order in which it is written: a
+//! small run touches a few dozen pages there and none elsewhere. The stack is
+//! lowest and grows down, so the part of it that few runs reach lies below
+//! [`DATA`]; below that nothing is mapped.
 //!
 //! The vCPU starts in ring 3. Ring 0 holds the trap stub alone: on hosts
 //! without hardware virtualisation ring 0 is emulated, and everywhere it is
@@ -58,17 +63,27 @@ pub const BOOT_INFO: u64 = TRAP_STACK + PAGE_BYTES;
 pub const CRASH: u64 = BOOT_INFO + PAGE_BYTES;
 /// The boot archive.
 pub const ARCHIVE: u64 = CRASH + PAGE_BYTES;
-/// Its room ends one page below [`DATA`]: that page is never mapped, so that
+/// Its room ends one page below [`STACK`]: that page is never mapped, so that
 /// a stack that runs over faults.
-pub const ARCHIVE_BYTES_MAX: u64 = DATA - PAGE_BYTES - ARCHIVE;
-/// Where everything begins that the guest writes: the boot stack, the image's
-/// data, then the heap to the end of RAM.
+pub const ARCHIVE_BYTES_MAX: u64 = STACK - PAGE_BYTES - ARCHIVE;
+/// Where everything begins that the guest writes: the upper part of the stack,
+/// [`VSOCK_QUEUES`], the image's data, then the heap to the end of RAM.
 pub const DATA: u64 = RAM_START + LARGE_PAGE_BYTES;
+/// Where the stack ends.
+pub const STACK: u64 = STACK_TOP - STACK_BYTES;
+/// The stack's size. A loop over `memory.grow` uses some 100 KiB of it.
+pub const STACK_BYTES: u64 = 256 * 1024;
+/// Where the stack begins: above [`DATA`] by what runs commonly use.
+pub const STACK_TOP: u64 = DATA + 6 * PAGE_BYTES;
+/// The page that holds the vsock device's queues, see [`queue`]. What they
+/// leave of it is the driver's.
+pub const VSOCK_QUEUES: u64 = STACK_TOP;
 
 // Code and data must start where large pages do.
 const _: () = assert!(CODE.is_multiple_of(LARGE_PAGE_BYTES));
 const _: () = assert!(DATA.is_multiple_of(LARGE_PAGE_BYTES));
-const _: () = assert!(ARCHIVE < DATA);
+const _: () = assert!(ARCHIVE < STACK && STACK < DATA);
+const _: () = assert!(STACK.is_multiple_of(PAGE_BYTES));
 // A panic message fits its page.
 const _: () = assert!(crate::limits::PANIC_MESSAGE_BYTES_MAX < PAGE_BYTES as usize);
 
@@ -147,6 +162,49 @@ pub mod control {
     pub const EXIT: u64 = 0x08;
 }
 
+/// The queues of the vsock device. The VMM hands the device over as firmware
+/// hands over what it has set up: DRIVER_OK, VIRTIO_F_VERSION_1 negotiated,
+/// and these two split queues (virtio 1.2, 2.7) ready.
+pub mod queue {
+    use super::VSOCK_QUEUES;
+
+    /// Entries of each queue. Few, because every queued buffer is memory to
+    /// touch.
+    pub const ENTRIES: u16 = 4;
+    /// The number of the queue the guest receives by.
+    pub const RX: u16 = 0;
+    /// The number of the queue the guest transmits by.
+    pub const TX: u16 = 1;
+    /// Queues that are set up.
+    pub const COUNT: u16 = 2;
+    /// What one queue takes, in bytes.
+    pub const BYTES: u64 = 128;
+
+    /// The descriptor table of a queue.
+    #[must_use]
+    pub const fn descriptors(queue: u16) -> u64 {
+        VSOCK_QUEUES + queue as u64 * BYTES
+    }
+
+    /// Its available ring.
+    #[must_use]
+    pub const fn available(queue: u16) -> u64 {
+        descriptors(queue) + 16 * ENTRIES as u64
+    }
+
+    /// Its used ring.
+    #[must_use]
+    pub const fn used(queue: u16) -> u64 {
+        available(queue) + 4 + 2 * ENTRIES as u64
+    }
+
+    // Alignment (2.7): 16, 2 and 4 bytes. And each queue has its own stretch.
+    const _: () = assert!(descriptors(TX).is_multiple_of(16));
+    const _: () = assert!(available(TX).is_multiple_of(2) && used(TX).is_multiple_of(4));
+    const _: () = assert!(used(RX) + 4 + 8 * ENTRIES as u64 <= descriptors(TX));
+    const _: () = assert!(COUNT as u64 * BYTES <= super::PAGE_BYTES);
+}
+
 /// The vsock port the host listens on for the guest's one stream.
 pub const HOST_PORT: u32 = 1024;
 /// The guest's context id.
@@ -161,12 +219,17 @@ pub struct BootInfo {
     pub ram_end: u64,
     /// The boot archive's length in bytes; it starts at [`ARCHIVE`].
     pub archive_bytes: u64,
+    /// How much from [`DATA`] on the guest touches once it has greeted, in
+    /// bytes, before it looks for a program: so that a VM which waits has its
+    /// working set mapped. The guest reads this when it gets there, so it may
+    /// be changed until the exit that sent the greeting is left.
+    pub touch_bytes: u64,
 }
 
 impl BootInfo {
     /// Its size in memory.
-    pub const BYTES: usize = 24;
-    const MAGIC: u64 = u64::from_le_bytes(*b"forgeVM1");
+    pub const BYTES: usize = 32;
+    const MAGIC: u64 = u64::from_le_bytes(*b"forgeVM2");
 
     /// The bytes to place at [`BOOT_INFO`].
     #[must_use]
@@ -174,7 +237,8 @@ impl BootInfo {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&Self::MAGIC.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.ram_end.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.archive_bytes.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.archive_bytes.to_le_bytes());
+        bytes[24..].copy_from_slice(&self.touch_bytes.to_le_bytes());
         bytes
     }
 
@@ -187,7 +251,11 @@ impl BootInfo {
             word.copy_from_slice(&bytes[index * 8..index * 8 + 8]);
             u64::from_le_bytes(word)
         };
-        (word(0) == Self::MAGIC).then(|| Self { ram_end: word(1), archive_bytes: word(2) })
+        (word(0) == Self::MAGIC).then(|| Self {
+            ram_end: word(1),
+            archive_bytes: word(2),
+            touch_bytes: word(3),
+        })
     }
 }
 
@@ -311,7 +379,7 @@ mod tests {
 
     #[test]
     fn boot_info_survives_memory_and_knows_a_stranger() {
-        let info = BootInfo { ram_end: 0x4000_0000, archive_bytes: 77 };
+        let info = BootInfo { ram_end: 0x4000_0000, archive_bytes: 77, touch_bytes: 0x9000 };
         assert_eq!(BootInfo::from_bytes(&info.to_bytes()), Some(info));
         assert_eq!(BootInfo::from_bytes(&[0; BootInfo::BYTES]), None);
     }

@@ -10,13 +10,15 @@ use alloc::vec::Vec;
 
 use crate::abi::CallCode;
 use crate::codec::{Decode, Encode};
-use crate::guest::{Artifact, Ended, Log, Start};
+use crate::guest::{Artifact, Ended, Load, Log, Start};
 use crate::name::ToolName;
 
 /// One run, as the supervisor hands it to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Job {
-    /// What the guest is told.
+    /// What the guest loads the program by.
+    pub load: Load,
+    /// What it runs it by.
     pub start: Start,
     /// The signed program.
     pub program: Vec<u8>,

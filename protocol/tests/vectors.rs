@@ -13,7 +13,7 @@ use forge_protocol::broker::{Authority, OpenRun, Request};
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::ending::{Ending, TrapKind};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
-use forge_protocol::guest::{Artifact, Call, Ended, Log, Settled, Start};
+use forge_protocol::guest::{Artifact, Call, Ended, Load, Log, Settled, Start};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -49,13 +49,14 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
         ("hello-guest", frame(Kind::Hello, Hello::ours(Role::Guest))),
         ("hello-host", frame(Kind::Hello, Hello::ours(Role::Host))),
         ("refuse-broker", frame(Kind::Refuse, Refusal(Hello::ours(Role::Broker)))),
+        ("load", frame(Kind::Load, Load { limits: RunLimits::default(), announce: true })),
+        ("loaded", raw(Kind::Loaded, &[])),
         (
             "start",
             frame(
                 Kind::Start,
                 Start {
                     run_id,
-                    limits: RunLimits::default(),
                     seed: [0x22; 32],
                     start_unix_ns: 1_700_000_000_000_000_000,
                     granted: vec![tool("inventory.get_stock")],

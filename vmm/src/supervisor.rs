@@ -16,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{Authority, OpenRun, RefusalKind};
-use forge_protocol::guest::{Artifact, Start};
+use forge_protocol::guest::{Artifact, Load, Start};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::TrustKeys;
@@ -166,9 +166,9 @@ impl Supervisor {
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX));
         let job = Job {
+            load: Load { limits: request.limits.clone(), announce: false },
             start: Start {
                 run_id,
-                limits: request.limits.clone(),
                 seed: crate::keys::random().map_err(Refused::Host)?,
                 start_unix_ns,
                 granted,

@@ -14,7 +14,7 @@ use forge_protocol::abi::CallCode;
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
 use forge_protocol::guest::Ended;
 use forge_protocol::limits::RunLimits;
-use forge_protocol::platform::{DATA, DESCRIPTORS, TrapFrame};
+use forge_protocol::platform::{DATA, DESCRIPTORS, STACK, STACK_TOP, TrapFrame};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Report, VmFailure, VmFailureKind};
 use forge_vmm::machine::{
@@ -365,12 +365,10 @@ fn faults_leave_a_crash_record() {
 }
 
 fn a_stack_that_runs_over_faults_at_its_guard() {
-    let image = Image::built_in().unwrap();
-    let stack = *image.segments().iter().find(|segment| segment.start == DATA).unwrap();
-    let code = [at(&[0xbc], stack.end), vec![0x50, 0xeb, 0xfd]].concat(); // mov esp; push; jmp
+    let code = [at(&[0xbc], STACK_TOP), vec![0x50, 0xeb, 0xfd]].concat(); // mov esp; push; jmp
     let frame = frame_of(&code);
     assert_eq!(frame.vector, 14);
-    assert_eq!(frame.cr2, stack.start - 8);
+    assert_eq!(frame.cr2, STACK - 8);
 }
 
 fn privileged_instructions_are_refused() {

@@ -14,7 +14,9 @@ use forge_guest_init::{LinkLost, ServeError, Stream};
 use forge_protocol::RunId;
 use forge_protocol::abi::{CallCode, Forge, Wasi};
 use forge_protocol::ending::Ending;
-use forge_protocol::guest::{Artifact, Call, Ended, HostEvent, HostSession, Log, Settled, Start};
+use forge_protocol::guest::{
+    Artifact, Call, Ended, HostEvent, HostSession, Load, Log, Settled, Start,
+};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignerKey, TrustKeys};
@@ -90,6 +92,9 @@ pub struct Run {
     pub start_unix_ns: u64,
     pub tools: Box<dyn FnMut(&Call) -> Reply>,
     pub order: Order,
+    /// Whether the guest is to say that the program is loaded before the run
+    /// is sent.
+    pub announce: bool,
 }
 
 /// What came of it.
@@ -154,7 +159,14 @@ impl Run {
             start_unix_ns: 1_000_000,
             tools: Box::new(|_| reply("{}")),
             order: Order::OldestFirst,
+            announce: false,
         }
+    }
+
+    /// Prepares the program before the run is sent.
+    pub fn announced(mut self) -> Self {
+        self.announce = true;
+        self
     }
 
     pub fn limits(mut self, change: impl FnOnce(&mut RunLimits)) -> Self {
@@ -177,6 +189,7 @@ impl Run {
         let host = Rc::new(RefCell::new(TestHost {
             session: HostSession::new(),
             run: self,
+            loaded: false,
             started: false,
             pending: Vec::new(),
             report: Report {
@@ -209,6 +222,7 @@ fn ticks() -> u64 {
 struct TestHost {
     session: HostSession,
     run: Run,
+    loaded: bool,
     started: bool,
     pending: Vec<Settled>,
     report: Report,
@@ -247,16 +261,20 @@ impl Stream for Shared {
     fn receive(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), LinkLost> {
         let host = &mut *self.0.borrow_mut();
         host.report.receives += 1;
-        if host.session.is_ready() && !host.started {
+        if host.session.is_ready() && !host.loaded {
+            host.loaded = true;
+            let load = Load { limits: host.run.limits.clone(), announce: host.run.announce };
+            host.session.load(&load, &host.run.program).unwrap();
+        }
+        if host.loaded && !host.started && (!host.run.announce || host.session.is_loaded()) {
             host.started = true;
             let start = Start {
                 run_id: RunId([1; 16]),
-                limits: host.run.limits.clone(),
                 seed: host.run.seed,
                 start_unix_ns: host.run.start_unix_ns,
                 granted: host.run.granted.iter().map(|name| name.parse().unwrap()).collect(),
             };
-            host.session.start(&start, &host.run.program, &host.run.input).unwrap();
+            host.session.start(&start, &host.run.input).unwrap();
         } else if !host.pending.is_empty() {
             let position = match host.run.order {
                 Order::OldestFirst => 0,

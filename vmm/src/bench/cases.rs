@@ -18,7 +18,7 @@ impl Case for Boot {
     fn sample(&mut self) -> Result<u64, String> {
         let job = self.0.next_job();
         let started = Instant::now();
-        let admitted = admission::admit(&job.program, &self.0.trust, &job.start.limits)
+        let admitted = admission::admit(&job.program, &self.0.trust, &job.load.limits)
             .map_err(|violation| violation.message)?;
         let report = worker::serve(&job, &self.0.trust, None);
         let ns = started.elapsed().as_nanos() as u64;

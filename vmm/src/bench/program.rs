@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 
 use forge_protocol::RunId;
 use forge_protocol::ending::Ending;
-use forge_protocol::guest::{Ended, Start};
+use forge_protocol::guest::{Ended, Load, Start};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::{KeyError, SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Job, Report};
@@ -105,9 +105,9 @@ impl Program {
         let limits = RunLimits::default();
         Job {
             deadline_ns: limits.wall_ms * 1_000_000,
+            load: Load { limits, announce: false },
             start: Start {
                 run_id: RunId([0; 16]),
-                limits,
                 seed: [0; 32],
                 start_unix_ns: 0,
                 granted: Vec::new(),

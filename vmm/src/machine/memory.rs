@@ -37,7 +37,7 @@ pub(super) fn fill(
         return Err(MachineError::Image("the boot archive is larger than its place"));
     }
     image.load_data(memory)?;
-    let info = BootInfo { ram_end, archive_bytes };
+    let info = BootInfo { ram_end, archive_bytes, touch_bytes: 0 };
     paging::build(archive_bytes, ram_end).write(memory)?;
     for (bytes, address) in [
         (&cpu::descriptors()[..], forge_protocol::platform::DESCRIPTORS),

@@ -7,7 +7,7 @@
 
 use forge_protocol::platform::{
     ARCHIVE, BOOT_INFO, CODE, CONTROL_MMIO, CRASH, DATA, DESCRIPTORS, LARGE_PAGE_BYTES, PAGE_BYTES,
-    PAGE_TABLES, PAGE_TABLES_MAX, RAM_START, TRAP_STACK, VSOCK_MMIO,
+    PAGE_TABLES, PAGE_TABLES_MAX, RAM_START, STACK, TRAP_STACK, VSOCK_MMIO,
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -74,6 +74,7 @@ pub(super) fn build(archive_bytes: u64, ram_end: u64) -> PageTables {
         (PT_SYSTEM, BOOT_INFO, BOOT_INFO + PAGE_BYTES, user_read),
         (PT_SYSTEM, CRASH, CRASH + PAGE_BYTES, user_data),
         (PT_SYSTEM, ARCHIVE, archive_end, user_read),
+        (PT_SYSTEM, STACK, DATA, user_data),
     ] {
         for page in (start..end).step_by(PAGE_BYTES as usize) {
             let index = (page / PAGE_BYTES) as usize % ENTRIES;
@@ -148,14 +149,17 @@ mod tests {
             assert!(entry & WRITABLE == 0 || entry & NO_EXECUTE != 0, "{entry:#x}");
         }
         assert_eq!(built.leaf(CODE) & (WRITABLE | NO_EXECUTE), 0);
-        assert_eq!(built.leaf(DATA) & (WRITABLE | NO_EXECUTE), WRITABLE | NO_EXECUTE);
+        for address in [STACK, DATA - PAGE_BYTES, DATA] {
+            let flags = built.leaf(address) & (WRITABLE | USER | NO_EXECUTE);
+            assert_eq!(flags, WRITABLE | USER | NO_EXECUTE, "{address:#x}");
+        }
     }
 
     #[test]
     fn null_the_tables_the_stack_guard_and_what_is_past_ram_are_not_mapped() {
         let built = tables();
         let past = RAM_START + (32 << 20);
-        for address in [0, PAGE_TABLES, DATA - PAGE_BYTES, past] {
+        for address in [0, PAGE_TABLES, STACK - PAGE_BYTES, past] {
             assert_eq!(built.leaf(address), 0, "{address:#x}");
         }
     }

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
-use forge_protocol::platform::{GUEST_CID, HOST_CID};
+use forge_protocol::platform::{GUEST_CID, HOST_CID, queue as handed};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use virtio_vsock::packet::{PKT_HEADER_SIZE, VsockPacket};
 use vm_memory::{GuestMemoryMmap, VolatileSlice};
@@ -105,15 +105,69 @@ impl Device {
         }
     }
 
-    /// The same device over another guest's memory, which holds the same
-    /// queues.
+    /// A device that is handed over live: DRIVER_OK, VIRTIO_F_VERSION_1
+    /// negotiated, and the queues ready where the platform has them. It is what
+    /// a driver's negotiation with these addresses leaves, and a driver that
+    /// wants another resets it.
+    ///
+    /// `memory` is filled by now: the device writes to the queues' page.
+    #[must_use]
+    pub fn handed_over(memory: GuestMemoryMmap, muxer: Muxer) -> Self {
+        let mut device = Self::new(memory, muxer);
+        let begun = status::ACKNOWLEDGE | status::DRIVER;
+        let agreed = begun | status::FEATURES_OK;
+        // Each fits the state the one before it leaves (3.1.1). In a RAM that
+        // does not hold the queues they do not become ready, and the guest
+        // reaches nobody.
+        let mut set = |offset, value| device.try_write(offset, value);
+        set(register::STATUS, begun);
+        set(register::DRIVER_FEATURES_SEL, 1);
+        set(register::DRIVER_FEATURES, (FEATURES >> 32) as u32);
+        set(register::STATUS, agreed);
+        for queue in 0..handed::COUNT {
+            set(register::QUEUE_SEL, queue.into());
+            set(register::QUEUE_NUM, handed::ENTRIES.into());
+            for (low, high, address) in [
+                (register::QUEUE_DESC_LOW, register::QUEUE_DESC_HIGH, handed::descriptors(queue)),
+                (register::QUEUE_DRIVER_LOW, register::QUEUE_DRIVER_HIGH, handed::available(queue)),
+                (register::QUEUE_DEVICE_LOW, register::QUEUE_DEVICE_HIGH, handed::used(queue)),
+            ] {
+                set(low, address as u32);
+                set(high, (address >> 32) as u32);
+            }
+            set(register::QUEUE_READY, 1);
+        }
+        set(register::STATUS, agreed | status::DRIVER_OK);
+        device
+    }
+
+    /// The device of a copy of this guest, whose memory is `memory`: with the
+    /// same registers, queues and connections, and from here on its own.
     #[must_use]
     pub fn fork(&self, memory: GuestMemoryMmap) -> Self {
+        let Self {
+            memory: _,
+            status,
+            device_features_sel,
+            driver_features_sel,
+            driver_features,
+            queue_sel,
+            queues,
+            muxer,
+            receive_buffers,
+            ignored_writes,
+        } = self;
         Self {
             memory,
-            queues: std::array::from_fn(|index| same_queue(&self.queues[index])),
-            muxer: self.muxer.clone(),
-            ..*self
+            status: *status,
+            device_features_sel: *device_features_sel,
+            driver_features_sel: *driver_features_sel,
+            driver_features: *driver_features,
+            queue_sel: *queue_sel,
+            queues: std::array::from_fn(|index| copy_of(&queues[index])),
+            muxer: muxer.clone(),
+            receive_buffers: *receive_buffers,
+            ignored_writes: *ignored_writes,
         }
     }
 
@@ -395,9 +449,9 @@ fn fresh_queue() -> Queue {
     Queue::new(QUEUE_ENTRIES_MAX).expect("256 is a queue size")
 }
 
-fn same_queue(queue: &Queue) -> Queue {
-    #[allow(clippy::expect_used, reason = "the state of a queue makes a queue")]
-    Queue::try_from(queue.state()).expect("a queue's own state")
+fn copy_of(queue: &Queue) -> Queue {
+    #[allow(clippy::expect_used, reason = "the state is that of a queue")]
+    Queue::try_from(queue.state()).expect("a queue's state makes a queue")
 }
 
 fn feature_word(features: u64, select: u32) -> u32 {
@@ -573,6 +627,102 @@ mod tests {
         assert_eq!(flags, 1);
         let flags: u16 = device.memory.read_obj(GuestAddress(STRIDE + USED)).unwrap();
         assert_eq!(flags, 0);
+    }
+
+    const ALL: usize = 8 << 20;
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), ALL)]).unwrap()
+    }
+
+    fn contents(device: &Device) -> Vec<u8> {
+        let mut bytes = vec![0; ALL];
+        device.memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        bytes
+    }
+
+    /// All of a device but its memory.
+    fn state(device: &Device) -> String {
+        let queues: Vec<_> = device.queues.iter().map(Queue::state).collect();
+        format!(
+            "{} {} {} {:#x} {} {queues:?} {:?} {} {}",
+            device.status,
+            device.device_features_sel,
+            device.driver_features_sel,
+            device.driver_features,
+            device.queue_sel,
+            device.muxer,
+            device.receive_buffers,
+            device.ignored_writes,
+        )
+    }
+
+    /// What a driver does that finds the device in reset.
+    fn negotiate(device: &mut Device, queues: [[u64; 3]; 2]) {
+        write(device, register::STATUS, 1 | 2);
+        write(device, register::DRIVER_FEATURES_SEL, 1);
+        write(device, register::DRIVER_FEATURES, 1);
+        write(device, register::STATUS, 1 | 2 | 8);
+        assert_eq!(read(device, register::STATUS), 11);
+        for (queue, [desc, driver, used]) in (0..).zip(queues) {
+            write(device, register::QUEUE_SEL, queue);
+            write(device, register::QUEUE_NUM, 4);
+            write(device, register::QUEUE_DESC_LOW, desc as u32);
+            write(device, register::QUEUE_DESC_HIGH, 0);
+            write(device, register::QUEUE_DRIVER_LOW, driver as u32);
+            write(device, register::QUEUE_DRIVER_HIGH, 0);
+            write(device, register::QUEUE_DEVICE_LOW, used as u32);
+            write(device, register::QUEUE_DEVICE_HIGH, 0);
+            write(device, register::QUEUE_READY, 1);
+        }
+        write(device, register::STATUS, 1 | 2 | 8 | 4);
+        assert_eq!(read(device, register::STATUS), 15);
+        assert_eq!(device.ignored_writes(), 0);
+    }
+
+    #[test]
+    fn a_handed_over_device_is_what_a_negotiation_leaves() {
+        let handed = Device::handed_over(memory(), Muxer::listening_on([1024]));
+        // The platform's addresses, written out.
+        let page = 0x60_6000;
+        let mut negotiated = Device::new(memory(), Muxer::listening_on([1024]));
+        let rx = [page, page + 64, page + 76];
+        negotiate(&mut negotiated, [rx, rx.map(|address| address + 128)]);
+        assert!(handed.is_live());
+        assert_eq!(state(&handed), state(&negotiated));
+        assert!(contents(&handed) == contents(&negotiated), "memory differs");
+    }
+
+    #[test]
+    fn a_driver_may_reset_a_handed_over_device_and_negotiate() {
+        let mut device = Device::handed_over(memory(), Muxer::listening_on([1024]));
+        write(&mut device, register::STATUS, 0);
+        assert_eq!(read(&mut device, register::STATUS), 0);
+        let queue = |base| [base + DESC, base + AVAIL, base + USED];
+        negotiate(&mut device, [queue(0), queue(STRIDE)]);
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert_eq!(device.muxer().connections(), 1);
+    }
+
+    #[test]
+    fn a_fork_goes_on_alone_where_its_original_stood() {
+        let mut device = live(4);
+        offer(&device, 0, 0, 0x9_0000, 4096, true);
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert!(device.deliver());
+        let mut bytes = vec![0; RAM];
+        device.memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        let copy = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), RAM)]).unwrap();
+        copy.write_slice(&bytes, GuestAddress(0)).unwrap();
+        let before = state(&device);
+        let mut fork = device.fork(copy);
+        assert_eq!(state(&fork), before);
+
+        let id = ConnectionId { host_port: 1024, guest_port: 7 };
+        transmit(&mut fork, 1, &packet(op::RW, b"payload"));
+        assert_eq!(fork.muxer().connection(id).unwrap().take_incoming(), b"payload");
+        assert_eq!(used_index(&fork, 1), 2);
+        assert_eq!((state(&device), used_index(&device, 1)), (before, 1));
     }
 
     #[test]

@@ -9,7 +9,9 @@
 //!
 //! The device serves a driver that polls: it never interrupts, and it works
 //! inside the exits that the driver makes. A kick of the transmit queue is
-//! answered within it where an answer is there.
+//! answered within it where an answer is there. A driver of ours finds the
+//! device set up, as firmware hands over what it has used ([`Device::handed_over`]);
+//! any other may reset it and negotiate.
 //!
 //! It distrusts the guest: every ring, descriptor and header is checked,
 //! headers are copied once and decided on as copied, credit is enforced

@@ -116,7 +116,7 @@ impl Board {
     #[must_use]
     pub fn new(memory: GuestMemoryMmap, stop: Stop) -> Self {
         let wiring = Wiring {
-            device: Device::new(memory, Muxer::listening_on([HOST_PORT])),
+            device: Device::handed_over(memory, Muxer::listening_on([HOST_PORT])),
             session: HostSession::new(),
             stream: None,
         };
@@ -166,11 +166,13 @@ impl Board {
     /// # Errors
     /// If the guest is not ready or the job is past its own limits: our bug.
     pub fn begin(&mut self, job: &Job, broker: Option<BrokerLink>) -> Result<(), VmFailure> {
-        self.wiring.session.start(&job.start, &job.program, &job.input).map_err(|error| VmFailure {
+        let session = &mut self.wiring.session;
+        let sent = session.load(&job.load, &job.program);
+        sent.and_then(|()| session.start(&job.start, &job.input)).map_err(|error| VmFailure {
             kind: VmFailureKind::Internal,
             message: error.to_string(),
         })?;
-        self.response_bytes_max = job.start.limits.response_bytes as usize;
+        self.response_bytes_max = job.load.limits.response_bytes as usize;
         self.broker = broker;
         self.running = true;
         self.flush();

@@ -340,7 +340,7 @@ fn try_serve(
         kind: VmFailureKind::Unavailable,
         message: format!("no timer: {error}"),
     })?;
-    let ram_bytes = machine::ram_bytes(&job.start.limits);
+    let ram_bytes = machine::ram_bytes(&job.load.limits);
     let mut guest = Guest::boot(&hypervisor, &image, trust, ram_bytes, &watchdog)?;
     Ok(guest.run(job, broker, arrived, &watchdog))
 }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use forge_protocol::RunId;
-use forge_protocol::guest::Start;
+use forge_protocol::guest::{Load, Start};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignerKey, TrustKeys};
@@ -85,12 +85,12 @@ pub fn forge_module(more: &str, body: &str) -> String {
 /// A job without tools.
 pub fn job(program: Vec<u8>, limits: RunLimits) -> Job {
     Job {
+        load: Load { limits, announce: false },
         start: Start {
             run_id: RunId([1; 16]),
             seed: [2; 32],
             start_unix_ns: 1_000,
             granted: Vec::new(),
-            limits: limits.clone(),
         },
         program,
         input: b"{}".to_vec(),

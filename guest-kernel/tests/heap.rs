@@ -1,0 +1,270 @@
+//! The guest's heap on the host, over memory that is zero as a VM's RAM is at
+//! its start.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::alloc::Layout;
+use std::collections::BTreeMap;
+
+#[path = "../src/heap.rs"]
+mod heap;
+
+use heap::Heap;
+
+const PAGE: usize = 4096;
+
+/// RAM: zero, page-aligned, and looked at only through pointers.
+struct Ram {
+    start: *mut u8,
+    layout: Layout,
+}
+
+impl Ram {
+    fn new(bytes: usize) -> Self {
+        let layout = Layout::from_size_align(bytes, PAGE).unwrap();
+        // SAFETY: the size is not zero.
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        assert!(!start.is_null());
+        Self { start, layout }
+    }
+
+    fn heap(&self) -> Heap {
+        let mut heap = Heap::new();
+        // SAFETY: zero, and nothing else's.
+        assert!(unsafe { heap.claim(self.start, self.start.wrapping_add(self.layout.size())) });
+        heap
+    }
+
+    /// How many pages have a byte that is not zero.
+    fn written_pages(&self) -> usize {
+        let pages = self.layout.size() / PAGE;
+        (0..pages).filter(|page| (0..PAGE).any(|byte| self.byte(page * PAGE + byte) != 0)).count()
+    }
+
+    fn byte(&self, at: usize) -> u8 {
+        assert!(at < self.layout.size());
+        // SAFETY: within the memory.
+        unsafe { self.start.add(at).read_volatile() }
+    }
+}
+
+impl Drop for Ram {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { std::alloc::dealloc(self.start, self.layout) }
+    }
+}
+
+/// splitmix64: any spread will do, and it repeats.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+
+    /// Mostly small, sometimes pages, seldom many.
+    fn bytes(&mut self) -> usize {
+        1 + match self.below(20) {
+            0 => self.below(400_000),
+            1..4 => self.below(40_000),
+            4..9 => self.below(3_000),
+            _ => self.below(200),
+        }
+    }
+
+    fn layout(&mut self) -> Layout {
+        let align = match self.below(16) {
+            0 => 1 << self.below(13),
+            _ => 1 << self.below(5),
+        };
+        Layout::from_size_align(self.bytes(), align).unwrap()
+    }
+}
+
+struct Block {
+    layout: Layout,
+    fill: u8,
+}
+
+fn holds(block: usize, bytes: usize, fill: u8) -> bool {
+    // SAFETY: a live block of at least this size, all of it written or zero.
+    let bytes = unsafe { std::slice::from_raw_parts(block as *const u8, bytes) };
+    bytes.iter().fold(0, |differs, byte| differs | (byte ^ fill)) == 0
+}
+
+fn fill(block: usize, layout: Layout, with: u8) {
+    // SAFETY: a live block of this layout.
+    unsafe { std::ptr::write_bytes(block as *mut u8, with, layout.size()) };
+}
+
+/// Random calls against a model: blocks lie within RAM, aligned, apart from
+/// each other, keep what was put there, and are zero where that was asked for.
+fn check(seed: u64, ram_bytes: usize, steps: usize) -> usize {
+    let ram = Ram::new(ram_bytes);
+    let mut heap = ram.heap();
+    let mut random = Random(seed);
+    let mut blocks: BTreeMap<usize, Block> = BTreeMap::new();
+    let mut refused = 0;
+    for step in 0..steps {
+        let picked = match blocks.len() {
+            0 => None,
+            count => blocks.keys().nth(random.below(count)).copied(),
+        };
+        // Grows for a while, then shrinks, over and over.
+        let frees = if step / 200 % 2 == 0 { 3 } else { 6 };
+        match (random.below(10), picked) {
+            (choice, Some(at)) if choice < frees => {
+                let Block { layout, fill } = blocks.remove(&at).unwrap();
+                assert!(holds(at, layout.size(), fill), "seed {seed} step {step}: lost its bytes");
+                // SAFETY: a live block of this layout.
+                unsafe { heap.dealloc(at as *mut u8, layout) };
+            }
+            (choice, Some(at)) if choice < frees + 2 => {
+                let Block { layout, fill: old } = blocks.remove(&at).unwrap();
+                let bytes = match random.below(3) {
+                    0 => random.bytes(),
+                    _ => layout.size() + random.below(2 * layout.size()) + 1,
+                };
+                // SAFETY: a live block of this layout; the size is not zero.
+                let moved = unsafe { heap.realloc(at as *mut u8, layout, bytes) } as usize;
+                if moved == 0 {
+                    refused += 1;
+                    blocks.insert(at, Block { layout, fill: old });
+                    continue;
+                }
+                let kept = layout.size().min(bytes);
+                assert!(holds(moved, kept, old), "seed {seed} step {step}: not copied");
+                let layout = Layout::from_size_align(bytes, layout.align()).unwrap();
+                admit(&ram, &mut blocks, moved, layout, &mut random);
+            }
+            _ => {
+                let layout = random.layout();
+                let zeroed = random.below(2) == 0;
+                // SAFETY: the layout's size is not zero.
+                let block =
+                    unsafe { if zeroed { heap.alloc_zeroed(layout) } else { heap.alloc(layout) } }
+                        as usize;
+                if block == 0 {
+                    refused += 1;
+                    continue;
+                }
+                let is_zero = !zeroed || holds(block, layout.size(), 0);
+                assert!(is_zero, "seed {seed} step {step}: {layout:?} is not zero");
+                admit(&ram, &mut blocks, block, layout, &mut random);
+            }
+        }
+    }
+    for (at, Block { layout, fill }) in blocks {
+        assert!(holds(at, layout.size(), fill), "seed {seed}: lost its bytes");
+    }
+    refused
+}
+
+fn admit(
+    ram: &Ram,
+    blocks: &mut BTreeMap<usize, Block>,
+    at: usize,
+    layout: Layout,
+    random: &mut Random,
+) {
+    let start = ram.start as usize;
+    assert!(at >= start && at + layout.size() <= start + ram.layout.size(), "outside RAM");
+    assert!(at.is_multiple_of(layout.align()), "misaligned");
+    if let Some((below, block)) = blocks.range(..=at).next_back() {
+        assert!(below + block.layout.size() <= at, "two blocks overlap");
+    }
+    if let Some((above, _)) = blocks.range(at..).next() {
+        assert!(at + layout.size() <= *above, "two blocks overlap");
+    }
+    let with = 1 + random.below(255) as u8;
+    fill(at, layout, with);
+    blocks.insert(at, Block { layout, fill: with });
+}
+
+#[test]
+fn every_zeroed_block_reads_as_zero_and_no_block_loses_its_bytes() {
+    for seed in 0..12 {
+        assert_eq!(check(seed, 64 << 20, 1_500), 0, "seed {seed}: refused with room to spare");
+    }
+}
+
+#[test]
+fn the_same_holds_where_memory_runs_out() {
+    let refused: usize = (100..120).map(|seed| check(seed, 1 << 20, 1_500)).sum();
+    assert!(refused > 0, "memory never ran out");
+}
+
+#[test]
+fn a_large_zeroed_block_touches_its_ends_alone() {
+    let ram = Ram::new(8 << 20);
+    let mut heap = ram.heap();
+    let layout = Layout::from_size_align(4 << 20, 1).unwrap();
+    // As good as zero, for a page count that sees what is written.
+    // SAFETY: the layout's size is not zero; the block is then live.
+    unsafe {
+        let small = heap.alloc(Layout::new::<u64>());
+        small.cast::<u64>().write(1);
+        let block = heap.alloc_zeroed(layout);
+        assert!(holds(block as usize, layout.size(), 0));
+    }
+    // The lower arena's lists, the upper one's, and what follows the block.
+    assert!(ram.written_pages() <= 4, "{} pages", ram.written_pages());
+}
+
+#[test]
+fn small_blocks_lie_together_whatever_large_ones_there_are() {
+    let ram = Ram::new(8 << 20);
+    let mut heap = ram.heap();
+    for _ in 0..40 {
+        // SAFETY: the sizes are not zero; the blocks are live.
+        unsafe {
+            let small = heap.alloc(Layout::from_size_align(1000, 8).unwrap());
+            fill(small as usize, Layout::from_size_align(1000, 8).unwrap(), 1);
+            heap.alloc(Layout::from_size_align(64 * 1024, 1).unwrap());
+            assert!((small as usize - ram.start as usize) < 64 * 1024);
+        }
+    }
+}
+
+#[test]
+fn a_block_at_the_end_grows_where_it_is() {
+    let ram = Ram::new(8 << 20);
+    let mut heap = ram.heap();
+    let mut layout = Layout::from_size_align(64 * 1024, 1).unwrap();
+    // SAFETY: live blocks with their layouts.
+    unsafe {
+        let block = heap.alloc(layout);
+        for _ in 0..100 {
+            let bytes = layout.size() + 65_536;
+            assert_eq!(heap.realloc(block, layout, bytes), block);
+            layout = Layout::from_size_align(bytes, 1).unwrap();
+        }
+    }
+}
+
+#[test]
+fn absurd_sizes_are_refused() {
+    let ram = Ram::new(1 << 20);
+    let mut heap = ram.heap();
+    // SAFETY: the layouts' sizes are not zero; the block is live.
+    unsafe {
+        for bytes in [1 << 20, 1 << 40, isize::MAX as usize] {
+            let layout = Layout::from_size_align(bytes, 1).unwrap();
+            assert!(heap.alloc(layout).is_null());
+            assert!(heap.alloc_zeroed(layout).is_null());
+        }
+        let layout = Layout::new::<u64>();
+        let block = heap.alloc(layout);
+        assert!(heap.realloc(block, layout, isize::MAX as usize).is_null());
+        assert!(heap.realloc(block, layout, usize::MAX / 2 + 2).is_null());
+    }
+}

@@ -1,0 +1,171 @@
+//! Which pages of RAM a guest touches, on its way to "waiting for a program"
+//! and in a run, and how many exits that takes: the two things that a start
+//! costs. With `FORGE_PRINT_PAGES` set it prints them too.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use forge_protocol::ending::Ending;
+use forge_protocol::limits::RunLimits;
+use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA, PAGE_BYTES, RAM_START};
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::{Fate, Report};
+use forge_vmm::bench::program::Program;
+use forge_vmm::machine::{self, Exit, Hypervisor, Image, Machine, Watchdog};
+use forge_vmm::worker::{Board, Guest};
+use support::{job, signed, signer};
+use vm_memory::{
+    Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
+};
+
+fn main() -> ExitCode {
+    // With large pages one touch would be 512.
+    // SAFETY: a plain system call without pointers.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) }, 0);
+    support::main(
+        claims![
+            a_guest_boots_in_two_exits,
+            what_a_guest_and_a_small_run_write_lies_together,
+            a_guest_touches_what_it_is_told_to_once_it_has_greeted,
+        ],
+        claims![],
+    )
+}
+
+/// The pages of RAM that have memory behind them, as distances from DATA in
+/// pages.
+fn touched(memory: &GuestMemoryMmap) -> BTreeSet<i64> {
+    let region = memory.find_region(GuestAddress(RAM_START)).unwrap();
+    let pages = region.len() / PAGE_BYTES;
+    let mut entries = vec![0u8; pages as usize * 8];
+    let first = region.as_ptr() as u64 / PAGE_BYTES;
+    File::open("/proc/self/pagemap").unwrap().read_exact_at(&mut entries, first * 8).unwrap();
+    let data = ((DATA - RAM_START) / PAGE_BYTES) as i64;
+    entries
+        .chunks_exact(8)
+        .map(|entry| u64::from_le_bytes(entry.try_into().unwrap()))
+        .zip(-data..)
+        // Present, or swapped out.
+        .filter(|(entry, _)| entry >> 62 != 0)
+        .map(|(_, page)| page)
+        .collect()
+}
+
+/// Start and length of each stretch.
+fn spans(pages: &BTreeSet<i64>) -> String {
+    let pages: Vec<i64> = pages.iter().copied().collect();
+    let spans = pages.chunk_by(|a, b| a + 1 == *b);
+    spans.map(|span| format!(" {}+{}", span[0], span.len())).collect()
+}
+
+struct Bench {
+    hypervisor: Hypervisor,
+    image: Image,
+    watchdog: Watchdog,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self {
+            hypervisor: Hypervisor::open().unwrap(),
+            image: Image::built_in().unwrap(),
+            watchdog: Watchdog::new().unwrap(),
+        }
+    }
+
+    fn boot(&self, trust: &TrustKeys) -> Guest {
+        let ram_bytes = machine::ram_bytes(&RunLimits::default());
+        Guest::boot(&self.hypervisor, &self.image, trust, ram_bytes, &self.watchdog).unwrap()
+    }
+}
+
+fn test_trust() -> TrustKeys {
+    TrustKeys::new([signer().trust_key()]).unwrap()
+}
+
+fn a_guest_boots_in_two_exits() {
+    let bench = Bench::new();
+    let archive = forge_rootfs::boot_archive(&test_trust());
+    let ram_bytes = machine::ram_bytes(&RunLimits::default());
+    let mut machine = Machine::new(&bench.hypervisor, &bench.image, &archive, ram_bytes).unwrap();
+    let stop = bench.watchdog.stop();
+    let mut board = Board::new(machine.memory().clone(), stop.clone());
+    assert_eq!(machine.run(&mut board, stop), Exit::Bus);
+    // Its stream's request, and its greeting.
+    assert_eq!(machine.exits(), 2);
+}
+
+/// What a guest has touched that waits, and what a small run touches beside.
+fn small_run() -> (BTreeSet<i64>, BTreeSet<i64>, Report) {
+    let bench = Bench::new();
+    let mut program = Program::new().unwrap();
+    let mut guest = bench.boot(&program.trust);
+    let booted = touched(guest.memory());
+    let job = program.next_job();
+    let report = guest.run(&job, None, Instant::now(), &bench.watchdog);
+    Program::check(&job, &report).unwrap();
+    let run = touched(guest.memory()).difference(&booted).copied().collect();
+    (booted, run, report)
+}
+
+fn within(pages: &BTreeSet<i64>, range: Range<i64>) -> usize {
+    pages.range(range).count()
+}
+
+fn what_a_guest_and_a_small_run_write_lies_together() {
+    let (booted, run, report) = small_run();
+    assert_eq!(report.vm_exits, 1);
+    // Below DATA: page tables, descriptors, boot info, archive; the VMM's.
+    assert!(within(&run, i64::MIN..0) == 0, "a run reaches below DATA:{}", spans(&run));
+    assert!(within(&booted, 0..16) <= 6, "booting touched{}", spans(&booted));
+    assert!(within(&booted, 16..i64::MAX) == 0, "booting touched{}", spans(&booted));
+    // The stack, the queues, data, what is received, and small blocks.
+    assert!(within(&run, 0..24) <= 14, "a small run touched{}", spans(&run));
+    // Large blocks: the linear memory.
+    assert!(within(&run, 24..i64::MAX) <= LINEAR_PAGES, "a small run touched{}", spans(&run));
+}
+
+/// What a program with one page of linear memory touches of it and around it.
+const LINEAR_PAGES: usize = 18;
+
+fn a_guest_touches_what_it_is_told_to_once_it_has_greeted() {
+    let bench = Bench::new();
+    let program = signed(
+        r#"(module (memory (export "memory") 1)
+            (func (export "forge_run") (result i32) (i32.const 0)))"#,
+    );
+    let mut guest = bench.boot(&test_trust());
+    let memory = guest.memory().clone();
+    let mut info = [0; BootInfo::BYTES];
+    memory.read_slice(&mut info, GuestAddress(BOOT_INFO)).unwrap();
+    let info = BootInfo::from_bytes(&info).unwrap();
+    assert_eq!(info.touch_bytes, 0);
+    let told = BootInfo { touch_bytes: 300 * PAGE_BYTES, ..info };
+    memory.write_slice(&told.to_bytes(), GuestAddress(BOOT_INFO)).unwrap();
+    let before = touched(&memory);
+    assert!(within(&before, 0..300) < 16, "{}", spans(&before));
+    let report = guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
+    assert!(
+        matches!(&report.fate, Fate::Ended(ended) if ended.ending == Ending::Returned(0)),
+        "what was touched was changed: {:?}",
+        report.fate
+    );
+    let after = touched(&memory);
+    assert_eq!(within(&after, 0..300), 300, "{}", spans(&after));
+    assert_eq!(within(&after, 300..i64::MAX), 0, "{}", spans(&after));
+    if std::env::var_os("FORGE_PRINT_PAGES").is_some() {
+        let (booted, run, report) = small_run();
+        eprintln!("booted: {} pages:{}", booted.len(), spans(&booted));
+        eprintln!("a small run: {} more:{}", run.len(), spans(&run));
+        eprintln!("its exits: {}", report.vm_exits);
+    }
+}
