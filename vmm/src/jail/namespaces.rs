@@ -510,8 +510,13 @@ fn accompany(plan: Plan, pid: libc::pid_t) -> Result<(), SpawnError> {
     match answer[..] {
         [] => Ok(()),
         [step, a, b, c, d] => {
-            let code = i32::from_ne_bytes([a, b, c, d]);
-            Err(host(Step::describe(step), io::Error::from_raw_os_error(code)))
+            let source = io::Error::from_raw_os_error(i32::from_ne_bytes([a, b, c, d]));
+            let what = Step::describe(step);
+            // From here on it is no longer about namespaces.
+            match step < Step::Move as u8 {
+                true => Err(host(what, source)),
+                false => Err(SpawnError::Host { what, source, hint: String::new() }),
+            }
         }
         _ => Err(failed(io::ErrorKind::InvalidData.into())),
     }
