@@ -7,6 +7,7 @@ use std::ops::BitOr;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use forge_vmm::jail::rules::When;
 use forge_vmm::jail::{
@@ -114,6 +115,13 @@ pub fn main(role: &str, words: &[String]) -> Option<ExitCode> {
                 std::hint::black_box((0..1000).sum::<u64>());
             }
             Some(ExitCode::SUCCESS)
+        }
+        // For the figures in docs/jail.md.
+        "measure" => {
+            measure();
+            // SAFETY: ends the process. The ordinary way out makes calls that
+            // are forbidden by now.
+            unsafe { libc::_exit(0) }
         }
         "show_capabilities" => {
             let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -295,4 +303,82 @@ fn number(value: i32) {
         }
     }
     write(&digits[at..]);
+}
+
+/// Prints what the layers cost, in a process that puts them on as it goes.
+fn measure() {
+    let timed = |what: &str, mut work: Box<dyn FnMut()>| {
+        let mut us: Vec<f64> = (0..101)
+            .map(|_| {
+                let began = Instant::now();
+                work();
+                began.elapsed().as_secs_f64() * 1e6
+            })
+            .collect();
+        us.sort_by(f64::total_cmp);
+        println!("{what}: median {:.1} us, longest {:.1}", us[50], us[100]);
+    };
+    let in_child = |work: &mut dyn FnMut()| {
+        // SAFETY: this process has one thread, and the child only works and
+        // ends.
+        match unsafe { libc::fork() } {
+            0 => {
+                work();
+                // SAFETY: ends the process.
+                unsafe { libc::_exit(0) }
+            }
+            pid => {
+                let mut status = 0;
+                // SAFETY: `status` is writable.
+                unsafe { libc::waitpid(pid, &mut status, 0) };
+                assert_eq!(status, 0);
+            }
+        }
+    };
+    let calls = |what: &str| {
+        for (name, number, request) in [
+            ("ioctl KVM_RUN", libc::SYS_ioctl, 0xAE80),
+            ("ioctl PAGEMAP_SCAN", libc::SYS_ioctl, 0xC060_6610u64),
+            ("close", libc::SYS_close, 0),
+        ] {
+            let mut ns: Vec<f64> = (0..21)
+                .map(|_| {
+                    let began = Instant::now();
+                    for _ in 0..20_000 {
+                        // SAFETY: a descriptor that is none.
+                        unsafe { libc::syscall(number, -1, request, 0) };
+                    }
+                    began.elapsed().as_secs_f64() * 1e9 / 20_000.0
+                })
+                .collect();
+            ns.sort_by(f64::total_cmp);
+            println!("{name} of no descriptor, {what}: median {:.0} ns", ns[10]);
+        }
+    };
+    // SAFETY: an option that takes numbers alone.
+    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    let [zygote, worker] = Role::ALL.map(|role| Filter::compile(role).unwrap());
+    println!("instructions: zygote {}, worker {}", zygote.instructions(), worker.instructions());
+    for role in Role::ALL {
+        timed("compile", Box::new(move || drop(Filter::compile(role).unwrap())));
+    }
+    timed("fork and wait", Box::new(move || in_child(&mut || {})));
+    timed(
+        "fork, landlock, and wait",
+        Box::new(move || in_child(&mut || assert!(landlock::restrict(None).is_ok()))),
+    );
+    timed(
+        "fork, limits, and wait",
+        Box::new(move || in_child(&mut || WORKER_LIMITS.apply().unwrap())),
+    );
+    let copy = worker.clone();
+    timed(
+        "fork, the worker's filter, and wait",
+        Box::new(move || in_child(&mut || copy.install().unwrap())),
+    );
+    calls("no filter");
+    zygote.install().unwrap();
+    calls("the zygote's filter");
+    worker.install().unwrap();
+    calls("both filters");
 }
