@@ -76,6 +76,9 @@ fn main() -> ExitCode {
         a_worker_cannot_make_an_undeclared_kvm_request,
         a_worker_cannot_enter_by_the_32_bit_door,
         a_forbidden_call_is_reported_by_its_number,
+        every_privilege_is_given_up_for_good,
+        every_limit_is_on_and_cannot_be_raised,
+        a_process_in_the_jail_inherits_no_signals_and_no_session,
         a_worker_cannot_signal_another_worker,
         a_worker_cannot_read_its_parents_memory,
         a_worker_opens_its_own_pagemap_before_its_filter_and_never_again,
@@ -496,6 +499,62 @@ fn a_forbidden_call_is_reported_by_its_number() {
         let outcome = outcome(Starter::Me, ALL, attempt, &[]);
         assert_eq!(outcome, Outcome::Forbidden(number as i32));
     }
+}
+
+fn every_privilege_is_given_up_for_good() {
+    for &starter in Starter::all() {
+        let said = said(starter, NAMESPACES | PRIVILEGES, "show_privileges", &[]);
+        // NOROOT, NO_SETUID_FIXUP, NO_CAP_AMBIENT_RAISE, each with its lock,
+        // and KEEP_CAPS' lock (`linux/securebits.h`).
+        let expected = "bounding 0\nsecurebits 0xef\nno_new_privs 1\ndumpable 0\n";
+        assert!(said.starts_with(expected), "{starter:?}: {said}");
+    }
+}
+
+fn every_limit_is_on_and_cannot_be_raised() {
+    let own = &inmate::WORKER_LIMITS;
+    for &starter in Starter::all() {
+        let said = said(starter, NAMESPACES | PRIVILEGES | LIMITS, "show_limits", &[]);
+        for (resource, most) in [
+            (libc::RLIMIT_NOFILE, own.open_files),
+            (libc::RLIMIT_NPROC, own.processes),
+            (libc::RLIMIT_AS, own.address_space_bytes.unwrap()),
+            (libc::RLIMIT_CORE, 0),
+            (libc::RLIMIT_FSIZE, 0),
+            (libc::RLIMIT_MEMLOCK, 0),
+            (libc::RLIMIT_MSGQUEUE, 0),
+            (libc::RLIMIT_RTPRIO, 0),
+            (libc::RLIMIT_NICE, 0),
+            (libc::RLIMIT_LOCKS, 0),
+        ] {
+            let line = format!("{resource} {most} {most}");
+            assert!(said.lines().any(|it| it == line), "{starter:?}: not {line} in\n{said}");
+        }
+    }
+}
+
+fn a_process_in_the_jail_inherits_no_signals_and_no_session() {
+    // SAFETY: an action and a mask of this thread, for a signal nobody sends.
+    unsafe {
+        libc::signal(libc::SIGUSR2, libc::SIG_IGN);
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigaddset(&mut set, libc::SIGUSR1);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+    }
+    let (spawned, out, input) = start_with_input(Place::best(), &["wait"]);
+    BufReader::new(out).read_line(&mut String::new()).unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{}/status", spawned.pid)).unwrap();
+    let mask = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        u64::from_str_radix(line.trim(), 16).unwrap()
+    };
+    assert_eq!(mask("SigBlk:"), 0);
+    // Rust itself ignores SIGPIPE.
+    assert_eq!(mask("SigIgn:"), 1 << (libc::SIGPIPE - 1));
+    // SAFETY: has no preconditions.
+    assert_eq!(unsafe { libc::getsid(spawned.pid) }, spawned.pid);
+    drop(input);
+    spawned.wait().unwrap();
 }
 
 fn a_worker_cannot_signal_another_worker() {

@@ -40,6 +40,8 @@ pub fn find(name: &str) -> Attempt {
         ("pagemap", scan_pagemap),
         ("pause", pause),
         ("spawn_without_namespaces", spawn_without_namespaces),
+        ("show_privileges", show_privileges),
+        ("show_limits", show_limits),
         ("getppid", getppid),
         ("reboot", reboot),
     ];
@@ -254,6 +256,25 @@ fn by_int_80(_: &[String]) -> Result<(), i32> {
         );
     }
     if (result as i32) < 0 { Err(-(result as i32)) } else { Ok(()) }
+}
+
+fn show_privileges(_: &[String]) -> Result<(), i32> {
+    let ask = |option: i32, argument: i32| call!(libc::SYS_prctl, option, argument, 0, 0, 0);
+    let bounding = (0..64).filter(|capability| ask(libc::PR_CAPBSET_READ, *capability) == Ok(1));
+    println!("bounding {}", bounding.count());
+    println!("securebits {:#x}", ask(libc::PR_GET_SECUREBITS, 0)?);
+    println!("no_new_privs {}", ask(libc::PR_GET_NO_NEW_PRIVS, 0)?);
+    println!("dumpable {}", ask(libc::PR_GET_DUMPABLE, 0)?);
+    Ok(())
+}
+
+fn show_limits(_: &[String]) -> Result<(), i32> {
+    for resource in 0..16 {
+        let mut limit = [0u64; 2];
+        call!(libc::SYS_prlimit64, 0, resource, 0, limit.as_mut_ptr())?;
+        println!("{resource} {} {}", limit[0], limit[1]);
+    }
+    Ok(())
 }
 
 fn getppid(_: &[String]) -> Result<(), i32> {
