@@ -31,6 +31,17 @@ pub enum Enforced {
     Not,
 }
 
+impl Enforced {
+    /// The kernel's version of Landlock, if anything is enforced.
+    #[must_use]
+    pub fn abi(self) -> Option<i32> {
+        match self {
+            Self::Fully { abi } | Self::Partly { abi } => Some(abi),
+            Self::Not => None,
+        }
+    }
+}
+
 /// The version that first has everything a jail is after: scopes for signals
 /// and abstract sockets (Linux 6.12). Later ones add logging and threads.
 pub const ABI_WANTED: i32 = 6;

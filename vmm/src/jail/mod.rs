@@ -25,7 +25,13 @@
 //! | [`landlock`] | the ruleset that grants nothing |
 //! | [`seccomp`] | the system-call filters, and a report of what they stop |
 //! | [`rules`] | their tables: each call with its reason |
+//! | [`cgroup`] | memory, processes and CPU time, by cgroup v2 |
+//! | [`hardening`] | what is on, and what is weaker on this host |
+//! | [`descriptors`] | what a process holds open |
 
+pub mod cgroup;
+pub mod descriptors;
+pub mod hardening;
 pub mod landlock;
 pub mod namespaces;
 pub mod privileges;
@@ -33,6 +39,8 @@ pub mod rules;
 pub mod seccomp;
 pub mod tree;
 
+pub use cgroup::{Group, GroupLimits};
+pub use hardening::{Hardening, Weakness};
 pub use namespaces::{Identity, Namespaces, Place, SpawnError, Spawned, spawn};
 pub use privileges::Limits;
 pub use rules::Role;

@@ -401,12 +401,20 @@ impl Plan {
 
         // A handler of the supervisor's must not run here, nor may the
         // command start with signals ignored or blocked.
+        // Not through glibc, which refuses to touch two of them.
+        let default = [0u64; 4];
         for signal in 1..=64 {
-            // SAFETY: an all-zero sigaction is the default action. Signals
-            // that cannot be set are at their default anyway.
+            // SAFETY: the kernel's sigaction is four words on x86-64, and all
+            // zero it is the default action. The two signals that cannot be
+            // set are at their default anyway.
             unsafe {
-                let default: libc::sigaction = std::mem::zeroed();
-                libc::sigaction(signal, &default, std::ptr::null_mut());
+                syscall(
+                    libc::SYS_rt_sigaction,
+                    signal,
+                    default.as_ptr(),
+                    std::ptr::null_mut::<u64>(),
+                    size_of::<u64>(),
+                );
             }
         }
         let none = 0u64;
@@ -510,8 +518,13 @@ fn accompany(plan: Plan, pid: libc::pid_t) -> Result<(), SpawnError> {
     match answer[..] {
         [] => Ok(()),
         [step, a, b, c, d] => {
-            let code = i32::from_ne_bytes([a, b, c, d]);
-            Err(host(Step::describe(step), io::Error::from_raw_os_error(code)))
+            let source = io::Error::from_raw_os_error(i32::from_ne_bytes([a, b, c, d]));
+            let what = Step::describe(step);
+            // From here on it is no longer about namespaces.
+            match step < Step::Move as u8 {
+                true => Err(host(what, source)),
+                false => Err(SpawnError::Host { what, source, hint: String::new() }),
+            }
         }
         _ => Err(failed(io::ErrorKind::InvalidData.into())),
     }

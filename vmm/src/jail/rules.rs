@@ -295,6 +295,29 @@ mod tests {
         }
     }
 
+    /// With `FORGE_WRITE_DOCS` set it writes them instead.
+    #[test]
+    fn the_tables_are_in_the_documentation_as_they_are_here() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/jail.md");
+        let mut page = std::fs::read_to_string(path).unwrap();
+        for role in Role::ALL {
+            let mut table = String::from("| call | needed for |\n|---|---|\n");
+            for rule in role.rules() {
+                table.push_str(&format!("| `{}` | {} |\n", rule.name, rule.reason));
+            }
+            let name = format!("{role:?}").to_lowercase();
+            let (begin, end) = (format!("<!-- {name} -->\n"), format!("<!-- end {name} -->"));
+            let from = page.find(&begin).unwrap() + begin.len();
+            let to = page.find(&end).unwrap();
+            if std::env::var_os("FORGE_WRITE_DOCS").is_some() {
+                page.replace_range(from..to, &table);
+                std::fs::write(path, &page).unwrap();
+            } else {
+                assert_eq!(&page[from..to], table, "set FORGE_WRITE_DOCS and run this again");
+            }
+        }
+    }
+
     #[test]
     fn requests_have_the_kernels_numbers() {
         let request =

@@ -1,6 +1,7 @@
 //! What is attempted. Each by a plain system call, so that it is known which.
 
 use std::ffi::CString;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 /// Returns the error's number, if it is refused.
 pub type Attempt = fn(&[String]) -> Result<(), i32>;
@@ -34,6 +35,13 @@ pub fn find(name: &str) -> Attempt {
         ("create_vm", create_vm),
         ("run_vcpu", run_vcpu),
         ("by_int_80", by_int_80),
+        ("signal_sibling", signal_sibling),
+        ("read_parents_memory", read_parents_memory),
+        ("pagemap", scan_pagemap),
+        ("pause", pause),
+        ("spawn_without_namespaces", spawn_without_namespaces),
+        ("show_privileges", show_privileges),
+        ("show_limits", show_limits),
         ("getppid", getppid),
         ("reboot", reboot),
     ];
@@ -151,11 +159,11 @@ fn trace_parent(_: &[String]) -> Result<(), i32> {
 
 /// The parent's number. `getppid` is not among the calls that are allowed.
 fn parent() -> libc::c_long {
-    PARENT.load(std::sync::atomic::Ordering::Relaxed).into()
+    PARENT.load(Ordering::Relaxed).into()
 }
 
 /// Set before the fork.
-pub static PARENT: std::sync::atomic::AtomicI32 = std::sync::atomic::AtomicI32::new(0);
+pub static PARENT: AtomicI32 = AtomicI32::new(0);
 
 fn signal(words: &[String]) -> Result<(), i32> {
     let pid: i32 = words[0].parse().unwrap();
@@ -250,10 +258,95 @@ fn by_int_80(_: &[String]) -> Result<(), i32> {
     if (result as i32) < 0 { Err(-(result as i32)) } else { Ok(()) }
 }
 
+fn show_privileges(_: &[String]) -> Result<(), i32> {
+    let ask = |option: i32, argument: i32| call!(libc::SYS_prctl, option, argument, 0, 0, 0);
+    let bounding = (0..64).filter(|capability| ask(libc::PR_CAPBSET_READ, *capability) == Ok(1));
+    println!("bounding {}", bounding.count());
+    println!("securebits {:#x}", ask(libc::PR_GET_SECUREBITS, 0)?);
+    println!("no_new_privs {}", ask(libc::PR_GET_NO_NEW_PRIVS, 0)?);
+    println!("dumpable {}", ask(libc::PR_GET_DUMPABLE, 0)?);
+    Ok(())
+}
+
+fn show_limits(_: &[String]) -> Result<(), i32> {
+    for resource in 0..16 {
+        let mut limit = [0u64; 2];
+        call!(libc::SYS_prlimit64, 0, resource, 0, limit.as_mut_ptr())?;
+        println!("{resource} {} {}", limit[0], limit[1]);
+    }
+    Ok(())
+}
+
 fn getppid(_: &[String]) -> Result<(), i32> {
     call!(libc::SYS_getppid).map(drop)
 }
 
 fn reboot(_: &[String]) -> Result<(), i32> {
     call!(libc::SYS_reboot, 0, 0, 0, 0).map(drop)
+}
+
+/// Set before the fork.
+pub static SIBLING: AtomicI32 = AtomicI32::new(0);
+/// An open pagemap, once there is one.
+pub static PAGEMAP: AtomicI32 = AtomicI32::new(-1);
+
+fn signal_sibling(_: &[String]) -> Result<(), i32> {
+    call!(libc::SYS_kill, SIBLING.load(Ordering::Relaxed), 0).map(drop)
+}
+
+fn read_parents_memory(_: &[String]) -> Result<(), i32> {
+    let path = c(&format!("/proc/{}/mem", parent()));
+    call!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), libc::O_RDONLY).map(drop)
+}
+
+/// Opens this process's pagemap below a procfs.
+pub fn open_pagemap(procfs: i32) -> Result<(), i32> {
+    let flags = libc::O_RDONLY | libc::O_CLOEXEC;
+    let file = call!(libc::SYS_openat, procfs, c"self/pagemap".as_ptr(), flags)?;
+    PAGEMAP.store(file as i32, Ordering::Relaxed);
+    Ok(())
+}
+
+/// `PAGEMAP_SCAN` for the written pages of one page (`linux/fs.h`).
+fn scan_pagemap(_: &[String]) -> Result<(), i32> {
+    const SCAN: u64 = 0xC060_6610;
+    const IS_PRESENT: u64 = 1 << 3;
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let page = call!(libc::SYS_mmap, 0, 4096, rights, ANONYMOUS, -1, 0)?;
+    // SAFETY: the page just mapped.
+    unsafe { (page as *mut u8).write_volatile(1) };
+    let mut region = [0u64; 3];
+    // size flags start end walk_end vec vec_len max_pages inverted mask anyof
+    // return
+    let mut scan = [
+        96,
+        0,
+        page as u64,
+        page as u64 + 4096,
+        0,
+        region.as_mut_ptr() as u64,
+        1,
+        0,
+        0,
+        IS_PRESENT,
+        0,
+        IS_PRESENT,
+    ];
+    let found = call!(libc::SYS_ioctl, PAGEMAP.load(Ordering::Relaxed), SCAN, scan.as_mut_ptr())?;
+    if found == 1 && region[0] == page as u64 { Ok(()) } else { Err(0) }
+}
+
+fn pause(_: &[String]) -> Result<(), i32> {
+    loop {
+        let _ = call!(libc::SYS_poll, 0, 0, 60_000);
+    }
+}
+
+fn spawn_without_namespaces(_: &[String]) -> Result<(), i32> {
+    use forge_vmm::jail::{Place, spawn};
+    std::fs::write("/proc/sys/user/max_user_namespaces", "0").unwrap();
+    let words = [std::ffi::OsStr::new("x")];
+    let refused = spawn(std::path::Path::new("/proc/self/exe"), &words, vec![], Place::best());
+    println!("{}", refused.unwrap_err());
+    Ok(())
 }

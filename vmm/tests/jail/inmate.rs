@@ -4,10 +4,12 @@
 use std::fmt;
 use std::io::{Read as _, Write as _};
 use std::ops::BitOr;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
+use forge_vmm::jail::rules::When;
 use forge_vmm::jail::{
     Filter, Identity, Limits, Namespaces, Place, Role, landlock, privileges, seccomp, tree,
 };
@@ -36,7 +38,7 @@ impl BitOr for Layers {
 }
 
 impl Layers {
-    fn has(self, other: Self) -> bool {
+    pub fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 }
@@ -78,12 +80,95 @@ pub fn main(role: &str, words: &[String]) -> Option<ExitCode> {
             inmate(layers(&words[0]), &words[1], &words[2..]);
             Some(ExitCode::SUCCESS)
         }
+        // One rule's call, with the rule and without.
+        "rule" => rule(&words[0], words[1].parse().unwrap(), &words[2]),
+        "wait" => {
+            // SAFETY: neither has preconditions.
+            let (uid, gid) = unsafe { (libc::getuid(), libc::getgid()) };
+            println!("uid {uid} gid {gid} pid {}", std::process::id());
+            go();
+            Some(ExitCode::SUCCESS)
+        }
+        "environment" => {
+            println!("{} variables", std::env::vars_os().count());
+            Some(ExitCode::SUCCESS)
+        }
+        "allocate" => {
+            go();
+            let mut much = vec![0u8; 128 << 20];
+            for page in much.chunks_mut(4096) {
+                page[0] = 1;
+            }
+            std::hint::black_box(&much);
+            println!("done");
+            Some(ExitCode::SUCCESS)
+        }
+        "fork" => {
+            go();
+            say(attempts::find("fork")(&[]));
+            Some(ExitCode::SUCCESS)
+        }
+        "burn" => {
+            go();
+            // Three times what a tenth of a CPU gives in one second's tenth.
+            while cpu_ms() < 30 {
+                std::hint::black_box((0..1000).sum::<u64>());
+            }
+            Some(ExitCode::SUCCESS)
+        }
+        // For the figures in docs/jail.md.
+        "measure" => {
+            measure();
+            // SAFETY: ends the process. The ordinary way out makes calls that
+            // are forbidden by now.
+            unsafe { libc::_exit(0) }
+        }
         "show_capabilities" => {
             let status = std::fs::read_to_string("/proc/self/status").unwrap();
             print!("{status}");
             Some(ExitCode::SUCCESS)
         }
         _ => None,
+    }
+}
+
+/// Waits for a byte, or for nobody being left to send one.
+fn go() {
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+/// CPU time this process has used.
+fn cpu_ms() -> i64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is writable.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    time.tv_sec * 1000 + time.tv_nsec / 1_000_000
+}
+
+fn rule(role: &str, index: usize, how: &str) -> ! {
+    let role = if role == "zygote" { Role::Zygote } else { Role::Worker };
+    let rule = role.rules()[index];
+    let filter = match how {
+        "with" => Filter::compile(role).unwrap(),
+        _ => Filter::compile_without(role, index).unwrap(),
+    };
+    // Arguments that no call does anything with, but for the one looked at.
+    let mut arguments = [-1i64, -1, 0, 0, 0, 0];
+    match rule.when {
+        When::Always => {}
+        When::Is(at, value) => arguments[usize::from(at)] = value.into(),
+        When::Without(at, _) => arguments[usize::from(at)] = 0,
+    }
+    // SAFETY: an option that takes numbers alone.
+    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    seccomp::report_forbidden(tell).unwrap();
+    filter.install().unwrap();
+    let [a, b, c, d, e, f] = arguments;
+    // SAFETY: no argument points anywhere. A fork's child and `rt_sigreturn`
+    // only end this process.
+    unsafe {
+        libc::syscall(rule.number, a, b, c, d, e, f);
+        libc::_exit(0)
     }
 }
 
@@ -94,6 +179,7 @@ fn layers(word: &str) -> Layers {
 /// The zygote's way.
 fn inmate(layers: Layers, attempt: &str, words: &[String]) {
     let filters = [Role::Zygote, Role::Worker].map(|role| Filter::compile(role).unwrap());
+    let mut lifeline = std::io::pipe().unwrap();
     let procfs = if layers.has(TREE) { tree::enter().unwrap().procfs.ok() } else { None };
     if layers.has(PRIVILEGES) {
         privileges::drop_all().unwrap();
@@ -113,10 +199,25 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
         filters[0].install().unwrap();
     }
     attempts::PARENT.store(std::process::id() as i32, Ordering::Relaxed);
+    if attempt == "signal_sibling" {
+        // SAFETY: this process has one thread.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            // Until both of the others have ended.
+            drop(lifeline.1);
+            let _ = lifeline.0.read(&mut [0]);
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(0) };
+        }
+        attempts::SIBLING.store(pid, Ordering::Relaxed);
+    }
     // SAFETY: this process has one thread.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        worker(layers, &filters[1], attempt, words);
+        worker(layers, &filters[1], attempt, words, procfs);
+    }
+    if attempt == "pause" {
+        println!("{pid}");
     }
     let mut status = 0;
     // SAFETY: `status` is writable.
@@ -129,11 +230,31 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
 }
 
 /// A worker's way.
-fn worker(layers: Layers, filter: &Filter, attempt: &str, words: &[String]) -> ! {
+fn worker(
+    layers: Layers,
+    filter: &Filter,
+    attempt: &str,
+    words: &[String],
+    procfs: Option<OwnedFd>,
+) -> ! {
+    if attempt == "pagemap" {
+        let Some(procfs) = &procfs else {
+            println!("no procfs");
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(0) }
+        };
+        attempts::open_pagemap(procfs.as_raw_fd()).unwrap();
+    }
     let attempt = attempts::find(attempt);
     if layers.has(LANDLOCK) {
         landlock::restrict(None).unwrap();
     }
+    if attempts::PAGEMAP.load(Ordering::Relaxed) >= 0 {
+        let again = attempts::open_pagemap(procfs.as_ref().unwrap().as_raw_fd());
+        write(b"again ");
+        number(again.unwrap_err());
+    }
+    drop(procfs);
     if layers.has(LIMITS) {
         WORKER_LIMITS.apply().unwrap();
         // In place of the signal that comes with the error.
@@ -143,15 +264,19 @@ fn worker(layers: Layers, filter: &Filter, attempt: &str, words: &[String]) -> !
     if layers.has(FILTER) {
         filter.install().unwrap();
     }
-    match attempt(words) {
+    say(attempt(words));
+    // SAFETY: ends the process at once, with nothing left to write.
+    unsafe { libc::_exit(0) }
+}
+
+fn say(result: Result<(), i32>) {
+    match result {
         Ok(()) => write(b"done\n"),
         Err(error) => {
             write(b"refused ");
             number(error);
         }
     }
-    // SAFETY: ends the process at once, with nothing left to write.
-    unsafe { libc::_exit(0) }
 }
 
 /// Called in the handler of SIGSYS.
@@ -178,4 +303,82 @@ fn number(value: i32) {
         }
     }
     write(&digits[at..]);
+}
+
+/// Prints what the layers cost, in a process that puts them on as it goes.
+fn measure() {
+    let timed = |what: &str, mut work: Box<dyn FnMut()>| {
+        let mut us: Vec<f64> = (0..101)
+            .map(|_| {
+                let began = Instant::now();
+                work();
+                began.elapsed().as_secs_f64() * 1e6
+            })
+            .collect();
+        us.sort_by(f64::total_cmp);
+        println!("{what}: median {:.1} us, longest {:.1}", us[50], us[100]);
+    };
+    let in_child = |work: &mut dyn FnMut()| {
+        // SAFETY: this process has one thread, and the child only works and
+        // ends.
+        match unsafe { libc::fork() } {
+            0 => {
+                work();
+                // SAFETY: ends the process.
+                unsafe { libc::_exit(0) }
+            }
+            pid => {
+                let mut status = 0;
+                // SAFETY: `status` is writable.
+                unsafe { libc::waitpid(pid, &mut status, 0) };
+                assert_eq!(status, 0);
+            }
+        }
+    };
+    let calls = |what: &str| {
+        for (name, number, request) in [
+            ("ioctl KVM_RUN", libc::SYS_ioctl, 0xAE80),
+            ("ioctl PAGEMAP_SCAN", libc::SYS_ioctl, 0xC060_6610u64),
+            ("close", libc::SYS_close, 0),
+        ] {
+            let mut ns: Vec<f64> = (0..21)
+                .map(|_| {
+                    let began = Instant::now();
+                    for _ in 0..20_000 {
+                        // SAFETY: a descriptor that is none.
+                        unsafe { libc::syscall(number, -1, request, 0) };
+                    }
+                    began.elapsed().as_secs_f64() * 1e9 / 20_000.0
+                })
+                .collect();
+            ns.sort_by(f64::total_cmp);
+            println!("{name} of no descriptor, {what}: median {:.0} ns", ns[10]);
+        }
+    };
+    // SAFETY: an option that takes numbers alone.
+    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    let [zygote, worker] = Role::ALL.map(|role| Filter::compile(role).unwrap());
+    println!("instructions: zygote {}, worker {}", zygote.instructions(), worker.instructions());
+    for role in Role::ALL {
+        timed("compile", Box::new(move || drop(Filter::compile(role).unwrap())));
+    }
+    timed("fork and wait", Box::new(move || in_child(&mut || {})));
+    timed(
+        "fork, landlock, and wait",
+        Box::new(move || in_child(&mut || assert!(landlock::restrict(None).is_ok()))),
+    );
+    timed(
+        "fork, limits, and wait",
+        Box::new(move || in_child(&mut || WORKER_LIMITS.apply().unwrap())),
+    );
+    let copy = worker.clone();
+    timed(
+        "fork, the worker's filter, and wait",
+        Box::new(move || in_child(&mut || copy.install().unwrap())),
+    );
+    calls("no filter");
+    zygote.install().unwrap();
+    calls("the zygote's filter");
+    worker.install().unwrap();
+    calls("both filters");
 }
