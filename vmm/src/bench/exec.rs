@@ -49,7 +49,7 @@ impl Figure for ExecRatio {
         let expected = program::computed(&job.input);
         // In turn first and second, so that neither side always comes after
         // the other.
-        let (guest, host) = if self.guest_ms.len() % 2 == 0 {
+        let (guest, host) = if self.guest_ms.len().is_multiple_of(2) {
             let guest = in_guest(&job, &expected)?;
             (guest, on_host(&job, &self.program, &expected)?)
         } else {

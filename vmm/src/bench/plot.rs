@@ -139,6 +139,7 @@ fn row(svg: &mut String, axis: &Axis, outcome: &Outcome, base: f64) {
         let _ = write!(svg, "M{x:.1} {base:.1}v{:.1}h{BAR:.1}v{height:.1}z", -height);
     }
     svg.push_str("\"/>\n");
+    line(svg, "grid", (NAMES_WIDTH, base), (WIDTH - FIGURES_WIDTH, base));
     for (class, us) in [("p50", outcome.p50), ("p99", outcome.p99)] {
         let x = axis.x(us);
         line(svg, class, (x, base + 3.0), (x, base - BAR_MAX - 2.0));
