@@ -8,7 +8,8 @@
 //! A change counts if the intervals of both medians are apart (see
 //! [`super::stats`]) by more than [`APART_MIN`]: the same executable started
 //! twice does not find its memory in the same places, and intervals within one
-//! run know nothing of that.
+//! run know nothing of that. And it counts only if both benches were let run:
+//! neighbours on the machine make a VM slower than they make its floors.
 
 use serde::Serialize;
 
@@ -16,7 +17,10 @@ use super::stats::Interval;
 use super::{Outcome, Results};
 
 /// How far intervals must be apart, as a part of the values.
-pub const APART_MIN: f64 = 0.03;
+pub const APART_MIN: f64 = 0.05;
+
+/// How disturbed a bench may have been for a change to be believed.
+pub const DISTURBED_MAX: f64 = 0.05;
 
 /// What became of one entry.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -57,6 +61,8 @@ pub enum Verdict {
     HostFaster,
     /// The host is slower now.
     HostSlower,
+    /// It moved, and one of the benches was disturbed too much to say why.
+    Disturbed,
     /// There are not enough samples on one side.
     TooFewSamples,
 }
@@ -71,6 +77,7 @@ impl std::fmt::Display for Verdict {
             Self::Larger => "larger",
             Self::HostFaster => "host faster",
             Self::HostSlower => "host slower",
+            Self::Disturbed => "moved, but the host was busy",
             Self::TooFewSamples => "too few samples",
         })
     }
@@ -92,9 +99,15 @@ pub fn parse(json: &[u8]) -> Result<Results, String> {
 /// What both have, in the order of `new`.
 #[must_use]
 pub fn compare(old: &Results, new: &Results) -> Vec<Moved> {
+    let disturbed = old.disturbed.max(new.disturbed) > DISTURBED_MAX;
     let moved = |new: &Outcome| {
         let old = old.results.iter().find(|old| old.name == new.name && old.unit == new.unit)?;
-        Some(one(old, new))
+        let moved = one(old, new);
+        match moved.verdict {
+            Verdict::WithinNoise | Verdict::TooFewSamples => Some(moved),
+            _ if disturbed => Some(Moved { verdict: Verdict::Disturbed, ..moved }),
+            _ => Some(moved),
+        }
     };
     new.results.iter().filter_map(moved).collect()
 }
@@ -172,14 +185,8 @@ mod tests {
     }
 
     fn results(results: Vec<Outcome>) -> Results {
-        let host = HostInfo {
-            cpu: "a".into(),
-            kernel: "b".into(),
-            kvm: "c".into(),
-            threads: 1,
-            load: 0.0,
-        };
-        Results { host, commit: "d".into(), profile: "release".into(), results }
+        let host = HostInfo { cpu: "a".into(), kernel: "b".into(), kvm: "c".into(), threads: 1 };
+        Results { host, commit: "d".into(), profile: "release".into(), disturbed: 0.0, results }
     }
 
     fn verdict(old: Outcome, new: Outcome) -> Verdict {
@@ -212,9 +219,20 @@ mod tests {
     #[test]
     fn intervals_that_touch_are_noise() {
         let old = outcome("boot", "us", 100.0);
-        let wide = Outcome { interval: Some([101.5, 140.0]), ..outcome("boot", "us", 120.0) };
+        let wide = Outcome { interval: Some([104.5, 140.0]), ..outcome("boot", "us", 120.0) };
         assert_eq!(verdict(old.clone(), wide), Verdict::WithinNoise);
         assert_eq!(verdict(old, outcome("boot", "us", 120.0)), Verdict::Slower);
+    }
+
+    #[test]
+    fn a_disturbed_bench_accuses_nobody() {
+        let old = results(vec![outcome("boot", "us", 100.0), outcome("reset", "us", 10.0)]);
+        let new = results(vec![outcome("boot", "us", 200.0), outcome("reset", "us", 10.0)]);
+        let new = Results { disturbed: 2.0 * DISTURBED_MAX, ..new };
+        for moved in [compare(&old, &new), compare(&new, &old)] {
+            assert_eq!(moved[0].verdict, Verdict::Disturbed);
+            assert_eq!(moved[1].verdict, Verdict::WithinNoise);
+        }
     }
 
     #[test]

@@ -17,11 +17,13 @@
 //! | [`program`] | the benched programs: signed, checked, new input each run |
 //! | [`formula`] | what a case's ratio is to, as data |
 //! | [`stats`] | percentiles, and how sure a median is |
+//! | [`disturbance`] | how much others kept it from running |
 //! | [`compare`] | two results: what moved beyond noise |
 //! | [`plot`] | the distributions as a picture |
 
 pub mod cases;
 pub mod compare;
+pub mod disturbance;
 pub mod exec;
 pub mod floors;
 pub mod formula;
@@ -31,6 +33,7 @@ pub mod stats;
 
 use serde::{Deserialize, Serialize};
 
+use disturbance::Counters;
 pub use formula::Formula;
 use stats::{Interval, blocks, median};
 
@@ -116,7 +119,7 @@ pub fn select(name: &str) -> Option<Vec<Entry>> {
 }
 
 /// The host that was measured.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostInfo {
     /// CPU model.
     pub cpu: String,
@@ -126,22 +129,11 @@ pub struct HostInfo {
     pub kvm: String,
     /// Threads the host has.
     pub threads: usize,
-    /// How many processes wanted a CPU in the minute before, on average.
-    #[serde(default)]
-    pub load: f64,
-}
-
-impl HostInfo {
-    /// Whether figures of both may be compared as they are.
-    #[must_use]
-    pub fn same_machine(&self, other: &Self) -> bool {
-        Self { load: 0.0, ..self.clone() } == Self { load: 0.0, ..other.clone() }
-    }
 }
 
 impl std::fmt::Display for HostInfo {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { cpu, kernel, kvm, threads, load: _ } = self;
+        let Self { cpu, kernel, kvm, threads } = self;
         write!(f, "{cpu}, {threads} threads, Linux {kernel}, {kvm}")
     }
 }
@@ -191,6 +183,9 @@ pub struct Results {
     /// Built with which cargo profile.
     #[serde(default)]
     pub profile: String,
+    /// The part of the time that the bench had to wait for a CPU: 0 to 1.
+    #[serde(default)]
+    pub disturbed: f64,
     /// The figures.
     pub results: Vec<Outcome>,
 }
@@ -221,6 +216,7 @@ pub fn run(
     mut progress: impl FnMut(Progress),
 ) -> Result<Results, String> {
     let host = host_info();
+    let before = Counters::now();
     let mut sampled = Vec::new();
     let mut figures = Vec::new();
     for entry in entries {
@@ -274,6 +270,7 @@ pub fn run(
         host,
         commit: env!("FORGE_COMMIT").into(),
         profile: env!("FORGE_PROFILE").into(),
+        disturbed: Counters::now().since(&before),
         results,
     })
 }
@@ -348,13 +345,11 @@ fn host_info() -> HostInfo {
     let kvm = ["kvm_intel", "kvm_amd", "kvm_pvm"]
         .into_iter()
         .find(|module| std::path::Path::new("/sys/module").join(module).is_dir());
-    let load = read("/proc/loadavg");
     HostInfo {
         cpu,
         kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
         kvm: kvm.unwrap_or("unknown").to_owned(),
         threads: cpuinfo.lines().filter(|line| line.starts_with("processor")).count(),
-        load: load.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0),
     }
 }
 

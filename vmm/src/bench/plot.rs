@@ -99,8 +99,11 @@ pub fn latency(results: &Results) -> Option<String> {
     let fewest = rows.iter().map(|row| row.n).min().unwrap_or(0);
     text(&mut svg, "title", "start", 20.0, 32.0, "forge-vmm bench: how long each takes");
     let under = format!(
-        "{}; commit {} ({}); n = {fewest} each, in turn; load {:.1}",
-        results.host, results.commit, results.profile, results.host.load
+        "{}; commit {} ({}); n = {fewest} each, in turn; disturbed {:.1} %",
+        results.host,
+        results.commit,
+        results.profile,
+        results.disturbed * 100.0
     );
     text(&mut svg, "quiet", "start", 20.0, 56.0, &under);
 

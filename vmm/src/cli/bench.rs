@@ -124,8 +124,8 @@ impl Bar {
 
 /// The host and what was measured: the line above each table.
 fn headline(results: &Results) -> String {
-    let Results { host, commit, profile, .. } = results;
-    format!("{host}; commit {commit} ({profile}); load {:.1}", host.load)
+    let Results { host, commit, profile, disturbed, .. } = results;
+    format!("{host}; commit {commit} ({profile}); disturbed {:.1} %", disturbed * 100.0)
 }
 
 fn print(results: &Results) -> io::Result<()> {
@@ -163,7 +163,7 @@ fn print(results: &Results) -> io::Result<()> {
 fn print_moved(old: &Results, new: &Results, moved: &[Moved]) -> io::Result<()> {
     let mut out = io::stdout().lock();
     writeln!(out, "\nold: {}\nnew: {}", headline(old), headline(new))?;
-    if !old.host.same_machine(&new.host) {
+    if old.host != new.host {
         writeln!(out, "The hosts differ: only ratios to floors mean anything.")?;
     }
     if old.profile != new.profile {
