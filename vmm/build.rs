@@ -1,5 +1,7 @@
-//! Notes which commit is built, for the bench to say beside its figures.
+//! Notes which commit is built and with which profile, for the bench to say
+//! beside its figures.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
@@ -13,4 +15,11 @@ fn main() {
         .and_then(|output| String::from_utf8(output.stdout).ok());
     let commit = commit.as_deref().map_or("unknown", str::trim);
     println!("cargo::rustc-env=FORGE_COMMIT={commit}");
+
+    // `target/<profile>/build/forge-vmm-…/out`; cargo tells the name in no
+    // other way.
+    let out = std::env::var_os("OUT_DIR").map(PathBuf::from);
+    let profile = out.as_deref().and_then(|out| out.ancestors().nth(3)).and_then(Path::file_name);
+    let profile = profile.map_or_else(|| "unknown".into(), |name| name.to_string_lossy());
+    println!("cargo::rustc-env=FORGE_PROFILE={profile}");
 }

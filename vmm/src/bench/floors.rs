@@ -4,16 +4,39 @@ use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use forge_guest_init::engine;
+use forge_protocol::limits::RunLimits;
 use forge_protocol::platform::CONTROL_MMIO;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
 };
+use wasmi::{Engine, Extern, Func, Instance, Module, Store};
 
-use super::Case;
-use super::program::Program;
+use super::program::{self, Program};
+use super::{Case, Entry, Measure};
 use crate::machine::{Bus, Exit, Hypervisor, Image, Machine, Watchdog, vcpu::Go};
+
+pub(super) const ENTRIES: &[Entry] = &[
+    floor("floor_kvm", "bare KVM: create a VM, one slot, one vCPU, one exit", kvm),
+    floor("floor_kvm_destroy", "bare KVM: destroy that VM", kvm_destroy),
+    floor("floor_exit", "one bare VM exit by MMIO, and back", exit),
+    floor("floor_socket", "64 bytes to another process over a unix socket, and back", socket),
+    floor("floor_fork", "fork a process that ends at once, and wait for it", fork),
+    floor("floor_verify", "check the program's signature on the host", verify),
+    floor(
+        "floor_parse",
+        "parse, compile and instantiate the program with wasmi alone, on the host",
+        parse,
+    ),
+];
+
+const fn floor(name: &'static str, about: &'static str, make: Make) -> Entry {
+    Entry { name, group: "floors", about, ratio_of: None, measure: Measure::Sampled(make) }
+}
+
+type Make = fn() -> Result<Box<dyn Case>, String>;
 
 fn said(error: impl std::fmt::Display) -> String {
     error.to_string()
@@ -61,11 +84,11 @@ struct KvmFloor {
     destroy: bool,
 }
 
-pub(super) fn kvm() -> Result<Box<dyn Case>, String> {
+fn kvm() -> Result<Box<dyn Case>, String> {
     Ok(Box::new(KvmFloor { kvm: Kvm::new().map_err(said)?, destroy: false }))
 }
 
-pub(super) fn kvm_destroy() -> Result<Box<dyn Case>, String> {
+fn kvm_destroy() -> Result<Box<dyn Case>, String> {
     Ok(Box::new(KvmFloor { kvm: Kvm::new().map_err(said)?, destroy: true }))
 }
 
@@ -103,7 +126,7 @@ impl Bus for Countdown {
     }
 }
 
-pub(super) fn exit() -> Result<Box<dyn Case>, String> {
+fn exit() -> Result<Box<dyn Case>, String> {
     let [a, b, c, d] = (CONTROL_MMIO as u32).to_le_bytes();
     // mov [CONTROL_MMIO], eax; jmp back
     let code = [0x89, 0x04, 0x25, a, b, c, d, 0xeb, 0xf7];
@@ -151,7 +174,7 @@ fn wait_for(child: libc::pid_t) {
     unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
 }
 
-pub(super) fn socket() -> Result<Box<dyn Case>, String> {
+fn socket() -> Result<Box<dyn Case>, String> {
     let (socket, mut theirs) = UnixStream::pair().map_err(said)?;
     let child = fork_child(move || {
         let mut bytes = [0; PING_BYTES];
@@ -179,7 +202,7 @@ impl Drop for SocketFloor {
 
 struct ForkFloor;
 
-pub(super) fn fork() -> Result<Box<dyn Case>, String> {
+fn fork() -> Result<Box<dyn Case>, String> {
     Ok(Box::new(ForkFloor))
 }
 
@@ -193,7 +216,7 @@ impl Case for ForkFloor {
 
 struct VerifyFloor(Program);
 
-pub(super) fn verify() -> Result<Box<dyn Case>, String> {
+fn verify() -> Result<Box<dyn Case>, String> {
     Ok(Box::new(VerifyFloor(Program::new()?)))
 }
 
@@ -202,5 +225,35 @@ impl Case for VerifyFloor {
         let started = Instant::now();
         self.0.trust.verify(&self.0.signed).map_err(said)?;
         Ok(started.elapsed().as_nanos() as u64)
+    }
+}
+
+struct ParseFloor {
+    module: Vec<u8>,
+    limits: RunLimits,
+}
+
+fn parse() -> Result<Box<dyn Case>, String> {
+    let module = program::module().map_err(said)?;
+    Ok(Box::new(ParseFloor { module, limits: RunLimits::default() }))
+}
+
+impl Case for ParseFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let started = Instant::now();
+        let engine = Engine::new(&engine::config(&self.limits));
+        let module = Module::new(&engine, &self.module).map_err(said)?;
+        let mut store = Store::new(&engine, ());
+        let imports: Vec<Extern> = module
+            .imports()
+            .filter_map(|import| import.ty().func().cloned())
+            .map(|ty| Func::new(&mut store, ty, |_, _, _| Ok(())).into())
+            .collect();
+        let instance = Instance::new(&mut store, &module, &imports).map_err(said)?;
+        let ns = started.elapsed().as_nanos() as u64;
+        match instance.get_func(&store, "forge_run") {
+            Some(_) => Ok(ns),
+            None => Err("the instance has no forge_run".into()),
+        }
     }
 }

@@ -3,22 +3,41 @@
 //!
 //! Every case and every floor is sampled in turn, round by round, so that a
 //! host that becomes slower in the middle makes all of them slower. Figures
-//! of one host and one run can be compared; ratios to the floors can be
-//! compared further.
+//! that take seconds each (throughput, density) follow, in turn as well.
+//! Figures of one host and one run can be compared; ratios to the floors can
+//! be compared further.
+//!
+//! A new case is one [`Entry`] and one small struct, see [`cases`].
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`floors`] | bare KVM, one exit, a socket, fork, one verification |
+//! | [`floors`] | bare KVM, one exit, a socket, fork, one verification, one parse |
 //! | [`cases`] | what is measured of us |
-//! | [`program`] | the benched program: signed, checked, new input each run |
+//! | [`exec`] | execution in the guest beside the same interpreter on the host |
+//! | [`program`] | the benched programs: signed, checked, new input each run |
+//! | [`formula`] | what a case's ratio is to, as data |
+//! | [`stats`] | percentiles, and how sure a median is |
+//! | [`disturbance`] | how much others kept it from running |
+//! | [`compare`] | two results: what moved beyond noise |
+//! | [`plot`] | the distributions as a picture |
 
 pub mod cases;
+pub mod compare;
+pub mod disturbance;
+pub mod exec;
 pub mod floors;
+pub mod formula;
+pub mod plot;
 pub mod program;
+pub mod stats;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-/// One thing to measure.
+use disturbance::Counters;
+pub use formula::Formula;
+use stats::{Interval, blocks, median};
+
+/// One thing to measure by samples.
 pub trait Case {
     /// Takes one sample, in nanoseconds.
     ///
@@ -27,69 +46,80 @@ pub trait Case {
     fn sample(&mut self) -> Result<u64, String>;
 }
 
-/// Makes a case; its preparations are not measured.
-type Make = fn() -> Result<Box<dyn Case>, String>;
+/// One thing that is a figure of its own: a rate, a size, a quotient.
+pub trait Figure {
+    /// Measures it once, in the unit of its [`Entry`].
+    ///
+    /// # Errors
+    /// As for [`Case::sample`].
+    fn measure(&mut self) -> Result<f64, String>;
 
-/// A case by its name.
+    /// What a reader of the figure should know, after it was measured.
+    fn note(&self) -> Option<String> {
+        None
+    }
+}
+
+/// How something is measured. Preparations are not.
+#[derive(Clone, Copy)]
+pub enum Measure {
+    /// One sample each round, told in microseconds.
+    Sampled(fn() -> Result<Box<dyn Case>, String>),
+    /// A few repetitions, after the rounds.
+    Figure {
+        /// What a figure counts. One with a `/s` in it is better the larger it
+        /// is, any other the smaller.
+        unit: &'static str,
+        /// How often it is measured; never more often than there are rounds.
+        repetitions: usize,
+        /// Makes it.
+        make: fn() -> Result<Box<dyn Figure>, String>,
+    },
+}
+
+/// Something to measure, by its name.
 #[derive(Clone, Copy)]
 pub struct Entry {
     /// Its stable name.
     pub name: &'static str,
+    /// What it is asked for by, with others.
+    pub group: &'static str,
     /// What it measures.
     pub about: &'static str,
-    /// The floor that its ratio is to.
-    pub ratio_of: Option<&'static str>,
-    make: Make,
+    /// What its ratio is to.
+    pub ratio_of: Option<Formula>,
+    /// How.
+    pub measure: Measure,
 }
 
-/// Every case there is, floors first.
-pub const ENTRIES: [Entry; 7] = [
-    Entry {
-        name: "floor_kvm",
-        about: "bare KVM: create a VM, one slot, one vCPU, one exit",
-        ratio_of: None,
-        make: floors::kvm,
-    },
-    Entry {
-        name: "floor_kvm_destroy",
-        about: "bare KVM: destroy that VM",
-        ratio_of: None,
-        make: floors::kvm_destroy,
-    },
-    Entry {
-        name: "floor_exit",
-        about: "one bare VM exit by MMIO, and back",
-        ratio_of: None,
-        make: floors::exit,
-    },
-    Entry {
-        name: "floor_socket",
-        about: "64 bytes to another process over a unix socket, and back",
-        ratio_of: None,
-        make: floors::socket,
-    },
-    Entry {
-        name: "floor_fork",
-        about: "fork a process that ends at once, and wait for it",
-        ratio_of: None,
-        make: floors::fork,
-    },
-    Entry {
-        name: "floor_verify",
-        about: "check the program's signature on the host",
-        ratio_of: None,
-        make: floors::verify,
-    },
-    Entry {
-        name: "boot",
-        about: "nothing prepared: program in hand → admission, VM, guest, result",
-        ratio_of: Some("floor_kvm"),
-        make: cases::boot,
-    },
-];
+/// Everything there is to measure, floors first.
+#[must_use]
+pub fn entries() -> Vec<Entry> {
+    [floors::ENTRIES, cases::ENTRIES, exec::ENTRIES].concat()
+}
+
+/// The entries that `name` stands for (`all`, a group, or one entry), and the
+/// floors that their ratios need, in the order of [`entries`]. `None` if it
+/// stands for none.
+#[must_use]
+pub fn select(name: &str) -> Option<Vec<Entry>> {
+    let all = entries();
+    let asked: Vec<Entry> = all
+        .iter()
+        .filter(|entry| name == "all" || name == entry.group || name == entry.name)
+        .copied()
+        .collect();
+    let needed = |floor: &Entry| {
+        asked.iter().any(|entry| {
+            entry.name == floor.name
+                || entry.ratio_of.is_some_and(|formula| formula.needs(floor.name))
+        })
+    };
+    (!asked.is_empty()).then(|| all.iter().filter(|entry| needed(entry)).copied().collect())
+}
 
 /// The host that was measured.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostInfo {
     /// CPU model.
     pub cpu: String,
@@ -101,106 +131,207 @@ pub struct HostInfo {
     pub threads: usize,
 }
 
-/// What was measured of one case, in microseconds.
-#[derive(Clone, Debug, Serialize)]
+impl std::fmt::Display for HostInfo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { cpu, kernel, kvm, threads } = self;
+        write!(f, "{cpu}, {threads} threads, Linux {kernel}, {kvm}")
+    }
+}
+
+/// What was measured of one entry, in its unit.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
-    /// The case.
-    pub name: &'static str,
-    /// Always `us`.
-    pub unit: &'static str,
-    /// How many samples.
+    /// The entry.
+    pub name: String,
+    /// `us` for what is sampled.
+    pub unit: String,
+    /// How many samples or repetitions.
     pub n: usize,
     /// The median.
     pub p50: f64,
-    /// Nine of ten were faster.
+    /// Nine of ten were less.
     pub p90: f64,
-    /// 99 of 100 were faster.
+    /// 99 of 100 were less.
     pub p99: f64,
-    /// The slowest.
+    /// The greatest.
     pub max: f64,
-    /// Its median over the floor's.
+    /// Its median over what `ratio_of` comes to.
     pub ratio: Option<f64>,
-    /// That floor.
-    pub ratio_of: Option<&'static str>,
+    /// The formula, as text.
+    pub ratio_of: Option<String>,
+    /// Where the median would be in most repetitions of this bench.
+    #[serde(default)]
+    pub interval: Option<Interval>,
+    /// The same of the ratio.
+    #[serde(default)]
+    pub ratio_interval: Option<Interval>,
+    /// What a reader should know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+    /// What was measured, in the order in which it was.
+    #[serde(skip)]
+    pub samples: Vec<f64>,
 }
 
 /// A whole bench.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Results {
     /// Where.
     pub host: HostInfo,
     /// Of what.
-    pub commit: &'static str,
+    pub commit: String,
+    /// Built with which cargo profile.
+    #[serde(default)]
+    pub profile: String,
+    /// The part of the time that the bench had to wait for a CPU: 0 to 1.
+    #[serde(default)]
+    pub disturbed: f64,
     /// The figures.
     pub results: Vec<Outcome>,
+}
+
+/// How far a bench is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// What it is at.
+    pub what: &'static str,
+    /// Steps done.
+    pub done: usize,
+    /// Of so many.
+    pub of: usize,
 }
 
 /// Rounds that are run and thrown away first.
 const WARM_UP_ROUNDS: usize = 5;
 
-/// Measures the named cases and the floors their ratios need, `rounds` samples
-/// each. `progress` hears of every round.
+/// Measures: the sampled entries `rounds` times each, then the figures.
+/// `progress` hears of every step. Entries that others made (a peer's, for one)
+/// are measured like our own.
 ///
 /// # Errors
-/// The first case that cannot be made or sampled, by its name.
+/// The first entry that cannot be made or measured, by its name.
 pub fn run(
-    names: &[&str],
+    entries: &[Entry],
     rounds: usize,
-    mut progress: impl FnMut(usize),
+    mut progress: impl FnMut(Progress),
 ) -> Result<Results, String> {
-    let wanted = |entry: &&Entry| {
-        let needed = |name: &&str| {
-            let of = ENTRIES.iter().find(|other| other.name == *name);
-            of.is_some_and(|other| other.ratio_of == Some(entry.name))
-        };
-        names.contains(&entry.name) || names.iter().any(needed)
-    };
-    let entries: Vec<Entry> = ENTRIES.iter().filter(wanted).copied().collect();
-    let named = |entry: &Entry| {
-        let name = entry.name;
-        move |error: String| format!("{name}: {error}")
-    };
-    let mut cases = Vec::new();
-    for entry in &entries {
-        cases.push((entry.make)().map_err(named(entry))?);
-    }
-    let mut samples = vec![Vec::with_capacity(rounds); entries.len()];
-    for round in 0..WARM_UP_ROUNDS + rounds {
-        for ((entry, case), samples) in entries.iter().zip(&mut cases).zip(&mut samples) {
-            let ns = case.sample().map_err(named(entry))?;
-            if round >= WARM_UP_ROUNDS {
-                samples.push(ns);
+    let host = host_info();
+    let before = Counters::now();
+    let mut sampled = Vec::new();
+    let mut figures = Vec::new();
+    for entry in entries {
+        match entry.measure {
+            Measure::Sampled(make) => {
+                let case = make().map_err(|error| named(entry, &error))?;
+                sampled.push((entry, case, Vec::with_capacity(rounds)));
+            }
+            Measure::Figure { repetitions, make, .. } => {
+                figures.push((entry, make, repetitions.min(rounds), Vec::new()));
             }
         }
-        progress(round.saturating_sub(WARM_UP_ROUNDS));
+    }
+    let round_steps = if sampled.is_empty() { 0 } else { WARM_UP_ROUNDS + rounds };
+    let of = round_steps + figures.iter().map(|(_, _, times, _)| times).sum::<usize>();
+    for round in 0..round_steps {
+        progress(Progress { what: "rounds", done: round, of });
+        for (entry, case, samples) in &mut sampled {
+            let ns = case.sample().map_err(|error| named(entry, &error))?;
+            if round >= WARM_UP_ROUNDS {
+                samples.push(ns as f64 / 1000.0);
+            }
+        }
     }
     let mut results: Vec<Outcome> =
-        entries.iter().zip(samples).map(|(entry, samples)| outcome(entry, samples)).collect();
-    let medians: Vec<(&str, f64)> = results.iter().map(|r| (r.name, r.p50)).collect();
-    for result in &mut results {
-        let floor = medians.iter().find(|(name, _)| Some(*name) == result.ratio_of);
-        result.ratio = floor.map(|(_, p50)| result.p50 / p50);
+        sampled.into_iter().map(|(entry, _case, samples)| outcome(entry, "us", samples)).collect();
+
+    // What the sampled cases held (VMs, processes, memory) is gone by now.
+    let mut done = round_steps;
+    let mut made = Vec::new();
+    for (entry, make, _, _) in &figures {
+        made.push(make().map_err(|error| named(entry, &error))?);
     }
-    Ok(Results { host: host_info(), commit: env!("FORGE_COMMIT"), results })
+    let most = figures.iter().map(|(_, _, times, _)| *times).max().unwrap_or(0);
+    for repetition in 0..most {
+        for ((entry, _, times, values), figure) in figures.iter_mut().zip(&mut made) {
+            if repetition < *times {
+                progress(Progress { what: entry.name, done, of });
+                values.push(figure.measure().map_err(|error| named(entry, &error))?);
+                done += 1;
+            }
+        }
+    }
+    for ((entry, _, _, values), figure) in figures.into_iter().zip(made) {
+        let Measure::Figure { unit, .. } = entry.measure else { continue };
+        let note = figure.note();
+        results.push(Outcome { note, ..outcome(entry, unit, values) });
+    }
+    rate(entries, &mut results);
+    Ok(Results {
+        host,
+        commit: env!("FORGE_COMMIT").into(),
+        profile: env!("FORGE_PROFILE").into(),
+        disturbed: Counters::now().since(&before),
+        results,
+    })
 }
 
-fn outcome(entry: &Entry, mut samples: Vec<u64>) -> Outcome {
-    samples.sort_unstable();
-    // The nearest-rank percentile: a value that was measured.
-    let percentile = |percent: usize| {
-        let rank = (samples.len() * percent).div_ceil(100).max(1);
-        samples.get(rank - 1).map_or(f64::NAN, |ns| *ns as f64 / 1000.0)
-    };
+fn named(entry: &Entry, error: &str) -> String {
+    format!("{}: {error}", entry.name)
+}
+
+fn outcome(entry: &Entry, unit: &str, samples: Vec<f64>) -> Outcome {
+    let sorted = stats::sorted(&samples);
     Outcome {
-        name: entry.name,
-        unit: "us",
+        name: entry.name.into(),
+        unit: unit.into(),
         n: samples.len(),
-        p50: percentile(50),
-        p90: percentile(90),
-        p99: percentile(99),
-        max: percentile(100),
+        p50: stats::percentile(&sorted, 50),
+        p90: stats::percentile(&sorted, 90),
+        p99: stats::percentile(&sorted, 99),
+        max: stats::percentile(&sorted, 100),
         ratio: None,
-        ratio_of: entry.ratio_of,
+        ratio_of: entry.ratio_of.map(|formula| formula.to_string()),
+        interval: stats::interval(&blocks(&samples)),
+        ratio_interval: None,
+        note: None,
+        samples,
+    }
+}
+
+/// Fills in the ratios, from the floors among the outcomes.
+fn rate(entries: &[Entry], results: &mut [Outcome]) {
+    let floors: Vec<(String, f64, Vec<f64>)> = results
+        .iter()
+        .map(|floor| (floor.name.clone(), floor.p50, blocks(&floor.samples)))
+        .collect();
+    let floor = |name: &str| floors.iter().find(|(other, _, _)| other == name);
+    for result in results {
+        let formula =
+            entries.iter().find(|entry| entry.name == result.name).and_then(|entry| entry.ratio_of);
+        let Some(formula) = formula else { continue };
+        let Some(whole) = formula.value(|name| floor(name).map(|(_, p50, _)| *p50)) else {
+            continue;
+        };
+        result.ratio = Some(result.p50 / whole);
+        // Block by block, so that what slowed both down for a while drops out.
+        // A figure was not measured beside the floors and has no such blocks.
+        let of_blocks = blocks(&result.samples).into_iter().enumerate().map(|(at, block)| {
+            let beside = if result.unit == "us" {
+                formula.value(|name| floor(name).and_then(|(_, _, blocks)| blocks.get(at).copied()))
+            } else {
+                None
+            };
+            block / beside.unwrap_or(whole)
+        });
+        result.ratio_interval = stats::interval(&of_blocks.collect::<Vec<f64>>());
+    }
+}
+
+impl Results {
+    /// The median of an entry, if it was measured.
+    #[must_use]
+    pub fn p50(&self, name: &str) -> Option<f64> {
+        self.results.iter().find(|result| result.name == name).map(|result| median(&result.samples))
     }
 }
 
@@ -226,20 +357,119 @@ fn host_info() -> HostInfo {
 mod tests {
     use super::*;
 
-    #[test]
-    fn percentiles_are_values_that_were_measured() {
-        let outcome = outcome(&ENTRIES[0], (1..=200).map(|n| n * 1000).collect());
-        assert_eq!((outcome.p50, outcome.p90), (100.0, 180.0));
-        assert_eq!((outcome.p99, outcome.max), (198.0, 200.0));
-        assert_eq!(outcome.n, 200);
+    struct Fixed(u64);
+
+    impl Case for Fixed {
+        fn sample(&mut self) -> Result<u64, String> {
+            Ok(self.0)
+        }
+    }
+
+    struct Counts(f64);
+
+    impl Figure for Counts {
+        fn measure(&mut self) -> Result<f64, String> {
+            self.0 += 1.0;
+            Ok(self.0)
+        }
+
+        fn note(&self) -> Option<String> {
+            Some(format!("up to {}", self.0))
+        }
+    }
+
+    fn entry(name: &'static str, ratio_of: Option<Formula>, measure: Measure) -> Entry {
+        Entry { name, group: "test", about: "", ratio_of, measure }
+    }
+
+    fn sample() -> Vec<Entry> {
+        vec![
+            entry("floor_a", None, Measure::Sampled(|| Ok(Box::new(Fixed(2_000))))),
+            entry("floor_b", None, Measure::Sampled(|| Ok(Box::new(Fixed(1_000))))),
+            entry(
+                "case",
+                Some(Formula::sum(&[(2.0, "floor_a"), (1.0, "floor_b")])),
+                Measure::Sampled(|| Ok(Box::new(Fixed(15_000)))),
+            ),
+            entry(
+                "figure",
+                Some(Formula::rate(&[(1.0, "floor_a"), (2.0, "floor_b")])),
+                Measure::Figure {
+                    unit: "runs/s",
+                    repetitions: 5,
+                    make: || Ok(Box::new(Counts(0.0))),
+                },
+            ),
+        ]
     }
 
     #[test]
-    fn every_ratio_is_to_a_floor_that_exists() {
-        for entry in &ENTRIES {
-            if let Some(floor) = entry.ratio_of {
-                assert!(ENTRIES.iter().any(|other| other.name == floor), "{floor}");
+    fn ratios_are_to_the_sums_their_formulas_name() {
+        let results = run(&sample(), 20, |_| {}).unwrap().results;
+        assert_eq!(results[2].p50, 15.0);
+        assert_eq!(results[2].ratio, Some(3.0));
+        assert_eq!(results[2].ratio_interval, Some([3.0, 3.0]));
+        assert_eq!(results[2].ratio_of.as_deref(), Some("2 floor_a + floor_b"));
+        // 1e6 / 4 us is 250 000 a second, and the median of 1 to 5 is 3.
+        assert_eq!(results[3].ratio, Some(3.0 / 250_000.0));
+        assert_eq!(results[3].ratio_of.as_deref(), Some("1e6 / (floor_a + 2 floor_b)"));
+    }
+
+    #[test]
+    fn a_figure_is_repeated_in_its_own_unit_and_says_its_note() {
+        let results = run(&sample(), 20, |_| {}).unwrap().results;
+        let figure = &results[3];
+        assert_eq!((figure.n, figure.unit.as_str()), (5, "runs/s"));
+        assert_eq!((figure.p50, figure.max), (3.0, 5.0));
+        assert_eq!(figure.note.as_deref(), Some("up to 5"));
+        assert_eq!(run(&sample(), 2, |_| {}).unwrap().results[3].n, 2);
+    }
+
+    #[test]
+    fn progress_counts_up_to_all_steps() {
+        let mut heard = Vec::new();
+        run(&sample(), 20, |progress| heard.push((progress.done, progress.of))).unwrap();
+        let of = WARM_UP_ROUNDS + 20 + 5;
+        assert_eq!(heard, (0..of).map(|done| (done, of)).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_fails_is_named() {
+        let fails = entry("broken", None, Measure::Sampled(|| Err("no luck".into())));
+        assert_eq!(run(&[fails], 1, |_| {}).unwrap_err(), "broken: no luck");
+    }
+
+    #[test]
+    fn every_ratio_is_to_sampled_floors_that_exist() {
+        let all = entries();
+        for entry in &all {
+            for (_, floor) in entry.ratio_of.iter().flat_map(|formula| formula.terms()) {
+                let floor = all.iter().find(|other| other.name == *floor);
+                let floor = floor.unwrap_or_else(|| panic!("{} has no such floor", entry.name));
+                assert!(matches!(floor.measure, Measure::Sampled(_)), "{}", floor.name);
             }
         }
+    }
+
+    #[test]
+    fn names_are_unique_and_no_entry_is_called_like_another_group() {
+        let all = entries();
+        for (at, entry) in all.iter().enumerate() {
+            assert!(all[at + 1..].iter().all(|other| other.name != entry.name), "{}", entry.name);
+            let misleading = all.iter().any(|o| o.group == entry.name && entry.group != entry.name);
+            assert!(!misleading && entry.name != "all", "{}", entry.name);
+        }
+    }
+
+    #[test]
+    fn a_selection_draws_in_the_floors_it_needs_and_no_others() {
+        let names = |name| {
+            let selected = select(name)?;
+            Some(selected.iter().map(|entry| entry.name).collect::<Vec<_>>())
+        };
+        assert_eq!(names("boot"), Some(vec!["floor_kvm", "boot"]));
+        assert_eq!(names("floor_exit"), Some(vec!["floor_exit"]));
+        assert_eq!(names("all").map(|all| all.len()), Some(entries().len()));
+        assert_eq!(names("no such thing"), None);
     }
 }

@@ -1,8 +1,10 @@
-//! The benched program: CRC-32 of its input, as eight hex digits.
+//! The benched programs, signed. Each gets another input each run, and its
+//! output is checked: a bench that measures a failing run would be the fastest
+//! of all.
 //!
-//! It is over 1 KB (the table is in it), signed, gets another input each run,
-//! and its output is checked: a bench that measures a failing run would be
-//! the fastest of all.
+//! The usual one is CRC-32 of its input, as eight hex digits, and over 1 KB
+//! (the table is in it). [`Program::compute`] is the one that takes long: a
+//! loop of calls, memory accesses and arithmetic.
 
 use std::fmt::Write as _;
 
@@ -30,6 +32,33 @@ fn crc32(bytes: &[u8]) -> u32 {
         .fold(!0u32, |crc, byte| (crc >> 8) ^ table[((crc ^ u32::from(*byte)) & 0xff) as usize])
 }
 
+/// The parts that both programs share: the imports, and a `$tell` that puts
+/// eight hex digits out and gives what `output` gives.
+const COMMON: &str = r#"
+    (import "forge" "input_len" (func $input_len (result i32)))
+    (import "forge" "input_read" (func $input_read (param i32 i32 i32) (result i32)))
+    (import "forge" "output" (func $output (param i32 i32) (result i32)))"#;
+
+const TELL: &str = r#"
+    (func $tell (param $word i32) (param $to i32) (result i32)
+        (local $at i32) (local $digit i32)
+        (local.set $at (local.get $to))
+        (loop $next
+            (i32.store8 (local.get $at) (i32.add
+                (local.tee $digit (i32.shr_u (local.get $word) (i32.const 28)))
+                (select (i32.const 48) (i32.const 87)
+                    (i32.lt_u (local.get $digit) (i32.const 10)))))
+            (local.set $word (i32.shl (local.get $word) (i32.const 4)))
+            (br_if $next (i32.ne (i32.add (local.get $to) (i32.const 8))
+                (local.tee $at (i32.add (local.get $at) (i32.const 1))))))
+        (call $output (local.get $to) (i32.const 8)))"#;
+
+/// What the usual program answers to an input.
+#[must_use]
+pub fn answer(input: &[u8]) -> String {
+    format!("{:08x}", crc32(input))
+}
+
 fn source() -> String {
     let mut data = String::new();
     for entry in table() {
@@ -39,12 +68,10 @@ fn source() -> String {
         }
     }
     format!(
-        r#"(module
-            (import "forge" "input_len" (func $input_len (result i32)))
-            (import "forge" "input_read" (func $input_read (param i32 i32 i32) (result i32)))
-            (import "forge" "output" (func $output (param i32 i32) (result i32)))
+        r#"(module {COMMON}
             (memory (export "memory") 1)
             (data (i32.const 0) "{data}")
+            {TELL}
             (func (export "forge_run") (result i32)
                 (local $crc i32) (local $at i32) (local $end i32)
                 (local.set $at (i32.const 4096))
@@ -61,21 +88,79 @@ fn source() -> String {
                             (i32.const 2)))))
                     (local.set $at (i32.add (local.get $at) (i32.const 1)))
                     (br $next)))
-                (local.set $crc (i32.xor (local.get $crc) (i32.const -1)))
-                (local.set $at (i32.const 2048))
-                (loop $digit
-                    (i32.store8 (local.get $at) (i32.add
-                        (local.tee $end (i32.shr_u (local.get $crc) (i32.const 28)))
-                        (select (i32.const 48) (i32.const 87)
-                            (i32.lt_u (local.get $end) (i32.const 10)))))
-                    (local.set $crc (i32.shl (local.get $crc) (i32.const 4)))
-                    (br_if $digit (i32.ne (i32.const 2056)
-                        (local.tee $at (i32.add (local.get $at) (i32.const 1))))))
-                (call $output (i32.const 2048) (i32.const 8))))"#
+                (call $tell (i32.xor (local.get $crc) (i32.const -1)) (i32.const 2048))))"#
     )
 }
 
-/// The program, signed, and who trusts it.
+/// The usual program's module, unsigned.
+///
+/// # Errors
+/// If it does not assemble, which is our bug.
+pub fn module() -> Result<Vec<u8>, wat::Error> {
+    wat::parse_str(source())
+}
+
+/// How often [`Program::compute`] goes round its loop.
+const COMPUTE_ROUNDS: u32 = 2_000_000;
+
+/// The page that [`Program::compute`] works on, in words: small enough that
+/// neither side waits for memory.
+const COMPUTE_WORDS: u32 = 16_384;
+
+fn compute_source() -> String {
+    let mask = COMPUTE_WORDS * 4 - 4;
+    format!(
+        r#"(module {COMMON}
+            (memory (export "memory") 2)
+            {TELL}
+            (func $mix (param $hash i32) (param $word i32) (result i32)
+                (i32.add (i32.const 0xe6546b64) (i32.mul (i32.const 5)
+                    (i32.rotl (i32.xor (local.get $hash)
+                        (i32.mul (local.get $word) (i32.const 0xcc9e2d51))) (i32.const 13)))))
+            (func (export "forge_run") (result i32)
+                (local $hash i32) (local $at i32) (local $end i32) (local $round i32)
+                (local.set $at (i32.const 65536))
+                (local.set $end (i32.add (local.get $at)
+                    (call $input_read (local.get $at) (i32.const 0) (call $input_len))))
+                (block $done (loop $next
+                    (br_if $done (i32.eq (local.get $at) (local.get $end)))
+                    (local.set $hash
+                        (call $mix (local.get $hash) (i32.load8_u (local.get $at))))
+                    (local.set $at (i32.add (local.get $at) (i32.const 1)))
+                    (br $next)))
+                (loop $next
+                    (local.set $at (i32.and (local.get $hash) (i32.const {mask})))
+                    (local.set $hash (call $mix (local.get $hash)
+                        (i32.add (local.get $round) (i32.load (local.get $at)))))
+                    (i32.store (local.get $at) (local.get $hash))
+                    (br_if $next (i32.ne (i32.const {COMPUTE_ROUNDS})
+                        (local.tee $round (i32.add (local.get $round) (i32.const 1))))))
+                (call $tell (local.get $hash) (i32.const 65536))))"#
+    )
+}
+
+/// What [`Program::compute`] answers to an input.
+#[must_use]
+pub fn computed(input: &[u8]) -> String {
+    let mix = |hash: u32, word: u32| {
+        let mixed = hash ^ word.wrapping_mul(0xcc9e_2d51);
+        mixed.rotate_left(13).wrapping_mul(5).wrapping_add(0xe654_6b64)
+    };
+    let mut memory = vec![0u32; COMPUTE_WORDS as usize];
+    let mut hash = input.iter().fold(0, |hash, byte| mix(hash, u32::from(*byte)));
+    for round in 0..COMPUTE_ROUNDS {
+        let word = &mut memory[(hash / 4 % COMPUTE_WORDS) as usize];
+        hash = mix(hash, round.wrapping_add(*word));
+        *word = hash;
+    }
+    format!("{hash:08x}")
+}
+
+/// What the bench signs with: the same key each time, because how long a
+/// verification takes depends on it. Nobody else trusts it.
+const SECRET: [u8; 32] = *b"the key of forge-vmm bench, only";
+
+/// A program, signed, and who trusts it.
 pub struct Program {
     /// The signed module.
     pub signed: Vec<u8>,
@@ -85,15 +170,27 @@ pub struct Program {
 }
 
 impl Program {
-    /// Assembles and signs it with a key made for the bench.
+    /// Assembles the usual one and signs it with the bench's key.
     ///
     /// # Errors
     /// What failed, for a reader.
     pub fn new() -> Result<Self, String> {
-        let module = wat::parse_str(source()).map_err(|error| error.to_string())?;
-        let secret = crate::keys::random().map_err(|error| error.to_string())?;
-        let signer = SignerKey::from_secret(&secret);
-        let signed = signer.sign(&module).map_err(|error| error.to_string())?;
+        Self::signed(&module().map_err(|error| error.to_string())?)
+    }
+
+    /// The one that computes for some tens of milliseconds; it answers
+    /// [`computed`].
+    ///
+    /// # Errors
+    /// As for [`Program::new`].
+    pub fn compute() -> Result<Self, String> {
+        let module = wat::parse_str(compute_source()).map_err(|error| error.to_string())?;
+        Self::signed(&module)
+    }
+
+    fn signed(module: &[u8]) -> Result<Self, String> {
+        let signer = SignerKey::from_secret(&SECRET);
+        let signed = signer.sign(module).map_err(|error| error.to_string())?;
         let trust =
             TrustKeys::new([signer.trust_key()]).map_err(|error: KeyError| error.to_string())?;
         Ok(Self { signed, trust, round: 0 })
@@ -118,23 +215,30 @@ impl Program {
         }
     }
 
-    /// Checks that a report is the right answer to a job.
+    /// Checks that a report is the usual program's right answer to a job.
     ///
     /// # Errors
     /// What it is instead.
     pub fn check(job: &Job, report: &Report) -> Result<(), String> {
-        let Fate::Ended(Ended { ending: Ending::Returned(0), .. }) = &report.fate else {
-            return Err(format!("the benched run failed: {:?}", report.fate));
-        };
-        let expected = format!("{:08x}", crc32(&job.input));
-        if report.output != expected.as_bytes() {
-            return Err(format!(
-                "the benched run answered {:?}, not {expected:?}",
-                String::from_utf8_lossy(&report.output)
-            ));
-        }
-        Ok(())
+        check_answer(&report.fate, &report.output, &answer(&job.input))
     }
+}
+
+/// Checks that a run returned 0 and answered what it should.
+///
+/// # Errors
+/// What it did instead.
+pub fn check_answer(fate: &Fate, output: &[u8], expected: &str) -> Result<(), String> {
+    let Fate::Ended(Ended { ending: Ending::Returned(0), .. }) = fate else {
+        return Err(format!("the benched run failed: {fate:?}"));
+    };
+    if output != expected.as_bytes() {
+        return Err(format!(
+            "the benched run answered {:?}, not {expected:?}",
+            String::from_utf8_lossy(output)
+        ));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -240,13 +240,28 @@ pub(crate) struct ProbeArgs {
 
 #[derive(Debug, ClapArgs)]
 pub(crate) struct BenchArgs {
-    /// What to measure: a case by its name, or all
-    #[arg(default_value = "all")]
-    pub(crate) case: String,
-    /// Samples of each case
-    #[arg(long, value_name = "N", default_value = "200")]
+    /// What to measure: a group (boot, exec, floors, ...), one case by its name,
+    /// or all
+    #[arg(value_name = "WHAT", default_value = "all")]
+    pub(crate) what: String,
+    /// Samples of each latency
+    #[arg(long, value_name = "N", default_value = "200", value_parser = at_least_one)]
     pub(crate) runs: usize,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+    /// Draw the latencies into this folder, as latency.svg
+    #[arg(long, value_name = "DIR")]
+    pub(crate) plot: Option<PathBuf>,
+    /// Say what moved since this earlier output of --json
+    #[arg(long, value_name = "OLD.json")]
+    pub(crate) compare: Option<PathBuf>,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("at least 1".into()),
+        Ok(count) => Ok(count),
+        Err(error) => Err(format!("{error}")),
+    }
 }

@@ -1,70 +1,215 @@
 //! `forge-vmm bench`.
 
+use std::fs;
 use std::io::{self, IsTerminal as _, Write as _};
+use std::path::Path;
 use std::process::ExitCode;
 
-use forge_vmm::bench::{self, ENTRIES, Results};
+use forge_vmm::bench::compare::{self, Moved};
+use forge_vmm::bench::{self, Progress, Results, plot};
+use serde::Serialize;
 
 use super::args::BenchArgs;
-use super::{CliError, Exit, complain, print_json};
+use super::{CliError, Exit, complain, print_json, read_file};
+
+/// What `--json` prints: the results, and what moved if that was asked.
+#[derive(Serialize)]
+struct Printed<'a> {
+    #[serde(flatten)]
+    results: &'a Results,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compared: Option<&'a [Moved]>,
+}
 
 /// Measures.
 pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
-    let names: Vec<&str> = match args.case.as_str() {
-        "all" => ENTRIES.iter().map(|entry| entry.name).collect(),
-        name if ENTRIES.iter().any(|entry| entry.name == name) => vec![name],
-        name => {
-            let known: Vec<&str> = ENTRIES.iter().map(|entry| entry.name).collect();
-            return Err(CliError::Usage(format!(
-                "there is no case {name:?}; there are all, {}",
-                known.join(", ")
-            )));
-        }
-    };
-    let watched = io::stderr().is_terminal();
-    let progress = |round: usize| {
-        if watched {
-            let _ = write!(io::stderr(), "\r… {round} of {} rounds", args.runs);
-        }
-    };
-    let results = bench::run(&names, args.runs, progress);
-    if watched {
-        let _ = write!(io::stderr(), "\r\x1b[K");
+    let entries = bench::select(&args.what).ok_or_else(|| unknown(&args.what))?;
+    // What cannot be read or written is said before minutes of measuring.
+    let old = args.compare.as_deref().map(read_results).transpose()?;
+    if let Some(folder) = &args.plot {
+        fs::create_dir_all(folder).map_err(|source| file_error(folder, source))?;
     }
-    match results {
-        Ok(results) if args.json => print_json(&results)?,
-        Ok(results) => print(&results)?,
+    let mut bar = Bar::new();
+    let results = bench::run(&entries, args.runs, |progress| bar.show(progress));
+    bar.clear();
+    let results = match results {
+        Ok(results) => results,
         Err(error) => {
             complain(&error);
             return Ok(Exit::Unavailable.into());
         }
+    };
+    let moved = old.as_ref().map(|old| compare::compare(old, &results));
+    if args.json {
+        print_json(&Printed { results: &results, compared: moved.as_deref() })?;
+    } else {
+        print(&results)?;
+        if let (Some(old), Some(moved)) = (&old, &moved) {
+            print_moved(old, &results, moved)?;
+        }
+    }
+    if let Some(folder) = &args.plot {
+        draw(&results, folder)?;
     }
     Ok(Exit::Ok.into())
 }
 
+fn unknown(what: &str) -> CliError {
+    let all = bench::entries();
+    let mut groups: Vec<&str> = all.iter().map(|entry| entry.group).collect();
+    groups.dedup();
+    let names: Vec<&str> = all.iter().map(|entry| entry.name).collect();
+    CliError::Usage(format!(
+        "there is nothing to measure called {what:?}; there are all, the groups {}, and each of {}",
+        groups.join(", "),
+        names.join(", ")
+    ))
+}
+
+fn read_results(path: &Path) -> Result<Results, CliError> {
+    compare::parse(&read_file(path)?)
+        .map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))
+}
+
+fn file_error(path: &Path, source: io::Error) -> CliError {
+    CliError::File { path: path.display().to_string(), source }
+}
+
+fn draw(results: &Results, folder: &Path) -> Result<(), CliError> {
+    let Some(svg) = plot::latency(results) else {
+        complain(&"nothing was sampled, so there is no picture");
+        return Ok(());
+    };
+    let path = folder.join("latency.svg");
+    fs::write(&path, svg).map_err(|source| file_error(&path, source))?;
+    super::progress(&format!("drawn: {}", path.display()));
+    Ok(())
+}
+
+/// A bar on standard error, for a person who watches.
+struct Bar {
+    watched: bool,
+    /// What is shown.
+    shown: String,
+}
+
+const BAR_CHARS: usize = 30;
+
+impl Bar {
+    fn new() -> Self {
+        Self { watched: io::stderr().is_terminal(), shown: String::new() }
+    }
+
+    fn show(&mut self, Progress { what, done, of }: Progress) {
+        let percent = done * 100 / of.max(1);
+        let full = done * BAR_CHARS / of.max(1);
+        let line = format!(
+            "{}{} {percent:>3} %  {what}",
+            "█".repeat(full),
+            "░".repeat(BAR_CHARS.saturating_sub(full))
+        );
+        // A terminal that is written to between samples costs the samples.
+        if self.watched && line != self.shown {
+            let _ = write!(io::stderr(), "\r\x1b[K{line}");
+            self.shown = line;
+        }
+    }
+
+    fn clear(&self) {
+        if self.watched {
+            let _ = write!(io::stderr(), "\r\x1b[K");
+        }
+    }
+}
+
+/// The host and what was measured: the line above each table.
+fn headline(results: &Results) -> String {
+    let Results { host, commit, profile, disturbed, .. } = results;
+    format!("{host}; commit {commit} ({profile}); disturbed {:.1} %", disturbed * 100.0)
+}
+
 fn print(results: &Results) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    let host = &results.host;
+    writeln!(out, "{}", headline(results))?;
     writeln!(
         out,
-        "{}, {} threads, Linux {}, {}; commit {}; in us",
-        host.cpu, host.threads, host.kernel, host.kvm, results.commit
-    )?;
-    writeln!(
-        out,
-        "{:<18} {:>5} {:>9} {:>9} {:>9} {:>9}  ratio",
-        "case", "n", "p50", "p90", "p99", "max"
+        "{:<24} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7}  ratio",
+        "case", "unit", "n", "p50", "p90", "p99", "max", "p99/p50"
     )?;
     for result in &results.results {
         write!(
             out,
-            "{:<18} {:>5} {:>9.1} {:>9.1} {:>9.1} {:>9.1}",
-            result.name, result.n, result.p50, result.p90, result.p99, result.max
+            "{:<24} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7.2}",
+            result.name,
+            result.unit,
+            result.n,
+            figure(result.p50),
+            figure(result.p90),
+            figure(result.p99),
+            figure(result.max),
+            result.p99 / result.p50,
         )?;
-        match (result.ratio, result.ratio_of) {
-            (Some(ratio), Some(floor)) => writeln!(out, "  {ratio:.2} x {floor}")?,
+        match (result.ratio, &result.ratio_of) {
+            (Some(ratio), Some(floors)) => writeln!(out, "  {ratio:.2} x ({floors})")?,
             _ => writeln!(out)?,
+        }
+        if let Some(note) = &result.note {
+            writeln!(out, "    {note}")?;
         }
     }
     Ok(())
+}
+
+fn print_moved(old: &Results, new: &Results, moved: &[Moved]) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "\nold: {}\nnew: {}", headline(old), headline(new))?;
+    if old.host != new.host {
+        writeln!(out, "The hosts differ: only ratios to floors mean anything.")?;
+    }
+    if old.profile != new.profile {
+        writeln!(out, "The builds differ: {} then, {} now.", old.profile, new.profile)?;
+    }
+    writeln!(
+        out,
+        "{:<24} {:>11} {:>9} {:>9} {:>9} {:>9} {:>8}  verdict",
+        "case", "unit", "old", "new", "old ratio", "new ratio", "change"
+    )?;
+    let ratio =
+        |ratio: Option<f64>| ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.2}"));
+    for moved in moved {
+        writeln!(
+            out,
+            "{:<24} {:>11} {:>9} {:>9} {:>9} {:>9} {:>8}  {}",
+            moved.name,
+            moved.unit,
+            figure(moved.old),
+            figure(moved.new),
+            ratio(moved.old_ratio),
+            ratio(moved.new_ratio),
+            format!("{:+.1} %", (moved.change - 1.0) * 100.0),
+            moved.verdict,
+        )?;
+    }
+    let missing = |results: &Results, name: &str| !results.results.iter().any(|r| r.name == name);
+    for (what, of, beside) in [("new", new, old), ("only in the old file", old, new)] {
+        let names: Vec<&str> = of
+            .results
+            .iter()
+            .map(|result| result.name.as_str())
+            .filter(|name| missing(beside, name))
+            .collect();
+        if !names.is_empty() {
+            writeln!(out, "{what}: {}", names.join(", "))?;
+        }
+    }
+    Ok(())
+}
+
+/// A figure with about four digits.
+fn figure(value: f64) -> String {
+    match value {
+        value if value >= 100.0 => format!("{value:.1}"),
+        value if value >= 10.0 => format!("{value:.2}"),
+        value => format!("{value:.3}"),
+    }
 }

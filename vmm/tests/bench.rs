@@ -1,0 +1,163 @@
+//! `forge-vmm bench` as a command: what it prints, draws and compares, and
+//! what it refuses. No time it measures is asserted on.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Output};
+
+use serde_json::Value;
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            every_figure_comes_with_host_commit_and_sample_count,
+            a_group_brings_the_floors_its_ratios_need,
+            a_picture_has_a_row_for_each_case,
+            a_bench_is_compared_with_an_earlier_one,
+            execution_in_the_guest_is_measured_beside_the_host,
+        ],
+        claims![
+            what_is_not_there_exits_2_and_names_what_is,
+            a_file_that_is_no_bench_is_refused_before_anything_is_measured,
+            no_samples_are_no_bench,
+        ],
+    )
+}
+
+/// A folder of its own, gone with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("bench-{name}"));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn write(&self, name: &str, content: &[u8]) -> String {
+        let path = self.0.join(name);
+        fs::write(&path, content).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn bench(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_forge-vmm")).arg("bench").args(arguments).output().unwrap()
+}
+
+fn json(arguments: &[&str]) -> Value {
+    let output = bench(&[arguments, &["--json"]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn names(results: &Value) -> Vec<&str> {
+    results["results"].as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect()
+}
+
+fn every_figure_comes_with_host_commit_and_sample_count() {
+    let results = json(&["boot", "--runs", "3"]);
+    for field in ["cpu", "kernel", "kvm"] {
+        assert!(!results["host"][field].as_str().unwrap().is_empty(), "{field}");
+    }
+    assert!(results["host"]["threads"].as_u64().unwrap() > 0);
+    assert!(!results["commit"].as_str().unwrap().is_empty());
+    for result in results["results"].as_array().unwrap() {
+        assert_eq!((&result["n"], &result["unit"]), (&3.into(), &"us".into()));
+        for field in ["p50", "p90", "p99", "max"] {
+            assert!(result[field].as_f64().unwrap() > 0.0, "{field}");
+        }
+    }
+    let table = text(&bench(&["boot", "--runs", "3"]).stdout);
+    for said in [&results["host"]["kernel"], &results["host"]["kvm"], &results["commit"]] {
+        assert!(table.contains(said.as_str().unwrap()), "{table}");
+    }
+}
+
+fn a_group_brings_the_floors_its_ratios_need() {
+    let results = json(&["boot", "--runs", "1"]);
+    assert_eq!(names(&results), ["floor_kvm", "boot"]);
+    let boot = &results["results"][1];
+    assert_eq!(boot["ratio_of"], "floor_kvm");
+    let ratio = boot["p50"].as_f64().unwrap() / results["results"][0]["p50"].as_f64().unwrap();
+    assert!((boot["ratio"].as_f64().unwrap() - ratio).abs() < 1e-6);
+}
+
+fn a_picture_has_a_row_for_each_case() {
+    let folder = Folder::new("picture");
+    let plots = folder.0.join("not/there/yet");
+    let output = bench(&["boot", "--runs", "3", "--plot", plots.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let svg = fs::read_to_string(plots.join("latency.svg")).unwrap();
+    assert!(svg.starts_with("<svg") && svg.contains(">floor_kvm<") && svg.contains(">boot<"));
+}
+
+fn a_bench_is_compared_with_an_earlier_one() {
+    let folder = Folder::new("compare");
+    let mut old = json(&["floor_verify", "--runs", "3"]);
+    // Then it took a thousandth, on a quiet host.
+    let then = old["results"][0]["p50"].as_f64().unwrap() / 1000.0;
+    old["results"][0]["p50"] = then.into();
+    old["results"][0]["interval"] = vec![then, then].into();
+    old["disturbed"] = 0.0.into();
+    let path = folder.write("old.json", old.to_string().as_bytes());
+    let new = json(&["floor_verify", "--runs", "3", "--compare", &path]);
+    let compared = &new["compared"][0];
+    assert_eq!(compared["old"].as_f64().unwrap(), then);
+    assert_eq!(compared["new"], new["results"][0]["p50"]);
+    // This host may be busy.
+    let verdict = compared["verdict"].as_str().unwrap();
+    assert!(["host_slower", "disturbed"].contains(&verdict), "{verdict}");
+    let printed = text(&bench(&["floor_verify", "--runs", "3", "--compare", &path]).stdout);
+    assert!(printed.contains("verdict") && printed.contains("\nold: "), "{printed}");
+}
+
+fn execution_in_the_guest_is_measured_beside_the_host() {
+    let results = json(&["exec", "--runs", "2"]);
+    assert_eq!(names(&results), ["exec_ratio"]);
+    let exec = &results["results"][0];
+    assert_eq!((&exec["unit"], &exec["n"]), (&"x".into(), &2.into()));
+    let note = exec["note"].as_str().unwrap();
+    assert!(note.contains("guest ") && note.contains("host "), "{note}");
+}
+
+fn what_is_not_there_exits_2_and_names_what_is() {
+    let output = bench(&["bot"]);
+    assert_eq!(output.status.code(), Some(2));
+    let said = text(&output.stderr);
+    for name in ["\"bot\"", "all", "boot", "floors", "exec_ratio"] {
+        assert!(said.contains(name), "{said}");
+    }
+}
+
+fn a_file_that_is_no_bench_is_refused_before_anything_is_measured() {
+    let folder = Folder::new("refused");
+    let path = folder.write("report.json", br#"{"status": "ok"}"#);
+    let output = bench(&["--compare", &path]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(output.stdout.is_empty());
+    let said = text(&output.stderr);
+    assert!(said.contains("report.json: this is no output of `forge-vmm bench --json`"), "{said}");
+}
+
+fn no_samples_are_no_bench() {
+    let output = bench(&["--runs", "0"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("at least 1"));
+}
