@@ -41,7 +41,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::TaskTracker;
 
-use crate::registry::{Found, LookupError, Registry};
+use crate::registry::{Carrier, Found, LookupError, Registry};
 use crate::upstream::{CallEnd, ERROR_TEXT_BYTES_MAX};
 
 /// The run's own deadline is its worker's to keep, whose clock started a
@@ -271,7 +271,7 @@ impl Dispatcher {
         let Call { id, tool, request, waits: _ } = call;
         let granted_sha256 = granted(run, &tool)?;
         size_of_request(run, &request)?;
-        let Found { connection, tool } = timeout_at(run.deadline, self.registry.find(&tool))
+        let Found { tool, carrier } = timeout_at(run.deadline, self.registry.find(&tool))
             .await
             .map_err(|_| CallFailure::DeadlinePassed)?
             .map_err(CallFailure::NoSuchTool)?;
@@ -290,9 +290,14 @@ impl Dispatcher {
         let (deliver, delivered) = oneshot::channel();
         let owner = Arc::clone(run);
         self.dispatched.spawn(async move {
-            let end = timeout_at(owner.deadline + AFTERMATH_MAX, connection.call(&tool, arguments))
-                .await
-                .unwrap_or(CallEnd::Lost);
+            let end = match carrier {
+                Carrier::Builtin(builtin) => builtin.carry_out(&arguments),
+                Carrier::Server(connection) => {
+                    let until = owner.deadline + AFTERMATH_MAX;
+                    let called = timeout_at(until, connection.call(&tool, arguments)).await;
+                    called.unwrap_or(CallEnd::Lost)
+                }
+            };
             let outcome = settle(&owner, end);
             record_end(&owner, id, tool.name(), &outcome, began);
             // Nobody waits any more if the deadline came first.

@@ -220,7 +220,7 @@ impl Issuer {
         }
         let pem = self.root.to_private_key_pem().map_err(io::Error::other)?;
         // Named for the key, which nobody else has.
-        let own = hex(&self.public_key().to_bytes()[..8]);
+        let own = crate::hex(&self.public_key().to_bytes()[..8]);
         let draft = state.join(format!(".{ROOT_KEY_FILE}.{own}"));
         let written = (|| {
             let mut opened =
@@ -453,10 +453,6 @@ fn check_op(op: &schema::Op) -> Result<(), GrantError> {
         }
         Some(Content::Value(_) | Content::Unary(_) | Content::Binary(_)) | None => Ok(()),
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn check_principal(principal: &str) -> Result<(), GrantError> {

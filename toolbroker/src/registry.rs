@@ -1,32 +1,44 @@
-//! All tool servers, and the way from a tool's name to the tool.
+//! All tools, of servers and built in, and the way from a tool's name to the
+//! tool.
 //!
 //! Descriptions come from strangers and are handed on as data. Deliberately
-//! absent are retrieval, built-in tools and the review of changed
-//! definitions: a grant pins what it was given for, and that is all.
+//! absent are retrieval and the review of changed definitions: a grant pins
+//! what it was given for, and that is all.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forge_protocol::name::ToolName;
+use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use tokio::task::JoinSet;
 
+use crate::builtin::{Builtin, Builtins};
 use crate::config::Config;
 use crate::definition::Tool;
 use crate::upstream::{Connection, Upstream, UpstreamError};
 
-/// The tool servers, by name.
+/// The built-in tools, and the tool servers by name.
 #[derive(Debug)]
 pub struct Registry {
+    builtins: Builtins,
     servers: BTreeMap<String, Arc<Upstream>>,
 }
 
-/// A tool and the server that stands ready to carry it out.
+/// A tool that stands ready.
 #[derive(Debug)]
 pub struct Found {
-    /// The server.
-    pub connection: Arc<Connection>,
-    /// The tool, as the server describes it now.
+    /// The tool, as it is described now.
     pub tool: Arc<Tool>,
+    /// Who carries it out.
+    pub carrier: Carrier,
+}
+
+/// Who carries a tool out.
+#[derive(Debug)]
+pub enum Carrier {
+    /// The broker itself.
+    Builtin(Builtin),
+    /// A tool server that is up.
+    Server(Arc<Connection>),
 }
 
 /// Why a tool cannot be had.
@@ -80,7 +92,13 @@ impl Registry {
             .into_iter()
             .map(|(name, server)| (name.clone(), Arc::new(Upstream::new(name, server))))
             .collect();
-        Self { servers }
+        Self { builtins: Builtins::new(), servers }
+    }
+
+    /// The built-in tool of this name.
+    #[must_use]
+    pub fn builtin(&self, name: &ToolName) -> Option<&Builtin> {
+        self.builtins.get(name)
     }
 
     /// All tools, by name, and the servers that cannot be asked. Servers that
@@ -94,7 +112,9 @@ impl Registry {
                 (upstream.name().to_owned(), connection)
             });
         }
-        let (mut tools, mut unavailable) = (Vec::new(), Vec::new());
+        let mut tools: Vec<Arc<Tool>> =
+            self.builtins.iter().map(|builtin| Arc::clone(builtin.tool())).collect();
+        let mut unavailable = Vec::new();
         while let Some(answer) = asked.join_next().await {
             match answer {
                 Ok((_, Ok(connection))) => tools.extend(connection.tools().iter().cloned()),
@@ -113,10 +133,11 @@ impl Registry {
     /// # Errors
     /// [`LookupError`].
     pub async fn find(&self, name: &ToolName) -> Result<Found, LookupError> {
-        let upstream = self.servers.get(name.server()).ok_or_else(|| LookupError::NoServer {
-            server: name.server().to_owned(),
-            closest: closest(name.server(), self.servers.keys().map(String::as_str)),
-        })?;
+        if let Some(builtin) = self.builtin(name) {
+            let tool = Arc::clone(builtin.tool());
+            return Ok(Found { tool, carrier: Carrier::Builtin(builtin.clone()) });
+        }
+        let upstream = self.servers.get(name.server()).ok_or_else(|| self.no_server(name))?;
         let connection = upstream.connection().await.map_err(|source| {
             LookupError::Unavailable { server: name.server().to_owned(), source }
         })?;
@@ -127,7 +148,23 @@ impl Registry {
                 closest: closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str())),
             }
         })?;
-        Ok(Found { connection, tool })
+        Ok(Found { tool, carrier: Carrier::Server(connection) })
+    }
+
+    /// Why there is no server for this name.
+    fn no_server(&self, name: &ToolName) -> LookupError {
+        let builtins = || self.builtins.iter().map(|builtin| builtin.tool().name());
+        if RESERVED_SERVERS.contains(&name.server()) {
+            return LookupError::NoTool {
+                tool: name.to_string(),
+                closest: closest(name.as_str(), builtins().map(ToolName::as_str)),
+            };
+        }
+        let servers = self.servers.keys().map(String::as_str);
+        LookupError::NoServer {
+            server: name.server().to_owned(),
+            closest: closest(name.server(), servers.chain(builtins().map(ToolName::server))),
+        }
     }
 
     /// Several tools; servers that are not up are started at the same time.
@@ -183,5 +220,13 @@ mod tests {
         let registry = Registry::new(Config::default());
         let refused = registry.find(&ToolName::parse("shop.find").unwrap()).await.unwrap_err();
         assert!(refused.to_string().contains("\"shop\""), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn an_unknown_tool_of_a_reserved_server_is_refused_with_the_closest_built_in() {
+        let registry = Registry::new(Config::default());
+        let refused = registry.find(&ToolName::parse("crypto.hsh").unwrap()).await.unwrap_err();
+        assert!(matches!(refused, LookupError::NoTool { .. }), "{refused}");
+        assert!(refused.to_string().contains("\"crypto.hash\""), "{refused}");
     }
 }

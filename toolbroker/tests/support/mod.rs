@@ -134,8 +134,20 @@ impl Broker {
         broker
     }
 
+    /// A broker without any configuration file.
+    pub fn unconfigured() -> Self {
+        let mut broker = Self::spawn(tempfile::tempdir().unwrap(), &[]);
+        broker.say_hello();
+        broker
+    }
+
     /// The process, before anybody said `Hello`.
     pub fn spawn(folder: tempfile::TempDir, args: &[String]) -> Self {
+        Self::spawn_logging(folder, args, "trace")
+    }
+
+    /// As [`Broker::spawn`], logging at this level.
+    pub fn spawn_logging(folder: tempfile::TempDir, args: &[String], level: &str) -> Self {
         let (control, theirs) = UnixStream::pair().unwrap();
         control.set_read_timeout(Some(PATIENCE)).unwrap();
         // Inherited by the broker alone: the flag is cleared here and the
@@ -148,7 +160,7 @@ impl Broker {
         let child = Command::new(env!("CARGO_BIN_EXE_forge-toolbroker"))
             .args(["--control-fd", &theirs.as_raw_fd().to_string()])
             .args(args)
-            .env("FORGE_LOG", "trace")
+            .env("FORGE_LOG", level)
             .env("CANARY", CANARY)
             .env("INVENTORY_TOKEN", "demo-inventory-token")
             .env("NOT_FOR_SERVERS", "broker-only-value")
