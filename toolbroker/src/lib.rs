@@ -16,6 +16,7 @@
 //! | [`upstream`] | one tool server: start, list, call, restart, stop |
 //! | [`registry`] | all tools, of servers and built in |
 //! | [`grant`] | the signed right to call certain tools |
+//! | [`verified`] | grants that were verified before |
 //! | [`call`] | the chain that every tool call passes |
 //! | [`link`] | frames and descriptors on a unix socket |
 //! | [`broker`] | the control link and the run links |
@@ -36,6 +37,7 @@ pub mod process;
 pub mod registry;
 pub mod secret;
 pub mod upstream;
+pub mod verified;
 
 /// Cuts `text` to at most `bytes_max` bytes, at a character boundary, and
 /// shows that it did.

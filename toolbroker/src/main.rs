@@ -8,6 +8,7 @@
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
 use forge_toolbroker::broker::{Broker, ServeError};
@@ -98,7 +99,11 @@ fn main() -> ExitCode {
         .init();
     let outcome = hardened.map_err(Error::Host).and_then(|()| {
         let args = LowArgs::parse();
-        let runtime = tokio::runtime::Runtime::new().map_err(Error::Host)?;
+        // One thread: an answer that needs nobody else crosses to no other.
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(Error::Host)?;
         runtime.block_on(run(args))
     });
     match outcome {
@@ -126,7 +131,7 @@ async fn run(args: LowArgs) -> Result<(), Error> {
     let mut terminated = signal(SignalKind::terminate()).map_err(Error::Host)?;
     let mut interrupted = signal(SignalKind::interrupt()).map_err(Error::Host)?;
     let HiArgs { control, config, issuer } = HiArgs::check(args)?;
-    let broker = Broker::new(config, issuer);
+    let broker = Arc::new(Broker::new(config, issuer));
     let served = tokio::select! {
         served = broker.serve(control) => served,
         _ = terminated.recv() => Ok(()),

@@ -74,6 +74,20 @@ fn did_you_mean(closest: &Option<String>) -> String {
     closest.as_ref().map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }
 
+fn unavailable(name: &ToolName, source: UpstreamError) -> LookupError {
+    LookupError::Unavailable { server: name.server().to_owned(), source }
+}
+
+fn tool_of(connection: &Connection, name: &ToolName) -> Result<Arc<Tool>, LookupError> {
+    connection.tool(name).ok_or_else(|| {
+        let tools = connection.tools();
+        LookupError::NoTool {
+            tool: name.to_string(),
+            closest: closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str())),
+        }
+    })
+}
+
 /// The candidate most like `name`, if any is like it at all.
 fn closest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
     candidates
@@ -138,16 +152,8 @@ impl Registry {
             return Ok(Found { tool, carrier: Carrier::Builtin(builtin.clone()) });
         }
         let upstream = self.servers.get(name.server()).ok_or_else(|| self.no_server(name))?;
-        let connection = upstream.connection().await.map_err(|source| {
-            LookupError::Unavailable { server: name.server().to_owned(), source }
-        })?;
-        let tool = connection.tool(name).ok_or_else(|| {
-            let tools = connection.tools();
-            LookupError::NoTool {
-                tool: name.to_string(),
-                closest: closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str())),
-            }
-        })?;
+        let connection = upstream.connection().await.map_err(|source| unavailable(name, source))?;
+        let tool = tool_of(&connection, name)?;
         Ok(Found { tool, carrier: Carrier::Server(connection) })
     }
 
@@ -172,25 +178,53 @@ impl Registry {
     /// # Errors
     /// [`LookupError`], for the first name that cannot be had.
     pub async fn find_all(
-        self: &Arc<Self>,
+        &self,
         names: impl IntoIterator<Item = ToolName>,
     ) -> Result<Vec<Arc<Tool>>, LookupError> {
-        let lookups: Vec<_> = names
-            .into_iter()
-            .map(|name| {
-                let registry = Arc::clone(self);
-                tokio::spawn(async move { registry.find(&name).await })
-            })
+        let names: Vec<ToolName> = names.into_iter().collect();
+        let mut servers: Vec<&str> = names
+            .iter()
+            .filter(|name| self.builtin(name).is_none())
+            .map(ToolName::server)
             .collect();
-        let mut tools = Vec::with_capacity(lookups.len());
-        for lookup in lookups {
-            match lookup.await {
-                Ok(found) => tools.push(found?.tool),
-                // Only a panic of ours ends a lookup without an answer.
-                Err(error) => std::panic::resume_unwind(error.into_panic()),
+        servers.sort_unstable();
+        servers.dedup();
+        let mut connections = BTreeMap::new();
+        match servers.as_slice() {
+            [] => {}
+            // Alone, it needs no task of its own.
+            [server] => {
+                if let Some(upstream) = self.servers.get(*server) {
+                    connections.insert((*server).to_owned(), upstream.connection().await);
+                }
+            }
+            several => {
+                let mut starting = JoinSet::new();
+                for upstream in several.iter().filter_map(|server| self.servers.get(*server)) {
+                    let upstream = Arc::clone(upstream);
+                    starting.spawn(async move {
+                        let connection = upstream.connection().await;
+                        (upstream.name().to_owned(), connection)
+                    });
+                }
+                while let Some(started) = starting.join_next().await {
+                    match started {
+                        Ok((server, connection)) => connections.insert(server, connection),
+                        // Only a panic of ours ends a start without an answer.
+                        Err(error) => std::panic::resume_unwind(error.into_panic()),
+                    };
+                }
             }
         }
-        Ok(tools)
+        names
+            .iter()
+            .map(|name| match (self.builtin(name), connections.get(name.server())) {
+                (Some(builtin), _) => Ok(Arc::clone(builtin.tool())),
+                (None, Some(Ok(connection))) => tool_of(connection, name),
+                (None, Some(Err(error))) => Err(unavailable(name, error.clone())),
+                (None, None) => Err(self.no_server(name)),
+            })
+            .collect()
     }
 
     /// Stops all servers, at the same time.

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Authority, GrantRequest, RefusalKind, Reply, Request};
+use forge_protocol::broker::{Ask, Authority, GrantRequest, RefusalKind, Reply, Request};
 use forge_protocol::frame::{self, Header, Kind};
 use forge_protocol::guest::Call;
 use forge_protocol::handshake::{Hello, Role};
@@ -577,7 +577,8 @@ fn a_run_without_its_socket_is_refused_and_the_link_goes_on() {
     assert!(message.contains("socket pair"), "{message}");
 
     let mut frames = Vec::new();
-    frame::write_message(Kind::Request, &Request::OpenRun(request), &mut frames);
+    let ask = Ask { id: 7, request: Request::OpenRun(request) };
+    frame::write_message(Kind::Request, &ask, &mut frames);
     let file = std::fs::File::open("/dev/null").unwrap();
     support::send_with(&broker.control, &frames, file.into());
     assert_eq!(refusal(broker.reply()).0, RefusalKind::BadRequest);

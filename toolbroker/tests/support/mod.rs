@@ -16,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime};
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Authority, GrantClaims, OpenRun, RefusalKind, Reply, Request, ToolSpec,
+    Answer, Ask, Authority, GrantClaims, OpenRun, RefusalKind, Reply, Request, ToolSpec,
 };
 use forge_protocol::codec::{Encode, decode};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -183,11 +183,24 @@ impl Broker {
     }
 
     pub fn ask(&mut self, request: &Request) -> Reply {
-        send(&mut self.control, Kind::Request, request);
+        self.send(request, 7);
         self.reply()
     }
 
+    /// Sends a request of this number and does not wait.
+    pub fn send(&mut self, request: &Request, id: u64) {
+        send(&mut self.control, Kind::Request, &Ask { id, request: request.clone() });
+    }
+
+    /// The reply to the one request that was asked.
     pub fn reply(&mut self) -> Reply {
+        let Answer { id, reply } = self.answer();
+        assert_eq!(id, 7);
+        reply
+    }
+
+    /// The next answer.
+    pub fn answer(&mut self) -> Answer {
         let (kind, payload) = receive(&mut self.control).expect("a reply");
         assert_eq!(kind, Kind::Reply);
         decode(&payload).unwrap()
@@ -211,7 +224,8 @@ impl Broker {
         let (link, theirs) = UnixStream::pair().unwrap();
         link.set_read_timeout(Some(PATIENCE)).unwrap();
         let mut frames = Vec::new();
-        frame::write_message(Kind::Request, &Request::OpenRun(request), &mut frames);
+        let ask = Ask { id: 7, request: Request::OpenRun(request) };
+        frame::write_message(Kind::Request, &ask, &mut frames);
         send_with(&self.control, &frames, theirs.into());
         match self.reply() {
             Reply::Opened(claims) => Ok((Worker { link, next_call: 0 }, claims)),
