@@ -20,6 +20,7 @@
 //! | [`call`] | the chain that every tool call passes |
 //! | [`link`] | frames and descriptors on a unix socket |
 //! | [`broker`] | the control link and the run links |
+//! | [`filter`] | the system calls that this process and its servers do without |
 //! | [`process`] | what this process does to itself before anything else |
 
 #![deny(unsafe_code)]
@@ -30,6 +31,7 @@ pub mod builtin;
 pub mod call;
 pub mod config;
 pub mod definition;
+pub mod filter;
 pub mod grant;
 pub mod link;
 #[allow(unsafe_code)]
