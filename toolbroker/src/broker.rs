@@ -34,6 +34,7 @@ use forge_protocol::limits::{
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
@@ -125,12 +126,14 @@ pub struct Broker {
 }
 
 impl Broker {
-    /// A broker over the servers of `config`, none of them started. Needs a
-    /// tokio runtime from here on.
+    /// A broker over the servers of `config`, none of them started. Links are
+    /// served on the event loop that the broker's methods are called on, and
+    /// should have it for themselves; servers are talked with on the event
+    /// loop `home`.
     #[must_use]
-    pub fn new(config: Config, issuer: Issuer) -> Self {
-        let registry = Arc::new(Registry::new(config));
-        let dispatcher = Dispatcher::new(Arc::clone(&registry));
+    pub fn new(config: Config, issuer: Issuer, home: &Handle) -> Self {
+        let registry = Arc::new(Registry::new(config, home));
+        let dispatcher = Dispatcher::new(Arc::clone(&registry), home.clone());
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         Self { registry, grants, dispatcher, runs, closing }

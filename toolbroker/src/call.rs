@@ -39,6 +39,7 @@ use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, R
 use forge_protocol::name::ToolName;
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::TaskTracker;
@@ -233,15 +234,18 @@ impl CallFailure {
 #[derive(Clone, Debug)]
 pub struct Dispatcher {
     registry: Arc<Registry>,
+    /// Where servers are talked with.
+    home: Handle,
     /// Everything past the line, to be waited for at the end.
     dispatched: TaskTracker,
 }
 
 impl Dispatcher {
-    /// A dispatcher to the servers of `registry`.
+    /// A dispatcher to the servers of `registry`, which are talked with on
+    /// the event loop `home`.
     #[must_use]
-    pub fn new(registry: Arc<Registry>) -> Self {
-        Self { registry, dispatched: TaskTracker::new() }
+    pub fn new(registry: Arc<Registry>, home: Handle) -> Self {
+        Self { registry, home, dispatched: TaskTracker::new() }
     }
 
     /// Waits until every dispatched call is recorded. None may be started
@@ -307,15 +311,27 @@ impl Dispatcher {
                 });
             }
             Carrier::Server(connection) => {
-                let arguments = last_checks(run, &tool, granted_sha256, &request)?;
-                self.dispatched.spawn(async move {
+                let arguments = if request.len() > IN_PLACE_BYTES_MAX {
+                    // Long work here too.
+                    let (run, tool) = (Arc::clone(run), Arc::clone(&tool));
+                    let checks = move || last_checks(&run, &tool, granted_sha256, &request);
+                    match tokio::task::spawn_blocking(checks).await {
+                        Ok(arguments) => arguments?,
+                        // Only a panic of ours ends it without an outcome.
+                        Err(error) => std::panic::resume_unwind(error.into_panic()),
+                    }
+                } else {
+                    last_checks(run, &tool, granted_sha256, &request)?
+                };
+                let called = async move {
                     let until = owner.deadline + AFTERMATH_MAX;
                     let called = timeout_at(until, connection.call(&tool, arguments)).await;
                     let outcome = settle(&owner, called.unwrap_or(CallEnd::Lost));
                     record_end(&owner, id, tool.name(), &outcome, began);
                     // Nobody waits any more if the deadline came first.
                     let _ = deliver.send(outcome);
-                });
+                };
+                self.dispatched.spawn_on(called, &self.home);
             }
         }
         match timeout_at(run.deadline, delivered).await {
@@ -497,10 +513,11 @@ mod tests {
 
     #[test]
     fn a_built_in_whose_definition_is_not_the_granted_one_is_denied() {
-        let registry = Arc::new(Registry::new(Config::default()));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let registry = Arc::new(Registry::new(Config::default(), runtime.handle()));
         let name = ToolName::parse("crypto.hash").unwrap();
         let present = registry.builtin(&name).unwrap().tool().sha256();
-        let dispatcher = Dispatcher::new(registry);
+        let dispatcher = Dispatcher::new(registry, runtime.handle().clone());
         for (definition_sha256, code) in [(present, None), ([1; 32], Some(CallCode::Denied))] {
             let claims = GrantClaims {
                 principal: "alice".into(),

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
+use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
 use crate::builtin::{Builtin, Builtins};
@@ -98,13 +99,16 @@ fn closest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<
 }
 
 impl Registry {
-    /// The servers of a configuration, none of them started.
+    /// The servers of a configuration, none of them started, to be talked
+    /// with on the event loop `home`.
     #[must_use]
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: Config, home: &Handle) -> Self {
         let servers = config
             .servers
             .into_iter()
-            .map(|(name, server)| (name.clone(), Arc::new(Upstream::new(name, server))))
+            .map(|(name, server)| {
+                (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
+            })
             .collect();
         Self { builtins: Builtins::new(), servers }
     }
@@ -251,14 +255,14 @@ mod tests {
 
     #[tokio::test]
     async fn an_unknown_server_is_refused_by_name() {
-        let registry = Registry::new(Config::default());
+        let registry = Registry::new(Config::default(), &Handle::current());
         let refused = registry.find(&ToolName::parse("shop.find").unwrap()).await.unwrap_err();
         assert!(refused.to_string().contains("\"shop\""), "{refused}");
     }
 
     #[tokio::test]
     async fn an_unknown_tool_of_a_reserved_server_is_refused_with_the_closest_built_in() {
-        let registry = Registry::new(Config::default());
+        let registry = Registry::new(Config::default(), &Handle::current());
         let refused = registry.find(&ToolName::parse("crypto.hsh").unwrap()).await.unwrap_err();
         assert!(matches!(refused, LookupError::NoTool { .. }), "{refused}");
         assert!(refused.to_string().contains("\"crypto.hash\""), "{refused}");
