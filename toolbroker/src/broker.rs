@@ -415,7 +415,10 @@ async fn take_calls(
         let settled = tokio::select! {
             sent = sender.go_on(), if sender.unsent() > 0 => match sent {
                 Ok(()) => continue,
-                Err(error) => return Ok(unheard(&error)),
+                Err(error) => {
+                    unheard(&error);
+                    return Ok(());
+                }
             },
             Some(settled) = calls.join_next(), if !calls.is_empty() => match settled {
                 Ok(settled) => settled,
@@ -449,7 +452,8 @@ async fn take_calls(
         let mut frame = Vec::with_capacity(HEADER_BYTES + settled.body.len() + SETTLED_BYTES);
         frame::write_message(Kind::Settled, &settled, &mut frame);
         if let Err(error) = sender.send(frame) {
-            return Ok(unheard(&error));
+            unheard(&error);
+            return Ok(());
         }
     }
 }

@@ -136,7 +136,7 @@ const IOCTL_TYPE_MASK: u64 = 0xFF00;
 const REFUSED_IOCTLS: [(&str, u64, u64); 3] = [
     ("the broker never has KVM", IOCTL_TYPE_MASK, KVM_IOCTL_TYPE << 8),
     ("words put into the operator's terminal as if they were typed", 0xFFFF_FFFF, libc::TIOCSTI),
-    ("the same on a console, by its selection", 0xFFFF_FFFF, libc::TIOCLINUX as u64),
+    ("the same on a console, by its selection", 0xFFFF_FFFF, libc::TIOCLINUX),
 ];
 
 /// Address families refused.
@@ -156,7 +156,7 @@ pub fn program() -> io::Result<BpfProgram> {
     let mut rules: std::collections::BTreeMap<i64, Vec<SeccompRule>> = REFUSED
         .iter()
         .flat_map(|(_, calls)| calls.iter())
-        .map(|call| (i64::from(*call), Vec::new()))
+        .map(|call| (*call, Vec::new()))
         .collect();
     let ioctls = REFUSED_IOCTLS
         .iter()
