@@ -9,8 +9,8 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun, RefusalKind, Reply, Request,
-    ToolSpec,
+    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun, RefusalKind, Reply,
+    Request, ToolSpec,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
@@ -35,14 +35,22 @@ pub fn check(mut data: &[u8]) -> Outcome {
         survives::<Log>,
         survives::<Artifact>,
         survives::<Ended>,
-        survives::<Request>,
-        survives::<Reply>,
+        survives::<Ask>,
+        survives::<Answer>,
         survives::<Job>,
         survives::<Report>,
         survives::<Load>,
     ];
     let survives = types[usize::from(choice(&mut data)) % types.len()];
     survives(data)
+}
+
+fn ask(request: Request) -> Ask {
+    Ask { id: 300, request }
+}
+
+fn answer(reply: Reply) -> Answer {
+    Answer { id: 300, reply }
 }
 
 fn survives<T>(payload: &[u8]) -> Outcome
@@ -164,18 +172,24 @@ pub fn seeds() -> Vec<Seed> {
             input(7, &ended(Ending::Limit { kind: LimitKind::Fuel, limit: 9 })),
         ),
         accepted("ended-rejected", input(7, &ended(rejected))),
-        accepted("request-list", input(8, &Request::ListTools { principal: "operator".into() })),
-        accepted("request-grant", input(8, &Request::IssueGrant(grant))),
-        accepted("request-inspect", input(8, &Request::InspectGrant { token: vec![1, 2] })),
-        accepted("request-open-tools", input(8, &open(Authority::Tools(vec![tool.clone()])))),
-        accepted("request-open-grant", input(8, &open(Authority::Grant(vec![1, 2])))),
-        accepted("reply-tools", input(9, &tools)),
-        accepted("reply-grant", input(9, &Reply::Grant(vec![1, 2]))),
-        accepted("reply-claims", input(9, &Reply::Claims(claims.clone()))),
-        accepted("reply-opened", input(9, &Reply::Opened(claims))),
+        accepted(
+            "request-list",
+            input(8, &ask(Request::ListTools { principal: "operator".into() })),
+        ),
+        accepted("request-grant", input(8, &ask(Request::IssueGrant(grant)))),
+        accepted("request-inspect", input(8, &ask(Request::InspectGrant { token: vec![1, 2] }))),
+        accepted("request-open-tools", input(8, &ask(open(Authority::Tools(vec![tool.clone()]))))),
+        accepted("request-open-grant", input(8, &ask(open(Authority::Grant(vec![1, 2]))))),
+        accepted("reply-tools", input(9, &answer(tools))),
+        accepted("reply-grant", input(9, &answer(Reply::Grant(vec![1, 2])))),
+        accepted("reply-claims", input(9, &answer(Reply::Claims(claims.clone())))),
+        accepted("reply-opened", input(9, &answer(Reply::Opened(claims)))),
         accepted(
             "reply-refused",
-            input(9, &Reply::Refused { kind: RefusalKind::BadGrant, message: "expired".into() }),
+            input(
+                9,
+                &answer(Reply::Refused { kind: RefusalKind::BadGrant, message: "expired".into() }),
+            ),
         ),
         accepted("job", input(10, &job)),
         accepted("report-ended", input(11, &report(Fate::Ended(ended(Ending::Returned(0)))))),

@@ -1,10 +1,11 @@
 //! The link to the toolbroker: messages.
 //!
-//! A supervisor holds one control link: [`Request`] and [`Reply`] in turn, in
-//! that order, after both sides said `Hello`. With [`Request::OpenRun`] it
-//! passes the broker one end of a fresh socket pair; the other end is the run
-//! link. A run is known by that connection alone, never by a number that came
-//! over it.
+//! A supervisor holds one control link. After both sides said `Hello` it sends
+//! each [`Request`] in an [`Ask`] and gets its [`Reply`] in an [`Answer`] of
+//! the same number. Several may be asked at once, and answers come as they
+//! are ready. With [`Request::OpenRun`] it passes the broker one end of a
+//! fresh socket pair; the other end is the run link. A run is known by that
+//! connection alone, never by a number that came over it.
 //!
 //! On the run link the worker sends [`Call`](crate::guest::Call) frames and
 //! gets [`Settled`](crate::guest::Settled) frames back, in the order in which
@@ -18,6 +19,28 @@ use crate::RunId;
 use crate::codec::{Decode, Encode};
 use crate::limits::RunLimits;
 use crate::name::ToolName;
+
+/// Requests that may be unanswered on one control link at the same time; the
+/// broker takes up the next when one of them is answered.
+pub const REQUESTS_IN_FLIGHT_MAX: usize = 64;
+
+/// A request with its number: the payload of a `Request` frame.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Ask {
+    /// The supervisor's own choice; the answer carries it back.
+    pub id: u64,
+    /// What is asked.
+    pub request: Request,
+}
+
+/// A reply with the number of its request: the payload of a `Reply` frame.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Answer {
+    /// The request's number.
+    pub id: u64,
+    /// What is answered.
+    pub reply: Reply,
+}
 
 /// What a supervisor asks of the broker.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -72,8 +95,8 @@ pub struct OpenRun {
 pub enum Authority {
     /// A grant token.
     Grant(Vec<u8>),
-    /// The operator names the tools on the command line: the broker issues a
-    /// grant for them and holds the run to it.
+    /// The operator names the tools on the command line: the broker holds the
+    /// run to them, in their present definitions, as to a grant.
     Tools(Vec<ToolName>),
 }
 

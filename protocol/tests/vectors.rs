@@ -9,7 +9,7 @@ use std::path::Path;
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Authority, OpenRun, Request};
+use forge_protocol::broker::{Ask, Authority, OpenRun, Request};
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::ending::{Ending, TrapKind};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -110,13 +110,16 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
             "open-run",
             frame(
                 Kind::Request,
-                Request::OpenRun(OpenRun {
-                    run_id,
-                    principal: "local".into(),
-                    program_sha256: [0x33; 32],
-                    authority: Authority::Tools(vec![tool("a.b")]),
-                    limits: RunLimits::default(),
-                }),
+                Ask {
+                    id: 300,
+                    request: Request::OpenRun(OpenRun {
+                        run_id,
+                        principal: "local".into(),
+                        program_sha256: [0x33; 32],
+                        authority: Authority::Tools(vec![tool("a.b")]),
+                        limits: RunLimits::default(),
+                    }),
+                },
             ),
         ),
     ]

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //!  supervisor ══ control link ══▶ Broker ◀── run link ══ worker
-//!               Request / Reply     │         Call / Settled
-//!               in turn             ▼
+//!               Ask / Answer        │         Call / Settled
+//!               by number           ▼
 //!                               Dispatcher ──▶ tool servers
 //! ```
 //!
@@ -14,15 +14,18 @@
 //! listen on: [`Broker::serve`] takes any stream, and today there is one.
 
 use std::collections::BTreeSet;
+use std::future::poll_fn;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::Poll;
 use std::time::SystemTime;
 
 use forge_protocol::broker::{
-    Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun, RefusalKind, Reply, Request,
+    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun,
+    REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request,
 };
-use forge_protocol::frame::{self, Kind};
+use forge_protocol::codec;
+use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
@@ -31,22 +34,27 @@ use forge_protocol::limits::{
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
-use tokio::sync::{mpsc, watch};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
 
 use crate::call::{Dispatcher, Run};
 use crate::config::Config;
 use crate::definition::Tool;
-use crate::grant::{GrantError, Issuer, Terms};
+use crate::grant::{self, GrantError, Issuer, Terms};
 use crate::link::{self, LinkError, Receiver, Sender};
 use crate::registry::{LookupError, Registry};
+use crate::verified::Verified;
 
 /// How long a grant is good that is issued for one run alone, beyond the
 /// run's own wall clock: servers may have to start first.
 const RUN_GRANT_SLACK_S: u64 = 120;
 /// Part of a list of tools that is not tools: counters and the unavailable.
 const TOOL_LIST_SLACK_BYTES: usize = 1024 * 1024;
+
+/// What a settled call's frame has beside its body, at most, in bytes.
+const SETTLED_BYTES: usize = 32;
 
 /// Why serving a supervisor ended before its time.
 #[derive(Debug, thiserror::Error)]
@@ -110,7 +118,7 @@ impl Refused {
 #[derive(Debug)]
 pub struct Broker {
     registry: Arc<Registry>,
-    issuer: Issuer,
+    grants: Verified,
     dispatcher: Dispatcher,
     runs: TaskTracker,
     /// `true` once nothing new is dispatched.
@@ -118,39 +126,61 @@ pub struct Broker {
 }
 
 impl Broker {
-    /// A broker over the servers of `config`, none of them started. Needs a
-    /// tokio runtime from here on.
+    /// A broker over the servers of `config`, none of them started. Links are
+    /// served on the event loop that the broker's methods are called on, and
+    /// should have it for themselves; servers are talked with on the event
+    /// loop `home`.
     #[must_use]
-    pub fn new(config: Config, issuer: Issuer) -> Self {
-        let registry = Arc::new(Registry::new(config));
-        let dispatcher = Dispatcher::new(Arc::clone(&registry));
+    pub fn new(config: Config, issuer: Issuer, home: &Handle) -> Self {
+        let registry = Arc::new(Registry::new(config, home));
+        let dispatcher = Dispatcher::new(Arc::clone(&registry), home.clone());
         let closing = watch::Sender::new(false);
-        Self { registry, issuer, dispatcher, runs: TaskTracker::new(), closing }
+        let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
+        Self { registry, grants, dispatcher, runs, closing }
     }
 
     /// Serves one supervisor until it closes its link.
     ///
     /// # Errors
     /// [`ServeError`]: the link is closed, and the runs opened over it go on.
-    pub async fn serve(&self, stream: UnixStream) -> Result<(), ServeError> {
+    pub async fn serve(self: &Arc<Self>, stream: UnixStream) -> Result<(), ServeError> {
         let (mut receiver, mut sender) = link::split(stream);
         if !greet(&mut receiver, &mut sender).await? {
             return Ok(());
         }
         let requests =
             |kind: Kind| (kind == Kind::Request).then_some(Kind::Request.payload_bytes_max());
-        while let Some(received) = receiver.receive(true, requests).await? {
-            let request = received.message()?;
-            let reply = self.answer(request, received.descriptor).await.unwrap_or_else(|refused| {
-                let message = crate::cut(&refused.to_string(), REASON_BYTES_MAX);
-                tracing::info!(kind = ?refused.kind(), why = ?message, "request refused");
-                Reply::Refused { kind: refused.kind(), message }
-            });
+        // What takes its time, so that nothing behind it has to wait.
+        let mut answering = JoinSet::new();
+        loop {
+            let answer = tokio::select! {
+                Some(answered) = answering.join_next(), if !answering.is_empty() => match answered {
+                    Ok(answer) => answer,
+                    // Only a panic of ours ends a request without an answer.
+                    Err(error) => std::panic::resume_unwind(error.into_panic()),
+                },
+                received = receiver.receive(true, requests),
+                    if answering.len() < REQUESTS_IN_FLIGHT_MAX =>
+                {
+                    let Some(received) = received? else { return Ok(()) };
+                    let ask: Ask = received.message()?;
+                    let answer = Arc::clone(self).answer(ask, received.descriptor);
+                    let mut answer = Box::pin(answer);
+                    // Most requests need nobody else and are answered here.
+                    let first = poll_fn(|cx| Poll::Ready(answer.as_mut().poll(cx))).await;
+                    match first {
+                        Poll::Ready(answer) => answer,
+                        Poll::Pending => {
+                            answering.spawn(answer);
+                            continue;
+                        }
+                    }
+                }
+            };
             let mut frames = Vec::new();
-            frame::write_message(Kind::Reply, &reply, &mut frames);
+            frame::write_message(Kind::Reply, &answer, &mut frames);
             sender.send(&frames).await?;
         }
-        Ok(())
     }
 
     /// Ends everything: dispatches nothing new, waits for what is dispatched,
@@ -163,8 +193,18 @@ impl Broker {
         self.registry.stop().await;
     }
 
-    async fn answer(
-        &self,
+    async fn answer(self: Arc<Self>, ask: Ask, descriptor: Option<OwnedFd>) -> Answer {
+        let Ask { id, request } = ask;
+        let reply = self.reply(request, descriptor).await.unwrap_or_else(|refused| {
+            let message = crate::cut(&refused.to_string(), REASON_BYTES_MAX);
+            tracing::info!(kind = ?refused.kind(), why = ?message, "request refused");
+            Reply::Refused { kind: refused.kind(), message }
+        });
+        Answer { id, reply }
+    }
+
+    async fn reply(
+        self: &Arc<Self>,
         request: Request,
         descriptor: Option<OwnedFd>,
     ) -> Result<Reply, Refused> {
@@ -175,7 +215,7 @@ impl Broker {
             }
             Request::IssueGrant(request) => self.issue(request).await.map(Reply::Grant),
             Request::InspectGrant { token } => {
-                Ok(Reply::Claims(self.issuer.verify(&token, SystemTime::now())?))
+                Ok(Reply::Claims((*self.verify(token).await?).clone()))
             }
             Request::OpenRun(request) => {
                 let stream = descriptor.ok_or(Refused::NoRunLink)?;
@@ -212,7 +252,7 @@ impl Broker {
         let GrantRequest { principal, tools, valid_s, calls_max } = request;
         let tools = self.pin(tools).await?;
         let terms = Terms { principal, tools, valid_s, calls_max };
-        Ok(self.issuer.issue(&terms, SystemTime::now())?)
+        Ok(self.grants.issuer().issue(&terms, SystemTime::now())?)
     }
 
     /// Each named tool once, with the digest of its present definition.
@@ -225,7 +265,27 @@ impl Broker {
             .collect())
     }
 
-    async fn open(&self, request: OpenRun, stream: UnixStream) -> Result<GrantClaims, Refused> {
+    /// What a token allows now. A token that is not known is verified beside
+    /// everything else.
+    async fn verify(self: &Arc<Self>, token: Vec<u8>) -> Result<Arc<GrantClaims>, GrantError> {
+        if let Some(known) = self.grants.known(&token, SystemTime::now()) {
+            return known;
+        }
+        let this = Arc::clone(self);
+        let verifying =
+            tokio::task::spawn_blocking(move || this.grants.verify(&token, SystemTime::now()));
+        match verifying.await {
+            Ok(verified) => verified,
+            // Only a panic of ours ends it without an answer.
+            Err(error) => std::panic::resume_unwind(error.into_panic()),
+        }
+    }
+
+    async fn open(
+        self: &Arc<Self>,
+        request: OpenRun,
+        stream: UnixStream,
+    ) -> Result<GrantClaims, Refused> {
         let OpenRun { run_id, principal, program_sha256: _, authority, limits } = request;
         for (what, got, limit) in [
             ("calls", limits.calls, CALLS_MAX),
@@ -236,22 +296,26 @@ impl Broker {
                 return Err(Refused::OverLimit(OverLimit { what, got, limit }));
             }
         }
-        let token = match authority {
-            Authority::Grant(token) => token,
-            Authority::Tools(tools) => {
+        let claims = match authority {
+            Authority::Grant(token) => {
+                let claims = self.verify(token).await?;
+                grant::check_presenter(&claims, &principal)?;
+                let names = claims.tools.iter().map(|tool| tool.name.clone());
+                let current = self.registry.find_all(names).await?;
+                for (granted, current) in claims.tools.iter().zip(&current) {
+                    if granted.definition_sha256 != current.sha256() {
+                        return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
+                    }
+                }
+                (*claims).clone()
+            }
+            Authority::Tools(names) => {
+                let tools = self.pin(names).await?;
                 let valid_s = (limits.wall_ms / 1000).saturating_add(RUN_GRANT_SLACK_S);
-                let principal = principal.clone();
-                self.issue(GrantRequest { principal, tools, valid_s, calls_max: None }).await?
+                let terms = Terms { principal: principal.clone(), tools, valid_s, calls_max: None };
+                terms.claims(SystemTime::now())?
             }
         };
-        let claims = self.issuer.verify_for(&principal, &token, SystemTime::now())?;
-        let names = claims.tools.iter().map(|tool| tool.name.clone());
-        let current = self.registry.find_all(names).await?;
-        for (granted, current) in claims.tools.iter().zip(&current) {
-            if granted.definition_sha256 != current.sha256() {
-                return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
-            }
-        }
         if *self.closing.borrow() {
             return Err(Refused::Closing);
         }
@@ -303,17 +367,13 @@ async fn serve_run(
     dispatcher: Dispatcher,
     mut closing: watch::Receiver<bool>,
 ) {
-    let (receiver, sender) = link::split(stream);
-    let (settle, settled) = mpsc::channel(CALLS_IN_FLIGHT_MAX as usize);
-    let answering = tokio::spawn(send_settled(sender, settled));
-    // Dropped with this block: what is not dispatched by then never is.
+    // Dropped at the end: what is not dispatched by then never is.
     let mut calls = JoinSet::new();
     let ended = tokio::select! {
-        ended = take_calls(&run, receiver, &dispatcher, &mut calls, settle) => ended,
+        ended = take_calls(&run, stream, &dispatcher, &mut calls) => ended,
         _ = closing.wait_for(|closing| *closing) => Ok(()),
     };
     calls.shutdown().await;
-    answering.abort();
     match ended {
         Ok(()) => tracing::info!(run = %run.id(), "run link closed"),
         Err(error) => {
@@ -337,58 +397,73 @@ impl From<Misbehaviour> for RunLinkError {
     }
 }
 
+/// Takes calls and sends answers, in the order in which calls settle. All in
+/// one task: a call that can be settled at once is answered before anything
+/// else happens, without a word between threads.
 async fn take_calls(
     run: &Arc<Run>,
-    mut receiver: Receiver,
+    stream: UnixStream,
     dispatcher: &Dispatcher,
-    calls: &mut JoinSet<()>,
-    settle: mpsc::Sender<Settled>,
+    calls: &mut JoinSet<Settled>,
 ) -> Result<(), RunLinkError> {
+    let (mut receiver, mut sender) = link::split_plain(stream);
     let limits = run.limits();
     let call_bytes_max = limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES);
+    let awaits = |kind: Kind| (kind == Kind::Call).then_some(call_bytes_max);
     let mut next_call = 0;
-    // Counted down before the answer goes out: the worker may call again as
-    // soon as it has it, and before the task here has quite ended.
-    let in_flight = Arc::new(AtomicU32::new(0));
     loop {
-        let awaits = |kind: Kind| (kind == Kind::Call).then_some(call_bytes_max);
-        let Some(received) = receiver.receive(false, awaits).await? else { return Ok(()) };
-        let call: Call = received.message()?;
-        if call.id != next_call {
-            let (got, expected) = (call.id, next_call);
-            return Err(Misbehaviour::CallOutOfOrder { got, expected }.into());
+        let settled = tokio::select! {
+            sent = sender.go_on(), if sender.unsent() > 0 => match sent {
+                Ok(()) => continue,
+                Err(error) => {
+                    unheard(&error);
+                    return Ok(());
+                }
+            },
+            Some(settled) = calls.join_next(), if !calls.is_empty() => match settled {
+                Ok(settled) => settled,
+                // Only a panic of ours ends a call without an answer.
+                Err(error) => std::panic::resume_unwind(error.into_panic()),
+            },
+            received = receiver.receive(awaits) => {
+                let Some(Frame { payload, .. }) = received? else { return Ok(()) };
+                let call: Call = codec::decode(&payload)
+                    .map_err(|error| LinkError::Payload { kind: Kind::Call, error })?;
+                if call.id != next_call {
+                    let (got, expected) = (call.id, next_call);
+                    return Err(Misbehaviour::CallOutOfOrder { got, expected }.into());
+                }
+                // Calls past the budget are answered; calls without end are not.
+                over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
+                next_call += 1;
+                // A call is in flight until the worker can have its answer.
+                let in_flight = (calls.len() + sender.unsent() + 1) as u64;
+                over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
+                match dispatcher.at_once(run, &call) {
+                    Some(settled) => settled,
+                    None => {
+                        let (run, dispatcher) = (Arc::clone(run), dispatcher.clone());
+                        calls.spawn(async move { dispatcher.carry_out(&run, call).await });
+                        continue;
+                    }
+                }
+            }
+        };
+        let mut frame = Vec::with_capacity(HEADER_BYTES + settled.body.len() + SETTLED_BYTES);
+        frame::write_message(Kind::Settled, &settled, &mut frame);
+        if let Err(error) = sender.send(frame) {
+            unheard(&error);
+            return Ok(());
         }
-        // Calls past the budget are answered; calls without end are not.
-        over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
-        next_call += 1;
-        while calls.try_join_next().is_some() {}
-        let now_in_flight = in_flight.fetch_add(1, Ordering::AcqRel) + 1;
-        over("calls_in_flight", now_in_flight.into(), limits.calls_in_flight.into())?;
-
-        let (run, dispatcher) = (Arc::clone(run), dispatcher.clone());
-        let (settle, in_flight) = (settle.clone(), Arc::clone(&in_flight));
-        calls.spawn(async move {
-            let settled = dispatcher.carry_out(&run, call).await;
-            in_flight.fetch_sub(1, Ordering::AcqRel);
-            // The link may be gone: then nobody is to be told.
-            let _ = settle.send(settled).await;
-        });
     }
+}
+
+/// A worker that is gone while it is answered is no news: runs end like this
+/// at their deadline.
+fn unheard(error: &LinkError) {
+    tracing::debug!(error = ?error.to_string(), "an answer found no run link");
 }
 
 fn over(what: &'static str, got: u64, limit: u64) -> Result<(), Misbehaviour> {
     if got > limit { Err(Misbehaviour::Over(OverLimit { what, got, limit })) } else { Ok(()) }
-}
-
-/// Sends answers in the order in which calls settle.
-async fn send_settled(mut sender: Sender, mut settled: mpsc::Receiver<Settled>) {
-    let mut frames = Vec::new();
-    while let Some(answer) = settled.recv().await {
-        frames.clear();
-        frame::write_message(Kind::Settled, &answer, &mut frames);
-        if let Err(error) = sender.send(&frames).await {
-            tracing::debug!(error = ?error.to_string(), "an answer found no run link");
-            return;
-        }
-    }
 }

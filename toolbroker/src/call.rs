@@ -18,7 +18,9 @@
 //!
 //! A call that is refused above the line costs its server not one byte. One
 //! that passed the line is followed to its end and recorded, whether anybody
-//! still waits or not. Distrusted are the worker (whatever it sends is within
+//! still waits or not. A built-in tool passes the same chain; where it is
+//! carried out in place ([`Dispatcher::at_once`]) there is nothing to follow.
+//!  Distrusted are the worker (whatever it sends is within
 //! its run or nothing) and the server. Deliberately absent, with their places
 //! in the order: argument constraints (after the schema), approval and the
 //! durable journal (before dispatch), the output schema and data-flow labels
@@ -37,11 +39,14 @@ use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, R
 use forge_protocol::name::ToolName;
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::TaskTracker;
 
-use crate::registry::{Found, LookupError, Registry};
+use crate::builtin::Builtin;
+use crate::definition::{Effect, Tool};
+use crate::registry::{Carrier, Found, LookupError, Registry};
 use crate::upstream::{CallEnd, ERROR_TEXT_BYTES_MAX};
 
 /// The run's own deadline is its worker's to keep, whose clock started a
@@ -51,6 +56,10 @@ const DEADLINE_LEAD: Duration = Duration::from_millis(500);
 /// has not answered by then is told that nobody waits, and the outcome stays
 /// unknown.
 const AFTERMATH_MAX: Duration = Duration::from_secs(5);
+/// A larger request to a built-in is carried out on a thread of its own: to
+/// parse, check and hash this much takes some 100 us at most, and the runs
+/// beside it wait no longer.
+const IN_PLACE_BYTES_MAX: usize = 32 * 1024;
 /// The longest wall clock reckoned with, so that no sum of times overflows.
 const WALL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -225,15 +234,18 @@ impl CallFailure {
 #[derive(Clone, Debug)]
 pub struct Dispatcher {
     registry: Arc<Registry>,
+    /// Where servers are talked with.
+    home: Handle,
     /// Everything past the line, to be waited for at the end.
     dispatched: TaskTracker,
 }
 
 impl Dispatcher {
-    /// A dispatcher to the servers of `registry`.
+    /// A dispatcher to the servers of `registry`, which are talked with on
+    /// the event loop `home`.
     #[must_use]
-    pub fn new(registry: Arc<Registry>) -> Self {
-        Self { registry, dispatched: TaskTracker::new() }
+    pub fn new(registry: Arc<Registry>, home: Handle) -> Self {
+        Self { registry, home, dispatched: TaskTracker::new() }
     }
 
     /// Waits until every dispatched call is recorded. None may be started
@@ -243,23 +255,32 @@ impl Dispatcher {
         self.dispatched.wait().await;
     }
 
+    /// Settles a call for which nobody needs to be asked or waited for: one
+    /// that the first checks refuse, and one of a built-in tool with a small
+    /// request. `None` for any other, which is for [`Dispatcher::carry_out`].
+    #[must_use]
+    pub fn at_once(&self, run: &Run, call: &Call) -> Option<Settled> {
+        let began = Instant::now();
+        let granted_sha256 = match first_checks(run, call) {
+            Ok(granted_sha256) => granted_sha256,
+            Err(failure) => return Some(settled(run, call.id, &call.tool, Err(failure), began)),
+        };
+        if call.request.len() > IN_PLACE_BYTES_MAX {
+            return None;
+        }
+        let builtin = self.registry.builtin(&call.tool)?;
+        let outcome =
+            carry_out_builtin(run, builtin, granted_sha256, call.id, &call.request, began);
+        Some(settled(run, call.id, &call.tool, outcome, began))
+    }
+
     /// Carries one call out and says how it settled. Dropping the future
     /// before dispatch undoes the call; after it, the call goes on unheard.
     pub async fn carry_out(&self, run: &Arc<Run>, call: Call) -> Settled {
         let began = Instant::now();
         let (id, tool) = (call.id, call.tool.clone());
         let outcome = self.pass_the_chain(run, call, began).await;
-        if let Err(failure) = &outcome {
-            record(run.id, id, &tool, failure, began);
-        }
-        let (code, body) = match outcome {
-            Ok(response) => (None, response),
-            Err(failure) => {
-                (Some(failure.code()), failure.body(run.limits.response_bytes as usize))
-            }
-        };
-        let duration_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        Settled { id, code, duration_ns, body }
+        settled(run, id, &tool, outcome, began)
     }
 
     async fn pass_the_chain(
@@ -268,42 +289,123 @@ impl Dispatcher {
         call: Call,
         began: Instant,
     ) -> Result<Vec<u8>, CallFailure> {
+        let granted_sha256 = first_checks(run, &call)?;
         let Call { id, tool, request, waits: _ } = call;
-        let granted_sha256 = granted(run, &tool)?;
-        size_of_request(run, &request)?;
-        let Found { connection, tool } = timeout_at(run.deadline, self.registry.find(&tool))
+        let Found { tool, carrier } = timeout_at(run.deadline, self.registry.find(&tool))
             .await
             .map_err(|_| CallFailure::DeadlinePassed)?
             .map_err(CallFailure::NoSuchTool)?;
-        if tool.sha256() != granted_sha256 {
-            return Err(CallFailure::DefinitionChanged { tool: tool.name().clone() });
-        }
-        let arguments = parse(&request)?;
-        let arguments = Value::Object(arguments);
-        tool.check(&arguments).map_err(|violations| CallFailure::BadArguments { violations })?;
-        run.spend()?;
-        if Instant::now() >= run.deadline {
-            return Err(CallFailure::DeadlinePassed);
-        }
-
-        let Value::Object(arguments) = arguments else { return Err(CallFailure::Lost) };
         let (deliver, delivered) = oneshot::channel();
         let owner = Arc::clone(run);
-        self.dispatched.spawn(async move {
-            let end = timeout_at(owner.deadline + AFTERMATH_MAX, connection.call(&tool, arguments))
-                .await
-                .unwrap_or(CallEnd::Lost);
-            let outcome = settle(&owner, end);
-            record_end(&owner, id, tool.name(), &outcome, began);
-            // Nobody waits any more if the deadline came first.
-            let _ = deliver.send(outcome);
-        });
+        let effect = match &carrier {
+            Carrier::Builtin(builtin) => Some(builtin.effect()),
+            Carrier::Server(_) => None,
+        };
+        match carrier {
+            Carrier::Builtin(builtin) => {
+                // Long work for a thread that nobody else waits for.
+                self.dispatched.spawn_blocking(move || {
+                    let outcome =
+                        carry_out_builtin(&owner, &builtin, granted_sha256, id, &request, began);
+                    let _ = deliver.send(outcome);
+                });
+            }
+            Carrier::Server(connection) => {
+                let arguments = if request.len() > IN_PLACE_BYTES_MAX {
+                    // Long work here too.
+                    let (run, tool) = (Arc::clone(run), Arc::clone(&tool));
+                    let checks = move || last_checks(&run, &tool, granted_sha256, &request);
+                    match tokio::task::spawn_blocking(checks).await {
+                        Ok(arguments) => arguments?,
+                        // Only a panic of ours ends it without an outcome.
+                        Err(error) => std::panic::resume_unwind(error.into_panic()),
+                    }
+                } else {
+                    last_checks(run, &tool, granted_sha256, &request)?
+                };
+                let called = async move {
+                    let until = owner.deadline + AFTERMATH_MAX;
+                    let called = timeout_at(until, connection.call(&tool, arguments)).await;
+                    let outcome = settle(&owner, called.unwrap_or(CallEnd::Lost));
+                    record_end(&owner, id, tool.name(), &outcome, began);
+                    // Nobody waits any more if the deadline came first.
+                    let _ = deliver.send(outcome);
+                };
+                self.dispatched.spawn_on(called, &self.home);
+            }
+        }
         match timeout_at(run.deadline, delivered).await {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(_)) => Err(CallFailure::Lost),
+            // What has no effect is as good as not done.
+            Err(_) if effect == Some(Effect::None) => Err(CallFailure::DeadlinePassed),
             Err(_) => Err(CallFailure::DeadlineAfterDispatch),
         }
     }
+}
+
+/// What a call is refused for before anybody knows whether its tool is there.
+fn first_checks(run: &Run, call: &Call) -> Result<[u8; 32], CallFailure> {
+    let granted_sha256 = granted(run, &call.tool)?;
+    size_of_request(run, &call.request)?;
+    Ok(granted_sha256)
+}
+
+/// The rest of the chain down to the line: the arguments of a call that may
+/// be dispatched.
+fn last_checks(
+    run: &Run,
+    tool: &Tool,
+    granted_sha256: [u8; 32],
+    request: &[u8],
+) -> Result<JsonObject, CallFailure> {
+    if tool.sha256() != granted_sha256 {
+        return Err(CallFailure::DefinitionChanged { tool: tool.name().clone() });
+    }
+    let arguments = Value::Object(parse(request)?);
+    tool.check(&arguments).map_err(|violations| CallFailure::BadArguments { violations })?;
+    run.spend()?;
+    if Instant::now() >= run.deadline {
+        return Err(CallFailure::DeadlinePassed);
+    }
+    match arguments {
+        Value::Object(arguments) => Ok(arguments),
+        _ => Err(CallFailure::NotAnObject { why: "it is another JSON value".into() }),
+    }
+}
+
+/// The chain from the pinned definition on, for a tool of the broker's own.
+fn carry_out_builtin(
+    run: &Run,
+    builtin: &Builtin,
+    granted_sha256: [u8; 32],
+    id: u32,
+    request: &[u8],
+    began: Instant,
+) -> Result<Vec<u8>, CallFailure> {
+    let arguments = last_checks(run, builtin.tool(), granted_sha256, request)?;
+    let outcome = settle(run, builtin.carry_out(&arguments));
+    record_end(run, id, builtin.tool().name(), &outcome, began);
+    outcome
+}
+
+/// How a call settled, with a record if it gave no response.
+fn settled(
+    run: &Run,
+    id: u32,
+    tool: &ToolName,
+    outcome: Result<Vec<u8>, CallFailure>,
+    began: Instant,
+) -> Settled {
+    let (code, body) = match outcome {
+        Ok(response) => (None, response),
+        Err(failure) => {
+            record(run.id, id, tool, &failure, began);
+            (Some(failure.code()), failure.body(run.limits.response_bytes as usize))
+        }
+    };
+    let duration_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    Settled { id, code, duration_ns, body }
 }
 
 fn granted(run: &Run, tool: &ToolName) -> Result<[u8; 32], CallFailure> {
@@ -382,6 +484,7 @@ fn record_end(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
     use forge_protocol::broker::GrantedTool;
 
     fn run(limits: RunLimits, calls_max: Option<u32>) -> Run {
@@ -405,6 +508,27 @@ mod tests {
             }
             let spent = run.spend().unwrap_err();
             assert!(matches!(spent, CallFailure::BudgetSpent { limit } if limit == expected));
+        }
+    }
+
+    #[test]
+    fn a_built_in_whose_definition_is_not_the_granted_one_is_denied() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let registry = Arc::new(Registry::new(Config::default(), runtime.handle()));
+        let name = ToolName::parse("crypto.hash").unwrap();
+        let present = registry.builtin(&name).unwrap().tool().sha256();
+        let dispatcher = Dispatcher::new(registry, runtime.handle().clone());
+        for (definition_sha256, code) in [(present, None), ([1; 32], Some(CallCode::Denied))] {
+            let claims = GrantClaims {
+                principal: "alice".into(),
+                tools: vec![GrantedTool { name: name.clone(), definition_sha256 }],
+                expires_unix_s: 0,
+                calls_max: None,
+            };
+            let run = Run::new(RunId([0; 16]), &claims, RunLimits::default());
+            let request = br#"{"algorithm": "sha256", "text": "abc"}"#.to_vec();
+            let call = Call { id: 0, waits: true, tool: name.clone(), request };
+            assert_eq!(dispatcher.at_once(&run, &call).unwrap().code, code);
         }
     }
 

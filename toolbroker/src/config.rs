@@ -22,7 +22,7 @@ pub const BROKER_TABLES: [&str; 1] = ["servers"];
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
-pub const SUPERVISOR_TABLES: [&str; 5] = ["vm", "limits", "trust", "pool", "service"];
+pub const SUPERVISOR_TABLES: [&str; 6] = ["vm", "limits", "trust", "pool", "service", "broker"];
 
 /// Fields of an `mcpServers` entry that other programs use and that change
 /// nothing here.

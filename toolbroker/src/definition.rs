@@ -30,6 +30,30 @@ const PATTERN_BACKTRACK_MAX: usize = 100_000;
 /// A compiled pattern, in bytes.
 const PATTERN_BYTES_MAX: usize = 1024 * 1024;
 
+/// What a call may do to the world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Nothing, and it looks at nothing either: the same arguments always
+    /// have the same answer.
+    None,
+    /// It looks at something that may change.
+    Read,
+    /// It changes something.
+    Write,
+}
+
+impl Effect {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+}
+
 /// A tool that can be granted and called.
 #[derive(Debug)]
 pub struct Tool {

@@ -12,21 +12,26 @@
 //! | [`config`] | `mcp.json` and `forge.toml`, read and checked |
 //! | [`secret`] | credential values, and their removal from whatever leaves |
 //! | [`definition`] | one tool as its server describes it: digest and schema |
+//! | [`builtin`] | tools of the broker's own |
 //! | [`upstream`] | one tool server: start, list, call, restart, stop |
-//! | [`registry`] | all tool servers |
+//! | [`registry`] | all tools, of servers and built in |
 //! | [`grant`] | the signed right to call certain tools |
+//! | [`verified`] | grants that were verified before |
 //! | [`call`] | the chain that every tool call passes |
 //! | [`link`] | frames and descriptors on a unix socket |
 //! | [`broker`] | the control link and the run links |
+//! | [`filter`] | the system calls that this process and its servers do without |
 //! | [`process`] | what this process does to itself before anything else |
 
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 pub mod broker;
+pub mod builtin;
 pub mod call;
 pub mod config;
 pub mod definition;
+pub mod filter;
 pub mod grant;
 pub mod link;
 #[allow(unsafe_code)]
@@ -34,6 +39,7 @@ pub mod process;
 pub mod registry;
 pub mod secret;
 pub mod upstream;
+pub mod verified;
 
 /// Cuts `text` to at most `bytes_max` bytes, at a character boundary, and
 /// shows that it did.
@@ -48,4 +54,16 @@ pub(crate) fn cut(text: &str, bytes_max: usize) -> String {
         cut.push_str(MARK);
     }
     cut
+}
+
+/// Bytes in lower-case hex.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    const DIGITS: [u8; 16] = *b"0123456789abcdef";
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        for digit in [byte >> 4, byte & 0xF] {
+            text.push(char::from(DIGITS[usize::from(digit)]));
+        }
+    }
+    text
 }

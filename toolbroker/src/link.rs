@@ -3,17 +3,22 @@
 //! The peer is distrusted: a header is checked, and held against what this
 //! side awaits, before its payload is allocated; a descriptor comes in
 //! close-on-exec, so that no tool server inherits it, and one that nobody
-//! awaits ends the link. A read takes no byte beyond the frame it reads, so
-//! that a descriptor belongs to exactly one frame. Deliberately absent is any
-//! meaning of a frame.
+//! awaits ends the link. Deliberately absent is any meaning of a frame.
+//!
+//! | link | reads | writes |
+//! |---|---|---|
+//! | [`split`]: control | no byte beyond the frame, so that a descriptor belongs to exactly one | waits for room |
+//! | [`split_plain`]: run | ahead, since no descriptor may come: one system call takes a whole small frame | at once what there is room for, and keeps the rest |
 
+use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream as StdStream;
 
 use forge_protocol::codec::{self, BorrowDecode, CodecError};
-use forge_protocol::frame::{FrameError, HEADER_BYTES, Header, Kind};
+use forge_protocol::frame::{Assembler, Frame, FrameError, HEADER_BYTES, Header, Kind};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::UnixStream;
@@ -81,19 +86,28 @@ pub fn stream_of(descriptor: OwnedFd) -> io::Result<UnixStream> {
     UnixStream::from_std(stream)
 }
 
-/// The receiving side of a link.
+/// The receiving side of a link on which descriptors may ride.
 #[derive(Debug)]
-pub struct Receiver(OwnedReadHalf);
+pub struct Receiver {
+    half: OwnedReadHalf,
+    header: [u8; HEADER_BYTES],
+    header_bytes: usize,
+    /// The frame whose payload is still coming, and how much of it is there.
+    open: Option<(Received, usize)>,
+    riders: Vec<OwnedFd>,
+}
 
-/// The sending side of a link.
+/// The sending side of a link, which waits for room.
 #[derive(Debug)]
 pub struct Sender(OwnedWriteHalf);
 
-/// Both sides of a link.
+/// Both sides of a link on which descriptors may ride.
 #[must_use]
 pub fn split(stream: UnixStream) -> (Receiver, Sender) {
-    let (receiver, sender) = stream.into_split();
-    (Receiver(receiver), Sender(sender))
+    let (half, sender) = stream.into_split();
+    let (header, header_bytes) = ([0; HEADER_BYTES], 0);
+    let receiver = Receiver { half, header, header_bytes, open: None, riders: Vec::new() };
+    (receiver, Sender(sender))
 }
 
 impl Receiver {
@@ -101,7 +115,7 @@ impl Receiver {
     ///
     /// `awaits` says, per kind, the payload bound at this moment, or `None`
     /// for a kind that is out of turn. `descriptor` says whether one may ride
-    /// along. Not to be called again after it was dropped half-way.
+    /// along. The future may be dropped half-way: the next one goes on.
     ///
     /// # Errors
     /// [`LinkError`]; the link is of no further use.
@@ -110,64 +124,41 @@ impl Receiver {
         descriptor: bool,
         awaits: impl FnOnce(Kind) -> Option<u32>,
     ) -> Result<Option<Received>, LinkError> {
-        let mut header = [0; HEADER_BYTES];
-        let mut riders = Vec::new();
-        let mut filled = 0;
-        while filled < HEADER_BYTES {
-            let got = self.read(&mut header[filled..], &mut riders).await?;
-            if got == 0 {
-                return if filled == 0 { Ok(None) } else { Err(LinkError::CutOff) };
-            }
-            filled += got;
-            if !riders.is_empty() && !descriptor {
-                return Err(LinkError::Descriptors);
-            }
-        }
-        let Header { kind, payload_bytes } = Header::from_bytes(header)?;
-        let limit = awaits(kind).ok_or(FrameError::Unexpected { kind })?;
-        if payload_bytes > limit {
-            return Err(FrameError::Oversized { kind, got: payload_bytes, limit }.into());
-        }
-        let mut payload = vec![0; payload_bytes as usize];
-        let mut filled = 0;
-        let before = riders.len();
-        while filled < payload.len() {
-            let got = self.read(&mut payload[filled..], &mut riders).await?;
-            if got == 0 {
-                return Err(LinkError::CutOff);
-            }
-            filled += got;
-        }
-        if riders.len() > before || riders.len() > 1 {
-            return Err(LinkError::Descriptors);
-        }
-        Ok(Some(Received { kind, payload, descriptor: riders.pop() }))
-    }
-
-    async fn read(&self, buffer: &mut [u8], riders: &mut Vec<OwnedFd>) -> Result<usize, LinkError> {
-        let stream: &UnixStream = self.0.as_ref();
-        let (bytes, flags) = stream
-            .async_io(Interest::READABLE, || {
-                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-                let mut control = RecvAncillaryBuffer::new(&mut space);
-                let received = rustix::net::recvmsg(
-                    stream.as_fd(),
-                    &mut [IoSliceMut::new(buffer)],
-                    &mut control,
-                    RecvFlags::CMSG_CLOEXEC,
-                )?;
-                for message in control.drain() {
-                    if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-                        riders.extend(descriptors);
-                    }
+        let stream: &UnixStream = self.half.as_ref();
+        if self.open.is_none() {
+            while self.header_bytes < HEADER_BYTES {
+                let missing = &mut self.header[self.header_bytes..];
+                let got = read(stream, missing, &mut self.riders).await?;
+                if got == 0 {
+                    return if self.header_bytes == 0 { Ok(None) } else { Err(LinkError::CutOff) };
                 }
-                Ok((received.bytes, received.flags))
-            })
-            .await?;
-        if flags.contains(ReturnFlags::CTRUNC) {
-            return Err(LinkError::Descriptors);
+                self.header_bytes += got;
+                if self.riders.len() > usize::from(descriptor) {
+                    return Err(LinkError::Descriptors);
+                }
+            }
+            let Header { kind, payload_bytes } = Header::from_bytes(self.header)?;
+            let limit = awaits(kind).ok_or(FrameError::Unexpected { kind })?;
+            if payload_bytes > limit {
+                return Err(FrameError::Oversized { kind, got: payload_bytes, limit }.into());
+            }
+            self.header_bytes = 0;
+            let (payload, descriptor) = (vec![0; payload_bytes as usize], self.riders.pop());
+            self.open = Some((Received { kind, payload, descriptor }, 0));
         }
-        Ok(bytes)
+        if let Some((frame, filled)) = &mut self.open {
+            while *filled < frame.payload.len() {
+                let got = read(stream, &mut frame.payload[*filled..], &mut self.riders).await?;
+                if got == 0 {
+                    return Err(LinkError::CutOff);
+                }
+                *filled += got;
+                if !self.riders.is_empty() {
+                    return Err(LinkError::Descriptors);
+                }
+            }
+        }
+        Ok(self.open.take().map(|(frame, _)| frame))
     }
 }
 
@@ -178,6 +169,149 @@ impl Sender {
     /// [`LinkError::Io`].
     pub async fn send(&mut self, frames: &[u8]) -> Result<(), LinkError> {
         Ok(self.0.write_all(frames).await?)
+    }
+}
+
+/// Waits for bytes and takes them; any descriptor that came goes to `riders`.
+async fn read(
+    stream: &UnixStream,
+    buffer: &mut [u8],
+    riders: &mut Vec<OwnedFd>,
+) -> Result<usize, LinkError> {
+    let (bytes, flags) = stream
+        .async_io(Interest::READABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let received = rustix::net::recvmsg(
+                stream.as_fd(),
+                &mut [IoSliceMut::new(buffer)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            )?;
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+                    riders.extend(descriptors);
+                }
+            }
+            Ok((received.bytes, received.flags))
+        })
+        .await?;
+    if flags.contains(ReturnFlags::CTRUNC) {
+        return Err(LinkError::Descriptors);
+    }
+    Ok(bytes)
+}
+
+/// What is read ahead at once on a plain link, in bytes.
+const AHEAD_BYTES: usize = 16 * 1024;
+
+/// The receiving side of a link on which no descriptor may ride.
+#[derive(Debug)]
+pub struct PlainReceiver {
+    half: OwnedReadHalf,
+    assembler: Assembler,
+    ahead: Box<[u8]>,
+    /// What of `ahead` is read and not yet taken.
+    unread: Range<usize>,
+}
+
+/// The sending side of a link, which never waits: what there is no room for
+/// is kept.
+#[derive(Debug)]
+pub struct PlainSender {
+    half: OwnedWriteHalf,
+    unsent: VecDeque<Vec<u8>>,
+    /// How much of the first of them is sent.
+    sent_bytes: usize,
+}
+
+/// Both sides of a link on which no descriptor may ride.
+#[must_use]
+pub fn split_plain(stream: UnixStream) -> (PlainReceiver, PlainSender) {
+    let (receiving, sending) = stream.into_split();
+    let receiver = PlainReceiver {
+        half: receiving,
+        assembler: Assembler::default(),
+        ahead: vec![0; AHEAD_BYTES].into_boxed_slice(),
+        unread: 0..0,
+    };
+    (receiver, PlainSender { half: sending, unsent: VecDeque::new(), sent_bytes: 0 })
+}
+
+impl PlainReceiver {
+    /// The next frame, or `None` if the peer closed between two frames.
+    /// `awaits` is that of [`Receiver::receive`]. The future may be dropped
+    /// half-way: the next one goes on.
+    ///
+    /// # Errors
+    /// [`LinkError`]; the link is of no further use.
+    pub async fn receive(
+        &mut self,
+        awaits: impl Fn(Kind) -> Option<u32>,
+    ) -> Result<Option<Frame>, LinkError> {
+        loop {
+            let mut input = &self.ahead[self.unread.clone()];
+            let frame = self.assembler.next(&mut input, &awaits)?;
+            self.unread.start = self.unread.end - input.len();
+            if frame.is_some() {
+                return Ok(frame);
+            }
+            let mut riders = Vec::new();
+            let got = read(self.half.as_ref(), &mut self.ahead, &mut riders).await?;
+            if !riders.is_empty() {
+                return Err(LinkError::Descriptors);
+            }
+            if got == 0 {
+                let whole = self.assembler.is_between_frames();
+                return if whole { Ok(None) } else { Err(LinkError::CutOff) };
+            }
+            self.unread = 0..got;
+        }
+    }
+}
+
+impl PlainSender {
+    /// Sends a frame as far as there is room, behind those that still wait.
+    ///
+    /// # Errors
+    /// [`LinkError::Io`].
+    pub fn send(&mut self, frame: Vec<u8>) -> Result<(), LinkError> {
+        self.unsent.push_back(frame);
+        if self.unsent.len() == 1 { self.send_some() } else { Ok(()) }
+    }
+
+    /// Frames that are not wholly sent.
+    #[must_use]
+    pub fn unsent(&self) -> usize {
+        self.unsent.len()
+    }
+
+    /// Waits for room and sends what fits. Waits for ever if nothing is
+    /// unsent. The future may be dropped half-way.
+    ///
+    /// # Errors
+    /// [`LinkError::Io`].
+    pub async fn go_on(&mut self) -> Result<(), LinkError> {
+        if self.unsent.is_empty() {
+            std::future::pending::<()>().await;
+        }
+        self.half.writable().await?;
+        self.send_some()
+    }
+
+    fn send_some(&mut self) -> Result<(), LinkError> {
+        while let Some(frame) = self.unsent.front() {
+            match self.half.try_write(&frame[self.sent_bytes..]) {
+                Ok(bytes) => self.sent_bytes += bytes,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+            if self.sent_bytes == frame.len() {
+                self.unsent.pop_front();
+                self.sent_bytes = 0;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -227,6 +361,67 @@ mod tests {
         near.write_all(&bytes[..10]).await.unwrap();
         drop(near);
         assert!(matches!(far.receive(false, any).await, Err(LinkError::CutOff)));
+    }
+
+    #[tokio::test]
+    async fn a_frame_that_comes_in_pieces_survives_a_wait_that_is_given_up() {
+        let mut bytes = Vec::new();
+        frame::write_raw(Kind::Output, &[7; 40], &mut bytes);
+        let (mut near, mut far) = pair();
+        let (mut plain_near, plain_far) = UnixStream::pair().unwrap();
+        let (mut plain_far, _) = split_plain(plain_far);
+        for piece in bytes.chunks(5) {
+            near.write_all(piece).await.unwrap();
+            plain_near.write_all(piece).await.unwrap();
+            if piece.len() == 5 {
+                let soon = std::time::Duration::from_millis(1);
+                let given_up = tokio::time::timeout(soon, far.receive(false, any)).await;
+                assert!(given_up.is_err());
+                let given_up = tokio::time::timeout(soon, plain_far.receive(any)).await;
+                assert!(given_up.is_err());
+            }
+        }
+        assert_eq!(far.receive(false, any).await.unwrap().unwrap().payload, [7; 40]);
+        assert_eq!(plain_far.receive(any).await.unwrap().unwrap().payload, [7; 40]);
+    }
+
+    #[tokio::test]
+    async fn a_plain_link_keeps_what_there_is_no_room_for() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let (mut far, _) = split_plain(far);
+        let (_, mut near) = split_plain(near);
+        let mut frame = Vec::new();
+        frame::write_raw(Kind::Output, &[7; 100_000], &mut frame);
+        for _ in 0..20 {
+            near.send(frame.clone()).unwrap();
+        }
+        assert!(near.unsent() > 5, "{} unsent", near.unsent());
+        for _ in 0..20 {
+            let frame = loop {
+                tokio::select! {
+                    frame = far.receive(any) => break frame,
+                    gone_on = near.go_on() => gone_on.unwrap(),
+                }
+            };
+            assert_eq!(frame.unwrap().unwrap().payload.len(), 100_000);
+        }
+        assert_eq!(near.unsent(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_descriptor_on_a_plain_link_ends_it() {
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+        let (near, far) = UnixStream::pair().unwrap();
+        let (mut far, _) = split_plain(far);
+        let mut bytes = Vec::new();
+        frame::write_raw(Kind::Output, b"alpha", &mut bytes);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let riders = [near.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&riders)));
+        let bytes = [io::IoSlice::new(&bytes)];
+        sendmsg(near.as_fd(), &bytes, &mut control, SendFlags::empty()).unwrap();
+        assert!(matches!(far.receive(any).await, Err(LinkError::Descriptors)));
     }
 
     #[tokio::test]

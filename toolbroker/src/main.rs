@@ -8,6 +8,7 @@
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
 use forge_toolbroker::broker::{Broker, ServeError};
@@ -15,8 +16,12 @@ use forge_toolbroker::config::{Config, ConfigError};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
 use forge_toolbroker::{link, process};
 use tokio::net::UnixStream;
+use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
+
+/// Threads that talk with tool servers.
+const SERVER_THREADS: usize = 2;
 
 /// The command line as it is written.
 #[derive(Parser)]
@@ -98,8 +103,20 @@ fn main() -> ExitCode {
         .init();
     let outcome = hardened.map_err(Error::Host).and_then(|()| {
         let args = LowArgs::parse();
-        let runtime = tokio::runtime::Runtime::new().map_err(Error::Host)?;
-        runtime.block_on(run(args))
+        // Links have one thread: an answer that needs nobody else crosses to
+        // no other, which costs more than the answer itself. Servers have
+        // threads of their own, so that what they say holds up no link.
+        let servers = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(SERVER_THREADS)
+            .thread_name("servers")
+            .enable_all()
+            .build()
+            .map_err(Error::Host)?;
+        let links = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(Error::Host)?;
+        links.block_on(run(args, servers.handle()))
     });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -122,11 +139,11 @@ fn log_filter() -> EnvFilter {
     filter
 }
 
-async fn run(args: LowArgs) -> Result<(), Error> {
+async fn run(args: LowArgs, servers: &Handle) -> Result<(), Error> {
     let mut terminated = signal(SignalKind::terminate()).map_err(Error::Host)?;
     let mut interrupted = signal(SignalKind::interrupt()).map_err(Error::Host)?;
     let HiArgs { control, config, issuer } = HiArgs::check(args)?;
-    let broker = Broker::new(config, issuer);
+    let broker = Arc::new(Broker::new(config, issuer, servers));
     let served = tokio::select! {
         served = broker.serve(control) => served,
         _ = terminated.recv() => Ok(()),

@@ -1,7 +1,9 @@
 //! What this process does to itself before anything else, so that a
 //! credential it reads later stays in it: no core dump, no debugger, no
-//! `/proc/self/mem` for others, and no descriptor that a tool server would
-//! inherit.
+//! `/proc/self/mem` for others, no descriptor that a tool server would
+//! inherit, no new privileges and the [`filter`](crate::filter) on system
+//! calls. The last two and the bound on core dumps hold for every tool server
+//! as well.
 //!
 //! The only `unsafe` of the room is here: two system calls on descriptors
 //! that no safe interface offers. Deliberately absent are separate users,
@@ -10,15 +12,23 @@
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 
-use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
 
-/// Makes the process non-dumpable and marks every descriptor above standard
-/// error close-on-exec. Call it first, before any other thread runs.
+use crate::filter;
+
+/// Makes the process non-dumpable, which keeps debuggers of the same user out
+/// too; turns core dumps off; marks every descriptor above standard error
+/// close-on-exec; and puts the filter on. Call it first, before any other
+/// thread runs.
 ///
 /// # Errors
-/// If the kernel refuses either. Close-on-exec for a range needs Linux 5.11.
+/// If the kernel refuses any of it. Close-on-exec for a range needs Linux
+/// 5.11.
 pub fn harden() -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    // Servers become dumpable again when they start; this they inherit.
+    setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    filter::install()?;
     // SAFETY: close_range with CLOSE_RANGE_CLOEXEC closes nothing and touches
     // no memory; it only sets a flag on descriptors that are open.
     let outcome = unsafe {

@@ -1,32 +1,45 @@
-//! All tool servers, and the way from a tool's name to the tool.
+//! All tools, of servers and built in, and the way from a tool's name to the
+//! tool.
 //!
 //! Descriptions come from strangers and are handed on as data. Deliberately
-//! absent are retrieval, built-in tools and the review of changed
-//! definitions: a grant pins what it was given for, and that is all.
+//! absent are retrieval and the review of changed definitions: a grant pins
+//! what it was given for, and that is all.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forge_protocol::name::ToolName;
+use forge_protocol::name::{RESERVED_SERVERS, ToolName};
+use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
+use crate::builtin::{Builtin, Builtins};
 use crate::config::Config;
 use crate::definition::Tool;
 use crate::upstream::{Connection, Upstream, UpstreamError};
 
-/// The tool servers, by name.
+/// The built-in tools, and the tool servers by name.
 #[derive(Debug)]
 pub struct Registry {
+    builtins: Builtins,
     servers: BTreeMap<String, Arc<Upstream>>,
 }
 
-/// A tool and the server that stands ready to carry it out.
+/// A tool that stands ready.
 #[derive(Debug)]
 pub struct Found {
-    /// The server.
-    pub connection: Arc<Connection>,
-    /// The tool, as the server describes it now.
+    /// The tool, as it is described now.
     pub tool: Arc<Tool>,
+    /// Who carries it out.
+    pub carrier: Carrier,
+}
+
+/// Who carries a tool out.
+#[derive(Debug)]
+pub enum Carrier {
+    /// The broker itself.
+    Builtin(Builtin),
+    /// A tool server that is up.
+    Server(Arc<Connection>),
 }
 
 /// Why a tool cannot be had.
@@ -62,6 +75,20 @@ fn did_you_mean(closest: &Option<String>) -> String {
     closest.as_ref().map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }
 
+fn unavailable(name: &ToolName, source: UpstreamError) -> LookupError {
+    LookupError::Unavailable { server: name.server().to_owned(), source }
+}
+
+fn tool_of(connection: &Connection, name: &ToolName) -> Result<Arc<Tool>, LookupError> {
+    connection.tool(name).ok_or_else(|| {
+        let tools = connection.tools();
+        LookupError::NoTool {
+            tool: name.to_string(),
+            closest: closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str())),
+        }
+    })
+}
+
 /// The candidate most like `name`, if any is like it at all.
 fn closest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
     candidates
@@ -72,15 +99,24 @@ fn closest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<
 }
 
 impl Registry {
-    /// The servers of a configuration, none of them started.
+    /// The servers of a configuration, none of them started, to be talked
+    /// with on the event loop `home`.
     #[must_use]
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: Config, home: &Handle) -> Self {
         let servers = config
             .servers
             .into_iter()
-            .map(|(name, server)| (name.clone(), Arc::new(Upstream::new(name, server))))
+            .map(|(name, server)| {
+                (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
+            })
             .collect();
-        Self { servers }
+        Self { builtins: Builtins::new(), servers }
+    }
+
+    /// The built-in tool of this name.
+    #[must_use]
+    pub fn builtin(&self, name: &ToolName) -> Option<&Builtin> {
+        self.builtins.get(name)
     }
 
     /// All tools, by name, and the servers that cannot be asked. Servers that
@@ -94,7 +130,9 @@ impl Registry {
                 (upstream.name().to_owned(), connection)
             });
         }
-        let (mut tools, mut unavailable) = (Vec::new(), Vec::new());
+        let mut tools: Vec<Arc<Tool>> =
+            self.builtins.iter().map(|builtin| Arc::clone(builtin.tool())).collect();
+        let mut unavailable = Vec::new();
         while let Some(answer) = asked.join_next().await {
             match answer {
                 Ok((_, Ok(connection))) => tools.extend(connection.tools().iter().cloned()),
@@ -113,21 +151,30 @@ impl Registry {
     /// # Errors
     /// [`LookupError`].
     pub async fn find(&self, name: &ToolName) -> Result<Found, LookupError> {
-        let upstream = self.servers.get(name.server()).ok_or_else(|| LookupError::NoServer {
-            server: name.server().to_owned(),
-            closest: closest(name.server(), self.servers.keys().map(String::as_str)),
-        })?;
-        let connection = upstream.connection().await.map_err(|source| {
-            LookupError::Unavailable { server: name.server().to_owned(), source }
-        })?;
-        let tool = connection.tool(name).ok_or_else(|| {
-            let tools = connection.tools();
-            LookupError::NoTool {
+        if let Some(builtin) = self.builtin(name) {
+            let tool = Arc::clone(builtin.tool());
+            return Ok(Found { tool, carrier: Carrier::Builtin(builtin.clone()) });
+        }
+        let upstream = self.servers.get(name.server()).ok_or_else(|| self.no_server(name))?;
+        let connection = upstream.connection().await.map_err(|source| unavailable(name, source))?;
+        let tool = tool_of(&connection, name)?;
+        Ok(Found { tool, carrier: Carrier::Server(connection) })
+    }
+
+    /// Why there is no server for this name.
+    fn no_server(&self, name: &ToolName) -> LookupError {
+        let builtins = || self.builtins.iter().map(|builtin| builtin.tool().name());
+        if RESERVED_SERVERS.contains(&name.server()) {
+            return LookupError::NoTool {
                 tool: name.to_string(),
-                closest: closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str())),
-            }
-        })?;
-        Ok(Found { connection, tool })
+                closest: closest(name.as_str(), builtins().map(ToolName::as_str)),
+            };
+        }
+        let servers = self.servers.keys().map(String::as_str);
+        LookupError::NoServer {
+            server: name.server().to_owned(),
+            closest: closest(name.server(), servers.chain(builtins().map(ToolName::server))),
+        }
     }
 
     /// Several tools; servers that are not up are started at the same time.
@@ -135,25 +182,53 @@ impl Registry {
     /// # Errors
     /// [`LookupError`], for the first name that cannot be had.
     pub async fn find_all(
-        self: &Arc<Self>,
+        &self,
         names: impl IntoIterator<Item = ToolName>,
     ) -> Result<Vec<Arc<Tool>>, LookupError> {
-        let lookups: Vec<_> = names
-            .into_iter()
-            .map(|name| {
-                let registry = Arc::clone(self);
-                tokio::spawn(async move { registry.find(&name).await })
-            })
+        let names: Vec<ToolName> = names.into_iter().collect();
+        let mut servers: Vec<&str> = names
+            .iter()
+            .filter(|name| self.builtin(name).is_none())
+            .map(ToolName::server)
             .collect();
-        let mut tools = Vec::with_capacity(lookups.len());
-        for lookup in lookups {
-            match lookup.await {
-                Ok(found) => tools.push(found?.tool),
-                // Only a panic of ours ends a lookup without an answer.
-                Err(error) => std::panic::resume_unwind(error.into_panic()),
+        servers.sort_unstable();
+        servers.dedup();
+        let mut connections = BTreeMap::new();
+        match servers.as_slice() {
+            [] => {}
+            // Alone, it needs no task of its own.
+            [server] => {
+                if let Some(upstream) = self.servers.get(*server) {
+                    connections.insert((*server).to_owned(), upstream.connection().await);
+                }
+            }
+            several => {
+                let mut starting = JoinSet::new();
+                for upstream in several.iter().filter_map(|server| self.servers.get(*server)) {
+                    let upstream = Arc::clone(upstream);
+                    starting.spawn(async move {
+                        let connection = upstream.connection().await;
+                        (upstream.name().to_owned(), connection)
+                    });
+                }
+                while let Some(started) = starting.join_next().await {
+                    match started {
+                        Ok((server, connection)) => connections.insert(server, connection),
+                        // Only a panic of ours ends a start without an answer.
+                        Err(error) => std::panic::resume_unwind(error.into_panic()),
+                    };
+                }
             }
         }
-        Ok(tools)
+        names
+            .iter()
+            .map(|name| match (self.builtin(name), connections.get(name.server())) {
+                (Some(builtin), _) => Ok(Arc::clone(builtin.tool())),
+                (None, Some(Ok(connection))) => tool_of(connection, name),
+                (None, Some(Err(error))) => Err(unavailable(name, error.clone())),
+                (None, None) => Err(self.no_server(name)),
+            })
+            .collect()
     }
 
     /// Stops all servers, at the same time.
@@ -180,8 +255,16 @@ mod tests {
 
     #[tokio::test]
     async fn an_unknown_server_is_refused_by_name() {
-        let registry = Registry::new(Config::default());
+        let registry = Registry::new(Config::default(), &Handle::current());
         let refused = registry.find(&ToolName::parse("shop.find").unwrap()).await.unwrap_err();
         assert!(refused.to_string().contains("\"shop\""), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn an_unknown_tool_of_a_reserved_server_is_refused_with_the_closest_built_in() {
+        let registry = Registry::new(Config::default(), &Handle::current());
+        let refused = registry.find(&ToolName::parse("crypto.hsh").unwrap()).await.unwrap_err();
+        assert!(matches!(refused, LookupError::NoTool { .. }), "{refused}");
+        assert!(refused.to_string().contains("\"crypto.hash\""), "{refused}");
     }
 }

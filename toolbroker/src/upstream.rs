@@ -38,7 +38,9 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::config::ServerConfig;
@@ -126,6 +128,9 @@ pub enum CallEnd {
 pub struct Upstream {
     name: String,
     config: ServerConfig,
+    /// Where the server is talked with: what it says is parsed there, however
+    /// much it is, and holds up no other run's calls.
+    home: Handle,
     scrubber: Scrubber,
     slot: Mutex<Slot>,
     /// Whether the server is known to want `initialize`.
@@ -158,9 +163,10 @@ pub struct Connection {
 }
 
 impl Upstream {
-    /// A server that is not started yet.
+    /// A server that is not started yet, to be talked with on the event loop
+    /// `home`.
     #[must_use]
-    pub fn new(name: String, config: ServerConfig) -> Self {
+    pub fn new(name: String, config: ServerConfig, home: Handle) -> Self {
         let scrubber = Scrubber::new(config.scrub.iter().cloned());
         let slot = Slot {
             connection: None,
@@ -169,7 +175,8 @@ impl Upstream {
             reason: String::new(),
             stopped: false,
         };
-        Self { name, config, scrubber, slot: Mutex::new(slot), legacy: AtomicBool::new(false) }
+        let legacy = AtomicBool::new(false);
+        Self { name, config, home, scrubber, slot: Mutex::new(slot), legacy }
     }
 
     /// Its name.
@@ -182,7 +189,7 @@ impl Upstream {
     ///
     /// # Errors
     /// [`UpstreamError`].
-    pub async fn connection(&self) -> Result<Arc<Connection>, UpstreamError> {
+    pub async fn connection(self: &Arc<Self>) -> Result<Arc<Connection>, UpstreamError> {
         let mut slot = self.slot.lock().await;
         if slot.stopped {
             return Err(UpstreamError::Stopped);
@@ -191,7 +198,8 @@ impl Upstream {
             let failure = if connection.is_closed() {
                 Some("it ended".to_owned())
             } else if connection.is_stale() {
-                connection.list().await.err()
+                let listing = Arc::clone(&connection);
+                self.at_home(async move { listing.list().await }).await.err()
             } else {
                 None
             };
@@ -215,7 +223,8 @@ impl Upstream {
                 reason: slot.reason.clone(),
             });
         }
-        match self.start().await {
+        let starting = Arc::clone(self);
+        match self.at_home(async move { starting.start().await }).await {
             Ok(connection) => {
                 let connection = Arc::new(connection);
                 slot.connection = Some(Arc::clone(&connection));
@@ -226,6 +235,23 @@ impl Upstream {
                 slot.failed(error.to_string());
                 Err(error)
             }
+        }
+    }
+
+    /// Does something where the server is talked with. Dropping the future
+    /// ends it.
+    async fn at_home<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> T {
+        let mut tasks = JoinSet::new();
+        tasks.spawn_on(work, &self.home);
+        match tasks.join_next().await {
+            Some(Ok(done)) => done,
+            // Only a panic of ours, or the end of the process, ends it
+            // without an outcome.
+            Some(Err(error)) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
+            _ => std::future::pending().await,
         }
     }
 
@@ -788,7 +814,7 @@ mod tests {
             env: Default::default(),
             scrub: Vec::new(),
         };
-        let upstream = Upstream::new("x".into(), config);
+        let upstream = Arc::new(Upstream::new("x".into(), config, Handle::current()));
         let error = upstream.connection().await.unwrap_err().to_string();
         assert!(error.contains("/nonexistent/server") && error.contains("not there"), "{error}");
         assert!(matches!(upstream.connection().await, Err(UpstreamError::Spawn { .. })));

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Authority, GrantRequest, RefusalKind, Reply, Request};
+use forge_protocol::broker::{Ask, Authority, GrantRequest, RefusalKind, Reply, Request};
 use forge_protocol::frame::{self, Header, Kind};
 use forge_protocol::guest::Call;
 use forge_protocol::handshake::{Hello, Role};
@@ -51,6 +51,7 @@ fn tools_are_listed_with_schemas_and_digests() {
     assert_eq!(
         names,
         [
+            "crypto.hash",
             "test.barrier",
             "test.big",
             "test.change",
@@ -63,7 +64,7 @@ fn tools_are_listed_with_schemas_and_digests() {
             "test.slow",
         ]
     );
-    let echo = &tools[4];
+    let echo = &tools[5];
     assert_eq!(echo.description, "Says it back.");
     assert!(echo.input_schema.contains("\"text\""), "{}", echo.input_schema);
     assert!(echo.output_schema.as_ref().unwrap().contains("\"text\""));
@@ -81,7 +82,7 @@ fn a_server_that_does_not_start_is_named_with_its_last_words() {
     }}));
     match broker.ask(&Request::ListTools { principal: "alice".into() }) {
         Reply::Tools { tools, unavailable } => {
-            assert_eq!(tools.len(), 10, "the third server is there all the same");
+            assert_eq!(tools.len(), 11, "the third server is there all the same");
             assert_eq!(unavailable.len(), 2);
             assert_eq!(unavailable[0].0, "ghost");
             assert!(unavailable[0].1.contains("no-such-program-anywhere"), "{unavailable:?}");
@@ -361,7 +362,7 @@ fn a_definition_that_changes_during_a_run_denies_the_call() {
 fn an_old_server_that_says_nothing_to_discover_is_used_all_the_same() {
     let (mut broker, _) = Broker::with_server_args(&["--old"]);
     let began = Instant::now();
-    assert_eq!(broker.tools().len(), 10);
+    assert_eq!(broker.tools().len(), 11);
     let took = began.elapsed();
     assert!(took < Duration::from_secs(9), "{took:?}: the library's own wait is 10 s");
     // Once known, it is not asked again.
@@ -576,11 +577,12 @@ fn a_run_without_its_socket_is_refused_and_the_link_goes_on() {
     assert!(message.contains("socket pair"), "{message}");
 
     let mut frames = Vec::new();
-    frame::write_message(Kind::Request, &Request::OpenRun(request), &mut frames);
+    let ask = Ask { id: 7, request: Request::OpenRun(request) };
+    frame::write_message(Kind::Request, &ask, &mut frames);
     let file = std::fs::File::open("/dev/null").unwrap();
     support::send_with(&broker.control, &frames, file.into());
     assert_eq!(refusal(broker.reply()).0, RefusalKind::BadRequest);
-    assert_eq!(broker.tools().len(), 10);
+    assert_eq!(broker.tools().len(), 11);
 }
 
 #[test]

@@ -5,18 +5,28 @@
 //! supervisor makes a further pair and passes one end over the control link;
 //! the other end goes to the run's worker, and that connection is the run's
 //! identity at the broker.
+//!
+//! Many threads may ask at once. Requests carry numbers, and whoever waits
+//! for an answer while nobody reads the link reads it for all: an answer is
+//! left for the thread whose number it has. So a slow answer (servers have to
+//! start) holds up nobody else, and there is no thread that only reads.
+//! Deliberately absent is starting a lost broker again: its grants may have
+//! ended with it.
 
-use std::ffi::OsString;
+use std::collections::HashMap;
+use std::ffi::{CString, OsString};
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use forge_protocol::broker::{GrantClaims, OpenRun, RefusalKind, Reply, Request};
+use forge_protocol::broker::{Answer, Ask, GrantClaims, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::codec::{self, BorrowDecode};
-use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
+use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
@@ -28,6 +38,8 @@ const EXIT_CONFIGURATION: i32 = 2;
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long the end of an idle broker is waited for.
 const CLOSE_TIME_MAX: Duration = Duration::from_millis(200);
+/// What is read from the link at once, in bytes.
+const READ_BYTES: usize = 16 * 1024;
 
 /// Why the broker gave no answer, or no good one.
 #[derive(Debug, thiserror::Error)]
@@ -38,12 +50,28 @@ pub enum BrokerError {
     /// It did not start.
     #[error("the toolbroker cannot be started: {0}")]
     Start(io::Error),
+    /// It did not start as another user.
+    #[error(
+        "the toolbroker cannot be started as uid {uid}: {source} (may that user run {}?)",
+        executable.display()
+    )]
+    StartAs {
+        /// The user.
+        uid: u32,
+        /// The broker's executable.
+        executable: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
     /// It refuses its configuration, and has said why on standard error.
     #[error("the toolbroker refuses its configuration; its message is above")]
     Configuration,
     /// The control link broke. The broker says why on its standard error.
     #[error("the toolbroker is gone ({0}); its message is above")]
     Lost(io::Error),
+    /// The answer took too long. The link goes on.
+    #[error("the toolbroker gave no answer within {} s", REQUEST_TIME_MAX.as_secs())]
+    NoAnswer,
     /// Another release answers.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
@@ -60,6 +88,128 @@ pub enum BrokerError {
     },
 }
 
+/// Why the broker cannot run as the user that is asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum UserError {
+    /// There is no such user.
+    #[error("there is no user {0:?} on this host: make one, or give a number")]
+    Unknown(String),
+    /// The supervisor may not change users.
+    #[error("only root can start the toolbroker as another user, and this is uid {own}")]
+    NotRoot {
+        /// The supervisor's effective user.
+        own: u32,
+    },
+    /// The broker is to run as root.
+    #[error("the toolbroker's user must not be root: leave the key out to run it as yourself")]
+    Root,
+    /// The host does not say.
+    #[error("this host's users cannot be looked up: {0}")]
+    Host(io::Error),
+}
+
+/// The user a broker runs as.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BrokerUser {
+    uid: u32,
+    gid: u32,
+    name: Option<String>,
+    home: PathBuf,
+}
+
+impl BrokerUser {
+    /// The user of this name.
+    ///
+    /// # Errors
+    /// [`UserError`]; only root may run the broker as another user.
+    pub fn named(name: &str) -> Result<Self, UserError> {
+        may_change()?;
+        let unknown = || UserError::Unknown(name.to_owned());
+        let c_name = CString::new(name).map_err(|_| unknown())?;
+        // SAFETY: the name is a C string, and the rest is `account`'s own.
+        let account = account(|record, buffer, bytes, found| unsafe {
+            libc::getpwnam_r(c_name.as_ptr(), record, buffer, bytes, found)
+        })?;
+        account.ok_or_else(unknown)?.not_root()
+    }
+
+    /// The user of this number, which needs no account: without one, its
+    /// group has the same number and its home is `/`.
+    ///
+    /// # Errors
+    /// [`UserError`]; only root may run the broker as another user.
+    pub fn numbered(uid: u32) -> Result<Self, UserError> {
+        may_change()?;
+        // SAFETY: all pointers are `account`'s own.
+        let account = account(|record, buffer, bytes, found| unsafe {
+            libc::getpwuid_r(uid, record, buffer, bytes, found)
+        })?;
+        account.unwrap_or(Self { uid, gid: uid, name: None, home: "/".into() }).not_root()
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn uid(&self) -> u32 {
+        self.uid
+    }
+
+    fn not_root(self) -> Result<Self, UserError> {
+        // -1 means "leave it" to the kernel.
+        if [self.uid, self.gid].iter().any(|id| [0, u32::MAX].contains(id)) {
+            return Err(UserError::Root);
+        }
+        Ok(self)
+    }
+}
+
+fn may_change() -> Result<(), UserError> {
+    // SAFETY: takes nothing and cannot fail.
+    match unsafe { libc::geteuid() } {
+        0 => Ok(()),
+        own => Err(UserError::NotRoot { own }),
+    }
+}
+
+/// Looks an account up with one of the C library's calls, which get their
+/// memory from here.
+fn account(
+    mut call: impl FnMut(
+        *mut libc::passwd,
+        *mut libc::c_char,
+        libc::size_t,
+        *mut *mut libc::passwd,
+    ) -> libc::c_int,
+) -> Result<Option<BrokerUser>, UserError> {
+    use std::ffi::{CStr, OsStr};
+    use std::os::unix::ffi::OsStrExt as _;
+    let mut buffer: Vec<libc::c_char> = vec![0; 4096];
+    loop {
+        let mut record = std::mem::MaybeUninit::<libc::passwd>::uninit();
+        let mut found = std::ptr::null_mut();
+        match call(record.as_mut_ptr(), buffer.as_mut_ptr(), buffer.len(), &raw mut found) {
+            0 if found.is_null() => return Ok(None),
+            0 => {
+                // SAFETY: the call succeeded and found somebody, so the record
+                // is written, and its texts are C strings in `buffer`, which
+                // lives on while they are copied.
+                let (record, name, home) = unsafe {
+                    let record = record.assume_init();
+                    (record, CStr::from_ptr(record.pw_name), CStr::from_ptr(record.pw_dir))
+                };
+                return Ok(Some(BrokerUser {
+                    uid: record.pw_uid,
+                    gid: record.pw_gid,
+                    name: name.to_str().ok().map(str::to_owned),
+                    home: OsStr::from_bytes(home.to_bytes()).into(),
+                }));
+            }
+            libc::ERANGE if buffer.len() < 1024 * 1024 => buffer.resize(2 * buffer.len(), 0),
+            libc::EINTR => {}
+            error => return Err(UserError::Host(io::Error::from_raw_os_error(error))),
+        }
+    }
+}
+
 /// How to start a broker.
 #[derive(Clone, Debug, Default)]
 pub struct BrokerOptions {
@@ -72,13 +222,66 @@ pub struct BrokerOptions {
     pub state: Option<PathBuf>,
     /// Its executable, if it is not beside this one.
     pub executable: Option<PathBuf>,
+    /// Whom it runs as, if not as this process's user: with this user's own
+    /// group, no other group, and its home.
+    pub user: Option<BrokerUser>,
 }
 
 /// A broker and the control link to it.
 #[derive(Debug)]
 pub struct Broker {
-    child: Child,
+    id: u32,
+    child: Mutex<Child>,
     control: UnixStream,
+    /// The number of the next request. Held while a request is written, so
+    /// that requests go out whole.
+    sending: Mutex<u64>,
+    answers: Mutex<Answers>,
+    /// Told when an answer came, the link broke, or its reader left.
+    changed: Condvar,
+    reader: Mutex<Reader>,
+}
+
+/// What came and was not taken yet.
+#[derive(Debug, Default)]
+struct Answers {
+    /// By number; `None` while it is waited for.
+    waited: HashMap<u64, Option<Reply>>,
+    /// Whether a thread reads the link.
+    reading: bool,
+    /// Why no more answers come.
+    broken: Option<Broken>,
+}
+
+/// How a link broke, for each of those who wait.
+#[derive(Clone, Debug)]
+enum Broken {
+    Lost(io::ErrorKind, String),
+    Protocol(String),
+}
+
+impl From<Broken> for BrokerError {
+    fn from(broken: Broken) -> Self {
+        match broken {
+            Broken::Lost(kind, text) => Self::Lost(io::Error::new(kind, text)),
+            Broken::Protocol(what) => Self::Protocol(what),
+        }
+    }
+}
+
+impl Broken {
+    fn lost(error: &io::Error) -> Self {
+        Self::Lost(error.kind(), error.to_string())
+    }
+}
+
+/// Frames off the link. A frame that is not whole yet stays for whoever reads
+/// next.
+#[derive(Debug)]
+struct Reader {
+    assembler: Assembler,
+    buffer: Box<[u8]>,
+    unread: std::ops::Range<usize>,
 }
 
 impl Broker {
@@ -105,17 +308,45 @@ impl Broker {
                 arguments.extend([flag.into(), path.into()]);
             }
         }
-        let child = Command::new(&executable)
+        let mut command = Command::new(&executable);
+        command
             .args(arguments)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .map_err(BrokerError::Start)?;
-        let mut broker = Self { child, control: ours };
+            .stderr(Stdio::inherit());
+        if let Some(user) = &options.user {
+            // Where a root process sets a user, the library drops all
+            // supplementary groups first.
+            command.gid(user.gid).uid(user.uid).env("HOME", &user.home);
+            for variable in ["USER", "LOGNAME"] {
+                match &user.name {
+                    Some(name) => command.env(variable, name),
+                    None => command.env_remove(variable),
+                };
+            }
+        }
+        let child = command.spawn().map_err(|source| match &options.user {
+            Some(user) => BrokerError::StartAs { uid: user.uid, executable, source },
+            None => BrokerError::Start(source),
+        })?;
+        // Its end of the pair is the child's alone from here on.
+        drop(command);
+        let broker = Self {
+            id: child.id(),
+            child: Mutex::new(child),
+            control: ours,
+            sending: Mutex::new(0),
+            answers: Mutex::default(),
+            changed: Condvar::new(),
+            reader: Mutex::new(Reader {
+                assembler: Assembler::default(),
+                buffer: vec![0; READ_BYTES].into_boxed_slice(),
+                unread: 0..0,
+            }),
+        };
         match broker.greet() {
             Ok(()) => Ok(broker),
-            Err(BrokerError::Lost(error)) => match broker.child.wait() {
+            Err(BrokerError::Lost(error)) => match lock(&broker.child).wait() {
                 Ok(status) if status.code() == Some(EXIT_CONFIGURATION) => {
                     Err(BrokerError::Configuration)
                 }
@@ -128,25 +359,28 @@ impl Broker {
     /// The broker's process id.
     #[must_use]
     pub fn id(&self) -> u32 {
-        self.child.id()
+        self.id
     }
 
-    fn greet(&mut self) -> Result<(), BrokerError> {
+    fn greet(&self) -> Result<(), BrokerError> {
         let ours = Hello::ours(Role::Supervisor);
         let mut bytes = Vec::new();
         frame::write_message(Kind::Hello, &ours, &mut bytes);
-        self.control.write_all(&bytes).map_err(BrokerError::Lost)?;
-        let (kind, payload) = self.read_frame()?;
-        match kind {
-            Kind::Hello => {
+        (&self.control).write_all(&bytes).map_err(BrokerError::Lost)?;
+        let until = Instant::now() + REQUEST_TIME_MAX;
+        let greeting = lock(&self.reader).next(&self.control, until)?;
+        match greeting.ok_or(BrokerError::NoAnswer)? {
+            Frame { kind: Kind::Hello, payload } => {
                 ours.agree(decode(&payload)?, Role::Broker)?;
                 Ok(())
             }
-            Kind::Refuse => {
+            Frame { kind: Kind::Refuse, payload } => {
                 let Refusal(theirs) = decode(&payload)?;
                 Err(HandshakeError::VersionMismatch { theirs, ours }.into())
             }
-            kind => Err(BrokerError::Protocol(format!("a {kind:?} frame for a greeting"))),
+            Frame { kind, .. } => {
+                Err(BrokerError::Protocol(format!("a {kind:?} frame for a greeting")))
+            }
         }
     }
 
@@ -154,11 +388,8 @@ impl Broker {
     ///
     /// # Errors
     /// [`BrokerError`]; a refusal is one.
-    pub fn ask(&mut self, request: &Request) -> Result<Reply, BrokerError> {
-        let mut bytes = Vec::new();
-        frame::write_message(Kind::Request, request, &mut bytes);
-        self.control.write_all(&bytes).map_err(BrokerError::Lost)?;
-        self.read_reply()
+    pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
+        self.exchange(request.clone(), None)
     }
 
     /// Opens a run: gives back what its grant says and the connection that
@@ -166,62 +397,156 @@ impl Broker {
     ///
     /// # Errors
     /// [`BrokerError`].
-    pub fn open_run(&mut self, run: OpenRun) -> Result<(GrantClaims, UnixStream), BrokerError> {
+    pub fn open_run(&self, run: OpenRun) -> Result<(GrantClaims, UnixStream), BrokerError> {
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
-        let mut bytes = Vec::new();
-        frame::write_message(Kind::Request, &Request::OpenRun(run), &mut bytes);
-        let sent = self
-            .control
-            .send_with_fd(&bytes[..], theirs.as_raw_fd())
-            .map_err(|error| BrokerError::Lost(io::Error::from_raw_os_error(error.errno())))?;
-        self.control.write_all(&bytes[sent..]).map_err(BrokerError::Lost)?;
-        drop(theirs);
-        match self.read_reply()? {
+        match self.exchange(Request::OpenRun(run), Some(theirs))? {
             Reply::Opened(claims) => Ok((claims, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
         }
     }
 
-    fn read_reply(&mut self) -> Result<Reply, BrokerError> {
-        let (kind, payload) = self.read_frame()?;
-        if kind != Kind::Reply {
-            return Err(BrokerError::Protocol(format!("a {kind:?} frame for a reply")));
+    fn exchange(&self, request: Request, rider: Option<UnixStream>) -> Result<Reply, BrokerError> {
+        let until = Instant::now() + REQUEST_TIME_MAX;
+        let id = self.send(request, rider)?;
+        let reply = self.wait_for(id, until);
+        if reply.is_err() {
+            lock(&self.answers).waited.remove(&id);
         }
-        match decode(&payload)? {
+        match reply? {
             Reply::Refused { kind, message } => Err(BrokerError::Refused { kind, message }),
             reply => Ok(reply),
         }
     }
 
-    fn read_frame(&mut self) -> Result<(Kind, Vec<u8>), BrokerError> {
-        let until = Instant::now() + REQUEST_TIME_MAX;
-        let mut header = [0; HEADER_BYTES];
-        self.read_exact(&mut header, until)?;
-        let header =
-            Header::from_bytes(header).map_err(|e| BrokerError::Protocol(e.to_string()))?;
-        let mut payload = vec![0; header.payload_bytes as usize];
-        self.read_exact(&mut payload, until)?;
-        Ok((header.kind, payload))
+    /// Sends a request; gives back the number of its answer.
+    fn send(&self, request: Request, rider: Option<UnixStream>) -> Result<u64, BrokerError> {
+        let mut next = lock(&self.sending);
+        let id = *next;
+        *next += 1;
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Request, &Ask { id, request }, &mut bytes);
+        {
+            let mut answers = lock(&self.answers);
+            if let Some(broken) = &answers.broken {
+                return Err(broken.clone().into());
+            }
+            answers.waited.insert(id, None);
+        }
+        let sent = match &rider {
+            Some(rider) => self
+                .control
+                .send_with_fd(&bytes[..], rider.as_raw_fd())
+                .map_err(|error| io::Error::from_raw_os_error(error.errno())),
+            None => Ok(0),
+        };
+        let sent = sent.and_then(|sent| (&self.control).write_all(&bytes[sent..]));
+        if let Err(error) = sent {
+            // A request may have gone out in part: the link is of no use.
+            self.end(Broken::lost(&error));
+            return Err(BrokerError::Lost(error));
+        }
+        Ok(id)
     }
 
-    fn read_exact(&mut self, buffer: &mut [u8], until: Instant) -> Result<(), BrokerError> {
-        let mut filled = 0;
-        while filled < buffer.len() {
+    /// Waits for one answer, and reads the link for all while nobody else
+    /// does.
+    fn wait_for(&self, id: u64, until: Instant) -> Result<Reply, BrokerError> {
+        let mut answers = lock(&self.answers);
+        loop {
+            if let Some(reply) = answers.waited.get_mut(&id).and_then(Option::take) {
+                answers.waited.remove(&id);
+                return Ok(reply);
+            }
+            if let Some(broken) = &answers.broken {
+                return Err(broken.clone().into());
+            }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(BrokerError::Lost(io::ErrorKind::TimedOut.into()));
+                return Err(BrokerError::NoAnswer);
             }
-            self.control.set_read_timeout(Some(left)).map_err(BrokerError::Lost)?;
-            match self.control.read(&mut buffer[filled..]) {
+            if answers.reading {
+                answers = self
+                    .changed
+                    .wait_timeout(answers, left)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+                continue;
+            }
+            answers.reading = true;
+            drop(answers);
+            let read = self.read_answer(until);
+            answers = lock(&self.answers);
+            answers.reading = false;
+            match read {
+                // One that nobody waits for any more is dropped here.
+                Ok(Some(Answer { id, reply })) => {
+                    if let Some(place) = answers.waited.get_mut(&id) {
+                        *place = Some(reply);
+                    }
+                }
+                Ok(None) => {}
+                Err(broken) => answers.broken = Some(broken),
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    /// The next answer on the link; `None` if the time is over.
+    fn read_answer(&self, until: Instant) -> Result<Option<Answer>, Broken> {
+        let broken = |error| match error {
+            BrokerError::Lost(error) => Broken::lost(&error),
+            other => Broken::Protocol(match other {
+                BrokerError::Protocol(what) => what,
+                other => other.to_string(),
+            }),
+        };
+        match lock(&self.reader).next(&self.control, until).map_err(broken)? {
+            None => Ok(None),
+            Some(Frame { kind: Kind::Reply, payload }) => {
+                decode(&payload).map(Some).map_err(broken)
+            }
+            Some(Frame { kind, .. }) => {
+                Err(Broken::Protocol(format!("a {kind:?} frame for a reply")))
+            }
+        }
+    }
+
+    fn end(&self, broken: Broken) {
+        lock(&self.answers).broken.get_or_insert(broken);
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        self.changed.notify_all();
+    }
+}
+
+impl Reader {
+    /// The next frame; `None` if the time is over before it is whole.
+    fn next(
+        &mut self,
+        mut link: &UnixStream,
+        until: Instant,
+    ) -> Result<Option<Frame>, BrokerError> {
+        loop {
+            let mut input = &self.buffer[self.unread.clone()];
+            let awaits = |kind: Kind| Some(kind.payload_bytes_max());
+            let frame = self.assembler.next(&mut input, awaits);
+            self.unread.start = self.unread.end - input.len();
+            if let Some(frame) = frame.map_err(|e| BrokerError::Protocol(e.to_string()))? {
+                return Ok(Some(frame));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            link.set_read_timeout(Some(left)).map_err(BrokerError::Lost)?;
+            match link.read(&mut self.buffer) {
                 Ok(0) => return Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into())),
-                Ok(bytes) => filled += bytes,
+                Ok(bytes) => self.unread = 0..bytes,
                 Err(error) => match error.kind() {
                     io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock => {}
                     _ => return Err(BrokerError::Lost(error)),
                 },
             }
         }
-        Ok(())
     }
 }
 
@@ -232,10 +557,16 @@ impl Drop for Broker {
         // it is not waited for beyond a moment, and never ended.
         let _ = self.control.shutdown(std::net::Shutdown::Both);
         let until = Instant::now() + CLOSE_TIME_MAX;
-        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+        let mut child = lock(&self.child);
+        while matches!(child.try_wait(), Ok(None)) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
         }
     }
+}
+
+/// What the locks guard is whole between any two statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn decode<T: for<'a> BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, BrokerError> {

@@ -11,7 +11,6 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
@@ -80,7 +79,7 @@ pub struct SupervisorOptions {
 pub struct Supervisor {
     trust: TrustKeys,
     maxima: RunLimits,
-    broker: Option<Mutex<Broker>>,
+    broker: Option<Broker>,
     pool: Pool,
 }
 
@@ -102,7 +101,7 @@ impl Supervisor {
         let SupervisorOptions { trust, maxima, pool, worker } = options;
         let worker = worker.unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
         let pool = Pool::new(worker, &trust, pool)?;
-        Ok(Self { trust, maxima, broker: broker.map(Mutex::new), pool })
+        Ok(Self { trust, maxima, broker, pool })
     }
 
     /// The VMs that stand ready.
@@ -201,7 +200,6 @@ impl Supervisor {
         let Some(broker) = &self.broker else {
             return Ok((Vec::new(), None));
         };
-        let mut broker = broker.lock().unwrap_or_else(PoisonError::into_inner);
         let open = OpenRun {
             run_id,
             principal: request.principal.clone(),

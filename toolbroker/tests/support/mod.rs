@@ -16,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime};
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Authority, GrantClaims, OpenRun, RefusalKind, Reply, Request, ToolSpec,
+    Answer, Ask, Authority, GrantClaims, OpenRun, RefusalKind, Reply, Request, ToolSpec,
 };
 use forge_protocol::codec::{Encode, decode};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -134,8 +134,20 @@ impl Broker {
         broker
     }
 
+    /// A broker without any configuration file.
+    pub fn unconfigured() -> Self {
+        let mut broker = Self::spawn(tempfile::tempdir().unwrap(), &[]);
+        broker.say_hello();
+        broker
+    }
+
     /// The process, before anybody said `Hello`.
     pub fn spawn(folder: tempfile::TempDir, args: &[String]) -> Self {
+        Self::spawn_logging(folder, args, "trace")
+    }
+
+    /// As [`Broker::spawn`], logging at this level.
+    pub fn spawn_logging(folder: tempfile::TempDir, args: &[String], level: &str) -> Self {
         let (control, theirs) = UnixStream::pair().unwrap();
         control.set_read_timeout(Some(PATIENCE)).unwrap();
         // Inherited by the broker alone: the flag is cleared here and the
@@ -148,7 +160,7 @@ impl Broker {
         let child = Command::new(env!("CARGO_BIN_EXE_forge-toolbroker"))
             .args(["--control-fd", &theirs.as_raw_fd().to_string()])
             .args(args)
-            .env("FORGE_LOG", "trace")
+            .env("FORGE_LOG", level)
             .env("CANARY", CANARY)
             .env("INVENTORY_TOKEN", "demo-inventory-token")
             .env("NOT_FOR_SERVERS", "broker-only-value")
@@ -171,11 +183,24 @@ impl Broker {
     }
 
     pub fn ask(&mut self, request: &Request) -> Reply {
-        send(&mut self.control, Kind::Request, request);
+        self.send(request, 7);
         self.reply()
     }
 
+    /// Sends a request of this number and does not wait.
+    pub fn send(&mut self, request: &Request, id: u64) {
+        send(&mut self.control, Kind::Request, &Ask { id, request: request.clone() });
+    }
+
+    /// The reply to the one request that was asked.
     pub fn reply(&mut self) -> Reply {
+        let Answer { id, reply } = self.answer();
+        assert_eq!(id, 7);
+        reply
+    }
+
+    /// The next answer.
+    pub fn answer(&mut self) -> Answer {
         let (kind, payload) = receive(&mut self.control).expect("a reply");
         assert_eq!(kind, Kind::Reply);
         decode(&payload).unwrap()
@@ -199,7 +224,8 @@ impl Broker {
         let (link, theirs) = UnixStream::pair().unwrap();
         link.set_read_timeout(Some(PATIENCE)).unwrap();
         let mut frames = Vec::new();
-        frame::write_message(Kind::Request, &Request::OpenRun(request), &mut frames);
+        let ask = Ask { id: 7, request: Request::OpenRun(request) };
+        frame::write_message(Kind::Request, &ask, &mut frames);
         send_with(&self.control, &frames, theirs.into());
         match self.reply() {
             Reply::Opened(claims) => Ok((Worker { link, next_call: 0 }, claims)),

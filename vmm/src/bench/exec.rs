@@ -50,11 +50,11 @@ impl Figure for ExecRatio {
         // In turn first and second, so that neither side always comes after
         // the other.
         let (guest, host) = if self.guest_ms.len().is_multiple_of(2) {
-            let guest = in_guest(&job, &expected)?;
+            let guest = in_guest(&job, &self.program, &expected)?;
             (guest, on_host(&job, &self.program, &expected)?)
         } else {
             let host = on_host(&job, &self.program, &expected)?;
-            (in_guest(&job, &expected)?, host)
+            (in_guest(&job, &self.program, &expected)?, host)
         };
         self.guest_ms.push(guest);
         self.host_ms.push(host);
@@ -69,8 +69,8 @@ impl Figure for ExecRatio {
 }
 
 /// Milliseconds of execution in a guest.
-fn in_guest(job: &Job, expected: &str) -> Result<f64, String> {
-    let report = worker::serve(job, None);
+fn in_guest(job: &Job, program: &Program, expected: &str) -> Result<f64, String> {
+    let report = worker::serve(job, &program.trust, None);
     program::check_answer(&report.fate, &report.output, expected)?;
     Ok(report.timing.run_ns as f64 / 1e6)
 }
@@ -129,7 +129,8 @@ impl Stream for Loopback {
         let run = &mut *self.0.borrow_mut();
         // It waits once: for its order.
         let job = run.order.take().ok_or(LinkLost)?;
-        run.session.start(&job.start, &job.program, &job.input).map_err(|_| LinkLost)?;
+        run.session.load(&job.load, &job.program).map_err(|_| LinkLost)?;
+        run.session.start(&job.start, &job.input).map_err(|_| LinkLost)?;
         take(&std::mem::take(run.session.transmit()));
         Ok(())
     }

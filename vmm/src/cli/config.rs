@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use forge_protocol::broker::{Authority, Reply, Request};
 use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
 use forge_protocol::name::ToolName;
-use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
+use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser};
 use serde::Deserialize;
 
 use super::args::BrokerArgs;
@@ -19,6 +19,8 @@ use super::{CliError, progress, read_file};
 struct LowConfig {
     #[serde(default)]
     trust: LowTrust,
+    #[serde(default)]
+    broker: LowBroker,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -29,15 +31,45 @@ struct LowTrust {
     keys: Vec<PathBuf>,
 }
 
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LowBroker {
+    /// Whom the toolbroker runs as.
+    user: Option<LowUser>,
+}
+
+/// `"name"` or a number.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "a user is a name or a number")]
+enum LowUser {
+    Number(u32),
+    Name(String),
+}
+
+fn read_config(path: &Path) -> Result<LowConfig, CliError> {
+    let text = String::from_utf8(read_file(path)?)
+        .map_err(|_| CliError::Usage(format!("{}: is no UTF-8 text", path.display())))?;
+    toml::from_str(&text).map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))
+}
+
 /// The trust keys that a configuration names, as paths.
 pub(crate) fn trust_keys(config: Option<&Path>) -> Result<Vec<PathBuf>, CliError> {
     let Some(path) = config else { return Ok(Vec::new()) };
-    let text = String::from_utf8(read_file(path)?)
-        .map_err(|_| CliError::Usage(format!("{}: is no UTF-8 text", path.display())))?;
-    let low: LowConfig = toml::from_str(&text)
-        .map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))?;
+    let low = read_config(path)?;
     let folder = path.parent().unwrap_or(Path::new(""));
     Ok(low.trust.keys.into_iter().map(|key| folder.join(key)).collect())
+}
+
+/// The user that a configuration names for the toolbroker.
+fn broker_user(config: Option<&Path>) -> Result<Option<BrokerUser>, CliError> {
+    let Some(path) = config else { return Ok(None) };
+    let user = match read_config(path)?.broker.user {
+        None => return Ok(None),
+        Some(LowUser::Number(uid)) => BrokerUser::numbered(uid),
+        Some(LowUser::Name(name)) => BrokerUser::named(&name),
+    };
+    user.map(Some)
+        .map_err(|error| CliError::Usage(format!("{}: broker.user: {error}", path.display())))
 }
 
 /// Whether a command needs the broker's lasting grant key.
@@ -56,12 +88,14 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
         (GrantKey::Lasting, Some(path)) => Some(path.clone()),
         (GrantKey::Lasting, None) => Some(default_state()?),
     };
+    let user = broker_user(args.config.as_deref())?;
     progress("starting the toolbroker");
     Ok(Broker::start(&BrokerOptions {
         mcp_config: args.mcp_config.clone(),
         config: args.config.clone(),
         state,
         executable: None,
+        user,
     })?)
 }
 
@@ -72,11 +106,6 @@ fn default_state() -> Result<PathBuf, CliError> {
         .or_else(home)
         .map(|base| base.join("forge-vmm"))
         .ok_or_else(|| CliError::Usage("there is no HOME to keep the grant key in; --state".into()))
-}
-
-/// Whether the flags name any tool servers.
-pub(crate) fn names_servers(args: &BrokerArgs) -> bool {
-    args.mcp_config.is_some() || args.config.is_some()
 }
 
 /// Resolves `--allow` and `--grant`.
@@ -117,7 +146,7 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
 
 /// Asks a broker and takes the one answer that fits.
 pub(crate) fn ask<T>(
-    broker: &mut Broker,
+    broker: &Broker,
     request: &Request,
     take: impl FnOnce(Reply) -> Result<T, Reply>,
 ) -> Result<T, CliError> {

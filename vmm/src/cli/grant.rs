@@ -23,21 +23,14 @@ pub(crate) fn grant(args: GrantArgs) -> Result<ExitCode, CliError> {
 }
 
 fn issue(args: GrantIssueArgs) -> Result<ExitCode, CliError> {
-    if !config::names_servers(&args.broker) {
-        return Err(CliError::Usage(
-            "a grant pins tools as they are defined now, so name their servers: --mcp-config or \
-             --config"
-                .into(),
-        ));
-    }
-    let mut broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
+    let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let request = Request::IssueGrant(GrantRequest {
         principal: args.broker.principal,
         tools: args.allow,
         valid_s: args.valid.as_secs(),
         calls_max: args.calls,
     });
-    let token = config::ask(&mut broker, &request, |reply| match reply {
+    let token = config::ask(&broker, &request, |reply| match reply {
         Reply::Grant(token) => Ok(token),
         other => Err(other),
     })?;
@@ -73,8 +66,8 @@ fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
     let Authority::Grant(token) = authority else {
         return Err(CliError::Usage("this is no grant".into()));
     };
-    let mut broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
-    let claims = config::ask(&mut broker, &Request::InspectGrant { token }, |reply| match reply {
+    let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
+    let claims = config::ask(&broker, &Request::InspectGrant { token }, |reply| match reply {
         Reply::Claims(claims) => Ok(claims),
         other => Err(other),
     })?;

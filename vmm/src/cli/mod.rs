@@ -71,10 +71,13 @@ impl CliError {
             Self::Broker(error) => match error {
                 BrokerError::Configuration => Exit::Usage,
                 BrokerError::Refused { .. } => Exit::Rejected,
-                BrokerError::Missing(_) | BrokerError::Start(_) => Exit::Unavailable,
-                BrokerError::Lost(_) | BrokerError::Handshake(_) | BrokerError::Protocol(_) => {
-                    Exit::Internal
+                BrokerError::Missing(_) | BrokerError::Start(_) | BrokerError::StartAs { .. } => {
+                    Exit::Unavailable
                 }
+                BrokerError::Lost(_)
+                | BrokerError::NoAnswer
+                | BrokerError::Handshake(_)
+                | BrokerError::Protocol(_) => Exit::Internal,
             },
             Self::Output(_) => Exit::Failed,
         }

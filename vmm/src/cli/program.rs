@@ -224,9 +224,9 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     let granted = match config::authority(args.allow, args.grant.as_deref())? {
         Authority::Tools(tools) => tools,
         Authority::Grant(token) => {
-            let mut broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
+            let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
             let request = Request::InspectGrant { token };
-            let claims = config::ask(&mut broker, &request, |reply| match reply {
+            let claims = config::ask(&broker, &request, |reply| match reply {
                 Reply::Claims(claims) => Ok(claims),
                 other => Err(other),
             })?;

@@ -31,11 +31,6 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     // A program that may call nothing needs no broker.
     let broker = match &authority {
         Authority::Tools(tools) if tools.is_empty() => None,
-        _ if !config::names_servers(&args.broker) => {
-            return Err(CliError::Usage(
-                "--allow and --grant need tool servers: --mcp-config or --config".into(),
-            ));
-        }
         _ => Some(config::start_broker(&args.broker, key)?),
     };
     let options = SupervisorOptions {

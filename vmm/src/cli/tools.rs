@@ -55,13 +55,10 @@ struct Unavailable {
 }
 
 fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
-    if !config::names_servers(&args.broker) {
-        return Err(CliError::Usage("name tool servers: --mcp-config or --config".into()));
-    }
-    let mut broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
     progress("asking the tool servers");
     let request = Request::ListTools { principal: args.broker.principal.clone() };
-    let (tools, unavailable) = config::ask(&mut broker, &request, |reply| match reply {
+    let (tools, unavailable) = config::ask(&broker, &request, |reply| match reply {
         Reply::Tools { tools, unavailable } => Ok((tools, unavailable)),
         other => Err(other),
     })?;
@@ -104,7 +101,7 @@ fn listed(tool: &ToolSpec) -> ListedTool {
 /// this one tool.
 fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     let request = config::json_argument("the arguments", &args.arguments)?;
-    let mut broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
     let run_id = keys::random()
         .map(RunId)
         .map_err(|source| CliError::File { path: "/dev/urandom".into(), source })?;

@@ -1,0 +1,156 @@
+//! Built-in tools as a program meets them: in the list, under a grant, through
+//! the chain that every tool's calls pass, and without any configuration.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{Authority, GrantRequest, RefusalKind, Reply, Request};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::RESERVED_SERVERS;
+use serde_json::json;
+use support::{Broker, name, run_request, test_server};
+
+const ABC_SHA256: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+
+fn limits() -> RunLimits {
+    RunLimits { wall_ms: 60_000, ..RunLimits::default() }
+}
+
+fn abc() -> serde_json::Value {
+    json!({"algorithm": "sha256", "text": "abc"})
+}
+
+#[test]
+fn a_built_in_needs_no_configuration_and_is_listed() {
+    let mut broker = Broker::unconfigured();
+    let tools = broker.tools();
+    let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
+    assert_eq!(names, ["crypto.hash"]);
+    assert!(tools[0].input_schema.contains("sha512") && tools[0].output_schema.is_some());
+    let mut worker = broker.run(&["crypto.hash"], limits());
+    assert_eq!(worker.call("crypto.hash", &abc()), (None, json!({"hex": ABC_SHA256})));
+    let (code, long) =
+        worker.call("crypto.hash", &json!({"algorithm": "sha512", "base64": "YWJj"}));
+    assert_eq!((code, long["hex"].as_str().unwrap().len()), (None, 128));
+    drop(worker);
+    let (status, log) = broker.finish();
+    assert!(status.success());
+    let records = log.lines().filter(|line| line.contains("call ended"));
+    assert_eq!(records.filter(|line| line.contains("code=\"ok\"")).count(), 2, "{log}");
+}
+
+#[test]
+fn a_built_in_stands_beside_the_tools_of_servers() {
+    let (mut broker, server) = Broker::with_test_server();
+    let mut worker = broker.run(&["crypto.hash", "test.echo"], limits());
+    assert_eq!(worker.call("crypto.hash", &abc()).0, None);
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+    assert_eq!(server.calls(), ["echo"]);
+}
+
+#[test]
+fn a_built_in_that_is_not_granted_is_denied() {
+    let (mut broker, _) = Broker::with_test_server();
+    let mut worker = broker.run(&["test.echo"], limits());
+    let (code, why) = worker.call("crypto.hash", &abc());
+    assert_eq!(code, Some(CallCode::Denied), "{why}");
+    assert_eq!(why["error"], "this run's grant does not allow crypto.hash");
+}
+
+#[test]
+fn a_built_in_is_held_against_its_schema() {
+    let mut broker = Broker::unconfigured();
+    let mut worker = broker.run(&["crypto.hash"], limits());
+    for wrong in [
+        json!({"algorithm": "md5", "text": "abc"}),
+        json!({"algorithm": "sha256"}),
+        json!({"algorithm": "sha256", "text": "abc", "base64": "YWJj"}),
+        json!({"algorithm": "sha256", "text": 7}),
+        json!({"algorithm": "sha256", "text": "abc", "more": true}),
+        json!([]),
+    ] {
+        let (code, why) = worker.call("crypto.hash", &wrong);
+        assert_eq!(code, Some(CallCode::BadRequest), "{wrong}: {why}");
+    }
+    let (code, why) = worker.call("crypto.hash", &json!({"algorithm": "sha256", "base64": "!"}));
+    assert_eq!(code, Some(CallCode::ToolFailed), "{why}");
+}
+
+#[test]
+fn a_built_in_is_held_to_size_and_budget() {
+    let mut broker = Broker::unconfigured();
+    let few = RunLimits { calls: 2, request_bytes: 200_000, response_bytes: 100, ..limits() };
+    let mut worker = broker.run(&["crypto.hash"], few);
+    let long = "x".repeat(200_000);
+    let (code, _) = worker.call("crypto.hash", &json!({"algorithm": "sha256", "text": long}));
+    assert_eq!(code, Some(CallCode::RequestTooLarge));
+    // 128 digits do not fit into 100 bytes; 64 do.
+    let (code, _) = worker.call("crypto.hash", &json!({"algorithm": "sha512", "text": "abc"}));
+    assert_eq!(code, Some(CallCode::ResponseTooLarge));
+    assert_eq!(worker.call("crypto.hash", &abc()).0, None);
+    assert_eq!(worker.call("crypto.hash", &abc()).0, Some(CallCode::BudgetSpent));
+}
+
+#[test]
+fn a_large_request_to_a_built_in_is_answered_like_a_small_one() {
+    use sha2::Digest as _;
+    let mut broker = Broker::unconfigured();
+    let mut worker = broker.run(&["crypto.hash"], limits());
+    let long = "x".repeat(200_000);
+    let expected: String =
+        sha2::Sha256::digest(long.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
+    let (code, said) = worker.call("crypto.hash", &json!({"algorithm": "sha256", "text": long}));
+    assert_eq!((code, said), (None, json!({"hex": expected})));
+    let wrong = json!({"algorithm": "md5", "text": long});
+    assert_eq!(worker.call("crypto.hash", &wrong).0, Some(CallCode::BadRequest));
+}
+
+#[test]
+fn a_built_in_is_pinned_by_its_grant() {
+    let mut broker = Broker::unconfigured();
+    let request = GrantRequest {
+        principal: "alice".into(),
+        tools: vec![name("crypto.hash")],
+        valid_s: 60,
+        calls_max: None,
+    };
+    let Reply::Grant(token) = broker.ask(&Request::IssueGrant(request)) else { panic!("no grant") };
+    let digest = broker.tools()[0].definition_sha256;
+    let (mut worker, claims) =
+        broker.open(run_request("alice", Authority::Grant(token), limits())).unwrap();
+    assert_eq!(claims.tools[0].definition_sha256, digest);
+    assert_eq!(worker.call("crypto.hash", &abc()).0, None);
+}
+
+#[test]
+fn a_built_in_that_does_not_exist_is_refused_with_the_closest_name() {
+    let mut broker = Broker::unconfigured();
+    let tools = vec![name("crypto.hsh")];
+    let (kind, message) =
+        broker.open(run_request("alice", Authority::Tools(tools), limits())).err().unwrap();
+    assert_eq!(kind, RefusalKind::NoSuchTool);
+    assert!(message.contains("did you mean \"crypto.hash\""), "{message}");
+}
+
+#[test]
+fn no_configured_server_can_take_a_reserved_name() {
+    for reserved in RESERVED_SERVERS {
+        let folder = tempfile::tempdir().unwrap();
+        let mcp = folder.path().join("mcp.json");
+        let servers = json!({"mcpServers": {reserved: {"command": test_server()}}});
+        std::fs::write(&mcp, servers.to_string()).unwrap();
+        let own = folder.path().join("forge.toml");
+        std::fs::write(&own, format!("[servers.{reserved}]\ncommand = \"x\"\n")).unwrap();
+        for (flag, file) in [("--mcp-config", mcp), ("--config", own)] {
+            let args = [flag.to_owned(), file.to_str().unwrap().to_owned()];
+            let mut broker = Broker::spawn(tempfile::tempdir().unwrap(), &args);
+            let status = support::wait(&mut broker.child);
+            let (_, log) = broker.finish();
+            assert_eq!(status.code(), Some(2), "{flag} {reserved}");
+            let said = log.contains(&format!(".{reserved}: this name is reserved"));
+            assert!(said, "{flag} {reserved}: {log}");
+        }
+    }
+}
