@@ -36,6 +36,13 @@ pub trait Stream {
     /// # Errors
     /// [`LinkLost`], as for [`Stream::send`].
     fn receive(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), LinkLost>;
+
+    /// A module is being instantiated, or no longer. Said to whoever is below
+    /// because a kernel that knows which memory is zero can then spare itself
+    /// from writing zeros to a new linear memory.
+    fn instantiating(&mut self, is: bool) {
+        let _ = is;
+    }
 }
 
 /// The stream ended or broke.
@@ -115,6 +122,11 @@ impl<S: Stream> Link<S> {
     /// the next [`Link::receive_run`].
     pub(crate) fn loaded(&mut self) -> Result<(), ServeError> {
         Ok(self.session.loaded()?)
+    }
+
+    /// See [`Stream::instantiating`].
+    pub(crate) fn instantiating(&mut self, is: bool) {
+        self.stream.instantiating(is);
     }
 
     /// Waits for the run.

@@ -48,4 +48,13 @@ impl Stream for Link {
         }
         self.stream.receive(take).map_err(|vsock::Closed| LinkLost)
     }
+
+    fn instantiating(&mut self, is: bool) {
+        // SAFETY: guest-init says this around wasmi's `Instance::new` alone,
+        // which runs nothing of the program. The one large block in there that
+        // is filled with zeros is a linear memory's buffer: wasmi allocates it
+        // and fills it in the next statement (wasmi_core 2.0.0, pinned,
+        // `ByteBuffer::new`). Tables are filled through their elements.
+        unsafe { forge_guest_kernel::allocator::instantiating(is) }
+    }
 }

@@ -157,7 +157,10 @@ impl Prepared {
             .iter()
             .map(|import| Extern::Func(abi::function(&mut *store, import)))
             .collect();
-        let instance = Instance::new(&mut *store, &self.module, &imports)?;
+        store.data_mut().link.instantiating(true);
+        let instance = Instance::new(&mut *store, &self.module, &imports);
+        store.data_mut().link.instantiating(false);
+        let instance = instance?;
         store.data_mut().memory = instance.get_memory(&*store, admission::MEMORY);
         Ok(instance)
     }

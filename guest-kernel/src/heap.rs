@@ -30,7 +30,7 @@ const PAGE_BYTES: usize = 4096;
 /// kilobytes takes.
 const SMALL_ARENA_BYTES: usize = 128 * 1024;
 /// A block from here on is a large one, in bytes: half a page of linear memory.
-const LARGE_BYTES_MIN: usize = 32 * 1024;
+pub(crate) const LARGE_BYTES_MIN: usize = 32 * 1024;
 
 /// What talc writes at the start of a free stretch, in bytes: two list
 /// pointers, a bin, and a size (talc 5.1, `base/chunk.rs`). At its end it
@@ -148,20 +148,16 @@ impl Arena {
         unsafe { self.talc.allocate(layout) }.map_or(null_mut(), NonNull::as_ptr)
     }
 
-    fn alloc_zeroed(&mut self, layout: Layout) -> *mut u8 {
+    /// A new block, and how many of its bytes, from the first on, may be other
+    /// than zero.
+    fn alloc_and_dirty(&mut self, layout: Layout) -> (*mut u8, usize) {
         self.talc.source.before = self.top();
         let block = self.alloc(layout);
-        if block.is_null() {
-            return block;
-        }
         // Above `before` talc has been given memory once, for this very block:
         // it has written the head of a free stretch that began at the block
         // or below it, and a tail that lies behind the block.
         let used = self.talc.source.before.saturating_sub(block as usize);
-        let dirty = used.max(GAP_HEAD_BYTES).min(layout.size());
-        // SAFETY: within the block.
-        unsafe { ptr::write_bytes(block, 0, dirty) };
-        block
+        (block, used.max(GAP_HEAD_BYTES).min(layout.size()))
     }
 
     /// Changes a block's size where it is; whether that could be done.
@@ -193,12 +189,42 @@ pub(crate) struct Heap {
     small: Arena,
     large: Arena,
     boundary: *mut u8,
+    unwritten: Unwritten,
+}
+
+/// A block of which all but the first bytes have never been written. Only the
+/// one that was allocated last is known, and only until the heap is used
+/// again.
+#[derive(Clone, Copy)]
+pub(crate) struct Unwritten {
+    /// Where the block starts; 0 for none.
+    pub(crate) block: usize,
+    /// Its size.
+    pub(crate) bytes: usize,
+    /// How much of it may be other than zero.
+    pub(crate) dirty_bytes: usize,
+}
+
+impl Unwritten {
+    /// No block.
+    pub(crate) const NONE: Self = Self { block: 0, bytes: 0, dirty_bytes: 0 };
 }
 
 impl Heap {
     /// A heap without memory.
     pub(crate) const fn new() -> Self {
-        Self { small: Arena::empty(), large: Arena::empty(), boundary: null_mut() }
+        Self {
+            small: Arena::empty(),
+            large: Arena::empty(),
+            boundary: null_mut(),
+            unwritten: Unwritten::NONE,
+        }
+    }
+
+    /// The block that was allocated last, if the heap has not been used since
+    /// and the block is a large one.
+    pub(crate) fn unwritten(&self) -> Unwritten {
+        self.unwritten
     }
 
     /// Gives the heap its memory; whether it is enough to be one.
@@ -225,7 +251,7 @@ impl Heap {
     /// # Safety
     /// Likewise.
     pub(crate) unsafe fn alloc(&mut self, layout: Layout) -> *mut u8 {
-        self.place(layout, Arena::alloc)
+        self.place(layout).0
     }
 
     /// As [`core::alloc::GlobalAlloc::alloc_zeroed`].
@@ -233,17 +259,30 @@ impl Heap {
     /// # Safety
     /// Likewise.
     pub(crate) unsafe fn alloc_zeroed(&mut self, layout: Layout) -> *mut u8 {
-        self.place(layout, Arena::alloc_zeroed)
+        let (block, dirty) = self.place(layout);
+        // It is about to be what it is said to be; nothing is left to know.
+        self.unwritten = Unwritten::NONE;
+        if !block.is_null() {
+            // SAFETY: within the block.
+            unsafe { ptr::write_bytes(block, 0, dirty) };
+        }
+        block
     }
 
-    fn place(&mut self, layout: Layout, alloc: fn(&mut Arena, Layout) -> *mut u8) -> *mut u8 {
-        if layout.size() < LARGE_BYTES_MIN {
-            let block = alloc(&mut self.small, layout);
-            if !block.is_null() {
-                return block;
+    fn place(&mut self, layout: Layout) -> (*mut u8, usize) {
+        self.unwritten = Unwritten::NONE;
+        let bytes = layout.size();
+        if bytes < LARGE_BYTES_MIN {
+            let placed = self.small.alloc_and_dirty(layout);
+            if !placed.0.is_null() {
+                return placed;
             }
         }
-        alloc(&mut self.large, layout)
+        let (block, dirty_bytes) = self.large.alloc_and_dirty(layout);
+        if bytes >= LARGE_BYTES_MIN && !block.is_null() {
+            self.unwritten = Unwritten { block: block as usize, bytes, dirty_bytes };
+        }
+        (block, dirty_bytes)
     }
 
     /// As [`core::alloc::GlobalAlloc::dealloc`].
@@ -251,6 +290,7 @@ impl Heap {
     /// # Safety
     /// Likewise.
     pub(crate) unsafe fn dealloc(&mut self, block: *mut u8, layout: Layout) {
+        self.unwritten = Unwritten::NONE;
         // SAFETY: the caller's contract; the block is of this arena.
         unsafe { self.arena_of(block).talc.deallocate(block, layout) }
     }
@@ -265,6 +305,7 @@ impl Heap {
         layout: Layout,
         bytes: usize,
     ) -> *mut u8 {
+        self.unwritten = Unwritten::NONE;
         // A block that has become large leaves the small ones.
         let stays = block >= self.boundary || bytes < LARGE_BYTES_MIN;
         // SAFETY: the caller's contract; the block is of this arena.
@@ -280,6 +321,7 @@ impl Heap {
             let moved = self.alloc(wanted);
             if !moved.is_null() {
                 ptr::copy_nonoverlapping(block, moved, layout.size().min(bytes));
+                // Which also forgets the new block: it has been written.
                 self.dealloc(block, layout);
             }
             moved

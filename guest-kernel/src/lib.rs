@@ -11,7 +11,7 @@
 //! | [`entry`] | the first instructions, and what they hand to `main` |
 //! | `trap` | ring 0: a few integer instructions per exception |
 //! | `memory` | the four routines compilers call by name |
-//! | `allocator` | the global allocator: the one `heap` |
+//! | [`allocator`] | the global allocator: the one `heap` |
 //! | `heap` | memory divided so that few pages are touched |
 //! | `mmio` | device registers |
 //! | `queue` | one split virtqueue, polled |
@@ -22,10 +22,10 @@
 
 extern crate alloc;
 
+pub mod allocator;
 pub mod entry;
 pub mod vsock;
 
-mod allocator;
 mod crash;
 mod heap;
 mod memory;

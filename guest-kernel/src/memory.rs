@@ -5,6 +5,8 @@
 
 use core::arch::asm;
 
+use crate::{allocator, heap};
+
 /// From here on the string instructions win.
 const STRING_BYTES_MIN: usize = 256;
 
@@ -53,8 +55,11 @@ unsafe extern "C" fn memmove(dst: *mut u8, src: *const u8, count: usize) -> *mut
 /// # Safety
 /// As C's `memset`.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn memset(dst: *mut u8, byte: i32, count: usize) -> *mut u8 {
+unsafe extern "C" fn memset(dst: *mut u8, byte: i32, mut count: usize) -> *mut u8 {
     let byte = byte as u8;
+    if byte == 0 && count >= heap::LARGE_BYTES_MIN {
+        count = allocator::to_be_zeroed(dst as usize, count);
+    }
     // SAFETY: the caller's contract; each branch writes `count` bytes only.
     unsafe {
         if count >= STRING_BYTES_MIN {

@@ -35,6 +35,8 @@ fn main() -> ExitCode {
         claims![
             a_guest_boots_in_two_exits,
             what_a_guest_and_a_small_run_write_lies_together,
+            a_large_linear_memory_touches_what_the_program_does,
+            memory_that_was_used_before_is_zero_to_a_program,
             a_guest_touches_what_it_is_told_to_once_it_has_greeted,
         ],
         claims![],
@@ -135,7 +137,60 @@ fn what_a_guest_and_a_small_run_write_lies_together() {
 }
 
 /// What a program with one page of linear memory touches of it and around it.
-const LINEAR_PAGES: usize = 18;
+const LINEAR_PAGES: usize = 5;
+
+fn ends_with(report: &Report, code: i32) {
+    match &report.fate {
+        Fate::Ended(ended) => assert_eq!(ended.ending, Ending::Returned(code)),
+        other => panic!("the run did not end by itself: {other:?}"),
+    }
+}
+
+fn a_large_linear_memory_touches_what_the_program_does() {
+    let bench = Bench::new();
+    // 64 pages of 64 KiB, of which it writes one byte in the middle.
+    let program = signed(
+        r#"(module (memory (export "memory") 64)
+            (func (export "forge_run") (result i32)
+                (i32.store8 (i32.const 0x200000) (i32.const 7))
+                (i32.load8_u (i32.const 0x200000))))"#,
+    );
+    let mut guest = bench.boot(&test_trust());
+    let before = touched(guest.memory());
+    let report = guest.run(&job(program, RunLimits::default()), None, &bench.watchdog);
+    ends_with(&report, 7);
+    let more: BTreeSet<i64> = touched(guest.memory()).difference(&before).copied().collect();
+    // Its first and its last page, and the one it wrote to.
+    assert!(within(&more, 24..i64::MAX) <= 5, "{}", spans(&more));
+    assert!(more.len() < 20, "{}", spans(&more));
+}
+
+/// A program of this many bytes more that looks for a byte in its memory that
+/// is not zero, and returns the first one's place or -1.
+fn looks_for_bytes(more: usize) -> Vec<u8> {
+    let ballast = "a".repeat(more);
+    signed(&format!(
+        r#"(module (memory (export "memory") 40)
+            (data $never "{ballast}")
+            (func (export "forge_run") (result i32) (local $at i32)
+                (loop $next
+                    (if (i64.ne (i64.load (local.get $at)) (i64.const 0))
+                        (then (return (local.get $at))))
+                    (local.set $at (i32.add (local.get $at) (i32.const 8)))
+                    (br_if $next (i32.lt_u (local.get $at) (i32.const 0x280000))))
+                (i32.const -1)))"#
+    ))
+}
+
+fn memory_that_was_used_before_is_zero_to_a_program() {
+    let bench = Bench::new();
+    // Larger and larger programs leave more and more of the heap behind them.
+    for more in [0, 40_000, 300_000, 1_500_000] {
+        let mut guest = bench.boot(&test_trust());
+        let job = job(looks_for_bytes(more), RunLimits::default());
+        ends_with(&guest.run(&job, None, &bench.watchdog), -1);
+    }
+}
 
 fn a_guest_touches_what_it_is_told_to_once_it_has_greeted() {
     let bench = Bench::new();
