@@ -94,15 +94,17 @@ where
 /// A call from the guest's session to the host's, and the answer back.
 fn call_and_answer() -> Result<Box<dyn Path>, String> {
     let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
+    let limits = RunLimits { calls: u32::MAX, ..RunLimits::default() };
+    let load = Load { limits, announce: false };
     let start = Start {
         run_id: RunId([0; 16]),
-        limits: RunLimits { calls: u32::MAX, ..RunLimits::default() },
         seed: [0; 32],
         start_unix_ns: 0,
         granted: Vec::new(),
     };
     host.receive(&std::mem::take(guest.transmit())).map_err(said)?;
-    host.start(&start, b"program", b"{}").map_err(said)?;
+    host.load(&load, b"program").map_err(said)?;
+    host.start(&start, b"{}").map_err(said)?;
     guest.receive(&std::mem::take(host.transmit())).map_err(said)?;
     while guest.poll_event().is_some() {}
 

@@ -67,6 +67,8 @@ pub enum Kind {
     Report = 0x51,
     /// [`crate::worker::Ready`].
     Ready = 0x52,
+    /// [`crate::worker::Prepare`].
+    Prepare = 0x53,
     /// [`crate::worker::ZygoteSetup`].
     ZygoteSetup = 0x54,
     /// [`crate::worker::Fork`].
@@ -76,11 +78,18 @@ pub enum Kind {
     /// A worker made a system call that its filter forbids: the call's
     /// number, a little-endian `i32`. Its last word.
     Forbidden = 0x57,
+    /// [`crate::worker::PreparedJob`].
+    PreparedJob = 0x58,
+
+    /// [`crate::service::Submit`].
+    Submit = 0x60,
+    /// [`crate::service::Finished`].
+    Finished = 0x61,
 }
 
 impl Kind {
     /// Every kind, for tables and tests.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 26] = [
         Self::Hello,
         Self::Refuse,
         Self::Start,
@@ -99,10 +108,14 @@ impl Kind {
         Self::Job,
         Self::Report,
         Self::Ready,
+        Self::Prepare,
         Self::ZygoteSetup,
         Self::Fork,
         Self::Zygoted,
         Self::Forbidden,
+        Self::PreparedJob,
+        Self::Submit,
+        Self::Finished,
     ];
 
     /// The kind with this byte.
@@ -136,6 +149,10 @@ impl Kind {
                     + Self::Load.payload_bytes_max()
                     + Self::Start.payload_bytes_max()
             }
+            Self::Prepare | Self::PreparedJob => Self::Job.payload_bytes_max(),
+            Self::Submit => Self::Job.payload_bytes_max() + GRANT_BYTES_MAX,
+            // A report's text is at most twice as long as JSON.
+            Self::Finished => 3 * Self::Report.payload_bytes_max(),
             Self::Report => {
                 OUTPUT_BYTES_MAX
                     + crate::limits::ARTIFACTS_MAX * (ARTIFACT_BYTES_MAX + 1024)

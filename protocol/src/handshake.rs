@@ -23,8 +23,8 @@ pub enum Role {
     Supervisor,
     /// The toolbroker.
     Broker,
-    /// A worker process.
-    Worker,
+    /// A client of the service.
+    Client,
 }
 
 impl core::fmt::Display for Role {
@@ -34,7 +34,7 @@ impl core::fmt::Display for Role {
             Self::Host => "the host",
             Self::Supervisor => "the supervisor",
             Self::Broker => "the toolbroker",
-            Self::Worker => "the worker",
+            Self::Client => "the client",
         })
     }
 }

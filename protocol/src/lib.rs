@@ -19,6 +19,7 @@
 //! | [`guest`] | the link between a guest and its worker, both sides |
 //! | [`broker`] | the link between a supervisor or worker and the toolbroker |
 //! | [`worker`] | the link between the supervisor and a worker |
+//! | [`service`] | the link between a client and the service |
 //! | [`platform`] | the machine a guest finds itself in |
 
 #![no_std]
@@ -37,6 +38,7 @@ pub mod handshake;
 pub mod limits;
 pub mod name;
 pub mod platform;
+pub mod service;
 pub mod signature;
 pub mod worker;
 

@@ -31,6 +31,29 @@ pub struct Job {
     pub brokered: bool,
 }
 
+/// A program to be loaded ahead of its runs, which then come as
+/// [`PreparedJob`]s.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Prepare {
+    /// What the guest loads it by.
+    pub load: Load,
+    /// The signed program.
+    pub program: Vec<u8>,
+}
+
+/// One run of the program that was prepared.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct PreparedJob {
+    /// What the guest is told of the run.
+    pub start: Start,
+    /// The run's input.
+    pub input: Vec<u8>,
+    /// As in [`Job`].
+    pub deadline_ns: u64,
+    /// As in [`Job`].
+    pub brokered: bool,
+}
+
 /// What became of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Report {
@@ -138,6 +161,9 @@ pub struct ZygoteSetup {
 pub struct Fork {
     /// How much RAM its guest has, in bytes.
     pub ram_bytes: u64,
+    /// How much of its memory the guest touches before it stands ready, in
+    /// bytes from the start of its stack; 0 where a run waits already.
+    pub touch_bytes: u32,
     /// How it goes on after a run.
     pub reuse: Reuse,
 }

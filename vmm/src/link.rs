@@ -11,6 +11,27 @@ use forge_protocol::frame::{Assembler, Frame, Kind};
 /// What one receive call takes in, in bytes: more than most messages have.
 const RECEIVE_BYTES: usize = 32 * 1024;
 
+/// How long to wait for the other side, and for whose sake.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Patience<'a> {
+    /// Until then; for ever, if nothing is said.
+    pub until: Option<Instant>,
+    /// Only as long as this socket's peer is there.
+    pub for_peer_of: Option<BorrowedFd<'a>>,
+}
+
+impl Patience<'_> {
+    /// Until then.
+    #[must_use]
+    pub fn until(until: Instant) -> Self {
+        Self { until: Some(until), for_peer_of: None }
+    }
+
+    fn is_endless(&self) -> bool {
+        self.until.is_none() && self.for_peer_of.is_none()
+    }
+}
+
 /// One end of a socket on which whole frames travel.
 #[derive(Debug)]
 pub struct Link {
@@ -50,7 +71,7 @@ impl Link {
         &mut self,
         mut bytes: &[u8],
         mut passed: Option<BorrowedFd<'_>>,
-        until: Option<Instant>,
+        patience: Patience<'_>,
     ) -> io::Result<()> {
         while !bytes.is_empty() {
             match send_once(self.socket.as_raw_fd(), bytes, passed) {
@@ -59,7 +80,7 @@ impl Link {
                     passed = None;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    wait(self.socket.as_raw_fd(), libc::POLLOUT, until)?;
+                    wait(self.socket.as_raw_fd(), libc::POLLOUT, patience)?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
@@ -72,18 +93,19 @@ impl Link {
     ///
     /// # Errors
     /// What the kernel said; `TimedOut`, `UnexpectedEof` if the peer is gone,
-    /// `InvalidData` for what is no awaited frame.
+    /// `ConnectionAborted` if nobody wants it any more, `InvalidData` for what
+    /// is no awaited frame.
     pub fn receive(
         &mut self,
         awaits: impl Fn(Kind) -> bool,
-        until: Option<Instant>,
+        patience: Patience<'_>,
     ) -> io::Result<Frame> {
         loop {
             if let Some(frame) = self.next(&awaits)? {
                 return Ok(frame);
             }
-            if until.is_some() {
-                wait(self.socket.as_raw_fd(), libc::POLLIN, until)?;
+            if !patience.is_endless() {
+                wait(self.socket.as_raw_fd(), libc::POLLIN, patience)?;
             }
             match self.fill() {
                 Ok(()) => {}
@@ -215,29 +237,33 @@ pub(crate) fn receive_once(
     Ok((bytes, passed))
 }
 
-fn wait(socket: RawFd, events: i16, until: Option<Instant>) -> io::Result<()> {
+fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
     loop {
-        let left = match until {
-            Some(until) => until.saturating_duration_since(Instant::now()),
-            None => Duration::MAX,
-        };
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
         // Rounded up, so that the last wait is not a busy one.
-        let ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
-        let mut polled = libc::pollfd { fd: socket, events, revents: 0 };
-        // SAFETY: one valid pollfd.
-        let ready = unsafe { libc::poll(&raw mut polled, 1, ms) };
-        match ready {
-            0 => {}
-            1.. => return Ok(()),
-            _ => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
+        let ms = match patience.until.map(|until| until.saturating_duration_since(Instant::now())) {
+            Some(Duration::ZERO) => return Err(io::ErrorKind::TimedOut.into()),
+            Some(left) => left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32,
+            None => -1,
+        };
+        // A negative descriptor is not looked at.
+        let peer = patience.for_peer_of.map_or(-1, |peer| peer.as_raw_fd());
+        let mut polled = [
+            libc::pollfd { fd: socket, events, revents: 0 },
+            libc::pollfd { fd: peer, events: libc::POLLRDHUP, revents: 0 },
+        ];
+        // SAFETY: two valid pollfds.
+        if unsafe { libc::poll(polled.as_mut_ptr(), 2, ms) } < 0 {
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
             }
+            continue;
+        }
+        if polled[0].revents != 0 {
+            return Ok(());
+        }
+        if polled[1].revents != 0 {
+            return Err(io::ErrorKind::ConnectionAborted.into());
         }
     }
 }
@@ -266,10 +292,10 @@ mod tests {
         bytes.extend(output(&[7; 100_000]));
         let sender = std::thread::spawn(move || {
             for piece in bytes.chunks(3000) {
-                a.send(piece, None, None).unwrap();
+                a.send(piece, None, Patience::default()).unwrap();
             }
         });
-        let until = Some(Instant::now() + Duration::from_secs(30));
+        let until = Patience::until(Instant::now() + Duration::from_secs(30));
         assert_eq!(b.receive(|_| true, until).unwrap().payload, b"one");
         assert_eq!(b.receive(|_| true, until).unwrap().payload, [7; 100_000]);
         sender.join().unwrap();
@@ -280,9 +306,9 @@ mod tests {
     fn a_descriptor_rides_along() {
         let (mut a, mut b) = pair();
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        a.send(&output(b"x"), Some(theirs.as_fd()), None).unwrap();
+        a.send(&output(b"x"), Some(theirs.as_fd()), Patience::default()).unwrap();
         drop(theirs);
-        b.receive(|_| true, None).unwrap();
+        b.receive(|_| true, Patience::default()).unwrap();
         let mut passed = UnixStream::from(b.take_passed().unwrap());
         io::Write::write_all(&mut passed, b"through").unwrap();
         let mut got = [0; 7];
@@ -293,11 +319,25 @@ mod tests {
     #[test]
     fn what_is_not_awaited_is_refused_and_silence_ends() {
         let (mut a, mut b) = pair();
-        a.send(&output(b"x"), None, None).unwrap();
-        let refused = b.receive(|kind| kind == Kind::Report, None).unwrap_err();
+        a.send(&output(b"x"), None, Patience::default()).unwrap();
+        let refused = b.receive(|kind| kind == Kind::Report, Patience::default()).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
         let (_a, mut b) = pair();
-        let until = Some(Instant::now() + Duration::from_millis(5));
+        let until = Patience::until(Instant::now() + Duration::from_millis(5));
         assert_eq!(b.receive(|_| true, until).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn a_wait_ends_with_the_peer_it_is_for() {
+        let (_a, mut b) = pair();
+        let (client, service) = UnixStream::pair().unwrap();
+        let patience = Patience { until: None, for_peer_of: Some(service.as_fd()) };
+        let leaves = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(20));
+            drop(client);
+        });
+        let error = b.receive(|_| true, patience).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
+        leaves.join().unwrap();
     }
 }

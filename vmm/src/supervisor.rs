@@ -9,6 +9,7 @@
 //! Whatever is refused is refused before a VM is made.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -27,7 +28,8 @@ use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
     encode_output, hex,
 };
-use crate::pool::{Pool, PoolOptions, Vm};
+use crate::link::Patience;
+use crate::pool::{Pool, PoolOptions, Task, Vm};
 use crate::worker;
 
 /// How much longer than its deadline a worker may take to say so.
@@ -49,6 +51,8 @@ pub struct RunRequest {
     pub authority: Authority,
     /// What it may use.
     pub limits: RunLimits,
+    /// Have VMs kept that have this program loaded already.
+    pub prepare: bool,
 }
 
 /// A run's report and the artifacts it left.
@@ -112,6 +116,12 @@ impl Supervisor {
 
     /// Carries out one run. However it ends, there is a report.
     pub fn run(&self, request: &RunRequest) -> RunResult {
+        self.run_for(request, None)
+    }
+
+    /// The same for the client at the other end of a socket: when it leaves,
+    /// the run is cancelled.
+    pub fn run_for(&self, request: &RunRequest, client: Option<BorrowedFd<'_>>) -> RunResult {
         let started = Instant::now();
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
@@ -124,7 +134,7 @@ impl Supervisor {
             Ok(admitted) => admitted,
             Err(refused) => return unstarted(run_id, None, refused.into(), started),
         };
-        match self.carry_out(run_id, request, &admitted, started) {
+        match self.carry_out(run_id, request, &admitted, client, started) {
             Ok(result) => result,
             Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), started),
         }
@@ -146,6 +156,7 @@ impl Supervisor {
         run_id: RunId,
         request: &RunRequest,
         admitted: &Admitted<'_>,
+        client: Option<BorrowedFd<'_>>,
         started: Instant,
     ) -> Result<RunResult, Refused> {
         // What is wrong whatever is granted is said before anybody is asked.
@@ -178,9 +189,17 @@ impl Supervisor {
             brokered: link.is_some(),
         };
         let until = Instant::now() + wall + BOOT_GRACE + WORKER_GRACE;
+        let signer = admitted.program.signer();
+        let task = Task {
+            tenant: &request.principal,
+            job: &job,
+            broker: link.as_ref(),
+            prepared: request.prepare.then_some(&signer),
+        };
+        let patience = Patience { until: Some(until), for_peer_of: client };
         let (report, vm) = self
             .pool
-            .carry_out(&request.principal, &request.limits, &job, link.as_ref(), until)
+            .carry_out(&task, patience)
             .unwrap_or_else(|failure| (worker::failed(failure), Vm::Fresh));
         drop(link);
         Ok(reported(run_id, admitted, request, report, vm, started, opened))

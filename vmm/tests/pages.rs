@@ -157,7 +157,7 @@ fn a_large_linear_memory_touches_what_the_program_does() {
     );
     let mut guest = bench.boot(&test_trust());
     let before = touched(guest.memory());
-    let report = guest.run(&job(program, RunLimits::default()), None, &bench.watchdog);
+    let report = guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
     ends_with(&report, 7);
     let more: BTreeSet<i64> = touched(guest.memory()).difference(&before).copied().collect();
     // Its first and its last page, and the one it wrote to.
@@ -188,7 +188,7 @@ fn memory_that_was_used_before_is_zero_to_a_program() {
     for more in [0, 40_000, 300_000, 1_500_000] {
         let mut guest = bench.boot(&test_trust());
         let job = job(looks_for_bytes(more), RunLimits::default());
-        ends_with(&guest.run(&job, None, &bench.watchdog), -1);
+        ends_with(&guest.run(&job, None, Instant::now(), &bench.watchdog), -1);
     }
 }
 

@@ -43,9 +43,12 @@ use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 
+use forge_protocol::platform::{BOOT_INFO, BootInfo};
 use kvm_ioctls::VmFd;
 use snapshot::RESET_PAGES_MAX;
-use vm_memory::{GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _};
+use vm_memory::{
+    Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
+};
 
 /// Why a machine cannot be made. The host is at fault, or lacks something.
 #[derive(Debug, thiserror::Error)]
@@ -157,6 +160,22 @@ impl Machine {
     /// access that broke.
     pub fn run(&mut self, bus: &mut impl Bus, stop: &Stop) -> Exit {
         self.vcpu.run(bus, stop, &self.ram)
+    }
+
+    /// Asks a guest that has not left its greeting yet to touch this much
+    /// memory from `DATA` on before it waits.
+    ///
+    /// # Errors
+    /// [`MachineError::Image`]: its boot info is not there.
+    pub fn ask_to_touch(&self, touch_bytes: u64) -> Result<(), MachineError> {
+        let gone = |_| MachineError::Image("RAM is smaller than the image");
+        let at = GuestAddress(BOOT_INFO);
+        let mut bytes = [0; BootInfo::BYTES];
+        self.ram.read_slice(&mut bytes, at).map_err(gone)?;
+        let info = BootInfo::from_bytes(&bytes)
+            .ok_or(MachineError::Image("its boot info is of another release"))?;
+        let info = BootInfo { touch_bytes, ..info };
+        self.ram.write_slice(&info.to_bytes(), at).map_err(gone)
     }
 
     /// The descriptors of VM and vCPU.

@@ -9,11 +9,18 @@
 //! By default a VM serves one run. An operator may have it reset instead; it
 //! then serves runs of one tenant, the first that it was given to.
 //!
+//! A *prepared program* has VMs that have verified, parsed and instantiated
+//! it already. They are one tenant's, and are found by the program's bytes,
+//! its signer and its limits; what is admitted and granted is checked for
+//! every run all the same.
+//!
 //! | module | what it holds |
 //! |---|---|
+//! | `shelves` | the workers that stand ready, by what they can be used for |
 //! | [`zygote`] | the process that workers are forked from, from outside |
 //! | [`worker`] | one worker, from outside |
 
+mod shelves;
 pub mod worker;
 pub mod zygote;
 
@@ -25,25 +32,33 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use forge_protocol::limits::RunLimits;
-use forge_protocol::signature::TrustKeys;
+use forge_protocol::signature::{TrustKey, TrustKeys};
 use forge_protocol::worker::{
-    Fork, Job, Report, Reuse, VmFailure, VmFailureKind, ZygoteSetup,
+    Fork, Job, Prepare, PreparedJob, Report, Reuse, VmFailure, VmFailureKind, ZygoteSetup,
 };
 
+use sha2::{Digest as _, Sha256};
+
+use crate::link::Patience;
 use crate::machine;
-use worker::{Lost, Worker};
+use shelves::{Missing, Shelves};
+pub use shelves::{Key, ProgramKey};
+use worker::{Lost, Run, Worker};
 use zygote::Zygote;
 
 /// How long a worker may take to stand ready. It takes a millisecond; this is
 /// for hosts that emulate everything.
 const READY_TIME_MAX: Duration = Duration::from_secs(30);
-/// After so long without a cold start the pool keeps one worker less.
-const SHRINK_AFTER: Duration = Duration::from_secs(10);
 /// How long the filling thread waits after it failed.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// How often the filling thread looks for what nobody misses.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How often a run is given to another worker if one was lost before it
 /// began.
 const ATTEMPTS: usize = 3;
+/// How much memory a VM touches while it waits, so that its run need not: the
+/// stack, the queues, data, and the first of the heap.
+const TOUCH_BYTES: u32 = 46 * 4096;
 
 /// How a pool keeps its VMs.
 #[derive(Clone, Copy, Debug, Default)]
@@ -76,24 +91,18 @@ impl Vm {
     }
 }
 
-/// Whose VM it is and what it must have.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
-    tenant: String,
-    ram_bytes: usize,
-}
-
-/// Workers by what they can be used for.
-#[derive(Debug, Default)]
-struct Shelves {
-    /// Untouched ones with the usual RAM.
-    standing: Vec<Worker>,
-    /// Ones that were reset, the longest unused first.
-    used: Vec<(Key, Worker)>,
-    /// How many are to stand ready now.
-    target: usize,
-    last_cold: Option<Instant>,
-    closing: bool,
+/// One run, admitted, for one tenant.
+#[derive(Debug)]
+pub struct Task<'a> {
+    /// Whose it is.
+    pub tenant: &'a str,
+    /// The run.
+    pub job: &'a Job,
+    /// Its end of the connection to the broker.
+    pub broker: Option<&'a UnixStream>,
+    /// If VMs are to be kept that have the program loaded: who signed it, as
+    /// admission found.
+    pub prepared: Option<&'a TrustKey>,
 }
 
 #[derive(Debug)]
@@ -120,11 +129,7 @@ impl Pool {
     ///
     /// # Errors
     /// If no thread can be started.
-    pub fn new(
-        executable: PathBuf,
-        trust: &TrustKeys,
-        options: PoolOptions,
-    ) -> io::Result<Self> {
+    pub fn new(executable: PathBuf, trust: &TrustKeys, options: PoolOptions) -> io::Result<Self> {
         let trust = trust.as_slice().iter().map(|key| key.to_bytes()).collect();
         let shared = Arc::new(Shared {
             executable,
@@ -132,7 +137,7 @@ impl Pool {
             options,
             usual_ram_bytes: machine::ram_bytes(&RunLimits::default()),
             zygote: Mutex::new(None),
-            shelves: Mutex::new(Shelves { target: options.ready_min, ..Shelves::default() }),
+            shelves: Mutex::new(Shelves::new(options)),
             changed: Condvar::new(),
         });
         let filler = match options.ready_max {
@@ -146,47 +151,108 @@ impl Pool {
         Ok(Self { shared, filler })
     }
 
-    /// How many VMs stand ready.
+    /// Whether everything stands ready that is to: nothing is being made.
     #[must_use]
-    pub fn ready(&self) -> usize {
-        self.shared.shelves().standing.len()
+    pub fn is_full(&self) -> bool {
+        self.shared.shelves().missing().is_none()
     }
 
-    /// Carries out a job for a tenant, until then at the latest.
+    /// The zygote's process id, while there is one.
+    #[must_use]
+    pub fn zygote(&self) -> Option<libc::pid_t> {
+        self.shared.lock_zygote().as_ref().map(Zygote::id)
+    }
+
+    /// A worker of its own for whoever measures or tests: made now, and on no
+    /// shelf.
+    ///
+    /// # Errors
+    /// [`VmFailure`]: the host can make no VM.
+    pub fn make(&self, touched: bool) -> Result<Worker, VmFailure> {
+        self.shared.make(self.shared.usual_ram_bytes, touched)
+    }
+
+    /// Carries out a run, as long as patience lasts.
     ///
     /// # Errors
     /// [`VmFailure`]: the host can make no VM, or the worker was lost.
     pub fn carry_out(
         &self,
-        tenant: &str,
-        limits: &RunLimits,
-        job: &Job,
-        broker: Option<&UnixStream>,
-        until: Instant,
+        task: &Task<'_>,
+        patience: Patience<'_>,
     ) -> Result<(Report, Vm), VmFailure> {
-        let ram_bytes = machine::ram_bytes(limits);
-        let key = Key { tenant: tenant.to_owned(), ram_bytes };
+        let limits = &task.job.load.limits;
+        let key = Key {
+            tenant: task.tenant.to_owned(),
+            ram_bytes: machine::ram_bytes(limits),
+            program: None,
+        };
+        if let Some(signer) = task.prepared
+            && self.shared.options.ready_max > 0
+        {
+            let program = ProgramKey {
+                sha256: Sha256::digest(&task.job.program).into(),
+                signer: signer.to_bytes(),
+                limits: limits.clone(),
+            };
+            let key = Key { program: Some(program), ..key.clone() };
+            match self.carry_out_prepared(key, task, patience) {
+                // It could not be prepared; the plain way says why.
+                Err(Lost::Before(_)) => {}
+                Err(Lost::During(failure)) => return Err(failure),
+                Ok(done) => return Ok(done),
+            }
+        }
         let mut lost = None;
         for _ in 0..ATTEMPTS {
-            let mut worker = self.shared.take(&key)?;
-            let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
-            match worker.carry_out(job, broker, until) {
-                Ok(report) => {
-                    self.shared.give_back(key, worker);
-                    return Ok((report, vm));
-                }
+            let worker = match self.shared.take(&key) {
+                Some(worker) => worker,
+                None => self.shared.make(key.ram_bytes, false)?,
+            };
+            match self.shared.use_worker(&key, worker, Run::Whole(task.job), task, patience) {
                 // It was lost while nobody looked; another can do the same.
                 Err(Lost::Before(failure)) => lost = Some(failure),
                 Err(Lost::During(failure)) => return Err(failure),
+                Ok(done) => return Ok(done),
             }
         }
         Err(lost.unwrap_or_else(|| internal("no worker was tried")))
+    }
+
+    fn carry_out_prepared(
+        &self,
+        key: Key,
+        task: &Task<'_>,
+        patience: Patience<'_>,
+    ) -> Result<(Report, Vm), Lost> {
+        let Job { load, start, program, input, deadline_ns, brokered } = task.job;
+        let worker = match self.shared.take(&key) {
+            Some(worker) => worker,
+            None => {
+                let prepare = Prepare { load: load.clone(), program: program.clone() };
+                let prepare = self.shared.shelves().keep_prepared(&key, prepare);
+                let unprepared = self.shared.take(&Key { program: None, ..key.clone() });
+                let mut worker = match unprepared {
+                    Some(worker) => worker,
+                    None => self.shared.make(key.ram_bytes, false).map_err(Lost::Before)?,
+                };
+                worker.prepare(&prepare, patience).map_err(Lost::Before)?;
+                worker
+            }
+        };
+        let job = PreparedJob {
+            start: start.clone(),
+            input: input.clone(),
+            deadline_ns: *deadline_ns,
+            brokered: *brokered,
+        };
+        self.shared.use_worker(&key, worker, Run::Prepared(&job), task, patience)
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.shelves().closing = true;
+        self.shared.shelves().close();
         self.shared.changed.notify_all();
         if let Some(filler) = self.filler.take() {
             let _ = filler.join();
@@ -203,47 +269,43 @@ impl Shared {
         self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A worker from the shelves, or a new one.
-    fn take(&self, key: &Key) -> Result<Worker, VmFailure> {
-        let mut shelves = self.shelves();
-        // The one used last has the most of its memory in the caches.
-        if let Some(at) = shelves.used.iter().rposition(|(of, _)| of == key) {
-            return Ok(shelves.used.remove(at).1);
-        }
-        if key.ram_bytes == self.usual_ram_bytes {
-            let standing = shelves.standing.pop();
-            if standing.is_none() {
-                shelves.last_cold = Some(Instant::now());
-                shelves.target = (shelves.target * 2).clamp(1, self.options.ready_max.max(1));
-            }
-            drop(shelves);
-            self.changed.notify_one();
-            if let Some(worker) = standing {
-                return Ok(worker);
-            }
-        } else {
-            drop(shelves);
-        }
-        self.make(key.ram_bytes)
+    fn lock_zygote(&self) -> MutexGuard<'_, Option<Zygote>> {
+        self.zygote.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// After a run: shelved if it resets itself, and let go otherwise.
-    fn give_back(&self, key: Key, worker: Worker) {
-        if self.options.reuse == Reuse::Fresh || self.options.ready_max == 0 {
-            return;
+    /// A worker from the shelves.
+    fn take(&self, key: &Key) -> Option<Worker> {
+        let usual = key.ram_bytes == self.usual_ram_bytes;
+        let worker = self.shelves().take(key, usual);
+        self.changed.notify_one();
+        worker
+    }
+
+    fn use_worker(
+        &self,
+        key: &Key,
+        mut worker: Worker,
+        run: Run<'_>,
+        task: &Task<'_>,
+        patience: Patience<'_>,
+    ) -> Result<(Report, Vm), Lost> {
+        let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
+        let report = worker.carry_out(run, task.broker, patience)?;
+        if self.options.reuse != Reuse::Fresh && self.options.ready_max > 0 {
+            let evicted = self.shelves().give_back(key, worker);
+            drop(evicted);
         }
-        let mut shelves = self.shelves();
-        shelves.used.push((key, worker));
-        let too_many = shelves.used.len() > self.options.ready_max;
-        let oldest = too_many.then(|| shelves.used.remove(0));
-        drop(shelves);
-        drop(oldest);
+        Ok((report, vm))
     }
 
     /// Forks a worker. It may not stand ready yet.
-    fn make(&self, ram_bytes: usize) -> Result<Worker, VmFailure> {
-        let order = Fork { ram_bytes: ram_bytes as u64, reuse: self.options.reuse };
-        let mut zygote = self.zygote.lock().unwrap_or_else(PoisonError::into_inner);
+    fn make(&self, ram_bytes: usize, touched: bool) -> Result<Worker, VmFailure> {
+        let order = Fork {
+            ram_bytes: ram_bytes as u64,
+            touch_bytes: if touched { TOUCH_BYTES } else { 0 },
+            reuse: if self.options.ready_max > 0 { self.options.reuse } else { Reuse::Fresh },
+        };
+        let mut zygote = self.lock_zygote();
         let mut lost = None;
         for _ in 0..2 {
             let alive = match zygote.take() {
@@ -265,35 +327,46 @@ impl Shared {
     /// The filling thread: makes what is missing, lets go what is not missed.
     fn fill(&self) {
         let mut shelves = self.shelves();
-        while !shelves.closing {
-            let missing = shelves.standing.len() < shelves.target;
-            if !missing {
-                let quiet = shelves.last_cold.is_none_or(|cold| cold.elapsed() > SHRINK_AFTER);
-                if quiet && shelves.target > self.options.ready_min {
-                    shelves.target -= 1;
-                    shelves.last_cold = Some(Instant::now());
-                    let one = shelves.standing.pop();
+        while !shelves.is_closing() {
+            let Some(missing) = shelves.missing() else {
+                let unmissed = shelves.let_go(Instant::now());
+                if unmissed.is_some() {
                     drop(shelves);
-                    drop(one);
+                    drop(unmissed);
                     shelves = self.shelves();
                     continue;
                 }
-                let waited = self.changed.wait_timeout(shelves, SHRINK_AFTER);
+                let waited = self.changed.wait_timeout(shelves, LOOK_EVERY);
                 shelves = waited.unwrap_or_else(PoisonError::into_inner).0;
                 continue;
-            }
+            };
             drop(shelves);
-            let made = self.make(self.usual_ram_bytes).and_then(|mut worker| {
-                worker.await_ready(Instant::now() + READY_TIME_MAX).map(|()| worker)
-            });
+            let made = self.make_missing(&missing);
             shelves = self.shelves();
             match made {
-                Ok(worker) => shelves.standing.push(worker),
+                Ok(worker) => shelves.add(missing, worker),
                 Err(failure) => {
                     tracing::warn!(reason = failure.message, "the pool cannot be filled");
+                    shelves.give_up(&missing);
                     let waited = self.changed.wait_timeout(shelves, RETRY_AFTER);
                     shelves = waited.unwrap_or_else(PoisonError::into_inner).0;
                 }
+            }
+        }
+    }
+
+    fn make_missing(&self, missing: &Missing) -> Result<Worker, VmFailure> {
+        let patience = Patience::until(Instant::now() + READY_TIME_MAX);
+        match missing {
+            Missing::Standing => {
+                let mut worker = self.make(self.usual_ram_bytes, true)?;
+                worker.await_ready(patience)?;
+                Ok(worker)
+            }
+            Missing::Prepared(key, order) => {
+                let mut worker = self.make(key.ram_bytes, true)?;
+                worker.prepare(order, patience)?;
+                Ok(worker)
             }
         }
     }

@@ -3,13 +3,14 @@
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Instant;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
-use forge_protocol::worker::{Job, Ready, Report, VmFailure, VmFailureKind};
+use forge_protocol::worker::{
+    Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind,
+};
 
-use crate::link::Link;
+use crate::link::{Link, Patience};
 
 /// A worker process and the socket to it. Dropped, it is killed: whatever it
 /// still does, it does for nobody.
@@ -22,6 +23,15 @@ pub struct Worker {
     runs: u64,
 }
 
+/// What a worker is to carry out.
+#[derive(Clone, Copy, Debug)]
+pub enum Run<'a> {
+    /// A program and its run.
+    Whole(&'a Job),
+    /// A run of the program that it was prepared with.
+    Prepared(&'a PreparedJob),
+}
+
 /// A worker that gave no report.
 #[derive(Debug)]
 pub enum Lost {
@@ -32,9 +42,14 @@ pub enum Lost {
 }
 
 fn lost(error: &io::Error) -> VmFailure {
+    let kind = match error.kind() {
+        io::ErrorKind::ConnectionAborted => VmFailureKind::Stopped,
+        _ => VmFailureKind::WorkerLost,
+    };
     VmFailure {
-        kind: VmFailureKind::WorkerLost,
+        kind,
         message: match error.kind() {
+            io::ErrorKind::ConnectionAborted => "nobody waits for the run any more".into(),
             io::ErrorKind::TimedOut => "the worker said nothing in time".into(),
             io::ErrorKind::UnexpectedEof => "the worker ended without a report".into(),
             _ => format!("the worker was lost: {error}"),
@@ -71,13 +86,13 @@ impl Worker {
     ///
     /// # Errors
     /// Why it does not; the worker is of no use then.
-    pub fn await_ready(&mut self, until: Instant) -> Result<(), VmFailure> {
+    pub fn await_ready(&mut self, patience: Patience<'_>) -> Result<(), VmFailure> {
         if self.ready {
             return Ok(());
         }
         let frame = self
             .link
-            .receive(|kind| matches!(kind, Kind::Ready | Kind::Forbidden), Some(until))
+            .receive(|kind| matches!(kind, Kind::Ready | Kind::Forbidden), patience)
             .map_err(|error| lost(&error))?;
         if frame.kind == Kind::Forbidden {
             return Err(broke(&frame.payload));
@@ -87,26 +102,45 @@ impl Worker {
         Ok(())
     }
 
-    /// Hands over a job and waits for its report. The worker need not stand
-    /// ready yet: it takes the job when it does.
+    /// Has it load a program ahead of its runs.
+    ///
+    /// # Errors
+    /// Why it did not; the worker is of no use then.
+    pub fn prepare(&mut self, order: &Prepare, patience: Patience<'_>) -> Result<(), VmFailure> {
+        self.await_ready(patience)?;
+        let mut bytes = Vec::with_capacity(order.program.len() + 1024);
+        frame::write_message(Kind::Prepare, order, &mut bytes);
+        self.link.send(&bytes, None, patience).map_err(|error| lost(&error))?;
+        self.ready = false;
+        self.await_ready(patience)
+    }
+
+    /// Hands over a run and waits for its report. The worker need not stand
+    /// ready yet: it takes the run when it does.
     ///
     /// # Errors
     /// [`Lost`]; the worker is of no use then.
     pub fn carry_out(
         &mut self,
-        job: &Job,
+        run: Run<'_>,
         broker: Option<&UnixStream>,
-        until: Instant,
+        patience: Patience<'_>,
     ) -> Result<Report, Lost> {
-        let mut bytes = Vec::with_capacity(job.program.len() + job.input.len() + 1024);
-        frame::write_message(Kind::Job, job, &mut bytes);
+        let mut bytes = Vec::new();
+        match run {
+            Run::Whole(job) => {
+                bytes.reserve(job.program.len() + job.input.len() + 1024);
+                frame::write_message(Kind::Job, job, &mut bytes);
+            }
+            Run::Prepared(job) => frame::write_message(Kind::PreparedJob, job, &mut bytes),
+        }
         self.link
-            .send(&bytes, broker.map(|socket| socket.as_fd()), Some(until))
+            .send(&bytes, broker.map(|socket| socket.as_fd()), patience)
             .map_err(|error| Lost::Before(lost(&error)))?;
-        self.await_ready(until).map_err(Lost::Before)?;
+        self.await_ready(patience).map_err(Lost::Before)?;
         let frame = self
             .link
-            .receive(|kind| matches!(kind, Kind::Report | Kind::Forbidden), Some(until))
+            .receive(|kind| matches!(kind, Kind::Report | Kind::Forbidden), patience)
             .map_err(|error| Lost::During(lost(&error)))?;
         if frame.kind == Kind::Forbidden {
             return Err(Lost::During(broke(&frame.payload)));

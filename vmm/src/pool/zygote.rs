@@ -14,7 +14,7 @@ use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, Zygoted, ZygoteSetu
 
 use super::worker::Worker;
 use crate::jail::{self, Place, Spawned};
-use crate::link::Link;
+use crate::link::{Link, Patience};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
 use crate::worker::zygote::{COMMAND, KVM_DESCRIPTOR};
@@ -55,7 +55,7 @@ impl Zygote {
         let mut zygote = Self { process, link: Link::new(ours) };
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
-        zygote.link.send(&bytes, None, None).map_err(failed)?;
+        zygote.link.send(&bytes, None, Patience::default()).map_err(failed)?;
         zygote.answer().map_err(failed)??;
         Ok(zygote)
     }
@@ -74,7 +74,7 @@ impl Zygote {
         let (ours, theirs) = UnixStream::pair()?;
         let mut bytes = Vec::new();
         frame::write_message(Kind::Fork, &order, &mut bytes);
-        self.link.send(&bytes, Some(theirs.as_fd()), None)?;
+        self.link.send(&bytes, Some(theirs.as_fd()), Patience::default())?;
         drop(theirs);
         if let Err(failure) = self.answer()? {
             return Ok(Err(failure));
@@ -84,7 +84,7 @@ impl Zygote {
     }
 
     fn answer(&mut self) -> io::Result<Zygoted> {
-        let until = Some(Instant::now() + ANSWER_TIME_MAX);
+        let until = Patience::until(Instant::now() + ANSWER_TIME_MAX);
         let frame = self.link.receive(|kind| kind == Kind::Zygoted, until)?;
         codec::decode(&frame.payload)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))

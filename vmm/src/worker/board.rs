@@ -11,10 +11,12 @@ use std::os::fd::AsRawFd as _;
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::guest::{
-    Artifact, Call, Ended, HostEvent, HostSession, Log, SessionError, Settled,
+    Artifact, Call, Ended, HostEvent, HostSession, Load, Log, SessionError, Settled,
 };
 use forge_protocol::platform::{CONTROL_MMIO, HOST_PORT, PAGE_BYTES, VSOCK_MMIO, control};
-use forge_protocol::worker::{CallRecord, CallSettled, Job, VmFailure, VmFailureKind};
+use forge_protocol::worker::{
+    CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
+};
 use vm_memory::GuestMemoryMmap;
 
 use super::broker_link::{BrokerLink, LinkError, wait_readable};
@@ -24,7 +26,7 @@ use crate::vsock::{ConnectionId, Device, Event, Muxer};
 /// Why the board stopped the machine.
 #[derive(Debug)]
 pub enum Verdict {
-    /// The guest greeted and waits for a program.
+    /// The guest waits for a program, or with one loaded for a run.
     Ready,
     /// The guest reported the end of its run.
     Ended(Ended),
@@ -146,7 +148,8 @@ impl Board {
 
     /// Puts the wiring back, and forgets the run.
     pub fn reset(&mut self, wiring: Wiring) {
-        *self = Self::of(wiring, self.stop.clone());
+        let response_bytes_max = self.response_bytes_max;
+        *self = Self { response_bytes_max, ..Self::of(wiring, self.stop.clone()) };
     }
 
     /// Why the machine was stopped last.
@@ -161,22 +164,55 @@ impl Board {
         record
     }
 
+    /// Puts a program before a guest that stands ready, to be loaded ahead of
+    /// its runs.
+    ///
+    /// # Errors
+    /// If the guest is not ready: our bug.
+    pub fn prepare(&mut self, order: &Prepare) -> Result<(), VmFailure> {
+        let load = Load { announce: true, ..order.load.clone() };
+        self.wiring.session.load(&load, &order.program).map_err(misused)?;
+        self.response_bytes_max = load.limits.response_bytes as usize;
+        self.flush();
+        Ok(())
+    }
+
     /// Puts a run before a guest that stands ready.
     ///
     /// # Errors
     /// If the guest is not ready or the job is past its own limits: our bug.
     pub fn begin(&mut self, job: &Job, broker: Option<BrokerLink>) -> Result<(), VmFailure> {
         let session = &mut self.wiring.session;
-        let sent = session.load(&job.load, &job.program);
-        sent.and_then(|()| session.start(&job.start, &job.input)).map_err(|error| VmFailure {
-            kind: VmFailureKind::Internal,
-            message: error.to_string(),
-        })?;
+        session.load(&job.load, &job.program).map_err(misused)?;
+        session.start(&job.start, &job.input).map_err(misused)?;
         self.response_bytes_max = job.load.limits.response_bytes as usize;
+        self.set_off(broker);
+        Ok(())
+    }
+
+    /// Puts a run before a guest that has the program already.
+    ///
+    /// # Errors
+    /// If it has none or the input is past its limits: our bug.
+    pub fn begin_prepared(
+        &mut self,
+        job: &PreparedJob,
+        broker: Option<BrokerLink>,
+    ) -> Result<(), VmFailure> {
+        self.wiring.session.start(&job.start, &job.input).map_err(misused)?;
+        self.set_off(broker);
+        Ok(())
+    }
+
+    fn set_off(&mut self, broker: Option<BrokerLink>) {
         self.broker = broker;
         self.running = true;
         self.flush();
-        Ok(())
+    }
+
+    /// Whether the guest waits for what only a new order can give it.
+    fn stands(&self) -> bool {
+        !self.running && (self.wiring.session.is_ready() || self.wiring.session.is_loaded())
     }
 
     fn end(&mut self, verdict: impl Into<Verdict>) -> Go {
@@ -190,8 +226,8 @@ impl Board {
             if let Err(verdict) = self.take_in() {
                 return self.end(verdict);
             }
-            if self.wiring.session.is_ready() && !self.running {
-                // The answer to the greeting goes out with the program.
+            if self.stands() {
+                // What the guest is answered goes out with the next order.
                 return self.end(Verdict::Ready);
             }
             self.flush();
@@ -212,7 +248,7 @@ impl Board {
                 return Go::Continue(());
             }
             if self.in_flight.is_empty() {
-                if self.wiring.session.is_ready() && !self.running {
+                if self.stands() {
                     return self.end(Verdict::Ready);
                 }
                 return self.end(Verdict::Misbehaved(
@@ -311,6 +347,10 @@ impl Board {
         }
         self.wiring.device.deliver();
     }
+}
+
+fn misused(error: SessionError) -> VmFailure {
+    VmFailure { kind: VmFailureKind::Internal, message: error.to_string() }
 }
 
 fn within(address: u64, page: u64) -> Option<u64> {

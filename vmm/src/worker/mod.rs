@@ -23,7 +23,9 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::guest::Ended;
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Timing, VmFailure, VmFailureKind};
+use forge_protocol::worker::{
+    Fate, Job, Prepare, PreparedJob, Report, Timing, VmFailure, VmFailureKind,
+};
 
 pub use board::{Board, Wiring};
 pub use broker_link::BrokerLink;
@@ -167,13 +169,14 @@ impl Guest {
         Ok(Self { machine, board, timing })
     }
 
-    /// Lets the guest run on until it waits again: it touches the memory that
-    /// a run will need, so that the run need not.
+    /// Lets the guest run on until it waits again: it touches so much of the
+    /// memory that a run will need, so that the run need not.
     ///
     /// # Errors
     /// [`VmFailure`]: the guest died.
-    pub fn warm_up(&mut self, watchdog: &Watchdog) -> Result<(), VmFailure> {
+    pub fn warm_up(&mut self, touch_bytes: u64, watchdog: &Watchdog) -> Result<(), VmFailure> {
         let started = Instant::now();
+        self.machine.ask_to_touch(touch_bytes)?;
         let armed = watchdog.arm(started + BOOT_TIME_MAX);
         let exit = self.machine.run(&mut self.board, watchdog.stop());
         drop(armed);
@@ -216,9 +219,24 @@ impl Guest {
         })
     }
 
+    /// Has the guest verify, parse and instantiate a program, and wait for a
+    /// run of it. Nothing of a run has entered it by then.
+    ///
+    /// # Errors
+    /// [`VmFailure`]: the guest refused the program, or died. It is of no
+    /// further use.
+    pub fn prepare(&mut self, program: &Prepare, watchdog: &Watchdog) -> Result<(), VmFailure> {
+        let started = Instant::now();
+        let armed = watchdog.arm(started + BOOT_TIME_MAX);
+        self.board.prepare(program)?;
+        let exit = self.machine.run(&mut self.board, watchdog.stop());
+        drop(armed);
+        self.timing.boot_ns += elapsed_ns(started);
+        self.stands(exit)
+    }
+
     /// Carries out one run. The guest is of no use afterwards, unless it is
-    /// reset.
-    /// `arrived` is when the job came: its deadline counts from then.
+    /// reset. `arrived` is when the job came: its deadline counts from then.
     pub fn run(
         &mut self,
         job: &Job,
@@ -226,10 +244,32 @@ impl Guest {
         arrived: Instant,
         watchdog: &Watchdog,
     ) -> Report {
+        let until = arrived + Duration::from_nanos(job.deadline_ns);
+        self.conduct(until, watchdog, |board| board.begin(job, broker))
+    }
+
+    /// The same for a guest that has been prepared.
+    pub fn run_prepared(
+        &mut self,
+        job: &PreparedJob,
+        broker: Option<BrokerLink>,
+        arrived: Instant,
+        watchdog: &Watchdog,
+    ) -> Report {
+        let until = arrived + Duration::from_nanos(job.deadline_ns);
+        self.conduct(until, watchdog, |board| board.begin_prepared(job, broker))
+    }
+
+    fn conduct(
+        &mut self,
+        until: Instant,
+        watchdog: &Watchdog,
+        begin: impl FnOnce(&mut Board) -> Result<(), VmFailure>,
+    ) -> Report {
         let started = Instant::now();
         let exits_before = self.machine.exits();
-        let armed = watchdog.arm(arrived + Duration::from_nanos(job.deadline_ns));
-        let fate = match self.board.begin(job, broker) {
+        let armed = watchdog.arm(until);
+        let fate = match begin(&mut self.board) {
             Ok(()) => {
                 let exit = self.machine.run(&mut self.board, watchdog.stop());
                 let verdict = self.board.take_verdict();

@@ -12,12 +12,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use forge_protocol::codec;
-use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
-use forge_protocol::worker::{Fate, Job, Ready, Report, Reuse, Timing, VmFailure, VmFailureKind};
+use forge_protocol::frame::{self, Frame, HEADER_BYTES, Header, Kind};
+use forge_protocol::worker::{
+    Fate, Fork, Job, Prepare, PreparedJob, Ready, Report, Reuse, Timing, VmFailure, VmFailureKind,
+};
 
 use super::{BrokerLink, Guest, GuestBase, Standing};
 use crate::jail::{Filter, Limits};
-use crate::link::Link;
+use crate::link::{Link, Patience};
 use crate::machine::{Hypervisor, PageMap, Watchdog};
 
 /// A worker's limits: its descriptors, the run's connection to the broker
@@ -32,7 +34,7 @@ pub(super) struct Inherited<'a> {
     pub(super) base: &'a GuestBase,
     pub(super) procfs: Result<BorrowedFd<'a>, &'a io::Error>,
     pub(super) filter: &'a Filter,
-    pub(super) reuse: Reuse,
+    pub(super) order: Fork,
 }
 
 /// The child's whole life. Nothing of the zygote's is dropped: memory and
@@ -75,16 +77,33 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
         Err(failure) => return say(&mut link, Kind::Ready, &Ready::Err(failure)),
     };
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
+    let awaits =
+        |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob);
     loop {
-        let frame = match link.receive(|kind| kind == Kind::Job, None) {
+        let frame = match link.receive(awaits, Patience::default()) {
             Ok(frame) => frame,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error),
         };
-        let started = Instant::now();
-        let report = match codec::decode::<Job>(&frame.payload) {
-            Ok(job) => worker.carry_out(job, link.take_passed(), started),
-            Err(error) => failed(internal(format!("the job cannot be read: {error}"))),
+        let arrived = Instant::now();
+        let order = Order::read(&frame).and_then(|order| order.with(link.take_passed()));
+        let report = match order {
+            Ok(Order::Prepare(program)) => {
+                let ready = worker.prepare(&program);
+                let ends = ready.is_err();
+                say(&mut link, Kind::Ready, &ready)?;
+                if ends {
+                    return Ok(());
+                }
+                continue;
+            }
+            Ok(Order::Run(job, broker)) => {
+                worker.guest.run(&job, broker, arrived, &worker.watchdog)
+            }
+            Ok(Order::RunPrepared(job, broker)) => {
+                worker.guest.run_prepared(&job, broker, arrived, &worker.watchdog)
+            }
+            Err(failure) => failed(failure),
         };
         say(&mut link, Kind::Report, &report)?;
         let Some(ready) = worker.put_back() else { return Ok(()) };
@@ -93,6 +112,40 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
         if ends {
             return Ok(());
         }
+    }
+}
+
+/// What the supervisor may want.
+enum Order {
+    Prepare(Prepare),
+    Run(Job, Option<BrokerLink>),
+    RunPrepared(PreparedJob, Option<BrokerLink>),
+}
+
+impl Order {
+    fn read(frame: &Frame) -> Result<Self, VmFailure> {
+        let payload = &frame.payload;
+        match frame.kind {
+            Kind::Prepare => codec::decode(payload).map(Self::Prepare),
+            Kind::PreparedJob => codec::decode(payload).map(|job| Self::RunPrepared(job, None)),
+            _ => codec::decode(payload).map(|job| Self::Run(job, None)),
+        }
+        .map_err(|error| internal(format!("an order cannot be read: {error}")))
+    }
+
+    /// With the connection to the broker, which comes with a run that has one.
+    fn with(mut self, passed: Option<OwnedFd>) -> Result<Self, VmFailure> {
+        let link = passed.map(|fd| BrokerLink::new(UnixStream::from(fd)));
+        let (brokered, place) = match &mut self {
+            Self::Prepare(_) => return Ok(self),
+            Self::Run(job, place) => (job.brokered, place),
+            Self::RunPrepared(job, place) => (job.brokered, place),
+        };
+        if link.is_some() != brokered {
+            return Err(internal("a job came without its connection to the broker".into()));
+        }
+        *place = link;
+        Ok(self)
     }
 }
 
@@ -139,7 +192,7 @@ fn unavailable(what: &str, error: &io::Error) -> VmFailure {
 fn say<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) -> io::Result<()> {
     let mut bytes = Vec::new();
     frame::write_message(kind, message, &mut bytes);
-    link.send(&bytes, None, None)
+    link.send(&bytes, None, Patience::default())
 }
 
 /// The report of a run that no guest was given.
@@ -159,7 +212,10 @@ impl Worker {
     fn new(inherited: &Inherited<'_>) -> Result<Self, VmFailure> {
         let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
         let mut guest = Guest::from_base(inherited.hypervisor, inherited.base, &watchdog)?;
-        let reset = match inherited.reuse {
+        if inherited.order.touch_bytes > 0 {
+            guest.warm_up(inherited.order.touch_bytes.into(), &watchdog)?;
+        }
+        let reset = match inherited.order.reuse {
             Reuse::Fresh => None,
             Reuse::Reset { prove_one_in } => {
                 let pages = match inherited.procfs {
@@ -193,12 +249,14 @@ impl Worker {
         Ok(())
     }
 
-    fn carry_out(&mut self, job: Job, broker: Option<OwnedFd>, started: Instant) -> Report {
-        let link = broker.map(|fd| BrokerLink::new(UnixStream::from(fd)));
-        if link.is_some() != job.brokered {
-            return failed(internal("the job came without its connection to the broker".into()));
+    /// Loads a program ahead of its runs. From here on a reset leads to where
+    /// it is loaded.
+    fn prepare(&mut self, order: &Prepare) -> Ready {
+        self.guest.prepare(order, &self.watchdog)?;
+        if let Some(reset) = &mut self.reset {
+            reset.to = self.guest.mark(&reset.pages)?;
         }
-        self.guest.run(&job, link, started, &self.watchdog)
+        Ok(self.guest.timing())
     }
 
     /// After a run: resets the guest, if that is its way. `None`: its life is

@@ -20,7 +20,7 @@ use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, Zygoted, ZygoteSetu
 use super::{Guest, GuestBase, process};
 use crate::jail::{Filter, Limits, Role, landlock, privileges, seccomp, tree};
 use crate::keys;
-use crate::link::Link;
+use crate::link::{Link, Patience};
 use crate::machine::{Hypervisor, Image, PageMap, Watchdog, snapshot::BASE_FILE_BYTES};
 
 /// The hidden command that makes this executable a zygote.
@@ -91,7 +91,7 @@ pub fn main() -> io::Result<()> {
 }
 
 fn receive(link: &mut Link, kind: Kind) -> io::Result<Option<Frame>> {
-    match link.receive(|got| got == kind, None) {
+    match link.receive(|got| got == kind, Patience::default()) {
         Ok(frame) => Ok(Some(frame)),
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
         Err(error) => Err(error),
@@ -106,7 +106,7 @@ fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T
 fn answer(link: &mut Link, answer: &Zygoted, passed: Option<&OwnedFd>) -> io::Result<()> {
     let mut bytes = Vec::new();
     frame::write_message(Kind::Zygoted, answer, &mut bytes);
-    link.send(&bytes, passed.map(|fd| fd.as_fd()), None)
+    link.send(&bytes, passed.map(|fd| fd.as_fd()), Patience::default())
 }
 
 fn unavailable(what: &str, error: &io::Error) -> VmFailure {
@@ -180,7 +180,7 @@ impl Zygote {
                 base: &base,
                 procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
                 filter: &self.worker_filter,
-                reuse: order.reuse,
+                order,
             }),
             child => process_descriptor(child)
                 .map_err(|error| unavailable("a worker ended at once", &error)),
