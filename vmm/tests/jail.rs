@@ -658,27 +658,43 @@ fn a_process_in_the_jail_holds_what_it_was_given_and_nothing_else() {
         // SAFETY: a literal name; the descriptor is then ours.
         unsafe { OwnedFd::from_raw_fd(libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC)) }
     };
+    // Two that change places, each at the number the other has here.
     let (one, other) = (made(c"one"), made(c"other"));
-    // Each at the number the other has here.
     let (number, other_number) = (one.as_raw_fd(), other.as_raw_fd());
-    let descriptors = vec![
+    let mut descriptors = vec![
         (one, other_number),
         (other, number),
         (input.into(), 0),
         (said.try_clone().unwrap(), 1),
         (said, 2),
     ];
+    let names = [c"row0", c"row1", c"row2", c"row3", c"row4", c"row5"];
+    let row: Vec<_> = names.into_iter().map(made).collect();
+    // And a row at numbers that are free, as those where copies would be put
+    // by one who does not look.
+    // SAFETY: makes a copy at the first free number and closes it.
+    let free = unsafe {
+        let free = libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3);
+        libc::close(free);
+        free
+    };
+    let numbers_of_row =
+        || (1..).map(|step| free + step).filter(|it| ![number, other_number].contains(it));
+    descriptors.extend(row.into_iter().zip(numbers_of_row()));
+    let mut numbers: Vec<_> = descriptors.iter().map(|(_, target)| *target).collect();
+    numbers.sort_unstable();
     let words = ["jail", "wait"].map(std::ffi::OsStr::new);
     let spawned = spawn(Path::new("/proc/self/exe"), &words, descriptors, Place::best()).unwrap();
     let mut out = BufReader::new(out);
     out.read_line(&mut String::new()).unwrap();
     let held = descriptors::of(spawned.pid).unwrap();
-    let mut numbers = vec![0, 1, 2, number, other_number];
-    numbers.sort_unstable();
     assert_eq!(held.iter().map(|it| it.number).collect::<Vec<_>>(), numbers, "{held:?}");
     let what = |number| &held.iter().find(|it| it.number == number).unwrap().what;
     assert!(what(other_number).contains("memfd:one"), "{held:?}");
     assert!(what(number).contains("memfd:other"), "{held:?}");
+    for (at, number) in numbers_of_row().take(6).enumerate() {
+        assert!(what(number).contains(&format!("memfd:row{at}")), "{held:?}");
+    }
     assert!(held.iter().all(|it| !it.close_on_exec));
     end.write_all(b"x").unwrap();
     assert!(spawned.wait().unwrap().success());
@@ -695,6 +711,12 @@ fn a_process_in_the_jail_has_an_empty_environment() {
 }
 
 fn to_the_host_a_process_in_the_jail_is_nobody() {
+    if root() {
+        // Groups are a thread's own to the kernel, and this is this test's.
+        // SAFETY: two readable numbers.
+        let set = unsafe { libc::syscall(libc::SYS_setgroups, 2, [4u32, 5].as_ptr()) };
+        assert_eq!(set, 0);
+    }
     let (spawned, out, input) = start_with_input(Place::best(), &["wait"]);
     let mut out = BufReader::new(out);
     let mut inside = String::new();
@@ -706,6 +728,8 @@ fn to_the_host_a_process_in_the_jail_is_nobody() {
         line.split_whitespace().map(|word| word.parse().unwrap()).collect::<Vec<u32>>()
     };
     if root() {
+        // SAFETY: no groups; as above.
+        unsafe { libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<u32>()) };
         assert_eq!(line("Uid:"), [NOBODYS_ID; 4]);
         assert_eq!(line("Gid:"), [NOBODYS_ID; 4]);
         assert!(line("Groups:").is_empty());
