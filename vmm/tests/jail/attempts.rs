@@ -38,6 +38,7 @@ pub fn find(name: &str) -> Attempt {
         ("signal_sibling", signal_sibling),
         ("read_parents_memory", read_parents_memory),
         ("pagemap", scan_pagemap),
+        ("write_below_procfs", write_below_procfs),
         ("pause", pause),
         ("spawn_without_namespaces", spawn_without_namespaces),
         ("show_privileges", show_privileges),
@@ -334,6 +335,14 @@ fn scan_pagemap(_: &[String]) -> Result<(), i32> {
     ];
     let found = call!(libc::SYS_ioctl, PAGEMAP.load(Ordering::Relaxed), SCAN, scan.as_mut_ptr())?;
     if found == 1 && region[0] == page as u64 { Ok(()) } else { Err(0) }
+}
+
+/// The detached procfs, once a worker has it.
+pub static PROCFS: AtomicI32 = AtomicI32::new(-1);
+
+fn write_below_procfs(_: &[String]) -> Result<(), i32> {
+    let path = c"self/oom_score_adj";
+    call!(libc::SYS_openat, PROCFS.load(Ordering::Relaxed), path.as_ptr(), libc::O_WRONLY).map(drop)
 }
 
 fn pause(_: &[String]) -> Result<(), i32> {
