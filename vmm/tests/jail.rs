@@ -98,7 +98,12 @@ fn main() -> ExitCode {
     ];
     let of_root: Vec<(&str, fn())> =
         claims![a_worker_cannot_configure_a_network, to_the_host_a_process_in_the_jail_is_nobody];
+    let of_kvm: Vec<(&str, fn())> = claims![a_worker_makes_a_vm_from_the_descriptor_it_was_given];
+    let kvm = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm");
     if !arguments.list {
+        if let Err(why) = &kvm {
+            eprintln!("SKIPPED: {} tests with KVM: {why}", of_kvm.len());
+        }
         if !root() {
             eprintln!("SKIPPED: {} tests that take root, and all others as root", of_root.len());
         }
@@ -108,7 +113,9 @@ fn main() -> ExitCode {
     }
     let skip_groups = !arguments.list && groups().is_err();
     let mut trials = Vec::new();
-    for (tests, skip) in [(tests, false), (of_groups, skip_groups), (of_root, !root())] {
+    let all =
+        [(tests, false), (of_groups, skip_groups), (of_root, !root()), (of_kvm, kvm.is_err())];
+    for (tests, skip) in all {
         trials.extend(tests.into_iter().map(|(name, test)| {
             let run = move || {
                 test();
@@ -638,6 +645,22 @@ fn rule_outcome(role: &str, index: &str, how: &str) -> (std::process::ExitStatus
     let mut said = String::new();
     out.read_to_string(&mut said).unwrap();
     (spawned.wait().unwrap(), said)
+}
+
+/// Everything but the filter, under which nobody makes a VM.
+fn a_worker_makes_a_vm_from_the_descriptor_it_was_given() {
+    let kvm = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").unwrap();
+    let (mut out, end) = pipe();
+    let descriptors = vec![(kvm.into(), 0), (end.try_clone().unwrap(), 1), (end, 2)];
+    let layers = NAMESPACES | TREE | PRIVILEGES | LIMITS | LANDLOCK;
+    let words = ["jail", "inmate", &layers.to_string(), "make_a_vm"];
+    let words: Vec<_> = words.iter().map(std::ffi::OsStr::new).collect();
+    let exe = Path::new("/proc/self/exe");
+    let spawned = spawn(exe, &words, descriptors, Place::best()).unwrap();
+    let mut said = String::new();
+    out.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "done\nexit 0\n");
+    spawned.wait().unwrap();
 }
 
 // Starting and ending
