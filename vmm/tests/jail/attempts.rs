@@ -38,6 +38,8 @@ pub fn find(name: &str) -> Attempt {
         ("signal_sibling", signal_sibling),
         ("read_parents_memory", read_parents_memory),
         ("pagemap", scan_pagemap),
+        ("write_below_procfs", write_below_procfs),
+        ("make_a_vm", make_a_vm),
         ("pause", pause),
         ("spawn_without_namespaces", spawn_without_namespaces),
         ("show_privileges", show_privileges),
@@ -334,6 +336,28 @@ fn scan_pagemap(_: &[String]) -> Result<(), i32> {
     ];
     let found = call!(libc::SYS_ioctl, PAGEMAP.load(Ordering::Relaxed), SCAN, scan.as_mut_ptr())?;
     if found == 1 && region[0] == page as u64 { Ok(()) } else { Err(0) }
+}
+
+/// The detached procfs, once a worker has it.
+pub static PROCFS: AtomicI32 = AtomicI32::new(-1);
+
+fn write_below_procfs(_: &[String]) -> Result<(), i32> {
+    let path = c"self/oom_score_adj";
+    call!(libc::SYS_openat, PROCFS.load(Ordering::Relaxed), path.as_ptr(), libc::O_WRONLY).map(drop)
+}
+
+/// Descriptor 0 is `/dev/kvm`. A VM, a slot of memory, a vCPU and its page.
+fn make_a_vm(_: &[String]) -> Result<(), i32> {
+    let (create_vm, mmap_size, create_vcpu, set_memory) = (0xAE01, 0xAE04, 0xAE41, 0x4020_AE46);
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let vm = call!(libc::SYS_ioctl, 0, create_vm, 0)?;
+    let memory = call!(libc::SYS_mmap, 0, 1 << 20, rights, ANONYMOUS, -1, 0)?;
+    // Slot and flags, guest address, size, host address.
+    let region = [0u64, 0, 1 << 20, memory as u64];
+    call!(libc::SYS_ioctl, vm, set_memory, region.as_ptr())?;
+    let vcpu = call!(libc::SYS_ioctl, vm, create_vcpu, 0)?;
+    let bytes = call!(libc::SYS_ioctl, 0, mmap_size, 0)?;
+    call!(libc::SYS_mmap, 0, bytes, rights, libc::MAP_SHARED, vcpu, 0).map(drop)
 }
 
 fn pause(_: &[String]) -> Result<(), i32> {

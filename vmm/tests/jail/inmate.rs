@@ -237,13 +237,16 @@ fn worker(
     words: &[String],
     procfs: Option<OwnedFd>,
 ) -> ! {
-    if attempt == "pagemap" {
+    if attempt == "pagemap" || attempt == "write_below_procfs" {
         let Some(procfs) = &procfs else {
             println!("no procfs");
             // SAFETY: ends the process.
             unsafe { libc::_exit(0) }
         };
-        attempts::open_pagemap(procfs.as_raw_fd()).unwrap();
+        if attempt == "pagemap" {
+            attempts::open_pagemap(procfs.as_raw_fd()).unwrap();
+        }
+        attempts::PROCFS.store(procfs.as_raw_fd(), Ordering::Relaxed);
     }
     let attempt = attempts::find(attempt);
     if layers.has(LANDLOCK) {
@@ -254,7 +257,6 @@ fn worker(
         write(b"again ");
         number(again.unwrap_err());
     }
-    drop(procfs);
     if layers.has(LIMITS) {
         WORKER_LIMITS.apply().unwrap();
         // In place of the signal that comes with the error.
