@@ -1,7 +1,7 @@
 //! What this process does to itself before anything else, so that a
 //! credential it reads later stays in it: no core dump, no debugger, no
 //! `/proc/self/mem` for others, no descriptor that a tool server would
-//! inherit, no new privileges and the [`filter`](crate::filter) on system
+//! inherit, no new privileges and the [`filter`] on system
 //! calls. The last two and the bound on core dumps hold for every tool server
 //! as well.
 //!

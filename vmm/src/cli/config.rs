@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use forge_protocol::broker::{Authority, Reply, Request};
 use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
-use forge_protocol::name::ToolName;
+use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser};
 use serde::Deserialize;
 
@@ -106,6 +106,23 @@ fn default_state() -> Result<PathBuf, CliError> {
         .or_else(home)
         .map(|base| base.join("forge-vmm"))
         .ok_or_else(|| CliError::Usage("there is no HOME to keep the grant key in; --state".into()))
+}
+
+/// Refuses tools of servers where no flag names a server. Built-in tools need
+/// none.
+pub(crate) fn check_servers<'a>(
+    args: &BrokerArgs,
+    tools: impl IntoIterator<Item = &'a ToolName>,
+) -> Result<(), CliError> {
+    if args.mcp_config.is_some() || args.config.is_some() {
+        return Ok(());
+    }
+    let foreign = tools.into_iter().find(|tool| !RESERVED_SERVERS.contains(&tool.server()));
+    foreign.map_or(Ok(()), |tool| {
+        Err(CliError::Usage(format!(
+            "{tool} needs its tool server: --mcp-config or --config (built-in tools need none)"
+        )))
+    })
 }
 
 /// Resolves `--allow` and `--grant`.

@@ -23,6 +23,7 @@ pub(crate) fn grant(args: GrantArgs) -> Result<ExitCode, CliError> {
 }
 
 fn issue(args: GrantIssueArgs) -> Result<ExitCode, CliError> {
+    config::check_servers(&args.broker, &args.allow)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let request = Request::IssueGrant(GrantRequest {
         principal: args.broker.principal,

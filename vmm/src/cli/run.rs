@@ -31,7 +31,11 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     // A program that may call nothing needs no broker.
     let broker = match &authority {
         Authority::Tools(tools) if tools.is_empty() => None,
-        _ => Some(config::start_broker(&args.broker, key)?),
+        Authority::Tools(tools) => {
+            config::check_servers(&args.broker, tools)?;
+            Some(config::start_broker(&args.broker, key)?)
+        }
+        Authority::Grant(_) => Some(config::start_broker(&args.broker, key)?),
     };
     let options = SupervisorOptions {
         trust,
