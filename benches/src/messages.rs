@@ -6,7 +6,7 @@ use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::ending::Ending;
 use forge_protocol::frame::{self, Assembler, Kind};
 use forge_protocol::guest::{
-    Call, Ended, GuestSession, HostEvent, HostSession, Log, Settled, Start,
+    Call, Ended, GuestSession, HostEvent, HostSession, Load, Log, Settled, Start,
 };
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -96,12 +96,8 @@ fn call_and_answer() -> Result<Box<dyn Path>, String> {
     let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
     let limits = RunLimits { calls: u32::MAX, ..RunLimits::default() };
     let load = Load { limits, announce: false };
-    let start = Start {
-        run_id: RunId([0; 16]),
-        seed: [0; 32],
-        start_unix_ns: 0,
-        granted: Vec::new(),
-    };
+    let start =
+        Start { run_id: RunId([0; 16]), seed: [0; 32], start_unix_ns: 0, granted: Vec::new() };
     host.receive(&std::mem::take(guest.transmit())).map_err(said)?;
     host.load(&load, b"program").map_err(said)?;
     host.start(&start, b"{}").map_err(said)?;

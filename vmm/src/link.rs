@@ -48,13 +48,7 @@ impl Link {
     /// Over this socket.
     #[must_use]
     pub fn new(socket: UnixStream) -> Self {
-        Self {
-            socket,
-            assembler: Assembler::default(),
-            buffer: Vec::new(),
-            at: 0,
-            passed: None,
-        }
+        Self { socket, assembler: Assembler::default(), buffer: Vec::new(), at: 0, passed: None }
     }
 
     /// The socket.

@@ -24,12 +24,12 @@ use forge_protocol::worker::{Fate, Job, Report, Timing};
 
 use crate::admission::{self, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
+use crate::link::Patience;
+use crate::pool::{Pool, PoolOptions, Task, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
     encode_output, hex,
 };
-use crate::link::Patience;
-use crate::pool::{Pool, PoolOptions, Task, Vm};
 use crate::worker;
 
 /// How much longer than its deadline a worker may take to say so.

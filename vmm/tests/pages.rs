@@ -157,7 +157,8 @@ fn a_large_linear_memory_touches_what_the_program_does() {
     );
     let mut guest = bench.boot(&test_trust());
     let before = touched(guest.memory());
-    let report = guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
+    let report =
+        guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
     ends_with(&report, 7);
     let more: BTreeSet<i64> = touched(guest.memory()).difference(&before).copied().collect();
     // Its first and its last page, and the one it wrote to.
@@ -208,7 +209,8 @@ fn a_guest_touches_what_it_is_told_to_once_it_has_greeted() {
     memory.write_slice(&told.to_bytes(), GuestAddress(BOOT_INFO)).unwrap();
     let before = touched(&memory);
     assert!(within(&before, 0..300) < 16, "{}", spans(&before));
-    let report = guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
+    let report =
+        guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
     assert!(
         matches!(&report.fate, Fate::Ended(ended) if ended.ending == Ending::Returned(0)),
         "what was touched was changed: {:?}",

@@ -45,8 +45,14 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     };
     let supervisor = Supervisor::new(options, broker)?;
     progress("running");
-    let request =
-        RunRequest { program, input, principal: args.broker.principal, authority, limits, prepare: false };
+    let request = RunRequest {
+        program,
+        input,
+        principal: args.broker.principal,
+        authority,
+        limits,
+        prepare: false,
+    };
     let RunResult { mut report, artifacts } = supervisor.run(&request);
     if let Some(folder) = &args.artifacts {
         write_artifacts(folder, &artifacts, &mut report)?;

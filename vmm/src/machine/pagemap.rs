@@ -41,8 +41,10 @@ struct Region {
 }
 
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
-pub(crate) const PAGEMAP_SCAN: libc::c_ulong =
-    3 << 30 | (size_of::<ScanArgument>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 16;
+pub(crate) const PAGEMAP_SCAN: libc::c_ulong = 3 << 30
+    | (size_of::<ScanArgument>() as libc::c_ulong) << 16
+    | (b'f' as libc::c_ulong) << 8
+    | 16;
 
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;

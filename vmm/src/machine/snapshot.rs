@@ -144,9 +144,8 @@ fn find(pages: &[Page], offset: usize) -> Option<&[u8]> {
 /// A file that lives in memory.
 fn memory_file(name: &std::ffi::CStr, bytes: usize) -> io::Result<File> {
     // SAFETY: the name is a C string.
-    let fd = unsafe {
-        libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)
-    };
+    let fd =
+        unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -158,8 +157,7 @@ fn memory_file(name: &std::ffi::CStr, bytes: usize) -> io::Result<File> {
 
 /// From here on nobody can change the file, whoever holds it.
 fn seal(file: &File) -> io::Result<()> {
-    let seals =
-        libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    let seals = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: a plain system call on a descriptor of ours.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
         return Err(io::Error::last_os_error());
@@ -174,7 +172,9 @@ impl Machine {
     /// [`MachineError`].
     pub fn from_base(hypervisor: &Hypervisor, base: &Arc<Base>) -> Result<Self, MachineError> {
         let ram = mapping::map(RAM_START, base.ram_bytes)
-            .and_then(|ram| mapping::overlay(&ram, RAM_START, &base.file, BASE_FILE_BYTES).map(|()| ram))
+            .and_then(|ram| {
+                mapping::overlay(&ram, RAM_START, &base.file, BASE_FILE_BYTES).map(|()| ram)
+            })
             .map_err(MachineError::Base)?;
         for (offset, page) in &base.beyond {
             write_page(&ram, *offset, &page[..])?;
@@ -211,11 +211,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`MachineError`]; the machine is of no further use.
-    pub fn reset(
-        &mut self,
-        to: &Checkpoint,
-        pages: &PageMap,
-    ) -> Result<ResetDone, MachineError> {
+    pub fn reset(&mut self, to: &Checkpoint, pages: &PageMap) -> Result<ResetDone, MachineError> {
         self.vcpu.settle()?;
         let changed = self.private_pages(pages)?;
         let count = changed.iter().map(|range| range.len() / PAGE).sum();
@@ -251,7 +247,10 @@ impl Machine {
             let page = self.page(offset)?;
             if let Some(at) = page.iter().zip(was).position(|(now, was)| now != was) {
                 let address = RAM_START + (offset + at) as u64;
-                found.push(format!("memory at {address:#x}: {:#04x}, not {:#04x}", page[at], was[at]));
+                found.push(format!(
+                    "memory at {address:#x}: {:#04x}, not {:#04x}",
+                    page[at], was[at]
+                ));
             }
         }
         Ok(found)
@@ -265,9 +264,8 @@ impl Machine {
     fn private_pages(&self, pages: &PageMap) -> Result<Vec<Range<usize>>, MachineError> {
         let start = self.ram.get_host_address(GuestAddress(RAM_START));
         let start = start.map_err(|error| MachineError::Base(io::Error::other(error)))? as usize;
-        let found = pages
-            .private_pages(start..start + self.ram_bytes())
-            .map_err(MachineError::PageMap)?;
+        let found =
+            pages.private_pages(start..start + self.ram_bytes()).map_err(MachineError::PageMap)?;
         Ok(found.into_iter().map(|range| range.start - start..range.end - start).collect())
     }
 

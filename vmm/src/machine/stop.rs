@@ -112,8 +112,7 @@ impl Timer {
             tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),
             tv_nsec: time.subsec_nanos().into(),
         };
-        let times =
-            libc::itimerspec { it_interval: spec(KICK_INTERVAL), it_value: spec(first) };
+        let times = libc::itimerspec { it_interval: spec(KICK_INTERVAL), it_value: spec(first) };
         // SAFETY: the timer is ours, the times are valid. It cannot fail.
         unsafe { libc::timer_settime(self.0, 0, &raw const times, std::ptr::null_mut()) };
     }

@@ -41,8 +41,8 @@ use sha2::{Digest as _, Sha256};
 
 use crate::link::Patience;
 use crate::machine;
-use shelves::{Missing, Shelves};
 pub use shelves::{Key, ProgramKey};
+use shelves::{Missing, Shelves};
 use worker::{Lost, Run, Worker};
 use zygote::Zygote;
 

@@ -6,9 +6,7 @@ use std::os::unix::net::UnixStream;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
-use forge_protocol::worker::{
-    Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind,
-};
+use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
 use crate::link::{Link, Patience};
 

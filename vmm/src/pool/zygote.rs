@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
-use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, Zygoted, ZygoteSetup};
+use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, ZygoteSetup, Zygoted};
 
 use super::worker::Worker;
 use crate::jail::{self, Place, Spawned};

@@ -265,7 +265,9 @@ impl Board {
     fn take_in(&mut self) -> Result<(), Verdict> {
         while let Some(event) = self.wiring.device.muxer().poll_event() {
             match event {
-                Event::Accepted(id) if self.wiring.stream.is_none() => self.wiring.stream = Some(id),
+                Event::Accepted(id) if self.wiring.stream.is_none() => {
+                    self.wiring.stream = Some(id)
+                }
                 // One stream is all a guest gets (design decision 3).
                 Event::Accepted(id) => {
                     if let Some(connection) = self.wiring.device.muxer().connection(id) {

@@ -39,12 +39,7 @@ impl BrokerLink {
     /// Takes over a connection that is open at the broker for this run.
     #[must_use]
     pub fn new(socket: UnixStream) -> Self {
-        Self {
-            socket,
-            assembler: Assembler::default(),
-            settled: VecDeque::new(),
-            out: Vec::new(),
-        }
+        Self { socket, assembler: Assembler::default(), settled: VecDeque::new(), out: Vec::new() }
     }
 
     /// Sends a call.
@@ -116,9 +111,8 @@ impl AsRawFd for BrokerLink {
 /// What there is to receive, without waiting for more.
 fn receive(socket: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
     // SAFETY: the slice is writable for its whole length.
-    let received = unsafe {
-        libc::recv(socket, buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
-    };
+    let received =
+        unsafe { libc::recv(socket, buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT) };
     usize::try_from(received).map_err(|_| io::Error::last_os_error())
 }
 

@@ -77,8 +77,7 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
         Err(failure) => return say(&mut link, Kind::Ready, &Ready::Err(failure)),
     };
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
-    let awaits =
-        |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob);
+    let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob);
     loop {
         let frame = match link.receive(awaits, Patience::default()) {
             Ok(frame) => frame,

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, Zygoted, ZygoteSetup};
+use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, ZygoteSetup, Zygoted};
 
 use super::{Guest, GuestBase, process};
 use crate::jail::{Filter, Limits, Role, landlock, privileges, seccomp, tree};
@@ -124,7 +124,8 @@ fn jail_in() -> Result<io::Result<OwnedFd>, VmFailure> {
     let procfs = tree::enter().map_err(|error| jailed(&error))?.procfs;
     privileges::drop_all().map_err(|error| jailed(&error))?;
     LIMITS.apply().map_err(|error| jailed(&error))?;
-    landlock::restrict(procfs.as_ref().ok().map(|fd| fd.as_fd())).map_err(|error| jailed(&error))?;
+    landlock::restrict(procfs.as_ref().ok().map(|fd| fd.as_fd()))
+        .map_err(|error| jailed(&error))?;
     seccomp::report_forbidden(process::tell_forbidden).map_err(|error| jailed(&error))?;
     filter.install().map_err(|error| jailed(&error))?;
     Ok(procfs)
@@ -175,13 +176,16 @@ impl Zygote {
         // parent.
         match unsafe { libc::fork() } {
             -1 => Err(unavailable("no worker can be forked", &io::Error::last_os_error())),
-            0 => process::main(socket, &process::Inherited {
-                hypervisor: &self.hypervisor,
-                base: &base,
-                procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
-                filter: &self.worker_filter,
-                order,
-            }),
+            0 => process::main(
+                socket,
+                &process::Inherited {
+                    hypervisor: &self.hypervisor,
+                    base: &base,
+                    procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
+                    filter: &self.worker_filter,
+                    order,
+                },
+            ),
             child => process_descriptor(child)
                 .map_err(|error| unavailable("a worker ended at once", &error)),
         }

@@ -189,7 +189,9 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
         unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     }
     if layers.has(LIMITS) {
-        Limits { open_files: 64, processes: 1000, file_bytes: 0, address_space_bytes: None }.apply().unwrap();
+        Limits { open_files: 64, processes: 1000, file_bytes: 0, address_space_bytes: None }
+            .apply()
+            .unwrap();
     }
     if layers.has(LANDLOCK) {
         landlock::restrict(procfs.as_ref().map(|fd| fd.as_fd())).unwrap();
