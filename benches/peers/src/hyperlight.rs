@@ -2,7 +2,7 @@
 //! program is checked, parsed or run in it.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forge_vmm::bench::{Case, Entry, Figure, Measure, stats};
 use hyperlight_host::func::Registerable as _;
@@ -151,6 +151,8 @@ fn density() -> Result<Box<dyn Figure>, String> {
 
 impl Figure for Density {
     fn measure(&mut self) -> Result<f64, String> {
+        // The kernel gives back late what earlier VMs had.
+        std::thread::sleep(Duration::from_secs(1));
         let mut alive = vec![one_more(&self.snapshot)?];
         let (own, available) = (memory::own_kib()?, memory::available_kib()?);
         for _ in 0..ALIVE {

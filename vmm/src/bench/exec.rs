@@ -5,8 +5,15 @@
 //! same limits and so the same engine, fuel and slices; on the host its stream
 //! is memory. Only the time between the program's first instruction and its
 //! end counts. What differs beside the VM is the build: the guest is always
-//! built with the profile `guest`, the host's side with that of this
-//! executable.
+//! built with the profile `guest` (fat LTO, one codegen unit), the host's side
+//! with that of this executable, and `release` makes it some 5 % slower. So
+//! the fair figure is
+//!
+//! ```text
+//! cargo run --profile guest -p forge-vmm -- bench exec
+//! ```
+//!
+//! and the note beside the figure says which build it was.
 
 use std::cell::RefCell;
 use std::rc::Rc;

@@ -10,7 +10,7 @@ use super::{Outcome, Results};
 const WIDTH: f64 = 1080.0;
 const NAMES_WIDTH: f64 = 190.0;
 const FIGURES_WIDTH: f64 = 250.0;
-const HEAD: f64 = 84.0;
+const HEAD: f64 = 96.0;
 const FOOT: f64 = 64.0;
 const ROW: f64 = 46.0;
 /// How much of its row the highest bar takes.
@@ -98,14 +98,14 @@ pub fn latency(results: &Results) -> Option<String> {
     );
     let fewest = rows.iter().map(|row| row.n).min().unwrap_or(0);
     text(&mut svg, "title", "start", 20.0, 32.0, "forge-vmm bench: how long each takes");
+    text(&mut svg, "quiet", "start", 20.0, 54.0, &results.host.to_string());
     let under = format!(
-        "{}; commit {} ({}); n = {fewest} each, in turn; disturbed {:.1} %",
-        results.host,
+        "commit {} ({}); n = {fewest} each, in turn; disturbed {:.1} %",
         results.commit,
         results.profile,
         results.disturbed * 100.0
     );
-    text(&mut svg, "quiet", "start", 20.0, 56.0, &under);
+    text(&mut svg, "quiet", "start", 20.0, 74.0, &under);
 
     for (us, whole) in axis.marks() {
         let (x, class) = (axis.x(us), if whole { "grid" } else { "fine" });
