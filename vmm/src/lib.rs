@@ -6,7 +6,9 @@
 //! toolbroker, another process, and nothing here could hold one.
 //!
 //! ```text
-//!  cli ─▶ supervisor ─▶ admission     signature, declarations, limits
+//!  cli, service
+//!           ▼
+//!        supervisor ─▶ admission     signature, declarations, limits
 //!              │ ─────▶ broker        opens the run, says what is granted
 //!              ▼
 //!            pool                     VMs that stand ready
@@ -29,6 +31,7 @@ pub mod machine;
 pub mod pool;
 pub mod probe;
 pub mod report;
+pub mod service;
 pub mod supervisor;
 pub mod vsock;
 pub mod worker;

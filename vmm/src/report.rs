@@ -5,10 +5,10 @@ use forge_protocol::abi::CallCode;
 use forge_protocol::ending::Ending;
 use forge_protocol::guest::{Artifact, Ended};
 use forge_protocol::worker::{CallRecord, Fate, Timing, VmFailure, VmFailureKind};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// How a run ended, in one word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
     /// The program returned 0.

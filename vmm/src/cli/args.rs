@@ -19,6 +19,8 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Run a signed program in a VM and print its output
     Run(Box<RunArgs>),
+    /// Keep VMs ready and run programs for other processes
+    Serve(Box<ServeArgs>),
     /// Make a key pair to sign programs with
     Keygen(KeygenArgs),
     /// Sign a program; a .wat is assembled first
@@ -83,6 +85,12 @@ pub(crate) struct RunArgs {
     /// How the program is isolated
     #[arg(long, value_enum, default_value = "vm")]
     pub(crate) isolation: Isolation,
+    /// Have the service at this socket carry it out
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["mcp_config", "config", "artifacts"])]
+    pub(crate) service: Option<PathBuf>,
+    /// With --service: have it keep VMs that have this program loaded
+    #[arg(long, requires = "service")]
+    pub(crate) prepare: bool,
     /// Write the run's artifacts to this folder
     #[arg(long, value_name = "DIR")]
     pub(crate) artifacts: Option<PathBuf>,
@@ -100,6 +108,40 @@ pub(crate) struct RunArgs {
     pub(crate) json: bool,
     /// The program: .wasm, or .wat with --sign-with
     pub(crate) program: PathBuf,
+}
+
+/// What becomes of a VM after its run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ReuseArg {
+    /// It is destroyed
+    Fresh,
+    /// It is put back to its first state, for runs of the same principal
+    Reset,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ServeArgs {
+    /// The unix socket to listen at
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: PathBuf,
+    /// A public key that programs are trusted by; may be given several times
+    #[arg(long, value_name = "PUB")]
+    pub(crate) trust: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// VMs that stand ready at all times
+    #[arg(long, value_name = "N", default_value = "2")]
+    pub(crate) ready: usize,
+    /// VMs that stand ready at most, when more are needed
+    #[arg(long, value_name = "N", default_value = "16")]
+    pub(crate) ready_max: usize,
+    /// What becomes of a VM after its run
+    #[arg(long, value_enum, default_value = "fresh")]
+    pub(crate) reuse: ReuseArg,
+    /// With --reuse reset: compare one reset of so many with the first state,
+    /// byte by byte; 0 for none
+    #[arg(long, value_name = "N", default_value = "1000")]
+    pub(crate) prove_one_in: u32,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -10,6 +10,7 @@ mod config;
 mod grant;
 mod program;
 mod run;
+mod serve;
 mod status;
 mod tools;
 
@@ -99,6 +100,7 @@ pub(crate) fn main() -> ExitCode {
     start_logging();
     let done = match args.command {
         Command::Run(args) => run::run(*args),
+        Command::Serve(args) => serve::serve(*args),
         Command::Keygen(args) => program::keygen(&args),
         Command::Sign(args) => program::sign(&args),
         Command::Inspect(args) => program::inspect(&args),

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use forge_protocol::broker::Authority;
 use forge_protocol::guest::Artifact;
 use forge_protocol::limits::RunLimits;
+use forge_protocol::service::Submit;
 use forge_protocol::signature::TrustKeys;
 use forge_vmm::admission::shown;
 use forge_vmm::keys;
@@ -16,14 +17,19 @@ use forge_vmm::supervisor::{RunRequest, RunResult, Supervisor, SupervisorOptions
 
 use super::args::RunArgs;
 use super::config::{self, GrantKey};
-use super::{CliError, complain, print_json, program, progress};
+use super::{CliError, complain, print_json, program, progress, serve};
 
 /// Runs a program.
 pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let limits = limits(&args);
     let input = config::json_argument("--input", &args.input)?;
     let (program, trust) = program_and_trust(&args)?;
-    let authority = config::authority(args.allow, args.grant.as_deref())?;
+    let authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
+    if args.service.is_some() {
+        let (principal, prepare) = (args.broker.principal.clone(), args.prepare);
+        let submit = Submit { program, input, principal, authority, limits, prepare };
+        return serve::submit(&args, &submit);
+    }
     let key = match authority {
         Authority::Grant(_) => GrantKey::Lasting,
         Authority::Tools(_) => GrantKey::Passing,

@@ -1,0 +1,77 @@
+//! `forge-vmm serve`, and `run` where a service carries the run out.
+
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use base64::Engine as _;
+use forge_protocol::limits::RunLimits;
+use forge_protocol::service::{Finished, Submit};
+use forge_protocol::worker::Reuse;
+use forge_vmm::keys;
+use forge_vmm::pool::PoolOptions;
+use forge_vmm::report::Status;
+use forge_vmm::service::{Client, Server};
+use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
+
+use super::args::{ReuseArg, RunArgs, ServeArgs};
+use super::config::{self, GrantKey};
+use super::{CliError, Exit, complain, print_json};
+
+/// Serves until it is ended.
+pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
+    let mut paths = args.trust.clone();
+    paths.extend(config::trust_keys(args.broker.config.as_deref())?);
+    let trust = keys::read_trust(&paths)?;
+    if trust.as_slice().is_empty() {
+        return Err(CliError::Usage(
+            "no key is trusted, so no program can run: --trust signer.pub".into(),
+        ));
+    }
+    let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
+    let pool = PoolOptions {
+        ready_min: args.ready,
+        ready_max: args.ready_max.max(args.ready),
+        reuse: match args.reuse {
+            ReuseArg::Fresh => Reuse::Fresh,
+            ReuseArg::Reset => Reuse::Reset { prove_one_in: args.prove_one_in },
+        },
+    };
+    let options =
+        SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool, worker: None };
+    let supervisor = Arc::new(Supervisor::new(options, Some(broker))?);
+    let at = |source| CliError::File { path: args.socket.display().to_string(), source };
+    let server = Server::bind(&args.socket).map_err(at)?;
+    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", args.socket.display());
+    server.serve(&supervisor).map_err(at)?;
+    Ok(Exit::Ok.into())
+}
+
+/// Has a service carry out a run.
+pub(crate) fn submit(args: &RunArgs, submit: &Submit) -> Result<ExitCode, CliError> {
+    let Some(socket) = &args.service else {
+        return Err(CliError::Usage("--service says where".into()));
+    };
+    let at = |source| CliError::File { path: socket.display().to_string(), source };
+    let Finished { report, .. } =
+        Client::connect(socket).and_then(|mut client| client.run(submit)).map_err(at)?;
+    let unreadable = |error: serde_json::Error| at(error.into());
+    let report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
+    let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;
+    if args.json {
+        print_json(&report)?;
+    } else {
+        let text = report["output"].as_str().unwrap_or_default();
+        let output = match report["output_encoding"].as_str() {
+            Some("base64") => {
+                base64::engine::general_purpose::STANDARD.decode(text).unwrap_or_default()
+            }
+            _ => text.into(),
+        };
+        io::stdout().lock().write_all(&output)?;
+        if status != Status::Ok {
+            complain(&report["reason"].as_str().unwrap_or_default());
+        }
+    }
+    Ok(ExitCode::from(status.exit_code()))
+}
