@@ -13,6 +13,7 @@
 //! |---|---|
 //! | [`floors`] | bare KVM, one exit, a socket, fork, one verification, one parse |
 //! | [`cases`] | what is measured of us |
+//! | `fixture` | the supervisors and services that cases are measured in |
 //! | [`exec`] | execution in the guest beside the same interpreter on the host |
 //! | [`program`] | the benched programs: signed, checked, new input each run |
 //! | [`formula`] | what a case's ratio is to, as data |
@@ -25,6 +26,7 @@ pub mod cases;
 pub mod compare;
 pub mod disturbance;
 pub mod exec;
+mod fixture;
 pub mod floors;
 pub mod formula;
 pub mod plot;

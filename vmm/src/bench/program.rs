@@ -184,8 +184,15 @@ impl Program {
     /// # Errors
     /// As for [`Program::new`].
     pub fn compute() -> Result<Self, String> {
-        let module = wat::parse_str(compute_source()).map_err(|error| error.to_string())?;
-        Self::signed(&module)
+        Self::of(&compute_source())
+    }
+
+    /// One of this text (WebAssembly text format).
+    ///
+    /// # Errors
+    /// As for [`Program::new`].
+    pub fn of(source: &str) -> Result<Self, String> {
+        Self::signed(&wat::parse_str(source).map_err(|error| error.to_string())?)
     }
 
     fn signed(module: &[u8]) -> Result<Self, String> {

@@ -113,8 +113,7 @@ impl Worker {
         self.await_ready(patience)
     }
 
-    /// Hands over a run and waits for its report. The worker need not stand
-    /// ready yet: it takes the run when it does.
+    /// Hands over a run and waits for its report.
     ///
     /// # Errors
     /// [`Lost`]; the worker is of no use then.
@@ -124,6 +123,21 @@ impl Worker {
         broker: Option<&UnixStream>,
         patience: Patience<'_>,
     ) -> Result<Report, Lost> {
+        self.begin(run, broker, patience).map_err(Lost::Before)?;
+        self.finish(patience)
+    }
+
+    /// Hands over a run. The worker need not stand ready yet: it takes the run
+    /// when it does.
+    ///
+    /// # Errors
+    /// Why it cannot be given one; the worker is of no use then.
+    pub fn begin(
+        &mut self,
+        run: Run<'_>,
+        broker: Option<&UnixStream>,
+        patience: Patience<'_>,
+    ) -> Result<(), VmFailure> {
         let mut bytes = Vec::new();
         match run {
             Run::Whole(job) => {
@@ -132,9 +146,15 @@ impl Worker {
             }
             Run::Prepared(job) => frame::write_message(Kind::PreparedJob, job, &mut bytes),
         }
-        self.link
-            .send(&bytes, broker.map(|socket| socket.as_fd()), patience)
-            .map_err(|error| Lost::Before(lost(&error)))?;
+        let broker = broker.map(|socket| socket.as_fd());
+        self.link.send(&bytes, broker, patience).map_err(|error| lost(&error))
+    }
+
+    /// Waits for the report of the run that it was given.
+    ///
+    /// # Errors
+    /// [`Lost`]; the worker is of no use then.
+    pub fn finish(&mut self, patience: Patience<'_>) -> Result<Report, Lost> {
         self.await_ready(patience).map_err(Lost::Before)?;
         let frame = self
             .link

@@ -365,14 +365,18 @@ fn split(total_ns: u64, fate: &Fate) -> (u64, u64) {
 /// Boots a VM for this job alone, in this process, runs it, and reports.
 #[must_use]
 pub fn serve(job: &Job, trust: &TrustKeys, broker: Option<BrokerLink>) -> Report {
-    try_serve(job, trust, broker).unwrap_or_else(process::failed)
+    serve_and_keep(job, trust, broker).map_or_else(failed, |(report, _)| report)
 }
 
-fn try_serve(
+/// The same, and gives back the guest, which has not been destroyed yet.
+///
+/// # Errors
+/// [`VmFailure`]: there was no VM.
+pub fn serve_and_keep(
     job: &Job,
     trust: &TrustKeys,
     broker: Option<BrokerLink>,
-) -> Result<Report, VmFailure> {
+) -> Result<(Report, Guest), VmFailure> {
     let arrived = Instant::now();
     let hypervisor = Hypervisor::open()?;
     let image = Image::built_in()?;
@@ -382,5 +386,6 @@ fn try_serve(
     })?;
     let ram_bytes = machine::ram_bytes(&job.load.limits);
     let mut guest = Guest::boot(&hypervisor, &image, trust, ram_bytes, &watchdog)?;
-    Ok(guest.run(job, broker, arrived, &watchdog))
+    let report = guest.run(job, broker, arrived, &watchdog);
+    Ok((report, guest))
 }

@@ -1,0 +1,157 @@
+//! What cases are measured in: a supervisor in this process, or a service in
+//! another with this process as its client.
+
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use forge_protocol::broker::Authority;
+use forge_protocol::limits::RunLimits;
+use forge_protocol::service::Submit;
+use forge_protocol::worker::Reuse;
+
+use super::program::{self, Program};
+use crate::broker::{Broker, BrokerOptions};
+use crate::pool::PoolOptions;
+use crate::service::Client;
+use crate::supervisor::{Supervisor, SupervisorOptions};
+
+/// How long a service may take to listen.
+const START_TIME_MAX: Duration = Duration::from_secs(30);
+/// Whose runs the benched ones are.
+pub(super) const PRINCIPAL: &str = "bench";
+
+fn said(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+/// `forge-vmm`: this executable, or for a bench that only links the library
+/// the one that the environment names.
+pub(super) fn executable() -> PathBuf {
+    std::env::var_os("FORGE_VMM").map_or_else(|| "/proc/self/exe".into(), PathBuf::from)
+}
+
+/// A folder of its own that goes with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self, String> {
+        let name = crate::keys::random::<8>().map_err(said)?;
+        let path = std::env::temp_dir().join(format!("forge-bench-{}", crate::report::hex(&name)));
+        std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(said)?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A supervisor in this process.
+pub(super) fn supervisor(
+    program: &Program,
+    pool: PoolOptions,
+    broker: Option<Broker>,
+) -> Result<Supervisor, String> {
+    let options = SupervisorOptions {
+        trust: program.trust.clone(),
+        maxima: RunLimits::operator_maxima(),
+        pool,
+        worker: Some(executable()),
+    };
+    Supervisor::new(options, broker).map_err(said)
+}
+
+/// A broker with nothing but its built-in tools.
+pub(super) fn broker() -> Result<Broker, String> {
+    let beside = match std::env::var_os("FORGE_VMM") {
+        Some(path) => Path::new(&path).parent().map(|folder| folder.join("forge-toolbroker")),
+        None => None,
+    };
+    Broker::start(&BrokerOptions { executable: beside, ..BrokerOptions::default() }).map_err(said)
+}
+
+/// A service in a process of its own.
+pub(super) struct Served {
+    child: Child,
+    socket: PathBuf,
+    _folder: Folder,
+}
+
+impl Served {
+    /// Starts one that trusts the program's signer.
+    pub(super) fn start(program: &Program, pool: PoolOptions) -> Result<Self, String> {
+        let folder = Folder::new()?;
+        let (socket, key) = (folder.0.join("socket"), folder.0.join("signer.pub"));
+        let signer = program.trust.as_slice().first().ok_or("the program has no signer")?;
+        std::fs::write(&key, signer.to_pem()).map_err(said)?;
+        let mut command = Command::new(executable());
+        command.arg("serve").arg("--socket").arg(&socket).arg("--trust").arg(&key);
+        command.arg("--state").arg(folder.0.join("state"));
+        command.args(["--ready", &pool.ready_min.to_string()]);
+        command.args(["--ready-max", &pool.ready_max.to_string()]);
+        if let Reuse::Reset { prove_one_in } = pool.reuse {
+            command.args(["--reuse", "reset", "--prove-one-in", &prove_one_in.to_string()]);
+        }
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(said)?;
+        let mut served = Self { child, socket, _folder: folder };
+        let until = Instant::now() + START_TIME_MAX;
+        while Client::connect(&served.socket).is_err() {
+            if let Ok(Some(status)) = served.child.try_wait() {
+                return Err(format!("the service ended: {status}"));
+            }
+            if Instant::now() > until {
+                return Err("the service does not listen".into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(served)
+    }
+
+    /// Connects to it.
+    pub(super) fn client(&self) -> io::Result<Client> {
+        Client::connect(&self.socket)
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The next run of the usual program.
+pub(super) fn submission(program: &mut Program, prepare: bool) -> Submit {
+    let job = program.next_job();
+    Submit {
+        program: job.program,
+        input: job.input,
+        principal: PRINCIPAL.into(),
+        authority: Authority::Tools(Vec::new()),
+        limits: job.load.limits,
+        prepare,
+    }
+}
+
+/// Carries out one run at a service and checks its answer; how long it took.
+pub(super) fn timed_run(client: &mut Client, submit: &Submit) -> Result<Duration, String> {
+    let started = Instant::now();
+    let finished = client.run(submit).map_err(said)?;
+    let took = started.elapsed();
+    let report: serde_json::Value = serde_json::from_slice(&finished.report).map_err(said)?;
+    let expected = program::answer(&submit.input);
+    if report["status"] != "ok" || report["output"] != expected.as_str() {
+        return Err(format!("the benched run did not answer {expected:?}: {report}"));
+    }
+    Ok(took)
+}
