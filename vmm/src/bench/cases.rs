@@ -429,8 +429,8 @@ struct Density {
 
 fn density() -> Result<Box<dyn Figure>, String> {
     let program = hashing()?;
-    let pool = Pool::new(fixture::executable(), &program.trust, PoolOptions::default())
-        .map_err(said)?;
+    let pool =
+        Pool::new(fixture::executable(), &program.trust, PoolOptions::default()).map_err(said)?;
     Ok(Box::new(Density { pool, program }))
 }
 

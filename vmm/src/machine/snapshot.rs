@@ -182,7 +182,7 @@ impl Machine {
         let vm = hypervisor.create_vm()?;
         memory::hand_over(&vm, &base.code, &ram)?;
         let mut vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
-        base.cpu.write(vcpu.fd())?;
+        base.cpu.write(vcpu.fd_mut())?;
         // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
         // caller's name: now, while the caller may still have threads.
         vcpu.settle()?;
@@ -222,7 +222,7 @@ impl Machine {
             let page = find(&to.pages, offset).unwrap_or_else(|| self.base_page(offset));
             write_page(&self.ram, offset, page)?;
         }
-        to.cpu.restore(self.vcpu.fd())?;
+        to.cpu.restore(self.vcpu.fd_mut())?;
         Ok(ResetDone { pages: count })
     }
 

@@ -3,13 +3,20 @@
 //! A guest that runs in ring 3 can change general registers, segment
 //! selectors, x87 and SSE. The rest (control registers, XCR0, debug
 //! registers, MSRs) takes ring 0, which holds nothing but the trap stub; it
-//! is read and compared all the same, and put back where it differs.
-//! CR4.OSXSAVE is clear, so there is no AVX state.
+//! is put back all the same. CR4.OSXSAVE is clear, so there is no AVX state.
+//!
+//! Each KVM call on a vCPU costs some microseconds before it does anything.
+//! So registers, segments and events are left in the page that KVM shares,
+//! for the next KVM_RUN to take in (KVM_CAP_SYNC_REGS), where there is that.
+//! When a reset is proven everything is compared; put back each time is what
+//! a guest could change, and of the rest the MSRs that hold a guest's own
+//! values.
 
 use kvm_bindings::{
-    Msrs, kvm_debugregs, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
+    Msrs, kvm_debugregs, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sync_regs,
+    kvm_vcpu_events, kvm_xcrs,
 };
-use kvm_ioctls::VcpuFd;
+use kvm_ioctls::{SyncReg, VcpuFd};
 
 use super::{Hypervisor, MachineError};
 
@@ -31,6 +38,24 @@ fn moves_by_itself(index: u32) -> bool {
         || HYPERV.contains(&index)
 }
 
+/// Model-specific registers that hold a guest's own values: those of system
+/// calls, the swapped segment base, and what an operating system sets once.
+const OWN_MSRS: [u32; 13] = [
+    0x174,       // IA32_SYSENTER_CS
+    0x175,       // IA32_SYSENTER_ESP
+    0x176,       // IA32_SYSENTER_EIP
+    0xc000_0081, // STAR
+    0xc000_0082, // LSTAR
+    0xc000_0083, // CSTAR
+    0xc000_0084, // SFMASK
+    0xc000_0102, // KERNEL_GS_BASE
+    0xc000_0103, // TSC_AUX
+    0x277,       // IA32_PAT
+    0x1a0,       // IA32_MISC_ENABLE
+    0x1d9,       // IA32_DEBUGCTL
+    0x48,        // IA32_SPEC_CTRL
+];
+
 /// A vCPU's state.
 #[derive(Clone, Debug)]
 pub(super) struct CpuState {
@@ -38,6 +63,8 @@ pub(super) struct CpuState {
     sregs: kvm_sregs,
     fpu: kvm_fpu,
     rest: Rest,
+    /// Whether KVM takes registers from the page it shares.
+    syncs: bool,
 }
 
 /// What takes ring 0 to change.
@@ -46,7 +73,10 @@ struct Rest {
     xcrs: kvm_xcrs,
     debug: kvm_debugregs,
     events: kvm_vcpu_events,
+    /// All of the state.
     msrs: Msrs,
+    /// Those of them that hold a guest's own values.
+    own_msrs: Msrs,
 }
 
 fn failed(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> MachineError {
@@ -60,55 +90,75 @@ impl Rest {
             xcrs: vcpu.get_xcrs().map_err(failed("KVM_GET_XCRS"))?,
             debug: vcpu.get_debug_regs().map_err(failed("KVM_GET_DEBUGREGS"))?,
             events: vcpu.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?,
+            own_msrs: list(
+                msrs.as_slice().iter().filter(|entry| OWN_MSRS.contains(&entry.index)).copied(),
+            )?,
             msrs,
         })
     }
+}
+
+fn list(entries: impl Iterator<Item = kvm_msr_entry>) -> Result<Msrs, MachineError> {
+    let entries: Vec<_> = entries.collect();
+    Msrs::from_entries(&entries)
+        .map_err(|_| failed("KVM_GET_MSRS")(kvm_ioctls::Error::new(libc::E2BIG)))
 }
 
 impl CpuState {
     /// Reads it from a vCPU that has no access pending.
     pub(super) fn read(vcpu: &VcpuFd, hypervisor: &Hypervisor) -> Result<Self, MachineError> {
         let msrs = readable_msrs(vcpu, hypervisor)?;
-        Self::read_with(vcpu, msrs)
+        Self::read_with(vcpu, msrs, hypervisor.syncs_registers())
     }
 
     /// Reads the same from a vCPU of the same kind.
     pub(super) fn read_again(&self, vcpu: &VcpuFd) -> Result<Self, MachineError> {
-        Self::read_with(vcpu, self.rest.msrs.clone())
+        Self::read_with(vcpu, self.rest.msrs.clone(), self.syncs)
     }
 
-    fn read_with(vcpu: &VcpuFd, msrs: Msrs) -> Result<Self, MachineError> {
+    fn read_with(vcpu: &VcpuFd, msrs: Msrs, syncs: bool) -> Result<Self, MachineError> {
         Ok(Self {
             regs: vcpu.get_regs().map_err(failed("KVM_GET_REGS"))?,
             sregs: vcpu.get_sregs().map_err(failed("KVM_GET_SREGS"))?,
             fpu: vcpu.get_fpu().map_err(failed("KVM_GET_FPU"))?,
             rest: Rest::read(vcpu, msrs)?,
+            syncs,
         })
     }
 
     /// Gives it to a vCPU that has just been made, which has what takes
-    /// ring 0 as it was when this was read.
-    pub(super) fn write(&self, vcpu: &VcpuFd) -> Result<(), MachineError> {
-        vcpu.set_sregs(&self.sregs).map_err(failed("KVM_SET_SREGS"))?;
-        vcpu.set_regs(&self.regs).map_err(failed("KVM_SET_REGS"))?;
+    /// ring 0 as it was when this was read. It may take effect with the next
+    /// KVM_RUN only.
+    pub(super) fn write(&self, vcpu: &mut VcpuFd) -> Result<(), MachineError> {
+        if self.syncs {
+            *vcpu.sync_regs_mut() =
+                kvm_sync_regs { regs: self.regs, sregs: self.sregs, events: self.rest.events };
+            for part in [SyncReg::Register, SyncReg::SystemRegister, SyncReg::VcpuEvents] {
+                vcpu.set_sync_dirty_reg(part);
+            }
+        } else {
+            vcpu.set_sregs(&self.sregs).map_err(failed("KVM_SET_SREGS"))?;
+            vcpu.set_regs(&self.regs).map_err(failed("KVM_SET_REGS"))?;
+            let events = &self.rest.events;
+            vcpu.set_vcpu_events(events).map_err(failed("KVM_SET_VCPU_EVENTS"))?;
+        }
         vcpu.set_fpu(&self.fpu).map_err(failed("KVM_SET_FPU"))
     }
 
     /// Puts it back into a vCPU that has run.
-    pub(super) fn restore(&self, vcpu: &VcpuFd) -> Result<(), MachineError> {
-        let now = Rest::read(vcpu, self.rest.msrs.clone())?;
-        if now != self.rest {
-            vcpu.set_xcrs(&self.rest.xcrs).map_err(failed("KVM_SET_XCRS"))?;
-            vcpu.set_debug_regs(&self.rest.debug).map_err(failed("KVM_SET_DEBUGREGS"))?;
-            vcpu.set_vcpu_events(&self.rest.events).map_err(failed("KVM_SET_VCPU_EVENTS"))?;
-            vcpu.set_msrs(&self.rest.msrs).map_err(failed("KVM_SET_MSRS"))?;
+    pub(super) fn restore(&self, vcpu: &mut VcpuFd) -> Result<(), MachineError> {
+        let own_msrs = &self.rest.own_msrs;
+        let set = vcpu.set_msrs(own_msrs).map_err(failed("KVM_SET_MSRS"))?;
+        if set != own_msrs.as_slice().len() {
+            let source = kvm_ioctls::Error::new(libc::EINVAL);
+            return Err(MachineError::Kvm { call: "KVM_SET_MSRS", source });
         }
         self.write(vcpu)
     }
 
     /// What a vCPU has that differs from this, by name.
     pub(super) fn differences(&self, vcpu: &VcpuFd) -> Result<Vec<String>, MachineError> {
-        let now = Self::read_with(vcpu, self.rest.msrs.clone())?;
+        let now = self.read_again(vcpu)?;
         let mut found = Vec::new();
         if now.regs != self.regs {
             found.push(format!("registers: {:x?}, not {:x?}", now.regs, self.regs));
@@ -140,20 +190,14 @@ fn readable_msrs(vcpu: &VcpuFd, hypervisor: &Hypervisor) -> Result<Msrs, Machine
         .filter(|index| !moves_by_itself(**index))
         .map(|index| kvm_msr_entry { index: *index, ..Default::default() })
         .collect();
-    let list = |entries: &[kvm_msr_entry]| {
-        Msrs::from_entries(entries).map_err(|_| MachineError::Kvm {
-            call: "KVM_GET_MSRS",
-            source: kvm_ioctls::Error::new(libc::E2BIG),
-        })
-    };
     // KVM stops at the first that this vCPU does not have.
     let mut readable = Vec::with_capacity(wanted.len());
     let mut left = &wanted[..];
     while !left.is_empty() {
-        let mut asked = list(left)?;
+        let mut asked = list(left.iter().copied())?;
         let got = vcpu.get_msrs(&mut asked).map_err(failed("KVM_GET_MSRS"))?;
         readable.extend_from_slice(&asked.as_slice()[..got]);
         left = left.get(got + 1..).unwrap_or(&[]);
     }
-    list(&readable)
+    list(readable.into_iter())
 }

@@ -147,6 +147,10 @@ impl Vcpu {
         &self.fd
     }
 
+    pub(super) fn fd_mut(&mut self) -> &mut VcpuFd {
+        &mut self.fd
+    }
+
     /// Finishes the access by which the guest left last, so that its state is
     /// whole. KVM does so at the start of the next KVM_RUN, which
     /// `immediate_exit` makes end before the guest's next instruction.

@@ -21,7 +21,9 @@ use super::{Guest, GuestBase, process};
 use crate::jail::{Filter, Limits, Role, landlock, privileges, seccomp, tree};
 use crate::keys;
 use crate::link::{Link, Patience};
-use crate::machine::{Hypervisor, Image, PageMap, Watchdog, snapshot::BASE_FILE_BYTES};
+use crate::machine::{
+    Hypervisor, Image, PageMap, Watchdog, hypervisor::Placeholder, snapshot::BASE_FILE_BYTES,
+};
 
 /// The hidden command that makes this executable a zygote.
 pub const COMMAND: &str = "zygote";
@@ -32,6 +34,8 @@ const BASES_MAX: usize = 8;
 
 /// What workers inherit.
 struct Zygote {
+    /// So that no worker's VM is the host's first or last.
+    _placeholder: Placeholder,
     hypervisor: Hypervisor,
     image: Image,
     trust: TrustKeys,
@@ -137,9 +141,11 @@ impl Zygote {
             kind: VmFailureKind::Internal,
             message: format!("a trust key: {error}"),
         })?;
+        // SAFETY: the supervisor put it there, and nothing else uses it.
+        let hypervisor = Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?;
         Ok(Self {
-            // SAFETY: the supervisor put it there, and nothing else uses it.
-            hypervisor: Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?,
+            _placeholder: hypervisor.placeholder()?,
+            hypervisor,
             image: Image::built_in()?,
             trust,
             // Before /proc is gone.
