@@ -6,6 +6,7 @@
 //! that once for all.
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 
 use super::landlock::Ruleset;
@@ -36,7 +37,9 @@ pub enum WorkerJailError {
 /// What a worker puts on.
 #[derive(Debug)]
 pub struct WorkerJail {
-    ruleset: Ruleset,
+    /// Never dropped: in a worker its descriptor is closed by then, and a
+    /// zygote has it to its end.
+    ruleset: ManuallyDrop<Ruleset>,
     lowering: Lowering,
     filter: Filter,
 }
@@ -49,7 +52,8 @@ impl WorkerJail {
     /// # Errors
     /// If the kernel has Landlock and refuses, or does not tell its limits.
     pub fn prepare(limits: &Limits, filter: Filter) -> Result<Self, WorkerJailError> {
-        Ok(Self { ruleset: Ruleset::new()?, lowering: limits.lowering()?, filter })
+        let ruleset = ManuallyDrop::new(Ruleset::new()?);
+        Ok(Self { ruleset, lowering: limits.lowering()?, filter })
     }
 
     /// A worker's whole part, for ever: a Landlock domain of its own, no
