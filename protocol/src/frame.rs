@@ -80,6 +80,8 @@ pub enum Kind {
     Forbidden = 0x57,
     /// [`crate::worker::PreparedJob`].
     PreparedJob = 0x58,
+    /// [`crate::worker::ZygoteReady`].
+    ZygoteReady = 0x59,
 
     /// [`crate::service::Submit`].
     Submit = 0x60,
@@ -89,7 +91,7 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind, for tables and tests.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 27] = [
         Self::Hello,
         Self::Refuse,
         Self::Start,
@@ -114,6 +116,7 @@ impl Kind {
         Self::Zygoted,
         Self::Forbidden,
         Self::PreparedJob,
+        Self::ZygoteReady,
         Self::Submit,
         Self::Finished,
     ];
@@ -162,7 +165,7 @@ impl Kind {
             Self::ZygoteSetup => 64 * 1024,
             Self::Fork => 256,
             Self::Forbidden => 4,
-            Self::Ready | Self::Zygoted => 2 * MESSAGE_OVERHEAD_BYTES,
+            Self::Ready | Self::Zygoted | Self::ZygoteReady => 2 * MESSAGE_OVERHEAD_BYTES,
         }
     }
 }

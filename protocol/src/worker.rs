@@ -182,8 +182,22 @@ pub enum Reuse {
     },
 }
 
-/// A zygote's answer to its setup and to each [`Fork`]; with a forked worker
-/// its process descriptor rides along.
+/// What a zygote found of its jail, as the kernel answered. It entered all of
+/// it, or it would not be ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Jailed {
+    /// It has a procfs of its own, by which a worker finds the pages that a
+    /// run wrote.
+    pub procfs: bool,
+    /// The version of Landlock that is enforced. Absent: none.
+    pub landlock_abi: Option<i32>,
+}
+
+/// A zygote's answer to its setup.
+pub type ZygoteReady = Result<Jailed, VmFailure>;
+
+/// A zygote's answer to each [`Fork`]; with a forked worker its process
+/// descriptor rides along.
 pub type Zygoted = Result<(), VmFailure>;
 
 /// A worker's word that its VM stands ready: first of all, after a

@@ -9,9 +9,12 @@ use std::time::Instant;
 
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::ZygoteSetup;
 use serde::Serialize;
 
+use crate::jail::{Hardening, Weakness};
 use crate::machine::{self, Hypervisor, Image, Watchdog};
+use crate::pool::zygote::Zygote;
 use crate::worker::Guest;
 
 /// How a thing stands.
@@ -62,6 +65,26 @@ pub struct Proof {
     pub reason: Option<String>,
 }
 
+/// The jail around workers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Jail {
+    /// What is on, as a zygote found that was started for this.
+    pub on: Option<Hardening>,
+    /// What is weaker here than it could be.
+    pub weaknesses: Vec<Weak>,
+    /// Why there is none.
+    pub reason: Option<String>,
+}
+
+/// One thing that is weaker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Weak {
+    /// Its word in a run's report.
+    pub word: &'static str,
+    /// What that costs, and what to do.
+    pub text: String,
+}
+
 /// Everything about this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Probe {
@@ -71,16 +94,33 @@ pub struct Probe {
     pub guest_sha256: &'static str,
     /// Whether `vm` isolation works.
     pub vm: Proof,
+    /// What a worker would be in.
+    pub jail: Jail,
 }
 
 impl Probe {
-    /// Looks at this host and boots a guest on it.
+    /// Looks at this host, boots a guest on it, and starts a zygote.
+    /// `executable` is `forge-vmm`.
     #[must_use]
-    pub fn run() -> Self {
+    pub fn run(executable: &Path) -> Self {
         Self {
             findings: findings(Path::new("/"), landlock_abi()),
             guest_sha256: forge_rootfs::GUEST_SHA256,
             vm: prove(),
+            jail: jail(executable),
+        }
+    }
+}
+
+/// Without limits by cgroup v2, which only the operator knows.
+fn jail(executable: &Path) -> Jail {
+    match Zygote::start(executable, &ZygoteSetup { trust: Vec::new() }, None) {
+        Err(failure) => Jail { on: None, weaknesses: Vec::new(), reason: Some(failure.message) },
+        Ok(zygote) => {
+            let on = zygote.hardening().clone();
+            let weak = |it: &Weakness| Weak { word: it.word(), text: it.to_string() };
+            let weaknesses = on.weaknesses().iter().map(weak).collect();
+            Jail { on: Some(on), weaknesses, reason: None }
         }
     }
 }

@@ -141,6 +141,10 @@ pub struct RunReport {
     pub log: Vec<LogReport>,
     /// The isolation it ran in.
     pub isolation: &'static str,
+    /// What of that isolation is weaker on this host than it could be: the
+    /// words of [`crate::jail::Weakness`]. Empty for a run that no VM was made
+    /// for.
+    pub weaknesses: Vec<&'static str>,
     /// Whether the VM was made for it or put back after another run.
     pub vm: &'static str,
     /// The signed hash of the program, in hex, once its signature was good.

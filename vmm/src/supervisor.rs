@@ -24,6 +24,7 @@ use forge_protocol::worker::{Fate, Job, Report, Timing};
 
 use crate::admission::{self, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
+use crate::jail::Weakness;
 use crate::link::Patience;
 use crate::pool::{Pool, PoolOptions, Task, Vm};
 use crate::report::{
@@ -202,7 +203,8 @@ impl Supervisor {
             .carry_out(&task, patience)
             .unwrap_or_else(|failure| (worker::failed(failure), Vm::Fresh));
         drop(link);
-        Ok(reported(run_id, admitted, request, report, vm, started, opened))
+        let weaknesses = self.pool.weaknesses();
+        Ok(reported(run_id, admitted, request, report, vm, &weaknesses, started, opened))
     }
 
     /// Opens the run at the broker. A program that can call nothing, and is
@@ -282,6 +284,7 @@ fn unstarted(
         artifacts: Vec::new(),
         log: Vec::new(),
         isolation: "vm",
+        weaknesses: Vec::new(),
         vm: "fresh",
         program_sha256: admitted.map(|admitted| hex(&admitted.program.sha256())),
         signer: admitted.map(|admitted| admitted.program.signer().to_string()),
@@ -295,12 +298,14 @@ fn unstarted(
 }
 
 /// The report of a run that a worker was given.
+#[allow(clippy::too_many_arguments, reason = "each is a part of the report")]
 fn reported(
     run_id: RunId,
     admitted: &Admitted<'_>,
     request: &RunRequest,
     report: Report,
     vm: Vm,
+    weaknesses: &[Weakness],
     started: Instant,
     opened: Instant,
 ) -> RunResult {
@@ -330,6 +335,7 @@ fn reported(
             .map(|log| LogReport { level: log.level, text: log.text.clone() })
             .collect(),
         isolation: "vm",
+        weaknesses: weaknesses.iter().map(|weakness| weakness.word()).collect(),
         vm: vm.as_str(),
         program_sha256: Some(hex(&admitted.program.sha256())),
         signer: Some(admitted.program.signer().to_string()),

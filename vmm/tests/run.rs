@@ -217,6 +217,7 @@ fn the_json_report_is_complete() {
         "output_encoding",
         "artifacts",
         "isolation",
+        "weaknesses",
         "vm",
         "program_sha256",
         "signer",
@@ -234,6 +235,8 @@ fn the_json_report_is_complete() {
     }
     assert_eq!(report["status"], "ok");
     assert_eq!(report["isolation"], "vm");
+    // No limits by cgroup are configured here.
+    assert!(report["weaknesses"].as_array().unwrap().contains(&json!("memory_not_grouped")));
     assert_eq!(report["vm"], "fresh");
     assert_eq!(report["output"], "hello");
     assert_eq!(report["signer"], signer().trust_key().to_string());
@@ -650,6 +653,10 @@ fn probe_proves_that_a_guest_boots() {
         let found = probe["findings"].as_array().unwrap().iter().any(|f| f["name"] == name);
         assert!(found, "{name}");
     }
+    assert_eq!(probe["jail"]["on"]["seccomp"], true, "{probe:#}");
+    assert_eq!(probe["jail"]["on"]["empty_root"], true);
+    let weak: Vec<_> = probe["jail"]["weaknesses"].as_array().unwrap().iter().collect();
+    assert!(weak.iter().any(|it| it["word"] == "memory_not_grouped"), "{probe:#}");
 }
 
 // Refusals, which need no VM

@@ -1,6 +1,7 @@
 //! What no design can go below on this host.
 
 use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,10 @@ use wasmi::{Engine, Extern, Func, Instance, Module, Store};
 
 use super::program::{self, Program};
 use super::{Case, Entry, Measure};
+use crate::jail::{WorkerJail, landlock};
 use crate::machine::{Bus, Exit, Hypervisor, Image, Machine, Watchdog, vcpu::Go};
+use crate::worker::zygote::Filters;
+use crate::worker::{process, zygote};
 
 pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_kvm", "bare KVM: create a VM, one slot, one vCPU, one exit", kvm),
@@ -24,6 +28,7 @@ pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_exit", "one bare VM exit by MMIO, and back", exit),
     floor("floor_socket", "64 bytes to another process over a unix socket, and back", socket),
     floor("floor_fork", "fork a process that ends at once, and wait for it", fork),
+    floor("floor_jail", "what a forked worker puts on for itself of the jail", jail),
     floor("floor_verify", "check the program's signature on the host", verify),
     floor(
         "floor_parse",
@@ -156,8 +161,8 @@ struct SocketFloor {
 
 /// Forks a child that runs `work` and ends, without running destructors.
 fn fork_child(work: impl FnOnce()) -> io::Result<libc::pid_t> {
-    // SAFETY: the child does nothing but what `work` does, which allocates
-    // nothing and takes no locks, and `_exit`.
+    // SAFETY: the child does nothing but what `work` does, and `_exit`. `work`
+    // takes no lock but the allocator's, which glibc keeps whole in a fork.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
@@ -211,6 +216,50 @@ impl Case for ForkFloor {
         let started = Instant::now();
         wait_for(fork_child(|| {}).map_err(said)?);
         Ok(started.elapsed().as_nanos() as u64)
+    }
+}
+
+/// In a child for each sample, because nobody takes a jail off. It puts on
+/// first, outside the measured time, what a worker has from its zygote.
+struct JailFloor {
+    filters: Filters,
+}
+
+fn jail() -> Result<Box<dyn Case>, String> {
+    Ok(Box::new(JailFloor { filters: Filters::compile().map_err(said)? }))
+}
+
+impl JailFloor {
+    fn in_child(&self, tell: &UnixStream) -> Result<Duration, String> {
+        // SAFETY: an option that takes numbers alone.
+        unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+        zygote::LIMITS.apply().map_err(said)?;
+        let worker = self.filters.worker.clone();
+        let jail = WorkerJail::prepare(&process::LIMITS, worker).map_err(said)?;
+        landlock::restrict(None).map_err(said)?;
+        self.filters.zygote.install().map_err(said)?;
+        let started = Instant::now();
+        jail.enter(&mut [tell.as_raw_fd()]).map_err(said)?;
+        Ok(started.elapsed())
+    }
+}
+
+impl Case for JailFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let (mut told, mut tell) = UnixStream::pair().map_err(said)?;
+        let child = fork_child(|| {
+            let took = self.in_child(&tell).map_or(u64::MAX, |took| took.as_nanos() as u64);
+            let _ = tell.write_all(&took.to_ne_bytes());
+        });
+        let child = child.map_err(said)?;
+        drop(tell);
+        let mut took = [0; 8];
+        let read = told.read_exact(&mut took);
+        wait_for(child);
+        match (read, u64::from_ne_bytes(took)) {
+            (Ok(()), ns) if ns != u64::MAX => Ok(ns),
+            _ => Err("a child could not enter the jail".into()),
+        }
     }
 }
 

@@ -87,7 +87,8 @@ fn program_and_trust(args: &RunArgs) -> Result<(Vec<u8>, TrustKeys), CliError> {
     paths.extend(config::trust_keys(args.broker.config.as_deref())?);
     let trust = keys::read_trust(&paths)?;
     let Some(path) = &args.sign_with else {
-        if trust.as_slice().is_empty() {
+        // A service trusts whom it trusts.
+        if trust.as_slice().is_empty() && args.service.is_none() {
             return Err(CliError::Usage(
                 "no key is trusted, so no program can run: --trust signer.pub \
                  (or --sign-with signer.pem, for development)"

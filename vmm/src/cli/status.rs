@@ -1,9 +1,10 @@
 //! `forge-vmm probe`.
 
 use std::io::{self, Write as _};
+use std::path::Path;
 use std::process::ExitCode;
 
-use forge_vmm::probe::{Probe, Standing};
+use forge_vmm::probe::{Jail, Probe, Standing};
 
 use super::args::ProbeArgs;
 use super::{CliError, Exit, print_json, progress};
@@ -11,13 +12,37 @@ use super::{CliError, Exit, print_json, progress};
 /// Says what this host can do.
 pub(crate) fn probe(args: &ProbeArgs) -> Result<ExitCode, CliError> {
     progress("booting a guest");
-    let probe = Probe::run();
+    let probe = Probe::run(Path::new("/proc/self/exe"));
     if args.json {
         print_json(&probe)?;
     } else {
         print(&probe)?;
     }
     Ok(if probe.vm.booted { Exit::Ok } else { Exit::Unavailable }.into())
+}
+
+fn print_jail(out: &mut impl io::Write, jail: &Jail) -> io::Result<()> {
+    let Some(on) = &jail.on else {
+        let reason = jail.reason.as_deref().unwrap_or_default();
+        return writeln!(out, "jail    NO WORKER STARTS HERE: {reason}");
+    };
+    let user = match on.identity {
+        Some(id) => format!("user {id}"),
+        None => "this user".into(),
+    };
+    let landlock = match on.landlock_abi {
+        Some(abi) => format!("Landlock {abi}"),
+        None => "no Landlock".into(),
+    };
+    writeln!(
+        out,
+        "jail    workers are {user} to the host, in namespaces of their own with an empty root, \
+         {landlock}, system-call filters",
+    )?;
+    for weak in &jail.weaknesses {
+        writeln!(out, "weaker  {:<21} {}", weak.word, weak.text)?;
+    }
+    Ok(())
 }
 
 fn print(probe: &Probe) -> io::Result<()> {
@@ -35,6 +60,7 @@ fn print(probe: &Probe) -> io::Result<()> {
         }
     }
     writeln!(out, "guest   {}", probe.guest_sha256)?;
+    print_jail(&mut out, &probe.jail)?;
     match (&probe.vm.boot_us, &probe.vm.reason) {
         (Some(us), _) => writeln!(out, "vm      a guest booted in {us} us: isolation `vm` works"),
         (None, Some(reason)) => writeln!(out, "vm      NO GUEST BOOTS HERE: {reason}"),

@@ -1,9 +1,15 @@
-//! Memory, processes and CPU time of a worker, bounded by cgroup v2.
+//! Memory, processes and CPU time of a zygote and its workers, bounded by
+//! cgroup v2.
 //!
 //! Groups are made below a parent that the supervisor may write: its own
 //! group, if that was delegated to it, or one that the operator named. A
 //! group that hands controllers down may hold no process itself, so a
-//! supervisor that uses its own group moves into a leaf of it first.
+//! supervisor that uses its own group moves into a leaf of it first, with what
+//! it has started.
+//!
+//! A supervisor that is killed leaves its group behind, empty, because the
+//! zygote ends with it. The next one there removes it: a group's name says
+//! whose it is.
 //!
 //! It distrusts the worker, which cannot reach any of this, and what an
 //! earlier supervisor left behind. Deliberately absent: cgroup v1, whose
@@ -12,10 +18,13 @@
 use std::fmt;
 use std::fs;
 use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A controller that a limit needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -135,14 +144,21 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// The supervisor's own group, ready to hand controllers down: the
-    /// supervisor moves into a leaf of it. Call before starting children.
+    /// The group that the supervisor was started in, ready to hand controllers
+    /// down: the supervisor and its children move into a leaf of it.
     ///
     /// # Errors
     /// [`CgroupError`], if this is not possible here.
     pub fn own() -> Result<Self, CgroupError> {
+        // Asked again it is the leaf that this process is in.
+        static OWN: Mutex<Option<Parent>> = Mutex::new(None);
+        let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(parent) = &*own {
+            return Ok(parent.clone());
+        }
         let path = own_group(Path::new("/"))?;
-        Self { path, own: true, missing: Vec::new() }.prepare()
+        let parent = Self { path, own: true, missing: Vec::new() }.prepare()?;
+        Ok(own.insert(parent).clone())
     }
 
     /// A group the operator named, ready to hand controllers down.
@@ -182,8 +198,8 @@ impl Parent {
         Ok(self)
     }
 
-    /// Moves this process into a leaf, unless its group is the root, which
-    /// may hold processes.
+    /// Moves this process and its descendants into a leaf, unless its group is
+    /// the root, which may hold processes.
     fn step_aside(&self) -> Result<(), CgroupError> {
         if !self.path.join("cgroup.type").exists() {
             return Ok(());
@@ -191,9 +207,30 @@ impl Parent {
         let leaf = self.path.join("supervisor");
         match fs::create_dir(&leaf) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                Err(CgroupError::File { what: "making", path: leaf, source: error })
+                return Err(CgroupError::File { what: "making", path: leaf, source: error });
             }
-            _ => write(&leaf, "cgroup.procs", "0"),
+            _ => write(&leaf, "cgroup.procs", "0")?,
+        }
+        for pid in words(&read(&self.path.join("cgroup.procs"))?) {
+            // One that has ended meanwhile is in nobody's way.
+            if pid.parse().is_ok_and(is_descendant) {
+                let _ = write(&leaf, "cgroup.procs", pid);
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the groups that supervisors left here who have ended since.
+    fn remove_stale(&self) {
+        let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
+        for entry in entries {
+            let name = entry.file_name();
+            if let Some(owner) = name.to_str().and_then(Owner::of_name)
+                && owner.is_gone()
+            {
+                tracing::info!(group = ?name, "removing a group that a supervisor left behind");
+                drop(Group { path: entry.path() });
+            }
         }
     }
 
@@ -232,12 +269,83 @@ fn own_group(root: &Path) -> Result<PathBuf, CgroupError> {
     Ok(root.join(point.trim_start_matches('/')).join(relative))
 }
 
+/// The fields of a process's `stat` from the third on (proc(5)). The second
+/// may hold spaces.
+fn stat(pid: u32) -> Option<Vec<String>> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let (_, rest) = text.rsplit_once(')')?;
+    Some(words(rest).map(str::to_owned).collect())
+}
+
+/// Whether this process has started it, or one that did.
+fn is_descendant(mut pid: u32) -> bool {
+    while pid > 1 {
+        // The parent is the fourth field.
+        let Some(parent) = stat(pid).and_then(|stat| stat.get(1)?.parse().ok()) else {
+            return false;
+        };
+        if parent == std::process::id() {
+            return true;
+        }
+        pid = parent;
+    }
+    false
+}
+
+/// Whose a group is, as its name says: a process by its number and when it
+/// started, in the pid namespace in which that is so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Owner {
+    namespace: u64,
+    pid: u32,
+    started: u64,
+}
+
+impl Owner {
+    const PREFIX: &'static str = "forge-vmm";
+
+    fn this() -> Option<Self> {
+        let pid = std::process::id();
+        Some(Self { namespace: Self::namespace()?, pid, started: Self::started(pid)? })
+    }
+
+    fn namespace() -> Option<u64> {
+        fs::metadata("/proc/self/ns/pid").ok().map(|it| it.ino())
+    }
+
+    /// When a process started, in ticks since the host did.
+    fn started(pid: u32) -> Option<u64> {
+        // The 22nd field.
+        stat(pid)?.get(19)?.parse().ok()
+    }
+
+    fn name(&self, number: u32) -> String {
+        let Self { namespace, pid, started } = self;
+        format!("{}-{namespace}-{pid}-{started}-{number}", Self::PREFIX)
+    }
+
+    fn of_name(name: &str) -> Option<Self> {
+        let mut numbers = name.strip_prefix(Self::PREFIX)?.strip_prefix('-')?.split('-');
+        let mut number = || numbers.next()?.parse::<u64>().ok();
+        let owner =
+            Self { namespace: number()?, pid: u32::try_from(number()?).ok()?, started: number()? };
+        number().map(|_| owner)
+    }
+
+    /// Whether it has ended. What is in another pid namespace cannot be told.
+    fn is_gone(&self) -> bool {
+        Self::namespace() == Some(self.namespace) && Self::started(self.pid) != Some(self.started)
+    }
+}
+
 /// What a group may use. What is `None` is not bounded.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct GroupLimits {
     /// Memory, the kernel's own for the group included; no swap beyond it.
     pub memory_bytes: Option<u64>,
-    /// Processes and threads.
+    /// Processes and threads: one for each worker, and one for the zygote. KVM
+    /// has one of its own for each VM.
     pub processes: Option<u64>,
     /// CPU time in each tenth of a second, in thousandths of one CPU.
     pub cpu_thousandths: Option<u64>,
@@ -256,9 +364,6 @@ impl GroupLimits {
             if directory.join("memory.swap.max").exists() {
                 write(directory, "memory.swap.max", "0")?;
             }
-            // A worker is one process. Of a group of several, none is of use
-            // without the others.
-            write(directory, "memory.oom.group", "1")?;
         }
         if let Some(processes) = self.processes {
             write(directory, "pids.max", &processes.to_string())?;
@@ -270,7 +375,8 @@ impl GroupLimits {
         Ok(())
     }
 
-    fn needs(&self) -> impl Iterator<Item = Controller> {
+    /// The controllers that the limits are kept by.
+    pub fn needs(&self) -> impl Iterator<Item = Controller> {
         [
             self.memory_bytes.map(|_| Controller::Memory),
             self.cpu_thousandths.map(|_| Controller::Cpu),
@@ -281,7 +387,7 @@ impl GroupLimits {
     }
 }
 
-/// A group for one worker. Dropped, it kills what is in it and is removed.
+/// A group. Dropped, it kills what is in it and is removed.
 #[derive(Debug)]
 pub struct Group {
     path: PathBuf,
@@ -308,6 +414,24 @@ impl Group {
         let group = Self { path };
         limits.apply(&group.path)?;
         Ok(group)
+    }
+
+    /// A group for a zygote and its workers, in the group that this process was
+    /// started in.
+    ///
+    /// # Errors
+    /// As [`Parent::own`] and [`Self::create`].
+    pub fn for_zygote(limits: &GroupLimits) -> Result<Self, CgroupError> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let parent = Parent::own()?;
+        parent.remove_stale();
+        let owner = Owner::this().ok_or_else(|| CgroupError::File {
+            what: "reading",
+            path: "/proc/self/stat".into(),
+            source: io::ErrorKind::InvalidData.into(),
+        })?;
+        let name = owner.name(NUMBER.fetch_add(1, Ordering::Relaxed));
+        Self::create(&parent, &name, limits)
     }
 
     /// Puts a process into the group. What it forks afterwards is in it, too.
@@ -358,7 +482,7 @@ impl Drop for Group {
                 _ => return,
             }
         }
-        tracing::warn!(path = %self.path.display(), "a worker's cgroup cannot be removed");
+        tracing::warn!(path = %self.path.display(), "a cgroup cannot be removed");
     }
 }
 
@@ -440,6 +564,7 @@ mod tests {
         fake.put("cgroup.controllers", "memory cpu pids")
             .put("cgroup.subtree_control", "")
             .put("cgroup.type", "domain")
+            .put("cgroup.procs", "1\n")
             .put("supervisor/cgroup.procs", "");
         Parent { path: fake.0.clone(), own: true, missing: Vec::new() }.prepare().unwrap();
         assert_eq!(fake.text("supervisor/cgroup.procs"), "0");
@@ -448,7 +573,7 @@ mod tests {
     #[test]
     fn limits_are_written_as_the_kernel_reads_them() {
         let fake = Fake::new("limits");
-        for file in ["memory.max", "memory.swap.max", "memory.oom.group", "pids.max", "cpu.max"] {
+        for file in ["memory.max", "memory.swap.max", "pids.max", "cpu.max"] {
             fake.put(file, "");
         }
         let limits = GroupLimits {
@@ -459,7 +584,6 @@ mod tests {
         limits.apply(&fake.0).unwrap();
         assert_eq!(fake.text("memory.max"), "67108864");
         assert_eq!(fake.text("memory.swap.max"), "0");
-        assert_eq!(fake.text("memory.oom.group"), "1");
         assert_eq!(fake.text("pids.max"), "1");
         assert_eq!(fake.text("cpu.max"), "150000 100000");
     }
@@ -470,6 +594,27 @@ mod tests {
         let limits = GroupLimits { processes: Some(1), ..GroupLimits::default() };
         assert!(limits.apply(&fake.0).is_err());
         assert!(!fake.0.join("pids.max").exists());
+    }
+
+    #[test]
+    fn a_group_is_stale_when_its_owner_has_ended() {
+        let this = Owner::this().unwrap();
+        assert_eq!(Owner::of_name(&this.name(3)), Some(this));
+        assert!(!this.is_gone());
+        assert!(Owner { started: this.started + 1, ..this }.is_gone());
+        assert!(!Owner { namespace: 1, started: 0, ..this }.is_gone());
+        for name in ["forge-vmm", "forge-vmm-1-2-3", "forge-vmmx-1-2-3-4", "other-1-2-3-4"] {
+            assert_eq!(Owner::of_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_child_is_a_descendant_and_a_parent_is_none() {
+        let mut child = std::process::Command::new("/bin/sleep").arg("9").spawn().unwrap();
+        assert!(is_descendant(child.id()));
+        assert!(!is_descendant(std::os::unix::process::parent_id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

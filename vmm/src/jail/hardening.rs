@@ -91,6 +91,25 @@ pub enum Weakness {
     NoProcfs,
 }
 
+impl Weakness {
+    /// Its word in a run's report, which stays as it is.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::NoNamespaces => "no_namespaces",
+            Self::SupervisorsUser => "supervisors_user",
+            Self::HostsTree => "hosts_tree",
+            Self::NoLandlock => "no_landlock",
+            Self::OldLandlock { .. } => "old_landlock",
+            Self::NoSeccomp => "no_seccomp",
+            Self::NoController { controller: Controller::Memory } => "memory_not_grouped",
+            Self::NoController { controller: Controller::Cpu } => "cpu_not_grouped",
+            Self::NoController { controller: Controller::Pids } => "processes_not_grouped",
+            Self::NoProcfs => "no_procfs",
+        }
+    }
+}
+
 impl fmt::Display for Weakness {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -119,8 +138,8 @@ impl fmt::Display for Weakness {
             }
             Self::NoController { controller } => write!(
                 f,
-                "no cgroup v2 controller {controller}: {}; start forge-vmm in a delegated group \
-                 (systemd-run --scope --property=Delegate=yes)",
+                "no limit by cgroup v2's controller {controller}: {}; configure one, and start \
+                 forge-vmm in a delegated group (systemd-run --scope --property=Delegate=yes)",
                 match controller {
                     Controller::Memory => "memory is bounded by each worker's address space alone",
                     Controller::Cpu => "CPU time is bounded by deadlines and fuel alone",
@@ -161,6 +180,10 @@ mod tests {
     fn whatever_is_off_is_said() {
         let off = Hardening::default().weaknesses();
         assert_eq!(off.len(), 9, "{off:?}");
+        let mut words: Vec<_> = off.iter().map(|weakness| weakness.word()).collect();
+        words.sort_unstable();
+        words.dedup();
+        assert_eq!(words.len(), 9, "{words:?}");
         let old = Hardening { landlock_abi: Some(ABI_WANTED - 1), ..everything() };
         assert_eq!(old.weaknesses(), [Weakness::OldLandlock { abi: ABI_WANTED - 1 }]);
         let cpu = Hardening { cgroup: vec![Controller::Memory, Controller::Pids], ..everything() };

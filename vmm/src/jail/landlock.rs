@@ -5,13 +5,19 @@
 //! anything at all. Deliberately absent: a way to grant something for good.
 //! The one exception is for the zygote's own procfs, and ends when its
 //! descriptor is closed, because no path leads there.
+//!
+//! Each time a ruleset is put on, the kernel makes a domain of it, and it is
+//! domains that may not signal each other. So workers share one ruleset, made
+//! before them, and each has a domain of its own
+//! (`a_worker_cannot_signal_another_worker`).
 
-use std::os::fd::BorrowedFd;
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 
 use ::landlock::{
     ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, LandlockStatus,
-    PathBeneath, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetError, RulesetStatus,
-    Scope,
+    PathBeneath, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, RulesetError,
+    RulesetStatus, Scope,
 };
 
 /// What the kernel enforces of the ruleset.
@@ -52,13 +58,7 @@ pub const ABI_WANTED: i32 = 6;
 /// # Errors
 /// If the kernel has Landlock and refuses.
 pub fn restrict(readable: Option<BorrowedFd<'_>>) -> Result<Enforced, RulesetError> {
-    let newest = ABI::V9;
-    let mut ruleset = Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(newest))?
-        .handle_access(AccessNet::from_all(newest))?
-        .scope(Scope::from_all(newest))?
-        .create()?;
+    let mut ruleset = create()?;
     if let Some(directory) = readable {
         ruleset = ruleset.add_rule(PathBeneath::new(directory, AccessFs::ReadFile))?;
     }
@@ -74,4 +74,46 @@ pub fn restrict(readable: Option<BorrowedFd<'_>>) -> Result<Enforced, RulesetErr
         RulesetStatus::PartiallyEnforced => Enforced::Partly { abi },
         RulesetStatus::NotEnforced => Enforced::Not,
     })
+}
+
+fn create() -> Result<RulesetCreated, RulesetError> {
+    let newest = ABI::V9;
+    ::landlock::Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(newest))?
+        .handle_access(AccessNet::from_all(newest))?
+        .scope(Scope::from_all(newest))?
+        .create()
+}
+
+/// The ruleset that grants nothing at all, made once to be put on by many.
+#[derive(Debug)]
+pub struct Ruleset {
+    /// Absent where the kernel has no Landlock.
+    descriptor: Option<OwnedFd>,
+}
+
+impl Ruleset {
+    /// Makes it.
+    ///
+    /// # Errors
+    /// If the kernel has Landlock and refuses.
+    pub fn new() -> Result<Self, RulesetError> {
+        Ok(Self { descriptor: create()?.into() })
+    }
+
+    /// Puts it on the calling thread and all it starts, as a domain of its
+    /// own. Takes `no_new_privs`. It allocates nothing.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn restrict(&self) -> io::Result<()> {
+        let Some(descriptor) = &self.descriptor else { return Ok(()) };
+        // SAFETY: a descriptor of ours, and no flags.
+        match unsafe { libc::syscall(libc::SYS_landlock_restrict_self, descriptor.as_raw_fd(), 0) }
+        {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
 }

@@ -2,7 +2,7 @@
 //!
 //! It distrusts the worker, and the host's file system. The zygote goes
 //! through these once, and every worker forked from it is born inside; only
-//! the filter and the limits of a worker are put on by each for itself.
+//! a worker's [`worker`] part is put on by each for itself.
 //!
 //! ```text
 //!  supervisor ── spawn ──▶ zygote: own user, pid, net, mount, ipc, uts namespaces
@@ -10,7 +10,8 @@
 //!                            │ privileges  no capability, no way to one
 //!                            │ landlock    no file, no TCP, no foreign signal
 //!                            │ seccomp     the zygote's calls, no others
-//!                            └─ fork ──▶ worker: its limits, its own filter
+//!                            └─ fork ──▶ worker: its own Landlock domain,
+//!                                        limits and filter
 //! ```
 //!
 //! Deliberately absent: a path that is created or followed (a planted link
@@ -25,6 +26,7 @@
 //! | [`landlock`] | the ruleset that grants nothing |
 //! | [`seccomp`] | the system-call filters, and a report of what they stop |
 //! | [`rules`] | their tables: each call with its reason |
+//! | [`worker`] | what each worker puts on for itself |
 //! | [`cgroup`] | memory, processes and CPU time, by cgroup v2 |
 //! | [`hardening`] | what is on, and what is weaker on this host |
 //! | [`descriptors`] | what a process holds open |
@@ -38,6 +40,7 @@ pub mod privileges;
 pub mod rules;
 pub mod seccomp;
 pub mod tree;
+pub mod worker;
 
 pub use cgroup::{Group, GroupLimits};
 pub use hardening::{Hardening, Weakness};
@@ -46,3 +49,4 @@ pub use privileges::Limits;
 pub use rules::Role;
 pub use seccomp::Filter;
 pub use tree::Tree;
+pub use worker::{WorkerJail, WorkerJailError};

@@ -119,6 +119,15 @@ impl Limits {
     /// # Errors
     /// If the kernel refuses.
     pub fn apply(&self) -> Result<(), PrivilegeError> {
+        self.lowering()?.apply()
+    }
+
+    /// What it takes to put the limits on the calling process, or on one that
+    /// is forked from it: only those that are not on yet.
+    ///
+    /// # Errors
+    /// If the kernel does not tell what is on.
+    pub fn lowering(&self) -> Result<Lowering, PrivilegeError> {
         let wanted: [(&'static str, libc::__rlimit_resource_t, u64); 10] = [
             // Descriptors are all that its rights hang on.
             ("RLIMIT_NOFILE", libc::RLIMIT_NOFILE, self.open_files),
@@ -142,14 +151,44 @@ impl Limits {
             // Last, because applying it may be what it forbids.
             ("RLIMIT_AS", libc::RLIMIT_AS, self.address_space_bytes.unwrap_or(u64::MAX)),
         ];
+        let mut steps = Vec::with_capacity(wanted.len());
         for (what, resource, value) in wanted {
             let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
             // SAFETY: `now` is writable.
             checked(what, unsafe { libc::getrlimit(resource, &mut now) })?;
             let value = value.min(now.rlim_max);
-            let both = libc::rlimit { rlim_cur: value, rlim_max: value };
-            // SAFETY: `both` is readable.
-            checked(what, unsafe { libc::setrlimit(resource, &both) })?;
+            if (now.rlim_cur, now.rlim_max) != (value, value) {
+                let to = libc::rlimit { rlim_cur: value, rlim_max: value };
+                steps.push(Step { what, resource, to });
+            }
+        }
+        Ok(Lowering { steps })
+    }
+}
+
+/// Limits that are not on yet.
+#[derive(Debug)]
+pub struct Lowering {
+    steps: Vec<Step>,
+}
+
+#[derive(Debug)]
+struct Step {
+    what: &'static str,
+    resource: libc::__rlimit_resource_t,
+    to: libc::rlimit,
+}
+
+impl Lowering {
+    /// Puts them on the calling process, with one system call each. It
+    /// allocates nothing.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn apply(&self) -> Result<(), PrivilegeError> {
+        for Step { what, resource, to } in &self.steps {
+            // SAFETY: `to` is readable.
+            checked(what, unsafe { libc::setrlimit(*resource, to) })?;
         }
         Ok(())
     }

@@ -39,6 +39,7 @@ use forge_protocol::worker::{
 
 use sha2::{Digest as _, Sha256};
 
+use crate::jail::{GroupLimits, Hardening, Weakness};
 use crate::link::Patience;
 use crate::machine;
 pub use shelves::{Key, ProgramKey};
@@ -69,6 +70,9 @@ pub struct PoolOptions {
     pub ready_max: usize,
     /// What becomes of a VM after its run.
     pub reuse: Reuse,
+    /// What all VMs together may use, by cgroup v2. Where the host cannot keep
+    /// it there are no VMs.
+    pub group: Option<GroupLimits>,
 }
 
 /// What a run was carried out in.
@@ -112,6 +116,8 @@ struct Shared {
     options: PoolOptions,
     usual_ram_bytes: usize,
     zygote: Mutex<Option<Zygote>>,
+    /// Of the last zygote.
+    hardening: Mutex<Option<Hardening>>,
     shelves: Mutex<Shelves>,
     changed: Condvar,
 }
@@ -137,6 +143,7 @@ impl Pool {
             options,
             usual_ram_bytes: machine::ram_bytes(&RunLimits::default()),
             zygote: Mutex::new(None),
+            hardening: Mutex::new(None),
             shelves: Mutex::new(Shelves::new(options)),
             changed: Condvar::new(),
         });
@@ -155,6 +162,19 @@ impl Pool {
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.shared.shelves().missing().is_none()
+    }
+
+    /// What is on of the jail around workers, once there has been one.
+    #[must_use]
+    pub fn hardening(&self) -> Option<Hardening> {
+        self.shared.lock_hardening().clone()
+    }
+
+    /// What is weaker on this host than it could be; nothing before there has
+    /// been a worker.
+    #[must_use]
+    pub fn weaknesses(&self) -> Vec<Weakness> {
+        self.shared.lock_hardening().as_ref().map(Hardening::weaknesses).unwrap_or_default()
     }
 
     /// The zygote's process id, while there is one.
@@ -273,6 +293,16 @@ impl Shared {
         self.zygote.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn lock_hardening(&self) -> MutexGuard<'_, Option<Hardening>> {
+        self.hardening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn start_zygote(&self) -> Result<Zygote, VmFailure> {
+        let zygote = Zygote::start(&self.executable, &self.setup, self.options.group.as_ref())?;
+        *self.lock_hardening() = Some(zygote.hardening().clone());
+        Ok(zygote)
+    }
+
     /// A worker from the shelves.
     fn take(&self, key: &Key) -> Option<Worker> {
         let usual = key.ram_bytes == self.usual_ram_bytes;
@@ -310,7 +340,7 @@ impl Shared {
         for _ in 0..2 {
             let alive = match zygote.take() {
                 Some(zygote) => zygote,
-                None => Zygote::start(&self.executable, &self.setup)?,
+                None => self.start_zygote()?,
             };
             match zygote.insert(alive).fork(order) {
                 Ok(made) => return made,

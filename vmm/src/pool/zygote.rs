@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
-use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, ZygoteSetup, Zygoted};
+use forge_protocol::worker::{
+    Fork, Jailed, Reuse, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
+};
 
 use super::worker::Worker;
-use crate::jail::{self, Place, Spawned};
+use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned};
 use crate::link::{Link, Patience};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
@@ -27,15 +29,36 @@ const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
 pub struct Zygote {
     process: Spawned,
     link: Link,
+    hardening: Hardening,
+    /// Removed when the process has ended.
+    _group: Option<Group>,
 }
 
 impl Zygote {
-    /// Starts one. `executable` is `forge-vmm`.
+    /// Starts one, in a group of its own with these limits. `executable` is
+    /// `forge-vmm`.
     ///
     /// # Errors
     /// [`VmFailure`]: it cannot be started, or finds that this host cannot run
-    /// VMs.
-    pub fn start(executable: &Path, setup: &ZygoteSetup) -> Result<Self, VmFailure> {
+    /// VMs or keep the limits.
+    pub fn start(
+        executable: &Path,
+        setup: &ZygoteSetup,
+        limits: Option<&GroupLimits>,
+    ) -> Result<Self, VmFailure> {
+        Self::start_as(executable, &[OsStr::new(COMMAND)], setup, limits)
+    }
+
+    /// The same from an executable that becomes a zygote by other arguments.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_as(
+        executable: &Path,
+        arguments: &[&OsStr],
+        setup: &ZygoteSetup,
+        limits: Option<&GroupLimits>,
+    ) -> Result<Self, VmFailure> {
         let failed = |error: io::Error| VmFailure {
             kind: VmFailureKind::Unavailable,
             message: format!("the zygote cannot be started: {error}"),
@@ -49,15 +72,44 @@ impl Zygote {
             (OwnedFd::from(null()?), 2),
             (kvm, KVM_DESCRIPTOR),
         ];
-        let arguments = [OsStr::new("forge-vmm-zygote"), OsStr::new(COMMAND)];
-        let process = jail::spawn(executable, &arguments, descriptors, Place::best())
+        let arguments = [&[OsStr::new("forge-vmm-zygote")], arguments].concat();
+        let group = limits.map(Group::for_zygote).transpose();
+        let group = group.map_err(|error| failed(io::Error::other(error)))?;
+        let place = Place::best();
+        let process = jail::spawn(executable, &arguments, descriptors, place)
             .map_err(|error| failed(io::Error::other(error)))?;
-        let mut zygote = Self { process, link: Link::new(ours) };
+        let hardening = Hardening {
+            // It would not have been started otherwise, nor become ready.
+            namespaces: true,
+            empty_root: true,
+            seccomp: true,
+            identity: match place.identity {
+                Identity::Id(id) => Some(id),
+                Identity::Caller => None,
+            },
+            cgroup: limits.map(|limits| limits.needs().collect()).unwrap_or_default(),
+            // It says so itself.
+            procfs: false,
+            landlock_abi: None,
+        };
+        let mut zygote = Self { process, link: Link::new(ours), hardening, _group: group };
+        // Before it knows what to do, so that it has made nothing yet.
+        if let Some(group) = &zygote._group {
+            group.attach(zygote.id()).map_err(|error| failed(io::Error::other(error)))?;
+        }
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
         zygote.link.send(&bytes, None, Patience::default()).map_err(failed)?;
-        zygote.answer().map_err(failed)??;
+        let ready: ZygoteReady = zygote.answer(Kind::ZygoteReady).map_err(failed)?;
+        let Jailed { procfs, landlock_abi } = ready?;
+        zygote.hardening = Hardening { procfs, landlock_abi, ..zygote.hardening.clone() };
         Ok(zygote)
+    }
+
+    /// What is on of its jail.
+    #[must_use]
+    pub fn hardening(&self) -> &Hardening {
+        &self.hardening
     }
 
     /// Its process id.
@@ -70,22 +122,26 @@ impl Zygote {
     ///
     /// # Errors
     /// The outer error: the zygote is gone. The inner one: it cannot.
-    pub fn fork(&mut self, order: Fork) -> io::Result<Result<Worker, VmFailure>> {
+    pub fn fork(&mut self, mut order: Fork) -> io::Result<Result<Worker, VmFailure>> {
+        // It would not find what a run wrote.
+        if !self.hardening.procfs {
+            order.reuse = Reuse::Fresh;
+        }
         let (ours, theirs) = UnixStream::pair()?;
         let mut bytes = Vec::new();
         frame::write_message(Kind::Fork, &order, &mut bytes);
         self.link.send(&bytes, Some(theirs.as_fd()), Patience::default())?;
         drop(theirs);
-        if let Err(failure) = self.answer()? {
+        if let Err(failure) = self.answer::<Zygoted>(Kind::Zygoted)? {
             return Ok(Err(failure));
         }
         let process = self.link.take_passed().ok_or(io::ErrorKind::InvalidData)?;
         Ok(Ok(Worker::new(ours, process)))
     }
 
-    fn answer(&mut self) -> io::Result<Zygoted> {
+    fn answer<T: for<'a> codec::BorrowDecode<'a, ()>>(&mut self, kind: Kind) -> io::Result<T> {
         let until = Patience::until(Instant::now() + ANSWER_TIME_MAX);
-        let frame = self.link.receive(|kind| kind == Kind::Zygoted, until)?;
+        let frame = self.link.receive(|got| got == kind, until)?;
         codec::decode(&frame.payload)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
     }

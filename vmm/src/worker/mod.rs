@@ -14,7 +14,7 @@
 
 pub mod board;
 pub mod broker_link;
-mod process;
+pub(crate) mod process;
 pub mod zygote;
 
 use std::os::fd::RawFd;

@@ -18,22 +18,22 @@ use forge_protocol::worker::{
 };
 
 use super::{BrokerLink, Guest, GuestBase, Standing};
-use crate::jail::{Filter, Limits};
+use crate::jail::{Limits, WorkerJail};
 use crate::link::{Link, Patience};
 use crate::machine::{Hypervisor, PageMap, Watchdog};
 
 /// A worker's limits: its descriptors, the run's connection to the broker
-/// among them, and no process, no file. Its memory is its guest's, which its
-/// VM bounds.
-const LIMITS: Limits =
-    Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: None };
+/// among them, and no process, no file. Its memory is its guest's, what it has
+/// from the zygote, and what a run's limits let it hold: some 200 MiB in all.
+pub(crate) const LIMITS: Limits =
+    Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: Some(1 << 30) };
 
 /// What a worker has from the zygote.
 pub(super) struct Inherited<'a> {
     pub(super) hypervisor: &'a Hypervisor,
     pub(super) base: &'a GuestBase,
     pub(super) procfs: Result<BorrowedFd<'a>, &'a io::Error>,
-    pub(super) filter: &'a Filter,
+    pub(super) jail: &'a WorkerJail,
     pub(super) order: Fork,
 }
 
@@ -166,9 +166,8 @@ fn settle_in(
     // SAFETY: 0 is the duplicate, and nobody else's.
     let link = Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) }));
     let worker = Worker::new(inherited).and_then(|worker| {
-        worker.close_all_else().map_err(|error| unavailable("closing", &error))?;
-        LIMITS.apply().map_err(|error| internal(error.to_string()))?;
-        inherited.filter.install().map_err(|error| internal(error.to_string()))?;
+        let entered = inherited.jail.enter(&mut worker.descriptors());
+        entered.map_err(|error| internal(error.to_string()))?;
         Ok(worker)
     });
     Ok((link, worker))
@@ -229,23 +228,11 @@ impl Worker {
         Ok(Self { guest, watchdog, reset })
     }
 
-    /// Closes every descriptor that a worker does not need.
-    fn close_all_else(&self) -> io::Result<()> {
-        let mut kept = self.guest.descriptors().to_vec();
-        kept.extend(self.reset.as_ref().map(|reset| reset.pages.as_raw_fd()));
-        kept.sort_unstable();
-        let mut from = 3;
-        for fd in kept.into_iter().chain([RawFd::MAX]) {
-            if fd > from {
-                // SAFETY: what is closed is the zygote's, whose objects this
-                // process never uses nor drops.
-                if unsafe { libc::close_range(from as u32, fd as u32 - 1, 0) } != 0 {
-                    return Err(io::Error::last_os_error());
-                }
-            }
-            from = fd.saturating_add(1);
-        }
-        Ok(())
+    /// The descriptors that it needs beside its socket.
+    fn descriptors(&self) -> Vec<RawFd> {
+        let mut needed = self.guest.descriptors().to_vec();
+        needed.extend(self.reset.as_ref().map(|reset| reset.pages.as_raw_fd()));
+        needed
     }
 
     /// Loads a program ahead of its runs. From here on a reset leads to where

@@ -15,10 +15,13 @@ use std::sync::Arc;
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fork, VmFailure, VmFailureKind, ZygoteSetup, Zygoted};
+use forge_protocol::worker::{
+    Fork, Jailed, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
+};
 
 use super::{Guest, GuestBase, process};
-use crate::jail::{Filter, Limits, Role, landlock, privileges, seccomp, tree};
+use crate::jail::seccomp::FilterError;
+use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::keys;
 use crate::link::{Link, Patience};
 use crate::machine::{
@@ -41,7 +44,7 @@ struct Zygote {
     trust: TrustKeys,
     pages: PageMap,
     procfs: io::Result<OwnedFd>,
-    worker_filter: Filter,
+    jail: WorkerJail,
     /// The most recently used first.
     bases: VecDeque<Arc<GuestBase>>,
 }
@@ -51,12 +54,32 @@ pub const KVM_DESCRIPTOR: RawFd = 3;
 
 /// The zygote's limits. It has a descriptor for each base beside its few, and
 /// writes nothing but bases.
-const LIMITS: Limits = Limits {
+pub(crate) const LIMITS: Limits = Limits {
     open_files: 64,
     processes: 1 << 16,
     file_bytes: BASE_FILE_BYTES as u64,
     address_space_bytes: None,
 };
+
+/// The filters of a zygote and its workers.
+#[derive(Clone, Debug)]
+pub struct Filters {
+    /// The zygote's.
+    pub zygote: Filter,
+    /// What a worker adds to it.
+    pub worker: Filter,
+}
+
+impl Filters {
+    /// Those of the tables.
+    ///
+    /// # Errors
+    /// If our own tables are wrong.
+    pub fn compile() -> Result<Self, FilterError> {
+        let (zygote, worker) = (Filter::compile(Role::Zygote)?, Filter::compile(Role::Worker)?);
+        Ok(Self { zygote, worker })
+    }
+}
 
 /// The zygote's whole life; descriptor 0 is its supervisor's socket. Returns
 /// when the supervisor is gone.
@@ -64,6 +87,15 @@ const LIMITS: Limits = Limits {
 /// # Errors
 /// If the supervisor cannot be understood.
 pub fn main() -> io::Result<()> {
+    serve(Filters::compile().map_err(io::Error::other)?)
+}
+
+/// The same with other filters, for the test that each of their rules is
+/// needed.
+///
+/// # Errors
+/// As [`main`].
+pub fn serve(filters: Filters) -> io::Result<()> {
     // SAFETY: the supervisor put a socket there, and nothing else uses it.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) });
     let mut link = Link::new(socket);
@@ -76,11 +108,11 @@ pub fn main() -> io::Result<()> {
         Some(frame) => decode::<ZygoteSetup>(&frame)?,
         None => return Ok(()),
     };
-    let mut zygote = match Zygote::new(&setup) {
-        Ok(zygote) => zygote,
-        Err(failure) => return answer(&mut link, &Err(failure), None),
+    let (mut zygote, jailed) = match Zygote::new(&setup, filters) {
+        Ok(ready) => ready,
+        Err(failure) => return say(&mut link, Kind::ZygoteReady, &ZygoteReady::Err(failure), None),
     };
-    answer(&mut link, &Ok(()), None)?;
+    say(&mut link, Kind::ZygoteReady, &ZygoteReady::Ok(jailed), None)?;
     while let Some(frame) = receive(&mut link, Kind::Fork)? {
         let order: Fork = decode(&frame)?;
         let Some(socket) = link.take_passed() else {
@@ -108,8 +140,17 @@ fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T
 }
 
 fn answer(link: &mut Link, answer: &Zygoted, passed: Option<&OwnedFd>) -> io::Result<()> {
+    say(link, Kind::Zygoted, answer, passed)
+}
+
+fn say<T: codec::Encode>(
+    link: &mut Link,
+    kind: Kind,
+    message: &T,
+    passed: Option<&OwnedFd>,
+) -> io::Result<()> {
     let mut bytes = Vec::new();
-    frame::write_message(Kind::Zygoted, answer, &mut bytes);
+    frame::write_message(kind, message, &mut bytes);
     link.send(&bytes, passed.map(|fd| fd.as_fd()), Patience::default())
 }
 
@@ -121,39 +162,46 @@ fn jailed(error: &dyn std::error::Error) -> VmFailure {
     VmFailure { kind: VmFailureKind::Unavailable, message: error.to_string() }
 }
 
-/// Enters the jail; from here on every worker is born in it. Gives back a
-/// procfs that only who holds it can reach.
-fn jail_in() -> Result<io::Result<OwnedFd>, VmFailure> {
-    let filter = Filter::compile(Role::Zygote).map_err(|error| jailed(&error))?;
+/// What a zygote in its jail has.
+struct Inside {
+    /// A procfs that only who holds it can reach.
+    procfs: io::Result<OwnedFd>,
+    /// What each worker puts on.
+    jail: WorkerJail,
+    found: Jailed,
+}
+
+/// Enters the jail; from here on every worker is born in it.
+fn jail_in(filters: Filters) -> Result<Inside, VmFailure> {
     let procfs = tree::enter().map_err(|error| jailed(&error))?.procfs;
     privileges::drop_all().map_err(|error| jailed(&error))?;
     LIMITS.apply().map_err(|error| jailed(&error))?;
-    landlock::restrict(procfs.as_ref().ok().map(|fd| fd.as_fd()))
-        .map_err(|error| jailed(&error))?;
+    let jail = WorkerJail::prepare(&process::LIMITS, filters.worker);
+    let jail = jail.map_err(|error| jailed(&error))?;
+    let enforced = landlock::restrict(procfs.as_ref().ok().map(|fd| fd.as_fd()));
+    let landlock_abi = enforced.map_err(|error| jailed(&error))?.abi();
     seccomp::report_forbidden(process::tell_forbidden).map_err(|error| jailed(&error))?;
-    filter.install().map_err(|error| jailed(&error))?;
-    Ok(procfs)
+    filters.zygote.install().map_err(|error| jailed(&error))?;
+    let found = Jailed { procfs: procfs.is_ok(), landlock_abi };
+    Ok(Inside { procfs, jail, found })
 }
 
 impl Zygote {
-    fn new(setup: &ZygoteSetup) -> Result<Self, VmFailure> {
+    fn new(setup: &ZygoteSetup, filters: Filters) -> Result<(Self, Jailed), VmFailure> {
         let trust = keys::trust_from_bytes(&setup.trust).map_err(|error| VmFailure {
             kind: VmFailureKind::Internal,
             message: format!("a trust key: {error}"),
         })?;
         // SAFETY: the supervisor put it there, and nothing else uses it.
         let hypervisor = Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?;
-        Ok(Self {
-            _placeholder: hypervisor.placeholder()?,
-            hypervisor,
-            image: Image::built_in()?,
-            trust,
-            // Before /proc is gone.
-            pages: PageMap::open().map_err(|error| unavailable("the page map", &error))?,
-            procfs: jail_in()?,
-            worker_filter: Filter::compile(Role::Worker).map_err(|error| jailed(&error))?,
-            bases: VecDeque::new(),
-        })
+        let _placeholder = hypervisor.placeholder()?;
+        let image = Image::built_in()?;
+        // Before /proc is gone.
+        let pages = PageMap::open().map_err(|error| unavailable("the page map", &error))?;
+        let Inside { procfs, jail, found } = jail_in(filters)?;
+        let bases = VecDeque::new();
+        let zygote = Self { _placeholder, hypervisor, image, trust, pages, procfs, jail, bases };
+        Ok((zygote, found))
     }
 
     /// The base with this much RAM, made if there is none yet.
@@ -188,7 +236,7 @@ impl Zygote {
                     hypervisor: &self.hypervisor,
                     base: &base,
                     procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
-                    filter: &self.worker_filter,
+                    jail: &self.jail,
                     order,
                 },
             ),

@@ -11,7 +11,8 @@ use std::time::Instant;
 
 use forge_vmm::jail::rules::When;
 use forge_vmm::jail::{
-    Filter, Identity, Limits, Namespaces, Place, Role, landlock, privileges, seccomp, tree,
+    Filter, Identity, Limits, Namespaces, Place, Role, WorkerJail, landlock, privileges, seccomp,
+    tree,
 };
 
 use crate::attempts;
@@ -60,6 +61,9 @@ pub fn place(layers: Layers) -> Place {
 /// A worker's limits, as far as these tests go.
 pub const WORKER_LIMITS: Limits =
     Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: Some(1 << 30) };
+
+const ZYGOTE_LIMITS: Limits =
+    Limits { open_files: 64, processes: 1000, file_bytes: 0, address_space_bytes: None };
 
 /// If this process was started for a role of its own, plays it.
 pub fn main(role: &str, words: &[String]) -> Option<ExitCode> {
@@ -189,10 +193,9 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
         unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     }
     if layers.has(LIMITS) {
-        Limits { open_files: 64, processes: 1000, file_bytes: 0, address_space_bytes: None }
-            .apply()
-            .unwrap();
+        ZYGOTE_LIMITS.apply().unwrap();
     }
+    let ruleset = landlock::Ruleset::new().unwrap();
     if layers.has(LANDLOCK) {
         landlock::restrict(procfs.as_ref().map(|fd| fd.as_fd())).unwrap();
     }
@@ -205,6 +208,9 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
         // SAFETY: this process has one thread.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
+            if layers.has(LANDLOCK) {
+                ruleset.restrict().unwrap();
+            }
             // Until both of the others have ended.
             drop(lifeline.1);
             let _ = lifeline.0.read(&mut [0]);
@@ -216,7 +222,7 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
     // SAFETY: this process has one thread.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        worker(layers, &filters[1], attempt, words, procfs);
+        worker(layers, &filters[1], &ruleset, attempt, words, procfs);
     }
     if attempt == "pause" {
         println!("{pid}");
@@ -235,6 +241,7 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
 fn worker(
     layers: Layers,
     filter: &Filter,
+    ruleset: &landlock::Ruleset,
     attempt: &str,
     words: &[String],
     procfs: Option<OwnedFd>,
@@ -252,7 +259,7 @@ fn worker(
     }
     let attempt = attempts::find(attempt);
     if layers.has(LANDLOCK) {
-        landlock::restrict(None).unwrap();
+        ruleset.restrict().unwrap();
     }
     if attempts::PAGEMAP.load(Ordering::Relaxed) >= 0 {
         let again = attempts::open_pagemap(procfs.as_ref().unwrap().as_raw_fd());
@@ -322,22 +329,32 @@ fn measure() {
         us.sort_by(f64::total_cmp);
         println!("{what}: median {:.1} us, longest {:.1}", us[50], us[100]);
     };
-    let in_child = |work: &mut dyn FnMut()| {
-        // SAFETY: this process has one thread, and the child only works and
-        // ends.
-        match unsafe { libc::fork() } {
-            0 => {
-                work();
-                // SAFETY: ends the process.
-                unsafe { libc::_exit(0) }
-            }
-            pid => {
-                let mut status = 0;
-                // SAFETY: `status` is writable.
-                unsafe { libc::waitpid(pid, &mut status, 0) };
-                assert_eq!(status, 0);
-            }
-        }
+    let (mut told, tell) = std::io::pipe().unwrap();
+    let (told_fd, tell_fd) = (told.as_raw_fd(), tell.as_raw_fd());
+    // What the work takes inside a child, whose making and end are left out.
+    let mut in_child = |what: &str, work: &dyn Fn()| {
+        let mut us: Vec<f64> = (0..101)
+            .map(|_| {
+                // SAFETY: this process has one thread, and the child only
+                // works, tells and ends.
+                let pid = unsafe { libc::fork() };
+                if pid == 0 {
+                    let began = Instant::now();
+                    work();
+                    let took = began.elapsed().as_nanos() as u64;
+                    (&tell).write_all(&took.to_ne_bytes()).unwrap();
+                    // SAFETY: ends the process.
+                    unsafe { libc::_exit(0) }
+                }
+                let mut ns = [0; 8];
+                told.read_exact(&mut ns).unwrap();
+                // SAFETY: the status is not asked for.
+                unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
+                u64::from_ne_bytes(ns) as f64 / 1e3
+            })
+            .collect();
+        us.sort_by(f64::total_cmp);
+        println!("{what}: median {:.1} us, longest {:.1}", us[50], us[100]);
     };
     let calls = |what: &str| {
         for (name, number, request) in [
@@ -366,23 +383,23 @@ fn measure() {
     for role in Role::ALL {
         timed("compile", Box::new(move || drop(Filter::compile(role).unwrap())));
     }
-    timed("fork and wait", Box::new(move || in_child(&mut || {})));
-    timed(
-        "fork, landlock, and wait",
-        Box::new(move || in_child(&mut || assert!(landlock::restrict(None).is_ok()))),
-    );
-    timed(
-        "fork, limits, and wait",
-        Box::new(move || in_child(&mut || WORKER_LIMITS.apply().unwrap())),
-    );
-    let copy = worker.clone();
-    timed(
-        "fork, the worker's filter, and wait",
-        Box::new(move || in_child(&mut || copy.install().unwrap())),
-    );
+    let ruleset = landlock::Ruleset::new().unwrap();
+    in_child("a worker's filter, without a zygote's", &|| worker.install().unwrap());
+    let tiny = Filter::of(&Role::Worker.rules()[18..]).unwrap();
+    in_child("a tiny filter, without a zygote's", &|| tiny.install().unwrap());
     calls("no filter");
+    ZYGOTE_LIMITS.apply().unwrap();
+    let jail = WorkerJail::prepare(&WORKER_LIMITS, worker.clone()).unwrap();
+    let lowering = WORKER_LIMITS.lowering().unwrap();
+    landlock::restrict(None).unwrap();
     zygote.install().unwrap();
     calls("the zygote's filter");
+    in_child("nothing", &|| ());
+    in_child("a Landlock domain", &|| ruleset.restrict().unwrap());
+    in_child("limits", &|| lowering.apply().unwrap());
+    in_child("a worker's filter", &|| worker.install().unwrap());
+    in_child("a tiny filter", &|| tiny.install().unwrap());
+    in_child("a worker's whole part", &|| jail.enter(&mut [told_fd, tell_fd]).unwrap());
     worker.install().unwrap();
     calls("both filters");
 }
