@@ -265,6 +265,9 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
         return;
     }
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    // A host's first process may take seconds to collect what was orphaned.
+    // SAFETY: an option that takes a number.
+    unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) };
     let seed = number("FORGE_CHAOS_SEED", now.as_nanos() as u64 | 1);
     let rounds = number("FORGE_CHAOS_ROUNDS", 10);
     eprintln!("FORGE_CHAOS_SEED={seed}");
@@ -321,10 +324,20 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
     nothing_is_left(&copy, &BTreeSet::from([last]), &BTreeSet::new());
 }
 
+/// Collects the orphans that have ended.
+fn reap() {
+    let this = std::process::id() as i32;
+    for orphan in Process::children_of(this).iter().filter(|it| it.zombie) {
+        // SAFETY: the status is not asked for.
+        unsafe { libc::waitpid(orphan.pid, std::ptr::null_mut(), libc::WNOHANG) };
+    }
+}
+
 /// That soon there is no process of theirs, no VM and no namespace.
 fn nothing_is_left(copy: &Copy, theirs: &BTreeSet<i32>, spaces: &BTreeSet<u64>) {
     let until = Instant::now() + RECOVERY_TIME_MAX;
     loop {
+        reap();
         let processes = copy.processes();
         let kept: Vec<_> = Process::all()
             .into_iter()
