@@ -151,7 +151,7 @@ pub fn seeds() -> Vec<Seed> {
             settled: Some(CallSettled { code: None, duration_ns: 7 }),
         }],
         vm_exits: 4,
-        timing: Timing { vm_ns: 1, boot_ns: 2, load_ns: 3, run_ns: 4 },
+        timing: Timing { vm_ns: 1, boot_ns: 2, load_ns: 3, run_ns: 4, ..Timing::default() },
     };
     let failure = VmFailure { kind: VmFailureKind::Crash, message: "page fault".into() };
     let trap = Ending::Trap { kind: TrapKind::Unreachable, detail: "unreachable".into() };

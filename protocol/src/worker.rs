@@ -147,6 +147,28 @@ pub struct Timing {
     pub load_ns: u64,
     /// From there to its end.
     pub run_ns: u64,
+    /// When what happened.
+    pub at: Moments,
+}
+
+/// When what happened in a worker, in nanoseconds of the host's monotonic
+/// clock; 0 for what did not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub struct Moments {
+    /// The worker began.
+    pub forked: u64,
+    /// Its VM was made.
+    pub made: u64,
+    /// Its guest stood ready.
+    pub ready: u64,
+    /// It had closed itself in.
+    pub jailed: u64,
+    /// The run arrived.
+    pub arrived: u64,
+    /// The guest was let go.
+    pub begun: u64,
+    /// The run was over.
+    pub ended: u64,
 }
 
 /// What a zygote is told first: what goes into every guest it makes.

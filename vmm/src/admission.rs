@@ -6,11 +6,15 @@
 //! checks all of it again, and validates and compiles; nothing here is relied
 //! on inside it.
 
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
 use forge_protocol::abi::{Import, Signature, Value};
 use forge_protocol::ending::RejectKind;
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::signature::{TrustKeys, VerifiedProgram};
+use forge_protocol::signature::{TrustKey, TrustKeys};
+use sha2::{Digest as _, Sha256};
 use wasmparser::{
     ExternalKind, FuncType, Parser, Payload, TypeRef, ValType, Validator, WasmFeatures,
 };
@@ -136,12 +140,64 @@ impl Shape {
 }
 
 /// A program that passed admission.
-#[derive(Debug)]
-pub struct Admitted<'a> {
-    /// Proof of who wrote it.
-    pub program: VerifiedProgram<'a>,
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Admitted {
+    /// Of all its bytes, the signature included.
+    pub digest: [u8; 32],
+    /// The hash that was signed.
+    pub sha256: [u8; 32],
+    /// Who signed it.
+    pub signer: TrustKey,
     /// What it declares.
     pub shape: Shape,
+}
+
+/// Admission by a set of keys. It remembers the programs it admitted last: a
+/// signature that was good for these very bytes and one of these keys is good
+/// for them again.
+#[derive(Debug)]
+pub struct Admission {
+    trust: TrustKeys,
+    /// The most recently used first.
+    known: Mutex<VecDeque<Arc<Admitted>>>,
+}
+
+/// Programs that are remembered, and how large they may be, in bytes: what
+/// one declares takes a few times its size.
+const KNOWN_MAX: usize = 64;
+const KNOWN_BYTES_MAX: usize = 64 * 1024;
+
+impl Admission {
+    /// Admits what these keys sign.
+    #[must_use]
+    pub fn new(trust: TrustKeys) -> Self {
+        Self { trust, known: Mutex::default() }
+    }
+
+    /// The same as [`admit`], faster for a program that came before.
+    ///
+    /// # Errors
+    /// As [`admit`].
+    pub fn admit(&self, program: &[u8], limits: &RunLimits) -> Result<Arc<Admitted>, Violation> {
+        if program.len() > KNOWN_BYTES_MAX {
+            return admit(program, &self.trust, limits).map(Arc::new);
+        }
+        within(program, limits)?;
+        let digest: [u8; 32] = Sha256::digest(program).into();
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = known.iter().position(|admitted| admitted.digest == digest)
+            && let Some(admitted) = known.remove(at)
+        {
+            known.push_front(Arc::clone(&admitted));
+            return Ok(admitted);
+        }
+        drop(known);
+        let admitted = Arc::new(admit(program, &self.trust, limits)?);
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.truncate(KNOWN_MAX - 1);
+        known.push_front(Arc::clone(&admitted));
+        Ok(admitted)
+    }
 }
 
 /// The part of admission that needs no grant: sizes, signature, declarations.
@@ -149,24 +205,29 @@ pub struct Admitted<'a> {
 /// # Errors
 /// The first violation. Nothing but section boundaries is parsed before the
 /// signature is good.
-pub fn admit<'a>(
-    program: &'a [u8],
-    trust: &TrustKeys,
-    limits: &RunLimits,
-) -> Result<Admitted<'a>, Violation> {
-    if program.len() > limits.program_bytes as usize {
-        let over = OverLimit {
-            what: "program_bytes",
-            got: program.len() as u64,
-            limit: limits.program_bytes.into(),
-        };
-        return Err(Violation { kind: RejectKind::TooLarge, message: over.to_string() });
-    }
-    let program = trust
+pub fn admit(program: &[u8], trust: &TrustKeys, limits: &RunLimits) -> Result<Admitted, Violation> {
+    within(program, limits)?;
+    let verified = trust
         .verify(program)
         .map_err(|error| Violation { kind: RejectKind::Signature, message: error.to_string() })?;
-    let shape = Shape::read(program.bytes())?;
-    Ok(Admitted { program, shape })
+    Ok(Admitted {
+        digest: Sha256::digest(program).into(),
+        sha256: verified.sha256(),
+        signer: verified.signer(),
+        shape: Shape::read(verified.bytes())?,
+    })
+}
+
+fn within(program: &[u8], limits: &RunLimits) -> Result<(), Violation> {
+    if program.len() <= limits.program_bytes as usize {
+        return Ok(());
+    }
+    let over = OverLimit {
+        what: "program_bytes",
+        got: program.len() as u64,
+        limit: limits.program_bytes.into(),
+    };
+    Err(Violation { kind: RejectKind::TooLarge, message: over.to_string() })
 }
 
 /// Validates a whole module as the guest will, but for what only compiling

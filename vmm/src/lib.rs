@@ -33,5 +33,6 @@ pub mod probe;
 pub mod report;
 pub mod service;
 pub mod supervisor;
+pub mod trace;
 pub mod vsock;
 pub mod worker;

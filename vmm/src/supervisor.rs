@@ -12,6 +12,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
@@ -22,15 +23,16 @@ use forge_protocol::name::ToolName;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Report, Timing};
 
-use crate::admission::{self, Admitted, Violation};
+use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
 use crate::jail::Weakness;
 use crate::link::Patience;
-use crate::pool::{Pool, PoolOptions, Task, Vm};
+use crate::pool::{Done, Pool, PoolOptions, Task, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
     encode_output, hex,
 };
+use crate::trace::{Supervised, Trace, now_ns};
 use crate::worker;
 
 /// How much longer than its deadline a worker may take to say so.
@@ -63,6 +65,8 @@ pub struct RunResult {
     pub report: RunReport,
     /// The artifacts, in the order of the report's list.
     pub artifacts: Vec<Artifact>,
+    /// Where the time went.
+    pub trace: Trace,
 }
 
 /// What a supervisor goes by.
@@ -82,7 +86,7 @@ pub struct SupervisorOptions {
 /// Runs programs, any number at a time.
 #[derive(Debug)]
 pub struct Supervisor {
-    trust: TrustKeys,
+    admission: Admission,
     maxima: RunLimits,
     broker: Option<Broker>,
     pool: Pool,
@@ -106,7 +110,7 @@ impl Supervisor {
         let SupervisorOptions { trust, maxima, pool, worker } = options;
         let worker = worker.unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
         let pool = Pool::new(worker, &trust, pool)?;
-        Ok(Self { trust, maxima, broker, pool })
+        Ok(Self { admission: Admission::new(trust), maxima, broker, pool })
     }
 
     /// The VMs that stand ready.
@@ -123,32 +127,34 @@ impl Supervisor {
     /// The same for the client at the other end of a socket: when it leaves,
     /// the run is cancelled.
     pub fn run_for(&self, request: &RunRequest, client: Option<BorrowedFd<'_>>) -> RunResult {
-        let started = Instant::now();
+        let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
             Err(error) => {
                 let outcome = Outcome::new(Status::Unavailable, "host", error.to_string());
-                return unstarted(RunId([0; 16]), None, outcome, started);
+                return unstarted(RunId([0; 16]), None, outcome, at);
             }
         };
         let admitted = match self.admit(request) {
             Ok(admitted) => admitted,
-            Err(refused) => return unstarted(run_id, None, refused.into(), started),
+            Err(refused) => return unstarted(run_id, None, refused.into(), at),
         };
-        match self.carry_out(run_id, request, &admitted, client, started) {
+        at.admitted = now_ns();
+        match self.carry_out(run_id, request, &admitted, client, &mut at) {
             Ok(result) => result,
-            Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), started),
+            Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), at),
         }
     }
 
-    fn admit<'a>(&self, request: &'a RunRequest) -> Result<Admitted<'a>, Refused> {
+    fn admit(&self, request: &RunRequest) -> Result<Arc<Admitted>, Refused> {
         request.limits.within(&self.maxima).map_err(Refused::Over)?;
         let input_bytes = request.input.len() as u64;
         let limit = request.limits.input_bytes.into();
         if input_bytes > limit {
             return Err(Refused::Over(OverLimit { what: "input_bytes", got: input_bytes, limit }));
         }
-        admission::admit(&request.program, &self.trust, &request.limits)
+        self.admission
+            .admit(&request.program, &request.limits)
             .map_err(|violation| Refused::Violations(vec![violation]))
     }
 
@@ -156,9 +162,9 @@ impl Supervisor {
         &self,
         run_id: RunId,
         request: &RunRequest,
-        admitted: &Admitted<'_>,
+        admitted: &Admitted,
         client: Option<BorrowedFd<'_>>,
-        started: Instant,
+        at: &mut Supervised,
     ) -> Result<RunResult, Refused> {
         // What is wrong whatever is granted is said before anybody is asked.
         let named: Vec<ToolName> = admitted.shape.tools().cloned().collect();
@@ -171,7 +177,7 @@ impl Supervisor {
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
-        let opened = Instant::now();
+        at.opened = now_ns();
         let wall = Duration::from_millis(request.limits.wall_ms);
         let start_unix_ns = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -190,21 +196,23 @@ impl Supervisor {
             brokered: link.is_some(),
         };
         let until = Instant::now() + wall + BOOT_GRACE + WORKER_GRACE;
-        let signer = admitted.program.signer();
         let task = Task {
             tenant: &request.principal,
             job: &job,
             broker: link.as_ref(),
-            prepared: request.prepare.then_some(&signer),
+            prepared: request.prepare.then_some(admitted),
         };
         let patience = Patience { until: Some(until), for_peer_of: client };
-        let (report, vm) = self
-            .pool
-            .carry_out(&task, patience)
-            .unwrap_or_else(|failure| (worker::failed(failure), Vm::Fresh));
+        let (report, vm) = match self.pool.carry_out(&task, patience) {
+            Ok(Done { report, vm, taken, handed, reported }) => {
+                *at = Supervised { taken, handed, reported, ..*at };
+                (report, vm)
+            }
+            Err(failure) => (worker::failed(failure), Vm::Fresh),
+        };
         drop(link);
         let weaknesses = self.pool.weaknesses();
-        Ok(reported(run_id, admitted, request, report, vm, &weaknesses, started, opened))
+        Ok(reported(run_id, admitted, request, report, vm, &weaknesses, *at))
     }
 
     /// Opens the run at the broker. A program that can call nothing, and is
@@ -213,7 +221,7 @@ impl Supervisor {
         &self,
         run_id: RunId,
         request: &RunRequest,
-        admitted: &Admitted<'_>,
+        admitted: &Admitted,
     ) -> Result<(Vec<ToolName>, Option<UnixStream>), Refused> {
         if request.authority == Authority::Tools(Vec::new()) {
             return Ok((Vec::new(), None));
@@ -224,7 +232,7 @@ impl Supervisor {
         let open = OpenRun {
             run_id,
             principal: request.principal.clone(),
-            program_sha256: admitted.program.sha256(),
+            program_sha256: admitted.sha256,
             authority: request.authority.clone(),
             limits: request.limits.clone(),
         };
@@ -260,18 +268,18 @@ impl From<Refused> for Outcome {
     }
 }
 
-fn us_since(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+fn us_since(since_ns: u64) -> u64 {
+    now_ns().saturating_sub(since_ns) / 1000
 }
 
 /// The report of a run that no VM was made for.
 fn unstarted(
     run_id: RunId,
-    admitted: Option<&Admitted<'_>>,
+    admitted: Option<&Admitted>,
     outcome: Outcome,
-    started: Instant,
+    at: Supervised,
 ) -> RunResult {
-    let total = us_since(started);
+    let total = us_since(at.started);
     let timing_us = TimingReport { admission: total, total, ..TimingReport::default() };
     let (output, output_encoding) = encode_output(&[]);
     let report = RunReport {
@@ -286,28 +294,28 @@ fn unstarted(
         isolation: "vm",
         weaknesses: Vec::new(),
         vm: "fresh",
-        program_sha256: admitted.map(|admitted| hex(&admitted.program.sha256())),
-        signer: admitted.map(|admitted| admitted.program.signer().to_string()),
+        program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
+        signer: admitted.map(|admitted| admitted.signer.to_string()),
         tool_calls: Vec::new(),
         fuel_used: 0,
         memory_peak_bytes: 0,
         vm_exits: 0,
         timing_us,
     };
-    RunResult { report, artifacts: Vec::new() }
+    let trace = Trace { supervised: at, timing: Timing::default() };
+    RunResult { report, artifacts: Vec::new(), trace }
 }
 
 /// The report of a run that a worker was given.
 #[allow(clippy::too_many_arguments, reason = "each is a part of the report")]
 fn reported(
     run_id: RunId,
-    admitted: &Admitted<'_>,
+    admitted: &Admitted,
     request: &RunRequest,
     report: Report,
     vm: Vm,
     weaknesses: &[Weakness],
-    started: Instant,
-    opened: Instant,
+    at: Supervised,
 ) -> RunResult {
     let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms);
     let (fuel_used, memory_peak_bytes) = match &report.fate {
@@ -316,8 +324,8 @@ fn reported(
     };
     let timing: Timing = report.timing;
     let timing_us = TimingReport {
-        admission: opened.duration_since(started).as_micros() as u64,
-        total: us_since(started),
+        admission: at.opened.saturating_sub(at.started) / 1000,
+        total: us_since(at.started),
         ..TimingReport::of_worker(timing)
     };
     let (output, output_encoding) = encode_output(&report.output);
@@ -337,13 +345,14 @@ fn reported(
         isolation: "vm",
         weaknesses: weaknesses.iter().map(|weakness| weakness.word()).collect(),
         vm: vm.as_str(),
-        program_sha256: Some(hex(&admitted.program.sha256())),
-        signer: Some(admitted.program.signer().to_string()),
+        program_sha256: Some(hex(&admitted.sha256)),
+        signer: Some(admitted.signer.to_string()),
         tool_calls: report.calls.iter().map(call_report).collect(),
         fuel_used,
         memory_peak_bytes,
         vm_exits: report.vm_exits,
         timing_us,
     };
-    RunResult { report: public, artifacts: report.artifacts }
+    let trace = Trace { supervised: at, timing };
+    RunResult { report: public, artifacts: report.artifacts, trace }
 }

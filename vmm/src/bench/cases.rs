@@ -201,10 +201,15 @@ impl Case for Cold {
 }
 
 /// Pooled VMs that serve one run each.
-const FRESH: PoolOptions = PoolOptions { ready_min: 2, ready_max: 8, reuse: Reuse::Fresh };
+const FRESH: PoolOptions =
+    PoolOptions { ready_min: 2, ready_max: 8, reuse: Reuse::Fresh, group: None };
 /// Pooled VMs that are reset; that it is right is the tests' to show.
-const RESET: PoolOptions =
-    PoolOptions { ready_min: 2, ready_max: 8, reuse: Reuse::Reset { prove_one_in: 0 } };
+const RESET: PoolOptions = PoolOptions {
+    ready_min: 2,
+    ready_max: 8,
+    reuse: Reuse::Reset { prove_one_in: 0 },
+    group: None,
+};
 
 /// How long the pool has after a sample to make what was taken.
 const REFILL: Duration = Duration::from_millis(8);

@@ -91,6 +91,9 @@ pub(crate) struct RunArgs {
     /// With --service: have it keep VMs that have this program loaded
     #[arg(long, requires = "service")]
     pub(crate) prepare: bool,
+    /// Write where the time went, as a trace that Perfetto opens
+    #[arg(long, value_name = "FILE", conflicts_with = "service")]
+    pub(crate) trace: Option<PathBuf>,
     /// Write the run's artifacts to this folder
     #[arg(long, value_name = "DIR")]
     pub(crate) artifacts: Option<PathBuf>,

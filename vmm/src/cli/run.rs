@@ -59,7 +59,11 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         limits,
         prepare: false,
     };
-    let RunResult { mut report, artifacts } = supervisor.run(&request);
+    let RunResult { mut report, artifacts, trace } = supervisor.run(&request);
+    if let Some(path) = &args.trace {
+        let at = |source| CliError::File { path: path.display().to_string(), source };
+        std::fs::write(path, trace.to_json().to_string()).map_err(at)?;
+    }
     if let Some(folder) = &args.artifacts {
         write_artifacts(folder, &artifacts, &mut report)?;
     }

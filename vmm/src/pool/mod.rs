@@ -32,16 +32,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use forge_protocol::limits::RunLimits;
-use forge_protocol::signature::{TrustKey, TrustKeys};
+use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{
     Fork, Job, Prepare, PreparedJob, Report, Reuse, VmFailure, VmFailureKind, ZygoteSetup,
 };
 
-use sha2::{Digest as _, Sha256};
-
+use crate::admission::Admitted;
 use crate::jail::{GroupLimits, Hardening, Weakness};
 use crate::link::Patience;
 use crate::machine;
+use crate::trace::now_ns;
 pub use shelves::{Key, ProgramKey};
 use shelves::{Missing, Shelves};
 use worker::{Lost, Run, Worker};
@@ -95,6 +95,21 @@ impl Vm {
     }
 }
 
+/// A run that was carried out.
+#[derive(Debug)]
+pub struct Done {
+    /// What the worker reports.
+    pub report: Report,
+    /// What it ran in.
+    pub vm: Vm,
+    /// When there was a worker, in [`crate::trace::now_ns`].
+    pub taken: u64,
+    /// When the run had been handed over.
+    pub handed: u64,
+    /// When the report was there.
+    pub reported: u64,
+}
+
 /// One run, admitted, for one tenant.
 #[derive(Debug)]
 pub struct Task<'a> {
@@ -104,9 +119,9 @@ pub struct Task<'a> {
     pub job: &'a Job,
     /// Its end of the connection to the broker.
     pub broker: Option<&'a UnixStream>,
-    /// If VMs are to be kept that have the program loaded: who signed it, as
-    /// admission found.
-    pub prepared: Option<&'a TrustKey>,
+    /// If VMs are to be kept that have the program loaded: what admission
+    /// found.
+    pub prepared: Option<&'a Admitted>,
 }
 
 #[derive(Debug)]
@@ -196,23 +211,19 @@ impl Pool {
     ///
     /// # Errors
     /// [`VmFailure`]: the host can make no VM, or the worker was lost.
-    pub fn carry_out(
-        &self,
-        task: &Task<'_>,
-        patience: Patience<'_>,
-    ) -> Result<(Report, Vm), VmFailure> {
+    pub fn carry_out(&self, task: &Task<'_>, patience: Patience<'_>) -> Result<Done, VmFailure> {
         let limits = &task.job.load.limits;
         let key = Key {
             tenant: task.tenant.to_owned(),
             ram_bytes: machine::ram_bytes(limits),
             program: None,
         };
-        if let Some(signer) = task.prepared
+        if let Some(admitted) = task.prepared
             && self.shared.options.ready_max > 0
         {
             let program = ProgramKey {
-                sha256: Sha256::digest(&task.job.program).into(),
-                signer: signer.to_bytes(),
+                digest: admitted.digest,
+                signer: admitted.signer.to_bytes(),
                 limits: limits.clone(),
             };
             let key = Key { program: Some(program), ..key.clone() };
@@ -244,7 +255,7 @@ impl Pool {
         key: Key,
         task: &Task<'_>,
         patience: Patience<'_>,
-    ) -> Result<(Report, Vm), Lost> {
+    ) -> Result<Done, Lost> {
         let Job { load, start, program, input, deadline_ns, brokered } = task.job;
         let worker = match self.shared.take(&key) {
             Some(worker) => worker,
@@ -318,14 +329,18 @@ impl Shared {
         run: Run<'_>,
         task: &Task<'_>,
         patience: Patience<'_>,
-    ) -> Result<(Report, Vm), Lost> {
+    ) -> Result<Done, Lost> {
         let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
-        let report = worker.carry_out(run, task.broker, patience)?;
+        let taken = now_ns();
+        worker.begin(run, task.broker, patience).map_err(Lost::Before)?;
+        let handed = now_ns();
+        let report = worker.finish(patience)?;
+        let reported = now_ns();
         if self.options.reuse != Reuse::Fresh && self.options.ready_max > 0 {
             let evicted = self.shelves().give_back(key, worker);
             drop(evicted);
         }
-        Ok((report, vm))
+        Ok(Done { report, vm, taken, handed, reported })
     }
 
     /// Forks a worker. It may not stand ready yet.

@@ -32,7 +32,7 @@ pub struct Key {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProgramKey {
     /// Of its bytes, signature included.
-    pub sha256: [u8; 32],
+    pub digest: [u8; 32],
     /// The key that its signature was found good by.
     pub signer: [u8; 32],
     /// The limits that it was loaded under.

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use forge_protocol::guest::Ended;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{
-    Fate, Job, Prepare, PreparedJob, Report, Timing, VmFailure, VmFailureKind,
+    Fate, Job, Moments, Prepare, PreparedJob, Report, Timing, VmFailure, VmFailureKind,
 };
 
 pub use board::{Board, Wiring};
@@ -37,6 +37,7 @@ use crate::machine::{
     self, Base, Checkpoint, Death, Exit, Hypervisor, Image, Machine, MachineError, PageMap,
     StopReason, Watchdog, snapshot::ResetDone,
 };
+use crate::trace::now_ns;
 use board::Verdict;
 
 /// How long a guest may take to its greeting. It takes about a millisecond;
@@ -269,7 +270,9 @@ impl Guest {
         let started = Instant::now();
         let exits_before = self.machine.exits();
         let armed = watchdog.arm(until);
-        let fate = match begin(&mut self.board) {
+        let prepared = begin(&mut self.board);
+        let begun = now_ns();
+        let fate = match prepared {
             Ok(()) => {
                 let exit = self.machine.run(&mut self.board, watchdog.stop());
                 let verdict = self.board.take_verdict();
@@ -279,7 +282,8 @@ impl Guest {
         };
         drop(armed);
         let (load_ns, run_ns) = split(elapsed_ns(started), &fate);
-        let timing = Timing { load_ns, run_ns, ..self.timing };
+        let at = Moments { begun, ended: now_ns(), ..self.timing.at };
+        let timing = Timing { load_ns, run_ns, at, ..self.timing };
         let record = self.board.take_record();
         Report {
             fate,
@@ -296,6 +300,11 @@ impl Guest {
     #[must_use]
     pub fn timing(&self) -> Timing {
         self.timing
+    }
+
+    /// Notes when something happened, for the report.
+    pub fn note(&mut self, moment: impl FnOnce(&mut Moments)) {
+        moment(&mut self.timing.at);
     }
 
     /// The descriptors of its VM and its vCPU.

@@ -21,6 +21,7 @@ use super::{BrokerLink, Guest, GuestBase, Standing};
 use crate::jail::{Limits, WorkerJail};
 use crate::link::{Link, Patience};
 use crate::machine::{Hypervisor, PageMap, Watchdog};
+use crate::trace::now_ns;
 
 /// A worker's limits: its descriptors, the run's connection to the broker
 /// among them, and no process, no file. Its memory is its guest's, what it has
@@ -76,6 +77,7 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
         Ok(worker) => worker,
         Err(failure) => return say(&mut link, Kind::Ready, &Ready::Err(failure)),
     };
+    worker.guest.note(|at| at.jailed = now_ns());
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
     let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob);
     loop {
@@ -85,6 +87,7 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
             Err(error) => return Err(error),
         };
         let arrived = Instant::now();
+        worker.guest.note(|at| at.arrived = now_ns());
         let order = Order::read(&frame).and_then(|order| order.with(link.take_passed()));
         let report = match order {
             Ok(Order::Prepare(program)) => {
@@ -208,8 +211,10 @@ pub(crate) fn failed(failure: VmFailure) -> Report {
 
 impl Worker {
     fn new(inherited: &Inherited<'_>) -> Result<Self, VmFailure> {
+        let forked = now_ns();
         let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
         let mut guest = Guest::from_base(inherited.hypervisor, inherited.base, &watchdog)?;
+        guest.note(|at| (at.forked, at.made) = (forked, now_ns()));
         if inherited.order.touch_bytes > 0 {
             guest.warm_up(inherited.order.touch_bytes.into(), &watchdog)?;
         }
@@ -225,6 +230,7 @@ impl Worker {
                 Some(Reset { to, pages, prove_one_in, done: 0 })
             }
         };
+        guest.note(|at| at.ready = now_ns());
         Ok(Self { guest, watchdog, reset })
     }
 
