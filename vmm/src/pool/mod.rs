@@ -17,9 +17,11 @@
 //! | module | what it holds |
 //! |---|---|
 //! | `shelves` | the workers that stand ready, by what they can be used for |
+//! | `place` | which CPU a worker is woken on |
 //! | [`zygote`] | the process that workers are forked from, from outside |
 //! | [`worker`] | one worker, from outside |
 
+mod place;
 mod shelves;
 pub mod worker;
 pub mod zygote;
@@ -406,11 +408,13 @@ impl Shared {
             Missing::Standing => {
                 let mut worker = self.make(self.usual_ram_bytes, true)?;
                 worker.await_ready(patience)?;
+                worker.settle();
                 Ok(worker)
             }
             Missing::Prepared(key, order) => {
                 let mut worker = self.make(key.ram_bytes, true)?;
                 worker.prepare(order, patience)?;
+                worker.settle();
                 Ok(worker)
             }
         }

@@ -6,6 +6,7 @@
 //! its own pages, and while a run lasts that run's connection to the broker.
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -73,10 +74,13 @@ struct Reset {
 
 fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
     let (mut link, worker) = settle_in(socket, inherited)?;
+    // Its VM and its timer go with the process, and its filter forbids giving
+    // up either.
     let mut worker = match worker {
-        Ok(worker) => worker,
+        Ok(worker) => ManuallyDrop::new(worker),
         Err(failure) => return say(&mut link, Kind::Ready, &Ready::Err(failure)),
     };
+    let worker = &mut *worker;
     worker.guest.note(|at| at.jailed = now_ns());
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
     let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob);
