@@ -43,7 +43,7 @@ use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 
-use forge_protocol::platform::{BOOT_INFO, BootInfo};
+use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA};
 use kvm_ioctls::VmFd;
 use snapshot::RESET_PAGES_MAX;
 use vm_memory::{
@@ -96,7 +96,7 @@ pub enum MachineError {
 /// times the module's size; the rest is buffers for one message each way.
 #[must_use]
 pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
-    use forge_protocol::platform::{DATA, LARGE_PAGE_BYTES, RAM_START};
+    use forge_protocol::platform::{LARGE_PAGE_BYTES, RAM_START};
     let memory = 3 * limits.memory_bytes;
     let program = 14 * u64::from(limits.program_bytes);
     let messages = 2
@@ -160,6 +160,19 @@ impl Machine {
     /// access that broke.
     pub fn run(&mut self, bus: &mut impl Bus, stop: &Stop) -> Exit {
         self.vcpu.run(bus, stop, &self.ram)
+    }
+
+    /// Has the kernel put this much memory from `DATA` on in place, so that the
+    /// guest's first touch of it is cheaper: KVM then maps several pages at a
+    /// time. It is no harm if the kernel will not.
+    pub fn populate(&self, bytes: usize) {
+        let (first, last) = (GuestAddress(DATA), GuestAddress(DATA + bytes as u64 - 1));
+        if let (Ok(start), Ok(_)) =
+            (self.ram.get_host_address(first), self.ram.get_host_address(last))
+        {
+            // SAFETY: advice about a range inside one mapping of ours.
+            unsafe { libc::madvise(start.cast(), bytes, libc::MADV_POPULATE_WRITE) };
+        }
     }
 
     /// Asks a guest that has not left its greeting yet to touch this much

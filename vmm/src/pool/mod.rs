@@ -17,11 +17,9 @@
 //! | module | what it holds |
 //! |---|---|
 //! | `shelves` | the workers that stand ready, by what they can be used for |
-//! | `place` | which CPU a worker is woken on |
 //! | [`zygote`] | the process that workers are forked from, from outside |
 //! | [`worker`] | one worker, from outside |
 
-mod place;
 mod shelves;
 pub mod worker;
 pub mod zygote;
@@ -60,8 +58,8 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// began.
 const ATTEMPTS: usize = 3;
 /// How much memory a VM touches while it waits, so that its run need not: the
-/// stack, the queues, data, and the first of the heap.
-const TOUCH_BYTES: u32 = 46 * 4096;
+/// stack, the queues, data, and the heap with a first page of linear memory.
+const TOUCH_BYTES: u32 = 61 * 4096;
 
 /// How a pool keeps its VMs.
 #[derive(Clone, Copy, Debug, Default)]
@@ -408,13 +406,11 @@ impl Shared {
             Missing::Standing => {
                 let mut worker = self.make(self.usual_ram_bytes, true)?;
                 worker.await_ready(patience)?;
-                worker.settle();
                 Ok(worker)
             }
             Missing::Prepared(key, order) => {
                 let mut worker = self.make(key.ram_bytes, true)?;
                 worker.prepare(order, patience)?;
-                worker.settle();
                 Ok(worker)
             }
         }

@@ -3,13 +3,11 @@
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Instant;
 
 use forge_protocol::codec;
-use forge_protocol::frame::{self, Frame, Kind};
+use forge_protocol::frame::{self, Kind};
 use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
-use super::place;
 use crate::link::{Link, Patience};
 
 /// A worker process and the socket to it. Dropped, it is killed: whatever it
@@ -21,10 +19,6 @@ pub struct Worker {
     /// It has said that its VM stands ready.
     ready: bool,
     runs: u64,
-    /// Its process id, once it stood ready before a run came.
-    id: Option<libc::pid_t>,
-    /// It has been kept on one CPU.
-    kept: bool,
 }
 
 /// What a worker is to carry out.
@@ -71,7 +65,7 @@ fn broke(payload: &[u8]) -> VmFailure {
 
 impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
-        Self { link: Link::new(socket), process, ready: false, runs: 0, id: None, kept: false }
+        Self { link: Link::new(socket), process, ready: false, runs: 0 }
     }
 
     /// How many jobs it has carried out.
@@ -104,11 +98,6 @@ impl Worker {
         decode::<Ready>(&frame.payload)??;
         self.ready = true;
         Ok(())
-    }
-
-    /// Prepares it for being woken: for whoever has the time.
-    pub fn settle(&mut self) {
-        if std::env::var_os("NOPIN").is_none() { self.id = place::id_of(&self.process); }
     }
 
     /// Has it load a program ahead of its runs.
@@ -158,10 +147,6 @@ impl Worker {
             Run::Prepared(job) => frame::write_message(Kind::PreparedJob, job, &mut bytes),
         }
         let broker = broker.map(|socket| socket.as_fd());
-        if let Some(id) = self.id {
-            place::keep_here(id);
-            self.kept = true;
-        }
         self.link.send(&bytes, broker, patience).map_err(|error| lost(&error))
     }
 
@@ -171,30 +156,16 @@ impl Worker {
     /// [`Lost`]; the worker is of no use then.
     pub fn finish(&mut self, patience: Patience<'_>) -> Result<Report, Lost> {
         self.await_ready(patience).map_err(Lost::Before)?;
-        let frame = self.await_report(patience).map_err(|error| Lost::During(lost(&error)))?;
+        let frame = self
+            .link
+            .receive(|kind| matches!(kind, Kind::Report | Kind::Forbidden), patience)
+            .map_err(|error| Lost::During(lost(&error)))?;
         if frame.kind == Kind::Forbidden {
             return Err(Lost::During(broke(&frame.payload)));
         }
         self.ready = false;
         self.runs += 1;
         decode(&frame.payload).map_err(Lost::During)
-    }
-}
-
-impl Worker {
-    fn await_report(&mut self, patience: Patience<'_>) -> io::Result<Frame> {
-        let awaits = |kind| matches!(kind, Kind::Report | Kind::Forbidden);
-        if let Some(id) = self.id
-            && std::mem::take(&mut self.kept)
-        {
-            let soon = Instant::now() + place::STAYS;
-            let until = patience.until.map_or(soon, |until| until.min(soon));
-            match self.link.receive(awaits, Patience { until: Some(until), ..patience }) {
-                Err(error) if error.kind() == io::ErrorKind::TimedOut => place::let_go(id),
-                received => return received,
-            }
-        }
-        self.link.receive(awaits, patience)
     }
 }
 

@@ -40,6 +40,8 @@ use crate::machine::{
 use crate::trace::now_ns;
 use board::Verdict;
 
+/// What a small run touches of its memory, from the start of the stack on.
+const RUN_BYTES: usize = 20 * 4096;
 /// How long a guest may take to its greeting. It takes about a millisecond;
 /// this is for hosts that emulate everything.
 const BOOT_TIME_MAX: Duration = Duration::from_secs(30);
@@ -164,6 +166,7 @@ impl Guest {
     ) -> Result<Self, VmFailure> {
         let started = Instant::now();
         let machine = Machine::from_base(hypervisor, &base.machine)?;
+        machine.populate(RUN_BYTES);
         let wiring = base.wiring.fork(machine.memory().clone());
         let board = Board::of(wiring, watchdog.stop().clone());
         let timing = Timing { vm_ns: elapsed_ns(started), ..Timing::default() };
@@ -177,6 +180,7 @@ impl Guest {
     /// [`VmFailure`]: the guest died.
     pub fn warm_up(&mut self, touch_bytes: u64, watchdog: &Watchdog) -> Result<(), VmFailure> {
         let started = Instant::now();
+        self.machine.populate(touch_bytes as usize);
         self.machine.ask_to_touch(touch_bytes)?;
         let armed = watchdog.arm(started + BOOT_TIME_MAX);
         let exit = self.machine.run(&mut self.board, watchdog.stop());
