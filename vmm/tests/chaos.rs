@@ -60,9 +60,8 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
         "fresh" => Reuse::Fresh,
         _ => Reuse::Reset { prove_one_in: 10 },
     };
-    // Wide ones: what counts is that there is a group.
-    let wide = GroupLimits { memory_bytes: Some(1 << 30), ..GroupLimits::default() };
-    let group = grouped().is_some().then_some(wide);
+    // No limits: what counts is that there is a group.
+    let group = Parent::own().is_ok().then_some(GroupLimits::default());
     let options = SupervisorOptions {
         trust: TrustKeys::new([signer().trust_key()]).unwrap(),
         maxima: RunLimits { fuel: u64::MAX, wall_ms: 30_000, ..RunLimits::default() },
@@ -95,12 +94,6 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
         }
     });
     unreachable!("the threads run until this process is killed")
-}
-
-/// The group to make groups in, where there is one with a memory controller.
-fn grouped() -> Option<Parent> {
-    let parent = Parent::own().ok()?;
-    (!parent.missing().iter().any(|it| it.to_string() == "memory")).then_some(parent)
 }
 
 // The part of the one who kills
@@ -364,7 +357,7 @@ fn nothing_is_left(copy: &Copy, theirs: &BTreeSet<i32>, spaces: &BTreeSet<u64>) 
 
 /// That the next supervisor has removed the group of one that was killed.
 fn no_group_is_left_of(supervisor: i32) {
-    let Some(parent) = grouped() else { return };
+    let Ok(parent) = Parent::own() else { return };
     let part = format!("-{supervisor}-");
     let entries = fs::read_dir(parent.path()).unwrap().flatten();
     let left: Vec<_> =

@@ -1,2 +1,237 @@
-//! .
-fn main() {}
+//! The jail as a pool sets it up: what it says of itself, its cgroup, and a
+//! supervisor that is an ordinary user.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+#[path = "support/processes.rs"]
+mod processes;
+
+use std::ffi::{CStr, CString};
+use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use forge_protocol::limits::RunLimits;
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::{Fate, VmFailureKind};
+use forge_vmm::jail::cgroup::{Controller, Parent};
+use forge_vmm::jail::namespaces::NOBODYS_ID;
+use forge_vmm::jail::{GroupLimits, Weakness};
+use forge_vmm::link::Patience;
+use forge_vmm::pool::{Pool, PoolOptions, Task};
+use processes::Process;
+use support::{forge_module, job, signed, signer};
+
+fn main() -> ExitCode {
+    if std::env::args().nth(1).as_deref() == Some("as_a_member") {
+        as_a_member();
+        return ExitCode::SUCCESS;
+    }
+    support::main(
+        claims![
+            what_is_weaker_is_known_from_the_first_worker_on,
+            an_ordinary_user_in_the_devices_group_runs_programs,
+            zygote_and_workers_are_in_a_group_with_the_configured_limits,
+            a_group_that_a_dead_supervisor_left_is_removed,
+            limits_that_the_host_cannot_keep_are_no_vm,
+        ],
+        claims![],
+    )
+}
+
+fn root() -> bool {
+    // SAFETY: has no preconditions.
+    unsafe { libc::geteuid() == 0 }
+}
+
+fn pool(group: Option<GroupLimits>) -> Pool {
+    let trust = TrustKeys::new([signer().trust_key()]).unwrap();
+    let options = PoolOptions { group, ..PoolOptions::default() };
+    Pool::new(PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm")), &trust, options).unwrap()
+}
+
+fn run_hello(pool: &Pool) {
+    let module = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "hello")"#,
+        "(drop (call $output (i32.const 0) (i32.const 5))) (i32.const 0)",
+    );
+    let job = job(signed(&module), RunLimits::default());
+    let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None };
+    let (report, _) = pool.carry_out(&task, Patience::default()).unwrap();
+    assert!(matches!(report.fate, Fate::Ended(_)), "{report:?}");
+    assert_eq!(report.output, b"hello");
+}
+
+fn what_is_weaker_is_known_from_the_first_worker_on() {
+    let pool = pool(None);
+    assert_eq!(pool.hardening(), None);
+    assert_eq!(pool.weaknesses(), []);
+    run_hello(&pool);
+    let on = pool.hardening().unwrap();
+    assert!(on.namespaces && on.empty_root && on.seccomp, "{on:?}");
+    assert_eq!(on.identity, root().then_some(NOBODYS_ID));
+    // SAFETY: asks for the version, with no attribute and no effect.
+    let abi =
+        unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0, 1) };
+    assert_eq!(on.landlock_abi.map_or(-1, i64::from), abi.max(-1));
+    let weak = pool.weaknesses();
+    assert_eq!(weak.contains(&Weakness::SupervisorsUser), !root(), "{weak:?}");
+    for controller in Controller::ALL {
+        assert!(weak.contains(&Weakness::NoController { controller }), "{weak:?}");
+    }
+}
+
+/// A group that nobody else has, for a device that only it may open.
+const MEMBERS: u32 = 54_322;
+const ORDINARY: u32 = 54_321;
+
+fn an_ordinary_user_in_the_devices_group_runs_programs() {
+    if !root() {
+        // This is one already: all these tests show it.
+        return;
+    }
+    let said = Command::new(std::env::current_exe().unwrap()).arg("as_a_member").output().unwrap();
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    if text.starts_with("SKIPPED") {
+        eprintln!("{text}");
+        return;
+    }
+    assert!(said.status.success(), "{text}{}", String::from_utf8_lossy(&said.stderr));
+    let words: Vec<&str> = text.split_whitespace().collect();
+    assert!(words.contains(&"supervisors_user"), "{text}");
+    assert!(!words.contains(&"no_namespaces") && !words.contains(&"hosts_tree"), "{text}");
+}
+
+/// Becomes an ordinary user to whom `/dev/kvm` opens by its group, runs a
+/// program, and says what is weaker then.
+fn as_a_member() {
+    if let Err(why) = become_a_member() {
+        println!("SKIPPED: no ordinary user can be had to whom /dev/kvm opens: {why}");
+        return;
+    }
+    let pool = pool(None);
+    run_hello(&pool);
+    for weak in pool.weaknesses() {
+        println!("{}", weak.word());
+    }
+}
+
+fn become_a_member() -> std::io::Result<()> {
+    let checked = |result: i32| match result {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    };
+    let path = |path: &Path| CString::new(path.as_os_str().as_bytes()).unwrap();
+    let mount = |from: &CStr, to: &CStr, kind: &CStr, flags| {
+        // SAFETY: C strings, and no data.
+        checked(unsafe {
+            libc::mount(from.as_ptr(), to.as_ptr(), kind.as_ptr(), flags, std::ptr::null())
+        })
+    };
+    // A device of the same number that belongs to the group, over the host's,
+    // in sight of this process alone.
+    let number = fs::metadata("/dev/kvm")?.rdev();
+    // SAFETY: takes a number.
+    checked(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
+    mount(c"none", c"/", c"none", libc::MS_REC | libc::MS_PRIVATE)?;
+    let folder = Path::new("/dev/shm");
+    mount(c"tmpfs", &path(folder), c"tmpfs", 0)?;
+    let device = folder.join("kvm");
+    // SAFETY: a C string and numbers.
+    checked(unsafe { libc::mknod(path(&device).as_ptr(), libc::S_IFCHR | 0o660, number) })?;
+    std::os::unix::fs::chown(&device, Some(0), Some(MEMBERS))?;
+    fs::set_permissions(&device, std::os::unix::fs::PermissionsExt::from_mode(0o660))?;
+    mount(&path(&device), c"/dev/kvm", c"none", libc::MS_BIND)?;
+    // SAFETY: a readable number, and numbers.
+    unsafe {
+        checked(libc::setgroups(1, &MEMBERS))?;
+        checked(libc::setresgid(ORDINARY, ORDINARY, ORDINARY))?;
+        checked(libc::setresuid(ORDINARY, ORDINARY, ORDINARY))?;
+        // It may be asked about itself again, as after a login.
+        libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0);
+    }
+    fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").map(drop)
+}
+
+/// Where groups can be made with all controllers, or a word of why not.
+fn parent() -> Option<Parent> {
+    let why = match Parent::own() {
+        Ok(parent) if parent.missing().is_empty() => return Some(parent),
+        Ok(parent) => format!("{} lacks {:?}", parent.path().display(), parent.missing()),
+        Err(error) => error.to_string(),
+    };
+    eprintln!("SKIPPED: a pool's cgroup: {why}");
+    None
+}
+
+fn zygote_and_workers_are_in_a_group_with_the_configured_limits() {
+    let Some(parent) = parent() else { return };
+    let limits = GroupLimits {
+        memory_bytes: Some(512 << 20),
+        processes: Some(64),
+        cpu_thousandths: Some(1500),
+    };
+    let pool = pool(Some(limits));
+    let worker = pool.make(false).unwrap();
+    run_hello(&pool);
+    assert!(!pool.weaknesses().iter().any(|it| matches!(it, Weakness::NoController { .. })));
+    let zygote = pool.zygote().unwrap();
+    let name = fs::read_dir(parent.path())
+        .unwrap()
+        .filter_map(|entry| entry.unwrap().file_name().into_string().ok())
+        .find(|name| name.contains(&format!("-{}-", std::process::id())))
+        .unwrap();
+    let group = parent.path().join(&name);
+    let figure = |file| fs::read_to_string(group.join(file)).unwrap();
+    assert_eq!(figure("memory.max").trim(), (512 << 20).to_string());
+    assert_eq!(figure("pids.max").trim(), "64");
+    assert_eq!(figure("cpu.max").trim(), "150000 100000");
+    let theirs = figure("cgroup.procs");
+    let held: Vec<i32> = theirs.lines().map(|line| line.parse().unwrap()).collect();
+    let workers = Process::children_of(zygote);
+    assert!(!workers.is_empty());
+    for process in workers.iter().map(|it| it.pid).chain([zygote]) {
+        assert!(held.contains(&process), "{process} is not in {held:?}");
+    }
+    drop((worker, pool));
+    assert!(!group.exists());
+}
+
+fn a_group_that_a_dead_supervisor_left_is_removed() {
+    let parent = match Parent::own() {
+        Ok(parent) => parent,
+        Err(why) => {
+            eprintln!("SKIPPED: a dead supervisor's group: {why}");
+            return;
+        }
+    };
+    let mut ended = Command::new(std::env::current_exe().unwrap()).arg("--list").spawn().unwrap();
+    ended.wait().unwrap();
+    let namespace = fs::metadata("/proc/self/ns/pid").unwrap().ino();
+    let stale = parent.path().join(format!("forge-vmm-{namespace}-{}-1-0", ended.id()));
+    // Of a namespace whose processes cannot be told from here.
+    let foreign = parent.path().join(format!("forge-vmm-1-{}-1-0", ended.id()));
+    fs::create_dir(&stale).unwrap();
+    fs::create_dir(&foreign).unwrap();
+    let pool = pool(Some(GroupLimits::default()));
+    run_hello(&pool);
+    let (gone, kept) = (!stale.exists(), foreign.exists());
+    let _ = fs::remove_dir(&stale);
+    fs::remove_dir(&foreign).unwrap();
+    assert!(gone && kept);
+}
+
+fn limits_that_the_host_cannot_keep_are_no_vm() {
+    let wanted = GroupLimits { memory_bytes: Some(1 << 30), ..GroupLimits::default() };
+    if Parent::own().is_ok_and(|parent| !parent.missing().contains(&Controller::Memory)) {
+        eprintln!("SKIPPED: this host can keep them");
+        return;
+    }
+    let failure = pool(Some(wanted)).make(false).unwrap_err();
+    assert_eq!(failure.kind, VmFailureKind::Unavailable);
+    assert!(failure.message.contains("cgroup"), "{failure:?}");
+}

@@ -2,8 +2,8 @@
 //! its workers carry out every kind of run, each time with one rule taken out
 //! of one filter, and each time something is then forbidden.
 //!
-//! Rules for kernels, builds or moments that are not those of every host are
-//! marked so in the table, and may hold here or not.
+//! Rules for other kernels, other builds and moments that no test can bring
+//! about are marked so in the table, and left out.
 //!
 //! This executable plays the zygote; the supervisor's part is played by hand,
 //! so that every word of a zygote and a worker is seen, the last one too.
@@ -289,6 +289,7 @@ fn no_seccomp_rule_is_redundant() {
     let all: Vec<(Role, usize)> = Role::ALL
         .into_iter()
         .flat_map(|role| (0..role.rules().len()).map(move |index| (role, index)))
+        .filter(|(role, index)| !role.rules()[*index].elsewhere)
         .collect();
     let next = AtomicUsize::new(0);
     let take = || {
