@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::frame::{Assembler, Frame, Kind};
 
-/// What one receive call takes in, in bytes: more than most messages have.
-const RECEIVE_BYTES: usize = 32 * 1024;
+/// What one receive call takes in at most, in bytes. Pages that no message
+/// reaches are never touched.
+const RECEIVE_BYTES: usize = 64 * 1024;
 
 /// How long to wait for the other side, and for whose sake.
 #[derive(Clone, Copy, Debug, Default)]
@@ -132,11 +133,10 @@ impl Link {
     }
 
     fn fill(&mut self) -> io::Result<()> {
-        self.buffer.resize(RECEIVE_BYTES, 0);
+        self.buffer.clear();
+        self.buffer.reserve(RECEIVE_BYTES);
         self.at = 0;
-        let received = receive_once(self.socket.as_raw_fd(), &mut self.buffer);
-        self.buffer.truncate(*received.as_ref().map_or(&0, |(bytes, _)| bytes));
-        match received? {
+        match receive_once(self.socket.as_raw_fd(), &mut self.buffer)? {
             (0, _) => Err(io::ErrorKind::UnexpectedEof.into()),
             (_, None) => Ok(()),
             (_, passed) => {
@@ -193,15 +193,17 @@ pub(crate) fn send_once(
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// One `recvmsg`: how many bytes came, and the descriptor that rode along.
+/// One `recvmsg` into the buffer's free capacity: how many bytes came, and
+/// the descriptor that rode along.
 ///
 /// # Errors
 /// What the kernel said.
 pub(crate) fn receive_once(
     socket: RawFd,
-    buffer: &mut [u8],
+    buffer: &mut Vec<u8>,
 ) -> io::Result<(usize, Option<OwnedFd>)> {
-    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    let room = buffer.spare_capacity_mut();
+    let mut part = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() };
     let mut control = ControlRoom { bytes: [0; 32] };
     // SAFETY: all-zero is a valid msghdr.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -213,6 +215,8 @@ pub(crate) fn receive_once(
     // SAFETY: the message names memory that is valid for writes.
     let received = unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_CMSG_CLOEXEC) };
     let bytes = usize::try_from(received).map_err(|_| io::Error::last_os_error())?;
+    // SAFETY: the kernel wrote so many bytes behind the buffer's last.
+    unsafe { buffer.set_len(buffer.len() + bytes) };
     // SAFETY: the kernel filled the control room as the message says; a
     // descriptor in it is new and ours. There is room for one alone, so the
     // kernel passes no second.

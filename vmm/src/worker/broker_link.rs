@@ -76,7 +76,7 @@ impl BrokerLink {
     /// # Errors
     /// [`LinkError`].
     pub fn fill(&mut self) -> Result<(), LinkError> {
-        let mut buffer = [0u8; 16 * 1024];
+        let mut buffer = [0u8; 4 * 1024];
         loop {
             let mut input: &[u8] = match receive(self.socket.as_raw_fd(), &mut buffer) {
                 Ok(0) => return Err(LinkError::Lost(io::ErrorKind::UnexpectedEof.into())),
