@@ -61,7 +61,7 @@ fn run_hello(pool: &Pool) {
     );
     let job = job(signed(&module), RunLimits::default());
     let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None };
-    let (report, _) = pool.carry_out(&task, Patience::default()).unwrap();
+    let report = pool.carry_out(&task, Patience::default()).unwrap().report;
     assert!(matches!(report.fate, Fate::Ended(_)), "{report:?}");
     assert_eq!(report.output, b"hello");
 }
