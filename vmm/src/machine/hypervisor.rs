@@ -3,7 +3,8 @@
 use std::os::fd::{FromRawFd as _, IntoRawFd as _, OwnedFd};
 
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS, KVM_SYNC_X86_SREGS,
+    CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS,
+    KVM_SYNC_X86_SREGS, kvm_cpuid_entry2,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 
@@ -51,7 +52,6 @@ pub struct Placeholder {
 pub struct Hypervisor {
     kvm: Kvm,
     cpuid: CpuId,
-    state_msrs: Vec<u32>,
 }
 
 /// Opens `/dev/kvm`.
@@ -98,20 +98,16 @@ impl Hypervisor {
                 return Err(HypervisorError::Capability(name).into());
             }
         }
-        let cpuid = kvm
-            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .map_err(|source| MachineError::Kvm { call: "KVM_GET_SUPPORTED_CPUID", source })?;
-        let state_msrs = kvm
-            .get_msr_index_list()
-            .map_err(|source| MachineError::Kvm { call: "KVM_GET_MSR_INDEX_LIST", source })?
-            .as_slice()
-            .to_vec();
-        Ok(Self { kvm, cpuid: guest_cpuid(cpuid), state_msrs })
+        let cpuid = guest_cpuid(host_leaf)?;
+        Ok(Self { kvm, cpuid })
     }
 
     /// The model-specific registers that belong to a vCPU's state.
-    pub(super) fn state_msrs(&self) -> &[u32] {
-        &self.state_msrs
+    pub(super) fn state_msrs(&self) -> Result<Vec<u32>, MachineError> {
+        self.kvm
+            .get_msr_index_list()
+            .map(|list| list.as_slice().to_vec())
+            .map_err(|source| MachineError::Kvm { call: "KVM_GET_MSR_INDEX_LIST", source })
     }
 
     /// What the guest's CPUID says.
@@ -162,44 +158,89 @@ impl Hypervisor {
     }
 }
 
-/// What KVM supports, less what a guest of ours has no use for: nested
-/// virtualisation, the hypervisor's own interfaces, and hardware randomness,
-/// which would make a run differ from its replay.
-fn guest_cpuid(mut cpuid: CpuId) -> CpuId {
-    const VMX: u32 = 1 << 5;
-    const RDRAND: u32 = 1 << 30;
-    const RDSEED: u32 = 1 << 18;
-    const SVM: u32 = 1 << 2;
-    const HYPERVISOR_LEAVES: std::ops::Range<u32> = 0x4000_0000..0x5000_0000;
-    for entry in cpuid.as_mut_slice() {
-        match entry.function {
-            1 => entry.ecx &= !(VMX | RDRAND),
-            7 if entry.index == 0 => entry.ebx &= !RDSEED,
-            0x8000_0001 => entry.ecx &= !SVM,
-            leaf if HYPERVISOR_LEAVES.contains(&leaf) => {
-                (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
-            }
-            _ => {}
-        }
-    }
-    cpuid
+/// One leaf of CPUID: EAX, EBX, ECX, EDX.
+type Leaf = [u32; 4];
+
+/// What this host's CPUID says.
+fn host_leaf(function: u32, index: u32) -> Leaf {
+    // SAFETY: every x86-64 CPU has the instruction. (It is safe to call with
+    // newer compilers.)
+    #[allow(unused_unsafe, reason = "the oldest compiler we support wants it")]
+    let got = unsafe { core::arch::x86_64::__cpuid_count(function, index) };
+    [got.eax, got.ebx, got.ecx, got.edx]
+}
+
+/// The CPUID that guests see: of what the host has, that which a ring-3 guest
+/// without AVX can use and which takes nothing to enable. Hardware randomness,
+/// which would make a run differ from its replay, nested virtualisation and
+/// the hypervisor's own interfaces are not in it, nor is what differs between
+/// the CPUs of one host.
+///
+/// KVM_GET_SUPPORTED_CPUID is not asked: it takes 260 us where KVM is itself
+/// in a VM, more than making one.
+fn guest_cpuid(host: impl Fn(u32, u32) -> Leaf) -> Result<CpuId, MachineError> {
+    let bits = |bits: &[u32]| bits.iter().fold(0u32, |all, bit| all | 1 << bit);
+    // Intel SDM volume 2, CPUID. SSE3, PCLMULQDQ, SSSE3, CMPXCHG16B, SSE4.1,
+    // SSE4.2, MOVBE, POPCNT, AES, XSAVE.
+    let ecx_1 = bits(&[0, 1, 9, 13, 19, 20, 22, 23, 25, 26]);
+    // FPU, TSC, MSR, PAE, CX8, SEP, PGE, CMOV, PAT, CLFSH, MMX, FXSR, SSE,
+    // SSE2.
+    let edx_1 = bits(&[0, 4, 5, 6, 8, 11, 13, 15, 16, 19, 23, 24, 25, 26]);
+    // BMI1, BMI2, ERMS, ADX, SHA; fast short REP MOV.
+    let (ebx_7, edx_7) = (bits(&[3, 8, 9, 19, 29]), bits(&[4]));
+    // LAHF, LZCNT, PREFETCHW; SYSCALL, NX, long mode.
+    let (ecx_81, edx_81) = (bits(&[0, 5, 8]), bits(&[11, 20, 29]));
+    const CACHE_LINE: u32 = 0xff00;
+    const X87_AND_SSE: u32 = 0b11;
+    const FXSAVE_AREA_BYTES: u32 = 576;
+
+    let mut entries = Vec::new();
+    let mut leaf = |function, index, flags, values: Leaf, mask: Leaf| {
+        let [eax, ebx, ecx, edx] = std::array::from_fn(|at| values[at] & mask[at]);
+        let padding = [0; 3];
+        entries.push(kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, padding });
+    };
+    let [_, vendor_b, vendor_c, vendor_d] = host(0, 0);
+    leaf(0, 0, 0, [0xd, vendor_b, vendor_c, vendor_d], [!0; 4]);
+    leaf(1, 0, 0, host(1, 0), [!0, CACHE_LINE, ecx_1, edx_1]);
+    let by_index = KVM_CPUID_FLAG_SIGNIFCANT_INDEX;
+    leaf(7, 0, by_index, host(7, 0), [0, ebx_7, 0, edx_7]);
+    leaf(0xd, 0, by_index, [X87_AND_SSE, FXSAVE_AREA_BYTES, FXSAVE_AREA_BYTES, 0], [!0; 4]);
+    leaf(0xd, 1, by_index, [0; 4], [!0; 4]);
+    leaf(0x8000_0000, 0, 0, [0x8000_0008, vendor_b, vendor_c, vendor_d], [!0; 4]);
+    leaf(0x8000_0001, 0, 0, host(0x8000_0001, 0), [0, 0, ecx_81, edx_81]);
+    // The widths of physical and virtual addresses.
+    leaf(0x8000_0008, 0, 0, host(0x8000_0008, 0), [0xffff, 0, 0, 0]);
+    CpuId::from_entries(&entries).map_err(|_| MachineError::Kvm {
+        call: "KVM_SET_CPUID2",
+        source: kvm_ioctls::Error::new(libc::E2BIG),
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvm_bindings::kvm_cpuid_entry2;
 
     #[test]
     fn nested_virtualisation_and_hardware_randomness_are_hidden() {
-        let entry =
-            |function| kvm_cpuid_entry2 { function, ecx: !0, ebx: !0, ..Default::default() };
-        let all = [entry(1), entry(7), entry(0x8000_0001), entry(0x4000_0001)];
-        let cpuid = guest_cpuid(CpuId::from_entries(&all).unwrap());
-        let got = cpuid.as_slice();
-        assert_eq!(got[0].ecx & (1 << 5 | 1 << 30), 0);
-        assert_eq!(got[1].ebx & (1 << 18), 0);
-        assert_eq!(got[2].ecx & (1 << 2), 0);
-        assert_eq!((got[3].ecx, got[3].ebx), (0, 0));
+        let cpuid = guest_cpuid(|_, _| [!0; 4]).unwrap();
+        let leaf = |function| cpuid.as_slice().iter().find(|entry| entry.function == function);
+        let one = leaf(1).unwrap();
+        // VMX, RDRAND, a hypervisor; OSXSAVE and AVX.
+        assert_eq!(one.ecx & (1 << 5 | 1 << 30 | 1 << 31 | 1 << 27 | 1 << 28), 0);
+        // RDSEED; AVX2.
+        assert_eq!(leaf(7).unwrap().ebx & (1 << 18 | 1 << 5), 0);
+        // SVM.
+        assert_eq!(leaf(0x8000_0001).unwrap().ecx & (1 << 2), 0);
+        assert!(leaf(0x4000_0001).is_none());
+    }
+
+    #[test]
+    fn what_the_guest_is_compiled_for_is_there() {
+        let cpuid = guest_cpuid(host_leaf).unwrap();
+        let leaf = |function| cpuid.as_slice().iter().find(|entry| entry.function == function);
+        // SSE2, and long mode with NX.
+        assert_ne!(leaf(1).unwrap().edx & (1 << 26), 0);
+        assert_eq!(leaf(0x8000_0001).unwrap().edx & (1 << 20 | 1 << 29), 1 << 20 | 1 << 29);
     }
 }

@@ -185,7 +185,7 @@ impl CpuState {
 /// The state MSRs that this vCPU lets itself be asked for.
 fn readable_msrs(vcpu: &VcpuFd, hypervisor: &Hypervisor) -> Result<Msrs, MachineError> {
     let wanted: Vec<kvm_msr_entry> = hypervisor
-        .state_msrs()
+        .state_msrs()?
         .iter()
         .filter(|index| !moves_by_itself(**index))
         .map(|index| kvm_msr_entry { index: *index, ..Default::default() })
