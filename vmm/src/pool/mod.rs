@@ -321,7 +321,9 @@ impl Shared {
     ) -> Result<(Report, Vm), Lost> {
         let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
         let report = worker.carry_out(run, task.broker, patience)?;
-        if self.options.reuse != Reuse::Fresh && self.options.ready_max > 0 {
+        // Without a procfs its zygote made it for one run.
+        let resets = self.lock_hardening().as_ref().is_none_or(|on| on.procfs);
+        if resets && self.options.reuse != Reuse::Fresh && self.options.ready_max > 0 {
             let evicted = self.shelves().give_back(key, worker);
             drop(evicted);
         }
