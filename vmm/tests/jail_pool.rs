@@ -10,10 +10,11 @@ mod processes;
 
 use std::ffi::{CStr, CString};
 use std::fs;
+use std::io::Read as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
@@ -27,15 +28,28 @@ use processes::Process;
 use support::{forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).as_deref() == Some("as_a_member") {
-        as_a_member();
-        return ExitCode::SUCCESS;
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["as_a_member"] => {
+            as_a_member();
+            return ExitCode::SUCCESS;
+        }
+        ["in_a_group", group] => {
+            in_a_group(Path::new(group));
+            return ExitCode::SUCCESS;
+        }
+        ["stay"] => {
+            let _ = std::io::stdin().read(&mut [0]);
+            return ExitCode::SUCCESS;
+        }
+        _ => {}
     }
     support::main(
         claims![
             what_is_weaker_is_known_from_the_first_worker_on,
             an_ordinary_user_in_the_devices_group_runs_programs,
             zygote_and_workers_are_in_a_group_with_the_configured_limits,
+            a_supervisor_in_a_group_of_its_own_steps_aside_with_its_children,
             a_group_that_a_dead_supervisor_left_is_removed,
             limits_that_the_host_cannot_keep_are_no_vm,
         ],
@@ -199,6 +213,53 @@ fn zygote_and_workers_are_in_a_group_with_the_configured_limits() {
     }
     drop((worker, pool));
     assert!(!group.exists());
+}
+
+fn a_supervisor_in_a_group_of_its_own_steps_aside_with_its_children() {
+    let Some(parent) = parent() else { return };
+    let group = parent.path().join(format!("forge-test-own-{}", std::process::id()));
+    fs::create_dir(&group).unwrap();
+    let exe = std::env::current_exe().unwrap();
+    let said = Command::new(exe).arg("in_a_group").arg(&group).output().unwrap();
+    let left: Vec<_> = fs::read_dir(&group)
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.file_type().unwrap().is_dir())
+        .map(|entry| entry.file_name())
+        .collect();
+    let _ = fs::remove_dir(group.join("supervisor"));
+    let removed = fs::remove_dir(&group);
+    assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+    assert_eq!(left, ["supervisor"]);
+    removed.unwrap();
+}
+
+/// A supervisor as it is started in a group that was delegated to it, with a
+/// child from before there is a pool.
+fn in_a_group(group: &Path) {
+    fs::write(group.join("cgroup.procs"), "0").unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .arg("stay")
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let limits = GroupLimits { memory_bytes: Some(512 << 20), ..GroupLimits::default() };
+    let pool = pool(Some(limits));
+    run_hello(&pool);
+    for pid in [std::process::id(), child.id()] {
+        let file = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+        assert!(file.trim().ends_with("/supervisor"), "{pid}: {file}");
+    }
+    // Another zygote's group is beside the first one's, and not below it.
+    // SAFETY: a process that this one has started.
+    unsafe { libc::kill(pool.zygote().unwrap(), libc::SIGKILL) };
+    run_hello(&pool);
+    let file = fs::read_to_string(format!("/proc/{}/cgroup", pool.zygote().unwrap())).unwrap();
+    let path = Path::new(file.trim().trim_start_matches("0::"));
+    assert_eq!(path.parent().unwrap().file_name(), group.file_name(), "{file}");
+    drop(pool);
+    drop(child.stdin.take());
+    child.wait().unwrap();
 }
 
 fn a_group_that_a_dead_supervisor_left_is_removed() {

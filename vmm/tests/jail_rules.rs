@@ -286,6 +286,11 @@ fn no_seccomp_rule_is_redundant() {
     for role in Role::ALL {
         assert_eq!(everything(role, "none"), Ok(()), "with all rules");
     }
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    if cpu.contains("QEMU TCG") {
+        eprintln!("SKIPPED: an emulated CPU takes minutes to go through all rules");
+        return;
+    }
     let all: Vec<(Role, usize)> = Role::ALL
         .into_iter()
         .flat_map(|role| (0..role.rules().len()).map(move |index| (role, index)))

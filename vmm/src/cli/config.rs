@@ -8,6 +8,7 @@ use forge_protocol::broker::{Authority, Reply, Request};
 use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser};
+use forge_vmm::jail::GroupLimits;
 use serde::Deserialize;
 
 use super::args::BrokerArgs;
@@ -21,6 +22,15 @@ struct LowConfig {
     trust: LowTrust,
     #[serde(default)]
     broker: LowBroker,
+    #[serde(default)]
+    vm: LowVm,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LowVm {
+    /// What all VMs together may use; needs cgroup v2.
+    group: Option<GroupLimits>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -58,6 +68,11 @@ pub(crate) fn trust_keys(config: Option<&Path>) -> Result<Vec<PathBuf>, CliError
     let low = read_config(path)?;
     let folder = path.parent().unwrap_or(Path::new(""));
     Ok(low.trust.keys.into_iter().map(|key| folder.join(key)).collect())
+}
+
+/// What all VMs together may use, if a configuration says so.
+pub(crate) fn vm_group(config: Option<&Path>) -> Result<Option<GroupLimits>, CliError> {
+    config.map_or(Ok(None), |path| Ok(read_config(path)?.vm.group))
 }
 
 /// The user that a configuration names for the toolbroker.

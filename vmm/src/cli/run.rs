@@ -46,7 +46,10 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let options = SupervisorOptions {
         trust,
         maxima: RunLimits::operator_maxima(),
-        pool: PoolOptions::default(),
+        pool: PoolOptions {
+            group: config::vm_group(args.broker.config.as_deref())?,
+            ..PoolOptions::default()
+        },
         worker: None,
     };
     let supervisor = Supervisor::new(options, broker)?;

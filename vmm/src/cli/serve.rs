@@ -32,7 +32,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let pool = PoolOptions {
         ready_min: args.ready,
         ready_max: args.ready_max.max(args.ready),
-        group: None,
+        group: config::vm_group(args.broker.config.as_deref())?,
         reuse: match args.reuse {
             ReuseArg::Fresh => Reuse::Fresh,
             ReuseArg::Reset => Reuse::Reset { prove_one_in: args.prove_one_in },

@@ -336,7 +336,9 @@ impl Shared {
         let handed = now_ns();
         let report = worker.finish(patience)?;
         let reported = now_ns();
-        if self.options.reuse != Reuse::Fresh && self.options.ready_max > 0 {
+        // Without a procfs its zygote made it for one run.
+        let resets = self.lock_hardening().as_ref().is_none_or(|on| on.procfs);
+        if resets && self.options.reuse != Reuse::Fresh && self.options.ready_max > 0 {
             let evicted = self.shelves().give_back(key, worker);
             drop(evicted);
         }
@@ -361,6 +363,8 @@ impl Shared {
                 Ok(made) => return made,
                 Err(error) => {
                     tracing::warn!(%error, "the zygote is gone; another is started");
+                    // And its workers with it.
+                    self.shelves().clear();
                     lost = Some(error);
                     *zygote = None;
                 }

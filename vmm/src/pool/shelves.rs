@@ -88,6 +88,12 @@ impl Shelves {
         self.closing = true;
     }
 
+    /// Every worker is gone.
+    pub(super) fn clear(&mut self) {
+        self.standing.clear();
+        self.owned.clear();
+    }
+
     pub(super) fn is_closing(&self) -> bool {
         self.closing
     }
@@ -130,7 +136,7 @@ impl Shelves {
         }
         let order = Arc::new(order);
         self.programs.push_front(Program { key: key.clone(), order: Arc::clone(&order) });
-        if let Some(forgotten) = self.programs.iter().nth(PROGRAMS_MAX) {
+        if let Some(forgotten) = self.programs.get(PROGRAMS_MAX) {
             let key = forgotten.key.clone();
             self.programs.truncate(PROGRAMS_MAX);
             self.owned.retain(|(of, _)| *of != key);

@@ -163,8 +163,14 @@ fn rule(role: &str, index: usize, how: &str) -> ! {
         When::Is(at, value) => arguments[usize::from(at)] = value.into(),
         When::Without(at, _) => arguments[usize::from(at)] = 0,
     }
-    // SAFETY: an option that takes numbers alone.
-    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    // `rt_sigreturn` takes what is on the stack for registers, and faults by
+    // it. Rust's handler of that would make calls of its own.
+    // SAFETY: default actions, and an option that takes numbers alone.
+    unsafe {
+        libc::signal(libc::SIGSEGV, libc::SIG_DFL);
+        libc::signal(libc::SIGBUS, libc::SIG_DFL);
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    }
     seccomp::report_forbidden(tell).unwrap();
     filter.install().unwrap();
     let [a, b, c, d, e, f] = arguments;
