@@ -60,14 +60,27 @@ const BOOT: Facts = Facts {
     credentials_outside: true,
 };
 
+/// A VM in a worker of its own.
+const SERVED: Facts = Facts { process_jailed: true, ..BOOT };
+
 /// By the name of the case; nothing for floors, and for what nobody has
 /// judged yet.
 pub fn of(name: &str) -> Option<Facts> {
     match name {
         "boot" => Some(BOOT),
+        "reset" => Some(Facts { signature_checked: false, runs_wasm: false, ..BOOT }),
+        "warm_prepared" | "warm_reset_prepared" | "throughput_reset_prepared" => {
+            // Before the run; its digest and signer are looked up in the run.
+            Some(Facts { signature_checked: false, ..SERVED })
+        }
+        "cold" | "warm" | "warm_reset" | "toolcall_null" | "throughput_reset"
+        | "throughput_fresh" | "density" => Some(SERVED),
         // A new VM, or one whose memory and registers were put back by
         // Hyperlight's own tested restore.
-        "hyperlight_cold" | "hyperlight_from_snapshot" | "hyperlight_restore_call" => {
+        "hyperlight_cold"
+        | "hyperlight_from_snapshot"
+        | "hyperlight_restore"
+        | "hyperlight_restore_call" => {
             Some(Facts { reset_proven: true, ..HYPERLIGHT })
         }
         "hyperlight_call" | "hyperlight_call_host" | "hyperlight_memory" => Some(HYPERLIGHT),

@@ -14,6 +14,7 @@ use crate::{memory, said};
 pub const ENTRIES: &[Entry] = &[
     entry("hyperlight_cold", "new sandbox, evolve, first call", cold),
     entry("hyperlight_from_snapshot", "new sandbox from a snapshot, first call", from_snapshot),
+    entry("hyperlight_restore", "restore the snapshot after a call", restore),
     entry("hyperlight_restore_call", "restore the snapshot, one call", restore_call),
     entry("hyperlight_call", "one call of a warm sandbox", call),
     entry("hyperlight_call_host", "the same with one host call inside", call_host),
@@ -115,6 +116,26 @@ impl Case for Restore {
         let started = Instant::now();
         self.0.restore(self.1.clone()).map_err(said)?;
         answer(&mut self.0)?;
+        Ok(started.elapsed().as_nanos() as u64)
+    }
+}
+
+struct RestoreAlone(Restore);
+
+fn restore() -> Result<Box<dyn Case>, String> {
+    let mut sandbox = sandbox(AT_ONCE)?;
+    answer(&mut sandbox)?;
+    let snapshot = sandbox.snapshot().map_err(said)?;
+    Ok(Box::new(RestoreAlone(Restore(sandbox, snapshot))))
+}
+
+impl Case for RestoreAlone {
+    fn sample(&mut self) -> Result<u64, String> {
+        let Restore(sandbox, snapshot) = &mut self.0;
+        answer(sandbox)?;
+        let snapshot = snapshot.clone();
+        let started = Instant::now();
+        sandbox.restore(snapshot).map_err(said)?;
         Ok(started.elapsed().as_nanos() as u64)
     }
 }
