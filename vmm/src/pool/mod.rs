@@ -235,8 +235,11 @@ impl Pool {
             }
         }
         let mut lost = None;
-        for _ in 0..ATTEMPTS {
-            let worker = match self.shared.take(&key) {
+        for attempt in 1..=ATTEMPTS {
+            // All that stand ready may be dead, as with their zygote: the last
+            // attempt is made with one that nobody can have lost yet.
+            let ready = if attempt < ATTEMPTS { self.shared.take(&key) } else { None };
+            let worker = match ready {
                 Some(worker) => worker,
                 None => self.shared.make(key.ram_bytes, false)?,
             };

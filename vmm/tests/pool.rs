@@ -1,0 +1,519 @@
+//! The pool over real workers: what it does when it is empty, when processes
+//! are killed, for whom a VM may run again, and what it is to have a program
+//! prepared.
+//!
+//! One test is the checking mode: every reset of a mixture of runs is proven
+//! against the whole of memory and vCPU. It says so when it ran;
+//! `FORGE_PROVEN_RUNS` says over how many runs (200).
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+#[path = "support/processes.rs"]
+mod processes;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::broker::Authority;
+use forge_protocol::ending::{Ending, RejectKind};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse};
+use forge_vmm::admission::{Admission, Admitted};
+use forge_vmm::link::Patience;
+use forge_vmm::pool::worker::Run;
+use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
+use forge_vmm::report::Status;
+use forge_vmm::supervisor::{RunRequest, Supervisor, SupervisorOptions};
+use processes::Process;
+use support::{forge_module, job, signed, signer};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            an_empty_pool_is_a_cold_start_and_no_error,
+            a_killed_zygote_is_replaced_and_runs_go_on,
+            workers_killed_while_they_stand_ready_cost_no_run,
+            a_worker_killed_in_its_run_costs_that_run_alone,
+            a_vm_that_is_reset_serves_one_tenant,
+            a_vm_that_is_fresh_serves_one_run,
+            a_prepared_program_answers_as_an_unprepared_one,
+            a_prepared_vm_is_for_its_tenant_program_and_limits_alone,
+            a_prepared_run_is_held_against_its_own_grant,
+            a_program_that_cannot_be_prepared_reports_its_proper_ending,
+            the_pool_grows_after_cold_starts_up_to_its_maximum,
+            a_dropped_pool_leaves_no_process,
+            in_the_checking_mode_every_reset_of_a_mixture_is_proven,
+        ],
+        claims![],
+    )
+}
+
+// Pools
+
+const RESET: Reuse = Reuse::Reset { prove_one_in: 1 };
+
+fn trust() -> TrustKeys {
+    TrustKeys::new([signer().trust_key()]).unwrap()
+}
+
+fn pool(ready_min: usize, ready_max: usize, reuse: Reuse) -> Pool {
+    let options = PoolOptions { ready_min, ready_max, reuse, group: None };
+    Pool::new(PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm")), &trust(), options).unwrap()
+}
+
+/// Waits for what must come about.
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < until, "it never came about that {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn fill(pool: &Pool) {
+    eventually("the pool is full", || pool.is_full());
+}
+
+fn workers(pool: &Pool) -> Vec<Process> {
+    let zygote = pool.zygote().unwrap();
+    Process::children_of(zygote).into_iter().filter(|it| !it.zombie).collect()
+}
+
+fn is_gone(pid: i32) -> bool {
+    Process::of(pid).is_none_or(|it| it.zombie)
+}
+
+fn kill(pid: i32) {
+    // SAFETY: a plain system call; the process is one of a pool of ours.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    eventually("a killed process is gone", || is_gone(pid));
+}
+
+fn admit(job: &Job) -> Arc<Admitted> {
+    Admission::new(trust()).admit(&job.program, &job.load.limits).unwrap()
+}
+
+fn try_run(
+    pool: &Pool,
+    tenant: &str,
+    job: &Job,
+    prepared: bool,
+) -> Result<Done, forge_protocol::worker::VmFailure> {
+    let admitted = prepared.then(|| admit(job));
+    let task = Task { tenant, job, broker: None, prepared: admitted.as_deref() };
+    pool.carry_out(&task, Patience::until(Instant::now() + Duration::from_secs(120)))
+}
+
+fn run(pool: &Pool, tenant: &str, job: &Job) -> Done {
+    try_run(pool, tenant, job, false).unwrap()
+}
+
+fn run_prepared(pool: &Pool, tenant: &str, job: &Job) -> Done {
+    try_run(pool, tenant, job, true).unwrap()
+}
+
+/// What of a report does not depend on the clock.
+fn essence(report: &Report) -> String {
+    let fate = match &report.fate {
+        Fate::Ended(ended) => {
+            format!("{:?} {} {}", ended.ending, ended.fuel_used, ended.memory_peak_bytes)
+        }
+        other => format!("{other:?}"),
+    };
+    let Report { output, artifacts, logs, .. } = report;
+    format!("{fate} {output:?} {artifacts:?} {logs:?}")
+}
+
+fn ending(report: &Report) -> &Ending {
+    match &report.fate {
+        Fate::Ended(ended) => &ended.ending,
+        other => panic!("the run did not end by itself: {other:?}"),
+    }
+}
+
+// Programs
+
+fn plain(wat: &str) -> Job {
+    job(signed(wat), RunLimits::default())
+}
+
+/// Writes its input back.
+fn echo() -> Job {
+    plain(&forge_module(
+        r#"(memory (export "memory") 2)"#,
+        "(drop (call $output (i32.const 0)
+            (call $input_read (i32.const 0) (i32.const 0) (call $input_len))))
+         (i32.const 0)",
+    ))
+}
+
+const ENDLESS: &str = r#"(module (memory (export "memory") 1)
+    (func (export "forge_run") (result i32) (loop (br 0)) (unreachable)))"#;
+
+/// Runs until its deadline.
+fn endless(deadline: Duration) -> Job {
+    let limits = RunLimits { fuel: u64::MAX, ..RunLimits::default() };
+    let mut job = job(signed(ENDLESS), limits);
+    job.deadline_ns = deadline.as_nanos() as u64;
+    job
+}
+
+/// Imports a tool; the answer is the call's code.
+fn calling() -> Job {
+    let mut job = plain(
+        r#"(module
+            (import "tool" "test.echo" (func $call (param i32 i32) (result i32)))
+            (memory (export "memory") 1) (data (i32.const 0) "{}")
+            (func (export "forge_run") (result i32) (call $call (i32.const 0) (i32.const 2))))"#,
+    );
+    job.start.granted = vec![ToolName::parse("test.echo").unwrap()];
+    job
+}
+
+fn mixture() -> Vec<(&'static str, Job)> {
+    let mut out_of_fuel = plain(ENDLESS);
+    out_of_fuel.load.limits.fuel = 300_000;
+    vec![
+        ("echo", echo()),
+        ("fuel", out_of_fuel),
+        (
+            "memory",
+            plain(
+                r#"(module (memory (export "memory") 24)
+                (func (export "forge_run") (result i32)
+                    (memory.fill (i32.const 0) (i32.const 0xcd) (i32.const 1572864))
+                    (i32.load (i32.const 70000))))"#,
+            ),
+        ),
+        (
+            "trap",
+            plain(
+                r#"(module (memory (export "memory") 1)
+                (func (export "forge_run") (result i32) (i32.load (i32.const 65536))))"#,
+            ),
+        ),
+        ("call", calling()),
+        (
+            "random, log, artifact",
+            plain(&forge_module(
+                r#"(memory (export "memory") 1) (data (i32.const 0) "name text/plain")"#,
+                "(call $log (i32.const 1) (i32.const 0) (i32.const 4))
+                 (drop (call $artifact (i32.const 0) (i32.const 4) (i32.const 5) (i32.const 10)
+                    (i32.const 0) (i32.const 9)))
+                 (call $random (i32.const 64) (i32.const 64))
+                 (drop (call $output (i32.const 0) (i32.const 128)))
+                 (i32.const 5)",
+            )),
+        ),
+        ("deadline", endless(Duration::from_millis(30))),
+    ]
+}
+
+// Emptiness, growth
+
+fn an_empty_pool_is_a_cold_start_and_no_error() {
+    // One that keeps nothing, and one that is asked before it is filled.
+    for (ready_min, ready_max) in [(0, 0), (0, 2), (1, 1)] {
+        let pool = pool(ready_min, ready_max, Reuse::Fresh);
+        for _ in 0..3 {
+            let done = run(&pool, "somebody", &echo());
+            assert_eq!((done.report.output.as_slice(), done.vm), (&b"{}"[..], Vm::Fresh));
+        }
+    }
+}
+
+fn the_pool_grows_after_cold_starts_up_to_its_maximum() {
+    let pool = pool(1, 3, Reuse::Fresh);
+    fill(&pool);
+    assert_eq!(workers(&pool).len(), 1);
+    // More at a time than stand ready, again and again.
+    eventually("the pool has grown", || {
+        std::thread::scope(|scope| {
+            for _ in 0..5 {
+                scope.spawn(|| run(&pool, "somebody", &endless(Duration::from_millis(50))));
+            }
+        });
+        fill(&pool);
+        eventually("no more stand ready than may", || workers(&pool).len() <= 3);
+        workers(&pool).len() == 3
+    });
+    fill(&pool);
+    assert_eq!(workers(&pool).len(), 3);
+}
+
+// Death
+
+fn a_killed_zygote_is_replaced_and_runs_go_on() {
+    for reuse in [Reuse::Fresh, RESET] {
+        // More of its workers go with it than a run tries.
+        let pool = pool(5, 5, reuse);
+        fill(&pool);
+        run(&pool, "somebody", &echo());
+        fill(&pool);
+        let zygote = pool.zygote().unwrap();
+        let theirs = workers(&pool);
+        kill(zygote);
+        for worker in theirs {
+            eventually("its workers went with it", || is_gone(worker.pid));
+        }
+        for _ in 0..10 {
+            let done = run(&pool, "somebody", &echo());
+            assert_eq!(done.report.output, b"{}");
+        }
+        assert_ne!(pool.zygote().unwrap(), zygote);
+    }
+}
+
+fn workers_killed_while_they_stand_ready_cost_no_run() {
+    for prepared in [false, true] {
+        let pool = pool(5, 5, Reuse::Fresh);
+        try_run(&pool, "somebody", &echo(), prepared).unwrap();
+        fill(&pool);
+        let zygote = pool.zygote().unwrap();
+        // The one that ran takes a moment to end.
+        let ready = if prepared { 10 } else { 5 };
+        eventually("just those are there that wait", || workers(&pool).len() == ready);
+        let theirs = workers(&pool);
+        for worker in theirs {
+            kill(worker.pid);
+        }
+        for _ in 0..10 {
+            let done = try_run(&pool, "somebody", &echo(), prepared).unwrap();
+            assert_eq!(done.report.output, b"{}");
+        }
+        assert_eq!(pool.zygote().unwrap(), zygote, "it was no worker");
+    }
+}
+
+fn a_worker_killed_in_its_run_costs_that_run_alone() {
+    let pool = pool(0, 0, Reuse::Fresh);
+    run(&pool, "somebody", &echo());
+    eventually("its worker is gone", || workers(&pool).is_empty());
+    std::thread::scope(|scope| {
+        let lost = scope.spawn(|| try_run(&pool, "one", &endless(Duration::from_secs(60)), false));
+        eventually("a worker is there", || !workers(&pool).is_empty());
+        // It may not have begun yet. Then another takes its place, and is
+        // killed in its turn.
+        eventually("the run is lost", || {
+            for worker in workers(&pool) {
+                // SAFETY: a plain system call; it may have ended already.
+                unsafe { libc::kill(worker.pid, libc::SIGKILL) };
+            }
+            lost.is_finished()
+        });
+        let failure = lost.join().unwrap().unwrap_err();
+        assert!(failure.message.contains("ended without a report"), "{failure:?}");
+    });
+    assert_eq!(run(&pool, "other", &echo()).report.output, b"{}");
+}
+
+fn a_dropped_pool_leaves_no_process() {
+    let pool = pool(3, 3, RESET);
+    run(&pool, "somebody", &echo());
+    fill(&pool);
+    let zygote = pool.zygote().unwrap();
+    let theirs = workers(&pool);
+    assert!(theirs.len() >= 3);
+    drop(pool);
+    assert!(is_gone(zygote));
+    for worker in theirs {
+        eventually("its workers are gone", || is_gone(worker.pid));
+    }
+}
+
+// Whose a VM is
+
+fn a_vm_that_is_reset_serves_one_tenant() {
+    let pool = pool(1, 8, RESET);
+    let vm = |tenant| run(&pool, tenant, &echo()).vm;
+    assert_eq!(vm("a"), Vm::Fresh);
+    assert_eq!(vm("a"), Vm::Reset);
+    assert_eq!(vm("b"), Vm::Fresh);
+    assert_eq!(vm("a"), Vm::Reset);
+    assert_eq!(vm("b"), Vm::Reset);
+    // Names that one might take for another's.
+    for tenant in ["A", "a ", "", "ab"] {
+        assert_eq!(vm(tenant), Vm::Fresh, "{tenant:?}");
+    }
+    // The same through a supervisor, in the report's word.
+    let options = SupervisorOptions {
+        trust: trust(),
+        maxima: RunLimits { wall_ms: 60_000, ..RunLimits::default() },
+        pool: PoolOptions { ready_min: 1, ready_max: 4, reuse: RESET, group: None },
+        worker: Some(env!("CARGO_BIN_EXE_forge-vmm").into()),
+    };
+    let supervisor = Supervisor::new(options, None).unwrap();
+    for (tenant, word) in [("a", "fresh"), ("a", "reset"), ("b", "fresh"), ("a", "reset")] {
+        let request = RunRequest {
+            program: echo().program,
+            input: b"1".to_vec(),
+            principal: tenant.into(),
+            authority: Authority::Tools(Vec::new()),
+            limits: RunLimits { wall_ms: 60_000, ..RunLimits::default() },
+            prepare: false,
+        };
+        let report = supervisor.run(&request).report;
+        assert_eq!((report.status, report.vm), (Status::Ok, word), "{tenant}: {report:?}");
+    }
+}
+
+fn a_vm_that_is_fresh_serves_one_run() {
+    let pool = pool(1, 2, Reuse::Fresh);
+    for prepared in [false, true] {
+        for _ in 0..5 {
+            assert_eq!(try_run(&pool, "a", &echo(), prepared).unwrap().vm, Vm::Fresh);
+        }
+    }
+}
+
+// Prepared programs
+
+fn a_prepared_program_answers_as_an_unprepared_one() {
+    for reuse in [Reuse::Fresh, RESET] {
+        let plain = pool(1, 1, Reuse::Fresh);
+        let pool = pool(1, 16, reuse);
+        for round in 0..3u8 {
+            for (name, mut job) in mixture() {
+                job.input = format!("[\"{name}\", {round}]").into();
+                job.start.seed = [round; 32];
+                let expected = essence(&run(&plain, "a", &job).report);
+                let done = run_prepared(&pool, "a", &job);
+                assert_eq!(essence(&done.report), expected, "{name}, round {round}, {reuse:?}");
+                let again = reuse != Reuse::Fresh && round > 0;
+                assert_eq!(done.vm, if again { Vm::Reset } else { Vm::Fresh }, "{name}");
+            }
+        }
+    }
+    // By a worker's own hand, so that it is certain what was prepared.
+    let pool = pool(0, 0, Reuse::Fresh);
+    let Job { load, start, program, deadline_ns, .. } = echo();
+    let mut worker = pool.make(false).unwrap();
+    worker.prepare(&Prepare { load, program }, Patience::default()).unwrap();
+    let job = PreparedJob { start, input: b"[1]".to_vec(), deadline_ns, brokered: false };
+    let report = worker.carry_out(Run::Prepared(&job), None, Patience::default()).unwrap();
+    assert_eq!(report.output, b"[1]");
+}
+
+fn a_prepared_vm_is_for_its_tenant_program_and_limits_alone() {
+    let pool = pool(1, 16, RESET);
+    let job = echo();
+    let vm = |tenant, job: &Job| run_prepared(&pool, tenant, job).vm;
+    assert_eq!(vm("a", &job), Vm::Fresh);
+    assert_eq!(vm("a", &job), Vm::Reset);
+    // Another tenant.
+    assert_eq!(vm("b", &job), Vm::Fresh);
+    // Other limits, though of the same RAM.
+    let mut frugal = job.clone();
+    frugal.load.limits.fuel -= 1;
+    assert_eq!(vm("a", &frugal), Vm::Fresh);
+    // Another program.
+    assert_eq!(vm("a", &mixture()[3].1), Vm::Fresh);
+    // The same bytes by another signer's key.
+    let other = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
+    let mut known = (*admit(&job)).clone();
+    known.signer = other.trust_key();
+    let task = Task { tenant: "a", job: &job, broker: None, prepared: Some(&known) };
+    assert_eq!(pool.carry_out(&task, Patience::default()).unwrap().vm, Vm::Fresh);
+    // No preparation.
+    assert_eq!(run(&pool, "a", &job).vm, Vm::Fresh);
+    // And the first is still there.
+    assert_eq!(vm("a", &job), Vm::Reset);
+    assert_eq!(vm("b", &job), Vm::Reset);
+}
+
+fn a_prepared_run_is_held_against_its_own_grant() {
+    for reuse in [Reuse::Fresh, RESET] {
+        let pool = pool(1, 4, reuse);
+        let granted = calling();
+        let mut ungranted = granted.clone();
+        ungranted.start.granted.clear();
+        for _ in 0..2 {
+            let report = run_prepared(&pool, "a", &granted).report;
+            assert_eq!(ending(&report), &Ending::Returned(CallCode::Denied as i32));
+            fill(&pool);
+            let report = run_prepared(&pool, "a", &ungranted).report;
+            let Ending::Rejected { kind: RejectKind::Import, detail } = ending(&report) else {
+                panic!("{report:?}");
+            };
+            assert!(detail.contains("test.echo"), "{detail}");
+            assert!(report.calls.is_empty());
+            fill(&pool);
+        }
+    }
+}
+
+fn a_program_that_cannot_be_prepared_reports_its_proper_ending() {
+    let broken = [
+        (
+            "data outside of memory",
+            r#"(module (memory (export "memory") 1) (data (i32.const 70000) "x")
+                (func (export "forge_run") (result i32) (i32.const 0)))"#,
+        ),
+        (
+            "elements outside of their table",
+            r#"(module (memory (export "memory") 1) (table 1 funcref)
+                (func $f (export "forge_run") (result i32) (i32.const 0))
+                (elem (i32.const 7) $f))"#,
+        ),
+        (
+            "too much memory",
+            r#"(module (memory (export "memory") 2000)
+                (func (export "forge_run") (result i32) (i32.const 0)))"#,
+        ),
+        (
+            "an import that nobody has",
+            r#"(module (import "env" "abort" (func)) (memory (export "memory") 1)
+                (func (export "forge_run") (result i32) (i32.const 0)))"#,
+        ),
+    ];
+    for reuse in [Reuse::Fresh, RESET] {
+        let plain = pool(1, 1, Reuse::Fresh);
+        let pool = pool(1, 4, reuse);
+        for (name, wat) in broken {
+            let job = self::plain(wat);
+            let expected = run(&plain, "a", &job).report;
+            assert!(!matches!(ending(&expected), Ending::Returned(_)), "{name}: {expected:?}");
+            for _ in 0..2 {
+                let report = run_prepared(&pool, "a", &job).report;
+                assert_eq!(essence(&report), essence(&expected), "{name}");
+            }
+            // Nobody goes on trying.
+            fill(&pool);
+        }
+        assert_eq!(run_prepared(&pool, "a", &echo()).report.output, b"{}");
+    }
+}
+
+// The checking mode
+
+fn in_the_checking_mode_every_reset_of_a_mixture_is_proven() {
+    let runs: usize = std::env::var("FORGE_PROVEN_RUNS").map_or(200, |runs| runs.parse().unwrap());
+    let mixture = mixture();
+    let plain = pool(1, 1, Reuse::Fresh);
+    let expected: Vec<_> =
+        mixture.iter().map(|(_, job)| essence(&run(&plain, "a", job).report)).collect();
+    drop(plain);
+    let pool = pool(1, 16, RESET);
+    let mut proven = 0;
+    for done in 0..runs {
+        // Each program after each other one; every third run is prepared.
+        let index = (done + done / mixture.len() * 3) % mixture.len();
+        let (name, job) = &mixture[index];
+        let Done { report, vm, .. } = try_run(&pool, "a", job, done % 3 == 0).unwrap();
+        assert_eq!(essence(&report), expected[index], "{name}, run {done}");
+        // A worker whose reset is not proven ends, and the next run in its
+        // place is in a fresh VM.
+        proven += usize::from(vm == Vm::Reset);
+    }
+    // One VM without a program, and one for each that was prepared.
+    let vms = 1 + mixture.len();
+    assert!(proven >= runs - vms, "{proven} of {runs} runs were in a VM whose reset was proven");
+    eprintln!("CHECKING MODE: {runs} runs of {vms} VMs, every reset proven ({proven} seen so)");
+}

@@ -1,0 +1,501 @@
+//! What a guest that starts from a base is, and what a reset puts back: after
+//! runs of every kind the whole of memory and vCPU is compared, and the
+//! comparison itself is shown to see what it should.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::os::unix::fs::FileExt as _;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
+use forge_protocol::platform::RAM_START;
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, VmFailure, VmFailureKind};
+use forge_vmm::machine::snapshot::{BASE_FILE_BYTES, RESET_PAGES_MAX};
+use forge_vmm::machine::{self, Hypervisor, Image, PageMap, Watchdog};
+use forge_vmm::worker::{Guest, GuestBase};
+use support::{forge_module, job, serve, signed, signer};
+use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryRegion as _};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            a_guest_from_a_base_answers_as_one_that_booted,
+            whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm,
+            a_prepared_guest_is_put_back_to_where_its_program_is_loaded,
+            a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is,
+            a_run_that_stopped_halfway_left_registers_that_the_proof_sees,
+            no_byte_of_a_run_is_in_ram_after_the_reset,
+            a_run_that_changed_too_much_is_refused_a_reset,
+            guests_of_one_base_do_not_see_each_others_writes,
+            the_bases_file_cannot_be_written,
+            guests_of_one_base_given_one_job_are_equal,
+            two_bases_of_the_same_keys_are_equal,
+        ],
+        claims![],
+    )
+}
+
+// Guests
+
+/// Held while a base is made, so that who lists descriptors sees whole ones.
+static MAKING: Mutex<()> = Mutex::new(());
+
+fn limits() -> RunLimits {
+    // Little RAM, so that all of it can be searched.
+    RunLimits { memory_bytes: 8 << 20, program_bytes: 64 << 10, ..RunLimits::default() }
+}
+
+fn make_base() -> GuestBase {
+    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let hypervisor = Hypervisor::open().unwrap();
+    let trust = TrustKeys::new([signer().trust_key()]).unwrap();
+    let watchdog = Watchdog::new().unwrap();
+    let ram_bytes = machine::ram_bytes(&limits());
+    let image = Image::built_in().unwrap();
+    Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog)
+        .unwrap()
+        .into_base(&hypervisor, &PageMap::open().unwrap())
+        .unwrap()
+}
+
+fn base() -> &'static GuestBase {
+    static BASE: OnceLock<Arc<GuestBase>> = OnceLock::new();
+    BASE.get_or_init(|| Arc::new(make_base()))
+}
+
+/// A guest, and what it takes to run and reset it.
+struct Vm {
+    guest: Guest,
+    pages: PageMap,
+    watchdog: Watchdog,
+}
+
+impl Vm {
+    fn of(base: &GuestBase) -> Self {
+        let watchdog = Watchdog::new().unwrap();
+        let guest = Guest::from_base(&Hypervisor::open().unwrap(), base, &watchdog).unwrap();
+        Self { guest, pages: PageMap::open().unwrap(), watchdog }
+    }
+
+    fn new() -> Self {
+        Self::of(base())
+    }
+
+    fn run(&mut self, job: &Job) -> Report {
+        self.guest.run(job, None, Instant::now(), &self.watchdog)
+    }
+
+    fn prove(&mut self, to: &forge_vmm::worker::Standing) -> Result<(), VmFailure> {
+        self.guest.prove_reset(to, &self.pages)
+    }
+
+    fn reset(&mut self, to: &forge_vmm::worker::Standing) -> Result<usize, VmFailure> {
+        self.guest.reset(to, &self.pages).map(|done| done.pages)
+    }
+
+    /// Where in RAM these bytes are.
+    fn find(&self, bytes: &[u8]) -> Option<u64> {
+        let memory = self.guest.memory();
+        memory.iter().find_map(|region| {
+            let start = memory.get_host_address(region.start_addr()).unwrap();
+            // SAFETY: the region is mapped for its whole length, and the guest
+            // does not run.
+            let at = unsafe {
+                libc::memmem(
+                    start.cast(),
+                    region.len() as usize,
+                    bytes.as_ptr().cast(),
+                    bytes.len(),
+                )
+            };
+            (!at.is_null()).then(|| region.start_addr().0 + (at as u64 - start as u64))
+        })
+    }
+
+    /// All of RAM.
+    fn ram(&self) -> Vec<u8> {
+        let mut bytes = vec![0; base().ram_bytes()];
+        self.guest.memory().read_slice(&mut bytes, GuestAddress(RAM_START)).unwrap();
+        bytes
+    }
+}
+
+/// What of a report does not depend on the clock.
+fn essence(report: &Report) -> String {
+    let fate = match &report.fate {
+        Fate::Ended(ended) => {
+            format!("{:?} {} {}", ended.ending, ended.fuel_used, ended.memory_peak_bytes)
+        }
+        other => format!("{other:?}"),
+    };
+    let calls: Vec<_> = report
+        .calls
+        .iter()
+        .map(|call| (call.id, &call.tool, call.settled.map(|settled| settled.code)))
+        .collect();
+    let Report { output, artifacts, logs, vm_exits, .. } = report;
+    format!("{fate} {output:?} {artifacts:?} {logs:?} {calls:?} {vm_exits}")
+}
+
+// Programs
+
+const PAGE: &str = r#"(memory (export "memory") 1) (data (i32.const 0) "hello, text/plain")"#;
+const ENDLESS: &str = r#"(module (memory (export "memory") 1)
+    (func (export "forge_run") (result i32)
+        (local f64)
+        (loop $more
+            (local.set 0 (f64.add (local.get 0) (f64.const 1.5)))
+            (br $more))
+        (unreachable)))"#;
+
+/// Runs that have little in common, by name; all of them can be reset.
+fn mixture() -> Vec<(&'static str, Job)> {
+    let plain = |wat: &str| job(signed(wat), limits());
+    let mut calling = plain(
+        r#"(module
+            (import "tool" "test.echo" (func $call (param i32 i32) (result i32)))
+            (memory (export "memory") 1) (data (i32.const 0) "{}")
+            (func (export "forge_run") (result i32) (call $call (i32.const 0) (i32.const 2))))"#,
+    );
+    calling.start.granted = vec![ToolName::parse("test.echo").unwrap()];
+    let mut ungranted = calling.clone();
+    ungranted.start.granted.clear();
+    let mut out_of_fuel = plain(ENDLESS);
+    out_of_fuel.load.limits.fuel = 500_000;
+    let mut untrusted = plain(ENDLESS);
+    *untrusted.program.last_mut().unwrap() ^= 1;
+    let mut too_late = plain(ENDLESS);
+    too_late.load.limits.fuel = u64::MAX;
+    too_late.deadline_ns = Duration::from_millis(200).as_nanos() as u64;
+    let mut large_input = plain(&forge_module(
+        r#"(memory (export "memory") 4)"#,
+        "(drop (call $output (i32.const 0)
+            (call $input_read (i32.const 0) (i32.const 0) (call $input_len))))
+         (i32.const 0)",
+    ));
+    large_input.input = vec![b'7'; 200_000];
+    vec![
+        (
+            "output",
+            plain(&forge_module(
+                PAGE,
+                "(drop (call $output (i32.const 0) (i32.const 5))) (i32.const 0)",
+            )),
+        ),
+        (
+            "compute",
+            plain(
+                r#"(module (memory (export "memory") 1)
+                (func $fib (param i32) (result i32)
+                    (if (result i32) (i32.lt_u (local.get 0) (i32.const 2))
+                        (then (local.get 0))
+                        (else (i32.add
+                            (call $fib (i32.sub (local.get 0) (i32.const 1)))
+                            (call $fib (i32.sub (local.get 0) (i32.const 2)))))))
+                (func (export "forge_run") (result i32) (call $fib (i32.const 18))))"#,
+            ),
+        ),
+        (
+            "memory",
+            plain(
+                r#"(module (memory (export "memory") 28)
+                (func (export "forge_run") (result i32)
+                    (memory.fill (i32.const 0) (i32.const 0xab) (i32.const 1835008))
+                    (i32.load (i32.const 1835004))))"#,
+            ),
+        ),
+        (
+            "growth",
+            plain(
+                r#"(module (memory (export "memory") 1)
+                (func (export "forge_run") (result i32)
+                    (i32.store (i32.const 65532) (i32.const 9))
+                    (drop (memory.grow (i32.const 5)))
+                    (i32.store (i32.const 393212) (i32.const 9))
+                    (memory.size)))"#,
+            ),
+        ),
+        (
+            "floats",
+            plain(
+                r#"(module (memory (export "memory") 1)
+                (func (export "forge_run") (result i32)
+                    (i32.trunc_sat_f64_s
+                        (f64.mul (f64.sqrt (f64.const 2)) (f64.const 1000000)))))"#,
+            ),
+        ),
+        (
+            "trap",
+            plain(
+                r#"(module (memory (export "memory") 1)
+                (func (export "forge_run") (result i32)
+                    (i32.div_s (i32.const 1) (i32.const 0))))"#,
+            ),
+        ),
+        (
+            "deep recursion",
+            plain(
+                r#"(module (memory (export "memory") 1)
+                (func $f (param i64) (result i64) (call $f (local.get 0)) (i64.const 1) (i64.add))
+                (func (export "forge_run") (result i32)
+                    (i32.wrap_i64 (call $f (i64.const 1)))))"#,
+            ),
+        ),
+        ("fuel", out_of_fuel),
+        (
+            "logs and artifacts",
+            plain(&forge_module(
+                PAGE,
+                "(call $log (i32.const 2) (i32.const 0) (i32.const 5))
+                 (drop (call $artifact (i32.const 0) (i32.const 5) (i32.const 7) (i32.const 10)
+                    (i32.const 0) (i32.const 3)))
+                 (i32.const 3)",
+            )),
+        ),
+        (
+            "random and time",
+            plain(&forge_module(
+                PAGE,
+                "(call $random (i32.const 0) (i32.const 64))
+                 (i64.store (i32.const 64) (call $now_ns))
+                 (drop (call $output (i32.const 0) (i32.const 72)))
+                 (i32.const 0)",
+            )),
+        ),
+        ("large input and output", large_input),
+        ("a tool call without a broker", calling),
+        ("a tool that is not granted", ungranted),
+        ("an untrusted program", untrusted),
+        ("a misuse", plain(&forge_module(PAGE, "(call $wait_any)"))),
+        ("the deadline", too_late),
+    ]
+}
+
+// The base
+
+fn a_guest_from_a_base_answers_as_one_that_booted() {
+    for (name, job) in mixture() {
+        assert_eq!(essence(&Vm::new().run(&job)), essence(&serve(&job)), "{name}");
+    }
+}
+
+fn guests_of_one_base_do_not_see_each_others_writes() {
+    let (one, other) = (Vm::new(), Vm::new());
+    let (before, marker) = (other.ram(), b"written by one guest");
+    for offset in [0x4000, BASE_FILE_BYTES as u64 - 64, BASE_FILE_BYTES as u64 + 64] {
+        one.guest.memory().write_slice(marker, GuestAddress(RAM_START + offset)).unwrap();
+        assert_eq!(one.find(marker), Some(RAM_START + offset));
+        assert_eq!(other.find(marker), None, "at {offset:#x}");
+        assert_eq!(Vm::new().find(marker), None, "at {offset:#x}, of a later guest");
+        one.guest.memory().write_slice(&[0; 20], GuestAddress(RAM_START + offset)).unwrap();
+    }
+    assert!(before == other.ram());
+}
+
+fn the_bases_file_cannot_be_written() {
+    base();
+    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut seen = 0;
+    for entry in fs::read_dir("/proc/self/fd").unwrap() {
+        let path = entry.unwrap().path();
+        if !fs::read_link(&path).is_ok_and(|to| to.to_string_lossy().contains("forge-base")) {
+            continue;
+        }
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let refused = file.write_all_at(b"x", 0).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
+        assert_eq!(file.set_len(0).unwrap_err().kind(), ErrorKind::PermissionDenied);
+        assert_eq!(file.set_len(1 << 30).unwrap_err().kind(), ErrorKind::PermissionDenied);
+        seen += 1;
+    }
+    assert!(seen > 0, "no descriptor of a base was found");
+}
+
+fn guests_of_one_base_given_one_job_are_equal() {
+    for (name, mut job) in mixture() {
+        assert_eq!(essence(&Vm::new().run(&job)), essence(&Vm::new().run(&job)), "{name}");
+        if name == "random and time" {
+            let first = Vm::new().run(&job).output;
+            job.start.seed = [3; 32];
+            assert_ne!(first[..64], Vm::new().run(&job).output[..64]);
+        }
+    }
+}
+
+fn two_bases_of_the_same_keys_are_equal() {
+    let second = make_base();
+    let (mut one, mut other) = (Vm::new(), Vm::of(&second));
+    let (first, second) = (one.ram(), other.ram());
+    assert!(first.iter().any(|byte| *byte != 0));
+    let differs = first.iter().zip(&second).position(|(one, other)| one != other);
+    assert_eq!(differs.map(|at| RAM_START + at as u64), None);
+    // The vCPU too: each is as the other was marked.
+    let standing = one.guest.mark(&one.pages).unwrap();
+    other.prove(&standing).unwrap();
+}
+
+// Reset
+
+fn whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm() {
+    let mixture = mixture();
+    let expected: Vec<_> = mixture.iter().map(|(_, job)| essence(&Vm::new().run(job))).collect();
+    // One VM for all of it.
+    let mut vm = Vm::new();
+    let to = vm.guest.mark(&vm.pages).unwrap();
+    let mut runs = 0;
+    // Each program follows each kind of other at some distance.
+    for step in [1, 3, 5, 7] {
+        for index in 0..mixture.len() {
+            let index = index * step % mixture.len();
+            let (name, job) = &mixture[index];
+            assert_eq!(essence(&vm.run(job)), expected[index], "{name}, run {runs}");
+            let unproven = vm.prove(&to).unwrap_err();
+            assert!(unproven.message.contains("memory at"), "{name}: {}", unproven.message);
+            assert!(vm.reset(&to).unwrap() > 0);
+            vm.prove(&to).unwrap_or_else(|failure| panic!("after {name}: {}", failure.message));
+            runs += 1;
+        }
+    }
+    assert_eq!(runs, 4 * mixture.len());
+}
+
+fn a_prepared_guest_is_put_back_to_where_its_program_is_loaded() {
+    let job = job(
+        signed(&forge_module(
+            r#"(memory (export "memory") 1) (global $runs (mut i32) (i32.const 0))"#,
+            "(global.set $runs (i32.add (global.get $runs) (i32.const 1)))
+             (i32.store (i32.const 60000) (i32.add (i32.load (i32.const 60000)) (i32.const 1)))
+             (drop (call $output (i32.const 0)
+                (call $input_read (i32.const 0) (i32.const 0) (call $input_len))))
+             (i32.add (global.get $runs) (i32.load (i32.const 60000)))",
+        )),
+        limits(),
+    );
+    let mut vm = Vm::new();
+    let order = Prepare { load: job.load.clone(), program: job.program.clone() };
+    vm.guest.prepare(&order, &vm.watchdog).unwrap();
+    let to = vm.guest.mark(&vm.pages).unwrap();
+    vm.prove(&to).unwrap();
+    for input in ["1", "[2, 3]", "\"a longer text\""] {
+        let whole = Job { input: input.into(), ..job.clone() };
+        let Job { start, input, deadline_ns, brokered, .. } = whole.clone();
+        let prepared = PreparedJob { start, input, deadline_ns, brokered };
+        let report = vm.guest.run_prepared(&prepared, None, Instant::now(), &vm.watchdog);
+        assert_eq!(report.output, whole.input);
+        let Fate::Ended(ended) = &report.fate else { panic!("{:?}", report.fate) };
+        let fresh = Vm::new().run(&whole);
+        let Fate::Ended(expected) = &fresh.fate else { panic!("{:?}", fresh.fate) };
+        assert_eq!(
+            (&ended.ending, ended.fuel_used, ended.memory_peak_bytes),
+            (&expected.ending, expected.fuel_used, expected.memory_peak_bytes)
+        );
+        vm.reset(&to).unwrap();
+        vm.prove(&to).unwrap();
+    }
+}
+
+fn a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is() {
+    let mut vm = Vm::new();
+    let to = vm.guest.mark(&vm.pages).unwrap();
+    vm.run(&mixture()[0].1);
+    vm.reset(&to).unwrap();
+    vm.prove(&to).unwrap();
+    let ram_bytes = base().ram_bytes() as u64;
+    let places = [
+        ("the first page", 0x123),
+        ("the window", BASE_FILE_BYTES as u64 / 2),
+        ("the window's last byte", BASE_FILE_BYTES as u64 - 1),
+        ("right behind it", BASE_FILE_BYTES as u64),
+        ("a page no run touched", BASE_FILE_BYTES as u64 + (ram_bytes / 2)),
+        ("the last byte of RAM", ram_bytes - 1),
+    ];
+    for (name, offset) in places {
+        let at = GuestAddress(RAM_START + offset);
+        let was: u8 = vm.guest.memory().read_obj(at).unwrap();
+        vm.guest.memory().write_obj(was ^ 0x40, at).unwrap();
+        let failure = vm.prove(&to).unwrap_err();
+        assert_eq!(failure.kind, VmFailureKind::Internal);
+        let said = format!("memory at {:#x}: {:#04x}, not {was:#04x}", at.0, was ^ 0x40);
+        assert!(failure.message.contains(&said), "{name}: {}", failure.message);
+        // And a reset puts it back, as what a run might have written.
+        vm.reset(&to).unwrap();
+        vm.prove(&to).unwrap_or_else(|failure| panic!("{name}: {}", failure.message));
+    }
+}
+
+fn a_run_that_stopped_halfway_left_registers_that_the_proof_sees() {
+    let (_, job) = mixture().pop().unwrap();
+    let mut vm = Vm::new();
+    let to = vm.guest.mark(&vm.pages).unwrap();
+    assert_eq!(vm.run(&job).fate, Fate::Deadline);
+    let failure = vm.prove(&to).unwrap_err();
+    for part in ["registers: ", "x87 and SSE: ", "memory at "] {
+        assert!(failure.message.contains(part), "{part}: {}", failure.message);
+    }
+    vm.reset(&to).unwrap();
+    vm.prove(&to).unwrap();
+}
+
+fn no_byte_of_a_run_is_in_ram_after_the_reset() {
+    let marker = b"secret-5d1f0c77ab93e248";
+    // Copies its input all over its memory, and prints it, logs it, grows.
+    let mut job = job(
+        signed(&forge_module(
+            r#"(memory (export "memory") 4) (data (i32.const 0) "secret-of-the-program-9931")"#,
+            "(local i32)
+             (loop $more
+                (drop (call $input_read (i32.add (local.get 0) (i32.const 64)) (i32.const 0)
+                    (call $input_len)))
+                (local.set 0 (i32.add (local.get 0) (i32.const 4096)))
+                (br_if $more (i32.lt_u (local.get 0) (i32.const 200000))))
+             (drop (memory.grow (i32.const 4)))
+             (call $log (i32.const 2) (i32.const 65) (call $input_len))
+             (drop (call $output (i32.const 64) (call $input_len)))
+             (i32.const 0)",
+        )),
+        limits(),
+    );
+    job.input = [b"\"", &marker[..], b"\""].concat();
+    let mut vm = Vm::new();
+    let to = vm.guest.mark(&vm.pages).unwrap();
+    let seed = [0xd3, 0x5e, 0xed, 0x17, 0x9a, 0x42, 0x6f, 0x81];
+    job.start.seed[..8].copy_from_slice(&seed);
+    for needle in [&marker[..], b"secret-of-the-program-9931"] {
+        assert_eq!(vm.find(needle), None);
+        let report = vm.run(&job);
+        assert!(report.output.starts_with(&job.input), "{report:?}");
+        assert!(vm.find(needle).is_some(), "the run had it, and the search finds it");
+        vm.reset(&to).unwrap();
+        assert_eq!(vm.find(needle), None);
+        assert_eq!(vm.find(&seed), None);
+    }
+}
+
+fn a_run_that_changed_too_much_is_refused_a_reset() {
+    let mut vm = Vm::new();
+    let to = vm.guest.mark(&vm.pages).unwrap();
+    let report = vm.run(&job(
+        signed(
+            r#"(module (memory (export "memory") 80)
+                (func (export "forge_run") (result i32)
+                    (memory.fill (i32.const 0) (i32.const 1) (i32.const 5242880))
+                    (i32.const 0)))"#,
+        ),
+        limits(),
+    ));
+    assert!(matches!(report.fate, Fate::Ended(_)), "{report:?}");
+    let refused = vm.reset(&to).unwrap_err();
+    let said = format!("a reset puts back at most {RESET_PAGES_MAX}");
+    assert!(refused.message.contains(&said), "{}", refused.message);
+    let pages: usize = refused.message.split(' ').next().unwrap().parse().unwrap();
+    assert!(pages >= 80 * 16, "{}", refused.message);
+}
