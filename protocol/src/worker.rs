@@ -107,6 +107,8 @@ pub enum VmFailureKind {
     Unavailable,
     /// The link to the broker was lost.
     BrokerLost,
+    /// Nobody wants the run any more.
+    Cancelled,
     /// The worker ended without a report.
     WorkerLost,
     /// The worker tried what its jail forbids: somebody else has taken it

@@ -225,6 +225,7 @@ impl Outcome {
             VmFailureKind::Misbehaved => (Status::Internal, "guest_misbehaved"),
             VmFailureKind::Stopped => (Status::Internal, "vm_stopped"),
             VmFailureKind::BrokerLost => (Status::Internal, "broker_lost"),
+            VmFailureKind::Cancelled => (Status::Cancelled, "cancelled"),
             VmFailureKind::WorkerLost => (Status::Internal, "worker_lost"),
             VmFailureKind::WorkerBroke => (Status::Internal, "worker_broke"),
             VmFailureKind::Internal => (Status::Internal, "internal"),

@@ -245,12 +245,13 @@ impl Machine {
         for offset in all {
             let was = find(&from.pages, offset).unwrap_or_else(|| self.base_page(offset));
             let page = self.page(offset)?;
+            if page[..] == *was {
+                continue;
+            }
             if let Some(at) = page.iter().zip(was).position(|(now, was)| now != was) {
                 let address = RAM_START + (offset + at) as u64;
-                found.push(format!(
-                    "memory at {address:#x}: {:#04x}, not {:#04x}",
-                    page[at], was[at]
-                ));
+                let (now, was) = (page[at], was[at]);
+                found.push(format!("memory at {address:#x}: {now:#04x}, not {was:#04x}"));
             }
         }
         Ok(found)

@@ -2,8 +2,8 @@
 //!
 //! A guest that runs in ring 3 can change general registers, segment
 //! selectors, x87 and SSE. The rest (control registers, XCR0, debug
-//! registers, MSRs) takes ring 0, which holds nothing but the trap stub; it
-//! is put back all the same. CR4.OSXSAVE is clear, so there is no AVX state.
+//! registers, MSRs) takes ring 0, which holds nothing but the trap stub.
+//! CR4.OSXSAVE is clear, so there is no AVX state.
 //!
 //! Each KVM call on a vCPU costs some microseconds before it does anything.
 //! So registers, segments and events are left in the page that KVM shares,

@@ -41,7 +41,7 @@ pub enum Lost {
 
 fn lost(error: &io::Error) -> VmFailure {
     let kind = match error.kind() {
-        io::ErrorKind::ConnectionAborted => VmFailureKind::Stopped,
+        io::ErrorKind::ConnectionAborted => VmFailureKind::Cancelled,
         _ => VmFailureKind::WorkerLost,
     };
     VmFailure {

@@ -328,7 +328,7 @@ impl Guest {
         match exit {
             Exit::Stopped(StopReason::Deadline) => Fate::Deadline,
             Exit::Stopped(StopReason::Cancelled) => {
-                failed(VmFailureKind::Stopped, "the run was cancelled".into())
+                failed(VmFailureKind::Cancelled, "the run was cancelled".into())
             }
             Exit::Died(death) => failed(death_kind(&death), death.to_string()),
             Exit::Bus => match verdict {
