@@ -466,6 +466,81 @@ mod tests {
     }
 
     #[test]
+    fn admission_remembers_a_program_and_answers_as_the_first_time() {
+        let key = SignerKey::from_secret(&[1; 32]);
+        let admission = Admission::new(TrustKeys::new([key.trust_key()]).unwrap());
+        let limits = RunLimits::default();
+        let program = key.sign(&wat::parse_str(GOOD).unwrap()).unwrap();
+        let first = admission.admit(&program, &limits).unwrap();
+        let again = admission.admit(&program, &limits).unwrap();
+        assert!(Arc::ptr_eq(&first, &again), "it was looked at again");
+        assert_eq!(*again, admit(&program, &admission.trust, &limits).unwrap());
+    }
+
+    #[test]
+    fn admission_that_remembers_is_not_fooled() {
+        let key = SignerKey::from_secret(&[1; 32]);
+        let trusting = |key: &SignerKey| TrustKeys::new([key.trust_key()]).unwrap();
+        let admission = Admission::new(trusting(&key));
+        let limits = RunLimits::default();
+        let program = key.sign(&wat::parse_str(GOOD).unwrap()).unwrap();
+        admission.admit(&program, &limits).unwrap();
+        // Another byte anywhere: in the header, in the signature, in the code.
+        for at in 0..program.len() {
+            let mut flipped = program.clone();
+            flipped[at] ^= 1;
+            admission.admit(&flipped, &limits).unwrap_err();
+        }
+        // The same code by somebody else, and the same bytes for who trusts
+        // somebody else.
+        let other = SignerKey::from_secret(&[2; 32]);
+        let by_other = other.sign(&wat::parse_str(GOOD).unwrap()).unwrap();
+        let refused = admission.admit(&by_other, &limits).unwrap_err();
+        assert_eq!(refused.kind, RejectKind::Signature);
+        let refused = Admission::new(trusting(&other)).admit(&program, &limits).unwrap_err();
+        assert_eq!(refused.kind, RejectKind::Signature);
+        // A run that may be given less.
+        let program_bytes = program.len() as u32 - 1;
+        let refused = admission
+            .admit(&program, &RunLimits { program_bytes, ..RunLimits::default() })
+            .unwrap_err();
+        assert_eq!(refused.kind, RejectKind::TooLarge);
+        // And what was refused is not remembered as good.
+        let refused = admission.admit(&by_other, &limits).unwrap_err();
+        assert_eq!(refused.kind, RejectKind::Signature);
+        admission.admit(&program, &limits).unwrap();
+    }
+
+    #[test]
+    fn admission_remembers_so_many_programs_and_no_large_ones() {
+        let key = SignerKey::from_secret(&[1; 32]);
+        let admission = Admission::new(TrustKeys::new([key.trust_key()]).unwrap());
+        let limits = RunLimits::default();
+        let program = |number: usize, padding: usize| {
+            let text = format!(
+                "(module (memory (export \"memory\") 1) (data (i32.const 0) \"{}\")
+                    (func (export \"forge_run\") (result i32) i32.const {number}))",
+                "x".repeat(padding)
+            );
+            key.sign(&wat::parse_str(text).unwrap()).unwrap()
+        };
+        let large = program(0, KNOWN_BYTES_MAX);
+        let first = admission.admit(&large, &limits).unwrap();
+        assert!(!Arc::ptr_eq(&first, &admission.admit(&large, &limits).unwrap()));
+        assert_eq!(admission.known.lock().unwrap().len(), 0);
+
+        let used = admission.admit(&program(0, 0), &limits).unwrap();
+        let unused = admission.admit(&program(1, 0), &limits).unwrap();
+        for number in 2..=KNOWN_MAX {
+            admission.admit(&program(number, 0), &limits).unwrap();
+            assert!(Arc::ptr_eq(&used, &admission.admit(&program(0, 0), &limits).unwrap()));
+        }
+        assert_eq!(admission.known.lock().unwrap().len(), KNOWN_MAX);
+        // The one used longest ago went.
+        assert!(!Arc::ptr_eq(&unused, &admission.admit(&program(1, 0), &limits).unwrap()));
+    }
+
+    #[test]
     fn names_cannot_forge_the_terminal() {
         assert_eq!(shown("a\x1b[2Jb"), "a\\u{1b}[2Jb");
         assert_eq!(shown("a\u{202e}b"), "a\\u{202e}b");

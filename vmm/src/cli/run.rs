@@ -111,19 +111,30 @@ fn program_and_trust(args: &RunArgs) -> Result<(Vec<u8>, TrustKeys), CliError> {
     Ok((signed, trust))
 }
 
-/// The output to standard output; how it ended, if badly, to standard error.
 fn print(report: &RunReport) -> Result<(), CliError> {
+    let logs = report.log.iter().map(|log| (u64::from(log.level), log.text.as_str()));
+    show(&decoded_output(report), logs, report.status, &report.reason)
+}
+
+/// The output to standard output; what the program logged, and how it ended,
+/// if badly, to standard error.
+pub(super) fn show<'a>(
+    output: &[u8],
+    logs: impl Iterator<Item = (u64, &'a str)>,
+    status: Status,
+    reason: &str,
+) -> Result<(), CliError> {
     let mut out = io::stdout().lock();
-    out.write_all(&decoded_output(report))?;
+    out.write_all(output)?;
     out.flush()?;
-    for log in &report.log {
-        let level = ["error", "warn", "info", "debug", "trace"];
-        let level = level.get(usize::from(log.level)).unwrap_or(&"log");
-        let _ =
-            writeln!(io::stderr(), "[{level}] {}", forge_vmm::admission::shown_whole(&log.text));
+    for (level, text) in logs {
+        let levels = ["error", "warn", "info", "debug", "trace"];
+        let level = usize::try_from(level).ok().and_then(|level| levels.get(level));
+        let (level, text) = (level.unwrap_or(&"log"), forge_vmm::admission::shown_whole(text));
+        let _ = writeln!(io::stderr(), "[{level}] {text}");
     }
-    if report.status != Status::Ok {
-        complain(&format!("{}: {}", status_word(report.status), report.reason));
+    if status != Status::Ok {
+        complain(&format!("{}: {reason}", status_word(status)));
     }
     Ok(())
 }

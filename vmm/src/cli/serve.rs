@@ -16,7 +16,7 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::{ReuseArg, RunArgs, ServeArgs};
 use super::config::{self, GrantKey};
-use super::{CliError, Exit, complain, print_json};
+use super::{CliError, Exit, print_json};
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
@@ -69,10 +69,12 @@ pub(crate) fn submit(args: &RunArgs, submit: &Submit) -> Result<ExitCode, CliErr
             }
             _ => text.into(),
         };
-        io::stdout().lock().write_all(&output)?;
-        if status != Status::Ok {
-            complain(&report["reason"].as_str().unwrap_or_default());
-        }
+        let logs = report["log"].as_array().into_iter().flatten();
+        let logs = logs.map(|log| {
+            (log["level"].as_u64().unwrap_or(u64::MAX), log["text"].as_str().unwrap_or_default())
+        });
+        let reason = report["reason"].as_str().unwrap_or_default();
+        super::run::show(&output, logs, status, reason)?;
     }
     Ok(ExitCode::from(status.exit_code()))
 }

@@ -190,3 +190,138 @@ impl Shelves {
         self.standing.pop()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::net::UnixStream;
+
+    use forge_protocol::guest::Load;
+
+    use super::*;
+
+    /// A worker without a process: shelves ask a worker nothing.
+    fn worker() -> Worker {
+        let (socket, _) = UnixStream::pair().unwrap();
+        Worker::new(socket, File::open("/dev/null").unwrap().into())
+    }
+
+    fn shelves(ready_min: usize, ready_max: usize, reuse: Reuse) -> Shelves {
+        Shelves::new(PoolOptions { ready_min, ready_max, reuse, ..PoolOptions::default() })
+    }
+
+    const RESET: Reuse = Reuse::Reset { prove_one_in: 0 };
+
+    fn key(tenant: &str) -> Key {
+        Key { tenant: tenant.into(), ram_bytes: 1 << 20, program: None }
+    }
+
+    fn prepared(number: u8) -> (Key, Prepare) {
+        let limits = RunLimits::default();
+        let program = ProgramKey { digest: [number; 32], signer: [0; 32], limits: limits.clone() };
+        let load = Load { limits, announce: false };
+        let order = Prepare { load, program: vec![number] };
+        (Key { program: Some(program), ..key("a") }, order)
+    }
+
+    /// Makes what is missing; how many that were.
+    fn fill(shelves: &mut Shelves) -> usize {
+        let mut made = 0;
+        while let Some(missing) = shelves.missing() {
+            shelves.add(missing, worker());
+            made += 1;
+            assert!(made < 1000, "there is never enough");
+        }
+        made
+    }
+
+    #[test]
+    fn so_many_stand_ready_as_are_configured() {
+        assert_eq!(fill(&mut shelves(0, 8, Reuse::Fresh)), 0);
+        assert_eq!(fill(&mut shelves(3, 8, Reuse::Fresh)), 3);
+        assert_eq!(fill(&mut shelves(9, 4, Reuse::Fresh)), 4, "no more than may");
+    }
+
+    #[test]
+    fn cold_starts_double_the_target_up_to_the_maximum() {
+        let mut shelves = shelves(0, 6, Reuse::Fresh);
+        for target in [1, 2, 4, 6, 6] {
+            while shelves.take(&key("a"), true).is_some() {}
+            assert_eq!(fill(&mut shelves), target);
+        }
+        // Who needs another size of RAM, or a program, misses no usual one.
+        assert!(shelves.take(&key("a"), false).is_none());
+        assert!(shelves.take(&prepared(1).0, true).is_none());
+        assert_eq!(fill(&mut shelves), 0);
+    }
+
+    #[test]
+    fn what_nobody_misses_goes_one_at_a_time_down_to_the_minimum() {
+        let mut shelves = shelves(1, 4, Reuse::Fresh);
+        let now = Instant::now();
+        fill(&mut shelves);
+        assert!(shelves.let_go(now + SHRINK_AFTER).is_none(), "nothing was ever missed");
+        while shelves.target < 4 {
+            shelves.take(&key("a"), true);
+        }
+        fill(&mut shelves);
+        assert!(shelves.let_go(Instant::now()).is_none(), "it was missed just now");
+        let mut then = Instant::now();
+        for left in [3, 2, 1] {
+            then += SHRINK_AFTER;
+            assert!(shelves.let_go(then).is_some());
+            assert!(shelves.let_go(then).is_none());
+            assert_eq!(shelves.standing.len(), left);
+            assert_eq!(fill(&mut shelves), 0);
+        }
+        assert!(shelves.let_go(then + 10 * SHRINK_AFTER).is_none());
+    }
+
+    #[test]
+    fn a_tenants_vm_is_its_own_and_the_longest_unused_is_evicted() {
+        let mut shelves = shelves(0, 2, RESET);
+        assert!(shelves.give_back(&key("a"), worker()).is_none());
+        assert!(shelves.give_back(&key("b"), worker()).is_none());
+        assert!(shelves.take(&key("c"), true).is_none());
+        assert!(shelves.give_back(&key("c"), worker()).is_some(), "two are kept");
+        assert!(shelves.take(&key("a"), true).is_none(), "that of a went");
+        assert!(shelves.take(&Key { ram_bytes: 2 << 20, ..key("b") }, false).is_none());
+        assert!(shelves.take(&key("b"), true).is_some());
+        assert!(shelves.take(&key("b"), true).is_none(), "there was one");
+        assert!(shelves.take(&key("c"), true).is_some());
+    }
+
+    #[test]
+    fn programs_are_kept_prepared_until_others_are_used_more() {
+        let mut shelves = shelves(2, 4, Reuse::Fresh);
+        fill(&mut shelves);
+        let numbers = 0..PROGRAMS_MAX as u8;
+        for number in numbers.clone() {
+            let (key, order) = prepared(number);
+            shelves.keep_prepared(&key, order);
+            assert_eq!(fill(&mut shelves), 2);
+        }
+        // 0 is used again; so the next one takes the place of 1.
+        assert!(shelves.take(&prepared(0).0, true).is_some());
+        let (key, order) = prepared(100);
+        shelves.keep_prepared(&key, order);
+        fill(&mut shelves);
+        assert!(shelves.take(&prepared(1).0, true).is_none());
+        for number in numbers.filter(|number| *number != 1).chain([100]) {
+            assert!(shelves.take(&prepared(number).0, true).is_some(), "{number}");
+        }
+    }
+
+    #[test]
+    fn a_program_that_cannot_be_prepared_is_not_tried_again() {
+        let mut shelves = shelves(0, 4, Reuse::Fresh);
+        let (key, order) = prepared(1);
+        shelves.keep_prepared(&key, order.clone());
+        let missing = shelves.missing().unwrap();
+        shelves.give_up(&missing);
+        assert!(shelves.missing().is_none());
+        // Until somebody asks for it.
+        shelves.keep_prepared(&key, order);
+        assert!(shelves.missing().is_some());
+    }
+}

@@ -1,0 +1,494 @@
+//! `forge-vmm serve` as it is started, and its clients: good ones, ones that
+//! leave, and strangers.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+#[path = "support/processes.rs"]
+mod processes;
+
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Output, Stdio};
+use std::sync::Once;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use forge_protocol::broker::Authority;
+use forge_protocol::codec;
+use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
+use forge_protocol::handshake::{Hello, Refusal, Role};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::service::Submit;
+use forge_vmm::link::{Link, Patience};
+use forge_vmm::service::Client;
+use processes::Process;
+use serde_json::Value;
+use support::{forge_module, signed, signer};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            a_clients_run_answers_as_the_command_does,
+            the_command_prints_and_exits_the_same_with_a_service,
+            several_clients_are_served_at_once,
+            one_connection_carries_many_runs,
+            a_client_that_leaves_takes_its_run_with_it,
+            strangers_do_no_harm,
+            the_service_is_gone_with_all_it_started_however_it_ends,
+        ],
+        claims![
+            the_socket_is_the_operators_and_no_second_service_takes_it,
+            a_stale_socket_is_replaced_and_anything_else_is_not,
+        ],
+    )
+}
+
+// Services
+
+const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
+
+/// Has the toolbroker built, which a service starts, if cargo is at hand.
+fn have_broker() {
+    static BUILT: Once = Once::new();
+    let folder = Path::new(FORGE).parent().unwrap();
+    BUILT.call_once(|| {
+        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+        let mut build = Command::new(cargo);
+        build
+            .args(["build", "--quiet", "-p", "forge-toolbroker"])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        match build.status() {
+            Ok(status) => assert!(status.success(), "the toolbroker does not build"),
+            // A machine without cargo: it was brought along.
+            Err(_) => assert!(folder.join("forge-toolbroker").is_file(), "no toolbroker"),
+        }
+    });
+}
+
+/// A folder with keys, gone after the test.
+struct Desk(PathBuf);
+
+impl Desk {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        have_broker();
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("forge-service-{}-{number}", std::process::id());
+        let desk = Self(std::env::temp_dir().join(name));
+        fs::create_dir_all(&desk.0).unwrap();
+        fs::write(desk.path("signer.pub"), signer().trust_key().to_pem()).unwrap();
+        desk
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.path("socket")
+    }
+
+    fn forge(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(FORGE);
+        command.current_dir(&self.0).args(arguments).stdin(Stdio::null());
+        command
+    }
+
+    fn start(&self, more: &[&str]) -> Child {
+        self.forge(&["serve", "--socket", "socket", "--trust", "signer.pub", "--state", "state"])
+            .args(more)
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+
+    fn serve(&self, more: &[&str]) -> Service {
+        let mut service = Service { child: self.start(more), socket: self.socket() };
+        eventually("the service listens", || {
+            let ended = service.child.try_wait().unwrap();
+            assert!(ended.is_none(), "the service ended: {ended:?}");
+            Client::connect(&service.socket).is_ok()
+        });
+        service
+    }
+
+    fn run(&self, program: &str, more: &[&str]) -> Output {
+        let all = ["run", "--trust", "signer.pub", "--timeout", "30s"];
+        self.forge(&all).args(more).arg(program).output().unwrap()
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+struct Service {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Service {
+    fn client(&self) -> Client {
+        Client::connect(&self.socket).unwrap()
+    }
+
+    /// Everything it has started, and what that has.
+    fn descendants(&self) -> Vec<i32> {
+        let all = Process::all();
+        let mut found = vec![self.child.id() as i32];
+        let mut at = 0;
+        while at < found.len() {
+            let parent = found[at];
+            found.extend(all.iter().filter(|it| it.parent == parent).map(|it| it.pid));
+            at += 1;
+        }
+        found.split_off(1)
+    }
+
+    /// By the name that each gives itself.
+    fn workers(&self) -> Vec<i32> {
+        let name = |pid| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        self.descendants().into_iter().filter(|pid| name(*pid).trim() == "forge-worker").collect()
+    }
+
+    fn serves(&self) {
+        let report = run(&mut self.client(), &submit(ECHO, "[7]"));
+        assert_eq!((&report["status"], &report["output"]), (&"ok".into(), &"[7]".into()));
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < until, "it never came about that {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn is_gone(pid: i32) -> bool {
+    Process::of(pid).is_none_or(|it| it.zombie)
+}
+
+// Runs
+
+const ECHO: &str = "(drop (call $output (i32.const 0)
+        (call $input_read (i32.const 0) (i32.const 0) (call $input_len))))
+    (call $log (i32.const 2) (i32.const 0) (i32.const 2))
+    (i32.const 0)";
+const TRAP: &str = "(i32.div_s (i32.const 1) (i32.const 0))";
+const ENDLESS: &str = "(loop (br 0)) (unreachable)";
+
+fn program(body: &str) -> Vec<u8> {
+    signed(&forge_module(r#"(memory (export "memory") 1)"#, body))
+}
+
+fn submit(body: &str, input: &str) -> Submit {
+    Submit {
+        program: program(body),
+        input: input.into(),
+        principal: "local".into(),
+        authority: Authority::Tools(Vec::new()),
+        limits: RunLimits { wall_ms: 30_000, ..RunLimits::default() },
+        prepare: false,
+    }
+}
+
+/// A run that ends by its deadline only, and that is far away.
+fn endless() -> Submit {
+    let maxima = RunLimits::operator_maxima();
+    let limits = RunLimits { fuel: maxima.fuel, wall_ms: maxima.wall_ms, ..RunLimits::default() };
+    Submit { limits, ..submit(ENDLESS, "{}") }
+}
+
+fn run(client: &mut Client, submit: &Submit) -> Value {
+    serde_json::from_slice(&client.run(submit).unwrap().report).unwrap()
+}
+
+/// A report without what differs from run to run.
+fn essence(mut report: Value) -> Value {
+    let fields = report.as_object_mut().unwrap();
+    for name in ["run_id", "timing_us"] {
+        assert!(fields.remove(name).is_some(), "a report has {name}");
+    }
+    report
+}
+
+fn a_clients_run_answers_as_the_command_does() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    for (name, body) in [("echo", ECHO), ("trap", TRAP)] {
+        fs::write(desk.path(name), program(body)).unwrap();
+        let alone = desk.run(name, &["--json", "--input", "[1, 2]"]);
+        let alone = essence(serde_json::from_slice(&alone.stdout).unwrap());
+        for prepare in [false, true, true] {
+            let submit = Submit { prepare, ..submit(body, "[1, 2]") };
+            assert_eq!(essence(run(&mut service.client(), &submit)), alone, "{name}");
+        }
+    }
+}
+
+fn the_command_prints_and_exits_the_same_with_a_service() {
+    let desk = Desk::new();
+    let _service = desk.serve(&[]);
+    let mut flipped = program(ECHO);
+    *flipped.last_mut().unwrap() ^= 1;
+    let cases = [
+        ("ok", program(ECHO), 0),
+        ("trap", program(TRAP), 1),
+        ("rejected", flipped, 3),
+        ("binary", program(&ECHO.replace("(i32.const 0)))", "(i32.const 0)) (i32.const 9))")), 0),
+    ];
+    for (name, program, code) in cases {
+        fs::write(desk.path(name), program).unwrap();
+        let alone = desk.run(name, &["--input", "\"x\""]);
+        assert_eq!(alone.status.code(), Some(code), "{name}: {alone:?}");
+        for more in [&["--service", "socket"][..], &["--service", "socket", "--prepare"]] {
+            let served = desk.run(name, &[more, &["--input", "\"x\""]].concat());
+            assert_eq!(served.status, alone.status, "{name}");
+            assert_eq!(served.stdout, alone.stdout, "{name}");
+            assert_eq!(served.stderr, alone.stderr, "{name}");
+        }
+    }
+}
+
+fn several_clients_are_served_at_once() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "2", "--ready-max", "4"]);
+    // One that never ends stands in nobody's way.
+    let waiting = leaving_client(&service, &endless());
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let service = &service;
+            scope.spawn(move || {
+                let mut client = service.client();
+                for turn in 0..5 {
+                    let input = format!("[{thread}, {turn}]");
+                    let report = run(&mut client, &submit(ECHO, &input));
+                    assert_eq!(report["output"], input.as_str(), "{report:#}");
+                }
+            });
+        }
+    });
+    drop(waiting);
+}
+
+fn one_connection_carries_many_runs() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--reuse", "reset", "--prove-one-in", "1"]);
+    let mut client = service.client();
+    for turn in 0..20 {
+        let input = format!("[{turn}]");
+        let submit = Submit { principal: "somebody".into(), ..submit(ECHO, &input) };
+        let report = run(&mut client, &submit);
+        assert_eq!(report["output"], input.as_str(), "{report:#}");
+        assert_eq!(report["vm"], if turn == 0 { "fresh" } else { "reset" }, "{report:#}");
+    }
+}
+
+// Clients that leave, and strangers
+
+fn send<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) {
+    let mut bytes = Vec::new();
+    frame::write_message(kind, message, &mut bytes);
+    link.send(&bytes, None, Patience::default()).unwrap();
+}
+
+/// A connection that has heard the service's hello.
+fn stranger(service: &Service) -> Link {
+    let mut link = Link::new(UnixStream::connect(&service.socket).unwrap());
+    let frame = link.receive(|kind| kind == Kind::Hello, Patience::default()).unwrap();
+    let hello: Hello = codec::decode(&frame.payload).unwrap();
+    assert_eq!(hello, Hello::ours(Role::Supervisor));
+    link
+}
+
+/// A client that waits for no answer.
+fn leaving_client(service: &Service, submit: &Submit) -> Link {
+    let mut link = stranger(service);
+    send(&mut link, Kind::Hello, &Hello::ours(Role::Client));
+    send(&mut link, Kind::Submit, submit);
+    link
+}
+
+fn a_client_that_leaves_takes_its_run_with_it() {
+    let desk = Desk::new();
+    for prepare in [false, true] {
+        // No worker but those that run.
+        let more: &[&str] =
+            if prepare { &["--reuse", "reset"] } else { &["--ready", "0", "--ready-max", "0"] };
+        let service = desk.serve(more);
+        service.serves();
+        let others = if prepare { 3 } else { 0 };
+        eventually("no run goes on", || service.workers().len() == others);
+        let before = service.workers();
+        let client = leaving_client(&service, &Submit { prepare, ..endless() });
+        let mut its = Vec::new();
+        eventually("its run is carried out", || {
+            its = service.workers().into_iter().filter(|pid| is_busy(*pid)).collect();
+            !its.is_empty()
+        });
+        drop(client);
+        for pid in its {
+            eventually("its worker is gone", || is_gone(pid));
+        }
+        if !prepare {
+            assert_eq!(service.workers(), before);
+        }
+        service.serves();
+    }
+}
+
+/// Whether it does something: its CPU time goes on.
+fn is_busy(pid: i32) -> bool {
+    let ticks = || {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let fields: Vec<i64> =
+            stat.rsplit(')').next()?.split(' ').filter_map(|it| it.parse().ok()).collect();
+        // User and system time, counted without the letter of the state.
+        Some(fields.get(10)? + fields.get(11)?)
+    };
+    let before = ticks();
+    std::thread::sleep(Duration::from_millis(60));
+    before.is_some() && ticks() > before
+}
+
+/// Whether the service has closed this connection; waits for it.
+fn is_closed(mut socket: &UnixStream) -> bool {
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let mut rest = Vec::new();
+    match socket.read_to_end(&mut rest) {
+        Ok(_) => true,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+fn strangers_do_no_harm() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    // One that says nothing, for as long as all of this takes.
+    let silent = UnixStream::connect(&service.socket).unwrap();
+
+    let mut http = UnixStream::connect(&service.socket).unwrap();
+    http.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+    assert!(is_closed(&http));
+    let mut zeros = UnixStream::connect(&service.socket).unwrap();
+    let _ = zeros.write_all(&[0; 100_000]);
+    assert!(is_closed(&zeros));
+
+    // A hello of another version, of another role, of nobody.
+    let ours = Hello::ours(Role::Client);
+    let later = Hello { version_min: 900, version_max: 901, ..ours };
+    for hello in [later, Hello::ours(Role::Broker), Hello { magic: *b"none", ..ours }] {
+        let mut link = stranger(&service);
+        send(&mut link, Kind::Hello, &hello);
+        let frame = link.receive(|kind| kind == Kind::Refuse, Patience::default()).unwrap();
+        let Refusal(theirs) = codec::decode(&frame.payload).unwrap();
+        assert_eq!(theirs, Hello::ours(Role::Supervisor));
+        assert!(is_closed(link.socket()), "{hello:?}");
+    }
+
+    // After a good hello: what is no submission, one too large to be true, one
+    // that breaks off.
+    let mut nonsense = vec![0; HEADER_BYTES];
+    nonsense.extend_from_slice(&[0xff; 64]);
+    let header = Header { kind: Kind::Submit, payload_bytes: 64 };
+    nonsense[..HEADER_BYTES].copy_from_slice(&header.to_bytes());
+    let mut wrong_kind = Vec::new();
+    frame::write_message(Kind::Hello, &ours, &mut wrong_kind);
+    let huge = Header { kind: Kind::Submit, payload_bytes: u32::MAX }.to_bytes().to_vec();
+    for bytes in [nonsense, wrong_kind, huge] {
+        let mut link = stranger(&service);
+        send(&mut link, Kind::Hello, &ours);
+        link.send(&bytes, None, Patience::default()).unwrap();
+        assert!(is_closed(link.socket()), "{bytes:?}");
+    }
+    let mut half = Vec::new();
+    frame::write_message(Kind::Submit, &submit(ECHO, "1"), &mut half);
+    let mut link = stranger(&service);
+    send(&mut link, Kind::Hello, &ours);
+    link.send(&half[..half.len() / 2], None, Patience::default()).unwrap();
+    drop(link);
+
+    service.serves();
+    drop(silent);
+    service.serves();
+}
+
+// The socket
+
+fn the_socket_is_the_operators_and_no_second_service_takes_it() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let socket = fs::symlink_metadata(desk.socket()).unwrap();
+    assert!(socket.file_type().is_socket());
+    assert_eq!(socket.permissions().mode() & 0o7777, 0o600);
+    let second = desk.start(&["--ready", "0"]).wait_with_output().unwrap();
+    assert!(!second.status.success());
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(said.contains("socket") && said.contains("in use"), "{said}");
+    // The first goes on at the same socket.
+    drop(service.client());
+}
+
+fn a_stale_socket_is_replaced_and_anything_else_is_not() {
+    let desk = Desk::new();
+    drop(UnixListener::bind(desk.socket()).unwrap());
+    assert!(UnixStream::connect(desk.socket()).is_err(), "nobody listens there");
+    let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    assert_eq!(fs::metadata(desk.socket()).unwrap().permissions().mode() & 0o777, 0o600);
+    // One that is killed leaves one too.
+    service.child.kill().unwrap();
+    service.child.wait().unwrap();
+    assert!(desk.socket().exists());
+    drop(desk.serve(&["--ready", "0", "--ready-max", "0"]));
+
+    fs::remove_file(desk.socket()).unwrap();
+    fs::write(desk.socket(), "somebody's notes").unwrap();
+    let refused = desk.start(&["--ready", "0"]).wait_with_output().unwrap();
+    assert!(!refused.status.success());
+    assert_eq!(fs::read(desk.socket()).unwrap(), b"somebody's notes");
+}
+
+// Its end
+
+fn the_service_is_gone_with_all_it_started_however_it_ends() {
+    let desk = Desk::new();
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
+        let mut service = desk.serve(&["--ready", "2"]);
+        service.serves();
+        let client = leaving_client(&service, &endless());
+        eventually("workers wait, and one runs", || {
+            let workers = service.workers();
+            workers.len() >= 3 && workers.into_iter().any(is_busy)
+        });
+        let all = service.descendants();
+        // Two that wait, one that runs, their zygote, the toolbroker.
+        assert!(all.len() >= 5, "{all:?}");
+        // SAFETY: a plain system call; the process is a child of ours.
+        assert_eq!(unsafe { libc::kill(service.child.id() as i32, signal) }, 0);
+        service.child.wait().unwrap();
+        for pid in all {
+            eventually("all it started is gone", || is_gone(pid));
+        }
+        drop(client);
+    }
+}
