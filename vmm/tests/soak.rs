@@ -60,7 +60,8 @@ impl Stock {
             let children = Process::children_of(me.pid);
             let theirs = Process::children_of(zygote.pid);
             let zombies = children.iter().chain(&theirs).any(|it| it.zombie);
-            if theirs.len() == workers && !zombies {
+            // One that is still being made holds what it has yet to close.
+            if theirs.len() == workers && !zombies && supervisor.pool().is_full() {
                 return Self {
                     descriptors: me.descriptors(),
                     threads: me.threads,
