@@ -62,9 +62,9 @@ fn many_vms_wait_in_a_tool_call_at_once() {
     let pool = Pool::new(executable, &trust, PoolOptions::default()).unwrap();
     let mut job = job(
         signed(&forge_module(
-            r#"(import "tool" "test.echo" (func $call (param i32 i32) (result i32)))
+            r#"(import "tool" "test.echo" (func $ask (param i32 i32) (result i32)))
                (memory (export "memory") 1) (data (i32.const 0) "{}")"#,
-            "(drop (call $call (i32.const 0) (i32.const 2)))
+            "(drop (call $ask (i32.const 0) (i32.const 2)))
              (drop (call $output (i32.const 64)
                 (call $resp_read (i32.const 64) (i32.const 0) (i32.const 1000))))
              (i32.const 0)",
