@@ -184,6 +184,10 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+fn patience() -> Patience<'static> {
+    Patience::until(Instant::now() + Duration::from_secs(60))
+}
+
 fn is_gone(pid: i32) -> bool {
     Process::of(pid).is_none_or(|it| it.zombie)
 }
@@ -309,13 +313,13 @@ fn one_connection_carries_many_runs() {
 fn send<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) {
     let mut bytes = Vec::new();
     frame::write_message(kind, message, &mut bytes);
-    link.send(&bytes, None, Patience::default()).unwrap();
+    link.send(&bytes, None, patience()).unwrap();
 }
 
 /// A connection that has heard the service's hello.
 fn stranger(service: &Service) -> Link {
     let mut link = Link::new(UnixStream::connect(&service.socket).unwrap());
-    let frame = link.receive(|kind| kind == Kind::Hello, Patience::default()).unwrap();
+    let frame = link.receive(|kind| kind == Kind::Hello, patience()).unwrap();
     let hello: Hello = codec::decode(&frame.payload).unwrap();
     assert_eq!(hello, Hello::ours(Role::Supervisor));
     link
@@ -400,7 +404,7 @@ fn strangers_do_no_harm() {
     for hello in [later, Hello::ours(Role::Broker), Hello { magic: *b"none", ..ours }] {
         let mut link = stranger(&service);
         send(&mut link, Kind::Hello, &hello);
-        let frame = link.receive(|kind| kind == Kind::Refuse, Patience::default()).unwrap();
+        let frame = link.receive(|kind| kind == Kind::Refuse, patience()).unwrap();
         let Refusal(theirs) = codec::decode(&frame.payload).unwrap();
         assert_eq!(theirs, Hello::ours(Role::Supervisor));
         assert!(is_closed(link.socket()), "{hello:?}");
@@ -418,14 +422,14 @@ fn strangers_do_no_harm() {
     for bytes in [nonsense, wrong_kind, huge] {
         let mut link = stranger(&service);
         send(&mut link, Kind::Hello, &ours);
-        link.send(&bytes, None, Patience::default()).unwrap();
+        link.send(&bytes, None, patience()).unwrap();
         assert!(is_closed(link.socket()), "{bytes:?}");
     }
     let mut half = Vec::new();
     frame::write_message(Kind::Submit, &submit(ECHO, "1"), &mut half);
     let mut link = stranger(&service);
     send(&mut link, Kind::Hello, &ours);
-    link.send(&half[..half.len() / 2], None, Patience::default()).unwrap();
+    link.send(&half[..half.len() / 2], None, patience()).unwrap();
     drop(link);
 
     service.serves();
