@@ -140,13 +140,23 @@ pub const WORKER: &[Rule] = &[
         ior::<kvm::kvm_regs>(K, 0x81),
         "a crash record; a snapshot; proof of a reset",
     ),
-    ioctl("ioctl KVM_SET_REGS", iow::<kvm::kvm_regs>(K, 0x82), "resets a guest"),
+    ioctl(
+        "ioctl KVM_SET_REGS",
+        iow::<kvm::kvm_regs>(K, 0x82),
+        "resets a guest, without KVM_CAP_SYNC_REGS",
+    )
+    .elsewhere(),
     ioctl(
         "ioctl KVM_GET_SREGS",
         ior::<kvm::kvm_sregs>(K, 0x83),
         "a crash record; a snapshot; proof of a reset",
     ),
-    ioctl("ioctl KVM_SET_SREGS", iow::<kvm::kvm_sregs>(K, 0x84), "resets a guest"),
+    ioctl(
+        "ioctl KVM_SET_SREGS",
+        iow::<kvm::kvm_sregs>(K, 0x84),
+        "resets a guest, without KVM_CAP_SYNC_REGS",
+    )
+    .elsewhere(),
     ioctl("ioctl KVM_GET_FPU", ior::<kvm::kvm_fpu>(K, 0x8C), "a snapshot; proof of a reset"),
     ioctl("ioctl KVM_SET_FPU", iow::<kvm::kvm_fpu>(K, 0x8D), "resets a guest"),
     ioctl("ioctl KVM_GET_XCRS", ior::<kvm::kvm_xcrs>(K, 0xA6), "a snapshot"),
