@@ -37,6 +37,7 @@ use support::{forge_module, job, signed, signer};
 fn main() -> ExitCode {
     support::main(
         claims![
+            an_executable_for_its_owner_alone_makes_workers_too,
             an_empty_pool_is_a_cold_start_and_no_error,
             a_killed_zygote_is_replaced_and_runs_go_on,
             workers_killed_while_they_stand_ready_cost_no_run,
@@ -227,6 +228,20 @@ fn an_empty_pool_is_a_cold_start_and_no_error() {
             assert_eq!((done.report.output.as_slice(), done.vm), (&b"{}"[..], Vm::Fresh));
         }
     }
+}
+
+fn an_executable_for_its_owner_alone_makes_workers_too() {
+    use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+    let folder = std::env::temp_dir().join(format!("forge-pool-{}", std::process::id()));
+    std::fs::DirBuilder::new().mode(0o700).create(&folder).unwrap();
+    let executable = folder.join("forge-vmm");
+    std::fs::copy(env!("CARGO_BIN_EXE_forge-vmm"), &executable).unwrap();
+    for mode in [0o700, 0o755] {
+        std::fs::set_permissions(&executable, std::fs::Permissions::from_mode(mode)).unwrap();
+        let pool = Pool::new(executable.clone(), &trust(), PoolOptions::default()).unwrap();
+        assert_eq!(run(&pool, "somebody", &echo()).report.output, b"{}", "mode {mode:o}");
+    }
+    std::fs::remove_dir_all(folder).unwrap();
 }
 
 fn the_pool_grows_after_cold_starts_up_to_its_maximum() {

@@ -142,7 +142,7 @@ fn find(pages: &[Page], offset: usize) -> Option<&[u8]> {
 }
 
 /// A file that lives in memory.
-fn memory_file(name: &std::ffi::CStr, bytes: usize) -> io::Result<File> {
+pub(crate) fn memory_file(name: &std::ffi::CStr, bytes: usize) -> io::Result<File> {
     // SAFETY: the name is a C string.
     let fd =
         unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
@@ -156,7 +156,7 @@ fn memory_file(name: &std::ffi::CStr, bytes: usize) -> io::Result<File> {
 }
 
 /// From here on nobody can change the file, whoever holds it.
-fn seal(file: &File) -> io::Result<()> {
+pub(crate) fn seal(file: &File) -> io::Result<()> {
     let seals = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: a plain system call on a descriptor of ours.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {

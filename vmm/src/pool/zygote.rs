@@ -3,7 +3,8 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -19,10 +20,27 @@ use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned}
 use crate::link::{Link, Patience};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
+use crate::machine::snapshot::{memory_file, seal};
 use crate::worker::zygote::{COMMAND, KVM_DESCRIPTOR};
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// An executable, open, as somebody may execute it who is nobody to the host.
+/// One that only its owner may execute (a build under a strict umask) is
+/// copied to memory and sealed there.
+fn executable_by_anybody(path: &Path) -> io::Result<File> {
+    const OTHERS_EXECUTE: u32 = 0o001;
+    let mut file = File::open(path)?;
+    if file.metadata()?.mode() & OTHERS_EXECUTE != 0 {
+        return Ok(file);
+    }
+    let mut copy = memory_file(c"forge-vmm", 0)?;
+    io::copy(&mut file, &mut copy)?;
+    seal(&copy)?;
+    // What is open for writing anywhere cannot be executed.
+    File::open(format!("/proc/self/fd/{}", copy.as_raw_fd()))
+}
 
 /// A zygote process and the socket to it.
 #[derive(Debug)]
@@ -76,7 +94,9 @@ impl Zygote {
         let group = limits.map(Group::for_zygote).transpose();
         let group = group.map_err(|error| failed(io::Error::other(error)))?;
         let place = Place::best();
-        let process = jail::spawn(executable, &arguments, descriptors, place)
+        let executable = executable_by_anybody(executable).map_err(failed)?;
+        let path = format!("/proc/self/fd/{}", executable.as_raw_fd());
+        let process = jail::spawn(Path::new(&path), &arguments, descriptors, place)
             .map_err(|error| failed(io::Error::other(error)))?;
         let hardening = Hardening {
             // It would not have been started otherwise, nor become ready.

@@ -99,6 +99,9 @@ pub fn serve(filters: Filters) -> io::Result<()> {
     // SAFETY: the supervisor put a socket there, and nothing else uses it.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) });
     let mut link = Link::new(socket);
+    // For whoever lists processes.
+    // SAFETY: a C string of at most 15 bytes.
+    unsafe { libc::prctl(libc::PR_SET_NAME, c"forge-zygote".as_ptr()) };
     // Children are not waited for: their process descriptors are with the
     // supervisor, which sees them end.
     // SAFETY: changes what becomes of ended children, of whom there are none.
