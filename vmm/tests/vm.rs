@@ -423,7 +423,12 @@ fn a_guest_that_spins_is_stopped() {
     let watchdog = Watchdog::new().unwrap();
     for reason in [StopReason::Deadline, StopReason::Cancelled] {
         let started = Instant::now();
-        let _armed = watchdog.arm(started + Duration::from_millis(200));
+        // On an emulated CPU a thread takes its time to start.
+        let patience = match reason {
+            StopReason::Deadline => Duration::from_millis(200),
+            StopReason::Cancelled => Duration::from_secs(60),
+        };
+        let _armed = watchdog.arm(started + patience);
         if reason == StopReason::Cancelled {
             let stop = watchdog.stop().clone();
             std::thread::spawn(move || {
@@ -432,7 +437,7 @@ fn a_guest_that_spins_is_stopped() {
             });
         }
         assert_eq!(machine.run(&mut Nothing, watchdog.stop()), Exit::Stopped(reason));
-        assert!(started.elapsed() < Duration::from_secs(5));
+        assert!(started.elapsed() < Duration::from_secs(30));
     }
 }
 

@@ -10,7 +10,8 @@ use std::os::fd::AsRawFd as _;
 
 use forge_protocol::platform::LARGE_PAGE_BYTES;
 use vm_memory::{
-    GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestRegionMmap, MmapRegion,
+    GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
+    GuestRegionMmap, MmapRegion,
 };
 
 fn misaligned(region: &MmapRegion) -> usize {
@@ -67,6 +68,16 @@ pub(super) fn overlay(
         )
     };
     if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Asks for small pages alone. A host may be set to give large ones to all
+/// who do not: then one write would cost 512 pages, to hold and to put back.
+pub(super) fn small_pages(memory: &GuestMemoryMmap) {
+    for region in memory.iter() {
+        let (start, bytes) = (region.as_ptr(), region.len() as usize);
+        // SAFETY: advice about a mapping of ours.
+        unsafe { libc::madvise(start.cast(), bytes, libc::MADV_NOHUGEPAGE) };
+    }
 }
 
 /// Asks for a large page behind the guest's address. Where there is none,

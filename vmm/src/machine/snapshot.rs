@@ -176,6 +176,7 @@ impl Machine {
                 mapping::overlay(&ram, RAM_START, &base.file, BASE_FILE_BYTES).map(|()| ram)
             })
             .map_err(MachineError::Base)?;
+        mapping::small_pages(&ram);
         for (offset, page) in &base.beyond {
             write_page(&ram, *offset, &page[..])?;
         }
