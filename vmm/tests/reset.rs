@@ -102,22 +102,34 @@ impl Vm {
         self.guest.reset(to, &self.pages).map(|done| done.pages)
     }
 
-    /// Where in RAM these bytes are.
+    /// Where in RAM these bytes are. Memory that nobody has touched is not
+    /// read: where the kernel has no scan of the page map, that counts as
+    /// changing it.
     fn find(&self, bytes: &[u8]) -> Option<u64> {
+        const PAGE: usize = 4096;
         let memory = self.guest.memory();
         memory.iter().find_map(|region| {
             let start = memory.get_host_address(region.start_addr()).unwrap();
-            // SAFETY: the region is mapped for its whole length, and the guest
-            // does not run.
-            let at = unsafe {
-                libc::memmem(
-                    start.cast(),
-                    region.len() as usize,
-                    bytes.as_ptr().cast(),
-                    bytes.len(),
-                )
-            };
-            (!at.is_null()).then(|| region.start_addr().0 + (at as u64 - start as u64))
+            let length = region.len() as usize;
+            let mut present = vec![0u8; length / PAGE];
+            // SAFETY: the region is mapped, and there is a byte for each page.
+            assert_eq!(unsafe { libc::mincore(start.cast(), length, present.as_mut_ptr()) }, 0);
+            present[..BASE_FILE_BYTES / PAGE].fill(1);
+            let mut at = 0;
+            while at < present.len() {
+                let run = present[at..].iter().take_while(|page| **page & 1 != 0).count();
+                // SAFETY: the region is mapped for its whole length, and the
+                // guest does not run.
+                let found = unsafe {
+                    let from = start.add(at * PAGE);
+                    libc::memmem(from.cast(), run * PAGE, bytes.as_ptr().cast(), bytes.len())
+                };
+                if !found.is_null() {
+                    return Some(region.start_addr().0 + (found as u64 - start as u64));
+                }
+                at += run.max(1);
+            }
+            None
         })
     }
 
