@@ -1,0 +1,390 @@
+//! Configuration: the `mcpServers` JSON that users already have, and the
+//! project's own `forge.toml`, read and checked into [`Config`].
+//!
+//! A configuration file is written by the operator, and still checked as if
+//! it were not: unknown fields, wrong types, doubled keys and bad names are
+//! errors, and an error names the file and the field but never a value, since
+//! any value may be a credential in the wrong place. Relative paths are
+//! relative to the working directory. Deliberately absent are servers over
+//! HTTP.
+
+mod node;
+mod servers;
+
+pub use self::servers::ServerConfig;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use self::node::{Node, Strict, syntax_of};
+use self::servers::{forge_server, mcp_server};
+use crate::secret::SecretError;
+
+/// The tables of `forge.toml` that belong to the broker.
+pub const BROKER_TABLES: [&str; 1] = ["servers"];
+
+/// The tables of `forge.toml` that belong to the supervisor, which reads the
+/// same file: ignored here, and unknown to neither.
+pub const SUPERVISOR_TABLES: [&str; 6] = ["vm", "limits", "trust", "pool", "service", "broker"];
+
+/// A configuration file larger than this is a wrong file.
+const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;
+
+/// Everything the broker goes by.
+#[derive(Debug, Default)]
+pub struct Config {
+    /// The tool servers, by name.
+    pub servers: BTreeMap<String, ServerConfig>,
+}
+
+/// Why a configuration is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read {}: {source}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// The file is no JSON or TOML.
+    #[error("{}, line {line}: {what}", file.display())]
+    Syntax {
+        /// The file.
+        file: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong, without the line's text.
+        what: String,
+    },
+    /// One field is wrong.
+    #[error("{}: {field}: {problem}", file.display())]
+    Field {
+        /// The file.
+        file: PathBuf,
+        /// The field, as a path with dots.
+        field: String,
+        /// What is wrong with it.
+        problem: Problem,
+    },
+    /// Two files configure the same server.
+    #[error(
+        "{}: servers.{server}: another file configures a server of this name too: rename one",
+        file.display()
+    )]
+    Twice {
+        /// The second file.
+        file: PathBuf,
+        /// The server.
+        server: String,
+    },
+}
+
+/// What is wrong with one field.
+#[derive(Debug, thiserror::Error)]
+pub enum Problem {
+    /// No such field.
+    #[error("unknown field; known here are {known}")]
+    Unknown {
+        /// The known fields.
+        known: String,
+    },
+    /// The field is needed.
+    #[error("this field is missing")]
+    Missing,
+    /// The value has another type.
+    #[error("expected {expected}, found {found}")]
+    Type {
+        /// What should be there.
+        expected: &'static str,
+        /// The type of what is there.
+        found: &'static str,
+    },
+    /// The table's name cannot be a server's.
+    #[error("a server name must be [a-z0-9_-]+: rename it")]
+    ServerName,
+    /// The name is one of the broker's own servers.
+    #[error("this name is reserved for a built-in server: rename it")]
+    Reserved,
+    /// A server that is reached otherwise than over stdio.
+    #[error("not yet supported: stdio only. Give a `command` that speaks MCP on stdin and stdout")]
+    NotStdio,
+    /// The name of an environment variable is none.
+    #[error("an environment variable's name is not empty and has no `=` and no NUL")]
+    VariableName,
+    /// A variable is used that is not set.
+    #[error("${{{variable}}} is not set: set it, or give a default as ${{{variable}:-…}}")]
+    Unset {
+        /// The variable.
+        variable: String,
+    },
+    /// `${` without an end, or with a name that is none.
+    #[error("`${{` begins no variable here; write ${{NAME}} or ${{NAME:-default}}")]
+    Expansion,
+    /// Text that a command line cannot carry.
+    #[error("must not be empty or hold a NUL byte")]
+    Text,
+    /// A variable is set both plainly and as a credential.
+    #[error("is set under `env` and under `credentials`: keep one")]
+    SetTwice,
+    /// A credential needs one source.
+    #[error("give exactly one source: {{ from_env = \"NAME\" }} or {{ file = \"path\" }}")]
+    Source,
+    /// The credential cannot be had.
+    #[error("{0}")]
+    Secret(SecretError),
+}
+
+/// Looks a variable up in the broker's environment.
+pub type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+impl Config {
+    /// Reads and checks the files that are given.
+    ///
+    /// # Errors
+    /// [`ConfigError`], for the first thing that is wrong.
+    pub fn load(
+        mcp_config: Option<&Path>,
+        forge_config: Option<&Path>,
+        lookup: Lookup<'_>,
+    ) -> Result<Self, ConfigError> {
+        // Only `forge.toml` has more than servers to say.
+        let mut config = match forge_config {
+            Some(file) => parse_forge_toml(file, &read(file)?, lookup)?,
+            None => Self::default(),
+        };
+        if let Some(file) = mcp_config {
+            config.join(file, parse_mcp_json(file, &read(file)?, lookup)?)?;
+        }
+        Ok(config)
+    }
+
+    fn join(
+        &mut self,
+        file: &Path,
+        servers: BTreeMap<String, ServerConfig>,
+    ) -> Result<(), ConfigError> {
+        for (name, server) in servers {
+            if self.servers.contains_key(&name) {
+                return Err(ConfigError::Twice { file: file.to_owned(), server: name });
+            }
+            self.servers.insert(name, server);
+        }
+        Ok(())
+    }
+}
+
+fn read(file: &Path) -> Result<String, ConfigError> {
+    use std::io::Read as _;
+    let unreadable = |source| ConfigError::Read { file: file.to_owned(), source };
+    let mut text = String::new();
+    std::fs::File::open(file)
+        .and_then(|opened| opened.take(CONFIG_BYTES_MAX + 1).read_to_string(&mut text))
+        .map_err(unreadable)?;
+    if text.len() as u64 > CONFIG_BYTES_MAX {
+        return Err(unreadable(std::io::Error::other(format!(
+            "it has more than {CONFIG_BYTES_MAX} bytes"
+        ))));
+    }
+    Ok(text)
+}
+
+fn parse_mcp_json(
+    file: &Path,
+    text: &str,
+    lookup: Lookup<'_>,
+) -> Result<BTreeMap<String, ServerConfig>, ConfigError> {
+    let Strict(document) = serde_json::from_str(text).map_err(|error| ConfigError::Syntax {
+        file: file.to_owned(),
+        line: error.line(),
+        what: syntax_of(&error),
+    })?;
+    // The file may belong to another program, which keeps more in it.
+    let document = Node::root(file, &document);
+    let mut servers = BTreeMap::new();
+    let listed = document.object()?.get("mcpServers");
+    let listed = document.child("mcpServers", listed).ok_or_else(|| ConfigError::Field {
+        file: file.to_owned(),
+        field: "mcpServers".into(),
+        problem: Problem::Missing,
+    })?;
+    for (name, entry) in listed.children()? {
+        if let Some(server) = mcp_server(name, &entry, lookup)? {
+            servers.insert(name.to_owned(), server);
+        }
+    }
+    Ok(servers)
+}
+
+fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Config, ConfigError> {
+    let table: toml::Table = toml::from_str(text).map_err(|error| {
+        let start = error.span().map_or(0, |span| span.start);
+        let line = text.as_bytes()[..start.min(text.len())].iter().filter(|b| **b == b'\n').count();
+        // The error's own text quotes the line, and with it any value there.
+        let what = "this is not TOML here".to_owned();
+        ConfigError::Syntax { file: file.to_owned(), line: line + 1, what }
+    })?;
+    let document = serde_json::to_value(table).map_err(|_| ConfigError::Syntax {
+        file: file.to_owned(),
+        line: 1,
+        what: "a number is not finite".into(),
+    })?;
+    let document = Node::root(file, &document);
+    for key in document.object()?.keys() {
+        if !BROKER_TABLES.contains(&key.as_str()) && !SUPERVISOR_TABLES.contains(&key.as_str()) {
+            let known = [BROKER_TABLES.as_slice(), &SUPERVISOR_TABLES].concat().join(", ");
+            return Err(document.wrong_at(key, Problem::Unknown { known }));
+        }
+    }
+    let mut config = Config::default();
+    if let Some(listed) = document.field("servers") {
+        for (name, entry) in listed.children()? {
+            config.servers.insert(name.to_owned(), forge_server(name, &entry, lookup)?);
+        }
+    }
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn environment(name: &str) -> Option<String> {
+        match name {
+            "GH_TOKEN" => Some("gh-hunter2-token".into()),
+            "EMPTY" => Some(String::new()),
+            "HOME" => Some("/home/x".into()),
+            _ => None,
+        }
+    }
+
+    fn mcp(text: &str) -> Result<BTreeMap<String, ServerConfig>, ConfigError> {
+        parse_mcp_json(Path::new("mcp.json"), text, &environment)
+    }
+
+    fn forge(text: &str) -> Result<BTreeMap<String, ServerConfig>, ConfigError> {
+        parse_forge_toml(Path::new("forge.toml"), text, &environment).map(|config| config.servers)
+    }
+
+    #[test]
+    fn an_mcp_json_as_users_have_it_is_read() {
+        let servers = mcp(r#"{"globalShortcut": "x", "mcpServers": {
+                "files": {"command": "npx", "args": ["-y", "files", "${HOME}/docs"],
+                          "type": "stdio", "timeout": 60, "autoApprove": ["read"]},
+                "github": {"command": "./bin/gh", "cwd": "/tmp",
+                           "env": {"GITHUB_TOKEN": "${GH_TOKEN}", "LOG": "${LEVEL:-warn}",
+                                   "E": "${EMPTY:-full}"}},
+                "off": {"command": "x", "disabled": true, "whatever": 1}
+            }}"#)
+        .unwrap();
+        assert_eq!(servers.len(), 2);
+        assert_eq!(servers["files"].command, PathBuf::from("npx"));
+        assert_eq!(servers["files"].args, ["-y", "files", "/home/x/docs"]);
+        let github = &servers["github"];
+        assert!(github.command.is_absolute() && github.command.ends_with("bin/gh"));
+        assert_eq!(github.cwd.as_deref(), Some(Path::new("/tmp")));
+        assert_eq!(github.env["GITHUB_TOKEN"].expose(), "gh-hunter2-token");
+        assert_eq!(github.env["LOG"].expose(), "warn");
+        assert_eq!(github.env["E"].expose(), "full");
+        assert_eq!(github.scrub.len(), 1);
+    }
+
+    #[test]
+    fn a_forge_toml_is_read_and_the_supervisors_tables_are_left_alone() {
+        let servers = forge(
+            r#"
+            [vm]
+            anything = 1
+            [servers.shop]
+            command = "shop-server"
+            args = ["--fast", "${HOME}"]
+            [servers.shop.env]
+            LOG = "warn"
+            [servers.shop.credentials]
+            SHOP_TOKEN = { from_env = "GH_TOKEN" }
+            "#,
+        )
+        .unwrap();
+        let shop = &servers["shop"];
+        assert_eq!(shop.args, ["--fast", "${HOME}"], "forge.toml expands nothing");
+        assert_eq!(shop.env["SHOP_TOKEN"].expose(), "gh-hunter2-token");
+        assert_eq!(shop.env["LOG"].expose(), "warn");
+        assert_eq!(shop.scrub.len(), 1, "only the credential is scrubbed");
+    }
+
+    #[test]
+    fn every_refusal_names_the_field_and_never_a_value() {
+        type Parse = fn(&str) -> Result<BTreeMap<String, ServerConfig>, ConfigError>;
+        let cases: &[(Parse, &str, &str)] = &[
+            (mcp, r#"{"mcpServers": {"a": {"command": "hunter2", "foo": 1}}}"#, "mcpServers.a.foo"),
+            (mcp, r#"{"mcpServers": {"a": {"args": ["hunter2"]}}}"#, "mcpServers.a.command"),
+            (mcp, r#"{"mcpServers": {"a": {"command": ["hunter2"]}}}"#, "mcpServers.a.command"),
+            (mcp, r#"{"mcpServers": {"A b": {"command": "hunter2"}}}"#, "mcpServers.A b"),
+            (mcp, r#"{"mcpServers": {"fs": {"command": "hunter2"}}}"#, "reserved"),
+            (mcp, r#"{"mcpServers": {"a": {"url": "http://hunter2"}}}"#, "stdio only"),
+            (mcp, r#"{"mcpServers": {"a": {"type": "sse", "command": "x"}}}"#, "stdio only"),
+            (mcp, r#"{"mcpServers": {"a": {"command": "x", "env": {"K": 7}}}}"#, "env.K"),
+            (mcp, r#"{"mcpServers": {"a": {"command": "x", "args": ["${NO}"]}}}"#, "args.0: ${NO}"),
+            (mcp, r#"{"mcpServers": {"a": {"command": "${hunter2"}}}"#, "mcpServers.a.command"),
+            (
+                mcp,
+                r#"{"mcpServers": {"a": {"command": "x"}, "a": {"command": "hunter2"}}}"#,
+                "twice",
+            ),
+            (mcp, r#"{"servers": {}}"#, "mcpServers"),
+            (mcp, "{\"mcpServers\": {\"a\": hunter2}}", "line 1"),
+            (forge, "[severs.a]\ncommand = 'hunter2'", "severs: unknown field"),
+            (forge, "[servers.a]\ncommand = 'hunter2'\nargz = []", "servers.a.argz"),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = 'hunter2'",
+                "credentials.K",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {value = 'hunter2'}",
+                "credentials.K.value",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {}",
+                "exactly one source",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {from_env = 'NO'}",
+                "credentials.K: the environment variable NO is not set",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.env]\nK = 'hunter2'\n\
+                 [servers.a.credentials]\nK = {from_env = 'GH_TOKEN'}",
+                "credentials.K",
+            ),
+            (forge, "[servers.a]\ncommand = 'x'\n\nK = hunter2", "line 4"),
+            (forge, "[servers.a]\ncommand = 'x'\ncommand = 'hunter2'", "line 3"),
+            (forge, "[servers.a]\ncommand = \"a\\u0000hunter2\"", "servers.a.command"),
+        ];
+        for (parse, text, expected) in cases {
+            let refused = match parse(text) {
+                Ok(_) => panic!("accepted: {text}"),
+                Err(refused) => refused.to_string(),
+            };
+            assert!(refused.contains(expected), "{text}\n→ {refused}");
+            assert!(!refused.contains("hunter2"), "{text}\n→ {refused}");
+        }
+    }
+
+    #[test]
+    fn a_name_configured_in_both_files_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("mcp.json");
+        let toml = folder.path().join("forge.toml");
+        std::fs::write(&json, r#"{"mcpServers": {"a": {"command": "x"}}}"#).unwrap();
+        std::fs::write(&toml, "[servers.a]\ncommand = 'x'").unwrap();
+        let refused = Config::load(Some(&json), Some(&toml), &environment).unwrap_err();
+        assert!(matches!(refused, ConfigError::Twice { .. }), "{refused}");
+        assert_eq!(Config::load(Some(&json), None, &environment).unwrap().servers.len(), 1);
+    }
+}

@@ -1,0 +1,165 @@
+//! A configuration as a tree whose every node knows the way to it.
+
+use std::path::Path;
+
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+
+use super::{ConfigError, Problem};
+
+/// A value and the way to it, so that every error can say where it is.
+pub(super) struct Node<'a> {
+    file: &'a Path,
+    at: String,
+    value: &'a Value,
+}
+
+impl<'a> Node<'a> {
+    /// The whole of a file.
+    pub(super) fn root(file: &'a Path, value: &'a Value) -> Self {
+        Self { file, at: String::new(), value }
+    }
+
+    pub(super) fn wrong(&self, problem: Problem) -> ConfigError {
+        let field = if self.at.is_empty() { "the file".to_owned() } else { self.at.clone() };
+        ConfigError::Field { file: self.file.to_owned(), field, problem }
+    }
+
+    pub(super) fn wrong_at(&self, key: &str, problem: Problem) -> ConfigError {
+        let field = self.path_to(key);
+        ConfigError::Field { file: self.file.to_owned(), field, problem }
+    }
+
+    fn path_to(&self, key: &str) -> String {
+        // A key is the file's text: it may hold anything.
+        let key = crate::cut(&key.escape_debug().to_string(), 128);
+        if self.at.is_empty() { key } else { format!("{}.{key}", self.at) }
+    }
+
+    pub(super) fn child(&self, key: &str, value: Option<&'a Value>) -> Option<Node<'a>> {
+        value.map(|value| Node { file: self.file, at: self.path_to(key), value })
+    }
+
+    pub(super) fn field(&self, key: &str) -> Option<Node<'a>> {
+        self.child(key, self.value.get(key))
+    }
+
+    pub(super) fn needed(&self, key: &str) -> Result<Node<'a>, ConfigError> {
+        self.field(key).ok_or_else(|| self.wrong_at(key, Problem::Missing))
+    }
+
+    pub(super) fn of_type<T>(
+        &self,
+        expected: &'static str,
+        got: Option<T>,
+    ) -> Result<T, ConfigError> {
+        got.ok_or_else(|| {
+            let found = match self.value {
+                Value::Null => "null",
+                Value::Bool(_) => "a boolean",
+                Value::Number(_) => "a number",
+                Value::String(_) => "a string",
+                Value::Array(_) => "a list",
+                Value::Object(_) => "a table",
+            };
+            self.wrong(Problem::Type { expected, found })
+        })
+    }
+
+    pub(super) fn object(&self) -> Result<&'a Map<String, Value>, ConfigError> {
+        self.of_type("a table", self.value.as_object())
+    }
+
+    pub(super) fn text(&self) -> Result<&'a str, ConfigError> {
+        self.of_type("a string", self.value.as_str())
+    }
+
+    pub(super) fn bool(&self) -> Result<bool, ConfigError> {
+        self.of_type("a boolean", self.value.as_bool())
+    }
+
+    pub(super) fn items(&self) -> Result<Vec<Node<'a>>, ConfigError> {
+        let items = self.of_type("a list", self.value.as_array())?;
+        Ok(items
+            .iter()
+            .enumerate()
+            .map(|(position, value)| Node {
+                file: self.file,
+                at: self.path_to(&position.to_string()),
+                value,
+            })
+            .collect())
+    }
+
+    pub(super) fn children(&self) -> Result<Vec<(&'a str, Node<'a>)>, ConfigError> {
+        let object = self.object()?;
+        Ok(object
+            .iter()
+            .map(|(key, value)| {
+                (key.as_str(), Node { file: self.file, at: self.path_to(key), value })
+            })
+            .collect())
+    }
+}
+
+/// What serde_json has to say about syntax, without quoting the text.
+pub(super) fn syntax_of(error: &serde_json::Error) -> String {
+    match error.classify() {
+        serde_json::error::Category::Eof => "the JSON ends too early".into(),
+        // `Strict` makes no other data errors than a doubled key.
+        serde_json::error::Category::Data => "a key stands twice in one object".into(),
+        _ => format!("this is not JSON at column {}", error.column()),
+    }
+}
+
+/// JSON in which no object has a key twice: with doubled keys, two readers
+/// of one file see two configurations.
+pub(super) struct Strict(pub(super) Value);
+
+impl<'de> Deserialize<'de> for Strict {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+        impl<'de> Visitor<'de> for Reader {
+            type Value = Value;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("JSON without doubled keys")
+            }
+            fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+                Ok(value.into())
+            }
+            fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+                Ok(value.into())
+            }
+            fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+                Ok(value.into())
+            }
+            fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+                Ok(value.into())
+            }
+            fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+                Ok(value.into())
+            }
+            fn visit_unit<E>(self) -> Result<Value, E> {
+                Ok(Value::Null)
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
+                let mut list = Vec::new();
+                while let Some(Strict(item)) = items.next_element()? {
+                    list.push(item);
+                }
+                Ok(Value::Array(list))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Value, A::Error> {
+                let mut object = Map::new();
+                while let Some((key, Strict(value))) = members.next_entry::<String, Strict>()? {
+                    if object.insert(key, value).is_some() {
+                        return Err(serde::de::Error::custom("doubled key"));
+                    }
+                }
+                Ok(Value::Object(object))
+            }
+        }
+        deserializer.deserialize_any(Reader).map(Strict)
+    }
+}
