@@ -3,14 +3,17 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+#[path = "support/executables.rs"]
+mod executables;
+
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use executables::FORGE;
 use forge_protocol::RunId;
 use forge_protocol::broker::{Authority, GrantRequest, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::limits::RunLimits;
@@ -18,7 +21,6 @@ use forge_protocol::name::ToolName;
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser, UserError};
 use libtest_mimic::{Arguments, Trial};
 
-const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
 /// A user without an account.
 const STRANGER: u32 = 64_123;
 
@@ -56,29 +58,6 @@ fn main() -> ExitCode {
     libtest_mimic::run(&arguments, anyone.chain(root).collect()).exit_code()
 }
 
-/// The broker's executable, built if cargo is at hand.
-fn executable() -> PathBuf {
-    static BUILT: Once = Once::new();
-    let folder = Path::new(FORGE).parent().unwrap();
-    BUILT.call_once(|| {
-        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-        let mut build = Command::new(cargo);
-        build
-            .args(["build", "--quiet", "-p", "forge-toolbroker"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
-        if folder.ends_with("release") {
-            build.arg("--release");
-        }
-        if let Ok(status) = build.status() {
-            assert!(status.success(), "the toolbroker does not build");
-        }
-    });
-    let executable = folder.join("forge-toolbroker");
-    assert!(executable.is_file(), "{} is missing", executable.display());
-    executable
-}
-
 /// A folder that everybody can enter, gone after the test.
 struct Folder(PathBuf);
 
@@ -101,7 +80,7 @@ impl Folder {
 
     /// Both programs, where any user may run them.
     fn install(&self) -> PathBuf {
-        for program in [Path::new(FORGE), &executable()] {
+        for program in [Path::new(FORGE), &executables::folder().join("forge-toolbroker")] {
             let copy = self.0.join(program.file_name().unwrap());
             fs::copy(program, &copy).unwrap();
             fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
@@ -117,7 +96,7 @@ impl Drop for Folder {
 }
 
 fn start(mcp_config: Option<PathBuf>) -> Broker {
-    let executable = Some(executable());
+    let executable = Some(executables::folder().join("forge-toolbroker"));
     Broker::start(&BrokerOptions { mcp_config, executable, ..BrokerOptions::default() }).unwrap()
 }
 
@@ -236,7 +215,7 @@ fn text(output: &Output) -> (Option<i32>, String, String) {
 }
 
 fn built_ins_need_no_configuration() {
-    executable();
+    executables::folder();
     let forge = |arguments: &[&str]| text(&Command::new(FORGE).args(arguments).output().unwrap());
     let (code, listed, said) = forge(&["tools", "list"]);
     assert_eq!(code, Some(0), "{said}");

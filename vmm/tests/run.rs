@@ -5,14 +5,16 @@
 
 #[macro_use]
 mod support;
+#[path = "support/executables.rs"]
+mod executables;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
-use std::sync::Once;
 use std::time::{Duration, Instant};
 
+use executables::FORGE;
 use forge_protocol::limits::RunLimits;
 use serde_json::{Value, json};
 use support::{forge_module, signer};
@@ -54,36 +56,7 @@ fn main() -> ExitCode {
 
 // What every test needs
 
-const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
 const CREDENTIAL: &str = "tok-7f3a9c51e2b84d06-canary";
-
-/// The programs of other packages that these tests start, built if cargo is
-/// at hand to build them.
-fn helpers() -> &'static Path {
-    static BUILT: Once = Once::new();
-    let folder = Path::new(FORGE).parent().unwrap();
-    BUILT.call_once(|| {
-        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-        let mut build = Command::new(cargo);
-        build
-            .args(["build", "--quiet", "-p", "forge-toolbroker", "-p", "forge-test-server"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
-        if folder.ends_with("release") {
-            build.arg("--release");
-        }
-        match build.status() {
-            Ok(status) => assert!(status.success(), "the helpers do not build"),
-            // A machine without cargo: they were brought along.
-            Err(_) => {
-                for name in ["forge-toolbroker", "forge-test-server"] {
-                    assert!(folder.join(name).is_file(), "{name} is missing, and so is cargo");
-                }
-            }
-        }
-    });
-    folder
-}
 
 /// A folder with a key pair and an `mcp.json`, gone after the test.
 struct Desk(PathBuf);
@@ -106,7 +79,7 @@ impl Desk {
     fn with_tools() -> Self {
         let desk = Self::new();
         let server = json!({
-            "command": helpers().join("forge-test-server"),
+            "command": executables::folder().join("forge-test-server"),
             "env": { "TEST_TOKEN": "${TEST_TOKEN}" },
         });
         desk.write("mcp.json", json!({ "mcpServers": { "test": server } }).to_string());
@@ -496,8 +469,9 @@ fn the_credential_is_in_no_memory_of_worker_or_guest() {
         .unwrap();
     let worker = wait_for("a worker", || worker_of(run.id()));
     let server = wait_for("the tool server", || {
-        let broker = child_named(run.id(), helpers().join("forge-toolbroker").to_str()?)?;
-        child_named(broker, helpers().join("forge-test-server").to_str()?)
+        let broker =
+            child_named(run.id(), executables::folder().join("forge-toolbroker").to_str()?)?;
+        child_named(broker, executables::folder().join("forge-test-server").to_str()?)
     });
     // The tool's answer has arrived when its other words are there. What was
     // mapped while that was looked for is in the next dump.
@@ -628,10 +602,11 @@ fn no_process_is_left_behind() {
         .unwrap();
     let worker = wait_for("a worker", || worker_of(run.id()));
     let broker = wait_for("a broker", || {
-        child_named(run.id(), helpers().join("forge-toolbroker").to_str()?)
+        child_named(run.id(), executables::folder().join("forge-toolbroker").to_str()?)
     });
-    let server =
-        wait_for("a server", || child_named(broker, helpers().join("forge-test-server").to_str()?));
+    let server = wait_for("a server", || {
+        child_named(broker, executables::folder().join("forge-test-server").to_str()?)
+    });
     run.kill().unwrap();
     run.wait().unwrap();
     for (name, process) in [("worker", worker), ("broker", broker), ("server", server)] {

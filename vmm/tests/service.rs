@@ -5,6 +5,8 @@
 
 #[macro_use]
 mod support;
+#[path = "support/executables.rs"]
+mod executables;
 #[path = "support/processes.rs"]
 mod processes;
 
@@ -12,12 +14,12 @@ use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Output, Stdio};
-use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use executables::FORGE;
 use forge_protocol::broker::Authority;
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -50,37 +52,13 @@ fn main() -> ExitCode {
 
 // Services
 
-const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
-
-/// Has the toolbroker built, which a service starts, if cargo is at hand.
-fn have_broker() {
-    static BUILT: Once = Once::new();
-    let folder = Path::new(FORGE).parent().unwrap();
-    BUILT.call_once(|| {
-        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-        let mut build = Command::new(cargo);
-        build
-            .args(["build", "--quiet", "-p", "forge-toolbroker"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
-        if folder.ends_with("release") {
-            build.arg("--release");
-        }
-        match build.status() {
-            Ok(status) => assert!(status.success(), "the toolbroker does not build"),
-            // A machine without cargo: it was brought along.
-            Err(_) => assert!(folder.join("forge-toolbroker").is_file(), "no toolbroker"),
-        }
-    });
-}
-
 /// A folder with keys, gone after the test.
 struct Desk(PathBuf);
 
 impl Desk {
     fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        have_broker();
+        executables::folder();
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("forge-service-{}-{number}", std::process::id());
         let desk = Self(std::env::temp_dir().join(name));
