@@ -9,11 +9,13 @@
 //! |---|---|
 //! | [`board`] | what the guest is wired to: device, session, broker |
 //! | [`broker_link`] | the run's connection to the broker |
+//! | `carried` | code that is in place in a fork as it was in the parent |
 //! | [`zygote`] | the process that workers are forked from |
 //! | `process` | a worker's life |
 
 pub mod board;
 pub mod broker_link;
+mod carried;
 pub(crate) mod process;
 pub mod zygote;
 
@@ -71,6 +73,12 @@ pub struct Guest {
 }
 
 impl GuestBase {
+    /// Whether forks of this process find the memory of their first guest
+    /// mapped.
+    pub(crate) fn set_inherited(&self, inherited: bool) {
+        self.machine.set_inherited(inherited);
+    }
+
     /// How much RAM its guests have, in bytes.
     #[must_use]
     pub fn ram_bytes(&self) -> usize {
