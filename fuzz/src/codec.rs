@@ -19,7 +19,7 @@ use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::worker::{
-    CallRecord, CallSettled, Fate, Job, Report, Timing, VmFailure, VmFailureKind,
+    CallRecord, CallSettled, Deadline, Fate, Job, Report, Timing, VmFailure, VmFailureKind,
 };
 
 use super::{Outcome, Seed, accepted, choice, refused};
@@ -137,7 +137,7 @@ pub fn seeds() -> Vec<Seed> {
         start: start.clone(),
         program: b"\0asm".to_vec(),
         input: b"{}".to_vec(),
-        deadline_ns: 5_000_000_000,
+        deadline: Deadline { monotonic_ns: 5_000_000_000 },
         brokered: true,
     };
     let report = |fate| Report {

@@ -13,6 +13,15 @@ use crate::codec::{Decode, Encode};
 use crate::guest::{Artifact, Ended, Load, Log, Start};
 use crate::name::ToolName;
 
+/// When a run's time is over: a moment of the host's monotonic clock
+/// (`CLOCK_MONOTONIC`), which all its processes share. It is set once, where
+/// the run is admitted, so whatever time is lost on the way is the run's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+pub struct Deadline {
+    /// That clock's time, in nanoseconds.
+    pub monotonic_ns: u64,
+}
+
 /// One run, as the supervisor hands it to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Job {
@@ -24,8 +33,8 @@ pub struct Job {
     pub program: Vec<u8>,
     /// The run's input.
     pub input: Vec<u8>,
-    /// What is left of the wall clock, in nanoseconds.
-    pub deadline_ns: u64,
+    /// When its wall clock ends.
+    pub deadline: Deadline,
     /// Whether a link to the broker came with the job. Without one every call
     /// is denied.
     pub brokered: bool,
@@ -49,7 +58,7 @@ pub struct PreparedJob {
     /// The run's input.
     pub input: Vec<u8>,
     /// As in [`Job`].
-    pub deadline_ns: u64,
+    pub deadline: Deadline,
     /// As in [`Job`].
     pub brokered: bool,
 }

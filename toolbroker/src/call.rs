@@ -49,8 +49,8 @@ use crate::definition::{Effect, Tool};
 use crate::registry::{Carrier, Found, LookupError, Registry};
 use crate::upstream::{CallEnd, ERROR_TEXT_BYTES_MAX};
 
-/// The run's own deadline is its worker's to keep, whose clock started a
-/// little later. This much behind it, the broker gives up by itself.
+/// The run's own deadline is its worker's to keep, whose clock started just
+/// before the run was opened here. This much behind it, the broker gives up by itself.
 const DEADLINE_LEAD: Duration = Duration::from_millis(500);
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays

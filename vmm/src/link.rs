@@ -28,6 +28,12 @@ impl Patience<'_> {
         Self { until: Some(until), for_peer_of: None }
     }
 
+    /// Whether its time is over.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| Instant::now() >= until)
+    }
+
     fn is_endless(&self) -> bool {
         self.until.is_none() && self.for_peer_of.is_none()
     }

@@ -27,6 +27,7 @@ use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
 use crate::jail::Weakness;
 use crate::link::Patience;
+use crate::machine::deadline_in;
 use crate::pool::{Done, Pool, PoolOptions, Task, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
@@ -37,9 +38,6 @@ use crate::worker;
 
 /// How much longer than its deadline a worker may take to say so.
 const WORKER_GRACE: Duration = Duration::from_secs(2);
-/// How long a VM may take to be made on top of the run's own time, which
-/// starts when the program is there.
-const BOOT_GRACE: Duration = Duration::from_secs(30);
 
 /// One run, as it is asked for.
 #[derive(Clone, Debug)]
@@ -172,13 +170,17 @@ impl Supervisor {
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
+        self.pool.stand_by();
+        // From here on the run's clock goes, for everybody: the broker counts
+        // from the moment at which it is asked to open the run.
+        let wall = Duration::from_millis(request.limits.wall_ms);
+        let (began, deadline) = (Instant::now(), deadline_in(wall));
         let (granted, link) = self.open(run_id, request, admitted)?;
         let violations = admitted.shape.violations(&granted, &request.limits);
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
         at.opened = now_ns();
-        let wall = Duration::from_millis(request.limits.wall_ms);
         let start_unix_ns = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX));
@@ -192,23 +194,23 @@ impl Supervisor {
             },
             program: request.program.clone(),
             input: request.input.clone(),
-            deadline_ns: u64::try_from(wall.as_nanos()).unwrap_or(u64::MAX),
+            deadline,
             brokered: link.is_some(),
         };
-        let until = Instant::now() + wall + BOOT_GRACE + WORKER_GRACE;
         let task = Task {
             tenant: &request.principal,
             job: &job,
             broker: link.as_ref(),
             prepared: request.prepare.then_some(admitted),
         };
-        let patience = Patience { until: Some(until), for_peer_of: client };
+        let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
+        let patience = Patience { until, for_peer_of: client };
         let (report, vm) = match self.pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
                 (report, vm)
             }
-            Err(failure) => (worker::failed(failure), Vm::Fresh),
+            Err(fate) => (worker::unserved(fate), Vm::Fresh),
         };
         drop(link);
         let weaknesses = self.pool.weaknesses();

@@ -24,6 +24,7 @@ use forge_protocol::name::ToolName;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Fate;
 use forge_vmm::link::{Link, Patience};
+use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::{Run, Worker};
 use forge_vmm::pool::{Pool, PoolOptions};
 use support::{forge_module, job, signed, signer};
@@ -72,7 +73,7 @@ fn many_vms_wait_in_a_tool_call_at_once() {
         RunLimits::default(),
     );
     let time = Duration::from_secs(600);
-    job.deadline_ns = time.as_nanos() as u64;
+    job.deadline = deadline_in(time);
     job.brokered = true;
     job.start.granted = vec![ToolName::parse("test.echo").unwrap()];
     let patience = Patience::until(Instant::now() + time);

@@ -32,7 +32,7 @@ use forge_protocol::worker::{
 };
 use forge_vmm::jail::{Filter, Place, Role, Spawned, spawn};
 use forge_vmm::link::{Link, Patience};
-use forge_vmm::machine;
+use forge_vmm::machine::{self, deadline_in};
 use forge_vmm::worker::zygote::{Filters, KVM_DESCRIPTOR, serve};
 use support::{forge_module, job, signed, signer};
 
@@ -178,21 +178,21 @@ fn work(zygote: &mut Zygote) -> Result<(), Trouble> {
         run(&mut worker, &plain(body), Some(returned))?;
         reset(&mut worker)?;
     }
-    run(&mut worker, &Job { deadline_ns: 20_000_000, ..plain(ENDLESS) }, Some(deadline))?;
+    run(&mut worker, &Job { deadline: deadline_in(SOON), ..plain(ENDLESS) }, Some(deadline))?;
     reset(&mut worker)?;
-    for (answer, deadline_ns, expected) in
-        [(true, 60_000_000_000, returned as fn(&Fate) -> bool), (false, 20_000_000, deadline)]
+    for (answer, time, expected) in
+        [(true, LATER, returned as fn(&Fate) -> bool), (false, SOON, deadline)]
     {
-        call(&mut worker, &process, answer, deadline_ns, expected)?;
+        call(&mut worker, &process, answer, time, expected)?;
         reset(&mut worker)?;
     }
     // Loaded ahead of its runs.
-    let Job { load, start, program, input, deadline_ns, .. } = plain(HELLO);
+    let Job { load, start, program, input, deadline, .. } = plain(HELLO);
     worker.say(Kind::Prepare, &Prepare { load, program }, None)?;
     worker.hear::<Ready>(Kind::Ready)?.map_err(|it| it.message)?;
     for _ in 0..2 {
         let (start, input) = (start.clone(), input.clone());
-        let job = PreparedJob { start, input, deadline_ns, brokered: false };
+        let job = PreparedJob { start, input, deadline, brokered: false };
         worker.say(Kind::PreparedJob, &job, None)?;
         report(&mut worker, returned)?;
         reset(&mut worker)?;
@@ -244,12 +244,16 @@ fn reset(worker: &mut Peer) -> Result<(), Trouble> {
     worker.hear::<Ready>(Kind::Ready)?.map(drop).map_err(|it| it.message)
 }
 
+/// A run's time that is soon over, and one that is not.
+const SOON: Duration = Duration::from_millis(50);
+const LATER: Duration = Duration::from_secs(60);
+
 /// A run with a tool call. The worker is stopped and goes on while it waits.
 fn call(
     worker: &mut Peer,
     process: &OwnedFd,
     answer: bool,
-    deadline_ns: u64,
+    time: Duration,
     expected: fn(&Fate) -> bool,
 ) -> Result<(), Trouble> {
     let module = forge_module(
@@ -258,7 +262,7 @@ fn call(
     );
     let mut job = job(signed(&module), RunLimits::default());
     job.start.granted = vec![ToolName::parse("a.b").unwrap()];
-    (job.brokered, job.deadline_ns) = (true, deadline_ns);
+    (job.brokered, job.deadline) = (true, deadline_in(time));
     let (ours, theirs) = UnixStream::pair().unwrap();
     worker.say(Kind::Job, &job, Some(theirs.into()))?;
     let mut broker = Peer(Link::new(ours));

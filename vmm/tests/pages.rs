@@ -12,7 +12,6 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use forge_protocol::ending::Ending;
 use forge_protocol::limits::RunLimits;
@@ -113,7 +112,7 @@ fn small_run() -> (BTreeSet<i64>, BTreeSet<i64>, Report) {
     let mut guest = bench.boot(&program.trust);
     let booted = touched(guest.memory());
     let job = program.next_job();
-    let report = guest.run(&job, None, Instant::now(), &bench.watchdog);
+    let report = guest.run(&job, None, &bench.watchdog);
     Program::check(&job, &report).unwrap();
     let run = touched(guest.memory()).difference(&booted).copied().collect();
     (booted, run, report)
@@ -157,8 +156,7 @@ fn a_large_linear_memory_touches_what_the_program_does() {
     );
     let mut guest = bench.boot(&test_trust());
     let before = touched(guest.memory());
-    let report =
-        guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
+    let report = guest.run(&job(program, RunLimits::default()), None, &bench.watchdog);
     ends_with(&report, 7);
     let more: BTreeSet<i64> = touched(guest.memory()).difference(&before).copied().collect();
     // Its first and its last page, and the one it wrote to.
@@ -189,7 +187,7 @@ fn memory_that_was_used_before_is_zero_to_a_program() {
     for more in [0, 40_000, 300_000, 1_500_000] {
         let mut guest = bench.boot(&test_trust());
         let job = job(looks_for_bytes(more), RunLimits::default());
-        ends_with(&guest.run(&job, None, Instant::now(), &bench.watchdog), -1);
+        ends_with(&guest.run(&job, None, &bench.watchdog), -1);
     }
 }
 
@@ -209,8 +207,7 @@ fn a_guest_touches_what_it_is_told_to_once_it_has_greeted() {
     memory.write_slice(&told.to_bytes(), GuestAddress(BOOT_INFO)).unwrap();
     let before = touched(&memory);
     assert!(within(&before, 0..300) < 16, "{}", spans(&before));
-    let report =
-        guest.run(&job(program, RunLimits::default()), None, Instant::now(), &bench.watchdog);
+    let report = guest.run(&job(program, RunLimits::default()), None, &bench.watchdog);
     assert!(
         matches!(&report.fate, Fate::Ended(ended) if ended.ending == Ending::Returned(0)),
         "what was touched was changed: {:?}",

@@ -27,6 +27,7 @@ use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse};
 use forge_vmm::admission::{Admission, Admitted};
 use forge_vmm::link::Patience;
+use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::Run;
 use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
 use forge_vmm::report::Status;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         claims![
             an_executable_for_its_owner_alone_makes_workers_too,
             an_empty_pool_is_a_cold_start_and_no_error,
+            time_lost_before_a_worker_has_the_run_is_the_runs,
             a_killed_zygote_is_replaced_and_runs_go_on,
             workers_killed_while_they_stand_ready_cost_no_run,
             a_worker_killed_in_its_run_costs_that_run_alone,
@@ -101,12 +103,10 @@ fn admit(job: &Job) -> Arc<Admitted> {
     Admission::new(trust()).admit(&job.program, &job.load.limits).unwrap()
 }
 
-fn try_run(
-    pool: &Pool,
-    tenant: &str,
-    job: &Job,
-    prepared: bool,
-) -> Result<Done, forge_protocol::worker::VmFailure> {
+fn try_run(pool: &Pool, tenant: &str, job: &Job, prepared: bool) -> Result<Done, Fate> {
+    // Its time starts now, whenever the job was put together.
+    let time = Duration::from_millis(job.load.limits.wall_ms);
+    let job = &Job { deadline: deadline_in(time), ..job.clone() };
     let admitted = prepared.then(|| admit(job));
     let task = Task { tenant, job, broker: None, prepared: admitted.as_deref() };
     pool.carry_out(&task, Patience::until(Instant::now() + Duration::from_secs(120)))
@@ -142,7 +142,7 @@ fn ending(report: &Report) -> &Ending {
 // Programs
 
 fn plain(wat: &str) -> Job {
-    job(signed(wat), RunLimits::default())
+    job(signed(wat), RunLimits { wall_ms: 60_000, ..RunLimits::default() })
 }
 
 /// Writes its input back.
@@ -159,11 +159,9 @@ const ENDLESS: &str = r#"(module (memory (export "memory") 1)
     (func (export "forge_run") (result i32) (loop (br 0)) (unreachable)))"#;
 
 /// Runs until its deadline.
-fn endless(deadline: Duration) -> Job {
-    let limits = RunLimits { fuel: u64::MAX, ..RunLimits::default() };
-    let mut job = job(signed(ENDLESS), limits);
-    job.deadline_ns = deadline.as_nanos() as u64;
-    job
+fn endless(time: Duration) -> Job {
+    let wall_ms = time.as_millis() as u64;
+    job(signed(ENDLESS), RunLimits { fuel: u64::MAX, wall_ms, ..RunLimits::default() })
 }
 
 /// Imports a tool; the answer is the call's code.
@@ -228,6 +226,34 @@ fn an_empty_pool_is_a_cold_start_and_no_error() {
             assert_eq!((done.report.output.as_slice(), done.vm), (&b"{}"[..], Vm::Fresh));
         }
     }
+}
+
+fn time_lost_before_a_worker_has_the_run_is_the_runs() {
+    let pool = pool(0, 0, Reuse::Fresh);
+    pool.stand_by();
+    let job = Job { deadline: deadline_in(Duration::ZERO), ..echo() };
+    let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None };
+    // A worker is made, and says that there is no time left.
+    let done = pool.carry_out(&task, Patience::default()).unwrap();
+    assert_eq!(done.report.fate, Fate::Deadline);
+    assert_eq!(done.report.output, b"");
+    // None is made for a run that nobody waits for any more.
+    let patience = Patience::until(Instant::now());
+    assert_eq!(pool.carry_out(&task, patience).unwrap_err(), Fate::Deadline);
+    // A worker that is not there in time is no failure of a worker.
+    let zygote = pool.zygote().unwrap();
+    // SAFETY: a plain system call; the process is the pool's.
+    let signal = |signal| assert_eq!(unsafe { libc::kill(zygote, signal) }, 0);
+    signal(libc::SIGSTOP);
+    let (pool, task) = (&pool, &task);
+    let late = std::thread::scope(|scope| {
+        let patience = Patience::until(Instant::now() + Duration::from_millis(200));
+        let run = scope.spawn(move || pool.carry_out(task, patience));
+        std::thread::sleep(Duration::from_millis(400));
+        signal(libc::SIGCONT);
+        run.join().unwrap()
+    });
+    assert_eq!(late.map(|done| done.report.fate).unwrap_or_else(|fate| fate), Fate::Deadline);
 }
 
 fn an_executable_for_its_owner_alone_makes_workers_too() {
@@ -327,6 +353,7 @@ fn a_worker_killed_in_its_run_costs_that_run_alone() {
             lost.is_finished()
         });
         let failure = lost.join().unwrap().unwrap_err();
+        let Fate::Vm(failure) = failure else { panic!("{failure:?}") };
         assert!(failure.message.contains("ended without a report"), "{failure:?}");
     });
     assert_eq!(run(&pool, "other", &echo()).report.output, b"{}");
@@ -411,10 +438,10 @@ fn a_prepared_program_answers_as_an_unprepared_one() {
     }
     // By a worker's own hand, so that it is certain what was prepared.
     let pool = pool(0, 0, Reuse::Fresh);
-    let Job { load, start, program, deadline_ns, .. } = echo();
+    let Job { load, start, program, deadline, .. } = echo();
     let mut worker = pool.make(false).unwrap();
     worker.prepare(&Prepare { load, program }, Patience::default()).unwrap();
-    let job = PreparedJob { start, input: b"[1]".to_vec(), deadline_ns, brokered: false };
+    let job = PreparedJob { start, input: b"[1]".to_vec(), deadline, brokered: false };
     let report = worker.carry_out(Run::Prepared(&job), None, Patience::default()).unwrap();
     assert_eq!(report.output, b"[1]");
 }

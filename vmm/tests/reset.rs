@@ -12,7 +12,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt as _;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -20,7 +20,7 @@ use forge_protocol::platform::RAM_START;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, VmFailure, VmFailureKind};
 use forge_vmm::machine::snapshot::{BASE_FILE_BYTES, RESET_PAGES_MAX};
-use forge_vmm::machine::{self, Hypervisor, Image, PageMap, Watchdog};
+use forge_vmm::machine::{self, Hypervisor, Image, PageMap, Watchdog, deadline_in};
 use forge_vmm::worker::{Guest, GuestBase};
 use support::{forge_module, job, serve, signed, signer};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryRegion as _};
@@ -50,8 +50,10 @@ fn main() -> ExitCode {
 static MAKING: Mutex<()> = Mutex::new(());
 
 fn limits() -> RunLimits {
-    // Little RAM, so that all of it can be searched.
-    RunLimits { memory_bytes: 8 << 20, program_bytes: 64 << 10, ..RunLimits::default() }
+    // Little RAM, so that all of it can be searched; time for a CPU that is
+    // emulated.
+    let (memory_bytes, program_bytes, wall_ms) = (8 << 20, 64 << 10, 60_000);
+    RunLimits { memory_bytes, program_bytes, wall_ms, ..RunLimits::default() }
 }
 
 fn make_base() -> GuestBase {
@@ -79,6 +81,12 @@ struct Vm {
     watchdog: Watchdog,
 }
 
+/// A run whose time starts now, whenever it was put together.
+fn starting_now(job: &Job) -> Job {
+    let time = Duration::from_millis(job.load.limits.wall_ms);
+    Job { deadline: deadline_in(time), ..job.clone() }
+}
+
 impl Vm {
     fn of(base: &GuestBase) -> Self {
         let watchdog = Watchdog::new().unwrap();
@@ -91,7 +99,7 @@ impl Vm {
     }
 
     fn run(&mut self, job: &Job) -> Report {
-        self.guest.run(job, None, Instant::now(), &self.watchdog)
+        self.guest.run(&starting_now(job), None, &self.watchdog)
     }
 
     fn prove(&mut self, to: &forge_vmm::worker::Standing) -> Result<(), VmFailure> {
@@ -187,7 +195,7 @@ fn mixture() -> Vec<(&'static str, Job)> {
     *untrusted.program.last_mut().unwrap() ^= 1;
     let mut too_late = plain(ENDLESS);
     too_late.load.limits.fuel = u64::MAX;
-    too_late.deadline_ns = Duration::from_millis(200).as_nanos() as u64;
+    too_late.load.limits.wall_ms = 200;
     let mut large_input = plain(&forge_module(
         r#"(memory (export "memory") 4)"#,
         "(drop (call $output (i32.const 0)
@@ -296,7 +304,7 @@ fn mixture() -> Vec<(&'static str, Job)> {
 
 fn a_guest_from_a_base_answers_as_one_that_booted() {
     for (name, job) in mixture() {
-        assert_eq!(essence(&Vm::new().run(&job)), essence(&serve(&job)), "{name}");
+        assert_eq!(essence(&Vm::new().run(&job)), essence(&serve(&starting_now(&job))), "{name}");
     }
 }
 
@@ -399,9 +407,9 @@ fn a_prepared_guest_is_put_back_to_where_its_program_is_loaded() {
     vm.prove(&to).unwrap();
     for input in ["1", "[2, 3]", "\"a longer text\""] {
         let whole = Job { input: input.into(), ..job.clone() };
-        let Job { start, input, deadline_ns, brokered, .. } = whole.clone();
-        let prepared = PreparedJob { start, input, deadline_ns, brokered };
-        let report = vm.guest.run_prepared(&prepared, None, Instant::now(), &vm.watchdog);
+        let Job { start, input, deadline, brokered, .. } = whole.clone();
+        let prepared = PreparedJob { start, input, deadline, brokered };
+        let report = vm.guest.run_prepared(&prepared, None, &vm.watchdog);
         assert_eq!(report.output, whole.input);
         let Fate::Ended(ended) = &report.fate else { panic!("{:?}", report.fate) };
         let fresh = Vm::new().run(&whole);

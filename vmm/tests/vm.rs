@@ -17,6 +17,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::platform::{DATA, DESCRIPTORS, STACK, STACK_TOP, TrapFrame};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Report, VmFailure, VmFailureKind};
+use forge_vmm::machine::deadline_in;
 use forge_vmm::machine::{
     self, Bus, Death, Exit, Hypervisor, Image, Machine, StopReason, Watchdog, vcpu::panicked,
 };
@@ -153,7 +154,7 @@ fn an_endless_loop_with_huge_fuel_ends_by_the_deadline() {
     let mut job = job(signed(ENDLESS), limits);
     // Long enough to boot on an emulated CPU.
     let deadline = Duration::from_millis(if is_emulated() { 8_000 } else { 300 });
-    job.deadline_ns = deadline.as_nanos() as u64;
+    job.deadline = deadline_in(deadline);
     let started = Instant::now();
     let report = serve(&job);
     assert_eq!(report.fate, Fate::Deadline);
@@ -317,7 +318,7 @@ fn machine_with(code: &[u8]) -> Machine {
 
 fn death_of(code: &[u8]) -> Death {
     let watchdog = Watchdog::new().unwrap();
-    let _armed = watchdog.arm(Instant::now() + Duration::from_secs(20));
+    let _armed = watchdog.arm(deadline_in(Duration::from_secs(20)));
     match machine_with(code).run(&mut Nothing, watchdog.stop()) {
         Exit::Died(death) => death,
         other => panic!("{code:02x?} did not kill the guest: {other:?}"),
@@ -407,7 +408,7 @@ fn a_panic_leaves_its_message() {
         Machine::new(&Hypervisor::open().unwrap(), &image, &builder.finish(), RAM).unwrap();
     let watchdog = Watchdog::new().unwrap();
     let mut board = Board::new(machine.memory().clone(), watchdog.stop().clone());
-    let _armed = watchdog.arm(Instant::now() + Duration::from_secs(20));
+    let _armed = watchdog.arm(deadline_in(Duration::from_secs(20)));
     assert_eq!(machine.run(&mut board, watchdog.stop()), Exit::Bus);
     let Some(forge_vmm::worker::board::Verdict::Panicked { message_bytes }) = board.take_verdict()
     else {
@@ -428,7 +429,7 @@ fn a_guest_that_spins_is_stopped() {
             StopReason::Deadline => Duration::from_millis(200),
             StopReason::Cancelled => Duration::from_secs(60),
         };
-        let _armed = watchdog.arm(started + patience);
+        let _armed = watchdog.arm(deadline_in(patience));
         if reason == StopReason::Cancelled {
             let stop = watchdog.stop().clone();
             std::thread::spawn(move || {
@@ -458,7 +459,7 @@ fn a_guest_that_writes_every_register_harms_nobody() {
     let mut machine = machine_with(REGISTER_STORM);
     let watchdog = Watchdog::new().unwrap();
     let mut board = Board::new(machine.memory().clone(), watchdog.stop().clone());
-    let _armed = watchdog.arm(Instant::now() + Duration::from_millis(500));
+    let _armed = watchdog.arm(deadline_in(Duration::from_millis(500)));
     let exit = machine.run(&mut board, watchdog.stop());
     assert_eq!(exit, Exit::Stopped(StopReason::Deadline));
     assert!(machine.exits() > 100, "it did get to the device: {} exits", machine.exits());

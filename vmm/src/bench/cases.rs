@@ -284,7 +284,7 @@ fn reset() -> Result<Box<dyn Case>, String> {
 impl Case for Reset {
     fn sample(&mut self) -> Result<u64, String> {
         let job = self.program.next_job();
-        let report = self.guest.run(&job, None, Instant::now(), &self.watchdog);
+        let report = self.guest.run(&job, None, &self.watchdog);
         Program::check(&job, &report)?;
         let started = Instant::now();
         self.guest.reset(&self.standing, &self.pages).map_err(|failure| failure.message)?;
@@ -463,7 +463,7 @@ fn measure_waiting(pool: &Pool, program: &mut Program, count: usize) -> Result<f
         let mut job = program.next_job();
         job.input = b"1".to_vec();
         job.brokered = true;
-        job.deadline_ns = Duration::from_secs(120).as_nanos() as u64;
+        job.deadline = machine::deadline_in(Duration::from_secs(120));
         job.start.granted = vec![tool.clone()];
         let (ours, theirs) = UnixStream::pair().map_err(said)?;
         let mut worker = pool.make(false).map_err(|failure| failure.message)?;

@@ -18,7 +18,7 @@ use wasmi::{Engine, Extern, Func, Instance, Module, Store};
 use super::program::{self, Program};
 use super::{Case, Entry, Measure};
 use crate::jail::{WorkerJail, landlock};
-use crate::machine::{Bus, Exit, Hypervisor, Image, Machine, Watchdog, vcpu::Go};
+use crate::machine::{Bus, Exit, Hypervisor, Image, Machine, Watchdog, deadline_in, vcpu::Go};
 use crate::worker::zygote::Filters;
 use crate::worker::{process, zygote};
 
@@ -143,7 +143,7 @@ fn exit() -> Result<Box<dyn Case>, String> {
 
 impl Case for ExitFloor {
     fn sample(&mut self) -> Result<u64, String> {
-        let _armed = self.watchdog.arm(Instant::now() + Duration::from_secs(10));
+        let _armed = self.watchdog.arm(deadline_in(Duration::from_secs(10)));
         let started = Instant::now();
         match self.machine.run(&mut Countdown(EXITS), self.watchdog.stop()) {
             Exit::Bus => Ok(started.elapsed().as_nanos() as u64 / u64::from(EXITS)),

@@ -7,6 +7,7 @@
 //! loop of calls, memory accesses and arithmetic.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::ending::Ending;
@@ -14,6 +15,8 @@ use forge_protocol::guest::{Ended, Load, Start};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::{KeyError, SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Job, Report};
+
+use crate::machine::deadline_in;
 
 /// The reflected polynomial of CRC-32.
 const POLYNOMIAL: u32 = 0xedb8_8320;
@@ -208,7 +211,7 @@ impl Program {
         self.round += 1;
         let limits = RunLimits::default();
         Job {
-            deadline_ns: limits.wall_ms * 1_000_000,
+            deadline: deadline_in(Duration::from_millis(limits.wall_ms)),
             load: Load { limits, announce: false },
             start: Start {
                 run_id: RunId([0; 16]),

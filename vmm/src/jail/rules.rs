@@ -233,6 +233,13 @@ pub const ZYGOTE: &[Rule] = &[
     always(libc::SYS_sigaltstack, "sigaltstack", "std's guard of the stack, at the end"),
     without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "memory, a guest's too"),
     always(libc::SYS_munmap, "munmap", "gives memory back"),
+    is(
+        libc::SYS_mprotect,
+        "mprotect, to read alone",
+        2,
+        libc::PROT_READ as u32,
+        "the guest's code, once it is in place; it adds no right to write or execute",
+    ),
     always(libc::SYS_mremap, "mremap", "the allocator grows blocks").elsewhere(),
     always(libc::SYS_brk, "brk", "the allocator's small blocks"),
     always(libc::SYS_madvise, "madvise", "guest memory: large pages, not in a dump"),

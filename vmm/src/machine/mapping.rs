@@ -3,14 +3,15 @@
 //! KVM maps a guest's large page by one of its own only where guest-physical
 //! and host-virtual address agree modulo its size. Recent kernels place large
 //! anonymous mappings so; for others a filler before the mapping does it.
+//! Code can lie right before RAM, so that KVM has one stretch of both.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
 
-use forge_protocol::platform::LARGE_PAGE_BYTES;
+use forge_protocol::platform::{CODE, CODE_BYTES, LARGE_PAGE_BYTES, RAM_START};
 use vm_memory::{
-    GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
+    Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
     GuestRegionMmap, MmapRegion,
 };
 
@@ -37,6 +38,78 @@ pub(super) fn map(address: u64, bytes: usize) -> io::Result<GuestMemoryMmap> {
     let region = GuestRegionMmap::new(region, GuestAddress(address))
         .ok_or_else(|| io::Error::other("the mapping wraps around"))?;
     GuestMemoryMmap::from_regions(vec![region]).map_err(io::Error::other)
+}
+
+/// A copy of the code right before a RAM's mapping, which nobody can write.
+/// Only KVM ever looks at it.
+#[derive(Debug)]
+pub(super) struct CodeBelow {
+    start: *mut libc::c_void,
+}
+
+// SAFETY: the mapping is read by KVM alone, and unmapped by whoever drops it
+// last.
+unsafe impl Send for CodeBelow {}
+// SAFETY: the same.
+unsafe impl Sync for CodeBelow {}
+
+impl CodeBelow {
+    const BYTES: usize = CODE_BYTES as usize;
+
+    /// Copies `code` to the addresses before those of `ram`. Forks share it.
+    ///
+    /// # Errors
+    /// What the kernel said; `EEXIST` if something lies there already.
+    pub(super) fn copy(code: &GuestMemoryMmap, ram: &GuestMemoryMmap) -> io::Result<Self> {
+        let ram_start = ram.get_host_address(GuestAddress(RAM_START)).map_err(io::Error::other)?;
+        let start = (ram_start as usize).checked_sub(Self::BYTES).ok_or(io::ErrorKind::NotFound)?;
+        // SAFETY: takes addresses that nobody uses, or fails.
+        let start = unsafe {
+            let start = std::ptr::without_provenance_mut(start);
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+            libc::mmap(start, Self::BYTES, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+        };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let below = Self { start };
+        // A kernel that does not know the flag may have mapped elsewhere.
+        if below.start.addr() + Self::BYTES != ram_start.addr() {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        // SAFETY: the mapping is ours alone and writable until the end of this
+        // block, and is not accessed by a reference after it.
+        unsafe {
+            libc::madvise(start, Self::BYTES, libc::MADV_HUGEPAGE);
+            let bytes = std::slice::from_raw_parts_mut(start.cast::<u8>(), Self::BYTES);
+            code.read_slice(bytes, GuestAddress(CODE)).map_err(io::Error::other)?;
+            if libc::mprotect(start, Self::BYTES, libc::PROT_READ) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(below)
+    }
+
+    /// Whether forks have it, and so much RAM behind it.
+    pub(super) fn set_inherited(&self, ram_bytes: usize, inherited: bool) {
+        let advice = if inherited { libc::MADV_DOFORK } else { libc::MADV_DONTFORK };
+        // SAFETY: advice about mappings of ours, which says nothing of this
+        // process's own memory.
+        unsafe { libc::madvise(self.start, Self::BYTES + ram_bytes, advice) };
+    }
+
+    /// Its address.
+    pub(super) fn start(&self) -> *const libc::c_void {
+        self.start
+    }
+}
+
+impl Drop for CodeBelow {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `copy`, unmapped once; the machines that had it in
+        // their memory are gone, as they hold it.
+        unsafe { libc::munmap(self.start, Self::BYTES) };
+    }
 }
 
 /// Puts the first `bytes` of a file in the place of what `memory` has at
@@ -94,7 +167,31 @@ pub(super) fn prefer_large_page(memory: &GuestMemoryMmap, address: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vm_memory::Bytes;
+
+    #[test]
+    fn code_lies_right_before_ram_and_cannot_be_written() {
+        let code = map(CODE, CODE_BYTES as usize).unwrap();
+        code.write_slice(b"first", GuestAddress(CODE)).unwrap();
+        code.write_slice(b"last", GuestAddress(CODE + CODE_BYTES - 4)).unwrap();
+        let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
+        let below = CodeBelow::copy(&code, &ram).unwrap();
+        let start = below.start().addr();
+        assert_eq!(
+            start + CODE_BYTES as usize,
+            ram.get_host_address(GuestAddress(RAM_START)).unwrap().addr()
+        );
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let line = maps.lines().find(|line| line.starts_with(&format!("{start:x}-"))).unwrap();
+        assert!(line.contains(" r--p "), "{line}");
+        // SAFETY: the mapping is readable for this length and nobody writes it.
+        let bytes =
+            unsafe { std::slice::from_raw_parts(below.start().cast::<u8>(), CODE_BYTES as usize) };
+        assert!(bytes.starts_with(b"first") && bytes.ends_with(b"last"));
+        // Nothing is put in another's place.
+        assert!(CodeBelow::copy(&code, &ram).is_err());
+        drop(below);
+        CodeBelow::copy(&code, &ram).unwrap();
+    }
 
     #[test]
     fn mappings_are_aligned_whatever_lies_around_them() {

@@ -1,16 +1,23 @@
 //! Guest memory: mapped, filled, handed to KVM.
 //!
-//! Two slots: the image's code, which all VMs share and none can write, and
-//! RAM. The VMM itself reads and writes RAM alone, so no descriptor of a guest
-//! can make it write code.
+//! The image's code, which all VMs share and none can write, and RAM. Where
+//! the code lies right before RAM in the host's addresses too, they are one
+//! slot, and code is read-only because the host's mapping is; else they are
+//! two, and code's is read-only. The VMM itself reads and writes RAM alone, so
+//! no descriptor of a guest can make it write code.
 
-use forge_protocol::platform::{ARCHIVE, ARCHIVE_BYTES_MAX, BOOT_INFO, BootInfo, DATA, RAM_START};
+use std::sync::Arc;
+
+use forge_protocol::platform::{
+    ARCHIVE, ARCHIVE_BYTES_MAX, BOOT_INFO, BootInfo, CODE, CODE_BYTES, DATA, RAM_START,
+};
 use kvm_bindings::{KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::VmFd;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
 };
 
+use super::mapping::CodeBelow;
 use super::{Image, MachineError, cpu, mapping, paging};
 
 /// Maps RAM for a guest that boots. Untouched pages cost nothing.
@@ -51,29 +58,58 @@ pub(super) fn fill(
     Ok(())
 }
 
-/// Gives the VM its two memory slots.
-pub(super) fn hand_over(
-    vm: &VmFd,
-    code: &GuestMemoryMmap,
-    ram: &GuestMemoryMmap,
-) -> Result<(), MachineError> {
-    let slots = [(code, KVM_MEM_READONLY), (ram, 0)];
-    for (slot, (stretch, flags)) in slots.into_iter().enumerate() {
-        for region in stretch.iter() {
-            let kvm_region = kvm_userspace_memory_region {
-                slot: slot as u32,
-                flags,
-                guest_phys_addr: region.start_addr().0,
-                memory_size: region.len(),
-                userspace_addr: region.as_ptr() as u64,
-            };
-            // SAFETY: `Machine` keeps both mappings as long as the VM; the
-            // kernel and the guest write RAM, and this process accesses it
-            // only through vm-memory's volatile copies.
-            unsafe { vm.set_user_memory_region(kvm_region) }.map_err(|source| {
-                MachineError::Kvm { call: "KVM_SET_USER_MEMORY_REGION", source }
-            })?;
+/// A machine's code as KVM is to see it.
+#[derive(Clone, Debug)]
+pub(super) enum Code {
+    /// Anywhere, and its own slot.
+    Apart(GuestMemoryMmap),
+    /// Right before the machine's RAM, and in one slot with it.
+    Below(Arc<CodeBelow>),
+}
+
+/// Gives the VM its memory, in as few slots as it takes: the kernel waits for
+/// its readers at each.
+pub(super) fn hand_over(vm: &VmFd, code: &Code, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
+    match code {
+        Code::Apart(code) => {
+            for (slot, (stretch, flags)) in
+                [(code, KVM_MEM_READONLY), (ram, 0)].into_iter().enumerate()
+            {
+                for region in stretch.iter() {
+                    set_slot(
+                        vm,
+                        kvm_userspace_memory_region {
+                            slot: slot as u32,
+                            flags,
+                            guest_phys_addr: region.start_addr().0,
+                            memory_size: region.len(),
+                            userspace_addr: region.as_ptr() as u64,
+                        },
+                    )?;
+                }
+            }
+            Ok(())
+        }
+        Code::Below(code) => {
+            let ram_bytes: u64 = ram.iter().map(|region| region.len()).sum();
+            set_slot(
+                vm,
+                kvm_userspace_memory_region {
+                    slot: 0,
+                    flags: 0,
+                    guest_phys_addr: CODE,
+                    memory_size: CODE_BYTES + ram_bytes,
+                    userspace_addr: code.start() as u64,
+                },
+            )
         }
     }
-    Ok(())
+}
+
+fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), MachineError> {
+    // SAFETY: `Machine` keeps code and RAM mapped as long as the VM; the kernel
+    // and the guest write RAM, and this process accesses it only through
+    // vm-memory's volatile copies. Nobody writes code.
+    unsafe { vm.set_user_memory_region(region) }
+        .map_err(|source| MachineError::Kvm { call: "KVM_SET_USER_MEMORY_REGION", source })
 }

@@ -36,7 +36,7 @@ pub use hypervisor::Hypervisor;
 pub use image::Image;
 pub use pagemap::PageMap;
 pub use snapshot::{Base, Checkpoint};
-pub use stop::{Stop, StopReason, Watchdog};
+pub use stop::{Stop, StopReason, Watchdog, deadline_in};
 pub use vcpu::{Bus, Death, Exit};
 
 use std::ops::ControlFlow;
@@ -45,6 +45,7 @@ use std::sync::Arc;
 
 use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA};
 use kvm_ioctls::VmFd;
+use memory::Code;
 use snapshot::RESET_PAGES_MAX;
 use vm_memory::{
     Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
@@ -119,7 +120,7 @@ pub struct Machine {
     vm: VmFd,
     // Last: the VM maps them.
     ram: GuestMemoryMmap,
-    code: GuestMemoryMmap,
+    code: Code,
     /// What it started from, if it did not boot.
     base: Option<Arc<Base>>,
 }
@@ -139,10 +140,11 @@ impl Machine {
         let ram = memory::map(ram_bytes)?;
         memory::fill(&ram, image, boot_archive, ram_bytes)?;
         let vm = hypervisor.create_vm()?;
-        memory::hand_over(&vm, image.code(), &ram)?;
+        let code = Code::Apart(image.code().clone());
+        memory::hand_over(&vm, &code, &ram)?;
         let vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
         cpu::set_up(vcpu.fd(), image.entry())?;
-        Ok(Self { vcpu, vm, ram, code: image.code().clone(), base: None })
+        Ok(Self { vcpu, vm, ram, code, base: None })
     }
 
     fn ram_bytes(&self) -> usize {

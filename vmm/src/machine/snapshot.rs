@@ -16,13 +16,15 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd as _, FromRawFd as _};
 use std::os::unix::fs::FileExt as _;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use forge_protocol::platform::{DATA, LARGE_PAGE_BYTES, PAGE_BYTES, RAM_START};
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, MmapRegion,
 };
 
+use super::mapping::CodeBelow;
+use super::memory::Code;
 use super::pagemap::PageMap;
 use super::state::CpuState;
 use super::{Hypervisor, Machine, MachineError, mapping, memory, vcpu};
@@ -50,8 +52,18 @@ pub struct Base {
     /// Pages behind the file that are not zero, in order.
     beyond: Vec<Page>,
     cpu: CpuState,
-    code: GuestMemoryMmap,
+    code: Code,
     ram_bytes: usize,
+    /// Memory for the first machine that starts in this process or in a fork
+    /// of it: mapped, and not touched.
+    ready: Mutex<Option<Ready>>,
+}
+
+/// Memory of a machine that is not there yet.
+#[derive(Debug)]
+struct Ready {
+    ram: GuestMemoryMmap,
+    code: Code,
 }
 
 /// Where a machine can be put back to.
@@ -104,7 +116,44 @@ impl Base {
         )
         .map_err(|error| MachineError::Base(io::Error::other(error)))?;
         let ram_bytes = machine.ram_bytes();
-        Ok(Self { file, view, beyond, cpu, code: machine.code, ram_bytes })
+        let ready = Mutex::new(None);
+        let mut base = Self { file, view, beyond, cpu, code: machine.code, ram_bytes, ready };
+        base.get_ready()?;
+        Ok(base)
+    }
+
+    /// Maps the memory of the first machine ahead of it. In a process that
+    /// forks one for each machine that is every machine's.
+    fn get_ready(&mut self) -> Result<(), MachineError> {
+        let ram = self.map_ram()?;
+        // Where there is no room below it, code is a slot of its own.
+        if let Code::Apart(apart) = &self.code
+            && let Ok(below) = CodeBelow::copy(apart, &ram)
+        {
+            let code = Code::Below(Arc::new(below));
+            self.ready = Mutex::new(Some(Ready { ram, code }));
+        }
+        Ok(())
+    }
+
+    /// Whether forks of this process find the memory of the first machine.
+    /// What a fork has counts towards its limits, and takes time to copy.
+    pub fn set_inherited(&self, inherited: bool) {
+        let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Ready { code: Code::Below(code), .. }) = &*ready {
+            code.set_inherited(self.ram_bytes, inherited);
+        }
+    }
+
+    /// RAM as the base has it, but for the pages beyond the file.
+    fn map_ram(&self) -> Result<GuestMemoryMmap, MachineError> {
+        let ram = mapping::map(RAM_START, self.ram_bytes)
+            .and_then(|ram| {
+                mapping::overlay(&ram, RAM_START, &self.file, BASE_FILE_BYTES).map(|()| ram)
+            })
+            .map_err(MachineError::Base)?;
+        mapping::small_pages(&ram);
+        Ok(ram)
     }
 
     /// How much RAM its machines have, in bytes.
@@ -171,23 +220,22 @@ impl Machine {
     /// # Errors
     /// [`MachineError`].
     pub fn from_base(hypervisor: &Hypervisor, base: &Arc<Base>) -> Result<Self, MachineError> {
-        let ram = mapping::map(RAM_START, base.ram_bytes)
-            .and_then(|ram| {
-                mapping::overlay(&ram, RAM_START, &base.file, BASE_FILE_BYTES).map(|()| ram)
-            })
-            .map_err(MachineError::Base)?;
-        mapping::small_pages(&ram);
+        let ready = base.ready.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Ready { ram, code } = match ready {
+            Some(ready) => ready,
+            None => Ready { ram: base.map_ram()?, code: base.code.clone() },
+        };
         for (offset, page) in &base.beyond {
             write_page(&ram, *offset, &page[..])?;
         }
         let vm = hypervisor.create_vm()?;
-        memory::hand_over(&vm, &base.code, &ram)?;
+        memory::hand_over(&vm, &code, &ram)?;
         let mut vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
         base.cpu.write(vcpu.fd_mut())?;
         // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
         // caller's name: now, while the caller may still have threads.
         vcpu.settle()?;
-        Ok(Self { vcpu, vm, ram, code: base.code.clone(), base: Some(Arc::clone(base)) })
+        Ok(Self { vcpu, vm, ram, code, base: Some(Arc::clone(base)) })
     }
 
     /// Marks where the machine stands now, to be put back to it.

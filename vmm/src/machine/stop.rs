@@ -15,10 +15,24 @@ use std::io;
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering, compiler_fence};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use forge_protocol::worker::Deadline;
+
+use crate::trace::now_ns;
 
 /// How often a thread is interrupted until it has stopped.
 const KICK_INTERVAL: Duration = Duration::from_millis(1);
+
+/// The deadline of what may take this long from now.
+#[must_use]
+pub fn deadline_in(time: Duration) -> Deadline {
+    let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    Deadline { monotonic_ns: now_ns().saturating_add(ns) }
+}
+
+/// A time of the monotonic clock before any process's start.
+const LONG_PAST_NS: u64 = 1;
 
 /// Why a run was stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,15 +120,20 @@ impl Timer {
         Ok(Self(timer))
     }
 
-    /// Fires in `first`, then again and again; never, if `first` is zero.
-    fn set(&self, first: Duration) {
+    /// Fires at this time of the monotonic clock, or at once if that is past,
+    /// then again and again; never, if it is zero.
+    fn set(&self, first_ns: u64) {
         let spec = |time: Duration| libc::timespec {
             tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),
             tv_nsec: time.subsec_nanos().into(),
         };
-        let times = libc::itimerspec { it_interval: spec(KICK_INTERVAL), it_value: spec(first) };
+        let times = libc::itimerspec {
+            it_interval: spec(KICK_INTERVAL),
+            it_value: spec(Duration::from_nanos(first_ns)),
+        };
+        let flags = libc::TIMER_ABSTIME;
         // SAFETY: the timer is ours, the times are valid. It cannot fail.
-        unsafe { libc::timer_settime(self.0, 0, &raw const times, std::ptr::null_mut()) };
+        unsafe { libc::timer_settime(self.0, flags, &raw const times, std::ptr::null_mut()) };
     }
 }
 
@@ -129,9 +148,8 @@ impl Drop for Timer {
 #[derive(Debug)]
 struct Shared {
     reason: AtomicU8,
-    /// In nanoseconds since `epoch`.
+    /// Of the monotonic clock.
     deadline_ns: AtomicU64,
-    epoch: Instant,
     timer: Timer,
 }
 
@@ -148,7 +166,7 @@ impl Stop {
             // Not a swap: this is asked at every exit.
             kicked.load(Ordering::Relaxed) && kicked.swap(false, Ordering::Relaxed)
         });
-        if kicked && since(shared.epoch) >= shared.deadline_ns.load(Ordering::Acquire) {
+        if kicked && now_ns() >= shared.deadline_ns.load(Ordering::Acquire) {
             self.note(StopReason::Deadline);
         }
         match shared.reason.load(Ordering::Acquire) {
@@ -161,7 +179,7 @@ impl Stop {
     /// Stops the run, from any thread. The first reason stays.
     pub fn raise(&self, reason: StopReason) {
         self.note(reason);
-        self.0.timer.set(Duration::from_nanos(1));
+        self.0.timer.set(LONG_PAST_NS);
     }
 
     fn note(&self, reason: StopReason) {
@@ -171,10 +189,6 @@ impl Stop {
         };
         let _ = self.0.reason.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
     }
-}
-
-fn since(epoch: Instant) -> u64 {
-    u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Watches the time of the thread that made it, which runs the vCPU.
@@ -196,7 +210,6 @@ impl Watchdog {
         let shared = Shared {
             reason: AtomicU8::new(0),
             deadline_ns: AtomicU64::new(u64::MAX),
-            epoch: Instant::now(),
             timer: Timer::new()?,
         };
         Ok(Self { stop: Stop(Arc::new(shared)), here: PhantomData })
@@ -211,15 +224,12 @@ impl Watchdog {
     /// Watches this thread, which is about to run a vCPU, until the guard is
     /// dropped. What was raised before is forgotten.
     #[must_use]
-    pub fn arm(&self, deadline: Instant) -> Armed<'_> {
+    pub fn arm(&self, deadline: Deadline) -> Armed<'_> {
         let shared = &self.stop.0;
-        let at = deadline.saturating_duration_since(shared.epoch);
-        shared
-            .deadline_ns
-            .store(u64::try_from(at.as_nanos()).unwrap_or(u64::MAX), Ordering::Release);
+        let at_ns = deadline.monotonic_ns.max(LONG_PAST_NS);
+        shared.deadline_ns.store(at_ns, Ordering::Release);
         shared.reason.store(0, Ordering::Release);
-        let left = deadline.saturating_duration_since(Instant::now());
-        shared.timer.set(left.max(Duration::from_nanos(1)));
+        shared.timer.set(at_ns);
         Armed(self)
     }
 }
@@ -230,13 +240,14 @@ pub struct Armed<'a>(&'a Watchdog);
 
 impl Drop for Armed<'_> {
     fn drop(&mut self) {
-        self.0.stop.0.timer.set(Duration::ZERO);
+        self.0.stop.0.timer.set(0);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Instant;
 
     fn sleep_until_kicked() {
         let before = Instant::now();
@@ -248,7 +259,7 @@ mod tests {
     #[test]
     fn the_deadline_raises_the_stop_and_wakes_a_sleeping_thread() {
         let watchdog = Watchdog::new().unwrap();
-        let armed = watchdog.arm(Instant::now() + Duration::from_millis(20));
+        let armed = watchdog.arm(deadline_in(Duration::from_millis(20)));
         assert_eq!(watchdog.stop().raised(), None);
         sleep_until_kicked();
         assert_eq!(watchdog.stop().raised(), Some(StopReason::Deadline));
@@ -258,7 +269,7 @@ mod tests {
     #[test]
     fn a_stop_is_raised_from_another_thread() {
         let watchdog = Watchdog::new().unwrap();
-        let _armed = watchdog.arm(Instant::now() + Duration::from_secs(60));
+        let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
         let stop = watchdog.stop().clone();
         let other = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(20));
@@ -272,10 +283,10 @@ mod tests {
     #[test]
     fn arming_again_starts_afresh() {
         let watchdog = Watchdog::new().unwrap();
-        drop(watchdog.arm(Instant::now()));
+        drop(watchdog.arm(deadline_in(Duration::ZERO)));
         watchdog.stop().raise(StopReason::Cancelled);
         assert!(watchdog.stop().raised().is_some());
-        let _armed = watchdog.arm(Instant::now() + Duration::from_secs(60));
+        let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
         assert_eq!(watchdog.stop().raised(), None);
     }
 
@@ -283,17 +294,25 @@ mod tests {
     fn an_expiry_of_an_earlier_arming_stops_nothing() {
         let watchdog = Watchdog::new().unwrap();
         for _ in 0..200 {
-            drop(watchdog.arm(Instant::now()));
-            let _armed = watchdog.arm(Instant::now() + Duration::from_secs(60));
+            drop(watchdog.arm(deadline_in(Duration::ZERO)));
+            let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
             std::thread::sleep(Duration::from_micros(300));
             assert_eq!(watchdog.stop().raised(), None);
         }
     }
 
     #[test]
+    fn a_deadline_that_has_long_passed_raises_the_stop_at_once() {
+        let watchdog = Watchdog::new().unwrap();
+        let _armed = watchdog.arm(Deadline { monotonic_ns: 0 });
+        sleep_until_kicked();
+        assert_eq!(watchdog.stop().raised(), Some(StopReason::Deadline));
+    }
+
+    #[test]
     fn the_first_reason_stays() {
         let watchdog = Watchdog::new().unwrap();
-        let _armed = watchdog.arm(Instant::now() + Duration::from_secs(60));
+        let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
         watchdog.stop().raise(StopReason::Cancelled);
         watchdog.stop().raise(StopReason::Deadline);
         assert_eq!(watchdog.stop().raised(), Some(StopReason::Cancelled));

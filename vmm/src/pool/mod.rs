@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{
-    Fork, Job, Prepare, PreparedJob, Report, Reuse, VmFailure, VmFailureKind, ZygoteSetup,
+    Fate, Fork, Job, Prepare, PreparedJob, Report, Reuse, VmFailure, VmFailureKind, ZygoteSetup,
 };
 
 use crate::admission::Admitted;
@@ -207,11 +207,27 @@ impl Pool {
         self.shared.make(self.shared.usual_ram_bytes, touched)
     }
 
+    /// Starts the first zygote, if none ever stood. What every run needs is
+    /// not made in the time of one. If it cannot be started, the next run says
+    /// so.
+    pub fn stand_by(&self) {
+        // A zygote that was lost since is started by whoever needs it.
+        if self.shared.lock_hardening().is_some() {
+            return;
+        }
+        let mut zygote = self.shared.lock_zygote();
+        if zygote.is_none() {
+            *zygote = self.shared.start_zygote().ok();
+        }
+    }
+
     /// Carries out a run, as long as patience lasts.
     ///
     /// # Errors
-    /// [`VmFailure`]: the host can make no VM, or the worker was lost.
-    pub fn carry_out(&self, task: &Task<'_>, patience: Patience<'_>) -> Result<Done, VmFailure> {
+    /// The fate of a run that nobody reported on: [`Fate::Vm`] if the host can
+    /// make no VM or the worker was lost, [`Fate::Deadline`] if patience was
+    /// over before there was a VM.
+    pub fn carry_out(&self, task: &Task<'_>, patience: Patience<'_>) -> Result<Done, Fate> {
         let limits = &task.job.load.limits;
         let key = Key {
             tenant: task.tenant.to_owned(),
@@ -230,27 +246,33 @@ impl Pool {
             match self.carry_out_prepared(key, task, patience) {
                 // It could not be prepared; the plain way says why.
                 Err(Lost::Before(_)) => {}
-                Err(Lost::During(failure)) => return Err(failure),
+                Err(Lost::During(failure)) => return Err(Fate::Vm(failure)),
                 Ok(done) => return Ok(done),
             }
         }
         let mut lost = None;
         for attempt in 1..=ATTEMPTS {
+            if patience.is_over() {
+                return Err(Fate::Deadline);
+            }
             // All that stand ready may be dead, as with their zygote: the last
             // attempt is made with one that nobody can have lost yet.
             let ready = if attempt < ATTEMPTS { self.shared.take(&key) } else { None };
             let worker = match ready {
                 Some(worker) => worker,
-                None => self.shared.make(key.ram_bytes, false)?,
+                None => self.shared.make(key.ram_bytes, false).map_err(Fate::Vm)?,
             };
             match self.shared.use_worker(&key, worker, Run::Whole(task.job), task, patience) {
                 // It was lost while nobody looked; another can do the same.
                 Err(Lost::Before(failure)) => lost = Some(failure),
-                Err(Lost::During(failure)) => return Err(failure),
+                Err(Lost::During(failure)) => return Err(Fate::Vm(failure)),
                 Ok(done) => return Ok(done),
             }
         }
-        Err(lost.unwrap_or_else(|| internal("no worker was tried")))
+        if patience.is_over() {
+            return Err(Fate::Deadline);
+        }
+        Err(Fate::Vm(lost.unwrap_or_else(|| internal("no worker was tried"))))
     }
 
     fn carry_out_prepared(
@@ -259,7 +281,7 @@ impl Pool {
         task: &Task<'_>,
         patience: Patience<'_>,
     ) -> Result<Done, Lost> {
-        let Job { load, start, program, input, deadline_ns, brokered } = task.job;
+        let Job { load, start, program, input, deadline, brokered } = task.job;
         let worker = match self.shared.take(&key) {
             Some(worker) => worker,
             None => {
@@ -277,7 +299,7 @@ impl Pool {
         let job = PreparedJob {
             start: start.clone(),
             input: input.clone(),
-            deadline_ns: *deadline_ns,
+            deadline: *deadline,
             brokered: *brokered,
         };
         self.shared.use_worker(&key, worker, Run::Prepared(&job), task, patience)

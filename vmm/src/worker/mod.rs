@@ -9,11 +9,13 @@
 //! |---|---|
 //! | [`board`] | what the guest is wired to: device, session, broker |
 //! | [`broker_link`] | the run's connection to the broker |
+//! | `carried` | code that is in place in a fork as it was in the parent |
 //! | [`zygote`] | the process that workers are forked from |
 //! | `process` | a worker's life |
 
 pub mod board;
 pub mod broker_link;
+mod carried;
 pub(crate) mod process;
 pub mod zygote;
 
@@ -24,18 +26,18 @@ use std::time::{Duration, Instant};
 use forge_protocol::guest::Ended;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{
-    Fate, Job, Moments, Prepare, PreparedJob, Report, Timing, VmFailure, VmFailureKind,
+    Deadline, Fate, Job, Moments, Prepare, PreparedJob, Report, Timing, VmFailure, VmFailureKind,
 };
 
 pub use board::{Board, Wiring};
 pub use broker_link::BrokerLink;
-pub(crate) use process::failed;
+pub(crate) use process::{failed, unserved};
 use vm_memory::GuestMemoryMmap;
 
 use crate::machine::vcpu::panicked;
 use crate::machine::{
     self, Base, Checkpoint, Death, Exit, Hypervisor, Image, Machine, MachineError, PageMap,
-    StopReason, Watchdog, snapshot::ResetDone,
+    StopReason, Watchdog, deadline_in, snapshot::ResetDone,
 };
 use crate::trace::now_ns;
 use board::Verdict;
@@ -71,6 +73,12 @@ pub struct Guest {
 }
 
 impl GuestBase {
+    /// Whether forks of this process find the memory of their first guest
+    /// mapped.
+    pub(crate) fn set_inherited(&self, inherited: bool) {
+        self.machine.set_inherited(inherited);
+    }
+
     /// How much RAM its guests have, in bytes.
     #[must_use]
     pub fn ram_bytes(&self) -> usize {
@@ -115,7 +123,7 @@ impl Guest {
         let mut guest = Self { machine, board, timing };
 
         let booting = Instant::now();
-        let armed = watchdog.arm(booting + BOOT_TIME_MAX);
+        let armed = watchdog.arm(deadline_in(BOOT_TIME_MAX));
         let exit = guest.machine.run(&mut guest.board, watchdog.stop());
         drop(armed);
         guest.timing.boot_ns = elapsed_ns(booting);
@@ -182,7 +190,7 @@ impl Guest {
         let started = Instant::now();
         self.machine.populate(touch_bytes as usize);
         self.machine.ask_to_touch(touch_bytes)?;
-        let armed = watchdog.arm(started + BOOT_TIME_MAX);
+        let armed = watchdog.arm(deadline_in(BOOT_TIME_MAX));
         let exit = self.machine.run(&mut self.board, watchdog.stop());
         drop(armed);
         self.timing.boot_ns = elapsed_ns(started);
@@ -232,7 +240,7 @@ impl Guest {
     /// further use.
     pub fn prepare(&mut self, program: &Prepare, watchdog: &Watchdog) -> Result<(), VmFailure> {
         let started = Instant::now();
-        let armed = watchdog.arm(started + BOOT_TIME_MAX);
+        let armed = watchdog.arm(deadline_in(BOOT_TIME_MAX));
         self.board.prepare(program)?;
         let exit = self.machine.run(&mut self.board, watchdog.stop());
         drop(armed);
@@ -241,16 +249,9 @@ impl Guest {
     }
 
     /// Carries out one run. The guest is of no use afterwards, unless it is
-    /// reset. `arrived` is when the job came: its deadline counts from then.
-    pub fn run(
-        &mut self,
-        job: &Job,
-        broker: Option<BrokerLink>,
-        arrived: Instant,
-        watchdog: &Watchdog,
-    ) -> Report {
-        let until = arrived + Duration::from_nanos(job.deadline_ns);
-        self.conduct(until, watchdog, |board| board.begin(job, broker))
+    /// reset.
+    pub fn run(&mut self, job: &Job, broker: Option<BrokerLink>, watchdog: &Watchdog) -> Report {
+        self.conduct(job.deadline, watchdog, |board| board.begin(job, broker))
     }
 
     /// The same for a guest that has been prepared.
@@ -258,22 +259,20 @@ impl Guest {
         &mut self,
         job: &PreparedJob,
         broker: Option<BrokerLink>,
-        arrived: Instant,
         watchdog: &Watchdog,
     ) -> Report {
-        let until = arrived + Duration::from_nanos(job.deadline_ns);
-        self.conduct(until, watchdog, |board| board.begin_prepared(job, broker))
+        self.conduct(job.deadline, watchdog, |board| board.begin_prepared(job, broker))
     }
 
     fn conduct(
         &mut self,
-        until: Instant,
+        deadline: Deadline,
         watchdog: &Watchdog,
         begin: impl FnOnce(&mut Board) -> Result<(), VmFailure>,
     ) -> Report {
         let started = Instant::now();
         let exits_before = self.machine.exits();
-        let armed = watchdog.arm(until);
+        let armed = watchdog.arm(deadline);
         let prepared = begin(&mut self.board);
         let begun = now_ns();
         let fate = match prepared {
@@ -390,7 +389,6 @@ pub fn serve_and_keep(
     trust: &TrustKeys,
     broker: Option<BrokerLink>,
 ) -> Result<(Report, Guest), VmFailure> {
-    let arrived = Instant::now();
     let hypervisor = Hypervisor::open()?;
     let image = Image::built_in()?;
     let watchdog = Watchdog::new().map_err(|error| VmFailure {
@@ -399,6 +397,6 @@ pub fn serve_and_keep(
     })?;
     let ram_bytes = machine::ram_bytes(&job.load.limits);
     let mut guest = Guest::boot(&hypervisor, &image, trust, ram_bytes, &watchdog)?;
-    let report = guest.run(job, broker, arrived, &watchdog);
+    let report = guest.run(job, broker, &watchdog);
     Ok((report, guest))
 }

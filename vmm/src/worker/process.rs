@@ -10,7 +10,6 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Instant;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, HEADER_BYTES, Header, Kind};
@@ -90,7 +89,6 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error),
         };
-        let arrived = Instant::now();
         worker.guest.note(|at| at.arrived = now_ns());
         let order = Order::read(&frame).and_then(|order| order.with(link.take_passed()));
         let report = match order {
@@ -103,11 +101,9 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
                 }
                 continue;
             }
-            Ok(Order::Run(job, broker)) => {
-                worker.guest.run(&job, broker, arrived, &worker.watchdog)
-            }
+            Ok(Order::Run(job, broker)) => worker.guest.run(&job, broker, &worker.watchdog),
             Ok(Order::RunPrepared(job, broker)) => {
-                worker.guest.run_prepared(&job, broker, arrived, &worker.watchdog)
+                worker.guest.run_prepared(&job, broker, &worker.watchdog)
             }
             Err(failure) => failed(failure),
         };
@@ -200,10 +196,15 @@ fn say<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) -> io::Result
     link.send(&bytes, None, Patience::default())
 }
 
-/// The report of a run that no guest was given.
+/// The report of a run for which there was no VM.
 pub(crate) fn failed(failure: VmFailure) -> Report {
+    unserved(Fate::Vm(failure))
+}
+
+/// The report of a run that no guest was given.
+pub(crate) fn unserved(fate: Fate) -> Report {
     Report {
-        fate: Fate::Vm(failure),
+        fate,
         output: Vec::new(),
         artifacts: Vec::new(),
         logs: Vec::new(),

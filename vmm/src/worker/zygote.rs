@@ -19,7 +19,7 @@ use forge_protocol::worker::{
     Fork, Jailed, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
-use super::{Guest, GuestBase, process};
+use super::{Guest, GuestBase, carried, process};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::keys;
@@ -199,7 +199,8 @@ impl Zygote {
         let hypervisor = Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?;
         let _placeholder = hypervisor.placeholder()?;
         let image = Image::built_in()?;
-        // Before /proc is gone.
+        // Before /proc is gone. Without it, workers are only slower.
+        let _ = carried::carry_code_over_forks();
         let pages = PageMap::open().map_err(|error| unavailable("the page map", &error))?;
         let Inside { procfs, jail, found } = jail_in(filters)?;
         let bases = VecDeque::new();
@@ -210,10 +211,18 @@ impl Zygote {
     /// The base with this much RAM, made if there is none yet.
     fn base(&mut self, ram_bytes: usize) -> Result<Arc<GuestBase>, VmFailure> {
         let found = self.bases.iter().position(|base| base.ram_bytes() == ram_bytes);
+        if found == Some(0) {
+            return Ok(Arc::clone(&self.bases[0]));
+        }
+        // A worker has the memory of its own base and of no other.
+        if let Some(other) = self.bases.front() {
+            other.set_inherited(false);
+        }
         let base = match found.and_then(|index| self.bases.remove(index)) {
             Some(base) => base,
             None => Arc::new(self.make_base(ram_bytes)?),
         };
+        base.set_inherited(true);
         self.bases.truncate(BASES_MAX - 1);
         self.bases.push_front(Arc::clone(&base));
         Ok(base)

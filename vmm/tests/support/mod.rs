@@ -12,7 +12,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Job, Report};
-use forge_vmm::machine::Hypervisor;
+use forge_vmm::machine::{Hypervisor, deadline_in};
 use libtest_mimic::{Arguments, Trial};
 
 /// A test, by its claim.
@@ -96,7 +96,7 @@ pub fn job(program: Vec<u8>, limits: RunLimits) -> Job {
         input: b"{}".to_vec(),
         // On an emulated CPU everything takes longer; the tests of deadlines
         // say their own.
-        deadline_ns: Duration::from_secs(60).as_nanos() as u64,
+        deadline: deadline_in(Duration::from_secs(60)),
         brokered: false,
     }
 }
