@@ -24,7 +24,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
-use crate::config::ServerConfig;
+use crate::config::StdioConfig;
 use crate::secret::Scrubber;
 
 /// What a server's environment has from the broker's own.
@@ -52,7 +52,7 @@ const STDERR_LINES_KEPT: usize = 5;
 /// [`UpstreamError::Spawn`].
 pub(super) fn spawn(
     name: &str,
-    config: &ServerConfig,
+    config: &StdioConfig,
     scrubber: &Scrubber,
 ) -> Result<(StdioTransport, Process), UpstreamError> {
     let mut command = Command::new(&config.command);
