@@ -47,7 +47,8 @@ use tokio_util::task::TaskTracker;
 use crate::builtin::Builtin;
 use crate::definition::{Effect, Tool};
 use crate::registry::{Carrier, Found, LookupError, Registry};
-use crate::upstream::{CallEnd, ERROR_TEXT_BYTES_MAX};
+use crate::upstream::hosted::Hosted;
+use crate::upstream::{CallEnd, Connection, ERROR_TEXT_BYTES_MAX};
 
 /// The run's own deadline is its worker's to keep, whose clock started just
 /// before the run was opened here. This much behind it, the broker gives up by itself.
@@ -73,6 +74,8 @@ pub struct Run {
     calls_max: u32,
     calls_spent: AtomicU32,
     deadline: Instant,
+    /// Tools that the run's caller hosts itself.
+    hosted: Option<Arc<Connection>>,
 }
 
 impl Run {
@@ -90,7 +93,23 @@ impl Run {
         };
         let wall = Duration::from_millis(limits.wall_ms).min(WALL_MAX);
         let deadline = Instant::now() + wall + DEADLINE_LEAD;
-        Self { id, granted, limits, calls_max, calls_spent: AtomicU32::new(0), deadline }
+        Self {
+            id,
+            granted,
+            limits,
+            calls_max,
+            calls_spent: AtomicU32::new(0),
+            deadline,
+            hosted: None,
+        }
+    }
+
+    /// The same run, whose caller hosts these tools itself. What may be
+    /// called is the grant's to say, as ever.
+    #[must_use]
+    pub fn hosting(mut self, hosted: Hosted) -> Self {
+        self.hosted = Some(Arc::new(Connection::Hosted(hosted)));
+        self
     }
 
     /// Which run it is, for records.
@@ -291,7 +310,8 @@ impl Dispatcher {
     ) -> Result<Vec<u8>, CallFailure> {
         let granted_sha256 = first_checks(run, &call)?;
         let Call { id, tool, request, waits: _ } = call;
-        let Found { tool, carrier } = timeout_at(run.deadline, self.registry.find(&tool))
+        let found = self.registry.find(&tool, run.hosted.as_ref());
+        let Found { tool, carrier } = timeout_at(run.deadline, found)
             .await
             .map_err(|_| CallFailure::DeadlinePassed)?
             .map_err(CallFailure::NoSuchTool)?;

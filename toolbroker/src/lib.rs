@@ -13,7 +13,8 @@
 //! | [`secret`] | credential values, and their removal from whatever leaves |
 //! | [`definition`] | one tool as its server describes it: digest and schema |
 //! | [`builtin`] | tools of the broker's own |
-//! | [`upstream`] | one tool server: start, list, call, restart, stop |
+//! | [`upstream`] | the servers that tools come from: start, list, call, restart, stop |
+//! | [`openapi`] | an OpenAPI document: each operation a tool |
 //! | [`registry`] | all tools, of servers and built in |
 //! | [`grant`] | the signed right to call certain tools |
 //! | [`verified`] | grants that were verified before |
@@ -34,6 +35,7 @@ pub mod definition;
 pub mod filter;
 pub mod grant;
 pub mod link;
+pub mod openapi;
 #[allow(unsafe_code)]
 pub mod process;
 pub mod registry;

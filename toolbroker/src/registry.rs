@@ -38,7 +38,7 @@ pub struct Found {
 pub enum Carrier {
     /// The broker itself.
     Builtin(Builtin),
-    /// A tool server that is up.
+    /// A tool server that is up, or the caller itself.
     Server(Arc<Connection>),
 }
 
@@ -145,12 +145,23 @@ impl Registry {
         (tools, unavailable)
     }
 
-    /// One tool, as its server describes it now. Starts the server if it is
-    /// not up.
+    /// One tool, as its server describes it now, or as the caller whose tools
+    /// are `hosted` does. Starts the server if it is not up.
     ///
     /// # Errors
     /// [`LookupError`].
-    pub async fn find(&self, name: &ToolName) -> Result<Found, LookupError> {
+    pub async fn find(
+        &self,
+        name: &ToolName,
+        hosted: Option<&Arc<Connection>>,
+    ) -> Result<Found, LookupError> {
+        // Configured servers come first: a caller takes no other's place.
+        if !self.servers.contains_key(name.server())
+            && let Some(hosted) = hosted
+            && let Some(tool) = hosted.tool(name)
+        {
+            return Ok(Found { tool, carrier: Carrier::Server(Arc::clone(hosted)) });
+        }
         if let Some(builtin) = self.builtin(name) {
             let tool = Arc::clone(builtin.tool());
             return Ok(Found { tool, carrier: Carrier::Builtin(builtin.clone()) });
@@ -256,14 +267,16 @@ mod tests {
     #[tokio::test]
     async fn an_unknown_server_is_refused_by_name() {
         let registry = Registry::new(Config::default(), &Handle::current());
-        let refused = registry.find(&ToolName::parse("shop.find").unwrap()).await.unwrap_err();
+        let refused =
+            registry.find(&ToolName::parse("shop.find").unwrap(), None).await.unwrap_err();
         assert!(refused.to_string().contains("\"shop\""), "{refused}");
     }
 
     #[tokio::test]
     async fn an_unknown_tool_of_a_reserved_server_is_refused_with_the_closest_built_in() {
         let registry = Registry::new(Config::default(), &Handle::current());
-        let refused = registry.find(&ToolName::parse("crypto.hsh").unwrap()).await.unwrap_err();
+        let refused =
+            registry.find(&ToolName::parse("crypto.hsh").unwrap(), None).await.unwrap_err();
         assert!(matches!(refused, LookupError::NoTool { .. }), "{refused}");
         assert!(refused.to_string().contains("\"crypto.hash\""), "{refused}");
     }

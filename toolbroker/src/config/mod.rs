@@ -5,19 +5,21 @@
 //! it were not: unknown fields, wrong types, doubled keys and bad names are
 //! errors, and an error names the file and the field but never a value, since
 //! any value may be a credential in the wrong place. Relative paths are
-//! relative to the working directory. Deliberately absent are servers over
-//! HTTP.
+//! relative to the working directory.
 
 mod node;
 mod servers;
 
-pub use self::servers::ServerConfig;
+pub use self::servers::{
+    Endpoint, OAuthConfig, ServerConfig, Source, StdioConfig, is_own_header, is_safe_url,
+};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
+use crate::openapi::ApiError;
 use crate::secret::SecretError;
 
 /// The tables of `forge.toml` that belong to the broker.
@@ -107,9 +109,57 @@ pub enum Problem {
     /// The name is one of the broker's own servers.
     #[error("this name is reserved for a built-in server: rename it")]
     Reserved,
-    /// A server that is reached otherwise than over stdio.
-    #[error("not yet supported: stdio only. Give a `command` that speaks MCP on stdin and stdout")]
-    NotStdio,
+    /// A transport that is none of MCP's two.
+    #[error(
+        "known transports are \"stdio\", \"http\" and \"streamable-http\" (the older HTTP+SSE is \
+         not supported: give the server's streamable HTTP address)"
+    )]
+    Transport,
+    /// A program and an address in one entry.
+    #[error("a server is a program or an address, not both: keep `command` or `url`")]
+    Mixed,
+    /// Another program's name for a field.
+    #[error("call this field `{name}`")]
+    OtherName {
+        /// The name here.
+        name: &'static str,
+    },
+    /// Not one kind of server.
+    #[error(
+        "give exactly one of `command` (a program), `url` (an MCP server over HTTP) and `openapi` \
+         (an HTTP interface with a document)"
+    )]
+    OneKind,
+    /// No address.
+    #[error("expected an http:// or https:// address with a host and without a fragment")]
+    Url,
+    /// A credential in an address.
+    #[error("a user and password do not belong into an address: put them under `headers`")]
+    UserInfo,
+    /// Credentials would travel in the clear.
+    #[error(
+        "plain http to another host shows credentials and answers to everybody between: use \
+         https, or set `allow_http = true` in forge.toml"
+    )]
+    PlainHttp,
+    /// No name of a header.
+    #[error("this cannot be the name of a header")]
+    Header,
+    /// A header that the protocol itself sets.
+    #[error("this header is set by the broker itself: leave it out")]
+    OwnHeader,
+    /// No value of a header.
+    #[error("the value has a line break or another character that no header can carry")]
+    HeaderValue,
+    /// Two sources for one header.
+    #[error("the header Authorization is set under `headers` too: keep one")]
+    TwoTokens,
+    /// Two places where tokens come from.
+    #[error("`token_url` says where tokens come from already: keep one")]
+    TwoIssuers,
+    /// The OpenAPI document is refused.
+    #[error("{0}")]
+    OpenApi(ApiError),
     /// The name of an environment variable is none.
     #[error("an environment variable's name is not empty and has no `=` and no NUL")]
     VariableName,
@@ -249,6 +299,7 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::secret::Secret;
 
     fn environment(name: &str) -> Option<String> {
         match name {
@@ -267,6 +318,59 @@ mod tests {
         parse_forge_toml(Path::new("forge.toml"), text, &environment).map(|config| config.servers)
     }
 
+    fn stdio(server: &ServerConfig) -> &StdioConfig {
+        match &server.source {
+            Source::Stdio(config) => config,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn http(server: &ServerConfig) -> &Endpoint {
+        match &server.source {
+            Source::Http(endpoint) => endpoint,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_server_over_http_is_read_from_both_forms() {
+        let servers = mcp(r#"{"mcpServers": {
+                "a": {"type": "streamable-http", "url": "https://a.example/mcp?key=${GH_TOKEN}",
+                      "headers": {"Authorization": "Bearer ${GH_TOKEN}", "X-Team": "blue"}},
+                "b": {"url": "http://127.0.0.1:7/mcp"}
+            }}"#)
+        .unwrap();
+        let a = http(&servers["a"]);
+        assert_eq!(a.url.host_str(), Some("a.example"));
+        assert_eq!(a.headers[0].1.expose(), "Bearer gh-hunter2-token");
+        let scrubbed: Vec<&str> = servers["a"].scrub.iter().map(Secret::expose).collect();
+        assert_eq!(scrubbed, ["gh-hunter2-token", "gh-hunter2-token"]);
+        let servers = forge(
+            r#"
+            [servers.a]
+            url = "http://10.0.0.7/mcp"
+            allow_http = true
+            headers.X-Team = "blue"
+            headers.Authorization = { from_env = "GH_TOKEN", prefix = "Bearer " }
+            [servers.b]
+            url = "https://b.example/mcp"
+            oauth = { client_id = "me", client_secret = { from_env = "GH_TOKEN" }, scopes = ["a"], issuer = "https://id.example" }
+            "#,
+        )
+        .unwrap();
+        let header = |name: &str| {
+            let found = http(&servers["a"]).headers.iter().find(|(it, _)| it == name);
+            found.unwrap().1.expose()
+        };
+        assert_eq!(header("authorization"), "Bearer gh-hunter2-token");
+        assert_eq!(header("x-team"), "blue");
+        assert_eq!(servers["a"].scrub[0].expose(), "gh-hunter2-token");
+        let oauth = http(&servers["b"]).oauth.as_ref().unwrap();
+        assert_eq!(oauth.client_secret.expose(), "gh-hunter2-token");
+        assert_eq!(oauth.issuer.as_ref().unwrap().as_str(), "https://id.example/");
+        assert_eq!(servers["b"].scrub.len(), 1);
+    }
+
     #[test]
     fn an_mcp_json_as_users_have_it_is_read() {
         let servers = mcp(r#"{"globalShortcut": "x", "mcpServers": {
@@ -279,15 +383,15 @@ mod tests {
             }}"#)
         .unwrap();
         assert_eq!(servers.len(), 2);
-        assert_eq!(servers["files"].command, PathBuf::from("npx"));
-        assert_eq!(servers["files"].args, ["-y", "files", "/home/x/docs"]);
-        let github = &servers["github"];
+        assert_eq!(stdio(&servers["files"]).command, PathBuf::from("npx"));
+        assert_eq!(stdio(&servers["files"]).args, ["-y", "files", "/home/x/docs"]);
+        let github = stdio(&servers["github"]);
         assert!(github.command.is_absolute() && github.command.ends_with("bin/gh"));
         assert_eq!(github.cwd.as_deref(), Some(Path::new("/tmp")));
         assert_eq!(github.env["GITHUB_TOKEN"].expose(), "gh-hunter2-token");
         assert_eq!(github.env["LOG"].expose(), "warn");
         assert_eq!(github.env["E"].expose(), "full");
-        assert_eq!(github.scrub.len(), 1);
+        assert_eq!(servers["github"].scrub.len(), 1);
     }
 
     #[test]
@@ -306,11 +410,11 @@ mod tests {
             "#,
         )
         .unwrap();
-        let shop = &servers["shop"];
+        let shop = stdio(&servers["shop"]);
         assert_eq!(shop.args, ["--fast", "${HOME}"], "forge.toml expands nothing");
         assert_eq!(shop.env["SHOP_TOKEN"].expose(), "gh-hunter2-token");
         assert_eq!(shop.env["LOG"].expose(), "warn");
-        assert_eq!(shop.scrub.len(), 1, "only the credential is scrubbed");
+        assert_eq!(servers["shop"].scrub.len(), 1, "only the credential is scrubbed");
     }
 
     #[test]
@@ -319,11 +423,54 @@ mod tests {
         let cases: &[(Parse, &str, &str)] = &[
             (mcp, r#"{"mcpServers": {"a": {"command": "hunter2", "foo": 1}}}"#, "mcpServers.a.foo"),
             (mcp, r#"{"mcpServers": {"a": {"args": ["hunter2"]}}}"#, "mcpServers.a.command"),
+            (forge, "[servers.a]\nargs = ['hunter2']", "exactly one of"),
             (mcp, r#"{"mcpServers": {"a": {"command": ["hunter2"]}}}"#, "mcpServers.a.command"),
             (mcp, r#"{"mcpServers": {"A b": {"command": "hunter2"}}}"#, "mcpServers.A b"),
             (mcp, r#"{"mcpServers": {"fs": {"command": "hunter2"}}}"#, "reserved"),
-            (mcp, r#"{"mcpServers": {"a": {"url": "http://hunter2"}}}"#, "stdio only"),
-            (mcp, r#"{"mcpServers": {"a": {"type": "sse", "command": "x"}}}"#, "stdio only"),
+            (mcp, r#"{"mcpServers": {"a": {"url": "http://hunter2"}}}"#, "a.url: plain http"),
+            (mcp, r#"{"mcpServers": {"a": {"url": "https://u:hunter2@x"}}}"#, "a.url: a user"),
+            (mcp, r#"{"mcpServers": {"a": {"url": "hunter2"}}}"#, "a.url: expected"),
+            (mcp, r#"{"mcpServers": {"a": {"url": "https://x", "command": "hunter2"}}}"#, "both"),
+            (mcp, r#"{"mcpServers": {"a": {"type": "http", "command": "hunter2"}}}"#, "both"),
+            (mcp, r#"{"mcpServers": {"a": {"httpUrl": "https://hunter2"}}}"#, "`url`"),
+            (mcp, r#"{"mcpServers": {"a": {"type": "sse", "url": "https://hunter2"}}}"#, "a.type"),
+            (
+                mcp,
+                r#"{"mcpServers": {"a": {"url": "https://x", "headers": {"X": "a\nhunter2"}}}}"#,
+                "headers.X: the value has a line break",
+            ),
+            (
+                mcp,
+                r#"{"mcpServers": {"a": {"url": "https://x", "headers": {"Host": "hunter2"}}}}"#,
+                "headers.Host: this header is set by the broker",
+            ),
+            (forge, "[servers.a]\nurl = 'http://169.254.169.254/hunter2'", "allow_http"),
+            (forge, "[servers.a]\nurl = 'file:///hunter2'", "servers.a.url"),
+            (forge, "[servers.a]\nurl = 'https://x'\nopenapi = 'hunter2'", "exactly one of"),
+            (forge, "[servers.a]\nurl = 'https://x'\nargs = ['hunter2']", "a.args: unknown"),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\nheaders.K = {from_env = 'GH_TOKEN', p = 'hunter2'}",
+                "headers.K.p: unknown",
+            ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\nheaders.Authorization = 'hunter2'\n\
+                 oauth = {client_id = 'x', client_secret = {from_env = 'GH_TOKEN'}}",
+                "servers.a.oauth: the header Authorization",
+            ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\noauth = {client_id = 'hunter2'}",
+                "servers.a.oauth.client_secret: this field is missing",
+            ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\noauth = {client_id = 'x', \
+                 client_secret = {from_env = 'GH_TOKEN'}, token_url = 'http://hunter2'}",
+                "oauth.token_url: plain http",
+            ),
+            (forge, "[servers.a]\nopenapi = 'hunter2.json'", "servers.a.base_url"),
             (mcp, r#"{"mcpServers": {"a": {"command": "x", "env": {"K": 7}}}}"#, "env.K"),
             (mcp, r#"{"mcpServers": {"a": {"command": "x", "args": ["${NO}"]}}}"#, "args.0: ${NO}"),
             (mcp, r#"{"mcpServers": {"a": {"command": "${hunter2"}}}"#, "mcpServers.a.command"),

@@ -74,6 +74,10 @@ impl<'a> Node<'a> {
         self.of_type("a string", self.value.as_str())
     }
 
+    pub(super) fn is_text(&self) -> bool {
+        self.value.is_string()
+    }
+
     pub(super) fn bool(&self) -> Result<bool, ConfigError> {
         self.of_type("a boolean", self.value.as_bool())
     }

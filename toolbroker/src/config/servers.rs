@@ -1,12 +1,19 @@
 //! Tool servers: an entry of `mcpServers`, and a table `[servers.<name>]`.
+//!
+//! A server is a program (`command`), an MCP server over HTTP (`url`) or an
+//! HTTP interface with an OpenAPI document (`openapi`).
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::name::{RESERVED_SERVERS, is_server_name};
+use reqwest::Url;
+use reqwest::header::{HeaderName, HeaderValue};
 
 use super::node::Node;
 use super::{ConfigError, Lookup, Problem};
+use crate::openapi::Plan;
 use crate::secret::Secret;
 
 /// Fields of an `mcpServers` entry that other programs use and that change
@@ -31,9 +38,50 @@ const CREDENTIAL_NAME_PARTS: [&str; 9] =
 /// alone: too much else would match it.
 const GUESSED_SECRET_BYTES_MIN: usize = 8;
 
-/// How one tool server is started.
+/// Headers that belong to the protocol and not to a configuration.
+const OWN_HEADERS: [&str; 17] = [
+    "accept",
+    "accept-encoding",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "expect",
+    "host",
+    "last-event-id",
+    "mcp-method",
+    "mcp-name",
+    "mcp-protocol-version",
+    "mcp-session-id",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+
+/// One tool server.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
+    /// What it is.
+    pub source: Source,
+    /// Values to be removed from whatever it says.
+    pub scrub: Vec<Secret>,
+}
+
+/// What tools come from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// A program that speaks MCP on its standard streams.
+    Stdio(StdioConfig),
+    /// An MCP server over HTTP.
+    Http(Endpoint),
+    /// An HTTP interface with an OpenAPI document.
+    OpenApi(Plan),
+}
+
+/// How a program is started.
+#[derive(Clone, Debug)]
+pub struct StdioConfig {
     /// The program: a name to be looked up in `PATH`, or a path.
     pub command: PathBuf,
     /// Its arguments.
@@ -43,8 +91,52 @@ pub struct ServerConfig {
     /// Environment variables beside the basic ones. All are held as secrets,
     /// since an `mcp.json` keeps credentials among them.
     pub env: BTreeMap<String, Secret>,
-    /// Values to be removed from whatever this server says.
-    pub scrub: Vec<Secret>,
+}
+
+/// Where a server over HTTP is, and what it is told with each request.
+#[derive(Clone, Debug)]
+pub struct Endpoint {
+    /// Its address.
+    pub url: Url,
+    /// Headers. All are held as secrets.
+    pub headers: Vec<(HeaderName, Secret)>,
+    /// Where access tokens come from.
+    pub oauth: Option<OAuthConfig>,
+}
+
+/// A machine's own account at an authorization server.
+#[derive(Clone, Debug)]
+pub struct OAuthConfig {
+    /// The client's name.
+    pub client_id: String,
+    /// Its secret.
+    pub client_secret: Secret,
+    /// What it asks for.
+    pub scopes: Vec<String>,
+    /// Where tokens are handed out.
+    pub token_url: Option<Url>,
+    /// Who hands them out, to be asked where.
+    pub issuer: Option<Url>,
+}
+
+/// Whether a credential may travel to this address: over TLS, or over plain
+/// HTTP where no network is.
+#[must_use]
+pub fn is_safe_url(url: &Url) -> bool {
+    url.scheme() == "https" || url.scheme() == "http" && is_loopback(url)
+}
+
+/// Whether a header, in small letters, is set by the broker itself.
+#[must_use]
+pub fn is_own_header(name: &str) -> bool {
+    OWN_HEADERS.contains(&name)
+}
+
+fn is_loopback(url: &Url) -> bool {
+    let host = url.host_str().unwrap_or_default();
+    host == "localhost"
+        || host == "[::1]"
+        || host.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// One entry of `mcpServers`; `None` if it is switched off.
@@ -53,7 +145,8 @@ pub(super) fn mcp_server(
     entry: &Node<'_>,
     lookup: Lookup<'_>,
 ) -> Result<Option<ServerConfig>, ConfigError> {
-    const KNOWN: [&str; 6] = ["command", "args", "env", "cwd", "type", "disabled"];
+    const KNOWN: [&str; 8] =
+        ["command", "args", "env", "cwd", "url", "headers", "type", "disabled"];
     let fields = entry.object()?;
     if let Some(disabled) = entry.field("disabled")
         && disabled.bool()?
@@ -61,31 +154,41 @@ pub(super) fn mcp_server(
         return Ok(None);
     }
     check_server_name(name, entry)?;
-    for remote in ["url", "serverUrl", "httpUrl"] {
-        if let Some(remote) = entry.field(remote) {
-            return Err(remote.wrong(Problem::NotStdio));
+    for other in ["serverUrl", "httpUrl"] {
+        if let Some(other) = entry.field(other) {
+            return Err(other.wrong(Problem::OtherName { name: "url" }));
         }
     }
-    if let Some(kind) = entry.field("type")
-        && kind.text()? != "stdio"
-    {
-        return Err(kind.wrong(Problem::NotStdio));
-    }
+    let is_http = match entry.field("type") {
+        None => entry.field("url").is_some(),
+        Some(kind) => match kind.text()? {
+            "stdio" => false,
+            "http" | "streamable-http" | "streamableHttp" => true,
+            _ => return Err(kind.wrong(Problem::Transport)),
+        },
+    };
     for key in fields.keys() {
         if !KNOWN.contains(&key.as_str()) && !TOLERATED_FIELDS.contains(&key.as_str()) {
             let known = KNOWN.join(", ");
             return Err(entry.wrong_at(key, Problem::Unknown { known }));
         }
     }
+    let foreign: &[&str] =
+        if is_http { &["command", "args", "env", "cwd"] } else { &["url", "headers"] };
+    if let Some(other) = foreign.iter().find_map(|key| entry.field(key)) {
+        return Err(other.wrong(Problem::Mixed));
+    }
     let expanded =
         |node: &Node<'_>| expand(node.text()?, lookup).map_err(|problem| node.wrong(problem));
-
-    let mut server = ServerConfig {
+    if is_http {
+        return mcp_http(entry, expanded).map(Some);
+    }
+    let mut scrub = Vec::new();
+    let mut server = StdioConfig {
         command: command(&entry.needed("command")?, expanded)?,
         args: Vec::new(),
         cwd: None,
         env: BTreeMap::new(),
-        scrub: Vec::new(),
     };
     if let Some(args) = entry.field("args") {
         for arg in args.items()? {
@@ -99,19 +202,51 @@ pub(super) fn mcp_server(
         for (variable, node) in env.children()? {
             check_variable(variable, &node)?;
             let value = expanded(&node)?;
-            let guessed = value.len() >= GUESSED_SECRET_BYTES_MIN && names_credential(variable);
+            let guessed = is_guessed_secret(variable, &value);
             if value.is_empty() {
                 // No secret, and no value to hold: leave the variable out.
                 continue;
             }
             let value = Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))?;
             if guessed {
-                server.scrub.push(value.clone());
+                scrub.push(value.clone());
             }
             server.env.insert(variable.to_owned(), value);
         }
     }
-    Ok(Some(server))
+    Ok(Some(ServerConfig { source: Source::Stdio(server), scrub }))
+}
+
+/// An entry of `mcpServers` with an address.
+fn mcp_http(
+    entry: &Node<'_>,
+    expanded: impl Fn(&Node<'_>) -> Result<String, ConfigError>,
+) -> Result<ServerConfig, ConfigError> {
+    let at = entry.needed("url")?;
+    let url = url(&at, &expanded(&at)?, false)?;
+    let mut scrub = Vec::new();
+    let secret = |node: &Node<'_>, value: String| {
+        Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))
+    };
+    // Where everything is one string, keys stand in addresses too.
+    for (key, value) in url.query_pairs() {
+        if is_guessed_secret(&key, &value) {
+            scrub.push(secret(&at, value.into_owned())?);
+        }
+    }
+    let mut headers = Vec::new();
+    if let Some(listed) = entry.field("headers") {
+        for (name, node) in listed.children()? {
+            let value = expanded(&node)?;
+            // `Bearer …`: what is secret is the second word.
+            let bare = value.split_once(' ').map_or(value.as_str(), |(_, bare)| bare);
+            if is_guessed_secret(name, bare) {
+                scrub.push(secret(&node, bare.to_owned())?);
+            }
+            headers.push(header(&node, name, secret(&node, value)?)?);
+        }
+    }
+    Ok(ServerConfig { source: Source::Http(Endpoint { url, headers, oauth: None }), scrub })
 }
 
 /// One table `[servers.<name>]`.
@@ -120,23 +255,36 @@ pub(super) fn forge_server(
     entry: &Node<'_>,
     lookup: Lookup<'_>,
 ) -> Result<ServerConfig, ConfigError> {
-    const KNOWN: [&str; 5] = ["command", "args", "env", "credentials", "cwd"];
+    const COMMAND: [&str; 5] = ["command", "args", "env", "credentials", "cwd"];
+    const URL: [&str; 4] = ["url", "headers", "oauth", "allow_http"];
+    const OPENAPI: [&str; 6] = ["openapi", "base_url", "include", "headers", "oauth", "allow_http"];
     check_server_name(name, entry)?;
-    for key in entry.object()?.keys() {
-        if key == "url" {
-            return Err(entry.wrong_at(key, Problem::NotStdio));
+    let kinds: [&[&str]; 3] = [&COMMAND, &URL, &OPENAPI];
+    let mut given = kinds.into_iter().filter(|kind| entry.field(kind[0]).is_some());
+    let (Some(known), None) = (given.next(), given.next()) else {
+        entry.object()?;
+        return Err(entry.wrong(Problem::OneKind));
+    };
+    only(entry, known)?;
+    let mut scrub = Vec::new();
+    match known[0] {
+        "command" => {}
+        "url" => {
+            let endpoint = endpoint(entry, "url", lookup, &mut scrub)?;
+            return Ok(ServerConfig { source: Source::Http(endpoint), scrub });
         }
-        if !KNOWN.contains(&key.as_str()) {
-            return Err(entry.wrong_at(key, Problem::Unknown { known: KNOWN.join(", ") }));
+        _ => {
+            let endpoint = endpoint(entry, "base_url", lookup, &mut scrub)?;
+            let source = Source::OpenApi(openapi(name, entry, endpoint)?);
+            return Ok(ServerConfig { source, scrub });
         }
     }
     let as_written = |node: &Node<'_>| node.text().map(str::to_owned);
-    let mut server = ServerConfig {
+    let mut server = StdioConfig {
         command: command(&entry.needed("command")?, as_written)?,
         args: Vec::new(),
         cwd: None,
         env: BTreeMap::new(),
-        scrub: Vec::new(),
     };
     if let Some(args) = entry.field("args") {
         for arg in args.items()? {
@@ -157,24 +305,124 @@ pub(super) fn forge_server(
     if let Some(credentials) = entry.field("credentials") {
         for (variable, node) in credentials.children()? {
             check_variable(variable, &node)?;
-            let value = credential(&node, lookup)?;
-            server.scrub.push(value.clone());
+            let value = credential(&node, &[], lookup)?;
+            scrub.push(value.clone());
             if server.env.insert(variable.to_owned(), value).is_some() {
                 return Err(node.wrong(Problem::SetTwice));
             }
         }
     }
-    Ok(server)
+    Ok(ServerConfig { source: Source::Stdio(server), scrub })
 }
 
-/// `{ from_env = "NAME" }` or `{ file = "path" }`.
-fn credential(node: &Node<'_>, lookup: Lookup<'_>) -> Result<Secret, ConfigError> {
-    const KNOWN: [&str; 2] = ["from_env", "file"];
-    for key in node.object()?.keys() {
-        if !KNOWN.contains(&key.as_str()) {
-            return Err(node.wrong_at(key, Problem::Unknown { known: KNOWN.join(", ") }));
+/// Refuses every field but these.
+fn only(entry: &Node<'_>, known: &[&str]) -> Result<(), ConfigError> {
+    match entry.object()?.keys().find(|key| !known.contains(&key.as_str())) {
+        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.join(", ") })),
+        None => Ok(()),
+    }
+}
+
+/// The address under `key`, `headers`, `oauth` and `allow_http`.
+fn endpoint(
+    entry: &Node<'_>,
+    key: &str,
+    lookup: Lookup<'_>,
+    scrub: &mut Vec<Secret>,
+) -> Result<Endpoint, ConfigError> {
+    let allow_http = entry.field("allow_http").map_or(Ok(false), |node| node.bool())?;
+    let at = entry.needed(key)?;
+    let url = url(&at, at.text()?, allow_http)?;
+    let mut headers = Vec::new();
+    if let Some(listed) = entry.field("headers") {
+        for (name, node) in listed.children()? {
+            let value = if node.is_text() {
+                let value = Secret::new(node.text()?.to_owned());
+                value.map_err(|error| node.wrong(Problem::Secret(error)))?
+            } else {
+                let bare = credential(&node, &["prefix"], lookup)?;
+                scrub.push(bare.clone());
+                let prefix = node.field("prefix").map_or(Ok(""), |prefix| prefix.text())?;
+                let whole = Secret::new(format!("{prefix}{}", bare.expose()));
+                whole.map_err(|error| node.wrong(Problem::Secret(error)))?
+            };
+            headers.push(header(&node, name, value)?);
         }
     }
+    let oauth = entry.field("oauth").map(|node| oauth(&node, lookup, scrub)).transpose()?;
+    if oauth.is_some() && headers.iter().any(|(name, _)| name == "authorization") {
+        return Err(entry.wrong_at("oauth", Problem::TwoTokens));
+    }
+    Ok(Endpoint { url, headers, oauth })
+}
+
+fn url(node: &Node<'_>, text: &str, allow_http: bool) -> Result<Url, ConfigError> {
+    let url = Url::parse(text).map_err(|_| node.wrong(Problem::Url))?;
+    if !matches!(url.scheme(), "http" | "https") || !url.has_host() || url.fragment().is_some() {
+        return Err(node.wrong(Problem::Url));
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(node.wrong(Problem::UserInfo));
+    }
+    if !is_safe_url(&url) && !allow_http {
+        return Err(node.wrong(Problem::PlainHttp));
+    }
+    Ok(url)
+}
+
+fn header(node: &Node<'_>, name: &str, value: Secret) -> Result<(HeaderName, Secret), ConfigError> {
+    let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| node.wrong(Problem::Header))?;
+    if is_own_header(name.as_str()) {
+        return Err(node.wrong(Problem::OwnHeader));
+    }
+    HeaderValue::from_str(value.expose()).map_err(|_| node.wrong(Problem::HeaderValue))?;
+    Ok((name, value))
+}
+
+fn oauth(
+    node: &Node<'_>,
+    lookup: Lookup<'_>,
+    scrub: &mut Vec<Secret>,
+) -> Result<OAuthConfig, ConfigError> {
+    only(node, &["client_id", "client_secret", "scopes", "token_url", "issuer"])?;
+    let client_secret = credential(&node.needed("client_secret")?, &[], lookup)?;
+    scrub.push(client_secret.clone());
+    let mut scopes = Vec::new();
+    if let Some(listed) = node.field("scopes") {
+        for scope in listed.items()? {
+            scopes.push(scope.text()?.to_owned());
+        }
+    }
+    let address = |key: &str| match node.field(key) {
+        Some(at) => url(&at, at.text()?, false).map(Some),
+        None => Ok(None),
+    };
+    let (token_url, issuer) = (address("token_url")?, address("issuer")?);
+    if token_url.is_some() && issuer.is_some() {
+        return Err(node.wrong_at("issuer", Problem::TwoIssuers));
+    }
+    let client_id = node.needed("client_id")?.text()?.to_owned();
+    Ok(OAuthConfig { client_id, client_secret, scopes, token_url, issuer })
+}
+
+/// The operations of the document under `openapi`.
+fn openapi(server: &str, entry: &Node<'_>, endpoint: Endpoint) -> Result<Plan, ConfigError> {
+    let mut include = None;
+    if let Some(listed) = entry.field("include") {
+        let mut names = Vec::new();
+        for name in listed.items()? {
+            names.push(name.text()?.to_owned());
+        }
+        include = Some(names);
+    }
+    let file = entry.needed("openapi")?;
+    Plan::read(server, Path::new(file.text()?), include.as_deref(), endpoint)
+        .map_err(|error| entry.wrong_at(error.field(), Problem::OpenApi(error)))
+}
+
+/// `{ from_env = "NAME" }` or `{ file = "path" }`, and fields beside it.
+fn credential(node: &Node<'_>, beside: &[&str], lookup: Lookup<'_>) -> Result<Secret, ConfigError> {
+    only(node, &[&["from_env", "file"], beside].concat())?;
     let secret = match (node.field("from_env"), node.field("file")) {
         (Some(variable), None) => Secret::from_env(variable.text()?, lookup),
         (None, Some(file)) => Secret::from_file(Path::new(file.text()?)),
@@ -198,6 +446,11 @@ fn check_variable(variable: &str, node: &Node<'_>) -> Result<(), ConfigError> {
         return Err(node.wrong(Problem::VariableName));
     }
     Ok(())
+}
+
+/// Whether a value in a file that knows no credentials is taken for one.
+fn is_guessed_secret(name: &str, value: &str) -> bool {
+    value.len() >= GUESSED_SECRET_BYTES_MIN && names_credential(name)
 }
 
 fn names_credential(variable: &str) -> bool {

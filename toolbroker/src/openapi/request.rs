@@ -1,0 +1,546 @@
+//! How the arguments of a call become a request, and nothing more than they
+//! should.
+//!
+//! An argument is a value and never structure. In a path and a query every
+//! byte but the unreserved ones is percent-encoded, so that `/`, `?`, `#` and
+//! `..` stay inside their parameter; a path segment that would still be `.`
+//! or `..`, or nothing, is refused, since whoever reads the address would
+//! climb with it. In a header only what a header can carry is taken. When the
+//! address is put together it is parsed once more and must be byte for byte
+//! what was meant: the same scheme, host, port and base path, the path and
+//! query as written.
+
+use std::fmt;
+
+use reqwest::header::{CONTENT_TYPE, HeaderName, HeaderValue};
+use reqwest::{Method, RequestBuilder, Url};
+use rmcp::model::JsonObject;
+use serde_json::{Map, Value};
+
+use super::Refusal;
+use super::schema::Resolver;
+use crate::config::{Endpoint, is_own_header};
+use crate::upstream::oauth::percent;
+
+/// One address, in bytes.
+const URL_BYTES_MAX: usize = 16 * 1024;
+/// One header, in bytes.
+const HEADER_BYTES_MAX: usize = 8 * 1024;
+
+/// Where a parameter goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    Path,
+    Query,
+    Header,
+}
+
+impl Place {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Path => "path",
+            Self::Query => "query",
+            Self::Header => "header",
+        }
+    }
+}
+
+/// How a value is written.
+#[derive(Clone, Copy, Debug)]
+enum Style {
+    /// Parts with this between them.
+    Joined(char),
+    /// Each part under the parameter's name.
+    Exploded,
+    /// Each member under `name[member]`.
+    DeepObject,
+    /// As JSON.
+    Json,
+}
+
+/// One parameter.
+#[derive(Debug)]
+pub(super) struct Parameter {
+    pub(super) name: String,
+    /// Its name among the arguments.
+    pub(super) key: String,
+    pub(super) place: Place,
+    pub(super) required: bool,
+    style: Style,
+}
+
+impl Parameter {
+    /// Reads a parameter, with its schema. `None` if it is nothing that an
+    /// argument may say, and can be left out.
+    pub(super) fn read<'a>(
+        given: &'a Map<String, Value>,
+        endpoint: &Endpoint,
+        resolver: &mut Resolver<'a>,
+    ) -> Result<Option<(Self, Value)>, Refusal> {
+        let text = |key: &str| given.get(key).and_then(Value::as_str);
+        let flag = |key: &str| given.get(key).and_then(Value::as_bool);
+        let name = text("name").ok_or(Refusal::Malformed("a parameter"))?;
+        let shown = crate::cut(name, 128);
+        let required = flag("required") == Some(true);
+        let unsupported =
+            |what: &str| Refusal::Unsupported(format!("its parameter {shown:?} {what}"));
+        let place = match text("in") {
+            Some("path") => Place::Path,
+            Some("query") => Place::Query,
+            Some("header") => Place::Header,
+            Some("cookie") if !required => return Ok(None),
+            Some("cookie") => return Err(unsupported("is a cookie, and none is sent")),
+            _ => return Err(Refusal::Malformed("a parameter")),
+        };
+        if place == Place::Header {
+            // These three are not parameters, says the standard; and what the
+            // operator sets is not for a program to say.
+            let ignored = ["accept", "content-type", "authorization"];
+            let set = endpoint.headers.iter().any(|(it, _)| it.as_str().eq_ignore_ascii_case(name));
+            if set || ignored.iter().any(|it| name.eq_ignore_ascii_case(it)) {
+                return Ok(None);
+            }
+            let is_free = HeaderName::from_bytes(name.as_bytes())
+                .is_ok_and(|it| !is_own_header(it.as_str()) && it != "cookie");
+            match (is_free, required) {
+                (true, _) => {}
+                (false, false) => return Ok(None),
+                (false, true) => return Err(unsupported("is a header that no argument may set")),
+            }
+        }
+        let (schema, is_json) = match given.get("content").and_then(Value::as_object) {
+            None => (given.get("schema"), false),
+            Some(content) => {
+                let json = content.iter().find(|(kind, _)| is_json(kind));
+                let (_, json) =
+                    json.ok_or_else(|| unsupported("is written otherwise than JSON"))?;
+                (json.get("schema"), true)
+            }
+        };
+        let explode = flag("explode");
+        let style = match (place, text("style")) {
+            _ if is_json => Style::Json,
+            (Place::Path | Place::Header, None | Some("simple")) => Style::Joined(','),
+            (Place::Query, None | Some("form")) if explode != Some(false) => Style::Exploded,
+            (Place::Query, None | Some("form")) => Style::Joined(','),
+            (Place::Query, Some("spaceDelimited")) if explode != Some(true) => Style::Joined(' '),
+            (Place::Query, Some("pipeDelimited")) if explode != Some(true) => Style::Joined('|'),
+            (Place::Query, Some("spaceDelimited" | "pipeDelimited")) => Style::Exploded,
+            (Place::Query, Some("deepObject")) => Style::DeepObject,
+            _ => return Err(unsupported("has a style that is not written here")),
+        };
+        let mut schema = match schema {
+            Some(schema) => resolver.schema(schema)?,
+            None => Value::Object(Map::new()),
+        };
+        if let (Some(text), Value::Object(schema)) = (text("description"), &mut schema) {
+            schema.entry("description").or_insert_with(|| text.into());
+        }
+        let (name, key) = (name.to_owned(), name.to_owned());
+        let required = required || place == Place::Path;
+        Ok(Some((Self { name, key, place, required, style }, schema)))
+    }
+
+    /// The value as one text, with `write` for each part of it.
+    fn joined(&self, value: &Value, write: impl Fn(&str) -> String) -> Result<String, String> {
+        match (self.style, value) {
+            (Style::Json, value) => Ok(write(&value.to_string())),
+            (Style::Joined(between), Value::Array(items)) => {
+                let parts = items.iter().map(|item| self.scalar(item).map(|it| write(&it)));
+                let parts: Result<Vec<String>, String> = parts.collect();
+                // A comma parts path segments and headers as it stands.
+                let between = match (self.place, between) {
+                    (Place::Query, ' ') => "%20".to_owned(),
+                    (Place::Query, '|') => "%7C".to_owned(),
+                    (_, between) => between.to_string(),
+                };
+                Ok(parts?.join(&between))
+            }
+            (_, value) => Ok(write(&self.scalar(value)?)),
+        }
+    }
+
+    fn scalar(&self, value: &Value) -> Result<String, String> {
+        match value {
+            Value::String(text) => Ok(text.clone()),
+            Value::Number(number) => Ok(number.to_string()),
+            Value::Bool(flag) => Ok(flag.to_string()),
+            Value::Null | Value::Array(_) | Value::Object(_) => {
+                Err(format!("{:?}: this cannot be written as {}", self.key, self.written()))
+            }
+        }
+    }
+
+    fn written(&self) -> String {
+        format!("a part of the {}", self.place.as_str())
+    }
+
+    /// Its pairs in the query.
+    fn pairs(&self, value: &Value, out: &mut Vec<String>) -> Result<(), String> {
+        let mut pair = |name: &str, value: &Value| {
+            out.push(format!("{name}={}", percent(&self.scalar(value)?)));
+            Ok(())
+        };
+        let name = percent(&self.name);
+        match (self.style, value) {
+            (Style::Exploded, Value::Array(items)) => {
+                items.iter().try_for_each(|it| pair(&name, it))
+            }
+            (Style::Exploded, Value::Object(members)) => {
+                members.iter().try_for_each(|(key, it)| pair(&percent(key), it))
+            }
+            (Style::DeepObject, Value::Object(members)) => members
+                .iter()
+                .try_for_each(|(key, it)| pair(&format!("{name}%5B{}%5D", percent(key)), it)),
+            (Style::DeepObject, _) => Err(format!("{:?}: expected an object", self.key)),
+            (Style::Exploded, value) => pair(&name, value),
+            (Style::Joined(_) | Style::Json, value) => {
+                out.push(format!("{name}={}", self.joined(value, percent)?));
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Whether a media type is JSON.
+pub(super) fn is_json(kind: &str) -> bool {
+    let essence = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    essence == "application/json" || essence.ends_with("+json")
+}
+
+/// A JSON body.
+#[derive(Debug)]
+pub(super) struct Body {
+    pub(super) required: bool,
+    kind: HeaderValue,
+}
+
+impl Body {
+    /// Reads a body, with its schema. `None` if it is no JSON and can be left
+    /// out.
+    pub(super) fn read<'a>(
+        given: &'a Map<String, Value>,
+        resolver: &mut Resolver<'a>,
+    ) -> Result<Option<(Self, Value)>, Refusal> {
+        let required = given.get("required") == Some(&Value::Bool(true));
+        let content = given.get("content").and_then(Value::as_object);
+        let content = content.ok_or(Refusal::Malformed("`requestBody`"))?;
+        let Some((kind, media)) = content.iter().find(|(kind, _)| is_json(kind)) else {
+            let why = "its body is not JSON".to_owned();
+            return if required { Err(Refusal::Unsupported(why)) } else { Ok(None) };
+        };
+        let kind = HeaderValue::from_str(kind).map_err(|_| Refusal::Malformed("`requestBody`"))?;
+        let schema = match media.get("schema") {
+            Some(schema) => resolver.schema(schema)?,
+            None => Value::Object(Map::new()),
+        };
+        Ok(Some((Self { required, kind }, schema)))
+    }
+}
+
+/// A path with its parameters.
+#[derive(Debug)]
+pub(super) struct Path {
+    shown: String,
+    pieces: Vec<Piece>,
+}
+
+#[derive(Debug)]
+enum Piece {
+    /// As it stands.
+    Literal(String),
+    /// The parameter at this place in the list.
+    Parameter(usize),
+}
+
+impl Path {
+    pub(super) fn parse(text: &str, parameters: &[Parameter]) -> Result<Self, Refusal> {
+        let refused = || Refusal::Unsupported("its path is not one that can be asked for".into());
+        let is_plain = |c: char| c.is_ascii_graphic() && !"?#\\{}".contains(c);
+        let mut pieces = Vec::new();
+        let mut used = Vec::new();
+        let mut rest = text;
+        while let Some(open) = rest.find('{') {
+            let (literal, inner) = rest.split_at(open);
+            let (name, after) = inner[1..].split_once('}').ok_or_else(refused)?;
+            let place = |it: &Parameter| it.place == Place::Path && it.name == name;
+            let at = parameters.iter().position(place).ok_or_else(|| {
+                let why = format!("its path has {{{name}}}, which is no parameter of it");
+                Refusal::Unsupported(crate::cut(&why, 256))
+            })?;
+            pieces.push(Piece::Literal(literal.to_owned()));
+            pieces.push(Piece::Parameter(at));
+            used.push(at);
+            rest = after;
+        }
+        pieces.push(Piece::Literal(rest.to_owned()));
+        let plain = pieces.iter().all(|piece| match piece {
+            Piece::Literal(text) => text.chars().all(is_plain),
+            Piece::Parameter(_) => true,
+        });
+        let all = parameters.iter().enumerate().all(|(at, parameter)| {
+            parameter.place != Place::Path || used.iter().any(|used| *used == at)
+        });
+        if !plain || !text.starts_with('/') || text.starts_with("//") {
+            return Err(refused());
+        }
+        if !all {
+            let why = "a path parameter of it is not in its path";
+            return Err(Refusal::Unsupported(why.into()));
+        }
+        Ok(Self { shown: text.to_owned(), pieces })
+    }
+
+    fn fill(&self, value: impl Fn(usize) -> Result<String, String>) -> Result<String, String> {
+        let mut path = String::new();
+        for piece in &self.pieces {
+            match piece {
+                Piece::Literal(text) => path.push_str(text),
+                Piece::Parameter(at) => path.push_str(&value(*at)?),
+            }
+        }
+        // As an address is read: `%2e` is a dot there too.
+        let climbs = path.split('/').any(|segment| {
+            let segment = segment.to_ascii_lowercase().replace("%2e", ".");
+            segment == "." || segment == ".."
+        });
+        if climbs {
+            return Err("a segment of the path would be `.` or `..`".into());
+        }
+        Ok(path)
+    }
+}
+
+/// What a call of one operation sends.
+#[derive(Debug)]
+pub(super) struct Request {
+    method: Method,
+    base: Url,
+    path: Path,
+    parameters: Vec<Parameter>,
+    body: Option<Body>,
+}
+
+impl fmt::Display for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.method, crate::cut(&self.path.shown, 256))
+    }
+}
+
+impl Request {
+    pub(super) fn new(
+        method: Method,
+        base: &Url,
+        path: Path,
+        parameters: Vec<Parameter>,
+        body: Option<Body>,
+    ) -> Result<Self, Refusal> {
+        let request = Self { method, base: base.clone(), path, parameters, body };
+        // What is wrong with the path itself shows with any argument.
+        let tried =
+            request.path.fill(|_| Ok("x".into())).and_then(|path| request.address(&path, ""));
+        tried.map(|_| ()).map_err(|why| Refusal::Unsupported(format!("its path: {why}")))?;
+        Ok(request)
+    }
+
+    /// The request for these arguments, which fit the tool's schema.
+    ///
+    /// # Errors
+    /// Says which argument cannot be sent.
+    pub(super) fn build(
+        &self,
+        http: &reqwest::Client,
+        arguments: &JsonObject,
+    ) -> Result<RequestBuilder, String> {
+        let path = self.path.fill(|at| {
+            let Some(parameter) = self.parameters.get(at) else { return Ok(String::new()) };
+            let value = arguments.get(&parameter.key).unwrap_or(&Value::Null);
+            let text = parameter.joined(value, percent)?;
+            if text.is_empty() {
+                return Err(format!("{:?}: a part of the path cannot be empty", parameter.key));
+            }
+            Ok(text)
+        })?;
+        let mut query = Vec::new();
+        let mut headers = Vec::new();
+        for parameter in &self.parameters {
+            let Some(value) = arguments.get(&parameter.key).filter(|value| !value.is_null()) else {
+                continue;
+            };
+            match parameter.place {
+                Place::Path => {}
+                Place::Query => parameter.pairs(value, &mut query)?,
+                Place::Header => headers.push(header(parameter, value)?),
+            }
+        }
+        let mut request = http.request(self.method.clone(), self.address(&path, &query.join("&"))?);
+        for (name, value) in headers {
+            request = request.header(name, value);
+        }
+        if let (Some(body), Some(value)) = (&self.body, arguments.get("body")) {
+            request = request.header(CONTENT_TYPE, body.kind.clone()).body(value.to_string());
+        }
+        Ok(request)
+    }
+
+    /// The address, or a refusal if it is any other than meant.
+    fn address(&self, path: &str, query: &str) -> Result<Url, String> {
+        let path = format!("{}{path}", self.base.path().trim_end_matches('/'));
+        let origin = self.base.origin().ascii_serialization();
+        let question = if query.is_empty() { "" } else { "?" };
+        let text = format!("{origin}{path}{question}{query}");
+        if text.len() > URL_BYTES_MAX {
+            return Err(format!("the address would have more than {URL_BYTES_MAX} bytes"));
+        }
+        let url = Url::parse(&text).map_err(|_| "the address would be none".to_owned())?;
+        let same = url.origin() == self.base.origin()
+            && url.path() == path
+            && url.query().unwrap_or_default() == query
+            && url.fragment().is_none()
+            && url.username().is_empty()
+            && url.password().is_none();
+        if same { Ok(url) } else { Err("the address would be another than meant".to_owned()) }
+    }
+}
+
+fn header(parameter: &Parameter, value: &Value) -> Result<(HeaderName, HeaderValue), String> {
+    let text = parameter.joined(value, str::to_owned)?;
+    let refused = || format!("{:?}: no header can carry this", parameter.key);
+    let printable = text.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic());
+    if !printable || text.len() > HEADER_BYTES_MAX {
+        return Err(refused());
+    }
+    let name = HeaderName::from_bytes(parameter.name.as_bytes()).map_err(|_| refused())?;
+    Ok((name, HeaderValue::from_str(&text).map_err(|_| refused())?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Plan, tests_endpoint};
+    use super::*;
+    use serde_json::json;
+
+    /// The request of the one operation at `path` with these parameters.
+    fn build(
+        path: &str,
+        parameters: &Value,
+        arguments: &Value,
+    ) -> Result<reqwest::Request, String> {
+        let document = json!({"openapi": "3.1.0", "paths": {path: {"post": {
+            "parameters": parameters,
+            "requestBody": {"content": {"application/json": {}}},
+        }}}});
+        let include = [format!("POST {path}")];
+        let plan = Plan::of("shop", &document, Some(&include), tests_endpoint()).unwrap();
+        let arguments = arguments.as_object().unwrap();
+        let http = crate::upstream::http::plain_client(Default::default()).unwrap();
+        plan.operations[0].request.build(&http, arguments).map(|it| it.build().unwrap())
+    }
+
+    fn in_path(name: &str) -> Value {
+        json!([{"name": name, "in": "path", "required": true, "schema": {}}])
+    }
+
+    #[test]
+    fn a_path_argument_stays_inside_its_segment() {
+        let of = |value: &str| {
+            let request = build("/parts/{id}/x", &in_path("id"), &json!({"id": value}));
+            request.map(|it| it.url().as_str().to_owned())
+        };
+        let base = "https://api.example/v1/parts";
+        assert_eq!(of("a/../../b").unwrap(), format!("{base}/a%2F..%2F..%2Fb/x"));
+        assert_eq!(of("a?b#c").unwrap(), format!("{base}/a%3Fb%23c/x"));
+        assert_eq!(of("@evil.example:80").unwrap(), format!("{base}/%40evil.example%3A80/x"));
+        assert_eq!(of("%2e%2e").unwrap(), format!("{base}/%252e%252e/x"));
+        assert_eq!(of("a\\b\r\nX: y").unwrap(), format!("{base}/a%5Cb%0D%0AX%3A%20y/x"));
+        assert_eq!(of("...").unwrap(), format!("{base}/.../x"));
+        for climbing in [".", "..", ""] {
+            assert!(of(climbing).is_err(), "{climbing:?}");
+        }
+    }
+
+    #[test]
+    fn dots_around_an_argument_do_not_make_it_climb() {
+        let refused = build("/a/.{id}/x", &in_path("id"), &json!({"id": "."})).unwrap_err();
+        assert!(refused.contains(".."), "{refused}");
+        build("/a/.{id}/x", &in_path("id"), &json!({"id": "b"})).unwrap();
+    }
+
+    #[test]
+    fn no_argument_changes_the_host() {
+        let all = json!([
+            {"name": "p", "in": "path", "required": true, "schema": {}},
+            {"name": "q", "in": "query", "schema": {}},
+            {"name": "X-H", "in": "header", "schema": {}},
+        ]);
+        for evil in
+            ["//evil.example/", "https://evil.example/", "@evil.example", "\\\\evil", "..;/x"]
+        {
+            let arguments = json!({"p": evil, "q": evil, "X-H": evil, "body": evil});
+            let request = build("/{p}", &all, &arguments).unwrap();
+            assert_eq!(request.url().host_str(), Some("api.example"));
+            assert_eq!(request.url().path_segments().unwrap().count(), 2, "{}", request.url());
+            assert_eq!(request.url().query_pairs().count(), 1);
+        }
+    }
+
+    #[test]
+    fn a_query_is_written_as_its_style_says_and_holds_nothing_else() {
+        let of = |extra: Value, value: Value| {
+            let mut parameter = json!({"name": "q", "in": "query", "schema": {}});
+            parameter.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            let request = build("/a", &json!([parameter]), &json!({"q": value}));
+            request.map(|it| it.url().query().unwrap_or_default().to_owned())
+        };
+        let list = json!(["a&b=c", 2]);
+        assert_eq!(of(json!({}), list.clone()).unwrap(), "q=a%26b%3Dc&q=2");
+        assert_eq!(of(json!({"explode": false}), list.clone()).unwrap(), "q=a%26b%3Dc,2");
+        assert_eq!(of(json!({"style": "pipeDelimited"}), list.clone()).unwrap(), "q=a%26b%3Dc%7C2");
+        assert_eq!(of(json!({"style": "spaceDelimited"}), list).unwrap(), "q=a%26b%3Dc%202");
+        let object = json!({"a]": "x", "b": true});
+        assert_eq!(
+            of(json!({"style": "deepObject"}), object.clone()).unwrap(),
+            "q%5Ba%5D%5D=x&q%5Bb%5D=true"
+        );
+        assert_eq!(of(json!({}), object.clone()).unwrap(), "a%5D=x&b=true");
+        assert_eq!(of(json!({}), Value::Null).unwrap(), "");
+        assert!(of(json!({}), json!([["nested"]])).is_err());
+        assert!(of(json!({"explode": false}), object).is_err());
+    }
+
+    #[test]
+    fn a_header_argument_cannot_begin_another_header() {
+        let parameters = json!([{"name": "X-H", "in": "header", "schema": {}}]);
+        let of = |value: &str| build("/a", &parameters, &json!({"X-H": value}));
+        assert_eq!(of("plain text").unwrap().headers()["x-h"], "plain text");
+        for evil in ["a\r\nAuthorization: x", "a\nb", "a\rb", "a\0b", "é"] {
+            let refused = of(evil).unwrap_err();
+            assert!(refused.contains("X-H") && !refused.contains("Authorization"), "{refused}");
+        }
+        assert!(of(&"x".repeat(HEADER_BYTES_MAX + 1)).is_err());
+    }
+
+    #[test]
+    fn headers_of_the_operator_and_of_the_protocol_are_no_arguments() {
+        let mut endpoint = tests_endpoint();
+        let secret = crate::secret::Secret::new("hunter2".into()).unwrap();
+        endpoint.headers.push((HeaderName::from_static("x-api-key"), secret));
+        let names =
+            ["X-API-Key", "Authorization", "Accept", "Host", "Cookie", "Content-Length", "X-Free"];
+        let parameters: Vec<Value> =
+            names.iter().map(|name| json!({"name": name, "in": "header", "schema": {}})).collect();
+        let document =
+            json!({"openapi": "3.0.0", "paths": {"/a": {"get": {"parameters": parameters}}}});
+        let plan = Plan::of("shop", &document, None, endpoint).unwrap();
+        let schema: Value =
+            serde_json::from_str(&plan.operations[0].tool.spec().input_schema).unwrap();
+        let left: Vec<&String> = schema["properties"].as_object().unwrap().keys().collect();
+        assert_eq!(left, ["X-Free"]);
+    }
+
+    #[test]
+    fn an_address_without_end_is_refused() {
+        let long = "x".repeat(URL_BYTES_MAX);
+        assert!(build("/{id}", &in_path("id"), &json!({"id": long})).is_err());
+    }
+}

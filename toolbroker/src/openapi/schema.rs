@@ -1,0 +1,313 @@
+//! The schemas of a document as one schema for each argument: JSON Schema
+//! 2020-12 without references.
+//!
+//! Local references are put in place; remote, dangling and cyclic ones are
+//! refused, and so is whatever grows beyond bounds. What 3.0 says in its own
+//! way (`nullable`, a boolean `exclusiveMinimum`) is said in JSON Schema's.
+//! What only describes a response (`readOnly` properties) or the document
+//! (`example`, `xml`, …) is left out.
+
+use serde_json::{Map, Value};
+
+use super::Refusal;
+
+/// Schemas and lists of one operation.
+const NODES_MAX: usize = 20_000;
+/// Those of all operations together.
+const NODES_TOTAL_MAX: usize = 500_000;
+/// How deep they lie in each other.
+const DEPTH_MAX: usize = 64;
+/// References after each other that lead to no schema.
+const HOPS_MAX: usize = 16;
+
+/// Keywords whose value maps names to schemas.
+const MAPS: [&str; 3] = ["properties", "patternProperties", "dependentSchemas"];
+/// Keywords whose value is a schema.
+const SINGLE: [&str; 12] = [
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contentSchema",
+];
+/// Keywords whose value is a list of schemas.
+const LISTS: [&str; 4] = ["allOf", "anyOf", "oneOf", "prefixItems"];
+/// Keywords that say nothing about an argument.
+const DROPPED: [&str; 10] = [
+    "$schema",
+    "$comment",
+    "$defs",
+    "definitions",
+    "discriminator",
+    "example",
+    "examples",
+    "externalDocs",
+    "xml",
+    "readOnly",
+];
+/// Keywords by which a reference would mean something else.
+const REFUSED: [&str; 6] =
+    ["$id", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"];
+
+/// Resolves the references of one document.
+pub(super) struct Resolver<'a> {
+    document: &'a Value,
+    is_3_0: bool,
+    nodes_left: usize,
+    total_left: usize,
+    /// The references that are being followed.
+    trail: Vec<&'a str>,
+}
+
+impl<'a> Resolver<'a> {
+    pub(super) fn new(document: &'a Value, is_3_0: bool) -> Self {
+        let (nodes_left, total_left) = (NODES_MAX, NODES_TOTAL_MAX);
+        Self { document, is_3_0, nodes_left, total_left, trail: Vec::new() }
+    }
+
+    /// An object of the document, or the one that it refers to.
+    pub(super) fn object(&self, value: &'a Value) -> Result<&'a Map<String, Value>, Refusal> {
+        let mut value = value;
+        for _ in 0..HOPS_MAX {
+            let object = value.as_object().ok_or(Refusal::Malformed("a part of it"))?;
+            match object.get("$ref").and_then(Value::as_str) {
+                None => return Ok(object),
+                Some(reference) => value = self.look_up(reference)?,
+            }
+        }
+        Err(Refusal::TooLarge)
+    }
+
+    /// The schema of one argument, on its own.
+    pub(super) fn schema(&mut self, schema: &'a Value) -> Result<Value, Refusal> {
+        self.nodes_left = NODES_MAX;
+        self.trail.clear();
+        self.inline(schema, 0)
+    }
+
+    fn look_up(&self, reference: &str) -> Result<&'a Value, Refusal> {
+        let shown = || crate::cut(reference, 256);
+        let pointer = reference.strip_prefix('#').ok_or_else(|| Refusal::Remote(shown()))?;
+        // In a URI fragment, a pointer is percent-encoded (RFC 6901, 6).
+        let pointer = unpercent(pointer).ok_or_else(|| Refusal::Dangling(shown()))?;
+        self.document
+            .pointer(&pointer)
+            .filter(|_| !pointer.is_empty())
+            .ok_or_else(|| Refusal::Dangling(shown()))
+    }
+
+    fn inline(&mut self, schema: &'a Value, depth: usize) -> Result<Value, Refusal> {
+        if depth > DEPTH_MAX || self.nodes_left == 0 {
+            return Err(Refusal::TooLarge);
+        }
+        if self.total_left == 0 {
+            return Err(Refusal::Spent);
+        }
+        self.nodes_left -= 1;
+        self.total_left -= 1;
+        let object = match schema {
+            Value::Bool(all) => return Ok(Value::Bool(*all)),
+            Value::Object(object) => object,
+            _ => return Err(Refusal::Malformed("a schema")),
+        };
+        let Some(reference) = object.get("$ref") else {
+            return self.keywords(object, depth);
+        };
+        let reference = reference.as_str().ok_or(Refusal::Malformed("a reference"))?;
+        if self.trail.contains(&reference) {
+            return Err(Refusal::Cycle(crate::cut(reference, 256)));
+        }
+        let target = self.look_up(reference)?;
+        self.trail.push(reference);
+        let target = self.inline(target, depth + 1)?;
+        self.trail.pop();
+        // In 3.0 a reference stands alone, whatever is beside it.
+        if self.is_3_0 || object.len() == 1 {
+            return Ok(target);
+        }
+        let mut beside = match self.keywords(object, depth)? {
+            Value::Object(beside) => beside,
+            _ => return Err(Refusal::Malformed("a schema")),
+        };
+        if beside.keys().all(|key| key == "description" || key == "title") {
+            if let Value::Object(mut target) = target {
+                target.extend(beside);
+                return Ok(Value::Object(target));
+            }
+            return Ok(target);
+        }
+        match beside.entry("allOf").or_insert_with(|| Value::Array(Vec::new())) {
+            Value::Array(all) => all.push(target),
+            _ => return Err(Refusal::Malformed("a schema")),
+        }
+        Ok(Value::Object(beside))
+    }
+
+    /// The keywords of a schema, without its reference.
+    fn keywords(&mut self, object: &'a Map<String, Value>, depth: usize) -> Result<Value, Refusal> {
+        let mut out = Map::new();
+        for (key, value) in object {
+            let word = key.as_str();
+            if REFUSED.contains(&word) {
+                return Err(Refusal::Unsupported(format!("a schema of it uses {word}")));
+            }
+            if word == "$ref" || DROPPED.contains(&word) || word.starts_with("x-") {
+                continue;
+            }
+            let value = if MAPS.contains(&word) {
+                let map = value.as_object().ok_or(Refusal::Malformed("a schema"))?;
+                let mut schemas = Map::new();
+                for (name, schema) in map {
+                    if word != "properties" || !self.is_read_only(schema) {
+                        schemas.insert(name.clone(), self.inline(schema, depth + 1)?);
+                    }
+                }
+                Value::Object(schemas)
+            } else if SINGLE.contains(&word) && !value.is_array() {
+                self.inline(value, depth + 1)?
+            } else if LISTS.contains(&word) || SINGLE.contains(&word) {
+                let list = value.as_array().ok_or(Refusal::Malformed("a schema"))?;
+                let mut schemas = Vec::with_capacity(list.len());
+                for schema in list {
+                    schemas.push(self.inline(schema, depth + 1)?);
+                }
+                Value::Array(schemas)
+            } else {
+                value.clone()
+            };
+            out.insert(key.clone(), value);
+        }
+        if let Some(properties) = object.get("properties").and_then(Value::as_object)
+            && let Some(Value::Array(required)) = out.get_mut("required")
+        {
+            required.retain(|name| {
+                let property = name.as_str().and_then(|name| properties.get(name));
+                !property.is_some_and(|schema| self.is_read_only(schema))
+            });
+        }
+        if self.is_3_0 {
+            in_json_schema(&mut out);
+        }
+        Ok(Value::Object(out))
+    }
+
+    /// Whether only the server sets it.
+    fn is_read_only(&self, schema: &'a Value) -> bool {
+        let marked = |it: &Map<String, Value>| it.get("readOnly") == Some(&Value::Bool(true));
+        schema.as_object().is_some_and(marked) || self.object(schema).is_ok_and(marked)
+    }
+}
+
+/// What 3.0 says otherwise than JSON Schema.
+fn in_json_schema(schema: &mut Map<String, Value>) {
+    if schema.remove("nullable") == Some(Value::Bool(true)) {
+        if let Some(name @ Value::String(_)) = schema.get("type").cloned() {
+            schema.insert("type".into(), Value::Array(vec![name, "null".into()]));
+        }
+        if let Some(Value::Array(values)) = schema.get_mut("enum")
+            && !values.contains(&Value::Null)
+        {
+            values.push(Value::Null);
+        }
+    }
+    for (exclusive, bound) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
+        match schema.get(exclusive) {
+            Some(Value::Bool(true)) => {
+                schema.remove(exclusive);
+                if let Some(value) = schema.remove(bound) {
+                    schema.insert(exclusive.into(), value);
+                }
+            }
+            Some(Value::Bool(false)) => {
+                schema.remove(exclusive);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Text whose percent-encoded bytes are put in place; `None` if it is none.
+fn unpercent(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte == b'%' {
+            let digits = [rest.next()?, rest.next()?];
+            if !digits.iter().all(u8::is_ascii_hexdigit) {
+                return None;
+            }
+            let digits = std::str::from_utf8(&digits).ok()?;
+            bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        } else {
+            bytes.push(byte);
+        }
+    }
+    String::from_utf8(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn inline(document: &Value, is_3_0: bool) -> Result<Value, Refusal> {
+        Resolver::new(document, is_3_0).schema(&document["s"])
+    }
+
+    #[test]
+    fn what_3_0_says_in_its_own_way_is_said_in_json_schemas() {
+        let document = json!({"s": {"type": "object", "properties": {
+            "a": {"type": "string", "nullable": true, "enum": ["x"], "example": "x"},
+            "b": {"type": "integer", "minimum": 1, "exclusiveMinimum": true, "maximum": 9,
+                  "exclusiveMaximum": false},
+        }}});
+        let expected = json!({"type": "object", "properties": {
+            "a": {"type": ["string", "null"], "enum": ["x", null]},
+            "b": {"type": "integer", "exclusiveMinimum": 1, "maximum": 9},
+        }});
+        assert_eq!(inline(&document, true).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_reference_in_data_or_in_a_propertys_name_is_none() {
+        let document = json!({"s": {
+            "properties": {"$ref": {"type": "string"}, "enum": {"type": "string"}},
+            "enum": [{"$ref": "https://evil.example"}], "default": {"$ref": "#/x"},
+        }});
+        assert_eq!(inline(&document, false).unwrap(), document["s"]);
+    }
+
+    #[test]
+    fn a_reference_is_put_in_place_with_what_stands_beside_it() {
+        let document = json!({
+            "s": {"properties": {"a": {"$ref": "#/d/x~1y%20z", "minLength": 2},
+                                 "b": {"$ref": "#/d/x~1y%20z", "description": "B."}}},
+            "d": {"x/y z": {"type": "string", "description": "X."}},
+        });
+        let expected = json!({"properties": {
+            "a": {"minLength": 2, "allOf": [{"type": "string", "description": "X."}]},
+            "b": {"type": "string", "description": "B."},
+        }});
+        assert_eq!(inline(&document, false).unwrap(), expected);
+        let alone = inline(&document, true).unwrap();
+        assert_eq!(alone["properties"]["a"], document["d"]["x/y z"]);
+    }
+
+    #[test]
+    fn the_same_schema_twice_beside_each_other_is_no_cycle() {
+        let document =
+            json!({"s": {"items": {"$ref": "#/d"}, "contains": {"$ref": "#/d"}}, "d": {}});
+        inline(&document, false).unwrap();
+        let document = json!({"s": {"items": {"$ref": "#/s"}}});
+        assert!(matches!(inline(&document, false), Err(Refusal::Cycle(_))));
+        let document = json!({"s": {"$ref": "#"}});
+        assert!(matches!(inline(&document, false), Err(Refusal::Dangling(_))));
+    }
+}

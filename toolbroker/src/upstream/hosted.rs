@@ -1,0 +1,125 @@
+//! Tools that a caller hosts itself: agent frameworks pass functions of their
+//! own process as tools. The caller says what they are, and is called back
+//! over its own connection when a program calls one.
+//!
+//! What is here is the broker's half: a [`Hosted`] takes calls that passed the
+//! chain like any other, and hands each to whoever serves the connection as a
+//! [`Callback`]. The caller is a stranger like any server: its schemas are
+//! checked, its answers are bounded by the chain, and if it leaves in the
+//! middle of a call, the outcome is unknown. Deliberately absent is the
+//! connection itself, which belongs to a door.
+
+use std::sync::Arc;
+
+use forge_protocol::name::{RESERVED_SERVERS, ToolName, is_server_name};
+use rmcp::model::JsonObject;
+use serde_json::Value;
+use tokio::sync::{mpsc, oneshot};
+
+use super::{CallEnd, TOOLS_MAX};
+use crate::definition::{DefinitionError, Listed, Tool};
+
+/// Calls that may wait for the caller to take them.
+const CALLS_WAITING_MAX: usize = 64;
+
+/// A caller's tools.
+#[derive(Debug)]
+pub struct Hosted {
+    tools: Arc<Vec<Arc<Tool>>>,
+    calls: mpsc::Sender<Callback>,
+}
+
+/// One call for the caller to carry out. Dropped without an answer, its
+/// outcome is unknown.
+#[derive(Debug)]
+pub struct Callback {
+    /// Which of its tools.
+    pub tool: ToolName,
+    /// Arguments that fit the tool's schema.
+    pub arguments: JsonObject,
+    /// Where the answer goes: the result, or the tool's own error, an object.
+    /// It is closed when nobody waits any more.
+    pub answer: oneshot::Sender<Result<Value, JsonObject>>,
+}
+
+/// Why a caller cannot host what it wants to.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// The name is no server's, or taken by the broker itself.
+    #[error(
+        "{server:?} cannot be the name of a caller's tools: it must be [a-z0-9_-]+ and not reserved"
+    )]
+    Server {
+        /// The name.
+        server: String,
+    },
+    /// Too many tools.
+    #[error("a caller may host {TOOLS_MAX} tools, not {got}")]
+    TooMany {
+        /// How many.
+        got: usize,
+    },
+    /// Two tools of one name.
+    #[error("there are two tools {tool}")]
+    Twice {
+        /// The name.
+        tool: ToolName,
+    },
+    /// One tool is no tool.
+    #[error("the tool {tool:?} cannot be hosted: {source}")]
+    Tool {
+        /// Its name.
+        tool: String,
+        /// Why not.
+        source: DefinitionError,
+    },
+}
+
+impl Hosted {
+    /// The tools of a caller, under the server name `server`, and the calls
+    /// to be carried out by it.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub fn new(
+        server: &str,
+        listed: Vec<Listed>,
+    ) -> Result<(Self, mpsc::Receiver<Callback>), HostError> {
+        if !is_server_name(server) || RESERVED_SERVERS.contains(&server) {
+            return Err(HostError::Server { server: crate::cut(server, 128) });
+        }
+        if listed.len() > TOOLS_MAX {
+            return Err(HostError::TooMany { got: listed.len() });
+        }
+        let mut tools = Vec::with_capacity(listed.len());
+        for listed in listed {
+            let name = crate::cut(&listed.name, 128);
+            let tool = Tool::new(server, listed)
+                .map_err(|source| HostError::Tool { tool: name, source })?;
+            tools.push(Arc::new(tool));
+        }
+        tools.sort_by(|a, b| a.name().cmp(b.name()));
+        if let Some(pair) = tools.windows(2).find(|pair| pair[0].name() == pair[1].name()) {
+            return Err(HostError::Twice { tool: pair[0].name().clone() });
+        }
+        let (calls, callbacks) = mpsc::channel(CALLS_WAITING_MAX);
+        Ok((Self { tools: Arc::new(tools), calls }, callbacks))
+    }
+
+    pub(super) fn tools(&self) -> Arc<Vec<Arc<Tool>>> {
+        Arc::clone(&self.tools)
+    }
+
+    pub(super) async fn call(&self, tool: &Tool, arguments: JsonObject) -> CallEnd {
+        let (answer, answered) = oneshot::channel();
+        let callback = Callback { tool: tool.name().clone(), arguments, answer };
+        if self.calls.send(callback).await.is_err() {
+            return CallEnd::failed("Gone", "the caller that hosts this tool is gone");
+        }
+        match answered.await {
+            Ok(Ok(result)) => CallEnd::Answered(result),
+            Ok(Err(error)) => CallEnd::Failed(Value::Object(error)),
+            Err(_) => CallEnd::Lost,
+        }
+    }
+}

@@ -1,0 +1,418 @@
+//! A session with an MCP server, whatever carries it: its tools, listed and
+//! listed again, and its calls.
+//!
+//! A list counts until the server says that it changed: with a notification
+//! (on a server's own accord, or for a subscription, which the protocol of
+//! 2026-07-28 wants), or by the time it gave the list to live.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex as StdMutex, PoisonError, Weak};
+use std::time::Duration;
+
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, ClientCapabilities, ClientConfig, Implementation,
+    JsonObject, PaginatedRequestParams, ProtocolVersion, SubscriptionFilter,
+};
+use rmcp::service::{ClientInitializeError, NotificationContext, RunningService, ServiceError};
+use rmcp::{ClientHandler, Peer, RoleClient};
+use serde_json::{Value, json};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, timeout};
+
+use super::breaker::Breaker;
+use super::http::{self, Fault, Mcp};
+use super::scrubs::Scrubs;
+use super::stdio::Process;
+use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Upstream};
+use crate::definition::{Listed, Tool};
+
+/// How long a listing may take once the server is up.
+const LIST_TIME_MAX: Duration = Duration::from_secs(10);
+/// A list is good for at least this long, whatever time it was given.
+const LIST_LIFE_MIN: Duration = Duration::from_secs(10);
+/// The longest life of a list that is reckoned with.
+const LIST_LIFE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+/// After this, a subscription that ended is asked for again.
+const RESUBSCRIBE_AFTER: Duration = Duration::from_secs(30);
+
+/// Tools one server may list.
+pub(crate) const TOOLS_MAX: usize = 2_000;
+/// Pages its list may have.
+const PAGES_MAX: usize = 200;
+
+/// What carries a session.
+#[derive(Debug)]
+pub(super) enum Line {
+    /// The streams of a process.
+    Process(Process),
+    /// HTTP.
+    Http(Mcp),
+}
+
+/// A server that is up.
+#[derive(Debug)]
+pub struct Session {
+    server: String,
+    service: RunningService<RoleClient, Handler>,
+    line: Line,
+    scrubs: Arc<Scrubs>,
+    breaker: Arc<Breaker>,
+    /// Who can start it again.
+    upstream: Weak<Upstream>,
+    tools: StdMutex<Arc<Vec<Arc<Tool>>>>,
+    /// How many changes the server had announced when its tools were listed.
+    listed_at_change: AtomicU64,
+    /// Set before a caller hears that its call was lost, so that its next one
+    /// is not sent the same way.
+    lost: AtomicBool,
+    pub(super) since: Instant,
+    /// When the list of tools is too old, if ever.
+    list_until: StdMutex<Option<Instant>>,
+    subscription: StdMutex<Option<AbortHandle>>,
+}
+
+/// How one attempt at a call ended.
+enum Attempt {
+    Ended(CallEnd),
+    /// The server knows the session no more, and did nothing.
+    SessionGone,
+}
+
+impl Session {
+    /// A session that is up and has listed nothing yet.
+    pub(super) fn new(
+        upstream: &Arc<Upstream>,
+        service: RunningService<RoleClient, Handler>,
+        line: Line,
+    ) -> Self {
+        Self {
+            server: upstream.name.clone(),
+            service,
+            line,
+            scrubs: Arc::clone(&upstream.scrubs),
+            breaker: Arc::clone(&upstream.breaker),
+            upstream: Arc::downgrade(upstream),
+            tools: StdMutex::default(),
+            listed_at_change: AtomicU64::new(0),
+            lost: AtomicBool::new(false),
+            since: Instant::now(),
+            list_until: StdMutex::default(),
+            subscription: StdMutex::default(),
+        }
+    }
+
+    /// The version of the protocol that is spoken.
+    pub(super) fn version(&self) -> Option<ProtocolVersion> {
+        self.service.peer_info().map(|info| info.protocol_version.clone())
+    }
+
+    /// The process it is carried by, if it is.
+    pub(super) fn process(&self) -> Option<&Process> {
+        match &self.line {
+            Line::Process(process) => Some(process),
+            Line::Http(_) => None,
+        }
+    }
+
+    /// Takes note that the session is over. Whether somebody did before.
+    pub(super) fn lose(&self) -> bool {
+        self.lost.swap(true, Ordering::AcqRel)
+    }
+
+    /// Whether no call can be sent any more.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+            || self.service.is_closed()
+            || self.service.is_transport_closed()
+            || matches!(&self.line, Line::Process(process) if process.has_exited())
+    }
+
+    /// Its tools.
+    #[must_use]
+    pub fn tools(&self) -> Arc<Vec<Arc<Tool>>> {
+        Arc::clone(&self.tools.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Whether its tools may have changed since they were listed.
+    pub(super) fn is_stale(&self) -> bool {
+        let announced = self.service.service().changes.load(Ordering::Acquire);
+        let until = *self.list_until.lock().unwrap_or_else(PoisonError::into_inner);
+        announced != self.listed_at_change.load(Ordering::Acquire)
+            || until.is_some_and(|until| Instant::now() >= until)
+    }
+
+    /// Asks a server of the newer protocol to say when its tools change, if
+    /// it does that and was not asked.
+    fn subscribe(&self) {
+        let Some(info) = self.service.peer_info() else { return };
+        let tells = info.capabilities.tools.as_ref().and_then(|tools| tools.list_changed);
+        if info.protocol_version.has_initialize() || tells != Some(true) {
+            return;
+        }
+        let mut subscription = self.subscription.lock().unwrap_or_else(PoisonError::into_inner);
+        if subscription.as_ref().is_some_and(|task| !task.is_finished()) {
+            return;
+        }
+        let (peer, changes) =
+            (self.service.peer().clone(), Arc::clone(&self.service.service().changes));
+        *subscription = Some(tokio::spawn(follow_changes(peer, changes)).abort_handle());
+    }
+
+    /// Asks for the list of tools, page by page, and takes it over.
+    pub(super) async fn list(&self) -> Result<(), String> {
+        self.subscribe();
+        let announced = self.service.service().changes.load(Ordering::Acquire);
+        let mut listed = Vec::new();
+        let mut life_ms = None;
+        let pages = async {
+            let mut cursor = None;
+            for _ in 0..PAGES_MAX {
+                let params = PaginatedRequestParams::default().with_cursor(cursor);
+                let page = self.service.list_tools(Some(params)).await.map_err(|error| {
+                    let error = self.scrubs.text(&service_error(&error));
+                    format!("tools/list failed: {}", crate::cut(&error, ERROR_TEXT_BYTES_MAX))
+                })?;
+                listed.extend(page.tools);
+                life_ms = page.ttl_ms.or(life_ms);
+                if listed.len() > TOOLS_MAX {
+                    return Err(format!("it lists more than {TOOLS_MAX} tools"));
+                }
+                cursor = page.next_cursor;
+                if cursor.is_none() {
+                    return Ok(());
+                }
+            }
+            Err(format!("its list of tools has more than {PAGES_MAX} pages"))
+        };
+        timeout(LIST_TIME_MAX, pages).await.unwrap_or_else(|_| {
+            Err(format!("tools/list took more than {} s", LIST_TIME_MAX.as_secs()))
+        })?;
+
+        let mut tools: Vec<Arc<Tool>> = Vec::with_capacity(listed.len());
+        for tool in listed {
+            let name = tool.name.into_owned();
+            let listed = Listed {
+                name: name.clone(),
+                description: tool.description.map(|text| self.scrubs.text(&text)),
+                input_schema: self.clean(tool.input_schema),
+                output_schema: tool.output_schema.map(|schema| self.clean(schema)),
+            };
+            match Tool::new(&self.server, listed) {
+                Ok(tool) if tools.iter().any(|other| other.name() == tool.name()) => {
+                    tracing::warn!(server = self.server, tool = ?name, "tool listed twice");
+                }
+                Ok(tool) => tools.push(Arc::new(tool)),
+                Err(error) => {
+                    let (tool, error) = (crate::cut(&name, 256), error.to_string());
+                    tracing::warn!(server = self.server, ?tool, ?error, "tool left out");
+                }
+            }
+        }
+        tools.sort_by(|a, b| a.name().cmp(b.name()));
+        *self.tools.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(tools);
+        self.listed_at_change.store(announced, Ordering::Release);
+        // A list that was given no time to live is good until it changes.
+        let life = life_ms.filter(|ms| *ms > 0).map(Duration::from_millis);
+        *self.list_until.lock().unwrap_or_else(PoisonError::into_inner) =
+            life.map(|life| Instant::now() + life.clamp(LIST_LIFE_MIN, LIST_LIFE_MAX));
+        Ok(())
+    }
+
+    fn clean(&self, schema: Arc<JsonObject>) -> JsonObject {
+        let clean = |(key, value)| (key, self.scrubs.json(value));
+        Arc::unwrap_or_clone(schema).into_iter().map(clean).collect()
+    }
+
+    /// Calls a tool and waits for its end, however long. Dropping the future
+    /// tells the server that nobody waits any more. A server that forgot the
+    /// session, and so did nothing, is asked once more in a new one, if the
+    /// tool is still the same there.
+    pub(super) async fn call(&self, tool: &Tool, arguments: JsonObject) -> CallEnd {
+        match self.attempt(tool, arguments.clone()).await {
+            Attempt::Ended(end) => return end,
+            Attempt::SessionGone => self.lose(),
+        };
+        let gone = |why: &str| CallEnd::failed("SessionLost", why);
+        let Some(upstream) = self.upstream.upgrade() else {
+            return gone("the session ended");
+        };
+        // A box, since this may in principle come back here.
+        let connection = match Box::pin(upstream.connection()).await {
+            Ok(connection) => connection,
+            Err(error) => return gone(&format!("the session ended, and no other began: {error}")),
+        };
+        let super::Connection::Mcp(session) = &*connection else {
+            return gone("the session ended");
+        };
+        let now = connection.tool(tool.name());
+        if now.is_none_or(|now| now.sha256() != tool.sha256()) {
+            return gone("the session ended, and in the next one this is another tool");
+        }
+        match session.attempt(tool, arguments).await {
+            Attempt::Ended(end) => end,
+            Attempt::SessionGone => {
+                session.lose();
+                gone("the server ends each session as soon as it began")
+            }
+        }
+    }
+
+    async fn attempt(&self, tool: &Tool, arguments: JsonObject) -> Attempt {
+        let outcome = self.call_once(tool, arguments).await;
+        let fault = match outcome {
+            Ok(end) => {
+                self.breaker.answered();
+                return Attempt::Ended(end);
+            }
+            Err(ServiceError::TransportSend(error)) => error.error.downcast::<Fault>().ok(),
+            Err(_) => None,
+        };
+        let Some(fault) = fault else {
+            // The request may or may not have reached the server.
+            return Attempt::Ended(self.failed("it was lost before it answered".into()));
+        };
+        let why = self.scrubs.text(&http::fault_text(&fault));
+        let refused = |name: &str| Attempt::Ended(CallEnd::failed(name, &why));
+        match (&*fault, http::status_of(&fault)) {
+            (Fault::SessionExpired, _) => Attempt::SessionGone,
+            // A request that was refused was not carried out.
+            (_, Some(300..=499)) => refused("Refused"),
+            (Fault::Io(_), None) => {
+                let _ = self.failed(why.clone());
+                refused("Unauthorized")
+            }
+            (Fault::Client(error), None) if error.is_connect() => {
+                let _ = self.failed(why.clone());
+                refused("Unreachable")
+            }
+            // What a server does that answers otherwise is not known.
+            _ => Attempt::Ended(self.failed(why)),
+        }
+    }
+
+    /// Takes note of a failure of the server, once for each session.
+    fn failed(&self, reason: String) -> CallEnd {
+        if !self.lose() {
+            self.breaker.failed(reason);
+        }
+        CallEnd::Lost
+    }
+
+    async fn call_once(&self, tool: &Tool, arguments: JsonObject) -> Result<CallEnd, ServiceError> {
+        let params =
+            CallToolRequestParams::new(tool.name().tool().to_owned()).with_arguments(arguments);
+        let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
+        Ok(match self.service.call_tool_once(params).await {
+            Ok(CallToolResponse::Complete(result)) => {
+                let is_error = result.is_error == Some(true);
+                let content = serde_json::to_value(&result.content).unwrap_or(Value::Null);
+                if is_error {
+                    let text: Vec<&str> = result
+                        .content
+                        .iter()
+                        .filter_map(|block| block.as_text().map(|text| text.text.as_str()))
+                        .collect();
+                    let mut error = json!({ "error": text.join("\n"), "content": content });
+                    if let Some(structured) = result.structured_content {
+                        error["structuredContent"] = structured;
+                    }
+                    return Ok(CallEnd::Failed(self.scrubs.json(error)));
+                }
+                let response = result.structured_content.unwrap_or(content);
+                CallEnd::Answered(self.scrubs.json(response))
+            }
+            Ok(CallToolResponse::InputRequired(_)) => {
+                failed("the tool asks its user for input, and a run has none")
+            }
+            Ok(CallToolResponse::Task(_)) => failed("the tool answers with a task: not supported"),
+            Ok(_) => failed("the tool answers in a way this broker does not know"),
+            Err(ServiceError::McpError(error)) => CallEnd::Failed(self.scrubs.json(json!({
+                "error": error.message,
+                "code": error.code.0,
+                "data": error.data,
+            }))),
+            Err(ServiceError::UnexpectedResponse) => failed("the answer is no tool result"),
+            Err(error) => return Err(error),
+        })
+    }
+
+    pub(super) async fn stop(&self) {
+        self.service.cancellation_token().cancel();
+        match &self.line {
+            Line::Process(process) => process.stop().await,
+            Line::Http(http) => http.ended().await,
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let subscription = self.subscription.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(task) = subscription {
+            task.abort();
+        }
+    }
+}
+
+/// Counts the changes that a server announces to a subscription. Its end
+/// counts as one: what changes after it would be announced to nobody.
+async fn follow_changes(peer: Peer<RoleClient>, changes: Arc<AtomicU64>) {
+    let filter = SubscriptionFilter::builder().tools_list_changed().build();
+    if let Ok(mut subscription) = peer.listen(filter).await {
+        while let Ok(Some(_)) = subscription.next().await {
+            changes.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+    tokio::time::sleep(RESUBSCRIBE_AFTER).await;
+    changes.fetch_add(1, Ordering::AcqRel);
+}
+
+/// What went wrong, without the debug output of whole messages.
+fn service_error(error: &ServiceError) -> String {
+    match error {
+        ServiceError::TransportSend(error) => match error.error.downcast_ref::<Fault>() {
+            Some(fault) => http::fault_text(fault),
+            None => "it takes no messages any more".into(),
+        },
+        ServiceError::TransportClosed => "the connection closed before the answer".into(),
+        other => other.to_string(),
+    }
+}
+
+/// What went wrong at the start, without the debug output of whole messages.
+pub(super) fn start_error(error: &ClientInitializeError) -> String {
+    match error {
+        ClientInitializeError::ConnectionClosed(_) => "it closed its standard output".into(),
+        ClientInitializeError::TransportError { error, .. } => {
+            match error.error.downcast_ref::<Fault>() {
+                Some(fault) => http::fault_text(fault),
+                None => "it closed its standard input".into(),
+            }
+        }
+        ClientInitializeError::JsonRpcError(error) => {
+            format!("it refused: {} ({})", error.message, error.code.0)
+        }
+        // The older protocol is the last that was tried.
+        ClientInitializeError::LegacyFallbackFailed { fallback, .. } => start_error(fallback),
+        other => crate::cut(&other.to_string(), ERROR_TEXT_BYTES_MAX),
+    }
+}
+
+/// The client's side of MCP: declines whatever a server asks.
+#[derive(Debug, Default)]
+pub(super) struct Handler {
+    /// How often the server announced that its tools changed.
+    changes: Arc<AtomicU64>,
+}
+
+impl ClientHandler for Handler {
+    fn get_info(&self) -> ClientConfig {
+        let own = Implementation::new("forge-toolbroker", env!("CARGO_PKG_VERSION"));
+        ClientConfig::new(ClientCapabilities::default(), own)
+    }
+
+    async fn on_tool_list_changed(&self, _: NotificationContext<RoleClient>) {
+        self.changes.fetch_add(1, Ordering::AcqRel);
+    }
+}

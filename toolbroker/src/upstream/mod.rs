@@ -1,0 +1,405 @@
+//! The servers that tools come from: processes that speak MCP on their
+//! standard streams, MCP servers over HTTP, HTTP interfaces with an OpenAPI
+//! document, and callers that host tools themselves. A server is started (or
+//! asked) when first needed, kept warm, listed again when it says so, tried
+//! again after it failed, and stopped.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`mcp`] | a session of MCP: tools and calls |
+//! | [`stdio`] | a process and its standard streams |
+//! | [`http`] | the way to a server over HTTP |
+//! | [`oauth`] | access tokens for it |
+//! | [`breaker`] | when a server that failed is tried again |
+//! | [`hosted`] | tools that a caller hosts itself |
+//! | [`scrubs`] | a server's credentials, removed from what it says |
+//!
+//! A server is a stranger. What it says is bounded, cut and scrubbed of its
+//! credentials before anybody reads it, and it gets no other server's.
+//!
+//! # Two eras of MCP
+//! Servers from 2026-07-28 on answer `server/discover` and keep no session;
+//! older ones want `initialize`. The client asks `server/discover` first and
+//! falls back when the server refuses it. Some old servers neither answer nor
+//! refuse: on standard streams, after some seconds the refusal is written for
+//! them. Which era a server is of is remembered for its next start.
+
+mod breaker;
+pub mod hosted;
+pub(crate) mod http;
+mod mcp;
+pub(crate) mod oauth;
+pub(crate) mod scrubs;
+mod stdio;
+
+pub(crate) use self::breaker::Breaker;
+pub(crate) use self::mcp::TOOLS_MAX;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use forge_protocol::name::ToolName;
+use rmcp::model::{JsonObject, ProtocolVersion};
+use rmcp::service::RunningService;
+use rmcp::transport::Transport;
+use rmcp::{ClientLifecycleMode, ClientServiceExt as _, RoleClient};
+use serde_json::{Value, json};
+use tokio::runtime::Handle;
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+
+use self::hosted::Hosted;
+use self::mcp::{Handler, Line, Session, start_error};
+use self::scrubs::Scrubs;
+use crate::config::{ServerConfig, Source};
+use crate::definition::Tool;
+use crate::openapi::Api;
+
+/// From a server's start to its list of tools.
+const START_TIME_MAX: Duration = Duration::from_secs(30);
+/// A server that stood this long is started again at once.
+const HEALTHY_AFTER: Duration = Duration::from_secs(10);
+
+/// A server's error text that is handed on, in bytes.
+pub const ERROR_TEXT_BYTES_MAX: usize = 4 * 1024;
+
+/// Why a server cannot be asked.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum UpstreamError {
+    /// The program cannot be started.
+    #[error("{command:?} cannot be started: {reason}")]
+    Spawn {
+        /// The program.
+        command: String,
+        /// Why not.
+        reason: String,
+    },
+    /// It is there, and did not become a usable MCP server.
+    #[error("it did not start as an MCP server: {reason}")]
+    Start {
+        /// Why not, with its last words.
+        reason: String,
+    },
+    /// It failed shortly before and is left alone for a moment.
+    #[error("it failed {failures} times in a row and is tried again in {wait_ms} ms: {reason}")]
+    BackOff {
+        /// How often.
+        failures: u32,
+        /// Until the next try.
+        wait_ms: u128,
+        /// The last failure.
+        reason: String,
+    },
+    /// The broker is shutting down.
+    #[error("the broker is shutting down")]
+    Stopped,
+}
+
+/// How a dispatched call ended.
+#[derive(Debug)]
+pub enum CallEnd {
+    /// The tool answered: its result, scrubbed.
+    Answered(Value),
+    /// The tool failed: its error as a JSON object, scrubbed.
+    Failed(Value),
+    /// The server was lost before it answered.
+    Lost,
+}
+
+impl CallEnd {
+    /// A failure with a name of its own.
+    pub(crate) fn failed(name: &str, message: &str) -> Self {
+        let message = crate::cut(message, ERROR_TEXT_BYTES_MAX);
+        Self::Failed(json!({ "name": name, "message": message }))
+    }
+}
+
+/// One configured server.
+#[derive(Debug)]
+pub struct Upstream {
+    name: String,
+    source: Source,
+    /// Where the server is talked with: what it says is parsed there, however
+    /// much it is, and holds up no other run's calls.
+    home: Handle,
+    scrubs: Arc<Scrubs>,
+    breaker: Arc<Breaker>,
+    slot: Mutex<Slot>,
+    /// Whether the server is known to want `initialize`.
+    legacy: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    connection: Option<Arc<Connection>>,
+    stopped: bool,
+}
+
+/// A source of tools that can be called now.
+#[derive(Debug)]
+pub enum Connection {
+    /// A session with an MCP server.
+    Mcp(Session),
+    /// An HTTP interface with an OpenAPI document.
+    Api(Api),
+    /// A caller that hosts tools itself.
+    Hosted(Hosted),
+}
+
+impl Connection {
+    /// Its tools, by name.
+    #[must_use]
+    pub fn tools(&self) -> Arc<Vec<Arc<Tool>>> {
+        match self {
+            Self::Mcp(session) => session.tools(),
+            Self::Api(api) => api.tools(),
+            Self::Hosted(hosted) => hosted.tools(),
+        }
+    }
+
+    /// One of its tools.
+    #[must_use]
+    pub fn tool(&self, name: &ToolName) -> Option<Arc<Tool>> {
+        let tools = self.tools();
+        let found = tools.binary_search_by(|tool| tool.name().cmp(name)).ok()?;
+        tools.get(found).cloned()
+    }
+
+    /// Calls a tool and waits for its end, however long. Dropping the future
+    /// tells the other side that nobody waits any more, as far as it can be
+    /// told.
+    pub async fn call(&self, tool: &Tool, arguments: JsonObject) -> CallEnd {
+        match self {
+            Self::Mcp(session) => session.call(tool, arguments).await,
+            Self::Api(api) => api.call(tool, &arguments).await,
+            Self::Hosted(hosted) => hosted.call(tool, arguments).await,
+        }
+    }
+}
+
+impl Upstream {
+    /// A server that is not started yet, to be talked with on the event loop
+    /// `home`.
+    #[must_use]
+    pub fn new(name: String, config: ServerConfig, home: Handle) -> Self {
+        Self {
+            name,
+            source: config.source,
+            home,
+            scrubs: Scrubs::new(config.scrub),
+            breaker: Breaker::new(),
+            slot: Mutex::default(),
+            legacy: AtomicBool::new(false),
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The server, up, with a current list of tools. Starts it if need be.
+    ///
+    /// # Errors
+    /// [`UpstreamError`].
+    pub async fn connection(self: &Arc<Self>) -> Result<Arc<Connection>, UpstreamError> {
+        let mut slot = self.slot.lock().await;
+        if slot.stopped {
+            return Err(UpstreamError::Stopped);
+        }
+        if let Some(connection) = slot.connection.clone() {
+            if self.still_good(&connection).await? {
+                return Ok(connection);
+            }
+            slot.connection = None;
+        }
+        let admission = self.breaker.enter()?;
+        let starting = Arc::clone(self);
+        match self.at_home(async move { starting.start().await }).await {
+            Ok(connection) => {
+                admission.stands();
+                let connection = Arc::new(connection);
+                slot.connection = Some(Arc::clone(&connection));
+                Ok(connection)
+            }
+            Err(error) => {
+                tracing::warn!(server = self.name, error = ?error.to_string(), "no tool server");
+                admission.failed(error.to_string());
+                Err(error)
+            }
+        }
+    }
+
+    /// Whether a connection can be used further, after its tools were listed
+    /// again if they changed.
+    async fn still_good(&self, connection: &Arc<Connection>) -> Result<bool, UpstreamError> {
+        let session = match &**connection {
+            Connection::Mcp(session) => session,
+            Connection::Api(_) | Connection::Hosted(_) => {
+                self.breaker.check()?;
+                return Ok(true);
+            }
+        };
+        let reason = if session.is_closed() {
+            "it ended".to_owned()
+        } else if session.is_stale() {
+            let listing = Arc::clone(connection);
+            let listed = self.at_home(async move {
+                match &*listing {
+                    Connection::Mcp(session) => session.list().await,
+                    Connection::Api(_) | Connection::Hosted(_) => Ok(()),
+                }
+            });
+            match listed.await {
+                Ok(()) => return Ok(true),
+                Err(reason) => reason,
+            }
+        } else {
+            return Ok(true);
+        };
+        tracing::warn!(server = self.name, reason = ?reason, "tool server lost");
+        // A call that was lost with it has told the breaker already.
+        if !session.lose() {
+            if session.since.elapsed() >= HEALTHY_AFTER {
+                self.breaker.answered();
+            }
+            self.breaker.failed(reason);
+        }
+        Ok(false)
+    }
+
+    /// Does something where the server is talked with. Dropping the future
+    /// ends it.
+    async fn at_home<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> T {
+        let mut tasks = JoinSet::new();
+        tasks.spawn_on(work, &self.home);
+        match tasks.join_next().await {
+            Some(Ok(done)) => done,
+            // Only a panic of ours, or the end of the process, ends it
+            // without an outcome.
+            Some(Err(error)) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
+            _ => std::future::pending().await,
+        }
+    }
+
+    async fn start(self: &Arc<Self>) -> Result<Connection, UpstreamError> {
+        let began = Instant::now();
+        let session = match &self.source {
+            Source::OpenApi(plan) => {
+                return Api::new(plan, &self.scrubs, Arc::clone(&self.breaker))
+                    .map(Connection::Api)
+                    .map_err(|reason| UpstreamError::Start { reason });
+            }
+            Source::Stdio(config) => {
+                let (transport, process) =
+                    stdio::spawn(&self.name, config, &self.scrubs.scrubber())?;
+                match self.handshake(transport).await {
+                    Ok(service) => Session::new(self, service, Line::Process(process)),
+                    Err(reason) => return Err(self.not_started(&process, &reason).await),
+                }
+            }
+            Source::Http(endpoint) => {
+                let client = http::Client::new(endpoint, &self.scrubs, true)
+                    .map_err(|reason| UpstreamError::Start { reason })?;
+                let http = http::Mcp::new(client);
+                match self.handshake(http.transport(endpoint)).await {
+                    Ok(service) => Session::new(self, service, Line::Http(http)),
+                    Err(reason) => return Err(self.refusal(reason)),
+                }
+            }
+        };
+        if let Err(reason) = session.list().await {
+            return Err(match session.process() {
+                Some(process) => self.not_started(process, &reason).await,
+                None => self.refusal(reason),
+            });
+        }
+        let version = session.version();
+        if let Some(version) = &version {
+            self.legacy.store(version.has_initialize(), Ordering::Release);
+        }
+        tracing::info!(
+            server = self.name,
+            version = ?version.map(|version| version.to_string()),
+            tools = session.tools().len(),
+            took_ms = began.elapsed().as_millis() as u64,
+            "tool server is up"
+        );
+        Ok(Connection::Mcp(session))
+    }
+
+    /// The first exchange with a server, in the words of its era.
+    async fn handshake(
+        &self,
+        transport: impl Transport<RoleClient> + 'static,
+    ) -> Result<RunningService<RoleClient, Handler>, String> {
+        let lifecycle = if self.legacy.load(Ordering::Acquire) {
+            ClientLifecycleMode::Initialize
+        } else {
+            ClientLifecycleMode::Auto {
+                preferred_versions: vec![ProtocolVersion::V_2026_07_28],
+                legacy_version: Some(ProtocolVersion::LATEST_WITH_INITIALIZE),
+            }
+        };
+        let served = Handler::default().serve_with_lifecycle(transport, lifecycle);
+        match timeout(START_TIME_MAX, served).await {
+            Ok(Ok(service)) => Ok(service),
+            Ok(Err(error)) => Err(start_error(&error)),
+            Err(_) => Err(format!("no answer within {} s", START_TIME_MAX.as_secs())),
+        }
+    }
+
+    fn refusal(&self, reason: String) -> UpstreamError {
+        let reason = self.scrubs.text(&reason);
+        UpstreamError::Start { reason: crate::cut(&reason, ERROR_TEXT_BYTES_MAX) }
+    }
+
+    /// An error with the server's last words, which say more than ours.
+    async fn not_started(&self, process: &stdio::Process, reason: &str) -> UpstreamError {
+        let last_words = process.last_words().await;
+        if last_words.is_empty() {
+            return self.refusal(reason.to_owned());
+        }
+        self.refusal(format!("{reason}; it said: {}", last_words.join(" / ")))
+    }
+
+    /// Stops the server, whatever it does, and starts it no more.
+    pub async fn stop(&self) {
+        let connection = {
+            let mut slot = self.slot.lock().await;
+            slot.stopped = true;
+            slot.connection.take()
+        };
+        if let Some(Connection::Mcp(session)) = connection.as_deref() {
+            session.stop().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::StdioConfig;
+
+    #[tokio::test]
+    async fn a_program_that_is_not_there_is_named() {
+        let source = Source::Stdio(StdioConfig {
+            command: "/nonexistent/server".into(),
+            args: Vec::new(),
+            cwd: None,
+            env: Default::default(),
+        });
+        let config = ServerConfig { source, scrub: Vec::new() };
+        let upstream = Arc::new(Upstream::new("x".into(), config, Handle::current()));
+        let error = upstream.connection().await.unwrap_err().to_string();
+        assert!(error.contains("/nonexistent/server") && error.contains("not there"), "{error}");
+        assert!(matches!(upstream.connection().await, Err(UpstreamError::Spawn { .. })));
+        assert!(matches!(upstream.connection().await, Err(UpstreamError::BackOff { .. })));
+    }
+}

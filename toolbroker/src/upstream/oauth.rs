@@ -1,0 +1,335 @@
+//! Access tokens for one server: OAuth 2.1's `client_credentials`, machine to
+//! machine.
+//!
+//! A token is fetched when first needed, kept in memory, fetched anew before
+//! it runs out and once when the server refuses it. Where it comes from is
+//! the operator's to say, since the client's secret goes there:
+//!
+//! - `token_url` names the address itself;
+//! - `issuer` names the authorization server, whose metadata (RFC 8414, or
+//!   OpenID Connect's form of it) has the address and must name that issuer;
+//! - with neither, the server's own metadata is asked (RFC 9728), and an
+//!   authorization server of the same origin is taken. One elsewhere is not:
+//!   a tool server must not choose who gets the secret. The error names it,
+//!   so that the operator can.
+//!
+//! Deliberately absent is whatever needs a person at a browser (the
+//! authorization code, device codes): a broker is a daemon. Also absent are
+//! refresh tokens, which this grant does not have, and dynamic registration.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use reqwest::Url;
+use reqwest::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use serde_json::Value;
+use tokio::sync::Mutex;
+use tokio::time::{Instant, timeout};
+
+use super::http::{body_within, explain};
+use super::scrubs::Scrubs;
+use crate::config::{Endpoint, OAuthConfig, is_safe_url};
+use crate::secret::Secret;
+
+/// Each exchange with an authorization server.
+const EXCHANGE_TIME_MAX: Duration = Duration::from_secs(10);
+/// Each of its answers, in bytes.
+const ANSWER_BYTES_MAX: usize = 64 * 1024;
+/// How long a token is used that does not say how long it lasts.
+const LIFE_IF_UNKNOWN: Duration = Duration::from_secs(300);
+/// The longest life reckoned with.
+const LIFE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+/// A token is fetched anew this long before its end, or a quarter of its life
+/// if that is less.
+const MARGIN_MAX: Duration = Duration::from_secs(60);
+
+/// Why there is no token.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum TokenError {
+    #[error("no access token: {place}: {why}")]
+    Exchange { place: String, why: String },
+    #[error("no access token: the authorization server refuses: {why}")]
+    Refused { why: String },
+    #[error(
+        "no access token: {place} says nothing of an authorization server: set `oauth.issuer` or \
+         `oauth.token_url`"
+    )]
+    NotSaid { place: String },
+    #[error(
+        "no access token: the server names the authorization server {issuer:?}, which is \
+         elsewhere: if it may have this client's secret, set it as `oauth.issuer`"
+    )]
+    Elsewhere { issuer: String },
+    #[error(
+        "no access token: {issuer:?} has no client_credentials, and a login in a browser is not \
+         possible here: give a token under `headers`, or another client"
+    )]
+    Interactive { issuer: String },
+}
+
+/// The tokens of one server.
+#[derive(Debug)]
+pub(super) struct OAuth {
+    config: OAuthConfig,
+    /// The server that the tokens are for.
+    server: Url,
+    is_resource: bool,
+    http: reqwest::Client,
+    scrubs: Arc<Scrubs>,
+    held: Mutex<Held>,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    token: Option<Token>,
+    at: Option<TokenEndpoint>,
+}
+
+#[derive(Debug)]
+struct Token {
+    value: Secret,
+    renew_at: Instant,
+}
+
+#[derive(Clone, Debug)]
+struct TokenEndpoint {
+    url: Url,
+    /// Whether the secret goes into the body, for want of anything better.
+    secret_in_body: bool,
+}
+
+impl OAuth {
+    pub(super) fn new(
+        config: OAuthConfig,
+        server: &Endpoint,
+        is_resource: bool,
+        http: reqwest::Client,
+        scrubs: &Arc<Scrubs>,
+    ) -> Self {
+        let (server, scrubs) = (server.url.clone(), Arc::clone(scrubs));
+        Self { config, server, is_resource, http, scrubs, held: Mutex::default() }
+    }
+
+    /// A token that lasts. Whoever comes while it is fetched waits for it.
+    pub(super) async fn token(&self) -> Result<Secret, TokenError> {
+        let mut held = self.held.lock().await;
+        if let Some(token) = &held.token
+            && Instant::now() < token.renew_at
+        {
+            return Ok(token.value.clone());
+        }
+        held.token = None;
+        let at = match &held.at {
+            Some(at) => at.clone(),
+            None => self.find().await?,
+        };
+        held.at = Some(at.clone());
+        let token = self.fetch(&at).await?;
+        self.scrubs.learn(&token.value);
+        let value = token.value.clone();
+        held.token = Some(token);
+        Ok(value)
+    }
+
+    /// The server does not take this token.
+    pub(super) async fn refused(&self, refused: &Secret) {
+        let mut held = self.held.lock().await;
+        if held.token.as_ref().is_some_and(|held| held.value.expose() == refused.expose()) {
+            held.token = None;
+        }
+    }
+
+    /// Where tokens are to be had.
+    async fn find(&self) -> Result<TokenEndpoint, TokenError> {
+        if let Some(url) = &self.config.token_url {
+            return Ok(TokenEndpoint { url: url.clone(), secret_in_body: false });
+        }
+        if let Some(issuer) = &self.config.issuer {
+            return self.of_issuer(issuer).await;
+        }
+        let path = self.server.path().trim_end_matches('/');
+        let base = "/.well-known/oauth-protected-resource";
+        let paths = [format!("{base}{path}"), base.to_owned()];
+        let metadata = self.metadata(&paths, &self.server).await?;
+        let place = || self.server.origin().ascii_serialization();
+        let named: Vec<&str> = metadata
+            .get("authorization_servers")
+            .and_then(Value::as_array)
+            .map(|list| list.iter().filter_map(Value::as_str).collect())
+            .unwrap_or_default();
+        let Some(first) = named.first() else {
+            return Err(TokenError::NotSaid { place: place() });
+        };
+        let own = named
+            .iter()
+            .filter_map(|issuer| Url::parse(issuer).ok())
+            .find(|issuer| issuer.origin() == self.server.origin());
+        let Some(own) = own else {
+            return Err(TokenError::Elsewhere { issuer: crate::cut(first, 256) });
+        };
+        let at = self.of_issuer(&own).await?;
+        if at.url.origin() != self.server.origin() {
+            return Err(TokenError::Elsewhere { issuer: at.url.origin().ascii_serialization() });
+        }
+        Ok(at)
+    }
+
+    /// Where an authorization server hands tokens out, by its metadata.
+    async fn of_issuer(&self, issuer: &Url) -> Result<TokenEndpoint, TokenError> {
+        let path = issuer.path().trim_end_matches('/');
+        let paths = [
+            format!("/.well-known/oauth-authorization-server{path}"),
+            format!("{path}/.well-known/openid-configuration"),
+        ];
+        let metadata = self.metadata(&paths, issuer).await?;
+        let place = issuer.as_str().to_owned();
+        let failed = |why: &str| TokenError::Exchange { place: place.clone(), why: why.into() };
+        let text = |key: &str| metadata.get(key).and_then(Value::as_str);
+        let lists = |key: &str, entry: &str| {
+            let list = metadata.get(key).and_then(Value::as_array);
+            list.map(|list| list.iter().any(|it| it.as_str() == Some(entry)))
+        };
+        // RFC 8414, 3.3: whoever speaks for another issuer is not believed.
+        let named = text("issuer").unwrap_or_default().trim_end_matches('/');
+        if named != issuer.as_str().trim_end_matches('/') {
+            return Err(failed("its metadata is that of another issuer"));
+        }
+        if lists("grant_types_supported", "client_credentials") == Some(false) {
+            return Err(TokenError::Interactive { issuer: place });
+        }
+        let url = text("token_endpoint")
+            .and_then(|url| Url::parse(url).ok())
+            .ok_or_else(|| failed("its metadata has no token_endpoint"))?;
+        if !is_safe_url(&url) {
+            return Err(failed("its token_endpoint is plain http to another host"));
+        }
+        let methods = "token_endpoint_auth_methods_supported";
+        let secret_in_body = lists(methods, "client_secret_basic") == Some(false)
+            && lists(methods, "client_secret_post") == Some(true);
+        Ok(TokenEndpoint { url, secret_in_body })
+    }
+
+    /// The first of these documents of `host` that is there.
+    async fn metadata(&self, paths: &[String], host: &Url) -> Result<Value, TokenError> {
+        for path in paths {
+            let mut url = host.clone();
+            url.set_path(path);
+            url.set_query(None);
+            let request = self.http.get(url.clone()).header(ACCEPT, "application/json");
+            let (status, answer) = self.exchange(&url, request).await?;
+            if status == 200 && answer.is_object() {
+                return Ok(answer);
+            }
+        }
+        Err(TokenError::NotSaid { place: host.origin().ascii_serialization() })
+    }
+
+    async fn fetch(&self, at: &TokenEndpoint) -> Result<Token, TokenError> {
+        let OAuthConfig { client_id, client_secret, scopes, .. } = &self.config;
+        let mut form = "grant_type=client_credentials".to_owned();
+        let mut add = |key: &str, value: &str| {
+            form.push('&');
+            form.push_str(key);
+            form.push('=');
+            form.push_str(&percent(value));
+        };
+        if !scopes.is_empty() {
+            add("scope", &scopes.join(" "));
+        }
+        if self.is_resource {
+            add("resource", self.server.as_str());
+        }
+        let mut request = self.http.post(at.url.clone());
+        if at.secret_in_body {
+            add("client_id", client_id);
+            add("client_secret", client_secret.expose());
+        } else {
+            // RFC 6749, 2.3.1: both are encoded before they are joined.
+            let pair = format!("{}:{}", percent(client_id), percent(client_secret.expose()));
+            let text = format!("Basic {}", STANDARD.encode(pair));
+            if let Ok(mut value) = HeaderValue::from_str(&text) {
+                value.set_sensitive(true);
+                request = request.header(AUTHORIZATION, value);
+            }
+        }
+        let request = request
+            .header(CONTENT_TYPE, "application/x-www-form-urlencoded")
+            .header(ACCEPT, "application/json")
+            .body(form);
+        let (status, answer) = self.exchange(&at.url, request).await?;
+        let text = |key: &str| answer.get(key).and_then(Value::as_str);
+        if status != 200 {
+            let said = [text("error"), text("error_description")];
+            let said: Vec<&str> = said.into_iter().flatten().collect();
+            let why = self.scrubs.text(&format!("{status} {}", said.join(": ")));
+            return Err(TokenError::Refused { why: crate::cut(&why, 512) });
+        }
+        let place = at.url.origin().ascii_serialization();
+        let failed = |why: &str| TokenError::Exchange { place: place.clone(), why: why.to_owned() };
+        if !text("token_type").is_some_and(|it| it.eq_ignore_ascii_case("bearer")) {
+            return Err(failed("its token is of another type than Bearer"));
+        }
+        let value = text("access_token")
+            // RFC 6750, 2.1: what a token is made of.
+            .filter(|token| token.bytes().all(|byte| byte.is_ascii_graphic()))
+            .and_then(|token| Secret::new(token.to_owned()).ok())
+            .ok_or_else(|| failed("its answer has no access_token"))?;
+        let life = match answer.get("expires_in").and_then(Value::as_u64) {
+            Some(seconds) => Duration::from_secs(seconds).min(LIFE_MAX),
+            None => LIFE_IF_UNKNOWN,
+        };
+        let renew_at = Instant::now() + (life - MARGIN_MAX.min(life / 4));
+        Ok(Token { value, renew_at })
+    }
+
+    /// One request to an authorization server: status, and JSON if it is some.
+    async fn exchange(
+        &self,
+        url: &Url,
+        request: reqwest::RequestBuilder,
+    ) -> Result<(u16, Value), TokenError> {
+        let exchanged = async {
+            let response = request.send().await.map_err(|error| explain(&error))?;
+            let status = response.status().as_u16();
+            let body = body_within(response, ANSWER_BYTES_MAX).await;
+            let body = body.map_err(|error| error.to_string())?;
+            Ok((status, serde_json::from_slice(&body).unwrap_or(Value::Null)))
+        };
+        let late = || format!("no answer within {} s", EXCHANGE_TIME_MAX.as_secs());
+        timeout(EXCHANGE_TIME_MAX, exchanged)
+            .await
+            .unwrap_or_else(|_| Err(late()))
+            .map_err(|why| TokenError::Exchange { place: url.origin().ascii_serialization(), why })
+    }
+}
+
+/// Text in which every byte that is not unreserved (RFC 3986, 2.3) is
+/// percent-encoded: fit for a path segment, a query and a form.
+pub(crate) fn percent(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            out.push('%');
+            out.push_str(&crate::hex(&[byte]).to_ascii_uppercase());
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_but_unreserved_characters_is_encoded() {
+        assert_eq!(percent("aZ9-._~"), "aZ9-._~");
+        assert_eq!(
+            percent("a/b?c#d%e f+g&h=é\r\n"),
+            "a%2Fb%3Fc%23d%25e%20f%2Bg%26h%3D%C3%A9%0D%0A"
+        );
+    }
+}

@@ -1,0 +1,338 @@
+//! A tool server that is a child process: its start, its standard streams and
+//! its end.
+//!
+//! It gets a minimal environment with its own credentials and no descriptor of
+//! ours; its process group dies with its connection; what it writes is bounded,
+//! cut and scrubbed. Deliberately absent are a user of its own, namespaces and
+//! resource limits.
+
+use std::collections::VecDeque;
+use std::io;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex as StdMutex, PoisonError};
+use std::time::Duration;
+
+use rmcp::RoleClient;
+use rmcp::model::{ClientRequest, ErrorCode, ErrorData, JsonRpcMessage, RequestId};
+use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
+use rmcp::transport::Transport;
+use rmcp::transport::async_rw::AsyncRwTransport;
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::io::{AsyncRead, AsyncReadExt as _};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::UpstreamError;
+use crate::config::StdioConfig;
+use crate::secret::Scrubber;
+
+/// What a server's environment has from the broker's own.
+const BASIC_ENVIRONMENT: [&str; 9] =
+    ["PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME"];
+
+/// How long an answer to `server/discover` may take. Some seconds, since a
+/// server in a slow language is silent while it starts.
+const DISCOVER_TIME_MAX: Duration = Duration::from_secs(4);
+/// How long a server may take to end by itself, and again after SIGTERM.
+const STOP_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// One message from a server, in bytes; a longer one is dropped.
+const MESSAGE_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// One line of a server's standard error that is kept, in bytes.
+const STDERR_LINE_BYTES_MAX: usize = 2 * 1024;
+/// All of it that is logged in one process's life, in bytes.
+const STDERR_BYTES_MAX: usize = 1024 * 1024;
+/// Its last lines, told when the server does not start.
+const STDERR_LINES_KEPT: usize = 5;
+
+/// Starts the server `name`, with its streams and its process.
+///
+/// # Errors
+/// [`UpstreamError::Spawn`].
+pub(super) fn spawn(
+    name: &str,
+    config: &StdioConfig,
+    scrubber: &Scrubber,
+) -> Result<(StdioTransport, Process), UpstreamError> {
+    let mut command = Command::new(&config.command);
+    command.args(&config.args).env_clear();
+    for name in BASIC_ENVIRONMENT {
+        if let Some(value) = std::env::var_os(name) {
+            command.env(name, value);
+        }
+    }
+    for (name, value) in &config.env {
+        command.env(name, value.expose());
+    }
+    if let Some(cwd) = &config.cwd {
+        command.current_dir(cwd);
+    }
+    command
+        .process_group(0)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    let failed = |reason: String| UpstreamError::Spawn {
+        command: config.command.display().to_string(),
+        reason,
+    };
+    let mut child = command.spawn().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => failed(
+            "it is not there (looked up in PATH; a relative path counts from the working \
+             directory)"
+                .into(),
+        ),
+        _ => failed(error.to_string()),
+    })?;
+    let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+        return Err(failed("its standard streams are not ours".into()));
+    };
+    let process =
+        Process::watch(name, child, scrubber).ok_or_else(|| failed("it ended at once".into()))?;
+    Ok((StdioTransport::new(stdout, stdin), process))
+}
+
+/// A server's standard streams, with the answer to `server/discover` written
+/// for servers that give none.
+pub(super) struct StdioTransport {
+    inner: AsyncRwTransport<RoleClient, ChildStdout, ChildStdin>,
+    discover: Discover,
+}
+
+enum Discover {
+    /// Not asked, or answered.
+    Settled,
+    /// Asked, and to be answered by then.
+    Asked { id: RequestId, until: Instant },
+    /// Answered for the server; its own answer would come too late.
+    GivenUp { id: RequestId },
+}
+
+impl StdioTransport {
+    fn new(stdout: ChildStdout, stdin: ChildStdin) -> Self {
+        let inner = AsyncRwTransport::new(stdout, stdin).with_max_line_length(MESSAGE_BYTES_MAX);
+        Self { inner, discover: Discover::Settled }
+    }
+}
+
+/// Which request a message from the server answers.
+fn answers(message: &RxJsonRpcMessage<RoleClient>) -> Option<&RequestId> {
+    match message {
+        JsonRpcMessage::Response(response) => Some(&response.id),
+        JsonRpcMessage::Error(error) => error.id.as_ref(),
+        _ => None,
+    }
+}
+
+impl Transport<RoleClient> for StdioTransport {
+    type Error = io::Error;
+
+    fn send(
+        &mut self,
+        message: TxJsonRpcMessage<RoleClient>,
+    ) -> impl Future<Output = Result<(), io::Error>> + Send + 'static {
+        if let JsonRpcMessage::Request(request) = &message
+            && matches!(request.request, ClientRequest::DiscoverRequest(_))
+        {
+            let until = Instant::now() + DISCOVER_TIME_MAX;
+            self.discover = Discover::Asked { id: request.id.clone(), until };
+        }
+        self.inner.send(message)
+    }
+
+    async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+        loop {
+            let message = match &self.discover {
+                Discover::Asked { id, until } => {
+                    tokio::select! {
+                        message = self.inner.receive() => message?,
+                        () = sleep_until(*until) => {
+                            let id = id.clone();
+                            self.discover = Discover::GivenUp { id: id.clone() };
+                            let silent = "no answer: taken for a server of the older protocol";
+                            let error =
+                                ErrorData::new(ErrorCode::METHOD_NOT_FOUND, silent, None);
+                            return Some(JsonRpcMessage::error(error, Some(id)));
+                        }
+                    }
+                }
+                _ => self.inner.receive().await?,
+            };
+            match &self.discover {
+                Discover::GivenUp { id } if answers(&message) == Some(id) => {
+                    self.discover = Discover::Settled;
+                }
+                Discover::Asked { id, .. } if answers(&message) == Some(id) => {
+                    self.discover = Discover::Settled;
+                    return Some(message);
+                }
+                _ => return Some(message),
+            }
+        }
+    }
+
+    fn close(&mut self) -> impl Future<Output = Result<(), io::Error>> + Send {
+        self.inner.close()
+    }
+}
+
+/// A server's process, and with it its process group.
+#[derive(Debug)]
+pub(super) struct Process {
+    group: Pid,
+    exited: watch::Receiver<bool>,
+    /// Whether its standard error came to its end.
+    silent: watch::Receiver<bool>,
+    last_words: Arc<StdMutex<VecDeque<String>>>,
+}
+
+impl Process {
+    /// Watches over a child that leads its own process group. `None` if it
+    /// was reaped already.
+    fn watch(server: &str, mut child: Child, scrubber: &Scrubber) -> Option<Self> {
+        let group = child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?))?;
+        let last_words = Arc::default();
+        let (fall_silent, silent) = watch::channel(false);
+        if let Some(stderr) = child.stderr.take() {
+            let log = StderrLog {
+                server: server.to_owned(),
+                scrubber: scrubber.clone(),
+                last_words: Arc::clone(&last_words),
+                logged_bytes: 0,
+            };
+            tokio::spawn(async move {
+                log.follow(stderr).await;
+                let _ = fall_silent.send(true);
+            });
+        }
+        let (exit, exited) = watch::channel(false);
+        let server = server.to_owned();
+        tokio::spawn(async move {
+            let status = child.wait().await;
+            tracing::debug!(server, ?status, "tool server ended");
+            // Whatever it left behind in its group goes too. While members
+            // live, the kernel gives the group's number to nobody else.
+            let _ = kill_process_group(group, Signal::KILL);
+            let _ = exit.send(true);
+        });
+        Some(Self { group, exited, silent, last_words })
+    }
+
+    pub(super) fn has_exited(&self) -> bool {
+        *self.exited.borrow()
+    }
+
+    async fn exited(&self) {
+        // An error means that the watching task is gone, and with it the child.
+        let _ = self.exited.clone().wait_for(|exited| *exited).await;
+    }
+
+    /// Its last lines. Its standard error ends a moment after its standard
+    /// output, unless it lives on: that moment is waited for.
+    pub(super) async fn last_words(&self) -> Vec<String> {
+        let mut silent = self.silent.clone();
+        let _ = timeout(STOP_TIME_MAX, silent.wait_for(|silent| *silent)).await;
+        self.last_words.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+    }
+
+    fn signal(&self, signal: Signal) {
+        if !self.has_exited() {
+            let _ = kill_process_group(self.group, signal);
+        }
+    }
+
+    /// Waits for the end of a server whose standard input is closed; helps it
+    /// along with SIGTERM, then SIGKILL.
+    pub(super) async fn stop(&self) {
+        for signal in [Signal::TERM, Signal::KILL] {
+            if timeout(STOP_TIME_MAX, self.exited()).await.is_ok() {
+                return;
+            }
+            self.signal(signal);
+        }
+        let _ = timeout(STOP_TIME_MAX, self.exited()).await;
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+    }
+}
+
+/// Follows a server's standard error, line by line, within bounds.
+struct StderrLog {
+    server: String,
+    scrubber: Scrubber,
+    last_words: Arc<StdMutex<VecDeque<String>>>,
+    logged_bytes: usize,
+}
+
+impl StderrLog {
+    async fn follow(mut self, mut stderr: impl AsyncRead + Unpin) {
+        let mut buffer = [0; 4096];
+        let mut line = Vec::new();
+        loop {
+            let got = match stderr.read(&mut buffer).await {
+                Ok(0) | Err(_) => break,
+                Ok(got) => got,
+            };
+            for byte in &buffer[..got] {
+                if *byte == b'\n' {
+                    self.line(&std::mem::take(&mut line));
+                } else if line.len() < STDERR_LINE_BYTES_MAX {
+                    line.push(*byte);
+                }
+            }
+        }
+        if !line.is_empty() {
+            self.line(&line);
+        }
+    }
+
+    fn line(&mut self, line: &[u8]) {
+        let line = self.scrubber.text(&String::from_utf8_lossy(line));
+        // Escaped here once, so that it is safe wherever it is shown.
+        let line = line.trim_end().escape_debug().to_string();
+        if self.logged_bytes <= STDERR_BYTES_MAX {
+            self.logged_bytes += line.len().max(1);
+            if self.logged_bytes > STDERR_BYTES_MAX {
+                tracing::debug!(server = self.server, "its standard error is logged no more");
+            } else {
+                tracing::debug!(server = self.server, line, "tool server says");
+            }
+        }
+        let mut kept = self.last_words.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() == STDERR_LINES_KEPT {
+            kept.pop_front();
+        }
+        kept.push_back(crate::cut(&line, 256));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::secret::Secret;
+
+    #[tokio::test]
+    async fn a_flood_on_standard_error_is_bounded_escaped_and_scrubbed() {
+        let last_words = Arc::default();
+        let log = StderrLog {
+            server: "x".into(),
+            scrubber: Scrubber::new([Secret::new("hunter2".into()).unwrap()]),
+            last_words: Arc::clone(&last_words),
+            logged_bytes: 0,
+        };
+        let mut flood = vec![b'a'; 100_000];
+        flood.extend_from_slice(b"\n\x1b[31mred hunter2\nlast");
+        log.follow(flood.as_slice()).await;
+        let kept: Vec<String> = last_words.lock().unwrap().iter().cloned().collect();
+        assert_eq!(kept.len(), 3);
+        assert!(kept[0].len() <= 256);
+        assert_eq!(kept[1], "\\u{1b}[31mred [credential removed]");
+        assert_eq!(kept[2], "last");
+    }
+}
