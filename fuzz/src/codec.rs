@@ -9,8 +9,8 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun, RefusalKind, Reply,
-    Request, ToolSpec,
+    Answer, Ask, Authority, Effect, GrantClaims, GrantRequest, GrantedTool, ListedTool, Narrowing,
+    OpenRun, RefusalKind, Reply, Request, ReviewedTool, Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
@@ -104,14 +104,21 @@ pub fn seeds() -> Vec<Seed> {
     };
     let claims = GrantClaims {
         principal: "operator".into(),
-        tools: vec![GrantedTool { name: tool.clone(), definition_sha256: [5; 32] }],
+        tools: vec![GrantedTool {
+            name: tool.clone(),
+            definition_sha256: [5; 32],
+            constraints: vec!["/q<=5".into()],
+        }],
         expires_unix_s: 1_800_000_000,
         calls_max: Some(10),
+        cost_max: Some(20),
+        session: Some("s".into()),
     };
     let open = |authority| {
         Request::OpenRun(OpenRun {
             run_id: RunId([3; 16]),
             principal: "operator".into(),
+            session: Some("s".into()),
             program_sha256: [6; 32],
             authority,
             limits: RunLimits::default(),
@@ -120,9 +127,31 @@ pub fn seeds() -> Vec<Seed> {
     let grant = GrantRequest {
         principal: "operator".into(),
         tools: vec![tool.clone()],
+        constraints: vec!["inventory.find:/q<=5".into()],
         valid_s: 60,
         calls_max: None,
+        cost_max: Some(20),
+        session: Some("s".into()),
     };
+    let narrowing = Narrowing {
+        token: vec![1, 2],
+        tools: vec![tool.clone()],
+        constraints: vec!["inventory.find:/q<=5".into()],
+        valid_s: Some(60),
+        calls_max: Some(1),
+        cost_max: Some(2),
+        session: Some("s".into()),
+    };
+    let word =
+        ToolWord { effect: Effect::Read, cost: 1, advice: Some("{\"readOnlyHint\":true}".into()) };
+    let reviewed = ReviewedTool {
+        name: tool.clone(),
+        definition_sha256: [5; 32],
+        standing: Standing::Changed,
+        word: word.clone(),
+        difference: "- finds\n+ finds more".into(),
+    };
+    let reviews = Reply::Reviews { tools: vec![reviewed], unavailable: Vec::new() };
     let spec = ToolSpec {
         name: tool.clone(),
         description: "finds".into(),
@@ -130,8 +159,9 @@ pub fn seeds() -> Vec<Seed> {
         output_schema: Some("{}".into()),
         definition_sha256: [5; 32],
     };
+    let listed = ListedTool { spec, word, standing: Standing::Approved };
     let tools =
-        Reply::Tools { tools: vec![spec], unavailable: vec![("mail".into(), "gone".into())] };
+        Reply::Tools { tools: vec![listed], unavailable: vec![("mail".into(), "gone".into())] };
     let job = Job {
         load: load.clone(),
         start: start.clone(),
@@ -178,6 +208,14 @@ pub fn seeds() -> Vec<Seed> {
         ),
         accepted("request-grant", input(8, &ask(Request::IssueGrant(grant)))),
         accepted("request-inspect", input(8, &ask(Request::InspectGrant { token: vec![1, 2] }))),
+        accepted("request-attenuate", input(8, &ask(Request::AttenuateGrant(narrowing)))),
+        accepted("request-review", input(8, &ask(Request::ReviewTools))),
+        accepted(
+            "request-approve",
+            input(8, &ask(Request::ApproveTools { tools: vec![(tool.clone(), [5; 32])] })),
+        ),
+        accepted("reply-reviews", input(9, &answer(reviews))),
+        accepted("reply-approved", input(9, &answer(Reply::Approved { tools: 1 }))),
         accepted("request-open-tools", input(8, &ask(open(Authority::Tools(vec![tool.clone()]))))),
         accepted("request-open-grant", input(8, &ask(open(Authority::Grant(vec![1, 2]))))),
         accepted("reply-tools", input(9, &answer(tools))),

@@ -60,6 +60,18 @@ pub enum Request {
     /// Opens a run → [`Reply::Opened`]. One socket rides along with this
     /// message's first byte.
     OpenRun(OpenRun),
+    /// Narrows a grant, for which neither key nor state is needed →
+    /// [`Reply::Grant`].
+    AttenuateGrant(Narrowing),
+    /// All tools, each beside the definition that was approved →
+    /// [`Reply::Reviews`]. Approves nothing.
+    ReviewTools,
+    /// Approves definitions → [`Reply::Approved`]. Each by its digest: what
+    /// is approved is what was looked at, whatever the server says by now.
+    ApproveTools {
+        /// The tools, each with the digest of the definition to approve.
+        tools: Vec<(ToolName, [u8; 32])>,
+    },
 }
 
 /// What a grant is to say.
@@ -69,10 +81,36 @@ pub struct GrantRequest {
     pub principal: String,
     /// The tools it allows.
     pub tools: Vec<ToolName>,
+    /// What it asks of their arguments, each as `<tool>:<constraint>`.
+    pub constraints: Vec<String>,
     /// How long it is good for, in seconds.
     pub valid_s: u64,
     /// The most calls of one run, if fewer than the run's own limit.
     pub calls_max: Option<u32>,
+    /// The most that one run's calls may cost together, in budget units.
+    pub cost_max: Option<u32>,
+    /// The one session it is good in.
+    pub session: Option<String>,
+}
+
+/// How a grant is to be narrowed. What is not given stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub struct Narrowing {
+    /// The grant.
+    pub token: Vec<u8>,
+    /// The only tools of the grant to be left, unless there are none: then
+    /// all.
+    pub tools: Vec<ToolName>,
+    /// Further constraints, each as `<tool>:<constraint>`.
+    pub constraints: Vec<String>,
+    /// How long it is still good for, in seconds from now.
+    pub valid_s: Option<u64>,
+    /// The most calls of one run.
+    pub calls_max: Option<u32>,
+    /// The most that one run's calls may cost together, in budget units.
+    pub cost_max: Option<u32>,
+    /// The one session it is good in.
+    pub session: Option<String>,
 }
 
 /// A run to be opened.
@@ -82,6 +120,8 @@ pub struct OpenRun {
     pub run_id: RunId,
     /// Whose run it is.
     pub principal: String,
+    /// The caller's session that it belongs to.
+    pub session: Option<String>,
     /// The signed hash of its program.
     pub program_sha256: [u8; 32],
     /// What it may call.
@@ -106,7 +146,7 @@ pub enum Reply {
     /// To [`Request::ListTools`].
     Tools {
         /// The tools, by name.
-        tools: Vec<ToolSpec>,
+        tools: Vec<ListedTool>,
         /// Servers that could not be asked, each with the reason.
         unavailable: Vec<(String, String)>,
     },
@@ -123,6 +163,106 @@ pub enum Reply {
         /// What happened, where, and what to do.
         message: String,
     },
+    /// To [`Request::ReviewTools`].
+    Reviews {
+        /// The tools, by name.
+        tools: Vec<ReviewedTool>,
+        /// Servers that could not be asked, each with the reason.
+        unavailable: Vec<(String, String)>,
+    },
+    /// To [`Request::ApproveTools`]: how many definitions were approved that
+    /// were not before.
+    Approved {
+        /// How many.
+        tools: u32,
+    },
+}
+
+/// A tool in a list.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ListedTool {
+    /// What its server says it is.
+    pub spec: ToolSpec,
+    /// What the operator says it is.
+    pub word: ToolWord,
+    /// Whether it may be granted and called.
+    pub standing: Standing,
+}
+
+/// What the operator says of a tool, and what the server would have us
+/// believe.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ToolWord {
+    /// What a call may do to the world.
+    pub effect: Effect,
+    /// What a call costs, in budget units.
+    pub cost: u32,
+    /// The server's own annotations, JSON: advice, shown and never believed.
+    pub advice: Option<String>,
+}
+
+/// What a call may do to the world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Effect {
+    /// Nothing, and it looks at nothing either: the same arguments always
+    /// have the same answer.
+    None,
+    /// It looks at something that may change.
+    Read,
+    /// It changes something.
+    Write,
+}
+
+impl Effect {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+}
+
+/// Where a tool's present definition stands. One that is not approved can be
+/// neither granted nor called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Standing {
+    /// It is the approved one.
+    Approved,
+    /// No definition of this tool was approved yet.
+    New,
+    /// It is another than the approved one.
+    Changed,
+}
+
+impl Standing {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Approved => "approved",
+            Self::New => "new",
+            Self::Changed => "changed",
+        }
+    }
+}
+
+/// A tool beside the definition that was approved.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ReviewedTool {
+    /// Its name.
+    pub name: ToolName,
+    /// The digest of its present definition.
+    pub definition_sha256: [u8; 32],
+    /// Where that stands.
+    pub standing: Standing,
+    /// What the operator says of it.
+    pub word: ToolWord,
+    /// What differs from the approved definition, line by line as in a diff;
+    /// all of it for a new tool, nothing for an approved one. Untrusted text.
+    pub difference: String,
 }
 
 /// One tool, as its server describes it: untrusted text.
@@ -147,6 +287,9 @@ pub struct GrantedTool {
     pub name: ToolName,
     /// The definition the grant was given for.
     pub definition_sha256: [u8; 32],
+    /// What it asks of the arguments of every call, as it is written:
+    /// `/quantity<=5`. All of them must hold.
+    pub constraints: Vec<String>,
 }
 
 /// What a verified grant says.
@@ -160,6 +303,10 @@ pub struct GrantClaims {
     pub expires_unix_s: u64,
     /// The most calls of one run.
     pub calls_max: Option<u32>,
+    /// The most that one run's calls may cost together, in budget units.
+    pub cost_max: Option<u32>,
+    /// The one session it is good in.
+    pub session: Option<String>,
 }
 
 /// Why the broker refused a request.
@@ -174,4 +321,8 @@ pub enum RefusalKind {
     BadRequest,
     /// The broker itself failed.
     Internal,
+    /// The principal's roles do not reach the tool.
+    Forbidden,
+    /// The tool's definition is not approved.
+    NotReviewed,
 }

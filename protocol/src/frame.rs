@@ -14,9 +14,9 @@ use alloc::vec::Vec;
 
 use crate::codec::{self, Encode};
 use crate::limits::{
-    ARTIFACT_BYTES_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, INPUT_BYTES_MAX, LOG_RECORD_BYTES_MAX,
-    MESSAGE_OVERHEAD_BYTES, OUTPUT_BYTES_MAX, PROGRAM_BYTES_MAX, REQUEST_BYTES_MAX,
-    RESPONSE_BYTES_MAX, TOOL_LIST_BYTES_MAX, TOOL_NAME_BYTES_MAX,
+    ARTIFACT_BYTES_MAX, CONSTRAINTS_BYTES_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, INPUT_BYTES_MAX,
+    LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OUTPUT_BYTES_MAX, PROGRAM_BYTES_MAX,
+    REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, TOOL_LIST_BYTES_MAX, TOOL_NAME_BYTES_MAX,
 };
 
 /// The size of a [`Header`] on the wire.
@@ -144,7 +144,10 @@ impl Kind {
             Self::Log => LOG_RECORD_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Artifact => ARTIFACT_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Ended => 2 * MESSAGE_OVERHEAD_BYTES,
-            Self::Request => GRANT_BYTES_MAX + Self::Start.payload_bytes_max(),
+            // A grant, tools of it, and constraints on their arguments.
+            Self::Request => {
+                GRANT_BYTES_MAX + Self::Start.payload_bytes_max() + CONSTRAINTS_BYTES_MAX
+            }
             Self::Reply => TOOL_LIST_BYTES_MAX,
             Self::Job => {
                 PROGRAM_BYTES_MAX

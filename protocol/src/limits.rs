@@ -47,6 +47,16 @@ pub const MEMORY_BYTES_MAX: u64 = 1024 * MIB as u64;
 pub const MESSAGE_OVERHEAD_BYTES: u32 = 4 * KIB;
 /// A grant token, in bytes.
 pub const GRANT_BYTES_MAX: u32 = 64 * KIB;
+/// Argument constraints in one request for a grant, and in one grant beyond
+/// those of its first block.
+pub const CONSTRAINTS_MAX: usize = 64;
+/// One argument constraint as it is written, without its tool, in bytes.
+pub const CONSTRAINT_BYTES_MAX: usize = 512;
+/// All constraints of one request, each with its tool, in bytes.
+pub const CONSTRAINTS_BYTES_MAX: u32 =
+    (CONSTRAINTS_MAX * (CONSTRAINT_BYTES_MAX + TOOL_NAME_BYTES_MAX + 8)) as u32;
+/// The name of a caller's session, in bytes.
+pub const SESSION_BYTES_MAX: usize = 128;
 /// Tool descriptions as the broker lists them, in bytes of one answer.
 pub const TOOL_LIST_BYTES_MAX: u32 = 32 * MIB;
 /// Keys a supervisor or a guest trusts at most. With

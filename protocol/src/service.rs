@@ -19,6 +19,8 @@ pub struct Submit {
     pub input: Vec<u8>,
     /// Whose run it is.
     pub principal: String,
+    /// The caller's session that it belongs to.
+    pub session: Option<String>,
     /// What it may call.
     pub authority: Authority,
     /// What it may use.

@@ -115,6 +115,7 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
                     request: Request::OpenRun(OpenRun {
                         run_id,
                         principal: "local".into(),
+                        session: None,
                         program_sha256: [0x33; 32],
                         authority: Authority::Tools(vec![tool("a.b")]),
                         limits: RunLimits::default(),

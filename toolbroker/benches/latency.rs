@@ -1,4 +1,5 @@
-//! What the broker adds to a tool call, and what opening a run costs.
+//! What the broker adds to a tool call, and what opening a run and
+//! authorising a call cost.
 //!
 //! A real broker process answers `crypto.hash` on a run link; in the same
 //! loop, turn about, a second process sends the same number of bytes back and
@@ -16,13 +17,21 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
-use forge_protocol::broker::{Authority, GrantRequest, Reply, Request};
+use forge_protocol::RunId;
+use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{Authority, GrantedTool, Reply, Request};
 use forge_protocol::frame::{self, HEADER_BYTES, Kind};
 use forge_protocol::guest::Call;
 use forge_protocol::limits::RunLimits;
-use support::{Broker, Worker, name, receive, run_request};
+use forge_toolbroker::call::{Dispatcher, Run};
+use forge_toolbroker::config::Config;
+use forge_toolbroker::grant::{Issuer, Terms};
+use forge_toolbroker::registry::Registry;
+use forge_toolbroker::verified::Verified;
+use support::{Broker, Worker, grant_request, name, receive, run_request};
 
 const REQUEST: &[u8] = br#"{"algorithm":"sha256","text":"the quick brown fox jumps over it"}"#;
 const ROUNDS: usize = 2_000;
@@ -44,6 +53,51 @@ fn main() {
     broker.say_hello();
     calls(&mut broker, rounds);
     openings(&mut broker);
+    authorisation(rounds);
+}
+
+/// What it takes to say whether a call is allowed, without a process and
+/// without a word on a link: grant, size, definition, schema, constraints,
+/// budget. The budget is zero, so that each call passes everything before it
+/// and nothing is carried out.
+fn authorisation(rounds: usize) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let registry = Arc::new(Registry::new(Config::default(), runtime.handle()));
+    let tool = Arc::clone(registry.builtin(&name("crypto.hash")).unwrap().tool());
+    let dispatcher = Dispatcher::new(registry, runtime.handle().clone());
+    let constraints = ["/algorithm=\"sha256\"", "/text^=the ", "/text=~[a-z ]{1,100}"];
+    for (what, constraints) in [("no constraint", &[][..]), ("3 constraints", &constraints)] {
+        let granted = GrantedTool {
+            name: tool.name().clone(),
+            definition_sha256: tool.sha256(),
+            constraints: constraints.iter().map(|&text| text.to_owned()).collect(),
+        };
+        let terms = Terms {
+            principal: "alice".to_owned(),
+            tools: vec![granted],
+            valid_s: 600,
+            calls_max: Some(0),
+            cost_max: None,
+            session: None,
+        };
+        let verified = Verified::new(Issuer::ephemeral());
+        let token = verified.issuer().issue(&terms, SystemTime::now()).unwrap();
+        let grant = verified.verify(&token, SystemTime::now()).unwrap();
+        let run = Run::new(RunId([1; 16]), grant, RunLimits::default());
+        let call =
+            Call { id: 0, waits: true, tool: name("crypto.hash"), request: REQUEST.to_vec() };
+        let mut took = Vec::new();
+        for round in 0..rounds + rounds / 10 {
+            let began = Instant::now();
+            let settled = dispatcher.at_once(&run, &call).unwrap();
+            let elapsed = began.elapsed();
+            assert_eq!(settled.code, Some(CallCode::BudgetSpent));
+            if round >= rounds / 10 {
+                took.push(elapsed);
+            }
+        }
+        show(&format!("authorisation, {what}"), took);
+    }
 }
 
 fn calls(broker: &mut Broker, rounds: usize) {
@@ -93,9 +147,8 @@ fn calls(broker: &mut Broker, rounds: usize) {
 
 fn openings(broker: &mut Broker) {
     let tools = || vec![name("crypto.hash")];
-    let (principal, valid_s) = ("alice".to_owned(), 600);
-    let request = GrantRequest { principal, tools: tools(), valid_s, calls_max: None };
-    let Reply::Grant(token) = broker.ask(&Request::IssueGrant(request)) else { panic!("no grant") };
+    let request = Request::IssueGrant(grant_request(&["crypto.hash"]));
+    let Reply::Grant(token) = broker.ask(&request) else { panic!("no grant") };
     let list = || Request::ListTools { principal: "alice".to_owned() };
     let (mut listed, mut granted, mut named) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..OPENINGS + OPENINGS / 10 {

@@ -21,16 +21,16 @@ use std::task::Poll;
 use std::time::SystemTime;
 
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun,
-    REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request,
+    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, ListedTool, Narrowing, OpenRun,
+    REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool,
 };
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
-    CALLS_IN_FLIGHT_MAX, CALLS_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX,
-    TOOL_LIST_BYTES_MAX,
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit,
+    REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
@@ -39,12 +39,17 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
 
+use crate::attenuation::{self, attenuate};
 use crate::call::{Dispatcher, Run};
 use crate::config::Config;
+use crate::constraint::{Constraint, WrittenError, parse_where};
 use crate::definition::Tool;
-use crate::grant::{self, GrantError, Issuer, Terms};
+use crate::grant::{self, Grant, GrantError, Issuer, Terms};
 use crate::link::{self, LinkError, Receiver, Sender};
+use crate::policy::Policy;
 use crate::registry::{LookupError, Registry};
+use crate::review::{Blocked, ReviewError, Reviews};
+use crate::upstream::UpstreamError;
 use crate::verified::Verified;
 
 /// How long a grant is good that is issued for one run alone, beyond the
@@ -75,10 +80,28 @@ enum Refused {
     #[error("{0}")]
     Grant(#[from] GrantError),
     #[error(
-        "the definition of {tool} changed since this grant was issued: review the tool and issue \
-         a new grant"
+        "the definition of {tool} changed since this grant was issued: look at it with `forge-vmm \
+         tools review` and issue a new grant"
     )]
     DefinitionChanged { tool: ToolName },
+    #[error(
+        "there is no tool {tool} for the principal {principal:?}: none of its roles names one \
+         (forge.toml, [principals] and [roles])"
+    )]
+    Forbidden { principal: String, tool: ToolName },
+    #[error("{0}")]
+    NotReviewed(#[from] Blocked),
+    #[error("{0}")]
+    Reviews(#[from] ReviewError),
+    #[error("{0}")]
+    Constraint(#[from] WrittenError),
+    #[error("there is a constraint on {tool}, which is not among the tools to be granted")]
+    ConstraintOnOther { tool: ToolName },
+    #[error(
+        "the definition of {tool} is another by now than the one to be approved: look at it again \
+         with `forge-vmm tools review`"
+    )]
+    ChangedMeanwhile { tool: ToolName },
     #[error("no run link came with the request: pass one end of a socket pair with its first byte")]
     NoRunLink,
     #[error("the descriptor that came as the run link cannot be one: {0}")]
@@ -96,6 +119,10 @@ impl Refused {
             Self::Grant(error) => match error {
                 GrantError::Principal
                 | GrantError::TooManyTools { .. }
+                | GrantError::TooManyConstraints { .. }
+                | GrantError::Session
+                | GrantError::NotInGrant { .. }
+                | GrantError::NothingToNarrow
                 | GrantError::Validity { .. } => RefusalKind::BadRequest,
                 GrantError::TooLarge { .. }
                 | GrantError::Forged(_)
@@ -104,12 +131,20 @@ impl Refused {
                 | GrantError::NothingLeft(_)
                 | GrantError::Shape(_)
                 | GrantError::TooCostly(_)
+                | GrantError::Constraint { .. }
+                | GrantError::OtherSession { .. }
                 | GrantError::OtherPrincipal { .. } => RefusalKind::BadGrant,
                 GrantError::Issue(_) => RefusalKind::Internal,
             },
             Self::DefinitionChanged { .. } => RefusalKind::BadGrant,
-            Self::NoRunLink | Self::BadRunLink(_) | Self::OverLimit(_) => RefusalKind::BadRequest,
-            Self::Closing => RefusalKind::Internal,
+            Self::Forbidden { .. } => RefusalKind::Forbidden,
+            Self::NotReviewed(_) | Self::ChangedMeanwhile { .. } => RefusalKind::NotReviewed,
+            Self::NoRunLink
+            | Self::BadRunLink(_)
+            | Self::Constraint(_)
+            | Self::ConstraintOnOther { .. }
+            | Self::OverLimit(_) => RefusalKind::BadRequest,
+            Self::Reviews(_) | Self::Closing => RefusalKind::Internal,
         }
     }
 }
@@ -119,6 +154,8 @@ impl Refused {
 pub struct Broker {
     registry: Arc<Registry>,
     grants: Verified,
+    policy: Policy,
+    reviews: Arc<Reviews>,
     dispatcher: Dispatcher,
     runs: TaskTracker,
     /// `true` once nothing new is dispatched.
@@ -126,17 +163,19 @@ pub struct Broker {
 }
 
 impl Broker {
-    /// A broker over the servers of `config`, none of them started. Links are
+    /// A broker over the servers of `config`, none of them started, and the
+    /// definitions of their tools that were approved. Links are
     /// served on the event loop that the broker's methods are called on, and
     /// should have it for themselves; servers are talked with on the event
     /// loop `home`.
     #[must_use]
-    pub fn new(config: Config, issuer: Issuer, home: &Handle) -> Self {
+    pub fn new(config: Config, issuer: Issuer, reviews: Reviews, home: &Handle) -> Self {
+        let (policy, reviews) = (config.policy.clone(), Arc::new(reviews));
         let registry = Arc::new(Registry::new(config, home));
         let dispatcher = Dispatcher::new(Arc::clone(&registry), home.clone());
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
-        Self { registry, grants, dispatcher, runs, closing }
+        Self { registry, grants, policy, reviews, dispatcher, runs, closing }
     }
 
     /// Serves one supervisor until it closes its link.
@@ -211,11 +250,16 @@ impl Broker {
         match request {
             Request::ListTools { principal } => {
                 tracing::debug!(?principal, "list tools");
-                Ok(self.list().await)
+                self.list(&principal).await
             }
             Request::IssueGrant(request) => self.issue(request).await.map(Reply::Grant),
             Request::InspectGrant { token } => {
-                Ok(Reply::Claims((*self.verify(token).await?).clone()))
+                Ok(Reply::Claims(self.verify(token).await?.claims().clone()))
+            }
+            Request::AttenuateGrant(narrowing) => Ok(Reply::Grant(narrowed(narrowing)?)),
+            Request::ReviewTools => self.review().await,
+            Request::ApproveTools { tools } => {
+                Ok(Reply::Approved { tools: self.approve(tools).await? })
             }
             Request::OpenRun(request) => {
                 let stream = descriptor.ok_or(Refused::NoRunLink)?;
@@ -225,12 +269,11 @@ impl Broker {
         }
     }
 
-    async fn list(&self) -> Reply {
-        let (listed, unavailable) = self.registry.list().await;
-        let mut unavailable: Vec<(String, String)> = unavailable
-            .into_iter()
-            .map(|(server, error)| (server, crate::cut(&error.to_string(), REASON_BYTES_MAX)))
-            .collect();
+    async fn list(&self, principal: &str) -> Result<Reply, Refused> {
+        let (mut listed, unavailable) = self.registry.list().await;
+        listed.retain(|tool| self.policy.visible(principal, tool.name()));
+        self.see(&listed).await?;
+        let mut unavailable = shown(unavailable);
         // One frame carries it all; a server whose tools do not fit is left
         // out as a whole, and said to be.
         let mut room = TOOL_LIST_BYTES_MAX as usize - TOOL_LIST_SLACK_BYTES;
@@ -238,47 +281,130 @@ impl Broker {
         for server in listed.chunk_by(|a, b| a.name().server() == b.name().server()) {
             let bytes: usize = server.iter().map(|tool| listing_bytes(tool)).sum();
             if bytes > room {
-                let name = server[0].name().server().to_owned();
-                unavailable.push((name, "its tools do not fit into one list".to_owned()));
+                unavailable.push(too_much(&server[0]));
                 continue;
             }
             room -= bytes;
-            tools.extend(server.iter().map(|tool| tool.spec().clone()));
+            tools.extend(server.iter().map(|tool| ListedTool {
+                spec: tool.spec().clone(),
+                word: self.registry.word(tool),
+                standing: self.reviews.standing(tool),
+            }));
         }
-        Reply::Tools { tools, unavailable }
+        Ok(Reply::Tools { tools, unavailable })
+    }
+
+    /// All tools beside their approved definitions, for the operator. What
+    /// was never seen stays so.
+    async fn review(&self) -> Result<Reply, Refused> {
+        let (listed, unavailable) = self.registry.list().await;
+        self.reviews.would_pin(&[])?;
+        let mut unavailable = shown(unavailable);
+        let mut room = TOOL_LIST_BYTES_MAX as usize - TOOL_LIST_SLACK_BYTES;
+        let mut tools: Vec<ReviewedTool> = Vec::with_capacity(listed.len());
+        for tool in &listed {
+            let reviewed = ReviewedTool {
+                name: tool.name().clone(),
+                definition_sha256: tool.sha256(),
+                standing: self.reviews.standing(tool),
+                word: self.registry.word(tool),
+                difference: self.reviews.difference(tool),
+            };
+            let bytes = listing_bytes(tool) + reviewed.difference.len();
+            if bytes > room {
+                unavailable.push(too_much(tool));
+                break;
+            }
+            room -= bytes;
+            tools.push(reviewed);
+        }
+        Ok(Reply::Reviews { tools, unavailable })
+    }
+
+    async fn approve(&self, pins: Vec<(ToolName, [u8; 32])>) -> Result<u32, Refused> {
+        let tools = self.registry.find_all(pins.iter().map(|(name, _)| name.clone())).await?;
+        for ((name, sha256), tool) in pins.iter().zip(&tools) {
+            if tool.sha256() != *sha256 {
+                return Err(Refused::ChangedMeanwhile { tool: name.clone() });
+            }
+        }
+        let reviews = Arc::clone(&self.reviews);
+        Ok(beside(move || reviews.approve(&tools)).await?)
+    }
+
+    /// The tools were seen by somebody, who goes by what they say from now
+    /// on.
+    async fn see(&self, tools: &[Arc<Tool>]) -> Result<(), ReviewError> {
+        if !self.reviews.would_pin(tools)? {
+            return Ok(());
+        }
+        let (reviews, tools) = (Arc::clone(&self.reviews), tools.to_vec());
+        beside(move || reviews.see(&tools)).await
+    }
+
+    /// That all of these may be granted and called in their present
+    /// definitions.
+    async fn check_reviewed(&self, tools: &[Arc<Tool>]) -> Result<(), Refused> {
+        self.see(tools).await?;
+        Ok(self.reviews.check(tools)?)
+    }
+
+    /// That the principal may see all of these. Asked before any of them is
+    /// looked for: whoever may not see a tool is not told whether it exists.
+    fn check_visible<'a>(
+        &self,
+        principal: &str,
+        mut tools: impl Iterator<Item = &'a ToolName>,
+    ) -> Result<(), Refused> {
+        tools.find(|tool| !self.policy.visible(principal, tool)).map_or(Ok(()), |tool| {
+            let (principal, tool) = (principal.to_owned(), tool.clone());
+            Err(Refused::Forbidden { principal, tool })
+        })
     }
 
     async fn issue(&self, request: GrantRequest) -> Result<Vec<u8>, Refused> {
-        let GrantRequest { principal, tools, valid_s, calls_max } = request;
-        let tools = self.pin(tools).await?;
-        let terms = Terms { principal, tools, valid_s, calls_max };
+        let GrantRequest { principal, tools, constraints, valid_s, calls_max, cost_max, session } =
+            request;
+        let constraints = read_constraints(&constraints)?;
+        let mut tools = self.pin(&principal, tools).await?;
+        for (tool, constraint) in constraints {
+            match tools.iter_mut().find(|granted| granted.name == tool) {
+                Some(granted) => granted.constraints.push(constraint.text().to_owned()),
+                None => return Err(Refused::ConstraintOnOther { tool }),
+            }
+        }
+        let terms = Terms { principal, tools, valid_s, calls_max, cost_max, session };
         Ok(self.grants.issuer().issue(&terms, SystemTime::now())?)
     }
 
     /// Each named tool once, with the digest of its present definition.
-    async fn pin(&self, names: Vec<ToolName>) -> Result<Vec<GrantedTool>, Refused> {
+    async fn pin(
+        &self,
+        principal: &str,
+        names: Vec<ToolName>,
+    ) -> Result<Vec<GrantedTool>, Refused> {
         let names: BTreeSet<ToolName> = names.into_iter().collect();
+        self.check_visible(principal, names.iter())?;
         let tools = self.registry.find_all(names).await?;
+        self.check_reviewed(&tools).await?;
         Ok(tools
             .iter()
-            .map(|tool| GrantedTool { name: tool.name().clone(), definition_sha256: tool.sha256() })
+            .map(|tool| GrantedTool {
+                name: tool.name().clone(),
+                definition_sha256: tool.sha256(),
+                constraints: Vec::new(),
+            })
             .collect())
     }
 
     /// What a token allows now. A token that is not known is verified beside
     /// everything else.
-    async fn verify(self: &Arc<Self>, token: Vec<u8>) -> Result<Arc<GrantClaims>, GrantError> {
+    async fn verify(self: &Arc<Self>, token: Vec<u8>) -> Result<Arc<Grant>, GrantError> {
         if let Some(known) = self.grants.known(&token, SystemTime::now()) {
             return known;
         }
         let this = Arc::clone(self);
-        let verifying =
-            tokio::task::spawn_blocking(move || this.grants.verify(&token, SystemTime::now()));
-        match verifying.await {
-            Ok(verified) => verified,
-            // Only a panic of ours ends it without an answer.
-            Err(error) => std::panic::resume_unwind(error.into_panic()),
-        }
+        beside(move || this.grants.verify(&token, SystemTime::now())).await
     }
 
     async fn open(
@@ -286,7 +412,7 @@ impl Broker {
         request: OpenRun,
         stream: UnixStream,
     ) -> Result<GrantClaims, Refused> {
-        let OpenRun { run_id, principal, program_sha256: _, authority, limits } = request;
+        let OpenRun { run_id, principal, session, program_sha256: _, authority, limits } = request;
         for (what, got, limit) in [
             ("calls", limits.calls, CALLS_MAX),
             ("calls_in_flight", limits.calls_in_flight, CALLS_IN_FLIGHT_MAX),
@@ -296,10 +422,14 @@ impl Broker {
                 return Err(Refused::OverLimit(OverLimit { what, got, limit }));
             }
         }
-        let claims = match authority {
+        let grant = match authority {
             Authority::Grant(token) => {
-                let claims = self.verify(token).await?;
-                grant::check_presenter(&claims, &principal)?;
+                let grant = self.verify(token).await?;
+                let claims = grant.claims();
+                grant::check_presenter(claims, &principal, session.as_deref())?;
+                // What a role lost since the grant was issued is lost to the
+                // grant too.
+                self.check_visible(&principal, claims.tools.iter().map(|tool| &tool.name))?;
                 let names = claims.tools.iter().map(|tool| tool.name.clone());
                 let current = self.registry.find_all(names).await?;
                 for (granted, current) in claims.tools.iter().zip(&current) {
@@ -307,25 +437,65 @@ impl Broker {
                         return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
                     }
                 }
-                (*claims).clone()
+                self.check_reviewed(&current).await?;
+                grant
             }
             Authority::Tools(names) => {
-                let tools = self.pin(names).await?;
+                let tools = self.pin(&principal, names).await?;
                 let valid_s = (limits.wall_ms / 1000).saturating_add(RUN_GRANT_SLACK_S);
-                let terms = Terms { principal: principal.clone(), tools, valid_s, calls_max: None };
-                terms.claims(SystemTime::now())?
+                let (principal, calls_max, cost_max) = (principal.clone(), None, None);
+                let terms = Terms { principal, tools, valid_s, calls_max, cost_max, session };
+                Arc::new(Grant::new(terms.claims(SystemTime::now())?)?)
             }
         };
         if *self.closing.borrow() {
             return Err(Refused::Closing);
         }
-        let run = Arc::new(Run::new(run_id, &claims, limits));
+        let claims = grant.claims().clone();
+        let run = Arc::new(Run::new(run_id, grant, limits));
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
         self.runs.spawn(serve_run(run, stream, dispatcher, closing));
         Ok(claims)
     }
+}
+
+/// Takes its time, beside everything else.
+async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        // Only a panic of ours ends it without an answer.
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    }
+}
+
+/// The constraints of a request, each with its tool.
+fn read_constraints(texts: &[String]) -> Result<Vec<(ToolName, Constraint)>, Refused> {
+    if texts.len() > CONSTRAINTS_MAX {
+        return Err(GrantError::TooManyConstraints { got: texts.len() }.into());
+    }
+    Ok(texts.iter().map(|text| parse_where(text)).collect::<Result<_, _>>()?)
+}
+
+fn narrowed(narrowing: Narrowing) -> Result<Vec<u8>, Refused> {
+    let Narrowing { token, tools, constraints, valid_s, calls_max, cost_max, session } = narrowing;
+    let constraints = read_constraints(&constraints)?;
+    let narrowing =
+        attenuation::Narrowing { tools, constraints, valid_s, calls_max, cost_max, session };
+    Ok(attenuate(&token, &narrowing, SystemTime::now())?)
+}
+
+/// Servers that cannot be asked, with the reasons as they are sent.
+fn shown(unavailable: Vec<(String, UpstreamError)>) -> Vec<(String, String)> {
+    unavailable
+        .into_iter()
+        .map(|(server, error)| (server, crate::cut(&error.to_string(), REASON_BYTES_MAX)))
+        .collect()
+}
+
+fn too_much(tool: &Tool) -> (String, String) {
+    (tool.name().server().to_owned(), "its tools do not fit into one list".to_owned())
 }
 
 /// What a tool takes in a list, in bytes, and a little more.
@@ -337,7 +507,8 @@ fn listing_bytes(tool: &Tool) -> usize {
         &spec.input_schema,
         spec.output_schema.as_deref().unwrap_or_default(),
     ];
-    texts.iter().map(|text| text.len() + 9).sum::<usize>() + 40
+    let advice = tool.advice().unwrap_or_default().len();
+    texts.iter().map(|text| text.len() + 9).sum::<usize>() + advice + 64
 }
 
 /// Both sides say who they are. `false` if the supervisor left at once.

@@ -7,7 +7,8 @@
 //!    → the tool is there                  no such tool
 //!    → its definition is the granted one  denied
 //!    → the arguments fit its schema       bad request
-//!    → the budget is not spent            budget spent
+//!    → and what the grant asks of them    denied
+//!    → the budgets are not spent          budget spent
 //!    → there is time                      deadline passed
 //!  ═══ dispatched: it may have happened from here on ═══
 //!    → an answer came in time             outcome unknown
@@ -22,18 +23,15 @@
 //! carried out in place ([`Dispatcher::at_once`]) there is nothing to follow.
 //!  Distrusted are the worker (whatever it sends is within
 //! its run or nothing) and the server. Deliberately absent, with their places
-//! in the order: argument constraints (after the schema), approval and the
+//! in the order: approval and the
 //! durable journal (before dispatch), the output schema and data-flow labels
 //! (after it).
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::GrantClaims;
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
@@ -44,8 +42,11 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::TaskTracker;
 
+use crate::budget::{Budget, Spent};
 use crate::builtin::Builtin;
+use crate::constraint::Violation;
 use crate::definition::{Effect, Tool};
+use crate::grant::Grant;
 use crate::registry::{Carrier, Found, LookupError, Registry};
 use crate::upstream::hosted::Hosted;
 use crate::upstream::{CallEnd, Connection, ERROR_TEXT_BYTES_MAX};
@@ -69,10 +70,9 @@ const WALL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 #[derive(Debug)]
 pub struct Run {
     id: RunId,
-    granted: HashMap<ToolName, [u8; 32]>,
+    grant: Arc<Grant>,
     limits: RunLimits,
-    calls_max: u32,
-    calls_spent: AtomicU32,
+    budget: Budget,
     deadline: Instant,
     /// Tools that the run's caller hosts itself.
     hosted: Option<Arc<Connection>>,
@@ -81,9 +81,8 @@ pub struct Run {
 impl Run {
     /// A run under a verified grant, whose wall clock starts now.
     #[must_use]
-    pub fn new(id: RunId, claims: &GrantClaims, limits: RunLimits) -> Self {
-        let granted =
-            claims.tools.iter().map(|tool| (tool.name.clone(), tool.definition_sha256)).collect();
+    pub fn new(id: RunId, grant: Arc<Grant>, limits: RunLimits) -> Self {
+        let claims = grant.claims();
         let calls_max = limits.calls.min(claims.calls_max.unwrap_or(u32::MAX)).min(CALLS_MAX);
         // Whoever asks for more than the protocol can carry gets that.
         let limits = RunLimits {
@@ -93,15 +92,8 @@ impl Run {
         };
         let wall = Duration::from_millis(limits.wall_ms).min(WALL_MAX);
         let deadline = Instant::now() + wall + DEADLINE_LEAD;
-        Self {
-            id,
-            granted,
-            limits,
-            calls_max,
-            calls_spent: AtomicU32::new(0),
-            deadline,
-            hosted: None,
-        }
+        let budget = Budget::new(calls_max, claims.cost_max);
+        Self { id, grant, limits, budget, deadline, hosted: None }
     }
 
     /// The same run, whose caller hosts these tools itself. What may be
@@ -123,17 +115,6 @@ impl Run {
     pub fn limits(&self) -> &RunLimits {
         &self.limits
     }
-
-    /// Takes one call from the budget.
-    fn spend(&self) -> Result<(), CallFailure> {
-        let limit = self.calls_max;
-        self.calls_spent
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |spent| {
-                (spent < limit).then_some(spent + 1)
-            })
-            .map(|_| ())
-            .map_err(|_| CallFailure::BudgetSpent { limit })
-    }
 }
 
 /// Why a call gave no response.
@@ -146,7 +127,10 @@ pub enum CallFailure {
         tool: ToolName,
     },
     /// The server describes the tool otherwise than when it was granted.
-    #[error("the definition of {tool} changed since it was granted")]
+    #[error(
+        "the definition of {tool} changed since it was granted: look at it with `forge-vmm tools \
+         review`, approve it and grant it anew"
+    )]
     DefinitionChanged {
         /// The tool.
         tool: ToolName,
@@ -174,12 +158,17 @@ pub enum CallFailure {
         /// The violations, with their places.
         violations: Vec<String>,
     },
-    /// The calls are used up.
-    #[error("the budget of {limit} calls is spent")]
-    BudgetSpent {
-        /// The budget.
-        limit: u32,
+    /// The arguments are outside what the grant allows.
+    #[error("a call of {tool} is not allowed with these arguments: {violation}")]
+    OutsideGrant {
+        /// The tool.
+        tool: ToolName,
+        /// The constraint that does not hold.
+        violation: Violation,
     },
+    /// A budget is used up.
+    #[error("{0}")]
+    BudgetSpent(Spent),
     /// The deadline passed before dispatch.
     #[error("the run's time was over before the call")]
     DeadlinePassed,
@@ -210,12 +199,14 @@ impl CallFailure {
     #[must_use]
     pub fn code(&self) -> CallCode {
         match self {
-            Self::NotGranted { .. } | Self::DefinitionChanged { .. } => CallCode::Denied,
+            Self::NotGranted { .. }
+            | Self::DefinitionChanged { .. }
+            | Self::OutsideGrant { .. } => CallCode::Denied,
             Self::NoSuchTool(_) => CallCode::NoSuchTool,
             Self::NotAnObject { .. } | Self::BadArguments { .. } => CallCode::BadRequest,
             Self::RequestTooLarge { .. } => CallCode::RequestTooLarge,
             Self::ToolFailed { .. } => CallCode::ToolFailed,
-            Self::BudgetSpent { .. } => CallCode::BudgetSpent,
+            Self::BudgetSpent(_) => CallCode::BudgetSpent,
             Self::DeadlinePassed => CallCode::DeadlinePassed,
             Self::DeadlineAfterDispatch | Self::Lost => CallCode::OutcomeUnknown,
             Self::ResponseTooLarge { .. } => CallCode::ResponseTooLarge,
@@ -228,6 +219,9 @@ impl CallFailure {
     pub fn body(&self, bytes_max: usize) -> Vec<u8> {
         let whole = match self {
             Self::ToolFailed { error } => error.clone(),
+            Self::OutsideGrant { violation, .. } => {
+                json!({ "error": self.to_string(), "constraint": violation.constraint })
+            }
             Self::BadArguments { violations } => {
                 json!({ "error": self.to_string(), "violations": violations })
             }
@@ -288,8 +282,9 @@ impl Dispatcher {
             return None;
         }
         let builtin = self.registry.builtin(&call.tool)?;
+        let cost = self.registry.cost(&call.tool);
         let outcome =
-            carry_out_builtin(run, builtin, granted_sha256, call.id, &call.request, began);
+            carry_out_builtin(run, builtin, granted_sha256, cost, call.id, &call.request, began);
         Some(settled(run, call.id, &call.tool, outcome, began))
     }
 
@@ -311,22 +306,25 @@ impl Dispatcher {
         let granted_sha256 = first_checks(run, &call)?;
         let Call { id, tool, request, waits: _ } = call;
         let found = self.registry.find(&tool, run.hosted.as_ref());
-        let Found { tool, carrier } = timeout_at(run.deadline, found)
+        let Found { tool, carrier, effect, cost } = timeout_at(run.deadline, found)
             .await
             .map_err(|_| CallFailure::DeadlinePassed)?
             .map_err(CallFailure::NoSuchTool)?;
         let (deliver, delivered) = oneshot::channel();
         let owner = Arc::clone(run);
-        let effect = match &carrier {
-            Carrier::Builtin(builtin) => Some(builtin.effect()),
-            Carrier::Server(_) => None,
-        };
         match carrier {
             Carrier::Builtin(builtin) => {
                 // Long work for a thread that nobody else waits for.
                 self.dispatched.spawn_blocking(move || {
-                    let outcome =
-                        carry_out_builtin(&owner, &builtin, granted_sha256, id, &request, began);
+                    let outcome = carry_out_builtin(
+                        &owner,
+                        &builtin,
+                        granted_sha256,
+                        cost,
+                        id,
+                        &request,
+                        began,
+                    );
                     let _ = deliver.send(outcome);
                 });
             }
@@ -334,14 +332,14 @@ impl Dispatcher {
                 let arguments = if request.len() > IN_PLACE_BYTES_MAX {
                     // Long work here too.
                     let (run, tool) = (Arc::clone(run), Arc::clone(&tool));
-                    let checks = move || last_checks(&run, &tool, granted_sha256, &request);
+                    let checks = move || last_checks(&run, &tool, granted_sha256, cost, &request);
                     match tokio::task::spawn_blocking(checks).await {
                         Ok(arguments) => arguments?,
                         // Only a panic of ours ends it without an outcome.
                         Err(error) => std::panic::resume_unwind(error.into_panic()),
                     }
                 } else {
-                    last_checks(run, &tool, granted_sha256, &request)?
+                    last_checks(run, &tool, granted_sha256, cost, &request)?
                 };
                 let called = async move {
                     let until = owner.deadline + AFTERMATH_MAX;
@@ -358,7 +356,7 @@ impl Dispatcher {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(_)) => Err(CallFailure::Lost),
             // What has no effect is as good as not done.
-            Err(_) if effect == Some(Effect::None) => Err(CallFailure::DeadlinePassed),
+            Err(_) if effect == Effect::None => Err(CallFailure::DeadlinePassed),
             Err(_) => Err(CallFailure::DeadlineAfterDispatch),
         }
     }
@@ -377,6 +375,7 @@ fn last_checks(
     run: &Run,
     tool: &Tool,
     granted_sha256: [u8; 32],
+    cost: u32,
     request: &[u8],
 ) -> Result<JsonObject, CallFailure> {
     if tool.sha256() != granted_sha256 {
@@ -384,7 +383,9 @@ fn last_checks(
     }
     let arguments = Value::Object(parse(request)?);
     tool.check(&arguments).map_err(|violations| CallFailure::BadArguments { violations })?;
-    run.spend()?;
+    let outside = |violation| CallFailure::OutsideGrant { tool: tool.name().clone(), violation };
+    run.grant.check(tool.name(), &arguments).map_err(outside)?;
+    run.budget.spend(cost).map_err(CallFailure::BudgetSpent)?;
     if Instant::now() >= run.deadline {
         return Err(CallFailure::DeadlinePassed);
     }
@@ -399,11 +400,12 @@ fn carry_out_builtin(
     run: &Run,
     builtin: &Builtin,
     granted_sha256: [u8; 32],
+    cost: u32,
     id: u32,
     request: &[u8],
     began: Instant,
 ) -> Result<Vec<u8>, CallFailure> {
-    let arguments = last_checks(run, builtin.tool(), granted_sha256, request)?;
+    let arguments = last_checks(run, builtin.tool(), granted_sha256, cost, request)?;
     let outcome = settle(run, builtin.carry_out(&arguments));
     record_end(run, id, builtin.tool().name(), &outcome, began);
     outcome
@@ -429,7 +431,7 @@ fn settled(
 }
 
 fn granted(run: &Run, tool: &ToolName) -> Result<[u8; 32], CallFailure> {
-    run.granted.get(tool).copied().ok_or_else(|| CallFailure::NotGranted { tool: tool.clone() })
+    run.grant.pin(tool).ok_or_else(|| CallFailure::NotGranted { tool: tool.clone() })
 }
 
 /// Before the request is looked at: what is refused by its size alone is not
@@ -505,18 +507,24 @@ fn record_end(
 mod tests {
     use super::*;
     use crate::config::Config;
-    use forge_protocol::broker::GrantedTool;
+    use forge_protocol::broker::{GrantClaims, GrantedTool};
 
-    fn run(limits: RunLimits, calls_max: Option<u32>) -> Run {
-        let tool =
-            GrantedTool { name: ToolName::parse("shop.find").unwrap(), definition_sha256: [1; 32] };
+    fn grant(tool: &str, definition_sha256: [u8; 32], calls_max: Option<u32>) -> Arc<Grant> {
+        let name = ToolName::parse(tool).unwrap();
+        let constraints = vec!["/text^=a".to_owned()];
         let claims = GrantClaims {
             principal: "alice".into(),
-            tools: vec![tool],
+            tools: vec![GrantedTool { name, definition_sha256, constraints }],
             expires_unix_s: 0,
             calls_max,
+            cost_max: None,
+            session: None,
         };
-        Run::new(RunId([0; 16]), &claims, limits)
+        Arc::new(Grant::new(claims).unwrap())
+    }
+
+    fn run(limits: RunLimits, calls_max: Option<u32>) -> Run {
+        Run::new(RunId([0; 16]), grant("shop.find", [1; 32], calls_max), limits)
     }
 
     #[test]
@@ -524,10 +532,9 @@ mod tests {
         for (calls, calls_max, expected) in [(5, None, 5), (5, Some(2), 2), (2, Some(5), 2)] {
             let run = run(RunLimits { calls, ..RunLimits::default() }, calls_max);
             for _ in 0..expected {
-                run.spend().unwrap();
+                run.budget.spend(1).unwrap();
             }
-            let spent = run.spend().unwrap_err();
-            assert!(matches!(spent, CallFailure::BudgetSpent { limit } if limit == expected));
+            assert_eq!(run.budget.spend(1), Err(Spent::Calls { limit: expected }));
         }
     }
 
@@ -539,17 +546,34 @@ mod tests {
         let present = registry.builtin(&name).unwrap().tool().sha256();
         let dispatcher = Dispatcher::new(registry, runtime.handle().clone());
         for (definition_sha256, code) in [(present, None), ([1; 32], Some(CallCode::Denied))] {
-            let claims = GrantClaims {
-                principal: "alice".into(),
-                tools: vec![GrantedTool { name: name.clone(), definition_sha256 }],
-                expires_unix_s: 0,
-                calls_max: None,
-            };
-            let run = Run::new(RunId([0; 16]), &claims, RunLimits::default());
+            let grant = grant("crypto.hash", definition_sha256, None);
+            let run = Run::new(RunId([0; 16]), grant, RunLimits::default());
             let request = br#"{"algorithm": "sha256", "text": "abc"}"#.to_vec();
             let call = Call { id: 0, waits: true, tool: name.clone(), request };
             assert_eq!(dispatcher.at_once(&run, &call).unwrap().code, code);
         }
+    }
+
+    #[test]
+    fn a_call_outside_its_constraint_is_denied_and_takes_nothing_from_the_budget() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let registry = Arc::new(Registry::new(Config::default(), runtime.handle()));
+        let name = ToolName::parse("crypto.hash").unwrap();
+        let present = registry.builtin(&name).unwrap().tool().sha256();
+        let dispatcher = Dispatcher::new(registry, runtime.handle().clone());
+        let grant = grant("crypto.hash", present, Some(1));
+        let run = Run::new(RunId([0; 16]), grant, RunLimits::default());
+        let settled = |text: &str| {
+            let request = json!({"algorithm": "sha256", "text": text}).to_string().into_bytes();
+            let call = Call { id: 0, waits: true, tool: name.clone(), request };
+            dispatcher.at_once(&run, &call).unwrap()
+        };
+        let refused = settled("bc");
+        assert_eq!(refused.code, Some(CallCode::Denied));
+        let body: Value = serde_json::from_slice(&refused.body).unwrap();
+        assert_eq!(body["constraint"], "/text^=a");
+        assert_eq!(settled("abc").code, None);
+        assert_eq!(settled("abc").code, Some(CallCode::BudgetSpent));
     }
 
     #[test]

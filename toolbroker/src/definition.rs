@@ -15,6 +15,7 @@
 //! in lower-case hex for other control characters); integers in decimal,
 //! other numbers in the shortest form that reads back the same.
 
+pub use forge_protocol::broker::Effect;
 use forge_protocol::broker::ToolSpec;
 use forge_protocol::name::{NameError, ToolName};
 use jsonschema::{Draft, PatternOptions, Validator};
@@ -23,6 +24,8 @@ use sha2::{Digest as _, Sha256};
 
 /// One tool's description and schemas together, in bytes of canonical JSON.
 const DEFINITION_BYTES_MAX: usize = 256 * 1024;
+/// A server's own annotations of one tool, in bytes; more is cut.
+const ADVICE_BYTES_MAX: usize = 1024;
 /// Violations named in one refusal.
 const VIOLATIONS_MAX: usize = 5;
 /// How often a pattern of a schema may step back on one string.
@@ -30,34 +33,11 @@ const PATTERN_BACKTRACK_MAX: usize = 100_000;
 /// A compiled pattern, in bytes.
 const PATTERN_BYTES_MAX: usize = 1024 * 1024;
 
-/// What a call may do to the world.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Effect {
-    /// Nothing, and it looks at nothing either: the same arguments always
-    /// have the same answer.
-    None,
-    /// It looks at something that may change.
-    Read,
-    /// It changes something.
-    Write,
-}
-
-impl Effect {
-    /// The word for it.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Read => "read",
-            Self::Write => "write",
-        }
-    }
-}
-
 /// A tool that can be granted and called.
 #[derive(Debug)]
 pub struct Tool {
     spec: ToolSpec,
+    advice: Option<String>,
     arguments: Validator,
 }
 
@@ -129,7 +109,21 @@ impl Tool {
             output_schema: output_schema.as_ref().map(canonical_json),
             definition_sha256,
         };
-        Ok(Self { spec, arguments })
+        Ok(Self { spec, advice: None, arguments })
+    }
+
+    /// The same with what its server says of its effects (JSON), for a person
+    /// to read. No part of the definition: nothing goes by it.
+    #[must_use]
+    pub fn with_advice(mut self, advice: Option<&str>) -> Self {
+        self.advice = advice.map(|text| crate::cut(text, ADVICE_BYTES_MAX));
+        self
+    }
+
+    /// What its server says of its effects: untrusted, and never believed.
+    #[must_use]
+    pub fn advice(&self) -> Option<&str> {
+        self.advice.as_deref()
     }
 
     /// Its name.

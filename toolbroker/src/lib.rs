@@ -16,8 +16,13 @@
 //! | [`upstream`] | the servers that tools come from: start, list, call, restart, stop |
 //! | [`openapi`] | an OpenAPI document: each operation a tool |
 //! | [`registry`] | all tools, of servers and built in |
+//! | [`policy`] | which tools a principal may see |
+//! | [`review`] | which definition of each tool was approved |
+//! | [`constraint`] | what a grant asks of a call's arguments |
 //! | [`grant`] | the signed right to call certain tools |
+//! | [`attenuation`] | later blocks of a grant: what they may hold, and how one is made |
 //! | [`verified`] | grants that were verified before |
+//! | [`budget`] | what one run may still spend |
 //! | [`call`] | the chain that every tool call passes |
 //! | [`link`] | frames and descriptors on a unix socket |
 //! | [`broker`] | the control link and the run links |
@@ -27,18 +32,24 @@
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+pub mod attenuation;
 pub mod broker;
+pub mod budget;
 pub mod builtin;
 pub mod call;
 pub mod config;
+pub mod constraint;
 pub mod definition;
+mod difference;
 pub mod filter;
 pub mod grant;
 pub mod link;
 pub mod openapi;
+pub mod policy;
 #[allow(unsafe_code)]
 pub mod process;
 pub mod registry;
+pub mod review;
 pub mod secret;
 pub mod upstream;
 pub mod verified;

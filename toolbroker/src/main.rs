@@ -14,6 +14,7 @@ use clap::Parser;
 use forge_toolbroker::broker::{Broker, ServeError};
 use forge_toolbroker::config::{Config, ConfigError};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
+use forge_toolbroker::review::{ReviewError, Reviews};
 use forge_toolbroker::{link, process};
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
@@ -40,9 +41,13 @@ struct LowArgs {
     /// The project's own configuration.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Folder for the grant root key. Without it, grants end with this process.
+    /// Folder for the grant root key and for the reviews of tools. Without it,
+    /// both end with this process.
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
+    /// Do not use the folder's grant root key: grants end with this process.
+    #[arg(long, requires = "state")]
+    passing_grants: bool,
 }
 
 /// The command line checked, and everything it names opened.
@@ -50,6 +55,7 @@ struct HiArgs {
     control: UnixStream,
     config: Config,
     issuer: Issuer,
+    reviews: Reviews,
 }
 
 /// Why the broker does not start, or ended badly.
@@ -62,6 +68,8 @@ enum Error {
     #[error("{0}")]
     RootKey(#[from] RootKeyError),
     #[error("{0}")]
+    Reviews(#[from] ReviewError),
+    #[error("{0}")]
     Serve(#[from] ServeError),
     #[error("this host: {0}")]
     Host(std::io::Error),
@@ -72,7 +80,7 @@ impl Error {
     /// what should not happen.
     fn exit_code(&self) -> u8 {
         match self {
-            Self::Control(_) | Self::Config(_) | Self::RootKey(_) => 2,
+            Self::Control(_) | Self::Config(_) | Self::RootKey(_) | Self::Reviews(_) => 2,
             Self::Host(_) => 5,
             Self::Serve(_) => 70,
         }
@@ -87,10 +95,11 @@ impl HiArgs {
         let lookup = |name: &str| std::env::var(name).ok();
         let config = Config::load(args.mcp_config.as_deref(), args.config.as_deref(), &lookup)?;
         let issuer = match &args.state {
-            Some(state) => Issuer::open(state)?,
-            None => Issuer::ephemeral(),
+            Some(state) if !args.passing_grants => Issuer::open(state)?,
+            _ => Issuer::ephemeral(),
         };
-        Ok(Self { control, config, issuer })
+        let reviews = Reviews::open(config.review, args.state.as_deref())?;
+        Ok(Self { control, config, issuer, reviews })
     }
 }
 
@@ -142,8 +151,8 @@ fn log_filter() -> EnvFilter {
 async fn run(args: LowArgs, servers: &Handle) -> Result<(), Error> {
     let mut terminated = signal(SignalKind::terminate()).map_err(Error::Host)?;
     let mut interrupted = signal(SignalKind::interrupt()).map_err(Error::Host)?;
-    let HiArgs { control, config, issuer } = HiArgs::check(args)?;
-    let broker = Arc::new(Broker::new(config, issuer, servers));
+    let HiArgs { control, config, issuer, reviews } = HiArgs::check(args)?;
+    let broker = Arc::new(Broker::new(config, issuer, reviews, servers));
     let served = tokio::select! {
         served = broker.serve(control) => served,
         _ = terminated.recv() => Ok(()),

@@ -2,19 +2,20 @@
 //! tool.
 //!
 //! Descriptions come from strangers and are handed on as data. Deliberately
-//! absent are retrieval and the review of changed definitions: a grant pins
-//! what it was given for, and that is all.
+//! absent are retrieval and the review of changed definitions, which is
+//! [`crate::review`]'s.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use forge_protocol::broker::ToolWord;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
 use crate::builtin::{Builtin, Builtins};
-use crate::config::Config;
-use crate::definition::Tool;
+use crate::config::{COST_DEFAULT, Config, Word};
+use crate::definition::{Effect, Tool};
 use crate::upstream::{Connection, Upstream, UpstreamError};
 
 /// The built-in tools, and the tool servers by name.
@@ -22,6 +23,8 @@ use crate::upstream::{Connection, Upstream, UpstreamError};
 pub struct Registry {
     builtins: Builtins,
     servers: BTreeMap<String, Arc<Upstream>>,
+    /// What the operator says of tools.
+    words: BTreeMap<ToolName, Word>,
 }
 
 /// A tool that stands ready.
@@ -31,6 +34,10 @@ pub struct Found {
     pub tool: Arc<Tool>,
     /// Who carries it out.
     pub carrier: Carrier,
+    /// What a call does to the world, by the operator's word.
+    pub effect: Effect,
+    /// What a call costs, in budget units.
+    pub cost: u32,
 }
 
 /// Who carries a tool out.
@@ -110,7 +117,32 @@ impl Registry {
                 (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
             })
             .collect();
-        Self { builtins: Builtins::new(), servers }
+        Self { builtins: Builtins::new(), servers, words: config.words }
+    }
+
+    /// What a call of this tool does to the world: a built-in knows its own
+    /// effect; of any other it is what the operator says, and `write` until
+    /// then.
+    #[must_use]
+    pub fn effect(&self, name: &ToolName) -> Effect {
+        let said = || self.words.get(name).and_then(|word| word.effect);
+        self.builtin(name).map_or_else(|| said().unwrap_or(Effect::Write), Builtin::effect)
+    }
+
+    /// What a call of this tool costs, in budget units.
+    #[must_use]
+    pub fn cost(&self, name: &ToolName) -> u32 {
+        self.words.get(name).and_then(|word| word.cost).unwrap_or(COST_DEFAULT)
+    }
+
+    /// What is said of a tool, for a list.
+    #[must_use]
+    pub fn word(&self, tool: &Tool) -> ToolWord {
+        ToolWord {
+            effect: self.effect(tool.name()),
+            cost: self.cost(tool.name()),
+            advice: tool.advice().map(str::to_owned),
+        }
     }
 
     /// The built-in tool of this name.
@@ -160,16 +192,19 @@ impl Registry {
             && let Some(hosted) = hosted
             && let Some(tool) = hosted.tool(name)
         {
-            return Ok(Found { tool, carrier: Carrier::Server(Arc::clone(hosted)) });
+            let carrier = Carrier::Server(Arc::clone(hosted));
+            return Ok(Found { tool, carrier, effect: self.effect(name), cost: self.cost(name) });
         }
         if let Some(builtin) = self.builtin(name) {
             let tool = Arc::clone(builtin.tool());
-            return Ok(Found { tool, carrier: Carrier::Builtin(builtin.clone()) });
+            let carrier = Carrier::Builtin(builtin.clone());
+            return Ok(Found { tool, carrier, effect: self.effect(name), cost: self.cost(name) });
         }
         let upstream = self.servers.get(name.server()).ok_or_else(|| self.no_server(name))?;
         let connection = upstream.connection().await.map_err(|source| unavailable(name, source))?;
         let tool = tool_of(&connection, name)?;
-        Ok(Found { tool, carrier: Carrier::Server(connection) })
+        let carrier = Carrier::Server(connection);
+        Ok(Found { tool, carrier, effect: self.effect(name), cost: self.cost(name) })
     }
 
     /// Why there is no server for this name.

@@ -13,16 +13,16 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use forge_protocol::broker::GrantClaims;
 use sha2::{Digest as _, Sha256};
 
-use crate::grant::{Chain, GrantError, Issuer};
+use crate::grant::{Chain, Grant, GrantError, Issuer};
 
 /// Tokens remembered.
 const TOKENS_MAX: usize = 256;
-/// Bytes of all remembered tokens together. A parsed token takes a small
-/// multiple of its bytes.
-const TOKEN_BYTES_MAX: usize = 2 * 1024 * 1024;
+/// Bytes of all remembered tokens and of their constraints together. A parsed
+/// token takes a small multiple of its bytes; a constraint says itself what it
+/// takes.
+const TOKEN_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// An issuer's grants, verified once.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ struct Entry {
 #[derive(Clone, Debug)]
 enum Standing {
     /// It says this until it ends.
-    Settled(Arc<GrantClaims>),
+    Settled(Arc<Grant>),
     /// Its chain is good; what it says depends on the time.
     Timed(Arc<Chain>),
 }
@@ -72,13 +72,9 @@ impl Verified {
     ///
     /// # Errors
     /// [`GrantError::Expired`].
-    pub fn known(
-        &self,
-        token: &[u8],
-        now: SystemTime,
-    ) -> Option<Result<Arc<GrantClaims>, GrantError>> {
+    pub fn known(&self, token: &[u8], now: SystemTime) -> Option<Result<Arc<Grant>, GrantError>> {
         match self.look_up(&digest(token))? {
-            Standing::Settled(claims) => Some(in_time(claims, now)),
+            Standing::Settled(grant) => Some(in_time(grant, now)),
             Standing::Timed(_) => None,
         }
     }
@@ -88,21 +84,21 @@ impl Verified {
     ///
     /// # Errors
     /// [`GrantError`].
-    pub fn verify(&self, token: &[u8], now: SystemTime) -> Result<Arc<GrantClaims>, GrantError> {
+    pub fn verify(&self, token: &[u8], now: SystemTime) -> Result<Arc<Grant>, GrantError> {
         let digest = digest(token);
         let chain = match self.look_up(&digest) {
-            Some(Standing::Settled(claims)) => return in_time(claims, now),
-            Some(Standing::Timed(chain)) => return chain.claims(now).map(Arc::new),
+            Some(Standing::Settled(grant)) => return in_time(grant, now),
+            Some(Standing::Timed(chain)) => return chain.grant(now).map(Arc::new),
             None => self.issuer.chain(token)?,
         };
-        let claims = Arc::new(chain.claims(now)?);
+        let grant = Arc::new(chain.grant(now)?);
         let standing = if chain.ends_only() {
-            Standing::Settled(Arc::clone(&claims))
+            Standing::Settled(Arc::clone(&grant))
         } else {
             Standing::Timed(Arc::new(chain))
         };
-        self.remember(digest, token.len(), standing);
-        Ok(claims)
+        self.remember(digest, token.len() + grant.bytes(), standing);
+        Ok(grant)
     }
 
     fn look_up(&self, digest: &[u8; 32]) -> Option<Standing> {
@@ -138,11 +134,11 @@ fn digest(token: &[u8]) -> [u8; 32] {
     Sha256::digest(token).into()
 }
 
-fn in_time(claims: Arc<GrantClaims>, now: SystemTime) -> Result<Arc<GrantClaims>, GrantError> {
-    let end = UNIX_EPOCH + Duration::from_secs(claims.expires_unix_s);
+fn in_time(grant: Arc<Grant>, now: SystemTime) -> Result<Arc<Grant>, GrantError> {
+    let end = UNIX_EPOCH + Duration::from_secs(grant.claims().expires_unix_s);
     match now.duration_since(end) {
         Ok(over) => Err(GrantError::Expired { ago_s: over.as_secs() }),
-        Err(_) => Ok(claims),
+        Err(_) => Ok(grant),
     }
 }
 
@@ -151,7 +147,7 @@ mod tests {
     use super::*;
     use crate::grant::Terms;
     use crate::grant::tests::attenuated;
-    use forge_protocol::broker::GrantedTool;
+    use forge_protocol::broker::{GrantClaims, GrantedTool};
     use forge_protocol::name::ToolName;
 
     fn at(seconds: u64) -> SystemTime {
@@ -160,8 +156,10 @@ mod tests {
 
     fn grant(issuer: &Issuer, principal: &str) -> Vec<u8> {
         let name = ToolName::parse("shop.find").unwrap();
-        let tools = vec![GrantedTool { name, definition_sha256: [7; 32] }];
-        let terms = Terms { principal: principal.into(), tools, valid_s: 60, calls_max: None };
+        let tools = vec![GrantedTool { name, definition_sha256: [7; 32], constraints: Vec::new() }];
+        let principal = principal.into();
+        let (calls_max, cost_max, session) = (None, None, None);
+        let terms = Terms { principal, tools, valid_s: 60, calls_max, cost_max, session };
         issuer.issue(&terms, at(0)).unwrap()
     }
 
@@ -220,7 +218,7 @@ mod tests {
         let token = grant(verified.issuer(), "alice");
         let token = attenuated(verified.issuer(), &token, "check if call(\"shop.find\")");
         verified.verify(&token, at(0)).unwrap();
-        assert_eq!(verified.known(&token, at(1)).unwrap().unwrap().tools.len(), 1);
+        assert_eq!(verified.known(&token, at(1)).unwrap().unwrap().claims().tools.len(), 1);
     }
 
     #[test]
@@ -238,16 +236,19 @@ mod tests {
         assert_eq!(count(&verified), TOKENS_MAX);
         assert!(verified.known(&first, at(0)).is_some(), "used all the time");
         assert!(verified.known(&second, at(0)).is_none(), "not used for longest");
-        verified.remember([1; 32], TOKEN_BYTES_MAX, Standing::Settled(Arc::new(claims())));
+        verified.remember([1; 32], TOKEN_BYTES_MAX, Standing::Settled(Arc::new(empty())));
         assert_eq!(count(&verified), 1, "a bound on bytes too");
     }
 
-    fn claims() -> GrantClaims {
-        GrantClaims {
+    fn empty() -> Grant {
+        let claims = GrantClaims {
             principal: "alice".into(),
             tools: Vec::new(),
             expires_unix_s: 0,
             calls_max: None,
-        }
+            cost_max: None,
+            session: None,
+        };
+        Grant::new(claims).unwrap()
     }
 }

@@ -16,7 +16,9 @@ use forge_protocol::guest::Call;
 use forge_protocol::handshake::{Hello, Role};
 use forge_protocol::limits::RunLimits;
 use serde_json::json;
-use support::{Broker, CANARY, inventory_server, name, receive, run_request, send, test_server};
+use support::{
+    Broker, CANARY, grant_request, inventory_server, name, receive, run_request, send, test_server,
+};
 
 fn limits() -> RunLimits {
     // Generous, so that a loaded machine fails no test about something else.
@@ -24,12 +26,7 @@ fn limits() -> RunLimits {
 }
 
 fn grant_for(broker: &mut Broker, tools: &[&str], valid_s: u64) -> Vec<u8> {
-    let request = GrantRequest {
-        principal: "alice".into(),
-        tools: tools.iter().map(|tool| name(tool)).collect(),
-        valid_s,
-        calls_max: Some(7),
-    };
+    let request = GrantRequest { valid_s, calls_max: Some(7), ..grant_request(tools) };
     match broker.ask(&Request::IssueGrant(request)) {
         Reply::Grant(token) => token,
         other => panic!("{other:?}"),
@@ -147,12 +144,7 @@ fn a_grant_is_issued_inspected_and_opens_a_run() {
 fn a_grant_for_an_unknown_tool_is_refused_with_the_closest_name() {
     let (mut broker, _) = Broker::with_test_server();
     let ask = |broker: &mut Broker, tool: &str| {
-        refusal(broker.ask(&Request::IssueGrant(GrantRequest {
-            principal: "alice".into(),
-            tools: vec![name(tool)],
-            valid_s: 60,
-            calls_max: None,
-        })))
+        refusal(broker.ask(&Request::IssueGrant(grant_request(&[tool]))))
     };
     let (kind, message) = ask(&mut broker, "test.ecko");
     assert_eq!(kind, RefusalKind::NoSuchTool);

@@ -6,11 +6,11 @@
 mod support;
 
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Authority, GrantRequest, RefusalKind, Reply, Request};
+use forge_protocol::broker::{Authority, RefusalKind, Reply, Request};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::RESERVED_SERVERS;
 use serde_json::json;
-use support::{Broker, name, run_request, test_server};
+use support::{Broker, grant_request, name, run_request, test_server};
 
 const ABC_SHA256: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
 
@@ -110,13 +110,8 @@ fn a_large_request_to_a_built_in_is_answered_like_a_small_one() {
 #[test]
 fn a_built_in_is_pinned_by_its_grant() {
     let mut broker = Broker::unconfigured();
-    let request = GrantRequest {
-        principal: "alice".into(),
-        tools: vec![name("crypto.hash")],
-        valid_s: 60,
-        calls_max: None,
-    };
-    let Reply::Grant(token) = broker.ask(&Request::IssueGrant(request)) else { panic!("no grant") };
+    let request = Request::IssueGrant(grant_request(&["crypto.hash"]));
+    let Reply::Grant(token) = broker.ask(&request) else { panic!("no grant") };
     let digest = broker.tools()[0].definition_sha256;
     let (mut worker, claims) =
         broker.open(run_request("alice", Authority::Grant(token), limits())).unwrap();

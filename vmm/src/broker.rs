@@ -217,9 +217,11 @@ pub struct BrokerOptions {
     pub mcp_config: Option<PathBuf>,
     /// `forge.toml`.
     pub config: Option<PathBuf>,
-    /// Where the broker keeps its grant key. Without it, grants live as long
-    /// as the broker.
+    /// Where the broker keeps its grant key and its reviews of tools. Without
+    /// it, both live as long as the broker.
     pub state: Option<PathBuf>,
+    /// Grants live as long as the broker, whatever key is kept there.
+    pub passing_grants: bool,
     /// Its executable, if it is not beside this one.
     pub executable: Option<PathBuf>,
     /// Whom it runs as, if not as this process's user: with this user's own
@@ -307,6 +309,9 @@ impl Broker {
             if let Some(path) = path {
                 arguments.extend([flag.into(), path.into()]);
             }
+        }
+        if options.passing_grants && options.state.is_some() {
+            arguments.push("--passing-grants".into());
         }
         let mut command = Command::new(&executable);
         command

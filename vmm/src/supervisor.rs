@@ -48,6 +48,8 @@ pub struct RunRequest {
     pub input: Vec<u8>,
     /// Whose run it is.
     pub principal: String,
+    /// The caller's session that it belongs to.
+    pub session: Option<String>,
     /// What it may call.
     pub authority: Authority,
     /// What it may use.
@@ -234,6 +236,7 @@ impl Supervisor {
         let open = OpenRun {
             run_id,
             principal: request.principal.clone(),
+            session: request.session.clone(),
             program_sha256: admitted.sha256,
             authority: request.authority.clone(),
             limits: request.limits.clone(),
@@ -259,6 +262,8 @@ impl From<Refused> for Outcome {
                         RefusalKind::NoSuchTool => (Status::Rejected, "no_such_tool"),
                         RefusalKind::BadGrant => (Status::Rejected, "grant"),
                         RefusalKind::BadRequest => (Status::Rejected, "bad_request"),
+                        RefusalKind::Forbidden => (Status::Rejected, "forbidden"),
+                        RefusalKind::NotReviewed => (Status::Rejected, "not_reviewed"),
                         RefusalKind::Internal => (Status::Internal, "broker"),
                     },
                     _ => (Status::Internal, "broker"),

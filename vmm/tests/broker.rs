@@ -108,6 +108,7 @@ fn open(principal: &str) -> OpenRun {
     OpenRun {
         run_id: RunId([0xAB; 16]),
         principal: principal.into(),
+        session: None,
         program_sha256: [0; 32],
         authority: Authority::Tools(hash()),
         limits: RunLimits::default(),
@@ -127,8 +128,15 @@ fn every_thread_gets_its_own_answer() {
                     assert_eq!(claims.principal, principal);
                     let valid_s = 60 + thread * 1_000 + round;
                     let tools = hash();
-                    let request =
-                        GrantRequest { principal, tools, valid_s, calls_max: Some(round as u32) };
+                    let request = GrantRequest {
+                        principal,
+                        tools,
+                        constraints: Vec::new(),
+                        valid_s,
+                        calls_max: Some(round as u32),
+                        cost_max: None,
+                        session: None,
+                    };
                     let Reply::Grant(token) = broker.ask(&Request::IssueGrant(request)).unwrap()
                     else {
                         panic!("no grant")
@@ -216,7 +224,10 @@ fn text(output: &Output) -> (Option<i32>, String, String) {
 
 fn built_ins_need_no_configuration() {
     executables::folder();
-    let forge = |arguments: &[&str]| text(&Command::new(FORGE).args(arguments).output().unwrap());
+    let state = Folder::new();
+    let forge = |arguments: &[&str]| {
+        text(&Command::new(FORGE).args(arguments).env("FORGE_STATE", &state.0).output().unwrap())
+    };
     let (code, listed, said) = forge(&["tools", "list"]);
     assert_eq!(code, Some(0), "{said}");
     assert!(listed.contains("crypto.hash"), "{listed}");

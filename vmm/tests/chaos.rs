@@ -77,6 +77,7 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
                 input: b"{}".to_vec(),
                 // Two tenants.
                 principal: format!("tenant-{}", thread % 2),
+                session: None,
                 authority: Authority::Tools(Vec::new()),
                 limits: RunLimits { fuel: u64::MAX, wall_ms, ..RunLimits::default() },
                 prepare: thread == 1,

@@ -400,6 +400,7 @@ fn a_vm_that_is_reset_serves_one_tenant() {
             program: echo().program,
             input: b"1".to_vec(),
             principal: tenant.into(),
+            session: None,
             authority: Authority::Tools(Vec::new()),
             limits: RunLimits { wall_ms: 60_000, ..RunLimits::default() },
             prepare: false,

@@ -97,6 +97,7 @@ impl Desk {
     fn command(&self) -> Command {
         let mut command = Command::new(FORGE);
         command.current_dir(&self.0).env("TEST_TOKEN", CREDENTIAL).stdin(Stdio::null());
+        command.env("FORGE_STATE", self.path("state"));
         command
     }
 

@@ -188,6 +188,7 @@ fn submit(body: &str, input: &str) -> Submit {
         program: program(body),
         input: input.into(),
         principal: "local".into(),
+        session: None,
         authority: Authority::Tools(Vec::new()),
         limits: RunLimits { wall_ms: 30_000, ..RunLimits::default() },
         prepare: false,

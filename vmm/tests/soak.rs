@@ -132,6 +132,7 @@ fn soak(reuse: Reuse, runs: usize, workers: usize) {
         program,
         input: b"{}".to_vec(),
         principal: "soak".into(),
+        session: None,
         authority: Authority::Tools(Vec::new()),
         limits: limits(),
         prepare: false,

@@ -8,22 +8,29 @@
 //! relative to the working directory.
 
 mod node;
+mod policy;
 mod servers;
+mod tools;
 
 pub use self::servers::{
     Endpoint, OAuthConfig, ServerConfig, Source, StdioConfig, is_own_header, is_safe_url,
 };
+pub use self::tools::{COST_DEFAULT, Word};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use forge_protocol::name::{NameError, ToolName};
+
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
 use crate::openapi::ApiError;
+use crate::policy::Policy;
+use crate::review::Mode;
 use crate::secret::SecretError;
 
 /// The tables of `forge.toml` that belong to the broker.
-pub const BROKER_TABLES: [&str; 1] = ["servers"];
+pub const BROKER_TABLES: [&str; 5] = ["servers", "tools", "review", "roles", "principals"];
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
@@ -37,6 +44,12 @@ const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;
 pub struct Config {
     /// The tool servers, by name.
     pub servers: BTreeMap<String, ServerConfig>,
+    /// What the operator says of tools.
+    pub words: BTreeMap<ToolName, Word>,
+    /// Which tools each principal may see.
+    pub policy: Policy,
+    /// What becomes of a tool that was never reviewed.
+    pub review: Mode,
 }
 
 /// Why a configuration is refused.
@@ -181,6 +194,24 @@ pub enum Problem {
     /// A credential needs one source.
     #[error("give exactly one source: {{ from_env = \"NAME\" }} or {{ file = \"path\" }}")]
     Source,
+    /// The key is no tool's name.
+    #[error("this is no tool's name: {0}")]
+    ToolName(NameError),
+    /// The text names no tools.
+    #[error("this names no tools; write shop.find, shop.*, shop.get_* or *: {0}")]
+    ToolPattern(NameError),
+    /// No role has this name.
+    #[error("no role has this name; known are {known}: add it as [roles.<name>]")]
+    NoRole {
+        /// The roles there are.
+        known: String,
+    },
+    /// The value is none of those possible.
+    #[error("must be one of {0}")]
+    OneOf(&'static str),
+    /// A built-in tool's effect is no matter of configuration.
+    #[error("a built-in tool knows its own effect: leave this out")]
+    BuiltInEffect,
     /// The credential cannot be had.
     #[error("{0}")]
     Secret(SecretError),
@@ -293,6 +324,13 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
             config.servers.insert(name.to_owned(), forge_server(name, &entry, lookup)?);
         }
     }
+    if let Some(table) = document.field("tools") {
+        config.words = tools::words(&table)?;
+    }
+    if let Some(table) = document.field("review") {
+        config.review = tools::review(&table)?;
+    }
+    config.policy = policy::policy(&document)?;
     Ok(config)
 }
 
@@ -509,6 +547,18 @@ mod tests {
                  [servers.a.credentials]\nK = {from_env = 'GH_TOKEN'}",
                 "credentials.K",
             ),
+            (forge, "[tools.'a.b']\ncost = -1", "tools.a.b.cost"),
+            (forge, "[tools.'a.b']\ncost = 'hunter2'", "tools.a.b.cost: expected a whole number"),
+            (forge, "[tools.'a.b']\neffect = 'hunter2'", "none, read, write"),
+            (forge, "[tools.'a.b']\nefect = 'read'", "tools.a.b.efect"),
+            (forge, "[tools.'crypto.hash']\neffect = 'write'", "tools.crypto.hash.effect"),
+            (forge, "[tools.ab]\ncost = 1", "tools.ab: this is no tool's name"),
+            (forge, "[review]\nmode = 'hunter2'", "review.mode: must be one of"),
+            (forge, "[review]\nmod = 'required'", "review.mod: unknown"),
+            (forge, "[roles.a]\ntools = ['hunter2']", "roles.a.tools.0"),
+            (forge, "[roles.a]\ntool = []", "roles.a.tool"),
+            (forge, "[roles.a]", "roles.a.tools"),
+            (forge, "[principals.p]\nroles = ['hunter2']", "principals.p.roles.0: no role"),
             (forge, "[servers.a]\ncommand = 'x'\n\nK = hunter2", "line 4"),
             (forge, "[servers.a]\ncommand = 'x'\ncommand = 'hunter2'", "line 3"),
             (forge, "[servers.a]\ncommand = \"a\\u0000hunter2\"", "servers.a.command"),
@@ -520,6 +570,41 @@ mod tests {
             };
             assert!(refused.contains(expected), "{text}\n→ {refused}");
             assert!(!refused.contains("hunter2"), "{text}\n→ {refused}");
+        }
+    }
+
+    #[test]
+    fn roles_reviews_and_the_operators_word_on_tools_are_read() {
+        let config = parse_forge_toml(
+            Path::new("forge.toml"),
+            r#"
+            [tools."shop.find"]
+            effect = "read"
+            cost = 3
+            [tools."crypto.hash"]
+            cost = 0
+            [review]
+            mode = "required"
+            [roles.clerk]
+            tools = ["shop.*", "crypto.hash"]
+            [principals.alice]
+            roles = ["clerk"]
+            [principals."bob@example.com"]
+            roles = []
+            "#,
+            &environment,
+        )
+        .unwrap();
+        let name = |text| ToolName::parse(text).unwrap();
+        let word = config.words[&name("shop.find")];
+        assert_eq!(word, Word { effect: Some(crate::definition::Effect::Read), cost: Some(3) });
+        assert_eq!(config.words[&name("crypto.hash")].cost, Some(0));
+        assert_eq!(config.review, Mode::Required);
+        assert!(config.policy.visible("alice", &name("shop.buy")));
+        for (principal, tool) in
+            [("alice", "crypto.hmac"), ("bob@example.com", "shop.buy"), ("eve", "shop.buy")]
+        {
+            assert!(!config.policy.visible(principal, &name(tool)), "{principal} {tool}");
         }
     }
 

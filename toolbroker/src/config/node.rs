@@ -82,6 +82,12 @@ impl<'a> Node<'a> {
         self.of_type("a boolean", self.value.as_bool())
     }
 
+    /// A whole number from 0 on.
+    pub(super) fn whole(&self) -> Result<u32, ConfigError> {
+        let whole = self.value.as_u64().and_then(|number| u32::try_from(number).ok());
+        self.of_type("a whole number from 0 to 4294967295", whole)
+    }
+
     pub(super) fn items(&self) -> Result<Vec<Node<'a>>, ConfigError> {
         let items = self.of_type("a list", self.value.as_array())?;
         Ok(items

@@ -192,13 +192,16 @@ impl Session {
         let mut tools: Vec<Arc<Tool>> = Vec::with_capacity(listed.len());
         for tool in listed {
             let name = tool.name.into_owned();
+            let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());
+            let advice = advice.map(|text| self.scrubs.text(&text));
             let listed = Listed {
                 name: name.clone(),
                 description: tool.description.map(|text| self.scrubs.text(&text)),
                 input_schema: self.clean(tool.input_schema),
                 output_schema: tool.output_schema.map(|schema| self.clean(schema)),
             };
-            match Tool::new(&self.server, listed) {
+            let tool = Tool::new(&self.server, listed);
+            match tool.map(|tool| tool.with_advice(advice.as_deref())) {
                 Ok(tool) if tools.iter().any(|other| other.name() == tool.name()) => {
                     tracing::warn!(server = self.server, tool = ?name, "tool listed twice");
                 }

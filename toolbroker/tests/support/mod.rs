@@ -16,7 +16,8 @@ use std::time::{Duration, Instant, SystemTime};
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, OpenRun, RefusalKind, Reply, Request, ToolSpec,
+    Answer, Ask, Authority, GrantClaims, GrantRequest, OpenRun, RefusalKind, Reply, Request,
+    ToolSpec,
 };
 use forge_protocol::codec::{Encode, decode};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -210,7 +211,7 @@ impl Broker {
         match self.ask(&Request::ListTools { principal: "alice".into() }) {
             Reply::Tools { tools, unavailable } => {
                 assert_eq!(unavailable, []);
-                tools
+                tools.into_iter().map(|tool| tool.spec).collect()
             }
             other => panic!("{other:?}"),
         }
@@ -319,10 +320,24 @@ pub fn name(tool: &str) -> ToolName {
     ToolName::parse(tool).unwrap()
 }
 
+/// A request for a grant of `alice`'s for these tools and nothing else.
+pub fn grant_request(tools: &[&str]) -> GrantRequest {
+    GrantRequest {
+        principal: "alice".into(),
+        tools: tools.iter().map(|tool| name(tool)).collect(),
+        constraints: Vec::new(),
+        valid_s: 600,
+        calls_max: None,
+        cost_max: None,
+        session: None,
+    }
+}
+
 pub fn run_request(principal: &str, authority: Authority, limits: RunLimits) -> OpenRun {
     OpenRun {
         run_id: RunId([0xAB; 16]),
         principal: principal.into(),
+        session: None,
         program_sha256: [0; 32],
         authority,
         limits,

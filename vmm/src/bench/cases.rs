@@ -145,6 +145,7 @@ fn request(job: Job, authority: Authority) -> RunRequest {
         program: job.program,
         input: job.input,
         principal: PRINCIPAL.into(),
+        session: None,
         authority,
         limits: job.load.limits,
         prepare: false,

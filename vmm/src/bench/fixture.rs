@@ -137,6 +137,7 @@ pub(super) fn submission(program: &mut Program, prepare: bool) -> Submit {
         program: job.program,
         input: job.input,
         principal: PRINCIPAL.into(),
+        session: None,
         authority: Authority::Tools(Vec::new()),
         limits: job.load.limits,
         prepare,

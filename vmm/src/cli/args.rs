@@ -29,9 +29,9 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// Say everything that would keep a program from running, without running it
     Check(CheckArgs),
-    /// List the tools there are, or call one
+    /// List the tools there are, review their definitions, or call one
     Tools(ToolsArgs),
-    /// Issue a grant, or look into one
+    /// Issue a grant, narrow it, or look into it
     Grant(GrantArgs),
     /// Say what this host can do, what it lacks and how to fix it
     Probe(ProbeArgs),
@@ -48,7 +48,7 @@ pub(crate) struct BrokerArgs {
     /// The project's own configuration
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Where the key that signs grants is kept
+    /// Where the key that signs grants and the reviews of tools are kept
     /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
     #[arg(long, value_name = "DIR", env = "FORGE_STATE")]
     pub(crate) state: Option<PathBuf>,
@@ -79,6 +79,9 @@ pub(crate) struct RunArgs {
     /// Run under this grant
     #[arg(long, value_name = "FILE")]
     pub(crate) grant: Option<PathBuf>,
+    /// The session that the run belongs to: a grant may be good in one alone
+    #[arg(long, value_name = "NAME")]
+    pub(crate) session: Option<String>,
     /// The run's input: JSON, @FILE, or - for standard input
     #[arg(long, value_name = "JSON|@FILE|-", default_value = "{}")]
     pub(crate) input: String,
@@ -211,6 +214,22 @@ pub(crate) enum ToolsCommand {
     List(ToolsListArgs),
     /// Call a tool, under the same checks as a program's call
     Call(ToolsCallArgs),
+    /// Show each tool's definition beside the approved one
+    Review(ToolsListArgs),
+    /// Approve the present definitions of tools
+    Approve(ToolsApproveArgs),
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ToolsApproveArgs {
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// Approve every tool there is
+    #[arg(long, conflicts_with = "tools")]
+    pub(crate) all: bool,
+    /// The tools, as <server>.<tool>
+    #[arg(required_unless_present = "all")]
+    pub(crate) tools: Vec<ToolName>,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -243,6 +262,8 @@ pub(crate) struct GrantArgs {
 pub(crate) enum GrantCommand {
     /// Issue a grant for these tools as they are defined now
     Issue(GrantIssueArgs),
+    /// Narrow a grant, offline: neither key nor tool servers are needed
+    Attenuate(GrantAttenuateArgs),
     /// Verify a grant and show what is in it
     Inspect(GrantInspectArgs),
 }
@@ -257,12 +278,47 @@ pub(crate) struct GrantIssueArgs {
     /// How long the grant is good for, such as 10m or 1h
     #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration, default_value = "1h")]
     pub(crate) valid: Duration,
-    /// The most calls of one run
-    #[arg(long, value_name = "N")]
-    pub(crate) calls: Option<u32>,
+    #[command(flatten)]
+    pub(crate) terms: GrantTerms,
     /// Where the grant goes
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: PathBuf,
+}
+
+/// What a grant asks of those who use it.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct GrantTerms {
+    /// What the arguments of a tool's calls must be, such as
+    /// 'shop.order:/quantity<=5'; may be given several times.
+    /// After the place: =JSON, ^=beginning, =~pattern, <=N, >=N, <N or >N
+    #[arg(long = "where", value_name = "TOOL:PLACE TEST")]
+    pub(crate) constraints: Vec<String>,
+    /// The most calls of one run
+    #[arg(long, value_name = "N")]
+    pub(crate) calls: Option<u32>,
+    /// The most that one run's calls may cost together, in budget units
+    #[arg(long, value_name = "N")]
+    pub(crate) cost: Option<u32>,
+    /// The one session it is good in
+    #[arg(long, value_name = "NAME")]
+    pub(crate) session: Option<String>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct GrantAttenuateArgs {
+    /// The only tools to leave in it; all if none is named
+    #[arg(long, value_name = "TOOL")]
+    pub(crate) allow: Vec<ToolName>,
+    /// How long it is still good for, such as 10m, if that is sooner
+    #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
+    pub(crate) valid: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) terms: GrantTerms,
+    /// Where the narrower grant goes
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+    /// The grant
+    pub(crate) grant: PathBuf,
 }
 
 #[derive(Debug, ClapArgs)]

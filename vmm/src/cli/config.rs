@@ -98,17 +98,22 @@ pub(crate) enum GrantKey {
 
 /// Starts the broker that the flags describe.
 pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, CliError> {
-    let state = match (key, &args.state) {
-        (GrantKey::Passing, _) => None,
-        (GrantKey::Lasting, Some(path)) => Some(path.clone()),
-        (GrantKey::Lasting, None) => Some(default_state()?),
-    };
     let user = broker_user(args.config.as_deref())?;
+    let state = match (key, &args.state) {
+        (_, Some(path)) => Some(path.clone()),
+        (GrantKey::Lasting, None) => Some(default_state()?),
+        // Reviews of tools are kept there too. A broker with a user of its
+        // own cannot use this user's folder, and a host may have none at all:
+        // then each broker sees its tools for the first time.
+        (GrantKey::Passing, None) if user.is_none() => default_state().ok(),
+        (GrantKey::Passing, None) => None,
+    };
     progress("starting the toolbroker");
     Ok(Broker::start(&BrokerOptions {
         mcp_config: args.mcp_config.clone(),
         config: args.config.clone(),
         state,
+        passing_grants: key == GrantKey::Passing,
         executable: None,
         user,
     })?)
@@ -120,7 +125,7 @@ fn default_state() -> Result<PathBuf, CliError> {
         .map(PathBuf::from)
         .or_else(home)
         .map(|base| base.join("forge-vmm"))
-        .ok_or_else(|| CliError::Usage("there is no HOME to keep the grant key in; --state".into()))
+        .ok_or_else(|| CliError::Usage("there is no HOME to keep state in: give --state".into()))
 }
 
 /// Refuses tools of servers where no flag names a server. Built-in tools need

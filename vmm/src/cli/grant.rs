@@ -3,21 +3,27 @@
 use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
-use forge_protocol::broker::{Authority, GrantClaims, GrantRequest, Reply, Request};
+use forge_protocol::broker::{Authority, GrantClaims, GrantRequest, Narrowing, Reply, Request};
+use forge_vmm::admission::shown_whole;
+use forge_vmm::broker::{Broker, BrokerOptions};
 use forge_vmm::report::hex;
 use serde::Serialize;
 
-use super::args::{GrantArgs, GrantCommand, GrantInspectArgs, GrantIssueArgs};
+use super::args::{
+    GrantArgs, GrantAttenuateArgs, GrantCommand, GrantInspectArgs, GrantIssueArgs, GrantTerms,
+};
 use super::config::{self, GrantKey};
 use super::{CliError, Exit, print_json};
 
-/// Issues a grant, or looks into one.
+/// Issues a grant, narrows it, or looks into it.
 pub(crate) fn grant(args: GrantArgs) -> Result<ExitCode, CliError> {
     match args.command {
         GrantCommand::Issue(args) => issue(args),
+        GrantCommand::Attenuate(args) => attenuate(args),
         GrantCommand::Inspect(args) => inspect(&args),
     }
 }
@@ -25,13 +31,40 @@ pub(crate) fn grant(args: GrantArgs) -> Result<ExitCode, CliError> {
 fn issue(args: GrantIssueArgs) -> Result<ExitCode, CliError> {
     config::check_servers(&args.broker, &args.allow)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
+    let GrantTerms { constraints, calls, cost, session } = args.terms;
     let request = Request::IssueGrant(GrantRequest {
         principal: args.broker.principal,
         tools: args.allow,
+        constraints,
         valid_s: args.valid.as_secs(),
-        calls_max: args.calls,
+        calls_max: calls,
+        cost_max: cost,
+        session,
     });
-    let token = config::ask(&broker, &request, |reply| match reply {
+    write(&broker, &request, &args.output)
+}
+
+/// Narrows a grant. The one that knows tokens is the broker's executable: one
+/// is started for this alone, with no configuration, no credential, no state
+/// and no server.
+fn attenuate(args: GrantAttenuateArgs) -> Result<ExitCode, CliError> {
+    let token = token(&args.grant)?;
+    let GrantTerms { constraints, calls, cost, session } = args.terms;
+    let request = Request::AttenuateGrant(Narrowing {
+        token,
+        tools: args.allow,
+        constraints,
+        valid_s: args.valid.map(|valid| valid.as_secs()),
+        calls_max: calls,
+        cost_max: cost,
+        session,
+    });
+    write(&Broker::start(&BrokerOptions::default())?, &request, &args.output)
+}
+
+/// Asks for a grant and writes it to a file.
+fn write(broker: &Broker, request: &Request, output: &Path) -> Result<ExitCode, CliError> {
+    let token = config::ask(broker, request, |reply| match reply {
         Reply::Grant(token) => Ok(token),
         other => Err(other),
     })?;
@@ -41,18 +74,20 @@ fn issue(args: GrantIssueArgs) -> Result<ExitCode, CliError> {
         .create(true)
         .truncate(true)
         .mode(0o600)
-        .open(&args.output)
+        .open(output)
         .and_then(|mut file| file.write_all(&token))
-        .map_err(|source| CliError::File { path: args.output.display().to_string(), source })?;
-    writeln!(io::stdout().lock(), "{}  {} bytes", args.output.display(), token.len())?;
+        .map_err(|source| CliError::File { path: output.display().to_string(), source })?;
+    writeln!(io::stdout().lock(), "{}  {} bytes", output.display(), token.len())?;
     Ok(Exit::Ok.into())
 }
 
 #[derive(Serialize)]
 struct Claims {
     principal: String,
+    session: Option<String>,
     expires: String,
     calls_max: Option<u32>,
+    cost_max: Option<u32>,
     tools: Vec<ClaimedTool>,
 }
 
@@ -60,13 +95,18 @@ struct Claims {
 struct ClaimedTool {
     name: String,
     definition_sha256: String,
+    constraints: Vec<String>,
+}
+
+fn token(grant: &Path) -> Result<Vec<u8>, CliError> {
+    match config::authority(Vec::new(), Some(grant))? {
+        Authority::Grant(token) => Ok(token),
+        Authority::Tools(_) => Err(CliError::Usage("this is no grant".into())),
+    }
 }
 
 fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
-    let authority = config::authority(Vec::new(), Some(&args.grant))?;
-    let Authority::Grant(token) = authority else {
-        return Err(CliError::Usage("this is no grant".into()));
-    };
+    let token = token(&args.grant)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let claims = config::ask(&broker, &Request::InspectGrant { token }, |reply| match reply {
         Reply::Claims(claims) => Ok(claims),
@@ -77,13 +117,22 @@ fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
         print_json(&claims)?;
     } else {
         let mut out = io::stdout().lock();
-        writeln!(out, "principal  {}", claims.principal)?;
+        writeln!(out, "principal  {}", shown_whole(&claims.principal))?;
+        if let Some(session) = &claims.session {
+            writeln!(out, "session    {}", shown_whole(session))?;
+        }
         writeln!(out, "expires    {}", claims.expires)?;
         if let Some(calls) = claims.calls_max {
             writeln!(out, "calls      {calls} at most in one run")?;
         }
+        if let Some(cost) = claims.cost_max {
+            writeln!(out, "cost       {cost} units at most in one run")?;
+        }
         for tool in &claims.tools {
-            writeln!(out, "tool       {}  {}", tool.name, tool.definition_sha256)?;
+            writeln!(out, "tool       {}  {}", shown_whole(&tool.name), tool.definition_sha256)?;
+            for constraint in &tool.constraints {
+                writeln!(out, "  where    {}", shown_whole(constraint))?;
+            }
         }
     }
     Ok(Exit::Ok.into())
@@ -94,13 +143,16 @@ fn shown(claims: &GrantClaims) -> Claims {
     Claims {
         principal: claims.principal.clone(),
         expires: humantime::format_rfc3339_seconds(expires).to_string(),
+        session: claims.session.clone(),
         calls_max: claims.calls_max,
+        cost_max: claims.cost_max,
         tools: claims
             .tools
             .iter()
             .map(|tool| ClaimedTool {
                 name: tool.name.to_string(),
                 definition_sha256: hex(&tool.definition_sha256),
+                constraints: tool.constraints.clone(),
             })
             .collect(),
     }

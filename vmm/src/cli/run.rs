@@ -26,8 +26,9 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let (program, trust) = program_and_trust(&args)?;
     let authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
     if args.service.is_some() {
-        let (principal, prepare) = (args.broker.principal.clone(), args.prepare);
-        let submit = Submit { program, input, principal, authority, limits, prepare };
+        let (principal, session) = (args.broker.principal.clone(), args.session.clone());
+        let prepare = args.prepare;
+        let submit = Submit { program, input, principal, session, authority, limits, prepare };
         return serve::submit(&args, &submit);
     }
     let key = match authority {
@@ -58,6 +59,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         program,
         input,
         principal: args.broker.principal,
+        session: args.session,
         authority,
         limits,
         prepare: false,

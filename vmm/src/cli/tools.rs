@@ -6,29 +6,33 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, OpenRun, Reply, Request, ToolSpec};
+use forge_protocol::broker::{
+    Authority, ListedTool as Tool, OpenRun, Reply, Request, ReviewedTool, Standing, ToolWord,
+};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
 use forge_vmm::admission::shown_whole;
-use forge_vmm::broker::BrokerError;
+use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
 use forge_vmm::report::hex;
 use serde::Serialize;
 
-use super::args::{ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs};
+use super::args::{ToolsApproveArgs, ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs};
 use super::config::{self, GrantKey};
 use super::{CliError, Exit, complain, print_json, progress};
 
 /// How long a call from the command line may take.
 const CALL_TIME_MAX: Duration = Duration::from_secs(30);
 
-/// Lists tools, or calls one.
+/// Lists tools, reviews their definitions, or calls one.
 pub(crate) fn tools(args: ToolsArgs) -> Result<ExitCode, CliError> {
     match args.command {
         ToolsCommand::List(args) => list(&args),
         ToolsCommand::Call(args) => call(args),
+        ToolsCommand::Review(args) => review(&args),
+        ToolsCommand::Approve(args) => approve(&args),
     }
 }
 
@@ -46,6 +50,34 @@ struct ListedTool {
     #[serde(skip_serializing_if = "Option::is_none")]
     output_schema: Option<serde_json::Value>,
     definition_sha256: String,
+    standing: &'static str,
+    #[serde(flatten)]
+    word: Word,
+}
+
+/// What the operator says of a tool, and what its server says.
+#[derive(Serialize)]
+struct Word {
+    effect: &'static str,
+    cost: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    annotations: Option<serde_json::Value>,
+}
+
+#[derive(Serialize)]
+struct Reviews {
+    tools: Vec<Reviewed>,
+    unavailable: Vec<Unavailable>,
+}
+
+#[derive(Serialize)]
+struct Reviewed {
+    name: String,
+    standing: &'static str,
+    definition_sha256: String,
+    #[serde(flatten)]
+    word: Word,
+    difference: String,
 }
 
 #[derive(Serialize)]
@@ -65,36 +97,131 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
     if args.json {
         print_json(&Listing {
             tools: tools.iter().map(listed).collect(),
-            unavailable: unavailable
-                .iter()
-                .map(|(server, reason)| Unavailable {
-                    server: server.clone(),
-                    reason: reason.clone(),
-                })
-                .collect(),
+            unavailable: unavailable.iter().map(gone).collect(),
         })?;
     } else {
         let mut out = io::stdout().lock();
         for tool in &tools {
-            let first = tool.description.lines().next().unwrap_or_default();
-            writeln!(out, "{}  {}", shown_whole(tool.name.as_str()), shown_whole(first))?;
+            let first = tool.spec.description.lines().next().unwrap_or_default();
+            let blocked = match tool.standing {
+                Standing::Approved => String::new(),
+                other => format!("[blocked: {}] ", other.as_str()),
+            };
+            let name = shown_whole(tool.spec.name.as_str());
+            writeln!(out, "{name}  {blocked}{}", shown_whole(first))?;
         }
     }
-    for (server, reason) in &unavailable {
-        complain(&format!("server {server}: {}", shown_whole(reason)));
-    }
-    Ok(if unavailable.is_empty() { Exit::Ok } else { Exit::Failed }.into())
+    Ok(said(&unavailable).into())
 }
 
-fn listed(tool: &ToolSpec) -> ListedTool {
-    let json = |text: &str| serde_json::from_str(text).unwrap_or(serde_json::Value::Null);
+/// Says which servers could not be asked.
+fn said(unavailable: &[(String, String)]) -> Exit {
+    for (server, reason) in unavailable {
+        complain(&format!("server {server}: {}", shown_whole(reason)));
+    }
+    if unavailable.is_empty() { Exit::Ok } else { Exit::Failed }
+}
+
+fn gone((server, reason): &(String, String)) -> Unavailable {
+    Unavailable { server: server.clone(), reason: reason.clone() }
+}
+
+fn json(text: &str) -> serde_json::Value {
+    serde_json::from_str(text).unwrap_or(serde_json::Value::Null)
+}
+
+fn word(word: &ToolWord) -> Word {
+    let annotations = word.advice.as_deref().map(json);
+    Word { effect: word.effect.as_str(), cost: word.cost, annotations }
+}
+
+fn listed(tool: &Tool) -> ListedTool {
+    let Tool { spec: tool, word: said, standing } = tool;
     ListedTool {
         name: tool.name.to_string(),
         description: tool.description.clone(),
         input_schema: json(&tool.input_schema),
         output_schema: tool.output_schema.as_deref().map(json),
         definition_sha256: hex(&tool.definition_sha256),
+        standing: standing.as_str(),
+        word: word(said),
     }
+}
+
+/// All tools beside their approved definitions, and what could not be asked.
+type Review = (Vec<ReviewedTool>, Vec<(String, String)>);
+
+fn ask_reviews(broker: &Broker) -> Result<Review, CliError> {
+    progress("asking the tool servers");
+    config::ask(broker, &Request::ReviewTools, |reply| match reply {
+        Reply::Reviews { tools, unavailable } => Ok((tools, unavailable)),
+        other => Err(other),
+    })
+}
+
+fn review(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
+    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    let (tools, unavailable) = ask_reviews(&broker)?;
+    if args.json {
+        let reviewed = |tool: &ReviewedTool| Reviewed {
+            name: tool.name.to_string(),
+            standing: tool.standing.as_str(),
+            definition_sha256: hex(&tool.definition_sha256),
+            word: word(&tool.word),
+            difference: tool.difference.clone(),
+        };
+        print_json(&Reviews {
+            tools: tools.iter().map(reviewed).collect(),
+            unavailable: unavailable.iter().map(gone).collect(),
+        })?;
+    } else {
+        for tool in &tools {
+            show_review(tool)?;
+        }
+    }
+    Ok(said(&unavailable).into())
+}
+
+fn show_review(tool: &ReviewedTool) -> Result<(), CliError> {
+    let mut out = io::stdout().lock();
+    let (standing, name) = (tool.standing.as_str(), shown_whole(tool.name.as_str()));
+    let ToolWord { effect, cost, advice } = &tool.word;
+    writeln!(out, "{standing:<8}  {name}  effect {}, cost {cost}", effect.as_str())?;
+    for line in tool.difference.lines() {
+        writeln!(out, "    {}", shown_whole(line))?;
+    }
+    if let (Some(advice), false) = (advice, tool.difference.is_empty()) {
+        writeln!(out, "    its server says, unproven: {}", shown_whole(advice))?;
+    }
+    Ok(())
+}
+
+/// Approves what it shows: the definitions go by their digests from the one
+/// question to the other.
+fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
+    config::check_servers(&args.broker, &args.tools)?;
+    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    let (mut tools, unavailable) = ask_reviews(&broker)?;
+    if !args.all {
+        if let Some(none) = args.tools.iter().find(|name| tools.iter().all(|it| it.name != **name))
+        {
+            said(&unavailable);
+            return Err(CliError::Usage(format!("there is no tool {none} to approve")));
+        }
+        tools.retain(|tool| args.tools.contains(&tool.name));
+    }
+    tools.retain(|tool| tool.standing != Standing::Approved);
+    let pins = tools.iter().map(|tool| (tool.name.clone(), tool.definition_sha256)).collect();
+    let approved =
+        config::ask(&broker, &Request::ApproveTools { tools: pins }, |reply| match reply {
+            Reply::Approved { tools } => Ok(tools),
+            other => Err(other),
+        })?;
+    for tool in &tools {
+        show_review(tool)?;
+    }
+    writeln!(io::stdout().lock(), "{approved} approved")?;
+    Ok(if args.all { said(&unavailable) } else { Exit::Ok }.into())
 }
 
 /// Calls a tool the way a run would: opened at the broker, under a grant for
@@ -110,6 +237,7 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     let (_, mut link) = broker.open_run(OpenRun {
         run_id,
         principal: args.broker.principal,
+        session: None,
         program_sha256: [0; 32],
         authority: Authority::Tools(vec![args.tool.clone()]),
         limits,

@@ -115,8 +115,9 @@ fn converse(socket: UnixStream, supervisor: &Supervisor) -> io::Result<()> {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error),
         };
-        let Submit { program, input, principal, authority, limits, prepare } = decode(&frame)?;
-        let request = RunRequest { program, input, principal, authority, limits, prepare };
+        let Submit { program, input, principal, session, authority, limits, prepare } =
+            decode(&frame)?;
+        let request = RunRequest { program, input, principal, session, authority, limits, prepare };
         let result = supervisor.run_for(&request, Some(client.as_fd()));
         let report = serde_json::to_vec(&result.report)?;
         send(&mut link, Kind::Finished, &Finished { report, artifacts: result.artifacts })?;

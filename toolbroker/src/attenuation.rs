@@ -1,0 +1,512 @@
+//! Later blocks of a grant: what they may hold, and how one is made.
+//!
+//! Whoever holds a grant appends blocks to it, offline: neither the root key
+//! nor a broker is needed, since each block is signed with a key that the one
+//! before it carries. So every byte of a later block is a stranger's.
+//!
+//! # What a later block may hold
+//! Facts, each of which can only take something away:
+//!
+//! ```text
+//! calls_max(3);                               the smallest counts
+//! cost_max(10);                               the smallest counts
+//! expires(2026-11-21T12:00:00Z);              the first counts
+//! session("s-17");                            all must be the same
+//! constraint("shop.order", "/quantity<=5");   all must hold
+//! ```
+//!
+//! and checks over what the broker states: `time($now)`, and `call($tool)`
+//! for each granted tool in turn. Anything else is refused, and the grant
+//! with it: a fact that is misspelt would leave a right where its writer
+//! believes to have taken it away.
+//!
+//! # What a later block may cost
+//! The library's bounds on facts, rounds and time are looked at only between
+//! rounds: one rule, or one check, that joins facts with each other runs for
+//! hours inside a single round. So the shape is bounded before anything is
+//! evaluated: no rules, one predicate in each query, few queries, and no
+//! operation that costs more than its own length. What is left is linear. A
+//! condition over two facts is written as two checks.
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use biscuit_auth::builder::{self, BlockBuilder, Term};
+use biscuit_auth::format::schema;
+use biscuit_auth::{UnverifiedBiscuit, error};
+use forge_protocol::limits::{CONSTRAINTS_MAX, GRANT_BYTES_MAX};
+use forge_protocol::name::ToolName;
+use prost::Message as _;
+
+use crate::constraint::Constraint;
+use crate::grant::{GrantError, VALID_S_MAX, check_session, fact};
+
+/// Blocks that may be appended to one token.
+const BLOCKS_MAX: usize = 16;
+/// Facts and queries in all appended blocks together, each.
+pub(crate) const APPENDED_MAX: usize = 64;
+/// The last second that a date in a token may name: the end of year 9999.
+const DATE_UNIX_S_MAX: u64 = 253_402_300_799;
+/// Symbols of a token's own begin here; below are those that every token has.
+const SYMBOLS_OWN_MIN: u64 = 1024;
+/// How many symbols every token has (Biscuit specification, "Symbol table").
+const SYMBOLS_COMMON: u64 = 28;
+
+/// What a later block is to take away.
+#[derive(Clone, Debug, Default)]
+pub struct Narrowing {
+    /// The only tools to be left; none named leaves all.
+    pub tools: Vec<ToolName>,
+    /// Further constraints on the arguments of calls.
+    pub constraints: Vec<(ToolName, Constraint)>,
+    /// How long it is still good for, in seconds from now.
+    pub valid_s: Option<u64>,
+    /// The most calls of one run.
+    pub calls_max: Option<u32>,
+    /// The most that one run's calls may cost together, in budget units.
+    pub cost_max: Option<u32>,
+    /// The one session it is good in.
+    pub session: Option<String>,
+}
+
+/// Appends a block to a grant. The grant's signatures are not verified here,
+/// for want of the key: a forged grant stays one.
+///
+/// # Errors
+/// [`GrantError`], if this is no grant, or names what it does not grant.
+pub fn attenuate(
+    token: &[u8],
+    narrowing: &Narrowing,
+    now: SystemTime,
+) -> Result<Vec<u8>, GrantError> {
+    if token.len() > GRANT_BYTES_MAX as usize {
+        return Err(GrantError::TooLarge { got: token.len() });
+    }
+    let granted = granted_names(token)?;
+    let constrained = narrowing.constraints.iter().map(|(tool, _)| tool);
+    if let Some(tool) =
+        narrowing.tools.iter().chain(constrained).find(|tool| !granted.contains(tool.as_str()))
+    {
+        return Err(GrantError::NotInGrant { tool: tool.clone() });
+    }
+    if narrowing.constraints.len() > CONSTRAINTS_MAX {
+        return Err(GrantError::TooManyConstraints { got: narrowing.constraints.len() });
+    }
+
+    let block = block(narrowing, now)?;
+    let foreign = |error: error::Token| GrantError::Forged(crate::cut(&error.to_string(), 512));
+    let failed = |error: error::Token| GrantError::Issue(error.to_string());
+    let grant = UnverifiedBiscuit::from(token).map_err(foreign)?;
+    let bytes = grant.append(block).and_then(|grant| grant.to_vec()).map_err(failed)?;
+    if bytes.len() > GRANT_BYTES_MAX as usize {
+        return Err(GrantError::TooLarge { got: bytes.len() });
+    }
+    // A block too many, or too much in all of them, is said now and not when
+    // the grant is presented.
+    check_shape(&bytes)?;
+    Ok(bytes)
+}
+
+fn block(narrowing: &Narrowing, now: SystemTime) -> Result<BlockBuilder, GrantError> {
+    let Narrowing { tools, constraints, valid_s, calls_max, cost_max, session } = narrowing;
+    let failed = |error: error::Token| GrantError::Issue(error.to_string());
+    let mut facts = Vec::new();
+    for (tool, constraint) in constraints {
+        let terms = [builder::string(tool.as_str()), builder::string(constraint.text())];
+        facts.push(fact("constraint", terms));
+    }
+    if let Some(got) = *valid_s {
+        if got == 0 || got > VALID_S_MAX {
+            return Err(GrantError::Validity { got });
+        }
+        facts.push(fact("expires", [builder::date(&(now + Duration::from_secs(got)))]));
+    }
+    for (name, most) in [("calls_max", calls_max), ("cost_max", cost_max)] {
+        facts.extend(most.map(|most| fact(name, [builder::int(most.into())])));
+    }
+    if let Some(session) = session {
+        check_session(session)?;
+        facts.push(fact("session", [builder::string(session)]));
+    }
+    if facts.is_empty() && tools.is_empty() {
+        return Err(GrantError::NothingToNarrow);
+    }
+    let mut block = BlockBuilder::new();
+    for fact in facts {
+        block = block.fact(fact).map_err(failed)?;
+    }
+    if !tools.is_empty() {
+        let tools: BTreeSet<Term> =
+            tools.iter().map(|tool| builder::string(tool.as_str())).collect();
+        let params = HashMap::from([("tools".to_owned(), Term::Set(tools))]);
+        let check = "check if call($tool), {tools}.contains($tool)";
+        block = block.code_with_params(check, params, HashMap::new()).map_err(failed)?;
+    }
+    Ok(block)
+}
+
+/// The symbols of a token and of the blocks appended to it so far.
+#[derive(Default)]
+struct Symbols(Vec<String>);
+
+impl Symbols {
+    fn get(&self, symbol: u64) -> Option<&str> {
+        let own = usize::try_from(symbol.checked_sub(SYMBOLS_OWN_MIN)?).ok()?;
+        self.0.get(own).map(String::as_str)
+    }
+
+    fn has(&self, symbol: u64) -> bool {
+        symbol < SYMBOLS_COMMON || self.get(symbol).is_some()
+    }
+}
+
+fn undecodable(error: prost::DecodeError) -> GrantError {
+    GrantError::Forged(error.to_string())
+}
+
+/// The tools that a token's first block names, unverified.
+fn granted_names(token: &[u8]) -> Result<BTreeSet<String>, GrantError> {
+    use schema::term::Content;
+    let token = schema::Biscuit::decode(token).map_err(undecodable)?;
+    let block = schema::Block::decode(token.authority.block.as_slice()).map_err(undecodable)?;
+    let symbols = Symbols(block.symbols);
+    let names = block.facts.iter().filter_map(|fact| {
+        let predicate = &fact.predicate;
+        match predicate.terms.first()?.content {
+            Some(Content::String(name)) if symbols.get(predicate.name)? == "tool" => {
+                symbols.get(name).map(str::to_owned)
+            }
+            _ => None,
+        }
+    });
+    Ok(names.collect())
+}
+
+/// Refuses appended blocks that hold what they may not, or whose evaluation
+/// is not linear in their size.
+pub(crate) fn check_shape(token: &[u8]) -> Result<(), GrantError> {
+    let token = schema::Biscuit::decode(token).map_err(undecodable)?;
+    if token.blocks.len() > BLOCKS_MAX {
+        return Err(GrantError::Shape("is one too many"));
+    }
+    let decode = |block: &[u8]| schema::Block::decode(block).map_err(undecodable);
+    let mut symbols = Symbols(decode(&token.authority.block)?.symbols);
+    let (mut facts, mut queries) = (0, 0);
+    for signed in &token.blocks {
+        if signed.external_signature.is_some() {
+            // Its symbols are its own, and nobody here trusts its signer.
+            return Err(GrantError::Shape("is a third party's"));
+        }
+        let block = decode(&signed.block)?;
+        symbols.0.extend(block.symbols);
+        if !block.rules.is_empty() {
+            return Err(GrantError::Shape("has a rule"));
+        }
+        facts += block.facts.len();
+        for fact in &block.facts {
+            check_fact(&fact.predicate, &symbols)?;
+        }
+        for query in block.checks.iter().flat_map(|check| &check.queries) {
+            queries += 1;
+            if query.body.len() > 1 {
+                return Err(GrantError::Shape("has a check that joins predicates"));
+            }
+            for op in query.expressions.iter().flat_map(|expression| &expression.ops) {
+                check_op(op)?;
+            }
+        }
+    }
+    if facts > APPENDED_MAX || queries > APPENDED_MAX {
+        return Err(GrantError::Shape("has too many facts or checks"));
+    }
+    Ok(())
+}
+
+fn check_fact(fact: &schema::Predicate, symbols: &Symbols) -> Result<(), GrantError> {
+    use schema::term::Content;
+    let terms: Vec<Option<&Content>> =
+        fact.terms.iter().map(|term| term.content.as_ref()).collect();
+    let narrows = match (symbols.get(fact.name), terms.as_slice()) {
+        (Some("calls_max" | "cost_max"), [Some(Content::Integer(_))]) => true,
+        (Some("session"), [Some(Content::String(text))]) => symbols.has(*text),
+        (Some("constraint"), [Some(Content::String(tool)), Some(Content::String(text))]) => {
+            symbols.has(*tool) && symbols.has(*text)
+        }
+        // A later one has no place in the clock's own type.
+        (Some("expires"), [Some(Content::Date(date))]) => *date <= DATE_UNIX_S_MAX,
+        _ => false,
+    };
+    if narrows {
+        Ok(())
+    } else {
+        Err(GrantError::Shape(
+            "has a fact that narrows nothing: known are calls_max(number), cost_max(number), \
+             expires(date), session(text) and constraint(tool, text)",
+        ))
+    }
+}
+
+/// Closures nest loops; a regular expression is compiled anew for every fact.
+fn check_op(op: &schema::Op) -> Result<(), GrantError> {
+    use schema::op::Content;
+    use schema::op_binary::Kind;
+    match &op.content {
+        Some(Content::Closure(_)) => Err(GrantError::Shape("has a closure")),
+        Some(Content::Binary(binary)) if binary.kind == Kind::Regex as i32 => {
+            Err(GrantError::Shape("has a regular expression"))
+        }
+        Some(Content::Value(_) | Content::Unary(_) | Content::Binary(_)) | None => Ok(()),
+    }
+}
+
+/// A date of a token, in seconds since the Unix epoch.
+pub(crate) fn unix_s(date: SystemTime) -> u64 {
+    date.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::grant::tests::attenuated;
+    use crate::grant::{Issuer, Terms};
+    use forge_protocol::broker::{GrantClaims, GrantedTool};
+    use proptest::prelude::*;
+
+    const TOOLS: [&str; 4] = ["shop.find", "shop.buy", "mail.send", "crypto.hash"];
+
+    fn now() -> SystemTime {
+        UNIX_EPOCH + Duration::from_secs(1_800_000_000)
+    }
+
+    fn name(text: &str) -> ToolName {
+        ToolName::parse(text).unwrap()
+    }
+
+    fn issued(issuer: &Issuer) -> Vec<u8> {
+        let tools = TOOLS.map(|tool| GrantedTool {
+            name: name(tool),
+            definition_sha256: [7; 32],
+            constraints: vec!["/n<=100".into()],
+        });
+        let terms = Terms {
+            principal: "alice".into(),
+            tools: tools.to_vec(),
+            valid_s: 1_000,
+            calls_max: Some(50),
+            cost_max: None,
+            session: None,
+        };
+        issuer.issue(&terms, now()).unwrap()
+    }
+
+    fn claims(issuer: &Issuer, token: &[u8]) -> Result<GrantClaims, GrantError> {
+        issuer.verify(token, now()).map(|grant| grant.claims().clone())
+    }
+
+    /// Whether a budget is no larger than before; none is the largest.
+    fn no_more(after: Option<u32>, before: Option<u32>) -> bool {
+        after.unwrap_or(u32::MAX) <= before.unwrap_or(u32::MAX)
+    }
+
+    /// That `after` allows nothing that `before` does not.
+    fn check_narrower(after: &GrantClaims, before: &GrantClaims) {
+        assert_eq!(after.principal, before.principal);
+        assert!(after.expires_unix_s <= before.expires_unix_s, "it ends later");
+        assert!(no_more(after.calls_max, before.calls_max), "more calls");
+        assert!(no_more(after.cost_max, before.cost_max), "more cost");
+        if before.session.is_some() {
+            assert_eq!(after.session, before.session);
+        }
+        for tool in &after.tools {
+            let former = before.tools.iter().find(|former| former.name == tool.name);
+            let former = former.unwrap_or_else(|| panic!("{} came from nowhere", tool.name));
+            assert_eq!(tool.definition_sha256, former.definition_sha256);
+            for constraint in &former.constraints {
+                assert!(tool.constraints.contains(constraint), "{constraint} is gone");
+            }
+        }
+    }
+
+    fn a_tool() -> impl Strategy<Value = String> {
+        prop_oneof![
+            4 => prop::sample::select(TOOLS.to_vec()).prop_map(str::to_owned),
+            1 => Just("shop.admin".to_owned()),
+        ]
+    }
+
+    fn a_constraint() -> impl Strategy<Value = String> {
+        ("[a-c]", prop::sample::select(vec!["<=", ">=", "=", "^=", "=~"]), 0..200_u32)
+            .prop_map(|(member, sign, number)| format!("/{member}{sign}{number}"))
+    }
+
+    /// What the command line would append.
+    fn a_narrowing() -> impl Strategy<Value = Narrowing> {
+        (
+            prop::collection::vec(a_tool(), 0..3),
+            prop::collection::vec((a_tool(), a_constraint()), 0..3),
+            prop::option::of(0..3_000_u64),
+            prop::option::of(0..100_u32),
+            prop::option::of(0..100_u32),
+            prop::option::weighted(0.2, "s[12]"),
+        )
+            .prop_map(|(tools, constraints, valid_s, calls_max, cost_max, session)| {
+                Narrowing {
+                    tools: tools.iter().map(|tool| name(tool)).collect(),
+                    constraints: constraints
+                        .iter()
+                        .map(|(tool, text)| (name(tool), Constraint::parse(text).unwrap()))
+                        .collect(),
+                    valid_s,
+                    calls_max,
+                    cost_max,
+                    session,
+                }
+            })
+    }
+
+    /// What anybody with a Biscuit library would append.
+    fn a_source() -> impl Strategy<Value = String> {
+        let statement = prop_oneof![
+            (-5..5_000_i64).prop_map(|n| format!("calls_max({n});")),
+            (-5..5_000_i64).prop_map(|n| format!("cost_max({n});")),
+            (0..3_000_u64).prop_map(|s| {
+                let date = humantime(1_800_000_000 + s);
+                format!("expires({date});")
+            }),
+            "s[12]".prop_map(|s| format!("session(\"{s}\");")),
+            (a_tool(), a_constraint()).prop_map(|(t, c)| format!("constraint(\"{t}\", \"{c}\");")),
+            a_tool().prop_map(|t| format!("tool(\"{t}\", hex:{});", "09".repeat(32))),
+            Just("principal(\"mallory\");".to_owned()),
+            a_tool().prop_map(|t| format!("check if call($t), $t != \"{t}\";")),
+            a_tool().prop_map(|t| format!("check if call(\"{t}\") or call(\"shop.buy\");")),
+            a_tool().prop_map(|t| format!("reject if call(\"{t}\");")),
+            Just("check if tool($name, $digest);".to_owned()),
+            Just("check if true;".to_owned()),
+            Just("call(\"shop.admin\");".to_owned()),
+            Just("tool($t, $d) <- call($t), principal($d);".to_owned()),
+        ];
+        prop::collection::vec(statement, 1..4).prop_map(|all| all.concat())
+    }
+
+    /// A date as Datalog writes it, within the hour after `now`.
+    fn humantime(unix_s: u64) -> String {
+        let seconds = unix_s - 1_800_000_000;
+        format!("2027-01-15T08:{:02}:{:02}Z", seconds / 60, seconds % 60)
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Ours(Narrowing),
+        Theirs(String),
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_sequence_of_blocks_widens_a_grant(steps in prop::collection::vec(
+            prop_oneof![
+                a_narrowing().prop_map(Step::Ours),
+                a_source().prop_map(Step::Theirs),
+            ],
+            1..6,
+        )) {
+            let issuer = Issuer::ephemeral();
+            let mut token = issued(&issuer);
+            let mut before = claims(&issuer, &token).unwrap();
+            for step in steps {
+                let narrower = match &step {
+                    Step::Ours(narrowing) => attenuate(&token, narrowing, now()),
+                    Step::Theirs(source) => Ok(attenuated(&issuer, &token, source)),
+                };
+                // What is refused widens nothing, and is left out.
+                let Ok(narrower) = narrower else { continue };
+                let Ok(after) = claims(&issuer, &narrower) else { continue };
+                check_narrower(&after, &before);
+                (token, before) = (narrower, after);
+            }
+        }
+    }
+
+    #[test]
+    fn a_damaged_token_is_refused_and_never_a_panic() {
+        let issuer = Issuer::ephemeral();
+        let narrowing = Narrowing { calls_max: Some(1), ..Narrowing::default() };
+        let token = attenuate(&issued(&issuer), &narrowing, now()).unwrap();
+        for position in (0..token.len()).step_by(5) {
+            for flip in [1, 0xFF] {
+                let mut damaged = token.clone();
+                damaged[position] ^= flip;
+                // Nobody verified it: what narrows it may, and it stays damaged.
+                let narrower = attenuate(&damaged, &narrowing, now());
+                for token in std::iter::once(damaged).chain(narrower.ok()) {
+                    assert!(claims(&issuer, &token).is_err(), "byte {position}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_narrowed_grant_says_what_it_was_narrowed_to() {
+        let issuer = Issuer::ephemeral();
+        let narrowing = Narrowing {
+            tools: vec![name("shop.buy"), name("shop.find")],
+            constraints: vec![(name("shop.buy"), Constraint::parse("/n>=2").unwrap())],
+            valid_s: Some(10),
+            calls_max: Some(3),
+            cost_max: Some(7),
+            session: Some("admin".into()),
+        };
+        let token = attenuate(&issued(&issuer), &narrowing, now()).unwrap();
+        let claims = claims(&issuer, &token).unwrap();
+        let names: Vec<&str> = claims.tools.iter().map(|tool| tool.name.as_str()).collect();
+        assert_eq!(names, ["shop.buy", "shop.find"]);
+        assert_eq!(claims.tools[0].constraints, ["/n<=100", "/n>=2"]);
+        assert_eq!(claims.tools[1].constraints, ["/n<=100"]);
+        assert_eq!(claims.expires_unix_s, 1_800_000_010);
+        assert_eq!((claims.calls_max, claims.cost_max), (Some(3), Some(7)));
+        assert_eq!(claims.session.as_deref(), Some("admin"));
+    }
+
+    #[test]
+    fn a_narrowing_that_does_not_do_what_it_says_is_refused() {
+        let issuer = Issuer::ephemeral();
+        let token = issued(&issuer);
+        let refused = |narrowing| attenuate(&token, &narrowing, now()).unwrap_err();
+        let nothing = refused(Narrowing::default());
+        assert!(matches!(nothing, GrantError::NothingToNarrow), "{nothing}");
+        let other = refused(Narrowing { tools: vec![name("shop.fnd")], ..Narrowing::default() });
+        assert!(matches!(other, GrantError::NotInGrant { .. }), "{other}");
+        let constraint = Constraint::parse("/n=1").unwrap();
+        let constraints = vec![(name("shop.fnd"), constraint)];
+        let other = refused(Narrowing { constraints, ..Narrowing::default() });
+        assert!(matches!(other, GrantError::NotInGrant { .. }), "{other}");
+        let forged = attenuate(b"no token", &Narrowing::default(), now()).unwrap_err();
+        assert!(matches!(forged, GrantError::Forged(_)), "{forged}");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_said_when_it_is_appended() {
+        let issuer = Issuer::ephemeral();
+        let mut token = issued(&issuer);
+        for _ in 0..BLOCKS_MAX {
+            let narrowing = Narrowing { calls_max: Some(1), ..Narrowing::default() };
+            token = attenuate(&token, &narrowing, now()).unwrap();
+        }
+        claims(&issuer, &token).unwrap();
+        let narrowing = Narrowing { calls_max: Some(1), ..Narrowing::default() };
+        let refused = attenuate(&token, &narrowing, now()).unwrap_err();
+        assert!(matches!(refused, GrantError::Shape(_)), "{refused}");
+    }
+
+    #[test]
+    fn a_date_beyond_all_calendars_is_refused() {
+        let issuer = Issuer::ephemeral();
+        let fact = fact("expires", [Term::Date(u64::MAX)]);
+        let block = BlockBuilder::new().fact(fact).unwrap();
+        let grant = UnverifiedBiscuit::from(issued(&issuer)).unwrap();
+        let token = grant.append(block).unwrap().to_vec().unwrap();
+        let refused = claims(&issuer, &token).unwrap_err();
+        assert!(matches!(refused, GrantError::Shape(_)), "{refused}");
+    }
+}

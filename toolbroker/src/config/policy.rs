@@ -1,0 +1,50 @@
+//! Who may see what: the tables `[roles.<name>]` and `[principals.<name>]`.
+
+use std::collections::BTreeMap;
+
+use super::node::Node;
+use super::{ConfigError, Problem};
+use crate::policy::{Pattern, Policy};
+
+/// Both tables; without either, everything is everybody's.
+pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
+    let (roles, principals) = (document.field("roles"), document.field("principals"));
+    if roles.is_none() && principals.is_none() {
+        return Ok(Policy::open());
+    }
+    let mut tools_of = BTreeMap::new();
+    for (name, role) in children(roles.as_ref())? {
+        only(&role, "tools")?;
+        let mut patterns = Vec::new();
+        for item in role.needed("tools")?.items()? {
+            let pattern = Pattern::parse(item.text()?);
+            patterns.push(pattern.map_err(|why| item.wrong(Problem::ToolPattern(why)))?);
+        }
+        tools_of.insert(name, patterns);
+    }
+    let mut patterns_of = BTreeMap::new();
+    for (name, principal) in children(principals.as_ref())? {
+        only(&principal, "roles")?;
+        let mut patterns = Vec::new();
+        for item in principal.needed("roles")?.items()? {
+            let role = tools_of.get(item.text()?).ok_or_else(|| {
+                let known = tools_of.keys().copied().collect::<Vec<_>>().join(", ");
+                item.wrong(Problem::NoRole { known: crate::cut(&known, 512) })
+            })?;
+            patterns.extend(role.iter().cloned());
+        }
+        patterns_of.insert(name.to_owned(), patterns);
+    }
+    Ok(Policy::of(patterns_of))
+}
+
+fn children<'a>(table: Option<&Node<'a>>) -> Result<Vec<(&'a str, Node<'a>)>, ConfigError> {
+    table.map_or(Ok(Vec::new()), Node::children)
+}
+
+fn only(entry: &Node<'_>, known: &str) -> Result<(), ConfigError> {
+    match entry.object()?.keys().find(|key| *key != known) {
+        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.to_owned() })),
+        None => Ok(()),
+    }
+}

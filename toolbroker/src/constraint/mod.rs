@@ -1,0 +1,378 @@
+//! What a grant asks of a call's arguments.
+//!
+//! # How a constraint is written
+//! One text, the same on the command line, in a token and in an answer:
+//!
+//! ```text
+//! constraint = pointer test
+//! pointer    = the place in the arguments: a JSON pointer (RFC 6901) in the
+//!              form that section 6 gives it for URLs, where %XX stands for a
+//!              byte; `=`, `<`, `>`, `^` and `%` in a name are written so
+//! test       = "="  JSON value     is this value
+//!            | "^=" text           is a string that begins with this
+//!            | "=~" expression     is a string that this matches as a whole
+//!            | "<=" JSON number    is a number, and at most this; so "<",
+//!            | ">=" JSON number    ">" and ">="
+//! where      = tool ":" constraint
+//! ```
+//!
+//! # What holds
+//! A constraint holds over a value that is there. A place that is missing, or
+//! holds a value of another type, is outside: whoever wrote the constraint
+//! thought of a value. Constraints are held against the arguments after they
+//! were parsed, which are the ones that the server gets, byte for byte.
+//!
+//! - Numbers are compared as they are written, exactly; a string of digits
+//!   is no number.
+//! - Equality is that of JSON: members in any order, items in theirs, numbers
+//!   by value.
+//! - A prefix is a prefix of text. Nothing is normalised; a value with a `..`
+//!   segment is refused under a prefix, percent-encoded ones included, since
+//!   whoever resolves it leaves the place that the prefix names. A prefix of
+//!   a folder ends with its `/`, or it fits its neighbours too.
+//! - A pattern is of the `regex` crate: time linear in the value, whose
+//!   length is bounded all the same. `\d` is any digit of Unicode; `[0-9]` is
+//!   ten.
+//!
+//! Distrusted are the text of a constraint, which any holder of a grant may
+//! append, and the arguments. Deliberately absent are `or` and `not`: more
+//! constraints can only mean less.
+
+mod decimal;
+mod written;
+
+use std::cmp::Ordering;
+use std::fmt;
+
+use regex::Regex;
+use serde_json::Value;
+
+use self::decimal::Decimal;
+pub use self::written::{WrittenError, parse_where};
+
+/// The longest string a pattern is matched against, in bytes. With
+/// [`PATTERN_BYTES_MAX`] it bounds the time of one match.
+const MATCHED_BYTES_MAX: usize = 4 * 1024;
+/// A compiled pattern, in bytes; and what its lazy automaton may take beside
+/// it.
+const PATTERN_BYTES_MAX: usize = 96 * 1024;
+/// Nesting of a pattern.
+const PATTERN_NEST_MAX: u32 = 32;
+
+/// One constraint: a place in the arguments and what is asked of the value
+/// there.
+#[derive(Clone, Debug)]
+pub struct Constraint {
+    text: String,
+    /// The pointer's tokens, decoded.
+    place: Vec<String>,
+    test: Test,
+}
+
+#[derive(Clone, Debug)]
+enum Test {
+    /// Compared as [`same`] does.
+    Equals(Value),
+    /// A number, as exactly as it is written.
+    EqualsNumber(Decimal),
+    Prefix(String),
+    /// Anchored at both ends.
+    Pattern(Regex),
+    /// The orderings of the value to the number that are inside.
+    Range(Decimal, &'static [Ordering]),
+}
+
+/// All constraints on one tool's arguments.
+#[derive(Clone, Debug, Default)]
+pub struct Constraints(Vec<Constraint>);
+
+/// A call whose arguments are outside a constraint.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the grant asks for {constraint}, and the value there {why}")]
+pub struct Violation {
+    /// The constraint, as it is written.
+    pub constraint: String,
+    /// What is wrong with the value.
+    pub why: Outside,
+}
+
+/// What is wrong with a value. It never quotes the value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outside {
+    /// There is none.
+    Missing,
+    /// It is of another type.
+    NoNumber,
+    /// It is of another type.
+    NoString,
+    /// Its digits cannot be compared exactly.
+    NotExact,
+    /// It is too long to be matched.
+    TooLong,
+    /// It has a segment `..`.
+    Climbs,
+    /// It is another value.
+    Other,
+}
+
+impl fmt::Display for Outside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing => f.write_str("is missing"),
+            Self::NoNumber => f.write_str("is no number"),
+            Self::NoString => f.write_str("is no string"),
+            Self::NotExact => f.write_str("has more digits than can be compared"),
+            Self::TooLong => write!(f, "has more than {MATCHED_BYTES_MAX} bytes"),
+            Self::Climbs => f.write_str("has a `..` segment"),
+            Self::Other => f.write_str("is another"),
+        }
+    }
+}
+
+impl Constraint {
+    /// Reads a constraint; see the module's head.
+    ///
+    /// # Errors
+    /// [`WrittenError`], with the place of what is wrong.
+    pub fn parse(text: &str) -> Result<Self, WrittenError> {
+        written::parse(text)
+    }
+
+    /// As it is written.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// What it keeps in memory at most, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let compiled = match self.test {
+            Test::Pattern(_) => 2 * PATTERN_BYTES_MAX,
+            _ => 0,
+        };
+        compiled + 4 * self.text.len() + size_of::<Self>()
+    }
+
+    fn check(&self, arguments: &Value) -> Result<(), Outside> {
+        let value = self.find(arguments).ok_or(Outside::Missing)?;
+        let inside = match &self.test {
+            Test::Equals(expected) => same(expected, value),
+            Test::EqualsNumber(expected) => number(value)? == *expected,
+            Test::Prefix(prefix) => {
+                let text = value.as_str().ok_or(Outside::NoString)?;
+                if climbs(text) {
+                    return Err(Outside::Climbs);
+                }
+                text.starts_with(prefix.as_str())
+            }
+            Test::Pattern(pattern) => {
+                let text = value.as_str().ok_or(Outside::NoString)?;
+                if text.len() > MATCHED_BYTES_MAX {
+                    return Err(Outside::TooLong);
+                }
+                pattern.is_match(text)
+            }
+            Test::Range(bound, inside) => inside.contains(&number(value)?.cmp(bound)),
+        };
+        if inside { Ok(()) } else { Err(Outside::Other) }
+    }
+
+    fn find<'a>(&self, arguments: &'a Value) -> Option<&'a Value> {
+        self.place.iter().try_fold(arguments, |value, token| match value {
+            Value::Object(members) => members.get(token),
+            Value::Array(items) => items.get(index(token)?),
+            _ => None,
+        })
+    }
+}
+
+impl Constraints {
+    /// No constraint.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::default()
+    }
+
+    /// Adds one: what holds from now on holds less often.
+    pub fn push(&mut self, constraint: Constraint) {
+        self.0.push(constraint);
+    }
+
+    /// What they keep in memory at most, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.0.iter().map(Constraint::bytes).sum()
+    }
+
+    /// Holds a call's arguments against all of them.
+    ///
+    /// # Errors
+    /// [`Violation`], for the first that does not hold.
+    pub fn check(&self, arguments: &Value) -> Result<(), Violation> {
+        for constraint in &self.0 {
+            if let Err(why) = constraint.check(arguments) {
+                return Err(Violation { constraint: constraint.text.clone(), why });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An array's index, in the one form that RFC 6901 gives it.
+fn index(token: &str) -> Option<usize> {
+    let plain = token.bytes().all(|byte| byte.is_ascii_digit());
+    if !plain || (token.len() > 1 && token.starts_with('0')) {
+        return None;
+    }
+    token.parse().ok()
+}
+
+/// The value's number, exactly as it goes to the server.
+fn number(value: &Value) -> Result<Decimal, Outside> {
+    let Value::Number(number) = value else { return Err(Outside::NoNumber) };
+    Decimal::parse(&number.to_string()).ok_or(Outside::NotExact)
+}
+
+/// Equality of JSON values, numbers by value.
+fn same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(_), Value::Number(_)) => {
+            matches!((number(a), number(b)), (Ok(a), Ok(b)) if a == b)
+        }
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
+        }
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| same(a, b)))
+        }
+        _ => a == b,
+    }
+}
+
+/// Whether a segment of `text` is `..`, where `/` and `\` part segments, and
+/// all of them may be percent-encoded once.
+fn climbs(text: &str) -> bool {
+    let decoded = |bytes: &[u8], at: usize| -> (u8, usize) {
+        let code = bytes.get(at..at + 3).map(|code| [code[0], code[1], code[2]]);
+        match code.map(|code| code.map(|byte| byte.to_ascii_lowercase())) {
+            Some([b'%', b'2', b'e']) => (b'.', 3),
+            Some([b'%', b'2', b'f'] | [b'%', b'5', b'c']) => (b'/', 3),
+            _ if bytes[at] == b'\\' => (b'/', 1),
+            _ => (bytes[at], 1),
+        }
+    };
+    let bytes = text.as_bytes();
+    let (mut at, mut dots, mut others) = (0, 0_usize, false);
+    while at < bytes.len() {
+        let (byte, step) = decoded(bytes, at);
+        at += step;
+        match byte {
+            b'/' => {
+                if dots == 2 && !others {
+                    return true;
+                }
+                (dots, others) = (0, false);
+            }
+            b'.' => dots += 1,
+            _ => others = true,
+        }
+    }
+    dots == 2 && !others
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn outside(text: &str, arguments: &Value) -> Option<Outside> {
+        Constraint::parse(text).unwrap().check(arguments).err()
+    }
+
+    #[test]
+    fn each_test_holds_where_it_should_and_nowhere_else() {
+        use Outside::{Climbs, Missing, NoNumber, NoString, Other};
+        let arguments = json!({
+            "quantity": 5, "price": 0.3, "item": "bolt", "path": "docs/a/b",
+            "ratio": 1.0, "tags": ["x", {"n": 1}], "a/b": {"m~n": true}, "a=b": null,
+            "up": "docs/../etc", "big": 9007199254740993_u64, "digits": "5",
+        });
+        for (text, expected) in [
+            ("/quantity=5", None),
+            ("/quantity=5.0", None),
+            ("/quantity=6", Some(Other)),
+            ("/quantity=\"5\"", Some(Other)),
+            ("/digits=5", Some(NoNumber)),
+            ("/digits<=5", Some(NoNumber)),
+            ("/item=\"bolt\"", None),
+            ("/item=\"nut\"", Some(Other)),
+            ("/tags=[\"x\", {\"n\": 1.0}]", None),
+            ("/tags=[{\"n\": 1}, \"x\"]", Some(Other)),
+            ("/tags/1=  {\"n\":1}", None),
+            ("/tags/1/n>=1", None),
+            ("/tags/01/n>=1", Some(Missing)),
+            ("/tags/-/n>=1", Some(Missing)),
+            ("/tags/2=1", Some(Missing)),
+            ("/a~1b/m~0n=true", None),
+            ("/a%3Db=null", None),
+            ("/quantity<=5", None),
+            ("/quantity<5", Some(Other)),
+            ("/quantity>=5", None),
+            ("/quantity>5", Some(Other)),
+            ("/quantity>-1e3", None),
+            ("/price<=0.3", None),
+            ("/price<=0.29999999999999999", Some(Other)),
+            ("/big<=9007199254740992", Some(Other)),
+            ("/item<=5", Some(NoNumber)),
+            ("/none<=5", Some(Missing)),
+            ("/none=null", Some(Missing)),
+            ("/item/x=1", Some(Missing)),
+            ("/path^=docs/", None),
+            ("/path^=doc/", Some(Other)),
+            ("/up^=docs/", Some(Climbs)),
+            ("/quantity^=5", Some(NoString)),
+            ("/item=~[a-z]+", None),
+            ("/item=~bol", Some(Other)),
+            ("/item=~nut|bolt", None),
+            ("/item=~x|ol", Some(Other)),
+            ("/quantity=~5", Some(NoString)),
+        ] {
+            assert_eq!(outside(text, &arguments), expected, "{text}");
+        }
+        assert_eq!(outside("={\"a\": 1}", &json!({"a": 1})), None);
+        assert_eq!(outside("={\"a\": 1}", &json!({"a": 1, "b": 2})), Some(Other));
+    }
+
+    #[test]
+    fn a_prefix_lets_nothing_climb() {
+        for text in
+            ["..", "a/..", "../a", "a/../b", "a\\..\\b", "a/%2e%2E/b", "a%2F..%5cb", "a/.%2e"]
+        {
+            assert!(climbs(text), "{text}");
+        }
+        for text in ["", "a", ".", "...", "a..b", "..a/b", "a/...", "a/.b/c.", "%2", "a%2"] {
+            assert!(!climbs(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn all_constraints_of_a_tool_hold_together() {
+        let mut constraints = Constraints::none();
+        constraints.check(&json!({})).unwrap();
+        constraints.push(Constraint::parse("/n>=1").unwrap());
+        constraints.push(Constraint::parse("/n<=5").unwrap());
+        constraints.check(&json!({"n": 3})).unwrap();
+        let violation = constraints.check(&json!({"n": 6})).unwrap_err();
+        assert_eq!(violation.constraint, "/n<=5");
+        assert!(!violation.to_string().contains('6'), "{violation}");
+    }
+
+    #[test]
+    fn a_long_string_is_refused_and_not_matched() {
+        let long = json!({"s": "a".repeat(MATCHED_BYTES_MAX + 1)});
+        assert_eq!(outside("/s=~a*", &long), Some(Outside::TooLong));
+        let fits = json!({"s": "a".repeat(MATCHED_BYTES_MAX)});
+        assert_eq!(outside("/s=~a*", &fits), None);
+    }
+}

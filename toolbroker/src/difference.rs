@@ -1,0 +1,88 @@
+//! What differs between two texts, line by line.
+//!
+//! Both texts are a server's. Time and space are bounded by the lines
+//! compared: where the middle of two texts is too large for that, all of it
+//! has changed. Deliberately absent is any cleverness about moved lines.
+
+/// Lines compared with each other on either side, after equal beginnings and
+/// ends are taken off.
+const LINES_MAX: usize = 1_000;
+
+/// The lines of both, each with what became of it in front: `-` for one that
+/// went, `+` for one that came, two spaces for one that stayed.
+pub(crate) fn lines(old: &str, new: &str) -> Vec<String> {
+    let (old, new): (Vec<&str>, Vec<&str>) = (old.lines().collect(), new.lines().collect());
+    let same = |pair: &(&&str, &&str)| pair.0 == pair.1;
+    let head = old.iter().zip(&new).take_while(same).count();
+    let tail = old[head..].iter().rev().zip(new[head..].iter().rev()).take_while(same).count();
+    let (before, after) = (&old[head..old.len() - tail], &new[head..new.len() - tail]);
+
+    let mut out = Vec::new();
+    let stay = |line: &&str| format!("  {line}");
+    let go = |line: &&str| format!("- {line}");
+    let come = |line: &&str| format!("+ {line}");
+    out.extend(old[..head].iter().map(stay));
+    if before.len() > LINES_MAX || after.len() > LINES_MAX {
+        out.extend(before.iter().map(go));
+        out.extend(after.iter().map(come));
+    } else {
+        // The longest common subsequence, from the back.
+        let width = after.len() + 1;
+        let mut common = vec![0_u16; (before.len() + 1) * width];
+        for i in (0..before.len()).rev() {
+            for j in (0..after.len()).rev() {
+                common[i * width + j] = if before[i] == after[j] {
+                    common[(i + 1) * width + j + 1] + 1
+                } else {
+                    common[(i + 1) * width + j].max(common[i * width + j + 1])
+                };
+            }
+        }
+        let (mut i, mut j) = (0, 0);
+        while i < before.len() || j < after.len() {
+            let (both, one) = (i < before.len() && j < after.len(), j == after.len());
+            if both && before[i] == after[j] {
+                out.push(stay(&before[i]));
+                (i, j) = (i + 1, j + 1);
+            } else if one || (both && common[(i + 1) * width + j] >= common[i * width + j + 1]) {
+                out.push(go(&before[i]));
+                i += 1;
+            } else {
+                out.push(come(&after[j]));
+                j += 1;
+            }
+        }
+    }
+    out.extend(old[old.len() - tail..].iter().map(stay));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lines_that_stay_and_come_are_the_new_text_and_those_that_stay_and_go_the_old() {
+        let texts = ["", "a", "a\nb\nc", "b\nc\nd", "a\nx\nc", "c\nb\na", "a\nb\nb\nc", "x\ny"];
+        for old in texts {
+            for new in texts {
+                let lines = lines(old, new);
+                let of = |signs: [&str; 2]| -> String {
+                    let kept = lines.iter().filter(|line| signs.contains(&&line[..2]));
+                    kept.map(|line| &line[2..]).collect::<Vec<_>>().join("\n")
+                };
+                assert_eq!(of(["  ", "- "]), old);
+                assert_eq!(of(["  ", "+ "]), new);
+            }
+        }
+        assert_eq!(lines("a\nb\nc", "a\nx\nc"), ["  a", "- b", "+ x", "  c"]);
+    }
+
+    #[test]
+    fn texts_that_are_too_long_are_replaced_as_a_whole() {
+        let text = |word: &str| format!("same\n{}", format!("{word}\n").repeat(LINES_MAX + 1));
+        let lines = lines(&text("a"), &text("b"));
+        assert_eq!(lines.len(), 2 * LINES_MAX + 3);
+        assert_eq!(lines[0], "  same");
+    }
+}

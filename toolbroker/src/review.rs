@@ -1,0 +1,479 @@
+//! Which definition of each tool was approved.
+//!
+//! A tool's description is what a model reads and its schema what a call is
+//! checked against; both are its server's, which may change them at any time.
+//! So each definition is pinned by its digest when it is first reviewed, and
+//! a tool whose definition is another by now is neither granted nor called
+//! until the operator approves it anew.
+//!
+//! | mode | a tool without a pin |
+//! |---|---|
+//! | `first_use` | is pinned as it is when it is first listed or granted |
+//! | `required` | waits for the operator's approval |
+//!
+//! # The file
+//! `reviews.json` in the state folder, mode 0600, replaced as a whole: a
+//! reader sees the old one or the new one. It keeps the definitions too, so
+//! that a change can be shown as one. Several brokers may share a folder:
+//! writers take turns by a lock, and a reader looks whether the file is
+//! another each time it matters. Pins are by a tool's name: configurations
+//! that give one name to different servers need different folders. A broker
+//! without a folder pins for as long as it lives.
+//!
+//! Distrusted are the servers, whose text is kept, bounded and never
+//! interpreted. The broker's own tools need no review: they change with the
+//! broker alone. Deliberately absent is a record of who approved what when.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs::{self, File, Metadata, Permissions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use forge_protocol::broker::{Standing, ToolSpec};
+use forge_protocol::name::{RESERVED_SERVERS, ToolName};
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+
+use crate::definition::Tool;
+use crate::difference;
+
+/// The file in the state folder that holds the pins.
+const REVIEWS_FILE: &str = "reviews.json";
+/// The file that writers lock.
+const LOCK_FILE: &str = "reviews.lock";
+/// The file's form.
+const FORMAT: u32 = 1;
+/// All pins together, in bytes of the file.
+const FILE_BYTES_MAX: u64 = 64 * 1024 * 1024;
+/// One difference, in bytes.
+const DIFFERENCE_BYTES_MAX: usize = 32 * 1024;
+
+/// What becomes of a tool without a pin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// It is pinned as it is.
+    #[default]
+    FirstUse,
+    /// It waits for the operator.
+    Required,
+}
+
+/// Why the pins cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ReviewError {
+    /// The file cannot be read or written.
+    #[error("the reviews of tools in {}: {source}", file.display())]
+    Io {
+        /// The file.
+        file: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Others could have written it.
+    #[error("the reviews of tools in {}: others may write it: chmod 600 it", file.display())]
+    Open {
+        /// The file.
+        file: PathBuf,
+    },
+    /// It is not what was written.
+    #[error(
+        "the reviews of tools in {} cannot be understood: move the file away, and review the \
+         tools anew", file.display()
+    )]
+    Malformed {
+        /// The file.
+        file: PathBuf,
+    },
+    /// More than the file may hold.
+    #[error("the reviews of tools have {got} bytes, the limit is {FILE_BYTES_MAX}")]
+    TooLarge {
+        /// How many.
+        got: usize,
+    },
+}
+
+/// A tool whose present definition is not approved.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{tool} is blocked, its definition is {}: look at it with `forge-vmm tools review`, then \
+     `forge-vmm tools approve {tool}`",
+    match standing { Standing::Changed => "another than the one approved", _ => "not approved yet" }
+)]
+pub struct Blocked {
+    /// The tool.
+    pub tool: ToolName,
+    /// How its definition stands.
+    pub standing: Standing,
+}
+
+/// One approved definition.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Pin {
+    definition_sha256: String,
+    description: String,
+    input_schema: String,
+    output_schema: Option<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    format: u32,
+    tools: BTreeMap<String, Pin>,
+}
+
+/// Which file was read: another one has another of these.
+type Stamp = (u64, u64, u64, i64, i64);
+
+#[derive(Debug, Default)]
+struct Book {
+    pins: BTreeMap<String, Pin>,
+    stamp: Option<Stamp>,
+}
+
+/// The approved definitions.
+#[derive(Debug)]
+pub struct Reviews {
+    mode: Mode,
+    folder: Option<PathBuf>,
+    book: Mutex<Book>,
+}
+
+impl Pin {
+    fn of(spec: &ToolSpec) -> Self {
+        Self {
+            definition_sha256: crate::hex(&spec.definition_sha256),
+            description: spec.description.clone(),
+            input_schema: spec.input_schema.clone(),
+            output_schema: spec.output_schema.clone(),
+        }
+    }
+
+    /// For a person to read.
+    fn shown(&self) -> String {
+        let pretty = |json: &str| {
+            let value: serde_json::Value = serde_json::from_str(json).unwrap_or_default();
+            serde_json::to_string_pretty(&value).unwrap_or_default()
+        };
+        let mut text = format!("description:\n{}\n", self.description);
+        let _ = writeln!(text, "input schema:\n{}", pretty(&self.input_schema));
+        if let Some(schema) = &self.output_schema {
+            let _ = writeln!(text, "output schema:\n{}", pretty(schema));
+        }
+        text
+    }
+}
+
+impl Reviews {
+    /// The pins in the state folder `folder`; without one, pins for as long
+    /// as the process lives.
+    ///
+    /// # Errors
+    /// [`ReviewError`], if there is a file that cannot be used.
+    pub fn open(mode: Mode, folder: Option<&Path>) -> Result<Self, ReviewError> {
+        let folder = folder.map(Path::to_owned);
+        let reviews = Self { mode, folder, book: Mutex::default() };
+        reviews.refresh()?;
+        Ok(reviews)
+    }
+
+    /// How a tool's present definition stands, by what was read last.
+    #[must_use]
+    pub fn standing(&self, tool: &Tool) -> Standing {
+        if RESERVED_SERVERS.contains(&tool.name().server()) {
+            return Standing::Approved;
+        }
+        let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        match book.pins.get(tool.name().as_str()) {
+            None => Standing::New,
+            Some(pin) if pin.definition_sha256 == crate::hex(&tool.sha256()) => Standing::Approved,
+            Some(_) => Standing::Changed,
+        }
+    }
+
+    /// Whether looking at these tools would pin any of them, which takes its
+    /// time: [`Reviews::see`] does it. Looks whether the file is another.
+    ///
+    /// # Errors
+    /// [`ReviewError`].
+    pub fn would_pin(&self, tools: &[Arc<Tool>]) -> Result<bool, ReviewError> {
+        self.refresh()?;
+        Ok(self.mode == Mode::FirstUse
+            && tools.iter().any(|tool| self.standing(tool) == Standing::New))
+    }
+
+    /// The tools are seen: in the mode `first_use`, those without a pin get
+    /// one.
+    ///
+    /// # Errors
+    /// [`ReviewError`], and nothing is pinned.
+    pub fn see(&self, tools: &[Arc<Tool>]) -> Result<(), ReviewError> {
+        if !self.would_pin(tools)? {
+            return Ok(());
+        }
+        self.write(|pins| {
+            for tool in tools {
+                let name = tool.name().as_str();
+                // Whoever was first in another process stays first.
+                if !RESERVED_SERVERS.contains(&tool.name().server()) && !pins.contains_key(name) {
+                    tracing::info!(tool = ?name, "definition pinned at first sight");
+                    pins.insert(name.to_owned(), Pin::of(tool.spec()));
+                }
+            }
+        })
+    }
+
+    /// That all of these may be granted and called.
+    ///
+    /// # Errors
+    /// [`Blocked`], for the first that may not.
+    pub fn check(&self, tools: &[Arc<Tool>]) -> Result<(), Blocked> {
+        for tool in tools {
+            let standing = self.standing(tool);
+            if standing != Standing::Approved {
+                return Err(Blocked { tool: tool.name().clone(), standing });
+            }
+        }
+        Ok(())
+    }
+
+    /// Approves the present definitions of these. How many were not approved
+    /// before.
+    ///
+    /// # Errors
+    /// [`ReviewError`], and nothing is approved.
+    pub fn approve(&self, tools: &[Arc<Tool>]) -> Result<u32, ReviewError> {
+        let mut approved = 0;
+        self.write(|pins| {
+            for tool in tools.iter().filter(|it| !RESERVED_SERVERS.contains(&it.name().server())) {
+                let pin = Pin::of(tool.spec());
+                let name = tool.name().as_str();
+                if pins.get(name) != Some(&pin) {
+                    tracing::info!(tool = ?name, "definition approved");
+                    pins.insert(name.to_owned(), pin);
+                    approved += 1;
+                }
+            }
+        })?;
+        Ok(approved)
+    }
+
+    /// What differs between a tool's present definition and the approved one.
+    #[must_use]
+    pub fn difference(&self, tool: &Tool) -> String {
+        if self.standing(tool) == Standing::Approved {
+            return String::new();
+        }
+        let former = {
+            let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+            book.pins.get(tool.name().as_str()).map(Pin::shown).unwrap_or_default()
+        };
+        let lines = difference::lines(&former, &Pin::of(tool.spec()).shown());
+        crate::cut(&lines.join("\n"), DIFFERENCE_BYTES_MAX)
+    }
+
+    fn file(&self) -> Option<PathBuf> {
+        self.folder.as_ref().map(|folder| folder.join(REVIEWS_FILE))
+    }
+
+    /// Reads the file if it is another than the one read last.
+    fn refresh(&self) -> Result<(), ReviewError> {
+        let Some(file) = self.file() else { return Ok(()) };
+        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        match fs::metadata(&file) {
+            Ok(metadata) if book.stamp == Some(stamp(&metadata)) => {}
+            Ok(_) => *book = read(&file)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => *book = Book::default(),
+            Err(source) => return Err(ReviewError::Io { file, source }),
+        }
+        Ok(())
+    }
+
+    /// Changes the pins, here and in the file.
+    fn write(&self, change: impl FnOnce(&mut BTreeMap<String, Pin>)) -> Result<(), ReviewError> {
+        let (Some(folder), Some(file)) = (&self.folder, self.file()) else {
+            let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+            change(&mut book.pins);
+            return Ok(());
+        };
+        let failed = |source: io::Error| ReviewError::Io { file: file.clone(), source };
+        if !folder.exists() {
+            fs::create_dir_all(folder)
+                .and_then(|()| fs::set_permissions(folder, Permissions::from_mode(0o700)))
+                .map_err(failed)?;
+        }
+        // Let go of when it is closed.
+        let lock = File::options()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(folder.join(LOCK_FILE))
+            .map_err(failed)?;
+        rustix::fs::flock(&lock, FlockOperation::LockExclusive)
+            .map_err(|error| failed(error.into()))?;
+        self.refresh()?;
+
+        let mut pins = {
+            let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+            book.pins.clone()
+        };
+        change(&mut pins);
+        let written = Written { format: FORMAT, tools: pins };
+        let text = serde_json::to_string(&written).map_err(|error| failed(error.into()))?;
+        if text.len() as u64 > FILE_BYTES_MAX {
+            return Err(ReviewError::TooLarge { got: text.len() });
+        }
+        let draft = folder.join(format!(".{REVIEWS_FILE}.{}", std::process::id()));
+        let replaced = (|| {
+            let mut opened =
+                File::options().write(true).create(true).truncate(true).mode(0o600).open(&draft)?;
+            opened.write_all(text.as_bytes())?;
+            opened.sync_all()?;
+            fs::rename(&draft, &file)?;
+            File::open(folder)?.sync_all()?;
+            opened.metadata()
+        })();
+        let metadata = replaced.map_err(|source| {
+            let _ = fs::remove_file(&draft);
+            failed(source)
+        })?;
+        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        *book = Book { pins: written.tools, stamp: Some(stamp(&metadata)) };
+        Ok(())
+    }
+}
+
+fn stamp(metadata: &Metadata) -> Stamp {
+    (metadata.dev(), metadata.ino(), metadata.len(), metadata.mtime(), metadata.mtime_nsec())
+}
+
+fn read(file: &Path) -> Result<Book, ReviewError> {
+    let failed = |source| ReviewError::Io { file: file.to_owned(), source };
+    let opened = File::open(file).map_err(failed)?;
+    let metadata = opened.metadata().map_err(failed)?;
+    if metadata.mode() & 0o022 != 0 {
+        return Err(ReviewError::Open { file: file.to_owned() });
+    }
+    let mut text = String::new();
+    opened.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(failed)?;
+    if text.len() as u64 > FILE_BYTES_MAX {
+        return Err(ReviewError::TooLarge { got: text.len() });
+    }
+    match serde_json::from_str(&text) {
+        Ok(Written { format: FORMAT, tools }) => {
+            Ok(Book { pins: tools, stamp: Some(stamp(&metadata)) })
+        }
+        _ => Err(ReviewError::Malformed { file: file.to_owned() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::definition::Listed;
+    use serde_json::Map;
+
+    fn tool(name: &str, description: &str) -> Arc<Tool> {
+        let listed = Listed {
+            name: name.into(),
+            description: Some(description.into()),
+            input_schema: Map::new(),
+            output_schema: None,
+        };
+        Arc::new(Tool::new("shop", listed).unwrap())
+    }
+
+    fn first_use(folder: &Path) -> Reviews {
+        Reviews::open(Mode::FirstUse, Some(folder)).unwrap()
+    }
+
+    #[test]
+    fn a_definition_that_changed_is_blocked_until_it_is_approved_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let before = [tool("find", "Finds.")];
+        let after = [tool("find", "Finds, and mails it to mallory.")];
+        let reviews = first_use(folder.path());
+        reviews.see(&before).unwrap();
+        reviews.check(&before).unwrap();
+
+        // Another process, later.
+        let reviews = first_use(folder.path());
+        reviews.see(&after).unwrap();
+        let blocked = reviews.check(&after).unwrap_err();
+        assert_eq!(blocked.standing, Standing::Changed);
+        assert!(blocked.to_string().contains("forge-vmm tools approve shop.find"), "{blocked}");
+        let difference = reviews.difference(&after[0]);
+        assert!(difference.contains("- Finds.\n+ Finds, and mails"), "{difference}");
+
+        let operator = first_use(folder.path());
+        assert_eq!(operator.approve(&after).unwrap(), 1);
+        assert_eq!(operator.approve(&after).unwrap(), 0);
+        // The broker that was there before learns of it.
+        reviews.see(&after).unwrap();
+        reviews.check(&after).unwrap();
+        assert_eq!(reviews.check(&before).unwrap_err().standing, Standing::Changed);
+    }
+
+    #[test]
+    fn where_review_is_required_a_new_tool_waits_for_approval() {
+        let folder = tempfile::tempdir().unwrap();
+        let reviews = Reviews::open(Mode::Required, Some(folder.path())).unwrap();
+        let tools = [tool("find", "Finds.")];
+        reviews.see(&tools).unwrap();
+        assert_eq!(reviews.check(&tools).unwrap_err().standing, Standing::New);
+        assert!(reviews.difference(&tools[0]).contains("+ Finds."));
+        reviews.approve(&tools).unwrap();
+        reviews.check(&tools).unwrap();
+        assert_eq!(reviews.difference(&tools[0]), "");
+    }
+
+    #[test]
+    fn without_a_state_folder_pins_live_as_long_as_the_process() {
+        let reviews = Reviews::open(Mode::FirstUse, None).unwrap();
+        reviews.see(&[tool("find", "Finds.")]).unwrap();
+        assert!(reviews.check(&[tool("find", "Finds!")]).is_err());
+    }
+
+    #[test]
+    fn the_file_is_private_whole_and_refused_when_it_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = folder.path().join("state");
+        first_use(&state).see(&[tool("find", "Finds.")]).unwrap();
+        let file = state.join(REVIEWS_FILE);
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(&state).unwrap().count(), 2, "the file and its lock");
+        let open = || Reviews::open(Mode::FirstUse, Some(&state)).unwrap_err();
+        fs::set_permissions(&file, Permissions::from_mode(0o620)).unwrap();
+        assert!(matches!(open(), ReviewError::Open { .. }));
+        fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
+        for text in ["", "{}", r#"{"format": 2, "tools": {}}"#, r#"{"format":1,"tools":{},"x":1}"#]
+        {
+            fs::write(&file, text).unwrap();
+            assert!(matches!(open(), ReviewError::Malformed { .. }), "{text}");
+        }
+    }
+
+    #[test]
+    fn brokers_that_pin_at_the_same_time_lose_no_pin() {
+        let folder = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let folder = folder.path();
+                scope.spawn(move || {
+                    let reviews = first_use(folder);
+                    for number in 0..10 {
+                        let tools = [tool(&format!("t{thread}_{number}"), "Finds.")];
+                        reviews.see(&tools).unwrap();
+                        reviews.check(&tools).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(first_use(folder.path()).book.lock().unwrap().pins.len(), 40);
+    }
+}

@@ -1,0 +1,269 @@
+//! Grants from the command line to the program: a real `forge-vmm`, a VM, the
+//! real toolbroker and a real tool server.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Output, Stdio};
+use std::sync::Once;
+
+use serde_json::{Value, json};
+use support::{forge_module, signer};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            a_programs_call_outside_its_constraint_is_denied_and_costs_the_server_nothing,
+            a_grant_is_good_in_its_session_alone,
+            a_tool_that_changed_is_not_run_until_it_is_approved,
+        ],
+        claims![
+            a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all,
+            a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character,
+        ],
+    )
+}
+
+const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
+
+/// The programs of other packages that these tests start.
+fn helpers() -> &'static Path {
+    static BUILT: Once = Once::new();
+    let folder = Path::new(FORGE).parent().unwrap();
+    BUILT.call_once(|| {
+        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+        let mut build = Command::new(cargo);
+        build
+            .args(["build", "--quiet", "-p", "forge-toolbroker", "-p", "forge-test-server"])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        match build.status() {
+            Ok(status) => assert!(status.success(), "the helpers do not build"),
+            // A machine without cargo: they were brought along.
+            Err(_) => {
+                for name in ["forge-toolbroker", "forge-test-server"] {
+                    assert!(folder.join(name).is_file(), "{name} is missing, and so is cargo");
+                }
+            }
+        }
+    });
+    folder
+}
+
+/// A folder with a key, an `mcp.json` and a state folder, gone after the test.
+struct Desk(PathBuf);
+
+impl Desk {
+    fn new() -> Self {
+        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let name = format!("forge-grants-{}-{number}", std::process::id());
+        let desk = Self(std::env::temp_dir().join(name));
+        fs::create_dir_all(&desk.0).unwrap();
+        fs::write(desk.path("signer.pem"), signer().to_pem()).unwrap();
+        fs::set_permissions(desk.path("signer.pem"), fs::Permissions::from_mode(0o600)).unwrap();
+        desk.servers(&[]);
+        desk
+    }
+
+    /// The test server with these arguments.
+    fn servers(&self, more: &[&str]) {
+        let log = self.path("calls");
+        let args = [&["--log", log.to_str().unwrap()], more].concat();
+        let server = json!({"command": helpers().join("forge-test-server"), "args": args});
+        let servers = json!({"mcpServers": {"test": server}});
+        fs::write(self.path("mcp.json"), servers.to_string()).unwrap();
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn forge(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(FORGE);
+        command.current_dir(&self.0).args(arguments).stdin(Stdio::null());
+        command.env("FORGE_STATE", self.path("state")).output().unwrap()
+    }
+
+    /// The same, which has to go well.
+    fn done(&self, arguments: &[&str]) -> String {
+        let output = self.forge(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+        text(&output.stdout)
+    }
+
+    fn issue(&self, more: &[&str]) {
+        let command = ["grant", "issue", "--mcp-config", "mcp.json", "-o", "whole.grant"];
+        self.done(&[&command[..], more].concat());
+    }
+
+    /// Runs a program that makes one call and puts out what it gets.
+    fn run(&self, tool: &str, request: &str, more: &[&str]) -> (i32, Value) {
+        fs::write(self.path("program.wat"), calls(tool, request)).unwrap();
+        let command = ["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"];
+        let servers = ["--mcp-config", "mcp.json", "program.wat"];
+        let output = self.forge(&[&command[..], more, &servers].concat());
+        let report = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|_| panic!("no report: {}", text(&output.stderr)));
+        (output.status.code().unwrap(), report)
+    }
+
+    /// What reached the test server.
+    fn calls(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.path("calls")).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A program that calls a tool, puts the answer out, refusal or not, and
+/// returns 0.
+fn calls(tool: &str, request: &str) -> String {
+    forge_module(
+        &format!(
+            "(import \"tool\" \"{tool}\" (func $call_tool (param i32 i32) (result i32)))
+             (memory (export \"memory\") 2) (data (i32.const 0) {request:?})"
+        ),
+        &format!(
+            "(drop (call $call_tool (i32.const 0) (i32.const {})))
+             (drop (call $output (i32.const 4096)
+                (call $resp_read (i32.const 4096) (i32.const 0) (i32.const 100000))))
+             (i32.const 0)",
+            request.len()
+        ),
+    )
+}
+
+fn a_programs_call_outside_its_constraint_is_denied_and_costs_the_server_nothing() {
+    let desk = Desk::new();
+    desk.issue(&["--allow", "test.slow", "--where", "test.slow:/ms<=5"]);
+    let (code, report) = desk.run("test.slow", r#"{"ms":6}"#, &["--grant", "whole.grant"]);
+    assert_eq!(code, 0, "{report:#}");
+    assert_eq!(report["tool_calls"][0]["status"], "denied", "{report:#}");
+    let why: Value = serde_json::from_str(report["output"].as_str().unwrap()).unwrap();
+    assert_eq!(why["constraint"], "/ms<=5", "{why}");
+    assert_eq!(desk.calls(), Vec::<String>::new());
+
+    let (_, report) = desk.run("test.slow", r#"{"ms":5}"#, &["--grant", "whole.grant"]);
+    assert_eq!(report["tool_calls"][0]["status"], "ok", "{report:#}");
+    assert_eq!(desk.calls(), ["slow", "slow ended"]);
+}
+
+fn a_grant_is_good_in_its_session_alone() {
+    let desk = Desk::new();
+    desk.issue(&["--allow", "test.echo", "--session", "s-1"]);
+    let run = |more: &[&str]| {
+        desk.run("test.echo", r#"{"text":"x"}"#, &[&["--grant", "whole.grant"], more].concat())
+    };
+    let (code, report) = run(&["--session", "s-1"]);
+    assert_eq!(code, 0, "{report:#}");
+    for other in [&[][..], &["--session", "s-2"]] {
+        let (code, report) = run(other);
+        assert_eq!((code, &report["kind"]), (3, &json!("grant")), "{report:#}");
+    }
+    assert_eq!(desk.calls(), ["echo"]);
+}
+
+fn a_tool_that_changed_is_not_run_until_it_is_approved() {
+    let desk = Desk::new();
+    let run = || desk.run("test.echo", r#"{"text":"x"}"#, &["--allow", "test.echo"]);
+    assert_eq!(run().0, 0);
+    desk.servers(&["--changed"]);
+    let (code, report) = run();
+    assert_eq!((code, &report["kind"]), (3, &json!("not_reviewed")), "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("forge-vmm tools approve test.echo"));
+    assert_eq!(desk.calls(), ["echo"], "the first one alone");
+
+    let servers = ["--mcp-config", "mcp.json"];
+    let listed = desk.done(&[&["tools", "list"], &servers[..]].concat());
+    assert!(listed.contains("test.echo  [blocked: changed]"), "{listed}");
+    let review = desk.done(&[&["tools", "review"], &servers[..]].concat());
+    assert!(review.contains("changed   test.echo"), "{review}");
+    assert!(review.contains("    + Says it back, and tells everybody."), "{review}");
+    let approved = desk.done(&[&["tools", "approve", "test.echo"], &servers[..]].concat());
+    assert!(approved.ends_with("1 approved\n"), "{approved}");
+    assert_eq!(run().0, 0);
+}
+
+fn a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all() {
+    let desk = Desk::new();
+    desk.issue(&["--allow", "test.slow", "--allow", "test.echo", "--cost", "9"]);
+    // Whoever narrows it has neither the key nor the servers.
+    fs::rename(desk.path("state"), desk.path("elsewhere")).unwrap();
+    fs::rename(desk.path("mcp.json"), desk.path("away.json")).unwrap();
+    desk.done(&[
+        "grant",
+        "attenuate",
+        "whole.grant",
+        "-o",
+        "narrow.grant",
+        "--allow",
+        "test.slow",
+        "--where",
+        "test.slow:/ms<=5",
+        "--calls",
+        "3",
+        "--session",
+        "s-1",
+        "--valid",
+        "1m",
+    ]);
+    assert!(!desk.path("state").exists(), "it made a state folder");
+    let mode = fs::metadata(desk.path("narrow.grant")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    fs::rename(desk.path("elsewhere"), desk.path("state")).unwrap();
+
+    let shown = desk.done(&["grant", "inspect", "narrow.grant", "--json"]);
+    let claims: Value = serde_json::from_str(&shown).unwrap();
+    let whole = desk.done(&["grant", "inspect", "whole.grant", "--json"]);
+    let whole: Value = serde_json::from_str(&whole).unwrap();
+    assert!(claims["expires"].as_str() < whole["expires"].as_str(), "{claims:#}");
+    assert_eq!((&claims["calls_max"], &claims["cost_max"]), (&json!(3), &json!(9)));
+    assert_eq!(claims["session"], "s-1");
+    assert_eq!(claims["tools"].as_array().unwrap().len(), 1, "{claims:#}");
+    assert_eq!(claims["tools"][0]["constraints"], json!(["/ms<=5"]));
+    let shown = desk.done(&["grant", "inspect", "narrow.grant"]);
+    for line in ["session    s-1", "calls      3 ", "cost       9 ", "  where    /ms<=5"] {
+        assert!(shown.contains(line), "{shown}");
+    }
+
+    let nothing = desk.forge(&["grant", "attenuate", "whole.grant", "-o", "narrow.grant"]);
+    assert_eq!(nothing.status.code(), Some(3), "{}", text(&nothing.stderr));
+}
+
+fn a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character() {
+    let desk = Desk::new();
+    let output = desk.forge(&[
+        "grant",
+        "issue",
+        "--mcp-config",
+        "mcp.json",
+        "-o",
+        "x.grant",
+        "--allow",
+        "test.slow",
+        "--where",
+        "test.slow:/ms<=five",
+    ]);
+    assert_eq!(output.status.code(), Some(3));
+    let said = text(&output.stderr);
+    assert!(said.contains("\"test.slow:/ms<=five\", character 16: a number"), "{said}");
+    assert!(!desk.path("x.grant").exists());
+}
