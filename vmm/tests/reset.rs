@@ -30,6 +30,7 @@ fn main() -> ExitCode {
         claims![
             a_guest_from_a_base_answers_as_one_that_booted,
             whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm,
+            pages_beyond_the_bases_file_are_every_vms_and_are_put_back,
             a_prepared_guest_is_put_back_to_where_its_program_is_loaded,
             a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is,
             a_run_that_stopped_halfway_left_registers_that_the_proof_sees,
@@ -57,16 +58,23 @@ fn limits() -> RunLimits {
 }
 
 fn make_base() -> GuestBase {
+    make_base_with(b"")
+}
+
+/// A page of RAM behind the file that a base keeps its beginning in.
+const BEYOND: GuestAddress = GuestAddress(RAM_START + BASE_FILE_BYTES as u64 + 5 * 4096);
+
+/// A base whose guest had written there.
+fn make_base_with(beyond: &[u8]) -> GuestBase {
     let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     let hypervisor = Hypervisor::open().unwrap();
     let trust = TrustKeys::new([signer().trust_key()]).unwrap();
     let watchdog = Watchdog::new().unwrap();
     let ram_bytes = machine::ram_bytes(&limits());
     let image = Image::built_in().unwrap();
-    Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog)
-        .unwrap()
-        .into_base(&hypervisor, &PageMap::open().unwrap())
-        .unwrap()
+    let guest = Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog).unwrap();
+    guest.memory().write_slice(beyond, BEYOND).unwrap();
+    guest.into_base(&hypervisor, &PageMap::open().unwrap()).unwrap()
 }
 
 fn base() -> &'static GuestBase {
@@ -365,6 +373,26 @@ fn two_bases_of_the_same_keys_are_equal() {
 
 // Reset
 
+fn pages_beyond_the_bases_file_are_every_vms_and_are_put_back() {
+    let base = make_base_with(b"the base's");
+    // The first has its memory from the base, the second maps its own.
+    for _ in 0..2 {
+        let mut vm = Vm::of(&base);
+        let read = |vm: &Vm| {
+            let mut bytes = [0; 10];
+            vm.guest.memory().read_slice(&mut bytes, BEYOND).unwrap();
+            bytes
+        };
+        assert_eq!(&read(&vm), b"the base's");
+        let to = vm.guest.mark(&vm.pages).unwrap();
+        vm.guest.memory().write_slice(b"the run's!", BEYOND).unwrap();
+        assert_eq!(vm.prove(&to).unwrap_err().kind, VmFailureKind::NotReset);
+        vm.guest.reset(&to, &vm.pages).unwrap();
+        assert_eq!(&read(&vm), b"the base's");
+        vm.prove(&to).unwrap();
+    }
+}
+
 fn whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm() {
     let mixture = mixture();
     let expected: Vec<_> = mixture.iter().map(|(_, job)| essence(&Vm::new().run(job))).collect();
@@ -443,7 +471,7 @@ fn a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is() {
         let was: u8 = vm.guest.memory().read_obj(at).unwrap();
         vm.guest.memory().write_obj(was ^ 0x40, at).unwrap();
         let failure = vm.prove(&to).unwrap_err();
-        assert_eq!(failure.kind, VmFailureKind::Internal);
+        assert_eq!(failure.kind, VmFailureKind::NotReset);
         let said = format!("memory at {:#x}: {:#04x}, not {was:#04x}", at.0, was ^ 0x40);
         assert!(failure.message.contains(&said), "{name}: {}", failure.message);
         // And a reset puts it back, as what a run might have written.

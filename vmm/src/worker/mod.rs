@@ -227,7 +227,7 @@ impl Guest {
             return Ok(());
         }
         Err(VmFailure {
-            kind: VmFailureKind::Internal,
+            kind: VmFailureKind::NotReset,
             message: format!("a reset left differences: {}", found.join("; ")),
         })
     }
