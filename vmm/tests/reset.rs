@@ -16,11 +16,16 @@ use std::time::Duration;
 
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::platform::RAM_START;
+use forge_protocol::platform::{
+    CODE, CONTROL_MMIO, LARGE_PAGE_BYTES, PAGE_BYTES, PAGE_TABLES, RAM_START,
+};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, VmFailure, VmFailureKind};
 use forge_vmm::machine::snapshot::{BASE_FILE_BYTES, RESET_PAGES_MAX};
-use forge_vmm::machine::{self, Hypervisor, Image, PageMap, Watchdog, deadline_in};
+use forge_vmm::machine::{
+    self, Base, Bus, Death, Exit, Hypervisor, Image, Machine, PageMap, Watchdog, deadline_in,
+    vcpu::Go,
+};
 use forge_vmm::worker::{Guest, GuestBase};
 use support::{forge_module, job, serve, signed, signer};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryRegion as _};
@@ -31,6 +36,7 @@ fn main() -> ExitCode {
             a_guest_from_a_base_answers_as_one_that_booted,
             whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm,
             pages_beyond_the_bases_file_are_every_vms_and_are_put_back,
+            a_guest_whose_page_tables_allow_it_still_cannot_write_its_code,
             a_prepared_guest_is_put_back_to_where_its_program_is_loaded,
             a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is,
             a_run_that_stopped_halfway_left_registers_that_the_proof_sees,
@@ -391,6 +397,47 @@ fn pages_beyond_the_bases_file_are_every_vms_and_are_put_back() {
         assert_eq!(&read(&vm), b"the base's");
         vm.prove(&to).unwrap();
     }
+}
+
+/// Breaks at every access and notes where the last one was.
+struct Last(u64);
+
+impl Bus for Last {
+    fn read(&mut self, address: u64, _: &mut [u8]) -> Go {
+        self.0 = address;
+        Go::Break(())
+    }
+
+    fn write(&mut self, address: u64, _: &[u8]) -> Go {
+        self.0 = address;
+        Go::Break(())
+    }
+}
+
+fn a_guest_whose_page_tables_allow_it_still_cannot_write_its_code() {
+    let target = CODE + 0x1000;
+    // mov [CONTROL_MMIO], eax; mov [target], eax; jmp to itself
+    let store = |address: u64| [&[0x89, 0x04, 0x25][..], &(address as u32).to_le_bytes()].concat();
+    let code = [store(CONTROL_MMIO), store(target), vec![0xeb, 0xfe]].concat();
+    let hypervisor = Hypervisor::open().unwrap();
+    let (watchdog, pages) = (Watchdog::new().unwrap(), PageMap::open().unwrap());
+    let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
+    let image = Image::with_entry_code(&code).unwrap();
+    let mut machine = Machine::new(&hypervisor, &image, &[], 16 << 20).unwrap();
+    assert_eq!(machine.run(&mut Last(0), watchdog.stop()), Exit::Bus);
+    let base = Arc::new(Base::capture(machine, &hypervisor, &pages).unwrap());
+    // The first has its code in the slot of its RAM, the second in its own.
+    let run = || {
+        let mut machine = Machine::from_base(&hypervisor, &base).unwrap();
+        // The entry of the directory that maps the code: writable.
+        let entry = GuestAddress(PAGE_TABLES + 2 * PAGE_BYTES + CODE / LARGE_PAGE_BYTES * 8);
+        let mapped: u64 = machine.memory().read_obj(entry).unwrap();
+        machine.memory().write_obj(mapped | 2, entry).unwrap();
+        let mut last = Last(0);
+        (machine.run(&mut last, watchdog.stop()), last.0)
+    };
+    assert_eq!(run(), (Exit::Died(Death::Host { errno: libc::EFAULT }), 0));
+    assert_eq!(run(), (Exit::Bus, target));
 }
 
 fn whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm() {

@@ -354,6 +354,8 @@ fn death_kind(death: &Death) -> VmFailureKind {
         Death::InternalError { .. } | Death::FailEntry { .. } | Death::Unexpected { .. } => {
             VmFailureKind::Stopped
         }
+        // It wrote where the host's mapping forbids it: code.
+        Death::Host { errno: libc::EFAULT } => VmFailureKind::Stopped,
         Death::Host { .. } => VmFailureKind::Unavailable,
     }
 }
