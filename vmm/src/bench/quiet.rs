@@ -5,9 +5,10 @@
 use std::time::{Duration, Instant};
 
 /// How long at most: a process may have reasons of its own to run.
-const TIME_MAX: Duration = Duration::from_millis(100);
-/// From one look to the next.
-const INTERVAL: Duration = Duration::from_micros(200);
+const TIME_MAX: Duration = Duration::from_millis(50);
+/// From one look to the next. Who looks all the time has used up its turn when
+/// the next sample comes.
+const INTERVAL: Duration = Duration::from_millis(1);
 /// Looks in a row that must find everybody asleep: work goes from process to
 /// process, and one look may fall in between.
 const LOOKS: u32 = 2;
@@ -18,8 +19,8 @@ pub(super) fn wait_for_quiet(process: i32) {
     let until = Instant::now() + TIME_MAX;
     let mut found = 0;
     while found < LOOKS && Instant::now() < until {
-        found = if all_sleep(process) { found + 1 } else { 0 };
         std::thread::sleep(INTERVAL);
+        found = if all_sleep(process) { found + 1 } else { 0 };
     }
 }
 
