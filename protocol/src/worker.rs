@@ -125,6 +125,8 @@ pub enum VmFailureKind {
     WorkerBroke,
     /// Our own bug.
     Internal,
+    /// A reset left something behind, as its proof found.
+    NotReset,
 }
 
 /// One tool call, for the report.

@@ -229,6 +229,7 @@ impl Outcome {
             VmFailureKind::WorkerLost => (Status::Internal, "worker_lost"),
             VmFailureKind::WorkerBroke => (Status::Internal, "worker_broke"),
             VmFailureKind::Internal => (Status::Internal, "internal"),
+            VmFailureKind::NotReset => (Status::Internal, "not_reset"),
             VmFailureKind::Unavailable => (Status::Unavailable, "kvm"),
         };
         Self::new(status, kind, printable(&failure.message))

@@ -16,11 +16,16 @@ use std::time::Duration;
 
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::platform::RAM_START;
+use forge_protocol::platform::{
+    CODE, CONTROL_MMIO, LARGE_PAGE_BYTES, PAGE_BYTES, PAGE_TABLES, RAM_START,
+};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, VmFailure, VmFailureKind};
 use forge_vmm::machine::snapshot::{BASE_FILE_BYTES, RESET_PAGES_MAX};
-use forge_vmm::machine::{self, Hypervisor, Image, PageMap, Watchdog, deadline_in};
+use forge_vmm::machine::{
+    self, Base, Bus, Death, Exit, Hypervisor, Image, Machine, PageMap, Watchdog, deadline_in,
+    vcpu::Go,
+};
 use forge_vmm::worker::{Guest, GuestBase};
 use support::{forge_module, job, serve, signed, signer};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryRegion as _};
@@ -30,6 +35,8 @@ fn main() -> ExitCode {
         claims![
             a_guest_from_a_base_answers_as_one_that_booted,
             whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm,
+            pages_beyond_the_bases_file_are_every_vms_and_are_put_back,
+            a_guest_whose_page_tables_allow_it_still_cannot_write_its_code,
             a_prepared_guest_is_put_back_to_where_its_program_is_loaded,
             a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is,
             a_run_that_stopped_halfway_left_registers_that_the_proof_sees,
@@ -57,16 +64,23 @@ fn limits() -> RunLimits {
 }
 
 fn make_base() -> GuestBase {
+    make_base_with(b"")
+}
+
+/// A page of RAM behind the file that a base keeps its beginning in.
+const BEYOND: GuestAddress = GuestAddress(RAM_START + BASE_FILE_BYTES as u64 + 5 * 4096);
+
+/// A base whose guest had written there.
+fn make_base_with(beyond: &[u8]) -> GuestBase {
     let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     let hypervisor = Hypervisor::open().unwrap();
     let trust = TrustKeys::new([signer().trust_key()]).unwrap();
     let watchdog = Watchdog::new().unwrap();
     let ram_bytes = machine::ram_bytes(&limits());
     let image = Image::built_in().unwrap();
-    Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog)
-        .unwrap()
-        .into_base(&hypervisor, &PageMap::open().unwrap())
-        .unwrap()
+    let guest = Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog).unwrap();
+    guest.memory().write_slice(beyond, BEYOND).unwrap();
+    guest.into_base(&hypervisor, &PageMap::open().unwrap()).unwrap()
 }
 
 fn base() -> &'static GuestBase {
@@ -365,6 +379,67 @@ fn two_bases_of_the_same_keys_are_equal() {
 
 // Reset
 
+fn pages_beyond_the_bases_file_are_every_vms_and_are_put_back() {
+    let base = make_base_with(b"the base's");
+    // The first has its memory from the base, the second maps its own.
+    for _ in 0..2 {
+        let mut vm = Vm::of(&base);
+        let read = |vm: &Vm| {
+            let mut bytes = [0; 10];
+            vm.guest.memory().read_slice(&mut bytes, BEYOND).unwrap();
+            bytes
+        };
+        assert_eq!(&read(&vm), b"the base's");
+        let to = vm.guest.mark(&vm.pages).unwrap();
+        vm.guest.memory().write_slice(b"the run's!", BEYOND).unwrap();
+        assert_eq!(vm.prove(&to).unwrap_err().kind, VmFailureKind::NotReset);
+        vm.guest.reset(&to, &vm.pages).unwrap();
+        assert_eq!(&read(&vm), b"the base's");
+        vm.prove(&to).unwrap();
+    }
+}
+
+/// Breaks at every access and notes where the last one was.
+struct Last(u64);
+
+impl Bus for Last {
+    fn read(&mut self, address: u64, _: &mut [u8]) -> Go {
+        self.0 = address;
+        Go::Break(())
+    }
+
+    fn write(&mut self, address: u64, _: &[u8]) -> Go {
+        self.0 = address;
+        Go::Break(())
+    }
+}
+
+fn a_guest_whose_page_tables_allow_it_still_cannot_write_its_code() {
+    let target = CODE + 0x1000;
+    // mov [CONTROL_MMIO], eax; mov [target], eax; jmp to itself
+    let store = |address: u64| [&[0x89, 0x04, 0x25][..], &(address as u32).to_le_bytes()].concat();
+    let code = [store(CONTROL_MMIO), store(target), vec![0xeb, 0xfe]].concat();
+    let hypervisor = Hypervisor::open().unwrap();
+    let (watchdog, pages) = (Watchdog::new().unwrap(), PageMap::open().unwrap());
+    let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
+    let image = Image::with_entry_code(&code).unwrap();
+    let mut machine = Machine::new(&hypervisor, &image, &[], 16 << 20).unwrap();
+    assert_eq!(machine.run(&mut Last(0), watchdog.stop()), Exit::Bus);
+    let base = Arc::new(Base::capture(machine, &hypervisor, &pages).unwrap());
+    // The first has its code in the slot of its RAM, the second in its own.
+    let run = || {
+        let mut machine = Machine::from_base(&hypervisor, &base).unwrap();
+        // The entry of the directory that maps the code: writable.
+        let entry = GuestAddress(PAGE_TABLES + 2 * PAGE_BYTES + CODE / LARGE_PAGE_BYTES * 8);
+        let mapped: u64 = machine.memory().read_obj(entry).unwrap();
+        machine.memory().write_obj(mapped | 2, entry).unwrap();
+        let mut last = Last(0);
+        (machine.run(&mut last, watchdog.stop()), last.0)
+    };
+    assert_eq!(run(), (Exit::Died(Death::Host { errno: libc::EFAULT }), 0));
+    assert_eq!(run(), (Exit::Bus, target));
+}
+
 fn whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm() {
     let mixture = mixture();
     let expected: Vec<_> = mixture.iter().map(|(_, job)| essence(&Vm::new().run(job))).collect();
@@ -443,7 +518,7 @@ fn a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is() {
         let was: u8 = vm.guest.memory().read_obj(at).unwrap();
         vm.guest.memory().write_obj(was ^ 0x40, at).unwrap();
         let failure = vm.prove(&to).unwrap_err();
-        assert_eq!(failure.kind, VmFailureKind::Internal);
+        assert_eq!(failure.kind, VmFailureKind::NotReset);
         let said = format!("memory at {:#x}: {:#04x}, not {was:#04x}", at.0, was ^ 0x40);
         assert!(failure.message.contains(&said), "{name}: {}", failure.message);
         // And a reset puts it back, as what a run might have written.

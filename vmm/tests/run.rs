@@ -40,6 +40,7 @@ fn main() -> ExitCode {
             artifacts_are_written_and_never_over_anything,
             input_comes_from_a_file_or_standard_input,
             no_process_is_left_behind,
+            a_group_in_the_configuration_holds_what_a_run_starts,
             probe_proves_that_a_guest_boots,
         ],
         claims![
@@ -268,6 +269,20 @@ fn growing_past_the_limit_fails_in_the_program() {
     let (code, report) = Desk::new().run(wat, &[]);
     assert_eq!(code, 0, "{report:#}");
     assert_eq!(report["memory_peak_bytes"], 65_536);
+}
+
+fn a_group_in_the_configuration_holds_what_a_run_starts() {
+    let desk = Desk::new();
+    let module = r#"(module (memory (export "memory") 1)
+        (func (export "forge_run") (result i32) (i32.const 0)))"#;
+    desk.write("forge.toml", "");
+    let (code, report) = desk.run(module, &["--config", "forge.toml"]);
+    assert_eq!(code, 0, "{report:#}");
+    // Room for the zygote and no worker; a host that cannot keep a group to it
+    // makes none either.
+    desk.write("forge.toml", "[vm.group]\nprocesses = 1\n");
+    let (code, report) = desk.run(module, &["--config", "forge.toml"]);
+    assert_eq!((code, &report["status"]), (5, &json!("unavailable")), "{report:#}");
 }
 
 fn deep_recursion_is_a_trap() {

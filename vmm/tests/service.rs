@@ -468,10 +468,13 @@ fn the_service_is_gone_with_all_it_started_however_it_ends() {
         assert!(all.len() >= 5, "{all:?}");
         // SAFETY: a plain system call; the process is a child of ours.
         assert_eq!(unsafe { libc::kill(service.child.id() as i32, signal) }, 0);
-        service.child.wait().unwrap();
+        let status = service.child.wait().unwrap();
         for pid in all {
             eventually("all it started is gone", || is_gone(pid));
         }
+        // Nobody can clean up who is killed.
+        let killed = signal == libc::SIGKILL;
+        assert_eq!((status.success(), desk.socket().exists()), (!killed, killed), "{status}");
         drop(client);
     }
 }

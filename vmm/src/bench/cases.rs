@@ -14,6 +14,7 @@ use forge_protocol::worker::{Job, Reuse};
 
 use super::fixture::{self, PRINCIPAL, Served};
 use super::program::Program;
+use super::quiet::wait_for_quiet;
 use super::{Case, Entry, Figure, Formula, Measure};
 use crate::link::{Link, Patience};
 use crate::machine::{self, Hypervisor, Image, PageMap, Watchdog};
@@ -152,6 +153,13 @@ fn request(job: Job, authority: Authority) -> RunRequest {
     }
 }
 
+/// Waits until a supervisor in this process has nothing under way in others.
+fn quiet(supervisor: &Supervisor) {
+    if let Some(zygote) = supervisor.pool().zygote() {
+        wait_for_quiet(zygote);
+    }
+}
+
 struct Boot(Program);
 
 /// `boot`: no pool, no snapshot; `/dev/kvm` is opened, the VM made, the guest
@@ -197,6 +205,7 @@ impl Case for Cold {
         if report.status != Status::Ok || report.output != expected {
             return Err(format!("the benched run did not answer {expected:?}: {}", report.reason));
         }
+        quiet(&self.supervisor);
         Ok(ns)
     }
 }
@@ -212,15 +221,11 @@ const RESET: PoolOptions = PoolOptions {
     group: None,
 };
 
-/// How long the pool has after a sample to make what was taken.
-const REFILL: Duration = Duration::from_millis(8);
-
 struct Warm {
     client: Client,
-    _served: Served,
+    served: Served,
     program: Program,
     prepare: bool,
-    refill: Duration,
 }
 
 impl Warm {
@@ -228,8 +233,7 @@ impl Warm {
         let program = Program::new()?;
         let served = Served::start(&program, pool)?;
         let client = served.client().map_err(said)?;
-        let refill = if pool.reuse == Reuse::Fresh { REFILL } else { Duration::ZERO };
-        Ok(Box::new(Self { client, _served: served, program, prepare, refill }))
+        Ok(Box::new(Self { client, served, program, prepare }))
     }
 }
 
@@ -253,7 +257,8 @@ impl Case for Warm {
     fn sample(&mut self) -> Result<u64, String> {
         let submit = fixture::submission(&mut self.program, self.prepare);
         let took = fixture::timed_run(&mut self.client, &submit)?;
-        std::thread::sleep(self.refill);
+        // The pool makes what was taken, or puts it back.
+        wait_for_quiet(self.served.process());
         Ok(took.as_nanos() as u64)
     }
 }
@@ -361,6 +366,7 @@ impl Case for ToolcallNull {
     fn sample(&mut self) -> Result<u64, String> {
         let few = self.run(2)?;
         let many = self.run(2 + CALLS)?;
+        quiet(&self.supervisor);
         Ok(many.saturating_sub(few) / CALLS as u64)
     }
 }

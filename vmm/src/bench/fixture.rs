@@ -117,6 +117,11 @@ impl Served {
         Ok(served)
     }
 
+    /// Its process id.
+    pub(super) fn process(&self) -> i32 {
+        self.child.id() as i32
+    }
+
     /// Connects to it.
     pub(super) fn client(&self) -> io::Result<Client> {
         Client::connect(&self.socket)

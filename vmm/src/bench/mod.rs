@@ -19,6 +19,7 @@
 //! | [`formula`] | what a case's ratio is to, as data |
 //! | [`stats`] | percentiles, and how sure a median is |
 //! | [`disturbance`] | how much others kept it from running |
+//! | `quiet` | waiting until what a sample left under way is done |
 //! | [`compare`] | two results: what moved beyond noise |
 //! | [`plot`] | the distributions as a picture |
 
@@ -31,6 +32,7 @@ pub mod floors;
 pub mod formula;
 pub mod plot;
 pub mod program;
+mod quiet;
 pub mod stats;
 
 use serde::{Deserialize, Serialize};

@@ -43,6 +43,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let supervisor = Arc::new(Supervisor::new(options, Some(broker))?);
     let at = |source| CliError::File { path: args.socket.display().to_string(), source };
     let server = Server::bind(&args.socket).map_err(at)?;
+    server.end_by_signals().map_err(at)?;
     let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", args.socket.display());
     server.serve(&supervisor).map_err(at)?;
     Ok(Exit::Ok.into())

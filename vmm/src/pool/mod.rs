@@ -27,6 +27,7 @@ pub mod zygote;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -135,6 +136,7 @@ struct Shared {
     hardening: Mutex<Option<Hardening>>,
     shelves: Mutex<Shelves>,
     changed: Condvar,
+    resets_disproven: AtomicU64,
 }
 
 /// The pool.
@@ -161,6 +163,7 @@ impl Pool {
             hardening: Mutex::new(None),
             shelves: Mutex::new(Shelves::new(options)),
             changed: Condvar::new(),
+            resets_disproven: AtomicU64::new(0),
         });
         let filler = match options.ready_max {
             0 => None,
@@ -190,6 +193,13 @@ impl Pool {
     #[must_use]
     pub fn weaknesses(&self) -> Vec<Weakness> {
         self.shared.lock_hardening().as_ref().map(Hardening::weaknesses).unwrap_or_default()
+    }
+
+    /// How many resets were found by their proof to have left something
+    /// behind. No run was given such a VM; one is enough to doubt the others.
+    #[must_use]
+    pub fn resets_disproven(&self) -> u64 {
+        self.shared.resets_disproven.load(Ordering::Relaxed)
     }
 
     /// The zygote's process id, while there is one.
@@ -245,7 +255,7 @@ impl Pool {
             let key = Key { program: Some(program), ..key.clone() };
             match self.carry_out_prepared(key, task, patience) {
                 // It could not be prepared; the plain way says why.
-                Err(Lost::Before(_)) => {}
+                Err(Lost::Before(failure)) => self.shared.note_lost(&failure),
                 Err(Lost::During(failure)) => return Err(Fate::Vm(failure)),
                 Ok(done) => return Ok(done),
             }
@@ -264,7 +274,10 @@ impl Pool {
             };
             match self.shared.use_worker(&key, worker, Run::Whole(task.job), task, patience) {
                 // It was lost while nobody looked; another can do the same.
-                Err(Lost::Before(failure)) => lost = Some(failure),
+                Err(Lost::Before(failure)) => {
+                    self.shared.note_lost(&failure);
+                    lost = Some(failure);
+                }
                 Err(Lost::During(failure)) => return Err(Fate::Vm(failure)),
                 Ok(done) => return Ok(done),
             }
@@ -331,6 +344,15 @@ impl Shared {
 
     fn lock_hardening(&self) -> MutexGuard<'_, Option<Hardening>> {
         self.hardening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A worker was lost before it had a run, which another gets. That is no
+    /// reason for silence if its last reset was not one.
+    fn note_lost(&self, failure: &VmFailure) {
+        if failure.kind == VmFailureKind::NotReset {
+            self.resets_disproven.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(reason = failure.message, "a VM that was reset is not as it was");
+        }
     }
 
     fn start_zygote(&self) -> Result<Zygote, VmFailure> {
@@ -443,5 +465,21 @@ impl Shared {
                 Ok(worker)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reset_that_was_disproven_is_counted_and_other_losses_are_not() {
+        let trust = TrustKeys::new([]).unwrap();
+        let pool = Pool::new("/nowhere".into(), &trust, PoolOptions::default()).unwrap();
+        let lost = |kind| pool.shared.note_lost(&VmFailure { kind, message: "gone".into() });
+        lost(VmFailureKind::WorkerLost);
+        assert_eq!(pool.resets_disproven(), 0);
+        lost(VmFailureKind::NotReset);
+        assert_eq!(pool.resets_disproven(), 1);
     }
 }

@@ -1,12 +1,12 @@
 //! The service's end of the socket.
 
 use std::io;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use forge_protocol::frame::Kind;
@@ -21,6 +21,22 @@ use crate::supervisor::{RunRequest, Supervisor};
 const CONNECTIONS_MAX: usize = 1024;
 /// How long a client may take to say hello.
 const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// The socket that a signal shuts, or -1; and whether one did.
+static LISTENS: AtomicI32 = AtomicI32::new(-1);
+static ENDED: AtomicBool = AtomicBool::new(false);
+
+/// A signal's handler: whoever accepts at the socket is told that it ended.
+extern "C" fn end_listening(_: libc::c_int) {
+    ENDED.store(true, Ordering::Release);
+    let listens = LISTENS.load(Ordering::Acquire);
+    // SAFETY: reads and restores `errno`, which is this thread's.
+    let errno = unsafe { *libc::__errno_location() };
+    // SAFETY: a plain system call, which a handler may make; -1 is no socket.
+    unsafe { libc::shutdown(listens, libc::SHUT_RDWR) };
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+}
 
 /// A service that listens.
 #[derive(Debug)]
@@ -56,7 +72,28 @@ impl Server {
         Ok(Self { listener, path: path.to_owned() })
     }
 
-    /// Serves until the socket fails.
+    /// Has SIGTERM and SIGINT end [`Self::serve`], of the last server that asked
+    /// for it. Without this they end the process, and the socket stays.
+    ///
+    /// # Errors
+    /// What the kernel said.
+    pub fn end_by_signals(&self) -> io::Result<()> {
+        LISTENS.store(self.listener.as_raw_fd(), Ordering::Release);
+        for signal in [libc::SIGTERM, libc::SIGINT] {
+            // SAFETY: all zero is a valid sigaction, with an empty mask.
+            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+            action.sa_sigaction = end_listening as extern "C" fn(_) as usize;
+            action.sa_flags = libc::SA_RESTART;
+            // SAFETY: the action is whole, and its handler keeps to what
+            // handlers may do.
+            if unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves until a signal ends it or the socket fails.
     ///
     /// # Errors
     /// What the kernel said.
@@ -73,6 +110,13 @@ impl Server {
                     ) =>
                 {
                     continue;
+                }
+                // What a socket says that was shut down.
+                Err(error)
+                    if error.raw_os_error() == Some(libc::EINVAL)
+                        && ENDED.load(Ordering::Acquire) =>
+                {
+                    return Ok(());
                 }
                 Err(error) => return Err(error),
             };
@@ -99,6 +143,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        let descriptor = self.listener.as_raw_fd();
+        let _ = LISTENS.compare_exchange(descriptor, -1, Ordering::AcqRel, Ordering::Relaxed);
         let _ = std::fs::remove_file(&self.path);
     }
 }

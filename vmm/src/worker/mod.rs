@@ -227,7 +227,7 @@ impl Guest {
             return Ok(());
         }
         Err(VmFailure {
-            kind: VmFailureKind::Internal,
+            kind: VmFailureKind::NotReset,
             message: format!("a reset left differences: {}", found.join("; ")),
         })
     }
@@ -354,6 +354,8 @@ fn death_kind(death: &Death) -> VmFailureKind {
         Death::InternalError { .. } | Death::FailEntry { .. } | Death::Unexpected { .. } => {
             VmFailureKind::Stopped
         }
+        // It wrote where the host's mapping forbids it: code.
+        Death::Host { errno: libc::EFAULT } => VmFailureKind::Stopped,
         Death::Host { .. } => VmFailureKind::Unavailable,
     }
 }
