@@ -76,8 +76,11 @@ impl futures_core::Stream for Flow {
     }
 }
 
+/// What fills a [`Flow`].
+pub type Hand = mpsc::Sender<Result<Bytes, std::io::Error>>;
+
 /// A body and the hand that fills it.
-pub fn flow() -> (mpsc::Sender<Result<Bytes, std::io::Error>>, Body) {
+pub fn flow() -> (Hand, Body) {
     let (sender, receiver) = mpsc::channel(4);
     (sender, Body::from_stream(Flow(receiver)))
 }
@@ -153,7 +156,7 @@ pub struct Inner {
     sessions: BTreeSet<String>,
     next_session: u32,
     /// Whoever listens for changes.
-    listeners: Vec<(Option<Value>, mpsc::Sender<Result<Bytes, std::io::Error>>)>,
+    listeners: Vec<(Option<Value>, Hand)>,
     /// Results for streams that broke off, by the event they were at.
     resumable: BTreeMap<String, Value>,
 }
