@@ -456,6 +456,38 @@ mod tests {
     }
 
     #[test]
+    fn the_examples_of_the_guide_are_read() {
+        let guide = include_str!("../../../docs/tool-sources.md");
+        let folder = tempfile::tempdir().unwrap();
+        let secret = folder.path().join("secret");
+        std::fs::write(&secret, "hunter2").unwrap();
+        std::fs::set_permissions(&secret, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+            .unwrap();
+        let document = folder.path().join("parts.json");
+        let operations = serde_json::json!({"openapi": "3.1.0", "paths": {"/parts/{id}": {
+            "parameters": [{"name": "id", "in": "path", "schema": {}}],
+            "get": {"operationId": "getPart"}, "put": {}}}});
+        std::fs::write(&document, operations.to_string()).unwrap();
+        let lookup = |_: &str| Some("a-credential".to_owned());
+        let mut read = Vec::new();
+        for (language, rest) in
+            guide.split("```").skip(1).step_by(2).filter_map(|it| it.split_once('\n'))
+        {
+            let text = rest
+                .replace("/etc/forge/crm-secret", secret.to_str().unwrap())
+                .replace("parts.json", document.to_str().unwrap());
+            let servers = match language {
+                "toml" => parse_forge_toml(Path::new("forge.toml"), &text, &lookup)
+                    .map(|config| config.servers),
+                "json" => parse_mcp_json(Path::new("mcp.json"), &text, &lookup),
+                other => panic!("an example in {other:?}"),
+            };
+            read.extend(servers.unwrap().into_keys());
+        }
+        assert_eq!(read, ["inventory", "wiki", "wiki", "crm", "parts"]);
+    }
+
+    #[test]
     fn every_refusal_names_the_field_and_never_a_value() {
         type Parse = fn(&str) -> Result<BTreeMap<String, ServerConfig>, ConfigError>;
         let cases: &[(Parse, &str, &str)] = &[

@@ -261,9 +261,14 @@ pub(super) fn forge_server(
     check_server_name(name, entry)?;
     let kinds: [&[&str]; 3] = [&COMMAND, &URL, &OPENAPI];
     let mut given = kinds.into_iter().filter(|kind| entry.field(kind[0]).is_some());
-    let (Some(known), None) = (given.next(), given.next()) else {
-        entry.object()?;
-        return Err(entry.wrong(Problem::OneKind));
+    let known = match (given.next(), given.next()) {
+        (Some(known), None) => known,
+        (_, Some(second)) => return Err(entry.wrong_at(second[0], Problem::OneKind)),
+        (None, None) => {
+            // A word misspelt is told before a word missing.
+            only(entry, &kinds.concat())?;
+            return Err(entry.wrong(Problem::OneKind));
+        }
     };
     only(entry, known)?;
     let mut scrub = Vec::new();

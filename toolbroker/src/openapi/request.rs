@@ -278,9 +278,10 @@ impl Path {
             Piece::Literal(text) => text.chars().all(is_plain),
             Piece::Parameter(_) => true,
         });
-        let all = parameters.iter().enumerate().all(|(at, parameter)| {
-            parameter.place != Place::Path || used.iter().any(|used| *used == at)
-        });
+        let all = parameters
+            .iter()
+            .enumerate()
+            .all(|(at, parameter)| parameter.place != Place::Path || used.contains(&at));
         if !plain || !text.starts_with('/') || text.starts_with("//") {
             return Err(refused());
         }

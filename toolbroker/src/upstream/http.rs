@@ -57,7 +57,7 @@ const REQUESTS_MAX: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Client {
     http: reqwest::Client,
-    oauth: Option<OAuth>,
+    oauth: Option<Box<OAuth>>,
 }
 
 /// An HTTP client with this project's rules and these headers on each request.
@@ -103,7 +103,7 @@ impl Client {
         let oauth = match &endpoint.oauth {
             Some(config) => {
                 let http = plain_client(HeaderMap::new())?;
-                Some(OAuth::new(config.clone(), endpoint, is_resource, http, scrubs))
+                Some(Box::new(OAuth::new(config.clone(), endpoint, is_resource, http, scrubs)))
             }
             None => None,
         };

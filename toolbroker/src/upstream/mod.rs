@@ -141,7 +141,7 @@ struct Slot {
 #[derive(Debug)]
 pub enum Connection {
     /// A session with an MCP server.
-    Mcp(Session),
+    Mcp(Box<Session>),
     /// An HTTP interface with an OpenAPI document.
     Api(Api),
     /// A caller that hosts tools itself.
@@ -331,7 +331,7 @@ impl Upstream {
             took_ms = began.elapsed().as_millis() as u64,
             "tool server is up"
         );
-        Ok(Connection::Mcp(session))
+        Ok(Connection::Mcp(Box::new(session)))
     }
 
     /// The first exchange with a server, in the words of its era.

@@ -3,6 +3,8 @@
 
 #![allow(dead_code)]
 
+pub mod web;
+
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};

@@ -1,0 +1,96 @@
+//! Servers that go away and come back: a call to one that failed again and
+//! again fails at once, without a byte to anybody, until its wait is over.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::limits::RunLimits;
+use serde_json::json;
+use support::web::{Era, Mcp, Web};
+use support::{Broker, PATIENCE, Worker};
+
+fn broker(web: &Web) -> Broker {
+    Broker::with_config(&json!({"mcpServers": {"web": {"url": web.url("/mcp")}}}))
+}
+
+fn limits() -> RunLimits {
+    RunLimits { wall_ms: 120_000, ..RunLimits::default() }
+}
+
+/// Calls until it is answered.
+fn until_answered(worker: &mut Worker, tool: &str) {
+    let until = Instant::now() + PATIENCE;
+    while worker.call(tool, &json!({})).0.is_some() {
+        assert!(Instant::now() < until, "never tried again");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_server_that_went_away_is_left_alone_and_found_again_when_it_is_back() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let address = web.address;
+    let mut broker = broker(&web);
+    let mut worker = broker.run(&["web.echo"], limits());
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    drop(web);
+    let mut said = String::new();
+    let until = Instant::now() + PATIENCE;
+    while !said.contains("times in a row and is tried again in") {
+        let (code, error) = worker.call("web.echo", &json!({}));
+        said = error.to_string();
+        assert!(code.is_some(), "nobody is there: {said}");
+        assert_ne!(code, Some(CallCode::Denied));
+        assert!(Instant::now() < until, "it never opened: {said}");
+    }
+    assert!(said.contains("cannot be reached"), "{said}");
+    // While it is open, whoever is there now hears nothing for a moment; then
+    // it is asked again, in a new session.
+    let before = mcp.calls("echo");
+    let _web = Web::serve_at(address, mcp.router());
+    until_answered(&mut worker, "web.echo");
+    assert_eq!(mcp.calls("echo"), before + 1);
+}
+
+#[test]
+fn a_server_whose_answers_break_off_is_left_alone_though_it_stands() {
+    let mcp = Mcp::new(Era::NoSession);
+    let web = mcp.serve();
+    let mut broker = broker(&web);
+    let mut worker = broker.run(&["web.die", "web.echo"], limits());
+    let until = Instant::now() + PATIENCE;
+    let error = loop {
+        let before = mcp.get().seen.len();
+        let (code, error) = worker.call("web.die", &json!({}));
+        if code == Some(CallCode::NoSuchTool) {
+            assert_eq!(mcp.get().seen.len(), before, "not one byte");
+            break error["error"].as_str().unwrap().to_owned();
+        }
+        assert_eq!(code, Some(CallCode::OutcomeUnknown), "{error}");
+        assert!(Instant::now() < until, "it never opened: {error}");
+    };
+    assert!(mcp.calls("die") >= 2 && error.contains("times in a row"), "{error}");
+    until_answered(&mut worker, "web.echo");
+    // An answer closes it: the next failure is tried again at once.
+    assert_eq!(worker.call("web.die", &json!({})).0, Some(CallCode::OutcomeUnknown));
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+}
+
+#[test]
+fn a_program_that_dies_at_once_is_left_alone_too() {
+    let mut broker =
+        Broker::with_config(&json!({"mcpServers": {"gone": {"command": "/bin/false"}}}));
+    let ask = forge_protocol::broker::Request::ListTools { principal: "alice".into() };
+    let mut said = format!("{:?}", broker.ask(&ask));
+    assert!(said.contains("did not start") && !said.contains("in a row"), "{said}");
+    let until = Instant::now() + PATIENCE;
+    while !said.contains("times in a row and is tried again in") {
+        assert!(Instant::now() < until, "it never opened: {said}");
+        said = format!("{:?}", broker.ask(&ask));
+    }
+}

@@ -1,0 +1,126 @@
+//! Tools that a caller hosts itself, through the real dispatcher: they pass
+//! the same chain as any other.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::sync::Arc;
+
+use forge_protocol::RunId;
+use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{GrantClaims, GrantedTool};
+use forge_protocol::guest::{Call, Settled};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
+use forge_toolbroker::call::{Dispatcher, Run};
+use forge_toolbroker::config::Config;
+use forge_toolbroker::definition::{Listed, Tool};
+use forge_toolbroker::registry::Registry;
+use forge_toolbroker::upstream::hosted::{Callback, HostError, Hosted};
+use serde_json::{Value, json};
+use tokio::runtime::Handle;
+use tokio::sync::mpsc::Receiver;
+
+fn listed(name: &str) -> Listed {
+    let schema = json!({"type": "object", "properties": {"n": {"type": "integer"}},
+                        "required": ["n"], "additionalProperties": false});
+    Listed {
+        name: name.into(),
+        description: Some("Twice as much.".into()),
+        input_schema: schema.as_object().unwrap().clone(),
+        output_schema: None,
+    }
+}
+
+/// A run that may call `app.twice`, whose caller hosts it and `app.other`.
+fn run() -> (Arc<Run>, Receiver<Callback>) {
+    let tool = Tool::new("app", listed("twice")).unwrap();
+    let claims = GrantClaims {
+        principal: "alice".into(),
+        tools: vec![GrantedTool { name: tool.name().clone(), definition_sha256: tool.sha256() }],
+        expires_unix_s: 0,
+        calls_max: None,
+    };
+    let (hosted, callbacks) = Hosted::new("app", vec![listed("twice"), listed("other")]).unwrap();
+    let run = Run::new(RunId([1; 16]), &claims, RunLimits::default()).hosting(hosted);
+    (Arc::new(run), callbacks)
+}
+
+fn dispatcher() -> Dispatcher {
+    let home = Handle::current();
+    Dispatcher::new(Arc::new(Registry::new(Config::default(), &home)), home)
+}
+
+async fn call(run: &Arc<Run>, tool: &str, request: Value) -> (Option<CallCode>, Value) {
+    let tool = ToolName::parse(tool).unwrap();
+    let call = Call { id: 0, waits: true, tool, request: request.to_string().into_bytes() };
+    let Settled { code, body, .. } = dispatcher().carry_out(run, call).await;
+    (code, serde_json::from_slice(&body).unwrap_or(Value::Null))
+}
+
+#[tokio::test]
+async fn a_caller_is_called_back_with_arguments_that_passed_the_chain() {
+    let (run, mut callbacks) = run();
+    let host = tokio::spawn(async move {
+        let mut served = 0;
+        while let Some(Callback { tool, arguments, answer }) = callbacks.recv().await {
+            assert_eq!(tool.as_str(), "app.twice");
+            served += 1;
+            let n = arguments["n"].as_i64().unwrap();
+            let outcome = match n {
+                13 => Err(json!({"name": "Unlucky"}).as_object().unwrap().clone()),
+                n => Ok(json!(2 * n)),
+            };
+            let _ = answer.send(outcome);
+        }
+        served
+    });
+    assert_eq!(call(&run, "app.twice", json!({"n": 21})).await, (None, json!(42)));
+    let (code, error) = call(&run, "app.twice", json!({"n": 13})).await;
+    assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Unlucky")));
+    for (tool, request, expected) in [
+        ("app.twice", json!({"n": "x"}), CallCode::BadRequest),
+        ("app.other", json!({"n": 1}), CallCode::Denied),
+        ("app.none", json!({"n": 1}), CallCode::Denied),
+    ] {
+        assert_eq!(call(&run, tool, request).await.0, Some(expected), "{tool}");
+    }
+    drop(run);
+    assert_eq!(host.await.unwrap(), 2, "what is refused is not called back");
+}
+
+#[tokio::test]
+async fn a_caller_that_leaves_in_the_middle_leaves_the_outcome_unknown() {
+    let (run, mut callbacks) = run();
+    let host = tokio::spawn(async move { drop(callbacks.recv().await) });
+    let (code, _) = call(&run, "app.twice", json!({"n": 1})).await;
+    assert_eq!(code, Some(CallCode::OutcomeUnknown));
+    host.await.unwrap();
+    let (code, error) = call(&run, "app.twice", json!({"n": 1})).await;
+    assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Gone")));
+}
+
+#[tokio::test]
+async fn another_runs_caller_is_not_called_back() {
+    let (run, callbacks) = run();
+    drop((run, callbacks));
+    let tool = Tool::new("app", listed("twice")).unwrap();
+    let claims = GrantClaims {
+        principal: "alice".into(),
+        tools: vec![GrantedTool { name: tool.name().clone(), definition_sha256: tool.sha256() }],
+        expires_unix_s: 0,
+        calls_max: None,
+    };
+    let alone = Arc::new(Run::new(RunId([2; 16]), &claims, RunLimits::default()));
+    assert_eq!(call(&alone, "app.twice", json!({"n": 1})).await.0, Some(CallCode::NoSuchTool));
+}
+
+#[test]
+fn a_caller_takes_no_reserved_name_and_hosts_no_tool_twice() {
+    assert!(matches!(Hosted::new("fs", Vec::new()), Err(HostError::Server { .. })));
+    assert!(matches!(Hosted::new("A b", Vec::new()), Err(HostError::Server { .. })));
+    let twice = vec![listed("same"), listed("same")];
+    assert!(matches!(Hosted::new("app", twice), Err(HostError::Twice { .. })));
+    let bad =
+        Listed { input_schema: json!({"type": 7}).as_object().unwrap().clone(), ..listed("x") };
+    assert!(matches!(Hosted::new("app", vec![bad]), Err(HostError::Tool { .. })));
+}

@@ -1,0 +1,484 @@
+//! MCP servers over HTTP, seen through the broker's own doors: the real broker
+//! process, and servers of the tests on loopback that keep the protocol of
+//! either era, or break it.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use std::time::Instant;
+
+use axum::Router;
+use axum::routing::{any, get, post};
+use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{Reply, Request};
+use forge_protocol::limits::RunLimits;
+use serde_json::{Value, json};
+use support::web::{Era, Mcp, Web, tool};
+use support::{Broker, CANARY, PATIENCE};
+
+/// A broker with one server `web` in `forge.toml`, with these lines about it.
+fn broker(web: &Web, lines: &str) -> Broker {
+    broker_at(&web.url("/mcp"), lines)
+}
+
+fn broker_at(url: &str, lines: &str) -> Broker {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("forge.toml");
+    std::fs::write(&file, format!("[servers.web]\nurl = \"{url}\"\n{lines}\n")).unwrap();
+    let args = ["--config".to_owned(), file.to_str().unwrap().to_owned()];
+    let mut broker = Broker::spawn(folder, &args);
+    broker.say_hello();
+    broker
+}
+
+/// Why the server cannot be asked.
+fn unavailable(broker: &mut Broker) -> String {
+    match broker.ask(&Request::ListTools { principal: "alice".into() }) {
+        Reply::Tools { unavailable, .. } => format!("{unavailable:?}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn limits() -> RunLimits {
+    RunLimits { wall_ms: 60_000, ..RunLimits::default() }
+}
+
+const BEARER: &str = "headers.Authorization = { from_env = \"CANARY\", prefix = \"Bearer \" }";
+
+#[test]
+fn servers_of_both_eras_are_listed_and_called_in_their_own_words() {
+    for era in [Era::Session, Era::NoSession, Era::Modern] {
+        let mcp = Mcp::new(era);
+        let web = mcp.serve();
+        let mut broker = broker(&web, "");
+        let names: Vec<String> = broker.tools().iter().map(|tool| tool.name.to_string()).collect();
+        assert!(names.contains(&"web.echo".to_owned()), "{names:?}");
+        let mut worker =
+            broker.run(&["web.echo", "web.echo_sse", "web.refuse", "web.fail"], limits());
+        for tool in ["web.echo", "web.echo_sse"] {
+            let (code, said) = worker.call(tool, &json!({"a": [1, "two"]}));
+            assert_eq!(code, None, "{era:?} {tool} {said}");
+            assert!(said[0]["text"].as_str().unwrap().contains(r#"{"a":[1,"two"]}"#), "{said}");
+        }
+        let (code, error) = worker.call("web.refuse", &json!({}));
+        assert_eq!(code, Some(CallCode::ToolFailed));
+        assert!(error.to_string().contains("not like this"), "{error}");
+        assert_eq!(worker.call("web.fail", &json!({})).0, Some(CallCode::ToolFailed));
+        let (status, _) = broker.finish();
+        assert!(status.success());
+        let inner = mcp.get();
+        let calls: Vec<_> = inner.seen.iter().filter(|seen| seen.tool().is_some()).collect();
+        let version = if era == Era::Modern { "2026-07-28" } else { "2025-06-18" };
+        for call in &calls {
+            assert_eq!(call.header("mcp-protocol-version"), Some(version), "{era:?}");
+            assert_eq!(call.header("mcp-session-id").is_some(), era == Era::Session, "{era:?}");
+        }
+        let ended = inner.seen.iter().filter(|seen| seen.method == "DELETE").count();
+        assert_eq!(ended, usize::from(era == Era::Session), "a session is given back");
+    }
+}
+
+#[test]
+fn a_credential_goes_into_its_header_and_nowhere_else() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().token = Some(format!("Bearer {CANARY}"));
+    let web = mcp.serve();
+    let other = Mcp::new(Era::Modern);
+    let other_web = other.serve();
+    let lines = format!("{BEARER}\n[servers.other]\nurl = \"{}\"", other_web.url("/mcp"));
+    let mut broker = broker(&web, &lines);
+    let mut worker = broker.run(&["web.echo", "web.echo_sse", "other.echo"], limits());
+    // The server says back every header that it got.
+    for tool in ["web.echo", "web.echo_sse"] {
+        let (code, said) = worker.call(tool, &json!({}));
+        assert_eq!(code, None);
+        let said = said.to_string();
+        assert!(said.contains("[credential removed]") && !said.contains(CANARY), "{said}");
+    }
+    assert_eq!(worker.call("other.echo", &json!({})).0, None);
+    let (_, log) = broker.finish();
+    assert!(log.contains("tool server is up") && !log.contains(CANARY), "it is in the log");
+    for seen in &mcp.get().seen {
+        let holders: Vec<&str> = seen
+            .headers
+            .iter()
+            .filter(|(_, value)| value.to_str().unwrap().contains(CANARY))
+            .map(|(name, _)| name.as_str())
+            .collect();
+        assert_eq!(holders, ["authorization"]);
+        assert!(!seen.body.to_string().contains(CANARY) && !seen.path.contains(CANARY));
+    }
+    for seen in &other.get().seen {
+        assert!(!format!("{seen:?}").contains(CANARY), "{seen:?}");
+    }
+}
+
+#[test]
+fn the_mcp_json_form_reaches_the_same_server() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().token = Some(format!("Bearer {CANARY}"));
+    let web = mcp.serve();
+    let mut broker = Broker::with_config(&json!({"mcpServers": {"web": {
+        "type": "http", "url": web.url("/mcp"),
+        "headers": {"Authorization": "Bearer ${CANARY}"},
+    }}}));
+    let mut worker = broker.run(&["web.echo"], limits());
+    let (code, said) = worker.call("web.echo", &json!({}));
+    assert_eq!(code, None);
+    assert!(!said.to_string().contains(CANARY), "{said}");
+}
+
+#[test]
+fn a_missing_credential_is_told_with_the_field_to_set() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().token = Some("Bearer other".into());
+    let web = mcp.serve();
+    let why = unavailable(&mut broker(&web, BEARER));
+    assert!(why.contains("401") && why.contains("`headers`") && !why.contains(CANARY), "{why}");
+}
+
+#[test]
+fn a_redirect_is_never_followed_and_the_credential_goes_nowhere_else() {
+    let elsewhere = Mcp::new(Era::Session);
+    let trap = elsewhere.serve();
+    // At the first word already.
+    let target = trap.url("/mcp");
+    let router = Router::new().route(
+        "/mcp",
+        any(move || async move { (axum::http::StatusCode::FOUND, [("location", target)]) }),
+    );
+    let redirecting = Web::serve(router);
+    let why = unavailable(&mut broker(&redirecting, BEARER));
+    assert!(why.contains("302") && why.contains("redirect"), "{why}");
+    // And in the middle of things.
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().elsewhere = trap.url("/mcp");
+    let web = mcp.serve();
+    let mut broker = broker(&web, BEARER);
+    let mut worker = broker.run(&["web.redirect"], limits());
+    let (code, error) = worker.call("web.redirect", &json!({}));
+    assert_eq!(code, Some(CallCode::ToolFailed));
+    assert!(error["message"].as_str().unwrap().contains("307"), "{error}");
+    assert!(elsewhere.get().seen.is_empty(), "{:?}", elsewhere.get().seen);
+}
+
+#[test]
+fn a_list_without_end_is_bounded() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().endless_list = true;
+    let web = mcp.serve();
+    let why = unavailable(&mut broker(&web, ""));
+    assert!(why.contains("more than 200 pages"), "{why}");
+    let asked = mcp.get().seen.iter().filter(|seen| seen.body["method"] == "tools/list").count();
+    assert_eq!(asked, 200);
+}
+
+#[test]
+fn a_lost_session_is_made_anew_and_the_call_carried_out_once() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker = broker.run(&["web.echo"], limits());
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    mcp.forget_sessions();
+    let (code, said) = worker.call("web.echo", &json!({"again": 1}));
+    assert_eq!(code, None, "{said}");
+    assert!(said.to_string().contains("session-2"), "{said}");
+    // One, one that was refused with 404, and one in the new session.
+    assert_eq!(mcp.calls("echo"), 3);
+}
+
+#[test]
+fn a_tool_that_is_another_in_the_new_session_is_not_called() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().tools = vec![tool("own", "As granted.")];
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker = broker.run(&["web.own"], limits());
+    assert_eq!(worker.call("web.own", &json!({})).0, None);
+    mcp.get().tools = vec![tool("own", "Something else.")];
+    mcp.forget_sessions();
+    let (code, error) = worker.call("web.own", &json!({}));
+    assert_eq!(code, Some(CallCode::ToolFailed));
+    assert!(error["message"].as_str().unwrap().contains("another tool"), "{error}");
+    assert_eq!(mcp.calls("own"), 2, "the second was refused with 404");
+    assert_eq!(worker.call("web.own", &json!({})).0, Some(CallCode::Denied));
+    assert_eq!(mcp.calls("own"), 2);
+}
+
+#[test]
+fn tools_are_listed_again_when_the_server_says_that_they_changed() {
+    for era in [Era::Session, Era::Modern] {
+        let mcp = Mcp::new(era);
+        let web = mcp.serve();
+        let mut broker = broker(&web, "");
+        let before = broker.tools().len();
+        mcp.has_listener();
+        mcp.get().tools = vec![tool("late", "New.")];
+        assert_eq!(broker.tools().len(), before, "{era:?}: nobody said so");
+        mcp.announce();
+        let until = Instant::now() + PATIENCE;
+        while broker.tools().len() == before {
+            assert!(Instant::now() < until, "{era:?}: never listed again");
+        }
+        let mut worker = broker.run(&["web.late"], limits());
+        assert_eq!(worker.call("web.late", &json!({})).0, None);
+    }
+}
+
+#[test]
+fn a_server_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_again() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    for name in ["die", "die_sse", "malformed_sse", "endless", "endless_sse"] {
+        let mut broker = broker(&web, "");
+        let tool = format!("web.{name}");
+        let mut worker = broker.run(&[&tool, "web.echo"], limits());
+        let (code, said) = worker.call(&tool, &json!({}));
+        assert_eq!(code, Some(CallCode::OutcomeUnknown), "{name}: {said}");
+        assert_eq!(mcp.calls(name), 1, "{name} is never repeated");
+        assert_eq!(worker.call("web.echo", &json!({})).0, None, "after {name}");
+    }
+}
+
+#[test]
+fn a_server_that_hangs_holds_up_nothing_but_its_call() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker =
+        broker.run(&["web.hang", "web.echo"], RunLimits { wall_ms: 1_500, ..limits() });
+    let hung = worker.send("web.hang", b"{}");
+    mcp.wait_until("the call arrived", |inner| {
+        inner.seen.iter().any(|it| it.tool() == Some("hang"))
+    });
+    let quick = worker.send("web.echo", b"{}");
+    assert_eq!(worker.settled().id, quick);
+    let settled = worker.settled();
+    assert_eq!((settled.id, settled.code), (hung, Some(CallCode::OutcomeUnknown)));
+}
+
+#[test]
+fn a_stream_that_breaks_is_resumed_where_it_was() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker = broker.run(&["web.resume"], limits());
+    let (code, said) = worker.call("web.resume", &json!({"x": 1}));
+    assert_eq!(code, None, "{said}");
+    assert!(said.to_string().contains(r#"\"x\":1"#), "{said}");
+    assert_eq!(mcp.calls("resume"), 1, "resumed is not repeated");
+    let inner = mcp.get();
+    let resumed = inner.seen.iter().find(|seen| seen.header("last-event-id").is_some()).unwrap();
+    assert_eq!((resumed.method.as_str(), resumed.header("last-event-id")), ("GET", Some("7")));
+}
+
+#[test]
+fn a_server_that_is_not_there_or_speaks_no_tls_is_told_and_no_bug() {
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let why = unavailable(&mut broker_at(&format!("http://{closed}/mcp"), ""));
+    assert!(why.contains("cannot be reached"), "{why}");
+    let plain = Mcp::new(Era::Session);
+    let web = plain.serve();
+    let mut broker = broker_at(&web.url("/mcp").replace("http:", "https:"), BEARER);
+    let why = unavailable(&mut broker);
+    assert!(why.contains("cannot be reached"), "{why}");
+    assert!(broker.finish().0.success());
+    assert!(plain.get().seen.is_empty());
+}
+
+/// An authorization server, and what it was asked.
+#[derive(Clone, Default)]
+struct Issuer(std::sync::Arc<std::sync::Mutex<Issued>>);
+
+#[derive(Default)]
+struct Issued {
+    asked: Vec<(Option<String>, String)>,
+    expires_in: Option<u64>,
+    /// The metadata documents, by path.
+    metadata: std::collections::BTreeMap<String, Value>,
+    refuses: bool,
+}
+
+impl Issuer {
+    fn get(&self) -> std::sync::MutexGuard<'_, Issued> {
+        self.0.lock().unwrap()
+    }
+
+    fn router(&self, mcp: Option<Mcp>) -> Router {
+        let (metadata, token) = (self.clone(), self.clone());
+        let wellknown = move |uri: axum::http::Uri| async move {
+            let known = metadata.get().metadata.get(uri.path()).cloned();
+            match known {
+                Some(document) => (axum::http::StatusCode::OK, axum::Json(document)),
+                None => (axum::http::StatusCode::NOT_FOUND, axum::Json(Value::Null)),
+            }
+        };
+        let issue = move |headers: axum::http::HeaderMap, body: String| async move {
+            let basic = headers.get("authorization").map(|it| it.to_str().unwrap().to_owned());
+            let (count, expires_in) = {
+                let mut issued = token.get();
+                if issued.refuses {
+                    let error = json!({"error": "invalid_client", "error_description": body});
+                    return (axum::http::StatusCode::UNAUTHORIZED, axum::Json(error));
+                }
+                issued.asked.push((basic, body));
+                (issued.asked.len(), issued.expires_in)
+            };
+            let mut answer =
+                json!({"access_token": format!("access-token-{count}"), "token_type": "Bearer"});
+            if let Some(seconds) = expires_in {
+                answer["expires_in"] = seconds.into();
+            }
+            if let Some(mcp) = mcp {
+                mcp.get().token = Some(format!("Bearer access-token-{count}"));
+            }
+            (axum::http::StatusCode::OK, axum::Json(answer))
+        };
+        Router::new().route("/token", post(issue)).route("/.well-known/{*rest}", get(wellknown))
+    }
+
+    /// Metadata as an authorization server at `origin` has it.
+    fn describe(&self, origin: &str, grants: &[&str]) {
+        self.get().metadata.insert(
+            "/.well-known/oauth-authorization-server".into(),
+            json!({"issuer": origin, "token_endpoint": format!("{origin}/token"),
+                   "grant_types_supported": grants,
+                   "token_endpoint_auth_methods_supported": ["client_secret_post"]}),
+        );
+    }
+}
+
+const ACCOUNT: &str = "client_id = \"me:x\", client_secret = { from_env = \"CANARY\" }";
+
+#[test]
+fn a_token_is_fetched_once_and_anew_once_when_it_is_refused() {
+    let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+    mcp.get().token = Some("Bearer nobody has it".into());
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(Some(mcp.clone())));
+    let oauth = format!(
+        "oauth = {{ {ACCOUNT}, scopes = [\"a\", \"b c\"], token_url = \"{}\" }}",
+        id.url("/token")
+    );
+    let mut broker = broker(&web, &oauth);
+    let mut worker = broker.run(&["web.echo"], limits());
+    for _ in 0..3 {
+        let (code, said) = worker.call("web.echo", &json!({}));
+        assert_eq!(code, None);
+        let said = said.to_string();
+        assert!(said.contains("[credential removed]") && !said.contains("access-token"), "{said}");
+    }
+    assert_eq!(issuer.get().asked.len(), 1, "one token for all");
+    let (basic, form) = issuer.get().asked[0].clone();
+    // base64 of `me%3Ax:canary-7f3a9c51-credential`.
+    assert_eq!(basic.unwrap(), "Basic bWUlM0F4OmNhbmFyeS03ZjNhOWM1MS1jcmVkZW50aWFs");
+    assert!(form.contains("grant_type=client_credentials&scope=a%20b%20c&resource=http%3A%2F%2F"));
+    // Revoked: refused once, fetched once, called again once.
+    mcp.get().token = Some("Bearer another".into());
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    assert_eq!(issuer.get().asked.len(), 2);
+    assert_eq!(mcp.calls("echo"), 5);
+    let (_, log) = broker.finish();
+    assert!(!log.contains(CANARY) && !log.contains("access-token"), "it is in the log");
+    for seen in &mcp.get().seen {
+        assert!(!format!("{seen:?}").contains(CANARY), "the secret is not the server's: {seen:?}");
+    }
+}
+
+#[test]
+fn a_token_that_is_refused_again_and_again_is_an_error_and_no_loop() {
+    let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+    mcp.get().token = Some("Bearer nobody has it".into());
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(None));
+    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let why = unavailable(&mut broker(&web, &oauth));
+    assert!(why.contains("401"), "{why}");
+    assert_eq!(issuer.get().asked.len(), 2);
+}
+
+#[test]
+fn a_token_is_fetched_anew_before_it_runs_out() {
+    let (mcp, issuer) = (Mcp::new(Era::NoSession), Issuer::default());
+    issuer.get().expires_in = Some(0);
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(None));
+    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let mut broker = broker(&web, &oauth);
+    let mut worker = broker.run(&["web.echo"], limits());
+    let before = issuer.get().asked.len();
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    assert!(issuer.get().asked.len() > before, "that one ran out at once");
+}
+
+#[test]
+fn an_authorization_server_is_found_by_the_servers_own_metadata_at_the_same_origin() {
+    let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+    mcp.get().token = Some("Bearer nobody has it".into());
+    let web = Web::serve(issuer.router(Some(mcp.clone())).merge(mcp.router()));
+    issuer.describe(&web.url(""), &["client_credentials"]);
+    let metadata = json!({"resource": web.url("/mcp"), "authorization_servers": [web.url("")]});
+    issuer.get().metadata.insert("/.well-known/oauth-protected-resource/mcp".into(), metadata);
+    let mut broker = broker(&web, &format!("oauth = {{ {ACCOUNT} }}"));
+    let mut worker = broker.run(&["web.echo"], limits());
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    let (basic, form) = issuer.get().asked[0].clone();
+    assert_eq!(basic, None, "it wants the secret in the body");
+    assert!(form.contains(&format!("client_id=me%3Ax&client_secret={CANARY}")), "{form}");
+}
+
+#[test]
+fn a_server_does_not_choose_who_gets_the_clients_secret() {
+    let (evil, issuer) = (Issuer::default(), Issuer::default());
+    let trap = Web::serve(evil.router(None));
+    evil.describe(&trap.url(""), &["client_credentials"]);
+    let mcp = Mcp::new(Era::Session);
+    let web = Web::serve(issuer.router(None).merge(mcp.router()));
+    let name = |metadata: Value, path: &str| issuer.get().metadata.insert(path.into(), metadata);
+    // By naming another authorization server.
+    let resource = "/.well-known/oauth-protected-resource";
+    name(json!({"authorization_servers": [trap.url("")]}), resource);
+    let why = unavailable(&mut broker(&web, &format!("oauth = {{ {ACCOUNT} }}")));
+    assert!(why.contains(&trap.url("")) && why.contains("oauth.issuer"), "{why}");
+    // By naming another token endpoint of its own one.
+    name(json!({"authorization_servers": [web.url("")]}), resource);
+    issuer.describe(&web.url(""), &["client_credentials"]);
+    let mut own = issuer.get().metadata["/.well-known/oauth-authorization-server"].clone();
+    own["token_endpoint"] = trap.url("/token").into();
+    name(own, "/.well-known/oauth-authorization-server");
+    let why = unavailable(&mut broker(&web, &format!("oauth = {{ {ACCOUNT} }}")));
+    assert!(why.contains("oauth.issuer"), "{why}");
+    // By speaking for another.
+    let lines = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", web.url(""));
+    issuer.describe("https://id.example", &["client_credentials"]);
+    let why = unavailable(&mut broker(&web, &lines));
+    assert!(why.contains("another issuer"), "{why}");
+    assert!(evil.get().asked.is_empty() && issuer.get().asked.is_empty());
+}
+
+#[test]
+fn what_needs_a_browser_is_refused_with_what_to_do() {
+    let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(None));
+    issuer.describe(&id.url(""), &["authorization_code"]);
+    let lines = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", id.url(""));
+    let why = unavailable(&mut broker(&web, &lines));
+    assert!(why.contains("browser") && why.contains("`headers`"), "{why}");
+    assert!(issuer.get().asked.is_empty());
+}
+
+#[test]
+fn an_authorization_servers_refusal_is_told_without_the_secret() {
+    let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+    issuer.get().refuses = true;
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(None));
+    issuer.describe(&id.url(""), &["client_credentials"]);
+    // It says back the form, with the secret in it.
+    let lines = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", id.url(""));
+    let why = unavailable(&mut broker(&web, &lines));
+    assert!(why.contains("invalid_client") && !why.contains(CANARY), "{why}");
+}

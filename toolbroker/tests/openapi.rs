@@ -1,0 +1,277 @@
+//! HTTP interfaces with an OpenAPI document, seen through the broker's own
+//! doors: the real broker process, and a real interface on loopback that keeps
+//! to its document, or does not.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use std::sync::{Arc, Mutex};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::{HeaderMap, Method, StatusCode, Uri};
+use axum::response::{IntoResponse as _, Response};
+use forge_protocol::abi::CallCode;
+use forge_protocol::limits::RunLimits;
+use serde_json::{Value, json};
+use support::web::{Seen, Web, broken, endless};
+use support::{Broker, CANARY};
+
+type Log = Arc<Mutex<Vec<Seen>>>;
+
+async fn handle(
+    State((log, elsewhere)): State<(Log, String)>,
+    method: Method,
+    uri: Uri,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
+    let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+    let seen = Seen { method, path: uri.to_string(), headers, body };
+    log.lock().unwrap().push(seen.clone());
+    let said = || {
+        let headers: Vec<String> =
+            seen.headers.values().map(|it| it.to_str().unwrap().to_owned()).collect();
+        json!({"method": seen.method.as_str(), "path": seen.path, "body": seen.body,
+               "headers": headers})
+    };
+    match uri.path() {
+        "/v1/redirect" => (StatusCode::FOUND, [("location", elsewhere)]).into_response(),
+        "/v1/missing" => {
+            let problem = json!({"title": "no such part", "secret": headers_of(&seen)});
+            (StatusCode::NOT_FOUND, axum::Json(problem)).into_response()
+        }
+        "/v1/endless" => ([("content-type", "application/json")], endless("[")).into_response(),
+        "/v1/endless-error" => (StatusCode::BAD_REQUEST, endless("x")).into_response(),
+        "/v1/die" => broken("[".into()).into_response(),
+        "/v1/down" => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+        "/v1/text" => Body::from("plain words").into_response(),
+        "/v1/nothing" => StatusCode::NO_CONTENT.into_response(),
+        "/v1/hang" => std::future::pending().await,
+        _ => axum::Json(said()).into_response(),
+    }
+}
+
+fn headers_of(seen: &Seen) -> String {
+    seen.header("x-api-key").unwrap_or_default().to_owned()
+}
+
+struct Interface {
+    web: Web,
+    log: Log,
+}
+
+impl Interface {
+    fn new(elsewhere: &str) -> Self {
+        let log = Log::default();
+        let state = (Arc::clone(&log), elsewhere.to_owned());
+        Self { web: Web::serve(Router::new().fallback(handle).with_state(state)), log }
+    }
+
+    fn broker(&self) -> Broker {
+        let simple = |id: &str| json!({"get": {"operationId": id}});
+        let document = json!({
+            "openapi": "3.0.3", "info": {"title": "Parts", "version": "1"},
+            // Not followed: the operator says where.
+            "servers": [{"url": "http://169.254.169.254/"}],
+            "paths": {
+                "/parts/{id}": {
+                    "parameters": [{"name": "id", "in": "path", "required": true,
+                                    "schema": {"type": "string"}}],
+                    "get": {"operationId": "getPart", "parameters": [
+                        {"name": "fields", "in": "query",
+                         "schema": {"type": "array", "items": {"type": "string"}}},
+                        {"name": "X-Trace", "in": "header", "schema": {"type": "string"}}]},
+                    "put": {"operationId": "putPart", "requestBody": {"required": true,
+                        "content": {"application/json": {"schema": {
+                            "$ref": "#/components/schemas/Part"}}}}},
+                },
+                "/redirect": simple("redirect"), "/missing": simple("missing"),
+                "/endless": simple("endless"), "/endless-error": simple("endless_error"),
+                "/die": {"post": {"operationId": "die"}}, "/down": simple("down"),
+                "/text": simple("text"), "/nothing": simple("nothing"), "/hang": simple("hang"),
+            },
+            "components": {"schemas": {"Part": {"type": "object", "required": ["stock"],
+                "properties": {"stock": {"type": "integer", "minimum": 0}},
+                "additionalProperties": false}}},
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let api = folder.path().join("api.json");
+        std::fs::write(&api, document.to_string()).unwrap();
+        let file = folder.path().join("forge.toml");
+        let toml = format!(
+            "[servers.parts]\nopenapi = {:?}\nbase_url = \"{}\"\n\
+             headers.X-API-Key = {{ from_env = \"CANARY\" }}\n",
+            api.to_str().unwrap(),
+            self.web.url("/v1/"),
+        );
+        std::fs::write(&file, toml).unwrap();
+        let args = ["--config".to_owned(), file.to_str().unwrap().to_owned()];
+        let mut broker = Broker::spawn(folder, &args);
+        broker.say_hello();
+        broker
+    }
+
+    fn seen(&self) -> Vec<Seen> {
+        self.log.lock().unwrap().clone()
+    }
+}
+
+fn limits() -> RunLimits {
+    RunLimits { wall_ms: 60_000, ..RunLimits::default() }
+}
+
+#[test]
+fn an_operation_is_called_with_its_arguments_where_they_belong() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 11);
+    let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits());
+    let arguments = json!({"id": "a/../b?c", "fields": ["x", "y&z=1"], "X-Trace": "t-1"});
+    let (code, said) = worker.call("parts.getPart", &arguments);
+    assert_eq!(code, None, "{said}");
+    assert_eq!(said["method"], "GET");
+    assert_eq!(said["path"], "/v1/parts/a%2F..%2Fb%3Fc?fields=x&fields=y%26z%3D1");
+    let (code, said) = worker.call("parts.putPart", &json!({"id": "7", "body": {"stock": 3}}));
+    assert_eq!(code, None, "{said}");
+    assert_eq!((said["method"].as_str(), &said["body"]), (Some("PUT"), &json!({"stock": 3})));
+    let seen = interface.seen();
+    assert_eq!(seen[0].header("x-trace"), Some("t-1"));
+    assert_eq!(seen[1].header("content-type"), Some("application/json"));
+    assert!(seen.iter().all(|it| it.header("x-api-key") == Some(CANARY)));
+}
+
+#[test]
+fn arguments_that_do_not_fit_cost_the_interface_not_one_byte() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits());
+    for (tool, arguments) in [
+        ("parts.putPart", json!({"id": "7"})),
+        ("parts.putPart", json!({"id": "7", "body": {"stock": -1}})),
+        ("parts.putPart", json!({"id": "7", "body": {"stock": 1, "more": 1}})),
+        ("parts.getPart", json!({"id": 7})),
+        ("parts.getPart", json!({"id": "7", "host": "evil.example"})),
+        ("parts.getPart", json!({"id": "7", "X-API-Key": "mine"})),
+    ] {
+        let (code, error) = worker.call(tool, &arguments);
+        assert_eq!(code, Some(CallCode::BadRequest), "{arguments} {error}");
+    }
+    for arguments in [
+        json!({"id": ".."}),
+        json!({"id": ""}),
+        json!({"id": "7", "X-Trace": "a\r\nX-API-Key: mine"}),
+    ] {
+        let (code, error) = worker.call("parts.getPart", &arguments);
+        assert_eq!(code, Some(CallCode::ToolFailed), "{arguments}");
+        assert_eq!(error["name"], "BadArgument", "{error}");
+    }
+    assert_eq!(interface.seen().len(), 0);
+}
+
+#[test]
+fn answers_are_json_text_or_nothing() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.text", "parts.nothing"], limits());
+    assert_eq!(worker.call("parts.text", &json!({})), (None, json!("plain words")));
+    assert_eq!(worker.call("parts.nothing", &json!({})), (None, Value::Null));
+}
+
+#[test]
+fn an_interfaces_own_error_passes_through_with_its_status_and_without_the_credential() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.missing", "parts.getPart"], limits());
+    let (code, error) = worker.call("parts.missing", &json!({}));
+    assert_eq!(code, Some(CallCode::ToolFailed));
+    assert_eq!((error["name"].as_str(), &error["code"]), (Some("HttpError"), &json!(404)));
+    assert!(error["message"].as_str().unwrap().contains("GET /missing answered 404"), "{error}");
+    assert_eq!(error["data"]["title"], "no such part");
+    assert_eq!(error["data"]["secret"], "[credential removed]");
+    let (code, said) = worker.call("parts.getPart", &json!({"id": "1"}));
+    assert_eq!(code, None);
+    assert!(
+        said.to_string().contains("[credential removed]") && !said.to_string().contains(CANARY)
+    );
+    let (_, log) = broker.finish();
+    assert!(!log.contains(CANARY), "it is in the log");
+}
+
+#[test]
+fn a_redirect_is_an_error_and_the_credential_goes_nowhere_else() {
+    let trap = Interface::new("");
+    let interface = Interface::new(&trap.web.url("/v1/trap"));
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.redirect"], limits());
+    let (code, error) = worker.call("parts.redirect", &json!({}));
+    assert_eq!(code, Some(CallCode::ToolFailed));
+    assert_eq!((error["name"].as_str(), &error["code"]), (Some("Redirect"), &json!(302)));
+    assert!(trap.seen().is_empty());
+}
+
+#[test]
+fn answers_without_end_are_bounded() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.endless", "parts.endless_error", "parts.text"], limits());
+    let (code, error) = worker.call("parts.endless", &json!({}));
+    assert_eq!(
+        (code, error["name"].as_str()),
+        (Some(CallCode::ToolFailed), Some("AnswerTooLarge"))
+    );
+    let (code, error) = worker.call("parts.endless_error", &json!({}));
+    assert_eq!((code, &error["code"]), (Some(CallCode::ToolFailed), &json!(400)));
+    assert_eq!(worker.call("parts.text", &json!({})).0, None);
+}
+
+#[test]
+fn an_interface_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_again() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.die", "parts.text"], limits());
+    assert_eq!(worker.call("parts.die", &json!({})).0, Some(CallCode::OutcomeUnknown));
+    assert_eq!(interface.seen().len(), 1);
+    assert_eq!(worker.call("parts.text", &json!({})).0, None);
+}
+
+#[test]
+fn an_interface_that_hangs_holds_up_nothing_but_its_call() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let limits = RunLimits { wall_ms: 1_500, ..limits() };
+    let mut worker = broker.run(&["parts.hang", "parts.text"], limits);
+    let hung = worker.send("parts.hang", b"{}");
+    let quick = worker.send("parts.text", b"{}");
+    assert_eq!(worker.settled().id, quick);
+    let settled = worker.settled();
+    assert_eq!((settled.id, settled.code), (hung, Some(CallCode::OutcomeUnknown)));
+}
+
+#[test]
+fn an_interface_that_is_down_is_left_alone_and_the_refusal_says_so() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.down", "parts.text"], limits());
+    let (code, error) = worker.call("parts.down", &json!({}));
+    assert_eq!((code, &error["code"]), (Some(CallCode::ToolFailed), &json!(503)));
+    let until = std::time::Instant::now() + support::PATIENCE;
+    let error = loop {
+        let before = interface.seen().len();
+        let (code, error) = worker.call("parts.down", &json!({}));
+        if code == Some(CallCode::NoSuchTool) {
+            assert_eq!(interface.seen().len(), before, "not one byte");
+            break error["error"].as_str().unwrap().to_owned();
+        }
+        assert!(std::time::Instant::now() < until, "it never opened: {error}");
+    };
+    assert!(error.contains("times in a row") && error.contains("503"), "{error}");
+    // And tried again after it.
+    let until = std::time::Instant::now() + support::PATIENCE;
+    while worker.call("parts.text", &json!({})).0.is_some() {
+        assert!(std::time::Instant::now() < until, "never tried again");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
