@@ -60,6 +60,11 @@ pub enum Request {
     /// Opens a run → [`Reply::Opened`]. One socket rides along with this
     /// message's first byte.
     OpenRun(OpenRun),
+    /// Puts on the disk whatever is journalled by now → [`Reply::Synced`].
+    /// Asked after a run that made calls, before its result leaves.
+    Sync,
+    /// What the broker counts → [`Reply::Metrics`].
+    Metrics,
 }
 
 /// What a grant is to say.
@@ -123,6 +128,10 @@ pub enum Reply {
         /// What happened, where, and what to do.
         message: String,
     },
+    /// To [`Request::Sync`]: it is on the disk.
+    Synced,
+    /// To [`Request::Metrics`]: in Prometheus' text exposition format.
+    Metrics(String),
 }
 
 /// One tool, as its server describes it: untrusted text.
@@ -174,4 +183,6 @@ pub enum RefusalKind {
     BadRequest,
     /// The broker itself failed.
     Internal,
+    /// The journal cannot be written.
+    Journal,
 }
