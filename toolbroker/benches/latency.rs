@@ -44,6 +44,61 @@ fn main() {
     broker.say_hello();
     calls(&mut broker, rounds);
     openings(&mut broker);
+    steps(&mut broker, "of all those calls");
+    effects(rounds / 10);
+}
+
+/// Calls of a real MCP server over stdio, by what the operator says they do:
+/// the difference is what the journal costs.
+fn effects(rounds: usize) {
+    println!("{rounds} rounds of test.echo over stdio, by effect");
+    for effect in ["none", "read", "write"] {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("forge.toml");
+        let server = support::test_server();
+        let text = format!(
+            "[servers.test]\ncommand = {server:?}\n[tools.\"test.echo\"]\neffect = \"{effect}\"\n"
+        );
+        std::fs::write(&config, text).unwrap();
+        let config = ["--config".to_owned(), config.to_str().unwrap().to_owned()];
+        let mut broker = Broker::spawn_logging(folder, &config, "warn");
+        broker.say_hello();
+        let limits = RunLimits { calls: 10_000, wall_ms: 600_000, ..RunLimits::default() };
+        let mut worker = broker.run(&["test.echo"], limits);
+        let mut samples = Vec::new();
+        for round in 0..rounds + rounds / 10 {
+            let began = Instant::now();
+            worker.send("test.echo", br#"{"text": "the quick brown fox"}"#);
+            assert_eq!(worker.settled().code, None);
+            if round >= rounds / 10 {
+                samples.push(began.elapsed());
+            }
+        }
+        show(effect, samples);
+        let began = Instant::now();
+        assert_eq!(broker.ask(&Request::Sync), Reply::Synced);
+        println!("{:28} {:8.1} us", "  Sync behind them", began.elapsed().as_secs_f64() * 1e6);
+        steps(&mut broker, effect);
+    }
+}
+
+/// What the broker itself counted of its steps: the bucket that the median
+/// falls into.
+fn steps(broker: &mut Broker, of: &str) {
+    let Reply::Metrics(text) = broker.ask(&Request::Metrics) else { panic!("no metrics") };
+    for step in ["call_authorisation", "call_intent", "call_dispatch", "journal_commit"] {
+        let name = format!("forge_{step}_seconds");
+        let value = |line: &str| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap();
+        let count = text.lines().find(|line| line.starts_with(&format!("{name}_count")));
+        let half = value(count.unwrap()).div_ceil(2);
+        let median = text
+            .lines()
+            .filter(|line| line.starts_with(&format!("{name}_bucket")))
+            .find(|line| value(line) >= half)
+            .and_then(|line| line.split('"').nth(1))
+            .unwrap();
+        println!("{:28} p50 <= {median} s, {of}", format!("  {step}"));
+    }
 }
 
 fn calls(broker: &mut Broker, rounds: usize) {

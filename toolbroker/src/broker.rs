@@ -39,11 +39,13 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
 
-use crate::call::{Dispatcher, Run};
+use crate::call::{Dispatcher, Run, Taken};
 use crate::config::Config;
 use crate::definition::Tool;
 use crate::grant::{self, GrantError, Issuer, Terms};
+use crate::journal::{Close, Journal, Place, Unwritable};
 use crate::link::{self, LinkError, Receiver, Sender};
+use crate::metrics::Metrics;
 use crate::registry::{LookupError, Registry};
 use crate::verified::Verified;
 
@@ -87,6 +89,8 @@ enum Refused {
     OverLimit(OverLimit),
     #[error("the broker is shutting down")]
     Closing,
+    #[error("{0}")]
+    Journal(#[from] Unwritable),
 }
 
 impl Refused {
@@ -110,6 +114,7 @@ impl Refused {
             Self::DefinitionChanged { .. } => RefusalKind::BadGrant,
             Self::NoRunLink | Self::BadRunLink(_) | Self::OverLimit(_) => RefusalKind::BadRequest,
             Self::Closing => RefusalKind::Internal,
+            Self::Journal(_) => RefusalKind::Journal,
         }
     }
 }
@@ -131,9 +136,11 @@ impl Broker {
     /// should have it for themselves; servers are talked with on the event
     /// loop `home`.
     #[must_use]
-    pub fn new(config: Config, issuer: Issuer, home: &Handle) -> Self {
+    pub fn new(config: Config, issuer: Issuer, journal: Place, home: &Handle) -> Self {
         let registry = Arc::new(Registry::new(config, home));
-        let dispatcher = Dispatcher::new(Arc::clone(&registry), home.clone());
+        let metrics = Arc::new(Metrics::default());
+        let journal = Journal::new(journal, Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(Arc::clone(&registry), journal, metrics, home.clone());
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         Self { registry, grants, dispatcher, runs, closing }
@@ -184,12 +191,13 @@ impl Broker {
     }
 
     /// Ends everything: dispatches nothing new, waits for what is dispatched,
-    /// stops the servers. Bounded by the deadlines of the runs.
+    /// closes the journal, stops the servers. Bounded by the deadlines of the runs.
     pub async fn shut_down(&self) {
         self.closing.send_replace(true);
         self.runs.close();
         self.runs.wait().await;
         self.dispatcher.drain().await;
+        self.dispatcher.journal().close();
         self.registry.stop().await;
     }
 
@@ -222,6 +230,11 @@ impl Broker {
                 let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
                 self.open(request, stream).await.map(Reply::Opened)
             }
+            Request::Sync => {
+                self.dispatcher.journal().sync().await?;
+                Ok(Reply::Synced)
+            }
+            Request::Metrics => Ok(Reply::Metrics(self.dispatcher.metrics().text())),
         }
     }
 
@@ -286,7 +299,7 @@ impl Broker {
         request: OpenRun,
         stream: UnixStream,
     ) -> Result<GrantClaims, Refused> {
-        let OpenRun { run_id, principal, program_sha256: _, authority, limits } = request;
+        let OpenRun { run_id, principal, program_sha256, authority, limits } = request;
         for (what, got, limit) in [
             ("calls", limits.calls, CALLS_MAX),
             ("calls_in_flight", limits.calls_in_flight, CALLS_IN_FLIGHT_MAX),
@@ -319,7 +332,8 @@ impl Broker {
         if *self.closing.borrow() {
             return Err(Refused::Closing);
         }
-        let run = Arc::new(Run::new(run_id, &claims, limits));
+        let run = Arc::new(Run::new(run_id, program_sha256, &claims, limits));
+        self.dispatcher.metrics().run_opened();
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
@@ -374,6 +388,7 @@ async fn serve_run(
         _ = closing.wait_for(|closing| *closing) => Ok(()),
     };
     calls.shutdown().await;
+    dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
     match ended {
         Ok(()) => tracing::info!(run = %run.id(), "run link closed"),
         Err(error) => {
@@ -439,11 +454,11 @@ async fn take_calls(
                 // A call is in flight until the worker can have its answer.
                 let in_flight = (calls.len() + sender.unsent() + 1) as u64;
                 over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
-                match dispatcher.at_once(run, &call) {
-                    Some(settled) => settled,
-                    None => {
-                        let (run, dispatcher) = (Arc::clone(run), dispatcher.clone());
-                        calls.spawn(async move { dispatcher.carry_out(&run, call).await });
+                match dispatcher.take(run, call) {
+                    Taken::Settled(settled) => settled,
+                    Taken::Pending(pending) => {
+                        let dispatcher = dispatcher.clone();
+                        calls.spawn(async move { dispatcher.carry_out(pending).await });
                         continue;
                     }
                 }

@@ -18,6 +18,8 @@
 //! | [`grant`] | the signed right to call certain tools |
 //! | [`verified`] | grants that were verified before |
 //! | [`call`] | the chain that every tool call passes |
+//! | [`journal`] | what was called and what became of it, on the disk |
+//! | [`metrics`] | what is counted |
 //! | [`link`] | frames and descriptors on a unix socket |
 //! | [`broker`] | the control link and the run links |
 //! | [`filter`] | the system calls that this process and its servers do without |
@@ -33,7 +35,9 @@ pub mod config;
 pub mod definition;
 pub mod filter;
 pub mod grant;
+pub mod journal;
 pub mod link;
+pub mod metrics;
 #[allow(unsafe_code)]
 pub mod process;
 pub mod registry;

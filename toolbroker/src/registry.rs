@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 
 use crate::builtin::{Builtin, Builtins};
 use crate::config::Config;
-use crate::definition::Tool;
+use crate::definition::{Effect, Tool};
 use crate::upstream::{Connection, Upstream, UpstreamError};
 
 /// The built-in tools, and the tool servers by name.
@@ -22,6 +22,8 @@ use crate::upstream::{Connection, Upstream, UpstreamError};
 pub struct Registry {
     builtins: Builtins,
     servers: BTreeMap<String, Arc<Upstream>>,
+    /// What the operator says of tools.
+    effects: BTreeMap<ToolName, Effect>,
 }
 
 /// A tool that stands ready.
@@ -29,6 +31,8 @@ pub struct Registry {
 pub struct Found {
     /// The tool, as it is described now.
     pub tool: Arc<Tool>,
+    /// What a call of it does to the world, by the operator's word.
+    pub effect: Effect,
     /// Who carries it out.
     pub carrier: Carrier,
 }
@@ -110,7 +114,13 @@ impl Registry {
                 (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
             })
             .collect();
-        Self { builtins: Builtins::new(), servers }
+        Self { builtins: Builtins::new(), servers, effects: config.effects }
+    }
+
+    /// What a call of a server's tool does to the world: it changes something
+    /// until the operator says otherwise.
+    fn effect(&self, name: &ToolName) -> Effect {
+        self.effects.get(name).copied().unwrap_or(Effect::Write)
     }
 
     /// The built-in tool of this name.
@@ -153,12 +163,14 @@ impl Registry {
     pub async fn find(&self, name: &ToolName) -> Result<Found, LookupError> {
         if let Some(builtin) = self.builtin(name) {
             let tool = Arc::clone(builtin.tool());
-            return Ok(Found { tool, carrier: Carrier::Builtin(builtin.clone()) });
+            let carrier = Carrier::Builtin(builtin.clone());
+            return Ok(Found { tool, effect: builtin.effect(), carrier });
         }
         let upstream = self.servers.get(name.server()).ok_or_else(|| self.no_server(name))?;
         let connection = upstream.connection().await.map_err(|source| unavailable(name, source))?;
         let tool = tool_of(&connection, name)?;
-        Ok(Found { tool, carrier: Carrier::Server(connection) })
+        let carrier = Carrier::Server(connection);
+        Ok(Found { tool, effect: self.effect(name), carrier })
     }
 
     /// Why there is no server for this name.

@@ -25,7 +25,7 @@ use forge_protocol::name::ToolName;
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, ClientCapabilities, ClientConfig, ClientRequest,
     ErrorCode, ErrorData, Implementation, JsonObject, JsonRpcMessage, PaginatedRequestParams,
-    ProtocolVersion, RequestId,
+    ProtocolVersion, RequestId, RequestMetaObject,
 };
 use rmcp::service::{
     ClientInitializeError, NotificationContext, RunningService, RxJsonRpcMessage, ServiceError,
@@ -77,6 +77,9 @@ const STDERR_LINE_BYTES_MAX: usize = 2 * 1024;
 const STDERR_BYTES_MAX: usize = 1024 * 1024;
 /// Its last lines, told when the server does not start.
 const STDERR_LINES_KEPT: usize = 5;
+/// Where a call's idempotency key stands in its `_meta`. MCP has no name of its
+/// own for it.
+const IDEMPOTENCY_KEY: &str = "forge-vmm/idempotency-key";
 /// A server's error text that is handed on, in bytes.
 pub const ERROR_TEXT_BYTES_MAX: usize = 4 * 1024;
 
@@ -112,12 +115,15 @@ pub enum UpstreamError {
     Stopped,
 }
 
-/// How a dispatched call ended.
+/// How a dispatched call ended. Nothing is scrubbed yet: the chain does that
+/// once it held the result against its schema ([`Connection::redact`]).
 #[derive(Debug)]
 pub enum CallEnd {
-    /// The tool answered: its result, scrubbed.
+    /// The tool answered: its structured result.
     Answered(Value),
-    /// The tool failed: its error as a JSON object, scrubbed.
+    /// The tool answered with content blocks and nothing structured.
+    Content(Value),
+    /// The tool failed: its error as a JSON object.
     Failed(Value),
     /// The server was lost before it answered.
     Lost,
@@ -476,10 +482,22 @@ impl Connection {
     }
 
     /// Calls a tool and waits for its end, however long. Dropping the future
-    /// tells the server that nobody waits any more.
-    pub async fn call(&self, tool: &Tool, arguments: JsonObject) -> CallEnd {
-        let params =
+    /// tells the server that nobody waits any more. An idempotency key goes
+    /// into the request's `_meta`: a server that knows it carries the same
+    /// call out once, however often it is sent.
+    pub async fn call(
+        &self,
+        tool: &Tool,
+        arguments: JsonObject,
+        idempotency_key: Option<String>,
+    ) -> CallEnd {
+        let mut params =
             CallToolRequestParams::new(tool.name().tool().to_owned()).with_arguments(arguments);
+        if let Some(key) = idempotency_key {
+            let mut meta = RequestMetaObject::new();
+            meta.insert(IDEMPOTENCY_KEY.to_owned(), key.into());
+            params.meta = Some(meta);
+        }
         let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
         match self.service.call_tool_once(params).await {
             Ok(CallToolResponse::Complete(result)) => {
@@ -495,21 +513,23 @@ impl Connection {
                     if let Some(structured) = result.structured_content {
                         error["structuredContent"] = structured;
                     }
-                    return CallEnd::Failed(self.scrubber.json(error));
+                    return CallEnd::Failed(error);
                 }
-                let response = result.structured_content.unwrap_or(content);
-                CallEnd::Answered(self.scrubber.json(response))
+                match result.structured_content {
+                    Some(structured) => CallEnd::Answered(structured),
+                    None => CallEnd::Content(content),
+                }
             }
             Ok(CallToolResponse::InputRequired(_)) => {
                 failed("the tool asks its user for input, and a run has none")
             }
             Ok(CallToolResponse::Task(_)) => failed("the tool answers with a task: not supported"),
             Ok(_) => failed("the tool answers in a way this broker does not know"),
-            Err(ServiceError::McpError(error)) => CallEnd::Failed(self.scrubber.json(json!({
+            Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
                 "error": error.message,
                 "code": error.code.0,
                 "data": error.data,
-            }))),
+            })),
             Err(ServiceError::UnexpectedResponse) => failed("the answer is no tool result"),
             // The request may or may not have reached the server.
             Err(_) => {
@@ -517,6 +537,12 @@ impl Connection {
                 CallEnd::Lost
             }
         }
+    }
+
+    /// Takes the server's credentials out of what it said.
+    #[must_use]
+    pub fn redact(&self, value: Value) -> Value {
+        self.scrubber.json(value)
     }
 
     async fn stop(&self) {

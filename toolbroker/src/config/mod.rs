@@ -10,18 +10,22 @@
 
 mod node;
 mod servers;
+mod tools;
 
 pub use self::servers::ServerConfig;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use forge_protocol::name::{NameError, ToolName};
+
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
+use crate::definition::Effect;
 use crate::secret::SecretError;
 
 /// The tables of `forge.toml` that belong to the broker.
-pub const BROKER_TABLES: [&str; 1] = ["servers"];
+pub const BROKER_TABLES: [&str; 2] = ["servers", "tools"];
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
@@ -35,6 +39,8 @@ const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;
 pub struct Config {
     /// The tool servers, by name.
     pub servers: BTreeMap<String, ServerConfig>,
+    /// What the operator says that calls of tools do to the world.
+    pub effects: BTreeMap<ToolName, Effect>,
 }
 
 /// Why a configuration is refused.
@@ -113,6 +119,12 @@ pub enum Problem {
     /// The name of an environment variable is none.
     #[error("an environment variable's name is not empty and has no `=` and no NUL")]
     VariableName,
+    /// The table's name is no tool's.
+    #[error("this is no tool's name: {0}")]
+    ToolName(NameError),
+    /// No such effect.
+    #[error("an effect is \"none\", \"read\" or \"write\"")]
+    Effect,
     /// A variable is used that is not set.
     #[error("${{{variable}}} is not set: set it, or give a default as ${{{variable}:-…}}")]
     Unset {
@@ -243,6 +255,9 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
             config.servers.insert(name.to_owned(), forge_server(name, &entry, lookup)?);
         }
     }
+    if let Some(listed) = document.field("tools") {
+        config.effects = tools::effects(&listed)?;
+    }
     Ok(config)
 }
 
@@ -288,6 +303,28 @@ mod tests {
         assert_eq!(github.env["LOG"].expose(), "warn");
         assert_eq!(github.env["E"].expose(), "full");
         assert_eq!(github.scrub.len(), 1);
+    }
+
+    #[test]
+    fn the_operator_says_what_a_tool_does() {
+        let parse = |text: &str| {
+            let parsed = parse_forge_toml(Path::new("forge.toml"), text, &environment);
+            parsed.map(|config| config.effects).map_err(|error| error.to_string())
+        };
+        let effects = parse("[tools.\"shop.find\"]\neffect = \"read\"").unwrap();
+        assert_eq!(effects[&ToolName::parse("shop.find").unwrap()], Effect::Read);
+        for (text, field) in [
+            ("[tools.\"shop.find\"]\neffect = \"hunter2\"", "tools.shop.find.effect"),
+            ("[tools.\"shop.find\"]\neffect = 7", "tools.shop.find.effect"),
+            ("[tools.\"shop.find\"]", "tools.shop.find.effect"),
+            ("[tools.\"shop.find\"]\nhunter2 = 1", "tools.shop.find.hunter2"),
+            ("[tools.shop]\neffect = \"read\"", "tools.shop"),
+            ("[tools]\n\"shop.find\" = \"read\"", "tools.shop.find"),
+        ] {
+            let refused = parse(text).unwrap_err();
+            assert!(refused.contains(field), "{refused}");
+            assert!(!refused.contains("= \"hunter2"), "{refused}");
+        }
     }
 
     #[test]
