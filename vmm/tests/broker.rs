@@ -116,9 +116,16 @@ impl Drop for Folder {
     }
 }
 
+/// The journal of whoever runs the tests is left alone.
+fn state() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("broker-state")
+}
+
 fn start(mcp_config: Option<PathBuf>) -> Broker {
     let executable = Some(executable());
-    Broker::start(&BrokerOptions { mcp_config, executable, ..BrokerOptions::default() }).unwrap()
+    let journal = Some(state().join("journal"));
+    let options = BrokerOptions { mcp_config, executable, journal, ..BrokerOptions::default() };
+    Broker::start(&options).unwrap()
 }
 
 fn hash() -> Vec<ToolName> {
@@ -237,7 +244,10 @@ fn text(output: &Output) -> (Option<i32>, String, String) {
 
 fn built_ins_need_no_configuration() {
     executable();
-    let forge = |arguments: &[&str]| text(&Command::new(FORGE).args(arguments).output().unwrap());
+    let forge = |arguments: &[&str]| {
+        let mut command = Command::new(FORGE);
+        text(&command.args(arguments).env("FORGE_STATE", state()).output().unwrap())
+    };
     let (code, listed, said) = forge(&["tools", "list"]);
     assert_eq!(code, Some(0), "{said}");
     assert!(listed.contains("crypto.hash"), "{listed}");

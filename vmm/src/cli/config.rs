@@ -103,15 +103,26 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
         (GrantKey::Lasting, Some(path)) => Some(path.clone()),
         (GrantKey::Lasting, None) => Some(default_state()?),
     };
+    // Calls are journalled however long grants last.
+    let journal = args.state.as_ref().map(|state| state.join(JOURNAL));
     let user = broker_user(args.config.as_deref())?;
     progress("starting the toolbroker");
     Ok(Broker::start(&BrokerOptions {
         mcp_config: args.mcp_config.clone(),
         config: args.config.clone(),
         state,
+        journal,
         executable: None,
         user,
     })?)
+}
+
+/// The folder of the journal below a state folder.
+const JOURNAL: &str = "journal";
+
+/// Where brokers that were started with this `--state` keep their journal.
+pub(crate) fn journal(state: Option<&Path>) -> Result<PathBuf, CliError> {
+    Ok(state.map_or_else(default_state, |state| Ok(state.to_owned()))?.join(JOURNAL))
 }
 
 fn default_state() -> Result<PathBuf, CliError> {
@@ -120,7 +131,11 @@ fn default_state() -> Result<PathBuf, CliError> {
         .map(PathBuf::from)
         .or_else(home)
         .map(|base| base.join("forge-vmm"))
-        .ok_or_else(|| CliError::Usage("there is no HOME to keep the grant key in; --state".into()))
+        .ok_or_else(|| {
+            CliError::Usage(
+                "there is no HOME to keep the grant key and the journal in; --state".into(),
+            )
+        })
 }
 
 /// Refuses tools of servers where no flag names a server. Built-in tools need
