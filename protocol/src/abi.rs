@@ -253,11 +253,15 @@ pub enum CallCode {
     OutcomeUnknown = -8,
     /// The response is over the limit. It happened.
     ResponseTooLarge = -9,
+    /// The broker cannot record the call. It did not happen.
+    NotRecorded = -10,
+    /// The response is not what the tool's own schema promises. It happened.
+    BadResponse = -11,
 }
 
 impl CallCode {
     /// Every code, for tables and tests.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::Denied,
         Self::NoSuchTool,
         Self::BadRequest,
@@ -267,6 +271,8 @@ impl CallCode {
         Self::DeadlinePassed,
         Self::OutcomeUnknown,
         Self::ResponseTooLarge,
+        Self::NotRecorded,
+        Self::BadResponse,
     ];
 
     /// Its stable name in reports.
@@ -282,6 +288,8 @@ impl CallCode {
             Self::DeadlinePassed => "deadline_passed",
             Self::OutcomeUnknown => "outcome_unknown",
             Self::ResponseTooLarge => "response_too_large",
+            Self::NotRecorded => "not_recorded",
+            Self::BadResponse => "bad_response",
         }
     }
 }

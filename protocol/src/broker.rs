@@ -72,6 +72,11 @@ pub enum Request {
         /// The tools, each with the digest of the definition to approve.
         tools: Vec<(ToolName, [u8; 32])>,
     },
+    /// Puts on the disk whatever is journalled by now → [`Reply::Synced`].
+    /// Asked after a run that made calls, before its result leaves.
+    Sync,
+    /// What the broker counts → [`Reply::Metrics`].
+    Metrics,
 }
 
 /// What a grant is to say.
@@ -176,6 +181,10 @@ pub enum Reply {
         /// How many.
         tools: u32,
     },
+    /// To [`Request::Sync`]: it is on the disk.
+    Synced,
+    /// To [`Request::Metrics`]: in Prometheus' text exposition format.
+    Metrics(String),
 }
 
 /// A tool in a list.
@@ -325,4 +334,6 @@ pub enum RefusalKind {
     Forbidden,
     /// The tool's definition is not approved.
     NotReviewed,
+    /// The journal cannot be written.
+    Journal,
 }

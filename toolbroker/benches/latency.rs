@@ -26,9 +26,11 @@ use forge_protocol::broker::{Authority, GrantedTool, Reply, Request};
 use forge_protocol::frame::{self, HEADER_BYTES, Kind};
 use forge_protocol::guest::Call;
 use forge_protocol::limits::RunLimits;
-use forge_toolbroker::call::{Dispatcher, Run};
+use forge_toolbroker::call::{Dispatcher, Run, Taken};
 use forge_toolbroker::config::Config;
 use forge_toolbroker::grant::{Issuer, Terms};
+use forge_toolbroker::journal::{Journal, Place};
+use forge_toolbroker::metrics::Metrics;
 use forge_toolbroker::registry::Registry;
 use forge_toolbroker::verified::Verified;
 use support::{Broker, Worker, grant_request, name, receive, run_request};
@@ -54,6 +56,61 @@ fn main() {
     calls(&mut broker, rounds);
     openings(&mut broker);
     authorisation(rounds);
+    steps(&mut broker, "of all those calls");
+    effects(rounds / 10);
+}
+
+/// Calls of a real MCP server over stdio, by what the operator says they do:
+/// the difference is what the journal costs.
+fn effects(rounds: usize) {
+    println!("{rounds} rounds of test.echo over stdio, by effect");
+    for effect in ["none", "read", "write"] {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("forge.toml");
+        let server = support::test_server();
+        let text = format!(
+            "[servers.test]\ncommand = {server:?}\n[tools.\"test.echo\"]\neffect = \"{effect}\"\n"
+        );
+        std::fs::write(&config, text).unwrap();
+        let config = ["--config".to_owned(), config.to_str().unwrap().to_owned()];
+        let mut broker = Broker::spawn_logging(folder, &config, "warn");
+        broker.say_hello();
+        let limits = RunLimits { calls: 10_000, wall_ms: 600_000, ..RunLimits::default() };
+        let mut worker = broker.run(&["test.echo"], limits);
+        let mut samples = Vec::new();
+        for round in 0..rounds + rounds / 10 {
+            let began = Instant::now();
+            worker.send("test.echo", br#"{"text": "the quick brown fox"}"#);
+            assert_eq!(worker.settled().code, None);
+            if round >= rounds / 10 {
+                samples.push(began.elapsed());
+            }
+        }
+        show(effect, samples);
+        let began = Instant::now();
+        assert_eq!(broker.ask(&Request::Sync), Reply::Synced);
+        println!("{:28} {:8.1} us", "  Sync behind them", began.elapsed().as_secs_f64() * 1e6);
+        steps(&mut broker, effect);
+    }
+}
+
+/// What the broker itself counted of its steps: the bucket that the median
+/// falls into.
+fn steps(broker: &mut Broker, of: &str) {
+    let Reply::Metrics(text) = broker.ask(&Request::Metrics) else { panic!("no metrics") };
+    for step in ["call_authorisation", "call_intent", "call_dispatch", "journal_commit"] {
+        let name = format!("forge_{step}_seconds");
+        let value = |line: &str| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap();
+        let count = text.lines().find(|line| line.starts_with(&format!("{name}_count")));
+        let half = value(count.unwrap()).div_ceil(2);
+        let median = text
+            .lines()
+            .filter(|line| line.starts_with(&format!("{name}_bucket")))
+            .find(|line| value(line) >= half)
+            .and_then(|line| line.split('"').nth(1))
+            .unwrap();
+        println!("{:28} p50 <= {median} s, {of}", format!("  {step}"));
+    }
 }
 
 /// What it takes to say whether a call is allowed, without a process and
@@ -64,7 +121,10 @@ fn authorisation(rounds: usize) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let registry = Arc::new(Registry::new(Config::default(), runtime.handle()));
     let tool = Arc::clone(registry.builtin(&name("crypto.hash")).unwrap().tool());
-    let dispatcher = Dispatcher::new(registry, runtime.handle().clone());
+    let folder = tempfile::tempdir().unwrap();
+    let metrics = Arc::new(Metrics::default());
+    let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
+    let dispatcher = Dispatcher::new(registry, journal, metrics, runtime.handle().clone());
     let constraints = ["/algorithm=\"sha256\"", "/text^=the ", "/text=~[a-z ]{1,100}"];
     for (what, constraints) in [("no constraint", &[][..]), ("3 constraints", &constraints)] {
         let granted = GrantedTool {
@@ -83,13 +143,17 @@ fn authorisation(rounds: usize) {
         let verified = Verified::new(Issuer::ephemeral());
         let token = verified.issuer().issue(&terms, SystemTime::now()).unwrap();
         let grant = verified.verify(&token, SystemTime::now()).unwrap();
-        let run = Run::new(RunId([1; 16]), grant, RunLimits::default());
+        let run = Arc::new(Run::new(RunId([1; 16]), [0; 32], grant, RunLimits::default()));
         let call =
             Call { id: 0, waits: true, tool: name("crypto.hash"), request: REQUEST.to_vec() };
         let mut took = Vec::new();
         for round in 0..rounds + rounds / 10 {
             let began = Instant::now();
-            let settled = dispatcher.at_once(&run, &call).unwrap();
+            let settled = match dispatcher.take(&run, call.clone()) {
+                Taken::Settled(settled) => settled,
+                // The first one waits for the journal.
+                Taken::Pending(call) => runtime.block_on(dispatcher.carry_out(call)),
+            };
             let elapsed = began.elapsed();
             assert_eq!(settled.code, Some(CallCode::BudgetSpent));
             if round >= rounds / 10 {

@@ -40,12 +40,14 @@ use tokio::task::JoinSet;
 use tokio_util::task::TaskTracker;
 
 use crate::attenuation::{self, attenuate};
-use crate::call::{Dispatcher, Run};
+use crate::call::{Dispatcher, Run, Taken};
 use crate::config::Config;
 use crate::constraint::{Constraint, WrittenError, parse_where};
 use crate::definition::Tool;
 use crate::grant::{self, Grant, GrantError, Issuer, Terms};
+use crate::journal::{Close, Journal, Place, Unwritable};
 use crate::link::{self, LinkError, Receiver, Sender};
+use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::registry::{LookupError, Registry};
 use crate::review::{Blocked, ReviewError, Reviews};
@@ -110,6 +112,8 @@ enum Refused {
     OverLimit(OverLimit),
     #[error("the broker is shutting down")]
     Closing,
+    #[error("{0}")]
+    Journal(#[from] Unwritable),
 }
 
 impl Refused {
@@ -145,6 +149,7 @@ impl Refused {
             | Self::ConstraintOnOther { .. }
             | Self::OverLimit(_) => RefusalKind::BadRequest,
             Self::Reviews(_) | Self::Closing => RefusalKind::Internal,
+            Self::Journal(_) => RefusalKind::Journal,
         }
     }
 }
@@ -169,10 +174,18 @@ impl Broker {
     /// should have it for themselves; servers are talked with on the event
     /// loop `home`.
     #[must_use]
-    pub fn new(config: Config, issuer: Issuer, reviews: Reviews, home: &Handle) -> Self {
+    pub fn new(
+        config: Config,
+        issuer: Issuer,
+        reviews: Reviews,
+        journal: Place,
+        home: &Handle,
+    ) -> Self {
         let (policy, reviews) = (config.policy.clone(), Arc::new(reviews));
         let registry = Arc::new(Registry::new(config, home));
-        let dispatcher = Dispatcher::new(Arc::clone(&registry), home.clone());
+        let metrics = Arc::new(Metrics::default());
+        let journal = Journal::new(journal, Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(Arc::clone(&registry), journal, metrics, home.clone());
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         Self { registry, grants, policy, reviews, dispatcher, runs, closing }
@@ -223,12 +236,13 @@ impl Broker {
     }
 
     /// Ends everything: dispatches nothing new, waits for what is dispatched,
-    /// stops the servers. Bounded by the deadlines of the runs.
+    /// closes the journal, stops the servers. Bounded by the deadlines of the runs.
     pub async fn shut_down(&self) {
         self.closing.send_replace(true);
         self.runs.close();
         self.runs.wait().await;
         self.dispatcher.drain().await;
+        self.dispatcher.journal().close();
         self.registry.stop().await;
     }
 
@@ -266,6 +280,11 @@ impl Broker {
                 let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
                 self.open(request, stream).await.map(Reply::Opened)
             }
+            Request::Sync => {
+                self.dispatcher.journal().sync().await?;
+                Ok(Reply::Synced)
+            }
+            Request::Metrics => Ok(Reply::Metrics(self.dispatcher.metrics().text())),
         }
     }
 
@@ -412,7 +431,7 @@ impl Broker {
         request: OpenRun,
         stream: UnixStream,
     ) -> Result<GrantClaims, Refused> {
-        let OpenRun { run_id, principal, session, program_sha256: _, authority, limits } = request;
+        let OpenRun { run_id, principal, session, program_sha256, authority, limits } = request;
         for (what, got, limit) in [
             ("calls", limits.calls, CALLS_MAX),
             ("calls_in_flight", limits.calls_in_flight, CALLS_IN_FLIGHT_MAX),
@@ -452,7 +471,8 @@ impl Broker {
             return Err(Refused::Closing);
         }
         let claims = grant.claims().clone();
-        let run = Arc::new(Run::new(run_id, grant, limits));
+        let run = Arc::new(Run::new(run_id, program_sha256, grant, limits));
+        self.dispatcher.metrics().run_opened();
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
@@ -545,6 +565,7 @@ async fn serve_run(
         _ = closing.wait_for(|closing| *closing) => Ok(()),
     };
     calls.shutdown().await;
+    dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
     match ended {
         Ok(()) => tracing::info!(run = %run.id(), "run link closed"),
         Err(error) => {
@@ -610,11 +631,11 @@ async fn take_calls(
                 // A call is in flight until the worker can have its answer.
                 let in_flight = (calls.len() + sender.unsent() + 1) as u64;
                 over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
-                match dispatcher.at_once(run, &call) {
-                    Some(settled) => settled,
-                    None => {
-                        let (run, dispatcher) = (Arc::clone(run), dispatcher.clone());
-                        calls.spawn(async move { dispatcher.carry_out(&run, call).await });
+                match dispatcher.take(run, call) {
+                    Taken::Settled(settled) => settled,
+                    Taken::Pending(pending) => {
+                        let dispatcher = dispatcher.clone();
+                        calls.spawn(async move { dispatcher.carry_out(pending).await });
                         continue;
                     }
                 }

@@ -39,6 +39,7 @@ pub struct Tool {
     spec: ToolSpec,
     advice: Option<String>,
     arguments: Validator,
+    result: Option<Validator>,
 }
 
 /// Why a tool that a server lists is not offered.
@@ -56,6 +57,9 @@ pub enum DefinitionError {
     /// Its input schema is no JSON Schema, or refers to something outside.
     #[error("its inputSchema does not compile: {0}")]
     Schema(String),
+    /// Its output schema is none, likewise.
+    #[error("its outputSchema does not compile: {0}")]
+    OutputSchema(String),
 }
 
 /// A tool as it stands in a server's answer to `tools/list`.
@@ -102,6 +106,8 @@ impl Tool {
             .into();
 
         let arguments = compile(&input_schema).map_err(DefinitionError::Schema)?;
+        let result = output_schema.as_ref().map(compile).transpose();
+        let result = result.map_err(DefinitionError::OutputSchema)?;
         let spec = ToolSpec {
             name,
             description: listed.description.unwrap_or_default(),
@@ -109,7 +115,7 @@ impl Tool {
             output_schema: output_schema.as_ref().map(canonical_json),
             definition_sha256,
         };
-        Ok(Self { spec, advice: None, arguments })
+        Ok(Self { spec, advice: None, arguments, result })
     }
 
     /// The same with what its server says of its effects (JSON), for a person
@@ -149,21 +155,32 @@ impl Tool {
     /// # Errors
     /// The violations, at most five, each with the place where it is.
     pub fn check(&self, arguments: &Value) -> Result<(), Vec<String>> {
-        if self.arguments.is_valid(arguments) {
-            return Ok(());
-        }
-        let violations: Vec<String> = self
-            .arguments
-            .iter_errors(arguments)
-            .take(VIOLATIONS_MAX)
-            .map(|violation| {
-                let place = violation.instance_path().to_string();
-                let place = if place.is_empty() { "the arguments" } else { &place };
-                crate::cut(&format!("{place}: {violation}"), 512)
-            })
-            .collect();
-        Err(violations)
+        check(&self.arguments, arguments, "the arguments")
     }
+
+    /// Holds a structured result against the output schema, if there is one.
+    ///
+    /// # Errors
+    /// As [`Tool::check`]; the violations quote the result.
+    pub fn check_result(&self, result: &Value) -> Result<(), Vec<String>> {
+        self.result.as_ref().map_or(Ok(()), |schema| check(schema, result, "the result"))
+    }
+}
+
+fn check(schema: &Validator, value: &Value, whole: &str) -> Result<(), Vec<String>> {
+    if schema.is_valid(value) {
+        return Ok(());
+    }
+    let violations: Vec<String> = schema
+        .iter_errors(value)
+        .take(VIOLATIONS_MAX)
+        .map(|violation| {
+            let place = violation.instance_path().to_string();
+            let place = if place.is_empty() { whole } else { &place };
+            crate::cut(&format!("{place}: {violation}"), 512)
+        })
+        .collect();
+    Err(violations)
 }
 
 /// Compiles a schema that may refer to nothing outside itself. Draft 2020-12

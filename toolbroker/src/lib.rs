@@ -24,6 +24,8 @@
 //! | [`verified`] | grants that were verified before |
 //! | [`budget`] | what one run may still spend |
 //! | [`call`] | the chain that every tool call passes |
+//! | [`journal`] | what was called and what became of it, on the disk |
+//! | [`metrics`] | what is counted |
 //! | [`link`] | frames and descriptors on a unix socket |
 //! | [`broker`] | the control link and the run links |
 //! | [`filter`] | the system calls that this process and its servers do without |
@@ -43,7 +45,9 @@ pub mod definition;
 mod difference;
 pub mod filter;
 pub mod grant;
+pub mod journal;
 pub mod link;
+pub mod metrics;
 pub mod openapi;
 pub mod policy;
 #[allow(unsafe_code)]

@@ -5,15 +5,18 @@
 //! It distrusts its command line as far as it can be checked. Deliberately
 //! absent is a socket of its own to listen on.
 
+use std::io::{ErrorKind, Write as _};
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
+use forge_protocol::RunId;
 use forge_toolbroker::broker::{Broker, ServeError};
 use forge_toolbroker::config::{Config, ConfigError};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
+use forge_toolbroker::journal::{JournalError, Place, read};
 use forge_toolbroker::review::{ReviewError, Reviews};
 use forge_toolbroker::{link, process};
 use tokio::net::UnixStream;
@@ -29,12 +32,14 @@ const SERVER_THREADS: usize = 2;
 #[command(
     name = "forge-toolbroker",
     version,
-    about = "Holds credentials and carries tool calls out"
+    about = "Holds credentials and carries tool calls out",
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true
 )]
 struct LowArgs {
     /// Number of the inherited descriptor that is the control link.
-    #[arg(long, value_name = "N")]
-    control_fd: RawFd,
+    #[arg(long, value_name = "N", required = true)]
+    control_fd: Option<RawFd>,
     /// Tool servers in the `mcpServers` form other programs use.
     #[arg(long, value_name = "FILE")]
     mcp_config: Option<PathBuf>,
@@ -48,6 +53,50 @@ struct LowArgs {
     /// Do not use the folder's grant root key: grants end with this process.
     #[arg(long, requires = "state")]
     passing_grants: bool,
+    /// Folder for the journal of calls.
+    /// [default: journal below --state, or below forge-vmm in $XDG_STATE_HOME
+    /// or ~/.local/state]
+    #[arg(long, value_name = "DIR")]
+    journal: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+/// What there is to do beside being a broker.
+#[derive(Subcommand)]
+enum Command {
+    /// Reads the journal of calls, while brokers write it
+    Journal {
+        #[command(subcommand)]
+        command: JournalCommand,
+    },
+}
+
+#[derive(Subcommand)]
+enum JournalCommand {
+    /// Lists calls and what became of them
+    List {
+        /// The journal's folder
+        #[arg(long, value_name = "DIR")]
+        journal: PathBuf,
+        /// Only this run's, by its id in hex
+        #[arg(long, value_name = "ID", value_parser = run_id)]
+        run: Option<RunId>,
+        /// At most so many of each broker's, the newest
+        #[arg(long, value_name = "N", default_value = "1000")]
+        last: usize,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+fn run_id(text: &str) -> Result<RunId, &'static str> {
+    let number = u128::from_str_radix(text, 16);
+    match number {
+        Ok(number) if text.len() == 32 => Ok(RunId(number.to_be_bytes())),
+        _ => Err("a run id has 32 hex digits"),
+    }
 }
 
 /// The command line checked, and everything it names opened.
@@ -56,6 +105,7 @@ struct HiArgs {
     config: Config,
     issuer: Issuer,
     reviews: Reviews,
+    journal: Place,
 }
 
 /// Why the broker does not start, or ended badly.
@@ -71,16 +121,25 @@ enum Error {
     Reviews(#[from] ReviewError),
     #[error("{0}")]
     Serve(#[from] ServeError),
+    #[error("{0}")]
+    Journal(#[from] JournalError),
+    #[error("standard output: {0}")]
+    Output(std::io::Error),
     #[error("this host: {0}")]
     Host(std::io::Error),
 }
 
 impl Error {
-    /// As the supervisor's own: 2 for configuration, 5 for the host, 70 for
-    /// what should not happen.
+    /// As the supervisor's own: 1 for standard output, 2 for configuration, 5
+    /// for the host, 70 for what should not happen.
     fn exit_code(&self) -> u8 {
         match self {
-            Self::Control(_) | Self::Config(_) | Self::RootKey(_) | Self::Reviews(_) => 2,
+            Self::Control(_)
+            | Self::Config(_)
+            | Self::RootKey(_)
+            | Self::Reviews(_)
+            | Self::Journal(_) => 2,
+            Self::Output(_) => 1,
             Self::Host(_) => 5,
             Self::Serve(_) => 70,
         }
@@ -90,8 +149,8 @@ impl Error {
 impl HiArgs {
     /// Needs the event loop: the control link is attached to it.
     fn check(args: LowArgs) -> Result<Self, Error> {
-        let control =
-            process::adopt(args.control_fd).and_then(link::stream_of).map_err(Error::Control)?;
+        let number = args.control_fd.ok_or_else(|| Error::Control(ErrorKind::NotFound.into()))?;
+        let control = process::adopt(number).and_then(link::stream_of).map_err(Error::Control)?;
         let lookup = |name: &str| std::env::var(name).ok();
         let config = Config::load(args.mcp_config.as_deref(), args.config.as_deref(), &lookup)?;
         let issuer = match &args.state {
@@ -99,8 +158,26 @@ impl HiArgs {
             _ => Issuer::ephemeral(),
         };
         let reviews = Reviews::open(config.review, args.state.as_deref())?;
-        Ok(Self { control, config, issuer, reviews })
+        let journal = journal(args.journal, args.state, &lookup);
+        Ok(Self { control, config, issuer, reviews, journal })
     }
+}
+
+/// Where the journal is. Calls are journalled even where nothing else lasts.
+fn journal(
+    journal: Option<PathBuf>,
+    state: Option<PathBuf>,
+    lookup: &dyn Fn(&str) -> Option<String>,
+) -> Place {
+    let absolute = |variable| lookup(variable).map(PathBuf::from).filter(|path| path.is_absolute());
+    let folder = journal
+        .or_else(|| state.map(|state| state.join("journal")))
+        .or_else(|| absolute("XDG_STATE_HOME").map(|base| base.join("forge-vmm/journal")))
+        .or_else(|| absolute("HOME").map(|home| home.join(".local/state/forge-vmm/journal")));
+    folder.map_or_else(
+        || Place::Nowhere("there is no HOME to keep the journal in: give --state".into()),
+        Place::Folder,
+    )
 }
 
 fn main() -> ExitCode {
@@ -112,6 +189,9 @@ fn main() -> ExitCode {
         .init();
     let outcome = hardened.map_err(Error::Host).and_then(|()| {
         let args = LowArgs::parse();
+        if let Some(Command::Journal { command }) = args.command {
+            return list_journal(command);
+        }
         // Links have one thread: an answer that needs nobody else crosses to
         // no other, which costs more than the answer itself. Servers have
         // threads of their own, so that what they say holds up no link.
@@ -136,6 +216,24 @@ fn main() -> ExitCode {
     }
 }
 
+fn list_journal(
+    JournalCommand::List { journal, run, last, json }: JournalCommand,
+) -> Result<(), Error> {
+    let calls = read::calls(&journal, run, last)?;
+    let mut out = std::io::stdout().lock();
+    let written = if json {
+        let written = serde_json::to_writer_pretty(&mut out, &calls).map_err(Into::into);
+        written.and_then(|()| writeln!(out))
+    } else {
+        read::print(&calls, &mut out)
+    };
+    match written.and_then(|()| out.flush()) {
+        // Whoever reads us has read enough.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written.map_err(Error::Output),
+    }
+}
+
 /// What `FORGE_LOG` asks for, `warn` by default.
 fn log_filter() -> EnvFilter {
     let mut filter =
@@ -151,8 +249,8 @@ fn log_filter() -> EnvFilter {
 async fn run(args: LowArgs, servers: &Handle) -> Result<(), Error> {
     let mut terminated = signal(SignalKind::terminate()).map_err(Error::Host)?;
     let mut interrupted = signal(SignalKind::interrupt()).map_err(Error::Host)?;
-    let HiArgs { control, config, issuer, reviews } = HiArgs::check(args)?;
-    let broker = Arc::new(Broker::new(config, issuer, reviews, servers));
+    let HiArgs { control, config, issuer, reviews, journal } = HiArgs::check(args)?;
+    let broker = Arc::new(Broker::new(config, issuer, reviews, journal, servers));
     let served = tokio::select! {
         served = broker.serve(control) => served,
         _ = terminated.recv() => Ok(()),

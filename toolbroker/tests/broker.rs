@@ -56,7 +56,10 @@ fn tools_are_listed_with_schemas_and_digests() {
             "test.echo",
             "test.echo_env",
             "test.fail",
+            "test.key",
+            "test.misfit",
             "test.never",
+            "test.note",
             "test.refuse",
             "test.slow",
         ]
@@ -79,7 +82,7 @@ fn a_server_that_does_not_start_is_named_with_its_last_words() {
     }}));
     match broker.ask(&Request::ListTools { principal: "alice".into() }) {
         Reply::Tools { tools, unavailable } => {
-            assert_eq!(tools.len(), 11, "the third server is there all the same");
+            assert_eq!(tools.len(), 14, "the third server is there all the same");
             assert_eq!(unavailable.len(), 2);
             assert_eq!(unavailable[0].0, "ghost");
             assert!(unavailable[0].1.contains("no-such-program-anywhere"), "{unavailable:?}");
@@ -354,7 +357,7 @@ fn a_definition_that_changes_during_a_run_denies_the_call() {
 fn an_old_server_that_says_nothing_to_discover_is_used_all_the_same() {
     let (mut broker, _) = Broker::with_server_args(&["--old"]);
     let began = Instant::now();
-    assert_eq!(broker.tools().len(), 11);
+    assert_eq!(broker.tools().len(), 14);
     let took = began.elapsed();
     assert!(took < Duration::from_secs(9), "{took:?}: the library's own wait is 10 s");
     // Once known, it is not asked again.
@@ -574,7 +577,7 @@ fn a_run_without_its_socket_is_refused_and_the_link_goes_on() {
     let file = std::fs::File::open("/dev/null").unwrap();
     support::send_with(&broker.control, &frames, file.into());
     assert_eq!(refusal(broker.reply()).0, RefusalKind::BadRequest);
-    assert_eq!(broker.tools().len(), 11);
+    assert_eq!(broker.tools().len(), 14);
 }
 
 #[test]

@@ -222,6 +222,9 @@ pub struct BrokerOptions {
     pub state: Option<PathBuf>,
     /// Grants live as long as the broker, whatever key is kept there.
     pub passing_grants: bool,
+    /// The folder of its journal, if it is not the one below `state`; without
+    /// either, the one below its user's own state folder.
+    pub journal: Option<PathBuf>,
     /// Its executable, if it is not beside this one.
     pub executable: Option<PathBuf>,
     /// Whom it runs as, if not as this process's user: with this user's own
@@ -294,7 +297,7 @@ impl Broker {
     pub fn start(options: &BrokerOptions) -> Result<Self, BrokerError> {
         let executable = match &options.executable {
             Some(path) => path.clone(),
-            None => beside_this_executable().map_err(BrokerError::Start)?,
+            None => Self::executable().map_err(BrokerError::Start)?,
         };
         if !executable.is_file() {
             return Err(BrokerError::Missing(executable));
@@ -305,6 +308,7 @@ impl Broker {
             ("--mcp-config", &options.mcp_config),
             ("--config", &options.config),
             ("--state", &options.state),
+            ("--journal", &options.journal),
         ] {
             if let Some(path) = path {
                 arguments.extend([flag.into(), path.into()]);
@@ -361,6 +365,15 @@ impl Broker {
         }
     }
 
+    /// The broker's executable, beside this one.
+    ///
+    /// # Errors
+    /// If this process cannot find its own.
+    pub fn executable() -> io::Result<PathBuf> {
+        let this = std::env::current_exe()?;
+        Ok(this.parent().unwrap_or(Path::new("/")).join(EXECUTABLE))
+    }
+
     /// The broker's process id.
     #[must_use]
     pub fn id(&self) -> u32 {
@@ -407,6 +420,29 @@ impl Broker {
         match self.exchange(Request::OpenRun(run), Some(theirs))? {
             Reply::Opened(claims) => Ok((claims, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
+        }
+    }
+
+    /// Has the broker put on the disk whatever it journalled by now. What a
+    /// run's calls did is durable then, and its result may leave.
+    ///
+    /// # Errors
+    /// [`BrokerError`]; the journal may not be there.
+    pub fn sync(&self) -> Result<(), BrokerError> {
+        match self.exchange(Request::Sync, None)? {
+            Reply::Synced => Ok(()),
+            other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
+        }
+    }
+
+    /// What the broker counts, in Prometheus' text exposition format.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn metrics(&self) -> Result<String, BrokerError> {
+        match self.exchange(Request::Metrics, None)? {
+            Reply::Metrics(text) => Ok(text),
+            other => Err(BrokerError::Protocol(format!("{other:?} for metrics"))),
         }
     }
 
@@ -576,9 +612,4 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn decode<T: for<'a> BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, BrokerError> {
     codec::decode(payload).map_err(|error| BrokerError::Protocol(error.to_string()))
-}
-
-fn beside_this_executable() -> io::Result<PathBuf> {
-    let this = std::env::current_exe()?;
-    Ok(this.parent().unwrap_or(Path::new("/")).join(EXECUTABLE))
 }

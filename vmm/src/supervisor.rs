@@ -92,10 +92,12 @@ pub struct Supervisor {
     pool: Pool,
 }
 
-/// What stands before the VM, and refused.
+/// What stands before the VM or behind it, and refused.
 enum Refused {
     Violations(Vec<Violation>),
     Broker(BrokerError),
+    /// The run is over, and what its calls did is not known to be on the disk.
+    Journal(BrokerError),
     Over(OverLimit),
     Host(io::Error),
 }
@@ -214,6 +216,13 @@ impl Supervisor {
             }
             Err(fate) => (worker::unserved(fate), Vm::Fresh),
         };
+        // What its calls did is on the disk before anybody hears of it. A run
+        // without calls asks nobody.
+        if !report.calls.is_empty()
+            && let Some(broker) = &self.broker
+        {
+            broker.sync().map_err(Refused::Journal)?;
+        }
         drop(link);
         let weaknesses = self.pool.weaknesses();
         Ok(reported(run_id, admitted, request, report, vm, &weaknesses, *at))
@@ -265,11 +274,17 @@ impl From<Refused> for Outcome {
                         RefusalKind::Forbidden => (Status::Rejected, "forbidden"),
                         RefusalKind::NotReviewed => (Status::Rejected, "not_reviewed"),
                         RefusalKind::Internal => (Status::Internal, "broker"),
+                        RefusalKind::Journal => (Status::Internal, "journal"),
                     },
                     _ => (Status::Internal, "broker"),
                 };
                 Self::new(status, kind, error.to_string())
             }
+            Refused::Journal(error) => Self::new(
+                Status::Internal,
+                "journal",
+                format!("the run made calls, and its result is held back: {error}"),
+            ),
             Refused::Host(error) => Self::new(Status::Unavailable, "host", error.to_string()),
         }
     }

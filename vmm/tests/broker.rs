@@ -95,9 +95,16 @@ impl Drop for Folder {
     }
 }
 
+/// The journal of whoever runs the tests is left alone.
+fn state() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("broker-state")
+}
+
 fn start(mcp_config: Option<PathBuf>) -> Broker {
     let executable = Some(executables::folder().join("forge-toolbroker"));
-    Broker::start(&BrokerOptions { mcp_config, executable, ..BrokerOptions::default() }).unwrap()
+    let journal = Some(state().join("journal"));
+    let options = BrokerOptions { mcp_config, executable, journal, ..BrokerOptions::default() };
+    Broker::start(&options).unwrap()
 }
 
 fn hash() -> Vec<ToolName> {

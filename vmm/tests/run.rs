@@ -98,6 +98,7 @@ impl Desk {
     fn command(&self) -> Command {
         let mut command = Command::new(FORGE);
         command.current_dir(&self.0).env("TEST_TOKEN", CREDENTIAL).stdin(Stdio::null());
+        // The journal of whoever runs the tests is left alone.
         command.env("FORGE_STATE", self.path("state"));
         command
     }

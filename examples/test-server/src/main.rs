@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use rmcp::handler::server::router::tool::ToolRouter;
 use rmcp::handler::server::wrapper::{Json, Parameters};
-use rmcp::model::{ListToolsResult, PaginatedRequestParams, Tool};
+use rmcp::model::{CallToolResult, ListToolsResult, PaginatedRequestParams, Tool};
 use rmcp::service::RequestContext;
 use rmcp::{
     ErrorData, Peer, RoleServer, ServerHandler, ServiceExt as _, tool, tool_handler, tool_router,
@@ -125,6 +125,29 @@ impl Server {
     async fn echo(&self, Parameters(Echo { text }): Parameters<Echo>) -> Json<Echoed> {
         self.called("echo");
         Json(Echoed { text })
+    }
+
+    /// Says it back, and writes it down: what was done, and how often.
+    #[tool]
+    async fn note(&self, Parameters(Echo { text }): Parameters<Echo>) -> Json<Echoed> {
+        self.called(&format!("note {text}"));
+        Json(Echoed { text })
+    }
+
+    /// Promises a text and answers with something else, its credential in it.
+    #[tool(output_schema = rmcp::handler::server::tool::schema_for_type::<Echoed>())]
+    async fn misfit(&self) -> CallToolResult {
+        self.called("misfit");
+        let token = std::env::var("TEST_TOKEN").unwrap_or_default();
+        CallToolResult::structured(serde_json::json!({ "text": [token] }))
+    }
+
+    /// Tells the idempotency key that came with the call.
+    #[tool]
+    async fn key(&self, context: RequestContext<RoleServer>) -> Json<Echoed> {
+        self.called("key");
+        let key = context.meta.get("forge-vmm/idempotency-key");
+        Json(Echoed { text: key.and_then(|key| key.as_str()).unwrap_or("none").to_owned() })
     }
 
     /// Answers after a while.

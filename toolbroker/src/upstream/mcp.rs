@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, ClientCapabilities, ClientConfig, Implementation,
-    JsonObject, PaginatedRequestParams, ProtocolVersion, SubscriptionFilter,
+    JsonObject, PaginatedRequestParams, ProtocolVersion, RequestMetaObject, SubscriptionFilter,
 };
 use rmcp::service::{ClientInitializeError, NotificationContext, RunningService, ServiceError};
 use rmcp::{ClientHandler, Peer, RoleClient};
@@ -34,6 +34,10 @@ const LIST_LIFE_MIN: Duration = Duration::from_secs(10);
 const LIST_LIFE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 /// After this, a subscription that ended is asked for again.
 const RESUBSCRIBE_AFTER: Duration = Duration::from_secs(30);
+
+/// Where a call's idempotency key stands in its `_meta`. MCP has no name of its
+/// own for it.
+const IDEMPOTENCY_KEY: &str = "forge-vmm/idempotency-key";
 
 /// Tools one server may list.
 pub(crate) const TOOLS_MAX: usize = 2_000;
@@ -231,8 +235,20 @@ impl Session {
     /// tells the server that nobody waits any more. A server that forgot the
     /// session, and so did nothing, is asked once more in a new one, if the
     /// tool is still the same there.
-    pub(super) async fn call(&self, tool: &Tool, arguments: JsonObject) -> CallEnd {
-        match self.attempt(tool, arguments.clone()).await {
+    pub(super) async fn call(
+        &self,
+        tool: &Tool,
+        arguments: JsonObject,
+        idempotency_key: Option<String>,
+    ) -> CallEnd {
+        let mut params =
+            CallToolRequestParams::new(tool.name().tool().to_owned()).with_arguments(arguments);
+        if let Some(key) = idempotency_key {
+            let mut meta = RequestMetaObject::new();
+            meta.insert(IDEMPOTENCY_KEY.to_owned(), key.into());
+            params.meta = Some(meta);
+        }
+        match self.attempt(params.clone()).await {
             Attempt::Ended(end) => return end,
             Attempt::SessionGone => self.lose(),
         };
@@ -252,7 +268,7 @@ impl Session {
         if now.is_none_or(|now| now.sha256() != tool.sha256()) {
             return gone("the session ended, and in the next one this is another tool");
         }
-        match session.attempt(tool, arguments).await {
+        match session.attempt(params).await {
             Attempt::Ended(end) => end,
             Attempt::SessionGone => {
                 session.lose();
@@ -261,8 +277,13 @@ impl Session {
         }
     }
 
-    async fn attempt(&self, tool: &Tool, arguments: JsonObject) -> Attempt {
-        let outcome = self.call_once(tool, arguments).await;
+    /// Takes the server's credentials out of what it said.
+    pub(super) fn redact(&self, value: Value) -> Value {
+        self.scrubs.json(value)
+    }
+
+    async fn attempt(&self, params: CallToolRequestParams) -> Attempt {
+        let outcome = self.call_once(params).await;
         let fault = match outcome {
             Ok(end) => {
                 self.breaker.answered();
@@ -302,9 +323,7 @@ impl Session {
         CallEnd::Lost
     }
 
-    async fn call_once(&self, tool: &Tool, arguments: JsonObject) -> Result<CallEnd, ServiceError> {
-        let params =
-            CallToolRequestParams::new(tool.name().tool().to_owned()).with_arguments(arguments);
+    async fn call_once(&self, params: CallToolRequestParams) -> Result<CallEnd, ServiceError> {
         let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
         Ok(match self.service.call_tool_once(params).await {
             Ok(CallToolResponse::Complete(result)) => {
@@ -320,21 +339,23 @@ impl Session {
                     if let Some(structured) = result.structured_content {
                         error["structuredContent"] = structured;
                     }
-                    return Ok(CallEnd::Failed(self.scrubs.json(error)));
+                    return Ok(CallEnd::Failed(error));
                 }
-                let response = result.structured_content.unwrap_or(content);
-                CallEnd::Answered(self.scrubs.json(response))
+                match result.structured_content {
+                    Some(structured) => CallEnd::Answered(structured),
+                    None => CallEnd::Content(content),
+                }
             }
             Ok(CallToolResponse::InputRequired(_)) => {
                 failed("the tool asks its user for input, and a run has none")
             }
             Ok(CallToolResponse::Task(_)) => failed("the tool answers with a task: not supported"),
             Ok(_) => failed("the tool answers in a way this broker does not know"),
-            Err(ServiceError::McpError(error)) => CallEnd::Failed(self.scrubs.json(json!({
+            Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
                 "error": error.message,
                 "code": error.code.0,
                 "data": error.data,
-            }))),
+            })),
             Err(ServiceError::UnexpectedResponse) => failed("the answer is no tool result"),
             Err(error) => return Err(error),
         })

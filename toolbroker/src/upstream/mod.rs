@@ -97,12 +97,15 @@ pub enum UpstreamError {
     Stopped,
 }
 
-/// How a dispatched call ended.
+/// How a dispatched call ended. Nothing is scrubbed yet: the chain does that
+/// once it held the result against its schema ([`Connection::redact`]).
 #[derive(Debug)]
 pub enum CallEnd {
-    /// The tool answered: its result, scrubbed.
+    /// The tool answered: its structured result.
     Answered(Value),
-    /// The tool failed: its error as a JSON object, scrubbed.
+    /// The tool answered with content blocks and nothing structured.
+    Content(Value),
+    /// The tool failed: its error as a JSON object.
     Failed(Value),
     /// The server was lost before it answered.
     Lost,
@@ -169,12 +172,30 @@ impl Connection {
 
     /// Calls a tool and waits for its end, however long. Dropping the future
     /// tells the other side that nobody waits any more, as far as it can be
-    /// told.
-    pub async fn call(&self, tool: &Tool, arguments: JsonObject) -> CallEnd {
+    /// told. An idempotency key goes along where there is a place for it: a
+    /// server that knows it carries the same call out once, however often it
+    /// is sent.
+    pub async fn call(
+        &self,
+        tool: &Tool,
+        arguments: JsonObject,
+        idempotency_key: Option<String>,
+    ) -> CallEnd {
         match self {
-            Self::Mcp(session) => session.call(tool, arguments).await,
+            Self::Mcp(session) => session.call(tool, arguments, idempotency_key).await,
             Self::Api(api) => api.call(tool, &arguments).await,
             Self::Hosted(hosted) => hosted.call(tool, arguments).await,
+        }
+    }
+
+    /// Takes the server's credentials out of what it said.
+    #[must_use]
+    pub fn redact(&self, value: Value) -> Value {
+        match self {
+            Self::Mcp(session) => session.redact(value),
+            Self::Api(api) => api.redact(value),
+            // It holds none of ours.
+            Self::Hosted(_) => value,
         }
     }
 }

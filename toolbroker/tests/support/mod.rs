@@ -160,8 +160,12 @@ impl Broker {
         let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         rustix::io::fcntl_setfd(&theirs, FdFlags::empty()).unwrap();
         let log = folder.path().join("broker.log");
+        // No test writes into the journal of whoever runs it.
+        let names_one = args.iter().any(|arg| arg == "--journal");
+        let journal = (!names_one).then(|| ["--journal".into(), folder.path().join("journal")]);
         let child = Command::new(env!("CARGO_BIN_EXE_forge-toolbroker"))
             .args(["--control-fd", &theirs.as_raw_fd().to_string()])
+            .args(journal.iter().flatten())
             .args(args)
             .env("FORGE_LOG", level)
             .env("CANARY", CANARY)

@@ -307,6 +307,7 @@ struct ToolcallNull {
     supervisor: Supervisor,
     program: Program,
     expected: String,
+    _journal: fixture::Folder,
 }
 
 /// A program that calls `crypto.hash` once for each byte of its input, and
@@ -337,13 +338,14 @@ fn hashing() -> Result<Program, String> {
 fn toolcall_null() -> Result<Box<dyn Case>, String> {
     use sha2::Digest as _;
     let program = hashing()?;
-    let supervisor = fixture::supervisor(&program, RESET, Some(fixture::broker()?))?;
+    let (broker, journal) = fixture::broker()?;
+    let supervisor = fixture::supervisor(&program, RESET, Some(broker))?;
     let mut expected = String::from("{\"hex\":\"");
     for byte in sha2::Sha256::digest(HASHED) {
         let _ = write!(expected, "{byte:02x}");
     }
     expected.push_str("\"}");
-    Ok(Box::new(ToolcallNull { supervisor, program, expected }))
+    Ok(Box::new(ToolcallNull { supervisor, program, expected, _journal: journal }))
 }
 
 impl ToolcallNull {

@@ -34,7 +34,7 @@ pub(super) fn executable() -> PathBuf {
 }
 
 /// A folder of its own that goes with it.
-struct Folder(PathBuf);
+pub(super) struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Result<Self, String> {
@@ -66,13 +66,17 @@ pub(super) fn supervisor(
     Supervisor::new(options, broker).map_err(said)
 }
 
-/// A broker with nothing but its built-in tools.
-pub(super) fn broker() -> Result<Broker, String> {
+/// A broker with nothing but its built-in tools, and the folder of its
+/// journal, which has to outlive it.
+pub(super) fn broker() -> Result<(Broker, Folder), String> {
     let beside = match std::env::var_os("FORGE_VMM") {
         Some(path) => Path::new(&path).parent().map(|folder| folder.join("forge-toolbroker")),
         None => None,
     };
-    Broker::start(&BrokerOptions { executable: beside, ..BrokerOptions::default() }).map_err(said)
+    let folder = Folder::new()?;
+    let journal = Some(folder.0.join("journal"));
+    let options = BrokerOptions { executable: beside, journal, ..BrokerOptions::default() };
+    Ok((Broker::start(&options).map_err(said)?, folder))
 }
 
 /// A service in a process of its own.

@@ -33,6 +33,8 @@ pub(crate) enum Command {
     Tools(ToolsArgs),
     /// Issue a grant, narrow it, or look into it
     Grant(GrantArgs),
+    /// Read the journal: which tools were called, and what became of it
+    Journal(JournalArgs),
     /// Say what this host can do, what it lacks and how to fix it
     Probe(ProbeArgs),
     /// Measure what a run costs on this host, beside its floors
@@ -48,7 +50,8 @@ pub(crate) struct BrokerArgs {
     /// The project's own configuration
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Where the key that signs grants and the reviews of tools are kept
+    /// Where the key that signs grants, the reviews of tools and the journal
+    /// of calls are kept
     /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
     #[arg(long, value_name = "DIR", env = "FORGE_STATE")]
     pub(crate) state: Option<PathBuf>,
@@ -330,6 +333,35 @@ pub(crate) struct GrantInspectArgs {
     pub(crate) json: bool,
     /// The grant
     pub(crate) grant: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct JournalArgs {
+    #[command(subcommand)]
+    pub(crate) command: JournalCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum JournalCommand {
+    /// List calls and what became of them, oldest first
+    List(JournalListArgs),
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct JournalListArgs {
+    /// The state folder whose journal to read
+    /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
+    #[arg(long, value_name = "DIR", env = "FORGE_STATE")]
+    pub(crate) state: Option<PathBuf>,
+    /// Only this run's, by the run_id of its report
+    #[arg(long, value_name = "ID")]
+    pub(crate) run: Option<String>,
+    /// At most so many of each broker's, the newest
+    #[arg(long, value_name = "N")]
+    pub(crate) last: Option<usize>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, ClapArgs)]

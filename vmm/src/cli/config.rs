@@ -98,6 +98,8 @@ pub(crate) enum GrantKey {
 
 /// Starts the broker that the flags describe.
 pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, CliError> {
+    // Calls are journalled however long grants last.
+    let journal = args.state.as_ref().map(|state| state.join(JOURNAL));
     let user = broker_user(args.config.as_deref())?;
     let state = match (key, &args.state) {
         (_, Some(path)) => Some(path.clone()),
@@ -114,9 +116,18 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
         config: args.config.clone(),
         state,
         passing_grants: key == GrantKey::Passing,
+        journal,
         executable: None,
         user,
     })?)
+}
+
+/// The folder of the journal below a state folder.
+const JOURNAL: &str = "journal";
+
+/// Where brokers that were started with this `--state` keep their journal.
+pub(crate) fn journal(state: Option<&Path>) -> Result<PathBuf, CliError> {
+    Ok(state.map_or_else(default_state, |state| Ok(state.to_owned()))?.join(JOURNAL))
 }
 
 fn default_state() -> Result<PathBuf, CliError> {
@@ -125,7 +136,10 @@ fn default_state() -> Result<PathBuf, CliError> {
         .map(PathBuf::from)
         .or_else(home)
         .map(|base| base.join("forge-vmm"))
-        .ok_or_else(|| CliError::Usage("there is no HOME to keep state in: give --state".into()))
+        .ok_or_else(|| {
+            let what = "there is no HOME to keep the grant key, reviews and the journal in";
+            CliError::Usage(format!("{what}: give --state"))
+        })
 }
 
 /// Refuses tools of servers where no flag names a server. Built-in tools need

@@ -8,6 +8,7 @@ mod args;
 mod bench;
 mod config;
 mod grant;
+mod journal;
 mod program;
 mod run;
 mod serve;
@@ -107,6 +108,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Check(args) => program::check(args),
         Command::Tools(args) => tools::tools(args),
         Command::Grant(args) => grant::grant(args),
+        Command::Journal(args) => journal::journal(&args),
         Command::Probe(args) => status::probe(&args),
         Command::Bench(args) => bench::bench(&args),
     };

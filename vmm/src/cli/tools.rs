@@ -245,6 +245,8 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     progress("calling");
     let call = Call { id: 0, waits: true, tool: args.tool, request };
     let settled = exchange(&mut link, &call).map_err(|e| CliError::Broker(BrokerError::Lost(e)))?;
+    // As with a run: first the journal, then the result.
+    broker.sync()?;
     let mut out = io::stdout().lock();
     out.write_all(&settled.body)?;
     if !settled.body.is_empty() {

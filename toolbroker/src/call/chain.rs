@@ -1,0 +1,480 @@
+//! The steps of a call, each made from the one before and from nothing else,
+//! so that none can be left out and none can come too early.
+//!
+//! ```text
+//!  Identified ─▶ Granted ─▶ Pinned ─▶ Checked ─▶ Intended ─▶ Dispatched ─▶ Fitting ─▶ Redacted
+//!      └────────────┴──────────┴─────────┴─── Refused            │            │
+//!                                                                └── recorded ┘
+//! ```
+//!
+//! Whatever a step refuses it gives back as [`Refused`], whose only way on is
+//! into the journal.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::guest::{Call, Settled};
+use rmcp::model::JsonObject;
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+use tokio::time::{Instant, timeout_at};
+
+use super::failure::{CallFailure, tool_error};
+use super::run::Run;
+use crate::builtin::Builtin;
+use crate::definition::{Effect, Tool};
+use crate::journal::{CallFacts, Event, Journal, Record};
+use crate::metrics::Metrics;
+use crate::upstream::{CallEnd, Connection};
+
+/// How long a dispatched call is followed after its run's deadline. Whoever
+/// has not answered by then is told that nobody waits, and the outcome stays
+/// unknown.
+const AFTERMATH_MAX: Duration = Duration::from_secs(5);
+/// The digest of a larger request is taken with its other checks, away from
+/// the links' thread; it is not taken for a record of its refusal.
+pub(super) const IN_PLACE_BYTES_MAX: usize = 32 * 1024;
+
+/// Where calls are recorded.
+#[derive(Clone, Debug)]
+pub(super) struct Books {
+    pub(super) journal: Journal,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+/// What is known of a call from the first step to the last.
+#[derive(Debug)]
+struct Facts {
+    run: Arc<Run>,
+    call: CallFacts,
+    began: Instant,
+}
+
+impl Facts {
+    fn refused(self, failure: CallFailure) -> Refused {
+        Refused(Box::new(Refusal { facts: self, failure }))
+    }
+
+    fn event(&self, event: Event) -> Record {
+        Record::now(self.run.id(), event)
+    }
+}
+
+/// The connection said whose run it is: a call of that run.
+#[derive(Debug)]
+pub(super) struct Identified {
+    facts: Facts,
+    request: Vec<u8>,
+}
+
+impl Identified {
+    pub(super) fn new(run: &Arc<Run>, call: Call, books: &Books) -> Self {
+        let Call { id, tool, request, waits: _ } = call;
+        if run.calls_first() {
+            let (principal, program_sha256) = (Arc::clone(run.principal()), run.program_sha256());
+            let opened = Event::Opened { principal, program_sha256 };
+            books.journal.append(Record::now(run.id(), opened));
+        }
+        let call = CallFacts {
+            call: id,
+            principal: Arc::clone(run.principal()),
+            tool,
+            definition_sha256: None,
+            effect: None,
+            arguments_sha256: None,
+        };
+        let facts = Facts { run: Arc::clone(run), call, began: Instant::now() };
+        Self { facts, request }
+    }
+
+    /// The grant names the tool; and the request is of a size that is worth
+    /// looking at, which is asked as soon as it can be: what is refused by
+    /// its size alone is never parsed, and no server is started for it.
+    pub(super) fn granted(self) -> Result<Granted, Refused> {
+        let Self { mut facts, request } = self;
+        if request.len() <= IN_PLACE_BYTES_MAX {
+            facts.call.arguments_sha256 = Some(Sha256::digest(&request).into());
+        }
+        let Some(definition_sha256) = facts.run.grant().pin(&facts.call.tool) else {
+            let tool = facts.call.tool.clone();
+            return Err(facts.refused(CallFailure::NotGranted { tool }));
+        };
+        facts.call.definition_sha256 = Some(definition_sha256);
+        let limit = facts.run.limits().request_bytes;
+        if request.len() > limit as usize {
+            let got = request.len();
+            return Err(facts.refused(CallFailure::RequestTooLarge { got, limit }));
+        }
+        Ok(Granted { facts, request, definition_sha256 })
+    }
+}
+
+/// The grant allows the tool.
+#[derive(Debug)]
+pub(super) struct Granted {
+    facts: Facts,
+    request: Vec<u8>,
+    definition_sha256: [u8; 32],
+}
+
+impl Granted {
+    pub(super) fn run(&self) -> &Arc<Run> {
+        &self.facts.run
+    }
+
+    pub(super) fn tool(&self) -> &forge_protocol::name::ToolName {
+        &self.facts.call.tool
+    }
+
+    /// Its number in the run.
+    pub(super) fn call(&self) -> u32 {
+        self.facts.call.call
+    }
+
+    /// When it arrived.
+    pub(super) fn began(&self) -> Instant {
+        self.facts.began
+    }
+
+    /// Whether its checks are so little work that others can wait for them.
+    pub(super) fn is_small(&self) -> bool {
+        self.request.len() <= IN_PLACE_BYTES_MAX
+    }
+
+    pub(super) fn refused(self, failure: CallFailure) -> Refused {
+        self.facts.refused(failure)
+    }
+
+    /// The tool's definition is the one that was granted.
+    pub(super) fn pinned(
+        self,
+        tool: Arc<Tool>,
+        effect: Effect,
+        cost: u32,
+    ) -> Result<Pinned, Refused> {
+        let Self { mut facts, request, definition_sha256 } = self;
+        facts.call.effect = Some(effect);
+        if tool.sha256() != definition_sha256 {
+            let tool = tool.name().clone();
+            return Err(facts.refused(CallFailure::DefinitionChanged { tool }));
+        }
+        Ok(Pinned { facts, request, tool, effect, cost })
+    }
+}
+
+/// The tool is the one that was granted.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    facts: Facts,
+    request: Vec<u8>,
+    tool: Arc<Tool>,
+    effect: Effect,
+    cost: u32,
+}
+
+impl Pinned {
+    /// The arguments fit, and the run can afford the call.
+    pub(super) fn checked(self) -> Result<Checked, Refused> {
+        let Self { mut facts, request, tool, effect, cost } = self;
+        if facts.call.arguments_sha256.is_none() {
+            facts.call.arguments_sha256 = Some(Sha256::digest(&request).into());
+        }
+        match check(&facts.run, &tool, cost, &request) {
+            Ok(arguments) => Ok(Checked { facts, tool, effect, arguments }),
+            Err(failure) => Err(facts.refused(failure)),
+        }
+    }
+}
+
+fn check(run: &Run, tool: &Tool, cost: u32, request: &[u8]) -> Result<JsonObject, CallFailure> {
+    let arguments = Value::Object(parse(request)?);
+    tool.check(&arguments).map_err(|violations| CallFailure::BadArguments { violations })?;
+    let outside = |violation| CallFailure::OutsideGrant { tool: tool.name().clone(), violation };
+    run.grant().check(tool.name(), &arguments).map_err(outside)?;
+    // PLACE: data-flow labels.
+    // What is refused above costs no budget. What passes here is dispatched,
+    // unless the journal or the clock says no.
+    run.spend(cost)?;
+    // PLACE: budgets over time.
+    // PLACE: approvals.
+    in_time(run)?;
+    match arguments {
+        Value::Object(arguments) => Ok(arguments),
+        _ => Err(CallFailure::NotAnObject { why: "it is another JSON value".into() }),
+    }
+}
+
+fn in_time(run: &Run) -> Result<(), CallFailure> {
+    if Instant::now() >= run.deadline() { Err(CallFailure::DeadlinePassed) } else { Ok(()) }
+}
+
+/// What is parsed here is what is checked and what is sent, so that a server
+/// that reads JSON otherwise never sees other arguments than were checked.
+fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
+    match serde_json::from_slice(request) {
+        Ok(Value::Object(arguments)) => Ok(arguments),
+        Ok(_) => Err(CallFailure::NotAnObject { why: "it is another JSON value".into() }),
+        Err(error) => Err(CallFailure::NotAnObject { why: error.to_string() }),
+    }
+}
+
+/// Everything that is asked of a call was asked.
+#[derive(Debug)]
+pub(super) struct Checked {
+    facts: Facts,
+    tool: Arc<Tool>,
+    effect: Effect,
+    arguments: JsonObject,
+}
+
+impl Checked {
+    /// What the operator says it does.
+    pub(super) fn effect(&self) -> Effect {
+        self.effect
+    }
+
+    /// The journal has the intent: on the disk if the call changes something.
+    pub(super) async fn intended(self, books: &Books) -> Result<Intended, Refused> {
+        let Self { facts, tool, effect, arguments } = self;
+        books.metrics.authorised(facts.began.elapsed());
+        let asked = Instant::now();
+        let intent = facts.event(Event::Intent(facts.call.clone()));
+        if books.journal.intend(intent, effect == Effect::Write).await.is_err() {
+            return Err(facts.refused(CallFailure::NotRecorded));
+        }
+        books.metrics.intended(asked.elapsed());
+        // The disk may have taken its time.
+        match in_time(&facts.run) {
+            Ok(()) => Ok(Intended { facts, tool, effect, arguments }),
+            Err(failure) => Err(facts.refused(failure)),
+        }
+    }
+
+    /// The same for a call without any effect, where the journal is known to
+    /// be ready: nobody needs to be waited for.
+    pub(super) fn intended_at_once(self, books: &Books) -> Intended {
+        let Self { facts, tool, effect, arguments } = self;
+        books.metrics.authorised(facts.began.elapsed());
+        books.journal.append(facts.event(Event::Intent(facts.call.clone())));
+        Intended { facts, tool, effect, arguments }
+    }
+}
+
+/// The journal knows of the call.
+#[derive(Debug)]
+pub(super) struct Intended {
+    facts: Facts,
+    tool: Arc<Tool>,
+    effect: Effect,
+    arguments: JsonObject,
+}
+
+impl Intended {
+    /// Sends the call to its server, with the credential that the connection
+    /// holds for it, and waits for its end.
+    pub(super) async fn dispatched(self, connection: &Connection) -> Dispatched {
+        let Self { facts, tool, effect, arguments } = self;
+        let key =
+            (effect == Effect::Write).then(|| format!("{}-{}", facts.run.id(), facts.call.call));
+        let sent = Instant::now();
+        let until = facts.run.deadline() + AFTERMATH_MAX;
+        let called = timeout_at(until, connection.call(&tool, arguments, key)).await;
+        Dispatched { facts, tool, sent, end: called.unwrap_or(CallEnd::Lost) }
+    }
+
+    /// Carries a tool of the broker's own out, in this thread.
+    pub(super) fn carried_out(self, builtin: &Builtin) -> Dispatched {
+        let Self { facts, tool, effect: _, arguments } = self;
+        let sent = Instant::now();
+        let end = builtin.carry_out(&arguments);
+        Dispatched { facts, tool, sent, end }
+    }
+}
+
+/// The call went out, and this is what came back, as it came.
+#[derive(Debug)]
+pub(super) struct Dispatched {
+    facts: Facts,
+    tool: Arc<Tool>,
+    sent: Instant,
+    end: CallEnd,
+}
+
+impl Dispatched {
+    /// Holds a result against the tool's own output schema.
+    pub(super) fn fitting(self, books: &Books) -> Fitting {
+        let Self { facts, tool, sent, end } = self;
+        books.metrics.dispatched(sent.elapsed());
+        let end = match end {
+            CallEnd::Answered(response) => match tool.check_result(&response) {
+                Ok(()) => Ok(CallEnd::Answered(response)),
+                Err(violations) => Err(violations),
+            },
+            CallEnd::Content(_) if tool.spec().output_schema.is_some() => {
+                Err(vec!["the result: there is none beside its text".to_owned()])
+            }
+            CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
+            other => Ok(other),
+        };
+        Fitting { facts, end }
+    }
+}
+
+/// The result fits, or it is known how it does not. Credentials may still be
+/// in it.
+#[derive(Debug)]
+pub(super) struct Fitting {
+    facts: Facts,
+    end: Result<CallEnd, Vec<String>>,
+}
+
+impl Fitting {
+    /// Takes credentials out, of reasons too.
+    pub(super) fn redacted(self, redact: impl Fn(Value) -> Value) -> Redacted {
+        let Self { facts, end } = self;
+        let outcome = match end {
+            Ok(CallEnd::Answered(response) | CallEnd::Content(response)) => {
+                of_size(&facts.run, redact(response).to_string().into_bytes())
+            }
+            Ok(CallEnd::Failed(error)) => Err(CallFailure::ToolFailed { error: redact(error) }),
+            Ok(CallEnd::Lost) => Err(CallFailure::Lost),
+            Err(violations) => {
+                let clean = |violation: String| match redact(violation.into()) {
+                    Value::String(violation) => violation,
+                    other => other.to_string(),
+                };
+                let violations = violations.into_iter().map(clean).collect();
+                Err(CallFailure::BadResponse { violations })
+            }
+        };
+        Redacted { facts, outcome }
+    }
+}
+
+fn of_size(run: &Run, body: Vec<u8>) -> Result<Vec<u8>, CallFailure> {
+    let limit = run.limits().response_bytes;
+    if body.len() > limit as usize {
+        return Err(CallFailure::ResponseTooLarge { got: body.len(), limit });
+    }
+    Ok(body)
+}
+
+/// What the program may see.
+#[derive(Debug)]
+pub(super) struct Redacted {
+    facts: Facts,
+    outcome: Result<Vec<u8>, CallFailure>,
+}
+
+impl Redacted {
+    /// Records the end, and gives it back as the answer.
+    pub(super) fn recorded(self, books: &Books) -> Settled {
+        let Self { facts, outcome } = self;
+        let settled = settle(&facts, outcome);
+        let outcome = Event::Outcome {
+            call: settled.id,
+            code: settled.code,
+            took_us: settled.duration_ns / 1_000,
+            response_bytes: settled.body.len() as u64,
+        };
+        books.journal.append(facts.event(outcome));
+        count(&facts, &settled, books);
+        // At `info`: what a program does must not choose how much is logged
+        // by default.
+        tracing::info!(
+            run = %facts.run.id(),
+            call = settled.id,
+            tool = ?facts.call.tool.as_str(),
+            effect = facts.call.effect.map(Effect::as_str),
+            code = settled.code.map_or("ok", CallCode::as_str),
+            late = Instant::now() > facts.run.deadline(),
+            took_us = settled.duration_ns / 1_000,
+            "dispatched call ended"
+        );
+        settled
+    }
+}
+
+/// A call that was refused: its server saw not one byte of it.
+#[derive(Debug)]
+pub(super) struct Refused(Box<Refusal>);
+
+#[derive(Debug)]
+struct Refusal {
+    facts: Facts,
+    failure: CallFailure,
+}
+
+impl Refused {
+    /// Records the refusal, and gives it back as the answer.
+    pub(super) async fn recorded(self, books: &Books) -> Settled {
+        let (record, settled) = self.end(books);
+        books.journal.refuse(record).await;
+        settled
+    }
+
+    /// The same where the journal is known to be ready.
+    pub(super) fn recorded_at_once(self, books: &Books) -> Settled {
+        let (record, settled) = self.end(books);
+        books.journal.append(record);
+        settled
+    }
+
+    fn end(self, books: &Books) -> (Record, Settled) {
+        let Refusal { facts, failure } = *self.0;
+        tracing::info!(
+            run = %facts.run.id(),
+            call = facts.call.call,
+            tool = ?facts.call.tool.as_str(),
+            code = failure.code().as_str(),
+            why = ?failure.to_string(),
+            "call refused"
+        );
+        let code = failure.code();
+        let settled = settle(&facts, Err(failure));
+        count(&facts, &settled, books);
+        (facts.event(Event::Refusal { call: facts.call.clone(), code }), settled)
+    }
+}
+
+/// How a call settled, as its program sees it.
+fn settle(facts: &Facts, outcome: Result<Vec<u8>, CallFailure>) -> Settled {
+    let bytes_max = facts.run.limits().response_bytes as usize;
+    let (code, body) = match outcome {
+        Ok(response) => (None, response),
+        Err(failure) => (Some(failure.code()), failure.body(bytes_max)),
+    };
+    let duration_ns = u64::try_from(facts.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    Settled { id: facts.call.call, code, duration_ns, body }
+}
+
+fn count(facts: &Facts, settled: &Settled, books: &Books) {
+    let known = facts.call.definition_sha256.is_some();
+    let server = if known { facts.call.tool.server() } else { "" };
+    let took = Duration::from_nanos(settled.duration_ns);
+    books.metrics.settled(server, facts.call.effect, settled.code, took);
+}
+
+/// What a program is told whose time was over while its call was out. The
+/// call's own end is recorded when it comes.
+pub(super) fn unheard(run: &Run, call: u32, began: Instant, failure: &CallFailure) -> Settled {
+    let body = failure.body(run.limits().response_bytes as usize);
+    let duration_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    Settled { id: call, code: Some(failure.code()), duration_ns, body }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_is_no_json_object_is_a_bad_request() {
+        for request in ["", "[]", "7", "{", "{}{}", "{\"a\":\u{1}}", &"[".repeat(100_000)] {
+            let refused = parse(request.as_bytes()).unwrap_err();
+            assert_eq!(refused.code(), CallCode::BadRequest, "{refused}");
+        }
+        assert!(parse(&[b'{', 0xFF, b'}']).is_err());
+        parse(b"{\"a\": 1}").unwrap();
+    }
+}

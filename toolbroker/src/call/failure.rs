@@ -1,0 +1,212 @@
+//! Why a call gave no response, and how its program is told.
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::name::ToolName;
+use serde_json::{Value, json};
+
+use crate::budget::Spent;
+use crate::constraint::Violation;
+use crate::registry::LookupError;
+use crate::upstream::ERROR_TEXT_BYTES_MAX;
+
+/// Why a call gave no response.
+#[derive(Debug, thiserror::Error)]
+pub enum CallFailure {
+    /// The grant does not name the tool.
+    #[error("this run's grant does not allow {tool}")]
+    NotGranted {
+        /// The tool.
+        tool: ToolName,
+    },
+    /// The server describes the tool otherwise than when it was granted.
+    #[error(
+        "the definition of {tool} changed since it was granted: look at it with `forge-vmm tools \
+         review`, approve it and grant it anew"
+    )]
+    DefinitionChanged {
+        /// The tool.
+        tool: ToolName,
+    },
+    /// The request is over the run's limit.
+    #[error("the request has {got} bytes, the limit is {limit}")]
+    RequestTooLarge {
+        /// Its size.
+        got: usize,
+        /// The limit.
+        limit: u32,
+    },
+    /// The tool is not there, or its server cannot be asked.
+    #[error("{0}")]
+    NoSuchTool(LookupError),
+    /// The request is no JSON object.
+    #[error("the request is not a JSON object: {why}")]
+    NotAnObject {
+        /// What it is.
+        why: String,
+    },
+    /// The request is not what the schema asks.
+    #[error("the arguments do not fit the tool's schema: {}", violations.join("; "))]
+    BadArguments {
+        /// The violations, with their places.
+        violations: Vec<String>,
+    },
+    /// The arguments are outside what the grant allows.
+    #[error("a call of {tool} is not allowed with these arguments: {violation}")]
+    OutsideGrant {
+        /// The tool.
+        tool: ToolName,
+        /// The constraint that does not hold.
+        violation: Violation,
+    },
+    /// A budget is used up.
+    #[error("{0}")]
+    BudgetSpent(Spent),
+    /// The deadline passed before dispatch.
+    #[error("the run's time was over before the call")]
+    DeadlinePassed,
+    /// The deadline passed after dispatch.
+    #[error("the run's time was over before the tool answered; it may have done its work")]
+    DeadlineAfterDispatch,
+    /// The server was lost after dispatch.
+    #[error("the tool server was lost before it answered; it may have done its work")]
+    Lost,
+    /// The tool failed.
+    #[error("the tool failed")]
+    ToolFailed {
+        /// Its error as [`tool_error`] shapes it, scrubbed.
+        error: Value,
+    },
+    /// The response is not what the tool's own schema promises.
+    #[error("the response is not what the tool's output schema says: {}", violations.join("; "))]
+    BadResponse {
+        /// The violations, with their places, scrubbed.
+        violations: Vec<String>,
+    },
+    /// The journal does not take the intent.
+    #[error("the call cannot be recorded, so it was not made: the operator's log says why")]
+    NotRecorded,
+    /// The response is over the run's limit.
+    #[error("the response has {got} bytes, the limit is {limit}")]
+    ResponseTooLarge {
+        /// Its size.
+        got: usize,
+        /// The limit.
+        limit: u32,
+    },
+}
+
+impl CallFailure {
+    /// What the program sees.
+    #[must_use]
+    pub fn code(&self) -> CallCode {
+        match self {
+            Self::NotGranted { .. }
+            | Self::DefinitionChanged { .. }
+            | Self::OutsideGrant { .. } => CallCode::Denied,
+            Self::NoSuchTool(_) => CallCode::NoSuchTool,
+            Self::NotAnObject { .. } | Self::BadArguments { .. } => CallCode::BadRequest,
+            Self::RequestTooLarge { .. } => CallCode::RequestTooLarge,
+            Self::ToolFailed { .. } => CallCode::ToolFailed,
+            Self::BudgetSpent(_) => CallCode::BudgetSpent,
+            Self::DeadlinePassed => CallCode::DeadlinePassed,
+            Self::DeadlineAfterDispatch | Self::Lost => CallCode::OutcomeUnknown,
+            Self::ResponseTooLarge { .. } => CallCode::ResponseTooLarge,
+            Self::BadResponse { .. } => CallCode::BadResponse,
+            Self::NotRecorded => CallCode::NotRecorded,
+        }
+    }
+
+    /// The reason as the program can read it: a JSON object with `error`,
+    /// within `bytes_max`; empty if not even a cut reason fits.
+    #[must_use]
+    pub fn body(&self, bytes_max: usize) -> Vec<u8> {
+        let whole = match self {
+            Self::ToolFailed { error } => error.clone(),
+            Self::OutsideGrant { violation, .. } => {
+                json!({ "error": self.to_string(), "constraint": violation.constraint })
+            }
+            Self::BadArguments { violations } | Self::BadResponse { violations } => {
+                json!({ "error": self.to_string(), "violations": violations })
+            }
+            other => json!({ "error": other.to_string() }),
+        };
+        let body = whole.to_string().into_bytes();
+        if body.len() <= bytes_max {
+            return body;
+        }
+        let text = whole.get("error").and_then(Value::as_str).unwrap_or_default();
+        // Escapes may double a text; a sixth of the room always suffices.
+        for text_bytes in [ERROR_TEXT_BYTES_MAX, bytes_max / 2, bytes_max / 7] {
+            let body = json!({ "error": crate::cut(text, text_bytes) }).to_string().into_bytes();
+            if body.len() <= bytes_max {
+                return body;
+            }
+        }
+        Vec::new()
+    }
+}
+
+/// A tool's own error as a program sees it, whatever the tool gave: `name`,
+/// `message`, `code` and `data`, `null` where the tool says nothing; `error`
+/// is the message again, as in every failure. What else the tool gave stays.
+pub(super) fn tool_error(given: Value) -> Value {
+    let mut error = match given {
+        Value::Object(error) => error,
+        other => serde_json::Map::from_iter([("data".to_owned(), other)]),
+    };
+    let structured = error.get("structuredContent").cloned().unwrap_or(Value::Null);
+    let said = |field: &str| {
+        error.get(field).or_else(|| structured.get(field)).cloned().filter(|it| !it.is_null())
+    };
+    let message = said("error").or_else(|| said("message")).unwrap_or_else(|| "".into());
+    let name = said("name").unwrap_or_else(|| "ToolError".into());
+    let (code, data) = (said("code").unwrap_or_default(), said("data").unwrap_or_default());
+    for (field, value) in
+        [("error", message.clone()), ("name", name), ("message", message), ("code", code)]
+    {
+        error.insert(field.to_owned(), value);
+    }
+    error.insert("data".to_owned(), data);
+    Value::Object(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_always_fits_its_bound_and_stays_json() {
+        let failure =
+            CallFailure::ToolFailed { error: json!({ "error": "\u{1}\"é".repeat(9_999) }) };
+        for bytes_max in (0..64).chain([100, 1_000, 10_000, 1_000_000]) {
+            let body = failure.body(bytes_max);
+            assert!(body.len() <= bytes_max, "{} of {bytes_max}", body.len());
+            if !body.is_empty() {
+                let body: Value = serde_json::from_slice(&body).unwrap();
+                assert!(body["error"].is_string());
+            }
+        }
+        assert!(!failure.body(100).is_empty());
+    }
+
+    #[test]
+    fn a_tools_error_has_name_message_code_and_data_whatever_it_gave() {
+        let rpc = tool_error(json!({"error": "no such part", "code": -32602, "data": {"id": 7}}));
+        let (name, message) = (json!("ToolError"), json!("no such part"));
+        for (field, value) in [
+            ("name", &name),
+            ("message", &message),
+            ("error", &message),
+            ("code", &json!(-32602)),
+            ("data", &json!({"id": 7})),
+        ] {
+            assert_eq!(&rpc[field], value, "{field}");
+        }
+        let own = json!({"name": "OutOfStock", "message": "0 left", "code": 17});
+        let told = tool_error(json!({"error": "0 left", "structuredContent": own}));
+        assert_eq!((&told["name"], &told["code"]), (&json!("OutOfStock"), &json!(17)));
+        assert_eq!(told["data"], Value::Null);
+        let bare = tool_error(json!([1]));
+        assert_eq!((&bare["name"], &bare["data"]), (&name, &json!([1])));
+    }
+}

@@ -1,0 +1,305 @@
+//! The chain that every tool call passes.
+//!
+//! ```text
+//!  the connection says which run          Identified
+//!    → the grant allows the tool                        denied
+//!    → the request is of a size           Granted       request too large
+//!    → the tool is there                                no such tool
+//!    → its definition is the granted one  Pinned        denied
+//!    → the arguments fit its schema                     bad request
+//!    → the arguments fit the grant                      denied
+//!    · (data-flow labels)
+//!    → the budget is not spent                          budget spent
+//!    · (budgets over time, approvals)
+//!    → there is time                      Checked       deadline passed
+//!    → the journal has the intent         Intended      not recorded
+//!  ═══ dispatched: it may have happened from here on ═══
+//!    → with its credential, until its
+//!      deadline                           Dispatched    outcome unknown
+//!    → the tool did not fail                            tool failed
+//!    → the result fits its output schema  Fitting       bad response
+//!    → credentials are taken out
+//!    → the response is of a size          Redacted      response too large
+//!    → the journal has the outcome
+//!    → the response
+//! ```
+//!
+//! The steps are types in [`chain`](self), each made from the one before, so
+//! the order cannot be written otherwise. Each stands as early as it can and
+//! as late as it must: size before parsing, since what is too large is not
+//! worth parsing; the budget behind all that can refuse, so that a refused
+//! call costs none; the journal behind that, so that what it calls an intent
+//! is one.
+//!
+//! A call that is refused above the line costs its server not one byte, and
+//! is journalled. One that reached the journal is followed to its end and
+//! recorded, whether anybody still waits or not. A built-in tool passes the
+//! same chain; one without effect is carried out in place, with nothing to
+//! wait for ([`Dispatcher::take`]).
+//!
+//! Distrusted are the worker (whatever it sends is within its run or nothing)
+//! and the server. Deliberately absent is any second try: a call whose
+//! outcome is unknown stays so.
+
+mod chain;
+mod failure;
+mod run;
+
+pub use self::failure::CallFailure;
+pub use self::run::Run;
+
+use std::sync::Arc;
+
+use forge_protocol::guest::{Call, Settled};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+use tokio::time::timeout_at;
+use tokio_util::task::TaskTracker;
+use tracing::Instrument as _;
+
+use self::chain::{Books, Checked, Granted, Identified, Pinned, Refused, unheard};
+use crate::definition::Effect;
+use crate::journal::{Close, Event, Journal, Record};
+use crate::metrics::Metrics;
+use crate::registry::{Carrier, Found, Registry};
+
+/// Carries calls out.
+#[derive(Clone, Debug)]
+pub struct Dispatcher {
+    registry: Arc<Registry>,
+    books: Books,
+    /// Where servers are talked with.
+    home: Handle,
+    /// Everything from the intent on, to be waited for at the end.
+    dispatched: TaskTracker,
+}
+
+/// A call that was taken.
+#[derive(Debug)]
+pub enum Taken {
+    /// Nobody needed to be asked or waited for.
+    Settled(Settled),
+    /// For [`Dispatcher::carry_out`].
+    Pending(Pending),
+}
+
+/// A call that somebody has to be waited for.
+#[derive(Debug)]
+pub struct Pending(Stage);
+
+#[derive(Debug)]
+enum Stage {
+    Granted(Granted),
+    Refused(Refused),
+}
+
+impl Dispatcher {
+    /// A dispatcher to the servers of `registry`, which are talked with on
+    /// the event loop `home`.
+    #[must_use]
+    pub fn new(
+        registry: Arc<Registry>,
+        journal: Journal,
+        metrics: Arc<Metrics>,
+        home: Handle,
+    ) -> Self {
+        let books = Books { journal, metrics };
+        Self { registry, books, home, dispatched: TaskTracker::new() }
+    }
+
+    /// The journal that calls are recorded in.
+    #[must_use]
+    pub fn journal(&self) -> &Journal {
+        &self.books.journal
+    }
+
+    /// What is counted.
+    #[must_use]
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.books.metrics
+    }
+
+    /// Waits until every dispatched call is recorded. None may be started
+    /// after that.
+    pub async fn drain(&self) {
+        self.dispatched.close();
+        self.dispatched.wait().await;
+    }
+
+    /// Records that a run's link is closed, if it made a call.
+    pub fn closed(&self, run: &Run, how: Close) {
+        self.books.metrics.run_closed();
+        if run.has_called() {
+            self.books.journal.append(Record::now(run.id(), Event::Closed { how }));
+        }
+    }
+
+    /// Takes a call of a run, and settles it if nobody needs to be asked or
+    /// waited for: one that the first checks refuse, and one of a built-in
+    /// tool that has no effect and a small request.
+    #[must_use]
+    pub fn take(&self, run: &Arc<Run>, call: Call) -> Taken {
+        // Until the journal is known to work, everybody waits for it.
+        let ready = self.books.journal.is_ready();
+        let granted = match Identified::new(run, call, &self.books).granted() {
+            Ok(granted) => granted,
+            Err(refused) if ready => {
+                return Taken::Settled(refused.recorded_at_once(&self.books));
+            }
+            Err(refused) => return Taken::Pending(Pending(Stage::Refused(refused))),
+        };
+        match self.registry.builtin(granted.tool()) {
+            Some(builtin) if ready && builtin.effect() == Effect::None && granted.is_small() => {
+                let cost = self.registry.cost(granted.tool());
+                let checked = granted
+                    .pinned(Arc::clone(builtin.tool()), Effect::None, cost)
+                    .and_then(Pinned::checked);
+                Taken::Settled(match checked {
+                    Ok(checked) => checked
+                        .intended_at_once(&self.books)
+                        .carried_out(builtin)
+                        .fitting(&self.books)
+                        // The broker's own tools without effect have no
+                        // credential to tell.
+                        .redacted(|response| response)
+                        .recorded(&self.books),
+                    Err(refused) => refused.recorded_at_once(&self.books),
+                })
+            }
+            _ => Taken::Pending(Pending(Stage::Granted(granted))),
+        }
+    }
+
+    /// Carries one call out and says how it settled. Dropping the future
+    /// before the call passed every check undoes it; after that, the call
+    /// goes on unheard.
+    pub async fn carry_out(&self, Pending(stage): Pending) -> Settled {
+        let granted = match stage {
+            Stage::Granted(granted) => granted,
+            Stage::Refused(refused) => return refused.recorded(&self.books).await,
+        };
+        let (run, call, began) = (Arc::clone(granted.run()), granted.call(), granted.began());
+        let span = tracing::info_span!("call", run = %run.id(), call, tool = ?granted.tool());
+        let (checked, carrier) = match self.check(granted).instrument(span.clone()).await {
+            Ok(checked) => checked,
+            Err(refused) => return refused.recorded(&self.books).await,
+        };
+        let effect = checked.effect();
+        let (deliver, delivered) = oneshot::channel();
+        let books = self.books.clone();
+        let called = async move {
+            let settled = match checked.intended(&books).await {
+                Ok(intended) => match carrier {
+                    Carrier::Server(connection) => intended
+                        .dispatched(&connection)
+                        .await
+                        .fitting(&books)
+                        .redacted(|value| connection.redact(value))
+                        .recorded(&books),
+                    Carrier::Builtin(builtin) => {
+                        // Long work for a thread that nobody else waits for.
+                        let carried = move || {
+                            intended
+                                .carried_out(&builtin)
+                                .fitting(&books)
+                                .redacted(|response| response)
+                                .recorded(&books)
+                        };
+                        match tokio::task::spawn_blocking(carried).await {
+                            Ok(settled) => settled,
+                            // Only a panic of ours ends it without an outcome.
+                            Err(error) => std::panic::resume_unwind(error.into_panic()),
+                        }
+                    }
+                },
+                Err(refused) => refused.recorded(&books).await,
+            };
+            // Nobody waits any more if the deadline came first.
+            let _ = deliver.send(settled);
+        };
+        self.dispatched.spawn_on(called.instrument(span), &self.home);
+        let failure = match timeout_at(run.deadline(), delivered).await {
+            Ok(Ok(settled)) => return settled,
+            Ok(Err(_)) => CallFailure::Lost,
+            // What has no effect is as good as not done.
+            Err(_) if effect == Effect::None => CallFailure::DeadlinePassed,
+            Err(_) => CallFailure::DeadlineAfterDispatch,
+        };
+        unheard(&run, call, began, &failure)
+    }
+
+    /// The steps from the grant to the line.
+    async fn check(&self, granted: Granted) -> Result<(Checked, Carrier), Refused> {
+        let run = granted.run();
+        let found = self.registry.find(granted.tool(), run.hosted());
+        let Found { tool, carrier, effect, cost } = match timeout_at(run.deadline(), found).await {
+            Ok(Ok(found)) => found,
+            Ok(Err(error)) => return Err(granted.refused(CallFailure::NoSuchTool(error))),
+            Err(_) => return Err(granted.refused(CallFailure::DeadlinePassed)),
+        };
+        let small = granted.is_small();
+        let pinned = granted.pinned(tool, effect, cost)?;
+        let checked = if small {
+            pinned.checked()
+        } else {
+            // Long work for a thread that nobody else waits for.
+            match tokio::task::spawn_blocking(|| pinned.checked()).await {
+                Ok(checked) => checked,
+                // Only a panic of ours ends it without an outcome.
+                Err(error) => std::panic::resume_unwind(error.into_panic()),
+            }
+        };
+        Ok((checked?, carrier))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::grant::Grant;
+    use crate::journal::Place;
+    use forge_protocol::RunId;
+    use forge_protocol::abi::CallCode;
+    use forge_protocol::broker::{GrantClaims, GrantedTool};
+    use forge_protocol::limits::RunLimits;
+    use forge_protocol::name::ToolName;
+
+    #[test]
+    fn a_built_in_whose_definition_is_not_the_granted_one_is_denied() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let registry = Arc::new(Registry::new(Config::default(), runtime.handle()));
+        let name = ToolName::parse("crypto.hash").unwrap();
+        let present = registry.builtin(&name).unwrap().tool().sha256();
+        let metrics = Arc::new(Metrics::default());
+        let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(registry, journal, metrics, runtime.handle().clone());
+        let ask = |definition_sha256| {
+            let claims = GrantClaims {
+                principal: "alice".into(),
+                tools: vec![GrantedTool {
+                    name: name.clone(),
+                    definition_sha256,
+                    constraints: vec!["/text^=a".to_owned()],
+                }],
+                expires_unix_s: 0,
+                calls_max: Some(1),
+                cost_max: None,
+                session: None,
+            };
+            let grant = Arc::new(Grant::new(claims).unwrap());
+            let run = Run::new(RunId([0; 16]), [0; 32], grant, RunLimits::default());
+            let request = br#"{"algorithm": "sha256", "text": "abc"}"#.to_vec();
+            dispatcher
+                .take(&Arc::new(run), Call { id: 0, waits: true, tool: name.clone(), request })
+        };
+        // The first call of all waits for the journal, the others for nobody.
+        let Taken::Pending(first) = ask(present) else { panic!("it waited for nobody") };
+        assert_eq!(runtime.block_on(dispatcher.carry_out(first)).code, None);
+        for (definition_sha256, code) in [(present, None), ([1; 32], Some(CallCode::Denied))] {
+            let Taken::Settled(settled) = ask(definition_sha256) else { panic!("it waited") };
+            assert_eq!(settled.code, code);
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! One run: what it may call, and what it has used.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use forge_protocol::RunId;
+use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, RunLimits};
+use tokio::time::Instant;
+
+use super::CallFailure;
+use crate::budget::Budget;
+use crate::grant::Grant;
+use crate::upstream::Connection;
+use crate::upstream::hosted::Hosted;
+
+/// The run's own deadline is its worker's to keep, whose clock started just
+/// before the run was opened here. This much behind it, the broker gives up
+/// by itself.
+const DEADLINE_LEAD: Duration = Duration::from_millis(500);
+/// The longest wall clock reckoned with, so that no sum of times overflows.
+const WALL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// One run: what it may call, and what it has used. Known by the connection
+/// it was opened for.
+#[derive(Debug)]
+pub struct Run {
+    id: RunId,
+    principal: Arc<str>,
+    program_sha256: [u8; 32],
+    grant: Arc<Grant>,
+    limits: RunLimits,
+    budget: Budget,
+    has_called: AtomicBool,
+    deadline: Instant,
+    /// Tools that the run's caller hosts itself.
+    hosted: Option<Arc<Connection>>,
+}
+
+impl Run {
+    /// A run of a program under a verified grant, whose wall clock starts now.
+    #[must_use]
+    pub fn new(id: RunId, program_sha256: [u8; 32], grant: Arc<Grant>, limits: RunLimits) -> Self {
+        let claims = grant.claims();
+        let calls_max = limits.calls.min(claims.calls_max.unwrap_or(u32::MAX)).min(CALLS_MAX);
+        // Whoever asks for more than the protocol can carry gets that.
+        let limits = RunLimits {
+            request_bytes: limits.request_bytes.min(REQUEST_BYTES_MAX),
+            response_bytes: limits.response_bytes.min(RESPONSE_BYTES_MAX),
+            ..limits
+        };
+        let wall = Duration::from_millis(limits.wall_ms).min(WALL_MAX);
+        let deadline = Instant::now() + wall + DEADLINE_LEAD;
+        Self {
+            id,
+            principal: claims.principal.as_str().into(),
+            program_sha256,
+            limits,
+            budget: Budget::new(calls_max, claims.cost_max),
+            has_called: AtomicBool::new(false),
+            deadline,
+            hosted: None,
+            grant,
+        }
+    }
+
+    /// The same run, whose caller hosts these tools itself. What may be
+    /// called is the grant's to say, as ever.
+    #[must_use]
+    pub fn hosting(mut self, hosted: Hosted) -> Self {
+        self.hosted = Some(Arc::new(Connection::Hosted(hosted)));
+        self
+    }
+
+    /// Which run it is, for records.
+    #[must_use]
+    pub fn id(&self) -> RunId {
+        self.id
+    }
+
+    /// Whose run it is.
+    #[must_use]
+    pub fn principal(&self) -> &Arc<str> {
+        &self.principal
+    }
+
+    /// The signed hash of its program.
+    #[must_use]
+    pub fn program_sha256(&self) -> [u8; 32] {
+        self.program_sha256
+    }
+
+    /// What it may use.
+    #[must_use]
+    pub fn limits(&self) -> &RunLimits {
+        &self.limits
+    }
+
+    /// When nobody waits for its calls any more.
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// What it may call.
+    pub(super) fn grant(&self) -> &Grant {
+        &self.grant
+    }
+
+    /// Tools that its caller hosts itself.
+    pub(super) fn hosted(&self) -> Option<&Arc<Connection>> {
+        self.hosted.as_ref()
+    }
+
+    /// `true` once: for its first call.
+    pub(super) fn calls_first(&self) -> bool {
+        !self.has_called.load(Ordering::Relaxed) && !self.has_called.swap(true, Ordering::AcqRel)
+    }
+
+    /// Whether it made a call.
+    pub(super) fn has_called(&self) -> bool {
+        self.has_called.load(Ordering::Acquire)
+    }
+
+    /// Takes one call of this cost from the budget.
+    pub(super) fn spend(&self, cost: u32) -> Result<(), CallFailure> {
+        self.budget.spend(cost).map_err(CallFailure::BudgetSpent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::budget::Spent;
+    use forge_protocol::broker::GrantClaims;
+
+    fn run(limits: RunLimits, calls_max: Option<u32>) -> Run {
+        let claims = GrantClaims {
+            principal: "alice".into(),
+            tools: Vec::new(),
+            expires_unix_s: 0,
+            calls_max,
+            cost_max: None,
+            session: None,
+        };
+        Run::new(RunId([0; 16]), [0; 32], Arc::new(Grant::new(claims).unwrap()), limits)
+    }
+
+    #[test]
+    fn the_budget_is_the_smaller_of_run_and_grant() {
+        for (calls, calls_max, expected) in [(5, None, 5), (5, Some(2), 2), (2, Some(5), 2)] {
+            let run = run(RunLimits { calls, ..RunLimits::default() }, calls_max);
+            for _ in 0..expected {
+                run.spend(1).unwrap();
+            }
+            let spent = run.spend(1).unwrap_err();
+            let limit = expected;
+            assert!(matches!(spent, CallFailure::BudgetSpent(by) if by == Spent::Calls { limit }));
+        }
+    }
+
+    #[test]
+    fn limits_beyond_the_protocol_are_lowered_to_it() {
+        let asked = RunLimits {
+            response_bytes: u32::MAX,
+            request_bytes: u32::MAX,
+            wall_ms: u64::MAX,
+            ..RunLimits::default()
+        };
+        let run = run(asked, None);
+        assert_eq!(run.limits().response_bytes, RESPONSE_BYTES_MAX);
+        assert_eq!(run.limits().request_bytes, REQUEST_BYTES_MAX);
+    }
+
+    #[test]
+    fn a_run_is_opened_in_the_journal_once() {
+        let run = run(RunLimits::default(), None);
+        assert!(!run.has_called());
+        assert!(run.calls_first());
+        assert!(!run.calls_first());
+        assert!(run.has_called());
+    }
+}

@@ -1,0 +1,155 @@
+//! Which journal file is whose.
+//!
+//! A journal folder has numbered files, and a lock beside each. A broker
+//! takes one whose lock is free, and holds it for its life, so that exactly
+//! one broker writes each file; brokers side by side have files of their own
+//! and never wait for each other. A file that a dead broker left open (its
+//! write-ahead log is still there) is taken first, so that what it left
+//! unknown is closed soon.
+
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+/// Brokers that may write into one folder at a time.
+pub const SLOTS_MAX: u32 = 64;
+
+/// A journal file that is this process's alone while this value lives.
+#[derive(Debug)]
+pub struct Slot {
+    /// The journal file. It may not be there yet.
+    pub file: PathBuf,
+    _lock: File,
+}
+
+fn named(folder: &Path, number: u32, ending: &str) -> PathBuf {
+    folder.join(format!("journal-{number:02}.{ending}"))
+}
+
+impl Slot {
+    /// Takes a journal file in this folder, which is made if need be.
+    ///
+    /// # Errors
+    /// What the kernel said, and `ResourceBusy` if all files are taken.
+    pub fn take(folder: &Path) -> io::Result<Self> {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        let mut free = None;
+        for number in 0..SLOTS_MAX {
+            let lock = named(folder, number, "lock");
+            let used_before = lock.exists();
+            let lock = OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .open(lock)?;
+            match lock.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => continue,
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+            let slot = Self { file: named(folder, number, "sqlite"), _lock: lock };
+            if named(folder, number, "sqlite-wal").exists() {
+                return Ok(slot);
+            }
+            free = free.or(Some(slot));
+            if !used_before {
+                // Beyond it nothing was ever used.
+                break;
+            }
+        }
+        free.ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::ResourceBusy,
+                format!("{SLOTS_MAX} brokers write into this folder already"),
+            )
+        })
+    }
+
+    /// Makes the file if it is not there, readable by its owner alone whatever
+    /// it was before.
+    ///
+    /// # Errors
+    /// What the kernel said.
+    pub fn make_private(&self) -> io::Result<()> {
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&self.file)?;
+        if file.metadata()?.permissions().mode() & 0o077 != 0 {
+            file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
+        }
+        Ok(())
+    }
+}
+
+/// The journal files of a folder, by number, each with whether a broker has
+/// it. None if the folder is not there.
+///
+/// # Errors
+/// What the kernel said.
+pub fn files(folder: &Path) -> io::Result<Vec<(PathBuf, bool)>> {
+    let mut files = Vec::new();
+    for number in 0..SLOTS_MAX {
+        let file = named(folder, number, "sqlite");
+        if !file.try_exists()? {
+            continue;
+        }
+        let lock = OpenOptions::new().read(true).open(named(folder, number, "lock"));
+        // A shared lock, so that readers do not take each other for a broker.
+        let taken =
+            lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)));
+        files.push((file, taken));
+    }
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_brokers_have_two_files_and_a_free_one_is_taken_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = Slot::take(folder.path()).unwrap();
+        let second = Slot::take(folder.path()).unwrap();
+        assert_ne!(first.file, second.file);
+        let freed = first.file.clone();
+        drop(first);
+        assert_eq!(Slot::take(folder.path()).unwrap().file, freed);
+    }
+
+    #[test]
+    fn a_file_that_a_dead_broker_left_is_taken_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let (first, second) =
+            (Slot::take(folder.path()).unwrap(), Slot::take(folder.path()).unwrap());
+        std::fs::write(second.file.with_extension("sqlite-wal"), b"").unwrap();
+        let left = second.file.clone();
+        drop((first, second));
+        assert_eq!(Slot::take(folder.path()).unwrap().file, left);
+    }
+
+    #[test]
+    fn all_files_taken_is_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let held: Vec<Slot> = (0..SLOTS_MAX).map(|_| Slot::take(folder.path()).unwrap()).collect();
+        let refused = Slot::take(folder.path()).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ResourceBusy);
+        drop(held);
+    }
+
+    #[test]
+    fn a_journal_that_others_could_read_is_made_private() {
+        let folder = tempfile::tempdir().unwrap();
+        let slot = Slot::take(folder.path()).unwrap();
+        std::fs::write(&slot.file, b"").unwrap();
+        std::fs::set_permissions(&slot.file, std::fs::Permissions::from_mode(0o644)).unwrap();
+        slot.make_private().unwrap();
+        let mode = slot.file.metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+}

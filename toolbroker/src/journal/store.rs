@@ -1,0 +1,388 @@
+//! One journal file: its tables, what opening it closes, and commits.
+//!
+//! `records` is only ever appended to, and bounded: the oldest leave when
+//! there are more than [`RECORDS_MAX`]. `sessions` has a row for each broker
+//! that had the file. One that is not closed when the next broker opens the
+//! file died, and its calls without an end are closed as unknown.
+//!
+//! Every commit waits for the disk (`synchronous = FULL`). Deliberately absent
+//! is making a file anew that somebody took away: until the broker is started
+//! again, it has no journal.
+
+use std::collections::{BTreeSet, HashSet};
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use forge_protocol::RunId;
+use forge_protocol::abi::CallCode;
+use rusqlite::{Connection, OpenFlags, params};
+
+use super::record::{CallFacts, Close, Event, Record, now_us};
+use super::slot::Slot;
+
+/// Records that one file keeps, some 200 MB. A run of 10,000 calls leaves
+/// 20,002.
+pub const RECORDS_MAX: i64 = 1_000_000;
+/// Says to SQLite's own tools whose file it is: `fjnl`.
+const APPLICATION_ID: i32 = 0x666a_6e6c;
+/// The tables below.
+const SCHEMA_VERSION: i32 = 1;
+/// A reader may hold the file this long while a log is folded into it.
+const BUSY_TIME_MAX: Duration = Duration::from_secs(1);
+/// The write-ahead log is cut back to this when it is folded in, in bytes.
+const LOG_BYTES_KEPT: i64 = 4 * 1024 * 1024;
+
+const SCHEMA: &str = "
+    CREATE TABLE sessions (
+        id INTEGER PRIMARY KEY,
+        opened_us INTEGER NOT NULL,
+        first_seq INTEGER NOT NULL,
+        closed_us INTEGER
+    ) STRICT;
+    CREATE TABLE records (
+        seq INTEGER PRIMARY KEY,
+        at_us INTEGER NOT NULL,
+        kind TEXT NOT NULL,
+        run BLOB NOT NULL,
+        call INTEGER,
+        principal TEXT,
+        tool TEXT,
+        definition BLOB,
+        effect TEXT,
+        arguments BLOB,
+        code TEXT,
+        took_us INTEGER,
+        response_bytes INTEGER,
+        program BLOB
+    ) STRICT;";
+
+const INSERT: &str = "INSERT OR IGNORE INTO records
+    (seq, at_us, kind, run, call, principal, tool, definition, effect, arguments, code, took_us,
+     response_bytes, program)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)";
+
+/// Why the journal cannot be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// The folder or a file in it.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// SQLite says no: the disk is full, or the file is damaged.
+    #[error("{}: {source}", path.display())]
+    Database {
+        /// The journal file.
+        path: PathBuf,
+        /// Why.
+        source: rusqlite::Error,
+    },
+    /// The file is no journal of ours, or another release's.
+    #[error(
+        "{}: no journal that this release can use: move it away, or use another --state",
+        path.display()
+    )]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file that is open is no longer the one at its path.
+    #[error(
+        "{}: the journal was moved or deleted under the broker: start the broker again",
+        path.display()
+    )]
+    Gone {
+        /// Where it was.
+        path: PathBuf,
+    },
+}
+
+/// An open journal file.
+#[derive(Debug)]
+pub struct Store {
+    slot: Slot,
+    connection: Connection,
+    /// The file's identity, so that another one at its path is noticed.
+    identity: (u64, u64),
+    session: i64,
+    next_seq: i64,
+}
+
+impl Store {
+    /// Takes a file in this folder, opens it and closes what the broker
+    /// before left open.
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn open(folder: &Path) -> Result<Self, JournalError> {
+        let slot = Slot::take(folder)
+            .map_err(|source| JournalError::File { path: folder.to_owned(), source })?;
+        let at = |source| JournalError::File { path: slot.file.clone(), source };
+        slot.make_private().map_err(at)?;
+        let identity = identity(&slot.file).map_err(at)?;
+        let path = slot.file.clone();
+        let failed = |source| database(&path, source);
+        let mut connection = connect(&slot.file).map_err(failed)?;
+        make_ready(&mut connection, &slot.file)?;
+        let (session, next_seq) = begin_session(&mut connection).map_err(failed)?;
+        Ok(Self { slot, connection, identity, session, next_seq })
+    }
+
+    /// Opens the same file again after it failed, for the same session.
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn reopen(&mut self) -> Result<(), JournalError> {
+        self.check_identity()?;
+        let mut connection = connect(&self.slot.file).map_err(|e| database(&self.slot.file, e))?;
+        make_ready(&mut connection, &self.slot.file)?;
+        self.connection = connection;
+        Ok(())
+    }
+
+    fn check_identity(&self) -> Result<(), JournalError> {
+        let path = self.slot.file.clone();
+        match identity(&path) {
+            Ok(found) if found == self.identity => Ok(()),
+            Ok(_) => Err(JournalError::Gone { path }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(JournalError::Gone { path })
+            }
+            Err(source) => Err(JournalError::File { path, source }),
+        }
+    }
+
+    /// Puts records on the disk, all or none. After an error the same batch
+    /// may be given again.
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn commit(&mut self, batch: &[Record]) -> Result<(), JournalError> {
+        self.check_identity()?;
+        let next_seq = insert(&mut self.connection, self.next_seq, batch)
+            .map_err(|source| database(&self.slot.file, source))?;
+        // A commit into a file without a name would be lost with the process.
+        self.check_identity()?;
+        self.next_seq = next_seq;
+        Ok(())
+    }
+
+    /// Says that this broker left in good order.
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn close(self) -> Result<(), JournalError> {
+        self.connection
+            .execute(
+                "UPDATE sessions SET closed_us = ?1 WHERE id = ?2",
+                params![number(now_us()), self.session],
+            )
+            .and_then(|_| self.connection.close().map_err(|(_, source)| source))
+            .map_err(|source| database(&self.slot.file, source))
+    }
+}
+
+fn database(path: &Path, source: rusqlite::Error) -> JournalError {
+    JournalError::Database { path: path.to_owned(), source }
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    path.metadata().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+/// Never makes the file: it is made private first, elsewhere.
+fn connect(path: &Path) -> rusqlite::Result<Connection> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let connection = Connection::open_with_flags(path, flags)?;
+    connection.busy_timeout(BUSY_TIME_MAX)?;
+    Ok(connection)
+}
+
+fn make_ready(connection: &mut Connection, path: &Path) -> Result<(), JournalError> {
+    let failed = |source| database(path, source);
+    let version = (|| {
+        connection.pragma_update(None, "trusted_schema", false)?;
+        connection.query_row("PRAGMA journal_mode = WAL", [], |_| Ok(()))?;
+        connection.pragma_update(None, "synchronous", "FULL")?;
+        connection.query_row(
+            &format!("PRAGMA journal_size_limit = {LOG_BYTES_KEPT}"),
+            [],
+            |_| Ok(()),
+        )?;
+        version_of(connection)
+    })();
+    match version.map_err(|source| match source.sqlite_error_code() {
+        Some(rusqlite::ErrorCode::NotADatabase) => JournalError::Foreign { path: path.to_owned() },
+        _ => failed(source),
+    })? {
+        (APPLICATION_ID, SCHEMA_VERSION) => Ok(()),
+        (0, 0) if is_empty(connection).map_err(failed)? => {
+            let transaction = connection.transaction().map_err(failed)?;
+            transaction
+                .execute_batch(SCHEMA)
+                .and_then(|()| transaction.pragma_update(None, "application_id", APPLICATION_ID))
+                .and_then(|()| transaction.pragma_update(None, "user_version", SCHEMA_VERSION))
+                .and_then(|()| transaction.commit())
+                .map_err(failed)
+        }
+        _ => Err(JournalError::Foreign { path: path.to_owned() }),
+    }
+}
+
+fn is_empty(connection: &Connection) -> rusqlite::Result<bool> {
+    connection.query_row("SELECT count(*) = 0 FROM sqlite_schema", [], |row| row.get(0))
+}
+
+fn version_of(connection: &Connection) -> rusqlite::Result<(i32, i32)> {
+    let one = |pragma: &str| connection.pragma_query_value(None, pragma, |row| row.get(0));
+    Ok((one("application_id")?, one("user_version")?))
+}
+
+/// Whether this release can read the file.
+pub(super) fn is_readable(connection: &Connection) -> rusqlite::Result<bool> {
+    Ok(version_of(connection)? == (APPLICATION_ID, SCHEMA_VERSION))
+}
+
+/// Closes what dead brokers left, and begins a session: its number and that
+/// of the next record.
+fn begin_session(connection: &mut Connection) -> rusqlite::Result<(i64, i64)> {
+    let transaction = connection.transaction()?;
+    let mut next_seq: i64 =
+        transaction
+            .query_row("SELECT coalesce(max(seq), 0) + 1 FROM records", [], |row| row.get(0))?;
+    let left_open: Option<i64> = transaction.query_row(
+        "SELECT min(first_seq) FROM sessions WHERE closed_us IS NULL",
+        [],
+        |row| row.get(0),
+    )?;
+    if let Some(first_seq) = left_open {
+        let left = left_open_since(&transaction, first_seq)?;
+        let at_us = now_us();
+        let mut insert = transaction.prepare(INSERT)?;
+        for (run, call) in &left.calls {
+            let record = Record { run: *run, at_us, event: Event::Unknown { call: *call } };
+            add(&mut insert, next_seq, &record)?;
+            next_seq += 1;
+        }
+        for run in &left.runs {
+            let record = Record { run: *run, at_us, event: Event::Closed { how: Close::Lost } };
+            add(&mut insert, next_seq, &record)?;
+            next_seq += 1;
+        }
+        drop(insert);
+        if !left.calls.is_empty() {
+            tracing::warn!(
+                calls = left.calls.len(),
+                "a broker died while calls were out: they are journalled as unknown, and not \
+                 repeated"
+            );
+        }
+    }
+    // All of them are dealt with, and none is needed any more.
+    transaction.execute("DELETE FROM sessions", [])?;
+    transaction.execute(
+        "INSERT INTO sessions (opened_us, first_seq) VALUES (?1, ?2)",
+        params![number(now_us()), next_seq],
+    )?;
+    let session = transaction.last_insert_rowid();
+    transaction.commit()?;
+    Ok((session, next_seq))
+}
+
+struct LeftOpen {
+    calls: BTreeSet<(RunId, u32)>,
+    runs: HashSet<RunId>,
+}
+
+/// Calls and runs without an end.
+fn left_open_since(connection: &Connection, first_seq: i64) -> rusqlite::Result<LeftOpen> {
+    let mut left = LeftOpen { calls: BTreeSet::new(), runs: HashSet::new() };
+    let mut select =
+        connection.prepare("SELECT kind, run, call FROM records WHERE seq >= ?1 ORDER BY seq")?;
+    let mut rows = select.query([first_seq])?;
+    while let Some(row) = rows.next()? {
+        let (run, call): ([u8; 16], Option<u32>) = (row.get(1)?, row.get(2)?);
+        let (run, call) = (RunId(run), call.unwrap_or_default());
+        match row.get_ref(0)?.as_str()? {
+            "opened" => drop(left.runs.insert(run)),
+            "closed" => drop(left.runs.remove(&run)),
+            "intent" => drop(left.calls.insert((run, call))),
+            _ => drop(left.calls.remove(&(run, call))),
+        }
+    }
+    Ok(left)
+}
+
+/// Inserts a batch in one transaction: the number of the next record.
+fn insert(
+    connection: &mut Connection,
+    mut next_seq: i64,
+    batch: &[Record],
+) -> rusqlite::Result<i64> {
+    let transaction = connection.transaction()?;
+    let mut insert = transaction.prepare(INSERT)?;
+    for record in batch {
+        add(&mut insert, next_seq, record)?;
+        next_seq += 1;
+    }
+    drop(insert);
+    transaction.execute("DELETE FROM records WHERE seq <= ?1", [next_seq - 1 - RECORDS_MAX])?;
+    transaction.commit()?;
+    Ok(next_seq)
+}
+
+fn add(
+    insert: &mut rusqlite::Statement<'_>,
+    seq: i64,
+    Record { run, at_us, event }: &Record,
+) -> rusqlite::Result<()> {
+    let none: Option<&CallFacts> = None;
+    let (kind, call, facts, code, took_us, response_bytes) = match event {
+        Event::Opened { .. } => ("opened", None, none, None, None, None),
+        Event::Intent(facts) => ("intent", Some(facts.call), Some(facts), None, None, None),
+        Event::Refusal { call, code } => {
+            ("refusal", Some(call.call), Some(call), Some(code.as_str()), None, None)
+        }
+        Event::Outcome { call, code, took_us, response_bytes } => {
+            let code = code.map_or("ok", CallCode::as_str);
+            let (took_us, bytes) = (number(*took_us), number(*response_bytes));
+            ("outcome", Some(*call), None, Some(code), Some(took_us), Some(bytes))
+        }
+        Event::Unknown { call } => {
+            let code = CallCode::OutcomeUnknown.as_str();
+            ("unknown", Some(*call), None, Some(code), None, None)
+        }
+        Event::Closed { how } => ("closed", None, None, Some(how.as_str()), None, None),
+    };
+    let (principal, program) = match event {
+        Event::Opened { principal, program_sha256 } => (Some(principal), Some(program_sha256)),
+        _ => (facts.map(|facts| &facts.principal), None),
+    };
+    insert.execute(params![
+        seq,
+        number(*at_us),
+        kind,
+        &run.0[..],
+        call,
+        principal.map(|principal| &**principal),
+        facts.map(|facts| facts.tool.as_str()),
+        facts.and_then(|facts| facts.definition_sha256.as_ref()).map(|digest| &digest[..]),
+        facts.and_then(|facts| facts.effect).map(|effect| effect.as_str()),
+        facts.and_then(|facts| facts.arguments_sha256.as_ref()).map(|digest| &digest[..]),
+        code,
+        took_us,
+        response_bytes,
+        program.map(|digest| &digest[..]),
+    ])?;
+    Ok(())
+}
+
+/// SQLite's integers are signed.
+fn number(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,330 @@
+//! The thread that owns the journal file, and the way to it.
+//!
+//! Appending puts a record into memory and wakes the writer only if it
+//! sleeps; it then waits [`GATHER`] for company, so that a run with many
+//! calls costs one wake-up and one commit for many records. Whoever needs a
+//! record on the disk says so, and the writer goes at once.
+//!
+//! The file is opened with the first record: a broker that is never called
+//! leaves none. When a commit fails, its records are kept and tried again
+//! every [`RETRY`]; until one succeeds, nothing may be dispatched. What is
+//! kept is bounded.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+use super::record::Record;
+use super::store::{JournalError, Store};
+use crate::metrics::Metrics;
+
+/// How long the writer waits for more records before it commits.
+const GATHER: Duration = Duration::from_millis(10);
+/// Records that end a wait for more.
+const BATCH_RECORDS: usize = 4_096;
+/// Records that wait for the disk at most. Intents beyond that wait, and
+/// records of calls that were refused because the disk fails are dropped.
+const PENDING_RECORDS_MAX: usize = 65_536;
+/// From a failed commit to the next try.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// The journal cannot be written.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("the journal cannot be written: {reason}")]
+pub struct Unwritable {
+    /// Why not, for the operator: it names files of the host.
+    pub reason: Arc<str>,
+}
+
+/// The way to the journal. Clones lead to the same one.
+#[derive(Clone, Debug)]
+pub struct Journal(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Told when there is something for the writer.
+    changed: Condvar,
+    progress: watch::Sender<Progress>,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pending: VecDeque<Record>,
+    /// How many records were ever appended.
+    appended: u64,
+    /// Somebody waits for the disk.
+    urgent: bool,
+    /// The writer waits for a first record.
+    idle: bool,
+    closing: bool,
+}
+
+/// What the writer has done.
+#[derive(Clone, Debug, Default)]
+struct Progress {
+    /// How many records, of those ever appended, are on the disk.
+    durable: u64,
+    standing: Standing,
+}
+
+#[derive(Clone, Debug, Default)]
+enum Standing {
+    /// Nothing was written yet.
+    #[default]
+    Untried,
+    Good,
+    Failed(Arc<str>),
+}
+
+/// Who decides where the journal is.
+#[derive(Clone, Debug)]
+pub enum Place {
+    /// This folder.
+    Folder(PathBuf),
+    /// There is none, for this reason.
+    Nowhere(String),
+}
+
+impl Journal {
+    /// A journal in this folder. Nothing is opened before the first record.
+    #[must_use]
+    pub fn new(place: Place, metrics: Arc<Metrics>) -> Self {
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            progress: watch::Sender::default(),
+            writer: Mutex::default(),
+        });
+        let writer = Writer { place, store: None, shared: Arc::clone(&shared), metrics };
+        match std::thread::Builder::new().name("journal".into()).spawn(|| writer.write()) {
+            Ok(thread) => *lock(&shared.writer) = Some(thread),
+            Err(error) => shared.fail(&format!("no thread for it: {error}")),
+        }
+        Self(shared)
+    }
+
+    /// Whether a record that need not be on the disk yet can be taken now,
+    /// by a journal that is known to work.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        matches!(self.0.progress.borrow().standing, Standing::Good)
+            && lock(&self.0.state).pending.len() < PENDING_RECORDS_MAX
+    }
+
+    /// Records the intent of a call, and waits for the disk if it must be
+    /// there before the call is dispatched. It also waits while nobody knows
+    /// whether the journal works at all.
+    ///
+    /// # Errors
+    /// [`Unwritable`]: the call must not be dispatched. The intent may come
+    /// to the disk all the same, so a refusal has to follow it.
+    pub async fn intend(&self, intent: Record, durable: bool) -> Result<(), Unwritable> {
+        self.working()?;
+        if lock(&self.0.state).pending.len() >= PENDING_RECORDS_MAX {
+            self.sync().await?;
+        }
+        let ticket = self.append_always(intent);
+        if durable || !self.is_ready() { self.durable(ticket).await } else { Ok(()) }
+    }
+
+    /// Records that a call was refused. It goes with the next commit; while
+    /// too much waits for that, so does the caller.
+    pub async fn refuse(&self, refusal: Record) {
+        if lock(&self.0.state).pending.len() >= PENDING_RECORDS_MAX {
+            // What comes of it is seen by `append`.
+            let _ = self.sync().await;
+        }
+        self.append(refusal);
+    }
+
+    /// Records something that has happened. It goes with the next commit.
+    pub fn append(&self, record: Record) {
+        if self.working().is_err() && lock(&self.0.state).pending.len() >= PENDING_RECORDS_MAX {
+            tracing::error!(run = %record.run, "a record is dropped: the journal cannot be written");
+            return;
+        }
+        self.append_always(record);
+    }
+
+    fn append_always(&self, record: Record) -> u64 {
+        let mut state = lock(&self.0.state);
+        state.pending.push_back(record);
+        state.appended += 1;
+        // One notice is enough, however long the writer takes to hear it.
+        let wakes = std::mem::take(&mut state.idle) || state.pending.len() == BATCH_RECORDS;
+        let ticket = state.appended;
+        drop(state);
+        if wakes {
+            self.0.changed.notify_one();
+        }
+        ticket
+    }
+
+    /// Waits until everything that was recorded before is on the disk.
+    ///
+    /// # Errors
+    /// [`Unwritable`].
+    pub async fn sync(&self) -> Result<(), Unwritable> {
+        let ticket = lock(&self.0.state).appended;
+        self.durable(ticket).await
+    }
+
+    async fn durable(&self, ticket: u64) -> Result<(), Unwritable> {
+        let mut progress = self.0.progress.subscribe();
+        if progress.borrow_and_update().durable >= ticket {
+            return Ok(());
+        }
+        self.working()?;
+        lock(&self.0.state).urgent = true;
+        self.0.changed.notify_one();
+        let over = |progress: &Progress| {
+            progress.durable >= ticket || matches!(progress.standing, Standing::Failed(_))
+        };
+        match progress.wait_for(over).await {
+            Ok(progress) if progress.durable >= ticket => Ok(()),
+            _ => self.working(),
+        }
+    }
+
+    fn working(&self) -> Result<(), Unwritable> {
+        match &self.0.progress.borrow().standing {
+            Standing::Failed(reason) => Err(Unwritable { reason: Arc::clone(reason) }),
+            Standing::Untried | Standing::Good => Ok(()),
+        }
+    }
+
+    /// Commits what is left and closes the file. Nothing may be recorded
+    /// after that.
+    pub fn close(&self) {
+        lock(&self.0.state).closing = true;
+        self.0.changed.notify_one();
+        if let Some(writer) = lock(&self.0.writer).take()
+            && writer.join().is_err()
+        {
+            tracing::error!("bug: the journal's writer panicked");
+        }
+    }
+}
+
+impl Shared {
+    fn fail(&self, reason: &str) {
+        let reason: Arc<str> = reason.into();
+        self.progress.send_modify(|progress| progress.standing = Standing::Failed(reason));
+    }
+}
+
+struct Writer {
+    place: Place,
+    store: Option<Store>,
+    shared: Arc<Shared>,
+    metrics: Arc<Metrics>,
+}
+
+impl Writer {
+    fn write(mut self) {
+        let mut batch: Vec<Record> = Vec::new();
+        loop {
+            let (upto, closing) = self.gather(&mut batch);
+            if !batch.is_empty() {
+                let began = Instant::now();
+                match self.commit(&batch) {
+                    Ok(()) => {
+                        self.metrics.committed(batch.len(), began.elapsed());
+                        batch.clear();
+                        self.shared.progress.send_modify(|progress| {
+                            progress.durable = upto;
+                            progress.standing = Standing::Good;
+                        });
+                    }
+                    Err(error) => {
+                        self.metrics.commit_failed();
+                        tracing::error!(%error, records = batch.len(), "the journal fails");
+                        self.shared.fail(&error.to_string());
+                        self.wait_to_retry();
+                    }
+                }
+            }
+            if closing {
+                break;
+            }
+        }
+        if let Some(Err(error)) = self.store.take().map(Store::close) {
+            tracing::error!(%error, "the journal was not closed in good order");
+        }
+    }
+
+    /// Adds what is pending to the batch, once there is something to commit:
+    /// how many were ever appended by then, and whether this is the end.
+    fn gather(&self, batch: &mut Vec<Record>) -> (u64, bool) {
+        let wait = |state, time| {
+            let waited = self.shared.changed.wait_timeout(state, time);
+            waited.unwrap_or_else(PoisonError::into_inner).0
+        };
+        let mut state = lock(&self.shared.state);
+        while batch.is_empty() && state.pending.is_empty() && !state.closing {
+            state.idle = true;
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.idle = false;
+        }
+        let until = Instant::now() + GATHER;
+        while !state.urgent && !state.closing && state.pending.len() < BATCH_RECORDS {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = wait(state, left);
+        }
+        state.urgent = false;
+        // What failed before is still in the batch.
+        let room = PENDING_RECORDS_MAX.saturating_sub(batch.len()).min(state.pending.len());
+        batch.extend(state.pending.drain(..room));
+        (state.appended - state.pending.len() as u64, state.closing)
+    }
+
+    fn commit(&mut self, batch: &[Record]) -> Result<(), JournalError> {
+        let failed = matches!(self.shared.progress.borrow().standing, Standing::Failed(_));
+        let store = match &mut self.store {
+            Some(store) if failed => {
+                store.reopen()?;
+                store
+            }
+            Some(store) => store,
+            None => {
+                let store = match &self.place {
+                    Place::Folder(folder) => Store::open(folder)?,
+                    Place::Nowhere(why) => {
+                        let source = std::io::Error::other(why.clone());
+                        return Err(JournalError::File { path: "no folder for it".into(), source });
+                    }
+                };
+                self.store.insert(store)
+            }
+        };
+        store.commit(batch)
+    }
+
+    /// Whoever waits meanwhile has its refusal already.
+    fn wait_to_retry(&self) {
+        let until = Instant::now() + RETRY;
+        let mut state = lock(&self.shared.state);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || state.closing {
+                return;
+            }
+            let waited = self.shared.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// What the locks guard is whole between any two statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,275 @@
+//! Counters and histograms of the broker, as Prometheus reads them (text
+//! exposition format 0.0.4).
+//!
+//! Labels come from the configuration and from fixed lists alone: a tool that
+//! no grant names is counted under the server `""`, so that no program
+//! chooses how many series there are. Counting is a few atomic additions; the
+//! text is made when somebody asks. Deliberately absent are the principal and
+//! the run, which are the journal's, and a port to be scraped at.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use forge_protocol::abi::CallCode;
+
+use crate::definition::Effect;
+
+/// Upper bounds of the buckets, in microseconds.
+const BUCKETS_US: [u64; 20] = [
+    5, 10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000,
+    500_000, 1_000_000, 2_500_000, 5_000_000, 30_000_000,
+];
+/// Effects a call may be counted under, the last for calls refused before
+/// theirs was known.
+const EFFECTS: [&str; 4] = ["none", "read", "write", ""];
+/// Ends a call may be counted under: a response, and each code.
+const ENDS: usize = 1 + CallCode::ALL.len();
+
+#[derive(Debug, Default)]
+struct Histogram {
+    /// One for each bound, and one for what is beyond the last.
+    counts: [AtomicU64; BUCKETS_US.len() + 1],
+    sum_ns: AtomicU64,
+}
+
+impl Histogram {
+    fn observe(&self, took: Duration) {
+        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        let bucket = BUCKETS_US.partition_point(|bound| bound.saturating_mul(1_000) < ns);
+        if let Some(count) = self.counts.get(bucket) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    fn write(&self, name: &str, help: &str, out: &mut String) {
+        head(name, help, "histogram", out);
+        let mut sum = 0;
+        for (count, bound) in self.counts.iter().zip(BUCKETS_US) {
+            sum += count.load(Ordering::Relaxed);
+            let _ = writeln!(out, "{name}_bucket{{le=\"{}\"}} {sum}", bound as f64 / 1e6);
+        }
+        sum += self.counts[BUCKETS_US.len()].load(Ordering::Relaxed);
+        let seconds = self.sum_ns.load(Ordering::Relaxed) as f64 / 1e9;
+        let _ = writeln!(out, "{name}_bucket{{le=\"+Inf\"}} {sum}");
+        let _ = writeln!(out, "{name}_sum {seconds}\n{name}_count {sum}");
+    }
+}
+
+fn head(name: &str, help: &str, kind: &str, out: &mut String) {
+    // Writing to a string has no way to fail, here and below.
+    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+fn counter(name: &str, help: &str, value: &AtomicU64, out: &mut String) {
+    head(name, help, "counter", out);
+    let _ = writeln!(out, "{name} {}", value.load(Ordering::Relaxed));
+}
+
+/// Calls of one server, by effect and end.
+type Calls = [[AtomicU64; ENDS]; EFFECTS.len()];
+
+/// All that is counted.
+#[derive(Debug, Default)]
+pub struct Metrics {
+    calls: Mutex<HashMap<Box<str>, Arc<Calls>>>,
+    duration: Histogram,
+    authorisation: Histogram,
+    intent: Histogram,
+    dispatch: Histogram,
+    runs: AtomicU64,
+    runs_open: AtomicI64,
+    commits: AtomicU64,
+    commit_failures: AtomicU64,
+    records: AtomicU64,
+    commit: Histogram,
+}
+
+impl Metrics {
+    /// A call settled. `server` is empty unless a grant names the tool.
+    pub fn settled(
+        &self,
+        server: &str,
+        effect: Option<Effect>,
+        code: Option<CallCode>,
+        took: Duration,
+    ) {
+        let effect = match effect {
+            Some(Effect::None) => 0,
+            Some(Effect::Read) => 1,
+            Some(Effect::Write) => 2,
+            None => 3,
+        };
+        let end = code.map_or(0, |code| code as i32).unsigned_abs() as usize;
+        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let calls = match calls.get(server) {
+            Some(calls) => calls,
+            None => calls.entry(server.into()).or_default(),
+        };
+        if let Some(count) = calls[effect].get(end) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        self.duration.observe(took);
+    }
+
+    /// A call passed every check, from its arrival to its intent.
+    pub fn authorised(&self, took: Duration) {
+        self.authorisation.observe(took);
+    }
+
+    /// The intent of a call was taken by the journal.
+    pub fn intended(&self, took: Duration) {
+        self.intent.observe(took);
+    }
+
+    /// A dispatched call ended.
+    pub fn dispatched(&self, took: Duration) {
+        self.dispatch.observe(took);
+    }
+
+    /// A run was opened.
+    pub fn run_opened(&self) {
+        self.runs.fetch_add(1, Ordering::Relaxed);
+        self.runs_open.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A run's link was closed.
+    pub fn run_closed(&self) {
+        self.runs_open.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// The journal put so many records on the disk at once.
+    pub fn committed(&self, records: usize, took: Duration) {
+        self.commits.fetch_add(1, Ordering::Relaxed);
+        self.records.fetch_add(records as u64, Ordering::Relaxed);
+        self.commit.observe(took);
+    }
+
+    /// The journal could not be written.
+    pub fn commit_failed(&self) {
+        self.commit_failures.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Everything, in the text exposition format.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let mut out = String::with_capacity(8 * 1024);
+        let name = "forge_calls_total";
+        head(name, "Tool calls by server, effect and end.", "counter", &mut out);
+        let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut servers: Vec<_> = calls.iter().collect();
+        servers.sort_unstable_by_key(|(server, _)| *server);
+        for (server, calls) in servers {
+            for (effect, ends) in EFFECTS.iter().zip(&**calls) {
+                for (end, count) in ends.iter().enumerate() {
+                    let count = count.load(Ordering::Relaxed);
+                    if count == 0 {
+                        continue;
+                    }
+                    let code = end.checked_sub(1).and_then(|code| CallCode::ALL.get(code));
+                    let end = code.map_or("ok", |code| code.as_str());
+                    let _ = writeln!(
+                        out,
+                        "{name}{{server=\"{server}\",effect=\"{effect}\",end=\"{end}\"}} {count}"
+                    );
+                }
+            }
+        }
+        for (histogram, name, help) in [
+            (&self.duration, "forge_call_seconds", "A call, from its arrival to its answer."),
+            (
+                &self.authorisation,
+                "forge_call_authorisation_seconds",
+                "From a call's arrival until it may be dispatched, the journal apart.",
+            ),
+            (
+                &self.intent,
+                "forge_call_intent_seconds",
+                "What a call waits for the journal to take its intent.",
+            ),
+            (
+                &self.dispatch,
+                "forge_call_dispatch_seconds",
+                "From a call's dispatch to its tool's answer.",
+            ),
+            (
+                &self.commit,
+                "forge_journal_commit_seconds",
+                "One commit of the journal, the disk included.",
+            ),
+        ] {
+            histogram.write(name, help, &mut out);
+        }
+        for (value, name, help) in [
+            (&self.runs, "forge_runs_total", "Runs that were opened."),
+            (&self.commits, "forge_journal_commits_total", "Commits of the journal."),
+            (
+                &self.commit_failures,
+                "forge_journal_commit_failures_total",
+                "Commits that failed. While the last one did, calls are refused.",
+            ),
+            (&self.records, "forge_journal_records_total", "Records on the disk."),
+        ] {
+            counter(name, help, value, &mut out);
+        }
+        head("forge_runs_open", "Runs whose link is open.", "gauge", &mut out);
+        let _ = writeln!(out, "forge_runs_open {}", self.runs_open.load(Ordering::Relaxed));
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_counted_by_server_effect_and_end() {
+        let metrics = Metrics::default();
+        let took = Duration::from_micros(30);
+        metrics.settled("shop", Some(Effect::Write), None, took);
+        metrics.settled("shop", Some(Effect::Write), None, took);
+        metrics.settled("", None, Some(CallCode::Denied), took);
+        let text = metrics.text();
+        for line in [
+            "forge_calls_total{server=\"shop\",effect=\"write\",end=\"ok\"} 2",
+            "forge_calls_total{server=\"\",effect=\"\",end=\"denied\"} 1",
+            "forge_call_seconds_count 3",
+        ] {
+            assert!(text.lines().any(|it| it == line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn buckets_are_cumulative_and_hold_their_upper_bound() {
+        let histogram = Histogram::default();
+        for us in [5, 6, 1_000, 60_000_000] {
+            histogram.observe(Duration::from_micros(us));
+        }
+        let mut text = String::new();
+        histogram.write("x", "X.", &mut text);
+        for line in [
+            "x_bucket{le=\"0.000005\"} 1",
+            "x_bucket{le=\"0.00001\"} 2",
+            "x_bucket{le=\"0.001\"} 3",
+            "x_bucket{le=\"30\"} 3",
+            "x_bucket{le=\"+Inf\"} 4",
+            "x_sum 60.001011",
+            "x_count 4",
+        ] {
+            assert!(text.lines().any(|it| it == line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn every_code_has_a_place_to_be_counted() {
+        let metrics = Metrics::default();
+        for code in CallCode::ALL {
+            metrics.settled("shop", None, Some(code), Duration::ZERO);
+            let line = format!("end=\"{}\"}} 1", code.as_str());
+            assert!(metrics.text().contains(&line), "{line}");
+        }
+    }
+}
