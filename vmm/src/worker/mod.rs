@@ -9,13 +9,11 @@
 //! |---|---|
 //! | [`board`] | what the guest is wired to: device, session, broker |
 //! | [`broker_link`] | the run's connection to the broker |
-//! | `carried` | code that is in place in a fork as it was in the parent |
 //! | [`zygote`] | the process that workers are forked from |
 //! | `process` | a worker's life |
 
 pub mod board;
 pub mod broker_link;
-mod carried;
 pub(crate) mod process;
 pub mod zygote;
 

@@ -19,7 +19,7 @@ use forge_protocol::worker::{
     Fork, Jailed, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
-use super::{Guest, GuestBase, carried, process};
+use super::{Guest, GuestBase, process};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::keys;
@@ -199,8 +199,7 @@ impl Zygote {
         let hypervisor = Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?;
         let _placeholder = hypervisor.placeholder()?;
         let image = Image::built_in()?;
-        // Before /proc is gone. Without it, workers are only slower.
-        let _ = carried::carry_code_over_forks();
+        // Before /proc is gone.
         let pages = PageMap::open().map_err(|error| unavailable("the page map", &error))?;
         let Inside { procfs, jail, found } = jail_in(filters)?;
         let bases = VecDeque::new();
