@@ -9,8 +9,10 @@
 
 mod support;
 
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::limits::RunLimits;
@@ -24,8 +26,9 @@ fn main() -> ExitCode {
     let has = |program: &str| {
         Command::new(program).arg("--version").output().is_ok_and(|it| it.status.success())
     };
-    let tests: [(&str, &str, fn()); 3] = [
+    let tests: [(&str, &str, fn()); 4] = [
         ("server_everything_works_unchanged", "npm", server_everything_works_unchanged),
+        ("server_everything_works_over_http", "npm", server_everything_works_over_http),
         ("server_filesystem_works_unchanged", "npm", server_filesystem_works_unchanged),
         ("server_time_works_unchanged", "python3", server_time_works_unchanged),
     ];
@@ -120,6 +123,54 @@ fn server_everything_works_unchanged() {
     assert!(environment.contains("SECRET_TOKEN"), "{environment}");
     assert!(!environment.contains(support::CANARY));
     assert!(!environment.contains("broker-only-value"));
+}
+
+/// A program that is ended with the test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn server_everything_works_over_http() {
+    let cache = cache();
+    let program = npm(&cache, "@modelcontextprotocol/server-everything", "mcp-server-everything");
+    // It takes a port by number only: one that was free a moment ago.
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let server = Command::new(program)
+        .arg("streamableHttp")
+        .env("PORT", free.port().to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let _server = Ended(server);
+    let until = Instant::now() + support::PATIENCE;
+    while TcpStream::connect(("localhost", free.port())).is_err() {
+        assert!(Instant::now() < until, "it does not listen");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let mut broker = Broker::with_config(&json!({"mcpServers": {"everything": {
+        "type": "streamable-http", "url": format!("http://localhost:{}/mcp", free.port()),
+        "headers": {"Authorization": "Bearer ${CANARY}"},
+    }}}));
+    let tools = broker.tools();
+    assert!(tools.len() >= 8, "{tools:?}");
+    let mut worker = broker.run(&["everything.echo", "everything.get-sum"], limits());
+    for _ in 0..3 {
+        let (code, said) = worker.call("everything.echo", &json!({"message": "hello"}));
+        assert_eq!(code, None, "{said}");
+        assert!(said[0]["text"].as_str().unwrap().contains("hello"), "{said}");
+    }
+    let (code, sum) = worker.call("everything.get-sum", &json!({"a": 19, "b": 23}));
+    assert_eq!(code, None);
+    assert!(sum[0]["text"].as_str().unwrap().contains("42"), "{sum}");
+    let (_, log) = broker.finish();
+    assert!(!log.contains(support::CANARY));
 }
 
 fn server_filesystem_works_unchanged() {

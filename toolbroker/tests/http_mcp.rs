@@ -299,6 +299,8 @@ struct Issued {
     /// The metadata documents, by path.
     metadata: std::collections::BTreeMap<String, Value>,
     refuses: bool,
+    /// How often its metadata was asked for.
+    looked_up: usize,
 }
 
 impl Issuer {
@@ -309,6 +311,7 @@ impl Issuer {
     fn router(&self, mcp: Option<Mcp>) -> Router {
         let (metadata, token) = (self.clone(), self.clone());
         let wellknown = move |uri: axum::http::Uri| async move {
+            metadata.get().looked_up += 1;
             let known = metadata.get().metadata.get(uri.path()).cloned();
             match known {
                 Some(document) => (axum::http::StatusCode::OK, axum::Json(document)),
@@ -442,6 +445,7 @@ fn a_server_does_not_choose_who_gets_the_clients_secret() {
     name(json!({"authorization_servers": [trap.url("")]}), resource);
     let why = unavailable(&mut broker(&web, &format!("oauth = {{ {ACCOUNT} }}")));
     assert!(why.contains(&trap.url("")) && why.contains("oauth.issuer"), "{why}");
+    assert_eq!(evil.get().looked_up, 0, "it is not even looked at");
     // By naming another token endpoint of its own one.
     name(json!({"authorization_servers": [web.url("")]}), resource);
     issuer.describe(&web.url(""), &["client_credentials"]);

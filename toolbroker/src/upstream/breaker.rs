@@ -120,7 +120,7 @@ impl State {
 
     fn check(&self, now: Instant) -> Result<(), UpstreamError> {
         let wait = self.retry_at.saturating_duration_since(now);
-        if false && (self.probed || !wait.is_zero()) {
+        if self.probed || !wait.is_zero() {
             return Err(UpstreamError::BackOff {
                 failures: self.failures,
                 wait_ms: wait.as_millis(),
