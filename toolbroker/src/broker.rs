@@ -270,7 +270,9 @@ impl Broker {
             Request::InspectGrant { token } => {
                 Ok(Reply::Claims(self.verify(token).await?.claims().clone()))
             }
-            Request::AttenuateGrant(narrowing) => Ok(Reply::Grant(narrowed(narrowing)?)),
+            Request::AttenuateGrant(narrowing) => {
+                Ok(Reply::Grant(beside(move || narrowed(narrowing)).await?))
+            }
             Request::ReviewTools => self.review().await,
             Request::ApproveTools { tools } => {
                 Ok(Reply::Approved { tools: self.approve(tools).await? })
@@ -289,7 +291,8 @@ impl Broker {
     }
 
     async fn list(&self, principal: &str) -> Result<Reply, Refused> {
-        let (mut listed, unavailable) = self.registry.list().await;
+        let (mut listed, mut unavailable) = self.registry.list().await;
+        unavailable.retain(|(server, _)| self.policy.sees_server(principal, server));
         listed.retain(|tool| self.policy.visible(principal, tool.name()));
         self.see(&listed).await?;
         let mut unavailable = shown(unavailable);
@@ -384,7 +387,10 @@ impl Broker {
     async fn issue(&self, request: GrantRequest) -> Result<Vec<u8>, Refused> {
         let GrantRequest { principal, tools, constraints, valid_s, calls_max, cost_max, session } =
             request;
-        let constraints = read_constraints(&constraints)?;
+        let constraints = match constraints.is_empty() {
+            true => Vec::new(),
+            false => beside(move || read_constraints(&constraints)).await?,
+        };
         let mut tools = self.pin(&principal, tools).await?;
         for (tool, constraint) in constraints {
             match tools.iter_mut().find(|granted| granted.name == tool) {

@@ -74,6 +74,24 @@ impl Policy {
         Self(Some(principals))
     }
 
+    /// Whether `principal` may see any tool of this server, and so the server.
+    #[must_use]
+    pub fn sees_server(&self, principal: &str, server: &str) -> bool {
+        let of_it = |pattern: &Pattern| match pattern {
+            Pattern::All => true,
+            Pattern::Prefix(prefix) => {
+                prefix.split_once('.').is_some_and(|(named, _)| named == server)
+            }
+            Pattern::One(name) => name.server() == server,
+        };
+        match &self.0 {
+            None => true,
+            Some(principals) => {
+                principals.get(principal).is_some_and(|patterns| patterns.iter().any(of_it))
+            }
+        }
+    }
+
     /// Whether `principal` may see `tool`.
     #[must_use]
     pub fn visible(&self, principal: &str, tool: &ToolName) -> bool {
@@ -110,6 +128,15 @@ mod tests {
         assert!(!sees(&["crypto.hash"], "crypto.hash2"));
         assert!(sees(&["*"], "shop.find"));
         assert!(!sees(&[], "shop.find"));
+    }
+
+    #[test]
+    fn a_server_is_seen_by_whoever_may_see_a_tool_of_it() {
+        let patterns = ["shop.get_*", "mail.send"].map(|text| Pattern::parse(text).unwrap());
+        let policy = Policy::of(BTreeMap::from([("alice".to_owned(), patterns.to_vec())]));
+        assert!(policy.sees_server("alice", "shop") && policy.sees_server("alice", "mail"));
+        assert!(!policy.sees_server("alice", "sho") && !policy.sees_server("mallory", "shop"));
+        assert!(Policy::open().sees_server("mallory", "shop"));
     }
 
     #[test]
