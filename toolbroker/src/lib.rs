@@ -13,6 +13,7 @@
 //! | [`secret`] | credential values, and their removal from whatever leaves |
 //! | [`definition`] | one tool as its server describes it: digest and schema |
 //! | [`builtin`] | tools of the broker's own |
+//! | [`egress`] | requests over HTTP that tools make, and the guard before them |
 //! | [`upstream`] | one tool server: start, list, call, restart, stop |
 //! | [`registry`] | all tools, of servers and built in |
 //! | [`grant`] | the signed right to call certain tools |
@@ -31,6 +32,7 @@ pub mod builtin;
 pub mod call;
 pub mod config;
 pub mod definition;
+pub mod egress;
 pub mod filter;
 pub mod grant;
 pub mod link;
