@@ -44,7 +44,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::TaskTracker;
 
-use crate::builtin::Builtin;
+use crate::builtin::{Caller, InPlace, Work};
 use crate::definition::{Effect, Tool};
 use crate::registry::{Carrier, Found, LookupError, Registry};
 use crate::upstream::{CallEnd, ERROR_TEXT_BYTES_MAX};
@@ -68,6 +68,7 @@ const WALL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 #[derive(Debug)]
 pub struct Run {
     id: RunId,
+    caller: Caller,
     granted: HashMap<ToolName, [u8; 32]>,
     limits: RunLimits,
     calls_max: u32,
@@ -90,7 +91,8 @@ impl Run {
         };
         let wall = Duration::from_millis(limits.wall_ms).min(WALL_MAX);
         let deadline = Instant::now() + wall + DEADLINE_LEAD;
-        Self { id, granted, limits, calls_max, calls_spent: AtomicU32::new(0), deadline }
+        let caller = Caller { principal: claims.principal.as_str().into(), run: id, session: None };
+        Self { id, caller, granted, limits, calls_max, calls_spent: AtomicU32::new(0), deadline }
     }
 
     /// Which run it is, for records.
@@ -269,8 +271,10 @@ impl Dispatcher {
             return None;
         }
         let builtin = self.registry.builtin(&call.tool)?;
+        let Work::InPlace(work) = builtin.work() else { return None };
+        let tool = builtin.tool();
         let outcome =
-            carry_out_builtin(run, builtin, granted_sha256, call.id, &call.request, began);
+            carry_out_in_place(run, tool, work, granted_sha256, call.id, &call.request, began);
         Some(settled(run, call.id, &call.tool, outcome, began))
     }
 
@@ -301,38 +305,46 @@ impl Dispatcher {
             Carrier::Builtin(builtin) => Some(builtin.effect()),
             Carrier::Server(_) => None,
         };
-        match carrier {
-            Carrier::Builtin(builtin) => {
-                // Long work for a thread that nobody else waits for.
-                self.dispatched.spawn_blocking(move || {
-                    let outcome =
-                        carry_out_builtin(&owner, &builtin, granted_sha256, id, &request, began);
-                    let _ = deliver.send(outcome);
-                });
-            }
-            Carrier::Server(connection) => {
-                let arguments = if request.len() > IN_PLACE_BYTES_MAX {
-                    // Long work here too.
-                    let (run, tool) = (Arc::clone(run), Arc::clone(&tool));
-                    let checks = move || last_checks(&run, &tool, granted_sha256, &request);
-                    match tokio::task::spawn_blocking(checks).await {
-                        Ok(arguments) => arguments?,
-                        // Only a panic of ours ends it without an outcome.
-                        Err(error) => std::panic::resume_unwind(error.into_panic()),
+        if let Carrier::Builtin(builtin) = &carrier
+            && let Work::InPlace(work) = builtin.work()
+        {
+            let work = work.clone();
+            // Long work for a thread that nobody else waits for.
+            self.dispatched.spawn_blocking(move || {
+                let outcome =
+                    carry_out_in_place(&owner, &tool, &work, granted_sha256, id, &request, began);
+                let _ = deliver.send(outcome);
+            });
+        } else {
+            let arguments = if request.len() > IN_PLACE_BYTES_MAX {
+                // Long work here too.
+                let (run, tool) = (Arc::clone(run), Arc::clone(&tool));
+                let checks = move || last_checks(&run, &tool, granted_sha256, &request);
+                match tokio::task::spawn_blocking(checks).await {
+                    Ok(arguments) => arguments?,
+                    // Only a panic of ours ends it without an outcome.
+                    Err(error) => std::panic::resume_unwind(error.into_panic()),
+                }
+            } else {
+                last_checks(run, &tool, granted_sha256, &request)?
+            };
+            let called = async move {
+                let until = owner.deadline + AFTERMATH_MAX;
+                let calling = async {
+                    match carrier {
+                        Carrier::Builtin(builtin) => {
+                            builtin.carry_out(&owner.caller, arguments).await
+                        }
+                        Carrier::Server(connection) => connection.call(&tool, arguments).await,
                     }
-                } else {
-                    last_checks(run, &tool, granted_sha256, &request)?
                 };
-                let called = async move {
-                    let until = owner.deadline + AFTERMATH_MAX;
-                    let called = timeout_at(until, connection.call(&tool, arguments)).await;
-                    let outcome = settle(&owner, called.unwrap_or(CallEnd::Lost));
-                    record_end(&owner, id, tool.name(), &outcome, began);
-                    // Nobody waits any more if the deadline came first.
-                    let _ = deliver.send(outcome);
-                };
-                self.dispatched.spawn_on(called, &self.home);
-            }
+                let called = timeout_at(until, calling).await;
+                let outcome = settle(&owner, called.unwrap_or(CallEnd::Lost));
+                record_end(&owner, id, tool.name(), &outcome, began);
+                // Nobody waits any more if the deadline came first.
+                let _ = deliver.send(outcome);
+            };
+            self.dispatched.spawn_on(called, &self.home);
         }
         match timeout_at(run.deadline, delivered).await {
             Ok(Ok(outcome)) => outcome,
@@ -374,18 +386,20 @@ fn last_checks(
     }
 }
 
-/// The chain from the pinned definition on, for a tool of the broker's own.
-fn carry_out_builtin(
+/// The chain from the pinned definition on, for a tool of the broker's own
+/// that needs nobody else.
+fn carry_out_in_place(
     run: &Run,
-    builtin: &Builtin,
+    tool: &Tool,
+    work: &InPlace,
     granted_sha256: [u8; 32],
     id: u32,
     request: &[u8],
     began: Instant,
 ) -> Result<Vec<u8>, CallFailure> {
-    let arguments = last_checks(run, builtin.tool(), granted_sha256, request)?;
-    let outcome = settle(run, builtin.carry_out(&arguments));
-    record_end(run, id, builtin.tool().name(), &outcome, began);
+    let arguments = last_checks(run, tool, granted_sha256, request)?;
+    let outcome = settle(run, work.carry_out(&run.caller, &arguments));
+    record_end(run, id, tool.name(), &outcome, began);
     outcome
 }
 

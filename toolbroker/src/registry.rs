@@ -103,14 +103,14 @@ impl Registry {
     /// with on the event loop `home`.
     #[must_use]
     pub fn new(config: Config, home: &Handle) -> Self {
-        let servers = config
+        let servers: BTreeMap<String, Arc<Upstream>> = config
             .servers
             .into_iter()
             .map(|(name, server)| {
                 (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
             })
             .collect();
-        Self { builtins: Builtins::new(), servers }
+        Self { builtins: Builtins::new(config.builtins, &servers), servers }
     }
 
     /// The built-in tool of this name.

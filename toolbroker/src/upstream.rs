@@ -25,7 +25,7 @@ use forge_protocol::name::ToolName;
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, ClientCapabilities, ClientConfig, ClientRequest,
     ErrorCode, ErrorData, Implementation, JsonObject, JsonRpcMessage, PaginatedRequestParams,
-    ProtocolVersion, RequestId,
+    ProtocolVersion, ReadResourceRequestParams, ReadResourceResponse, RequestId,
 };
 use rmcp::service::{
     ClientInitializeError, NotificationContext, RunningService, RxJsonRpcMessage, ServiceError,
@@ -522,6 +522,29 @@ impl Connection {
     async fn stop(&self) {
         self.service.cancellation_token().cancel();
         self.process.stop().await;
+    }
+
+    /// Reads one of its resources: its contents as a JSON list, scrubbed.
+    /// Dropping the future tells the server that nobody waits any more.
+    pub async fn read_resource(&self, uri: &str) -> CallEnd {
+        let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
+        match self.service.read_resource_once(ReadResourceRequestParams::new(uri)).await {
+            Ok(ReadResourceResponse::Complete(result)) => {
+                let contents = serde_json::to_value(&result.contents).unwrap_or(Value::Null);
+                CallEnd::Answered(self.scrubber.json(contents))
+            }
+            Ok(_) => failed("the resource asks its reader for input, and a run has none"),
+            Err(ServiceError::McpError(error)) => CallEnd::Failed(self.scrubber.json(json!({
+                "error": error.message,
+                "code": error.code.0,
+                "data": error.data,
+            }))),
+            Err(ServiceError::UnexpectedResponse) => failed("the answer is no resource"),
+            Err(_) => {
+                self.lost.store(true, Ordering::Release);
+                CallEnd::Lost
+            }
+        }
     }
 }
 

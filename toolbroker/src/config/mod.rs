@@ -8,9 +8,12 @@
 //! relative to the working directory. Deliberately absent are servers over
 //! HTTP.
 
+mod builtins;
+mod egress;
 mod node;
 mod servers;
 
+pub use self::builtins::BuiltinsConfig;
 pub use self::servers::ServerConfig;
 
 use std::collections::BTreeMap;
@@ -21,7 +24,7 @@ use self::servers::{forge_server, mcp_server};
 use crate::secret::SecretError;
 
 /// The tables of `forge.toml` that belong to the broker.
-pub const BROKER_TABLES: [&str; 1] = ["servers"];
+pub const BROKER_TABLES: [&str; 2] = ["servers", "builtins"];
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
@@ -35,6 +38,8 @@ const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;
 pub struct Config {
     /// The tool servers, by name.
     pub servers: BTreeMap<String, ServerConfig>,
+    /// The built-in tools that need configuration.
+    pub builtins: BuiltinsConfig,
 }
 
 /// Why a configuration is refused.
@@ -134,6 +139,9 @@ pub enum Problem {
     /// The credential cannot be had.
     #[error("{0}")]
     Secret(SecretError),
+    /// The value is not what it has to be; says what that is.
+    #[error("{0}")]
+    Value(String),
 }
 
 /// Looks a variable up in the broker's environment.
@@ -156,6 +164,9 @@ impl Config {
         };
         if let Some(file) = mcp_config {
             config.join(file, parse_mcp_json(file, &read(file)?, lookup)?)?;
+        }
+        if let Some(file) = forge_config {
+            config.builtins.check_servers(file, &config.servers)?;
         }
         Ok(config)
     }
@@ -242,6 +253,9 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
         for (name, entry) in listed.children()? {
             config.servers.insert(name.to_owned(), forge_server(name, &entry, lookup)?);
         }
+    }
+    if let Some(table) = document.field("builtins") {
+        config.builtins = builtins::parse(&table, lookup)?;
     }
     Ok(config)
 }

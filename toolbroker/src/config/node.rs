@@ -78,6 +78,10 @@ impl<'a> Node<'a> {
         self.of_type("a boolean", self.value.as_bool())
     }
 
+    pub(super) fn number(&self) -> Result<u64, ConfigError> {
+        self.of_type("a whole number, not negative", self.value.as_u64())
+    }
+
     pub(super) fn items(&self) -> Result<Vec<Node<'a>>, ConfigError> {
         let items = self.of_type("a list", self.value.as_array())?;
         Ok(items

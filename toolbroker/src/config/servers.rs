@@ -168,7 +168,7 @@ pub(super) fn forge_server(
 }
 
 /// `{ from_env = "NAME" }` or `{ file = "path" }`.
-fn credential(node: &Node<'_>, lookup: Lookup<'_>) -> Result<Secret, ConfigError> {
+pub(super) fn credential(node: &Node<'_>, lookup: Lookup<'_>) -> Result<Secret, ConfigError> {
     const KNOWN: [&str; 2] = ["from_env", "file"];
     for key in node.object()?.keys() {
         if !KNOWN.contains(&key.as_str()) {
