@@ -35,8 +35,10 @@ const CONNECT_TIME_MAX: Duration = Duration::from_secs(10);
 const ADDRESSES_MAX: usize = 64;
 /// Header fields of one answer.
 const HEADERS_MAX: usize = 100;
-/// The head of one answer, in bytes; it is also what is read at once.
-const HEAD_BYTES_MAX: usize = 64 * 1024;
+/// The head of one answer, in bytes.
+const HEAD_BYTES_MAX: usize = 32 * 1024;
+/// What is read ahead of one answer, in bytes.
+const AHEAD_BYTES_MAX: usize = 64 * 1024;
 /// Headers that a program may set on one request.
 pub(super) const PROGRAM_HEADERS_MAX: usize = 32;
 /// Requests on their way at the same time.
@@ -510,7 +512,8 @@ impl Exchange {
         let broken = |_| FetchError::Broken { host: host.clone() };
         let (mut sender, connection) = http1::Builder::new()
             .max_headers(HEADERS_MAX)
-            .max_buf_size(HEAD_BYTES_MAX)
+            .max_header_size(HEAD_BYTES_MAX)
+            .max_buf_size(AHEAD_BYTES_MAX)
             .handshake(TokioIo::new(stream))
             .await
             .map_err(broken)?;
