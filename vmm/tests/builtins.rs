@@ -215,7 +215,9 @@ fn a_built_in_that_is_not_configured_cannot_be_granted() {
     broker();
     let desk = Desk::new();
     fs::write(desk.0.join("forge.toml"), "[builtins.stash]\n").unwrap();
-    let (code, _, said) = desk.run(&[("fs.read", json!({ "path": "docs/a.md" }))]);
+    let (code, report, said) = desk.run(&[("fs.read", json!({ "path": "docs/a.md" }))]);
     assert_ne!(code, 0);
-    assert!(said.contains("fs.read"), "{said}");
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let reason = report["reason"].to_string();
+    assert!(reason.contains("no tool") && reason.contains("fs.read"), "{report:#} {said}");
 }
