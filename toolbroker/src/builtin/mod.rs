@@ -81,11 +81,14 @@ pub type Pending = Pin<Box<dyn Future<Output = CallEnd> + Send>>;
 
 /// What is done in place. The arguments fit the tool's schema.
 #[derive(Clone)]
-pub struct InPlace(Arc<dyn Fn(&Caller, &JsonObject) -> Result<Value, Failure> + Send + Sync>);
+pub struct InPlace(Arc<AtOnce>);
 
 /// What is waited for. The arguments fit the tool's schema.
 #[derive(Clone)]
-pub struct Waits(Arc<dyn Fn(&Caller, JsonObject) -> Pending + Send + Sync>);
+pub struct Waits(Arc<InTime>);
+
+type AtOnce = dyn Fn(&Caller, &JsonObject) -> Result<Value, Failure> + Send + Sync;
+type InTime = dyn Fn(&Caller, JsonObject) -> Pending + Send + Sync;
 
 /// Why a built-in failed, for the program.
 #[derive(Debug)]

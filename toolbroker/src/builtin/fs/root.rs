@@ -89,6 +89,9 @@ pub enum RootError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Path(String);
 
+/// An entry of a folder: its name, and its size if it is a file.
+pub(super) type Entry = (String, Option<u64>);
+
 /// What happens to a file that is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Existing {
@@ -209,8 +212,7 @@ impl Root {
     /// What lies in a folder, by name, and whether there is more: files with
     /// their sizes, folders without. What is neither, and what no pattern
     /// lets a program read, is not told.
-    #[allow(clippy::type_complexity)]
-    pub(super) fn list(&self, path: &Path) -> Result<(Vec<(String, Option<u64>)>, bool), Failure> {
+    pub(super) fn list(&self, path: &Path) -> Result<(Vec<Entry>, bool), Failure> {
         let folder = self.resolve(path, OFlags::RDONLY | OFlags::DIRECTORY)?;
         let entries = Dir::read_from(&folder).map_err(|error| failed(&error.into()))?;
         let mut listed = Vec::new();
