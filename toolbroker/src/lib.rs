@@ -13,6 +13,7 @@
 //! | [`secret`] | credential values, and their removal from whatever leaves |
 //! | [`definition`] | one tool as its server describes it: digest and schema |
 //! | [`builtin`] | tools of the broker's own |
+//! | [`egress`] | requests over HTTP that tools make, and the guard before them |
 //! | [`upstream`] | the servers that tools come from: start, list, call, restart, stop |
 //! | [`openapi`] | an OpenAPI document: each operation a tool |
 //! | [`registry`] | all tools, of servers and built in |
@@ -43,6 +44,7 @@ pub mod config;
 pub mod constraint;
 pub mod definition;
 mod difference;
+pub mod egress;
 pub mod filter;
 pub mod grant;
 pub mod journal;

@@ -10,10 +10,11 @@ use std::sync::Arc;
 
 use forge_protocol::broker::ToolWord;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
+use serde_json::Value;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-use crate::builtin::{Builtin, Builtins};
+use crate::builtin::{Builtin, Builtins, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
 use crate::definition::{Effect, Tool};
 use crate::upstream::{Connection, Upstream, UpstreamError};
@@ -47,6 +48,29 @@ pub enum Carrier {
     Builtin(Builtin),
     /// A tool server that is up, or the caller itself.
     Server(Arc<Connection>),
+}
+
+impl Carrier {
+    /// What it does in the calling thread, if it is one that does.
+    pub(crate) fn in_place(&self) -> Option<InPlace> {
+        match self {
+            Self::Builtin(builtin) => match builtin.work() {
+                Work::InPlace(work) => Some(work.clone()),
+                Work::Waits(_) => None,
+            },
+            Self::Server(_) => None,
+        }
+    }
+
+    /// Takes credentials out of what was answered.
+    #[must_use]
+    pub fn redact(&self, value: Value) -> Value {
+        match self {
+            // It keeps what it holds to itself.
+            Self::Builtin(_) => value,
+            Self::Server(connection) => connection.redact(value),
+        }
+    }
 }
 
 /// Why a tool cannot be had.
@@ -110,14 +134,14 @@ impl Registry {
     /// with on the event loop `home`.
     #[must_use]
     pub fn new(config: Config, home: &Handle) -> Self {
-        let servers = config
+        let servers: BTreeMap<String, Arc<Upstream>> = config
             .servers
             .into_iter()
             .map(|(name, server)| {
                 (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
             })
             .collect();
-        Self { builtins: Builtins::new(), servers, words: config.words }
+        Self { builtins: Builtins::new(config.builtins, &servers), servers, words: config.words }
     }
 
     /// What a call of this tool does to the world: a built-in knows its own

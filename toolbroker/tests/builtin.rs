@@ -149,3 +149,110 @@ fn no_configured_server_can_take_a_reserved_name() {
         }
     }
 }
+
+const STASH_AND_KEYS: &str = "
+[builtins.stash]
+groups = { team = ['alice', 'bob'] }
+[builtins.crypto.keys.hook]
+algorithm = 'hmac-sha256'
+secret = { from_env = 'CANARY' }
+uses = ['sign', 'verify']
+principals = ['alice']
+";
+
+fn run_of(broker: &mut Broker, principal: &str, run: u8, tools: &[&str]) -> support::Worker {
+    let tools = tools.iter().map(|tool| name(tool)).collect();
+    let mut request = run_request(principal, Authority::Tools(tools), limits());
+    request.run_id = forge_protocol::RunId([run; 16]);
+    broker.open(request).unwrap().0
+}
+
+#[test]
+fn a_stash_is_a_runs_own_and_a_groups_is_its_members() {
+    let mut broker = Broker::with_forge_toml(STASH_AND_KEYS);
+    let tools = ["stash.put", "stash.get", "stash.delete", "stash.list"];
+    let mut first = run_of(&mut broker, "alice", 1, &tools);
+    let mut second = run_of(&mut broker, "alice", 2, &tools);
+    let mut bob = run_of(&mut broker, "bob", 3, &tools);
+    let mut eve = run_of(&mut broker, "eve", 4, &tools);
+    let own = json!({ "key": "k", "value": { "n": [1, 2] } });
+    assert_eq!(first.call("stash.put", &own), (None, json!({ "expires_in_s": 3600 })));
+    let key = json!({ "key": "k" });
+    let found = json!({ "found": true, "value": { "n": [1, 2] } });
+    assert_eq!(first.call("stash.get", &key), (None, found));
+    for other in [&mut second, &mut bob, &mut eve] {
+        assert_eq!(other.call("stash.get", &key), (None, json!({ "found": false })));
+    }
+    let shared = json!({ "key": "k", "value": "ours", "group": "team" });
+    assert_eq!(first.call("stash.put", &shared).0, None);
+    let key = json!({ "key": "k", "group": "team" });
+    assert_eq!(bob.call("stash.get", &key).1["value"], "ours");
+    for (tool, arguments) in [("stash.get", &key), ("stash.put", &shared), ("stash.delete", &key)] {
+        let (code, why) = eve.call(tool, arguments);
+        assert_eq!((code, &why["code"]), (Some(CallCode::ToolFailed), &json!("not_allowed")));
+    }
+    let elsewhere = json!({ "key": "k", "group": "others" });
+    assert_eq!(bob.call("stash.get", &elsewhere).0, Some(CallCode::BadRequest));
+    assert_eq!(bob.call("stash.delete", &key).1, json!({ "deleted": true }));
+    assert_eq!(first.call("stash.list", &json!({ "group": "team" })).1["entries"], json!([]));
+}
+
+#[test]
+fn a_key_signs_for_whom_it_is_and_is_never_told() {
+    let mut broker = Broker::with_forge_toml(STASH_AND_KEYS);
+    let tools = ["crypto.hmac", "crypto.verify"];
+    let mut alice = run_of(&mut broker, "alice", 1, &tools);
+    let mut bob = run_of(&mut broker, "bob", 2, &tools);
+    let asked = json!({ "key": "hook", "text": "a message" });
+    let (code, signed) = alice.call("crypto.hmac", &asked);
+    assert_eq!(code, None, "{signed}");
+    let mut check = asked.clone();
+    check["signature"] = signed["hex"].clone();
+    check["encoding"] = json!("hex");
+    assert_eq!(alice.call("crypto.verify", &check), (None, json!({ "valid": true })));
+    check["text"] = json!("another message");
+    assert_eq!(alice.call("crypto.verify", &check), (None, json!({ "valid": false })));
+    for (tool, arguments) in [("crypto.hmac", &asked), ("crypto.verify", &check)] {
+        let (code, why) = bob.call(tool, arguments);
+        assert_eq!((code, &why["code"]), (Some(CallCode::ToolFailed), &json!("not_allowed")));
+    }
+    let other = json!({ "key": "other", "text": "x" });
+    assert_eq!(alice.call("crypto.hmac", &other).0, Some(CallCode::BadRequest));
+    let told = format!("{:?}", broker.tools());
+    drop((alice, bob));
+    let (_, log) = broker.finish();
+    assert!(!log.contains(support::CANARY) && !told.contains(support::CANARY));
+}
+
+#[test]
+fn a_resource_is_read_where_a_rule_allows_it_scrubbed_and_within_its_limit() {
+    let mut broker = Broker::with_forge_toml(&format!(
+        "[servers.test]\ncommand = {:?}\ncredentials = {{ TEST_TOKEN = {{ from_env = 'CANARY' }} }}\n\
+         [builtins.resource]\nbytes_max = 1000\n\
+         allow = [{{ server = 'test', uri_prefix = 'test://open/' }}]",
+        test_server()
+    ));
+    let mut worker = broker.run(&["resource.read"], limits());
+    let mut read =
+        |uri: &str| worker.call("resource.read", &json!({ "server": "test", "uri": uri }));
+    let (code, said) = read("test://open/echo/hello");
+    assert_eq!(code, None, "{said}");
+    assert_eq!(said["contents"][0]["text"], "hello");
+    assert_eq!(said["contents"][0]["uri"], "test://open/echo/hello");
+    let (code, said) = read("test://open/token");
+    assert_eq!((code, &said["contents"][0]["text"]), (None, &json!("[credential removed]")));
+    for (uri, expected) in [
+        ("test://open/large", json!("too_large")),
+        ("test://closed/echo/x", json!("not_allowed")),
+        ("test://open/../closed/echo/x", json!("not_allowed")),
+        ("test://open/%2e%2e/closed/echo/x", json!("not_allowed")),
+    ] {
+        let (code, why) = read(uri);
+        assert_eq!((code, &why["code"]), (Some(CallCode::ToolFailed), &expected), "{uri} {why}");
+    }
+    // The server's own refusal, with its own number.
+    let (code, why) = read("test://open/none");
+    assert_eq!((code, why["code"].is_i64()), (Some(CallCode::ToolFailed), true), "{why}");
+    let other = json!({ "server": "other", "uri": "test://open/token" });
+    assert_eq!(worker.call("resource.read", &other).0, Some(CallCode::BadRequest));
+}

@@ -11,9 +11,12 @@ use forge_protocol::broker::{GrantClaims, GrantedTool};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_toolbroker::call::{Dispatcher, Run};
+use forge_toolbroker::call::{Dispatcher, Run, Taken};
 use forge_toolbroker::config::Config;
 use forge_toolbroker::definition::{Listed, Tool};
+use forge_toolbroker::grant::Grant;
+use forge_toolbroker::journal::{Journal, Place};
+use forge_toolbroker::metrics::Metrics;
 use forge_toolbroker::registry::Registry;
 use forge_toolbroker::upstream::hosted::{Callback, HostError, Hosted};
 use serde_json::{Value, json};
@@ -31,29 +34,45 @@ fn listed(name: &str) -> Listed {
     }
 }
 
-/// A run that may call `app.twice`, whose caller hosts it and `app.other`.
-fn run() -> (Arc<Run>, Receiver<Callback>) {
+/// A run that may call `app.twice`.
+fn alone(id: u8) -> Run {
     let tool = Tool::new("app", listed("twice")).unwrap();
+    let granted = GrantedTool {
+        name: tool.name().clone(),
+        definition_sha256: tool.sha256(),
+        constraints: Vec::new(),
+    };
     let claims = GrantClaims {
         principal: "alice".into(),
-        tools: vec![GrantedTool { name: tool.name().clone(), definition_sha256: tool.sha256() }],
+        tools: vec![granted],
         expires_unix_s: 0,
         calls_max: None,
+        cost_max: None,
+        session: None,
     };
-    let (hosted, callbacks) = Hosted::new("app", vec![listed("twice"), listed("other")]).unwrap();
-    let run = Run::new(RunId([1; 16]), &claims, RunLimits::default()).hosting(hosted);
-    (Arc::new(run), callbacks)
+    let grant = Arc::new(Grant::new(claims).unwrap());
+    Run::new(RunId([id; 16]), [0; 32], grant, RunLimits::default())
 }
 
-fn dispatcher() -> Dispatcher {
-    let home = Handle::current();
-    Dispatcher::new(Arc::new(Registry::new(Config::default(), &home)), home)
+/// One whose caller hosts it and `app.other`.
+fn run() -> (Arc<Run>, Receiver<Callback>) {
+    let (hosted, callbacks) = Hosted::new("app", vec![listed("twice"), listed("other")]).unwrap();
+    (Arc::new(alone(1).hosting(hosted)), callbacks)
 }
 
 async fn call(run: &Arc<Run>, tool: &str, request: Value) -> (Option<CallCode>, Value) {
+    let home = Handle::current();
+    let registry = Arc::new(Registry::new(Config::default(), &home));
+    let folder = tempfile::tempdir().unwrap();
+    let metrics = Arc::new(Metrics::default());
+    let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
+    let dispatcher = Dispatcher::new(registry, journal, metrics, home);
     let tool = ToolName::parse(tool).unwrap();
     let call = Call { id: 0, waits: true, tool, request: request.to_string().into_bytes() };
-    let Settled { code, body, .. } = dispatcher().carry_out(run, call).await;
+    let Settled { code, body, .. } = match dispatcher.take(run, call) {
+        Taken::Settled(settled) => settled,
+        Taken::Pending(call) => dispatcher.carry_out(call).await,
+    };
     (code, serde_json::from_slice(&body).unwrap_or(Value::Null))
 }
 
@@ -103,14 +122,7 @@ async fn a_caller_that_leaves_in_the_middle_leaves_the_outcome_unknown() {
 async fn another_runs_caller_is_not_called_back() {
     let (run, callbacks) = run();
     drop((run, callbacks));
-    let tool = Tool::new("app", listed("twice")).unwrap();
-    let claims = GrantClaims {
-        principal: "alice".into(),
-        tools: vec![GrantedTool { name: tool.name().clone(), definition_sha256: tool.sha256() }],
-        expires_unix_s: 0,
-        calls_max: None,
-    };
-    let alone = Arc::new(Run::new(RunId([2; 16]), &claims, RunLimits::default()));
+    let alone = Arc::new(alone(2));
     assert_eq!(call(&alone, "app.twice", json!({"n": 1})).await.0, Some(CallCode::NoSuchTool));
 }
 

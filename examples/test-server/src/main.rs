@@ -9,7 +9,8 @@
 //! it. `--log FILE` appends the name of every tool that is called, before it
 //! does anything, so that a test sees what arrived. `--old` makes it a server
 //! of the older protocol that says nothing at all to `server/discover`. The
-//! list of tools always comes in pages.
+//! list of tools always comes in pages. Its resources are `test://open/token`
+//! and `test://closed/token` (its credential), `…/large`, and `…/echo/WORD`.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -20,7 +21,10 @@ use std::time::Duration;
 
 use rmcp::handler::server::router::tool::ToolRouter;
 use rmcp::handler::server::wrapper::{Json, Parameters};
-use rmcp::model::{CallToolResult, ListToolsResult, PaginatedRequestParams, Tool};
+use rmcp::model::{
+    CallToolResult, ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams,
+    ReadResourceResponse, ReadResourceResult, ResourceContents, Tool,
+};
 use rmcp::service::RequestContext;
 use rmcp::{
     ErrorData, Peer, RoleServer, ServerHandler, ServiceExt as _, tool, tool_handler, tool_router,
@@ -246,6 +250,23 @@ impl ServerHandler for Server {
         let mut result = ListToolsResult::with_all_items(page);
         result.next_cursor = (next < tools.len()).then(|| next.to_string());
         Ok(result)
+    }
+
+    async fn read_resource(
+        &self,
+        request: ReadResourceRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ReadResourceResponse, ErrorData> {
+        self.called("read_resource");
+        let uri = request.uri;
+        let path = ["test://open/", "test://closed/"].iter().find_map(|at| uri.strip_prefix(at));
+        let text = match path {
+            Some("token") => std::env::var("TEST_TOKEN").unwrap_or_default(),
+            Some("large") => "x".repeat(100_000),
+            Some(path) if path.starts_with("echo/") => path["echo/".len()..].to_owned(),
+            _ => return Err(ErrorData::resource_not_found("no such resource", None)),
+        };
+        Ok(ReadResourceResult::new(vec![ResourceContents::text(text, uri)]).into())
     }
 }
 

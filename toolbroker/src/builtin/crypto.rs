@@ -1,14 +1,11 @@
-//! `crypto`: arithmetic that a program should not have to bring along.
-//! Deliberately absent is whatever needs a key: who may use which key is the
-//! operator's to say, and there is no place yet to say it.
+//! `crypto.hash`: arithmetic that a program should not have to bring along.
+//! What needs a key is in [`keys`](super::keys).
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256, Sha512};
 
-use super::Plan;
+use super::{Failure, Plan, Work, bytes_of, text};
 use crate::definition::Effect;
 
 /// `crypto.hash`.
@@ -17,7 +14,8 @@ pub(super) fn hash() -> Plan {
         server: "crypto",
         name: "hash",
         description: "Hashes a text (its UTF-8 bytes) or bytes given in base64. Answers with the \
-                      digest in lower-case hex.",
+                      digest in lower-case hex."
+            .to_owned(),
         effect: Effect::None,
         input_schema: json!({
             "type": "object",
@@ -40,25 +38,16 @@ pub(super) fn hash() -> Plan {
             "required": ["hex"],
             "additionalProperties": false,
         }),
-        carry_out: carry_out_hash,
+        work: Work::in_place(|_, arguments| hash_of(arguments)),
     }
 }
 
-fn carry_out_hash(arguments: &JsonObject) -> Result<Value, String> {
-    let text = |name| arguments.get(name).and_then(Value::as_str);
-    let decoded;
-    let input = match (text("text"), text("base64")) {
-        (Some(text), None) => text.as_bytes(),
-        (None, Some(encoded)) => {
-            decoded = STANDARD.decode(encoded).map_err(|error| format!("base64: {error}"))?;
-            &decoded
-        }
-        _ => return Err("give either text or base64".to_owned()),
-    };
-    let hex = match text("algorithm") {
+fn hash_of(arguments: &JsonObject) -> Result<Value, Failure> {
+    let input = bytes_of(arguments)?;
+    let hex = match text(arguments, "algorithm") {
         Some("sha256") => crate::hex(&Sha256::digest(input)),
         Some("sha512") => crate::hex(&Sha512::digest(input)),
-        _ => return Err("algorithm is sha256 or sha512".to_owned()),
+        _ => return Err(Failure::bad_request("algorithm is sha256 or sha512")),
     };
     Ok(json!({ "hex": hex }))
 }
@@ -69,7 +58,7 @@ mod tests {
 
     fn hash_of(arguments: Value) -> Result<Value, String> {
         let Value::Object(arguments) = arguments else { unreachable!("tests pass objects") };
-        carry_out_hash(&arguments)
+        super::hash_of(&arguments).map_err(|failure| failure.message)
     }
 
     #[test]

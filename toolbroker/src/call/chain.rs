@@ -22,11 +22,12 @@ use tokio::time::{Instant, timeout_at};
 
 use super::failure::{CallFailure, tool_error};
 use super::run::Run;
-use crate::builtin::Builtin;
+use crate::builtin::InPlace;
 use crate::definition::{Effect, Tool};
 use crate::journal::{CallFacts, Event, Journal, Record};
 use crate::metrics::Metrics;
-use crate::upstream::{CallEnd, Connection};
+use crate::registry::Carrier;
+use crate::upstream::CallEnd;
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays
@@ -271,23 +272,29 @@ pub(super) struct Intended {
 }
 
 impl Intended {
-    /// Sends the call to its server, with the credential that the connection
-    /// holds for it, and waits for its end.
-    pub(super) async fn dispatched(self, connection: &Connection) -> Dispatched {
+    /// Sends the call to whoever carries it out, with the credential held for
+    /// it there, and waits for its end.
+    pub(super) async fn dispatched(self, carrier: &Carrier) -> Dispatched {
         let Self { facts, tool, effect, arguments } = self;
         let key =
             (effect == Effect::Write).then(|| format!("{}-{}", facts.run.id(), facts.call.call));
         let sent = Instant::now();
         let until = facts.run.deadline() + AFTERMATH_MAX;
-        let called = timeout_at(until, connection.call(&tool, arguments, key)).await;
+        let calling = async {
+            match carrier {
+                Carrier::Server(connection) => connection.call(&tool, arguments, key).await,
+                Carrier::Builtin(builtin) => builtin.carry_out(facts.run.caller(), arguments).await,
+            }
+        };
+        let called = timeout_at(until, calling).await;
         Dispatched { facts, tool, sent, end: called.unwrap_or(CallEnd::Lost) }
     }
 
     /// Carries a tool of the broker's own out, in this thread.
-    pub(super) fn carried_out(self, builtin: &Builtin) -> Dispatched {
+    pub(super) fn carried_out(self, work: &InPlace) -> Dispatched {
         let Self { facts, tool, effect: _, arguments } = self;
         let sent = Instant::now();
-        let end = builtin.carry_out(&arguments);
+        let end = work.carry_out(facts.run.caller(), &arguments);
         Dispatched { facts, tool, sent, end }
     }
 }

@@ -58,6 +58,7 @@ use tokio_util::task::TaskTracker;
 use tracing::Instrument as _;
 
 use self::chain::{Books, Checked, Granted, Identified, Pinned, Refused, unheard};
+use crate::builtin::Work;
 use crate::definition::Effect;
 use crate::journal::{Close, Event, Journal, Record};
 use crate::metrics::Metrics;
@@ -148,8 +149,13 @@ impl Dispatcher {
             }
             Err(refused) => return Taken::Pending(Pending(Stage::Refused(refused))),
         };
-        match self.registry.builtin(granted.tool()) {
-            Some(builtin) if ready && builtin.effect() == Effect::None && granted.is_small() => {
+        let builtin = self.registry.builtin(granted.tool());
+        let at_once = builtin.and_then(|builtin| match builtin.work() {
+            Work::InPlace(work) if builtin.effect() == Effect::None => Some((builtin, work)),
+            _ => None,
+        });
+        match at_once {
+            Some((builtin, work)) if ready && granted.is_small() => {
                 let cost = self.registry.cost(granted.tool());
                 let checked = granted
                     .pinned(Arc::clone(builtin.tool()), Effect::None, cost)
@@ -157,7 +163,7 @@ impl Dispatcher {
                 Taken::Settled(match checked {
                     Ok(checked) => checked
                         .intended_at_once(&self.books)
-                        .carried_out(builtin)
+                        .carried_out(work)
                         .fitting(&self.books)
                         // The broker's own tools without effect have no
                         // credential to tell.
@@ -189,18 +195,12 @@ impl Dispatcher {
         let books = self.books.clone();
         let called = async move {
             let settled = match checked.intended(&books).await {
-                Ok(intended) => match carrier {
-                    Carrier::Server(connection) => intended
-                        .dispatched(&connection)
-                        .await
-                        .fitting(&books)
-                        .redacted(|value| connection.redact(value))
-                        .recorded(&books),
-                    Carrier::Builtin(builtin) => {
-                        // Long work for a thread that nobody else waits for.
+                Ok(intended) => match carrier.in_place() {
+                    // Long work for a thread that nobody else waits for.
+                    Some(work) => {
                         let carried = move || {
                             intended
-                                .carried_out(&builtin)
+                                .carried_out(&work)
                                 .fitting(&books)
                                 .redacted(|response| response)
                                 .recorded(&books)
@@ -211,6 +211,12 @@ impl Dispatcher {
                             Err(error) => std::panic::resume_unwind(error.into_panic()),
                         }
                     }
+                    None => intended
+                        .dispatched(&carrier)
+                        .await
+                        .fitting(&books)
+                        .redacted(|value| carrier.redact(value))
+                        .recorded(&books),
                 },
                 Err(refused) => refused.recorded(&books).await,
             };

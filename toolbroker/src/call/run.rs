@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use super::CallFailure;
 use crate::budget::Budget;
+use crate::builtin::Caller;
 use crate::grant::Grant;
 use crate::upstream::Connection;
 use crate::upstream::hosted::Hosted;
@@ -26,7 +27,7 @@ const WALL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 #[derive(Debug)]
 pub struct Run {
     id: RunId,
-    principal: Arc<str>,
+    caller: Caller,
     program_sha256: [u8; 32],
     grant: Arc<Grant>,
     limits: RunLimits,
@@ -53,7 +54,11 @@ impl Run {
         let deadline = Instant::now() + wall + DEADLINE_LEAD;
         Self {
             id,
-            principal: claims.principal.as_str().into(),
+            caller: Caller {
+                principal: claims.principal.as_str().into(),
+                run: id,
+                session: claims.session.as_deref().map(Arc::from),
+            },
             program_sha256,
             limits,
             budget: Budget::new(calls_max, claims.cost_max),
@@ -81,7 +86,12 @@ impl Run {
     /// Whose run it is.
     #[must_use]
     pub fn principal(&self) -> &Arc<str> {
-        &self.principal
+        &self.caller.principal
+    }
+
+    /// Who calls, for built-in tools.
+    pub(super) fn caller(&self) -> &Caller {
+        &self.caller
     }
 
     /// The signed hash of its program.

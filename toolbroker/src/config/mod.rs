@@ -7,11 +7,14 @@
 //! any value may be a credential in the wrong place. Relative paths are
 //! relative to the working directory.
 
+mod builtins;
+mod egress;
 mod node;
 mod policy;
 mod servers;
 mod tools;
 
+pub use self::builtins::BuiltinsConfig;
 pub use self::servers::{
     Endpoint, OAuthConfig, ServerConfig, Source, StdioConfig, is_own_header, is_safe_url,
 };
@@ -30,7 +33,8 @@ use crate::review::Mode;
 use crate::secret::SecretError;
 
 /// The tables of `forge.toml` that belong to the broker.
-pub const BROKER_TABLES: [&str; 5] = ["servers", "tools", "review", "roles", "principals"];
+pub const BROKER_TABLES: [&str; 6] =
+    ["servers", "builtins", "tools", "review", "roles", "principals"];
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
@@ -50,6 +54,8 @@ pub struct Config {
     pub policy: Policy,
     /// What becomes of a tool that was never reviewed.
     pub review: Mode,
+    /// The built-in tools that need configuration.
+    pub builtins: BuiltinsConfig,
 }
 
 /// Why a configuration is refused.
@@ -215,6 +221,9 @@ pub enum Problem {
     /// The credential cannot be had.
     #[error("{0}")]
     Secret(SecretError),
+    /// The value is not what it has to be; says what that is.
+    #[error("{0}")]
+    Value(String),
 }
 
 /// Looks a variable up in the broker's environment.
@@ -237,6 +246,9 @@ impl Config {
         };
         if let Some(file) = mcp_config {
             config.join(file, parse_mcp_json(file, &read(file)?, lookup)?)?;
+        }
+        if let Some(file) = forge_config {
+            config.builtins.check_servers(file, &config.servers)?;
         }
         Ok(config)
     }
@@ -331,6 +343,9 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
         config.review = tools::review(&table)?;
     }
     config.policy = policy::policy(&document)?;
+    if let Some(table) = document.field("builtins") {
+        config.builtins = builtins::parse(&table, lookup)?;
+    }
     Ok(config)
 }
 

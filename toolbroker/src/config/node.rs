@@ -88,6 +88,11 @@ impl<'a> Node<'a> {
         self.of_type("a whole number from 0 to 4294967295", whole)
     }
 
+    /// A larger one.
+    pub(super) fn number(&self) -> Result<u64, ConfigError> {
+        self.of_type("a whole number, not negative", self.value.as_u64())
+    }
+
     pub(super) fn items(&self) -> Result<Vec<Node<'a>>, ConfigError> {
         let items = self.of_type("a list", self.value.as_array())?;
         Ok(items

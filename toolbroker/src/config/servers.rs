@@ -426,7 +426,11 @@ fn openapi(server: &str, entry: &Node<'_>, endpoint: Endpoint) -> Result<Plan, C
 }
 
 /// `{ from_env = "NAME" }` or `{ file = "path" }`, and fields beside it.
-fn credential(node: &Node<'_>, beside: &[&str], lookup: Lookup<'_>) -> Result<Secret, ConfigError> {
+pub(super) fn credential(
+    node: &Node<'_>,
+    beside: &[&str],
+    lookup: Lookup<'_>,
+) -> Result<Secret, ConfigError> {
     only(node, &[&["from_env", "file"], beside].concat())?;
     let secret = match (node.field("from_env"), node.field("file")) {
         (Some(variable), None) => Secret::from_env(variable.text()?, lookup),

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, ClientCapabilities, ClientConfig, Implementation,
-    JsonObject, PaginatedRequestParams, ProtocolVersion, RequestMetaObject, SubscriptionFilter,
+    JsonObject, PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams,
+    ReadResourceResponse, RequestMetaObject, SubscriptionFilter,
 };
 use rmcp::service::{ClientInitializeError, NotificationContext, RunningService, ServiceError};
 use rmcp::{ClientHandler, Peer, RoleClient};
@@ -359,6 +360,24 @@ impl Session {
             Err(ServiceError::UnexpectedResponse) => failed("the answer is no tool result"),
             Err(error) => return Err(error),
         })
+    }
+
+    /// Reads one of its resources: its contents as a JSON list.
+    pub(super) async fn read_resource(&self, uri: &str) -> CallEnd {
+        let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
+        match self.service.read_resource_once(ReadResourceRequestParams::new(uri)).await {
+            Ok(ReadResourceResponse::Complete(result)) => {
+                CallEnd::Answered(serde_json::to_value(&result.contents).unwrap_or(Value::Null))
+            }
+            Ok(_) => failed("the resource asks its reader for input, and a run has none"),
+            Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
+                "error": error.message,
+                "code": error.code.0,
+                "data": error.data,
+            })),
+            Err(ServiceError::UnexpectedResponse) => failed("the answer is no resource"),
+            Err(_) => self.failed("it was lost before it answered".into()),
+        }
     }
 
     pub(super) async fn stop(&self) {

@@ -188,6 +188,17 @@ impl Connection {
         }
     }
 
+    /// Reads one of its resources: its contents as a JSON list, as they came.
+    /// Dropping the future tells the server that nobody waits any more.
+    pub async fn read_resource(&self, uri: &str) -> CallEnd {
+        match self {
+            Self::Mcp(session) => session.read_resource(uri).await,
+            Self::Api(_) | Self::Hosted(_) => {
+                CallEnd::failed("NoResources", "only MCP servers have resources")
+            }
+        }
+    }
+
     /// Takes the server's credentials out of what it said.
     #[must_use]
     pub fn redact(&self, value: Value) -> Value {

@@ -144,6 +144,22 @@ impl Broker {
         broker
     }
 
+    /// A broker with this `forge.toml`.
+    pub fn with_forge_toml(text: &str) -> Self {
+        Self::with_forge_toml_and(text, &[])
+    }
+
+    /// The same, with more in its environment.
+    pub fn with_forge_toml_and(text: &str, environment: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("forge.toml");
+        std::fs::write(&file, text).unwrap();
+        let args = ["--config".to_owned(), file.to_str().unwrap().to_owned()];
+        let mut broker = Self::spawn_with(folder, &args, "trace", environment);
+        broker.say_hello();
+        broker
+    }
+
     /// The process, before anybody said `Hello`.
     pub fn spawn(folder: tempfile::TempDir, args: &[String]) -> Self {
         Self::spawn_logging(folder, args, "trace")
@@ -151,6 +167,15 @@ impl Broker {
 
     /// As [`Broker::spawn`], logging at this level.
     pub fn spawn_logging(folder: tempfile::TempDir, args: &[String], level: &str) -> Self {
+        Self::spawn_with(folder, args, level, &[])
+    }
+
+    fn spawn_with(
+        folder: tempfile::TempDir,
+        args: &[String],
+        level: &str,
+        environment: &[(&str, &str)],
+    ) -> Self {
         let (control, theirs) = UnixStream::pair().unwrap();
         control.set_read_timeout(Some(PATIENCE)).unwrap();
         // Inherited by the broker alone: the flag is cleared here and the
@@ -171,6 +196,7 @@ impl Broker {
             .env("CANARY", CANARY)
             .env("INVENTORY_TOKEN", "demo-inventory-token")
             .env("NOT_FOR_SERVERS", "broker-only-value")
+            .envs(environment.iter().copied())
             .stdin(Stdio::null())
             .stderr(std::fs::File::create(&log).unwrap())
             .process_group(0)

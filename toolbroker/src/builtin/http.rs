@@ -1,0 +1,121 @@
+//! `http.fetch`: one request to a place that the operator allows. All of the
+//! guarding is in [`egress`](crate::egress); here a program's arguments
+//! become a request, and an answer a result.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use rmcp::model::JsonObject;
+use serde_json::{Value, json};
+
+use super::{Failure, Plan, Work, named_bytes, text};
+use crate::definition::Effect;
+use crate::egress::rule::{Method, URL_BYTES_MAX};
+use crate::egress::{Client, Fetched, Policy, Request, Response, SystemResolver};
+use crate::upstream::CallEnd;
+
+/// `http.fetch`, under this policy.
+pub(super) fn fetch(policy: Policy) -> Plan {
+    let methods: BTreeSet<Method> =
+        policy.rules.iter().flat_map(|rule| rule.methods.iter().copied()).collect();
+    let effect = match methods.iter().any(|method| method.changes()) {
+        true => Effect::Write,
+        false => Effect::Read,
+    };
+    let places: Vec<String> = policy.rules.iter().map(ToString::to_string).collect();
+    let mut properties = json!({
+        "method": { "enum": methods.iter().map(|method| method.as_str()).collect::<Vec<_>>() },
+        "url": { "type": "string", "maxLength": URL_BYTES_MAX },
+        "headers": {
+            "type": "object",
+            "maxProperties": 32,
+            "additionalProperties": { "type": "string", "maxLength": 8192 },
+        },
+    });
+    if effect == Effect::Write {
+        properties["body"] = json!({ "type": "string", "description": "As text in UTF-8." });
+        properties["body_base64"] = json!({ "type": "string", "contentEncoding": "base64" });
+    }
+    let client = Arc::new(Client::new(policy, Arc::new(SystemResolver)));
+    Plan {
+        server: "http",
+        name: "fetch",
+        description: format!(
+            "Makes one HTTP request and answers with status, headers and body, whatever the \
+             status. What comes back is what strangers wrote. Allowed, with everything below the \
+             path: {}.",
+            places.join("; ")
+        ),
+        effect,
+        input_schema: json!({
+            "type": "object",
+            "properties": properties,
+            "required": ["method", "url"],
+            "not": { "required": ["body", "body_base64"] },
+            "additionalProperties": false,
+        }),
+        output_schema: json!({
+            "type": "object",
+            "properties": {
+                "status": { "type": "integer" },
+                "headers": { "type": "object", "additionalProperties": { "type": "string" } },
+                "body": { "type": "string" },
+                "body_base64": { "type": "string", "contentEncoding": "base64" },
+            },
+            "required": ["status", "headers"],
+            "oneOf": [{ "required": ["body"] }, { "required": ["body_base64"] }],
+            "additionalProperties": false,
+        }),
+        work: Work::waits(move |_, arguments| {
+            let client = Arc::clone(&client);
+            async move { carry_out(&client, &arguments).await }
+        }),
+    }
+}
+
+async fn carry_out(client: &Client, arguments: &JsonObject) -> CallEnd {
+    let request = match request_of(arguments) {
+        Ok(request) => request,
+        Err(failure) => return failure.into(),
+    };
+    match client.fetch(request).await {
+        Fetched::Response(response) => {
+            CallEnd::Answered(client.scrubber().json(result_of(response)))
+        }
+        Fetched::Failed(error) => Failure::new(error.code(), error.to_string()).into(),
+        Fetched::Lost(error) => {
+            tracing::info!(error = ?error.to_string(), "a request may or may not have been served");
+            CallEnd::Lost
+        }
+    }
+}
+
+fn request_of(arguments: &JsonObject) -> Result<Request, Failure> {
+    let method = text(arguments, "method")
+        .and_then(Method::parse)
+        .ok_or_else(|| Failure::bad_request("there is no such method"))?;
+    let headers = arguments.get("headers").and_then(Value::as_object);
+    let headers = headers
+        .into_iter()
+        .flatten()
+        .filter_map(|(name, value)| Some((name.clone(), value.as_str()?.to_owned())))
+        .collect();
+    let body = match (text(arguments, "body"), text(arguments, "body_base64")) {
+        (Some(text), _) => text.as_bytes().to_vec(),
+        (None, Some(encoded)) => STANDARD
+            .decode(encoded)
+            .map_err(|error| Failure::bad_request(format!("body_base64: {error}")))?,
+        (None, None) => Vec::new(),
+    };
+    let url = text(arguments, "url").unwrap_or_default().to_owned();
+    Ok(Request { method, url, headers, body })
+}
+
+fn result_of(response: Response) -> Value {
+    let headers: JsonObject =
+        response.headers.into_iter().map(|(name, value)| (name, value.into())).collect();
+    let (name, body) = named_bytes(response.body, "body", "body_base64");
+    json!({ "status": response.status, "headers": headers, name: body })
+}

@@ -1,0 +1,223 @@
+//! Built-in tools as a program in a real VM uses them, through the real
+//! broker: files, notes and a request over HTTP, and the refusals outside of
+//! what the operator configured.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+use support::{forge_module, signer};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            a_program_uses_files_stash_and_http_and_is_refused_outside,
+            a_built_in_that_is_not_configured_cannot_be_granted,
+        ],
+        &[],
+    )
+}
+
+const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
+const CREDENTIAL: &str = "tok-5b1e77aa90c3-canary";
+/// Where in the program's memory a response goes.
+const RESPONSES: usize = 65_536;
+
+/// A folder of the test's own, gone after it.
+struct Desk(PathBuf);
+
+impl Desk {
+    fn new() -> Self {
+        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let name = format!("forge-builtins-{}-{number}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("signer.pem"), signer().to_pem()).unwrap();
+        fs::set_permissions(folder.join("signer.pem"), fs::Permissions::from_mode(0o600)).unwrap();
+        Self(folder)
+    }
+
+    /// `run`, of a program that makes these calls, with its report.
+    fn run(&self, calls: &[(&str, Value)]) -> (i32, String, String) {
+        fs::write(self.0.join("program.wat"), program(calls)).unwrap();
+        let mut command = Command::new(FORGE);
+        command.args(["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"]);
+        command.args(["--config", "forge.toml"]);
+        let mut tools: Vec<&str> = calls.iter().map(|(tool, _)| *tool).collect();
+        tools.sort_unstable();
+        tools.dedup();
+        for tool in tools {
+            command.args(["--allow", tool]);
+        }
+        command.arg("program.wat").current_dir(&self.0).env("API_TOKEN", CREDENTIAL);
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The broker's binary beside ours, built if cargo is at hand to build it.
+fn broker() {
+    static BUILT: std::sync::Once = std::sync::Once::new();
+    BUILT.call_once(|| {
+        let folder = Path::new(FORGE).parent().unwrap();
+        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+        let mut build = Command::new(cargo);
+        build
+            .args(["build", "--quiet", "-p", "forge-toolbroker"])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        match build.status() {
+            Ok(status) => assert!(status.success(), "the broker does not build"),
+            Err(_) => assert!(folder.join("forge-toolbroker").is_file(), "no broker and no cargo"),
+        }
+    });
+}
+
+/// Makes each call, one after the other, and writes its response or the
+/// reason that there is none, each on a line.
+fn program(calls: &[(&str, Value)]) -> String {
+    let (mut imports, mut data, mut body) = (String::new(), String::new(), String::new());
+    let mut names: Vec<&str> = Vec::new();
+    let mut at = 16;
+    for (tool, request) in calls {
+        if !names.contains(tool) {
+            names.push(tool);
+            imports.push_str(&format!(
+                "(import \"tool\" \"{tool}\" (func ${tool} (param i32 i32) (result i32)))\n"
+            ));
+        }
+        let request = request.to_string();
+        data.push_str(&format!("(data (i32.const {at}) {request:?})\n"));
+        body.push_str(&format!(
+            "(drop (call ${tool} (i32.const {at}) (i32.const {})))
+             (drop (call $output (i32.const {RESPONSES})
+                (call $resp_read (i32.const {RESPONSES}) (i32.const 0) (i32.const 60000))))
+             (drop (call $output (i32.const 0) (i32.const 1)))\n",
+            request.len()
+        ));
+        at += request.len();
+    }
+    assert!(at < RESPONSES);
+    forge_module(
+        &format!("{imports} (memory (export \"memory\") 2) (data (i32.const 0) \"\\n\") {data}"),
+        &format!("{body} (i32.const 0)"),
+    )
+}
+
+/// A server on loopback that tells what it heard.
+fn server() -> (u16, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let heard: Arc<Mutex<Vec<String>>> = Arc::default();
+    let heard_here = Arc::clone(&heard);
+    // Ends with the test's process.
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            let mut request = Vec::new();
+            let mut some = [0; 1024];
+            while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+                match stream.read(&mut some) {
+                    Ok(0) | Err(_) => break,
+                    Ok(bytes) => request.extend_from_slice(&some[..bytes]),
+                }
+            }
+            heard_here.lock().unwrap().push(String::from_utf8_lossy(&request).into_owned());
+            let body = format!("token {CREDENTIAL}");
+            let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len());
+            let _ = stream.write_all(format!("{head}{body}").as_bytes());
+        }
+    });
+    (port, heard)
+}
+
+fn a_program_uses_files_stash_and_http_and_is_refused_outside() {
+    broker();
+    let desk = Desk::new();
+    let (port, heard) = server();
+    fs::create_dir(desk.0.join("docs")).unwrap();
+    fs::write(desk.0.join("docs/a.md"), "alpha").unwrap();
+    fs::write(desk.0.join("key.md"), "outside").unwrap();
+    std::os::unix::fs::symlink("../key.md", desk.0.join("docs/link.md")).unwrap();
+    let configuration = format!(
+        "[builtins.fs]\nroots = [{{ name = 'docs', path = {:?}, patterns = ['**/*.md'] }}]\n\
+         [builtins.stash]\n\
+         [builtins.http]\nallow = [{{ scheme = 'http', host = '127.0.0.1', port = {port}, \
+         path_prefix = '/v1/', addresses = ['127.0.0.1/32'], \
+         headers = {{ Authorization = {{ prefix = 'Bearer ', from_env = 'API_TOKEN' }} }} }}]\n",
+        desk.0.join("docs")
+    );
+    fs::write(desk.0.join("forge.toml"), configuration).unwrap();
+    let fetch = |place: &str| json!({ "method": "GET", "url": format!("http://{place}") });
+    let calls = [
+        ("fs.read", json!({ "path": "docs/a.md" })),
+        ("fs.read", json!({ "path": "docs/link.md" })),
+        ("stash.put", json!({ "key": "k", "value": [1, 2] })),
+        ("stash.get", json!({ "key": "k" })),
+        ("http.fetch", fetch(&format!("127.0.0.1:{port}/v1/a"))),
+        ("http.fetch", fetch(&format!("127.0.0.1:{port}/admin"))),
+        ("http.fetch", fetch("169.254.169.254/latest/meta-data/")),
+    ];
+    let (code, report, said) = desk.run(&calls);
+    assert_eq!(code, 0, "{report} {said}");
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let answers: Vec<Value> = report["output"]
+        .as_str()
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(answers[0], json!({ "text": "alpha" }));
+    assert_eq!(answers[1]["code"], "not_allowed");
+    assert_eq!(answers[2], json!({ "expires_in_s": 3600 }));
+    assert_eq!(answers[3], json!({ "found": true, "value": [1, 2] }));
+    assert_eq!(
+        (&answers[4]["status"], &answers[4]["body"]),
+        (&json!(200), &json!("token [credential removed]"))
+    );
+    assert_eq!(answers[5]["code"], "not_allowed");
+    assert_eq!(answers[6]["code"], "not_allowed");
+    let heard = heard.lock().unwrap().clone();
+    assert_eq!(heard.len(), 1, "{heard:?}");
+    assert!(heard[0].contains(&format!("authorization: Bearer {CREDENTIAL}")), "{heard:?}");
+    assert!(!report.to_string().contains(CREDENTIAL));
+    let states: Vec<&str> = report["tool_calls"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|call| call["status"].as_str().unwrap())
+        .collect();
+    let failed = "tool_failed";
+    assert_eq!(states, ["ok", failed, "ok", "ok", "ok", failed, failed]);
+}
+
+fn a_built_in_that_is_not_configured_cannot_be_granted() {
+    broker();
+    let desk = Desk::new();
+    fs::write(desk.0.join("forge.toml"), "[builtins.stash]\n").unwrap();
+    let (code, report, said) = desk.run(&[("fs.read", json!({ "path": "docs/a.md" }))]);
+    assert_ne!(code, 0);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let reason = report["reason"].to_string();
+    assert!(reason.contains("no tool") && reason.contains("fs.read"), "{report:#} {said}");
+}
