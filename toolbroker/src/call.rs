@@ -11,6 +11,7 @@
 //!    → there is time                      deadline passed
 //!  ═══ dispatched: it may have happened from here on ═══
 //!    → an answer came in time             outcome unknown
+//!    → credentials are taken out of it
 //!    → the tool did not fail              tool failed
 //!    → the response is of a size          response too large
 //!    → the response
@@ -47,6 +48,7 @@ use tokio_util::task::TaskTracker;
 use crate::builtin::Builtin;
 use crate::definition::{Effect, Tool};
 use crate::registry::{Carrier, Found, LookupError, Registry};
+use crate::secret::{Scrubbed, Scrubber};
 use crate::upstream::{CallEnd, ERROR_TEXT_BYTES_MAX};
 
 /// The run's own deadline is its worker's to keep, whose clock started a
@@ -175,6 +177,8 @@ pub enum CallFailure {
     ToolFailed {
         /// Its error, a JSON object, scrubbed.
         error: Value,
+        /// Whether there was a credential in it.
+        redacted: bool,
     },
     /// The response is over the run's limit.
     #[error("the response has {got} bytes, the limit is {limit}")]
@@ -208,7 +212,7 @@ impl CallFailure {
     #[must_use]
     pub fn body(&self, bytes_max: usize) -> Vec<u8> {
         let whole = match self {
-            Self::ToolFailed { error } => error.clone(),
+            Self::ToolFailed { error, .. } => error.clone(),
             Self::BadArguments { violations } => {
                 json!({ "error": self.to_string(), "violations": violations })
             }
@@ -271,7 +275,7 @@ impl Dispatcher {
         let builtin = self.registry.builtin(&call.tool)?;
         let outcome =
             carry_out_builtin(run, builtin, granted_sha256, call.id, &call.request, began);
-        Some(settled(run, call.id, &call.tool, outcome, began))
+        Some(settled(run, call.id, &call.tool, outcome.map(unredacted), began))
     }
 
     /// Carries one call out and says how it settled. Dropping the future
@@ -288,7 +292,7 @@ impl Dispatcher {
         run: &Arc<Run>,
         call: Call,
         began: Instant,
-    ) -> Result<Vec<u8>, CallFailure> {
+    ) -> Result<Response, CallFailure> {
         let granted_sha256 = first_checks(run, &call)?;
         let Call { id, tool, request, waits: _ } = call;
         let Found { tool, carrier } = timeout_at(run.deadline, self.registry.find(&tool))
@@ -297,6 +301,7 @@ impl Dispatcher {
             .map_err(CallFailure::NoSuchTool)?;
         let (deliver, delivered) = oneshot::channel();
         let owner = Arc::clone(run);
+        let scrubber = self.registry.scrubber().clone();
         let effect = match &carrier {
             Carrier::Builtin(builtin) => Some(builtin.effect()),
             Carrier::Server(_) => None,
@@ -307,7 +312,7 @@ impl Dispatcher {
                 self.dispatched.spawn_blocking(move || {
                     let outcome =
                         carry_out_builtin(&owner, &builtin, granted_sha256, id, &request, began);
-                    let _ = deliver.send(outcome);
+                    let _ = deliver.send(outcome.map(unredacted));
                 });
             }
             Carrier::Server(connection) => {
@@ -326,7 +331,18 @@ impl Dispatcher {
                 let called = async move {
                     let until = owner.deadline + AFTERMATH_MAX;
                     let called = timeout_at(until, connection.call(&tool, arguments)).await;
-                    let outcome = settle(&owner, called.unwrap_or(CallEnd::Lost));
+                    let called = called.unwrap_or(CallEnd::Lost);
+                    let Scrubbed { left, removed } = redacted(&scrubber, called);
+                    if removed > 0 {
+                        tracing::warn!(
+                            run = %owner.id,
+                            call = id,
+                            tool = ?tool.name().as_str(),
+                            removed,
+                            "a tool's result carried credentials, which were removed"
+                        );
+                    }
+                    let outcome = settle(&owner, left, removed > 0);
                     record_end(&owner, id, tool.name(), &outcome, began);
                     // Nobody waits any more if the deadline came first.
                     let _ = deliver.send(outcome);
@@ -384,9 +400,37 @@ fn carry_out_builtin(
     began: Instant,
 ) -> Result<Vec<u8>, CallFailure> {
     let arguments = last_checks(run, builtin.tool(), granted_sha256, request)?;
-    let outcome = settle(run, builtin.carry_out(&arguments));
+    let outcome = settle(run, builtin.carry_out(&arguments), false);
     record_end(run, id, builtin.tool().name(), &outcome, began);
-    outcome
+    outcome.map(|response| response.body)
+}
+
+/// A response without a credential in it; and whether there was one.
+#[derive(Debug)]
+struct Response {
+    body: Vec<u8>,
+    redacted: bool,
+}
+
+/// What the broker itself says has none in it.
+fn unredacted(body: Vec<u8>) -> Response {
+    Response { body, redacted: false }
+}
+
+/// The redaction step: all known credentials, of whichever server, and
+/// whatever looks like one.
+fn redacted(scrubber: &Scrubber, end: CallEnd) -> Scrubbed<CallEnd> {
+    match end {
+        CallEnd::Answered(response) => {
+            let Scrubbed { left, removed } = scrubber.json_counted(response);
+            Scrubbed { left: CallEnd::Answered(left), removed }
+        }
+        CallEnd::Failed(error) => {
+            let Scrubbed { left, removed } = scrubber.json_counted(error);
+            Scrubbed { left: CallEnd::Failed(left), removed }
+        }
+        CallEnd::Lost => Scrubbed { left: CallEnd::Lost, removed: 0 },
+    }
 }
 
 /// How a call settled, with a record if it gave no response.
@@ -394,18 +438,19 @@ fn settled(
     run: &Run,
     id: u32,
     tool: &ToolName,
-    outcome: Result<Vec<u8>, CallFailure>,
+    outcome: Result<Response, CallFailure>,
     began: Instant,
 ) -> Settled {
-    let (code, body) = match outcome {
-        Ok(response) => (None, response),
+    let (code, body, redacted) = match outcome {
+        Ok(response) => (None, response.body, response.redacted),
         Err(failure) => {
             record(run.id, id, tool, &failure, began);
-            (Some(failure.code()), failure.body(run.limits.response_bytes as usize))
+            let redacted = matches!(failure, CallFailure::ToolFailed { redacted: true, .. });
+            (Some(failure.code()), failure.body(run.limits.response_bytes as usize), redacted)
         }
     };
     let duration_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    Settled { id, code, duration_ns, body }
+    Settled { id, code, duration_ns, body, redacted }
 }
 
 fn granted(run: &Run, tool: &ToolName) -> Result<[u8; 32], CallFailure> {
@@ -432,7 +477,7 @@ fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
     }
 }
 
-fn settle(run: &Run, end: CallEnd) -> Result<Vec<u8>, CallFailure> {
+fn settle(run: &Run, end: CallEnd, redacted: bool) -> Result<Response, CallFailure> {
     match end {
         CallEnd::Answered(response) => {
             let body = response.to_string().into_bytes();
@@ -440,9 +485,9 @@ fn settle(run: &Run, end: CallEnd) -> Result<Vec<u8>, CallFailure> {
             if body.len() > limit as usize {
                 return Err(CallFailure::ResponseTooLarge { got: body.len(), limit });
             }
-            Ok(body)
+            Ok(Response { body, redacted })
         }
-        CallEnd::Failed(error) => Err(CallFailure::ToolFailed { error }),
+        CallEnd::Failed(error) => Err(CallFailure::ToolFailed { error, redacted }),
         CallEnd::Lost => Err(CallFailure::Lost),
     }
 }
@@ -467,7 +512,7 @@ fn record_end(
     run: &Run,
     call: u32,
     tool: &ToolName,
-    outcome: &Result<Vec<u8>, CallFailure>,
+    outcome: &Result<Response, CallFailure>,
     began: Instant,
 ) {
     tracing::info!(
@@ -544,8 +589,10 @@ mod tests {
 
     #[test]
     fn a_reason_always_fits_its_bound_and_stays_json() {
-        let failure =
-            CallFailure::ToolFailed { error: json!({ "error": "\u{1}\"é".repeat(9_999) }) };
+        let failure = CallFailure::ToolFailed {
+            error: json!({ "error": "\u{1}\"é".repeat(9_999) }),
+            redacted: false,
+        };
         for bytes_max in (0..64).chain([100, 1_000, 10_000, 1_000_000]) {
             let body = failure.body(bytes_max);
             assert!(body.len() <= bytes_max, "{} of {bytes_max}", body.len());

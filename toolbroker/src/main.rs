@@ -6,7 +6,7 @@
 //! absent is a socket of its own to listen on.
 
 use std::os::fd::RawFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use clap::Parser;
 use forge_toolbroker::broker::{Broker, ServeError};
 use forge_toolbroker::config::{Config, ConfigError};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
-use forge_toolbroker::{link, process};
+use forge_toolbroker::{link, process, stranger};
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -62,6 +62,8 @@ enum Error {
     #[error("{0}")]
     RootKey(#[from] RootKeyError),
     #[error("{0}")]
+    Settle(#[from] stranger::SettleError),
+    #[error("{0}")]
     Serve(#[from] ServeError),
     #[error("this host: {0}")]
     Host(std::io::Error),
@@ -72,7 +74,7 @@ impl Error {
     /// what should not happen.
     fn exit_code(&self) -> u8 {
         match self {
-            Self::Control(_) | Self::Config(_) | Self::RootKey(_) => 2,
+            Self::Control(_) | Self::Config(_) | Self::RootKey(_) | Self::Settle(_) => 2,
             Self::Host(_) => 5,
             Self::Serve(_) => 70,
         }
@@ -85,16 +87,23 @@ impl HiArgs {
         let control =
             process::adopt(args.control_fd).and_then(link::stream_of).map_err(Error::Control)?;
         let lookup = |name: &str| std::env::var(name).ok();
-        let config = Config::load(args.mcp_config.as_deref(), args.config.as_deref(), &lookup)?;
+        let mut config = Config::load(args.mcp_config.as_deref(), args.config.as_deref(), &lookup)?;
         let issuer = match &args.state {
             Some(state) => Issuer::open(state)?,
             None => Issuer::ephemeral(),
         };
+        let files: Vec<&Path> =
+            [&args.mcp_config, &args.config].into_iter().flatten().map(PathBuf::as_path).collect();
+        let uids = config.server_uids.clone();
+        stranger::settle(&mut config.servers, &uids, args.state.as_deref(), &files)?;
         Ok(Self { control, config, issuer })
     }
 }
 
 fn main() -> ExitCode {
+    if let Some(launched) = stranger::if_asked() {
+        return launched;
+    }
     let hardened = process::harden();
     tracing_subscriber::fmt()
         .with_env_filter(log_filter())

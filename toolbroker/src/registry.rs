@@ -15,6 +15,7 @@ use tokio::task::JoinSet;
 use crate::builtin::{Builtin, Builtins};
 use crate::config::Config;
 use crate::definition::Tool;
+use crate::secret::Scrubber;
 use crate::upstream::{Connection, Upstream, UpstreamError};
 
 /// The built-in tools, and the tool servers by name.
@@ -22,6 +23,7 @@ use crate::upstream::{Connection, Upstream, UpstreamError};
 pub struct Registry {
     builtins: Builtins,
     servers: BTreeMap<String, Arc<Upstream>>,
+    scrubber: Scrubber,
 }
 
 /// A tool that stands ready.
@@ -103,14 +105,25 @@ impl Registry {
     /// with on the event loop `home`.
     #[must_use]
     pub fn new(config: Config, home: &Handle) -> Self {
+        // Of all servers, for each: one that has come by another's credential
+        // does not tell it either.
+        let secrets = config.servers.values().flat_map(|server| server.scrub.iter().cloned());
+        let scrubber = Scrubber::new(secrets);
         let servers = config
             .servers
             .into_iter()
             .map(|(name, server)| {
-                (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
+                let upstream = Upstream::new(name.clone(), server, scrubber.clone(), home.clone());
+                (name, Arc::new(upstream))
             })
             .collect();
-        Self { builtins: Builtins::new(), servers }
+        Self { builtins: Builtins::new(), servers, scrubber }
+    }
+
+    /// What takes credentials out of results.
+    #[must_use]
+    pub fn scrubber(&self) -> &Scrubber {
+        &self.scrubber
     }
 
     /// The built-in tool of this name.

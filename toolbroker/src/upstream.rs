@@ -2,11 +2,11 @@
 //! It is started when first needed, kept warm, listed again when it says so,
 //! started again after it died, and stopped.
 //!
-//! The server is a stranger. It gets a minimal environment with its own
-//! credentials and no descriptor of ours; its process group dies with its
-//! connection; what it says is bounded, cut and scrubbed of its credentials
-//! before anybody reads it. Deliberately absent are a user of its own,
-//! namespaces and resource limits.
+//! The server is a stranger, started in a place of its own
+//! ([`crate::stranger`]) with no descriptor of ours; what it started dies with
+//! its connection; what it says is bounded, cut and scrubbed of credentials
+//! before anybody reads it. A call's result is scrubbed by the chain
+//! ([`crate::call`]), which says so.
 //!
 //! # Two eras of MCP
 //! Servers from 2026-07-28 on answer `server/discover`; older ones want
@@ -37,7 +37,7 @@ use rmcp::{ClientHandler, ClientLifecycleMode, ClientServiceExt as _, RoleClient
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
-use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
 use tokio::task::JoinSet;
@@ -46,10 +46,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use crate::config::ServerConfig;
 use crate::definition::{Listed, Tool};
 use crate::secret::Scrubber;
-
-/// What a server's environment has from the broker's own.
-const BASIC_ENVIRONMENT: [&str; 9] =
-    ["PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME"];
+use crate::stranger;
 
 /// From a server's start to its list of tools.
 const START_TIME_MAX: Duration = Duration::from_secs(30);
@@ -115,9 +112,9 @@ pub enum UpstreamError {
 /// How a dispatched call ended.
 #[derive(Debug)]
 pub enum CallEnd {
-    /// The tool answered: its result, scrubbed.
+    /// The tool answered: its result, as it said it.
     Answered(Value),
-    /// The tool failed: its error as a JSON object, scrubbed.
+    /// The tool failed: its error as a JSON object, as it said it.
     Failed(Value),
     /// The server was lost before it answered.
     Lost,
@@ -164,10 +161,9 @@ pub struct Connection {
 
 impl Upstream {
     /// A server that is not started yet, to be talked with on the event loop
-    /// `home`.
+    /// `home`. What it says of itself passes `scrubber`.
     #[must_use]
-    pub fn new(name: String, config: ServerConfig, home: Handle) -> Self {
-        let scrubber = Scrubber::new(config.scrub.iter().cloned());
+    pub fn new(name: String, config: ServerConfig, scrubber: Scrubber, home: Handle) -> Self {
         let slot = Slot {
             connection: None,
             failures: 0,
@@ -318,37 +314,26 @@ impl Upstream {
     }
 
     fn spawn(&self) -> Result<(StdioTransport, Process), UpstreamError> {
-        let mut command = Command::new(&self.config.command);
-        command.args(&self.config.args).env_clear();
-        for name in BASIC_ENVIRONMENT {
-            if let Some(value) = std::env::var_os(name) {
-                command.env(name, value);
-            }
-        }
-        for (name, value) in &self.config.env {
-            command.env(name, value.expose());
-        }
-        if let Some(cwd) = &self.config.cwd {
-            command.current_dir(cwd);
-        }
-        command
-            .process_group(0)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true);
         let failed = |reason: String| UpstreamError::Spawn {
             command: self.config.command.display().to_string(),
             reason,
         };
-        let mut child = command.spawn().map_err(|error| match error.kind() {
+        let unstartable = |error: io::Error| match error.kind() {
             io::ErrorKind::NotFound => failed(
                 "it is not there (looked up in PATH; a relative path counts from the working \
                  directory)"
                     .into(),
             ),
             _ => failed(error.to_string()),
-        })?;
+        };
+        let mut command = stranger::command(&self.config).map_err(unstartable)?;
+        command
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut child = command.spawn().map_err(unstartable)?;
         let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(failed("its standard streams are not ours".into()));
         };
@@ -495,21 +480,21 @@ impl Connection {
                     if let Some(structured) = result.structured_content {
                         error["structuredContent"] = structured;
                     }
-                    return CallEnd::Failed(self.scrubber.json(error));
+                    return CallEnd::Failed(error);
                 }
                 let response = result.structured_content.unwrap_or(content);
-                CallEnd::Answered(self.scrubber.json(response))
+                CallEnd::Answered(response)
             }
             Ok(CallToolResponse::InputRequired(_)) => {
                 failed("the tool asks its user for input, and a run has none")
             }
             Ok(CallToolResponse::Task(_)) => failed("the tool answers with a task: not supported"),
             Ok(_) => failed("the tool answers in a way this broker does not know"),
-            Err(ServiceError::McpError(error)) => CallEnd::Failed(self.scrubber.json(json!({
+            Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
                 "error": error.message,
                 "code": error.code.0,
                 "data": error.data,
-            }))),
+            })),
             Err(ServiceError::UnexpectedResponse) => failed("the answer is no tool result"),
             // The request may or may not have reached the server.
             Err(_) => {
@@ -813,8 +798,10 @@ mod tests {
             cwd: None,
             env: Default::default(),
             scrub: Vec::new(),
+            jail: Default::default(),
         };
-        let upstream = Arc::new(Upstream::new("x".into(), config, Handle::current()));
+        let upstream =
+            Arc::new(Upstream::new("x".into(), config, Scrubber::default(), Handle::current()));
         let error = upstream.connection().await.unwrap_err().to_string();
         assert!(error.contains("/nonexistent/server") && error.contains("not there"), "{error}");
         assert!(matches!(upstream.connection().await, Err(UpstreamError::Spawn { .. })));

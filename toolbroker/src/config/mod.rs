@@ -8,17 +8,21 @@
 //! relative to the working directory. Deliberately absent are servers over
 //! HTTP.
 
+mod credentials;
 mod node;
 mod servers;
+mod strangers;
 
 pub use self::servers::ServerConfig;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
 use crate::secret::SecretError;
+use crate::stranger;
 
 /// The tables of `forge.toml` that belong to the broker.
 pub const BROKER_TABLES: [&str; 1] = ["servers"];
@@ -31,10 +35,18 @@ pub const SUPERVISOR_TABLES: [&str; 6] = ["vm", "limits", "trust", "pool", "serv
 const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;
 
 /// Everything the broker goes by.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Config {
     /// The tool servers, by name.
     pub servers: BTreeMap<String, ServerConfig>,
+    /// The users that tool servers run as, where root starts them.
+    pub server_uids: Range<u32>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { servers: BTreeMap::new(), server_uids: stranger::UIDS }
+    }
 }
 
 /// Why a configuration is refused.
@@ -129,8 +141,20 @@ pub enum Problem {
     #[error("is set under `env` and under `credentials`: keep one")]
     SetTwice,
     /// A credential needs one source.
-    #[error("give exactly one source: {{ from_env = \"NAME\" }} or {{ file = \"path\" }}")]
+    #[error(
+        "give exactly one source: {{ from_env = \"NAME\" }}, {{ file = \"path\" }}, \
+         {{ age = \"path\", identity = \"path\" }} or {{ command = [\"program\", …] }}"
+    )]
     Source,
+    /// A number is 0, negative or no whole one.
+    #[error("expected a whole number above 0")]
+    Positive,
+    /// No range of users.
+    #[error("expected a range of user numbers above 0, as \"200000-200999\"")]
+    Uids,
+    /// A server is to be given everything.
+    #[error("a server cannot be given the whole host: name the folders it needs")]
+    WholeHost,
     /// The credential cannot be had.
     #[error("{0}")]
     Secret(SecretError),
@@ -237,7 +261,8 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
             return Err(document.wrong_at(key, Problem::Unknown { known }));
         }
     }
-    let mut config = Config::default();
+    let mut config =
+        Config { server_uids: strangers::server_uids(&document)?, ..Config::default() };
     if let Some(listed) = document.field("servers") {
         for (name, entry) in listed.children()? {
             config.servers.insert(name.to_owned(), forge_server(name, &entry, lookup)?);
@@ -365,6 +390,31 @@ mod tests {
             (forge, "[servers.a]\ncommand = 'x'\n\nK = hunter2", "line 4"),
             (forge, "[servers.a]\ncommand = 'x'\ncommand = 'hunter2'", "line 3"),
             (forge, "[servers.a]\ncommand = \"a\\u0000hunter2\"", "servers.a.command"),
+            (forge, "[servers.a]\ncommand = 'x'\nread = 'hunter2'", "servers.a.read"),
+            (forge, "[servers.a]\ncommand = 'x'\nwrite = ['/']", "write.0: a server cannot"),
+            (forge, "[servers.a]\ncommand = 'x'\nnetwork = 'hunter2'", "servers.a.network"),
+            (forge, "[servers.a]\ncommand = 'x'\nlimits.nofile = 7", "limits.nofile"),
+            (forge, "[servers.a]\ncommand = 'x'\nlimits.open_files = 0", "whole number above 0"),
+            (forge, "[servers.a]\ncommand = 'x'\nlimits.open_files = -1", "limits.open_files"),
+            (forge, "[broker]\nserver_uids = 'hunter2'", "broker.server_uids"),
+            (forge, "[broker]\nserver_uids = '0-7'", "broker.server_uids"),
+            (forge, "[broker]\nserver_uids = '9-7'", "broker.server_uids"),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {age = 'hunter2'}",
+                "credentials.K.identity",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {command = []}",
+                "credentials.K.command",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\n\
+                 K = {file = 'hunter2', from_env = 'GH_TOKEN'}",
+                "exactly one source",
+            ),
         ];
         for (parse, text, expected) in cases {
             let refused = match parse(text) {
@@ -374,6 +424,21 @@ mod tests {
             assert!(refused.contains(expected), "{text}\n→ {refused}");
             assert!(!refused.contains("hunter2"), "{text}\n→ {refused}");
         }
+    }
+
+    #[test]
+    fn a_servers_place_is_read_and_the_range_of_users() {
+        let text = "[broker]\nuser = 'x'\nserver_uids = '200000-200009'\n[servers.a]\n\
+                    command = 'x'\nread = ['/a']\nwrite = ['b']\nnetwork = false\n\
+                    limits = { memory_mib = 7 }";
+        let config = parse_forge_toml(Path::new("forge.toml"), text, &environment).unwrap();
+        assert_eq!(config.server_uids, 200_000..200_010);
+        let jail = &config.servers["a"].jail;
+        assert_eq!(jail.read, [Path::new("/a")]);
+        assert!(jail.write[0].is_absolute() && jail.write[0].ends_with("b"));
+        assert!(!jail.network && !jail.named);
+        assert_eq!(jail.limits.memory_mib, 7);
+        assert_eq!(forge("[servers.a]\ncommand = 'x'").unwrap()["a"].jail, Default::default());
     }
 
     #[test]

@@ -78,6 +78,12 @@ impl<'a> Node<'a> {
         self.of_type("a boolean", self.value.as_bool())
     }
 
+    /// A number that is whole and not negative; `None` for any other.
+    pub(super) fn number(&self) -> Result<Option<u64>, ConfigError> {
+        let _ = self.of_type("a number", self.value.as_number())?;
+        Ok(self.value.as_u64())
+    }
+
     pub(super) fn items(&self) -> Result<Vec<Node<'a>>, ConfigError> {
         let items = self.of_type("a list", self.value.as_array())?;
         Ok(items

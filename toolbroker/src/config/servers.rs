@@ -1,13 +1,15 @@
 //! Tool servers: an entry of `mcpServers`, and a table `[servers.<name>]`.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use forge_protocol::name::{RESERVED_SERVERS, is_server_name};
 
+use super::credentials::credential;
 use super::node::Node;
-use super::{ConfigError, Lookup, Problem};
+use super::{ConfigError, Lookup, Problem, strangers};
 use crate::secret::Secret;
+use crate::stranger::Jail;
 
 /// Fields of an `mcpServers` entry that other programs use and that change
 /// nothing here.
@@ -45,6 +47,8 @@ pub struct ServerConfig {
     pub env: BTreeMap<String, Secret>,
     /// Values to be removed from whatever this server says.
     pub scrub: Vec<Secret>,
+    /// Where it lives.
+    pub jail: Jail,
 }
 
 /// One entry of `mcpServers`; `None` if it is switched off.
@@ -86,6 +90,9 @@ pub(super) fn mcp_server(
         cwd: None,
         env: BTreeMap::new(),
         scrub: Vec::new(),
+        // This form has no place to say what a server may see but its command
+        // line.
+        jail: Jail { named: true, ..Jail::default() },
     };
     if let Some(args) = entry.field("args") {
         for arg in args.items()? {
@@ -126,8 +133,9 @@ pub(super) fn forge_server(
         if key == "url" {
             return Err(entry.wrong_at(key, Problem::NotStdio));
         }
-        if !KNOWN.contains(&key.as_str()) {
-            return Err(entry.wrong_at(key, Problem::Unknown { known: KNOWN.join(", ") }));
+        if !KNOWN.contains(&key.as_str()) && !strangers::FIELDS.contains(&key.as_str()) {
+            let known = [KNOWN.as_slice(), &strangers::FIELDS].concat().join(", ");
+            return Err(entry.wrong_at(key, Problem::Unknown { known }));
         }
     }
     let as_written = |node: &Node<'_>| node.text().map(str::to_owned);
@@ -137,6 +145,7 @@ pub(super) fn forge_server(
         cwd: None,
         env: BTreeMap::new(),
         scrub: Vec::new(),
+        jail: strangers::jail(entry)?,
     };
     if let Some(args) = entry.field("args") {
         for arg in args.items()? {
@@ -165,22 +174,6 @@ pub(super) fn forge_server(
         }
     }
     Ok(server)
-}
-
-/// `{ from_env = "NAME" }` or `{ file = "path" }`.
-fn credential(node: &Node<'_>, lookup: Lookup<'_>) -> Result<Secret, ConfigError> {
-    const KNOWN: [&str; 2] = ["from_env", "file"];
-    for key in node.object()?.keys() {
-        if !KNOWN.contains(&key.as_str()) {
-            return Err(node.wrong_at(key, Problem::Unknown { known: KNOWN.join(", ") }));
-        }
-    }
-    let secret = match (node.field("from_env"), node.field("file")) {
-        (Some(variable), None) => Secret::from_env(variable.text()?, lookup),
-        (None, Some(file)) => Secret::from_file(Path::new(file.text()?)),
-        _ => return Err(node.wrong(Problem::Source)),
-    };
-    secret.map_err(|error| node.wrong(Problem::Secret(error)))
 }
 
 fn check_server_name(name: &str, entry: &Node<'_>) -> Result<(), ConfigError> {
