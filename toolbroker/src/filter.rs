@@ -218,7 +218,7 @@ pub fn program(whose: Whose) -> io::Result<BpfProgram> {
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, arch)
         .map_err(|error| bug("rules", error))?;
     let filter: BpfProgram = filter.try_into().map_err(|error| bug("program", error))?;
-    let mut program: BpfProgram = without_x32().into();
+    let mut program: BpfProgram = without_x32();
     if whose == Whose::Server {
         // Its mode is in memory, where no filter sees it. Who uses it falls
         // back where the kernel is too old to know it.

@@ -35,7 +35,8 @@ pub(super) fn fork() -> io::Result<Option<Pid>> {
 pub(super) fn unshare(flags: UnshareFlags) -> io::Result<()> {
     // SAFETY: what is unsafe is unsharing descriptors or memory, and the
     // callers name namespaces.
-    Ok(unsafe { rustix::thread::unshare_unsafe(flags)? })
+    unsafe { rustix::thread::unshare_unsafe(flags)? };
+    Ok(())
 }
 
 /// Blocks all signals, or none. What this process executes inherits it.
