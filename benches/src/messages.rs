@@ -41,7 +41,7 @@ fn job() -> Result<Job, String> {
 
 /// Of a run with ten calls, a page of output and some log.
 fn report() -> Result<Report, String> {
-    let settled = Some(CallSettled { code: None, duration_ns: 250_000 });
+    let settled = Some(CallSettled { code: None, duration_ns: 250_000, redacted: false });
     let tool = tool()?;
     Ok(Report {
         fate: Fate::Ended(Ended {
@@ -113,7 +113,8 @@ fn call_and_answer() -> Result<Box<dyn Path>, String> {
         let Some(HostEvent::Call(_)) = host.poll_event() else {
             return Err("the call did not arrive".into());
         };
-        let settled = Settled { id, code: None, duration_ns: 1, body: body.clone() };
+        let settled =
+            Settled { id, code: None, duration_ns: 1, body: body.clone(), redacted: false };
         host.settle(&settled).map_err(said)?;
         guest.receive(host.transmit()).map_err(said)?;
         host.transmit().clear();

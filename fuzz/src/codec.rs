@@ -90,6 +90,7 @@ pub fn seeds() -> Vec<Seed> {
         code: Some(CallCode::ToolFailed),
         duration_ns: 9,
         body: b"\"no\"".to_vec(),
+        redacted: true,
     };
     let log = Log { level: 2, text: "said".into() };
     let artifact =
@@ -178,7 +179,7 @@ pub fn seeds() -> Vec<Seed> {
         calls: vec![CallRecord {
             id: 0,
             tool: tool.clone(),
-            settled: Some(CallSettled { code: None, duration_ns: 7 }),
+            settled: Some(CallSettled { code: None, duration_ns: 7, redacted: true }),
         }],
         vm_exits: 4,
         timing: Timing { vm_ns: 1, boot_ns: 2, load_ns: 3, run_ns: 4, ..Timing::default() },

@@ -175,7 +175,8 @@ pub fn seeds() -> Vec<Seed> {
     let announced = self::steps(true);
     let settled = |id: u32| {
         let mut bytes = Vec::new();
-        let settled = Settled { id, code: None, duration_ns: 9, body: b"[]".to_vec() };
+        let settled =
+            Settled { id, code: None, duration_ns: 9, body: b"[]".to_vec(), redacted: false };
         frame::write_message(Kind::Settled, &settled, &mut bytes);
         bytes
     };

@@ -135,7 +135,7 @@ fn take(event: HostEvent, limits: &RunLimits, used: &mut Used) {
 
 fn settle_oldest(session: &mut HostSession, used: &mut Used) {
     let Some(id) = used.in_flight.pop_front() else { return };
-    let settled = Settled { id, code: None, duration_ns: 1, body: b"[]".to_vec() };
+    let settled = Settled { id, code: None, duration_ns: 1, body: b"[]".to_vec(), redacted: false };
     session.settle(&settled).expect("an answer to a call in flight");
     assert!(session.settle(&settled).is_err(), "a call was answered twice");
     session.transmit().clear();

@@ -99,6 +99,8 @@ pub struct Settled {
     pub duration_ns: u64,
     /// The response or the reason, JSON.
     pub body: Vec<u8>,
+    /// Whether the broker removed credentials from the body.
+    pub redacted: bool,
 }
 
 /// One log record.

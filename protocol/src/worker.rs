@@ -147,6 +147,8 @@ pub struct CallSettled {
     pub code: Option<CallCode>,
     /// How long it took, in nanoseconds.
     pub duration_ns: u64,
+    /// Whether the broker removed credentials from what the tool said.
+    pub redacted: bool,
 }
 
 /// Where a worker's time went, in nanoseconds.

@@ -75,14 +75,26 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
             "settled-response",
             frame(
                 Kind::Settled,
-                Settled { id: 0, code: None, duration_ns: 70_000, body: b"[1]".to_vec() },
+                Settled {
+                    id: 0,
+                    code: None,
+                    duration_ns: 70_000,
+                    body: b"[1]".to_vec(),
+                    redacted: false,
+                },
             ),
         ),
         (
             "settled-denied",
             frame(
                 Kind::Settled,
-                Settled { id: 300, code: Some(CallCode::Denied), duration_ns: 0, body: Vec::new() },
+                Settled {
+                    id: 300,
+                    code: Some(CallCode::Denied),
+                    duration_ns: 0,
+                    body: Vec::new(),
+                    redacted: true,
+                },
             ),
         ),
         ("output", raw(Kind::Output, b"ok\n")),

@@ -15,6 +15,14 @@
 //! no use here. A broker that runs as a user of its own (`[broker] user`)
 //! cannot even open it, since that user has no group but its own.
 //!
+//! # Two filters
+//! The broker's own lets a launcher ([`crate::stranger`]) build a tool
+//! server's surroundings: [`LAUNCHING`] passes, which is of use to nobody
+//! without a capability. The launcher then puts the server's on, below which
+//! nothing of that is left, nor a way to make a file that runs as its owner:
+//! in a folder that the server was given, its files belong to the broker's
+//! user.
+//!
 //! # What is left, and why
 //! - `unshare`, `clone` with new namespaces and `chroot` pass: browsers that
 //!   tool servers drive build their own sandbox of them, and without it they
@@ -37,8 +45,17 @@ use seccompiler::{
     SeccompRule, TargetArch, sock_filter,
 };
 
+/// Whom a filter is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// The broker and its launchers.
+    Broker,
+    /// A tool server.
+    Server,
+}
+
 /// System calls refused whatever their arguments, and why.
-pub const REFUSED: [(&str, &[libc::c_long]); 11] = [
+pub const REFUSED: [(&str, &[libc::c_long]); 10] = [
     (
         "another process's memory, registers or descriptors: the broker's credentials above all",
         &[
@@ -77,21 +94,6 @@ pub const REFUSED: [(&str, &[libc::c_long]); 11] = [
         "the kernel's keyrings, which are shared by all processes of a user",
         &[libc::SYS_add_key, libc::SYS_request_key, libc::SYS_keyctl],
     ),
-    (
-        "the tree of mounts, in a namespace of one's own too",
-        &[
-            libc::SYS_mount,
-            libc::SYS_umount2,
-            libc::SYS_pivot_root,
-            libc::SYS_move_mount,
-            libc::SYS_open_tree,
-            libc::SYS_fsopen,
-            libc::SYS_fsconfig,
-            libc::SYS_fsmount,
-            libc::SYS_fspick,
-            libc::SYS_mount_setattr,
-        ],
-    ),
     ("the namespaces of others", &[libc::SYS_setns]),
     (
         "files by handle, past every folder's permissions",
@@ -115,7 +117,6 @@ pub const REFUSED: [(&str, &[libc::c_long]); 11] = [
             libc::SYS_acct,
             libc::SYS_quotactl,
             libc::SYS_quotactl_fd,
-            libc::SYS_sethostname,
             libc::SYS_setdomainname,
             libc::SYS_vhangup,
             #[cfg(target_arch = "x86_64")]
@@ -124,6 +125,40 @@ pub const REFUSED: [(&str, &[libc::c_long]); 11] = [
             libc::SYS_ioperm,
         ],
     ),
+];
+
+/// Refused to tool servers besides: what a launcher builds their surroundings
+/// with, the tree of mounts above all, in a namespace of one's own too.
+pub const LAUNCHING: [libc::c_long; 11] = [
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_sethostname,
+];
+
+/// Calls by which a file gets its mode: the argument that has it, and the one
+/// with flags that say whether it is read at all.
+const MODES: &[(libc::c_long, u8, Option<u8>)] = &[
+    (libc::SYS_fchmod, 1, None),
+    (libc::SYS_fchmodat, 2, None),
+    (libc::SYS_fchmodat2, 2, None),
+    (libc::SYS_mknodat, 2, None),
+    (libc::SYS_openat, 3, Some(2)),
+    #[cfg(target_arch = "x86_64")]
+    (libc::SYS_chmod, 1, None),
+    #[cfg(target_arch = "x86_64")]
+    (libc::SYS_mknod, 1, None),
+    #[cfg(target_arch = "x86_64")]
+    (libc::SYS_creat, 1, None),
+    #[cfg(target_arch = "x86_64")]
+    (libc::SYS_open, 2, Some(1)),
 ];
 
 /// The type byte of KVM's `ioctl` requests.
@@ -150,7 +185,7 @@ const REFUSED_FAMILIES: [(&str, libc::c_int); 3] = [
 ///
 /// # Errors
 /// If it cannot be built, which would be our bug.
-pub fn program() -> io::Result<BpfProgram> {
+pub fn program(whose: Whose) -> io::Result<BpfProgram> {
     let arch: TargetArch =
         std::env::consts::ARCH.try_into().map_err(|error| bug("architecture", error))?;
     let mut rules: std::collections::BTreeMap<i64, Vec<SeccompRule>> = REFUSED
@@ -172,12 +207,45 @@ pub fn program() -> io::Result<BpfProgram> {
         (2, SeccompCmpOp::Eq, libc::NETLINK_NETFILTER as u64),
     ])?);
     rules.insert(libc::SYS_socket, sockets);
+    if whose == Whose::Server {
+        rules.extend(LAUNCHING.map(|call| (call, Vec::new())));
+        for (call, mode, flags) in MODES {
+            rules.insert(*call, modes(*mode, *flags)?);
+        }
+    }
 
     let refuse = SeccompAction::Errno(libc::EPERM as u32);
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, arch)
         .map_err(|error| bug("rules", error))?;
     let filter: BpfProgram = filter.try_into().map_err(|error| bug("program", error))?;
-    Ok(without_x32().into_iter().chain(filter).collect())
+    let mut program: BpfProgram = without_x32();
+    if whose == Whose::Server {
+        // Its mode is in memory, where no filter sees it. Who uses it falls
+        // back where the kernel is too old to know it.
+        program.extend(missing(libc::BPF_JEQ, libc::SYS_openat2 as u32));
+    }
+    program.extend(filter);
+    Ok(program)
+}
+
+/// Rules for a mode that makes a file run as its owner or its group.
+fn modes(mode: u8, flags: Option<u8>) -> io::Result<Vec<SeccompRule>> {
+    let bits = [libc::S_ISUID, libc::S_ISGID].map(u64::from);
+    let creating = [libc::O_CREAT, libc::O_TMPFILE].map(|flag| flag as u64);
+    let mut rules = Vec::new();
+    for bit in bits {
+        let has_bit = (mode, SeccompCmpOp::MaskedEq(bit), bit);
+        match flags {
+            None => rules.push(rule(&[has_bit])?),
+            Some(flags) => {
+                for flag in creating {
+                    let creates = (flags, SeccompCmpOp::MaskedEq(flag), flag);
+                    rules.push(rule(&[creates, has_bit.clone()])?);
+                }
+            }
+        }
+    }
+    Ok(rules)
 }
 
 /// Puts the filter on this thread and whatever it starts. Sets
@@ -185,8 +253,8 @@ pub fn program() -> io::Result<BpfProgram> {
 ///
 /// # Errors
 /// If the kernel refuses.
-pub fn install() -> io::Result<()> {
-    seccompiler::apply_filter(&program()?)
+pub fn install(whose: Whose) -> io::Result<()> {
+    seccompiler::apply_filter(&program(whose)?)
         .map_err(|error| io::Error::other(format!("the system call filter: {error}")))
 }
 
@@ -207,20 +275,26 @@ fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> io::Result<SeccompRule> {
 /// Refuses the calls of the x32 form, `ENOSYS` as on a kernel without it: the
 /// architecture is the same and every number another, so that no rule below
 /// would meet them.
-fn without_x32() -> [sock_filter; 3] {
+fn without_x32() -> Vec<sock_filter> {
     const X32_BIT: u32 = 0x4000_0000;
-    let code = |code: u32| code as u16;
+    // The number is the first word of the data.
+    let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    let mut program = vec![sock_filter { code: load, jt: 0, jf: 0, k: 0 }];
+    program.extend(missing(libc::BPF_JGE, X32_BIT));
+    program
+}
+
+/// `ENOSYS` where the number, which is loaded, compares like this.
+fn missing(compare: u32, number: u32) -> [sock_filter; 2] {
     [
-        // The number is the first word of the data.
-        sock_filter { code: code(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS), jt: 0, jf: 0, k: 0 },
         sock_filter {
-            code: code(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K),
+            code: (libc::BPF_JMP | compare | libc::BPF_K) as u16,
             jt: 0,
             jf: 1,
-            k: X32_BIT,
+            k: number,
         },
         sock_filter {
-            code: code(libc::BPF_RET | libc::BPF_K),
+            code: (libc::BPF_RET | libc::BPF_K) as u16,
             jt: 0,
             jf: 0,
             k: libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32,

@@ -31,6 +31,7 @@
 //! | [`broker`] | the control link and the run links |
 //! | [`filter`] | the system calls that this process and its servers do without |
 //! | [`process`] | what this process does to itself before anything else |
+//! | [`stranger`] | the place of a tool server: its user, namespaces, files, limits |
 
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
@@ -57,6 +58,7 @@ pub mod process;
 pub mod registry;
 pub mod review;
 pub mod secret;
+pub mod stranger;
 pub mod upstream;
 pub mod verified;
 

@@ -7,7 +7,7 @@
 
 use std::io::{ErrorKind, Write as _};
 use std::os::fd::RawFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use forge_toolbroker::config::{Config, ConfigError};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
 use forge_toolbroker::journal::{JournalError, Place, read};
 use forge_toolbroker::review::{ReviewError, Reviews};
-use forge_toolbroker::{link, process};
+use forge_toolbroker::{link, process, stranger};
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -120,6 +120,8 @@ enum Error {
     #[error("{0}")]
     Reviews(#[from] ReviewError),
     #[error("{0}")]
+    Settle(#[from] stranger::SettleError),
+    #[error("{0}")]
     Serve(#[from] ServeError),
     #[error("{0}")]
     Journal(#[from] JournalError),
@@ -138,6 +140,7 @@ impl Error {
             | Self::Config(_)
             | Self::RootKey(_)
             | Self::Reviews(_)
+            | Self::Settle(_)
             | Self::Journal(_) => 2,
             Self::Output(_) => 1,
             Self::Host(_) => 5,
@@ -152,12 +155,16 @@ impl HiArgs {
         let number = args.control_fd.ok_or_else(|| Error::Control(ErrorKind::NotFound.into()))?;
         let control = process::adopt(number).and_then(link::stream_of).map_err(Error::Control)?;
         let lookup = |name: &str| std::env::var(name).ok();
-        let config = Config::load(args.mcp_config.as_deref(), args.config.as_deref(), &lookup)?;
+        let mut config = Config::load(args.mcp_config.as_deref(), args.config.as_deref(), &lookup)?;
         let issuer = match &args.state {
             Some(state) if !args.passing_grants => Issuer::open(state)?,
             _ => Issuer::ephemeral(),
         };
         let reviews = Reviews::open(config.review, args.state.as_deref())?;
+        let files: Vec<&Path> =
+            [&args.mcp_config, &args.config].into_iter().flatten().map(PathBuf::as_path).collect();
+        let uids = config.server_uids.clone().unwrap_or(stranger::UIDS);
+        stranger::settle(&mut config.servers, &uids, args.state.as_deref(), &files)?;
         let journal = journal(args.journal, args.state, &lookup);
         Ok(Self { control, config, issuer, reviews, journal })
     }
@@ -181,6 +188,9 @@ fn journal(
 }
 
 fn main() -> ExitCode {
+    if let Some(launched) = stranger::if_asked() {
+        return launched;
+    }
     let hardened = process::harden();
     tracing_subscriber::fmt()
         .with_env_filter(log_filter())

@@ -5,9 +5,10 @@
 //! calls. The last two and the bound on core dumps hold for every tool server
 //! as well.
 //!
-//! The only `unsafe` of the room is here: two system calls on descriptors
-//! that no safe interface offers. Deliberately absent are separate users,
-//! namespaces and resource limits for tool servers.
+//! Not being dumpable is what keeps other processes of the same user away from
+//! its memory, whether Yama restricts tracing or not. The `unsafe` here is two
+//! system calls on descriptors that no safe interface offers. Deliberately
+//! absent is what is done to tool servers: see [`crate::stranger`].
 
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
@@ -28,7 +29,7 @@ pub fn harden() -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     // Servers become dumpable again when they start; this they inherit.
     setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
-    filter::install()?;
+    filter::install(filter::Whose::Broker)?;
     // SAFETY: close_range with CLOSE_RANGE_CLOEXEC closes nothing and touches
     // no memory; it only sets a flag on descriptors that are open.
     let outcome = unsafe {

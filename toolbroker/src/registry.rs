@@ -10,13 +10,14 @@ use std::sync::Arc;
 
 use forge_protocol::broker::ToolWord;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
-use serde_json::Value;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
 use crate::builtin::{Builtin, Builtins, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
 use crate::definition::{Effect, Tool};
+use crate::secret::Scrubber;
+use crate::upstream::scrubs::Scrubs;
 use crate::upstream::{Connection, Upstream, UpstreamError};
 
 /// The built-in tools, and the tool servers by name.
@@ -26,6 +27,7 @@ pub struct Registry {
     servers: BTreeMap<String, Arc<Upstream>>,
     /// What the operator says of tools.
     words: BTreeMap<ToolName, Word>,
+    scrubs: Arc<Scrubs>,
 }
 
 /// A tool that stands ready.
@@ -59,16 +61,6 @@ impl Carrier {
                 Work::Waits(_) => None,
             },
             Self::Server(_) => None,
-        }
-    }
-
-    /// Takes credentials out of what was answered.
-    #[must_use]
-    pub fn redact(&self, value: Value) -> Value {
-        match self {
-            // It keeps what it holds to itself.
-            Self::Builtin(_) => value,
-            Self::Server(connection) => connection.redact(value),
         }
     }
 }
@@ -134,14 +126,25 @@ impl Registry {
     /// with on the event loop `home`.
     #[must_use]
     pub fn new(config: Config, home: &Handle) -> Self {
+        // Of all servers, for each: one that has come by another's credential
+        // does not tell it either.
+        let secrets = config.servers.values().flat_map(|server| server.scrub.iter().cloned());
+        let scrubs = Scrubs::new(secrets.collect());
         let servers: BTreeMap<String, Arc<Upstream>> = config
             .servers
             .into_iter()
             .map(|(name, server)| {
-                (name.clone(), Arc::new(Upstream::new(name, server, home.clone())))
+                let scrubs = Arc::clone(&scrubs);
+                let upstream = Upstream::new(name.clone(), server, scrubs, home.clone());
+                (name, Arc::new(upstream))
             })
             .collect();
-        Self { builtins: Builtins::new(config.builtins, &servers), servers, words: config.words }
+        Self {
+            builtins: Builtins::new(config.builtins, &servers),
+            servers,
+            words: config.words,
+            scrubs,
+        }
     }
 
     /// What a call of this tool does to the world: a built-in knows its own
@@ -167,6 +170,12 @@ impl Registry {
             cost: self.cost(tool.name()),
             advice: tool.advice().map(str::to_owned),
         }
+    }
+
+    /// What takes credentials out of results, as far as they are known now.
+    #[must_use]
+    pub fn scrubber(&self) -> Arc<Scrubber> {
+        self.scrubs.scrubber()
     }
 
     /// The built-in tool of this name.

@@ -23,6 +23,26 @@ use support::Broker;
 /// and the caller is root.
 type Attempt = (&'static str, libc::c_long, [libc::c_long; 5]);
 
+/// What only tool servers are refused: launchers need it.
+const OF_SERVERS: [&str; 16] = [
+    "mount",
+    "umount",
+    "pivot_root",
+    "move_mount",
+    "open_tree",
+    "fsopen",
+    "fsconfig",
+    "fsmount",
+    "fspick",
+    "mount_setattr",
+    "sethostname",
+    "set-user-ID by descriptor",
+    "set-group-ID by descriptor",
+    "set-user-ID by path",
+    "set-user-ID at creation",
+    "set-group-ID node",
+];
+
 /// No address, no descriptor and no process.
 const BAD: libc::c_long = -1;
 const KVM_GET_API_VERSION: libc::c_long = 0xAE00;
@@ -86,6 +106,11 @@ fn attempts() -> Vec<Attempt> {
         ("quotactl_fd", libc::SYS_quotactl_fd, [BAD, BAD, 0, 0, 0]),
         ("sethostname", libc::SYS_sethostname, [0, BAD, 0, 0, 0]),
         ("setdomainname", libc::SYS_setdomainname, [0, BAD, 0, 0, 0]),
+        ("set-user-ID by descriptor", libc::SYS_fchmod, [BAD, 0o4755, 0, 0, 0]),
+        ("set-group-ID by descriptor", libc::SYS_fchmod, [BAD, 0o2755, 0, 0, 0]),
+        ("set-user-ID by path", libc::SYS_fchmodat, [BAD, BAD, 0o4755, 0, 0]),
+        ("set-user-ID at creation", libc::SYS_openat, [BAD, BAD, libc::O_CREAT.into(), 0o4755, 0]),
+        ("set-group-ID node", libc::SYS_mknodat, [BAD, BAD, 0o2755, 0, 0]),
         ("iopl", libc::SYS_iopl, [99, 0, 0, 0, 0]),
         ("ioperm", libc::SYS_ioperm, [BAD, BAD, 1, 0, 0]),
         ("packet socket", libc::SYS_socket, [family(libc::AF_PACKET), 99, 0, 0, 0]),
@@ -141,8 +166,12 @@ fn line<'a>(text: &'a str, start: &str) -> Vec<&'a str> {
     line[start.len()..].split_whitespace().collect()
 }
 
-fn assert_hardened(found: &Found) {
+fn assert_hardened(found: &Found, is_server: bool) {
     for (name, errno) in &found.errnos {
+        if !is_server && OF_SERVERS.contains(&name.as_str()) {
+            assert_ne!(*errno, libc::EPERM, "{name}: a launcher needs it");
+            continue;
+        }
         let expected = if name == "x32" { libc::ENOSYS } else { libc::EPERM };
         assert_eq!(*errno, expected, "{name}");
     }
@@ -163,6 +192,7 @@ fn play(role: &str) -> Found {
 fn a_tool_server_is_refused_what_no_tool_needs() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("found");
+    std::fs::write(&file, "").unwrap();
     let this = std::env::current_exe().unwrap();
     let mut broker = Broker::with_config(&json!({"mcpServers": {"probe": {
         "command": this, "args": ["--attempt", file],
@@ -172,11 +202,11 @@ fn a_tool_server_is_refused_what_no_tool_needs() {
         Reply::Tools { unavailable, .. } => assert_eq!(unavailable[0].0, "probe"),
         other => panic!("{other:?}"),
     }
-    assert_hardened(&read(&file));
+    assert_hardened(&read(&file), true);
 }
 
 fn the_broker_is_refused_what_it_does_not_need() {
-    assert_hardened(&play("--attempt-as-broker"));
+    assert_hardened(&play("--attempt-as-broker"), false);
 }
 
 fn the_brokers_process_is_hardened_before_it_serves() {

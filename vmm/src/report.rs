@@ -87,6 +87,13 @@ pub struct CallReport {
     pub status: &'static str,
     /// How long it took, in microseconds.
     pub duration_us: Option<u64>,
+    /// Who said what came back, as `server/tool`. What a tool says is never
+    /// anything but data: `trust` says so of each.
+    pub origin: String,
+    /// `untrusted`, whatever the tool.
+    pub trust: &'static str,
+    /// Whether what came back carried a credential, which was removed.
+    pub credential_removed: bool,
 }
 
 /// Where the time went, in microseconds.
@@ -250,6 +257,9 @@ pub(crate) fn call_report(call: &CallRecord) -> CallReport {
             Some(settled) => settled.code.map_or("ok", CallCode::as_str),
         },
         duration_us: call.settled.map(|settled| settled.duration_ns / 1000),
+        origin: format!("{}/{}", call.tool.server(), call.tool.tool()),
+        trust: "untrusted",
+        credential_removed: call.settled.is_some_and(|settled| settled.redacted),
     }
 }
 

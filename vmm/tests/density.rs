@@ -99,7 +99,7 @@ fn many_vms_wait_in_a_tool_call_at_once() {
     for (number, (worker, broker, call)) in waiting.iter_mut().enumerate().rev() {
         // Each has an answer of its own.
         let body = format!("{{\"number\":{number}}}").into_bytes();
-        let settled = Settled { id: call.id, code: None, duration_ns: 1, body };
+        let settled = Settled { id: call.id, code: None, duration_ns: 1, body, redacted: false };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Settled, &settled, &mut bytes);
         broker.send(&bytes, None, patience).unwrap();

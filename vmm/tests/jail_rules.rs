@@ -274,7 +274,13 @@ fn call(
         std::thread::sleep(Duration::from_millis(2));
     }
     if answer {
-        let settled = Settled { id: call.id, code: None, duration_ns: 1, body: b"{}".to_vec() };
+        let settled = Settled {
+            id: call.id,
+            code: None,
+            duration_ns: 1,
+            body: b"{}".to_vec(),
+            redacted: false,
+        };
         broker.say(Kind::Settled, &settled, None)?;
     }
     report(worker, expected)

@@ -35,6 +35,8 @@ fn main() -> ExitCode {
             a_killed_worker_exits_70_and_loses_one_run,
             three_calls_in_flight_meet_and_their_settlement_is_reported,
             the_credential_is_in_no_memory_of_worker_or_guest,
+            a_credential_that_a_server_tells_in_other_words_is_removed_and_reported,
+            a_foreign_scanner_finds_the_planted_credential_and_no_other,
             an_environment_credential_is_not_in_the_workers_environment,
             a_grant_opens_what_it_names_and_nothing_else,
             artifacts_are_written_and_never_over_anything,
@@ -488,7 +490,10 @@ fn the_credential_is_in_no_memory_of_worker_or_guest() {
     let server = wait_for("the tool server", || {
         let broker =
             child_named(run.id(), executables::folder().join("forge-toolbroker").to_str()?)?;
-        child_named(broker, executables::folder().join("forge-test-server").to_str()?)
+        // Its launcher, and process 1 of the server's namespaces.
+        let launcher = child_named(broker, "/proc/self/exe")?;
+        let first = child_named(launcher, "/proc/self/exe")?;
+        child_named(first, executables::folder().join("forge-test-server").to_str()?)
     });
     // The tool's answer has arrived when its other words are there. What was
     // mapped while that was looked for is in the next dump.
@@ -503,6 +508,122 @@ fn the_credential_is_in_no_memory_of_worker_or_guest() {
     assert!(contains(&memory_of(server), CREDENTIAL), "the search itself works");
     run.kill().unwrap();
     run.wait().unwrap();
+}
+
+fn a_credential_that_a_server_tells_in_other_words_is_removed_and_reported() {
+    let desk = Desk::new();
+    let server = json!({
+        "command": executables::folder().join("forge-test-server"),
+        "args": ["--hostile"],
+        "env": { "TEST_TOKEN": "${TEST_TOKEN}" },
+    });
+    desk.write("mcp.json", json!({ "mcpServers": { "test": server } }).to_string());
+    let hex: String = CREDENTIAL.bytes().map(|byte| format!("{byte:02x}")).collect();
+    for (how, removed) in [
+        ("base64", true),
+        ("hex", true),
+        ("split", true),
+        ("base64 split", true),
+        ("plainly", false),
+    ] {
+        let request = json!({ "how": how }).to_string();
+        let wat = calls("test.spell", &request);
+        let (code, report) = desk.run(&wat, &with_tools(&["--allow", "test.spell"]));
+        assert_eq!(code, 0, "{report}");
+        let call = &report["tool_calls"][0];
+        assert_eq!(call["credential_removed"], removed, "{how}: {report}");
+        assert_eq!(call["origin"], "test/spell");
+        assert_eq!(call["trust"], "untrusted");
+        let output = report["output"].as_str().unwrap();
+        assert_eq!(output.contains("[credential removed]"), removed, "{how}: {output}");
+        assert!(!output.contains(CREDENTIAL) && !output.contains(&hex), "{how}: {output}");
+    }
+}
+
+/// What `detect-secrets` knows a credential by is its shape, so this one has
+/// a shape. Needs PyPI once.
+fn a_foreign_scanner_finds_the_planted_credential_and_no_other() {
+    if std::env::var_os("FORGE_SCAN").is_none_or(|asked| asked != "1") {
+        eprintln!("SKIPPED: set FORGE_SCAN=1 to install and run detect-secrets");
+        return;
+    }
+    let credential = format!("{}_{}", "ghp", "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8");
+    let desk = Desk::new();
+    let server = json!({
+        "command": executables::folder().join("forge-test-server"),
+        "args": ["--hostile"],
+        "env": { "TEST_TOKEN": "${TEST_TOKEN}" },
+    });
+    desk.write("mcp.json", json!({ "mcpServers": { "test": server } }).to_string());
+    // Its own files: each way to tell it, with all that is logged.
+    for (number, how) in ["raw", "base64", "hex", "percent", "split"].into_iter().enumerate() {
+        desk.write("program.wat", calls("test.spell", &json!({ "how": how }).to_string()));
+        let output = desk
+            .command()
+            .env("TEST_TOKEN", &credential)
+            .env("FORGE_LOG", "trace")
+            .args(["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"])
+            .args(["--mcp-config", "mcp.json", "--allow", "test.spell", "program.wat"])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("carried credentials"), "the log is there");
+        desk.write(&format!("report-{number}"), &output.stdout);
+        desk.write(&format!("log-{number}"), &output.stderr);
+    }
+    // A worker, with its guest, that has been told it and stays.
+    let wat = forge_module(
+        r#"(memory (export "memory") 1)
+           (data (i32.const 0) "test.echo_env{}test.never")"#,
+        r#"(local $n i32)
+           (local.set $n (call $call (i32.const 0) (i32.const 13) (i32.const 13) (i32.const 2)))
+           (drop (call $resp_read (i32.const 4096) (i32.const 0) (i32.const 60000)))
+           (call $call (i32.const 15) (i32.const 10) (i32.const 13) (i32.const 2))"#,
+    );
+    desk.write("program.wat", &wat);
+    let mut run = desk
+        .command()
+        .env("TEST_TOKEN", &credential)
+        .args(["run", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"])
+        .args(["--allow", "test.echo_env", "--allow", "test.never", "--timeout", "30s"])
+        .arg("program.wat")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let worker = wait_for("a worker", || worker_of(run.id()));
+    wait_for("the tool's answer in the guest", || {
+        contains(&memory_of(worker), "\"TEST_TOKEN\"").then_some(())
+    });
+    desk.write("worker-memory", memory_of(worker));
+    run.kill().unwrap();
+    run.wait().unwrap();
+
+    let scan = Path::new(env!("CARGO_MANIFEST_DIR")).join("../toolbroker/tests/secret-scan");
+    let scanned = |files: &[PathBuf]| {
+        let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("secret-scan");
+        let output = Command::new(&scan)
+            .args(files)
+            .env("FORGE_SCAN_CACHE", cache)
+            // It holds the words that a private key begins with.
+            .env("FORGE_SCAN_KNOWN", FORGE)
+            .output()
+            .unwrap();
+        assert!(matches!(output.status.code(), Some(0 | 1)), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    // In a dump as large as the others, the one that it can be found in.
+    let mut planted = fs::read(desk.path("worker-memory")).unwrap();
+    planted.extend_from_slice(format!("\0\x01 {credential} \0").as_bytes());
+    desk.write("planted", planted);
+    assert!(scanned(&[desk.path("planted")]).contains("planted: GitHub Token"));
+    let mut files = vec![desk.path("worker-memory")];
+    files.extend(
+        (0..5).flat_map(|number| ["report", "log"].map(|it| desk.path(&format!("{it}-{number}")))),
+    );
+    // More to look at, as a journal, in the same go.
+    files.extend(std::env::var_os("FORGE_SCAN_FILES").iter().flat_map(std::env::split_paths));
+    assert_eq!(scanned(&files), "");
 }
 
 fn an_environment_credential_is_not_in_the_workers_environment() {

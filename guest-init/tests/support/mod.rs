@@ -234,7 +234,13 @@ impl TestHost {
             HostEvent::Call(call) => {
                 self.report.sends_at_call.push(self.report.sends);
                 let Reply { code, duration_ns, body } = (self.run.tools)(&call);
-                self.pending.push(Settled { id: call.id, code, duration_ns, body });
+                self.pending.push(Settled {
+                    id: call.id,
+                    code,
+                    duration_ns,
+                    body,
+                    redacted: false,
+                });
                 self.report.calls.push(call);
             }
             HostEvent::Output(bytes) => self.report.output.extend(bytes),

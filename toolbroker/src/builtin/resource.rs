@@ -112,9 +112,8 @@ async fn carry_out(
                 let message = format!("the resource has {bytes} bytes, the limit is {limit}");
                 return Failure::new("too_large", message).into();
             }
-            CallEnd::Answered(json!({ "contents": connection.redact(contents) }))
+            CallEnd::Answered(json!({ "contents": contents }))
         }
-        CallEnd::Failed(error) => CallEnd::Failed(connection.redact(error)),
         other => other,
     }
 }

@@ -10,6 +10,7 @@
 //! Whatever a step refuses it gives back as [`Refused`], whose only way on is
 //! into the journal.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +28,7 @@ use crate::definition::{Effect, Tool};
 use crate::journal::{CallFacts, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::Carrier;
+use crate::secret::{Scrubbed, Scrubber};
 use crate::upstream::CallEnd;
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
@@ -337,9 +339,20 @@ pub(super) struct Fitting {
 }
 
 impl Fitting {
-    /// Takes credentials out, of reasons too.
-    pub(super) fn redacted(self, redact: impl Fn(Value) -> Value) -> Redacted {
+    /// Takes credentials out, of reasons too: all known ones, of whichever
+    /// server, and whatever looks like one. `None` where the broker itself
+    /// answers, which has none to tell.
+    pub(super) fn redacted(self, scrubber: Option<&Scrubber>) -> Redacted {
         let Self { facts, end } = self;
+        let removed = Cell::new(0);
+        let redact = |value: Value| match scrubber {
+            Some(scrubber) => {
+                let Scrubbed { left, removed: of_this } = scrubber.json_counted(value);
+                removed.set(removed.get() + of_this);
+                left
+            }
+            None => value,
+        };
         let outcome = match end {
             Ok(CallEnd::Answered(response) | CallEnd::Content(response)) => {
                 of_size(&facts.run, redact(response).to_string().into_bytes())
@@ -355,7 +368,17 @@ impl Fitting {
                 Err(CallFailure::BadResponse { violations })
             }
         };
-        Redacted { facts, outcome }
+        let removed = removed.get();
+        if removed > 0 {
+            tracing::warn!(
+                run = %facts.run.id(),
+                call = facts.call.call,
+                tool = ?facts.call.tool.as_str(),
+                removed,
+                "a tool's result carried credentials, which were removed"
+            );
+        }
+        Redacted { facts, outcome, redacted: removed > 0 }
     }
 }
 
@@ -372,13 +395,15 @@ fn of_size(run: &Run, body: Vec<u8>) -> Result<Vec<u8>, CallFailure> {
 pub(super) struct Redacted {
     facts: Facts,
     outcome: Result<Vec<u8>, CallFailure>,
+    /// Whether there was a credential in it.
+    redacted: bool,
 }
 
 impl Redacted {
     /// Records the end, and gives it back as the answer.
     pub(super) fn recorded(self, books: &Books) -> Settled {
-        let Self { facts, outcome } = self;
-        let settled = settle(&facts, outcome);
+        let Self { facts, outcome, redacted } = self;
+        let settled = Settled { redacted, ..settle(&facts, outcome) };
         let outcome = Event::Outcome {
             call: settled.id,
             code: settled.code,
@@ -453,7 +478,7 @@ fn settle(facts: &Facts, outcome: Result<Vec<u8>, CallFailure>) -> Settled {
         Err(failure) => (Some(failure.code()), failure.body(bytes_max)),
     };
     let duration_ns = u64::try_from(facts.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    Settled { id: facts.call.call, code, duration_ns, body }
+    Settled { id: facts.call.call, code, duration_ns, body, redacted: false }
 }
 
 fn count(facts: &Facts, settled: &Settled, books: &Books) {
@@ -468,7 +493,7 @@ fn count(facts: &Facts, settled: &Settled, books: &Books) {
 pub(super) fn unheard(run: &Run, call: u32, began: Instant, failure: &CallFailure) -> Settled {
     let body = failure.body(run.limits().response_bytes as usize);
     let duration_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    Settled { id: call, code: Some(failure.code()), duration_ns, body }
+    Settled { id: call, code: Some(failure.code()), duration_ns, body, redacted: false }
 }
 
 #[cfg(test)]

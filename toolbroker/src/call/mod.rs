@@ -165,9 +165,7 @@ impl Dispatcher {
                         .intended_at_once(&self.books)
                         .carried_out(work)
                         .fitting(&self.books)
-                        // The broker's own tools without effect have no
-                        // credential to tell.
-                        .redacted(|response| response)
+                        .redacted(None)
                         .recorded(&self.books),
                     Err(refused) => refused.recorded_at_once(&self.books),
                 })
@@ -192,7 +190,7 @@ impl Dispatcher {
         };
         let effect = checked.effect();
         let (deliver, delivered) = oneshot::channel();
-        let books = self.books.clone();
+        let (books, registry) = (self.books.clone(), Arc::clone(&self.registry));
         let called = async move {
             let settled = match checked.intended(&books).await {
                 Ok(intended) => match carrier.in_place() {
@@ -202,7 +200,7 @@ impl Dispatcher {
                             intended
                                 .carried_out(&work)
                                 .fitting(&books)
-                                .redacted(|response| response)
+                                .redacted(None)
                                 .recorded(&books)
                         };
                         match tokio::task::spawn_blocking(carried).await {
@@ -215,7 +213,7 @@ impl Dispatcher {
                         .dispatched(&carrier)
                         .await
                         .fitting(&books)
-                        .redacted(|value| carrier.redact(value))
+                        .redacted(Some(&registry.scrubber()))
                         .recorded(&books),
                 },
                 Err(refused) => refused.recorded(&books).await,

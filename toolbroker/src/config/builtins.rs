@@ -12,8 +12,8 @@ use base64::engine::general_purpose::STANDARD;
 use ed25519_dalek::VerifyingKey;
 use ring::hmac;
 
+use super::credentials::credential;
 use super::node::Node;
-use super::servers::credential;
 use super::{ConfigError, Lookup, Problem, ServerConfig, egress};
 use crate::builtin::fs::Root;
 use crate::builtin::keys::{Key, Material, unhex};

@@ -10,8 +10,8 @@ use serde_json::Value;
 use url::{Host, Url};
 
 use super::builtins::{CONTENT_BYTES, ITEMS_MAX, known, number, some_items, wrong};
+use super::credentials::credential;
 use super::node::Node;
-use super::servers::credential;
 use super::{ConfigError, Lookup, Problem};
 use crate::egress::address::AddressRange;
 use crate::egress::rule::{

@@ -8,10 +8,12 @@
 //! relative to the working directory.
 
 mod builtins;
+mod credentials;
 mod egress;
 mod node;
 mod policy;
 mod servers;
+mod strangers;
 mod tools;
 
 pub use self::builtins::BuiltinsConfig;
@@ -21,6 +23,7 @@ pub use self::servers::{
 pub use self::tools::{COST_DEFAULT, Word};
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::name::{NameError, ToolName};
@@ -56,6 +59,9 @@ pub struct Config {
     pub review: Mode,
     /// The built-in tools that need configuration.
     pub builtins: BuiltinsConfig,
+    /// The users that tool servers run as, where root starts them; usual
+    /// ones if not given.
+    pub server_uids: Option<Range<u32>>,
 }
 
 /// Why a configuration is refused.
@@ -198,7 +204,10 @@ pub enum Problem {
     #[error("is set under `env` and under `credentials`: keep one")]
     SetTwice,
     /// A credential needs one source.
-    #[error("give exactly one source: {{ from_env = \"NAME\" }} or {{ file = \"path\" }}")]
+    #[error(
+        "give exactly one source: {{ from_env = \"NAME\" }}, {{ file = \"path\" }}, \
+         {{ age = \"path\", identity = \"path\" }} or {{ command = [\"program\", …] }}"
+    )]
     Source,
     /// The key is no tool's name.
     #[error("this is no tool's name: {0}")]
@@ -218,6 +227,15 @@ pub enum Problem {
     /// A built-in tool's effect is no matter of configuration.
     #[error("a built-in tool knows its own effect: leave this out")]
     BuiltInEffect,
+    /// A number is 0, negative or no whole one.
+    #[error("expected a whole number above 0")]
+    Positive,
+    /// No range of users.
+    #[error("expected a range of user numbers above 0, as \"200000-200999\"")]
+    Uids,
+    /// A server is to be given everything.
+    #[error("a server cannot be given the whole host: name the folders it needs")]
+    WholeHost,
     /// The credential cannot be had.
     #[error("{0}")]
     Secret(SecretError),
@@ -330,7 +348,8 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
             return Err(document.wrong_at(key, Problem::Unknown { known }));
         }
     }
-    let mut config = Config::default();
+    let mut config =
+        Config { server_uids: strangers::server_uids(&document)?, ..Config::default() };
     if let Some(listed) = document.field("servers") {
         for (name, entry) in listed.children()? {
             config.servers.insert(name.to_owned(), forge_server(name, &entry, lookup)?);
@@ -609,6 +628,31 @@ mod tests {
             (forge, "[servers.a]\ncommand = 'x'\n\nK = hunter2", "line 4"),
             (forge, "[servers.a]\ncommand = 'x'\ncommand = 'hunter2'", "line 3"),
             (forge, "[servers.a]\ncommand = \"a\\u0000hunter2\"", "servers.a.command"),
+            (forge, "[servers.a]\ncommand = 'x'\nread = 'hunter2'", "servers.a.read"),
+            (forge, "[servers.a]\ncommand = 'x'\nwrite = ['/']", "write.0: a server cannot"),
+            (forge, "[servers.a]\ncommand = 'x'\nnetwork = 'hunter2'", "servers.a.network"),
+            (forge, "[servers.a]\ncommand = 'x'\nlimits.nofile = 7", "limits.nofile"),
+            (forge, "[servers.a]\ncommand = 'x'\nlimits.open_files = 0", "whole number above 0"),
+            (forge, "[servers.a]\ncommand = 'x'\nlimits.open_files = -1", "limits.open_files"),
+            (forge, "[broker]\nserver_uids = 'hunter2'", "broker.server_uids"),
+            (forge, "[broker]\nserver_uids = '0-7'", "broker.server_uids"),
+            (forge, "[broker]\nserver_uids = '9-7'", "broker.server_uids"),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {age = 'hunter2'}",
+                "credentials.K.identity",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {command = []}",
+                "credentials.K.command",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\n\
+                 K = {file = 'hunter2', from_env = 'GH_TOKEN'}",
+                "exactly one source",
+            ),
         ];
         for (parse, text, expected) in cases {
             let refused = match parse(text) {
@@ -653,6 +697,26 @@ mod tests {
         {
             assert!(!config.policy.visible(principal, &name(tool)), "{principal} {tool}");
         }
+    }
+
+    #[test]
+    fn a_servers_place_is_read_and_the_range_of_users() {
+        let text = "[broker]\nuser = 'x'\nserver_uids = '200000-200009'\n[servers.a]\n\
+                    command = 'x'\nread = ['/a']\nwrite = ['b']\nnetwork = false\n\
+                    limits = { memory_mib = 7 }";
+        let config = parse_forge_toml(Path::new("forge.toml"), text, &environment).unwrap();
+        assert_eq!(config.server_uids, Some(200_000..200_010));
+        let jail_of = |server: &ServerConfig| match &server.source {
+            Source::Stdio(stdio) => stdio.jail.clone(),
+            other => panic!("{other:?}"),
+        };
+        let jail = jail_of(&config.servers["a"]);
+        assert_eq!(jail.read, [Path::new("/a")]);
+        assert!(jail.write[0].is_absolute() && jail.write[0].ends_with("b"));
+        assert!(!jail.network && !jail.named);
+        assert_eq!(jail.limits.memory_mib, 7);
+        let plain = forge("[servers.a]\ncommand = 'x'").unwrap();
+        assert_eq!(jail_of(&plain["a"]), Default::default());
     }
 
     #[test]

@@ -11,10 +11,12 @@ use forge_protocol::name::{RESERVED_SERVERS, is_server_name};
 use reqwest::Url;
 use reqwest::header::{HeaderName, HeaderValue};
 
+use super::credentials::credential;
 use super::node::Node;
-use super::{ConfigError, Lookup, Problem};
+use super::{ConfigError, Lookup, Problem, strangers};
 use crate::openapi::Plan;
 use crate::secret::Secret;
+use crate::stranger::Jail;
 
 /// Fields of an `mcpServers` entry that other programs use and that change
 /// nothing here.
@@ -91,6 +93,8 @@ pub struct StdioConfig {
     /// Environment variables beside the basic ones. All are held as secrets,
     /// since an `mcp.json` keeps credentials among them.
     pub env: BTreeMap<String, Secret>,
+    /// Where it lives.
+    pub jail: Jail,
 }
 
 /// Where a server over HTTP is, and what it is told with each request.
@@ -189,6 +193,9 @@ pub(super) fn mcp_server(
         args: Vec::new(),
         cwd: None,
         env: BTreeMap::new(),
+        // This form has no place to say what a server may see but its command
+        // line.
+        jail: Jail { named: true, ..Jail::default() },
     };
     if let Some(args) = entry.field("args") {
         for arg in args.items()? {
@@ -255,7 +262,8 @@ pub(super) fn forge_server(
     entry: &Node<'_>,
     lookup: Lookup<'_>,
 ) -> Result<ServerConfig, ConfigError> {
-    const COMMAND: [&str; 5] = ["command", "args", "env", "credentials", "cwd"];
+    const COMMAND: [&str; 9] =
+        ["command", "args", "env", "credentials", "cwd", "read", "write", "network", "limits"];
     const URL: [&str; 4] = ["url", "headers", "oauth", "allow_http"];
     const OPENAPI: [&str; 6] = ["openapi", "base_url", "include", "headers", "oauth", "allow_http"];
     check_server_name(name, entry)?;
@@ -290,6 +298,7 @@ pub(super) fn forge_server(
         args: Vec::new(),
         cwd: None,
         env: BTreeMap::new(),
+        jail: strangers::jail(entry)?,
     };
     if let Some(args) = entry.field("args") {
         for arg in args.items()? {
@@ -423,21 +432,6 @@ fn openapi(server: &str, entry: &Node<'_>, endpoint: Endpoint) -> Result<Plan, C
     let file = entry.needed("openapi")?;
     Plan::read(server, Path::new(file.text()?), include.as_deref(), endpoint)
         .map_err(|error| entry.wrong_at(error.field(), Problem::OpenApi(error)))
-}
-
-/// `{ from_env = "NAME" }` or `{ file = "path" }`, and fields beside it.
-pub(super) fn credential(
-    node: &Node<'_>,
-    beside: &[&str],
-    lookup: Lookup<'_>,
-) -> Result<Secret, ConfigError> {
-    only(node, &[&["from_env", "file"], beside].concat())?;
-    let secret = match (node.field("from_env"), node.field("file")) {
-        (Some(variable), None) => Secret::from_env(variable.text()?, lookup),
-        (None, Some(file)) => Secret::from_file(Path::new(file.text()?)),
-        _ => return Err(node.wrong(Problem::Source)),
-    };
-    secret.map_err(|error| node.wrong(Problem::Secret(error)))
 }
 
 fn check_server_name(name: &str, entry: &Node<'_>) -> Result<(), ConfigError> {

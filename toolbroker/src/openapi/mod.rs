@@ -513,11 +513,6 @@ impl Api {
             other => error(&operation.request, status, other.unwrap_or_default(), is_json),
         }
     }
-
-    /// Takes the interface's credentials out of what it said.
-    pub(crate) fn redact(&self, value: Value) -> Value {
-        self.scrubs.json(value)
-    }
 }
 
 /// A successful answer: JSON as it is, text as a string, nothing as null.

@@ -278,11 +278,6 @@ impl Session {
         }
     }
 
-    /// Takes the server's credentials out of what it said.
-    pub(super) fn redact(&self, value: Value) -> Value {
-        self.scrubs.json(value)
-    }
-
     async fn attempt(&self, params: CallToolRequestParams) -> Attempt {
         let outcome = self.call_once(params).await;
         let fault = match outcome {

@@ -98,7 +98,7 @@ pub enum UpstreamError {
 }
 
 /// How a dispatched call ended. Nothing is scrubbed yet: the chain does that
-/// once it held the result against its schema ([`Connection::redact`]).
+/// once it held the result against its schema ([`crate::call`]).
 #[derive(Debug)]
 pub enum CallEnd {
     /// The tool answered: its structured result.
@@ -198,29 +198,18 @@ impl Connection {
             }
         }
     }
-
-    /// Takes the server's credentials out of what it said.
-    #[must_use]
-    pub fn redact(&self, value: Value) -> Value {
-        match self {
-            Self::Mcp(session) => session.redact(value),
-            Self::Api(api) => api.redact(value),
-            // It holds none of ours.
-            Self::Hosted(_) => value,
-        }
-    }
 }
 
 impl Upstream {
     /// A server that is not started yet, to be talked with on the event loop
-    /// `home`.
+    /// `home`. What it says of itself passes `scrubs`.
     #[must_use]
-    pub fn new(name: String, config: ServerConfig, home: Handle) -> Self {
+    pub fn new(name: String, config: ServerConfig, scrubs: Arc<Scrubs>, home: Handle) -> Self {
         Self {
             name,
             source: config.source,
             home,
-            scrubs: Scrubs::new(config.scrub),
+            scrubs,
             breaker: Breaker::new(),
             slot: Mutex::default(),
             legacy: AtomicBool::new(false),
@@ -426,9 +415,11 @@ mod tests {
             args: Vec::new(),
             cwd: None,
             env: Default::default(),
+            jail: Default::default(),
         });
         let config = ServerConfig { source, scrub: Vec::new() };
-        let upstream = Arc::new(Upstream::new("x".into(), config, Handle::current()));
+        let upstream =
+            Arc::new(Upstream::new("x".into(), config, Scrubs::new(Vec::new()), Handle::current()));
         let error = upstream.connection().await.unwrap_err().to_string();
         assert!(error.contains("/nonexistent/server") && error.contains("not there"), "{error}");
         assert!(matches!(upstream.connection().await, Err(UpstreamError::Spawn { .. })));

@@ -1,5 +1,5 @@
-//! The credentials of one server that leave nothing it says: those of its
-//! configuration, and the access tokens that were fetched for it since.
+//! The credentials that leave nothing a server says: those of the
+//! configuration, of all servers, and the access tokens fetched since.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,9 +7,9 @@ use serde_json::Value;
 
 use crate::secret::{Scrubber, Secret};
 
-/// Fetched tokens that are still looked for: the last, and those before it
-/// that the server may not have forgotten.
-const TOKENS_MAX: usize = 8;
+/// Fetched tokens that are still looked for: the last ones, and those before
+/// them that a server may not have forgotten.
+const TOKENS_MAX: usize = 64;
 
 /// A scrubber that learns.
 #[derive(Debug)]

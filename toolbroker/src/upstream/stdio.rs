@@ -19,17 +19,14 @@ use rmcp::transport::Transport;
 use rmcp::transport::async_rw::AsyncRwTransport;
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
-use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
 use crate::config::StdioConfig;
 use crate::secret::Scrubber;
-
-/// What a server's environment has from the broker's own.
-const BASIC_ENVIRONMENT: [&str; 9] =
-    ["PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME"];
+use crate::stranger;
 
 /// How long an answer to `server/discover` may take. Some seconds, since a
 /// server in a slow language is silent while it starts.
@@ -55,37 +52,26 @@ pub(super) fn spawn(
     config: &StdioConfig,
     scrubber: &Scrubber,
 ) -> Result<(StdioTransport, Process), UpstreamError> {
-    let mut command = Command::new(&config.command);
-    command.args(&config.args).env_clear();
-    for name in BASIC_ENVIRONMENT {
-        if let Some(value) = std::env::var_os(name) {
-            command.env(name, value);
-        }
-    }
-    for (name, value) in &config.env {
-        command.env(name, value.expose());
-    }
-    if let Some(cwd) = &config.cwd {
-        command.current_dir(cwd);
-    }
-    command
-        .process_group(0)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true);
     let failed = |reason: String| UpstreamError::Spawn {
         command: config.command.display().to_string(),
         reason,
     };
-    let mut child = command.spawn().map_err(|error| match error.kind() {
+    let unstartable = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => failed(
             "it is not there (looked up in PATH; a relative path counts from the working \
              directory)"
                 .into(),
         ),
         _ => failed(error.to_string()),
-    })?;
+    };
+    let mut command = stranger::command(config).map_err(unstartable)?;
+    command
+        .process_group(0)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    let mut child = command.spawn().map_err(unstartable)?;
     let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(failed("its standard streams are not ours".into()));
     };

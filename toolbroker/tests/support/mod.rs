@@ -76,10 +76,11 @@ fn workspace_binary(package: &str, folder: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(folder);
     BUILT[usize::from(package == "inventory-server")].call_once(|| {
         let age = |path: &Path| path.metadata().and_then(|metadata| metadata.modified()).ok();
-        let newest = [source.join("src/main.rs"), source.join("Cargo.toml")]
-            .iter()
-            .filter_map(|path| age(path))
-            .max();
+        let newest =
+            [source.join("src/main.rs"), source.join("src/attack.rs"), source.join("Cargo.toml")]
+                .iter()
+                .filter_map(|path| age(path))
+                .max();
         if age(&binary) >= newest && newest.is_some() {
             return;
         }
@@ -111,6 +112,8 @@ impl Broker {
     pub fn with_server_args(args: &[&str]) -> (Self, TestServer) {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("calls");
+        // What a command line names, its server may write: if it is there.
+        std::fs::write(&log, "").unwrap();
         let mut all: Vec<&str> = vec!["--log", log.to_str().unwrap()];
         all.extend(args);
         let config = json!({"mcpServers": {"test": {
@@ -346,6 +349,28 @@ impl Worker {
     pub fn is_closed(&mut self) -> bool {
         receive(&mut self.link).is_none()
     }
+}
+
+/// The processes that a broker's launchers started servers as, and all that
+/// these started: not the launchers.
+pub fn server_processes(broker: u32) -> Vec<u32> {
+    let mut found = Vec::new();
+    let mut parents = vec![broker];
+    while let Some(parent) = parents.pop() {
+        let tasks = std::fs::read_dir(format!("/proc/{parent}/task"));
+        for task in tasks.into_iter().flatten().flatten() {
+            let children = std::fs::read_to_string(task.path().join("children"));
+            for child in children.unwrap_or_default().split_whitespace() {
+                let Ok(child) = child.parse() else { continue };
+                parents.push(child);
+                let line = std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+                if !line.windows(15).any(|window| window == b"--launch-server") {
+                    found.push(child);
+                }
+            }
+        }
+    }
+    found
 }
 
 pub fn name(tool: &str) -> ToolName {

@@ -487,8 +487,13 @@ fn measure_waiting(pool: &Pool, program: &mut Program, count: usize) -> Result<f
     }
     let kib = (before - available_kib()?) / count as f64;
     for (worker, broker, call) in &mut waiting {
-        let settled =
-            Settled { id: call.id, code: None, duration_ns: 1, body: b"{\"hex\":\"00\"}".to_vec() };
+        let settled = Settled {
+            id: call.id,
+            code: None,
+            duration_ns: 1,
+            body: b"{\"hex\":\"00\"}".to_vec(),
+            redacted: false,
+        };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Settled, &settled, &mut bytes);
         broker.send(&bytes, None, patience).map_err(said)?;

@@ -46,6 +46,9 @@ struct LowTrust {
 struct LowBroker {
     /// Whom the toolbroker runs as.
     user: Option<LowUser>,
+    /// The broker's own to read.
+    #[serde(rename = "server_uids")]
+    _server_uids: Option<serde::de::IgnoredAny>,
 }
 
 /// `"name"` or a number.

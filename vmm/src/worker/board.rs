@@ -308,6 +308,7 @@ impl Board {
                     code: Some(CallCode::Denied),
                     duration_ns: 0,
                     body: Vec::new(),
+                    redacted: false,
                 };
                 self.settle(denied)
             }
@@ -332,7 +333,11 @@ impl Board {
             settled.body.clear();
         }
         let mut record = self.in_flight.remove(at);
-        record.settled = Some(CallSettled { code: settled.code, duration_ns: settled.duration_ns });
+        record.settled = Some(CallSettled {
+            code: settled.code,
+            duration_ns: settled.duration_ns,
+            redacted: settled.redacted,
+        });
         self.record.calls.push(record);
         Ok(self.wiring.session.settle(&settled)?)
     }

@@ -1,0 +1,456 @@
+//! The removal of credentials from text and JSON.
+//!
+//! A value is found as it is, in each of its spellings ([`super::spelling`]),
+//! and where it is split: over the items of a list, over the strings of an
+//! object, over lines. One automaton looks for all values in all spellings at
+//! once, so the time is linear in the text, whatever it is. After the known
+//! values come [`super::patterns`].
+//!
+//! The texts of one result are laid out one after the other, in the order in
+//! which they stand, and once more those of the same field of list items
+//! (`content[0].text`, `content[1].text`): a value that begins in one and ends
+//! in the next is found there.
+//!
+//! Distrusted is all that a server says. What this does not find is told in
+//! `docs/credentials.md`; deliberately absent is any attempt at what a server
+//! does on purpose.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use aho_corasick::{AhoCorasick, MatchKind};
+use serde_json::Value;
+
+use super::spelling::{Plain, spellings};
+use super::{REDACTED, Secret, patterns};
+
+/// Objects and lists within each other that are followed. Deeper JSON is not
+/// parsed to begin with.
+const DEPTH_MAX: usize = 256;
+
+/// Removes credentials from text and JSON.
+#[derive(Clone, Default)]
+pub struct Scrubber {
+    known: Option<Arc<AhoCorasick>>,
+}
+
+impl std::fmt::Debug for Scrubber {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Scrubber(…)")
+    }
+}
+
+/// What is left, and whether something is missing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scrubbed<T> {
+    /// What is left.
+    pub left: T,
+    /// How many credentials were removed.
+    pub removed: u32,
+}
+
+impl Scrubber {
+    /// A scrubber for these values, and for everything that looks like one.
+    #[must_use]
+    pub fn new(secrets: impl IntoIterator<Item = Secret>) -> Self {
+        patterns::prepare();
+        let secrets: Vec<Secret> = secrets.into_iter().collect();
+        let mut all: Vec<_> =
+            secrets.iter().flat_map(|secret| spellings(secret.expose())).collect();
+        // Where values hold white space, what is looked for without it.
+        let squeezed: Vec<_> = secrets
+            .iter()
+            .filter(|secret| secret.expose().contains(|it: char| it.is_ascii_whitespace()))
+            .map(|secret| secret.expose().split_ascii_whitespace().collect::<String>())
+            .filter(|text| !text.is_empty())
+            .map(|text| zeroize::Zeroizing::new(text.into_bytes()))
+            .collect();
+        all.extend(squeezed);
+        if all.is_empty() {
+            return Self::default();
+        }
+        let built = AhoCorasick::builder().match_kind(MatchKind::Standard).build(&all);
+        match built {
+            Ok(known) => Self { known: Some(Arc::new(known)) },
+            Err(error) => {
+                // 64 KiB each, and as many as an operator writes down.
+                tracing::error!(%error, "bug: credentials too long to look for");
+                Self::default()
+            }
+        }
+    }
+
+    /// Replaces every credential in `text` by [`REDACTED`].
+    #[must_use]
+    pub fn text(&self, text: &str) -> String {
+        self.text_counted(text).left
+    }
+
+    /// As [`Scrubber::text`], and says whether there was one.
+    #[must_use]
+    pub fn text_counted(&self, text: &str) -> Scrubbed<String> {
+        let found = self.find(text.as_bytes());
+        let removed = count(&found);
+        Scrubbed { left: replaced(text, &found), removed }
+    }
+
+    /// Replaces every credential in the strings and keys of `value`, and
+    /// numbers that spell one out.
+    #[must_use]
+    pub fn json(&self, value: Value) -> Value {
+        self.json_counted(value).left
+    }
+
+    /// As [`Scrubber::json`], and says whether there was one.
+    #[must_use]
+    pub fn json_counted(&self, value: Value) -> Scrubbed<Value> {
+        let mut texts = Texts::default();
+        texts.collect(&value, &mut Vec::new(), 0);
+        let mut found: Vec<Vec<Range<usize>>> =
+            texts.all.iter().map(|text| self.find(text.as_bytes())).collect();
+        let mut removed: u32 = found.iter().map(|found| count(found)).sum();
+        if self.known.is_some() {
+            // Split ones: only where there is more than one text to be split
+            // over, and only what was not found in one alone.
+            let rows = texts.by_field.values().chain(std::iter::once(&texts.values));
+            for row in rows.filter(|row| row.len() > 1) {
+                removed = removed.saturating_add(self.find_split(row, &texts.all, &mut found));
+            }
+        }
+        if found.iter().all(Vec::is_empty) {
+            return Scrubbed { left: value, removed: 0 };
+        }
+        let mut next = found.iter();
+        let left = rebuilt(value, &mut next, 0);
+        Scrubbed { left, removed }
+    }
+
+    /// Where there is a credential in one text: parts that do not touch, in
+    /// order.
+    fn find(&self, text: &[u8]) -> Vec<Range<usize>> {
+        let mut found = self.find_known(text);
+        found.extend(patterns::find(text));
+        joined(found)
+    }
+
+    fn find_known(&self, text: &[u8]) -> Vec<Range<usize>> {
+        let Some(known) = &self.known else { return Vec::new() };
+        let matches = |text: &[u8], meet: &mut dyn FnMut(Range<usize>)| {
+            for found in known.find_overlapping_iter(text) {
+                meet(found.range());
+            }
+        };
+        let mut all = Vec::new();
+        matches(text, &mut |found| add(&mut all, found));
+        // Most texts have nothing to undo.
+        if text.iter().any(|it| matches!(it, b'%' | b'\\' | b'&') || it.is_ascii_whitespace()) {
+            let plain = Plain::of(text);
+            matches(&plain.bytes, &mut |found| add(&mut all, plain.origin(found)));
+        }
+        joined(all)
+    }
+
+    /// Marks what is split over several texts, laid out one after the other.
+    /// How many there were.
+    fn find_split(&self, row: &[usize], all: &[String], found: &mut [Vec<Range<usize>>]) -> u32 {
+        let mut laid_out = Vec::new();
+        let mut starts = Vec::with_capacity(row.len());
+        for text in row {
+            starts.push(laid_out.len());
+            laid_out.extend_from_slice(all[*text].as_bytes());
+        }
+        let mut removed = 0;
+        for part in self.find_known(&laid_out) {
+            // Which texts it reaches into.
+            let first = starts.partition_point(|start| *start <= part.start) - 1;
+            let mut is_new = false;
+            for (position, start) in starts.iter().enumerate().skip(first) {
+                if *start >= part.end {
+                    break;
+                }
+                let text = row[position];
+                let own = part.start.max(*start) - start..(part.end - start).min(all[text].len());
+                let covered =
+                    found[text].iter().any(|it| it.start <= own.start && own.end <= it.end);
+                if own.is_empty() || covered {
+                    continue;
+                }
+                is_new = true;
+                let mut more = std::mem::take(&mut found[text]);
+                more.push(own);
+                found[text] = joined(more);
+            }
+            removed += u32::from(is_new);
+        }
+        removed
+    }
+}
+
+/// Adds a part, joined to the last one where they touch: an attacker chooses
+/// how many there are, and must not choose how much memory they take.
+fn add(all: &mut Vec<Range<usize>>, part: Range<usize>) {
+    match all.last_mut() {
+        Some(last) if part.start <= last.end && last.start <= part.end => {
+            last.start = last.start.min(part.start);
+            last.end = last.end.max(part.end);
+        }
+        _ => all.push(part),
+    }
+}
+
+/// The same parts, in order, those that touch made one.
+fn joined(mut parts: Vec<Range<usize>>) -> Vec<Range<usize>> {
+    parts.sort_by_key(|part| (part.start, part.end));
+    let mut all = Vec::with_capacity(parts.len());
+    for part in parts {
+        add(&mut all, part);
+    }
+    all
+}
+
+fn count(found: &[Range<usize>]) -> u32 {
+    u32::try_from(found.len()).unwrap_or(u32::MAX)
+}
+
+/// A text with these parts replaced. Parts widen to whole characters.
+fn replaced(text: &str, found: &[Range<usize>]) -> String {
+    if found.is_empty() {
+        return text.to_owned();
+    }
+    let mut left = String::with_capacity(text.len());
+    let mut at = 0;
+    for part in found {
+        let start = text.floor_char_boundary(part.start).max(at);
+        left.push_str(&text[at..start]);
+        left.push_str(REDACTED);
+        at = text.ceil_char_boundary(part.end).max(start);
+    }
+    left.push_str(&text[at..]);
+    left
+}
+
+/// All texts of a value, keys and numbers too, in one order: that of
+/// [`rebuilt`].
+#[derive(Default)]
+struct Texts {
+    all: Vec<String>,
+    /// Strings, in their order.
+    values: Vec<usize>,
+    /// Those of the same field, whichever item of a list it is in.
+    by_field: BTreeMap<Vec<u64>, Vec<usize>>,
+}
+
+impl Texts {
+    fn collect(&mut self, value: &Value, field: &mut Vec<u64>, depth: usize) {
+        if depth > DEPTH_MAX {
+            return;
+        }
+        match value {
+            Value::String(text) => {
+                self.values.push(self.all.len());
+                self.by_field.entry(field.clone()).or_default().push(self.all.len());
+                self.all.push(text.clone());
+            }
+            Value::Number(number) => self.all.push(number.to_string()),
+            Value::Array(items) => {
+                field.push(0);
+                for item in items {
+                    self.collect(item, field, depth + 1);
+                }
+                field.pop();
+            }
+            Value::Object(fields) => {
+                for (key, value) in fields {
+                    self.all.push(key.clone());
+                    field.push(hash(key));
+                    self.collect(value, field, depth + 1);
+                    field.pop();
+                }
+            }
+            Value::Null | Value::Bool(_) => {}
+        }
+    }
+}
+
+/// Tells fields apart; two that collide are looked at together, no more.
+fn hash(key: &str) -> u64 {
+    use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+    let mut hasher = DefaultHasher::new();
+    key.hash(&mut hasher);
+    hasher.finish() | 1
+}
+
+fn rebuilt<'a>(
+    value: Value,
+    found: &mut impl Iterator<Item = &'a Vec<Range<usize>>>,
+    depth: usize,
+) -> Value {
+    const NOTHING: &Vec<Range<usize>> = &Vec::new();
+    if depth > DEPTH_MAX {
+        return Value::String(REDACTED.to_owned());
+    }
+    match value {
+        Value::String(text) => {
+            let found = found.next().unwrap_or(NOTHING);
+            Value::String(if found.is_empty() { text } else { replaced(&text, found) })
+        }
+        Value::Number(number) => match found.next().unwrap_or(NOTHING).is_empty() {
+            true => Value::Number(number),
+            false => Value::String(REDACTED.to_owned()),
+        },
+        Value::Array(items) => {
+            items.into_iter().map(|item| rebuilt(item, found, depth + 1)).collect()
+        }
+        Value::Object(fields) => fields
+            .into_iter()
+            .map(|(key, value)| {
+                let found_in_key = found.next().unwrap_or(NOTHING);
+                let key = if found_in_key.is_empty() { key } else { replaced(&key, found_in_key) };
+                (key, rebuilt(value, found, depth + 1))
+            })
+            .collect(),
+        Value::Null | Value::Bool(_) => value,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use base64::Engine as _;
+    use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
+    use serde_json::json;
+
+    const VALUE: &str = "s3cr3t/Value+with=7 \"odd\" bytes";
+
+    fn scrubber(values: &[&str]) -> Scrubber {
+        Scrubber::new(values.iter().map(|value| Secret::new((*value).to_owned()).unwrap()))
+    }
+
+    fn percent(text: &str, all: bool) -> String {
+        let plain = |it: u8| !all && it.is_ascii_alphanumeric();
+        text.bytes()
+            .map(|it| if plain(it) { char::from(it).to_string() } else { format!("%{it:02x}") })
+            .collect()
+    }
+
+    #[test]
+    fn a_known_value_is_found_in_every_spelling() {
+        let escaped = json!(VALUE).to_string();
+        let unicode: String = VALUE.bytes().map(|it| format!("\\u{it:04X}")).collect();
+        let lines: Vec<String> = STANDARD
+            .encode(VALUE)
+            .as_bytes()
+            .chunks(8)
+            .map(|it| String::from_utf8_lossy(it).into())
+            .collect();
+        let spelled = [
+            VALUE.to_owned(),
+            STANDARD.encode(VALUE),
+            STANDARD.encode(format!("x{VALUE}y")),
+            STANDARD.encode(format!("xy{VALUE}")),
+            URL_SAFE_NO_PAD.encode(format!("user:{VALUE}")),
+            lines.join("\r\n"),
+            crate::hex(VALUE.as_bytes()),
+            crate::hex(VALUE.as_bytes()).to_uppercase(),
+            percent(VALUE, true),
+            percent(VALUE, false),
+            percent(VALUE, false)
+                .to_uppercase()
+                .replace("S3CR3T", "s3cr3t")
+                .replace("VALUE", "Value")
+                .replace("WITH", "with")
+                .replace("ODD", "odd")
+                .replace("BYTES", "bytes"),
+            percent(&percent(VALUE, true), true),
+            percent(&STANDARD.encode(VALUE), false),
+            escaped[1..escaped.len() - 1].to_owned(),
+            unicode,
+            VALUE.replace('"', "&quot;").replace('+', "&#43;"),
+        ];
+        let scrubber = scrubber(&[VALUE]);
+        for text in spelled {
+            let said = json!({ "said": format!("before {text} after") });
+            let Scrubbed { left, removed } = scrubber.json_counted(said);
+            assert_eq!(removed, 1, "{text}: {left}");
+            let left = left["said"].as_str().unwrap();
+            assert!(left.starts_with("before ") && left.ends_with(" after"), "{text}: {left}");
+            // What base64 shares with its neighbours may stay: a byte each.
+            assert!(left.len() < "before  after".len() + REDACTED.len() + 20, "{text}: {left}");
+        }
+    }
+
+    #[test]
+    fn a_value_split_over_parts_is_found_whatever_stands_between() {
+        let scrubber = scrubber(&[VALUE]);
+        let spelled = [VALUE.to_owned(), STANDARD.encode(VALUE), crate::hex(VALUE.as_bytes())];
+        for text in &spelled {
+            for at in 1..text.len() {
+                let (first, second) = text.split_at(at);
+                let parts = json!([
+                    {"type": "text", "text": format!("a {first}")},
+                    {"type": "text", "text": format!("{second} b")},
+                ]);
+                let Scrubbed { left, removed } = scrubber.json_counted(parts);
+                assert!(removed >= 1, "{text} at {at}: {left}");
+                let whole = left[0]["text"].as_str().unwrap().to_owned()
+                    + left[1]["text"].as_str().unwrap();
+                assert!(!scrubber.find_known(whole.as_bytes()).len() > 0, "{whole}");
+                assert!(!whole.contains(first) || at < 3, "{whole}");
+            }
+        }
+        let bytes: Vec<String> = VALUE.chars().map(String::from).collect();
+        assert!(scrubber.json_counted(json!(bytes)).removed >= 1);
+        let fields = json!({"a": VALUE[..9], "b": VALUE[9..]});
+        assert!(scrubber.json_counted(fields).removed >= 1);
+    }
+
+    #[test]
+    fn known_values_leave_strings_keys_and_numbers() {
+        let scrubber = scrubber(&["s3cr3t", "s3cr3t-long", "12345"]);
+        let dirty = json!({
+            "a s3cr3t key": ["x s3cr3t-long y", {"n": 12345, "m": 123}],
+            "clean": "s3cr",
+        });
+        assert_eq!(
+            scrubber.json(dirty),
+            json!({
+                format!("a {REDACTED} key"): [format!("x {REDACTED} y"), {"n": REDACTED, "m": 123}],
+                "clean": "s3cr",
+            })
+        );
+    }
+
+    #[test]
+    fn values_that_overlap_leave_nothing_of_either() {
+        let scrubber = scrubber(&["abcdefghij", "ghijklmnop"]);
+        assert_eq!(scrubber.text("x abcdefghijklmnop y"), format!("x {REDACTED} y"));
+    }
+
+    #[test]
+    fn a_clean_result_is_the_same_byte_for_byte() {
+        let clean = json!({
+            "hash": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+            "text": "50% off \\ & more; caf\u{e9} %C3%A9",
+            "n": [1, 2.5, true, null],
+        });
+        for scrubber in [scrubber(&[VALUE]), Scrubber::default()] {
+            let Scrubbed { left, removed } = scrubber.json_counted(clean.clone());
+            assert_eq!((left.to_string(), removed), (clean.to_string(), 0));
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_character_takes_the_character_with_it() {
+        let scrubber = scrubber(&["secret-value"]);
+        let text = "\u{e9}secret-value\u{e9}";
+        assert_eq!(scrubber.text(text), format!("\u{e9}{REDACTED}\u{e9}"));
+    }
+
+    #[test]
+    fn a_text_made_of_nothing_but_matches_takes_no_more_memory_than_it_is_long() {
+        let scrubber = scrubber(&["aaaaaaaa", "aaaaaaaaaaaaaaaa"]);
+        let found = scrubber.find_known("a".repeat(1 << 20).as_bytes());
+        assert_eq!(found, [0..1 << 20]);
+    }
+}

@@ -1,0 +1,224 @@
+//! How a credential may be spelled in what a server says.
+//!
+//! There are two ways to meet an encoding. One that spells each byte by itself
+//! (percent, JSON and HTML escapes) is undone in the text, in whatever mixture:
+//! [`Plain`]. One that spells the value as a whole (hex, base64) is done to
+//! the value: [`spellings`]. White space is left out of what is undone, so
+//! that a value broken into lines is one all the same.
+//!
+//! # Base64 at any place
+//! Base64 spells three bytes in four characters, so a value that stands
+//! somewhere in a longer text is spelled in one of three ways, by where it
+//! begins. In each there are characters at both ends that depend on what
+//! stands beside the value; those between are the value's alone, and they are
+//! what is looked for.
+//!
+//! Deliberately absent is anything that takes a key, a compression or a
+//! decision to hide: a server that wants to tell its own credential can.
+
+use std::ops::Range;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::{STANDARD_NO_PAD, URL_SAFE_NO_PAD};
+use zeroize::Zeroizing;
+
+/// A shorter spelling than this would meet innocent text.
+const SPELLING_BYTES_MIN: usize = 10;
+/// How often an escape may itself be escaped.
+const ESCAPES_DEEP_MAX: usize = 3;
+
+/// What to look for where `value` must not be. The value itself is the first.
+pub(super) fn spellings(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
+    let mut all = vec![Zeroizing::new(value.as_bytes().to_vec())];
+    let mut add = |spelling: Zeroizing<Vec<u8>>| {
+        if spelling.len() >= SPELLING_BYTES_MIN && !all.contains(&spelling) {
+            all.push(spelling);
+        }
+    };
+    let hex = Zeroizing::new(crate::hex(value.as_bytes()));
+    add(Zeroizing::new(hex.to_ascii_uppercase().into_bytes()));
+    add(Zeroizing::new(hex.as_bytes().to_vec()));
+    for before in 0..3 {
+        let bits = before * 8..(before + value.len()) * 8;
+        let mut shifted = Zeroizing::new(vec![0; before]);
+        shifted.extend_from_slice(value.as_bytes());
+        // Characters of six bits that are the value's alone.
+        let own = bits.start.div_ceil(6)..bits.end / 6;
+        for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
+            let spelled = Zeroizing::new(engine.encode(&*shifted));
+            add(Zeroizing::new(spelled.as_bytes()[own.clone()].to_vec()));
+        }
+    }
+    all
+}
+
+/// A text with its escapes undone and without white space, and where each of
+/// its bytes came from.
+#[derive(Debug, Default)]
+pub(super) struct Plain {
+    pub(super) bytes: Vec<u8>,
+    from: Vec<Range<usize>>,
+}
+
+impl Plain {
+    /// Undoes what escapes there are.
+    pub(super) fn of(text: &[u8]) -> Self {
+        let mut plain = Self::pass(text, |at| at..at + 1);
+        for _ in 1..ESCAPES_DEEP_MAX {
+            if !plain.bytes.iter().any(|byte| matches!(byte, b'%' | b'\\' | b'&')) {
+                break;
+            }
+            let (bytes, from) = (plain.bytes, plain.from);
+            plain = Self::pass(&bytes, |at| from[at].clone());
+            if plain.bytes.len() == bytes.len() {
+                break;
+            }
+        }
+        plain
+    }
+
+    fn pass(text: &[u8], came_from: impl Fn(usize) -> Range<usize>) -> Self {
+        let mut plain =
+            Self { bytes: Vec::with_capacity(text.len()), from: Vec::with_capacity(text.len()) };
+        let mut at = 0;
+        while at < text.len() {
+            let (bytes, length) = unescaped(&text[at..]);
+            let from = came_from(at).start..came_from(at + length - 1).end;
+            for byte in bytes.iter().filter(|byte| !byte.is_ascii_whitespace()) {
+                plain.bytes.push(*byte);
+                plain.from.push(from.clone());
+            }
+            at += length;
+        }
+        plain
+    }
+
+    /// Where in the text a part of this came from.
+    pub(super) fn origin(&self, part: Range<usize>) -> Range<usize> {
+        match (self.from.get(part.start), part.end.checked_sub(1).and_then(|it| self.from.get(it)))
+        {
+            (Some(first), Some(last)) => first.start..last.end,
+            _ => 0..0,
+        }
+    }
+}
+
+/// The first character of a text, or what an escape there stands for; and how
+/// long it is.
+fn unescaped(text: &[u8]) -> (Escaped, usize) {
+    let number = |digits: &[u8], radix: u32| -> Option<u32> {
+        let digits = std::str::from_utf8(digits).ok()?;
+        let is_plain = digits.bytes().all(|digit| digit.is_ascii_alphanumeric());
+        is_plain.then(|| u32::from_str_radix(digits, radix).ok())?
+    };
+    let byte = |value: u32| u8::try_from(value).ok().map(Escaped::byte);
+    let found = match text {
+        [b'%', high, low, ..] => number(&[*high, *low], 16).and_then(byte).map(|it| (it, 3)),
+        [b'\\', b'x', high, low, ..] => number(&[*high, *low], 16).and_then(byte).map(|it| (it, 4)),
+        [b'\\', b'u', a, b, c, d, ..] => {
+            number(&[*a, *b, *c, *d], 16).and_then(char::from_u32).map(|it| (Escaped::of(it), 6))
+        }
+        // An escaped line end is white space, as a line end is.
+        [b'\\', b'n' | b'r' | b't', ..] => Some((Escaped::of(' '), 2)),
+        [b'\\', escaped @ (b'"' | b'\'' | b'/' | b'\\'), ..] => Some((Escaped::byte(*escaped), 2)),
+        [b'&', ..] => entity(text),
+        _ => None,
+    };
+    found.unwrap_or((Escaped::byte(text[0]), 1))
+}
+
+fn entity(text: &[u8]) -> Option<(Escaped, usize)> {
+    const LENGTH_MAX: usize = 10;
+    let end = text.iter().take(LENGTH_MAX).position(|byte| *byte == b';')?;
+    let name = std::str::from_utf8(&text[1..end]).ok()?;
+    let found = match name {
+        "amp" => '&',
+        "lt" => '<',
+        "gt" => '>',
+        "quot" => '"',
+        "apos" => '\'',
+        _ => {
+            let number = name.strip_prefix('#')?;
+            let number = match number.strip_prefix(['x', 'X']) {
+                Some(hex) => u32::from_str_radix(hex, 16),
+                None => number.parse(),
+            };
+            char::from_u32(number.ok()?)?
+        }
+    };
+    Some((Escaped::of(found), end + 1))
+}
+
+/// At most one character.
+struct Escaped {
+    bytes: [u8; 4],
+    length: usize,
+}
+
+impl Escaped {
+    fn byte(byte: u8) -> Self {
+        Self { bytes: [byte, 0, 0, 0], length: 1 }
+    }
+
+    fn of(character: char) -> Self {
+        let mut bytes = [0; 4];
+        let length = character.encode_utf8(&mut bytes).len();
+        Self { bytes, length }
+    }
+
+    fn iter(&self) -> std::slice::Iter<'_, u8> {
+        self.bytes[..self.length].iter()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn escapes_of_every_kind_are_undone_and_known_by_their_place() {
+        let cases: [(&str, &str); 9] = [
+            ("a b\n c", "abc"),
+            ("%41%62c", "Abc"),
+            ("\\u0041\\x42\\/\\\"", "AB/\""),
+            ("&amp;&#65;&#x42;&quot;", "&AB\""),
+            ("%2541", "A"),
+            ("100% & more \\ %zz &no;", "100%&more\\%zz&no;"),
+            ("%+1", "%+1"),
+            ("\\", "\\"),
+            ("&", "&"),
+        ];
+        for (text, expected) in cases {
+            let plain = Plain::of(text.as_bytes());
+            assert_eq!(String::from_utf8_lossy(&plain.bytes), expected, "{text}");
+        }
+        let plain = Plain::of(b"xx %2541 y");
+        assert_eq!(plain.bytes, b"xxAy");
+        assert_eq!(plain.origin(2..3), 3..8);
+        assert_eq!(plain.origin(0..0), 0..0);
+    }
+
+    #[test]
+    fn base64_of_a_longer_text_has_the_values_own_characters_wherever_it_begins() {
+        let value = "s3cr3t?>~value-of-some-length";
+        let all = spellings(value);
+        for before in 0..9 {
+            for after in 0..3 {
+                let text = format!("{}{value}{}", "x".repeat(before), "y".repeat(after));
+                for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
+                    let spelled = engine.encode(&text);
+                    let met = |it: &Zeroizing<Vec<u8>>| {
+                        spelled.as_bytes().windows(it.len()).any(|window| window == &**it)
+                    };
+                    assert!(all.iter().any(met), "{before} {after}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn short_values_are_looked_for_as_they_are_and_not_in_spellings_that_anything_meets() {
+        assert_eq!(spellings("abc").len(), 1);
+        assert!(spellings("abcdefgh").len() > 1);
+    }
+}

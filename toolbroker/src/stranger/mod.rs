@@ -1,0 +1,287 @@
+//! Tool servers are strangers: each is started by a launcher that first makes
+//! it a place of its own.
+//!
+//! A server gets a user of its own where the broker is root, and its own pid,
+//! mount, ipc and uts namespaces; a tree of files that holds the system's, its
+//! program's and what the operator grants; limits, Landlock and the filter on
+//! system calls; and an environment of the basic variables and its own
+//! credentials. It ends with its broker, with all it started.
+//!
+//! Distrusted are the servers, all of them, and each other. What the host does
+//! not give is told once and loudly ([`host`]). Deliberately absent are
+//! cgroups, and a list of allowed system calls: servers are programs of any
+//! kind. `docs/tool-servers.md` is for operators, and
+//! `docs/decisions/0031-strangers.md` says why it is like this.
+
+mod host;
+mod launch;
+mod program;
+#[allow(unsafe_code)]
+mod sys;
+mod tree;
+mod view;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::{ops::Range, sync::LazyLock};
+
+use serde::{Deserialize, Serialize};
+use tokio::process::Command;
+
+pub use self::launch::if_asked;
+
+use self::host::Host;
+use self::launch::{LAUNCH, Order};
+use self::tree::Tree;
+use self::view::View;
+use crate::config::{ServerConfig, Source, StdioConfig};
+
+/// This program, whatever has become of its file since it started.
+const LAUNCHER: &str = "/proc/self/exe";
+
+/// The users that servers get where root starts them and nothing else is
+/// configured: a part of the range in which the jail's own user is, which no
+/// distribution allocates and in which nobody owns anything.
+pub const UIDS: Range<u32> = 0x7F01_0000..0x7F02_0000;
+
+/// What a server's environment has from the broker's own.
+const BASIC_ENVIRONMENT: [&str; 9] =
+    ["PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME"];
+/// A home for a broker without one.
+const HOME: &str = "/home/stranger";
+
+/// Where a server lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Namespaces {
+    /// In new ones that root made.
+    Privileged,
+    /// In new ones below a user namespace of its own.
+    User,
+    /// In the broker's.
+    Shared,
+}
+
+/// What the operator says of one server's place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Jail {
+    /// What it may read besides the system's files and its own.
+    pub read: Vec<PathBuf>,
+    /// What it may read and write.
+    pub write: Vec<PathBuf>,
+    /// Whether it may also have what its command line names: so where the
+    /// configuration has no place to say it.
+    pub named: bool,
+    /// Whether it may reach a network.
+    pub network: bool,
+    /// What it gets at most.
+    pub limits: Limits,
+    /// Settled by [`settle`].
+    pub(crate) place: Place,
+}
+
+impl Default for Jail {
+    fn default() -> Self {
+        Self {
+            read: Vec::new(),
+            write: Vec::new(),
+            named: false,
+            network: true,
+            limits: Limits::default(),
+            place: Place::default(),
+        }
+    }
+}
+
+/// What does not depend on one server alone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Place {
+    uid: u32,
+    home: Option<PathBuf>,
+    hidden: Vec<PathBuf>,
+}
+
+/// What a server gets at most. Bounds for one that has gone wild, not a diet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Addresses of one process, in MiB. Runtimes reserve much more than they
+    /// use.
+    pub memory_mib: u64,
+    /// Descriptors of one process.
+    pub open_files: u64,
+    /// Processes and threads of the server's user.
+    pub processes: u64,
+    /// One file that it writes, in MiB.
+    pub file_mib: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { memory_mib: 64 * 1024, open_files: 4096, processes: 512, file_mib: 1024 }
+    }
+}
+
+/// Why there are no places for these servers.
+#[derive(Debug, thiserror::Error)]
+pub enum SettleError {
+    /// There are more servers than users.
+    #[error("{servers} tool servers, and {uids} users in `broker.server_uids`: name more")]
+    FewUids {
+        /// Servers.
+        servers: usize,
+        /// Users.
+        uids: usize,
+    },
+    /// A server's home cannot be made.
+    #[error("cannot make the tool servers' folder {}: {source}", folder.display())]
+    Home {
+        /// Which.
+        folder: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// Gives each server its user and its home, and hides from all of them what
+/// is the broker's: its `state`, the `files` it was configured with and every
+/// file that a credential came from. A home is kept in the `state` where there
+/// is one, and new at each start where there is none.
+///
+/// # Errors
+/// [`SettleError`].
+pub fn settle(
+    servers: &mut BTreeMap<String, ServerConfig>,
+    uids: &Range<u32>,
+    state: Option<&Path>,
+    files: &[&Path],
+) -> Result<(), SettleError> {
+    let own: Vec<PathBuf> = files
+        .iter()
+        .map(|file| (*file).to_owned())
+        .chain(state.map(Path::to_owned))
+        .chain(servers.values().flat_map(|server| &server.scrub).flat_map(|it| it.files()).cloned())
+        .collect();
+    let mut hidden: Vec<PathBuf> = own.iter().filter_map(|path| path.canonicalize().ok()).collect();
+    hidden.sort();
+    hidden.dedup();
+    let mut local: Vec<(&String, &mut StdioConfig)> = servers
+        .iter_mut()
+        .filter_map(|(name, server)| match &mut server.source {
+            Source::Stdio(stdio) => Some((name, stdio)),
+            Source::Http(_) | Source::OpenApi(_) => None,
+        })
+        .collect();
+    if local.len() > uids.len() {
+        return Err(SettleError::FewUids { servers: local.len(), uids: uids.len() });
+    }
+    for ((name, server), uid) in local.iter_mut().zip(uids.clone()) {
+        let home = state.map(|state| state.join("homes").join(name));
+        if let Some(folder) = &home {
+            std::fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(folder)
+                .map_err(|source| SettleError::Home { folder: folder.clone(), source })?;
+        }
+        let home = home.and_then(|home| home.canonicalize().ok());
+        server.jail.place = Place { uid, home, hidden: hidden.clone() };
+    }
+    Ok(())
+}
+
+/// The command that starts a server in its place. Its standard streams, its
+/// process group and its end are the caller's to see to.
+///
+/// # Errors
+/// Why it cannot be started; `NotFound` if the program is not there.
+pub fn command(server: &StdioConfig) -> io::Result<Command> {
+    let program = program::find(&server.command)?;
+    let host = Host::get().map_err(io::Error::other)?;
+    if !server.jail.network && host.namespaces == Namespaces::Shared {
+        return Err(io::Error::other(
+            "it is to have no network, and this host gives no namespaces: remove `network = \
+             false`, or allow namespaces",
+        ));
+    }
+    let order = order(server, &program, host)?;
+    let order = serde_json::to_string(&order).map_err(io::Error::other)?;
+    let mut command = Command::new(LAUNCHER);
+    command.arg(LAUNCH).arg(order).args(&server.args).env_clear();
+    for name in BASIC_ENVIRONMENT {
+        if let Some(value) = std::env::var_os(name) {
+            command.env(name, value);
+        }
+    }
+    if host.namespaces != Namespaces::Shared {
+        command.env("TMPDIR", "/tmp");
+    } else if let Some(home) = &server.jail.place.home {
+        // The only folder that is its own.
+        command.env("HOME", home).env("TMPDIR", home);
+    }
+    for (name, value) in &server.env {
+        command.env(name, value.expose());
+    }
+    Ok(command)
+}
+
+fn order(server: &StdioConfig, program: &Path, host: &Host) -> io::Result<Order> {
+    static SYSTEM: LazyLock<View> = LazyLock::new(View::of_system);
+    let Jail { read, write, named, network, limits, place } = &server.jail;
+    let own_home = std::env::var_os("HOME").map(PathBuf::from).filter(|home| home.is_absolute());
+    let home = own_home.as_deref();
+    let here = match &server.cwd {
+        Some(cwd) => std::path::absolute(cwd)?,
+        None => std::env::current_dir()?,
+    };
+    let mut view = SYSTEM.clone();
+    view.add_program(program, home);
+    let granted = |path: &Path, outcome: io::Result<()>| {
+        // Not the program: what that is missing is another error's to say.
+        outcome.map_err(|error| {
+            io::Error::other(format!("it cannot be given {}: {error}", path.display()))
+        })
+    };
+    for path in read {
+        granted(path, view.add_read(path))?;
+    }
+    for path in write {
+        granted(path, view.add_write(path))?;
+    }
+    if server.cwd.is_some() {
+        let added = if *named { view.add_write(&here) } else { view.add_read(&here) };
+        granted(&here, added)?;
+    }
+    if *named {
+        for word in &server.args {
+            view.add_named(word, &here, home);
+        }
+    }
+    let home = home.filter(|home| View::may_be_granted(home)).unwrap_or(Path::new(HOME));
+    let mut links = view.links;
+    // A home that is a link is one in there, too.
+    let home = view::resolve(home, &mut links).unwrap_or_else(|_| home.to_owned());
+    let tree = Tree {
+        system: view.system.into_iter().collect(),
+        read: view.read.into_iter().collect(),
+        write: view.write.into_iter().collect(),
+        links,
+        // Its own home is in the broker's state.
+        hidden: place.hidden.clone(),
+        home,
+        home_from: place.home.clone(),
+    };
+    let broker = rustix::process::getpid().as_raw_nonzero().get();
+    Ok(Order {
+        broker,
+        namespaces: host.namespaces,
+        procfs: host.procfs,
+        uid: host.own_uid.then_some(place.uid),
+        tree,
+        network: *network,
+        limits: *limits,
+        cwd: here,
+        cwd_needed: server.cwd.is_some(),
+        program: program.to_owned(),
+    })
+}

@@ -1,0 +1,255 @@
+//! What one tool server may see of the host's files: the system's, its own
+//! program's, and what the operator grants.
+//!
+//! Paths are resolved here once, link by link; what is built of them follows
+//! none. Deliberately absent is guessing from a program's name what it might
+//! want: `docs/tool-servers.md` says what to grant to which kind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Component, Path, PathBuf};
+
+use super::program;
+
+/// What every server may read, where it exists.
+const SYSTEM: [&str; 12] = [
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc",
+    "/opt",
+    "/nix",
+    "/gnu",
+    "/run/current-system",
+];
+/// Files of the system that others of it link to from elsewhere.
+const SYSTEM_LINKS: [&str; 2] = ["/etc/resolv.conf", "/etc/localtime"];
+/// Never granted as a whole: they are the host, or are not files.
+const NEVER: [&str; 6] = ["/", "/proc", "/sys", "/dev", "/run", "/boot"];
+/// Links followed on the way to one file.
+const LINKS_MAX: usize = 40;
+/// What ends in one of these is a program's text: data beside it belongs to
+/// it, and nobody writes to it.
+const CODE: [&str; 14] =
+    ["js", "mjs", "cjs", "ts", "mts", "py", "pyz", "rb", "php", "pl", "sh", "jar", "dll", "wasm"];
+/// What stands in the folder of a project.
+const PROJECT: [&str; 5] =
+    ["package.json", "pyproject.toml", "node_modules", "Gemfile", "composer.json"];
+/// How far above a program's text its project may begin.
+const PROJECT_LEVELS_MAX: usize = 6;
+
+/// Paths by what may be done there, all absolute and without links.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct View {
+    pub(super) system: BTreeSet<PathBuf>,
+    pub(super) read: BTreeSet<PathBuf>,
+    pub(super) write: BTreeSet<PathBuf>,
+    pub(super) links: BTreeMap<PathBuf, PathBuf>,
+}
+
+impl View {
+    /// The system's files.
+    pub(super) fn of_system() -> Self {
+        let mut view = Self::default();
+        for path in SYSTEM.iter().chain(&SYSTEM_LINKS) {
+            if let Ok(path) = resolve(Path::new(path), &mut view.links)
+                && !NEVER.iter().any(|never| path == Path::new(never))
+                && !view.system.iter().any(|shown| path.starts_with(shown))
+            {
+                view.system.insert(path);
+            }
+        }
+        view
+    }
+
+    /// Whether a path can be granted at all.
+    pub(super) fn may_be_granted(path: &Path) -> bool {
+        path.is_absolute() && !NEVER.iter().any(|never| path == Path::new(never))
+    }
+
+    /// Grants reading, where that is something new.
+    pub(super) fn add_read(&mut self, path: &Path) -> io::Result<()> {
+        let path = self.resolved(path)?;
+        if !self.system.iter().chain(&self.read).any(|shown| path.starts_with(shown)) {
+            self.read.insert(path);
+        }
+        Ok(())
+    }
+
+    /// Grants writing.
+    pub(super) fn add_write(&mut self, path: &Path) -> io::Result<()> {
+        let path = self.resolved(path)?;
+        self.write.insert(path);
+        Ok(())
+    }
+
+    fn resolved(&mut self, path: &Path) -> io::Result<PathBuf> {
+        let path = resolve(path, &mut self.links)?;
+        match Self::may_be_granted(&path) {
+            true => Ok(path),
+            false => Err(io::Error::other("this is no folder to give to a server")),
+        }
+    }
+
+    /// Grants a program what it is made of.
+    pub(super) fn add_program(&mut self, path: &Path, home: Option<&Path>) {
+        for needed in program::parts(path, home) {
+            // What is not there it does not need.
+            let _ = self.add_read(&needed);
+        }
+    }
+
+    /// Grants what a word of a command line names, if it names anything: a
+    /// folder or a file of data to read and write, a program's text with its
+    /// project to read.
+    pub(super) fn add_named(&mut self, word: &str, cwd: &Path, home: Option<&Path>) {
+        let value = word.split_once('=').filter(|_| word.starts_with('-')).map_or(word, |it| it.1);
+        if value.is_empty() || value.starts_with('-') {
+            return;
+        }
+        let path = cwd.join(value);
+        let Ok(metadata) = path.metadata() else { return };
+        // A bare word is a name of something more often than a folder here.
+        let is_path = value.contains('/') || (metadata.is_file() && value.contains('.'));
+        if !is_path {
+            return;
+        }
+        let is_code =
+            path.extension().and_then(|it| it.to_str()).is_some_and(|it| CODE.contains(&it));
+        let _ = match is_code && metadata.is_file() {
+            true => self.add_read(&project(&path, home)),
+            false => self.add_write(&path),
+        };
+    }
+}
+
+/// The folder of a project that this file is in, or the file.
+fn project(file: &Path, home: Option<&Path>) -> PathBuf {
+    let contains_home = |folder: &Path| home.is_some_and(|home| home.starts_with(folder));
+    let mut folders = file
+        .ancestors()
+        .skip(1)
+        .take(PROJECT_LEVELS_MAX)
+        .take_while(|folder| !contains_home(folder) && View::may_be_granted(folder));
+    let nearest = folders.clone().next();
+    folders
+        .find(|folder| PROJECT.iter().any(|mark| folder.join(mark).exists()))
+        .or(nearest)
+        .unwrap_or(file)
+        .to_owned()
+}
+
+/// Where a path leads, with each link on the way.
+///
+/// # Errors
+/// If it leads nowhere.
+pub(super) fn resolve(path: &Path, links: &mut BTreeMap<PathBuf, PathBuf>) -> io::Result<PathBuf> {
+    let mut followed = 0;
+    let mut found = PathBuf::from("/");
+    let mut rest: Vec<PathBuf> = parts_of(path);
+    while let Some(part) = rest.pop() {
+        if part == Path::new("..") {
+            found.pop();
+            continue;
+        }
+        let next = found.join(&part);
+        if !next.symlink_metadata()?.is_symlink() {
+            found = next;
+            continue;
+        }
+        followed += 1;
+        if followed > LINKS_MAX {
+            return Err(io::Error::other("too many links"));
+        }
+        let target = next.read_link()?;
+        if target.is_absolute() {
+            found = "/".into();
+        }
+        rest.extend(parts_of(&target));
+        links.insert(next, target);
+    }
+    Ok(found)
+}
+
+/// The parts of a path, the last one first.
+fn parts_of(path: &Path) -> Vec<PathBuf> {
+    let is_step =
+        |part: &Component<'_>| matches!(part, Component::Normal(_) | Component::ParentDir);
+    path.components().rev().filter(is_step).map(|part| PathBuf::from(part.as_os_str())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_link_on_the_way_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        std::fs::create_dir(at.join("real")).unwrap();
+        std::fs::write(at.join("real/file"), "").unwrap();
+        std::os::unix::fs::symlink("real", at.join("first")).unwrap();
+        std::os::unix::fs::symlink(at.join("first/file"), at.join("second")).unwrap();
+        let mut links = BTreeMap::new();
+        assert_eq!(resolve(&at.join("second"), &mut links).unwrap(), at.join("real/file"));
+        assert_eq!(links[&at.join("first")], Path::new("real"));
+        assert_eq!(links[&at.join("second")], at.join("first/file"));
+        std::os::unix::fs::symlink("loop", at.join("loop")).unwrap();
+        assert!(resolve(&at.join("loop"), &mut links).is_err());
+        assert_eq!(
+            resolve(&at.join("real/../real/file"), &mut links).unwrap(),
+            at.join("real/file")
+        );
+    }
+
+    #[test]
+    fn the_whole_host_is_never_granted() {
+        let mut view = View::of_system();
+        for path in ["/", "/proc", "/sys", "/dev", "/run"] {
+            assert!(view.add_write(Path::new(path)).is_err(), "{path}");
+            view.add_named(path, Path::new("/"), None);
+        }
+        assert_eq!(view.write, BTreeSet::new());
+    }
+
+    #[test]
+    fn words_of_a_command_line_grant_what_they_name_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        for made in ["data", "app/dist", "alone"] {
+            std::fs::create_dir_all(at.join(made)).unwrap();
+        }
+        for made in ["db.sqlite", "app/dist/index.js", "app/package.json", "alone/tool.py"] {
+            std::fs::write(at.join(made), "").unwrap();
+        }
+        let mut view = View::default();
+        let words = [
+            "data".to_owned(),
+            "--quick".into(),
+            "https://example.org/data".into(),
+            "missing/file".into(),
+            at.join("data").display().to_string(),
+            format!("--db={}", at.join("db.sqlite").display()),
+            "app/dist/index.js".into(),
+            "alone/tool.py".into(),
+        ];
+        for word in words {
+            view.add_named(&word, &at, None);
+        }
+        assert_eq!(view.write, [at.join("data"), at.join("db.sqlite")].into());
+        assert_eq!(view.read, [at.join("app"), at.join("alone")].into());
+    }
+
+    #[test]
+    fn a_project_never_reaches_the_home() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = folder.path().canonicalize().unwrap();
+        std::fs::write(home.join("package.json"), "").unwrap();
+        std::fs::write(home.join("tool.js"), "").unwrap();
+        assert_eq!(project(&home.join("tool.js"), Some(&home)), home.join("tool.js"));
+    }
+}
