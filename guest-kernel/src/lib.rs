@@ -26,6 +26,7 @@ pub mod allocator;
 pub mod entry;
 pub mod vsock;
 
+#[cfg_attr(not(feature = "guest"), expect(dead_code, reason = "without its panic handler"))]
 mod crash;
 mod heap;
 mod memory;

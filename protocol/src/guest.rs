@@ -976,7 +976,8 @@ mod tests {
         let expected = Call { id, waits: true, tool, request: b"{\"q\":1}".to_vec() };
         assert_eq!(host.poll_event(), Some(HostEvent::Call(expected)));
 
-        let settled = Settled { id, code: None, duration_ns: 9, body: b"[]".to_vec() };
+        let settled =
+            Settled { id, code: None, duration_ns: 9, redacted: false, body: b"[]".to_vec() };
         host.settle(&settled).unwrap();
         assert!(!host.guest_waits());
         exchange(&mut guest, &mut host).unwrap();
@@ -1099,7 +1100,7 @@ mod tests {
     #[test]
     fn the_host_cannot_settle_what_was_not_called() {
         let (mut guest, mut host) = running();
-        let settled = Settled { id: 0, code: None, duration_ns: 0, body: vec![] };
+        let settled = Settled { id: 0, code: None, duration_ns: 0, redacted: false, body: vec![] };
         assert!(host.settle(&settled).is_err());
         let mut bytes = Vec::new();
         frame::write_message(Kind::Settled, &settled, &mut bytes);

@@ -103,7 +103,8 @@ fn attack_24_a_bad_source_ends_the_broker_with_2_and_names_the_field_and_never_t
             format!("{{ file = {file:?} }}")
         }
     };
-    let cases: [(&dyn Fn(&Path) -> String, &str); 7] = [
+    type Table<'a> = &'a dyn Fn(&Path) -> String;
+    let cases: [(Table<'_>, &str); 7] = [
         (&file(0o644), "chmod 600"),
         (&file(0o660), "chmod 600"),
         (&|_| "{ file = \"/nonexistent/token\" }".into(), "cannot read /nonexistent/token"),

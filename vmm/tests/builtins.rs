@@ -6,15 +6,18 @@
 
 #[macro_use]
 mod support;
+#[path = "support/executables.rs"]
+mod executables;
 
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex};
 
+use executables::FORGE;
 use serde_json::{Value, json};
 use support::{forge_module, signer};
 
@@ -28,7 +31,6 @@ fn main() -> ExitCode {
     )
 }
 
-const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
 const CREDENTIAL: &str = "tok-5b1e77aa90c3-canary";
 /// Where in the program's memory a response goes.
 const RESPONSES: usize = 65_536;
@@ -53,7 +55,7 @@ impl Desk {
         fs::write(self.0.join("program.wat"), program(calls)).unwrap();
         let mut command = Command::new(FORGE);
         command.args(["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"]);
-        command.args(["--config", "forge.toml"]);
+        command.args(["--config", "forge.toml"]).env("FORGE_STATE", self.0.join("state"));
         let mut tools: Vec<&str> = calls.iter().map(|(tool, _)| *tool).collect();
         tools.sort_unstable();
         tools.dedup();
@@ -71,27 +73,6 @@ impl Drop for Desk {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
-}
-
-/// The broker's binary beside ours, built if cargo is at hand to build it.
-fn broker() {
-    static BUILT: std::sync::Once = std::sync::Once::new();
-    BUILT.call_once(|| {
-        let folder = Path::new(FORGE).parent().unwrap();
-        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-        let mut build = Command::new(cargo);
-        build
-            .args(["build", "--quiet", "-p", "forge-toolbroker"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
-        if folder.ends_with("release") {
-            build.arg("--release");
-        }
-        match build.status() {
-            Ok(status) => assert!(status.success(), "the broker does not build"),
-            Err(_) => assert!(folder.join("forge-toolbroker").is_file(), "no broker and no cargo"),
-        }
-    });
 }
 
 /// Makes each call, one after the other, and writes its response or the
@@ -152,7 +133,7 @@ fn server() -> (u16, Arc<Mutex<Vec<String>>>) {
 }
 
 fn a_program_uses_files_stash_and_http_and_is_refused_outside() {
-    broker();
+    executables::folder();
     let desk = Desk::new();
     let (port, heard) = server();
     fs::create_dir(desk.0.join("docs")).unwrap();
@@ -212,7 +193,7 @@ fn a_program_uses_files_stash_and_http_and_is_refused_outside() {
 }
 
 fn a_built_in_that_is_not_configured_cannot_be_granted() {
-    broker();
+    executables::folder();
     let desk = Desk::new();
     fs::write(desk.0.join("forge.toml"), "[builtins.stash]\n").unwrap();
     let (code, report, said) = desk.run(&[("fs.read", json!({ "path": "docs/a.md" }))]);

@@ -5,13 +5,15 @@
 
 #[macro_use]
 mod support;
+#[path = "support/executables.rs"]
+mod executables;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
-use std::sync::Once;
 
+use executables::FORGE;
 use serde_json::{Value, json};
 use support::{forge_module, signer};
 
@@ -27,35 +29,6 @@ fn main() -> ExitCode {
             a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character,
         ],
     )
-}
-
-const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
-
-/// The programs of other packages that these tests start.
-fn helpers() -> &'static Path {
-    static BUILT: Once = Once::new();
-    let folder = Path::new(FORGE).parent().unwrap();
-    BUILT.call_once(|| {
-        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-        let mut build = Command::new(cargo);
-        build
-            .args(["build", "--quiet", "-p", "forge-toolbroker", "-p", "forge-test-server"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
-        if folder.ends_with("release") {
-            build.arg("--release");
-        }
-        match build.status() {
-            Ok(status) => assert!(status.success(), "the helpers do not build"),
-            // A machine without cargo: they were brought along.
-            Err(_) => {
-                for name in ["forge-toolbroker", "forge-test-server"] {
-                    assert!(folder.join(name).is_file(), "{name} is missing, and so is cargo");
-                }
-            }
-        }
-    });
-    folder
 }
 
 /// A folder with a key, an `mcp.json` and a state folder, gone after the test.
@@ -78,7 +51,8 @@ impl Desk {
     fn servers(&self, more: &[&str]) {
         let log = self.path("calls");
         let args = [&["--log", log.to_str().unwrap()], more].concat();
-        let server = json!({"command": helpers().join("forge-test-server"), "args": args});
+        let server =
+            json!({"command": executables::folder().join("forge-test-server"), "args": args});
         let servers = json!({"mcpServers": {"test": server}});
         fs::write(self.path("mcp.json"), servers.to_string()).unwrap();
     }

@@ -6,19 +6,20 @@
 
 #[macro_use]
 mod support;
+#[path = "support/executables.rs"]
+mod executables;
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex};
 
+use executables::FORGE;
 use serde_json::{Value, json};
 use support::{forge_module, signer};
 
-const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
 const CREDENTIAL: &str = "tok-51e2b84d-remote-canary";
 
 fn main() -> ExitCode {
@@ -121,25 +122,8 @@ fn program() -> String {
     )
 }
 
-/// The broker stands beside `forge-vmm`, built if cargo is at hand.
-fn build_broker() {
-    let folder = Path::new(FORGE).parent().unwrap();
-    let mut build = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-    build
-        .args(["build", "--quiet", "-p", "forge-toolbroker"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .env("CARGO_TARGET_DIR", folder.parent().unwrap());
-    if folder.ends_with("release") {
-        build.arg("--release");
-    }
-    match build.status() {
-        Ok(status) => assert!(status.success(), "the toolbroker does not build"),
-        Err(_) => assert!(folder.join("forge-toolbroker").is_file(), "no broker and no cargo"),
-    }
-}
-
 fn a_program_calls_an_mcp_server_over_http_and_an_interface() {
-    build_broker();
+    executables::folder();
     let (address, seen) = serve();
     let folder = std::env::temp_dir().join(format!("forge-remote-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
@@ -167,6 +151,7 @@ fn a_program_calls_an_mcp_server_over_http_and_an_interface() {
         .arg("program.wat")
         .current_dir(&folder)
         .env("REMOTE_TOKEN", CREDENTIAL)
+        .env("FORGE_STATE", folder.join("state"))
         .stdin(Stdio::null())
         .output()
         .unwrap();

@@ -43,12 +43,11 @@ fn contains(bytes: &[u8], needle: &[u8]) -> bool {
     !needle.is_empty() && bytes.windows(needle.len()).any(|window| window == needle)
 }
 
+/// A way to read a process's memory: its number, from where, into what.
+type Read<'a> = &'a dyn Fn(i32, u64, &mut [u8]) -> io::Result<usize>;
+
 /// Reads all memory that a process can write to, whichever way.
-fn memory(
-    pid: i32,
-    needle: &str,
-    read: &dyn Fn(i32, u64, &mut [u8]) -> io::Result<usize>,
-) -> io::Result<bool> {
+fn memory(pid: i32, needle: &str, read: Read<'_>) -> io::Result<bool> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let mut chunk = vec![0; CHUNK];
     let mut refused = None;

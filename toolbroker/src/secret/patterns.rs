@@ -155,7 +155,7 @@ mod tests {
     fn every_pattern_finds_its_own_wherever_it_stands() {
         for sample in samples() {
             for text in [sample.clone(), format!("x={sample};"), format!("(\"{sample}\")\n")] {
-                assert_eq!(removed(&text), [sample.clone()], "{text}");
+                assert_eq!(removed(&text), std::slice::from_ref(&sample), "{text}");
             }
         }
     }
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(removed(&url), [token]);
         let begin = format!("-----BEGIN {} KEY-----", "EC PRIVATE");
         let key = format!("{begin}\nMHcCAQ\n-----END EC PRIVATE KEY-----");
-        assert_eq!(removed(&format!("x {key} y")), [key.clone()]);
+        assert_eq!(removed(&format!("x {key} y")), std::slice::from_ref(&key));
         assert_eq!(removed(&format!("x {begin}\nMHc")), [format!("{begin}\nMHc")], "cut off");
     }
 

@@ -451,6 +451,6 @@ mod tests {
     fn a_text_made_of_nothing_but_matches_takes_no_more_memory_than_it_is_long() {
         let scrubber = scrubber(&["aaaaaaaa", "aaaaaaaaaaaaaaaa"]);
         let found = scrubber.find_known("a".repeat(1 << 20).as_bytes());
-        assert_eq!(found, [0..1 << 20]);
+        assert_eq!(found.as_slice(), std::slice::from_ref(&(0..1 << 20)));
     }
 }

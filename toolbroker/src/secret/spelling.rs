@@ -208,7 +208,7 @@ mod tests {
                 for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
                     let spelled = engine.encode(&text);
                     let met = |it: &Zeroizing<Vec<u8>>| {
-                        spelled.as_bytes().windows(it.len()).any(|window| window == &**it)
+                        spelled.as_bytes().windows(it.len()).any(|window| *window == **it)
                     };
                     assert!(all.iter().any(met), "{before} {after}");
                 }
