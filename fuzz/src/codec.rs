@@ -9,8 +9,8 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun, RefusalKind, Reply,
-    Request, ToolSpec,
+    Answer, Ask, Authority, FoundTool, GrantClaims, GrantRequest, GrantedTool, OpenRun,
+    RefusalKind, Reply, Request, ToolSpec,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
@@ -130,8 +130,14 @@ pub fn seeds() -> Vec<Seed> {
         output_schema: Some("{}".into()),
         definition_sha256: [5; 32],
     };
-    let tools =
-        Reply::Tools { tools: vec![spec], unavailable: vec![("mail".into(), "gone".into())] };
+    let tools = Reply::Tools {
+        tools: vec![spec.clone()],
+        unavailable: vec![("mail".into(), "gone".into())],
+    };
+    let found = Reply::Found {
+        tools: vec![FoundTool { spec, score_millionths: 900_000 }],
+        unavailable: Vec::new(),
+    };
     let job = Job {
         load: load.clone(),
         start: start.clone(),
@@ -177,10 +183,22 @@ pub fn seeds() -> Vec<Seed> {
             input(8, &ask(Request::ListTools { principal: "operator".into() })),
         ),
         accepted("request-grant", input(8, &ask(Request::IssueGrant(grant)))),
+        accepted(
+            "request-search",
+            input(
+                8,
+                &ask(Request::SearchTools {
+                    principal: "operator".into(),
+                    intent: "find a part".into(),
+                    k: 5,
+                }),
+            ),
+        ),
         accepted("request-inspect", input(8, &ask(Request::InspectGrant { token: vec![1, 2] }))),
         accepted("request-open-tools", input(8, &ask(open(Authority::Tools(vec![tool.clone()]))))),
         accepted("request-open-grant", input(8, &ask(open(Authority::Grant(vec![1, 2]))))),
         accepted("reply-tools", input(9, &answer(tools))),
+        accepted("reply-found", input(9, &answer(found))),
         accepted("reply-grant", input(9, &answer(Reply::Grant(vec![1, 2])))),
         accepted("reply-claims", input(9, &answer(Reply::Claims(claims.clone())))),
         accepted("reply-opened", input(9, &answer(Reply::Opened(claims)))),

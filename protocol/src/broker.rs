@@ -60,6 +60,18 @@ pub enum Request {
     /// Opens a run → [`Reply::Opened`]. One socket rides along with this
     /// message's first byte.
     OpenRun(OpenRun),
+    /// The tools, among those that the principal may see, that fit an intent
+    /// best → [`Reply::Found`].
+    SearchTools {
+        /// Who asks.
+        principal: String,
+        /// What is to be done, in words: at most
+        /// [`INTENT_BYTES_MAX`](crate::limits::INTENT_BYTES_MAX) bytes.
+        intent: String,
+        /// How many tools, 1 to
+        /// [`FOUND_TOOLS_MAX`](crate::limits::FOUND_TOOLS_MAX).
+        k: u32,
+    },
 }
 
 /// What a grant is to say.
@@ -123,6 +135,24 @@ pub enum Reply {
         /// What happened, where, and what to do.
         message: String,
     },
+    /// To [`Request::SearchTools`].
+    Found {
+        /// The tools, in the order in which they should be taken.
+        tools: Vec<FoundTool>,
+        /// Servers that could not be asked, each with the reason: their tools
+        /// could not be found.
+        unavailable: Vec<(String, String)>,
+    },
+}
+
+/// A tool that fits an intent.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct FoundTool {
+    /// The tool.
+    pub spec: ToolSpec,
+    /// How well it fits, in millionths. Scores of one answer can be compared
+    /// with each other, and with nothing else.
+    pub score_millionths: u32,
 }
 
 /// One tool, as its server describes it: untrusted text.

@@ -21,7 +21,7 @@ use std::task::Poll;
 use std::time::SystemTime;
 
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, OpenRun,
+    Answer, Ask, Authority, FoundTool, GrantClaims, GrantRequest, GrantedTool, OpenRun,
     REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request,
 };
 use forge_protocol::codec;
@@ -29,8 +29,8 @@ use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
-    CALLS_IN_FLIGHT_MAX, CALLS_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX,
-    TOOL_LIST_BYTES_MAX,
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, FOUND_TOOLS_MAX, INTENT_BYTES_MAX, MESSAGE_OVERHEAD_BYTES,
+    OverLimit, REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
@@ -45,6 +45,8 @@ use crate::definition::Tool;
 use crate::grant::{self, GrantError, Issuer, Terms};
 use crate::link::{self, LinkError, Receiver, Sender};
 use crate::registry::{LookupError, Registry};
+use crate::retrieval::Retrieval;
+use crate::upstream::UpstreamError;
 use crate::verified::Verified;
 
 /// How long a grant is good that is issued for one run alone, beyond the
@@ -85,6 +87,10 @@ enum Refused {
     BadRunLink(std::io::Error),
     #[error("{0}")]
     OverLimit(OverLimit),
+    #[error("the intent is empty: say in a sentence or two what is to be done")]
+    NoIntent,
+    #[error("a search for no tools finds none: ask for 1 to {FOUND_TOOLS_MAX}")]
+    NoHits,
     #[error("the broker is shutting down")]
     Closing,
 }
@@ -108,7 +114,11 @@ impl Refused {
                 GrantError::Issue(_) => RefusalKind::Internal,
             },
             Self::DefinitionChanged { .. } => RefusalKind::BadGrant,
-            Self::NoRunLink | Self::BadRunLink(_) | Self::OverLimit(_) => RefusalKind::BadRequest,
+            Self::NoRunLink
+            | Self::BadRunLink(_)
+            | Self::OverLimit(_)
+            | Self::NoIntent
+            | Self::NoHits => RefusalKind::BadRequest,
             Self::Closing => RefusalKind::Internal,
         }
     }
@@ -118,6 +128,7 @@ impl Refused {
 #[derive(Debug)]
 pub struct Broker {
     registry: Arc<Registry>,
+    retrieval: Arc<Retrieval>,
     grants: Verified,
     dispatcher: Dispatcher,
     runs: TaskTracker,
@@ -136,7 +147,8 @@ impl Broker {
         let dispatcher = Dispatcher::new(Arc::clone(&registry), home.clone());
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
-        Self { registry, grants, dispatcher, runs, closing }
+        let retrieval = Arc::default();
+        Self { registry, retrieval, grants, dispatcher, runs, closing }
     }
 
     /// Serves one supervisor until it closes its link.
@@ -222,15 +234,15 @@ impl Broker {
                 let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
                 self.open(request, stream).await.map(Reply::Opened)
             }
+            Request::SearchTools { principal, intent, k } => {
+                self.search(principal, intent, k).await
+            }
         }
     }
 
     async fn list(&self) -> Reply {
         let (listed, unavailable) = self.registry.list().await;
-        let mut unavailable: Vec<(String, String)> = unavailable
-            .into_iter()
-            .map(|(server, error)| (server, crate::cut(&error.to_string(), REASON_BYTES_MAX)))
-            .collect();
+        let mut unavailable = reasons(unavailable);
         // One frame carries it all; a server whose tools do not fit is left
         // out as a whole, and said to be.
         let mut room = TOOL_LIST_BYTES_MAX as usize - TOOL_LIST_SLACK_BYTES;
@@ -246,6 +258,41 @@ impl Broker {
             tools.extend(server.iter().map(|tool| tool.spec().clone()));
         }
         Reply::Tools { tools, unavailable }
+    }
+
+    async fn search(&self, principal: String, intent: String, k: u32) -> Result<Reply, Refused> {
+        for (what, got, limit) in [
+            ("intent_bytes", intent.len() as u64, INTENT_BYTES_MAX),
+            ("k", k.into(), FOUND_TOOLS_MAX),
+        ] {
+            if got > limit.into() {
+                return Err(Refused::OverLimit(OverLimit { what, got, limit: limit.into() }));
+            }
+        }
+        if intent.trim().is_empty() {
+            return Err(Refused::NoIntent);
+        }
+        if k == 0 {
+            return Err(Refused::NoHits);
+        }
+        let (listed, unavailable) = self.registry.list().await;
+        let retrieval = Arc::clone(&self.retrieval);
+        // Tools that changed are indexed first, which takes its time.
+        let searching =
+            tokio::task::spawn_blocking(move || retrieval.search(&principal, &listed, &intent, k));
+        let found = match searching.await {
+            Ok(found) => found,
+            // Only a panic of ours ends it without an answer.
+            Err(error) => std::panic::resume_unwind(error.into_panic()),
+        };
+        let tools = found
+            .into_iter()
+            .map(|found| FoundTool {
+                spec: found.tool.spec().clone(),
+                score_millionths: found.score_millionths,
+            })
+            .collect();
+        Ok(Reply::Found { tools, unavailable: reasons(unavailable) })
     }
 
     async fn issue(&self, request: GrantRequest) -> Result<Vec<u8>, Refused> {
@@ -326,6 +373,14 @@ impl Broker {
         self.runs.spawn(serve_run(run, stream, dispatcher, closing));
         Ok(claims)
     }
+}
+
+/// Why servers could not be asked, as it is told.
+fn reasons(unavailable: Vec<(String, UpstreamError)>) -> Vec<(String, String)> {
+    unavailable
+        .into_iter()
+        .map(|(server, error)| (server, crate::cut(&error.to_string(), REASON_BYTES_MAX)))
+        .collect()
 }
 
 /// What a tool takes in a list, in bytes, and a little more.

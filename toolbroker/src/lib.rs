@@ -15,6 +15,7 @@
 //! | [`builtin`] | tools of the broker's own |
 //! | [`upstream`] | one tool server: start, list, call, restart, stop |
 //! | [`registry`] | all tools, of servers and built in |
+//! | [`retrieval`] | the tools that fit an intent, among those one may see |
 //! | [`grant`] | the signed right to call certain tools |
 //! | [`verified`] | grants that were verified before |
 //! | [`call`] | the chain that every tool call passes |
@@ -37,6 +38,7 @@ pub mod link;
 #[allow(unsafe_code)]
 pub mod process;
 pub mod registry;
+pub mod retrieval;
 pub mod secret;
 pub mod upstream;
 pub mod verified;

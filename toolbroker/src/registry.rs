@@ -2,7 +2,7 @@
 //! tool.
 //!
 //! Descriptions come from strangers and are handed on as data. Deliberately
-//! absent are retrieval and the review of changed definitions: a grant pins
+//! absent are retrieval (see [`crate::retrieval`]) and the review of changed definitions: a grant pins
 //! what it was given for, and that is all.
 
 use std::collections::BTreeMap;
