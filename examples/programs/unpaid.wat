@@ -2,7 +2,7 @@
 ;; grant is all that decides whether it may: granted by intent, it works.
 ;;
 ;;   forge-vmm run --sign-with signer.pem --mcp-config examples/surface.mcp.json \
-;;       --intent "Which customers still owe us money?" examples/programs/unpaid.wat
+;;       --intent "Which invoices are unpaid?" examples/programs/unpaid.wat
 (module
   (import "forge" "call_async" (func $call_async (param i32 i32 i32 i32) (result i32)))
   (import "forge" "wait" (func $wait (param i32) (result i32)))

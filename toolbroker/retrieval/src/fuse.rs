@@ -54,13 +54,12 @@ pub(crate) fn rank(
     weights: Weights,
     hits: usize,
 ) -> Vec<Hit> {
-    let best = |a: &Candidate, b: &Candidate| b.score.total_cmp(&a.score).then(a.tool.cmp(&b.tool));
     let kept = CLOSER.max(hits).min(candidates.len());
     if kept < candidates.len() {
-        candidates.select_nth_unstable_by(kept, best);
+        candidates.select_nth_unstable_by(kept, Candidate::order);
     }
     let candidates = &mut candidates[..kept];
-    candidates.sort_unstable_by(best);
+    candidates.sort_unstable_by(Candidate::order);
     let hit = |tool: u32, score| Hit { place: tool as usize, score };
     // Nothing in common with the intent: no hit.
     let fits = |candidate: &&Candidate| candidate.score > 0.0;

@@ -11,9 +11,14 @@ use crate::embedding::{DIMENSIONS, Signs};
 /// far from overflow.
 #[inline(always)]
 fn dot_plain(a: &[i8; DIMENSIONS], b: &[i8; DIMENSIONS]) -> i32 {
-    a.iter().zip(b).map(|(a, b)| i32::from(*a) * i32::from(*b)).sum()
+    let mut sum = 0i32;
+    for at in 0..DIMENSIONS {
+        sum = sum.wrapping_add(i32::from(a[at]) * i32::from(b[at]));
+    }
+    sum
 }
 
+// Loops and no iterators: a closure would be compiled for the plain CPU.
 #[inline(always)]
 fn dots_plain(
     query: &[i8; DIMENSIONS],
@@ -21,16 +26,26 @@ fn dots_plain(
     places: &[u32],
     out: &mut Vec<i32>,
 ) {
-    out.extend(places.iter().map(|place| dot_plain(query, &rows[*place as usize])));
+    let start = out.len();
+    out.resize(start + places.len(), 0);
+    let out = &mut out[start..];
+    for at in 0..places.len() {
+        out[at] = dot_plain(query, &rows[places[at] as usize]);
+    }
 }
 
 #[inline(always)]
 fn distances_plain(query: &Signs, rows: &[Signs], out: &mut Vec<u16>) {
-    out.extend(
-        rows.iter().map(|row| {
-            query.iter().zip(row).map(|(a, b)| (a ^ b).count_ones()).sum::<u32>() as u16
-        }),
-    );
+    let start = out.len();
+    out.resize(start + rows.len(), 0);
+    let out = &mut out[start..];
+    for at in 0..rows.len() {
+        let mut differ = 0;
+        for part in 0..query.len() {
+            differ += (query[part] ^ rows[at][part]).count_ones();
+        }
+        out[at] = differ as u16;
+    }
 }
 
 /// One dot product.

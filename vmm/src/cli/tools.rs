@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, OpenRun, Reply, Request, ToolSpec};
+use forge_protocol::broker::{Authority, FoundTool, OpenRun, Reply, Request, ToolSpec};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::guest::{Call, Settled};
@@ -17,17 +17,18 @@ use forge_vmm::keys;
 use forge_vmm::report::hex;
 use serde::Serialize;
 
-use super::args::{ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs};
+use super::args::{ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs, ToolsSearchArgs};
 use super::config::{self, GrantKey};
 use super::{CliError, Exit, complain, print_json, progress};
 
 /// How long a call from the command line may take.
 const CALL_TIME_MAX: Duration = Duration::from_secs(30);
 
-/// Lists tools, or calls one.
+/// Lists tools, finds some, or calls one.
 pub(crate) fn tools(args: ToolsArgs) -> Result<ExitCode, CliError> {
     match args.command {
         ToolsCommand::List(args) => list(&args),
+        ToolsCommand::Search(args) => search(&args),
         ToolsCommand::Call(args) => call(args),
     }
 }
@@ -65,13 +66,7 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
     if args.json {
         print_json(&Listing {
             tools: tools.iter().map(listed).collect(),
-            unavailable: unavailable
-                .iter()
-                .map(|(server, reason)| Unavailable {
-                    server: server.clone(),
-                    reason: reason.clone(),
-                })
-                .collect(),
+            unavailable: unavailable_entries(&unavailable),
         })?;
     } else {
         let mut out = io::stdout().lock();
@@ -84,6 +79,57 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
         complain(&format!("server {server}: {}", shown_whole(reason)));
     }
     Ok(if unavailable.is_empty() { Exit::Ok } else { Exit::Failed }.into())
+}
+
+#[derive(Serialize)]
+struct Found {
+    tools: Vec<FoundEntry>,
+    unavailable: Vec<Unavailable>,
+}
+
+#[derive(Serialize)]
+struct FoundEntry {
+    score: f64,
+    #[serde(flatten)]
+    tool: ListedTool,
+}
+
+fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
+    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    progress("asking the tool servers");
+    let (tools, unavailable) =
+        config::search(&broker, &args.broker.principal, &args.intent, args.k)?;
+    let score = |tool: &FoundTool| f64::from(tool.score_millionths) / 1e6;
+    if args.json {
+        print_json(&Found {
+            tools: tools
+                .iter()
+                .map(|tool| FoundEntry { score: score(tool), tool: listed(&tool.spec) })
+                .collect(),
+            unavailable: unavailable_entries(&unavailable),
+        })?;
+    } else {
+        let mut out = io::stdout().lock();
+        for tool in &tools {
+            let ToolSpec { name, description, input_schema, .. } = &tool.spec;
+            writeln!(out, "{:.3}  {}", score(tool), shown_whole(name.as_str()))?;
+            for line in description.lines() {
+                writeln!(out, "       {}", shown_whole(line))?;
+            }
+            writeln!(out, "       arguments: {}", shown_whole(input_schema))?;
+        }
+    }
+    for (server, reason) in &unavailable {
+        complain(&format!("server {server}: {}", shown_whole(reason)));
+    }
+    Ok(if unavailable.is_empty() { Exit::Ok } else { Exit::Failed }.into())
+}
+
+fn unavailable_entries(unavailable: &[(String, String)]) -> Vec<Unavailable> {
+    unavailable
+        .iter()
+        .map(|(server, reason)| Unavailable { server: server.clone(), reason: reason.clone() })
+        .collect()
 }
 
 fn listed(tool: &ToolSpec) -> ListedTool {
