@@ -9,8 +9,8 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, Effect, GrantClaims, GrantRequest, GrantedTool, ListedTool, Narrowing,
-    OpenRun, RefusalKind, Reply, Request, ReviewedTool, Standing, ToolSpec, ToolWord,
+    Answer, Ask, Authority, Effect, FoundTool, GrantClaims, GrantRequest, GrantedTool, ListedTool,
+    Narrowing, OpenRun, RefusalKind, Reply, Request, ReviewedTool, Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
@@ -160,6 +160,10 @@ pub fn seeds() -> Vec<Seed> {
         output_schema: Some("{}".into()),
         definition_sha256: [5; 32],
     };
+    let found = Reply::Found {
+        tools: vec![FoundTool { spec: spec.clone(), score_millionths: 900_000 }],
+        unavailable: Vec::new(),
+    };
     let listed = ListedTool { spec, word, standing: Standing::Approved };
     let tools =
         Reply::Tools { tools: vec![listed], unavailable: vec![("mail".into(), "gone".into())] };
@@ -208,6 +212,17 @@ pub fn seeds() -> Vec<Seed> {
             input(8, &ask(Request::ListTools { principal: "operator".into() })),
         ),
         accepted("request-grant", input(8, &ask(Request::IssueGrant(grant)))),
+        accepted(
+            "request-search",
+            input(
+                8,
+                &ask(Request::SearchTools {
+                    principal: "operator".into(),
+                    intent: "find a part".into(),
+                    k: 5,
+                }),
+            ),
+        ),
         accepted("request-inspect", input(8, &ask(Request::InspectGrant { token: vec![1, 2] }))),
         accepted("request-attenuate", input(8, &ask(Request::AttenuateGrant(narrowing)))),
         accepted("request-review", input(8, &ask(Request::ReviewTools))),
@@ -220,6 +235,7 @@ pub fn seeds() -> Vec<Seed> {
         accepted("request-open-tools", input(8, &ask(open(Authority::Tools(vec![tool.clone()]))))),
         accepted("request-open-grant", input(8, &ask(open(Authority::Grant(vec![1, 2]))))),
         accepted("reply-tools", input(9, &answer(tools))),
+        accepted("reply-found", input(9, &answer(found))),
         accepted("reply-grant", input(9, &answer(Reply::Grant(vec![1, 2])))),
         accepted("reply-claims", input(9, &answer(Reply::Claims(claims.clone())))),
         accepted("reply-opened", input(9, &answer(Reply::Opened(claims)))),

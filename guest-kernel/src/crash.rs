@@ -25,7 +25,6 @@ impl Write for CrashPage {
     }
 }
 
-#[cfg(feature = "guest")]
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     let mut page = CrashPage { used: 0 };

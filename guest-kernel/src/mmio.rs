@@ -30,6 +30,7 @@ impl Control {
     }
 
     /// The message at `platform::CRASH` has this many bytes.
+    #[cfg(feature = "guest")]
     pub(crate) fn panic(message_bytes: u32) {
         Self::write(control::PANIC, message_bytes);
     }

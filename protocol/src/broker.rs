@@ -77,6 +77,18 @@ pub enum Request {
     Sync,
     /// What the broker counts → [`Reply::Metrics`].
     Metrics,
+    /// The tools, among those that the principal may see, that fit an intent
+    /// best → [`Reply::Found`].
+    SearchTools {
+        /// Who asks.
+        principal: String,
+        /// What is to be done, in words: at most
+        /// [`INTENT_BYTES_MAX`](crate::limits::INTENT_BYTES_MAX) bytes.
+        intent: String,
+        /// How many tools, 1 to
+        /// [`FOUND_TOOLS_MAX`](crate::limits::FOUND_TOOLS_MAX).
+        k: u32,
+    },
 }
 
 /// What a grant is to say.
@@ -185,6 +197,14 @@ pub enum Reply {
     Synced,
     /// To [`Request::Metrics`]: in Prometheus' text exposition format.
     Metrics(String),
+    /// To [`Request::SearchTools`].
+    Found {
+        /// The tools, in the order in which they should be taken.
+        tools: Vec<FoundTool>,
+        /// Servers that could not be asked, each with the reason: their tools
+        /// could not be found.
+        unavailable: Vec<(String, String)>,
+    },
 }
 
 /// A tool in a list.
@@ -272,6 +292,16 @@ pub struct ReviewedTool {
     /// What differs from the approved definition, line by line as in a diff;
     /// all of it for a new tool, nothing for an approved one. Untrusted text.
     pub difference: String,
+}
+
+/// A tool that fits an intent.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct FoundTool {
+    /// The tool.
+    pub spec: ToolSpec,
+    /// How well it fits, in millionths. Scores of one answer can be compared
+    /// with each other, and with nothing else.
+    pub score_millionths: u32,
 }
 
 /// One tool, as its server describes it: untrusted text.

@@ -59,6 +59,10 @@ pub const CONSTRAINTS_BYTES_MAX: u32 =
 pub const SESSION_BYTES_MAX: usize = 128;
 /// Tool descriptions as the broker lists them, in bytes of one answer.
 pub const TOOL_LIST_BYTES_MAX: u32 = 32 * MIB;
+/// An intent that tools are searched for, in bytes.
+pub const INTENT_BYTES_MAX: u32 = 4 * KIB;
+/// Tools that one search finds at most.
+pub const FOUND_TOOLS_MAX: u32 = 64;
 /// Keys a supervisor or a guest trusts at most. With
 /// [`SIGNATURES_MAX`] it bounds the verifications one program can cost.
 pub const TRUST_KEYS_MAX: usize = 16;
@@ -80,6 +84,8 @@ const _: () = assert!(2 * ARTIFACT_NAME_BYTES_MAX < MESSAGE_OVERHEAD_BYTES);
 // One log record rides in one frame.
 const _: () = assert!(LOG_RECORD_BYTES_MAX + LOG_RECORD_OVERHEAD_BYTES <= LOG_BYTES_MAX);
 const _: () = assert!(CALLS_IN_FLIGHT_MAX <= CALLS_MAX);
+// What was found can be granted.
+const _: () = assert!(FOUND_TOOLS_MAX as usize <= GRANTED_TOOLS_MAX);
 
 /// What one run may use.
 ///

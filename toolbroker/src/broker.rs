@@ -21,16 +21,17 @@ use std::task::Poll;
 use std::time::SystemTime;
 
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, GrantRequest, GrantedTool, ListedTool, Narrowing, OpenRun,
-    REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool,
+    Answer, Ask, Authority, FoundTool, GrantClaims, GrantRequest, GrantedTool, ListedTool,
+    Narrowing, OpenRun, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool,
+    Standing,
 };
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
-    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit,
-    REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, INTENT_BYTES_MAX,
+    MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
@@ -50,6 +51,7 @@ use crate::link::{self, LinkError, Receiver, Sender};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::registry::{LookupError, Registry};
+use crate::retrieval::Retrieval;
 use crate::review::{Blocked, ReviewError, Reviews};
 use crate::upstream::UpstreamError;
 use crate::verified::Verified;
@@ -110,6 +112,10 @@ enum Refused {
     BadRunLink(std::io::Error),
     #[error("{0}")]
     OverLimit(OverLimit),
+    #[error("the intent is empty: say in a sentence or two what is to be done")]
+    NoIntent,
+    #[error("a search for no tools finds none: ask for 1 to {FOUND_TOOLS_MAX}")]
+    NoHits,
     #[error("the broker is shutting down")]
     Closing,
     #[error("{0}")]
@@ -147,7 +153,9 @@ impl Refused {
             | Self::BadRunLink(_)
             | Self::Constraint(_)
             | Self::ConstraintOnOther { .. }
-            | Self::OverLimit(_) => RefusalKind::BadRequest,
+            | Self::OverLimit(_)
+            | Self::NoIntent
+            | Self::NoHits => RefusalKind::BadRequest,
             Self::Reviews(_) | Self::Closing => RefusalKind::Internal,
             Self::Journal(_) => RefusalKind::Journal,
         }
@@ -158,6 +166,7 @@ impl Refused {
 #[derive(Debug)]
 pub struct Broker {
     registry: Arc<Registry>,
+    retrieval: Arc<Retrieval>,
     grants: Verified,
     policy: Policy,
     reviews: Arc<Reviews>,
@@ -188,7 +197,8 @@ impl Broker {
         let dispatcher = Dispatcher::new(Arc::clone(&registry), journal, metrics, home.clone());
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
-        Self { registry, grants, policy, reviews, dispatcher, runs, closing }
+        let retrieval = Arc::default();
+        Self { registry, retrieval, grants, policy, reviews, dispatcher, runs, closing }
     }
 
     /// Serves one supervisor until it closes its link.
@@ -287,14 +297,24 @@ impl Broker {
                 Ok(Reply::Synced)
             }
             Request::Metrics => Ok(Reply::Metrics(self.dispatcher.metrics().text())),
+            Request::SearchTools { principal, intent, k } => {
+                self.search(&principal, intent, k).await
+            }
         }
     }
 
-    async fn list(&self, principal: &str) -> Result<Reply, Refused> {
+    /// The tools that the principal may see, and the servers it may see tools
+    /// of that cannot be asked.
+    async fn seen(&self, principal: &str) -> Result<(Vec<Arc<Tool>>, Unavailable), Refused> {
         let (mut listed, mut unavailable) = self.registry.list().await;
         unavailable.retain(|(server, _)| self.policy.sees_server(principal, server));
         listed.retain(|tool| self.policy.visible(principal, tool.name()));
         self.see(&listed).await?;
+        Ok((listed, unavailable))
+    }
+
+    async fn list(&self, principal: &str) -> Result<Reply, Refused> {
+        let (listed, unavailable) = self.seen(principal).await?;
         let mut unavailable = shown(unavailable);
         // One frame carries it all; a server whose tools do not fit is left
         // out as a whole, and said to be.
@@ -382,6 +402,37 @@ impl Broker {
             let (principal, tool) = (principal.to_owned(), tool.clone());
             Err(Refused::Forbidden { principal, tool })
         })
+    }
+
+    async fn search(&self, principal: &str, intent: String, k: u32) -> Result<Reply, Refused> {
+        for (what, got, limit) in [
+            ("intent_bytes", intent.len() as u64, INTENT_BYTES_MAX),
+            ("k", k.into(), FOUND_TOOLS_MAX),
+        ] {
+            if got > limit.into() {
+                return Err(Refused::OverLimit(OverLimit { what, got, limit: limit.into() }));
+            }
+        }
+        if intent.trim().is_empty() {
+            return Err(Refused::NoIntent);
+        }
+        if k == 0 {
+            return Err(Refused::NoHits);
+        }
+        let (mut listed, unavailable) = self.seen(principal).await?;
+        // What is blocked could not be granted.
+        listed.retain(|tool| self.reviews.standing(tool) == Standing::Approved);
+        let retrieval = Arc::clone(&self.retrieval);
+        // Tools that changed are indexed first, which takes its time.
+        let found = beside(move || retrieval.search(&listed, &intent, k)).await;
+        let tools = found
+            .into_iter()
+            .map(|found| FoundTool {
+                spec: found.tool.spec().clone(),
+                score_millionths: found.score_millionths,
+            })
+            .collect();
+        Ok(Reply::Found { tools, unavailable: shown(unavailable) })
     }
 
     async fn issue(&self, request: GrantRequest) -> Result<Vec<u8>, Refused> {
@@ -512,8 +563,11 @@ fn narrowed(narrowing: Narrowing) -> Result<Vec<u8>, Refused> {
     Ok(attenuate(&token, &narrowing, SystemTime::now())?)
 }
 
-/// Servers that cannot be asked, with the reasons as they are sent.
-fn shown(unavailable: Vec<(String, UpstreamError)>) -> Vec<(String, String)> {
+/// Servers that cannot be asked, with the reasons.
+type Unavailable = Vec<(String, UpstreamError)>;
+
+/// The same with the reasons as they are sent.
+fn shown(unavailable: Unavailable) -> Vec<(String, String)> {
     unavailable
         .into_iter()
         .map(|(server, error)| (server, crate::cut(&error.to_string(), REASON_BYTES_MAX)))

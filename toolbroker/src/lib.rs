@@ -17,6 +17,7 @@
 //! | [`upstream`] | the servers that tools come from: start, list, call, restart, stop |
 //! | [`openapi`] | an OpenAPI document: each operation a tool |
 //! | [`registry`] | all tools, of servers and built in |
+//! | [`retrieval`] | the tools that fit an intent, among those one may see |
 //! | [`policy`] | which tools a principal may see |
 //! | [`review`] | which definition of each tool was approved |
 //! | [`constraint`] | what a grant asks of a call's arguments |
@@ -56,6 +57,7 @@ pub mod policy;
 #[allow(unsafe_code)]
 pub mod process;
 pub mod registry;
+pub mod retrieval;
 pub mod review;
 pub mod secret;
 pub mod stranger;

@@ -2,8 +2,8 @@
 //! tool.
 //!
 //! Descriptions come from strangers and are handed on as data. Deliberately
-//! absent are retrieval and the review of changed definitions, which is
-//! [`crate::review`]'s.
+//! absent are retrieval, which is [`crate::retrieval`]'s, and the review of
+//! changed definitions, which is [`crate::review`]'s.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

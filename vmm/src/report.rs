@@ -158,6 +158,10 @@ pub struct RunReport {
     pub program_sha256: Option<String>,
     /// The public key that signed it, in hex.
     pub signer: Option<String>,
+    /// The tools that were found for its intent, where it was started with
+    /// one: exactly these are its grant.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub retrieved: Vec<RetrievedReport>,
     /// Its tool calls, in the order in which they settled.
     pub tool_calls: Vec<CallReport>,
     /// Fuel it used, as the guest counts.
@@ -168,6 +172,16 @@ pub struct RunReport {
     pub vm_exits: u64,
     /// Where the time went.
     pub timing_us: TimingReport,
+}
+
+/// A tool that was found for a run's intent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RetrievedReport {
+    /// Which tool.
+    pub tool: String,
+    /// How well it fits, in millionths; see
+    /// [`forge_protocol::broker::FoundTool`].
+    pub score_millionths: u32,
 }
 
 /// One log record.

@@ -16,6 +16,7 @@
 //! | `fixture` | the supervisors and services that cases are measured in |
 //! | [`exec`] | execution in the guest beside the same interpreter on the host |
 //! | [`program`] | the benched programs: signed, checked, new input each run |
+//! | [`retrieval`] | how well and how fast tools are found, over a data set |
 //! | [`formula`] | what a case's ratio is to, as data |
 //! | [`stats`] | percentiles, and how sure a median is |
 //! | [`disturbance`] | how much others kept it from running |
@@ -33,6 +34,7 @@ pub mod formula;
 pub mod plot;
 pub mod program;
 mod quiet;
+pub mod retrieval;
 pub mod stats;
 
 use serde::{Deserialize, Serialize};

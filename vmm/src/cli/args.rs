@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use forge_protocol::limits::FOUND_TOOLS_MAX;
 use forge_protocol::name::ToolName;
 
 /// Runs each model-written program once, in a KVM virtual machine made for
@@ -85,6 +86,12 @@ pub(crate) struct RunArgs {
     /// The session that the run belongs to: a grant may be good in one alone
     #[arg(long, value_name = "NAME")]
     pub(crate) session: Option<String>,
+    /// Grant exactly the tools that fit this intent best
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["allow", "grant", "service"])]
+    pub(crate) intent: Option<String>,
+    /// With --intent: how many tools
+    #[arg(short, value_name = "N", default_value = "5", value_parser = hits(), requires = "intent")]
+    pub(crate) k: u32,
     /// The run's input: JSON, @FILE, or - for standard input
     #[arg(long, value_name = "JSON|@FILE|-", default_value = "{}")]
     pub(crate) input: String,
@@ -215,6 +222,8 @@ pub(crate) struct ToolsArgs {
 pub(crate) enum ToolsCommand {
     /// List the tools of the configured servers
     List(ToolsListArgs),
+    /// Find the few tools that fit what is to be done
+    Search(ToolsSearchArgs),
     /// Call a tool, under the same checks as a program's call
     Call(ToolsCallArgs),
     /// Show each tool's definition beside the approved one
@@ -242,6 +251,20 @@ pub(crate) struct ToolsListArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ToolsSearchArgs {
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
+    /// How many tools
+    #[arg(short, value_name = "N", default_value = "5", value_parser = hits())]
+    pub(crate) k: u32,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// What is to be done, in words
+    pub(crate) intent: String,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -374,9 +397,12 @@ pub(crate) struct ProbeArgs {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct BenchArgs {
     /// What to measure: a group (boot, exec, floors, ...), one case by its name,
-    /// or all
+    /// all of these, or retrieval (with --data)
     #[arg(value_name = "WHAT", default_value = "all")]
     pub(crate) what: String,
+    /// With retrieval: the folder of <set>/tools.jsonl and <set>/queries.jsonl
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data: Option<PathBuf>,
     /// Samples of each latency
     #[arg(long, value_name = "N", default_value = "200", value_parser = at_least_one)]
     pub(crate) runs: usize,
@@ -389,6 +415,10 @@ pub(crate) struct BenchArgs {
     /// Say what moved since this earlier output of --json
     #[arg(long, value_name = "OLD.json")]
     pub(crate) compare: Option<PathBuf>,
+}
+
+fn hits() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=i64::from(FOUND_TOOLS_MAX))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

@@ -23,6 +23,9 @@ struct Printed<'a> {
 
 /// Measures.
 pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
+    if args.data.is_some() || args.what == RETRIEVAL {
+        return retrieval(args);
+    }
     let entries = bench::select(&args.what).ok_or_else(|| unknown(&args.what))?;
     // What cannot be read or written is said before minutes of measuring.
     let old = args.compare.as_deref().map(read_results).transpose()?;
@@ -50,6 +53,33 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
     }
     if let Some(folder) = &args.plot {
         draw(&results, folder)?;
+    }
+    Ok(Exit::Ok.into())
+}
+
+/// The one thing that is measured over data of the caller's.
+const RETRIEVAL: &str = "retrieval";
+
+fn retrieval(args: &BenchArgs) -> Result<ExitCode, CliError> {
+    let Some(folder) = args.data.as_deref().filter(|_| args.what == RETRIEVAL) else {
+        return Err(CliError::Usage(format!(
+            "bench {RETRIEVAL} and --data DIR belong together: DIR has a folder for each set, with \
+             tools.jsonl and queries.jsonl in it (the repository's examples/retrieval is one)"
+        )));
+    };
+    if args.plot.is_some() || args.compare.is_some() {
+        return Err(CliError::Usage(format!(
+            "bench {RETRIEVAL} knows neither --plot nor --compare"
+        )));
+    }
+    let sets = bench::retrieval::read(folder).map_err(CliError::Usage)?;
+    let mut bar = Bar::new();
+    let results = bench::retrieval::run(&sets, |progress| bar.show(progress));
+    bar.clear();
+    if args.json {
+        print_json(&Printed { results: &results, compared: None })?;
+    } else {
+        print(&results)?;
     }
     Ok(Exit::Ok.into())
 }

@@ -4,7 +4,7 @@
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use forge_protocol::broker::{Authority, Reply, Request};
+use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
 use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser};
@@ -196,6 +196,23 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
     serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
         .map_err(|error| CliError::Usage(format!("{flag}: this is not JSON: {error}")))?;
     Ok(bytes)
+}
+
+/// The tools that fit an intent, and the servers that could not be asked.
+pub(crate) type Found = (Vec<FoundTool>, Vec<(String, String)>);
+
+/// Has the broker search tools.
+pub(crate) fn search(
+    broker: &Broker,
+    principal: &str,
+    intent: &str,
+    k: u32,
+) -> Result<Found, CliError> {
+    let request = Request::SearchTools { principal: principal.into(), intent: intent.into(), k };
+    ask(broker, &request, |reply| match reply {
+        Reply::Found { tools, unavailable } => Ok((tools, unavailable)),
+        other => Err(other),
+    })
 }
 
 /// Asks a broker and takes the one answer that fits.

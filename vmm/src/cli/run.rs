@@ -4,15 +4,16 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use forge_protocol::broker::Authority;
+use forge_protocol::broker::{Authority, FoundTool};
 use forge_protocol::guest::Artifact;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::Submit;
 use forge_protocol::signature::TrustKeys;
-use forge_vmm::admission::shown;
+use forge_vmm::admission::{shown, shown_whole};
+use forge_vmm::broker::Broker;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
-use forge_vmm::report::{RunReport, Status};
+use forge_vmm::report::{RetrievedReport, RunReport, Status};
 use forge_vmm::supervisor::{RunRequest, RunResult, Supervisor, SupervisorOptions};
 
 use super::args::RunArgs;
@@ -24,7 +25,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let limits = limits(&args);
     let input = config::json_argument("--input", &args.input)?;
     let (program, trust) = program_and_trust(&args)?;
-    let authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
+    let mut authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
     if args.service.is_some() {
         let (principal, session) = (args.broker.principal.clone(), args.session.clone());
         let prepare = args.prepare;
@@ -35,14 +36,22 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         Authority::Grant(_) => GrantKey::Lasting,
         Authority::Tools(_) => GrantKey::Passing,
     };
+    let mut retrieved = Vec::new();
     // A program that may call nothing needs no broker.
-    let broker = match &authority {
-        Authority::Tools(tools) if tools.is_empty() => None,
-        Authority::Tools(tools) => {
+    let broker = match (&authority, &args.intent) {
+        (Authority::Tools(_), Some(intent)) => {
+            let broker = config::start_broker(&args.broker, key)?;
+            retrieved = retrieve(&broker, &args, intent)?;
+            let names = retrieved.iter().map(|tool| tool.spec.name.clone());
+            authority = Authority::Tools(names.collect());
+            Some(broker)
+        }
+        (Authority::Tools(tools), None) if tools.is_empty() => None,
+        (Authority::Tools(tools), None) => {
             config::check_servers(&args.broker, tools)?;
             Some(config::start_broker(&args.broker, key)?)
         }
-        Authority::Grant(_) => Some(config::start_broker(&args.broker, key)?),
+        (Authority::Grant(_), _) => Some(config::start_broker(&args.broker, key)?),
     };
     let options = SupervisorOptions {
         trust,
@@ -65,6 +74,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         prepare: false,
     };
     let RunResult { mut report, artifacts, trace } = supervisor.run(&request);
+    report.retrieved = retrieved.iter().map(retrieved_report).collect();
     if let Some(path) = &args.trace {
         let at = |source| CliError::File { path: path.display().to_string(), source };
         std::fs::write(path, trace.to_json().to_string()).map_err(at)?;
@@ -77,6 +87,24 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     drop(supervisor);
     printed?;
     Ok(ExitCode::from(report.status.exit_code()))
+}
+
+/// Finds the tools that the run is to be granted.
+fn retrieve(broker: &Broker, args: &RunArgs, intent: &str) -> Result<Vec<FoundTool>, CliError> {
+    progress("searching tools");
+    let (tools, unavailable) = config::search(broker, &args.broker.principal, intent, args.k)?;
+    for (server, reason) in &unavailable {
+        complain(&format!("server {server} was not searched: {}", shown_whole(reason)));
+    }
+    for tool in &tools {
+        progress(&format!("granted: {}", shown_whole(tool.spec.name.as_str())));
+    }
+    Ok(tools)
+}
+
+fn retrieved_report(found: &FoundTool) -> RetrievedReport {
+    let FoundTool { spec, score_millionths } = found;
+    RetrievedReport { tool: spec.name.to_string(), score_millionths: *score_millionths }
 }
 
 fn limits(args: &RunArgs) -> RunLimits {
@@ -132,7 +160,7 @@ pub(super) fn show<'a>(
     for (level, text) in logs {
         let levels = ["error", "warn", "info", "debug", "trace"];
         let level = usize::try_from(level).ok().and_then(|level| levels.get(level));
-        let (level, text) = (level.unwrap_or(&"log"), forge_vmm::admission::shown_whole(text));
+        let (level, text) = (level.unwrap_or(&"log"), shown_whole(text));
         let _ = writeln!(io::stderr(), "[{level}] {text}");
     }
     if status != Status::Ok {

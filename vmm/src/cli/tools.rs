@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Authority, ListedTool as Tool, OpenRun, Reply, Request, ReviewedTool, Standing, ToolWord,
+    Authority, FoundTool, ListedTool as Tool, OpenRun, Reply, Request, ReviewedTool, Standing,
+    ToolSpec, ToolWord,
 };
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -19,17 +20,20 @@ use forge_vmm::keys;
 use forge_vmm::report::hex;
 use serde::Serialize;
 
-use super::args::{ToolsApproveArgs, ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs};
+use super::args::{
+    ToolsApproveArgs, ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs, ToolsSearchArgs,
+};
 use super::config::{self, GrantKey};
 use super::{CliError, Exit, complain, print_json, progress};
 
 /// How long a call from the command line may take.
 const CALL_TIME_MAX: Duration = Duration::from_secs(30);
 
-/// Lists tools, reviews their definitions, or calls one.
+/// Lists tools, finds some, reviews their definitions, or calls one.
 pub(crate) fn tools(args: ToolsArgs) -> Result<ExitCode, CliError> {
     match args.command {
         ToolsCommand::List(args) => list(&args),
+        ToolsCommand::Search(args) => search(&args),
         ToolsCommand::Call(args) => call(args),
         ToolsCommand::Review(args) => review(&args),
         ToolsCommand::Approve(args) => approve(&args),
@@ -43,13 +47,19 @@ struct Listing {
 }
 
 #[derive(Serialize)]
-struct ListedTool {
+struct Described {
     name: String,
     description: String,
     input_schema: serde_json::Value,
     #[serde(skip_serializing_if = "Option::is_none")]
     output_schema: Option<serde_json::Value>,
     definition_sha256: String,
+}
+
+#[derive(Serialize)]
+struct ListedTool {
+    #[serde(flatten)]
+    tool: Described,
     standing: &'static str,
     #[serde(flatten)]
     word: Word,
@@ -114,6 +124,47 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
     Ok(said(&unavailable).into())
 }
 
+#[derive(Serialize)]
+struct Found {
+    tools: Vec<FoundEntry>,
+    unavailable: Vec<Unavailable>,
+}
+
+#[derive(Serialize)]
+struct FoundEntry {
+    score: f64,
+    #[serde(flatten)]
+    tool: Described,
+}
+
+fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
+    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    progress("asking the tool servers");
+    let (tools, unavailable) =
+        config::search(&broker, &args.broker.principal, &args.intent, args.k)?;
+    let score = |tool: &FoundTool| f64::from(tool.score_millionths) / 1e6;
+    if args.json {
+        print_json(&Found {
+            tools: tools
+                .iter()
+                .map(|tool| FoundEntry { score: score(tool), tool: described(&tool.spec) })
+                .collect(),
+            unavailable: unavailable.iter().map(gone).collect(),
+        })?;
+    } else {
+        let mut out = io::stdout().lock();
+        for tool in &tools {
+            let ToolSpec { name, description, input_schema, .. } = &tool.spec;
+            writeln!(out, "{:.3}  {}", score(tool), shown_whole(name.as_str()))?;
+            for line in description.lines() {
+                writeln!(out, "       {}", shown_whole(line))?;
+            }
+            writeln!(out, "       arguments: {}", shown_whole(input_schema))?;
+        }
+    }
+    Ok(said(&unavailable).into())
+}
+
 /// Says which servers could not be asked.
 fn said(unavailable: &[(String, String)]) -> Exit {
     for (server, reason) in unavailable {
@@ -136,15 +187,17 @@ fn word(word: &ToolWord) -> Word {
 }
 
 fn listed(tool: &Tool) -> ListedTool {
-    let Tool { spec: tool, word: said, standing } = tool;
-    ListedTool {
+    let Tool { spec, word: said, standing } = tool;
+    ListedTool { tool: described(spec), standing: standing.as_str(), word: word(said) }
+}
+
+fn described(tool: &ToolSpec) -> Described {
+    Described {
         name: tool.name.to_string(),
         description: tool.description.clone(),
         input_schema: json(&tool.input_schema),
         output_schema: tool.output_schema.as_deref().map(json),
         definition_sha256: hex(&tool.definition_sha256),
-        standing: standing.as_str(),
-        word: word(said),
     }
 }
 

@@ -1,0 +1,208 @@
+//! From an intent to a run, the whole way: the real `forge-vmm`, the real
+//! toolbroker over nine real tool servers with 50 tools, and a real VM.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Output, Stdio};
+use std::sync::Once;
+
+use serde_json::{Value, json};
+use support::signer;
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            an_intent_is_searched_granted_and_run_in_one_step,
+            a_tool_that_was_not_found_is_not_granted,
+        ],
+        claims![
+            tools_search_prints_the_tools_that_fit_with_scores_and_specs,
+            flags_that_do_not_go_together_are_usage_errors,
+            an_intent_that_cannot_be_searched_is_refused_with_what_to_do,
+            the_surface_is_benched_without_any_other_data,
+        ],
+    )
+}
+
+const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
+const OWED: &str = "Which invoices are unpaid?";
+
+/// The programs of other packages that these tests start, built if cargo is
+/// at hand to build them.
+fn helpers() -> &'static Path {
+    static BUILT: Once = Once::new();
+    let folder = Path::new(FORGE).parent().unwrap();
+    BUILT.call_once(|| {
+        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+        let packages = ["forge-toolbroker", "office-server", "inventory-server"];
+        let mut build = Command::new(cargo);
+        build.args(["build", "--quiet"]);
+        packages.iter().for_each(|package| {
+            build.args(["-p", package]);
+        });
+        build
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        match build.status() {
+            Ok(status) => assert!(status.success(), "the helpers do not build"),
+            // A machine without cargo: they were brought along.
+            Err(_) => {
+                for name in packages {
+                    assert!(folder.join(name).is_file(), "{name} is missing, and so is cargo");
+                }
+            }
+        }
+    });
+    folder
+}
+
+fn example(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples").join(path)
+}
+
+/// A folder with a key and the surface's `mcp.json`, gone after the test.
+struct Desk(PathBuf);
+
+impl Desk {
+    fn new() -> Self {
+        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let name = format!("forge-retrieval-{}-{number}", std::process::id());
+        let desk = Self(std::env::temp_dir().join(name));
+        fs::create_dir_all(&desk.0).unwrap();
+        let key = desk.0.join("signer.pem");
+        fs::write(&key, signer().to_pem()).unwrap();
+        fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+        // The example's own file, with the programs that were built here.
+        let config = fs::read_to_string(example("surface.mcp.json")).unwrap();
+        let folder = format!("{}/", helpers().display());
+        fs::write(desk.0.join("mcp.json"), config.replace("target/release/", &folder)).unwrap();
+        desk
+    }
+
+    fn forge(&self, arguments: &[&str]) -> Output {
+        Command::new(FORGE)
+            .args(arguments)
+            .current_dir(&self.0)
+            .env("INVENTORY_TOKEN", "demo-inventory-token")
+            .stdin(Stdio::null())
+            .output()
+            .unwrap()
+    }
+
+    fn run(&self, more: &[&str]) -> (i32, Value) {
+        let program = example("programs/unpaid.wat");
+        let common = ["run", "--json", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"];
+        let last = ["--timeout", "30s", program.to_str().unwrap()];
+        let output = self.forge(&[&common, more, &last].concat());
+        let report = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|_| panic!("no report: {}", text(&output.stderr)));
+        (output.status.code().unwrap(), report)
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn an_intent_is_searched_granted_and_run_in_one_step() {
+    let (code, report) = Desk::new().run(&["--intent", OWED, "-k", "4"]);
+    assert_eq!(code, 0, "{report:#}");
+    let output: Value = serde_json::from_str(report["output"].as_str().unwrap()).unwrap();
+    assert_eq!(output["count"], 2, "{report:#}");
+    assert_eq!(report["tool_calls"][0]["tool"], "billing.list_invoices");
+    let retrieved = report["retrieved"].as_array().unwrap();
+    assert_eq!(retrieved.len(), 4, "{report:#}");
+    let named = |tool: &Value| tool["tool"] == "billing.list_invoices";
+    assert!(retrieved.iter().any(named), "{report:#}");
+    assert!(retrieved.iter().all(|tool| tool["score_millionths"].as_u64().unwrap() > 0));
+}
+
+fn a_tool_that_was_not_found_is_not_granted() {
+    let intent = "Is there a meeting room on the second floor?";
+    let (code, report) = Desk::new().run(&["--intent", intent, "-k", "1"]);
+    assert_eq!(code, 1, "{report:#}");
+    assert_eq!(report["retrieved"][0]["tool"], "calendar.find_rooms", "{report:#}");
+    assert_eq!(report["tool_calls"][0]["tool"], "billing.list_invoices");
+    assert_ne!(report["tool_calls"][0]["status"], "ok", "{report:#}");
+}
+
+fn tools_search_prints_the_tools_that_fit_with_scores_and_specs() {
+    let desk = Desk::new();
+    let common = ["tools", "search", "--mcp-config", "mcp.json", OWED];
+    let output = desk.forge(&[&common[..], &["--json", "-k", "3"]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let tools = found["tools"].as_array().unwrap();
+    assert_eq!(tools.len(), 3);
+    assert!(tools.iter().any(|tool| tool["name"] == "billing.list_invoices"), "{found:#}");
+    assert!(tools.iter().all(|tool| tool["score"].as_f64().unwrap() > 0.0));
+    assert!(tools.iter().all(|tool| tool["input_schema"]["type"] == "object"));
+    assert_eq!(found["unavailable"], json!([]));
+
+    let plain = text(&desk.forge(&common).stdout);
+    assert_eq!(plain.lines().filter(|line| line.contains("arguments: {")).count(), 5, "{plain}");
+}
+
+fn flags_that_do_not_go_together_are_usage_errors() {
+    let desk = Desk::new();
+    for arguments in [
+        &["run", "--intent", "x", "--allow", "a.b", "p.wasm"][..],
+        &["run", "--intent", "x", "--grant", "g", "p.wasm"],
+        &["run", "-k", "3", "p.wasm"],
+        &["tools", "search", "-k", "0", "x"],
+        &["tools", "search", "-k", "65", "x"],
+        &["bench", "retrieval"],
+        &["bench", "boot", "--data", "."],
+        &["bench", "retrieval", "--data", "."],
+    ] {
+        let output = desk.forge(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", text(&output.stderr));
+    }
+}
+
+fn an_intent_that_cannot_be_searched_is_refused_with_what_to_do() {
+    let desk = Desk::new();
+    let long = "word ".repeat(1000);
+    for (intent, why) in [(" ", "the intent is empty"), (long.as_str(), "intent_bytes is 5000")] {
+        let output = desk.forge(&["tools", "search", intent]);
+        assert_eq!(output.status.code(), Some(3));
+        assert!(text(&output.stderr).contains(why), "{}", text(&output.stderr));
+    }
+}
+
+fn the_surface_is_benched_without_any_other_data() {
+    let folder = example("retrieval");
+    let output =
+        Desk::new().forge(&["bench", "retrieval", "--json", "--data", folder.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let value = |name: &str| {
+        let all = results["results"].as_array().unwrap();
+        let found = all.iter().find(|result| result["name"] == name);
+        found.unwrap_or_else(|| panic!("no {name}: {results:#}"))["p50"].as_f64().unwrap()
+    };
+    let fused = value("retrieval.surface.recall_at_5");
+    assert!(fused > value("retrieval.surface.lexical.recall_at_5"));
+    let shown = value("retrieval.surface.tokens_shown");
+    assert!(5.0 * shown < value("retrieval.surface.everything.tokens_shown"));
+    for size in [500, 10_000, 100_000] {
+        assert!(value(&format!("retrieval.query_{size}")) > 0.0);
+        assert!(value(&format!("retrieval.lexical.query_{size}")) > 0.0);
+    }
+}
