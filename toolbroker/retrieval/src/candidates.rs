@@ -109,14 +109,17 @@ impl Scratch {
         self.distances.clear();
         kernel::distances(&query.vector.signs(), &index.vectors.signs, &mut self.distances);
         let known = if query.vector.scale == 0.0 { 0.0 } else { 1.0 };
-        let cosine: [f32; DIMENSIONS + 1] =
-            std::array::from_fn(|distance| known * cosine_of(distance));
+        let bucket_of = |estimate: f32| estimate * BUCKETS_PER_ONE;
+        let by_distance: [f32; DIMENSIONS + 1] = std::array::from_fn(|distance| {
+            bucket_of(1.0 + weights.fuse(known * cosine_of(distance), 0.0))
+        });
+        let by_word = bucket_of(weights.fuse(0.0, 1.0));
         let mut in_bucket = [0usize; BUCKETS];
         self.buckets.clear();
         self.buckets.extend(self.distances.iter().zip(&self.lexical).map(|(distance, words)| {
-            let estimate = weights.fuse(cosine[usize::from(*distance)], *words);
-            let bucket = ((estimate + 1.0) * BUCKETS_PER_ONE) as usize;
-            let bucket = bucket.min(BUCKETS - 1);
+            let bucket = by_distance[usize::from(*distance)] + by_word * words;
+            // At most a few hundred, so nothing is cut off but by the last.
+            let bucket = (bucket as i32 as usize).min(BUCKETS - 1);
             in_bucket[bucket] += 1;
             bucket as u16
         }));

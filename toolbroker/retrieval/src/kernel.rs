@@ -111,12 +111,12 @@ mod fast {
     }
 
     pub(super) fn distances(query: &Signs, rows: &[Signs], out: &mut Vec<u16>) {
-        #[target_feature(enable = "popcnt")]
+        #[target_feature(enable = "avx2,popcnt")]
         fn compiled(query: &Signs, rows: &[Signs], out: &mut Vec<u16>) {
             distances_plain(query, rows, out);
         }
         assert!(is_there());
-        // SAFETY: it is safe code that needs POPCNT, which was found a line above.
+        // SAFETY: it is safe code that needs AVX2 and POPCNT, which were found a line above.
         unsafe { compiled(query, rows, out) }
     }
 }
