@@ -5,6 +5,8 @@
 
 mod support;
 
+use std::fs::{OpenOptions, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::abi::CallCode;
@@ -38,6 +40,9 @@ impl Desk {
         let config = self.path("forge.toml");
         std::fs::write(&config, toml).unwrap();
         let log = self.path("calls");
+        // A server may write what its command line names, if it is there.
+        let opened = OpenOptions::new().create(true).append(true).open(&log).unwrap();
+        opened.set_permissions(Permissions::from_mode(0o666)).unwrap();
         let mut args: Vec<&str> = vec!["--log", log.to_str().unwrap()];
         args.extend(server_args);
         let servers = json!({"mcpServers": {"test": {"command": test_server(), "args": args}}});

@@ -6,7 +6,7 @@
 mod support;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -47,6 +47,9 @@ impl Desk {
 
     fn broker_with(&self, journal: &Path) -> Broker {
         let log = self.0.path().join("calls");
+        // A server may write what its command line names, if it is there.
+        let opened = OpenOptions::new().create(true).append(true).open(&log).unwrap();
+        opened.set_permissions(Permissions::from_mode(0o666)).unwrap();
         let config = json!({"mcpServers": {"test": {
             "command": test_server(), "args": ["--log", log], "env": {"TEST_TOKEN": CANARY},
         }}});

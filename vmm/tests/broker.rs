@@ -297,7 +297,8 @@ fn forge_toml_names_the_brokers_user() {
     let seen = folder.write("seen", "");
     fs::set_permissions(&seen, fs::Permissions::from_mode(0o666)).unwrap();
     let servers = format!(
-        "[servers.who]\ncommand = \"/bin/sh\"\nargs = [\"-c\", \"id -u > {}\"]\n",
+        "[servers.who]\ncommand = \"/bin/sh\"\nargs = [\"-c\", \"id -u > {0}\"]\n\
+         write = [\"{0}\"]\n",
         seen.display()
     );
     for user in [STRANGER.to_string(), "\"nobody\"".to_owned()] {

@@ -50,6 +50,9 @@ impl Desk {
     /// The test server with these arguments.
     fn servers(&self, more: &[&str]) {
         let log = self.path("calls");
+        // A server may write what its command line names, if it is there.
+        let opened = fs::OpenOptions::new().create(true).append(true).open(&log).unwrap();
+        opened.set_permissions(fs::Permissions::from_mode(0o666)).unwrap();
         let args = [&["--log", log.to_str().unwrap()], more].concat();
         let server =
             json!({"command": executables::folder().join("forge-test-server"), "args": args});

@@ -350,6 +350,14 @@ fn worker_of(supervisor: u32) -> Option<u32> {
     child_named(child_named(supervisor, "forge-vmm-zygote")?, "forge-vmm-zygote")
 }
 
+/// The test server of a broker.
+fn server_of(broker: u32) -> Option<u32> {
+    // Its launcher, and process 1 of the server's namespaces.
+    let launcher = child_named(broker, "/proc/self/exe")?;
+    let first = child_named(launcher, "/proc/self/exe")?;
+    child_named(first, executables::folder().join("forge-test-server").to_str()?)
+}
+
 fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
@@ -488,12 +496,7 @@ fn the_credential_is_in_no_memory_of_worker_or_guest() {
         .unwrap();
     let worker = wait_for("a worker", || worker_of(run.id()));
     let server = wait_for("the tool server", || {
-        let broker =
-            child_named(run.id(), executables::folder().join("forge-toolbroker").to_str()?)?;
-        // Its launcher, and process 1 of the server's namespaces.
-        let launcher = child_named(broker, "/proc/self/exe")?;
-        let first = child_named(launcher, "/proc/self/exe")?;
-        child_named(first, executables::folder().join("forge-test-server").to_str()?)
+        server_of(child_named(run.id(), executables::folder().join("forge-toolbroker").to_str()?)?)
     });
     // The tool's answer has arrived when its other words are there. What was
     // mapped while that was looked for is in the next dump.
@@ -742,9 +745,7 @@ fn no_process_is_left_behind() {
     let broker = wait_for("a broker", || {
         child_named(run.id(), executables::folder().join("forge-toolbroker").to_str()?)
     });
-    let server = wait_for("a server", || {
-        child_named(broker, executables::folder().join("forge-test-server").to_str()?)
-    });
+    let server = wait_for("a server", || server_of(broker));
     run.kill().unwrap();
     run.wait().unwrap();
     for (name, process) in [("worker", worker), ("broker", broker), ("server", server)] {

@@ -12,7 +12,7 @@ use tokio::process::Command;
 async fn every_page_of_tools_is_listed_and_echo_echoes() {
     let server = Command::new(env!("CARGO_BIN_EXE_forge-test-server"));
     let client = ().serve(TokioChildProcess::new(server).unwrap()).await.unwrap();
-    assert_eq!(client.list_all_tools().await.unwrap().len(), 10);
+    assert_eq!(client.list_all_tools().await.unwrap().len(), 13);
     let mut arguments = serde_json::Map::new();
     arguments.insert("text".into(), "hello".into());
     let call = CallToolRequestParams::new("echo").with_arguments(arguments);
