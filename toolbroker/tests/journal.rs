@@ -438,13 +438,13 @@ fn a_call_that_is_wrong_in_two_respects_gets_the_earlier_refusal() {
     // Arguments that do not fit before a spent budget, that before a passed
     // deadline.
     let spent = RunLimits { calls: 0, wall_ms: 1, ..small.clone() };
-    let mut worker = open(&mut broker, 2, &tools, spent);
+    let mut worker = open(&mut broker, 2, &tools[..1], spent);
     assert_eq!(worker.call("test.note", &none).0, Some(CallCode::BadRequest));
     assert_eq!(worker.call("test.note", &fine).0, Some(CallCode::BudgetSpent));
     std::thread::sleep(Duration::from_millis(600));
     assert_eq!(worker.call("test.note", &large).0, Some(CallCode::RequestTooLarge));
     // A passed deadline before a journal that is gone.
-    let mut worker = open(&mut broker, 3, &tools, RunLimits { wall_ms: 1, ..small });
+    let mut worker = open(&mut broker, 3, &tools[..1], RunLimits { wall_ms: 1, ..small });
     std::thread::sleep(Duration::from_millis(600));
     sync(&mut broker);
     // Each of them is in the journal, and none reached the server.
