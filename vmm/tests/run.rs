@@ -50,6 +50,7 @@ fn main() -> ExitCode {
             unsigned_flipped_and_wrongly_keyed_programs_exit_3,
             keygen_sign_and_inspect_fit_together,
             check_names_every_violation,
+            a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
             a_private_key_that_others_can_read_is_refused,
             wasmsign2_signs_for_us_and_verifies_ours,
@@ -863,6 +864,28 @@ fn check_names_every_violation() {
     desk.forge(&["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"]);
     let output = desk.forge(&["check", "--trust", "signer.pub", "hello.wasm"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
+}
+
+fn a_tool_server_that_is_installed_below_the_home_is_started() {
+    let desk = Desk::new();
+    let bin = desk.path("home/bin");
+    fs::create_dir_all(&bin).unwrap();
+    let server = bin.join("forge-test-server");
+    fs::copy(executables::folder().join("forge-test-server"), &server).unwrap();
+    let servers = json!({"mcpServers": {"test": {"command": server}}});
+    desk.write("mcp.json", servers.to_string());
+    // Whether the state is below the home, as it usually is, or elsewhere.
+    for state in ["home/.local/state/forge-vmm", "state"] {
+        let output = desk
+            .command()
+            .args(["tools", "call", "--mcp-config", "mcp.json", "test.echo", "{\"text\": \"x\"}"])
+            .env("HOME", desk.path("home"))
+            .env("FORGE_STATE", desk.path(state))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{state}: {said}");
+    }
 }
 
 fn usage_errors_exit_2_and_say_what_to_do() {

@@ -200,7 +200,7 @@ fn process_1(
     then: &mut dyn FnMut(&Order) -> Result<u8, Failure>,
 ) -> Result<u8, Failure> {
     rustix::system::sethostname(HOSTNAME).map_err(failed("naming the host"))?;
-    order.tree.enter(owners.as_ref().map(OwnedFd::as_fd), order.procfs)?;
+    order.tree.enter(owners.as_ref().map(OwnedFd::as_fd), order.uid, order.procfs)?;
     if order.namespaces == Namespaces::Privileged {
         become_user(order)?;
     }

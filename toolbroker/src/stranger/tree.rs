@@ -58,10 +58,12 @@ const READ_ONLY: MountAttrFlags = SAFE.union(MountAttrFlags::MOUNT_ATTR_RDONLY);
 
 impl Tree {
     /// Makes the tree the process's own, in a mount namespace that nobody
-    /// else is in. `owners` is the map for what is granted.
+    /// else is in. `owners` is the map for what is granted, to the server's
+    /// `uid`.
     pub(super) fn enter(
         &self,
         owners: Option<BorrowedFd<'_>>,
+        uid: Option<u32>,
         procfs: bool,
     ) -> Result<(), Failure> {
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
@@ -69,7 +71,8 @@ impl Tree {
         let root = tmpfs("64m", "0755").map_err(failed("making a root"))?;
         attach(&root, CWD, "/".as_ref()).map_err(failed("mounting a root"))?;
         let root = root.as_fd();
-        self.scratch(root, owners).map_err(failed("making scratch folders"))?;
+        self.furnish().map_err(failed("preparing the home"))?;
+        self.scratch(root, owners, uid).map_err(failed("making scratch folders"))?;
         if procfs {
             folder(root, "proc".as_ref())
                 .and_then(|()| attach(&proc()?, root, "proc".as_ref()))
@@ -106,8 +109,40 @@ impl Tree {
         Ok(())
     }
 
+    /// Makes places in the home for what is shown below it, such as a program
+    /// that is installed there. Through the map nobody but the server could.
+    fn furnish(&self) -> io::Result<()> {
+        let Some(from) = &self.home_from else { return Ok(()) };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let home = openat(CWD, from, flags, Mode::empty())?;
+        for path in self.system.iter().chain(&self.read).chain(&self.write) {
+            if let Ok(at) = path.strip_prefix(&self.home)
+                && !at.as_os_str().is_empty()
+            {
+                place(home.as_fd(), at, path.is_dir())?;
+            }
+        }
+        for (link, target) in &self.links {
+            if let Ok(at) = link.strip_prefix(&self.home)
+                && !at.as_os_str().is_empty()
+            {
+                parents(home.as_fd(), at)?;
+                match symlinkat(target, &home, at) {
+                    Ok(()) | Err(Errno::EXIST) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// `/tmp`, `/dev` and the home.
-    fn scratch(&self, root: BorrowedFd<'_>, owners: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    fn scratch(
+        &self,
+        root: BorrowedFd<'_>,
+        owners: Option<BorrowedFd<'_>>,
+        uid: Option<u32>,
+    ) -> io::Result<()> {
         let scratch = |at: &Path| -> io::Result<()> {
             folder(root, at)?;
             attach(&tmpfs(SCRATCH_BYTES_MAX, "1777")?, root, at)
@@ -117,7 +152,7 @@ impl Tree {
         for device in DEVICES {
             let path = Path::new("/dev").join(device);
             if path.exists() {
-                show(root, &path, &path, MountAttrFlags::MOUNT_ATTR_NOSUID, None)?;
+                let _ = show(root, &path, &path, MountAttrFlags::MOUNT_ATTR_NOSUID, None)?;
             }
         }
         for (link, target) in [
@@ -130,7 +165,14 @@ impl Tree {
         }
         scratch("dev/shm".as_ref())?;
         match &self.home_from {
-            Some(from) => show(root, from, &self.home, SAFE, owners),
+            Some(from) => {
+                let mapped = show(root, from, &self.home, SAFE, owners)?;
+                if owners.is_some() && !mapped {
+                    // What else is in there the server made itself.
+                    std::os::unix::fs::chown(from, uid, uid)?;
+                }
+                Ok(())
+            }
             None => scratch(inside(&self.home)),
         }
     }
@@ -142,14 +184,15 @@ fn inside(path: &Path) -> &Path {
     path.strip_prefix("/").unwrap_or(path)
 }
 
-/// Shows what the host has at `from` at `at`.
+/// Shows what the host has at `from` at `at`: `true` if through the map of
+/// `owners`.
 fn show(
     root: BorrowedFd<'_>,
     from: &Path,
     at: &Path,
     attributes: MountAttrFlags,
     owners: Option<BorrowedFd<'_>>,
-) -> io::Result<()> {
+) -> io::Result<bool> {
     let copy = || {
         open_tree(
             CWD,
@@ -162,27 +205,32 @@ fn show(
     };
     let mut shown = copy()?;
     let attributes: u64 = attributes.bits().into();
-    if owners.is_some() && sys::set_mount_attributes(shown.as_fd(), attributes, owners).is_err() {
-        // A file system without such maps: its owners are shown as they are,
-        // and modes decide.
+    let mapped =
+        owners.is_some() && sys::set_mount_attributes(shown.as_fd(), attributes, owners).is_ok();
+    if !mapped {
+        // Or a file system without such maps: its owners are shown as they
+        // are, and modes decide.
         shown = copy()?;
-        sys::set_mount_attributes(shown.as_fd(), attributes, None)?;
-    } else if owners.is_none() {
         sys::set_mount_attributes(shown.as_fd(), attributes, None)?;
     }
     let at = inside(at);
-    if from.is_dir() {
-        folder(root, at)?;
-    } else {
-        parents(root, at)?;
-        match openat(root, at, OFlags::CREATE | OFlags::CLOEXEC, Mode::from_raw_mode(0o444)) {
-            Ok(_) | Err(Errno::EXIST) => {}
-            // It is there, below something shown.
-            Err(_) if statat(root, at, AtFlags::SYMLINK_NOFOLLOW).is_ok() => {}
-            Err(error) => return Err(error.into()),
-        }
+    place(root, at, from.is_dir())?;
+    attach(&shown, root, at)?;
+    Ok(mapped)
+}
+
+/// Something to mount on: a folder, or a file.
+fn place(root: BorrowedFd<'_>, at: &Path, is_folder: bool) -> io::Result<()> {
+    if is_folder {
+        return folder(root, at);
     }
-    attach(&shown, root, at)
+    parents(root, at)?;
+    match openat(root, at, OFlags::CREATE | OFlags::CLOEXEC, Mode::from_raw_mode(0o444)) {
+        Ok(_) | Err(Errno::EXIST) => Ok(()),
+        // It is there, below something shown.
+        Err(_) if statat(root, at, AtFlags::SYMLINK_NOFOLLOW).is_ok() => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Puts nothing in the place of a file or folder, if it is shown.
