@@ -5,13 +5,15 @@
 
 #[macro_use]
 mod support;
+#[path = "support/executables.rs"]
+mod executables;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output, Stdio};
-use std::sync::Once;
 
+use executables::FORGE;
 use serde_json::{Value, json};
 use support::signer;
 
@@ -30,40 +32,9 @@ fn main() -> ExitCode {
     )
 }
 
-const FORGE: &str = env!("CARGO_BIN_EXE_forge-vmm");
+/// What the surface is made of.
+const SERVERS: [&str; 3] = ["forge-toolbroker", "office-server", "inventory-server"];
 const OWED: &str = "Which invoices are unpaid?";
-
-/// The programs of other packages that these tests start, built if cargo is
-/// at hand to build them.
-fn helpers() -> &'static Path {
-    static BUILT: Once = Once::new();
-    let folder = Path::new(FORGE).parent().unwrap();
-    BUILT.call_once(|| {
-        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
-        let packages = ["forge-toolbroker", "office-server", "inventory-server"];
-        let mut build = Command::new(cargo);
-        build.args(["build", "--quiet"]);
-        packages.iter().for_each(|package| {
-            build.args(["-p", package]);
-        });
-        build
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .env("CARGO_TARGET_DIR", folder.parent().unwrap());
-        if folder.ends_with("release") {
-            build.arg("--release");
-        }
-        match build.status() {
-            Ok(status) => assert!(status.success(), "the helpers do not build"),
-            // A machine without cargo: they were brought along.
-            Err(_) => {
-                for name in packages {
-                    assert!(folder.join(name).is_file(), "{name} is missing, and so is cargo");
-                }
-            }
-        }
-    });
-    folder
-}
 
 fn example(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples").join(path)
@@ -84,7 +55,7 @@ impl Desk {
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
         // The example's own file, with the programs that were built here.
         let config = fs::read_to_string(example("surface.mcp.json")).unwrap();
-        let folder = format!("{}/", helpers().display());
+        let folder = format!("{}/", executables::folder_with(&SERVERS).display());
         fs::write(desk.0.join("mcp.json"), config.replace("target/release/", &folder)).unwrap();
         desk
     }
@@ -94,6 +65,7 @@ impl Desk {
             .args(arguments)
             .current_dir(&self.0)
             .env("INVENTORY_TOKEN", "demo-inventory-token")
+            .env("FORGE_STATE", self.0.join("state"))
             .stdin(Stdio::null())
             .output()
             .unwrap()
