@@ -10,6 +10,7 @@ mod executables;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -874,10 +875,19 @@ fn a_tool_server_that_is_installed_below_the_home_is_started() {
     fs::copy(executables::folder().join("forge-test-server"), &server).unwrap();
     let servers = json!({"mcpServers": {"test": {"command": server}}});
     desk.write("mcp.json", servers.to_string());
+    // Installed for its user alone, who keeps everything to itself.
+    fs::set_permissions(&server, fs::Permissions::from_mode(0o700)).unwrap();
     // Whether the state is below the home, as it usually is, or elsewhere.
     for state in ["home/.local/state/forge-vmm", "state"] {
-        let output = desk
-            .command()
+        let mut command = desk.command();
+        // SAFETY: umask is async-signal-safe and cannot fail.
+        unsafe {
+            command.pre_exec(|| {
+                libc::umask(0o077);
+                Ok(())
+            })
+        };
+        let output = command
             .args(["tools", "call", "--mcp-config", "mcp.json", "test.echo", "{\"text\": \"x\"}"])
             .env("HOME", desk.path("home"))
             .env("FORGE_STATE", desk.path(state))

@@ -66,6 +66,20 @@ impl Tree {
         uid: Option<u32>,
         procfs: bool,
     ) -> Result<(), Failure> {
+        // Folders on the way to what is shown are there for the server to
+        // pass, whatever the broker's mask for its own files is.
+        let own_mask = rustix::process::umask(Mode::from_raw_mode(0o022));
+        let built = self.build(owners, uid, procfs);
+        rustix::process::umask(own_mask);
+        built
+    }
+
+    fn build(
+        &self,
+        owners: Option<BorrowedFd<'_>>,
+        uid: Option<u32>,
+        procfs: bool,
+    ) -> Result<(), Failure> {
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
         mount_change("/", private).map_err(failed("making mounts private"))?;
         let root = tmpfs("64m", "0755").map_err(failed("making a root"))?;
