@@ -875,8 +875,6 @@ fn a_tool_server_that_is_installed_below_the_home_is_started() {
     fs::copy(executables::folder().join("forge-test-server"), &server).unwrap();
     let servers = json!({"mcpServers": {"test": {"command": server}}});
     desk.write("mcp.json", servers.to_string());
-    // Installed for its user alone, who keeps everything to itself.
-    fs::set_permissions(&server, fs::Permissions::from_mode(0o700)).unwrap();
     // Whether the state is below the home, as it usually is, or elsewhere.
     for state in ["home/.local/state/forge-vmm", "state"] {
         let mut command = desk.command();
