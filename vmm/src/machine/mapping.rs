@@ -15,6 +15,10 @@ use vm_memory::{
     GuestRegionMmap, MmapRegion,
 };
 
+/// After so many attempts a mapping stays where the kernel put it, which costs
+/// its VM large pages and nothing else.
+const FILLERS: usize = 32;
+
 fn misaligned(region: &MmapRegion) -> usize {
     region.as_ptr() as usize % LARGE_PAGE_BYTES as usize
 }
@@ -26,15 +30,18 @@ fn misaligned(region: &MmapRegion) -> usize {
 /// What the kernel said.
 pub(super) fn map(address: u64, bytes: usize) -> io::Result<GuestMemoryMmap> {
     let mut region = MmapRegion::new(bytes).map_err(io::Error::other)?;
-    if misaligned(&region) != 0 {
+    let mut fillers = Vec::new();
+    while misaligned(&region) != 0 && fillers.len() < FILLERS {
         // The kernel places mappings below each other: this much above it
-        // brings the next one to where it should be.
+        // brings the next one to where it should be, unless the filler went
+        // into a gap elsewhere or another thread's mapping came between. The
+        // next attempt then starts from what that left.
         let filler = misaligned(&region);
         drop(region);
-        let filler: MmapRegion = MmapRegion::new(filler).map_err(io::Error::other)?;
+        fillers.push(MmapRegion::<()>::new(filler).map_err(io::Error::other)?);
         region = MmapRegion::new(bytes).map_err(io::Error::other)?;
-        drop(filler);
     }
+    drop(fillers);
     let region = GuestRegionMmap::new(region, GuestAddress(address))
         .ok_or_else(|| io::Error::other("the mapping wraps around"))?;
     GuestMemoryMmap::from_regions(vec![region]).map_err(io::Error::other)
