@@ -1,7 +1,7 @@
 //! A stream of frames, cut anywhere, read by the [`Assembler`].
 //!
 //! ```text
-//! input = awaited kinds (u32 LE, a bit each)  cuts  stream
+//! input = awaited kinds (u64 LE, a bit each)  cuts  stream
 //! ```
 
 use forge_protocol::frame::{self, Assembler, Frame, FrameError, HEADER_BYTES, Kind};
@@ -12,7 +12,7 @@ use super::{Outcome, Seed, accepted, cuts, pieces, refused};
 /// and a large one only makes the fuzzer slow.
 const PAYLOAD_BYTES_MAX: u32 = 1 << 16;
 
-const _: () = assert!(Kind::ALL.len() <= u32::BITS as usize, "each kind has its bit");
+const _: () = assert!(Kind::ALL.len() <= u64::BITS as usize, "each kind has its bit");
 
 /// What one reading of a stream gave.
 #[derive(Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ struct Reading {
 /// The cut of the stream changes nothing, whatever is read was awaited and is
 /// in the stream as it was sent, and a frame is refused by its header alone.
 pub fn check(mut data: &[u8]) -> Outcome {
-    let awaited = u32::from_le_bytes(core::array::from_fn(|_| super::choice(&mut data)));
+    let awaited = u64::from_le_bytes(core::array::from_fn(|_| super::choice(&mut data)));
     let lengths = cuts(&mut data);
     let reading = read(pieces(data, lengths), awaited);
     assert_eq!(reading, read(pieces(data, &[]), awaited), "the cut changed what was read");
@@ -48,12 +48,12 @@ pub fn check(mut data: &[u8]) -> Outcome {
     Outcome::of(reading.between_frames && reading.error.is_none() && !reading.frames.is_empty())
 }
 
-fn bound(awaited: u32, kind: Kind) -> Option<u32> {
+fn bound(awaited: u64, kind: Kind) -> Option<u32> {
     let bit = Kind::ALL.iter().position(|other| *other == kind)?;
     (awaited >> bit & 1 == 1).then(|| kind.payload_bytes_max().min(PAYLOAD_BYTES_MAX))
 }
 
-fn read<'a>(pieces: impl Iterator<Item = &'a [u8]>, awaited: u32) -> Reading {
+fn read<'a>(pieces: impl Iterator<Item = &'a [u8]>, awaited: u64) -> Reading {
     let mut assembler = Assembler::default();
     let mut reading =
         Reading { frames: Vec::new(), error: None, read_bytes: 0, between_frames: false };
@@ -86,7 +86,7 @@ pub fn seeds() -> Vec<Seed> {
     frame::write_raw(Kind::Output, b"alpha", &mut stream);
     frame::write_raw(Kind::Input, b"", &mut stream);
     frame::write_raw(Kind::Program, &[7; 300], &mut stream);
-    let input = |awaited: u32, cuts: &[u8], stream: &[u8]| {
+    let input = |awaited: u64, cuts: &[u8], stream: &[u8]| {
         [&awaited.to_le_bytes(), &[cuts.len() as u8][..], cuts, stream].concat()
     };
     vec![

@@ -14,9 +14,10 @@ use alloc::vec::Vec;
 
 use crate::codec::{self, Encode};
 use crate::limits::{
-    ARTIFACT_BYTES_MAX, CONSTRAINTS_BYTES_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, INPUT_BYTES_MAX,
-    LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OUTPUT_BYTES_MAX, PROGRAM_BYTES_MAX,
-    REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, TOOL_LIST_BYTES_MAX, TOOL_NAME_BYTES_MAX,
+    ARTIFACT_BYTES_MAX, CONSTRAINTS_BYTES_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX,
+    HOSTED_TOOLS_BYTES_MAX, INPUT_BYTES_MAX, LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES,
+    OUTPUT_BYTES_MAX, PROGRAM_BYTES_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX,
+    TOOL_LIST_BYTES_MAX, TOOL_NAME_BYTES_MAX,
 };
 
 /// The size of a [`Header`] on the wire.
@@ -87,11 +88,23 @@ pub enum Kind {
     Submit = 0x60,
     /// [`crate::service::Finished`].
     Finished = 0x61,
+    /// [`crate::service::Event`].
+    Event = 0x62,
+    /// [`crate::service::Cancel`].
+    Cancel = 0x63,
+    /// [`crate::service::Query`].
+    Query = 0x64,
+    /// [`crate::service::Answered`].
+    Answered = 0x65,
+    /// [`crate::service::Callback`].
+    Callback = 0x66,
+    /// [`crate::service::CallbackSettled`].
+    CallbackSettled = 0x67,
 }
 
 impl Kind {
     /// Every kind, for tables and tests.
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 33] = [
         Self::Hello,
         Self::Refuse,
         Self::Start,
@@ -119,6 +132,12 @@ impl Kind {
         Self::ZygoteReady,
         Self::Submit,
         Self::Finished,
+        Self::Event,
+        Self::Cancel,
+        Self::Query,
+        Self::Answered,
+        Self::Callback,
+        Self::CallbackSettled,
     ];
 
     /// The kind with this byte.
@@ -156,7 +175,9 @@ impl Kind {
                     + Self::Start.payload_bytes_max()
             }
             Self::Prepare | Self::PreparedJob => Self::Job.payload_bytes_max(),
-            Self::Submit => Self::Job.payload_bytes_max() + GRANT_BYTES_MAX,
+            Self::Submit => {
+                Self::Job.payload_bytes_max() + GRANT_BYTES_MAX + HOSTED_TOOLS_BYTES_MAX
+            }
             // A report's text is at most twice as long as JSON.
             Self::Finished => 3 * Self::Report.payload_bytes_max(),
             Self::Report => {
@@ -167,6 +188,12 @@ impl Kind {
             }
             Self::ZygoteSetup => 64 * 1024,
             Self::Fork => 256,
+            Self::Event => OUTPUT_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
+            Self::Cancel => 16,
+            Self::Query => Self::Request.payload_bytes_max(),
+            Self::Answered => Self::Reply.payload_bytes_max(),
+            Self::Callback => Self::Call.payload_bytes_max(),
+            Self::CallbackSettled => Self::Settled.payload_bytes_max(),
             Self::Forbidden => 4,
             Self::Ready | Self::Zygoted | Self::ZygoteReady => 2 * MESSAGE_OVERHEAD_BYTES,
         }

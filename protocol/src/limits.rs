@@ -59,6 +59,8 @@ pub const CONSTRAINTS_BYTES_MAX: u32 =
 pub const SESSION_BYTES_MAX: usize = 128;
 /// Tool descriptions as the broker lists them, in bytes of one answer.
 pub const TOOL_LIST_BYTES_MAX: u32 = 32 * MIB;
+/// Definitions of the tools that a client hosts for one run, in bytes.
+pub const HOSTED_TOOLS_BYTES_MAX: u32 = MIB;
 /// An intent that tools are searched for, in bytes.
 pub const INTENT_BYTES_MAX: u32 = 4 * KIB;
 /// Tools that one search finds at most.

@@ -1,39 +1,266 @@
-//! The link between a client and the service: after both said `Hello`, one
-//! [`Submit`] and one [`Finished`] in turn, any number of times. Closing the
-//! connection cancels the run that it waits for.
+//! The link between a client and the service: messages.
+//!
+//! After both sides said `Hello` the client submits runs and asks questions,
+//! any number at once. Each carries a number of the client's own choice, which
+//! comes back with whatever is said of it; a number is free again when its
+//! [`Finished`] or [`Answered`] came. Closing the connection cancels its runs.
+//!
+//! ```text
+//!   client                                service
+//!   Submit 7 ────────────────────────────▶
+//!            ◀─────────────────── Event 7        as asked for, any number
+//!            ◀──────────────── Callback 7        a tool that the client hosts
+//!   CallbackSettled 7 ───────────────────▶
+//!   Cancel 7 ────────────────────────────▶       perhaps
+//!            ◀──────────────── Finished 7        always, exactly once
+//!
+//!   Query 8 ─────────────────────────────▶
+//!            ◀──────────────── Answered 8
+//! ```
 
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::broker::Authority;
+use crate::RunId;
+use crate::abi::CallCode;
+use crate::broker::{
+    Authority, FoundTool, GrantClaims, GrantRequest, ListedTool, Narrowing, RefusalKind,
+};
 use crate::codec::{Decode, Encode};
-use crate::guest::Artifact;
+use crate::guest::{Artifact, Log};
 use crate::limits::RunLimits;
+use crate::name::ToolName;
+
+/// A run and the number that the client knows it by.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Submit {
+    /// The client's number.
+    pub number: u64,
+    /// What is to be run.
+    pub order: Order,
+}
 
 /// A run, as a client asks for it.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct Submit {
+pub struct Order {
     /// The signed program.
     pub program: Vec<u8>,
     /// Its input, JSON.
     pub input: Vec<u8>,
-    /// Whose run it is.
+    /// Whose run it is. A client that may speak for one principal alone can
+    /// name no other.
     pub principal: String,
     /// The caller's session that it belongs to.
     pub session: Option<String>,
-    /// What it may call.
+    /// What it may call, beside what the client hosts.
     pub authority: Authority,
     /// What it may use.
     pub limits: RunLimits,
     /// Have VMs kept that have this program loaded already.
     pub prepare: bool,
+    /// Send [`Event`]s.
+    pub events: bool,
+    /// Tools that the client carries out itself. The run may call them.
+    pub hosted: Option<HostedTools>,
 }
 
-/// What became of it.
+/// Tools of the caller's own process.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct HostedTools {
+    /// The server part of their names: `[a-z0-9_-]+`, none that is reserved,
+    /// and none of a configured server.
+    pub server: String,
+    /// The tools.
+    pub tools: Vec<HostedTool>,
+}
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct HostedTool {
+    /// Its name, without the server part.
+    pub name: String,
+    /// What it is for.
+    pub description: String,
+    /// The JSON Schema of its arguments, as JSON text.
+    pub input_schema: String,
+    /// The JSON Schema of its result, if it declares one.
+    pub output_schema: Option<String>,
+}
+
+/// Something happened in a run.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Event {
+    /// The client's number.
+    pub number: u64,
+    /// What.
+    pub what: RunEvent,
+}
+
+/// What can happen in a run.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum RunEvent {
+    /// It was admitted and has a name.
+    Admitted {
+        /// Its name in reports, logs and the journal.
+        run_id: RunId,
+    },
+    /// The program logged.
+    Log(Log),
+    /// The program wrote a piece of its output.
+    Output(Vec<u8>),
+    /// The program called a tool.
+    Called {
+        /// The call's number in the run.
+        call: u32,
+        /// Which tool.
+        tool: ToolName,
+    },
+    /// A call settled.
+    Settled {
+        /// The call's number in the run.
+        call: u32,
+        /// `None`: the tool answered.
+        code: Option<CallCode>,
+        /// How long it took, in nanoseconds.
+        duration_ns: u64,
+    },
+}
+
+/// A run's end.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Finished {
+    /// The client's number.
+    pub number: u64,
+    /// What became of it.
+    pub result: Finish,
+}
+
+/// What became of a run.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Finish {
     /// The report, JSON: the object that `run --json` prints.
     pub report: Vec<u8>,
     /// The artifacts, in the order of the report's list.
     pub artifacts: Vec<Artifact>,
+}
+
+/// Nobody wants a run any more. Its `Finished` comes all the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Cancel {
+    /// The client's number.
+    pub number: u64,
+}
+
+/// A call of a tool that the client hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Callback {
+    /// The client's number of the run.
+    pub number: u64,
+    /// Which callback of that run; for the answer.
+    pub callback: u32,
+    /// Which tool.
+    pub tool: ToolName,
+    /// Arguments that fit its schema, a JSON object.
+    pub arguments: Vec<u8>,
+}
+
+/// The answer to one.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct CallbackSettled {
+    /// The client's number of the run.
+    pub number: u64,
+    /// Which callback.
+    pub callback: u32,
+    /// The result, JSON; or the tool's own error, a JSON object with `name`
+    /// and `message`.
+    pub result: Result<Vec<u8>, Vec<u8>>,
+}
+
+/// A question and its number.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Query {
+    /// The client's number.
+    pub number: u64,
+    /// What is asked.
+    pub question: Question,
+}
+
+/// What a client may ask.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Question {
+    /// The tools that fit an intent best → [`Reply::Found`].
+    SearchTools {
+        /// Who asks.
+        principal: String,
+        /// What is to be done, in words.
+        intent: String,
+        /// How many tools.
+        k: u32,
+    },
+    /// All tools that the principal may see → [`Reply::Tools`].
+    ListTools {
+        /// Who asks.
+        principal: String,
+    },
+    /// Issues a grant → [`Reply::Grant`].
+    IssueGrant(GrantRequest),
+    /// Narrows one → [`Reply::Grant`].
+    AttenuateGrant(Narrowing),
+    /// Verifies a grant and says what is in it → [`Reply::Claims`].
+    InspectGrant {
+        /// The token.
+        token: Vec<u8>,
+    },
+    /// How the service stands → [`Reply::Status`].
+    Status,
+    /// What supervisor and broker count → [`Reply::Metrics`].
+    Metrics,
+    /// Takes no more runs, and ends when those it has are finished →
+    /// [`Reply::Draining`]. The operator's alone.
+    Drain,
+}
+
+/// An answer and the number of its question.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Answered {
+    /// The client's number.
+    pub number: u64,
+    /// What is answered.
+    pub reply: Reply,
+}
+
+/// What the service answers.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Reply {
+    /// To [`Question::SearchTools`].
+    Found {
+        /// The tools, in the order in which they should be taken.
+        tools: Vec<FoundTool>,
+        /// Servers that could not be asked, each with the reason.
+        unavailable: Vec<(String, String)>,
+    },
+    /// To [`Question::ListTools`].
+    Tools {
+        /// The tools, by name.
+        tools: Vec<ListedTool>,
+        /// Servers that could not be asked, each with the reason.
+        unavailable: Vec<(String, String)>,
+    },
+    /// A grant token.
+    Grant(Vec<u8>),
+    /// To [`Question::InspectGrant`].
+    Claims(GrantClaims),
+    /// To [`Question::Status`]: JSON, as `forge-vmm status --json` prints it.
+    Status(String),
+    /// To [`Question::Metrics`]: Prometheus' text exposition format.
+    Metrics(String),
+    /// To [`Question::Drain`].
+    Draining,
+    /// The question was refused.
+    Refused {
+        /// Why.
+        kind: RefusalKind,
+        /// What happened, and what to do.
+        message: String,
+    },
 }

@@ -20,6 +20,7 @@ use forge_protocol::broker::{Authority, OpenRun, RefusalKind};
 use forge_protocol::guest::{Artifact, Load, Start};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
+use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Report, Timing};
 
@@ -38,25 +39,6 @@ use crate::worker;
 
 /// How much longer than its deadline a worker may take to say so.
 const WORKER_GRACE: Duration = Duration::from_secs(2);
-
-/// One run, as it is asked for.
-#[derive(Clone, Debug)]
-pub struct RunRequest {
-    /// The signed program.
-    pub program: Vec<u8>,
-    /// Its input, JSON.
-    pub input: Vec<u8>,
-    /// Whose run it is.
-    pub principal: String,
-    /// The caller's session that it belongs to.
-    pub session: Option<String>,
-    /// What it may call.
-    pub authority: Authority,
-    /// What it may use.
-    pub limits: RunLimits,
-    /// Have VMs kept that have this program loaded already.
-    pub prepare: bool,
-}
 
 /// A run's report and the artifacts it left.
 #[derive(Clone, Debug)]
@@ -122,13 +104,13 @@ impl Supervisor {
     }
 
     /// Carries out one run. However it ends, there is a report.
-    pub fn run(&self, request: &RunRequest) -> RunResult {
+    pub fn run(&self, request: &Order) -> RunResult {
         self.run_for(request, None)
     }
 
     /// The same for the client at the other end of a socket: when it leaves,
     /// the run is cancelled.
-    pub fn run_for(&self, request: &RunRequest, client: Option<BorrowedFd<'_>>) -> RunResult {
+    pub fn run_for(&self, request: &Order, client: Option<BorrowedFd<'_>>) -> RunResult {
         let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
@@ -148,7 +130,7 @@ impl Supervisor {
         }
     }
 
-    fn admit(&self, request: &RunRequest) -> Result<Arc<Admitted>, Refused> {
+    fn admit(&self, request: &Order) -> Result<Arc<Admitted>, Refused> {
         request.limits.within(&self.maxima).map_err(Refused::Over)?;
         let input_bytes = request.input.len() as u64;
         let limit = request.limits.input_bytes.into();
@@ -163,7 +145,7 @@ impl Supervisor {
     fn carry_out(
         &self,
         run_id: RunId,
-        request: &RunRequest,
+        request: &Order,
         admitted: &Admitted,
         client: Option<BorrowedFd<'_>>,
         at: &mut Supervised,
@@ -233,7 +215,7 @@ impl Supervisor {
     fn open(
         &self,
         run_id: RunId,
-        request: &RunRequest,
+        request: &Order,
         admitted: &Admitted,
     ) -> Result<(Vec<ToolName>, Option<UnixStream>), Refused> {
         if request.authority == Authority::Tools(Vec::new()) {
@@ -334,7 +316,7 @@ fn unstarted(
 fn reported(
     run_id: RunId,
     admitted: &Admitted,
-    request: &RunRequest,
+    request: &Order,
     report: Report,
     vm: Vm,
     weaknesses: &[Weakness],

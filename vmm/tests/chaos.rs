@@ -28,12 +28,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 use forge_protocol::broker::Authority;
 use forge_protocol::limits::RunLimits;
+use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Reuse;
 use forge_vmm::jail::cgroup::Parent;
 use forge_vmm::jail::{GroupLimits, descriptors};
 use forge_vmm::pool::PoolOptions;
-use forge_vmm::supervisor::{RunRequest, Supervisor, SupervisorOptions};
+use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use processes::Process;
 use support::{forge_module, signed, signer};
 
@@ -72,7 +73,7 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
     let supervisor = &supervisor;
     std::thread::scope(|scope| {
         for (thread, body, wall_ms) in [(0, HELLO, 30_000), (1, HELLO, 30_000), (2, ENDLESS, 30)] {
-            let request = RunRequest {
+            let request = Order {
                 program: signed(&forge_module(MEMORY, body)),
                 input: b"{}".to_vec(),
                 // Two tenants.
@@ -81,6 +82,8 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
                 authority: Authority::Tools(Vec::new()),
                 limits: RunLimits { fuel: u64::MAX, wall_ms, ..RunLimits::default() },
                 prepare: thread == 1,
+                events: false,
+                hosted: None,
             };
             scope.spawn(move || {
                 loop {

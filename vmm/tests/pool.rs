@@ -23,6 +23,7 @@ use forge_protocol::broker::Authority;
 use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse};
 use forge_vmm::admission::{Admission, Admitted};
@@ -31,7 +32,7 @@ use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::Run;
 use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
 use forge_vmm::report::Status;
-use forge_vmm::supervisor::{RunRequest, Supervisor, SupervisorOptions};
+use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use processes::Process;
 use support::{forge_module, job, signed, signer};
 
@@ -396,7 +397,7 @@ fn a_vm_that_is_reset_serves_one_tenant() {
     };
     let supervisor = Supervisor::new(options, None).unwrap();
     for (tenant, word) in [("a", "fresh"), ("a", "reset"), ("b", "fresh"), ("a", "reset")] {
-        let request = RunRequest {
+        let request = Order {
             program: echo().program,
             input: b"1".to_vec(),
             principal: tenant.into(),
@@ -404,6 +405,8 @@ fn a_vm_that_is_reset_serves_one_tenant() {
             authority: Authority::Tools(Vec::new()),
             limits: RunLimits { wall_ms: 60_000, ..RunLimits::default() },
             prepare: false,
+            events: false,
+            hosted: None,
         };
         let report = supervisor.run(&request).report;
         assert_eq!((report.status, report.vm), (Status::Ok, word), "{tenant}: {report:?}");

@@ -20,14 +20,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use executables::FORGE;
+use forge_client::blocking::Client;
 use forge_protocol::broker::Authority;
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::Submit;
+use forge_protocol::service::{Order, Submit};
 use forge_vmm::link::{Link, Patience};
-use forge_vmm::service::Client;
 use processes::Process;
 use serde_json::Value;
 use support::{forge_module, signed, signer};
@@ -183,8 +183,8 @@ fn program(body: &str) -> Vec<u8> {
     signed(&forge_module(r#"(memory (export "memory") 1)"#, body))
 }
 
-fn submit(body: &str, input: &str) -> Submit {
-    Submit {
+fn submit(body: &str, input: &str) -> Order {
+    Order {
         program: program(body),
         input: input.into(),
         principal: "local".into(),
@@ -192,18 +192,20 @@ fn submit(body: &str, input: &str) -> Submit {
         authority: Authority::Tools(Vec::new()),
         limits: RunLimits { wall_ms: 30_000, ..RunLimits::default() },
         prepare: false,
+        events: false,
+        hosted: None,
     }
 }
 
 /// A run that ends by its deadline only, and that is far away.
-fn endless() -> Submit {
+fn endless() -> Order {
     let maxima = RunLimits::operator_maxima();
     let limits = RunLimits { fuel: maxima.fuel, wall_ms: maxima.wall_ms, ..RunLimits::default() };
-    Submit { limits, ..submit(ENDLESS, "{}") }
+    Order { limits, ..submit(ENDLESS, "{}") }
 }
 
-fn run(client: &mut Client, submit: &Submit) -> Value {
-    serde_json::from_slice(&client.run(submit).unwrap().report).unwrap()
+fn run(client: &mut Client, order: &Order) -> Value {
+    serde_json::from_slice(&client.run(order).unwrap().report).unwrap()
 }
 
 /// A report without what differs from run to run.
@@ -223,7 +225,7 @@ fn a_clients_run_answers_as_the_command_does() {
         let alone = desk.run(name, &["--json", "--input", "[1, 2]"]);
         let alone = essence(serde_json::from_slice(&alone.stdout).unwrap());
         for prepare in [false, true, true] {
-            let submit = Submit { prepare, ..submit(body, "[1, 2]") };
+            let submit = Order { prepare, ..submit(body, "[1, 2]") };
             assert_eq!(essence(run(&mut service.client(), &submit)), alone, "{name}");
         }
     }
@@ -280,7 +282,7 @@ fn one_connection_carries_many_runs() {
     let mut client = service.client();
     for turn in 0..20 {
         let input = format!("[{turn}]");
-        let submit = Submit { principal: "somebody".into(), ..submit(ECHO, &input) };
+        let submit = Order { principal: "somebody".into(), ..submit(ECHO, &input) };
         let report = run(&mut client, &submit);
         assert_eq!(report["output"], input.as_str(), "{report:#}");
         assert_eq!(report["vm"], if turn == 0 { "fresh" } else { "reset" }, "{report:#}");
@@ -305,10 +307,10 @@ fn stranger(service: &Service) -> Link {
 }
 
 /// A client that waits for no answer.
-fn leaving_client(service: &Service, submit: &Submit) -> Link {
+fn leaving_client(service: &Service, order: &Order) -> Link {
     let mut link = stranger(service);
     send(&mut link, Kind::Hello, &Hello::ours(Role::Client));
-    send(&mut link, Kind::Submit, submit);
+    send(&mut link, Kind::Submit, &Submit { number: 1, order: order.clone() });
     link
 }
 
@@ -323,7 +325,7 @@ fn a_client_that_leaves_takes_its_run_with_it() {
         let others = if prepare { 3 } else { 0 };
         eventually("no run goes on", || service.workers().len() == others);
         let before = service.workers();
-        let client = leaving_client(&service, &Submit { prepare, ..endless() });
+        let client = leaving_client(&service, &Order { prepare, ..endless() });
         let mut its = Vec::new();
         eventually("its run is carried out", || {
             its = service.workers().into_iter().filter(|pid| is_busy(*pid)).collect();

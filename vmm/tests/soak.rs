@@ -18,11 +18,12 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::broker::Authority;
 use forge_protocol::limits::RunLimits;
+use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Reuse;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::Status;
-use forge_vmm::supervisor::{RunRequest, Supervisor, SupervisorOptions};
+use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use processes::Process;
 use support::{forge_module, signed, signer};
 
@@ -128,7 +129,7 @@ fn soak(reuse: Reuse, runs: usize, workers: usize) {
            (memory.fill (i32.const 65536) (i32.const 7) (i32.const 131072))
            (i32.const 0)"#,
     ));
-    let request = RunRequest {
+    let request = Order {
         program,
         input: b"{}".to_vec(),
         principal: "soak".into(),
@@ -136,6 +137,8 @@ fn soak(reuse: Reuse, runs: usize, workers: usize) {
         authority: Authority::Tools(Vec::new()),
         limits: limits(),
         prepare: false,
+        events: false,
+        hosted: None,
     };
     let began = Instant::now();
     let mut early = None;

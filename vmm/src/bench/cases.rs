@@ -10,6 +10,7 @@ use forge_protocol::frame::{self, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::service::Order;
 use forge_protocol::worker::{Job, Reuse};
 
 use super::fixture::{self, PRINCIPAL, Served};
@@ -21,9 +22,9 @@ use crate::machine::{self, Hypervisor, Image, PageMap, Watchdog};
 use crate::pool::worker::{Run, Worker};
 use crate::pool::{Pool, PoolOptions};
 use crate::report::Status;
-use crate::service::Client;
-use crate::supervisor::{RunRequest, Supervisor};
+use crate::supervisor::Supervisor;
 use crate::worker::{self, Guest, Standing};
+use forge_client::blocking::Client;
 
 pub(super) const ENTRIES: &[Entry] = &[
     Entry {
@@ -141,8 +142,8 @@ fn said(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-fn request(job: Job, authority: Authority) -> RunRequest {
-    RunRequest {
+fn request(job: Job, authority: Authority) -> Order {
+    Order {
         program: job.program,
         input: job.input,
         principal: PRINCIPAL.into(),
@@ -150,6 +151,8 @@ fn request(job: Job, authority: Authority) -> RunRequest {
         authority,
         limits: job.load.limits,
         prepare: false,
+        events: false,
+        hosted: None,
     }
 }
 

@@ -1,7 +1,6 @@
 //! What cases are measured in: a supervisor in this process, or a service in
 //! another with this process as its client.
 
-use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -9,14 +8,15 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::broker::Authority;
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::Submit;
+use forge_protocol::service::Order;
 use forge_protocol::worker::Reuse;
 
 use super::program::{self, Program};
 use crate::broker::{Broker, BrokerOptions};
 use crate::pool::PoolOptions;
-use crate::service::Client;
 use crate::supervisor::{Supervisor, SupervisorOptions};
+use forge_client::ClientError;
+use forge_client::blocking::Client;
 
 /// How long a service may take to listen.
 const START_TIME_MAX: Duration = Duration::from_secs(30);
@@ -127,7 +127,7 @@ impl Served {
     }
 
     /// Connects to it.
-    pub(super) fn client(&self) -> io::Result<Client> {
+    pub(super) fn client(&self) -> Result<Client, ClientError> {
         Client::connect(&self.socket)
     }
 }
@@ -140,9 +140,9 @@ impl Drop for Served {
 }
 
 /// The next run of the usual program.
-pub(super) fn submission(program: &mut Program, prepare: bool) -> Submit {
+pub(super) fn submission(program: &mut Program, prepare: bool) -> Order {
     let job = program.next_job();
-    Submit {
+    Order {
         program: job.program,
         input: job.input,
         principal: PRINCIPAL.into(),
@@ -150,16 +150,18 @@ pub(super) fn submission(program: &mut Program, prepare: bool) -> Submit {
         authority: Authority::Tools(Vec::new()),
         limits: job.load.limits,
         prepare,
+        events: false,
+        hosted: None,
     }
 }
 
 /// Carries out one run at a service and checks its answer; how long it took.
-pub(super) fn timed_run(client: &mut Client, submit: &Submit) -> Result<Duration, String> {
+pub(super) fn timed_run(client: &mut Client, order: &Order) -> Result<Duration, String> {
     let started = Instant::now();
-    let finished = client.run(submit).map_err(said)?;
+    let finished = client.run(order).map_err(said)?;
     let took = started.elapsed();
     let report: serde_json::Value = serde_json::from_slice(&finished.report).map_err(said)?;
-    let expected = program::answer(&submit.input);
+    let expected = program::answer(&order.input);
     if report["status"] != "ok" || report["output"] != expected.as_str() {
         return Err(format!("the benched run did not answer {expected:?}: {report}"));
     }

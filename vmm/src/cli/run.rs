@@ -7,14 +7,14 @@ use std::process::ExitCode;
 use forge_protocol::broker::{Authority, FoundTool};
 use forge_protocol::guest::Artifact;
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::Submit;
+use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_vmm::admission::{shown, shown_whole};
 use forge_vmm::broker::Broker;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::{RetrievedReport, RunReport, Status};
-use forge_vmm::supervisor::{RunRequest, RunResult, Supervisor, SupervisorOptions};
+use forge_vmm::supervisor::{RunResult, Supervisor, SupervisorOptions};
 
 use super::args::RunArgs;
 use super::config::{self, GrantKey};
@@ -28,9 +28,18 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let mut authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
     if args.service.is_some() {
         let (principal, session) = (args.broker.principal.clone(), args.session.clone());
-        let prepare = args.prepare;
-        let submit = Submit { program, input, principal, session, authority, limits, prepare };
-        return serve::submit(&args, &submit);
+        let order = Order {
+            program,
+            input,
+            principal,
+            session,
+            authority,
+            limits,
+            prepare: args.prepare,
+            events: false,
+            hosted: None,
+        };
+        return serve::submit(&args, &order);
     }
     let key = match authority {
         Authority::Grant(_) => GrantKey::Lasting,
@@ -64,7 +73,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     };
     let supervisor = Supervisor::new(options, broker)?;
     progress("running");
-    let request = RunRequest {
+    let order = Order {
         program,
         input,
         principal: args.broker.principal,
@@ -72,8 +81,10 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         authority,
         limits,
         prepare: false,
+        events: false,
+        hosted: None,
     };
-    let RunResult { mut report, artifacts, trace } = supervisor.run(&request);
+    let RunResult { mut report, artifacts, trace } = supervisor.run(&order);
     report.retrieved = retrieved.iter().map(retrieved_report).collect();
     if let Some(path) = &args.trace {
         let at = |source| CliError::File { path: path.display().to_string(), source };

@@ -5,13 +5,15 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use base64::Engine as _;
+use forge_client::ClientError;
+use forge_client::blocking::Client;
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::{Finished, Submit};
+use forge_protocol::service::{Finish, Order};
 use forge_protocol::worker::Reuse;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::Status;
-use forge_vmm::service::{Client, Server};
+use forge_vmm::service::Server;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::{ReuseArg, RunArgs, ServeArgs};
@@ -50,13 +52,14 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
 }
 
 /// Has a service carry out a run.
-pub(crate) fn submit(args: &RunArgs, submit: &Submit) -> Result<ExitCode, CliError> {
+pub(crate) fn submit(args: &RunArgs, order: &Order) -> Result<ExitCode, CliError> {
     let Some(socket) = &args.service else {
         return Err(CliError::Usage("--service says where".into()));
     };
     let at = |source| CliError::File { path: socket.display().to_string(), source };
-    let Finished { report, .. } =
-        Client::connect(socket).and_then(|mut client| client.run(submit)).map_err(at)?;
+    let gone = |error: ClientError| at(io::Error::other(error));
+    let Finish { report, .. } =
+        Client::connect(socket).and_then(|mut client| client.run(order)).map_err(gone)?;
     let unreadable = |error: serde_json::Error| at(error.into());
     let report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
     let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;

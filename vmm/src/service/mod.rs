@@ -8,12 +8,11 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`server`] | the socket, and a thread for each connection |
-//! | [`client`] | the other end |
+//!
+//! The other end is the crate `forge-client`.
 
-pub mod client;
 pub mod server;
 
-pub use client::Client;
 pub use server::Server;
 
 use std::io;

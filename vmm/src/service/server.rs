@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::frame::Kind;
 use forge_protocol::handshake::Role;
-use forge_protocol::service::{Finished, Submit};
+use forge_protocol::service::{Finish, Finished, Submit};
 
 use super::{decode, greet, send};
 use crate::link::{Link, Patience};
-use crate::supervisor::{RunRequest, Supervisor};
+use crate::supervisor::Supervisor;
 
 /// Connections at a time. One more is closed at once.
 const CONNECTIONS_MAX: usize = 1024;
@@ -161,11 +161,10 @@ fn converse(socket: UnixStream, supervisor: &Supervisor) -> io::Result<()> {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error),
         };
-        let Submit { program, input, principal, session, authority, limits, prepare } =
-            decode(&frame)?;
-        let request = RunRequest { program, input, principal, session, authority, limits, prepare };
-        let result = supervisor.run_for(&request, Some(client.as_fd()));
+        let Submit { number, order } = decode(&frame)?;
+        let result = supervisor.run_for(&order, Some(client.as_fd()));
         let report = serde_json::to_vec(&result.report)?;
-        send(&mut link, Kind::Finished, &Finished { report, artifacts: result.artifacts })?;
+        let result = Finish { report, artifacts: result.artifacts };
+        send(&mut link, Kind::Finished, &Finished { number, result })?;
     }
 }

@@ -1,0 +1,138 @@
+//! A client that waits for each run.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use forge_protocol::frame::{Assembler, Frame, Kind};
+use forge_protocol::service::{
+    Answered, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
+};
+
+use crate::ClientError;
+use crate::wire::{self, READ_BYTES};
+
+/// How long a service may take to say hello.
+const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// A connection to a service, for one run or question at a time.
+#[derive(Debug)]
+pub struct Client {
+    socket: UnixStream,
+    assembler: Assembler,
+    buffer: Box<[u8]>,
+    unread: std::ops::Range<usize>,
+    /// The number of the next run or question.
+    next: u64,
+}
+
+impl Client {
+    /// Connects to the service that listens at this path.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn connect(path: &Path) -> Result<Self, ClientError> {
+        Self::over(UnixStream::connect(path)?)
+    }
+
+    /// Says hello over a connection that is there already.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn over(socket: UnixStream) -> Result<Self, ClientError> {
+        socket.set_read_timeout(Some(GREETING_TIME_MAX))?;
+        let buffer = vec![0; READ_BYTES].into_boxed_slice();
+        let assembler = Assembler::default();
+        let mut client = Self { socket, assembler, buffer, unread: 0..0, next: 0 };
+        client.socket.write_all(&wire::hello())?;
+        wire::greeted(&client.receive(wire::may_greet)?)?;
+        client.socket.set_read_timeout(None)?;
+        Ok(client)
+    }
+
+    /// Submits a run and waits for its end. A run that ends badly is no error:
+    /// its report says how.
+    ///
+    /// # Errors
+    /// [`ClientError`] if the service is gone.
+    pub fn run(&mut self, order: &Order) -> Result<Finish, ClientError> {
+        self.run_with(order, |_| ())
+    }
+
+    /// The same; hears of events where the order asks for them.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_with(
+        &mut self,
+        order: &Order,
+        mut on_event: impl FnMut(RunEvent),
+    ) -> Result<Finish, ClientError> {
+        let number = self.number();
+        // `Submit` without a copy of the program.
+        self.socket.write_all(&wire::message(Kind::Submit, &(number, order)))?;
+        loop {
+            let frame = self.receive(wire::may_come)?;
+            match frame.kind {
+                Kind::Event => {
+                    let Event { what, .. } = wire::decode(&frame)?;
+                    on_event(what);
+                }
+                Kind::Finished => {
+                    let Finished { number: of, result } = wire::decode(&frame)?;
+                    return if of == number { Ok(result) } else { Err(out_of_turn(&frame)) };
+                }
+                _ => return Err(out_of_turn(&frame)),
+            }
+        }
+    }
+
+    /// Asks, and waits for the answer.
+    ///
+    /// # Errors
+    /// [`ClientError`]; a refusal is one.
+    pub fn ask(&mut self, question: Question) -> Result<Reply, ClientError> {
+        let number = self.number();
+        self.socket.write_all(&wire::message(Kind::Query, &Query { number, question }))?;
+        let frame = self.receive(wire::may_come)?;
+        if frame.kind != Kind::Answered {
+            return Err(out_of_turn(&frame));
+        }
+        match wire::decode(&frame)? {
+            Answered { number: of, .. } if of != number => Err(out_of_turn(&frame)),
+            Answered { reply: Reply::Refused { kind, message }, .. } => {
+                Err(ClientError::Refused { kind, message })
+            }
+            Answered { reply, .. } => Ok(reply),
+        }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn receive(&mut self, awaits: impl Fn(Kind) -> Option<u32>) -> Result<Frame, ClientError> {
+        loop {
+            let mut input = &self.buffer[self.unread.clone()];
+            let frame = self.assembler.next(&mut input, &awaits);
+            self.unread.start = self.unread.end - input.len();
+            if let Some(frame) = frame.map_err(|error| ClientError::Protocol(error.to_string()))? {
+                return Ok(frame);
+            }
+            if self.unread.is_empty() {
+                match self.socket.read(&mut self.buffer) {
+                    Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+                    Ok(bytes) => self.unread = 0..bytes,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        }
+    }
+}
+
+fn out_of_turn(frame: &Frame) -> ClientError {
+    ClientError::Protocol(format!("a {:?} frame is out of turn", frame.kind))
+}

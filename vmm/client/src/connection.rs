@@ -1,0 +1,349 @@
+//! The client for tokio: one connection, any number of runs and questions.
+//!
+//! A task reads the connection and hands each frame to whoever has its
+//! number; another writes what they send. Both end with the last handle.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use forge_protocol::frame::{Assembler, Frame, Kind};
+use forge_protocol::service::{
+    Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Query, Question,
+    Reply, RunEvent,
+};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::ClientError;
+use crate::wire::{self, READ_BYTES};
+
+/// How long a service may take to say hello.
+const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
+/// Frames that may wait to be written.
+const UNSENT_MAX: usize = 64;
+/// Messages of one run that may wait to be taken. A client that takes none
+/// stops the connection from being read: it asked for them.
+const UNTAKEN_MAX: usize = 256;
+
+/// A connection to a service. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Client {
+    shared: Arc<Shared>,
+    outgoing: mpsc::Sender<Vec<u8>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    next: AtomicU64,
+    waiting: Mutex<Waiting>,
+}
+
+/// Who waits for what, by number.
+#[derive(Debug, Default)]
+struct Waiting {
+    runs: HashMap<u64, mpsc::Sender<RunMessage>>,
+    questions: HashMap<u64, oneshot::Sender<Reply>>,
+    /// Why nothing more comes.
+    over: Option<String>,
+}
+
+/// What the service says of a run.
+#[derive(Debug)]
+pub enum RunMessage {
+    /// Something happened; only where the order asks for events.
+    Event(RunEvent),
+    /// The program calls a tool that this client hosts: answer with
+    /// [`Run::settle`].
+    Callback(Callback),
+    /// It is over. Nothing comes after this.
+    Finished(Finish),
+}
+
+/// A run at the service. Dropped before its end, it is cancelled.
+#[derive(Debug)]
+pub struct Run {
+    messages: mpsc::Receiver<RunMessage>,
+    canceller: Canceller,
+    finished: bool,
+}
+
+/// Cancels a run, from anywhere.
+#[derive(Clone, Debug)]
+pub struct Canceller {
+    number: u64,
+    outgoing: mpsc::Sender<Vec<u8>>,
+}
+
+impl Client {
+    /// Connects to the service that listens at this path.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn connect(path: &Path) -> Result<Self, ClientError> {
+        Self::over(UnixStream::connect(path).await?).await
+    }
+
+    /// Says hello over a connection that is there already.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn over(socket: UnixStream) -> Result<Self, ClientError> {
+        let (read, mut write) = socket.into_split();
+        let mut reader = Reader::new(read);
+        write.write_all(&wire::hello()).await?;
+        let greeting = tokio::time::timeout(GREETING_TIME_MAX, reader.next(wire::may_greet));
+        let frame =
+            greeting.await.map_err(|_| std::io::Error::from(std::io::ErrorKind::TimedOut))??;
+        wire::greeted(&frame)?;
+        let (outgoing, unsent) = mpsc::channel(UNSENT_MAX);
+        let shared = Arc::new(Shared { next: AtomicU64::new(1), waiting: Mutex::default() });
+        let writing = tokio::spawn(send(write, unsent));
+        tokio::spawn(read_all(reader, Arc::clone(&shared), writing));
+        Ok(Self { shared, outgoing })
+    }
+
+    /// Submits a run. A run that ends badly is no error: its report says how.
+    ///
+    /// # Errors
+    /// [`ClientError`] if the service is gone.
+    pub async fn submit(&self, order: &Order) -> Result<Run, ClientError> {
+        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let (sender, messages) = mpsc::channel(UNTAKEN_MAX);
+        self.shared.wait(|waiting| waiting.runs.insert(number, sender))?;
+        let canceller = Canceller { number, outgoing: self.outgoing.clone() };
+        let run = Run { messages, canceller, finished: false };
+        // `Submit` without a copy of the program.
+        self.send(wire::message(Kind::Submit, &(number, order))).await?;
+        Ok(run)
+    }
+
+    /// Submits a run and waits for its end.
+    ///
+    /// # Errors
+    /// [`ClientError`] if the service is gone.
+    pub async fn run(&self, order: &Order) -> Result<Finish, ClientError> {
+        self.submit(order).await?.finish().await
+    }
+
+    /// Asks, and waits for the answer.
+    ///
+    /// # Errors
+    /// [`ClientError`]; a refusal is one.
+    pub async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
+        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let (sender, answered) = oneshot::channel();
+        self.shared.wait(|waiting| waiting.questions.insert(number, sender))?;
+        self.send(wire::message(Kind::Query, &Query { number, question })).await?;
+        match answered.await {
+            Ok(Reply::Refused { kind, message }) => Err(ClientError::Refused { kind, message }),
+            Ok(reply) => Ok(reply),
+            Err(_) => Err(self.shared.gone()),
+        }
+    }
+
+    async fn send(&self, bytes: Vec<u8>) -> Result<(), ClientError> {
+        self.outgoing.send(bytes).await.map_err(|_| self.shared.gone())
+    }
+}
+
+impl Shared {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters somebody who waits, unless nothing more comes.
+    fn wait<T>(&self, enter: impl FnOnce(&mut Waiting) -> T) -> Result<(), ClientError> {
+        let mut waiting = self.waiting();
+        if waiting.over.is_some() {
+            drop(waiting);
+            return Err(self.gone());
+        }
+        enter(&mut waiting);
+        Ok(())
+    }
+
+    fn gone(&self) -> ClientError {
+        let reason = self.waiting().over.clone();
+        let reason = reason.unwrap_or_else(|| "the connection is closed".into());
+        std::io::Error::new(std::io::ErrorKind::ConnectionAborted, reason).into()
+    }
+}
+
+impl Run {
+    /// The next that the service says. `None` after the end, or if the
+    /// service is gone.
+    pub async fn next(&mut self) -> Option<RunMessage> {
+        let message = self.messages.recv().await;
+        self.finished |= matches!(message, None | Some(RunMessage::Finished(_)));
+        message
+    }
+
+    /// Waits for the end, and hears of nothing else. A call of a tool that
+    /// this client hosts is left unanswered.
+    ///
+    /// # Errors
+    /// [`ClientError`] if the service is gone.
+    pub async fn finish(mut self) -> Result<Finish, ClientError> {
+        while let Some(message) = self.next().await {
+            if let RunMessage::Finished(finish) = message {
+                return Ok(finish);
+            }
+        }
+        let gone = "the service went away with the run";
+        Err(std::io::Error::new(std::io::ErrorKind::ConnectionAborted, gone).into())
+    }
+
+    /// Answers a callback.
+    ///
+    /// # Errors
+    /// [`ClientError`] if the service is gone.
+    pub async fn settle(
+        &self,
+        callback: u32,
+        result: Result<Vec<u8>, Vec<u8>>,
+    ) -> Result<(), ClientError> {
+        self.canceller.settle(callback, result).await
+    }
+
+    /// What cancels it, and settles its callbacks, from elsewhere.
+    #[must_use]
+    pub fn canceller(&self) -> Canceller {
+        self.canceller.clone()
+    }
+}
+
+impl Canceller {
+    /// Cancels the run. Its end comes all the same, and says so.
+    pub async fn cancel(&self) {
+        let _ =
+            self.outgoing.send(wire::message(Kind::Cancel, &Cancel { number: self.number })).await;
+    }
+
+    /// Answers a callback.
+    ///
+    /// # Errors
+    /// [`ClientError`] if the service is gone.
+    pub async fn settle(
+        &self,
+        callback: u32,
+        result: Result<Vec<u8>, Vec<u8>>,
+    ) -> Result<(), ClientError> {
+        let settled = CallbackSettled { number: self.number, callback, result };
+        let bytes = wire::message(Kind::CallbackSettled, &settled);
+        self.outgoing.send(bytes).await.map_err(|_| {
+            std::io::Error::new(std::io::ErrorKind::ConnectionAborted, "the service is gone").into()
+        })
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        if !self.finished {
+            let bytes = wire::message(Kind::Cancel, &Cancel { number: self.canceller.number });
+            // A full queue is a service that reads nothing: it will hear of
+            // it when the connection closes.
+            let _ = self.canceller.outgoing.try_send(bytes);
+        }
+    }
+}
+
+async fn send(mut socket: OwnedWriteHalf, mut unsent: mpsc::Receiver<Vec<u8>>) {
+    while let Some(bytes) = unsent.recv().await {
+        if socket.write_all(&bytes).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn read_all(mut reader: Reader, shared: Arc<Shared>, writing: tokio::task::JoinHandle<()>) {
+    let reason = loop {
+        // Nobody holds the client any more.
+        if writing.is_finished() {
+            break "the client was dropped".to_owned();
+        }
+        match reader.next(wire::may_come).await {
+            Ok(frame) => {
+                if let Err(error) = hand_over(&frame, &shared).await {
+                    break error.to_string();
+                }
+            }
+            Err(error) => break error.to_string(),
+        }
+    };
+    writing.abort();
+    let mut waiting = shared.waiting();
+    waiting.over = Some(reason);
+    waiting.runs.clear();
+    waiting.questions.clear();
+}
+
+/// Gives a frame to whoever has its number. Nobody may: a run can be dropped.
+async fn hand_over(frame: &Frame, shared: &Shared) -> Result<(), ClientError> {
+    let (number, message) = match frame.kind {
+        Kind::Answered => {
+            let Answered { number, reply } = wire::decode(frame)?;
+            if let Some(asker) = shared.waiting().questions.remove(&number) {
+                let _ = asker.send(reply);
+            }
+            return Ok(());
+        }
+        Kind::Event => {
+            let Event { number, what } = wire::decode(frame)?;
+            (number, RunMessage::Event(what))
+        }
+        Kind::Callback => {
+            let callback: Callback = wire::decode(frame)?;
+            (callback.number, RunMessage::Callback(callback))
+        }
+        _ => {
+            let Finished { number, result } = wire::decode(frame)?;
+            (number, RunMessage::Finished(result))
+        }
+    };
+    let run = if frame.kind == Kind::Finished {
+        shared.waiting().runs.remove(&number)
+    } else {
+        shared.waiting().runs.get(&number).cloned()
+    };
+    if let Some(run) = run {
+        let _ = run.send(message).await;
+    }
+    Ok(())
+}
+
+/// Frames off the connection.
+struct Reader {
+    socket: OwnedReadHalf,
+    assembler: Assembler,
+    buffer: Box<[u8]>,
+    unread: std::ops::Range<usize>,
+}
+
+impl Reader {
+    fn new(socket: OwnedReadHalf) -> Self {
+        let buffer = vec![0; READ_BYTES].into_boxed_slice();
+        Self { socket, assembler: Assembler::default(), buffer, unread: 0..0 }
+    }
+
+    async fn next(&mut self, awaits: impl Fn(Kind) -> Option<u32>) -> Result<Frame, ClientError> {
+        loop {
+            let mut input = &self.buffer[self.unread.clone()];
+            let frame = self.assembler.next(&mut input, &awaits);
+            self.unread.start = self.unread.end - input.len();
+            if let Some(frame) = frame.map_err(|error| ClientError::Protocol(error.to_string()))? {
+                return Ok(frame);
+            }
+            if self.unread.is_empty() {
+                match self.socket.read(&mut self.buffer).await? {
+                    0 => return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into()),
+                    bytes => self.unread = 0..bytes,
+                }
+            }
+        }
+    }
+}

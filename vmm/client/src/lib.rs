@@ -1,0 +1,49 @@
+//! The Rust client of a forge-vmm service: submits signed programs, hears of
+//! what they do, cancels them, asks for tools and grants.
+//!
+//! [`blocking::Client`] carries one run at a time and needs no runtime;
+//! [`Client`] carries any number at once on one connection, under tokio. Both
+//! speak the client link of `docs/protocol.md`, whose messages are
+//! [`forge_protocol::service`].
+//!
+//! A service is no stranger, but what a run leaves (output, log, artifacts,
+//! reasons) is the program's and its tools' word, untrusted.
+
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+#![forbid(unsafe_code)]
+
+pub mod blocking;
+#[cfg(feature = "async")]
+mod connection;
+mod wire;
+
+#[cfg(feature = "async")]
+pub use connection::{Canceller, Client, Run, RunMessage};
+pub use forge_protocol as protocol;
+
+use std::io;
+
+use forge_protocol::broker::RefusalKind;
+use forge_protocol::handshake::HandshakeError;
+
+/// Why a service gave no answer, or no good one.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// It cannot be reached, or is gone.
+    #[error("the service is not there: {0}")]
+    Connection(#[from] io::Error),
+    /// Another release answers.
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+    /// What it said is not what a service says.
+    #[error("the service broke the protocol: {0}")]
+    Protocol(String),
+    /// It refused the question.
+    #[error("{message}")]
+    Refused {
+        /// Why.
+        kind: RefusalKind,
+        /// What happened, and what to do.
+        message: String,
+    },
+}
