@@ -3,6 +3,8 @@
 
 #![allow(dead_code)]
 
+#[path = "../../../vmm/tests/support/built.rs"]
+mod built;
 pub mod web;
 
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
@@ -13,7 +15,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Once};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
@@ -58,49 +60,21 @@ pub struct Worker {
     next_call: u32,
 }
 
-/// The test server's binary: where `cargo` puts the binaries of this
-/// workspace, built first if it is missing or older than its source.
+/// The test server's binary.
 pub fn test_server() -> PathBuf {
-    workspace_binary("forge-test-server", "examples/test-server")
+    workspace_binary("forge-test-server")
 }
 
 /// The example server's binary.
 pub fn inventory_server() -> PathBuf {
-    workspace_binary("inventory-server", "examples/inventory-server")
+    workspace_binary("inventory-server")
 }
 
-fn workspace_binary(package: &str, folder: &str) -> PathBuf {
-    static BUILT: [Once; 2] = [Once::new(), Once::new()];
-    let own = Path::new(env!("CARGO_BIN_EXE_forge-toolbroker"));
-    let binary = own.with_file_name(package);
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(folder);
-    BUILT[usize::from(package == "inventory-server")].call_once(|| {
-        let age = |path: &Path| path.metadata().and_then(|metadata| metadata.modified()).ok();
-        let newest =
-            [source.join("src/main.rs"), source.join("src/attack.rs"), source.join("Cargo.toml")]
-                .iter()
-                .filter_map(|path| age(path))
-                .max();
-        if age(&binary) >= newest && newest.is_some() {
-            return;
-        }
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-        cargo.args(["build", "--quiet", "--package", package]).current_dir(&source);
-        // The same folder this test was built in, wherever that is.
-        cargo.env("CARGO_TARGET_DIR", own.parent().unwrap().parent().unwrap());
-        if own.parent().unwrap().ends_with("release") {
-            cargo.arg("--release");
-        }
-        assert!(cargo.status().unwrap().success(), "cargo build --package {package}");
-        // Cargo leaves an up-to-date file's time alone.
-        let now = SystemTime::now();
-        let _ = std::fs::File::options()
-            .append(true)
-            .open(&binary)
-            .and_then(|file| file.set_modified(now));
-    });
-    assert!(binary.exists(), "{} is not built", binary.display());
-    binary
+fn workspace_binary(package: &str) -> PathBuf {
+    static BUILT: Once = Once::new();
+    let folder = Path::new(env!("CARGO_BIN_EXE_forge-toolbroker")).parent().unwrap();
+    BUILT.call_once(|| built::built(folder, &["forge-test-server", "inventory-server"]));
+    folder.join(package)
 }
 
 impl Broker {
