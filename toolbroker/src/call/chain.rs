@@ -141,8 +141,8 @@ impl Granted {
     }
 
     /// Whether its checks are so little work that others can wait for them.
-    pub(super) fn is_small(&self) -> bool {
-        self.request.len() <= IN_PLACE_BYTES_MAX
+    pub(super) fn is_small(&self, tool: &Tool) -> bool {
+        self.request.len() <= IN_PLACE_BYTES_MAX && tool.checks_soon(self.request.len())
     }
 
     pub(super) fn refused(self, failure: CallFailure) -> Refused {
@@ -311,6 +311,15 @@ pub(super) struct Dispatched {
 }
 
 impl Dispatched {
+    /// Whether what came back is so soon looked through that others can wait
+    /// for it.
+    pub(super) fn is_small(&self) -> bool {
+        match &self.end {
+            CallEnd::Answered(response) => self.tool.checks_result_soon(response),
+            CallEnd::Content(_) | CallEnd::Failed(_) | CallEnd::Lost => true,
+        }
+    }
+
     /// Holds a result against the tool's own output schema.
     pub(super) fn fitting(self, books: &Books) -> Fitting {
         let Self { facts, tool, sent, end } = self;
@@ -318,15 +327,13 @@ impl Dispatched {
         let end = match end {
             CallEnd::Answered(response) => match tool.check_result(&response) {
                 Ok(()) => Ok(CallEnd::Answered(response)),
-                Err(violations) => Err(violations),
+                Err(_) => Err(Misfit::Result(response)),
             },
-            CallEnd::Content(_) if tool.spec().output_schema.is_some() => {
-                Err(vec!["the result: there is none beside its text".to_owned()])
-            }
+            CallEnd::Content(_) if tool.spec().output_schema.is_some() => Err(Misfit::NoResult),
             CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
             other => Ok(other),
         };
-        Fitting { facts, end }
+        Fitting { facts, tool, end }
     }
 }
 
@@ -335,7 +342,17 @@ impl Dispatched {
 #[derive(Debug)]
 pub(super) struct Fitting {
     facts: Facts,
-    end: Result<CallEnd, Vec<String>>,
+    tool: Arc<Tool>,
+    end: Result<CallEnd, Misfit>,
+}
+
+/// How a result breaks its tool's output schema.
+#[derive(Debug)]
+enum Misfit {
+    /// There is none to hold against it.
+    NoResult,
+    /// This one does not fit.
+    Result(Value),
 }
 
 impl Fitting {
@@ -343,7 +360,7 @@ impl Fitting {
     /// server, and whatever looks like one. `None` where the broker itself
     /// answers, which has none to tell.
     pub(super) fn redacted(self, scrubber: Option<&Scrubber>) -> Redacted {
-        let Self { facts, end } = self;
+        let Self { facts, tool, end } = self;
         let removed = Cell::new(0);
         let redact = |value: Value| match scrubber {
             Some(scrubber) => {
@@ -359,12 +376,16 @@ impl Fitting {
             }
             Ok(CallEnd::Failed(error)) => Err(CallFailure::ToolFailed { error: redact(error) }),
             Ok(CallEnd::Lost) => Err(CallFailure::Lost),
-            Err(violations) => {
-                let clean = |violation: String| match redact(violation.into()) {
-                    Value::String(violation) => violation,
-                    other => other.to_string(),
-                };
-                let violations = violations.into_iter().map(clean).collect();
+            Err(Misfit::NoResult) => {
+                let violations = vec!["the result: there is none beside its text".to_owned()];
+                Err(CallFailure::BadResponse { violations })
+            }
+            // What is said of it quotes it and is cut: so it is said of what is
+            // left, or a part of a credential would be left where it is cut.
+            Err(Misfit::Result(response)) => {
+                let fits_now = || vec!["the result: it fits without what was removed".to_owned()];
+                let violations =
+                    tool.check_result(&redact(response)).err().unwrap_or_else(fits_now);
                 Err(CallFailure::BadResponse { violations })
             }
         };
