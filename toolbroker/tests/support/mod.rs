@@ -76,11 +76,10 @@ fn workspace_binary(package: &str, folder: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(folder);
     BUILT[usize::from(package == "inventory-server")].call_once(|| {
         let age = |path: &Path| path.metadata().and_then(|metadata| metadata.modified()).ok();
-        let newest =
-            [source.join("src/main.rs"), source.join("src/attack.rs"), source.join("Cargo.toml")]
-                .iter()
-                .filter_map(|path| age(path))
-                .max();
+        let newest = ["src/main.rs", "src/attack.rs", "src/raw.rs", "Cargo.toml"]
+            .iter()
+            .filter_map(|file| age(&source.join(file)))
+            .max();
         if age(&binary) >= newest && newest.is_some() {
             return;
         }
