@@ -315,7 +315,9 @@ impl Dispatched {
     /// for it.
     pub(super) fn is_small(&self) -> bool {
         match &self.end {
-            CallEnd::Answered(response) => self.tool.checks_result_soon(response),
+            CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
+                self.tool.checks_result_soon(response)
+            }
             CallEnd::Content(_) | CallEnd::Failed(_) | CallEnd::Lost => true,
         }
     }
@@ -324,16 +326,19 @@ impl Dispatched {
     pub(super) fn fitting(self, books: &Books) -> Fitting {
         let Self { facts, tool, sent, end } = self;
         books.metrics.dispatched(sent.elapsed());
+        let cleaned = matches!(end, CallEnd::Cleaned(_));
         let end = match end {
-            CallEnd::Answered(response) => match tool.check_result(&response) {
-                Ok(()) => Ok(CallEnd::Answered(response)),
-                Err(_) => Err(Misfit::Result(response)),
-            },
+            CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
+                match tool.check_result(&response) {
+                    Ok(()) => Ok(CallEnd::Answered(response)),
+                    Err(_) => Err(Misfit::Result(response)),
+                }
+            }
             CallEnd::Content(_) if tool.spec().output_schema.is_some() => Err(Misfit::NoResult),
             CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
             other => Ok(other),
         };
-        Fitting { facts, tool, end }
+        Fitting { facts, tool, end, cleaned }
     }
 }
 
@@ -344,6 +349,8 @@ pub(super) struct Fitting {
     facts: Facts,
     tool: Arc<Tool>,
     end: Result<CallEnd, Misfit>,
+    /// Whether there was a credential in it that is out of it already.
+    cleaned: bool,
 }
 
 /// How a result breaks its tool's output schema.
@@ -360,8 +367,8 @@ impl Fitting {
     /// server, and whatever looks like one. `None` where the broker itself
     /// answers, which has none to tell.
     pub(super) fn redacted(self, scrubber: Option<&Scrubber>) -> Redacted {
-        let Self { facts, tool, end } = self;
-        let removed = Cell::new(0);
+        let Self { facts, tool, end, cleaned } = self;
+        let removed = Cell::new(u32::from(cleaned));
         let redact = |value: Value| match scrubber {
             Some(scrubber) => {
                 let Scrubbed { left, removed: of_this } = scrubber.json_counted(value);
@@ -371,9 +378,11 @@ impl Fitting {
             None => value,
         };
         let outcome = match end {
-            Ok(CallEnd::Answered(response) | CallEnd::Content(response)) => {
-                of_size(&facts.run, redact(response).to_string().into_bytes())
-            }
+            Ok(
+                CallEnd::Answered(response)
+                | CallEnd::Cleaned(response)
+                | CallEnd::Content(response),
+            ) => of_size(&facts.run, redact(response).to_string().into_bytes()),
             Ok(CallEnd::Failed(error)) => Err(CallFailure::ToolFailed { error: redact(error) }),
             Ok(CallEnd::Lost) => Err(CallFailure::Lost),
             Err(Misfit::NoResult) => {

@@ -106,6 +106,8 @@ pub enum UpstreamError {
 pub enum CallEnd {
     /// The tool answered: its structured result.
     Answered(Value),
+    /// The same, and a credential was taken out of it already.
+    Cleaned(Value),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
     /// The tool failed: its error as a JSON object.
