@@ -21,6 +21,7 @@ const FLOOD: usize = 200_000;
 
 /// Serves until its standard input ends.
 pub fn serve(list: &str) -> io::Result<()> {
+    eprintln!("starting with {}", token());
     let mut server = Server { list: list.to_owned(), changed: false, out: Some(io::stdout()) };
     for line in io::stdin().lock().lines() {
         let Ok(message) = serde_json::from_str::<Value>(&line?) else { continue };
