@@ -617,6 +617,29 @@ fn attack_26_a_journal_that_cannot_be_written_is_said_and_tried_again() {
     });
 }
 
+#[test]
+fn attack_26_without_descriptors_nothing_is_dispatched_until_there_are_some() {
+    use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+    let desk = Desk::new();
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.note"], limits());
+    // As many as it has, and not one for a journal.
+    let pid = Pid::from_raw(broker.child.id().try_into().unwrap()).unwrap();
+    let before = getrlimit(Resource::Nofile);
+    let none = Rlimit { current: Some(3), maximum: before.maximum };
+    prlimit(Some(pid), Resource::Nofile, none).unwrap();
+    for text in ["a", "b"] {
+        let (code, why) = worker.call("test.note", &json!({ "text": text }));
+        assert_eq!(code, Some(CallCode::NotRecorded), "{why}");
+    }
+    assert_eq!(desk.done(), Vec::<String>::new());
+    prlimit(Some(pid), Resource::Nofile, before).unwrap();
+    until_recorded(&mut worker, "after");
+    drop(worker);
+    sync(&mut broker);
+    all_is_recorded(&desk, broker);
+}
+
 /// What a file holds and who may read it, or that it is not there.
 fn state(path: &Path) -> Option<(Vec<u8>, u32)> {
     let metadata = path.metadata().ok()?;

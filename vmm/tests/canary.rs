@@ -5,6 +5,8 @@
 //!
 //! With `FORGE_SCAN=1` a scanner that is not ours (`detect-secrets`, from PyPI)
 //! looks at the same files: `toolbroker/tests/secret-scan`.
+//!
+//! Beside it stand other attacks that need a whole run or the service.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -19,6 +21,7 @@ use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 
@@ -34,7 +37,7 @@ fn main() -> ExitCode {
             attack_6_no_spelling_of_a_name_reaches_a_tool_that_is_not_granted,
             attack_26_a_run_whose_journal_cannot_be_written_ends_as_that,
         ],
-        &[],
+        claims![attack_17_another_user_cannot_connect_to_the_service],
     )
 }
 
@@ -475,4 +478,41 @@ fn attack_26_a_run_whose_journal_cannot_be_written_ends_as_that() {
     );
     assert_eq!((&report["output"], &report["tool_calls"]), (&json!(""), &json!([])), "{report}");
     assert!(log.contains("the journal fails"), "{log}");
+}
+
+fn attack_17_another_user_cannot_connect_to_the_service() {
+    // SAFETY: takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("SKIPPED: only root can be somebody else");
+        return;
+    }
+    let desk = Desk::new("service", 9);
+    fs::set_permissions(&desk.folder, fs::Permissions::from_mode(0o755)).unwrap();
+    fs::write(desk.path("signer.pub"), signer().trust_key().to_pem()).unwrap();
+    let mut service = Command::new(FORGE)
+        .current_dir(&desk.folder)
+        .env("FORGE_STATE", desk.path("state"))
+        .args(["serve", "--socket", "s.sock", "--trust", "signer.pub"])
+        .args(["--ready", "0", "--ready-max", "0"])
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let socket = desk.path("s.sock");
+    wait_for("the service", || UnixStream::connect(&socket).ok());
+    let from_outside = {
+        let socket = socket.clone();
+        std::thread::spawn(move || {
+            // SAFETY: takes numbers; by itself the call changes this thread
+            // alone, which ends here.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) };
+            assert_eq!(changed, 0);
+            // The folder is open to it.
+            assert!(socket.symlink_metadata().is_ok());
+            UnixStream::connect(&socket).map(drop).map_err(|error| error.kind())
+        })
+    };
+    assert_eq!(from_outside.join().unwrap(), Err(std::io::ErrorKind::PermissionDenied));
+    UnixStream::connect(&socket).unwrap();
+    service.kill().unwrap();
+    service.wait().unwrap();
 }
