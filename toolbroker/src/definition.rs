@@ -3,7 +3,8 @@
 //!
 //! A description is untrusted text and a schema untrusted JSON. What cannot
 //! be checked is not offered: a name that is none, a schema that does not
-//! compile or refers to anything outside itself.
+//! compile, refers to anything outside itself, or costs too much
+//! ([`crate::schema_cost`]).
 //!
 //! # The digest
 //! SHA-256 over `forge tool definition v1`, a zero byte, and the canonical
@@ -22,12 +23,16 @@ use jsonschema::{Draft, PatternOptions, Validator};
 use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
+use crate::schema_cost::{Cost, Plan};
+
 /// One tool's description and schemas together, in bytes of canonical JSON.
 const DEFINITION_BYTES_MAX: usize = 256 * 1024;
 /// A server's own annotations of one tool, in bytes; more is cut.
 const ADVICE_BYTES_MAX: usize = 1024;
 /// Violations named in one refusal.
 const VIOLATIONS_MAX: usize = 5;
+/// One of them, in bytes; more is cut.
+const VIOLATION_BYTES_MAX: usize = 512;
 /// How often a pattern of a schema may step back on one string.
 const PATTERN_BACKTRACK_MAX: usize = 100_000;
 /// A compiled pattern, in bytes.
@@ -38,8 +43,15 @@ const PATTERN_BYTES_MAX: usize = 1024 * 1024;
 pub struct Tool {
     spec: ToolSpec,
     advice: Option<String>,
-    arguments: Validator,
-    result: Option<Validator>,
+    arguments: Schema,
+    result: Option<Schema>,
+}
+
+/// A schema that was compiled, and what it may cost.
+#[derive(Debug)]
+struct Schema {
+    validator: Validator,
+    cost: Cost,
 }
 
 /// Why a tool that a server lists is not offered.
@@ -105,8 +117,8 @@ impl Tool {
             .finalize()
             .into();
 
-        let arguments = compile(&input_schema).map_err(DefinitionError::Schema)?;
-        let result = output_schema.as_ref().map(compile).transpose();
+        let arguments = Schema::compile(&input_schema).map_err(DefinitionError::Schema)?;
+        let result = output_schema.as_ref().map(Schema::compile).transpose();
         let result = result.map_err(DefinitionError::OutputSchema)?;
         let spec = ToolSpec {
             name,
@@ -150,12 +162,25 @@ impl Tool {
         &self.spec
     }
 
+    /// Whether a request of so many bytes is so soon held against the input
+    /// schema that others can wait for it.
+    #[must_use]
+    pub fn checks_soon(&self, request_bytes: usize) -> bool {
+        self.arguments.cost.is_small(request_bytes)
+    }
+
     /// Holds arguments against the input schema.
     ///
     /// # Errors
     /// The violations, at most five, each with the place where it is.
     pub fn check(&self, arguments: &Value) -> Result<(), Vec<String>> {
-        check(&self.arguments, arguments, "the arguments")
+        self.arguments.check(arguments, "the arguments")
+    }
+
+    /// The same of a structured result and the output schema.
+    #[must_use]
+    pub fn checks_result_soon(&self, result: &Value) -> bool {
+        self.result.as_ref().is_none_or(|schema| schema.cost.is_small_for(result))
     }
 
     /// Holds a structured result against the output schema, if there is one.
@@ -163,39 +188,67 @@ impl Tool {
     /// # Errors
     /// As [`Tool::check`]; the violations quote the result.
     pub fn check_result(&self, result: &Value) -> Result<(), Vec<String>> {
-        self.result.as_ref().map_or(Ok(()), |schema| check(schema, result, "the result"))
+        self.result.as_ref().map_or(Ok(()), |schema| schema.check(result, "the result"))
     }
 }
 
-fn check(schema: &Validator, value: &Value, whole: &str) -> Result<(), Vec<String>> {
-    if schema.is_valid(value) {
-        return Ok(());
+impl Schema {
+    /// Compiles a schema that may refer to nothing outside itself. Draft
+    /// 2020-12 holds where `$schema` names no other.
+    fn compile(schema: &Value) -> Result<Self, String> {
+        let cost = Cost::of(schema)?;
+        let names_a_draft = schema.get("$schema").is_some();
+        let mut options = jsonschema::options().offline().with_pattern_options(
+            PatternOptions::fancy_regex()
+                .backtrack_limit(PATTERN_BACKTRACK_MAX)
+                .size_limit(PATTERN_BYTES_MAX),
+        );
+        if !names_a_draft {
+            options = options.with_draft(Draft::Draft202012);
+        }
+        let validator = options
+            .build(schema)
+            .map_err(|why| crate::cut(&why.to_string(), VIOLATION_BYTES_MAX))?;
+        Ok(Self { validator, cost })
     }
-    let violations: Vec<String> = schema
-        .iter_errors(value)
-        .take(VIOLATIONS_MAX)
-        .map(|violation| {
-            let place = violation.instance_path().to_string();
-            let place = if place.is_empty() { whole } else { &place };
-            crate::cut(&format!("{place}: {violation}"), 512)
+
+    /// Holds a value, called `whole`, against the schema, on a stack that is
+    /// large enough for both.
+    fn check(&self, value: &Value, whole: &str) -> Result<(), Vec<String>> {
+        let Some(Plan { stack_bytes, names_places }) = self.cost.plan(value) else {
+            return Err(vec![format!("{whole}: too large to be held against the tool's schema")]);
+        };
+        let validate = || self.validate(value, whole, names_places);
+        let Some(stack_bytes) = stack_bytes else { return validate() };
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(stack_bytes);
+            match thread.spawn_scoped(scope, validate).map(|thread| thread.join()) {
+                Ok(Ok(checked)) => checked,
+                Ok(Err(panic)) => std::panic::resume_unwind(panic),
+                Err(_) => Err(vec![format!("{whole}: no thread to hold it against the schema")]),
+            }
         })
-        .collect();
-    Err(violations)
-}
-
-/// Compiles a schema that may refer to nothing outside itself. Draft 2020-12
-/// holds where `$schema` names no other.
-fn compile(schema: &Value) -> Result<Validator, String> {
-    let names_a_draft = schema.get("$schema").is_some();
-    let mut options = jsonschema::options().offline().with_pattern_options(
-        PatternOptions::fancy_regex()
-            .backtrack_limit(PATTERN_BACKTRACK_MAX)
-            .size_limit(PATTERN_BYTES_MAX),
-    );
-    if !names_a_draft {
-        options = options.with_draft(Draft::Draft202012);
     }
-    options.build(schema).map_err(|why| crate::cut(&why.to_string(), 512))
+
+    fn validate(&self, value: &Value, whole: &str, names_places: bool) -> Result<(), Vec<String>> {
+        if self.validator.is_valid(value) {
+            return Ok(());
+        }
+        if !names_places {
+            return Err(vec![format!("{whole}: not what the schema asks, which refers to itself")]);
+        }
+        let violations: Vec<String> = self
+            .validator
+            .iter_errors(value)
+            .take(VIOLATIONS_MAX)
+            .map(|violation| {
+                let place = violation.instance_path().to_string();
+                let place = if place.is_empty() { whole } else { &place };
+                crate::cut(&format!("{place}: {violation}"), VIOLATION_BYTES_MAX)
+            })
+            .collect();
+        Err(violations)
+    }
 }
 
 /// JSON in the one form that the digest is taken over; see the file's head.
@@ -327,6 +380,82 @@ mod tests {
         let text = format!("{}b", "a".repeat(40));
         assert!(tool.check(&json!({"x": text})).is_err());
         assert!(started.elapsed() < std::time::Duration::from_secs(2));
+    }
+
+    /// A tool whose schema has these definitions, and takes an `x` that is
+    /// held against the first.
+    fn referring(definitions: Vec<Value>) -> Result<Tool, DefinitionError> {
+        let named = definitions.into_iter().enumerate();
+        let named: Map<String, Value> = named.map(|(at, it)| (format!("a{at}"), it)).collect();
+        let x = json!({"$ref": "#/$defs/a0"});
+        Tool::new("shop", listed(json!({"$defs": named, "properties": {"x": x}})))
+    }
+
+    fn next(at: usize) -> Value {
+        json!({ "$ref": format!("#/$defs/a{}", at + 1) })
+    }
+
+    #[test]
+    fn attack_21_references_thousands_of_levels_deep_do_not_overflow_the_stack() {
+        for levels in [10, 200, 300, 1_000, 4_000] {
+            let mut chain: Vec<Value> =
+                (0..levels).map(|at| json!({"allOf": [next(at)]})).collect();
+            chain.push(json!({"type": "string"}));
+            match referring(chain) {
+                Ok(tool) => {
+                    assert!(tool.check(&json!({"x": 1})).is_err(), "{levels}");
+                    assert!(tool.check(&json!({"x": "a"})).is_ok(), "{levels}");
+                }
+                Err(refused) => {
+                    assert!(levels > 300, "{levels}: {refused}");
+                    assert!(matches!(refused, DefinitionError::Schema(_)), "{refused}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn attack_21_a_schema_that_refers_to_itself_takes_a_deep_value_without_overflowing() {
+        // Long ways from each level of the value to the next.
+        let mut cycle: Vec<Value> = (0..60).map(|at| json!({"allOf": [next(at)]})).collect();
+        cycle.push(json!({"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}}));
+        let tool = referring(cycle).unwrap();
+        let deep = |end: Value| (0..120).fold(end, |inner, _| json!({ "x": inner }));
+        assert!(tool.check(&deep(json!({}))).is_ok());
+        assert!(tool.check(&deep(json!(1))).is_err());
+    }
+
+    #[test]
+    fn attack_21_references_that_multiply_are_refused_or_soon_done() {
+        // At the same value.
+        let twice = |at| json!({"anyOf": [next(at), next(at)]});
+        let mut tower: Vec<Value> = (0..40).map(twice).collect();
+        tower.push(json!({"type": "string"}));
+        assert!(matches!(referring(tower.clone()), Err(DefinitionError::Schema(_))));
+        // In a cycle, where the validator remembers what it has seen, and at
+        // each level of the value once more.
+        *tower.last_mut().unwrap() = json!({"properties": {"x": {"$ref": "#/$defs/a0"}}});
+        let deep = |end: Value| (0..100).fold(end, |inner, _| json!({ "x": inner }));
+        let names = |at: usize| json!({"properties": {"x": {"$ref": format!("#/$defs/a{at}")}}});
+        let wide = vec![json!({"type": "object", "anyOf": [names(0), names(0), names(0)]})];
+        for schema in [tower, wide] {
+            // A refusal would do as well.
+            let Ok(tool) = referring(schema) else { continue };
+            let _ = tool.check(&deep(json!({})));
+            let _ = tool.check(&deep(json!(1)));
+        }
+    }
+
+    #[test]
+    fn attack_23_a_result_too_large_for_its_schema_is_a_violation_at_once() {
+        let all: Vec<Value> = (0..9_000).map(|it| json!({"minimum": -it})).collect();
+        let Value::Object(output) = json!({"items": {"allOf": all}}) else { unreachable!() };
+        let tool =
+            Tool::new("shop", Listed { output_schema: Some(output), ..listed(json!({})) }).unwrap();
+        tool.check_result(&json!([1, 2, 3])).unwrap();
+        let many: Vec<u32> = (0..1_000_000).collect();
+        let violations = tool.check_result(&json!(many)).unwrap_err();
+        assert!(violations[0].contains("too large"), "{violations:?}");
     }
 
     #[test]

@@ -59,6 +59,7 @@ pub mod process;
 pub mod registry;
 pub mod retrieval;
 pub mod review;
+mod schema_cost;
 pub mod secret;
 pub mod stranger;
 pub mod upstream;

@@ -23,6 +23,9 @@ use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 /// Threads that talk with tool servers.
 const SERVER_THREADS: usize = 2;
@@ -196,6 +199,10 @@ fn main() -> ExitCode {
         .with_env_filter(log_filter())
         .with_writer(std::io::stderr)
         .with_ansi(false)
+        .finish()
+        // The MCP library logs whole messages, before credentials are scrubbed
+        // from them: never, whatever is asked for.
+        .with(filter_fn(|event| !event.target().starts_with("rmcp")))
         .init();
     let outcome = hardened.map_err(Error::Host).and_then(|()| {
         let args = LowArgs::parse();
@@ -246,14 +253,7 @@ fn list_journal(
 
 /// What `FORGE_LOG` asks for, `warn` by default.
 fn log_filter() -> EnvFilter {
-    let mut filter =
-        EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    // The MCP library logs whole messages, before credentials are scrubbed
-    // from them: never, whatever is asked for.
-    if let Ok(silence) = "rmcp=off".parse() {
-        filter = filter.add_directive(silence);
-    }
-    filter
+    EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"))
 }
 
 async fn run(args: LowArgs, servers: &Handle) -> Result<(), Error> {

@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use crate::builtin::{Builtin, Builtins, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
 use crate::definition::{Effect, Tool};
+use crate::egress::Policy;
 use crate::secret::Scrubber;
 use crate::upstream::scrubs::Scrubs;
 use crate::upstream::{Connection, Upstream, UpstreamError};
@@ -129,7 +130,9 @@ impl Registry {
         // Of all servers, for each: one that has come by another's credential
         // does not tell it either.
         let secrets = config.servers.values().flat_map(|server| server.scrub.iter().cloned());
-        let scrubs = Scrubs::new(secrets.collect());
+        // And those that the broker itself sends somewhere.
+        let sent = config.builtins.http.iter().flat_map(Policy::credentials).cloned();
+        let scrubs = Scrubs::new(secrets.chain(sent).collect());
         let servers: BTreeMap<String, Arc<Upstream>> = config
             .servers
             .into_iter()

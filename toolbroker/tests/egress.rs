@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use base64::Engine as _;
 use forge_protocol::abi::CallCode;
 use forge_protocol::limits::RunLimits;
 use forge_toolbroker::egress::address::AddressRange;
@@ -601,6 +602,54 @@ fn a_program_fetches_what_a_rule_allows_with_a_credential_it_never_sees() {
     drop(worker);
     let (status, log) = broker.finish();
     assert!(status.success() && !log.contains(CANARY));
+}
+
+#[test]
+fn attack_20_what_a_rule_sends_is_removed_however_it_comes_back_and_the_call_is_flagged() {
+    let hex: String = CANARY.bytes().map(|byte| format!("{byte:02x}")).collect();
+    let base64 = base64::engine::general_purpose::STANDARD.encode(format!("user:{CANARY}"));
+    let percent: String = CANARY.bytes().map(|byte| format!("%{byte:02X}")).collect();
+    let answers = [CANARY.to_owned(), hex.clone(), base64.clone(), percent.clone()];
+    let server = Server::new(move |head| {
+        let at = head.split(' ').nth(1).unwrap().trim_start_matches('/').to_owned();
+        let said = answers.get(at.parse::<usize>().unwrap_or(9)).cloned().unwrap_or_default();
+        match at.as_str() {
+            "header" => answer("200 OK", &format!("ETag: \"{CANARY}\"\r\n"), b"x"),
+            "bytes" => ok(&[b"\xff\xfe", CANARY.as_bytes(), b"\xff"].concat()),
+            "clean" => ok(b"nothing"),
+            _ => ok(said.as_bytes()),
+        }
+    });
+    let test = support::test_server();
+    let mut broker = Broker::with_forge_toml(&format!(
+        "[builtins.http]\nallow = [{{ scheme = 'http', host = '127.0.0.1', port = {}, \
+         addresses = ['127.0.0.1'], \
+         headers = {{ Authorization = {{ prefix = 'Bearer ', from_env = 'CANARY' }} }} }}]\n\
+         [servers.other]\ncommand = {test:?}",
+        server.port
+    ));
+    let mut worker = broker.run(&["http.fetch", "other.echo"], limits());
+    for (at, redacted) in [
+        ("0", true),
+        ("1", true),
+        ("2", true),
+        ("3", true),
+        ("header", true),
+        ("bytes", true),
+        ("clean", false),
+    ] {
+        let url = format!("http://127.0.0.1:{}/{at}", server.port);
+        worker.send("http.fetch", json!({"method": "GET", "url": url}).to_string().as_bytes());
+        let settled = worker.settled();
+        let said = String::from_utf8(settled.body).unwrap();
+        assert_eq!((settled.code, settled.redacted), (None, redacted), "{at}: {said}");
+        for spelled in [CANARY, &hex, &base64[8..30], &percent] {
+            assert!(!said.contains(spelled), "{at}: {said}");
+        }
+    }
+    // A server that has come by it does not tell it either.
+    let (_, said) = worker.call("other.echo", &json!({ "text": hex }));
+    assert_eq!(said["text"], "[credential removed]");
 }
 
 #[test]

@@ -6,7 +6,9 @@
 mod support;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CString;
 use std::fs::{File, OpenOptions, Permissions};
+use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,6 +21,7 @@ use forge_protocol::codec::decode;
 use forge_protocol::guest::Settled;
 use forge_protocol::limits::RunLimits;
 use rusqlite::{Connection, OpenFlags};
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_remount};
 use serde_json::{Value, json};
 use support::{Broker, CANARY, Worker, name, receive, run_request, test_server, wait};
 
@@ -71,6 +74,16 @@ impl Desk {
         }
     }
 
+    /// Waits until all calls of this round have their intents on the disk.
+    fn wait_for_intents(&self, round: u16) {
+        let until = std::time::Instant::now() + support::PATIENCE;
+        let is_one = |row: &Row| row.kind == "intent" && row.run == run_of(round).0;
+        while self.records().iter().filter(|row| is_one(row)).count() < CALLS as usize {
+            assert!(std::time::Instant::now() < until, "the intents never come");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn files(&self) -> Vec<PathBuf> {
         let mut files: Vec<PathBuf> = std::fs::read_dir(self.journal())
             .map(|entries| entries.map(|entry| entry.unwrap().path()).collect())
@@ -110,7 +123,7 @@ impl Desk {
 
     /// What `journal list --json` says.
     fn listed(&self) -> Vec<Value> {
-        let output = self.list(&["--json"]);
+        let output = self.list(&["--json", "--last", "1000000"]);
         serde_json::from_str(&output).unwrap()
     }
 
@@ -137,9 +150,13 @@ struct Row {
 }
 
 fn open(broker: &mut Broker, id: u8, tools: &[&str], limits: RunLimits) -> Worker {
+    open_as(broker, RunId([id; 16]), tools, limits)
+}
+
+fn open_as(broker: &mut Broker, run: RunId, tools: &[&str], limits: RunLimits) -> Worker {
     let tools = tools.iter().map(|tool| name(tool)).collect();
     let mut request = run_request("alice", Authority::Tools(tools), limits);
-    request.run_id = RunId([id; 16]);
+    request.run_id = run;
     broker.open(request).unwrap().0
 }
 
@@ -164,32 +181,49 @@ impl Dice {
 
 /// Calls of a run that is killed, in flight at the same time.
 const CALLS: u32 = 4;
+/// The run after all kills.
+const LAST: u16 = u16::MAX;
+
+/// Each round has a run.
+fn run_of(round: u16) -> RunId {
+    let mut id = [0; 16];
+    id[..2].copy_from_slice(&round.to_le_bytes());
+    RunId(id)
+}
 
 #[test]
 fn a_broker_killed_at_any_moment_loses_nothing_and_does_nothing_twice() {
-    let rounds: u8 =
+    let rounds: u16 =
         std::env::var("FORGE_KILL_ROUNDS").map_or(60, |rounds| rounds.parse().unwrap());
     let desk = Desk::new();
     let mut dice = Dice(0x5EED);
-    let mut synced = BTreeSet::new();
+    let (mut synced, mut told) = (BTreeSet::new(), BTreeSet::new());
     for round in 0..rounds {
+        // Nothing gets to the disk before this is dropped.
+        let held = (round % 8 == 7).then(|| held_by_another(&desk.files()[0]));
         let mut broker = desk.broker();
-        let mut worker = open(&mut broker, round, &["test.note"], limits());
+        let mut worker = open_as(&mut broker, run_of(round), &["test.note"], limits());
+        if round % 8 == 6 {
+            stop_servers(&broker);
+        }
         for call in 0..CALLS {
             let request = json!({ "text": format!("{round}-{call}") }).to_string();
             worker.send("test.note", request.as_bytes());
         }
-        match round % 6 {
+        let mut settled = |worker: &mut Worker| {
+            let settled = worker.settled();
+            assert_eq!(settled.code, None);
+            told.insert((round, settled.id));
+        };
+        match round % 8 {
             // Before, between and behind the server's start.
             0 => std::thread::sleep(Duration::from_micros(dice.below(60_000))),
             // The server did something that nobody was told of.
             1 => desk.wait_until_done(&format!("note {round}-{}", dice.below(CALLS.into()))),
             // Some are told and some are not.
-            2 => {
-                assert_eq!(worker.settled().code, None);
-            }
+            2 => settled(&mut worker),
             3 => {
-                assert_eq!(worker.settled().code, None);
+                settled(&mut worker);
                 std::thread::sleep(Duration::from_micros(dice.below(1_000)));
             }
             // Between the first of them and the group commit.
@@ -198,28 +232,56 @@ fn a_broker_killed_at_any_moment_loses_nothing_and_does_nothing_twice() {
                 std::thread::sleep(Duration::from_micros(dice.below(15_000)));
             }
             // All are told, and their run's result may leave.
-            _ => {
+            5 => {
                 for _ in 0..CALLS {
-                    assert_eq!(worker.settled().code, None);
+                    settled(&mut worker);
                 }
                 sync(&mut broker);
                 synced.insert(round);
             }
+            // All are on their way to a server that does not take them.
+            6 => desk.wait_for_intents(round),
+            // No intent is on the disk.
+            _ => std::thread::sleep(Duration::from_micros(dice.below(20_000))),
         }
         kill(broker);
+        drop(held);
+        // What was sent before the kill was told.
+        while let Some((_, payload)) = receive(&mut worker.link) {
+            let settled: Settled = decode(&payload).unwrap();
+            if settled.code.is_none() {
+                told.insert((round, settled.id));
+            }
+        }
     }
     // The next broker closes what the last one left.
     let mut broker = desk.broker();
-    let mut worker = open(&mut broker, 0xFF, &["crypto.hash"], limits());
+    let mut worker = open_as(&mut broker, run_of(LAST), &["crypto.hash"], limits());
     worker.send("crypto.hash", HASH);
     assert_eq!(worker.settled().code, None);
     drop(worker);
     assert!(broker.finish().0.success());
-    account_for(&desk, &synced);
+    account_for(&desk, &synced, &told, rounds);
 }
 
-/// Holds the journal against what the server did.
-fn account_for(desk: &Desk, synced: &BTreeSet<u8>) {
+/// Stops a broker's servers: they live, and take nothing.
+fn stop_servers(broker: &Broker) {
+    for server in support::server_processes(broker.child.id()) {
+        let server = rustix::process::Pid::from_raw(server.try_into().unwrap()).unwrap();
+        rustix::process::kill_process(server, rustix::process::Signal::STOP).unwrap();
+    }
+}
+
+/// Keeps everybody else from writing to a journal.
+fn held_by_another(file: &Path) -> Connection {
+    let connection = Connection::open(file).unwrap();
+    connection.busy_timeout(support::PATIENCE).unwrap();
+    connection.execute_batch("BEGIN IMMEDIATE").unwrap();
+    connection
+}
+
+/// Holds the journal against what the server did and what workers were told.
+fn account_for(desk: &Desk, synced: &BTreeSet<u16>, told: &BTreeSet<(u16, u32)>, rounds: u16) {
     let mut done: BTreeMap<String, u32> = BTreeMap::new();
     for line in desk.done() {
         *done.entry(line).or_default() += 1;
@@ -227,7 +289,7 @@ fn account_for(desk: &Desk, synced: &BTreeSet<u8>) {
     let (mut intents, mut ends) = (BTreeSet::new(), BTreeMap::new());
     let (mut opened, mut closed) = (BTreeSet::new(), BTreeSet::new());
     for Row { kind, run, call, code, .. } in desk.records() {
-        let key = (run[0], call.unwrap_or_default());
+        let key = (u16::from_le_bytes([run[0], run[1]]), call.unwrap_or_default());
         let fresh = match kind.as_str() {
             "intent" => intents.insert(key),
             "opened" => opened.insert(run),
@@ -246,18 +308,38 @@ fn account_for(desk: &Desk, synced: &BTreeSet<u8>) {
     assert_eq!(opened, closed, "each run that is opened is closed");
     for ((round, call), code) in &ends {
         let was_done = done.contains_key(&format!("note {round}-{call}"));
-        if code == "ok" && *round != 0xFF {
+        if code == "ok" && *round != LAST {
             assert!(was_done, "{round}-{call} is said to be done and is not");
         }
         if synced.contains(round) {
             assert_eq!(code, "ok", "{round}-{call} was on the disk before the kill");
         }
     }
+    // Where the kill met each call.
+    let mut steps: BTreeMap<&str, u32> = BTreeMap::new();
+    for (round, call) in (0..rounds).flat_map(|round| (0..CALLS).map(move |call| (round, call))) {
+        let was_done = done.contains_key(&format!("note {round}-{call}"));
+        let was_told = told.contains(&(round, call));
+        assert!(was_done || !was_told, "{round}-{call} was told and not done");
+        let step = match ends.get(&(round, call)).map(String::as_str) {
+            None => "before its intent was on the disk",
+            Some("ok") if synced.contains(&round) => "after its run's result might leave",
+            Some("ok") => "after its end was on the disk",
+            Some("outcome_unknown") if was_told => "between its answer and the commit of its end",
+            Some("outcome_unknown") if was_done => "between its server's deed and its answer",
+            Some("outcome_unknown") => "between its intent and its server's deed",
+            Some(other) => panic!("{round}-{call} ended as {other}"),
+        };
+        *steps.entry(step).or_default() += 1;
+    }
+    eprintln!("killed: {steps:#?}");
+    assert_eq!(steps.len(), 6, "some step was never met: {steps:#?}");
     let unknown = ends.values().filter(|code| *code == "outcome_unknown").count();
     assert!(unknown > 0, "no round was killed between intent and outcome");
     let listed = desk.listed();
     assert_eq!(listed.iter().filter(|call| call["state"] == "unknown").count(), unknown);
-    assert!(desk.list(&[]).contains(&format!("{unknown} UNKNOWN")));
+    let text = desk.list(&["--last", "1000000"]);
+    assert!(text.contains(&format!("{unknown} UNKNOWN")));
 }
 
 #[test]
@@ -401,6 +483,271 @@ fn journals_that_others_hold_are_not_written() {
         assert!(std::time::Instant::now() < until);
         std::thread::sleep(Duration::from_millis(100));
     }
+}
+
+/// Mounts a file system of this size over `folder`, for this thread and what
+/// it starts. `false`, loudly, where only root may.
+fn with_small_disk(folder: &Path, kib: u32, flags: MountFlags) -> bool {
+    std::fs::create_dir_all(folder).unwrap();
+    // SAFETY: takes numbers; the thread is the test's own and ends with it.
+    if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
+        eprintln!("SKIPPED: only root may mount a file system that fills up");
+        return false;
+    }
+    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).unwrap();
+    let size = CString::new(format!("size={kib}k,mode=0700")).unwrap();
+    mount("tmpfs", folder, "tmpfs", flags, Some(size.as_c_str())).unwrap();
+    true
+}
+
+/// Runs a test in a thread that may have mounts of its own.
+fn apart(test: impl FnOnce() + Send + 'static) {
+    if let Err(panic) = std::thread::spawn(test).join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// Takes all room that is left.
+fn fill(file: &Path) {
+    let mut filler = File::create(file).unwrap();
+    for size in [64 * 1024, 4096, 1] {
+        while filler.write_all(&vec![0; size]).is_ok() {}
+    }
+}
+
+/// Calls until one is carried out, since the journal is tried again only now
+/// and then.
+fn until_recorded(worker: &mut Worker, text: &str) {
+    let until = std::time::Instant::now() + support::PATIENCE;
+    loop {
+        match worker.call("test.note", &json!({ "text": text })).0 {
+            None => return,
+            Some(code) => assert_eq!(code, CallCode::NotRecorded),
+        }
+        assert!(std::time::Instant::now() < until, "it is never written again");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// That each thing was done once, and is in the journal from intent to end.
+fn all_is_recorded(desk: &Desk, broker: Broker) {
+    assert!(broker.finish().0.success());
+    let records = desk.records();
+    let done = desk.done();
+    let ended =
+        records.iter().filter(|row| row.kind == "outcome" && row.code.as_deref() == Some("ok"));
+    assert_eq!(ended.count(), done.len(), "{done:?}");
+    assert_eq!(done.iter().collect::<BTreeSet<_>>().len(), done.len(), "{done:?}");
+    let without_end = desk.listed();
+    assert!(without_end.iter().all(|call| call["state"] != "unknown"), "{without_end:?}");
+}
+
+#[test]
+fn attack_26_on_a_full_disk_nothing_is_dispatched_until_there_is_room_again() {
+    apart(|| {
+        let desk = Desk::new();
+        if !with_small_disk(&desk.journal(), 512, MountFlags::empty()) {
+            return;
+        }
+        let mut broker = desk.broker();
+        let tools = ["test.note", "crypto.hash"];
+        let limits = RunLimits { calls: 10_000, ..limits() };
+        let mut worker = open(&mut broker, 1, &tools, limits);
+        assert_eq!(worker.call("test.note", &json!({"text": "before"})).0, None);
+        let filler = desk.journal().join("filler");
+        fill(&filler);
+        // The log has some room in what it has of the disk; then it has none.
+        let mut number = 0;
+        loop {
+            let (code, why) = worker.call("test.note", &json!({ "text": format!("{number}") }));
+            match code {
+                None => number += 1,
+                Some(code) => {
+                    assert_eq!(code, CallCode::NotRecorded, "{why}");
+                    break;
+                }
+            }
+            assert!(number < 5_000, "the disk is not full");
+        }
+        assert_eq!(desk.done().len(), 1 + number, "what was refused was not sent");
+        refused_as_not_recorded(&desk, &mut broker);
+        std::fs::remove_file(&filler).unwrap();
+        until_recorded(&mut worker, "after");
+        sync(&mut broker);
+        drop(worker);
+        all_is_recorded(&desk, broker);
+    });
+}
+
+#[test]
+fn attack_26_a_disk_that_is_full_from_the_start_is_said_and_tried_again() {
+    apart(|| {
+        let desk = Desk::new();
+        if !with_small_disk(&desk.journal(), 256, MountFlags::empty()) {
+            return;
+        }
+        let filler = desk.journal().join("filler");
+        fill(&filler);
+        let mut broker = desk.broker();
+        refused_as_not_recorded(&desk, &mut broker);
+        std::fs::remove_file(&filler).unwrap();
+        let mut worker = open(&mut broker, 1, &["test.note"], limits());
+        until_recorded(&mut worker, "after");
+        drop(worker);
+        sync(&mut broker);
+        all_is_recorded(&desk, broker);
+    });
+}
+
+#[test]
+fn attack_26_a_journal_that_cannot_be_written_is_said_and_tried_again() {
+    apart(|| {
+        let desk = Desk::new();
+        if !with_small_disk(&desk.journal(), 512, MountFlags::RDONLY) {
+            return;
+        }
+        let mut broker = desk.broker();
+        refused_as_not_recorded(&desk, &mut broker);
+        mount_remount(desk.journal(), MountFlags::empty(), c"").unwrap();
+        let mut worker = open(&mut broker, 1, &["test.note"], limits());
+        until_recorded(&mut worker, "after");
+        drop(worker);
+        sync(&mut broker);
+        all_is_recorded(&desk, broker);
+    });
+}
+
+#[test]
+fn attack_26_without_descriptors_nothing_is_dispatched_until_there_are_some() {
+    use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+    let desk = Desk::new();
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.note"], limits());
+    // As many as it has, and not one for a journal.
+    let pid = Pid::from_raw(broker.child.id().try_into().unwrap()).unwrap();
+    let before = getrlimit(Resource::Nofile);
+    let none = Rlimit { current: Some(3), maximum: before.maximum };
+    prlimit(Some(pid), Resource::Nofile, none).unwrap();
+    for text in ["a", "b"] {
+        let (code, why) = worker.call("test.note", &json!({ "text": text }));
+        assert_eq!(code, Some(CallCode::NotRecorded), "{why}");
+    }
+    assert_eq!(desk.done(), Vec::<String>::new());
+    prlimit(Some(pid), Resource::Nofile, before).unwrap();
+    until_recorded(&mut worker, "after");
+    drop(worker);
+    sync(&mut broker);
+    all_is_recorded(&desk, broker);
+}
+
+/// What a file holds and who may read it, or that it is not there.
+fn state(path: &Path) -> Option<(Vec<u8>, u32)> {
+    let metadata = path.metadata().ok()?;
+    Some((std::fs::read(path).unwrap(), metadata.permissions().mode()))
+}
+
+/// A broker that finds this folder refuses every call, changes nothing that
+/// was there, and says why.
+fn refused_and_left_alone(desk: &Desk, file: &Path) -> String {
+    let before = state(file);
+    let mut broker = desk.broker();
+    refused_as_not_recorded(desk, &mut broker);
+    let (status, log) = broker.finish();
+    assert!(status.success(), "{log}");
+    assert!(state(file) == before, "{} is another", file.display());
+    assert!(log.contains("the journal fails"), "{log}");
+    log
+}
+
+#[test]
+fn attack_18_a_link_in_the_place_of_a_journals_file_leads_nowhere() {
+    for (ending, is_there, is_hard) in [
+        ("sqlite", true, false),
+        ("sqlite", false, false),
+        ("sqlite", true, true),
+        ("lock", true, false),
+        ("lock", false, false),
+        ("lock", true, true),
+        ("sqlite-wal", true, false),
+        ("sqlite-wal", false, false),
+        ("sqlite-shm", true, false),
+        ("sqlite-shm", false, false),
+    ] {
+        let desk = Desk::new();
+        std::fs::create_dir(desk.journal()).unwrap();
+        let victim = desk.0.path().join("victim");
+        if is_there {
+            std::fs::write(&victim, "somebody else's").unwrap();
+            std::fs::set_permissions(&victim, Permissions::from_mode(0o644)).unwrap();
+        }
+        let planted = desk.journal().join(format!("journal-00.{ending}"));
+        if is_hard {
+            std::fs::hard_link(&victim, &planted).unwrap();
+        } else {
+            std::os::unix::fs::symlink(&victim, &planted).unwrap();
+        }
+        if ending.starts_with("sqlite-") {
+            // SQLite's own: it refuses the link or takes it away.
+            let before = state(&victim);
+            let mut broker = desk.broker();
+            let mut worker = open(&mut broker, 1, &["test.note"], limits());
+            worker.call("test.note", &json!({"text": "x"}));
+            drop(worker);
+            assert!(broker.finish().0.success());
+            assert!(state(&victim) == before, "{ending}");
+        } else {
+            let log = refused_and_left_alone(&desk, &victim);
+            let why = if is_hard { "has another name besides" } else { "is a link" };
+            assert!(log.contains(&format!("journal-00.{ending} {why}")), "{log}");
+        }
+    }
+}
+
+#[test]
+fn attack_18_a_journal_that_is_replaced_by_a_link_ends_all_calls() {
+    let desk = Desk::new();
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.note"], limits());
+    assert_eq!(worker.call("test.note", &json!({"text": "x"})).0, None);
+    // Even to the very same file.
+    let elsewhere = desk.0.path().join("elsewhere");
+    std::fs::rename(&desk.files()[0], &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, desk.journal().join("journal-00.sqlite")).unwrap();
+    refused_as_not_recorded(&desk, &mut broker);
+    let log = broker.finish().1;
+    assert!(log.contains("moved or deleted"), "{log}");
+}
+
+#[test]
+fn a_damaged_journal_is_said_and_nothing_of_it_is_changed() {
+    let desk = Desk::new();
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.note"], limits());
+    for number in 0..50 {
+        let note = json!({ "text": format!("{number}") });
+        assert_eq!(worker.call("test.note", &note).0, None);
+    }
+    drop(worker);
+    assert!(broker.finish().0.success());
+    let file = desk.files().pop().unwrap();
+    let whole = std::fs::read(&file).unwrap();
+    assert!(whole.len() > 3 * 4096);
+    for (what, damaged) in [
+        ("its pages", [&whole[..4096], &vec![0xA5; whole.len() - 4096]].concat()),
+        ("its head", [&[0xA5; 100], &whole[100..]].concat()),
+        ("its end", whole[..whole.len() / 2].to_vec()),
+    ] {
+        std::fs::write(&file, damaged).unwrap();
+        let log = refused_and_left_alone(&desk, &file);
+        assert!(
+            log.contains("the journal is damaged") || log.contains("no journal that this release"),
+            "{what}: {log}"
+        );
+        assert!(log.contains("move it away"), "{what}: {log}");
+    }
+    // Nothing was lost.
+    std::fs::write(&file, whole).unwrap();
+    assert_eq!(desk.listed().len(), 50);
 }
 
 #[test]

@@ -7,16 +7,19 @@
 mod support;
 #[path = "support/executables.rs"]
 mod executables;
+#[path = "support/processes.rs"]
+mod processes;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use executables::FORGE;
 use forge_protocol::limits::RunLimits;
+use processes::{child_named, contains, memory_of, wait_for, worker_of};
 use serde_json::{Value, json};
 use support::{forge_module, signer};
 
@@ -37,7 +40,6 @@ fn main() -> ExitCode {
             three_calls_in_flight_meet_and_their_settlement_is_reported,
             the_credential_is_in_no_memory_of_worker_or_guest,
             a_credential_that_a_server_tells_in_other_words_is_removed_and_reported,
-            a_foreign_scanner_finds_the_planted_credential_and_no_other,
             an_environment_credential_is_not_in_the_workers_environment,
             a_grant_opens_what_it_names_and_nothing_else,
             artifacts_are_written_and_never_over_anything,
@@ -335,40 +337,12 @@ fn a_crashed_guest_exits_70_with_its_crash_record() {
     }
 }
 
-/// The one child of a process, whichever of its threads started it, whose
-/// name starts like this.
-fn child_named(parent: u32, name: &str) -> Option<u32> {
-    let children: String = fs::read_dir(format!("/proc/{parent}/task"))
-        .ok()?
-        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("children")).ok())
-        .collect();
-    children.split_whitespace().filter_map(|id| id.parse().ok()).find(|id: &u32| {
-        fs::read(format!("/proc/{id}/cmdline")).is_ok_and(|line| line.starts_with(name.as_bytes()))
-    })
-}
-
-/// The first worker of a supervisor: a child of its zygote.
-fn worker_of(supervisor: u32) -> Option<u32> {
-    child_named(child_named(supervisor, "forge-vmm-zygote")?, "forge-vmm-zygote")
-}
-
 /// The test server of a broker.
 fn server_of(broker: u32) -> Option<u32> {
     // Its launcher, and process 1 of the server's namespaces.
     let launcher = child_named(broker, "/proc/self/exe")?;
     let first = child_named(launcher, "/proc/self/exe")?;
     child_named(first, executables::folder().join("forge-test-server").to_str()?)
-}
-
-fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let until = Instant::now() + Duration::from_secs(60);
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        assert!(Instant::now() < until, "{what} did not come about");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn a_killed_worker_exits_70_and_loses_one_run() {
@@ -427,49 +401,6 @@ fn three_calls_in_flight_meet_and_their_settlement_is_reported() {
     let mut ids: Vec<u64> = calls.iter().map(|call| call["id"].as_u64().unwrap()).collect();
     ids.sort_unstable();
     assert_eq!(ids, [0, 1, 2], "the list is in the order of settling, each with its number");
-}
-
-/// Everything that is in a process's memory, guest RAM included. Pages that
-/// were never touched are left out: there are many, and nothing is in them.
-fn memory_of(process: u32) -> Vec<u8> {
-    use std::os::unix::fs::FileExt as _;
-    const PAGE: usize = 4096;
-    /// Present or swapped (proc_pid_pagemap(5)).
-    const THERE: u64 = 0b11 << 62;
-    let file = |name| fs::File::open(format!("/proc/{process}/{name}")).unwrap();
-    let maps = fs::read_to_string(format!("/proc/{process}/maps")).unwrap();
-    let (memory, pagemap) = (file("mem"), file("pagemap"));
-    let mut all = Vec::new();
-    for line in maps.lines() {
-        let (range, rest) = line.split_once(' ').unwrap();
-        if !rest.starts_with('r') {
-            continue;
-        }
-        let (start, end) = range.split_once('-').unwrap();
-        let address = |hex| usize::from_str_radix(hex, 16).unwrap();
-        let (first, pages) = (address(start), (address(end) - address(start)) / PAGE);
-        let mut entries = vec![0; pages * 8];
-        let _ = pagemap.read_at(&mut entries, (first / PAGE * 8) as u64);
-        for (number, entry) in entries.chunks_exact(8).enumerate() {
-            if u64::from_le_bytes(entry.try_into().unwrap()) & THERE != 0 {
-                let mut page = [0; PAGE];
-                // What the kernel keeps to itself does not read.
-                if memory.read_at(&mut page, (first + number * PAGE) as u64).is_ok() {
-                    all.extend_from_slice(&page);
-                }
-            }
-        }
-    }
-    all
-}
-
-fn contains(haystack: &[u8], needle: &str) -> bool {
-    let needle = needle.as_bytes();
-    haystack
-        .iter()
-        .enumerate()
-        .filter(|(_, byte)| **byte == needle[0])
-        .any(|(at, _)| haystack[at..].starts_with(needle))
 }
 
 fn the_credential_is_in_no_memory_of_worker_or_guest() {
@@ -543,92 +474,6 @@ fn a_credential_that_a_server_tells_in_other_words_is_removed_and_reported() {
         assert_eq!(output.contains("[credential removed]"), removed, "{how}: {output}");
         assert!(!output.contains(CREDENTIAL) && !output.contains(&hex), "{how}: {output}");
     }
-}
-
-/// What `detect-secrets` knows a credential by is its shape, so this one has
-/// a shape. Needs PyPI once.
-fn a_foreign_scanner_finds_the_planted_credential_and_no_other() {
-    if std::env::var_os("FORGE_SCAN").is_none_or(|asked| asked != "1") {
-        eprintln!("SKIPPED: set FORGE_SCAN=1 to install and run detect-secrets");
-        return;
-    }
-    let credential = format!("{}_{}", "ghp", "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8");
-    let desk = Desk::new();
-    let server = json!({
-        "command": executables::folder().join("forge-test-server"),
-        "args": ["--hostile"],
-        "env": { "TEST_TOKEN": "${TEST_TOKEN}" },
-    });
-    desk.write("mcp.json", json!({ "mcpServers": { "test": server } }).to_string());
-    // Its own files: each way to tell it, with all that is logged.
-    for (number, how) in ["raw", "base64", "hex", "percent", "split"].into_iter().enumerate() {
-        desk.write("program.wat", calls("test.spell", &json!({ "how": how }).to_string()));
-        let output = desk
-            .command()
-            .env("TEST_TOKEN", &credential)
-            .env("FORGE_LOG", "trace")
-            .args(["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"])
-            .args(["--mcp-config", "mcp.json", "--allow", "test.spell", "program.wat"])
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        assert!(text(&output.stderr).contains("carried credentials"), "the log is there");
-        desk.write(&format!("report-{number}"), &output.stdout);
-        desk.write(&format!("log-{number}"), &output.stderr);
-    }
-    // A worker, with its guest, that has been told it and stays.
-    let wat = forge_module(
-        r#"(memory (export "memory") 1)
-           (data (i32.const 0) "test.echo_env{}test.never")"#,
-        r#"(local $n i32)
-           (local.set $n (call $call (i32.const 0) (i32.const 13) (i32.const 13) (i32.const 2)))
-           (drop (call $resp_read (i32.const 4096) (i32.const 0) (i32.const 60000)))
-           (call $call (i32.const 15) (i32.const 10) (i32.const 13) (i32.const 2))"#,
-    );
-    desk.write("program.wat", &wat);
-    let mut run = desk
-        .command()
-        .env("TEST_TOKEN", &credential)
-        .args(["run", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"])
-        .args(["--allow", "test.echo_env", "--allow", "test.never", "--timeout", "30s"])
-        .arg("program.wat")
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let worker = wait_for("a worker", || worker_of(run.id()));
-    wait_for("the tool's answer in the guest", || {
-        contains(&memory_of(worker), "\"TEST_TOKEN\"").then_some(())
-    });
-    desk.write("worker-memory", memory_of(worker));
-    run.kill().unwrap();
-    run.wait().unwrap();
-
-    let scan = Path::new(env!("CARGO_MANIFEST_DIR")).join("../toolbroker/tests/secret-scan");
-    let scanned = |files: &[PathBuf]| {
-        let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("secret-scan");
-        let output = Command::new(&scan)
-            .args(files)
-            .env("FORGE_SCAN_CACHE", cache)
-            // It holds the words that a private key begins with.
-            .env("FORGE_SCAN_KNOWN", FORGE)
-            .output()
-            .unwrap();
-        assert!(matches!(output.status.code(), Some(0 | 1)), "{}", text(&output.stderr));
-        text(&output.stdout)
-    };
-    // In a dump as large as the others, the one that it can be found in.
-    let mut planted = fs::read(desk.path("worker-memory")).unwrap();
-    planted.extend_from_slice(format!("\0\x01 {credential} \0").as_bytes());
-    desk.write("planted", planted);
-    assert!(scanned(&[desk.path("planted")]).contains("planted: GitHub Token"));
-    let mut files = vec![desk.path("worker-memory")];
-    files.extend(
-        (0..5).flat_map(|number| ["report", "log"].map(|it| desk.path(&format!("{it}-{number}")))),
-    );
-    // More to look at, as a journal, in the same go.
-    files.extend(std::env::var_os("FORGE_SCAN_FILES").iter().flat_map(std::env::split_paths));
-    assert_eq!(scanned(&files), "");
 }
 
 fn an_environment_credential_is_not_in_the_workers_environment() {

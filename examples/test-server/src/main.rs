@@ -12,9 +12,11 @@
 //! list of tools always comes in pages. Its resources are `test://open/token`
 //! and `test://closed/token` (its credential), `…/large`, and `…/echo/WORD`.
 //! `--hostile` adds the tools of an attacker: `attack` tries what [`attack`]
-//! has, and `spell` tells its credential in other words.
+//! has, and `spell` tells its credential in other words. `--raw LIST` makes it
+//! the server of [`raw`], which breaks the protocol.
 
 mod attack;
+mod raw;
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -382,6 +384,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             "--changed" => changed = true,
             "--old" => old = true,
             "--hostile" => hostile = true,
+            "--raw" => return Ok(raw::serve(&args.next().unwrap_or_default())?),
             "--attack" => {
                 let mut word = || args.next().unwrap_or_default();
                 let (kind, target, needle) = (word(), word(), word());

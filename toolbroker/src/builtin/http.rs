@@ -14,6 +14,7 @@ use super::{Failure, Plan, Work, named_bytes, text};
 use crate::definition::Effect;
 use crate::egress::rule::{Method, URL_BYTES_MAX};
 use crate::egress::{Client, Fetched, Policy, Request, Response, SystemResolver};
+use crate::secret::Scrubbed;
 use crate::upstream::CallEnd;
 
 /// `http.fetch`, under this policy.
@@ -82,7 +83,9 @@ async fn carry_out(client: &Client, arguments: &JsonObject) -> CallEnd {
     };
     match client.fetch(request).await {
         Fetched::Response(response) => {
-            CallEnd::Answered(client.scrubber().json(result_of(response)))
+            let redacted = response.redacted;
+            let Scrubbed { left, removed } = client.scrubber().json_counted(result_of(response));
+            if redacted || removed > 0 { CallEnd::Cleaned(left) } else { CallEnd::Answered(left) }
         }
         Fetched::Failed(error) => Failure::new(error.code(), error.to_string()).into(),
         Fetched::Lost(error) => {

@@ -141,8 +141,8 @@ impl Granted {
     }
 
     /// Whether its checks are so little work that others can wait for them.
-    pub(super) fn is_small(&self) -> bool {
-        self.request.len() <= IN_PLACE_BYTES_MAX
+    pub(super) fn is_small(&self, tool: &Tool) -> bool {
+        self.request.len() <= IN_PLACE_BYTES_MAX && tool.checks_soon(self.request.len())
     }
 
     pub(super) fn refused(self, failure: CallFailure) -> Refused {
@@ -311,22 +311,34 @@ pub(super) struct Dispatched {
 }
 
 impl Dispatched {
+    /// Whether what came back is so soon looked through that others can wait
+    /// for it.
+    pub(super) fn is_small(&self) -> bool {
+        match &self.end {
+            CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
+                self.tool.checks_result_soon(response)
+            }
+            CallEnd::Content(_) | CallEnd::Failed(_) | CallEnd::Lost => true,
+        }
+    }
+
     /// Holds a result against the tool's own output schema.
     pub(super) fn fitting(self, books: &Books) -> Fitting {
         let Self { facts, tool, sent, end } = self;
         books.metrics.dispatched(sent.elapsed());
+        let cleaned = matches!(end, CallEnd::Cleaned(_));
         let end = match end {
-            CallEnd::Answered(response) => match tool.check_result(&response) {
-                Ok(()) => Ok(CallEnd::Answered(response)),
-                Err(violations) => Err(violations),
-            },
-            CallEnd::Content(_) if tool.spec().output_schema.is_some() => {
-                Err(vec!["the result: there is none beside its text".to_owned()])
+            CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
+                match tool.check_result(&response) {
+                    Ok(()) => Ok(CallEnd::Answered(response)),
+                    Err(_) => Err(Misfit::Result(response)),
+                }
             }
+            CallEnd::Content(_) if tool.spec().output_schema.is_some() => Err(Misfit::NoResult),
             CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
             other => Ok(other),
         };
-        Fitting { facts, end }
+        Fitting { facts, tool, end, cleaned }
     }
 }
 
@@ -335,7 +347,19 @@ impl Dispatched {
 #[derive(Debug)]
 pub(super) struct Fitting {
     facts: Facts,
-    end: Result<CallEnd, Vec<String>>,
+    tool: Arc<Tool>,
+    end: Result<CallEnd, Misfit>,
+    /// Whether there was a credential in it that is out of it already.
+    cleaned: bool,
+}
+
+/// How a result breaks its tool's output schema.
+#[derive(Debug)]
+enum Misfit {
+    /// There is none to hold against it.
+    NoResult,
+    /// This one does not fit.
+    Result(Value),
 }
 
 impl Fitting {
@@ -343,8 +367,8 @@ impl Fitting {
     /// server, and whatever looks like one. `None` where the broker itself
     /// answers, which has none to tell.
     pub(super) fn redacted(self, scrubber: Option<&Scrubber>) -> Redacted {
-        let Self { facts, end } = self;
-        let removed = Cell::new(0);
+        let Self { facts, tool, end, cleaned } = self;
+        let removed = Cell::new(u32::from(cleaned));
         let redact = |value: Value| match scrubber {
             Some(scrubber) => {
                 let Scrubbed { left, removed: of_this } = scrubber.json_counted(value);
@@ -354,17 +378,23 @@ impl Fitting {
             None => value,
         };
         let outcome = match end {
-            Ok(CallEnd::Answered(response) | CallEnd::Content(response)) => {
-                of_size(&facts.run, redact(response).to_string().into_bytes())
-            }
+            Ok(
+                CallEnd::Answered(response)
+                | CallEnd::Cleaned(response)
+                | CallEnd::Content(response),
+            ) => of_size(&facts.run, redact(response).to_string().into_bytes()),
             Ok(CallEnd::Failed(error)) => Err(CallFailure::ToolFailed { error: redact(error) }),
             Ok(CallEnd::Lost) => Err(CallFailure::Lost),
-            Err(violations) => {
-                let clean = |violation: String| match redact(violation.into()) {
-                    Value::String(violation) => violation,
-                    other => other.to_string(),
-                };
-                let violations = violations.into_iter().map(clean).collect();
+            Err(Misfit::NoResult) => {
+                let violations = vec!["the result: there is none beside its text".to_owned()];
+                Err(CallFailure::BadResponse { violations })
+            }
+            // What is said of it quotes it and is cut: so it is said of what is
+            // left, or a part of a credential would be left where it is cut.
+            Err(Misfit::Result(response)) => {
+                let fits_now = || vec!["the result: it fits without what was removed".to_owned()];
+                let violations =
+                    tool.check_result(&redact(response)).err().unwrap_or_else(fits_now);
                 Err(CallFailure::BadResponse { violations })
             }
         };

@@ -155,7 +155,7 @@ impl Dispatcher {
             _ => None,
         });
         match at_once {
-            Some((builtin, work)) if ready && granted.is_small() => {
+            Some((builtin, work)) if ready && granted.is_small(builtin.tool()) => {
                 let cost = self.registry.cost(granted.tool());
                 let checked = granted
                     .pinned(Arc::clone(builtin.tool()), Effect::None, cost)
@@ -203,18 +203,19 @@ impl Dispatcher {
                                 .redacted(None)
                                 .recorded(&books)
                         };
-                        match tokio::task::spawn_blocking(carried).await {
-                            Ok(settled) => settled,
-                            // Only a panic of ours ends it without an outcome.
-                            Err(error) => std::panic::resume_unwind(error.into_panic()),
-                        }
+                        beside(carried).await
                     }
-                    None => intended
-                        .dispatched(&carrier)
-                        .await
-                        .fitting(&books)
-                        .redacted(Some(&registry.scrubber()))
-                        .recorded(&books),
+                    None => {
+                        let dispatched = intended.dispatched(&carrier).await;
+                        let small = dispatched.is_small();
+                        let ended = move || {
+                            dispatched
+                                .fitting(&books)
+                                .redacted(Some(&registry.scrubber()))
+                                .recorded(&books)
+                        };
+                        if small { ended() } else { beside(ended).await }
+                    }
                 },
                 Err(refused) => refused.recorded(&books).await,
             };
@@ -241,19 +242,24 @@ impl Dispatcher {
             Ok(Err(error)) => return Err(granted.refused(CallFailure::NoSuchTool(error))),
             Err(_) => return Err(granted.refused(CallFailure::DeadlinePassed)),
         };
-        let small = granted.is_small();
+        let small = granted.is_small(&tool);
         let pinned = granted.pinned(tool, effect, cost)?;
         let checked = if small {
             pinned.checked()
         } else {
             // Long work for a thread that nobody else waits for.
-            match tokio::task::spawn_blocking(|| pinned.checked()).await {
-                Ok(checked) => checked,
-                // Only a panic of ours ends it without an outcome.
-                Err(error) => std::panic::resume_unwind(error.into_panic()),
-            }
+            beside(|| pinned.checked()).await
         };
         Ok((checked?, carrier))
+    }
+}
+
+/// Does long work in a thread that nobody else waits for.
+async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        // Only a panic of ours ends it without an outcome.
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
     }
 }
 

@@ -25,7 +25,7 @@ use url::{Host, Position};
 use super::address;
 use super::resolve::Resolver;
 use super::rule::{Destination, Method, Refused, Rule, Scheme, admit};
-use crate::secret::{REDACTED, Scrubber, Secret};
+use crate::secret::{REDACTED, Scrubbed, Scrubber, Secret};
 
 /// Redirects that are followed for one request.
 pub const REDIRECTS_MAX: usize = 5;
@@ -55,6 +55,14 @@ pub struct Policy {
     pub time_max: Duration,
     /// Whom to believe that it is who it says.
     pub tls: Arc<ClientConfig>,
+}
+
+impl Policy {
+    /// The credentials that its rules send.
+    pub fn credentials(&self) -> impl Iterator<Item = &Secret> {
+        let headers = self.rules.iter().flat_map(|rule| &rule.headers);
+        headers.filter(|header| header.is_credential).map(|header| &header.value)
+    }
 }
 
 /// A TLS configuration that believes this host's certificate store and
@@ -98,6 +106,8 @@ pub struct Response {
     pub headers: Vec<(String, String)>,
     /// The body, whole.
     pub body: Vec<u8>,
+    /// Whether a credential was taken out of headers or body.
+    pub redacted: bool,
 }
 
 /// How a request ended.
@@ -230,11 +240,7 @@ impl Client {
     /// A client under a policy.
     #[must_use]
     pub fn new(policy: Policy, resolver: Arc<dyn Resolver>) -> Self {
-        let headers = policy.rules.iter().flat_map(|rule| &rule.headers);
-        let mut credentials: Vec<Secret> = headers
-            .filter(|header| header.is_credential)
-            .map(|header| header.value.clone())
-            .collect();
+        let mut credentials: Vec<Secret> = policy.credentials().cloned().collect();
         // Longest first, so that a value that holds another goes as a whole.
         credentials.sort_by_key(|secret| std::cmp::Reverse(secret.expose().len()));
         let scrubber = Scrubber::new(credentials.iter().cloned());
@@ -413,7 +419,7 @@ impl Client {
                 body.extend_from_slice(data);
             }
         }
-        let body = without(body, &self.credentials);
+        let (body, mut redacted) = without(body, &self.credentials);
         let mut headers: Vec<(String, String)> = Vec::new();
         for name in head.headers.keys().filter(|name| destination.rule().program_sees(name)) {
             let values: Vec<_> = head
@@ -422,10 +428,12 @@ impl Client {
                 .iter()
                 .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
                 .collect();
-            headers.push((name.to_string(), self.scrubber.text(&values.join(", "))));
+            let Scrubbed { left, removed } = self.scrubber.text_counted(&values.join(", "));
+            redacted |= removed > 0;
+            headers.push((name.to_string(), left));
         }
         headers.sort();
-        Ok(Response { status: head.status.as_u16(), headers, body })
+        Ok(Response { status: head.status.as_u16(), headers, body, redacted })
     }
 }
 
@@ -576,8 +584,9 @@ impl Exchange {
     }
 }
 
-/// Bytes without these values, text or not.
-fn without(mut bytes: Vec<u8>, secrets: &[Secret]) -> Vec<u8> {
+/// Bytes without these values, text or not, and whether there was one.
+fn without(mut bytes: Vec<u8>, secrets: &[Secret]) -> (Vec<u8>, bool) {
+    let mut found = false;
     for secret in secrets {
         let secret = secret.expose().as_bytes();
         let mut kept = Vec::new();
@@ -594,11 +603,12 @@ fn without(mut bytes: Vec<u8>, secrets: &[Secret]) -> Vec<u8> {
             }
         }
         if from > 0 {
+            found = true;
             kept.extend_from_slice(&bytes[from..]);
             bytes = kept;
         }
     }
-    bytes
+    (bytes, found)
 }
 
 #[cfg(test)]
@@ -609,9 +619,10 @@ mod tests {
     fn a_credential_leaves_bytes_wherever_it_stands() {
         let secret = Secret::new("hunter2".into()).unwrap();
         let dirty = b"hunter2\xFF.hunter2hunter".to_vec();
-        let clean = without(dirty, std::slice::from_ref(&secret));
+        let (clean, found) = without(dirty, std::slice::from_ref(&secret));
+        assert!(found);
         assert_eq!(clean, b"[credential removed]\xFF.[credential removed]hunter");
-        assert_eq!(without(b"hunter".to_vec(), &[secret]), b"hunter");
+        assert_eq!(without(b"hunter".to_vec(), &[secret]), (b"hunter".to_vec(), false));
     }
 
     #[test]

@@ -6,11 +6,18 @@
 //! and never wait for each other. A file that a dead broker left open (its
 //! write-ahead log is still there) is taken first, so that what it left
 //! unknown is closed soon.
+//!
+//! Distrusted is what stands in the folder already: a link in the place of a
+//! file leads to somebody else's, which is neither written nor changed.
 
-use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::{DirBuilder, File, OpenOptions, Permissions, TryLockError};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{
+    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
+};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
 
 /// Brokers that may write into one folder at a time.
 pub const SLOTS_MAX: u32 = 64;
@@ -27,6 +34,38 @@ fn named(folder: &Path, number: u32, ending: &str) -> PathBuf {
     folder.join(format!("journal-{number:02}.{ending}"))
 }
 
+/// Opens a file of the journal's own, and makes it if it is not there. A link
+/// is not followed, and a file that has another name besides is refused: it
+/// may be anybody's.
+fn open_own(path: &Path) -> io::Result<File> {
+    // Without NONBLOCK a pipe would hold whoever opens it.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(flags.bits().cast_signed())
+        .open(path)
+        .map_err(|error| match error.raw_os_error() {
+            Some(libc::ELOOP) => foreign(path, "is a link"),
+            _ => error,
+        })?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(foreign(path, "is no regular file"));
+    }
+    if metadata.nlink() > 1 {
+        return Err(foreign(path, "has another name besides"));
+    }
+    Ok(file)
+}
+
+fn foreign(path: &Path, what: &str) -> io::Error {
+    let name = path.file_name().unwrap_or_default().display();
+    io::Error::other(format!("{name} {what}, so the journal is not written there: remove it"))
+}
+
 impl Slot {
     /// Takes a journal file in this folder, which is made if need be.
     ///
@@ -34,23 +73,25 @@ impl Slot {
     /// What the kernel said, and `ResourceBusy` if all files are taken.
     pub fn take(folder: &Path) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        // The operator may reach it by links; nothing in it is one.
+        let folder = &folder.canonicalize()?;
+        let mode = folder.metadata()?.permissions().mode();
+        if mode & 0o022 != 0 {
+            // Whoever may write into it may put files in the places of ours.
+            std::fs::set_permissions(folder, Permissions::from_mode(mode & 0o7755))?;
+        }
         let mut free = None;
         for number in 0..SLOTS_MAX {
             let lock = named(folder, number, "lock");
             let used_before = lock.exists();
-            let lock = OpenOptions::new()
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .open(lock)?;
+            let lock = open_own(&lock)?;
             match lock.try_lock() {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => continue,
                 Err(TryLockError::Error(error)) => return Err(error),
             }
             let slot = Self { file: named(folder, number, "sqlite"), _lock: lock };
-            if named(folder, number, "sqlite-wal").exists() {
+            if named(folder, number, "sqlite-wal").symlink_metadata().is_ok() {
                 return Ok(slot);
             }
             free = free.or(Some(slot));
@@ -73,14 +114,9 @@ impl Slot {
     /// # Errors
     /// What the kernel said.
     pub fn make_private(&self) -> io::Result<()> {
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&self.file)?;
+        let file = open_own(&self.file)?;
         if file.metadata()?.permissions().mode() & 0o077 != 0 {
-            file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
+            file.set_permissions(Permissions::from_mode(0o600))?;
         }
         Ok(())
     }
@@ -140,6 +176,15 @@ mod tests {
         let refused = Slot::take(folder.path()).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::ResourceBusy);
         drop(held);
+    }
+
+    #[test]
+    fn a_folder_that_others_could_write_is_made_the_owners() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o777)).unwrap();
+        let _slot = Slot::take(folder.path()).unwrap();
+        let mode = folder.path().metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o755);
     }
 
     #[test]

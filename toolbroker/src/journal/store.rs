@@ -91,6 +91,16 @@ pub enum JournalError {
         /// The file.
         path: PathBuf,
     },
+    /// What is in the file cannot be read any more.
+    #[error(
+        "{}: the journal is damaged: move it away with the files beside it (`sqlite3 FILE \
+         .recover` reads what is left), or use another --state",
+        path.display()
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+    },
     /// The file that is open is no longer the one at its path.
     #[error(
         "{}: the journal was moved or deleted under the broker: start the broker again",
@@ -188,16 +198,24 @@ impl Store {
 }
 
 fn database(path: &Path, source: rusqlite::Error) -> JournalError {
-    JournalError::Database { path: path.to_owned(), source }
+    let path = path.to_owned();
+    match source.sqlite_error_code() {
+        Some(rusqlite::ErrorCode::DatabaseCorrupt) => JournalError::Damaged { path },
+        Some(rusqlite::ErrorCode::NotADatabase) => JournalError::Foreign { path },
+        _ => JournalError::Database { path, source },
+    }
 }
 
+/// Of the file itself: a link at its path is another one.
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    path.metadata().map(|metadata| (metadata.dev(), metadata.ino()))
+    path.symlink_metadata().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
 /// Never makes the file: it is made private first, elsewhere.
 fn connect(path: &Path) -> rusqlite::Result<Connection> {
-    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
+        | OpenFlags::SQLITE_OPEN_NO_MUTEX
+        | OpenFlags::SQLITE_OPEN_NOFOLLOW;
     let connection = Connection::open_with_flags(path, flags)?;
     connection.busy_timeout(BUSY_TIME_MAX)?;
     Ok(connection)
@@ -216,10 +234,7 @@ fn make_ready(connection: &mut Connection, path: &Path) -> Result<(), JournalErr
         )?;
         version_of(connection)
     })();
-    match version.map_err(|source| match source.sqlite_error_code() {
-        Some(rusqlite::ErrorCode::NotADatabase) => JournalError::Foreign { path: path.to_owned() },
-        _ => failed(source),
-    })? {
+    match version.map_err(failed)? {
         (APPLICATION_ID, SCHEMA_VERSION) => Ok(()),
         (0, 0) if is_empty(connection).map_err(failed)? => {
             let transaction = connection.transaction().map_err(failed)?;

@@ -44,6 +44,8 @@ const IDEMPOTENCY_KEY: &str = "forge-vmm/idempotency-key";
 pub(crate) const TOOLS_MAX: usize = 2_000;
 /// Pages its list may have.
 const PAGES_MAX: usize = 200;
+/// Bytes of JSON that its list may have, all pages together.
+const LIST_BYTES_MAX: usize = 32 * 1024 * 1024;
 
 /// What carries a session.
 #[derive(Debug)]
@@ -169,6 +171,7 @@ impl Session {
         self.subscribe();
         let announced = self.service.service().changes.load(Ordering::Acquire);
         let mut listed = Vec::new();
+        let mut bytes = 0;
         let mut life_ms = None;
         let pages = async {
             let mut cursor = None;
@@ -178,6 +181,11 @@ impl Session {
                     let error = self.scrubs.text(&service_error(&error));
                     format!("tools/list failed: {}", crate::cut(&error, ERROR_TEXT_BYTES_MAX))
                 })?;
+                bytes += page.tools.iter().map(bytes_of).sum::<usize>();
+                if bytes > LIST_BYTES_MAX {
+                    let limit = LIST_BYTES_MAX / (1024 * 1024);
+                    return Err(format!("its list of tools has more than {limit} MiB"));
+                }
                 listed.extend(page.tools);
                 life_ms = page.ttl_ms.or(life_ms);
                 if listed.len() > TOOLS_MAX {
@@ -197,6 +205,14 @@ impl Session {
         let mut tools: Vec<Arc<Tool>> = Vec::with_capacity(listed.len());
         for tool in listed {
             let name = tool.name.into_owned();
+            // Names are in grants, records and logs: no scrubbed one stands
+            // for the tool.
+            let shown = self.scrubs.text(&name);
+            if shown != name {
+                let tool = crate::cut(&shown, 256);
+                tracing::warn!(server = self.server, ?tool, "tool left out: a credential's name");
+                continue;
+            }
             let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());
             let advice = advice.map(|text| self.scrubs.text(&text));
             let listed = Listed {
@@ -390,6 +406,28 @@ impl Drop for Session {
         if let Some(task) = subscription {
             task.abort();
         }
+    }
+}
+
+/// What a tool takes in a list, in bytes, or nearly.
+fn bytes_of(tool: &rmcp::model::Tool) -> usize {
+    let mut count = Count(0);
+    // Writing what was read a moment ago does not fail.
+    let _ = serde_json::to_writer(&mut count, tool);
+    count.0
+}
+
+/// Counts bytes and keeps none.
+struct Count(usize);
+
+impl std::io::Write for Count {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0 += bytes.len();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 

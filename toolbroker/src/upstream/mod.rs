@@ -10,6 +10,7 @@
 //! | [`stdio`] | a process and its standard streams |
 //! | [`http`] | the way to a server over HTTP |
 //! | [`oauth`] | access tokens for it |
+//! | [`declined`] | what a server asks of us: nothing is carried out |
 //! | [`breaker`] | when a server that failed is tried again |
 //! | [`hosted`] | tools that a caller hosts itself |
 //! | [`scrubs`] | a server's credentials, removed from what it says |
@@ -25,6 +26,7 @@
 //! them. Which era a server is of is remembered for its next start.
 
 mod breaker;
+mod declined;
 pub mod hosted;
 pub(crate) mod http;
 mod mcp;
@@ -50,6 +52,7 @@ use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
+use self::declined::Declined;
 use self::hosted::Hosted;
 use self::mcp::{Handler, Line, Session, start_error};
 use self::scrubs::Scrubs;
@@ -103,6 +106,8 @@ pub enum UpstreamError {
 pub enum CallEnd {
     /// The tool answered: its structured result.
     Answered(Value),
+    /// The same, and a credential was taken out of it already.
+    Cleaned(Value),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
     /// The tool failed: its error as a JSON object.
@@ -368,6 +373,7 @@ impl Upstream {
                 legacy_version: Some(ProtocolVersion::LATEST_WITH_INITIALIZE),
             }
         };
+        let transport = Declined::new(transport);
         let served = Handler::default().serve_with_lifecycle(transport, lifecycle);
         match timeout(START_TIME_MAX, served).await {
             Ok(Ok(service)) => Ok(service),

@@ -1,0 +1,95 @@
+//! What a server asks of its client: declined at the door.
+//!
+//! MCP lets a server send requests of its own. The broker carries none out,
+//! and answers each at once: a `ping` with nothing, any other with an error.
+//! Left to the MCP library, each would be a task and an answer that waits for
+//! the server to read it, and a server that asks without end and reads nothing
+//! would choose how much memory the broker has. Here only so many answers
+//! wait. While they do, nothing more is read; a server that does not take them
+//! either is hung up on.
+
+use std::time::Duration;
+
+use rmcp::RoleClient;
+use rmcp::model::{ClientResult, ErrorCode, ErrorData, JsonRpcMessage, RequestId, ServerRequest};
+use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
+use rmcp::transport::Transport;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+/// Answers that wait to be taken.
+const WAITING_MAX: usize = 64;
+/// How long a server may leave so many of them waiting.
+const TAKEN_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// A transport on which the server's own requests are declined.
+pub(super) struct Declined<T> {
+    inner: T,
+    answers: JoinSet<()>,
+    /// When the server has to have taken one, while too many wait.
+    until: Option<Instant>,
+}
+
+impl<T> Declined<T> {
+    pub(super) fn new(inner: T) -> Self {
+        Self { inner, answers: JoinSet::new(), until: None }
+    }
+}
+
+impl<T: Transport<RoleClient>> Declined<T> {
+    fn answer(&mut self, id: RequestId, request: &ServerRequest) {
+        let answer = match request {
+            ServerRequest::PingRequest(_) => JsonRpcMessage::response(ClientResult::empty(()), id),
+            _ => {
+                let error = ErrorData::new(ErrorCode::METHOD_NOT_FOUND, "not of this client", None);
+                JsonRpcMessage::error(error, Some(id))
+            }
+        };
+        let sent = self.inner.send(answer);
+        // Where it cannot be sent, the server is gone, which others notice.
+        self.answers.spawn(async move { drop(sent.await) });
+    }
+
+    /// Waits until there is room for another answer. `false` if the server
+    /// takes none. May be given up and begun again.
+    async fn has_room(&mut self) -> bool {
+        while self.answers.try_join_next().is_some() {}
+        while self.answers.len() >= WAITING_MAX {
+            let until = *self.until.get_or_insert_with(|| Instant::now() + TAKEN_TIME_MAX);
+            if timeout_at(until, self.answers.join_next()).await.is_err() {
+                return false;
+            }
+        }
+        self.until = None;
+        true
+    }
+}
+
+impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
+    type Error = T::Error;
+
+    fn send(
+        &mut self,
+        message: TxJsonRpcMessage<RoleClient>,
+    ) -> impl Future<Output = Result<(), T::Error>> + Send + 'static {
+        self.inner.send(message)
+    }
+
+    async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+        loop {
+            if !self.has_room().await {
+                tracing::warn!("a tool server asks and takes no answer: it is hung up on");
+                return None;
+            }
+            match self.inner.receive().await? {
+                JsonRpcMessage::Request(asked) => self.answer(asked.id, &asked.request),
+                message => return Some(message),
+            }
+        }
+    }
+
+    fn close(&mut self) -> impl Future<Output = Result<(), T::Error>> + Send {
+        self.answers.abort_all();
+        self.inner.close()
+    }
+}
