@@ -377,6 +377,7 @@ mod tests {
         match name {
             "GH_TOKEN" => Some("gh-hunter2-token".into()),
             "EMPTY" => Some(String::new()),
+            "SHORT" => Some("hunter2".into()),
             "HOME" => Some("/home/x".into()),
             _ => None,
         }
@@ -494,7 +495,7 @@ mod tests {
         let guide = include_str!("../../../docs/tool-sources.md");
         let folder = tempfile::tempdir().unwrap();
         let secret = folder.path().join("secret");
-        std::fs::write(&secret, "hunter2").unwrap();
+        std::fs::write(&secret, "hunter2-hunter2").unwrap();
         std::fs::set_permissions(&secret, std::os::unix::fs::PermissionsExt::from_mode(0o600))
             .unwrap();
         let document = folder.path().join("parts.json");
@@ -612,6 +613,23 @@ mod tests {
                 "[servers.a]\ncommand = 'x'\n[servers.a.env]\nK = 'hunter2'\n\
                  [servers.a.credentials]\nK = {from_env = 'GH_TOKEN'}",
                 "credentials.K",
+            ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {from_env = 'SHORT'}",
+                "servers.a.credentials.K: the value has fewer than 8 bytes",
+            ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\n\
+                 headers.Authorization = {from_env = 'SHORT', prefix = 'Bearer '}",
+                "servers.a.headers.Authorization: the value has fewer than 8 bytes",
+            ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\noauth = {client_id = 'x', \
+                 client_secret = {from_env = 'SHORT'}}",
+                "servers.a.oauth.client_secret: the value has fewer than 8 bytes",
             ),
             (forge, "[tools.'a.b']\ncost = -1", "tools.a.b.cost"),
             (forge, "[tools.'a.b']\ncost = 'hunter2'", "tools.a.b.cost: expected a whole number"),
