@@ -409,6 +409,7 @@ impl Redacted {
             code: settled.code,
             took_us: settled.duration_ns / 1_000,
             response_bytes: settled.body.len() as u64,
+            redacted: settled.redacted,
         };
         books.journal.append(facts.event(outcome));
         count(&facts, &settled, books);
