@@ -53,6 +53,7 @@ use crate::policy::Policy;
 use crate::registry::{LookupError, Registry};
 use crate::retrieval::Retrieval;
 use crate::review::{Blocked, ReviewError, Reviews};
+use crate::telemetry::Spans;
 use crate::upstream::UpstreamError;
 use crate::verified::Verified;
 
@@ -191,10 +192,15 @@ impl Broker {
         home: &Handle,
     ) -> Self {
         let (policy, reviews) = (config.policy.clone(), Arc::new(reviews));
-        let registry = Arc::new(Registry::new(config, home));
         let metrics = Arc::new(Metrics::default());
+        let spans = config.collector.clone().and_then(|collector| {
+            let started = Spans::start(collector, Arc::clone(&metrics), home);
+            started.inspect_err(|error| tracing::error!(%error, "no spans are sent")).ok()
+        });
+        let registry = Arc::new(Registry::new(config, home));
         let journal = Journal::new(journal, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(Arc::clone(&registry), journal, metrics, home.clone());
+        let dispatcher = dispatcher.telling(spans);
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         let retrieval = Arc::default();
@@ -253,7 +259,13 @@ impl Broker {
         self.runs.wait().await;
         self.dispatcher.drain().await;
         self.dispatcher.journal().close();
-        self.registry.stop().await;
+        // Neither has to wait for the other.
+        let told = async {
+            if let Some(spans) = self.dispatcher.spans() {
+                spans.close().await;
+            }
+        };
+        tokio::join!(told, self.registry.stop());
     }
 
     async fn answer(self: Arc<Self>, ask: Ask, descriptor: Option<OwnedFd>) -> Answer {

@@ -28,6 +28,7 @@
 //! | [`call`] | the chain that every tool call passes |
 //! | [`journal`] | what was called and what became of it, on the disk |
 //! | [`metrics`] | what is counted |
+//! | [`telemetry`] | spans of runs and calls, for a collector |
 //! | [`link`] | frames and descriptors on a unix socket |
 //! | [`broker`] | the control link and the run links |
 //! | [`filter`] | the system calls that this process and its servers do without |
@@ -62,6 +63,7 @@ pub mod review;
 mod schema_cost;
 pub mod secret;
 pub mod stranger;
+pub mod telemetry;
 pub mod upstream;
 pub mod verified;
 

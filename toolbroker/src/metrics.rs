@@ -86,6 +86,9 @@ pub struct Metrics {
     commit_failures: AtomicU64,
     records: AtomicU64,
     commit: Histogram,
+    redacted: AtomicU64,
+    spans_exported: AtomicU64,
+    spans_dropped: AtomicU64,
 }
 
 impl Metrics {
@@ -153,6 +156,21 @@ impl Metrics {
         self.commit_failures.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// A result carried a credential, which was removed.
+    pub fn redacted(&self) {
+        self.redacted.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A collector took so many spans.
+    pub fn spans_exported(&self, spans: u64) {
+        self.spans_exported.fetch_add(spans, Ordering::Relaxed);
+    }
+
+    /// So many spans were not delivered and never will be.
+    pub fn spans_dropped(&self, spans: u64) {
+        self.spans_dropped.fetch_add(spans, Ordering::Relaxed);
+    }
+
     /// Everything, in the text exposition format.
     #[must_use]
     pub fn text(&self) -> String {
@@ -212,6 +230,17 @@ impl Metrics {
                 "Commits that failed. While the last one did, calls are refused.",
             ),
             (&self.records, "forge_journal_records_total", "Records on the disk."),
+            (
+                &self.redacted,
+                "forge_results_redacted_total",
+                "Results that carried a credential, which was removed.",
+            ),
+            (&self.spans_exported, "forge_spans_exported_total", "Spans that the collector took."),
+            (
+                &self.spans_dropped,
+                "forge_spans_dropped_total",
+                "Spans that the collector did not take, or not fast enough.",
+            ),
         ] {
             counter(name, help, value, &mut out);
         }
@@ -261,6 +290,24 @@ mod tests {
         ] {
             assert!(text.lines().any(|it| it == line), "{line} is not in\n{text}");
         }
+    }
+
+    #[test]
+    fn the_operators_table_has_every_metric_and_no_other() {
+        let guide = include_str!("../../docs/observability.md");
+        let told: std::collections::BTreeSet<(&str, &str)> = guide
+            .lines()
+            .filter_map(|line| line.strip_prefix("| `forge_")?.split_once("` | "))
+            .map(|(name, rest)| (name, rest.split(' ').next().unwrap()))
+            .collect();
+        let metrics = Metrics::default();
+        metrics.settled("shop", None, None, Duration::ZERO);
+        let text = metrics.text();
+        let counted = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# TYPE forge_")?.split_once(' '))
+            .collect();
+        assert_eq!(told, counted);
     }
 
     #[test]

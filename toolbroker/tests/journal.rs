@@ -362,6 +362,88 @@ fn the_intent_of_a_write_is_on_the_disk_before_the_server_hears_of_it() {
 }
 
 #[test]
+fn a_result_that_carried_a_credential_is_flagged() {
+    let desk = Desk::new();
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.fail", "test.echo"], limits());
+    worker.call("test.fail", &json!({}));
+    worker.call("test.echo", &json!({"text": "x"}));
+    worker.call("test.note", &json!({}));
+    drop(worker);
+    assert!(broker.finish().0.success());
+    let flags: Vec<Value> =
+        desk.listed().iter().map(|call| call["credential_removed"].clone()).collect();
+    assert_eq!(flags, [json!(true), json!(false), Value::Null], "{:#?}", desk.listed());
+    let shown = desk.list(&[]);
+    let flagged: Vec<&str> =
+        shown.lines().filter(|line| line.ends_with(", credential removed")).collect();
+    assert!(flagged.len() == 1 && flagged[0].contains("test.fail"), "{shown}");
+}
+
+/// The tables as the first release made them.
+const FIRST_SCHEMA: &str = "
+    CREATE TABLE sessions (
+        id INTEGER PRIMARY KEY,
+        opened_us INTEGER NOT NULL,
+        first_seq INTEGER NOT NULL,
+        closed_us INTEGER
+    ) STRICT;
+    CREATE TABLE records (
+        seq INTEGER PRIMARY KEY,
+        at_us INTEGER NOT NULL,
+        kind TEXT NOT NULL,
+        run BLOB NOT NULL,
+        call INTEGER,
+        principal TEXT,
+        tool TEXT,
+        definition BLOB,
+        effect TEXT,
+        arguments BLOB,
+        code TEXT,
+        took_us INTEGER,
+        response_bytes INTEGER,
+        program BLOB
+    ) STRICT;
+    PRAGMA application_id = 0x666a6e6c;
+    PRAGMA user_version = 1;
+    INSERT INTO sessions VALUES (1, 1000, 1, NULL);
+    INSERT INTO records (seq, at_us, kind, run, call, principal, tool, effect) VALUES
+        (1, 1000, 'intent', x'01010101010101010101010101010101', 0, 'alice', 'a.done', 'read'),
+        (3, 1002, 'intent', x'01010101010101010101010101010101', 1, 'alice', 'a.lost', 'write');
+    INSERT INTO records (seq, at_us, kind, run, call, code, took_us, response_bytes) VALUES
+        (2, 1001, 'outcome', x'01010101010101010101010101010101', 0, 'ok', 7, 2);";
+
+#[test]
+fn a_file_of_the_first_release_is_read_as_it_is_and_written_on() {
+    let desk = Desk::new();
+    std::fs::create_dir(desk.journal()).unwrap();
+    let file = desk.journal().join("journal-00.sqlite");
+    let made = Connection::open(&file).unwrap();
+    made.execute_batch(FIRST_SCHEMA).unwrap();
+    drop(made);
+    let states = || -> Vec<(Value, Value)> {
+        let listed = desk.listed();
+        listed.iter().map(|it| (it["tool"].clone(), it["state"].clone())).collect()
+    };
+    let before = [(json!("a.done"), json!("ended")), (json!("a.lost"), json!("unknown"))];
+    assert_eq!(states(), before, "as it is");
+
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 2, &["test.fail"], limits());
+    worker.call("test.fail", &json!({}));
+    drop(worker);
+    assert!(broker.finish().0.success());
+    assert_eq!(desk.files(), [file], "it went on in the same file");
+    let mut after = before.to_vec();
+    after.push((json!("test.fail"), json!("ended")));
+    assert_eq!(states(), after);
+    let flags: Vec<Value> =
+        desk.listed().iter().map(|call| call["credential_removed"].clone()).collect();
+    assert_eq!(flags, [Value::Null, Value::Null, json!(true)]);
+    assert!(desk.kinds().contains(&"unknown".to_owned()), "what was lost is closed");
+}
+
+#[test]
 fn what_goes_by_group_commit_is_on_the_disk_once_the_run_may_end() {
     let desk = Desk::new();
     let mut broker = desk.broker();

@@ -5,11 +5,15 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
+#[path = "support/executables.rs"]
+mod executables;
 
 use std::fs;
-use std::path::PathBuf;
-use std::process::{Command, ExitCode, Output};
+use std::process::{ExitCode, Output};
 
+use desk::Desk;
 use serde_json::Value;
 
 fn main() -> ExitCode {
@@ -20,8 +24,10 @@ fn main() -> ExitCode {
             a_picture_has_a_row_for_each_case,
             a_bench_is_compared_with_an_earlier_one,
             execution_in_the_guest_is_measured_beside_the_host,
+            a_tool_call_is_measured_for_each_effect_and_a_write_beside_the_disk,
         ],
         claims![
+            whether_a_call_is_allowed_is_measured_without_a_vm,
             what_is_not_there_exits_2_and_names_what_is,
             a_file_that_is_no_bench_is_refused_before_anything_is_measured,
             no_samples_are_no_bench,
@@ -29,32 +35,8 @@ fn main() -> ExitCode {
     )
 }
 
-/// A folder of its own, gone with it.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("bench-{name}"));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn write(&self, name: &str, content: &[u8]) -> String {
-        let path = self.0.join(name);
-        fs::write(&path, content).unwrap();
-        path.to_str().unwrap().to_owned()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
 fn bench(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_forge-vmm")).arg("bench").args(arguments).output().unwrap()
+    Desk::new().forge(&[&["bench"], arguments].concat())
 }
 
 fn json(arguments: &[&str]) -> Value {
@@ -100,8 +82,8 @@ fn a_group_brings_the_floors_its_ratios_need() {
 }
 
 fn a_picture_has_a_row_for_each_case() {
-    let folder = Folder::new("picture");
-    let plots = folder.0.join("not/there/yet");
+    let desk = Desk::new();
+    let plots = desk.path("not/there/yet");
     let output = bench(&["boot", "--runs", "3", "--plot", plots.to_str().unwrap()]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let svg = fs::read_to_string(plots.join("latency.svg")).unwrap();
@@ -109,14 +91,14 @@ fn a_picture_has_a_row_for_each_case() {
 }
 
 fn a_bench_is_compared_with_an_earlier_one() {
-    let folder = Folder::new("compare");
+    let desk = Desk::new();
     let mut old = json(&["floor_verify", "--runs", "3"]);
     // Then it took a thousandth, on a quiet host.
     let then = old["results"][0]["p50"].as_f64().unwrap() / 1000.0;
     old["results"][0]["p50"] = then.into();
     old["results"][0]["interval"] = vec![then, then].into();
     old["disturbed"] = 0.0.into();
-    let path = folder.write("old.json", old.to_string().as_bytes());
+    let path = desk.write("old.json", old.to_string().as_bytes());
     let new = json(&["floor_verify", "--runs", "3", "--compare", &path]);
     let compared = &new["compared"][0];
     // Read from JSON, a number may be off by its last bit.
@@ -138,6 +120,38 @@ fn execution_in_the_guest_is_measured_beside_the_host() {
     assert!(note.contains("guest ") && note.contains("host "), "{note}");
 }
 
+fn a_tool_call_is_measured_for_each_effect_and_a_write_beside_the_disk() {
+    executables::folder();
+    let results = json(&["toolcall", "--runs", "2"]);
+    let cases = ["toolcall_null", "toolcall_read", "toolcall_write", "authorise"];
+    let floors = ["floor_exit", "floor_socket", "floor_fsync"];
+    assert_eq!(names(&results), [&floors[..], &cases].concat());
+    for result in results["results"].as_array().unwrap() {
+        assert_eq!((&result["unit"], &result["n"]), (&"us".into(), &2.into()), "{result}");
+        assert!(result["p50"].as_f64().unwrap() > 0.0, "{result}");
+    }
+    let of = |name: &str| {
+        let all = results["results"].as_array().unwrap();
+        all.iter().find(|result| result["name"] == name).unwrap()
+    };
+    assert_eq!(of("toolcall_read")["ratio_of"], "floor_exit + 1.5 floor_socket");
+    let write = of("toolcall_write");
+    assert_eq!(write["ratio_of"], "floor_exit + 1.5 floor_socket + floor_fsync");
+    let p50 = |name: &str| of(name)["p50"].as_f64().unwrap();
+    let floor = p50("floor_exit") + 1.5 * p50("floor_socket") + p50("floor_fsync");
+    let ratio = write["ratio"].as_f64().unwrap();
+    assert!((ratio - p50("toolcall_write") / floor).abs() < 1e-6, "{write}");
+}
+
+fn whether_a_call_is_allowed_is_measured_without_a_vm() {
+    executables::folder();
+    let results = json(&["authorise", "--runs", "3"]);
+    assert_eq!(names(&results), ["authorise"]);
+    let authorise = &results["results"][0];
+    assert_eq!((&authorise["unit"], &authorise["n"]), (&"us".into(), &3.into()));
+    assert!(authorise["p50"].as_f64().unwrap() > 0.0, "{authorise}");
+}
+
 fn what_is_not_there_exits_2_and_names_what_is() {
     let output = bench(&["bot"]);
     assert_eq!(output.status.code(), Some(2));
@@ -148,8 +162,8 @@ fn what_is_not_there_exits_2_and_names_what_is() {
 }
 
 fn a_file_that_is_no_bench_is_refused_before_anything_is_measured() {
-    let folder = Folder::new("refused");
-    let path = folder.write("report.json", br#"{"status": "ok"}"#);
+    let desk = Desk::new();
+    let path = desk.write("report.json", br#"{"status": "ok"}"#);
     let output = bench(&["--compare", &path]);
     assert_eq!(output.status.code(), Some(2));
     assert!(output.stdout.is_empty());

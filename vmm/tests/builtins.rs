@@ -6,20 +6,20 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener};
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use executables::FORGE;
+use desk::Desk;
 use serde_json::{Value, json};
-use support::{forge_module, signer};
+use support::forge_module;
 
 fn main() -> ExitCode {
     support::main(
@@ -35,44 +35,16 @@ const CREDENTIAL: &str = "tok-5b1e77aa90c3-canary";
 /// Where in the program's memory a response goes.
 const RESPONSES: usize = 65_536;
 
-/// A folder of the test's own, gone after it.
-struct Desk(PathBuf);
-
-impl Desk {
-    fn new() -> Self {
-        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let name = format!("forge-builtins-{}-{number}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir_all(&folder).unwrap();
-        fs::write(folder.join("signer.pem"), signer().to_pem()).unwrap();
-        fs::set_permissions(folder.join("signer.pem"), fs::Permissions::from_mode(0o600)).unwrap();
-        Self(folder)
-    }
-
-    /// `run`, of a program that makes these calls, with its report.
-    fn run(&self, calls: &[(&str, Value)]) -> (i32, String, String) {
-        fs::write(self.0.join("program.wat"), program(calls)).unwrap();
-        let mut command = Command::new(FORGE);
-        command.args(["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"]);
-        command.args(["--config", "forge.toml"]).env("FORGE_STATE", self.0.join("state"));
-        let mut tools: Vec<&str> = calls.iter().map(|(tool, _)| *tool).collect();
-        tools.sort_unstable();
-        tools.dedup();
-        for tool in tools {
-            command.args(["--allow", tool]);
-        }
-        command.arg("program.wat").current_dir(&self.0).env("API_TOKEN", CREDENTIAL);
-        let output = command.stdin(Stdio::null()).output().unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
-    }
-}
-
-impl Drop for Desk {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// `run`, of a program that makes these calls, with its report.
+fn run(desk: &Desk, calls: &[(&str, Value)]) -> (i32, Value) {
+    desk.write("program.wat", program(calls));
+    let mut arguments = vec!["--config", "forge.toml"];
+    let mut tools: Vec<&str> = calls.iter().map(|(tool, _)| *tool).collect();
+    tools.sort_unstable();
+    tools.dedup();
+    arguments.extend(tools.iter().flat_map(|tool| ["--allow", tool]));
+    arguments.push("program.wat");
+    desk.run_with(&[("API_TOKEN", CREDENTIAL)], &arguments)
 }
 
 /// Makes each call, one after the other, and writes its response or the
@@ -136,19 +108,19 @@ fn a_program_uses_files_stash_and_http_and_is_refused_outside() {
     executables::folder();
     let desk = Desk::new();
     let (port, heard) = server();
-    fs::create_dir(desk.0.join("docs")).unwrap();
-    fs::write(desk.0.join("docs/a.md"), "alpha").unwrap();
-    fs::write(desk.0.join("key.md"), "outside").unwrap();
-    std::os::unix::fs::symlink("../key.md", desk.0.join("docs/link.md")).unwrap();
+    fs::create_dir(desk.path("docs")).unwrap();
+    desk.write("docs/a.md", "alpha");
+    desk.write("key.md", "outside");
+    std::os::unix::fs::symlink("../key.md", desk.path("docs/link.md")).unwrap();
     let configuration = format!(
         "[builtins.fs]\nroots = [{{ name = 'docs', path = {:?}, patterns = ['**/*.md'] }}]\n\
          [builtins.stash]\n\
          [builtins.http]\nallow = [{{ scheme = 'http', host = '127.0.0.1', port = {port}, \
          path_prefix = '/v1/', addresses = ['127.0.0.1/32'], \
          headers = {{ Authorization = {{ prefix = 'Bearer ', from_env = 'API_TOKEN' }} }} }}]\n",
-        desk.0.join("docs")
+        desk.path("docs")
     );
-    fs::write(desk.0.join("forge.toml"), configuration).unwrap();
+    desk.write("forge.toml", configuration);
     let fetch = |place: &str| json!({ "method": "GET", "url": format!("http://{place}") });
     let calls = [
         ("fs.read", json!({ "path": "docs/a.md" })),
@@ -159,9 +131,8 @@ fn a_program_uses_files_stash_and_http_and_is_refused_outside() {
         ("http.fetch", fetch(&format!("127.0.0.1:{port}/admin"))),
         ("http.fetch", fetch("169.254.169.254/latest/meta-data/")),
     ];
-    let (code, report, said) = desk.run(&calls);
-    assert_eq!(code, 0, "{report} {said}");
-    let report: Value = serde_json::from_str(&report).unwrap();
+    let (code, report) = run(&desk, &calls);
+    assert_eq!(code, 0, "{report:#}");
     let answers: Vec<Value> = report["output"]
         .as_str()
         .unwrap()
@@ -195,10 +166,9 @@ fn a_program_uses_files_stash_and_http_and_is_refused_outside() {
 fn a_built_in_that_is_not_configured_cannot_be_granted() {
     executables::folder();
     let desk = Desk::new();
-    fs::write(desk.0.join("forge.toml"), "[builtins.stash]\n").unwrap();
-    let (code, report, said) = desk.run(&[("fs.read", json!({ "path": "docs/a.md" }))]);
+    desk.write("forge.toml", "[builtins.stash]\n");
+    let (code, report) = run(&desk, &[("fs.read", json!({ "path": "docs/a.md" }))]);
     assert_ne!(code, 0);
-    let report: Value = serde_json::from_str(&report).unwrap();
     let reason = report["reason"].to_string();
-    assert!(reason.contains("no tool") && reason.contains("fs.read"), "{report:#} {said}");
+    assert!(reason.contains("no tool") && reason.contains("fs.read"), "{report:#}");
 }

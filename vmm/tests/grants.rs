@@ -5,17 +5,19 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 
 use std::fs;
+use std::ops::Deref;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
-use std::process::{Command, ExitCode, Output, Stdio};
+use std::process::ExitCode;
 
-use executables::FORGE;
+use desk::{Desk, text};
 use serde_json::{Value, json};
-use support::{forge_module, signer};
+use support::forge_module;
 
 fn main() -> ExitCode {
     support::main(
@@ -31,20 +33,22 @@ fn main() -> ExitCode {
     )
 }
 
-/// A folder with a key, an `mcp.json` and a state folder, gone after the test.
-struct Desk(PathBuf);
+/// A desk with an `mcp.json` over the test server.
+struct Shop(Desk);
 
-impl Desk {
+impl Deref for Shop {
+    type Target = Desk;
+
+    fn deref(&self) -> &Desk {
+        &self.0
+    }
+}
+
+impl Shop {
     fn new() -> Self {
-        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let name = format!("forge-grants-{}-{number}", std::process::id());
-        let desk = Self(std::env::temp_dir().join(name));
-        fs::create_dir_all(&desk.0).unwrap();
-        fs::write(desk.path("signer.pem"), signer().to_pem()).unwrap();
-        fs::set_permissions(desk.path("signer.pem"), fs::Permissions::from_mode(0o600)).unwrap();
-        desk.servers(&[]);
-        desk
+        let shop = Self(Desk::new());
+        shop.servers(&[]);
+        shop
     }
 
     /// The test server with these arguments.
@@ -57,20 +61,10 @@ impl Desk {
         let server =
             json!({"command": executables::folder().join("forge-test-server"), "args": args});
         let servers = json!({"mcpServers": {"test": server}});
-        fs::write(self.path("mcp.json"), servers.to_string()).unwrap();
+        self.write("mcp.json", servers.to_string());
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    fn forge(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new(FORGE);
-        command.current_dir(&self.0).args(arguments).stdin(Stdio::null());
-        command.env("FORGE_STATE", self.path("state")).output().unwrap()
-    }
-
-    /// The same, which has to go well.
+    /// `forge-vmm`, which has to go well.
     fn done(&self, arguments: &[&str]) -> String {
         let output = self.forge(arguments);
         assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
@@ -84,13 +78,8 @@ impl Desk {
 
     /// Runs a program that makes one call and puts out what it gets.
     fn run(&self, tool: &str, request: &str, more: &[&str]) -> (i32, Value) {
-        fs::write(self.path("program.wat"), calls(tool, request)).unwrap();
-        let command = ["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"];
-        let servers = ["--mcp-config", "mcp.json", "program.wat"];
-        let output = self.forge(&[&command[..], more, &servers].concat());
-        let report = serde_json::from_slice(&output.stdout)
-            .unwrap_or_else(|_| panic!("no report: {}", text(&output.stderr)));
-        (output.status.code().unwrap(), report)
+        self.write("program.wat", calls(tool, request));
+        self.0.run(&[more, &["--mcp-config", "mcp.json", "program.wat"]].concat())
     }
 
     /// What reached the test server.
@@ -98,16 +87,6 @@ impl Desk {
         let text = fs::read_to_string(self.path("calls")).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
     }
-}
-
-impl Drop for Desk {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// A program that calls a tool, puts the answer out, refusal or not, and
@@ -129,7 +108,7 @@ fn calls(tool: &str, request: &str) -> String {
 }
 
 fn a_programs_call_outside_its_constraint_is_denied_and_costs_the_server_nothing() {
-    let desk = Desk::new();
+    let desk = Shop::new();
     desk.issue(&["--allow", "test.slow", "--where", "test.slow:/ms<=5"]);
     let (code, report) = desk.run("test.slow", r#"{"ms":6}"#, &["--grant", "whole.grant"]);
     assert_eq!(code, 0, "{report:#}");
@@ -144,7 +123,7 @@ fn a_programs_call_outside_its_constraint_is_denied_and_costs_the_server_nothing
 }
 
 fn a_grant_is_good_in_its_session_alone() {
-    let desk = Desk::new();
+    let desk = Shop::new();
     desk.issue(&["--allow", "test.echo", "--session", "s-1"]);
     let run = |more: &[&str]| {
         desk.run("test.echo", r#"{"text":"x"}"#, &[&["--grant", "whole.grant"], more].concat())
@@ -159,7 +138,7 @@ fn a_grant_is_good_in_its_session_alone() {
 }
 
 fn a_tool_that_changed_is_not_run_until_it_is_approved() {
-    let desk = Desk::new();
+    let desk = Shop::new();
     let run = || desk.run("test.echo", r#"{"text":"x"}"#, &["--allow", "test.echo"]);
     assert_eq!(run().0, 0);
     desk.servers(&["--changed"]);
@@ -180,7 +159,7 @@ fn a_tool_that_changed_is_not_run_until_it_is_approved() {
 }
 
 fn a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all() {
-    let desk = Desk::new();
+    let desk = Shop::new();
     desk.issue(&["--allow", "test.slow", "--allow", "test.echo", "--cost", "9"]);
     // Whoever narrows it has neither the key nor the servers.
     fs::rename(desk.path("state"), desk.path("elsewhere")).unwrap();
@@ -226,7 +205,7 @@ fn a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all() {
 }
 
 fn a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character() {
-    let desk = Desk::new();
+    let desk = Shop::new();
     let output = desk.forge(&[
         "grant",
         "issue",

@@ -6,19 +6,19 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 
-use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::unix::fs::PermissionsExt as _;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use executables::FORGE;
+use desk::Desk;
 use serde_json::{Value, json};
-use support::{forge_module, signer};
+use support::forge_module;
 
 const CREDENTIAL: &str = "tok-51e2b84d-remote-canary";
 
@@ -125,40 +125,25 @@ fn program() -> String {
 fn a_program_calls_an_mcp_server_over_http_and_an_interface() {
     executables::folder();
     let (address, seen) = serve();
-    let folder = std::env::temp_dir().join(format!("forge-remote-{}", std::process::id()));
-    fs::create_dir_all(&folder).unwrap();
-    let write = |name: &str, content: &str| fs::write(folder.join(name), content).unwrap();
-    write("signer.pem", &signer().to_pem());
-    let private = fs::Permissions::from_mode(0o600);
-    fs::set_permissions(folder.join("signer.pem"), private).unwrap();
-    write("program.wat", &program());
+    let desk = Desk::new();
+    desk.write("program.wat", program());
     let parameter = json!({"name": "id", "in": "path", "required": true,
                            "schema": {"type": "string"}});
     let document = json!({"openapi": "3.1.0", "info": {"title": "Parts", "version": "1"},
         "paths": {"/parts/{id}": {"get": {"operationId": "getPart", "parameters": [parameter]}}}});
-    write("parts.json", &document.to_string());
-    write(
+    desk.write("parts.json", document.to_string());
+    desk.write(
         "forge.toml",
-        &format!(
+        format!(
             "[servers.remote]\nurl = \"http://{address}/mcp\"\n\
              headers.Authorization = {{ from_env = \"REMOTE_TOKEN\", prefix = \"Bearer \" }}\n\
              [servers.parts]\nopenapi = \"parts.json\"\nbase_url = \"http://{address}/v1\"\n"
         ),
     );
-    let output = Command::new(FORGE)
-        .args(["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"])
-        .args(["--config", "forge.toml", "--allow", "remote.greet", "--allow", "parts.getPart"])
-        .arg("program.wat")
-        .current_dir(&folder)
-        .env("REMOTE_TOKEN", CREDENTIAL)
-        .env("FORGE_STATE", folder.join("state"))
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-    let _ = fs::remove_dir_all(&folder);
-    let shown = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{shown}{}", String::from_utf8_lossy(&output.stdout));
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let tools = ["--allow", "remote.greet", "--allow", "parts.getPart"];
+    let arguments = [&["--config", "forge.toml"], &tools[..], &["program.wat"]].concat();
+    let (code, report) = desk.run_with(&[("REMOTE_TOKEN", CREDENTIAL)], &arguments);
+    assert_eq!(code, 0, "{report:#}");
     let said = report["output"].as_str().unwrap();
     let answers: Vec<Value> =
         serde_json::Deserializer::from_str(said).into_iter().collect::<Result<_, _>>().unwrap();

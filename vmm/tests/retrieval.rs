@@ -5,17 +5,17 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Output, Stdio};
+use std::process::{ExitCode, Output};
 
-use executables::FORGE;
+use desk::{Desk, text};
 use serde_json::{Value, json};
-use support::signer;
 
 fn main() -> ExitCode {
     support::main(
@@ -34,66 +34,40 @@ fn main() -> ExitCode {
 
 /// What the surface is made of.
 const SERVERS: [&str; 3] = ["forge-toolbroker", "office-server", "inventory-server"];
+/// What the inventory's server asks of whoever starts it.
+const TOKEN: (&str, &str) = ("INVENTORY_TOKEN", "demo-inventory-token");
 const OWED: &str = "Which invoices are unpaid?";
 
 fn example(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples").join(path)
 }
 
-/// A folder with a key and the surface's `mcp.json`, gone after the test.
-struct Desk(PathBuf);
+/// A desk with the surface's `mcp.json`.
+struct Surface(Desk);
 
-impl Desk {
+impl Surface {
     fn new() -> Self {
-        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let name = format!("forge-retrieval-{}-{number}", std::process::id());
-        let desk = Self(std::env::temp_dir().join(name));
-        fs::create_dir_all(&desk.0).unwrap();
-        let key = desk.0.join("signer.pem");
-        fs::write(&key, signer().to_pem()).unwrap();
-        fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+        let desk = Desk::new();
         // The example's own file, with the programs that were built here.
         let config = fs::read_to_string(example("surface.mcp.json")).unwrap();
         let folder = format!("{}/", executables::folder_with(&SERVERS).display());
-        fs::write(desk.0.join("mcp.json"), config.replace("target/release/", &folder)).unwrap();
-        desk
+        desk.write("mcp.json", config.replace("target/release/", &folder));
+        Self(desk)
     }
 
     fn forge(&self, arguments: &[&str]) -> Output {
-        Command::new(FORGE)
-            .args(arguments)
-            .current_dir(&self.0)
-            .env("INVENTORY_TOKEN", "demo-inventory-token")
-            .env("FORGE_STATE", self.0.join("state"))
-            .stdin(Stdio::null())
-            .output()
-            .unwrap()
+        self.0.command(arguments).envs([TOKEN]).output().unwrap()
     }
 
     fn run(&self, more: &[&str]) -> (i32, Value) {
         let program = example("programs/unpaid.wat");
-        let common = ["run", "--json", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"];
-        let last = ["--timeout", "30s", program.to_str().unwrap()];
-        let output = self.forge(&[&common, more, &last].concat());
-        let report = serde_json::from_slice(&output.stdout)
-            .unwrap_or_else(|_| panic!("no report: {}", text(&output.stderr)));
-        (output.status.code().unwrap(), report)
+        let common = ["--mcp-config", "mcp.json", program.to_str().unwrap()];
+        self.0.run_with(&[TOKEN], &[more, &common].concat())
     }
-}
-
-impl Drop for Desk {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 fn an_intent_is_searched_granted_and_run_in_one_step() {
-    let (code, report) = Desk::new().run(&["--intent", OWED, "-k", "4"]);
+    let (code, report) = Surface::new().run(&["--intent", OWED, "-k", "4"]);
     assert_eq!(code, 0, "{report:#}");
     let output: Value = serde_json::from_str(report["output"].as_str().unwrap()).unwrap();
     assert_eq!(output["count"], 2, "{report:#}");
@@ -107,7 +81,7 @@ fn an_intent_is_searched_granted_and_run_in_one_step() {
 
 fn a_tool_that_was_not_found_is_not_granted() {
     let intent = "Is there a meeting room on the second floor?";
-    let (code, report) = Desk::new().run(&["--intent", intent, "-k", "1"]);
+    let (code, report) = Surface::new().run(&["--intent", intent, "-k", "1"]);
     assert_eq!(code, 1, "{report:#}");
     assert_eq!(report["retrieved"][0]["tool"], "calendar.find_rooms", "{report:#}");
     assert_eq!(report["tool_calls"][0]["tool"], "billing.list_invoices");
@@ -115,7 +89,7 @@ fn a_tool_that_was_not_found_is_not_granted() {
 }
 
 fn tools_search_prints_the_tools_that_fit_with_scores_and_specs() {
-    let desk = Desk::new();
+    let desk = Surface::new();
     let common = ["tools", "search", "--mcp-config", "mcp.json", OWED];
     let output = desk.forge(&[&common[..], &["--json", "-k", "3"]].concat());
     assert!(output.status.success(), "{}", text(&output.stderr));
@@ -132,7 +106,7 @@ fn tools_search_prints_the_tools_that_fit_with_scores_and_specs() {
 }
 
 fn flags_that_do_not_go_together_are_usage_errors() {
-    let desk = Desk::new();
+    let desk = Surface::new();
     for arguments in [
         &["run", "--intent", "x", "--allow", "a.b", "p.wasm"][..],
         &["run", "--intent", "x", "--grant", "g", "p.wasm"],
@@ -149,7 +123,7 @@ fn flags_that_do_not_go_together_are_usage_errors() {
 }
 
 fn an_intent_that_cannot_be_searched_is_refused_with_what_to_do() {
-    let desk = Desk::new();
+    let desk = Surface::new();
     let long = "word ".repeat(1000);
     for (intent, why) in [(" ", "the intent is empty"), (long.as_str(), "intent_bytes is 5000")] {
         let output = desk.forge(&["tools", "search", intent]);
@@ -161,7 +135,7 @@ fn an_intent_that_cannot_be_searched_is_refused_with_what_to_do() {
 fn the_surface_is_benched_without_any_other_data() {
     let folder = example("retrieval");
     let output =
-        Desk::new().forge(&["bench", "retrieval", "--json", "--data", folder.to_str().unwrap()]);
+        Surface::new().forge(&["bench", "retrieval", "--json", "--data", folder.to_str().unwrap()]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let results: Value = serde_json::from_slice(&output.stdout).unwrap();
     let value = |name: &str| {

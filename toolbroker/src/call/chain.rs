@@ -29,6 +29,7 @@ use crate::journal::{CallFacts, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::Carrier;
 use crate::secret::{Scrubbed, Scrubber};
+use crate::telemetry::{CallSpan, Span, Spans, Steps};
 use crate::upstream::CallEnd;
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
@@ -44,6 +45,7 @@ pub(super) const IN_PLACE_BYTES_MAX: usize = 32 * 1024;
 pub(super) struct Books {
     pub(super) journal: Journal,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) spans: Option<Spans>,
 }
 
 /// What is known of a call from the first step to the last.
@@ -52,11 +54,20 @@ struct Facts {
     run: Arc<Run>,
     call: CallFacts,
     began: Instant,
+    /// What it passed, and when.
+    steps: Steps,
 }
 
 impl Facts {
     fn refused(self, failure: CallFailure) -> Refused {
         Refused(Box::new(Refusal { facts: self, failure }))
+    }
+
+    /// It passed every check.
+    fn authorised(&mut self, books: &Books) {
+        let took = self.began.elapsed();
+        books.metrics.authorised(took);
+        self.steps.authorised = Some(took);
     }
 
     fn event(&self, event: Event) -> Record {
@@ -87,7 +98,8 @@ impl Identified {
             effect: None,
             arguments_sha256: None,
         };
-        let facts = Facts { run: Arc::clone(run), call, began: Instant::now() };
+        let (run, began) = (Arc::clone(run), Instant::now());
+        let facts = Facts { run, call, began, steps: Steps::default() };
         Self { facts, request }
     }
 
@@ -239,14 +251,15 @@ impl Checked {
 
     /// The journal has the intent: on the disk if the call changes something.
     pub(super) async fn intended(self, books: &Books) -> Result<Intended, Refused> {
-        let Self { facts, tool, effect, arguments } = self;
-        books.metrics.authorised(facts.began.elapsed());
+        let Self { mut facts, tool, effect, arguments } = self;
+        facts.authorised(books);
         let asked = Instant::now();
         let intent = facts.event(Event::Intent(facts.call.clone()));
         if books.journal.intend(intent, effect == Effect::Write).await.is_err() {
             return Err(facts.refused(CallFailure::NotRecorded));
         }
         books.metrics.intended(asked.elapsed());
+        facts.steps.intended = Some(facts.began.elapsed());
         // The disk may have taken its time.
         match in_time(&facts.run) {
             Ok(()) => Ok(Intended { facts, tool, effect, arguments }),
@@ -257,9 +270,10 @@ impl Checked {
     /// The same for a call without any effect, where the journal is known to
     /// be ready: nobody needs to be waited for.
     pub(super) fn intended_at_once(self, books: &Books) -> Intended {
-        let Self { facts, tool, effect, arguments } = self;
-        books.metrics.authorised(facts.began.elapsed());
+        let Self { mut facts, tool, effect, arguments } = self;
+        facts.authorised(books);
         books.journal.append(facts.event(Event::Intent(facts.call.clone())));
+        facts.steps.intended = Some(facts.began.elapsed());
         Intended { facts, tool, effect, arguments }
     }
 }
@@ -324,9 +338,10 @@ impl Dispatched {
 
     /// Holds a result against the tool's own output schema.
     pub(super) fn fitting(self, books: &Books) -> Fitting {
-        let Self { facts, tool, sent, end } = self;
+        let Self { mut facts, tool, sent, end } = self;
         books.metrics.dispatched(sent.elapsed());
         let cleaned = matches!(end, CallEnd::Cleaned(_));
+        facts.steps.answered = Some(facts.began.elapsed());
         let end = match end {
             CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
                 match tool.check_result(&response) {
@@ -439,9 +454,11 @@ impl Redacted {
             code: settled.code,
             took_us: settled.duration_ns / 1_000,
             response_bytes: settled.body.len() as u64,
+            redacted: settled.redacted,
         };
-        books.journal.append(facts.event(outcome));
-        count(&facts, &settled, books);
+        let outcome = facts.event(outcome);
+        tell(&facts, &settled, outcome.at_us, books);
+        books.journal.append(outcome);
         // At `info`: what a program does must not choose how much is logged
         // by default.
         tracing::info!(
@@ -495,8 +512,9 @@ impl Refused {
         );
         let code = failure.code();
         let settled = settle(&facts, Err(failure));
-        count(&facts, &settled, books);
-        (facts.event(Event::Refusal { call: facts.call.clone(), code }), settled)
+        let refusal = facts.event(Event::Refusal { call: facts.call.clone(), code });
+        tell(&facts, &settled, refusal.at_us, books);
+        (refusal, settled)
     }
 }
 
@@ -511,11 +529,30 @@ fn settle(facts: &Facts, outcome: Result<Vec<u8>, CallFailure>) -> Settled {
     Settled { id: facts.call.call, code, duration_ns, body, redacted: false }
 }
 
-fn count(facts: &Facts, settled: &Settled, books: &Books) {
-    let known = facts.call.definition_sha256.is_some();
-    let server = if known { facts.call.tool.server() } else { "" };
+/// Counts a call that settled, and tells the collector. A tool that the grant
+/// does not name is a name of the program's choice, and told to neither.
+fn tell(facts: &Facts, settled: &Settled, at_us: u64, books: &Books) {
+    let CallFacts { tool, effect, definition_sha256, .. } = &facts.call;
+    let tool = definition_sha256.is_some().then_some(tool);
     let took = Duration::from_nanos(settled.duration_ns);
-    books.metrics.settled(server, facts.call.effect, settled.code, took);
+    let server = tool.map_or("", |tool| tool.server());
+    books.metrics.settled(server, *effect, settled.code, took);
+    if settled.redacted {
+        books.metrics.redacted();
+    }
+    if let Some(spans) = &books.spans {
+        spans.tell(Span::Call(CallSpan {
+            run: facts.run.id(),
+            call: settled.id,
+            tool: tool.cloned(),
+            effect: *effect,
+            code: settled.code,
+            redacted: settled.redacted,
+            ended_unix_ns: at_us.saturating_mul(1_000),
+            took,
+            steps: facts.steps,
+        }));
+    }
 }
 
 /// What a program is told whose time was over while its call was out. The

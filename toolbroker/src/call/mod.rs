@@ -63,6 +63,7 @@ use crate::definition::Effect;
 use crate::journal::{Close, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::{Carrier, Found, Registry};
+use crate::telemetry::{RunSpan, Span, Spans};
 
 /// Carries calls out.
 #[derive(Clone, Debug)]
@@ -90,7 +91,7 @@ pub struct Pending(Stage);
 
 #[derive(Debug)]
 enum Stage {
-    Granted(Granted),
+    Granted(Box<Granted>),
     Refused(Refused),
 }
 
@@ -104,8 +105,21 @@ impl Dispatcher {
         metrics: Arc<Metrics>,
         home: Handle,
     ) -> Self {
-        let books = Books { journal, metrics };
+        let books = Books { journal, metrics, spans: None };
         Self { registry, books, home, dispatched: TaskTracker::new() }
+    }
+
+    /// The same, which tells a collector of its runs and calls.
+    #[must_use]
+    pub fn telling(mut self, spans: Option<Spans>) -> Self {
+        self.books.spans = spans;
+        self
+    }
+
+    /// Where runs and calls are told.
+    #[must_use]
+    pub fn spans(&self) -> Option<&Spans> {
+        self.books.spans.as_ref()
     }
 
     /// The journal that calls are recorded in.
@@ -131,7 +145,13 @@ impl Dispatcher {
     pub fn closed(&self, run: &Run, how: Close) {
         self.books.metrics.run_closed();
         if run.has_called() {
-            self.books.journal.append(Record::now(run.id(), Event::Closed { how }));
+            let closed = Record::now(run.id(), Event::Closed { how });
+            if let Some(spans) = &self.books.spans {
+                let (run, ended_unix_ns, took) =
+                    (run.id(), closed.at_us.saturating_mul(1_000), run.age());
+                spans.tell(Span::Run(RunSpan { run, ended_unix_ns, took, how }));
+            }
+            self.books.journal.append(closed);
         }
     }
 
@@ -170,7 +190,7 @@ impl Dispatcher {
                     Err(refused) => refused.recorded_at_once(&self.books),
                 })
             }
-            _ => Taken::Pending(Pending(Stage::Granted(granted))),
+            _ => Taken::Pending(Pending(Stage::Granted(Box::new(granted)))),
         }
     }
 
@@ -179,7 +199,7 @@ impl Dispatcher {
     /// goes on unheard.
     pub async fn carry_out(&self, Pending(stage): Pending) -> Settled {
         let granted = match stage {
-            Stage::Granted(granted) => granted,
+            Stage::Granted(granted) => *granted,
             Stage::Refused(refused) => return refused.recorded(&self.books).await,
         };
         let (run, call, began) = (Arc::clone(granted.run()), granted.call(), granted.began());

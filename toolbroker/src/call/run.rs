@@ -33,6 +33,7 @@ pub struct Run {
     limits: RunLimits,
     budget: Budget,
     has_called: AtomicBool,
+    opened: Instant,
     deadline: Instant,
     /// Tools that the run's caller hosts itself.
     hosted: Option<Arc<Connection>>,
@@ -51,7 +52,8 @@ impl Run {
             ..limits
         };
         let wall = Duration::from_millis(limits.wall_ms).min(WALL_MAX);
-        let deadline = Instant::now() + wall + DEADLINE_LEAD;
+        let opened = Instant::now();
+        let deadline = opened + wall + DEADLINE_LEAD;
         Self {
             id,
             caller: Caller {
@@ -63,6 +65,7 @@ impl Run {
             limits,
             budget: Budget::new(calls_max, claims.cost_max),
             has_called: AtomicBool::new(false),
+            opened,
             deadline,
             hosted: None,
             grant,
@@ -104,6 +107,11 @@ impl Run {
     #[must_use]
     pub fn limits(&self) -> &RunLimits {
         &self.limits
+    }
+
+    /// How long it is open.
+    pub(super) fn age(&self) -> Duration {
+        self.opened.elapsed()
     }
 
     /// When nobody waits for its calls any more.

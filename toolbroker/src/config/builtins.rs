@@ -323,7 +323,7 @@ mod tests {
     fn environment(name: &str) -> Option<String> {
         match name {
             "KEY" => Some("a key of 18 bytes.".into()),
-            "SHORT" => Some("hunter2".into()),
+            "SHORT" => Some("hunter2-short".into()),
             _ => None,
         }
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::node::Node;
 use super::{ConfigError, Lookup, Problem};
-use crate::secret::Secret;
+use crate::secret::{Secret, SecretError, is_short};
 
 /// `{ from_env = "NAME" }`, `{ file = "path" }`, `{ age = "path", identity =
 /// "path" }` or `{ command = ["program", "argument"] }`, and fields `beside`
@@ -49,5 +49,9 @@ pub(super) fn credential(
         }
         _ => return Err(node.wrong(Problem::Source)),
     };
-    secret.map_err(|error| node.wrong(Problem::Secret(error)))
+    let secret = secret.map_err(|error| node.wrong(Problem::Secret(error)))?;
+    if is_short(secret.expose()) {
+        return Err(node.wrong(Problem::Secret(SecretError::Short)));
+    }
+    Ok(secret)
 }

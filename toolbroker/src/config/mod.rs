@@ -14,6 +14,7 @@ mod node;
 mod policy;
 mod servers;
 mod strangers;
+mod telemetry;
 mod tools;
 
 pub use self::builtins::BuiltinsConfig;
@@ -27,6 +28,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::name::{NameError, ToolName};
+use url::Url;
 
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
@@ -36,8 +38,8 @@ use crate::review::Mode;
 use crate::secret::SecretError;
 
 /// The tables of `forge.toml` that belong to the broker.
-pub const BROKER_TABLES: [&str; 6] =
-    ["servers", "builtins", "tools", "review", "roles", "principals"];
+pub const BROKER_TABLES: [&str; 7] =
+    ["servers", "builtins", "tools", "review", "roles", "principals", "telemetry"];
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
@@ -62,6 +64,8 @@ pub struct Config {
     /// The users that tool servers run as, where root starts them; usual
     /// ones if not given.
     pub server_uids: Option<Range<u32>>,
+    /// Where spans are posted to, if anywhere.
+    pub collector: Option<Url>,
 }
 
 /// Why a configuration is refused.
@@ -365,6 +369,9 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
     if let Some(table) = document.field("builtins") {
         config.builtins = builtins::parse(&table, lookup)?;
     }
+    if let Some(table) = document.field("telemetry") {
+        config.collector = Some(telemetry::collector(&table)?);
+    }
     Ok(config)
 }
 
@@ -377,6 +384,7 @@ mod tests {
         match name {
             "GH_TOKEN" => Some("gh-hunter2-token".into()),
             "EMPTY" => Some(String::new()),
+            "SHORT" => Some("hunter2".into()),
             "HOME" => Some("/home/x".into()),
             _ => None,
         }
@@ -494,7 +502,7 @@ mod tests {
         let guide = include_str!("../../../docs/tool-sources.md");
         let folder = tempfile::tempdir().unwrap();
         let secret = folder.path().join("secret");
-        std::fs::write(&secret, "hunter2").unwrap();
+        std::fs::write(&secret, "hunter2-hunter2").unwrap();
         std::fs::set_permissions(&secret, std::os::unix::fs::PermissionsExt::from_mode(0o600))
             .unwrap();
         let document = folder.path().join("parts.json");
@@ -613,6 +621,24 @@ mod tests {
                  [servers.a.credentials]\nK = {from_env = 'GH_TOKEN'}",
                 "credentials.K",
             ),
+            (
+                forge,
+                "[servers.a]\ncommand = 'x'\n[servers.a.credentials]\nK = {from_env = 'SHORT'}",
+                "servers.a.credentials.K: the value has fewer than 8 bytes",
+            ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\n\
+                 headers.Authorization = {from_env = 'SHORT', prefix = 'Bearer '}",
+                "servers.a.headers.Authorization: the value has fewer than 8 bytes",
+            ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\noauth = {client_id = 'x', \
+                 client_secret = {from_env = 'SHORT'}}",
+                "servers.a.oauth.client_secret: the value has fewer than 8 bytes",
+            ),
+            (forge, "[telemetry]\notlp = 'hunter2'", "telemetry.otlp: expected an http://"),
             (forge, "[tools.'a.b']\ncost = -1", "tools.a.b.cost"),
             (forge, "[tools.'a.b']\ncost = 'hunter2'", "tools.a.b.cost: expected a whole number"),
             (forge, "[tools.'a.b']\neffect = 'hunter2'", "none, read, write"),

@@ -15,7 +15,7 @@ use super::credentials::credential;
 use super::node::Node;
 use super::{ConfigError, Lookup, Problem, strangers};
 use crate::openapi::Plan;
-use crate::secret::Secret;
+use crate::secret::{Secret, is_short};
 use crate::stranger::Jail;
 
 /// Fields of an `mcpServers` entry that other programs use and that change
@@ -35,10 +35,6 @@ const TOLERATED_FIELDS: [&str; 9] = [
 /// Parts of an environment variable's name that say its value is a credential.
 const CREDENTIAL_NAME_PARTS: [&str; 9] =
     ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL", "AUTH", "COOKIE", "DSN"];
-
-/// A value shorter than this is not scrubbed on the strength of its name
-/// alone: too much else would match it.
-const GUESSED_SECRET_BYTES_MIN: usize = 8;
 
 /// Headers that belong to the protocol and not to a configuration.
 const OWN_HEADERS: [&str; 17] = [
@@ -451,9 +447,10 @@ fn check_variable(variable: &str, node: &Node<'_>) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Whether a value in a file that knows no credentials is taken for one.
+/// Whether a value in a file that knows no credentials is taken for one. A
+/// short one is not, on the strength of its name alone.
 fn is_guessed_secret(name: &str, value: &str) -> bool {
-    value.len() >= GUESSED_SECRET_BYTES_MIN && names_credential(name)
+    !is_short(value) && names_credential(name)
 }
 
 fn names_credential(variable: &str) -> bool {

@@ -15,7 +15,7 @@ use rusqlite::{Connection, OpenFlags, Row};
 use serde::Serialize;
 
 use super::slot;
-use super::store::{JournalError, is_readable};
+use super::store::{JournalError, readable};
 
 /// What a reader waits for a file that is being set up.
 const BUSY_TIME_MAX: Duration = Duration::from_secs(2);
@@ -51,6 +51,9 @@ pub struct CallEntry {
     pub ended_us: Option<i64>,
     /// From its arrival to its end.
     pub took_us: Option<i64>,
+    /// Whether a credential was taken out of its result; not known of calls
+    /// without one, and of records of the first release.
+    pub credential_removed: Option<bool>,
 }
 
 /// What became of a call.
@@ -119,9 +122,8 @@ fn calls_of(
     connection.busy_timeout(BUSY_TIME_MAX)?;
     // One view of the file for all that is asked.
     let view = connection.transaction()?;
-    if !is_readable(&view)? {
-        return Ok(None);
-    }
+    let Some(says_redacted) = readable(&view)? else { return Ok(None) };
+    let redacted = if says_redacted { "redacted" } else { "NULL" };
     let run = run.map(|run| run.0.to_vec());
     let last = i64::try_from(last).unwrap_or(i64::MAX);
     let first: Option<i64> = view.query_row(
@@ -131,11 +133,11 @@ fn calls_of(
         |row| row.get(0),
     )?;
     let Some(first) = first else { return Ok(Some(Vec::new())) };
-    let mut select = view.prepare(
+    let mut select = view.prepare(&format!(
         "SELECT kind, run, call, at_us, principal, tool, effect, definition, arguments, code,
-         took_us FROM records WHERE seq >= ?1 AND call IS NOT NULL AND (?2 IS NULL OR run = ?2)
-         ORDER BY seq",
-    )?;
+         took_us, {redacted} FROM records
+         WHERE seq >= ?1 AND call IS NOT NULL AND (?2 IS NULL OR run = ?2) ORDER BY seq"
+    ))?;
     let mut rows = select.query(rusqlite::params![first, run])?;
     let mut calls: Vec<CallEntry> = Vec::new();
     let mut by_number: HashMap<([u8; 16], u32), usize> = HashMap::new();
@@ -185,6 +187,7 @@ fn entry(row: &Row<'_>, (run, call): ([u8; 16], u32)) -> rusqlite::Result<CallEn
         code: None,
         ended_us: None,
         took_us: None,
+        credential_removed: None,
     })
 }
 
@@ -193,6 +196,7 @@ fn end(entry: &mut CallEntry, state: CallState, row: &Row<'_>) -> rusqlite::Resu
     entry.ended_us = row.get(3)?;
     entry.code = row.get(9)?;
     entry.took_us = row.get(10)?;
+    entry.credential_removed = row.get(11)?;
     Ok(())
 }
 
@@ -217,10 +221,15 @@ pub fn print(calls: &[CallEntry], out: &mut impl Write) -> io::Result<()> {
             call.tool.escape_debug(),
         )?;
         match (call.code.as_deref(), call.took_us) {
-            (Some(code), Some(us)) => writeln!(out, "  {code}, {us} us")?,
-            (Some(code), None) => writeln!(out, "  {code}")?,
-            (None, _) => writeln!(out)?,
+            (Some(code), Some(us)) => write!(out, "  {code}, {us} us")?,
+            (Some(code), None) => write!(out, "  {code}")?,
+            (None, _) => {}
         }
+        writeln!(
+            out,
+            "{}",
+            if call.credential_removed == Some(true) { ", credential removed" } else { "" }
+        )?;
     }
     let unknown = calls.iter().filter(|call| call.state == CallState::Unknown).count();
     if unknown > 0 {

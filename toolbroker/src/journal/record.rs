@@ -52,6 +52,8 @@ pub enum Event {
         took_us: u64,
         /// What left for the program, in bytes.
         response_bytes: u64,
+        /// Whether a credential was taken out of it.
+        redacted: bool,
     },
     /// A broker died between the intent and the outcome: written by the next
     /// one that opens the journal. The call may have happened, and nothing

@@ -27,8 +27,12 @@ use super::slot::Slot;
 pub const RECORDS_MAX: i64 = 1_000_000;
 /// Says to SQLite's own tools whose file it is: `fjnl`.
 const APPLICATION_ID: i32 = 0x666a_6e6c;
-/// The tables below.
-const SCHEMA_VERSION: i32 = 1;
+/// The tables below, after all of [`UPGRADES`].
+const SCHEMA_VERSION: i32 = 2;
+/// What makes a file of each earlier version, from 1 on, one of the next. A
+/// broker that takes such a file does it; a reader reads it as it is.
+const UPGRADES: [&str; SCHEMA_VERSION as usize - 1] =
+    ["ALTER TABLE records ADD COLUMN redacted INTEGER"];
 /// A reader may hold the file this long while a log is folded into it.
 const BUSY_TIME_MAX: Duration = Duration::from_secs(1);
 /// The write-ahead log is cut back to this when it is folded in, in bytes.
@@ -55,13 +59,14 @@ const SCHEMA: &str = "
         code TEXT,
         took_us INTEGER,
         response_bytes INTEGER,
-        program BLOB
+        program BLOB,
+        redacted INTEGER
     ) STRICT;";
 
 const INSERT: &str = "INSERT OR IGNORE INTO records
     (seq, at_us, kind, run, call, principal, tool, definition, effect, arguments, code, took_us,
-     response_bytes, program)
-    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)";
+     response_bytes, program, redacted)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15)";
 
 /// Why the journal cannot be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -245,8 +250,22 @@ fn make_ready(connection: &mut Connection, path: &Path) -> Result<(), JournalErr
                 .and_then(|()| transaction.commit())
                 .map_err(failed)
         }
+        (APPLICATION_ID, version) if (1..SCHEMA_VERSION).contains(&version) => {
+            upgrade(connection, version).map_err(failed)
+        }
         _ => Err(JournalError::Foreign { path: path.to_owned() }),
     }
+}
+
+/// Makes a file of an earlier version one of this, all steps or none. Nobody
+/// else writes it: its slot is ours.
+fn upgrade(connection: &mut Connection, version: i32) -> rusqlite::Result<()> {
+    let transaction = connection.transaction()?;
+    for step in &UPGRADES[version as usize - 1..] {
+        transaction.execute_batch(step)?;
+    }
+    transaction.pragma_update(None, "user_version", SCHEMA_VERSION)?;
+    transaction.commit()
 }
 
 fn is_empty(connection: &Connection) -> rusqlite::Result<bool> {
@@ -258,9 +277,12 @@ fn version_of(connection: &Connection) -> rusqlite::Result<(i32, i32)> {
     Ok((one("application_id")?, one("user_version")?))
 }
 
-/// Whether this release can read the file.
-pub(super) fn is_readable(connection: &Connection) -> rusqlite::Result<bool> {
-    Ok(version_of(connection)? == (APPLICATION_ID, SCHEMA_VERSION))
+/// Whether this release can read the file, and then whether its records say
+/// that something was redacted: those of version 1 do not.
+pub(super) fn readable(connection: &Connection) -> rusqlite::Result<Option<bool>> {
+    let (application, version) = version_of(connection)?;
+    let is_ours = application == APPLICATION_ID && (1..=SCHEMA_VERSION).contains(&version);
+    Ok(is_ours.then_some(version >= 2))
 }
 
 /// Closes what dead brokers left, and begins a session: its number and that
@@ -363,7 +385,7 @@ fn add(
         Event::Refusal { call, code } => {
             ("refusal", Some(call.call), Some(call), Some(code.as_str()), None, None)
         }
-        Event::Outcome { call, code, took_us, response_bytes } => {
+        Event::Outcome { call, code, took_us, response_bytes, redacted: _ } => {
             let code = code.map_or("ok", CallCode::as_str);
             let (took_us, bytes) = (number(*took_us), number(*response_bytes));
             ("outcome", Some(*call), None, Some(code), Some(took_us), Some(bytes))
@@ -377,6 +399,10 @@ fn add(
     let (principal, program) = match event {
         Event::Opened { principal, program_sha256 } => (Some(principal), Some(program_sha256)),
         _ => (facts.map(|facts| &facts.principal), None),
+    };
+    let redacted = match event {
+        Event::Outcome { redacted, .. } => Some(*redacted),
+        _ => None,
     };
     insert.execute(params![
         seq,
@@ -393,6 +419,7 @@ fn add(
         took_us,
         response_bytes,
         program.map(|digest| &digest[..]),
+        redacted,
     ])?;
     Ok(())
 }

@@ -34,8 +34,20 @@ pub const REDACTED: &str = "[credential removed]";
 
 /// A credential longer than this is a wrong file.
 pub const SECRET_BYTES_MAX: u64 = 64 * 1024;
+/// A credential shorter than this, white space apart, is refused where it is
+/// configured: whatever happened to hold its text would be taken out of
+/// results, and it could be guessed.
+pub const SECRET_BYTES_MIN: usize = 8;
 /// How long a command may take to tell a credential.
 pub const COMMAND_TIME_MAX: Duration = Duration::from_secs(20);
+
+/// Whether a value is too short to be told from innocent text. White space
+/// does not count: a value is looked for without it too.
+#[must_use]
+pub fn is_short(value: &str) -> bool {
+    let bytes = value.bytes();
+    bytes.filter(|byte| !byte.is_ascii_whitespace()).count() < SECRET_BYTES_MIN
+}
 
 /// A credential's value, and the files it came from.
 #[derive(Clone)]
@@ -121,6 +133,13 @@ pub enum SecretError {
         /// What it did instead, without a word of what it said.
         why: String,
     },
+    /// The value is too short to be looked for.
+    #[error(
+        "the value has fewer than {SECRET_BYTES_MIN} bytes: innocent text that holds it would be \
+         taken for it, and it can be guessed. Use a longer one; what is no secret belongs under \
+         `env`, or into the header as plain text"
+    )]
+    Short,
     /// The value is empty, is not text or holds a NUL.
     #[error("the value is empty, is not UTF-8 text, or holds a NUL byte")]
     Unusable,
@@ -189,6 +208,14 @@ mod tests {
         let read = Secret::from_file(&file).unwrap();
         assert_eq!(read.expose(), "hunter2");
         assert_eq!(read.files(), [file]);
+    }
+
+    #[test]
+    fn white_space_makes_no_value_long() {
+        for short in ["hunter2", "a        b", "       \n       "] {
+            assert!(is_short(short), "{short:?}");
+        }
+        assert!(!is_short("hunter 22"));
     }
 
     #[test]

@@ -178,7 +178,7 @@ impl SendError {
 }
 
 /// An HTTP error in words, without the address, which may hold a credential.
-pub(super) fn explain(error: &reqwest::Error) -> String {
+pub(crate) fn explain(error: &reqwest::Error) -> String {
     let what = if error.is_connect() {
         "it cannot be reached"
     } else if error.is_timeout() {

@@ -31,7 +31,7 @@ use tokio::time::{Instant, timeout};
 use super::http::{body_within, explain};
 use super::scrubs::Scrubs;
 use crate::config::{Endpoint, OAuthConfig, is_safe_url};
-use crate::secret::Secret;
+use crate::secret::{Secret, is_short};
 
 /// Each exchange with an authorization server.
 const EXCHANGE_TIME_MAX: Duration = Duration::from_secs(10);
@@ -276,6 +276,10 @@ impl OAuth {
             .filter(|token| token.bytes().all(|byte| byte.is_ascii_graphic()))
             .and_then(|token| Secret::new(token.to_owned()).ok())
             .ok_or_else(|| failed("its answer has no access_token"))?;
+        if is_short(value.expose()) {
+            // It would be looked for in what every server says.
+            return Err(failed("its access_token is too short to be one"));
+        }
         let life = match answer.get("expires_in").and_then(Value::as_u64) {
             Some(seconds) => Duration::from_secs(seconds).min(LIFE_MAX),
             None => LIFE_IF_UNKNOWN,

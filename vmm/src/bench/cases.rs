@@ -1,6 +1,6 @@
-//! What is measured of us: one entry and one small struct each.
+//! What is measured of us: one entry and one small struct each. Tool calls are
+//! in [`toolcall`].
 
-use std::fmt::Write as _;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use forge_protocol::worker::{Job, Reuse};
 use super::fixture::{self, PRINCIPAL, Served};
 use super::program::Program;
 use super::quiet::wait_for_quiet;
-use super::{Case, Entry, Figure, Formula, Measure};
+use super::{Case, Entry, Figure, Formula, Measure, toolcall};
 use crate::link::{Link, Patience};
 use crate::machine::{self, Hypervisor, Image, PageMap, Watchdog};
 use crate::pool::worker::{Run, Worker};
@@ -82,13 +82,6 @@ pub(super) const ENTRIES: &[Entry] = &[
         measure: Measure::Sampled(reset),
     },
     Entry {
-        name: "toolcall_null",
-        group: "toolcall",
-        about: "a tool call without effect: guest → broker process → guest, all checks done",
-        ratio_of: Some(Formula::sum(&[(1.0, "floor_exit"), (1.5, "floor_socket")])),
-        measure: Measure::Sampled(toolcall_null),
-    },
-    Entry {
         name: "throughput_reset",
         group: "throughput",
         about: "signed runs in VMs that are reset, by clients of another process",
@@ -142,7 +135,7 @@ fn said(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-fn request(job: Job, authority: Authority) -> Order {
+pub(super) fn request(job: Job, authority: Authority) -> Order {
     Order {
         program: job.program,
         input: job.input,
@@ -157,7 +150,7 @@ fn request(job: Job, authority: Authority) -> Order {
 }
 
 /// Waits until a supervisor in this process has nothing under way in others.
-fn quiet(supervisor: &Supervisor) {
+pub(super) fn quiet(supervisor: &Supervisor) {
     if let Some(zygote) = supervisor.pool().zygote() {
         wait_for_quiet(zygote);
     }
@@ -217,7 +210,7 @@ impl Case for Cold {
 const FRESH: PoolOptions =
     PoolOptions { ready_min: 2, ready_max: 8, reuse: Reuse::Fresh, group: None };
 /// Pooled VMs that are reset; that it is right is the tests' to show.
-const RESET: PoolOptions = PoolOptions {
+pub(super) const RESET: PoolOptions = PoolOptions {
     ready_min: 2,
     ready_max: 8,
     reuse: Reuse::Reset { prove_one_in: 0 },
@@ -301,81 +294,6 @@ impl Case for Reset {
     }
 }
 
-/// Calls by which one run has more than another: the difference is theirs.
-const CALLS: usize = 32;
-/// What is hashed in each.
-const HASHED: &str = "forge";
-
-struct ToolcallNull {
-    supervisor: Supervisor,
-    program: Program,
-    expected: String,
-    _journal: fixture::Folder,
-}
-
-/// A program that calls `crypto.hash` once for each byte of its input, and
-/// puts out the last response.
-fn hashing() -> Result<Program, String> {
-    let arguments = format!(r#"{{\"algorithm\":\"sha256\",\"text\":\"{HASHED}\"}}"#);
-    let length = arguments.replace('\\', "").len();
-    Program::of(&format!(
-        r#"(module
-            (import "forge" "input_len" (func $input_len (result i32)))
-            (import "forge" "resp_read" (func $resp_read (param i32 i32 i32) (result i32)))
-            (import "forge" "output" (func $output (param i32 i32) (result i32)))
-            (import "tool" "crypto.hash" (func $hash (param i32 i32) (result i32)))
-            (memory (export "memory") 1)
-            (data (i32.const 0) "{arguments}")
-            (func (export "forge_run") (result i32)
-                (local $left i32) (local $got i32)
-                (local.set $left (call $input_len))
-                (loop $next
-                    (local.set $got (call $hash (i32.const 0) (i32.const {length})))
-                    (if (i32.lt_s (local.get $got) (i32.const 0)) (then (return (i32.const 1))))
-                    (br_if $next (local.tee $left (i32.sub (local.get $left) (i32.const 1)))))
-                (call $output (i32.const 1024)
-                    (call $resp_read (i32.const 1024) (i32.const 0) (local.get $got)))))"#
-    ))
-}
-
-fn toolcall_null() -> Result<Box<dyn Case>, String> {
-    use sha2::Digest as _;
-    let program = hashing()?;
-    let (broker, journal) = fixture::broker()?;
-    let supervisor = fixture::supervisor(&program, RESET, Some(broker))?;
-    let mut expected = String::from("{\"hex\":\"");
-    for byte in sha2::Sha256::digest(HASHED) {
-        let _ = write!(expected, "{byte:02x}");
-    }
-    expected.push_str("\"}");
-    Ok(Box::new(ToolcallNull { supervisor, program, expected, _journal: journal }))
-}
-
-impl ToolcallNull {
-    /// Nanoseconds of a run with this many calls.
-    fn run(&mut self, calls: usize) -> Result<u64, String> {
-        let mut job = self.program.next_job();
-        // A JSON string: two quotes and the rest.
-        job.input = format!("\"{}\"", "x".repeat(calls - 2)).into_bytes();
-        let tool = ToolName::parse("crypto.hash").map_err(said)?;
-        let result = self.supervisor.run(&request(job, Authority::Tools(vec![tool])));
-        let report = result.report;
-        if report.status != Status::Ok || report.output != self.expected {
-            return Err(format!("the benched run failed: {} {}", report.reason, report.output));
-        }
-        Ok((report.timing_us.load + report.timing_us.run) * 1000)
-    }
-}
-
-impl Case for ToolcallNull {
-    fn sample(&mut self) -> Result<u64, String> {
-        let few = self.run(2)?;
-        let many = self.run(2 + CALLS)?;
-        quiet(&self.supervisor);
-        Ok(many.saturating_sub(few) / CALLS as u64)
-    }
-}
-
 /// How long one repetition of a throughput is.
 const THROUGHPUT_TIME: Duration = Duration::from_secs(2);
 
@@ -445,7 +363,7 @@ struct Density {
 }
 
 fn density() -> Result<Box<dyn Figure>, String> {
-    let program = hashing()?;
+    let program = toolcall::hashing()?;
     let pool =
         Pool::new(fixture::executable(), &program.trust, PoolOptions::default()).map_err(said)?;
     Ok(Box::new(Density { pool, program }))

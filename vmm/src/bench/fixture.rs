@@ -37,11 +37,15 @@ pub(super) fn executable() -> PathBuf {
 pub(super) struct Folder(PathBuf);
 
 impl Folder {
-    fn new() -> Result<Self, String> {
+    pub(super) fn new() -> Result<Self, String> {
         let name = crate::keys::random::<8>().map_err(said)?;
         let path = std::env::temp_dir().join(format!("forge-bench-{}", crate::report::hex(&name)));
         std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(said)?;
         Ok(Self(path))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0
     }
 }
 
@@ -66,16 +70,22 @@ pub(super) fn supervisor(
     Supervisor::new(options, broker).map_err(said)
 }
 
-/// A broker with nothing but its built-in tools, and the folder of its
-/// journal, which has to outlive it.
+/// A broker with nothing but its built-in tools, notes among them, and the
+/// folder of its journal, which has to outlive it.
 pub(super) fn broker() -> Result<(Broker, Folder), String> {
     let beside = match std::env::var_os("FORGE_VMM") {
         Some(path) => Path::new(&path).parent().map(|folder| folder.join("forge-toolbroker")),
         None => None,
     };
     let folder = Folder::new()?;
-    let journal = Some(folder.0.join("journal"));
-    let options = BrokerOptions { executable: beside, journal, ..BrokerOptions::default() };
+    let config = folder.0.join("forge.toml");
+    std::fs::write(&config, "[builtins.stash]\n").map_err(said)?;
+    let options = BrokerOptions {
+        executable: beside,
+        config: Some(config),
+        journal: Some(folder.0.join("journal")),
+        ..BrokerOptions::default()
+    };
     Ok((Broker::start(&options).map_err(said)?, folder))
 }
 

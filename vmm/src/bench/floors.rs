@@ -1,5 +1,6 @@
 //! What no design can go below on this host.
 
+use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
@@ -15,6 +16,7 @@ use vm_memory::{
 };
 use wasmi::{Engine, Extern, Func, Instance, Module, Store};
 
+use super::fixture::Folder;
 use super::program::{self, Program};
 use super::{Case, Entry, Measure};
 use crate::jail::{WorkerJail, landlock};
@@ -27,6 +29,7 @@ pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_kvm_destroy", "bare KVM: destroy that VM", kvm_destroy),
     floor("floor_exit", "one bare VM exit by MMIO, and back", exit),
     floor("floor_socket", "64 bytes to another process over a unix socket, and back", socket),
+    floor("floor_fsync", "append a page to a file where the journal is, and sync it", fsync),
     floor("floor_fork", "fork a process that ends at once, and wait for it", fork),
     floor("floor_jail", "what a forked worker puts on for itself of the jail", jail),
     floor("floor_verify", "check the program's signature on the host", verify),
@@ -202,6 +205,30 @@ impl Drop for SocketFloor {
     fn drop(&mut self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         wait_for(self.child);
+    }
+}
+
+/// What one commit appends to a write-ahead log of SQLite at least: a page
+/// and its head (<https://www.sqlite.org/fileformat2.html>, 4.1).
+const FRAME_BYTES: usize = 24 + 4096;
+
+struct FsyncFloor {
+    file: File,
+    _folder: Folder,
+}
+
+fn fsync() -> Result<Box<dyn Case>, String> {
+    let folder = Folder::new()?;
+    let file = File::create(folder.path().join("log")).map_err(said)?;
+    Ok(Box::new(FsyncFloor { file, _folder: folder }))
+}
+
+impl Case for FsyncFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let started = Instant::now();
+        self.file.write_all(&[7; FRAME_BYTES]).map_err(said)?;
+        self.file.sync_data().map_err(said)?;
+        Ok(started.elapsed().as_nanos() as u64)
     }
 }
 

@@ -11,8 +11,9 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`floors`] | bare KVM, one exit, a socket, fork, one verification, one parse |
+//! | [`floors`] | bare KVM, one exit, a socket, the disk, fork, one verification, one parse |
 //! | [`cases`] | what is measured of us |
+//! | [`toolcall`] | tool calls by their effect, and what allowing one takes |
 //! | `fixture` | the supervisors and services that cases are measured in |
 //! | [`exec`] | execution in the guest beside the same interpreter on the host |
 //! | [`program`] | the benched programs: signed, checked, new input each run |
@@ -36,6 +37,7 @@ pub mod program;
 mod quiet;
 pub mod retrieval;
 pub mod stats;
+pub mod toolcall;
 
 use serde::{Deserialize, Serialize};
 
@@ -101,7 +103,7 @@ pub struct Entry {
 /// Everything there is to measure, floors first.
 #[must_use]
 pub fn entries() -> Vec<Entry> {
-    [floors::ENTRIES, cases::ENTRIES, exec::ENTRIES].concat()
+    [floors::ENTRIES, cases::ENTRIES, toolcall::ENTRIES, exec::ENTRIES].concat()
 }
 
 /// The entries that `name` stands for (`all`, a group, or one entry), and the
