@@ -195,6 +195,17 @@ fn attack_20_no_part_of_a_credential_is_left_where_a_reason_is_cut() {
 }
 
 #[test]
+fn attack_20_no_part_of_a_credential_is_left_where_a_failed_start_is_told() {
+    let mut broker = broker("rude");
+    let (_, unavailable) = listed(&mut broker);
+    let [(server, why)] = unavailable.as_slice() else { panic!("{unavailable:?}") };
+    assert!(server == "raw" && !why.contains(&CANARY[..5]), "{why}");
+    assert!(why.contains("[credential removed]"), "it is told: {why}");
+    let log = well(broker);
+    assert!(!log.contains(&CANARY[..5]), "{log}");
+}
+
+#[test]
 fn attack_20_no_level_of_logging_shows_what_the_protocols_library_logs() {
     let config = json!({"mcpServers": {"test": {
         "command": test_server(), "env": {"TEST_TOKEN": "${CANARY}"},

@@ -43,6 +43,11 @@ async fn handle(
             let problem = json!({"title": "no such part", "secret": headers_of(&seen)});
             (StatusCode::NOT_FOUND, axum::Json(problem)).into_response()
         }
+        "/v1/long-error" => {
+            // However it is cut, it is cut through one of them.
+            let said = "x".repeat(3_800) + &headers_of(&seen).repeat(30);
+            (StatusCode::BAD_REQUEST, said).into_response()
+        }
         "/v1/endless" => ([("content-type", "application/json")], endless("[")).into_response(),
         "/v1/endless-error" => (StatusCode::BAD_REQUEST, endless("x")).into_response(),
         "/v1/die" => broken("[".into()).into_response(),
@@ -90,6 +95,7 @@ impl Interface {
                 },
                 "/redirect": simple("redirect"), "/missing": simple("missing"),
                 "/endless": simple("endless"), "/endless-error": simple("endless_error"),
+                "/long-error": simple("long_error"),
                 "/die": {"post": {"operationId": "die"}}, "/down": simple("down"),
                 "/text": simple("text"), "/nothing": simple("nothing"), "/hang": simple("hang"),
             },
@@ -127,7 +133,7 @@ fn limits() -> RunLimits {
 fn an_operation_is_called_with_its_arguments_where_they_belong() {
     let interface = Interface::new("");
     let mut broker = interface.broker();
-    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 11);
+    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 12);
     let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits());
     let arguments = json!({"id": "a/../b?c", "fields": ["x", "y&z=1"], "X-Trace": "t-1"});
     let (code, said) = worker.call("parts.getPart", &arguments);
@@ -198,6 +204,18 @@ fn an_interfaces_own_error_passes_through_with_its_status_and_without_the_creden
     );
     let (_, log) = broker.finish();
     assert!(!log.contains(CANARY), "it is in the log");
+}
+
+#[test]
+fn attack_20_no_part_of_a_credential_is_left_in_a_long_error() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let mut worker = broker.run(&["parts.long_error"], limits());
+    worker.send("parts.long_error", b"{}");
+    let settled = worker.settled();
+    let said = String::from_utf8(settled.body).unwrap();
+    assert!(settled.code == Some(CallCode::ToolFailed) && settled.redacted, "{said}");
+    assert!(said.contains("[credential removed]") && !said.contains(&CANARY[..5]), "{said}");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //!
 //! - `plain`: one tool for each way to misbehave in a call;
 //! - `heavy`: pages of some 15 MB each, and always another one;
+//! - `rude`: none, since it does not even start as it should;
 //! - `names`: tools that are named after its credential, and others;
 //! - `twins`: names that look alike, and two that are the same.
 //!
@@ -59,6 +60,13 @@ impl Server {
         match message["method"].as_str().unwrap_or_default() {
             "server/discover" => self.says(&json!({"jsonrpc": "2.0", "id": id,
                 "error": {"code": -32601, "message": "no such method"}}))?,
+            "initialize" if self.list == "rude" => {
+                // However that is cut, it is cut through one of them: each
+                // stands one character further on.
+                let told: Vec<String> =
+                    (0..200).map(|at| format!("{}{}", "x".repeat(at % 7), token())).collect();
+                self.answers(id, &json!({ "rude": told.join("|") }))?;
+            }
             "initialize" => self.answers(
                 id,
                 &json!({"protocolVersion": "2025-06-18", "serverInfo": {"name": STRANGE,

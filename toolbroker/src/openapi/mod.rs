@@ -38,7 +38,7 @@ use crate::config::Endpoint;
 use crate::definition::{DefinitionError, Listed, Tool};
 use crate::upstream::http::{BodyError, Client, body_within};
 use crate::upstream::scrubs::Scrubs;
-use crate::upstream::{Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, TOOLS_MAX};
+use crate::upstream::{Breaker, CallEnd, TOOLS_MAX};
 
 /// A larger document is a wrong file.
 const DOCUMENT_BYTES_MAX: u64 = 16 * 1024 * 1024;
@@ -540,12 +540,8 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
         "code": status.as_u16(),
     });
     if !body.is_empty() {
-        let small = body.len() <= ERROR_TEXT_BYTES_MAX;
-        error["data"] = if small && !status.is_redirection() {
-            answer(body, is_json)
-        } else {
-            crate::cut(&String::from_utf8_lossy(&body), ERROR_TEXT_BYTES_MAX).into()
-        };
+        // Whole, since what is cut through is not known as a credential.
+        error["data"] = answer(body, is_json && !status.is_redirection());
     }
     CallEnd::Failed(error)
 }

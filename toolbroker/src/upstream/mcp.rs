@@ -471,7 +471,9 @@ pub(super) fn start_error(error: &ClientInitializeError) -> String {
         }
         // The older protocol is the last that was tried.
         ClientInitializeError::LegacyFallbackFailed { fallback, .. } => start_error(fallback),
-        other => crate::cut(&other.to_string(), ERROR_TEXT_BYTES_MAX),
+        // Cut once it is scrubbed: what is cut through is not known as a
+        // credential.
+        other => other.to_string(),
     }
 }
 

@@ -167,7 +167,8 @@ impl OAuth {
             .filter_map(|issuer| Url::parse(issuer).ok())
             .find(|issuer| issuer.origin() == self.server.origin());
         let Some(own) = own else {
-            return Err(TokenError::Elsewhere { issuer: crate::cut(first, 256) });
+            let issuer = crate::cut(&self.scrubs.text(first), 256);
+            return Err(TokenError::Elsewhere { issuer });
         };
         let at = self.of_issuer(&own).await?;
         if at.url.origin() != self.server.origin() {
