@@ -403,6 +403,18 @@ fn a_token_that_is_refused_again_and_again_is_an_error_and_no_loop() {
 }
 
 #[test]
+fn a_token_too_short_to_be_told_from_text_is_refused() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let short = || async { axum::Json(json!({"access_token": "the", "token_type": "Bearer"})) };
+    let id = Web::serve(Router::new().route("/token", post(short)));
+    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let why = unavailable(&mut broker(&web, &oauth));
+    assert!(why.contains("too short"), "{why}");
+    assert!(mcp.get().seen.is_empty(), "the server heard nothing");
+}
+
+#[test]
 fn a_token_is_fetched_anew_before_it_runs_out() {
     let (mcp, issuer) = (Mcp::new(Era::NoSession), Issuer::default());
     issuer.get().expires_in = Some(0);

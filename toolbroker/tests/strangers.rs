@@ -107,6 +107,17 @@ impl Drop for Victim {
     }
 }
 
+/// Ends what an attack left behind, however its test ends.
+struct LeftBehind(String);
+
+impl Drop for LeftBehind {
+    fn drop(&mut self) {
+        for pid in processes_with(&self.0).into_iter().filter_map(rustix::process::Pid::from_raw) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+    }
+}
+
 /// Whether any process has this in its command line.
 fn processes_with(marker: &str) -> Vec<i32> {
     let entries = std::fs::read_dir("/proc").unwrap().flatten();
@@ -240,6 +251,7 @@ fn a_server_cannot_outlive_its_broker() {
     let marker = folder.path().join("heartbeat");
     std::fs::write(&marker, "").unwrap();
     let path = marker.display().to_string();
+    let _left = LeftBehind(path.clone());
     let server = test_server();
     let config = json!({"mcpServers": {"own": {
         "command": server, "args": ["--hostile", "--log", path],
@@ -259,12 +271,7 @@ fn a_server_cannot_outlive_its_broker() {
     assert!(outside("outlive", &path, ""));
     let before = beats();
     wait_until("it did not outlive its starter", || beats() > before + 3);
-    let left = processes_with(&path);
-    assert!(!left.is_empty());
-    for pid in left {
-        let pid = rustix::process::Pid::from_raw(pid).unwrap();
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-    }
+    assert!(!processes_with(&path).is_empty());
 }
 
 #[test]
@@ -273,6 +280,7 @@ fn a_server_that_is_stopped_takes_along_what_it_left_behind() {
     let marker = folder.path().join("heartbeat");
     std::fs::write(&marker, "").unwrap();
     let path = marker.display().to_string();
+    let _left = LeftBehind(path.clone());
     let config = json!({"mcpServers": {"own": {
         "command": test_server(), "args": ["--hostile", "--log", path],
     }}});

@@ -13,8 +13,9 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How long what is left behind stays, if nobody ends it.
-const OUTLIVES_AT_MOST: Duration = Duration::from_secs(60);
+/// How long what is left behind stays, if nobody ends it: longer than any test
+/// waits for its end, or a test could not tell that nobody ended it.
+const OUTLIVES_AT_MOST: Duration = Duration::from_secs(300);
 /// What is read of another process's memory at once, in bytes.
 const CHUNK: usize = 1 << 20;
 
