@@ -153,6 +153,20 @@ impl BrokerUser {
         self.uid
     }
 
+    /// Has a command run as this user: with its own group, no other group, and
+    /// its home.
+    pub fn becomes(&self, command: &mut Command) {
+        // Where a root process sets a user, the library drops all
+        // supplementary groups first.
+        command.gid(self.gid).uid(self.uid).env("HOME", &self.home);
+        for variable in ["USER", "LOGNAME"] {
+            match &self.name {
+                Some(name) => command.env(variable, name),
+                None => command.env_remove(variable),
+            };
+        }
+    }
+
     fn not_root(self) -> Result<Self, UserError> {
         // -1 means "leave it" to the kernel.
         if [self.uid, self.gid].iter().any(|id| [0, u32::MAX].contains(id)) {
@@ -324,15 +338,7 @@ impl Broker {
             .stdout(Stdio::null())
             .stderr(Stdio::inherit());
         if let Some(user) = &options.user {
-            // Where a root process sets a user, the library drops all
-            // supplementary groups first.
-            command.gid(user.gid).uid(user.uid).env("HOME", &user.home);
-            for variable in ["USER", "LOGNAME"] {
-                match &user.name {
-                    Some(name) => command.env(variable, name),
-                    None => command.env_remove(variable),
-                };
-            }
+            user.becomes(&mut command);
         }
         let child = command.spawn().map_err(|source| match &options.user {
             Some(user) => BrokerError::StartAs { uid: user.uid, executable, source },

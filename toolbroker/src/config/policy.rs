@@ -14,7 +14,7 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
     }
     let mut tools_of = BTreeMap::new();
     for (name, role) in children(roles.as_ref())? {
-        only(&role, "tools")?;
+        only(&role, &["tools"])?;
         let mut patterns = Vec::new();
         for item in role.needed("tools")?.items()? {
             let pattern = Pattern::parse(item.text()?);
@@ -24,7 +24,8 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
     }
     let mut patterns_of = BTreeMap::new();
     for (name, principal) in children(principals.as_ref())? {
-        only(&principal, "roles")?;
+        // The doors know a principal by its tokens.
+        only(&principal, &["roles", "token_sha256"])?;
         let mut patterns = Vec::new();
         for item in principal.needed("roles")?.items()? {
             let role = tools_of.get(item.text()?).ok_or_else(|| {
@@ -42,9 +43,9 @@ fn children<'a>(table: Option<&Node<'a>>) -> Result<Vec<(&'a str, Node<'a>)>, Co
     table.map_or(Ok(Vec::new()), Node::children)
 }
 
-fn only(entry: &Node<'_>, known: &str) -> Result<(), ConfigError> {
-    match entry.object()?.keys().find(|key| *key != known) {
-        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.to_owned() })),
+fn only(entry: &Node<'_>, known: &[&str]) -> Result<(), ConfigError> {
+    match entry.object()?.keys().find(|key| !known.contains(&key.as_str())) {
+        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.join(", ") })),
         None => Ok(()),
     }
 }

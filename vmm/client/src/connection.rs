@@ -17,6 +17,7 @@ use forge_protocol::service::{
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::ClientError;
@@ -112,14 +113,14 @@ impl Client {
     /// # Errors
     /// [`ClientError`] if the service is gone.
     pub async fn submit(&self, order: &Order) -> Result<Run, ClientError> {
+        let place = self.place().await?;
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let (sender, messages) = mpsc::channel(UNTAKEN_MAX);
         self.shared.wait(|waiting| waiting.runs.insert(number, sender))?;
-        let canceller = Canceller { number, outgoing: self.outgoing.clone() };
-        let run = Run { messages, canceller, finished: false };
         // `Submit` without a copy of the program.
-        self.send(wire::message(Kind::Submit, &(number, order))).await?;
-        Ok(run)
+        place.send(wire::message(Kind::Submit, &(number, order)));
+        let canceller = Canceller { number, outgoing: self.outgoing.clone() };
+        Ok(Run { messages, canceller, finished: false })
     }
 
     /// Submits a run and waits for its end.
@@ -135,10 +136,11 @@ impl Client {
     /// # Errors
     /// [`ClientError`]; a refusal is one.
     pub async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
+        let place = self.place().await?;
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let (sender, answered) = oneshot::channel();
         self.shared.wait(|waiting| waiting.questions.insert(number, sender))?;
-        self.send(wire::message(Kind::Query, &Query { number, question })).await?;
+        place.send(wire::message(Kind::Query, &Query { number, question }));
         match answered.await {
             Ok(Reply::Refused { kind, message }) => Err(ClientError::Refused { kind, message }),
             Ok(reply) => Ok(reply),
@@ -146,8 +148,15 @@ impl Client {
         }
     }
 
-    async fn send(&self, bytes: Vec<u8>) -> Result<(), ClientError> {
-        self.outgoing.send(bytes).await.map_err(|_| self.shared.gone())
+    /// Waits until the service is gone.
+    pub async fn closed(&self) {
+        self.outgoing.closed().await;
+    }
+
+    /// A place for what is to be sent. Whoever waits for one has no number
+    /// yet: dropped there, it leaves nothing behind.
+    async fn place(&self) -> Result<mpsc::Permit<'_, Vec<u8>>, ClientError> {
+        self.outgoing.reserve().await.map_err(|_| self.shared.gone())
     }
 }
 
@@ -245,9 +254,14 @@ impl Drop for Run {
     fn drop(&mut self) {
         if !self.finished {
             let bytes = wire::message(Kind::Cancel, &Cancel { number: self.canceller.number });
-            // A full queue is a service that reads nothing: it will hear of
-            // it when the connection closes.
-            let _ = self.canceller.outgoing.try_send(bytes);
+            // A full queue is a service that reads slowly: it hears of it when
+            // it has read the rest.
+            if let Err(TrySendError::Full(bytes)) = self.canceller.outgoing.try_send(bytes)
+                && let Ok(runtime) = tokio::runtime::Handle::try_current()
+            {
+                let outgoing = self.canceller.outgoing.clone();
+                runtime.spawn(async move { outgoing.send(bytes).await });
+            }
         }
     }
 }

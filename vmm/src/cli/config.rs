@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
 use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
-use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser};
+use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser, UserError};
 use forge_vmm::jail::GroupLimits;
 use serde::Deserialize;
 
@@ -54,9 +54,19 @@ struct LowBroker {
 /// `"name"` or a number.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "a user is a name or a number")]
-enum LowUser {
+pub(crate) enum LowUser {
     Number(u32),
     Name(String),
+}
+
+impl LowUser {
+    /// The user of this host that is meant.
+    pub(crate) fn resolve(self) -> Result<BrokerUser, UserError> {
+        match self {
+            Self::Number(uid) => BrokerUser::numbered(uid),
+            Self::Name(name) => BrokerUser::named(&name),
+        }
+    }
 }
 
 fn read_config(path: &Path) -> Result<LowConfig, CliError> {
@@ -81,13 +91,8 @@ pub(crate) fn vm_group(config: Option<&Path>) -> Result<Option<GroupLimits>, Cli
 /// The user that a configuration names for the toolbroker.
 fn broker_user(config: Option<&Path>) -> Result<Option<BrokerUser>, CliError> {
     let Some(path) = config else { return Ok(None) };
-    let user = match read_config(path)?.broker.user {
-        None => return Ok(None),
-        Some(LowUser::Number(uid)) => BrokerUser::numbered(uid),
-        Some(LowUser::Name(name)) => BrokerUser::named(&name),
-    };
-    user.map(Some)
-        .map_err(|error| CliError::Usage(format!("{}: broker.user: {error}", path.display())))
+    let user = read_config(path)?.broker.user.map(LowUser::resolve).transpose();
+    user.map_err(|error| CliError::Usage(format!("{}: broker.user: {error}", path.display())))
 }
 
 /// Whether a command needs the broker's lasting grant key.

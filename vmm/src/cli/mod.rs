@@ -7,6 +7,7 @@
 mod args;
 mod bench;
 mod config;
+mod door;
 mod grant;
 mod journal;
 mod program;
@@ -91,6 +92,9 @@ pub(crate) fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|first| first == zygote::COMMAND) {
         return be_zygote();
     }
+    if std::env::args_os().nth(1).is_some_and(|first| first == door::COMMAND) {
+        return be_door();
+    }
     let args = match Args::try_parse() {
         Ok(args) => args,
         Err(error) => {
@@ -131,6 +135,17 @@ fn be_zygote() -> ExitCode {
         Ok(()) => Exit::Ok.into(),
         Err(error) => {
             complain(&format!("the zygote, which is the supervisor's to start: {error}"));
+            Exit::Internal.into()
+        }
+    }
+}
+
+fn be_door() -> ExitCode {
+    start_logging();
+    match door::main() {
+        Ok(()) => Exit::Ok.into(),
+        Err(error) => {
+            complain(&format!("the HTTP door, which is the service's to start: {error}"));
             Exit::Internal.into()
         }
     }

@@ -18,6 +18,7 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::{ReuseArg, RunArgs, ServeArgs};
 use super::config::{self, GrantKey};
+use super::door::{self, Door};
 use super::{CliError, Exit, print_json};
 
 /// Serves until it is ended.
@@ -30,6 +31,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
             "no key is trusted, so no program can run: --trust signer.pub".into(),
         ));
     }
+    let http = door::configured(args.broker.config.as_deref())?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let pool = PoolOptions {
         ready_min: args.ready,
@@ -46,6 +48,10 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let at = |source| CliError::File { path: args.socket.display().to_string(), source };
     let server = Server::bind(&args.socket).map_err(at)?;
     server.end_by_signals().map_err(at)?;
+    let door = http.map(|config| Door::open(config, &args.socket)).transpose()?;
+    if let Some(door) = &door {
+        let _ = writeln!(io::stderr(), "forge-vmm: HTTP at {}", door.place());
+    }
     let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", args.socket.display());
     server.serve(&supervisor).map_err(at)?;
     Ok(Exit::Ok.into())

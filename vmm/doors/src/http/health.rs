@@ -1,0 +1,133 @@
+//! How the door and its service stand, for those who operate them.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse as _, Response};
+use forge_protocol::service::{Question, Reply};
+use serde::Deserialize;
+use tokio::time::Instant;
+
+use super::access::{self, Access};
+use super::problem::Problem;
+use super::{Door, answer_json};
+
+/// How long the service may take to say how it stands.
+const STATUS_TIME_MAX: Duration = Duration::from_secs(2);
+/// How long what it said is good for: anybody may ask, and many may.
+const STATUS_TIME: Duration = Duration::from_millis(200);
+
+/// What the door counts.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// Answers by the first digit of their status.
+    answers: [AtomicU64; 5],
+    pub(crate) connections: AtomicU64,
+    pub(crate) connections_refused: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn answered(&self, status: StatusCode) {
+        let class = usize::from(status.as_u16() / 100).clamp(1, 5);
+        self.answers[class - 1].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// In Prometheus' text exposition format.
+    fn text(&self) -> String {
+        let mut text = String::from(
+            "# HELP forge_http_answers_total Answers of the HTTP door.\n\
+             # TYPE forge_http_answers_total counter\n",
+        );
+        for (class, count) in (1..).zip(&self.answers) {
+            let count = count.load(Ordering::Relaxed);
+            let _ = writeln!(text, "forge_http_answers_total{{status=\"{class}xx\"}} {count}");
+        }
+        for (name, kind, help, count) in [
+            ("forge_http_connections", "gauge", "Open connections.", &self.connections),
+            (
+                "forge_http_connections_refused_total",
+                "counter",
+                "Connections that there was no room for.",
+                &self.connections_refused,
+            ),
+        ] {
+            let count = count.load(Ordering::Relaxed);
+            let _ = write!(text, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {count}\n");
+        }
+        text
+    }
+}
+
+/// Whether the service takes runs, as it said last.
+#[derive(Debug, Default)]
+pub(crate) struct Readiness(tokio::sync::Mutex<Option<(Instant, bool)>>);
+
+/// What the door reads of a service's status.
+#[derive(Deserialize)]
+struct Status {
+    state: String,
+}
+
+/// `GET /healthz`: the door answers.
+pub(crate) async fn live() -> Response {
+    answer_json(StatusCode::OK, &serde_json::json!({ "status": "live" }))
+}
+
+/// `GET /readyz`: so does the service, and it takes runs.
+pub(crate) async fn ready(State(door): State<Arc<Door>>) -> Result<Response, Problem> {
+    let mut last = door.readiness.0.lock().await;
+    let ready = match *last {
+        Some((at, ready)) if at.elapsed() < STATUS_TIME => ready,
+        _ => {
+            let asked = tokio::time::timeout(STATUS_TIME_MAX, door.client.ask(Question::Status));
+            let ready = match asked.await {
+                Ok(Ok(Reply::Status(json))) => {
+                    serde_json::from_str(&json).is_ok_and(|status: Status| status.state == "serving")
+                }
+                _ => false,
+            };
+            *last = Some((Instant::now(), ready));
+            ready
+        }
+    };
+    if ready {
+        return Ok(answer_json(StatusCode::OK, &serde_json::json!({ "status": "ready" })));
+    }
+    let detail = "the service takes no runs now";
+    Err(Problem::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", detail))
+}
+
+/// `GET /metrics`. They speak of every principal, so no principal's token
+/// opens them where there are tokens.
+pub(crate) async fn metrics(
+    State(door): State<Arc<Door>>,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    {
+        let options = door.options.borrow();
+        match (&options.metrics_token, &options.access) {
+            (Some(token), _) => access::carries(&headers, token)?,
+            (None, Access::Anybody(_)) => {}
+            (None, Access::Tokens(_)) => {
+                let detail = "no token is configured for this: [http] metrics_token_sha256";
+                return Err(Problem::forbidden(detail));
+            }
+        }
+    }
+    let Reply::Metrics(mut text) = door.client.ask(Question::Metrics).await? else {
+        return Err(Problem::gone());
+    };
+    text.push_str(&door.counters.text());
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
+}
+
+/// `GET /openapi.json`
+pub(crate) async fn document() -> Response {
+    let kind = HeaderValue::from_static("application/json");
+    ([(header::CONTENT_TYPE, kind)], super::DOCUMENT).into_response()
+}

@@ -1,0 +1,257 @@
+//! Connections: how many, and how long each may take over what it does.
+//!
+//! A connection that sends its request's head too slowly is closed, and so is
+//! one that takes its answer too slowly; one more than there is room for is
+//! told so and closed. So a stranger can hold a place for a bounded time.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use forge_client::{Client, ClientError};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Instant, Sleep};
+
+use super::{Door, Options, health, is_set, router, sweep, tenant};
+
+/// Connections at a time.
+const CONNECTIONS_MAX: usize = 1024;
+/// How long the head of a request may take, and how long a connection may be
+/// idle between two.
+const HEAD_TIME_MAX: Duration = Duration::from_secs(10);
+/// Header fields of a request.
+const HEADERS_MAX: usize = 64;
+/// The head of a request, in bytes.
+const HEAD_BYTES_MAX: usize = 32 * 1024;
+/// How long a client may take nothing of what is sent to it.
+const STALL_TIME_MAX: Duration = Duration::from_secs(30);
+/// How long answers may still go out after the service is gone.
+const CLOSING_TIME_MAX: Duration = Duration::from_secs(5);
+/// After how long the door tries again to take a connection when the host has
+/// no room for it.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Where a door listens.
+#[derive(Debug)]
+pub enum Listener {
+    /// At an address.
+    Tcp(TcpListener),
+    /// At a path.
+    Unix(UnixListener),
+}
+
+/// What a connection is read from and written to.
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+impl Listener {
+    async fn accept(&self) -> io::Result<Box<dyn Stream>> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept().await?;
+                stream.set_nodelay(true)?;
+                Ok(Box::new(stream))
+            }
+            Self::Unix(listener) => Ok(Box::new(listener.accept().await?.0)),
+        }
+    }
+}
+
+/// Serves until the service is gone or nobody holds the other end of
+/// `options` any more.
+///
+/// # Errors
+/// [`ClientError`] if what is at the other end of `service` is no service.
+pub async fn serve(
+    listener: Listener,
+    service: UnixStream,
+    options: watch::Receiver<Options>,
+) -> Result<(), ClientError> {
+    let client = Client::over(service).await?;
+    let mut changes = options.clone();
+    let door = Arc::new(Door {
+        client: client.clone(),
+        options,
+        tenants: tenant::Tenants::default(),
+        counters: health::Counters::default(),
+        readiness: health::Readiness::default(),
+        closing: watch::Sender::new(false),
+    });
+    tokio::spawn(sweep(Arc::downgrade(&door)));
+    let router = router(Arc::clone(&door));
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIME_MAX)
+        .max_headers(HEADERS_MAX)
+        .max_header_size(HEAD_BYTES_MAX);
+    loop {
+        let stream = tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok(stream) => stream,
+                Err(error) => {
+                    tracing::warn!(%error, "a connection was not taken");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    continue;
+                }
+            },
+            () = client.closed() => break,
+            changed = changes.changed() => match changed {
+                Ok(()) => continue,
+                Err(_) => break,
+            },
+        };
+        let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+            door.counters.connections_refused.fetch_add(1, Ordering::Relaxed);
+            tokio::spawn(refuse(stream));
+            continue;
+        };
+        let service = TowerToHyperService::new(router.clone());
+        let connection =
+            http.serve_connection(TokioIo::new(Patient::new(stream)), service).with_upgrades();
+        let door = Arc::clone(&door);
+        tokio::spawn(async move {
+            door.counters.connections.fetch_add(1, Ordering::Relaxed);
+            let mut closing = door.closing.subscribe();
+            let mut connection = std::pin::pin!(connection);
+            let ended = tokio::select! {
+                ended = connection.as_mut() => ended,
+                () = is_set(&mut closing) => {
+                    connection.as_mut().graceful_shutdown();
+                    connection.await
+                }
+            };
+            if let Err(error) = ended {
+                tracing::debug!(%error, "a connection ends");
+            }
+            door.counters.connections.fetch_sub(1, Ordering::Relaxed);
+            drop(place);
+        });
+    }
+    drop(listener);
+    door.closing.send_replace(true);
+    // What is known already still goes out.
+    let all = u32::try_from(CONNECTIONS_MAX).unwrap_or(u32::MAX);
+    let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.acquire_many(all)).await;
+    Ok(())
+}
+
+/// Tells one that there is no room for it. It may take that or leave it.
+async fn refuse(mut stream: Box<dyn Stream>) {
+    let body = r#"{"title":"Service Unavailable","status":503,"kind":"busy","detail":"the door has no room for another connection"}"#;
+    let answer = format!(
+        "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n\
+         content-type: application/problem+json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len(),
+    );
+    let _ = tokio::time::timeout(Duration::from_secs(1), stream.write_all(answer.as_bytes())).await;
+}
+
+/// A stream whose writes fail if they make no way for too long.
+struct Patient {
+    stream: Box<dyn Stream>,
+    /// Set while a write waits.
+    stalled: Option<Pin<Box<Sleep>>>,
+    patience: Duration,
+}
+
+impl Patient {
+    fn new(stream: Box<dyn Stream>) -> Self {
+        Self { stream, stalled: None, patience: STALL_TIME_MAX }
+    }
+
+    /// What becomes of a write that came so far.
+    fn made<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.stalled = None;
+            return written;
+        }
+        let until = Instant::now() + self.patience;
+        let stalled =
+            self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
+        ready!(stalled.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Patient {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Patient {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.made(context, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        pieces: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, pieces);
+        self.made(context, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
+        let (near, mut far) = tokio::io::duplex(4);
+        let mut patient = Patient { patience: Duration::from_millis(20), ..Patient::new(Box::new(near)) };
+        patient.write_all(b"1234").await.unwrap();
+        let error = patient.write_all(b"5").await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+
+        // Each step is waited for anew.
+        patient.stalled = None;
+        patient.patience = Duration::from_secs(60);
+        let reading = tokio::spawn(async move {
+            let mut all = Vec::new();
+            far.read_to_end(&mut all).await.unwrap();
+            all
+        });
+        patient.write_all(&[b'x'; 100]).await.unwrap();
+        drop(patient);
+        assert_eq!(reading.await.unwrap().len(), 104);
+    }
+}

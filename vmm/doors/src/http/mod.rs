@@ -1,0 +1,290 @@
+//! The HTTP door: the service for whoever speaks HTTP/1.1.
+//!
+//! The door is a client of the service over one connection, which it is
+//! given, and ends with it. It listens at a socket that it is given too. What
+//! a request may do is what its principal may: the door adds no right, and the
+//! principal is the token's ([`Access`]). It distrusts everybody who connects,
+//! web pages that a browser shows on this host, and what programs and tools
+//! leave. Deliberately absent are TLS (a proxy's), CORS, cookies, HTTP/2,
+//! compression, and any state that outlives the process.
+//!
+//! ```text
+//!   connection ─▶ guard ─▶ access ─▶ handler ─▶ forge-client ─▶ service
+//!   (listen)      host,     token     bounded
+//!   bounds        origin              body
+//! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | `listen` | connections, their bounds in number, size and time |
+//! | `guard` | hosts and origins |
+//! | `access` | tokens and principals |
+//! | `order` | bodies that ask for a run |
+//! | `runs`, `broker`, `health`, `socket` | what is answered |
+//! | `tenant`, `events` | what is kept of runs, for each principal |
+//! | `problem` | refusals |
+
+mod access;
+mod broker;
+mod events;
+mod guard;
+mod health;
+mod listen;
+mod order;
+mod problem;
+mod runs;
+mod socket;
+mod tenant;
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{FromRequestParts, Request, State};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse as _, Response};
+use forge_client::Client;
+use futures_core::Stream;
+use serde::{Deserialize, Serialize};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
+
+pub use access::{Access, NoTokenHash, Principal, TokenHash};
+pub use listen::{Listener, serve};
+
+use problem::Problem;
+use tenant::{Tenant, Tenants};
+
+/// How long a body may take to arrive.
+const BODY_TIME_MAX: Duration = Duration::from_secs(30);
+/// How often what was kept for long enough is forgotten.
+const SWEEP_EVERY: Duration = Duration::from_secs(30);
+
+/// The OpenAPI document of this door.
+pub const DOCUMENT: &str = include_str!("openapi.json");
+
+/// What an operator decides. May change while the door is open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Options {
+    /// Whom requests speak for.
+    pub access: Access,
+    /// The host names that the door goes by, beside `localhost`.
+    pub hosts: Vec<String>,
+    /// The token that opens `/metrics`, where principals have tokens.
+    pub metrics_token: Option<TokenHash>,
+}
+
+/// What all requests share.
+#[derive(Debug)]
+struct Door {
+    client: Client,
+    options: watch::Receiver<Options>,
+    tenants: Tenants,
+    counters: health::Counters,
+    readiness: health::Readiness,
+    /// Whether the door is being closed.
+    closing: watch::Sender<bool>,
+}
+
+macro_rules! routes {
+    ($($method:ident $path:literal => $handler:path;)*) => {
+        /// Every method and path there is.
+        #[cfg(test)]
+        const ROUTES: &[(&str, &str)] = &[$((stringify!($method), $path)),*];
+
+        fn routes() -> Router<Arc<Door>> {
+            Router::new()$(.route($path, axum::routing::$method($handler)))*
+        }
+    };
+}
+
+routes! {
+    post "/v1/runs" => runs::submit;
+    get "/v1/runs/{id}" => runs::state;
+    delete "/v1/runs/{id}" => runs::cancel;
+    get "/v1/runs/{id}/events" => runs::events;
+    get "/v1/runs/{id}/artifacts/{n}" => runs::artifact;
+    get "/v1/runs/ws" => socket::open;
+    get "/v1/tools" => broker::list;
+    post "/v1/tools/search" => broker::search;
+    post "/v1/grants" => broker::issue;
+    post "/v1/grants/attenuate" => broker::attenuate;
+    post "/v1/grants/inspect" => broker::inspect;
+    get "/metrics" => health::metrics;
+    get "/healthz" => health::live;
+    get "/readyz" => health::ready;
+    get "/openapi.json" => health::document;
+}
+
+fn router(door: Arc<Door>) -> Router {
+    routes()
+        .fallback(|| async { Problem::not_found("there is nothing here: see /openapi.json") })
+        .method_not_allowed_fallback(|| async {
+            let detail = "this path has other methods: see /openapi.json";
+            Problem::new(StatusCode::METHOD_NOT_ALLOWED, "method", detail)
+        })
+        .layer(middleware::from_fn_with_state(Arc::clone(&door), guarded))
+        .with_state(door)
+}
+
+/// Around every request: host and origin before, safe headers after.
+async fn guarded(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
+    let checked = guard::check(request.uri(), request.headers(), &door.options.borrow().hosts);
+    let mut response = match checked {
+        Ok(()) => next.run(request).await,
+        Err(problem) => problem.into_response(),
+    };
+    door.counters.answered(response.status());
+    let headers = response.headers_mut();
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+/// Who asks, and its place among the requests under way.
+struct Caller {
+    tenant: Arc<Tenant>,
+    permit: OwnedSemaphorePermit,
+}
+
+impl FromRequestParts<Arc<Door>> for Caller {
+    type Rejection = Problem;
+
+    async fn from_request_parts(
+        parts: &mut Parts,
+        door: &Arc<Door>,
+    ) -> Result<Self, Self::Rejection> {
+        let principal = door.options.borrow().access.principal(&parts.headers)?;
+        let tenant = door.tenants.named(principal);
+        let permit = tenant.request()?;
+        Ok(Self { tenant, permit })
+    }
+}
+
+/// Reads a body of at most so many bytes. Its room among the principal's
+/// bodies is given back with it.
+async fn read_body(
+    tenant: &Tenant,
+    headers: &HeaderMap,
+    body: Body,
+    limit: usize,
+) -> Result<(Vec<u8>, OwnedSemaphorePermit), Problem> {
+    let too_large = || Problem::too_large(format!("a body here has at most {limit} bytes"));
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
+    let length: Option<usize> = length.and_then(|text| text.parse().ok());
+    if length.is_some_and(|length| length > limit) {
+        return Err(too_large());
+    }
+    let room = tenant.body(length.unwrap_or(limit))?;
+    let mut bytes = Vec::with_capacity(length.unwrap_or(0));
+    let reading = async {
+        let mut stream = body.into_data_stream();
+        while let Some(piece) =
+            std::future::poll_fn(|context| Pin::new(&mut stream).poll_next(context)).await
+        {
+            let piece = piece.map_err(|_| {
+                Problem::new(StatusCode::BAD_REQUEST, "bad_request", "the body breaks off")
+            })?;
+            if bytes.len() + piece.len() > limit {
+                return Err(too_large());
+            }
+            bytes.extend_from_slice(&piece);
+        }
+        Ok(())
+    };
+    match tokio::time::timeout(BODY_TIME_MAX, reading).await {
+        Ok(read) => read?,
+        Err(_) => {
+            let detail = format!("the body took more than {} s", BODY_TIME_MAX.as_secs());
+            return Err(Problem::new(StatusCode::REQUEST_TIMEOUT, "timeout", detail));
+        }
+    }
+    Ok((bytes, room))
+}
+
+fn answer_json(status: StatusCode, body: &impl Serialize) -> Response {
+    let kind = HeaderValue::from_static("application/json");
+    let body = serde_json::to_vec(body).unwrap_or_default();
+    (status, [(header::CONTENT_TYPE, kind)], body).into_response()
+}
+
+/// Waits until it is set, or will never be.
+async fn is_set(flag: &mut watch::Receiver<bool>) {
+    let _ = flag.wait_for(|set| *set).await;
+}
+
+/// A body that another task makes.
+struct Feed(mpsc::Receiver<Bytes>);
+
+impl Stream for Feed {
+    type Item = Result<Bytes, std::convert::Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.0.poll_recv(context).map(|piece| piece.map(Ok))
+    }
+}
+
+/// Forgets, for as long as there is a door.
+async fn sweep(door: std::sync::Weak<Door>) {
+    loop {
+        tokio::time::sleep(SWEEP_EVERY).await;
+        let Some(door) = door.upgrade() else { return };
+        door.tenants.sweep(Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn the_document_has_every_route_and_no_other() {
+        let document: Value = serde_json::from_str(DOCUMENT).unwrap();
+        let paths = document["paths"].as_object().unwrap();
+        let documented: BTreeSet<(String, String)> = paths
+            .iter()
+            .flat_map(|(path, item)| {
+                let methods = item.as_object().unwrap().keys();
+                methods.filter(|key| *key != "parameters").map(|key| (key.clone(), path.clone()))
+            })
+            .collect();
+        let routed: BTreeSet<(String, String)> =
+            ROUTES.iter().map(|(method, path)| ((*method).into(), (*path).into())).collect();
+        assert_eq!(documented, routed);
+    }
+
+    #[test]
+    fn the_documents_limits_are_the_ones_a_run_can_ask_for() {
+        let document: Value = serde_json::from_str(DOCUMENT).unwrap();
+        let limits = document["components"]["schemas"]["Limits"]["properties"].as_object().unwrap();
+        let documented: BTreeSet<&str> = limits.keys().map(String::as_str).collect();
+        assert_eq!(documented, order::LIMITS.iter().copied().collect());
+    }
+
+    #[test]
+    fn every_reference_of_the_document_leads_somewhere() {
+        fn check(value: &Value, document: &Value) {
+            match value {
+                Value::Object(object) => {
+                    if let Some(Value::String(reference)) = object.get("$ref") {
+                        let place = reference.strip_prefix('#').unwrap();
+                        assert!(document.pointer(place).is_some(), "{reference}");
+                    }
+                    object.values().for_each(|value| check(value, document));
+                }
+                Value::Array(values) => values.iter().for_each(|value| check(value, document)),
+                _ => {}
+            }
+        }
+        let document: Value = serde_json::from_str(DOCUMENT).unwrap();
+        check(&document, &document);
+    }
+}

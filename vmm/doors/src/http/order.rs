@@ -1,0 +1,468 @@
+//! Runs as they are asked for: JSON or multipart in, an [`Order`] out.
+//!
+//! The link to the service is shared by everybody at this door, and the
+//! service closes it over a message that is larger than it may be. So every
+//! part of an order is held against its own bound here.
+
+use axum::body::Body;
+use axum::extract::{DefaultBodyLimit, FromRequest as _, Multipart, Request};
+use axum::http::{HeaderMap, StatusCode, header};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use forge_protocol::broker::Authority;
+use forge_protocol::limits::{
+    GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, HOSTED_TOOLS_BYTES_MAX, INPUT_BYTES_MAX,
+    PROGRAM_BYTES_MAX, RunLimits, SESSION_BYTES_MAX,
+};
+use forge_protocol::name::ToolName;
+use forge_protocol::service::{HostedTool, HostedTools, Order};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::value::RawValue;
+
+use super::problem::Problem;
+
+/// A body that asks for a run: JSON with its program in base64 is the longest.
+pub(crate) const RUN_BYTES_MAX: usize =
+    (PROGRAM_BYTES_MAX as usize + GRANT_BYTES_MAX as usize) / 3 * 4
+        + INPUT_BYTES_MAX as usize
+        + 256 * 1024;
+/// The same over a WebSocket, with the tools that the client hosts.
+pub(crate) const MESSAGE_BYTES_MAX: usize = RUN_BYTES_MAX + 2 * HOSTED_TOOLS_BYTES_MAX as usize;
+
+/// A run, in JSON.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RunBody {
+    program: String,
+    #[serde(default)]
+    grant: Option<String>,
+    #[serde(default)]
+    input: Option<Box<RawValue>>,
+    #[serde(default)]
+    limits: Limits,
+    #[serde(default)]
+    tools: Option<Vec<String>>,
+    #[serde(default)]
+    session: Option<String>,
+    #[serde(default)]
+    prepare: bool,
+    #[serde(default)]
+    principal: Option<String>,
+    #[serde(default)]
+    wait: Option<bool>,
+}
+
+/// What a multipart form says beside its files.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Options {
+    #[serde(default)]
+    tools: Option<Vec<String>>,
+    #[serde(default)]
+    session: Option<String>,
+    #[serde(default)]
+    prepare: bool,
+    #[serde(default)]
+    principal: Option<String>,
+    #[serde(default)]
+    wait: Option<bool>,
+}
+
+macro_rules! limits {
+    ($($name:ident: $type:ty),* $(,)?) => {
+        /// What a run may use, where it is not what every run gets.
+        #[derive(Debug, Default, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub(crate) struct Limits {
+            $(#[serde(default)] $name: Option<$type>,)*
+        }
+
+        impl From<Limits> for RunLimits {
+            fn from(asked: Limits) -> Self {
+                let default = Self::default();
+                Self { $($name: asked.$name.unwrap_or(default.$name),)* }
+            }
+        }
+
+        #[cfg(test)]
+        pub(crate) const LIMITS: &[&str] = &[$(stringify!($name)),*];
+    };
+}
+
+limits! {
+    fuel: u64,
+    memory_bytes: u64,
+    wall_ms: u64,
+    program_bytes: u32,
+    input_bytes: u32,
+    request_bytes: u32,
+    response_bytes: u32,
+    output_bytes: u32,
+    artifacts: u32,
+    artifact_bytes: u32,
+    log_bytes: u32,
+    calls: u32,
+    calls_in_flight: u32,
+    recursion: u32,
+    stack_bytes: u32,
+}
+
+/// Tools that a client hosts, in JSON.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct HostedBody {
+    server: String,
+    tools: Vec<HostedToolBody>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HostedToolBody {
+    name: String,
+    #[serde(default)]
+    description: String,
+    input_schema: Box<RawValue>,
+    #[serde(default)]
+    output_schema: Option<Box<RawValue>>,
+}
+
+/// The parts of an order, whichever way they came.
+struct Parts {
+    program: Vec<u8>,
+    input: Vec<u8>,
+    grant: Option<Vec<u8>>,
+    limits: Limits,
+    options: Options,
+}
+
+/// A run that is asked for.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub(crate) order: Order,
+    /// Whether the answer is awaited.
+    pub(crate) wait: bool,
+}
+
+/// Reads a body that asks for a run. `read` has read it already.
+pub(crate) async fn read(
+    headers: &HeaderMap,
+    body: Vec<u8>,
+    principal: &str,
+) -> Result<Asked, Problem> {
+    match media_type(headers).as_str() {
+        "application/json" => from_json(&body, principal),
+        "multipart/form-data" => from_multipart(headers, body, principal).await,
+        _ => Err(unsupported("application/json or multipart/form-data")),
+    }
+}
+
+pub(crate) fn unsupported(fitting: &str) -> Problem {
+    Problem::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "media_type", format!("send {fitting}"))
+}
+
+/// The media type of a request's body, in lower case, without parameters.
+pub(crate) fn media_type(headers: &HeaderMap) -> String {
+    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    value.unwrap_or_default().split(';').next().unwrap_or_default().trim().to_ascii_lowercase()
+}
+
+/// Reads JSON: 400 for what is none, 422 for what does not fit.
+pub(crate) fn json<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, Problem> {
+    serde_json::from_slice(bytes).map_err(|error| {
+        let detail = format!("{what}: {error}");
+        match error.classify() {
+            serde_json::error::Category::Data => Problem::bad_request(detail),
+            _ => Problem::new(StatusCode::BAD_REQUEST, "bad_request", detail),
+        }
+    })
+}
+
+fn from_json(body: &[u8], principal: &str) -> Result<Asked, Problem> {
+    json::<RunBody>("the body", body)?.asked(principal, None)
+}
+
+impl RunBody {
+    /// What it asks for, for this principal.
+    pub(crate) fn asked(
+        self,
+        principal: &str,
+        hosted: Option<HostedBody>,
+    ) -> Result<Asked, Problem> {
+        let input = self.input.map_or_else(|| b"{}".to_vec(), |input| {
+            String::from(Box::<str>::from(input)).into_bytes()
+        });
+        let parts = Parts {
+            program: base64("program", &self.program, PROGRAM_BYTES_MAX)?,
+            input,
+            grant: self.grant.map(|grant| base64("grant", &grant, GRANT_BYTES_MAX)).transpose()?,
+            limits: self.limits,
+            options: Options {
+                tools: self.tools,
+                session: self.session,
+                prepare: self.prepare,
+                principal: self.principal,
+                wait: self.wait,
+            },
+        };
+        parts.asked(principal, hosted)
+    }
+
+    /// Whether it says anything about waiting.
+    pub(crate) fn says_wait(&self) -> bool {
+        self.wait.is_some()
+    }
+}
+
+async fn from_multipart(
+    headers: &HeaderMap,
+    body: Vec<u8>,
+    principal: &str,
+) -> Result<Asked, Problem> {
+    let broken = |error: &dyn std::fmt::Display| {
+        Problem::new(StatusCode::BAD_REQUEST, "bad_request", format!("the form: {error}"))
+    };
+    let mut request = Request::new(Body::from(body));
+    if let Some(value) = headers.get(header::CONTENT_TYPE) {
+        request.headers_mut().insert(header::CONTENT_TYPE, value.clone());
+    }
+    // It was read within a bound already.
+    DefaultBodyLimit::disable().apply(&mut request);
+    let mut form = Multipart::from_request(request, &()).await.map_err(|error| broken(&error))?;
+    let names = ["program", "input", "grant", "limits", "options"];
+    let mut found: [Option<Vec<u8>>; 5] = Default::default();
+    while let Some(field) = form.next_field().await.map_err(|error| broken(&error))? {
+        let name = field.name().unwrap_or_default();
+        let Some(at) = names.iter().position(|it| *it == name) else {
+            let what = "a part that is none of program, input, grant, limits, options";
+            return Err(Problem::bad_request(what));
+        };
+        let slot = &mut found[at];
+        if slot.is_some() {
+            return Err(Problem::bad_request(format!("the part {} is there twice", names[at])));
+        }
+        *slot = Some(field.bytes().await.map_err(|error| broken(&error))?.into());
+    }
+    let [program, input, grant, limits, options] = found;
+    let program = program.ok_or_else(|| Problem::bad_request("the part program is missing"))?;
+    let input = input.unwrap_or_else(|| b"{}".to_vec());
+    let limits = limits.map_or_else(|| Ok(Limits::default()), |it| json("limits", &it))?;
+    let options = options.map_or_else(|| Ok(Options::default()), |it| json("options", &it))?;
+    Parts { program, input, grant, limits, options }.asked(principal, None)
+}
+
+impl Parts {
+    fn asked(self, principal: &str, hosted: Option<HostedBody>) -> Result<Asked, Problem> {
+        let Self { program, input, grant, limits, options } = self;
+        check_principal(principal, options.principal.as_deref())?;
+        bounded("program", program.len(), PROGRAM_BYTES_MAX as usize)?;
+        bounded("input", input.len(), INPUT_BYTES_MAX as usize)?;
+        json::<serde::de::IgnoredAny>("input", &input)?;
+        check_session(options.session.as_deref())?;
+        let authority = match (grant, options.tools) {
+            (Some(_), Some(_)) => return Err(Problem::bad_request("give a grant or tools, not both")),
+            (Some(grant), None) => {
+                bounded("grant", grant.len(), GRANT_BYTES_MAX as usize)?;
+                Authority::Grant(grant)
+            }
+            (None, names) => Authority::Tools(tools(&names.unwrap_or_default())?),
+        };
+        let order = Order {
+            program,
+            input,
+            principal: principal.into(),
+            session: options.session,
+            authority,
+            limits: limits.into(),
+            prepare: options.prepare,
+            events: false,
+            hosted: hosted.map(hosted_tools).transpose()?,
+        };
+        Ok(Asked { order, wait: options.wait.unwrap_or(true) })
+    }
+}
+
+/// Refuses a body that says it is somebody else's.
+pub(crate) fn check_principal(own: &str, named: Option<&str>) -> Result<(), Problem> {
+    match named {
+        Some(named) if named != own => {
+            Err(Problem::forbidden("this token does not speak for the principal that the body names"))
+        }
+        _ => Ok(()),
+    }
+}
+
+pub(crate) fn check_session(session: Option<&str>) -> Result<(), Problem> {
+    bounded("session", session.map_or(0, str::len), SESSION_BYTES_MAX)
+}
+
+/// Refuses what is longer than it may be.
+pub(crate) fn bounded(what: &str, got: usize, limit: usize) -> Result<(), Problem> {
+    if got > limit {
+        return Err(Problem::too_large(format!("{what} has {got} bytes, the limit is {limit}")));
+    }
+    Ok(())
+}
+
+/// Reads base64, of at most so many bytes.
+pub(crate) fn base64(what: &str, text: &str, limit: u32) -> Result<Vec<u8>, Problem> {
+    // Whatever is longer decodes to more.
+    let longest = limit.div_ceil(3) as usize * 4;
+    if text.len() > longest {
+        return Err(Problem::too_large(format!("{what} has more than {limit} bytes")));
+    }
+    STANDARD.decode(text).map_err(|error| Problem::bad_request(format!("{what}: {error}")))
+}
+
+/// Reads names of tools.
+pub(crate) fn tools(names: &[String]) -> Result<Vec<ToolName>, Problem> {
+    if names.len() > GRANTED_TOOLS_MAX {
+        let count = names.len();
+        return Err(Problem::bad_request(format!("{count} tools are more than {GRANTED_TOOLS_MAX}")));
+    }
+    let name = |name: &String| {
+        ToolName::parse(name).map_err(|error| Problem::bad_request(format!("tools: {error}")))
+    };
+    names.iter().map(name).collect()
+}
+
+fn hosted_tools(hosted: HostedBody) -> Result<HostedTools, Problem> {
+    let text = |schema: Box<RawValue>| String::from(Box::<str>::from(schema));
+    let tools: Vec<HostedTool> = hosted
+        .tools
+        .into_iter()
+        .map(|tool| HostedTool {
+            name: tool.name,
+            description: tool.description,
+            input_schema: text(tool.input_schema),
+            output_schema: tool.output_schema.map(text),
+        })
+        .collect();
+    if tools.len() > GRANTED_TOOLS_MAX {
+        let detail = format!("{} hosted tools are more than {GRANTED_TOOLS_MAX}", tools.len());
+        return Err(Problem::bad_request(detail));
+    }
+    // Each text has its length beside it on the wire.
+    let bytes = |tool: &HostedTool| {
+        let output = tool.output_schema.as_ref().map_or(0, String::len);
+        tool.name.len() + tool.description.len() + tool.input_schema.len() + output + 32
+    };
+    let all = hosted.server.len() + tools.iter().map(bytes).sum::<usize>();
+    bounded("hosted", all, HOSTED_TOOLS_BYTES_MAX as usize)?;
+    Ok(HostedTools { server: hosted.server, tools })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(body: &str) -> Result<Asked, Problem> {
+        from_json(body.as_bytes(), "alice")
+    }
+
+    fn refusal(body: &str) -> (u16, String) {
+        let problem = asked(body).unwrap_err();
+        (problem.body().status(), problem.body().kind().to_owned())
+    }
+
+    #[test]
+    fn a_run_is_its_tokens_and_gets_what_it_asks_for() {
+        let asked = asked(
+            r#"{"program": "AAEC", "input": {"a": 1.00, "a": 2}, "tools": ["shop.order"],
+                "limits": {"wall_ms": 7}, "session": "s", "wait": false, "principal": "alice"}"#,
+        )
+        .unwrap();
+        let Order { program, input, principal, session, authority, limits, .. } = asked.order;
+        assert_eq!(program, [0, 1, 2]);
+        // As it was written.
+        assert_eq!(input, br#"{"a": 1.00, "a": 2}"#);
+        assert_eq!((principal.as_str(), session.as_deref()), ("alice", Some("s")));
+        assert_eq!(authority, Authority::Tools(vec![ToolName::parse("shop.order").unwrap()]));
+        assert_eq!(limits, RunLimits { wall_ms: 7, ..RunLimits::default() });
+        assert!(!asked.wait);
+    }
+
+    #[test]
+    fn a_body_that_names_another_principal_is_refused() {
+        let refused = refusal(r#"{"program": "", "principal": "bob"}"#);
+        assert_eq!(refused, (403, "forbidden".into()));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_its_kind() {
+        for (body, status) in [
+            ("", 400),
+            ("{", 400),
+            ("[]", 422),
+            ("{}", 422),
+            (r#"{"program": "*"}"#, 422),
+            (r#"{"program": "", "unknown": 1}"#, 422),
+            (r#"{"program": "", "limits": {"wal_ms": 1}}"#, 422),
+            (r#"{"program": "", "limits": {"wall_ms": -1}}"#, 422),
+            (r#"{"program": "", "tools": ["x"]}"#, 422),
+            (r#"{"program": "", "tools": [], "grant": ""}"#, 422),
+        ] {
+            assert_eq!(refusal(body), (status, "bad_request".into()), "{body}");
+        }
+    }
+
+    #[test]
+    fn what_is_too_large_for_the_link_is_refused_here() {
+        let program = "A".repeat((PROGRAM_BYTES_MAX as usize).div_ceil(3) * 4 + 4);
+        let grant = STANDARD.encode(vec![0; GRANT_BYTES_MAX as usize + 1]);
+        let input = "1".repeat(INPUT_BYTES_MAX as usize + 1);
+        let session = "s".repeat(SESSION_BYTES_MAX + 1);
+        for body in [
+            format!(r#"{{"program": "{program}"}}"#),
+            format!(r#"{{"program": "", "grant": "{grant}"}}"#),
+            format!(r#"{{"program": "", "input": "{input}"}}"#),
+            format!(r#"{{"program": "", "session": "{session}"}}"#),
+        ] {
+            assert_eq!(refusal(&body), (413, "too_large".into()), "{}", &body[..40]);
+        }
+        let tools = vec!["a.b"; GRANTED_TOOLS_MAX + 1];
+        let body = serde_json::json!({ "program": "", "tools": tools }).to_string();
+        assert_eq!(refusal(&body), (422, "bad_request".into()));
+
+        let description = "d".repeat(HOSTED_TOOLS_BYTES_MAX as usize);
+        let hosted = serde_json::json!({ "server": "app", "tools": [
+            { "name": "t", "description": description, "input_schema": {} },
+        ]});
+        let hosted: HostedBody = serde_json::from_value(hosted).unwrap();
+        assert_eq!(hosted_tools(hosted).unwrap_err().body().status(), 413);
+    }
+
+    #[test]
+    fn the_largest_order_fits_the_link() {
+        use forge_protocol::frame::{self, Kind};
+        use forge_protocol::limits::TOOL_NAME_BYTES_MAX;
+        let server = "s".repeat(TOOL_NAME_BYTES_MAX / 2);
+        let tools = (0..GRANTED_TOOLS_MAX).map(|number| {
+            let name = format!("{server}.{number:0>0$}", TOOL_NAME_BYTES_MAX - 1 - server.len());
+            ToolName::parse(&name).unwrap()
+        });
+        let hosted = HostedBody {
+            server: "app".into(),
+            tools: vec![HostedToolBody {
+                name: "t".into(),
+                description: "d".repeat(HOSTED_TOOLS_BYTES_MAX as usize - 100),
+                input_schema: RawValue::from_string("{}".into()).unwrap(),
+                output_schema: None,
+            }],
+        };
+        let order = Order {
+            program: vec![0; PROGRAM_BYTES_MAX as usize],
+            input: vec![b'1'; INPUT_BYTES_MAX as usize],
+            principal: "p".repeat(256),
+            session: Some("s".repeat(SESSION_BYTES_MAX)),
+            authority: Authority::Tools(tools.collect()),
+            limits: RunLimits::operator_maxima(),
+            prepare: true,
+            events: true,
+            hosted: Some(hosted_tools(hosted).unwrap()),
+        };
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Submit, &(u64::MAX, &order), &mut bytes);
+        assert!(bytes.len() <= Kind::Submit.payload_bytes_max() as usize);
+    }
+}

@@ -1,0 +1,128 @@
+//! What is answered instead of what was asked for: `application/problem+json`
+//! (RFC 9457) with a stable `kind`, which is a report's where there is one.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use forge_client::ClientError;
+use forge_protocol::broker::RefusalKind;
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+/// After how many seconds one who was refused for lack of room may try again.
+const RETRY_AFTER_S: u32 = 1;
+
+/// Why there is no other answer.
+#[derive(Debug)]
+pub(crate) struct Problem {
+    status: StatusCode,
+    kind: String,
+    detail: String,
+    report: Option<Box<RawValue>>,
+}
+
+/// As it is sent.
+#[derive(Serialize)]
+pub(crate) struct Body<'a> {
+    title: &'static str,
+    status: u16,
+    kind: &'a str,
+    detail: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    report: Option<&'a RawValue>,
+}
+
+impl Problem {
+    pub(crate) fn new(status: StatusCode, kind: &str, detail: impl Into<String>) -> Self {
+        Self { status, kind: kind.into(), detail: detail.into(), report: None }
+    }
+
+    /// The request is not what it has to be.
+    pub(crate) fn bad_request(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNPROCESSABLE_ENTITY, "bad_request", detail)
+    }
+
+    pub(crate) fn too_large(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", detail)
+    }
+
+    pub(crate) fn forbidden(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::FORBIDDEN, "forbidden", detail)
+    }
+
+    pub(crate) fn not_found(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "not_found", detail)
+    }
+
+    /// The caller has as much under way as it may.
+    pub(crate) fn busy(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::TOO_MANY_REQUESTS, "busy", detail)
+    }
+
+    /// The service went away.
+    pub(crate) fn gone() -> Self {
+        let detail = "the service went away; whether a run had begun is not known";
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", detail)
+    }
+
+    /// With the report of a run that did not take place.
+    pub(crate) fn with_report(self, report: Box<RawValue>) -> Self {
+        Self { report: Some(report), ..self }
+    }
+
+    /// As JSON.
+    pub(crate) fn body(&self) -> Body<'_> {
+        Body {
+            title: self.status.canonical_reason().unwrap_or_default(),
+            status: self.status.as_u16(),
+            kind: &self.kind,
+            detail: &self.detail,
+            report: self.report.as_deref(),
+        }
+    }
+}
+
+#[cfg(test)]
+impl<'a> Body<'a> {
+    pub(crate) fn status(&self) -> u16 {
+        self.status
+    }
+
+    pub(crate) fn kind(&self) -> &'a str {
+        self.kind
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let body = serde_json::to_vec(&self.body()).unwrap_or_default();
+        let kind = HeaderValue::from_static("application/problem+json");
+        let mut response = (self.status, [(header::CONTENT_TYPE, kind)], body).into_response();
+        let headers = response.headers_mut();
+        match self.status {
+            StatusCode::UNAUTHORIZED => {
+                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            }
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+                headers.insert(header::RETRY_AFTER, RETRY_AFTER_S.into());
+            }
+            _ => {}
+        }
+        response
+    }
+}
+
+impl From<ClientError> for Problem {
+    fn from(error: ClientError) -> Self {
+        let ClientError::Refused { kind, message } = error else { return Self::gone() };
+        let (status, kind) = match kind {
+            RefusalKind::NoSuchTool => (StatusCode::UNPROCESSABLE_ENTITY, "no_such_tool"),
+            RefusalKind::BadRequest => (StatusCode::UNPROCESSABLE_ENTITY, "bad_request"),
+            RefusalKind::BadGrant => (StatusCode::FORBIDDEN, "grant"),
+            RefusalKind::Forbidden => (StatusCode::FORBIDDEN, "forbidden"),
+            RefusalKind::NotReviewed => (StatusCode::FORBIDDEN, "not_reviewed"),
+            RefusalKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "broker"),
+            RefusalKind::Journal => (StatusCode::INTERNAL_SERVER_ERROR, "journal"),
+        };
+        Self::new(status, kind, message)
+    }
+}

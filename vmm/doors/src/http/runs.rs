@@ -1,0 +1,354 @@
+//! Runs: submitted, waited for or followed, asked for, cancelled.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse as _, Response};
+use forge_client::{Run, RunMessage};
+use forge_protocol::service::{Finish, Order, RunEvent};
+use serde_json::json;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+
+use super::events::{End, Ended, Events, Happened, Next, happened};
+use super::order::{self, Asked, RUN_BYTES_MAX};
+use super::problem::Problem;
+use super::tenant::{Kept, Tenant};
+use super::{Caller, Door, Feed, answer_json, is_set, read_body};
+
+/// After how long a silent stream of events says that it is alive.
+const ALIVE_EVERY: Duration = Duration::from_secs(15);
+/// Events of one stream that may wait to be sent.
+const UNSENT_MAX: usize = 16;
+
+/// `POST /v1/runs`
+pub(crate) async fn submit(
+    State(door): State<Arc<Door>>,
+    caller: Caller,
+    request: Request,
+) -> Result<Response, Problem> {
+    let (parts, body) = request.into_parts();
+    let (body, room) = read_body(&caller.tenant, &parts.headers, body, RUN_BYTES_MAX).await?;
+    let Asked { order, wait } = order::read(&parts.headers, body, &caller.tenant.name).await?;
+    if wait { waited(&door, &caller, order, room).await } else { begun(&door, &caller, order, room).await }
+}
+
+/// Answers with the report. Dropped before, the run is cancelled: that is
+/// what becomes of this when the client goes away.
+async fn waited(
+    door: &Door,
+    caller: &Caller,
+    order: Order,
+    room: OwnedSemaphorePermit,
+) -> Result<Response, Problem> {
+    let mut run = door.client.submit(&order).await?;
+    drop((order, room));
+    while let Some(message) = run.next().await {
+        if let RunMessage::Finished(finish) = message {
+            let events = Events::default();
+            let kept = over(&caller.tenant, events, finish)?;
+            return answer(&kept, StatusCode::OK);
+        }
+    }
+    Err(Problem::gone())
+}
+
+/// Answers as soon as the run is admitted.
+async fn begun(
+    door: &Door,
+    caller: &Caller,
+    order: Order,
+    room: OwnedSemaphorePermit,
+) -> Result<Response, Problem> {
+    let slot = caller.tenant.run()?;
+    let mut run = door.client.submit(&Order { events: true, ..order }).await?;
+    drop(room);
+    let events = Events::default();
+    let id = loop {
+        match run.next().await.ok_or_else(Problem::gone)? {
+            RunMessage::Event(event) => {
+                events.push(happened(&event));
+                if let RunEvent::Admitted { run_id } = event {
+                    break run_id.to_string();
+                }
+            }
+            RunMessage::Callback(_) => {}
+            RunMessage::Finished(finish) => {
+                let kept = over(&caller.tenant, events, finish)?;
+                return answer(&kept, StatusCode::ACCEPTED);
+            }
+        }
+    };
+    let canceller = Some(run.canceller());
+    let kept = Arc::new(Kept { id, canceller, events });
+    caller.tenant.keep(Arc::clone(&kept));
+    tokio::spawn(follow(run, Arc::clone(&kept), Arc::clone(&caller.tenant), slot));
+    answer(&kept, StatusCode::ACCEPTED)
+}
+
+/// Keeps what happens in a run until it is over.
+async fn follow(
+    mut run: Run,
+    kept: Arc<Kept>,
+    tenant: Arc<Tenant>,
+    _slot: OwnedSemaphorePermit,
+) {
+    let mut end = None;
+    while let Some(message) = run.next().await {
+        match message {
+            RunMessage::Event(event) => kept.events.push(happened(&event)),
+            // It hosts no tools.
+            RunMessage::Callback(_) => {}
+            RunMessage::Finished(finish) => end = End::of(finish),
+        }
+    }
+    match end {
+        Some(end) => kept.events.end(end),
+        None => kept.events.lose(),
+    }
+    tenant.ended(&kept, Instant::now());
+}
+
+/// Keeps a run that is over already.
+pub(crate) fn over(
+    tenant: &Tenant,
+    events: Events,
+    finish: Finish,
+) -> Result<Arc<Kept>, Problem> {
+    let end = End::of(finish).ok_or_else(Problem::gone)?;
+    let id = end.head.run_id.clone();
+    events.end(end);
+    let kept = Arc::new(Kept { id, canceller: None, events });
+    tenant.keep(Arc::clone(&kept));
+    tenant.ended(&kept, Instant::now());
+    Ok(kept)
+}
+
+/// How a run stands. One that had no room or no host did not take place, and
+/// that is a problem; any other end is its report.
+fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
+    let place = |name: header::HeaderName| {
+        HeaderValue::try_from(format!("/v1/runs/{}", kept.id)).ok().map(|value| (name, value))
+    };
+    let Some(ended) = kept.events.ended() else {
+        let body = json!({ "run_id": kept.id, "status": "running" });
+        let mut response = answer_json(submitted, &body);
+        response.headers_mut().extend(place(header::LOCATION));
+        return Ok(response);
+    };
+    let Ended::Reported(end) = ended else { return Err(Problem::gone()) };
+    if let Some(problem) = refused(&end) {
+        return Err(problem);
+    }
+    if submitted == StatusCode::ACCEPTED {
+        let body = json!({ "run_id": kept.id, "status": end.head.status });
+        let mut response = answer_json(submitted, &body);
+        response.headers_mut().extend(place(header::LOCATION));
+        return Ok(response);
+    }
+    let json = HeaderValue::from_static("application/json");
+    let mut response = ([(header::CONTENT_TYPE, json)], end.report.clone()).into_response();
+    response.headers_mut().extend(place(header::CONTENT_LOCATION));
+    Ok(response)
+}
+
+/// Why a run did not take place, if it did not.
+pub(crate) fn refused(end: &End) -> Option<Problem> {
+    let status = match (end.head.status.as_str(), end.head.kind.as_str()) {
+        ("refused", "draining") | ("unavailable", _) => StatusCode::SERVICE_UNAVAILABLE,
+        ("refused", _) => StatusCode::TOO_MANY_REQUESTS,
+        _ => return None,
+    };
+    let problem = Problem::new(status, &end.head.kind, end.head.reason.clone());
+    Some(problem.with_report(end.raw_report()))
+}
+
+/// `GET /v1/runs/{id}`
+pub(crate) async fn state(caller: Caller, Path(id): Path<String>) -> Result<Response, Problem> {
+    answer(&*caller.tenant.find(&id)?, StatusCode::OK)
+}
+
+/// `DELETE /v1/runs/{id}`
+pub(crate) async fn cancel(caller: Caller, Path(id): Path<String>) -> Result<Response, Problem> {
+    let kept = caller.tenant.find(&id)?;
+    if kept.events.ended().is_none() && let Some(canceller) = &kept.canceller {
+        canceller.cancel().await;
+        return answer(&kept, StatusCode::ACCEPTED);
+    }
+    answer(&kept, StatusCode::OK)
+}
+
+/// `GET /v1/runs/{id}/artifacts/{n}`
+pub(crate) async fn artifact(
+    caller: Caller,
+    Path((id, number)): Path<(String, String)>,
+) -> Result<Response, Problem> {
+    let kept = caller.tenant.find(&id)?;
+    let missing = |what: &str| Problem::not_found(what);
+    let ended = kept.events.ended().ok_or_else(|| missing("the run is not over"))?;
+    let Ended::Reported(end) = ended else { return Err(Problem::gone()) };
+    let artifact = number.parse().ok().and_then(|number: usize| end.artifacts.get(number));
+    let artifact = artifact.ok_or_else(|| missing("the run left no such artifact"))?;
+    let disposition = format!("attachment; filename=\"{}\"", file_name(&artifact.name));
+    let headers = [
+        (header::CONTENT_TYPE, media_type(&artifact.media_type)),
+        (header::CONTENT_DISPOSITION, HeaderValue::try_from(disposition).ok()),
+        (
+            header::CONTENT_SECURITY_POLICY,
+            Some(HeaderValue::from_static("sandbox; default-src 'none'")),
+        ),
+    ];
+    let mut response = Bytes::copy_from_slice(&artifact.content).into_response();
+    for (name, value) in headers {
+        if let Some(value) = value {
+            response.headers_mut().insert(name, value);
+        }
+    }
+    Ok(response)
+}
+
+/// A plain file name for an untrusted one.
+fn file_name(name: &str) -> String {
+    let plain: String = name
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' })
+        .take(100)
+        .collect();
+    match plain.trim_start_matches('.') {
+        "" => "artifact".into(),
+        trimmed => trimmed.into(),
+    }
+}
+
+/// A program's media type if it is a plain one, else that of bytes.
+fn media_type(said: &str) -> Option<HeaderValue> {
+    let is_plain = |part: &str| {
+        !part.is_empty() && part.chars().all(|c| c.is_ascii_alphanumeric() || ".+-".contains(c))
+    };
+    let plain = said.split_once('/').is_some_and(|(kind, sub)| is_plain(kind) && is_plain(sub));
+    HeaderValue::from_str(if plain { said } else { "application/octet-stream" }).ok()
+}
+
+/// `GET /v1/runs/{id}/events`
+pub(crate) async fn events(
+    State(door): State<Arc<Door>>,
+    caller: Caller,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
+    let kept = caller.tenant.find(&id)?;
+    let last = match headers.get("last-event-id") {
+        None => 0,
+        Some(value) => value.to_str().ok().and_then(|text| text.parse().ok()).ok_or_else(|| {
+            Problem::bad_request("Last-Event-ID is the id of an event of this run: a number")
+        })?,
+    };
+    let (sender, receiver) = mpsc::channel(UNSENT_MAX);
+    tokio::spawn(stream(kept, last, sender, door, caller.permit));
+    let kind = HeaderValue::from_static("text/event-stream");
+    Ok(([(header::CONTENT_TYPE, kind)], Body::from_stream(Feed(receiver))).into_response())
+}
+
+/// Sends a run's events until its end, or until nobody takes them.
+async fn stream(
+    kept: Arc<Kept>,
+    mut last: u64,
+    sender: mpsc::Sender<Bytes>,
+    door: Arc<Door>,
+    _permit: OwnedSemaphorePermit,
+) {
+    let mut changed = kept.events.subscribe();
+    let mut closing = door.closing.subscribe();
+    loop {
+        match kept.events.after(last) {
+            Next::Events { missed, first, events } => {
+                if missed > 0 {
+                    let missed = Happened {
+                        name: "missed",
+                        data: json!({ "events": missed }).to_string(),
+                    };
+                    if sender.send(line(first - 1, &missed)).await.is_err() {
+                        return;
+                    }
+                }
+                last = first - 1;
+                for event in events {
+                    last += 1;
+                    if sender.send(line(last, &event)).await.is_err() {
+                        return;
+                    }
+                }
+            }
+            Next::End(number, Ended::Reported(end)) => {
+                let data = String::from_utf8_lossy(&end.report).into_owned();
+                let _ = sender.send(line(number, &Happened { name: "finished", data })).await;
+                return;
+            }
+            Next::End(_, Ended::Lost) => return,
+            Next::Wait => {
+                let sent = tokio::select! {
+                    _ = changed.changed() => Ok(()),
+                    () = tokio::time::sleep(ALIVE_EVERY) => {
+                        sender.send(Bytes::from_static(b": alive\n\n")).await
+                    }
+                    () = sender.closed() => return,
+                    // Its last events may come with the end.
+                    () = is_set(&mut closing), if kept.events.ended().is_none() => return,
+                };
+                if sent.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// One event as it is sent. Its data is JSON, which has no line breaks.
+fn line(number: u64, event: &Happened) -> Bytes {
+    let Happened { name, data } = event;
+    format!("id: {number}\nevent: {name}\ndata: {data}\n\n").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_artifacts_name_and_type_cannot_leave_their_headers() {
+        for (name, expected) in [
+            ("report.csv", "report.csv"),
+            ("../../etc/passwd", "_.._etc_passwd"),
+            ("a\"; filename=\"b.html", "a___filename__b.html"),
+            ("a\r\nSet-Cookie: x", "a__Set-Cookie__x"),
+            ("", "artifact"),
+        ] {
+            assert_eq!(file_name(name), expected, "{name:?}");
+        }
+        for (said, expected) in [
+            ("text/csv", "text/csv"),
+            ("text/html; charset=utf-7", "application/octet-stream"),
+            ("text", "application/octet-stream"),
+            ("a/b\r\nX: y", "application/octet-stream"),
+            ("", "application/octet-stream"),
+        ] {
+            assert_eq!(media_type(said).unwrap(), expected, "{said:?}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_did_not_take_place_is_a_problem_and_any_other_end_is_none() {
+        let end = |status: &str, kind: &str| {
+            let report = json!({ "run_id": "1", "status": status, "kind": kind, "reason": "why" });
+            End::of(Finish { report: report.to_string().into(), artifacts: Vec::new() }).unwrap()
+        };
+        let status = |it: &str, kind: &str| refused(&end(it, kind)).map(|it| it.body().status());
+        assert_eq!(status("refused", "queue_full"), Some(429));
+        assert_eq!(status("refused", "draining"), Some(503));
+        assert_eq!(status("unavailable", "kvm"), Some(503));
+        for ended in ["ok", "failed", "trap", "rejected", "limit", "cancelled", "internal"] {
+            assert_eq!(status(ended, "x"), None, "{ended}");
+        }
+    }
+}

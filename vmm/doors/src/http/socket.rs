@@ -1,0 +1,347 @@
+//! `/v1/runs/ws`: runs over a WebSocket, with tools that the client hosts.
+//!
+//! Every message is a JSON object with one field, which says what it is. The
+//! client numbers its runs; a number is free again when its `finished` or
+//! `problem` came. Closing the socket cancels its runs.
+//!
+//! ```text
+//!   client                                    door
+//!   {"submit": {"number": 1, "run": …}}  ───▶
+//!        ◀───  {"event": {"number": 1, "event": "log", "data": …}}
+//!        ◀───  {"callback": {"number": 1, "callback": 0, "tool": …, "arguments": …}}
+//!   {"settle": {"number": 1, "callback": 0, "result": …}}  ───▶
+//!   {"cancel": {"number": 1}}  ───▶                            perhaps
+//!        ◀───  {"finished": {"number": 1, "report": …}}
+//! ```
+//!
+//! The door takes from the service whatever comes, at once, so that one client
+//! that reads slowly holds up nobody else: what waits for it is bounded, and
+//! one that lets it grow further is cut off.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::http::StatusCode;
+use axum::response::Response;
+use forge_client::{Canceller, Run, RunMessage};
+use forge_protocol::limits::RESPONSE_BYTES_MAX;
+use forge_protocol::service::Callback;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc};
+
+use super::events::{Events, happened};
+use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded};
+use super::problem::{self, Problem};
+use super::runs;
+use super::tenant::{Kept, Tenant};
+use super::{Caller, Door, is_set};
+
+/// Runs of one socket at the same time.
+const RUNS_MAX: usize = 16;
+/// Messages that may wait for a client to take them.
+const UNSENT_MAX: usize = 4096;
+/// How often a silent client is asked whether it is there; one that said
+/// nothing for twice that long is not.
+const PING_EVERY: Duration = Duration::from_secs(30);
+
+/// What a client says.
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+enum FromClient {
+    Submit(Submit),
+    Settle(Settle),
+    Cancel(Cancel),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Submit {
+    number: u32,
+    run: RunBody,
+    #[serde(default)]
+    hosted: Option<HostedBody>,
+    #[serde(default)]
+    events: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Settle {
+    number: u32,
+    callback: u32,
+    #[serde(default)]
+    result: Option<Box<RawValue>>,
+    #[serde(default)]
+    error: Option<ToolError>,
+}
+
+/// A tool's own error.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ToolError {
+    name: String,
+    message: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Cancel {
+    number: u32,
+}
+
+/// What the door says.
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+enum ToClient<'a> {
+    Event { number: u32, event: &'static str, data: &'a RawValue },
+    Callback { number: u32, callback: u32, tool: &'a str, arguments: &'a RawValue },
+    Finished { number: u32, report: &'a RawValue },
+    Problem { number: Option<u32>, problem: problem::Body<'a> },
+}
+
+impl ToClient<'_> {
+    fn text(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+}
+
+fn complaint(number: Option<u32>, problem: &Problem) -> Said {
+    Said { text: ToClient::Problem { number, problem: problem.body() }.text(), over: None }
+}
+
+/// What a run's task has for the socket.
+struct Said {
+    text: String,
+    /// The run that is over with this.
+    over: Option<u32>,
+}
+
+/// `GET /v1/runs/ws`
+pub(crate) async fn open(
+    State(door): State<Arc<Door>>,
+    caller: Caller,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response, Problem> {
+    let upgrade = upgrade.map_err(|error| {
+        let detail = format!("open a WebSocket (RFC 6455, version 13) here: {error}");
+        Problem::new(StatusCode::UPGRADE_REQUIRED, "bad_request", detail)
+    })?;
+    let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
+    Ok(upgrade.on_upgrade(move |socket| async move {
+        let (sender, said) = mpsc::channel(UNSENT_MAX);
+        let Caller { tenant, permit } = caller;
+        let (runs, stuck) = (HashMap::new(), Arc::new(Notify::new()));
+        let talk = Talk { door, tenant, sender, runs, stuck, _permit: permit };
+        talk.converse(socket, said).await;
+    }))
+}
+
+/// One socket.
+struct Talk {
+    door: Arc<Door>,
+    tenant: Arc<Tenant>,
+    sender: mpsc::Sender<Said>,
+    runs: HashMap<u32, Canceller>,
+    /// Told when the client takes so little that a run was given up.
+    stuck: Arc<Notify>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Talk {
+    async fn converse(mut self, mut socket: WebSocket, mut said: mpsc::Receiver<Said>) {
+        let mut closing = self.door.closing.subscribe();
+        let mut ping = tokio::time::interval(PING_EVERY);
+        let mut heard = tokio::time::Instant::now();
+        let goodbye = loop {
+            let message = tokio::select! {
+                message = socket.recv() => match message {
+                    Some(Ok(message)) => message,
+                    Some(Err(_)) | None => break None,
+                },
+                Some(Said { text, over }) = said.recv() => {
+                    if let Some(number) = over {
+                        self.runs.remove(&number);
+                    }
+                    if socket.send(Message::Text(text.into())).await.is_err() {
+                        break None;
+                    }
+                    continue;
+                }
+                _ = ping.tick() => {
+                    if heard.elapsed() > 2 * PING_EVERY
+                        || socket.send(Message::Ping(Default::default())).await.is_err()
+                    {
+                        break None;
+                    }
+                    continue;
+                }
+                () = self.stuck.notified() => break Some((1008, "take messages as they come")),
+                () = is_set(&mut closing) => break Some((1001, "the door closes")),
+            };
+            heard = tokio::time::Instant::now();
+            let answered = match message {
+                Message::Text(text) => self.hear(text.as_str()).await,
+                Message::Close(_) => break None,
+                Message::Ping(_) | Message::Pong(_) => continue,
+                Message::Binary(_) => break Some((1003, "messages are text")),
+            };
+            if let Err((number, problem)) = answered {
+                let Said { text, .. } = complaint(number, &problem);
+                if socket.send(Message::Text(text.into())).await.is_err() {
+                    break None;
+                }
+            }
+        };
+        if let Some((code, reason)) = goodbye {
+            let frame = CloseFrame { code, reason: reason.into() };
+            let _ = socket.send(Message::Close(Some(frame))).await;
+        }
+        // Its tasks see that nobody listens, and cancel their runs.
+    }
+
+    /// Does what the client says.
+    async fn hear(&mut self, text: &str) -> Result<(), (Option<u32>, Problem)> {
+        let said = super::order::json("the message", text.as_bytes());
+        match said.map_err(|problem| (None, problem))? {
+            FromClient::Submit(submit) => {
+                let number = submit.number;
+                self.submit(submit).await.map_err(|problem| (Some(number), problem))
+            }
+            FromClient::Settle(settle) => {
+                let number = settle.number;
+                self.settle(settle).await.map_err(|problem| (Some(number), problem))
+            }
+            FromClient::Cancel(Cancel { number }) => {
+                // One that is not there has ended meanwhile.
+                if let Some(canceller) = self.runs.get(&number) {
+                    canceller.cancel().await;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    async fn submit(&mut self, submit: Submit) -> Result<(), Problem> {
+        let Submit { number, run, hosted, events } = submit;
+        if self.runs.contains_key(&number) {
+            return Err(Problem::bad_request("this number is another run's, which is not over"));
+        }
+        if self.runs.len() >= RUNS_MAX {
+            return Err(Problem::busy(format!("{RUNS_MAX} runs of this socket are under way")));
+        }
+        if run.says_wait() {
+            return Err(Problem::bad_request("wait says nothing here: leave it out"));
+        }
+        let mut order = run.asked(&self.tenant.name, hosted)?.order;
+        order.events = events;
+        let slot = self.tenant.run()?;
+        let run = self.door.client.submit(&order).await?;
+        self.runs.insert(number, run.canceller());
+        let carried = Carried {
+            number,
+            run,
+            tenant: Arc::clone(&self.tenant),
+            sender: self.sender.clone(),
+            stuck: Arc::clone(&self.stuck),
+            _slot: slot,
+        };
+        tokio::spawn(carried.carry());
+        Ok(())
+    }
+
+    async fn settle(&self, settle: Settle) -> Result<(), Problem> {
+        let Settle { number, callback, result, error } = settle;
+        let result = match (result, error) {
+            (Some(result), None) => Ok(String::from(Box::<str>::from(result)).into_bytes()),
+            (None, Some(error)) => Err(serde_json::to_vec(&error).unwrap_or_default()),
+            _ => return Err(Problem::bad_request("settle with a result or an error")),
+        };
+        let bytes = result.as_ref().map_or_else(Vec::len, Vec::len);
+        bounded("a callback's answer", bytes, RESPONSE_BYTES_MAX as usize)?;
+        // The answer of a run that has ended meanwhile is nobody's.
+        if let Some(canceller) = self.runs.get(&number) {
+            canceller.settle(callback, result).await?;
+        }
+        Ok(())
+    }
+}
+
+/// One run of a socket.
+struct Carried {
+    number: u32,
+    run: Run,
+    tenant: Arc<Tenant>,
+    sender: mpsc::Sender<Said>,
+    stuck: Arc<Notify>,
+    _slot: OwnedSemaphorePermit,
+}
+
+impl Carried {
+    /// Passes on what the service says. Ends early, and the run with it, when
+    /// the client is gone or takes nothing.
+    async fn carry(mut self) {
+        loop {
+            let message = tokio::select! {
+                message = self.run.next() => message,
+                () = self.sender.closed() => return,
+            };
+            let said = match message {
+                None => self.finished(Err(Problem::gone())),
+                Some(RunMessage::Event(event)) => self.event(&happened(&event)),
+                Some(RunMessage::Callback(callback)) => self.callback(&callback),
+                Some(RunMessage::Finished(finish)) => {
+                    let over = runs::over(&self.tenant, Events::default(), finish);
+                    self.finished(over)
+                }
+            };
+            let is_over = said.over.is_some();
+            if self.sender.try_send(said).is_err() {
+                self.stuck.notify_one();
+                return;
+            }
+            if is_over {
+                return;
+            }
+        }
+    }
+
+    fn event(&self, event: &super::events::Happened) -> Said {
+        let data = raw(event.data.as_bytes());
+        let text = ToClient::Event { number: self.number, event: event.name, data }.text();
+        Said { text, over: None }
+    }
+
+    fn callback(&self, callback: &Callback) -> Said {
+        let Callback { callback: id, tool, arguments, .. } = callback;
+        let arguments = raw(arguments);
+        let message = ToClient::Callback {
+            number: self.number,
+            callback: *id,
+            tool: tool.as_str(),
+            arguments,
+        };
+        Said { text: message.text(), over: None }
+    }
+
+    fn finished(&self, over: Result<Arc<Kept>, Problem>) -> Said {
+        let number = self.number;
+        let text = match over.map(|kept| kept.events.ended()) {
+            Ok(Some(super::events::Ended::Reported(end))) => {
+                ToClient::Finished { number, report: raw(&end.report) }.text()
+            }
+            Ok(_) => complaint(Some(number), &Problem::gone()).text,
+            Err(problem) => complaint(Some(number), &problem).text,
+        };
+        Said { text, over: Some(number) }
+    }
+}
+
+/// JSON that the service sent, to be put into a message as it is.
+fn raw(json: &[u8]) -> &RawValue {
+    serde_json::from_slice(json).unwrap_or(RawValue::NULL)
+}

@@ -1,0 +1,232 @@
+//! What the door keeps for each principal: the ends of its runs, for a while,
+//! and how much it may have under way here.
+//!
+//! All of it is bounded for each principal on its own, so none can fill what
+//! another needs; and principals are the operator's to name.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use forge_client::Canceller;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::events::Events;
+use super::problem::Problem;
+
+/// Requests of one principal that may be under way at the same time: a run
+/// that is waited for and a stream of events are each one.
+const REQUESTS_MAX: usize = 256;
+/// Bodies of one principal's requests that may be in memory at the same time,
+/// together, in KiB.
+const BODIES_KIB_MAX: usize = 64 * 1024;
+/// Runs of one principal that nobody waits for and that are not over.
+const RUNNING_MAX: usize = 256;
+/// Ended runs that are kept for one principal.
+const ENDED_MAX: usize = 256;
+/// What their reports, artifacts and events may take together, in bytes. The
+/// last to end is kept whatever it takes.
+const ENDED_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// How long an ended run is kept.
+pub(crate) const KEPT_TIME: Duration = Duration::from_secs(600);
+
+/// A run that can be asked for by its id.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    /// `run_id` of its report.
+    pub(crate) id: String,
+    pub(crate) canceller: Option<Canceller>,
+    pub(crate) events: Events,
+}
+
+/// One principal at this door.
+#[derive(Debug)]
+pub(crate) struct Tenant {
+    pub(crate) name: String,
+    requests: Arc<Semaphore>,
+    bodies: Arc<Semaphore>,
+    running: Arc<Semaphore>,
+    runs: Mutex<Runs>,
+}
+
+#[derive(Debug, Default)]
+struct Runs {
+    by_id: HashMap<String, Arc<Kept>>,
+    /// In the order in which they ended: when, which, how large.
+    ended: VecDeque<(Instant, String, usize)>,
+    ended_bytes: usize,
+}
+
+impl Tenant {
+    fn new(name: String) -> Self {
+        Self {
+            name,
+            requests: Arc::new(Semaphore::new(REQUESTS_MAX)),
+            bodies: Arc::new(Semaphore::new(BODIES_KIB_MAX)),
+            running: Arc::new(Semaphore::new(RUNNING_MAX)),
+            runs: Mutex::default(),
+        }
+    }
+
+    /// A place for one request.
+    pub(crate) fn request(&self) -> Result<OwnedSemaphorePermit, Problem> {
+        Arc::clone(&self.requests).try_acquire_owned().map_err(|_| {
+            Problem::busy(format!("{REQUESTS_MAX} requests of this principal are under way"))
+        })
+    }
+
+    /// A place for a body of so many bytes.
+    pub(crate) fn body(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
+        let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
+        Arc::clone(&self.bodies).try_acquire_many_owned(kib).map_err(|_| {
+            Problem::busy("the bodies of this principal's requests fill what there is for them")
+        })
+    }
+
+    /// A place for a run that nobody waits for.
+    pub(crate) fn run(&self) -> Result<OwnedSemaphorePermit, Problem> {
+        Arc::clone(&self.running).try_acquire_owned().map_err(|_| {
+            Problem::busy(format!("{RUNNING_MAX} runs of this principal are under way"))
+        })
+    }
+
+    fn runs(&self) -> MutexGuard<'_, Runs> {
+        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a run found by its id from now on.
+    pub(crate) fn keep(&self, kept: Arc<Kept>) {
+        self.runs().by_id.insert(kept.id.clone(), kept);
+    }
+
+    /// A kept run is over: from now on its time counts.
+    pub(crate) fn ended(&self, kept: &Kept, now: Instant) {
+        let bytes = kept.events.bytes();
+        let mut runs = self.runs();
+        runs.ended_bytes += bytes;
+        runs.ended.push_back((now, kept.id.clone(), bytes));
+        runs.forget(now);
+    }
+
+    /// The run of this id, if it is this principal's and still kept.
+    pub(crate) fn find(&self, id: &str) -> Result<Arc<Kept>, Problem> {
+        let found = self.runs().by_id.get(id).cloned();
+        found.ok_or_else(|| {
+            let minutes = KEPT_TIME.as_secs() / 60;
+            Problem::not_found(format!("no run of this principal has this id, or it ended more than {minutes} minutes or {ENDED_MAX} runs ago"))
+        })
+    }
+
+    /// Forgets what was kept for long enough; says whether nothing is left.
+    fn sweep(&self, now: Instant) -> bool {
+        let mut runs = self.runs();
+        runs.forget(now);
+        runs.by_id.is_empty()
+    }
+}
+
+impl Runs {
+    fn forget(&mut self, now: Instant) {
+        while let Some((at, id, bytes)) = self.ended.front() {
+            let too_many = self.ended.len() > ENDED_MAX
+                || self.ended.len() > 1 && self.ended_bytes > ENDED_BYTES_MAX;
+            if !too_many && now.saturating_duration_since(*at) < KEPT_TIME {
+                return;
+            }
+            self.by_id.remove(id);
+            self.ended_bytes -= bytes;
+            self.ended.pop_front();
+        }
+    }
+}
+
+/// All principals that came by.
+#[derive(Debug, Default)]
+pub(crate) struct Tenants(Mutex<HashMap<String, Arc<Tenant>>>);
+
+impl Tenants {
+    fn all(&self) -> MutexGuard<'_, HashMap<String, Arc<Tenant>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The one of this name.
+    pub(crate) fn named(&self, name: String) -> Arc<Tenant> {
+        let mut all = self.all();
+        let tenant = all.entry(name).or_insert_with_key(|name| Arc::new(Tenant::new(name.clone())));
+        Arc::clone(tenant)
+    }
+
+    /// Forgets ended runs that were kept for long enough, and principals that
+    /// have nothing here.
+    pub(crate) fn sweep(&self, now: Instant) {
+        // One that is in use stays, and its permits with it.
+        self.all().retain(|_, tenant| !tenant.sweep(now) || Arc::strong_count(tenant) > 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forge_client::protocol::service::Finish;
+
+    use super::*;
+    use crate::http::events::End;
+
+    fn end(tenant: &Tenant, id: &str, bytes: usize, now: Instant) {
+        let kept = Arc::new(Kept { id: id.into(), canceller: None, events: Events::default() });
+        let report = format!(r#"{{"run_id":"{id}","status":"ok","kind":"","reason":"{}"}}"#, "x".repeat(bytes));
+        let finish = Finish { report: report.into_bytes(), artifacts: Vec::new() };
+        tenant.keep(Arc::clone(&kept));
+        kept.events.end(End::of(finish).unwrap());
+        tenant.ended(&kept, now);
+    }
+
+    #[test]
+    fn an_ended_run_is_kept_for_its_time_and_no_longer() {
+        let (tenant, now) = (Tenant::new("a".into()), Instant::now());
+        end(&tenant, "1", 0, now);
+        end(&tenant, "2", 0, now + Duration::from_secs(1));
+        assert!(!tenant.sweep(now + KEPT_TIME - Duration::from_nanos(1)));
+        assert!(tenant.find("1").is_ok());
+        assert!(!tenant.sweep(now + KEPT_TIME));
+        assert!(tenant.find("1").is_err() && tenant.find("2").is_ok());
+        assert!(tenant.sweep(now + KEPT_TIME + Duration::from_secs(1)));
+    }
+
+    #[test]
+    fn ended_runs_are_bounded_by_number_and_size_and_the_last_stays() {
+        let (tenant, now) = (Tenant::new("a".into()), Instant::now());
+        for number in 0..=ENDED_MAX {
+            end(&tenant, &number.to_string(), 0, now);
+        }
+        assert!(tenant.find("0").is_err() && tenant.find("1").is_ok());
+        end(&tenant, "large", ENDED_BYTES_MAX + 1, now);
+        assert!(tenant.find("large").is_ok());
+        assert!(tenant.find("200").is_err());
+        assert_eq!(tenant.runs().by_id.len(), 1);
+        end(&tenant, "next", 0, now);
+        assert!(tenant.find("large").is_err() && tenant.find("next").is_ok());
+    }
+
+    #[test]
+    fn a_run_is_found_by_its_own_principal_alone() {
+        let (tenants, now) = (Tenants::default(), Instant::now());
+        end(&tenants.named("alice".into()), "1", 0, now);
+        assert!(tenants.named("alice".into()).find("1").is_ok());
+        assert!(tenants.named("bob".into()).find("1").is_err());
+    }
+
+    #[test]
+    fn one_principals_requests_leave_room_for_anothers() {
+        let tenants = Tenants::default();
+        let (alice, bob) = (tenants.named("alice".into()), tenants.named("bob".into()));
+        let held: Vec<_> = std::iter::from_fn(|| alice.request().ok()).collect();
+        assert_eq!(held.len(), REQUESTS_MAX);
+        assert_eq!(alice.request().unwrap_err().body().status(), 429);
+        assert!(bob.request().is_ok());
+        let body = alice.body(BODIES_KIB_MAX * 1024).unwrap();
+        assert_eq!(alice.body(1).unwrap_err().body().status(), 429);
+        assert!(bob.body(1).is_ok());
+        drop((held, body));
+        assert!(alice.request().is_ok() && alice.body(1).is_ok());
+    }
+}

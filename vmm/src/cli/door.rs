@@ -1,0 +1,530 @@
+//! The HTTP door as a process: `[http]` of `forge.toml`, the child that
+//! `serve` starts for it, and that child's own side.
+//!
+//! The child is this executable again. Over its descriptor 0 it is sent the
+//! socket to listen at, its one connection to the service, and what the
+//! operator decided, a line of JSON; a further line replaces that. It ends
+//! with either. It can open no file, reach no address, raise no privilege, and
+//! may be another user. Where it ends before the service does, it is started
+//! again at the same socket.
+
+use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use forge_doors::http::{self, Access, Options, Principal, TokenHash};
+use forge_vmm::broker::BrokerUser;
+use forge_vmm::jail::{Limits, landlock, privileges};
+use serde::Deserialize;
+use tokio::sync::watch;
+use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
+
+use super::config::LowUser;
+use super::{CliError, complain, read_file};
+
+/// The hidden command that makes this executable a door.
+pub(crate) const COMMAND: &str = "door";
+
+/// How long a door may take to end: what it takes to close, and a little.
+const END_TIME_MAX: Duration = Duration::from_secs(8);
+/// A door that lasted shorter than this is not started again at once.
+const LASTING: Duration = Duration::from_secs(1);
+/// Threads of a door. It waits for others, most of its time.
+const THREADS: usize = 2;
+/// What a door may have open: a connection each, and a few.
+const OPEN_FILES: u64 = 4096;
+
+/// `[http]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LowHttp {
+    /// `address:port`, or the path of a unix socket.
+    listen: String,
+    /// Whose requests are without tokens.
+    principal: Option<String>,
+    /// The door's names.
+    #[serde(default)]
+    hosts: Vec<String>,
+    /// The token that opens `/metrics`.
+    metrics_token_sha256: Option<TokenHash>,
+    /// Whom the door runs as.
+    user: Option<LowUser>,
+}
+
+/// A principal, as far as it is the door's business.
+#[derive(Debug, Deserialize)]
+struct LowPrincipal {
+    #[serde(default)]
+    token_sha256: Tokens,
+}
+
+/// One hash, or several while a token is replaced.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "the SHA-256 of a token, or a list of them")]
+enum Tokens {
+    One(TokenHash),
+    Several(Vec<TokenHash>),
+}
+
+impl Default for Tokens {
+    fn default() -> Self {
+        Self::Several(Vec::new())
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct LowConfig {
+    http: Option<LowHttp>,
+    #[serde(default)]
+    principals: std::collections::BTreeMap<String, LowPrincipal>,
+}
+
+/// Where a door is to listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Place {
+    Address(SocketAddr),
+    Path(PathBuf),
+}
+
+/// A door that is configured.
+#[derive(Debug)]
+pub(crate) struct DoorConfig {
+    place: Place,
+    user: Option<BrokerUser>,
+    options: Options,
+}
+
+/// The HTTP door that a configuration asks for.
+pub(crate) fn configured(config: Option<&Path>) -> Result<Option<DoorConfig>, CliError> {
+    let Some(path) = config else { return Ok(None) };
+    let wrong = |what: &str| CliError::Usage(format!("{}: {what}", path.display()));
+    let text = String::from_utf8(read_file(path)?).map_err(|_| wrong("is no UTF-8 text"))?;
+    // The parser would show the line, and a token may be where its hash belongs.
+    let low: LowConfig = toml::from_str(&text).map_err(|error| wrong(error.message()))?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    low.resolve(folder).map_err(|what| wrong(&what))
+}
+
+impl LowConfig {
+    fn resolve(self, folder: &Path) -> Result<Option<DoorConfig>, String> {
+        let Some(http) = self.http else { return Ok(None) };
+        let place = if http.listen.contains('/') {
+            Place::Path(folder.join(&http.listen))
+        } else {
+            let address = http.listen.parse().map_err(|_| {
+                "http.listen: give ADDRESS:PORT, or the path of a socket with a / in it"
+            })?;
+            Place::Address(address)
+        };
+        let principals: Vec<Principal> = self
+            .principals
+            .into_iter()
+            .map(|(name, principal)| match principal.token_sha256 {
+                Tokens::One(token) => Principal { name, tokens: vec![token] },
+                Tokens::Several(tokens) => Principal { name, tokens },
+            })
+            .filter(|principal| !principal.tokens.is_empty())
+            .collect();
+        let access = match http.principal {
+            None if principals.is_empty() => {
+                return Err("http: nobody could use it: give principals a token_sha256, or, for \
+                            everybody on this host, say http.principal"
+                    .into());
+            }
+            None => Access::Tokens(principals),
+            Some(_) if !principals.is_empty() => {
+                return Err("http.principal: leave it out: principals have tokens, and a request \
+                            without one is nobody's"
+                    .into());
+            }
+            Some(name) => Access::Anybody(name),
+        };
+        if let (Access::Anybody(_), Place::Address(address)) = (&access, &place)
+            && !address.ip().is_loopback()
+        {
+            return Err("http.listen: without tokens the door listens on loopback alone: give \
+                        principals a token_sha256"
+                .into());
+        }
+        let user = http.user.map(|user| user.resolve()).transpose();
+        let user = user.map_err(|error| format!("http.user: {error}"))?;
+        let options = Options {
+            access,
+            hosts: http.hosts,
+            metrics_token: http.metrics_token_sha256,
+        };
+        Ok(Some(DoorConfig { place, user, options }))
+    }
+}
+
+/// A socket to listen at. One with a path is removed with it.
+#[derive(Debug)]
+enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener, PathBuf),
+}
+
+impl Listener {
+    fn bind(place: &Place) -> io::Result<Self> {
+        match place {
+            Place::Address(address) => TcpListener::bind(address).map(Self::Tcp),
+            Place::Path(path) => {
+                let listener = match UnixListener::bind(path) {
+                    Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                        let is_socket = path.symlink_metadata()?.file_type().is_socket();
+                        if !is_socket || UnixStream::connect(path).is_ok() {
+                            return Err(error);
+                        }
+                        std::fs::remove_file(path)?;
+                        UnixListener::bind(path)?
+                    }
+                    bound => bound?,
+                };
+                std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+                Ok(Self::Unix(listener, path.clone()))
+            }
+        }
+    }
+
+    /// The kind of it as the child is told, and its descriptor.
+    fn rider(&self) -> (u8, BorrowedFd<'_>) {
+        match self {
+            Self::Tcp(listener) => (b't', listener.as_fd()),
+            Self::Unix(listener, _) => (b'u', listener.as_fd()),
+        }
+    }
+
+    fn place(&self) -> String {
+        match self {
+            Self::Tcp(listener) => match listener.local_addr() {
+                Ok(address) => format!("http://{address}"),
+                Err(error) => error.to_string(),
+            },
+            Self::Unix(_, path) => path.display().to_string(),
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Self::Unix(_, path) = self {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// A door that is open as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Door {
+    shared: Arc<Shared>,
+    place: String,
+    keeper: Option<JoinHandle<()>>,
+    ended: mpsc::Receiver<()>,
+}
+
+/// What the keeper of a door and its owner share.
+#[derive(Debug)]
+struct Shared {
+    listener: Listener,
+    user: Option<BrokerUser>,
+    options: Options,
+    /// Where the service listens.
+    service: PathBuf,
+    ending: AtomicBool,
+    /// The process that is the door now, and our end of its descriptor 0.
+    now: Mutex<Option<(Child, UnixStream)>>,
+}
+
+impl Shared {
+    fn now(&self) -> MutexGuard<'_, Option<(Child, UnixStream)>> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts a process and hands it what it needs.
+    fn open(&self) -> io::Result<(Child, UnixStream)> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg(COMMAND)
+            .env_clear()
+            .current_dir("/")
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null());
+        if let Some(level) = std::env::var_os("FORGE_LOG") {
+            command.env("FORGE_LOG", level);
+        }
+        if let Some(user) = &self.user {
+            user.becomes(&mut command);
+        }
+        let mut child = command.spawn()?;
+        drop(command);
+        let hand = || -> io::Result<()> {
+            let (kind, listener) = self.listener.rider();
+            let service = UnixStream::connect(&self.service)?;
+            for (word, descriptor) in [(kind, listener), (b's', service.as_fd())] {
+                ours.send_with_fd(&[word][..], descriptor.as_raw_fd())
+                    .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+            }
+            let mut line = serde_json::to_vec(&self.options)?;
+            line.push(b'\n');
+            (&ours).write_all(&line)
+        };
+        match hand() {
+            Ok(()) => Ok((child, ours)),
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// Keeps a door open until it is to end.
+    fn keep(&self, first: UnixStream) {
+        let mut control = first;
+        let mut since = Instant::now();
+        loop {
+            // It says nothing: this waits for its end.
+            let _ = io::copy(&mut control, &mut io::sink());
+            if let Some((mut child, _)) = self.now().take() {
+                let status = child.wait();
+                if !self.ending.load(Ordering::Acquire) {
+                    tracing::warn!(?status, "the HTTP door ended, and is opened again");
+                }
+            }
+            if self.ending.load(Ordering::Acquire) {
+                return;
+            }
+            if since.elapsed() < LASTING {
+                std::thread::sleep(LASTING);
+            }
+            since = Instant::now();
+            match self.open().and_then(|(child, ours)| Ok((child, ours.try_clone()?, ours))) {
+                Ok((child, ours, for_reading)) => {
+                    let mut now = self.now();
+                    *now = Some((child, ours));
+                    // Whoever ends it looks there after it has said so.
+                    if self.ending.load(Ordering::Acquire)
+                        && let Some((_, control)) = &*now
+                    {
+                        let _ = control.shutdown(std::net::Shutdown::Write);
+                    }
+                    control = for_reading;
+                }
+                Err(error) => tracing::error!(%error, "the HTTP door cannot be opened"),
+            }
+        }
+    }
+}
+
+impl Door {
+    /// Opens a door to the service that listens at this path, or is about to
+    /// serve there.
+    pub(crate) fn open(config: DoorConfig, service: &Path) -> Result<Self, CliError> {
+        let DoorConfig { place, user, options } = config;
+        let failed = |source| {
+            let path = match &place {
+                Place::Address(address) => format!("http.listen: {address}"),
+                Place::Path(path) => format!("http.listen: {}", path.display()),
+            };
+            CliError::File { path, source }
+        };
+        let listener = Listener::bind(&place).map_err(failed)?;
+        let place = listener.place();
+        let shared = Arc::new(Shared {
+            listener,
+            user,
+            options,
+            service: service.to_owned(),
+            ending: AtomicBool::new(false),
+            now: Mutex::default(),
+        });
+        let unopened = |source| CliError::File { path: "the HTTP door".into(), source };
+        let (child, ours) = shared.open().map_err(unopened)?;
+        let for_reading = ours.try_clone().map_err(unopened)?;
+        *shared.now() = Some((child, ours));
+        let (end, ended) = mpsc::channel();
+        let kept = Arc::clone(&shared);
+        let keeper = std::thread::Builder::new().name("http-door".into()).spawn(move || {
+            kept.keep(for_reading);
+            let _ = end.send(());
+        });
+        let keeper = Some(keeper.map_err(unopened)?);
+        Ok(Self { shared, place, keeper, ended })
+    }
+
+    /// Where it listens, for a reader.
+    pub(crate) fn place(&self) -> &str {
+        &self.place
+    }
+}
+
+impl Drop for Door {
+    /// Closes it: answers that are known still go out.
+    fn drop(&mut self) {
+        self.shared.ending.store(true, Ordering::Release);
+        if let Some((_, control)) = &*self.shared.now() {
+            let _ = control.shutdown(std::net::Shutdown::Write);
+        }
+        if self.ended.recv_timeout(END_TIME_MAX).is_err() {
+            complain(&"the HTTP door does not end, and is killed");
+            if let Some((child, _)) = &mut *self.shared.now() {
+                let _ = child.kill();
+            }
+        }
+        if let Some(keeper) = self.keeper.take() {
+            let _ = keeper.join();
+        }
+    }
+}
+
+/// The child's whole life.
+pub(crate) fn main() -> io::Result<()> {
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        // SAFETY: ignoring a signal needs no handler. They go to the whole
+        // group; the door ends with its service, whose last answers it gives.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    let mut control = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let (kind, listener) = receive(&control)?;
+    let (_, service) = receive(&control)?;
+    let service = UnixStream::from(service);
+    let limits = Limits {
+        open_files: OPEN_FILES,
+        processes: u64::MAX,
+        file_bytes: u64::MAX,
+        address_space_bytes: None,
+    };
+    limits.apply().map_err(io::Error::other)?;
+    privileges::drop_all().map_err(io::Error::other)?;
+    // Everything it needs is open.
+    landlock::restrict(None).map_err(io::Error::other)?;
+    let mut lines = BufReader::new(control.try_clone()?).lines();
+    let first = lines.next().ok_or(io::ErrorKind::UnexpectedEof)??;
+    let (options, watched) = watch::channel(serde_json::from_str(&first)?);
+    std::thread::Builder::new().name("options".into()).spawn(move || {
+        for line in lines {
+            let Ok(line) = line else { return };
+            match serde_json::from_str(&line) {
+                Ok(changed) => {
+                    options.send_replace(changed);
+                }
+                Err(error) => tracing::error!(%error, "options that are none"),
+            }
+        }
+        // Dropping the sender closes the door.
+    })?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
+    let served = runtime.block_on(async {
+        let listener = match kind {
+            b't' => {
+                let listener = TcpListener::from(listener);
+                listener.set_nonblocking(true)?;
+                http::Listener::Tcp(tokio::net::TcpListener::from_std(listener)?)
+            }
+            _ => {
+                let listener = UnixListener::from(listener);
+                listener.set_nonblocking(true)?;
+                http::Listener::Unix(tokio::net::UnixListener::from_std(listener)?)
+            }
+        };
+        service.set_nonblocking(true)?;
+        let service = tokio::net::UnixStream::from_std(service)?;
+        http::serve(listener, service, watched).await.map_err(io::Error::other)
+    });
+    runtime.shutdown_background();
+    // The supervisor sees the end by this connection's.
+    let _ = control.flush();
+    served
+}
+
+/// One byte and the descriptor that rides along.
+fn receive(control: &UnixStream) -> io::Result<(u8, OwnedFd)> {
+    let mut byte = [0];
+    let received = control.recv_with_fd(&mut byte);
+    match received.map_err(|error| io::Error::from_raw_os_error(error.errno()))? {
+        (1, Some(file)) => Ok((byte[0], file.into())),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "no descriptor came")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HASH: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
+
+    fn resolved(text: &str) -> Result<Option<DoorConfig>, String> {
+        let low: LowConfig = toml::from_str(text).map_err(|error| error.message().to_owned())?;
+        low.resolve(Path::new("/etc/forge"))
+    }
+
+    #[test]
+    fn without_a_table_there_is_no_door() {
+        assert!(resolved("").unwrap().is_none());
+    }
+
+    #[test]
+    fn a_door_without_tokens_is_this_hosts_alone_and_has_to_be_asked_for() {
+        for (text, said) in [
+            ("[http]\nlisten = '127.0.0.1:0'", "nobody could use it"),
+            ("[http]\nlisten = '0.0.0.0:80'\nprincipal = 'local'", "loopback alone"),
+            ("[http]\nlisten = '[::]:80'\nprincipal = 'local'", "loopback alone"),
+        ] {
+            let refused = resolved(text).unwrap_err();
+            assert!(refused.contains(said), "{refused}");
+        }
+        for listen in ["127.0.0.1:0", "[::1]:0", "./http.sock"] {
+            let text = format!("[http]\nlisten = '{listen}'\nprincipal = 'local'");
+            let access = resolved(&text).unwrap().unwrap().options.access;
+            assert_eq!(access, Access::Anybody("local".into()));
+        }
+    }
+
+    #[test]
+    fn tokens_leave_nobody_without_one() {
+        let text = |more: &str| {
+            format!(
+                "[http]\nlisten = '0.0.0.0:80'\n{more}\n[principals.alice]\nroles = []\n\
+                 token_sha256 = '{HASH}'\n[principals.bob]\ntoken_sha256 = ['{HASH}']\n\
+                 [principals.carol]\nroles = []"
+            )
+        };
+        let config = resolved(&text("")).unwrap().unwrap();
+        let Access::Tokens(principals) = config.options.access else { panic!("no tokens") };
+        let names: Vec<_> = principals.iter().map(|it| it.name.as_str()).collect();
+        assert_eq!(names, ["alice", "bob"]);
+        let refused = resolved(&text("principal = 'local'")).unwrap_err();
+        assert!(refused.contains("http.principal"), "{refused}");
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_and_its_value_is_not_shown() {
+        for (text, said) in [
+            ("[http]", "listen"),
+            ("[http]\nlisten = 'hunter2'\nprincipal = 'a'", "http.listen"),
+            ("[http]\nlisten = '127.0.0.1:0'\nprinciple = 'a'", "unknown field"),
+            ("[http]\nlisten = '127.0.0.1:0'\nmetrics_token_sha256 = 'hunter2'", "64 hex digits"),
+            ("[principals.a]\ntoken_sha256 = 'hunter2'", "SHA-256"),
+        ] {
+            let refused = resolved(text).unwrap_err();
+            assert!(refused.contains(said), "{refused}");
+            assert!(!refused.contains("hunter2"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_path_is_relative_to_the_file_that_names_it() {
+        let config = resolved("[http]\nlisten = './http.sock'\nprincipal = 'a'").unwrap().unwrap();
+        assert_eq!(config.place, Place::Path("/etc/forge/./http.sock".into()));
+    }
+}
