@@ -9,6 +9,7 @@ mod bench;
 mod config;
 mod grant;
 mod journal;
+mod mcp;
 mod program;
 mod run;
 mod serve;
@@ -60,6 +61,9 @@ pub(crate) enum CliError {
     /// A program that cannot be used.
     #[error("{0}")]
     Program(String),
+    /// This host refuses what it should give: threads, sockets, randomness.
+    #[error("this host: {0}")]
+    Host(io::Error),
     /// Standard output is gone.
     #[error("standard output: {0}")]
     Output(#[from] io::Error),
@@ -81,6 +85,7 @@ impl CliError {
                 | BrokerError::Handshake(_)
                 | BrokerError::Protocol(_) => Exit::Internal,
             },
+            Self::Host(_) => Exit::Unavailable,
             Self::Output(_) => Exit::Failed,
         }
     }
@@ -102,6 +107,7 @@ pub(crate) fn main() -> ExitCode {
     let done = match args.command {
         Command::Run(args) => run::run(*args),
         Command::Serve(args) => serve::serve(*args),
+        Command::Mcp(args) => mcp::mcp(*args),
         Command::Keygen(args) => program::keygen(&args),
         Command::Sign(args) => program::sign(&args),
         Command::Inspect(args) => program::inspect(&args),
@@ -138,7 +144,12 @@ fn be_zygote() -> ExitCode {
 
 fn start_logging() {
     use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    let mut filter =
+        EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    // The MCP library shows whole messages, programs and results among them.
+    if let Ok(silence) = "rmcp=off".parse() {
+        filter = filter.add_directive(silence);
+    }
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
 }
 

@@ -13,7 +13,7 @@
 
 pub mod server;
 
-pub use server::Server;
+pub use server::{Server, serve_connection};
 
 use std::io;
 

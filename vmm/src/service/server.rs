@@ -149,6 +149,14 @@ impl Drop for Server {
     }
 }
 
+/// Serves the client at the other end of this socket, until it leaves.
+///
+/// # Errors
+/// What the kernel said.
+pub fn serve_connection(socket: UnixStream, supervisor: &Arc<Supervisor>) -> io::Result<()> {
+    converse(socket, supervisor)
+}
+
 /// One connection's whole life.
 fn converse(socket: UnixStream, supervisor: &Supervisor) -> io::Result<()> {
     let client = socket.try_clone()?;

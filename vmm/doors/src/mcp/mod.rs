@@ -30,6 +30,7 @@ mod handles;
 mod program;
 mod run;
 mod search;
+mod sessions;
 mod teach;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -56,7 +57,7 @@ pub struct Principal {
     pub name: String,
     /// The key that its unsigned programs are signed with. Without one, only
     /// signed programs are taken.
-    pub signer: Option<SignerKey>,
+    pub signer: Option<Arc<SignerKey>>,
 }
 
 /// The door of one principal. Clones are the same door.
@@ -65,7 +66,7 @@ pub struct Door(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    service: ServiceLink,
+    service: Arc<ServiceLink>,
     principal: Principal,
     /// The session of every grant and run of this door: a token is good in no
     /// other.
@@ -81,7 +82,7 @@ impl Door {
     ///
     /// # Errors
     /// If the host gives no random bytes.
-    pub fn new(service: ServiceLink, principal: Principal) -> std::io::Result<Self> {
+    pub fn new(service: Arc<ServiceLink>, principal: Principal) -> std::io::Result<Self> {
         Ok(Self(Arc::new(Inner {
             service,
             principal,

@@ -129,7 +129,7 @@ async fn carried_out(
     };
     let module = tokio::task::spawn_blocking(move || program::module(&program, language));
     let module = module.await.map_err(|_| RunError::Assembler)??;
-    let program = program::signed(module, door.0.principal.signer.as_ref())?;
+    let program = program::signed(module, door.0.principal.signer.as_deref())?;
     let progress_token = context.meta.get_progress_token();
     let order = Order {
         program,
