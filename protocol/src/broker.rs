@@ -366,4 +366,6 @@ pub enum RefusalKind {
     NotReviewed,
     /// The journal cannot be written.
     Journal,
+    /// There is no room for it now: ask again later.
+    Overloaded,
 }

@@ -353,16 +353,32 @@ impl Assembler {
 /// If the encoded message passes its kind's bound: the caller checks the
 /// sizes of what it puts into a message, so that would be our bug.
 pub fn write_message<T: Encode>(kind: Kind, message: &T, out: &mut Vec<u8>) {
+    let written = try_write_message(kind, message, out);
+    assert!(written.is_ok(), "{written:?}");
+}
+
+/// The same for a message whose size a stranger chose.
+///
+/// # Errors
+/// [`FrameError::Oversized`]; nothing is appended.
+pub fn try_write_message<T: Encode>(
+    kind: Kind,
+    message: &T,
+    out: &mut Vec<u8>,
+) -> Result<(), FrameError> {
     let start = out.len();
     out.extend_from_slice(&[0; HEADER_BYTES]);
     codec::encode_into(message, out);
     let payload_bytes = out.len() - start - HEADER_BYTES;
-    assert!(
-        payload_bytes <= kind.payload_bytes_max() as usize,
-        "a {kind:?} frame of {payload_bytes} bytes passes its bound",
-    );
+    let limit = kind.payload_bytes_max();
+    if payload_bytes > limit as usize {
+        out.truncate(start);
+        let got = u32::try_from(payload_bytes).unwrap_or(u32::MAX);
+        return Err(FrameError::Oversized { kind, got, limit });
+    }
     let header = Header { kind, payload_bytes: payload_bytes as u32 };
     out[start..start + HEADER_BYTES].copy_from_slice(&header.to_bytes());
+    Ok(())
 }
 
 /// Appends a frame whose payload is `payload` as it is.
@@ -418,6 +434,17 @@ mod tests {
         let mut input: &[u8] = &header;
         let refused = Assembler::default().next(&mut input, any).unwrap_err();
         assert_eq!(refused, FrameError::Oversized { kind: Kind::Log, got: limit + 1, limit });
+    }
+
+    #[test]
+    fn a_message_that_passes_its_bound_is_not_written() {
+        let mut out = alloc::vec![7];
+        let text = "x".repeat(Kind::Ended.payload_bytes_max() as usize);
+        let refused = try_write_message(Kind::Ended, &text, &mut out).unwrap_err();
+        assert!(matches!(refused, FrameError::Oversized { kind: Kind::Ended, .. }));
+        assert_eq!(out, [7]);
+        try_write_message(Kind::Ended, &"x", &mut out).unwrap();
+        assert_eq!(out.len(), 1 + HEADER_BYTES + 2);
     }
 
     #[test]

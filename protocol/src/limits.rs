@@ -61,6 +61,10 @@ pub const SESSION_BYTES_MAX: usize = 128;
 pub const TOOL_LIST_BYTES_MAX: u32 = 32 * MIB;
 /// Definitions of the tools that a client hosts for one run, in bytes.
 pub const HOSTED_TOOLS_BYTES_MAX: u32 = MIB;
+/// Runs and questions that a client may have under way on one connection.
+pub const NUMBERS_MAX: usize = 1024;
+/// How many of these may be questions. One more is refused.
+pub const QUESTIONS_MAX: usize = 64;
 /// An intent that tools are searched for, in bytes.
 pub const INTENT_BYTES_MAX: u32 = 4 * KIB;
 /// Tools that one search finds at most.
@@ -86,6 +90,7 @@ const _: () = assert!(2 * ARTIFACT_NAME_BYTES_MAX < MESSAGE_OVERHEAD_BYTES);
 // One log record rides in one frame.
 const _: () = assert!(LOG_RECORD_BYTES_MAX + LOG_RECORD_OVERHEAD_BYTES <= LOG_BYTES_MAX);
 const _: () = assert!(CALLS_IN_FLIGHT_MAX <= CALLS_MAX);
+const _: () = assert!(QUESTIONS_MAX < NUMBERS_MAX);
 // What was found can be granted.
 const _: () = assert!(FOUND_TOOLS_MAX as usize <= GRANTED_TOOLS_MAX);
 

@@ -463,9 +463,15 @@ impl Broker {
     fn send(&self, request: Request, rider: Option<UnixStream>) -> Result<u64, BrokerError> {
         let mut next = lock(&self.sending);
         let id = *next;
-        *next += 1;
         let mut bytes = Vec::new();
-        frame::write_message(Kind::Request, &Ask { id, request }, &mut bytes);
+        // What is asked may be a client's words, of any length.
+        frame::try_write_message(Kind::Request, &Ask { id, request }, &mut bytes).map_err(
+            |error| BrokerError::Refused {
+                kind: RefusalKind::BadRequest,
+                message: format!("this is too much for one request: {error}"),
+            },
+        )?;
+        *next += 1;
         {
             let mut answers = lock(&self.answers);
             if let Some(broken) = &answers.broken {

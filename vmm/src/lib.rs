@@ -24,6 +24,7 @@
 pub mod admission;
 pub mod bench;
 pub mod broker;
+pub mod cancel;
 pub mod jail;
 pub mod keys;
 pub mod link;

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::frame::{Assembler, Frame, Kind};
 
+use crate::cancel::Cancel;
+
 /// What one receive call takes in at most, in bytes. Pages that no message
 /// reaches are never touched.
 const RECEIVE_BYTES: usize = 64 * 1024;
@@ -17,15 +19,15 @@ const RECEIVE_BYTES: usize = 64 * 1024;
 pub struct Patience<'a> {
     /// Until then; for ever, if nothing is said.
     pub until: Option<Instant>,
-    /// Only as long as this socket's peer is there.
-    pub for_peer_of: Option<BorrowedFd<'a>>,
+    /// Until this is raised.
+    pub cancel: Option<&'a Cancel>,
 }
 
 impl Patience<'_> {
     /// Until then.
     #[must_use]
     pub fn until(until: Instant) -> Self {
-        Self { until: Some(until), for_peer_of: None }
+        Self { until: Some(until), cancel: None }
     }
 
     /// Whether its time is over.
@@ -35,7 +37,7 @@ impl Patience<'_> {
     }
 
     fn is_endless(&self) -> bool {
-        self.until.is_none() && self.for_peer_of.is_none()
+        self.until.is_none() && self.cancel.is_none()
     }
 }
 
@@ -250,10 +252,10 @@ fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
             None => -1,
         };
         // A negative descriptor is not looked at.
-        let peer = patience.for_peer_of.map_or(-1, |peer| peer.as_raw_fd());
+        let cancel = patience.cancel.map_or(-1, Cancel::as_raw_fd);
         let mut polled = [
             libc::pollfd { fd: socket, events, revents: 0 },
-            libc::pollfd { fd: peer, events: libc::POLLRDHUP, revents: 0 },
+            libc::pollfd { fd: cancel, events: libc::POLLIN, revents: 0 },
         ];
         // SAFETY: two valid pollfds.
         if unsafe { libc::poll(polled.as_mut_ptr(), 2, ms) } < 0 {
@@ -266,8 +268,13 @@ fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
         if polled[0].revents != 0 {
             return Ok(());
         }
-        if polled[1].revents != 0 {
-            return Err(io::ErrorKind::ConnectionAborted.into());
+        if let Some(cancel) = patience.cancel
+            && polled[1].revents != 0
+        {
+            if cancel.is_raised() {
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
+            cancel.calm();
         }
     }
 }
@@ -332,16 +339,20 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_with_the_peer_it_is_for() {
-        let (_a, mut b) = pair();
-        let (client, service) = UnixStream::pair().unwrap();
-        let patience = Patience { until: None, for_peer_of: Some(service.as_fd()) };
-        let leaves = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(20));
-            drop(client);
+    fn a_wait_ends_when_it_is_cancelled_and_a_nudge_does_not_end_it() {
+        let (mut a, mut b) = pair();
+        let cancel = Cancel::new().unwrap();
+        let patience = Patience { until: None, cancel: Some(&cancel) };
+        cancel.nudge();
+        a.send(&output(b"x"), None, Patience::default()).unwrap();
+        assert_eq!(b.receive(|_| true, patience).unwrap().payload, b"x");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(20));
+                cancel.raise();
+            });
+            let error = b.receive(|_| true, patience).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
         });
-        let error = b.receive(|_| true, patience).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
-        leaves.join().unwrap();
     }
 }

@@ -8,7 +8,7 @@ use forge_protocol::worker::{CallRecord, Fate, Timing, VmFailure, VmFailureKind}
 use serde::{Deserialize, Serialize};
 
 /// How a run ended, in one word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
     /// The program returned 0.
@@ -34,6 +34,23 @@ pub enum Status {
 }
 
 impl Status {
+    /// Its stable name.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Failed => "failed",
+            Self::Trap => "trap",
+            Self::Rejected => "rejected",
+            Self::Limit => "limit",
+            Self::Paused => "paused",
+            Self::Cancelled => "cancelled",
+            Self::Refused => "refused",
+            Self::Unavailable => "unavailable",
+            Self::Internal => "internal",
+        }
+    }
+
     /// The process exit code of `forge-vmm run`.
     #[must_use]
     pub const fn exit_code(self) -> u8 {

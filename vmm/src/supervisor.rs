@@ -9,14 +9,13 @@
 //! Whatever is refused is refused before a VM is made.
 
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, OpenRun, RefusalKind};
+use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::guest::{Artifact, Load, Start};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
@@ -26,6 +25,7 @@ use forge_protocol::worker::{Fate, Job, Report, Timing};
 
 use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
+use crate::cancel::Cancel;
 use crate::jail::Weakness;
 use crate::link::Patience;
 use crate::machine::deadline_in;
@@ -49,6 +49,16 @@ pub struct RunResult {
     pub artifacts: Vec<Artifact>,
     /// Where the time went.
     pub trace: Trace,
+}
+
+impl RunResult {
+    /// A run that there was no room for.
+    #[must_use]
+    pub fn refused(kind: &'static str, reason: impl Into<String>) -> Self {
+        let at = Supervised { started: now_ns(), ..Supervised::default() };
+        let run_id = RunId(crate::keys::random().unwrap_or_default());
+        unstarted(run_id, None, Outcome::new(Status::Refused, kind, reason), at)
+    }
 }
 
 /// What a supervisor goes by.
@@ -108,9 +118,30 @@ impl Supervisor {
         self.run_for(request, None)
     }
 
-    /// The same for the client at the other end of a socket: when it leaves,
-    /// the run is cancelled.
-    pub fn run_for(&self, request: &Order, client: Option<BorrowedFd<'_>>) -> RunResult {
+    /// Asks the broker.
+    ///
+    /// # Errors
+    /// [`BrokerError`]; a refusal is one, and that there is no broker.
+    pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
+        match &self.broker {
+            Some(broker) => broker.ask(request),
+            None => Err(BrokerError::Refused {
+                kind: RefusalKind::BadRequest,
+                message: "there is no toolbroker here: no tool can be asked for".into(),
+            }),
+        }
+    }
+
+    /// What the broker counts, in Prometheus' text exposition format.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn metrics(&self) -> Result<String, BrokerError> {
+        self.broker.as_ref().map_or_else(|| Ok(String::new()), Broker::metrics)
+    }
+
+    /// The same as [`Self::run`], until it is cancelled.
+    pub fn run_for(&self, request: &Order, cancel: Option<&Cancel>) -> RunResult {
         let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
@@ -124,7 +155,7 @@ impl Supervisor {
             Err(refused) => return unstarted(run_id, None, refused.into(), at),
         };
         at.admitted = now_ns();
-        match self.carry_out(run_id, request, &admitted, client, &mut at) {
+        match self.carry_out(run_id, request, &admitted, cancel, &mut at) {
             Ok(result) => result,
             Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), at),
         }
@@ -147,7 +178,7 @@ impl Supervisor {
         run_id: RunId,
         request: &Order,
         admitted: &Admitted,
-        client: Option<BorrowedFd<'_>>,
+        cancel: Option<&Cancel>,
         at: &mut Supervised,
     ) -> Result<RunResult, Refused> {
         // What is wrong whatever is granted is said before anybody is asked.
@@ -190,7 +221,7 @@ impl Supervisor {
             prepared: request.prepare.then_some(admitted),
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
-        let patience = Patience { until, for_peer_of: client };
+        let patience = Patience { until, cancel };
         let (report, vm) = match self.pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
@@ -257,6 +288,7 @@ impl From<Refused> for Outcome {
                         RefusalKind::NotReviewed => (Status::Rejected, "not_reviewed"),
                         RefusalKind::Internal => (Status::Internal, "broker"),
                         RefusalKind::Journal => (Status::Internal, "journal"),
+                        RefusalKind::Overloaded => (Status::Refused, "overloaded"),
                     },
                     _ => (Status::Internal, "broker"),
                 };

@@ -20,13 +20,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use executables::FORGE;
+use forge_client::ClientError;
 use forge_client::blocking::Client;
-use forge_protocol::broker::Authority;
+use forge_protocol::broker::{Authority, GrantRequest, Narrowing, RefusalKind};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::{Order, Submit};
+use forge_protocol::name::ToolName;
+use forge_protocol::service::{Finish, Order, Query, Question, Reply, Submit};
 use forge_vmm::link::{Link, Patience};
 use processes::Process;
 use serde_json::Value;
@@ -41,6 +43,15 @@ fn main() -> ExitCode {
             one_connection_carries_many_runs,
             a_client_that_leaves_takes_its_run_with_it,
             strangers_do_no_harm,
+            several_runs_go_on_at_once_on_one_connection,
+            a_cancelled_run_says_so_and_the_others_go_on,
+            a_dropped_run_is_cancelled,
+            a_number_in_use_ends_the_connection,
+            questions_are_answered_while_runs_go_on,
+            a_question_too_large_for_the_toolbroker_is_refused,
+            a_client_that_reads_nothing_holds_up_nobody,
+            runs_one_after_another_wake_no_second_thread,
+            a_drained_service_finishes_what_runs_and_takes_nothing_new,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
@@ -416,6 +427,268 @@ fn strangers_do_no_harm() {
     service.serves();
     drop(silent);
     service.serves();
+}
+
+// Several things at once on one connection
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+fn report(finish: &Finish) -> Value {
+    serde_json::from_slice(&finish.report).unwrap()
+}
+
+async fn status(client: &forge_client::Client) -> Value {
+    let Reply::Status(text) = client.ask(Question::Status).await.unwrap() else { panic!() };
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Waits until the service says so of itself.
+async fn stands(client: &forge_client::Client, what: &str, is_so: impl Fn(&Value) -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let status = status(client).await;
+        if is_so(&status) {
+            return;
+        }
+        assert!(Instant::now() < until, "it never came about that {what}: {status:#}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn several_runs_go_on_at_once_on_one_connection() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        // Two that never end are under way while others come and go.
+        let endless = [client.submit(&endless()).await, client.submit(&endless()).await];
+        let runs = |turn: u32| {
+            let client = client.clone();
+            async move {
+                let input = format!("[{turn}]");
+                let finish = client.run(&submit(ECHO, &input)).await.unwrap();
+                assert_eq!(report(&finish)["output"], input.as_str());
+            }
+        };
+        let runs: Vec<_> = (0..6).map(|turn| tokio::spawn(runs(turn))).collect();
+        for run in runs {
+            run.await.unwrap();
+        }
+        stands(&client, "two run", |status| status["runs"]["running"] == 2).await;
+        for run in endless {
+            let run = run.unwrap();
+            run.canceller().cancel().await;
+            assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+        }
+    });
+}
+
+fn a_cancelled_run_says_so_and_the_others_go_on() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let first = client.submit(&endless()).await.unwrap();
+        let second = client.submit(&endless()).await.unwrap();
+        eventually("both run", || service.workers().len() == 2);
+        first.canceller().cancel().await;
+        let report = report(&first.finish().await.unwrap());
+        assert_eq!(
+            (&report["status"], &report["kind"]),
+            (&"cancelled".into(), &"cancelled".into())
+        );
+        eventually("its worker is gone", || service.workers().len() == 1);
+        stands(&client, "the other runs", |status| status["runs"]["running"] == 1).await;
+        // One that is over, and one that never was.
+        second.canceller().cancel().await;
+        second.canceller().cancel().await;
+        second.finish().await.unwrap();
+    });
+    service.serves();
+}
+
+fn a_dropped_run_is_cancelled() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        drop(client.submit(&endless()).await.unwrap());
+        stands(&client, "it is cancelled", |status| {
+            status["runs"]["ended"]["cancelled"] == 1 && status["runs"]["running"] == 0
+        })
+        .await;
+    });
+}
+
+fn a_number_in_use_ends_the_connection() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    for kind in [Kind::Submit, Kind::Query] {
+        let mut link = leaving_client(&service, &endless());
+        eventually("it runs", || !service.workers().is_empty());
+        match kind {
+            Kind::Submit => send(&mut link, kind, &Submit { number: 1, order: endless() }),
+            _ => send(&mut link, kind, &Query { number: 1, question: Question::Status }),
+        }
+        assert!(is_closed(link.socket()), "{kind:?}");
+        eventually("its run is gone with it", || service.workers().is_empty());
+    }
+    service.serves();
+}
+
+fn questions_are_answered_while_runs_go_on() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&endless()).await.unwrap();
+        let principal = || "somebody".to_owned();
+        let asked = client.ask(Question::ListTools { principal: principal() }).await.unwrap();
+        let Reply::Tools { tools, .. } = asked else { panic!("{asked:?}") };
+        assert!(tools.iter().any(|tool| tool.spec.name.as_str() == "crypto.hash"));
+        let intent = "the digest of a text".to_owned();
+        let search = Question::SearchTools { principal: principal(), intent, k: 3 };
+        let asked = client.ask(search).await.unwrap();
+        let Reply::Found { tools, .. } = asked else { panic!("{asked:?}") };
+        assert_eq!(tools[0].spec.name.as_str(), "crypto.hash");
+
+        let hash = ToolName::parse("crypto.hash").unwrap();
+        let asked = client
+            .ask(Question::IssueGrant(GrantRequest {
+                principal: principal(),
+                tools: vec![hash.clone()],
+                constraints: Vec::new(),
+                valid_s: 60,
+                calls_max: Some(7),
+                cost_max: None,
+                session: None,
+            }))
+            .await
+            .unwrap();
+        let Reply::Grant(token) = asked else { panic!("{asked:?}") };
+        let narrowing = Narrowing { token, calls_max: Some(2), ..Narrowing::default() };
+        let asked = client.ask(Question::AttenuateGrant(narrowing)).await.unwrap();
+        let Reply::Grant(token) = asked else { panic!("{asked:?}") };
+        let asked = client.ask(Question::InspectGrant { token }).await.unwrap();
+        let Reply::Claims(claims) = asked else { panic!("{asked:?}") };
+        assert_eq!((claims.tools[0].name.clone(), claims.calls_max), (hash, Some(2)));
+        let forged = client.ask(Question::InspectGrant { token: vec![1, 2, 3] }).await.unwrap_err();
+        assert!(matches!(forged, ClientError::Refused { kind: RefusalKind::BadGrant, .. }));
+
+        let asked = client.ask(Question::Metrics).await.unwrap();
+        let Reply::Metrics(text) = asked else { panic!("{asked:?}") };
+        assert!(text.lines().any(|line| line == "forge_service_runs_running 1"), "{text}");
+        assert!(text.contains("forge_journal_records_total"), "the broker's are there too: {text}");
+        run.canceller().cancel().await;
+        run.finish().await.unwrap();
+    });
+}
+
+fn a_question_too_large_for_the_toolbroker_is_refused() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let mut client = service.client();
+    // As much as one frame can bear: the broker's own frame would be larger.
+    let mut token = vec![7; Kind::Query.payload_bytes_max() as usize - 8];
+    let question = Question::InspectGrant { token: token.clone() };
+    let refused = client.ask(question).unwrap_err();
+    assert!(matches!(refused, ClientError::Refused { .. }), "{refused}");
+    token.resize(1024 * 1024, 7);
+    let order = Order { authority: Authority::Grant(token), ..submit(ECHO, "1") };
+    let report = run(&mut client, &order);
+    assert_eq!((&report["status"], &report["kind"]), (&"rejected".into(), &"bad_request".into()));
+    service.serves();
+}
+
+/// Writes its input four times, a megabyte each.
+const LOUD: &str = "(drop (call $input_read (i32.const 0) (i32.const 0) (call $input_len)))
+    (drop (call $output (i32.const 0) (call $input_len)))
+    (drop (call $output (i32.const 0) (call $input_len)))
+    (drop (call $output (i32.const 0) (call $input_len)))
+    (i32.const 0)";
+
+fn a_client_that_reads_nothing_holds_up_nobody() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    let mut deaf = stranger(&service);
+    send(&mut deaf, Kind::Hello, &Hello::ours(Role::Client));
+    let input = format!("\"{}\"", "x".repeat(900_000));
+    let maxima = RunLimits::operator_maxima();
+    let limits = RunLimits {
+        memory_bytes: 4 << 20,
+        output_bytes: maxima.output_bytes,
+        ..submit(ECHO, "1").limits
+    };
+    let wat = forge_module(r#"(memory (export "memory") 20)"#, LOUD);
+    let order = Order { program: signed(&wat), limits, ..submit(ECHO, &input) };
+    for number in 0..4 {
+        send(&mut deaf, Kind::Submit, &Submit { number, order: order.clone() });
+    }
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        stands(&client, "its runs are over", |status| {
+            status["runs"]["ended"]["ok"] == 4 && status["runs"]["running"] == 0
+        })
+        .await;
+    });
+    // The ends of its runs wait for it, and for nobody else.
+    service.serves();
+    assert!(is_open(deaf.socket()));
+    drop(deaf);
+    service.serves();
+}
+
+fn is_open(socket: &UnixStream) -> bool {
+    socket.set_nonblocking(true).unwrap();
+    let mut byte = [0];
+    let peeked = {
+        let mut socket = socket;
+        socket.read(&mut byte)
+    };
+    socket.set_nonblocking(false).unwrap();
+    match peeked {
+        Ok(bytes) => bytes > 0,
+        Err(error) => error.kind() == std::io::ErrorKind::WouldBlock,
+    }
+}
+
+fn runs_one_after_another_wake_no_second_thread() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--reuse", "reset"]);
+    let mut client = service.client();
+    let ask = |client: &mut Client| {
+        let Reply::Status(text) = client.ask(Question::Status).unwrap() else { panic!() };
+        serde_json::from_str::<Value>(&text).unwrap()["handovers"].as_u64().unwrap()
+    };
+    run(&mut client, &submit(ECHO, "0"));
+    let before = ask(&mut client);
+    for turn in 0..50 {
+        run(&mut client, &submit(ECHO, &turn.to_string()));
+    }
+    let handed = ask(&mut client) - before;
+    // One for each time that this process was kept waiting for a second.
+    assert!(handed < 10, "{handed} hand-overs for 50 runs");
+}
+
+fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
+    let desk = Desk::new();
+    let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&endless()).await.unwrap();
+        stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
+        assert_eq!(client.ask(Question::Drain).await.unwrap(), Reply::Draining);
+        let refused = report(&client.run(&submit(ECHO, "1")).await.unwrap());
+        assert_eq!((&refused["status"], &refused["kind"]), (&"refused".into(), &"draining".into()));
+        assert_eq!(status(&client).await["state"], "draining");
+        assert!(service.child.try_wait().unwrap().is_none(), "a run goes on");
+        run.canceller().cancel().await;
+        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+    });
+    assert!(service.child.wait().unwrap().success());
+    assert!(!desk.socket().exists());
 }
 
 // The socket

@@ -175,7 +175,7 @@ pub(super) fn show<'a>(
         let _ = writeln!(io::stderr(), "[{level}] {text}");
     }
     if status != Status::Ok {
-        complain(&format!("{}: {reason}", status_word(status)));
+        complain(&format!("{}: {reason}", status.as_str()));
     }
     Ok(())
 }
@@ -188,21 +188,6 @@ fn decoded_output(report: &RunReport) -> Vec<u8> {
         OutputEncoding::Base64 => {
             base64::engine::general_purpose::STANDARD.decode(&report.output).unwrap_or_default()
         }
-    }
-}
-
-fn status_word(status: Status) -> &'static str {
-    match status {
-        Status::Ok => "ok",
-        Status::Failed => "failed",
-        Status::Trap => "trap",
-        Status::Rejected => "rejected",
-        Status::Limit => "limit",
-        Status::Paused => "paused",
-        Status::Cancelled => "cancelled",
-        Status::Refused => "refused",
-        Status::Unavailable => "unavailable",
-        Status::Internal => "internal",
     }
 }
 

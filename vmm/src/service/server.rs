@@ -1,39 +1,47 @@
-//! The service's end of the socket.
+//! The service's end of the socket, and its event loop: new connections,
+//! connections that nobody reads, signals.
 
+use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::time::Duration;
 
-use forge_protocol::frame::Kind;
-use forge_protocol::handshake::Role;
-use forge_protocol::service::{Finish, Finished, Submit};
+use vmm_sys_util::epoll::EpollEvent;
+use vmm_sys_util::eventfd::EventFd;
 
-use super::{decode, greet, send};
-use crate::link::{Link, Patience};
+use super::connection::Connection;
+use super::{CONNECTIONS_MAX, Service, lock};
 use crate::supervisor::Supervisor;
 
-/// Connections at a time. One more is closed at once.
-const CONNECTIONS_MAX: usize = 1024;
 /// How long a client may take to say hello.
 const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
+/// How often the loop looks at what no descriptor tells.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Descriptors that are looked at after one wait.
+const EVENTS: usize = 64;
+/// The loop's own numbers; connections count from 0.
+const SIGNALS: u64 = u64::MAX;
+const LISTENER: u64 = u64::MAX - 1;
 
-/// The socket that a signal shuts, or -1; and whether one did.
-static LISTENS: AtomicI32 = AtomicI32::new(-1);
-static ENDED: AtomicBool = AtomicBool::new(false);
+/// Where signals are told, or -1; and how often the process was asked to end.
+static SIGNALLED: AtomicI32 = AtomicI32::new(-1);
+static ENDS_ASKED: AtomicU32 = AtomicU32::new(0);
 
-/// A signal's handler: whoever accepts at the socket is told that it ended.
-extern "C" fn end_listening(_: libc::c_int) {
-    ENDED.store(true, Ordering::Release);
-    let listens = LISTENS.load(Ordering::Acquire);
+/// A signal's handler: wakes the event loop.
+extern "C" fn ask_to_end(_: libc::c_int) {
+    ENDS_ASKED.fetch_add(1, Ordering::AcqRel);
+    let event = SIGNALLED.load(Ordering::Acquire);
+    let one = 1u64.to_ne_bytes();
     // SAFETY: reads and restores `errno`, which is this thread's.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: a plain system call, which a handler may make; -1 is no socket.
-    unsafe { libc::shutdown(listens, libc::SHUT_RDWR) };
+    // SAFETY: a plain system call on readable bytes, which a handler may make;
+    // -1 is no descriptor.
+    unsafe { libc::write(event, one.as_ptr().cast(), one.len()) };
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
 }
@@ -43,6 +51,7 @@ extern "C" fn end_listening(_: libc::c_int) {
 pub struct Server {
     listener: UnixListener,
     path: PathBuf,
+    signals: EventFd,
 }
 
 impl Server {
@@ -69,7 +78,9 @@ impl Server {
 
     fn over(listener: UnixListener, path: &Path) -> io::Result<Self> {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        Ok(Self { listener, path: path.to_owned() })
+        listener.set_nonblocking(true)?;
+        let signals = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+        Ok(Self { listener, path: path.to_owned(), signals })
     }
 
     /// Has SIGTERM and SIGINT end [`Self::serve`], of the last server that asked
@@ -78,11 +89,11 @@ impl Server {
     /// # Errors
     /// What the kernel said.
     pub fn end_by_signals(&self) -> io::Result<()> {
-        LISTENS.store(self.listener.as_raw_fd(), Ordering::Release);
+        SIGNALLED.store(self.signals.as_raw_fd(), Ordering::Release);
         for signal in [libc::SIGTERM, libc::SIGINT] {
             // SAFETY: all zero is a valid sigaction, with an empty mask.
             let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-            action.sa_sigaction = end_listening as extern "C" fn(_) as usize;
+            action.sa_sigaction = ask_to_end as extern "C" fn(_) as usize;
             action.sa_flags = libc::SA_RESTART;
             // SAFETY: the action is whole, and its handler keeps to what
             // handlers may do.
@@ -93,86 +104,147 @@ impl Server {
         Ok(())
     }
 
-    /// Serves until a signal ends it or the socket fails.
+    /// Serves until a signal or a client ends it, or the socket fails.
     ///
     /// # Errors
     /// What the kernel said.
     pub fn serve(&self, supervisor: &Arc<Supervisor>) -> io::Result<()> {
-        let connections = Arc::new(AtomicUsize::new(0));
+        let service = Service::new(Arc::clone(supervisor), self.signals.try_clone()?)?;
+        service.watch.always(self.listener.as_raw_fd(), LISTENER)?;
+        service.watch.always(self.signals.as_raw_fd(), SIGNALS)?;
+        let mut events = [EpollEvent::default(); EVENTS];
+        let mut next = 0;
         loop {
-            let socket = match self.listener.accept() {
-                Ok((socket, _)) => socket,
-                // The client left, or a signal came.
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted
-                    ) =>
-                {
-                    continue;
-                }
-                // What a socket says that was shut down.
-                Err(error)
-                    if error.raw_os_error() == Some(libc::EINVAL)
-                        && ENDED.load(Ordering::Acquire) =>
-                {
-                    return Ok(());
-                }
+            let waited = service.watch.0.wait(LOOK_EVERY.as_millis() as i32, &mut events);
+            let happened = match waited {
+                Ok(events_there) => &events[..events_there],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error),
             };
-            if connections.fetch_add(1, Ordering::Relaxed) >= CONNECTIONS_MAX {
-                connections.fetch_sub(1, Ordering::Relaxed);
-                tracing::warn!("a connection beyond {CONNECTIONS_MAX} is closed");
-                continue;
-            }
-            let (supervisor, guard) = (Arc::clone(supervisor), Arc::clone(&connections));
-            let thread = std::thread::Builder::new().name("client".into());
-            let started = thread.spawn(move || {
-                if let Err(error) = converse(socket, &supervisor) {
-                    tracing::debug!(%error, "a client's connection ends");
+            for event in happened {
+                match event.data() {
+                    SIGNALS => {
+                        let _ = self.signals.read();
+                    }
+                    LISTENER => self.accept(&service, &mut next)?,
+                    number => service.attend_to(number),
                 }
-                guard.fetch_sub(1, Ordering::Relaxed);
-            });
-            if let Err(error) = started {
-                connections.fetch_sub(1, Ordering::Relaxed);
-                tracing::warn!(%error, "no thread for a client");
+            }
+            service.drop_the_silent();
+            if ENDS_ASKED.load(Ordering::Acquire) > 0 || service.is_drained() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes all who wait at the door.
+    fn accept(&self, service: &Arc<Service>, next: &mut u64) -> io::Result<()> {
+        loop {
+            match self.listener.accept() {
+                Ok((socket, _)) => {
+                    service.welcome(*next, socket);
+                    *next += 1;
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(()),
+                    // The client left, or a signal came.
+                    io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
+                    _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                        // It waits at the door until there is a descriptor.
+                        tracing::warn!(%error, "a client has to wait");
+                        std::thread::sleep(Duration::from_millis(10));
+                        return Ok(());
+                    }
+                    _ => return Err(error),
+                },
             }
         }
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        let descriptor = self.listener.as_raw_fd();
-        let _ = LISTENS.compare_exchange(descriptor, -1, Ordering::AcqRel, Ordering::Relaxed);
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
-/// Serves the client at the other end of this socket, until it leaves.
+/// Serves the client at the other end of this socket, and no other: until it
+/// has left and its runs are over, which are cancelled then.
 ///
 /// # Errors
 /// What the kernel said.
 pub fn serve_connection(socket: UnixStream, supervisor: &Arc<Supervisor>) -> io::Result<()> {
-    converse(socket, supervisor)
+    let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+    let service = Service::new(Arc::clone(supervisor), wake)?;
+    service.watch.always(service.wake.as_raw_fd(), SIGNALS)?;
+    service.welcome(0, socket);
+    let mut events = [EpollEvent::default(); EVENTS];
+    while !lock(&service.connections).is_empty() || service.is_busy() {
+        match service.watch.0.wait(LOOK_EVERY.as_millis() as i32, &mut events) {
+            Ok(there) => {
+                for event in &events[..there] {
+                    match event.data() {
+                        SIGNALS => {
+                            let _ = service.wake.read();
+                        }
+                        number => service.attend_to(number),
+                    }
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        service.drop_the_silent();
+    }
+    Ok(())
 }
 
-/// One connection's whole life.
-fn converse(socket: UnixStream, supervisor: &Supervisor) -> io::Result<()> {
-    let client = socket.try_clone()?;
-    let mut link = Link::new(socket);
-    let patience = Patience::until(Instant::now() + GREETING_TIME_MAX);
-    greet(&mut link, Role::Supervisor, Role::Client, patience)?;
-    loop {
-        let frame = match link.receive(|kind| kind == Kind::Submit, Patience::default()) {
-            Ok(frame) => frame,
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
-            Err(error) => return Err(error),
-        };
-        let Submit { number, order } = decode(&frame)?;
-        let result = supervisor.run_for(&order, Some(client.as_fd()));
-        let report = serde_json::to_vec(&result.report)?;
-        let result = Finish { report, artifacts: result.artifacts };
-        send(&mut link, Kind::Finished, &Finished { number, result })?;
+impl Drop for Server {
+    fn drop(&mut self) {
+        let event = self.signals.as_raw_fd();
+        let _ = SIGNALLED.compare_exchange(event, -1, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Connections by their numbers.
+pub(super) type Connections = HashMap<u64, Arc<Connection>>;
+
+impl Service {
+    fn welcome(self: &Arc<Self>, number: u64, socket: UnixStream) {
+        if lock(&self.connections).len() >= CONNECTIONS_MAX {
+            tracing::warn!("a connection beyond {CONNECTIONS_MAX} is closed");
+            return;
+        }
+        let accepted = Connection::accept(self, number, socket).and_then(|connection| {
+            lock(&self.connections).insert(number, Arc::clone(&connection));
+            connection.watch(self)
+        });
+        if let Err(error) = accepted {
+            self.left(number);
+            tracing::debug!(%error, "a client cannot be greeted");
+        }
+    }
+
+    /// Something came on a connection, or it hung up.
+    fn attend_to(&self, number: u64) {
+        let connection = lock(&self.connections).get(&number).cloned();
+        if let Some(connection) = connection
+            && connection.take()
+        {
+            self.crew.attend(connection);
+        }
+    }
+
+    /// A connection is closed.
+    pub(super) fn left(&self, number: u64) {
+        lock(&self.connections).remove(&number);
+        let _ = self.wake.write(1);
+    }
+
+    /// Closes connections that did not say hello in time.
+    fn drop_the_silent(&self) {
+        let silent: Vec<_> = lock(&self.connections)
+            .values()
+            .filter(|it| !it.has_greeted() && it.since.elapsed() > GREETING_TIME_MAX)
+            .cloned()
+            .collect();
+        for connection in silent {
+            connection.close();
+        }
     }
 }

@@ -1,0 +1,413 @@
+//! One client: its frames, its runs and its questions.
+//!
+//! At any moment one thread reads, or the event loop watches; whoever is to
+//! read next takes that over by [`Connection::take`]. Writing is anybody's,
+//! one whole frame at a time. The client is distrusted: what it sends out of
+//! turn, too large or under a number that it uses already ends its connection.
+
+use std::collections::HashMap;
+use std::io::{self, Read as _};
+use std::net::Shutdown;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use forge_protocol::codec::{self, BorrowDecode, Encode};
+use forge_protocol::frame::{self, Assembler, Frame, Kind};
+use forge_protocol::handshake::{Hello, Refusal, Role};
+use forge_protocol::limits::{NUMBERS_MAX, QUESTIONS_MAX};
+use forge_protocol::service::{
+    Answered, CallbackSettled, Cancel as CancelRun, Finish, Finished, Order, Query, Question,
+    Reply, Submit,
+};
+use vmm_sys_util::epoll::ControlOperation;
+
+use super::{Service, lock};
+use crate::cancel::Cancel;
+use crate::link::send_once;
+use crate::supervisor::RunResult;
+
+/// How long a thread waits for a client's next word before it leaves that to
+/// the event loop.
+const READ_PATIENCE: Duration = Duration::from_secs(1);
+/// A client that takes nothing of what is sent to it for this long is cut
+/// off.
+const SEND_PATIENCE: Duration = Duration::from_secs(10);
+/// One that does not take one whole frame in this time is, too.
+const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
+/// What is read at once, in bytes.
+const READ_BYTES: usize = 64 * 1024;
+/// Cancel handles that are kept for the next runs.
+const SPARE_MAX: usize = 4;
+
+/// One client.
+#[derive(Debug)]
+pub(super) struct Connection {
+    number: u64,
+    socket: UnixStream,
+    service: Weak<Service>,
+    /// When it connected.
+    pub(super) since: Instant,
+    greeted: AtomicBool,
+    /// Whether a thread reads it, or is to.
+    taken: AtomicBool,
+    closed: AtomicBool,
+    reading: Mutex<Reading>,
+    writing: Mutex<()>,
+    live: Mutex<Live>,
+}
+
+/// What was received and not taken yet.
+#[derive(Debug, Default)]
+struct Reading {
+    assembler: Assembler,
+    buffer: Vec<u8>,
+    unread: std::ops::Range<usize>,
+}
+
+/// What is going on, by the client's numbers.
+#[derive(Debug, Default)]
+struct Live {
+    numbers: HashMap<u64, Doing>,
+    questions: usize,
+    spare: Vec<Arc<Cancel>>,
+}
+
+#[derive(Debug)]
+enum Doing {
+    Run(Arc<Cancel>),
+    Question,
+}
+
+/// What a thread is to do that read of it.
+enum Work {
+    Run { number: u64, order: Box<Order>, cancel: Arc<Cancel> },
+    Question { number: u64, question: Question },
+}
+
+/// How reading ended.
+enum Pause {
+    /// Nothing came for a while.
+    Idle,
+    /// The client left, or is to.
+    Over,
+}
+
+fn breach(what: impl ToString) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_string())
+}
+
+fn decode<T: for<'a> BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T> {
+    codec::decode(&frame.payload).map_err(breach)
+}
+
+impl Connection {
+    /// A client that has just connected; says hello to it, and has it watched.
+    pub(super) fn accept(
+        service: &Arc<Service>,
+        number: u64,
+        socket: UnixStream,
+    ) -> io::Result<Arc<Self>> {
+        socket.set_read_timeout(Some(READ_PATIENCE))?;
+        socket.set_write_timeout(Some(SEND_PATIENCE))?;
+        let connection = Arc::new(Self {
+            number,
+            socket,
+            service: Arc::downgrade(service),
+            since: Instant::now(),
+            greeted: AtomicBool::new(false),
+            taken: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            reading: Mutex::default(),
+            writing: Mutex::default(),
+            live: Mutex::default(),
+        });
+        // There is room for it in a socket that nothing was sent on.
+        connection.send(Kind::Hello, &Hello::ours(Role::Supervisor))?;
+        Ok(connection)
+    }
+
+    /// Has it watched for the first time.
+    pub(super) fn watch(&self, service: &Service) -> io::Result<()> {
+        service.watch.once(self.socket.as_raw_fd(), self.number, ControlOperation::Add)
+    }
+
+    /// Whether it said hello.
+    pub(super) fn has_greeted(&self) -> bool {
+        self.greeted.load(Ordering::Acquire)
+    }
+
+    /// Takes over the reading, unless somebody has it.
+    pub(super) fn take(&self) -> bool {
+        !self.taken.swap(true, Ordering::AcqRel)
+    }
+
+    /// Reads, and carries out what comes, until another thread reads or
+    /// nothing comes. Only for who has taken the reading over.
+    pub(super) fn attend(self: &Arc<Self>) {
+        let Some(service) = self.service.upgrade() else { return };
+        loop {
+            match self.read() {
+                Ok(work) => {
+                    self.leave(&service, false);
+                    self.carry_out(&service, work);
+                    // Whoever waits for a thread comes first.
+                    if service.crew.is_short() || !self.take() {
+                        return;
+                    }
+                    service.watch.away(self.socket.as_raw_fd(), self.number);
+                }
+                Err(Pause::Idle) => {
+                    self.leave(&service, true);
+                    return;
+                }
+                Err(Pause::Over) => {
+                    self.close();
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Gives the reading up: to the event loop, or to another thread if there
+    /// is something to read already.
+    fn leave(self: &Arc<Self>, service: &Service, is_idle: bool) {
+        let mut reading = lock(&self.reading);
+        if !reading.unread.is_empty() {
+            service.crew.attend(Arc::clone(self));
+            return;
+        }
+        if is_idle {
+            reading.buffer = Vec::new();
+        }
+        drop(reading);
+        self.taken.store(false, Ordering::Release);
+        let fd = self.socket.as_raw_fd();
+        // It fails for one that was closed meanwhile, which nobody reads.
+        let _ = service.watch.once(fd, self.number, ControlOperation::Modify);
+    }
+
+    /// Reads until there is something that takes its time.
+    fn read(&self) -> Result<Work, Pause> {
+        loop {
+            match self.read_frame().and_then(|frame| self.understand(&frame)) {
+                Ok(None) => {}
+                Ok(Some(work)) => return Ok(work),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(Pause::Idle);
+                }
+                Err(error) => {
+                    if error.kind() != io::ErrorKind::UnexpectedEof {
+                        tracing::debug!(%error, "a client's connection ends");
+                    }
+                    return Err(Pause::Over);
+                }
+            }
+        }
+    }
+
+    fn read_frame(&self) -> io::Result<Frame> {
+        let greeted = self.has_greeted();
+        let awaits = |kind: Kind| {
+            let awaited = match kind {
+                Kind::Hello => !greeted,
+                Kind::Submit | Kind::Cancel | Kind::Query | Kind::CallbackSettled => greeted,
+                _ => false,
+            };
+            awaited.then(|| kind.payload_bytes_max())
+        };
+        let mut reading = lock(&self.reading);
+        let Reading { assembler, buffer, unread } = &mut *reading;
+        loop {
+            while unread.start < unread.end {
+                let mut input = &buffer[unread.clone()];
+                let frame = assembler.next(&mut input, awaits).map_err(breach)?;
+                unread.start = unread.end - input.len();
+                if let Some(frame) = frame {
+                    return Ok(frame);
+                }
+            }
+            buffer.resize(READ_BYTES, 0);
+            match (&self.socket).read(buffer) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(bytes) => *unread = 0..bytes,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Does what is done at once; gives back what is not.
+    fn understand(&self, frame: &Frame) -> io::Result<Option<Work>> {
+        match frame.kind {
+            Kind::Hello => self.greet(decode(frame)?).map(|()| None),
+            Kind::Submit => {
+                let Submit { number, order } = decode(frame)?;
+                let cancel = self.enter_run(number)?;
+                Ok(Some(Work::Run { number, order: Box::new(order), cancel }))
+            }
+            Kind::Cancel => {
+                let CancelRun { number } = decode(frame)?;
+                // One that is not there has ended meanwhile.
+                if let Some(Doing::Run(cancel)) = lock(&self.live).numbers.get(&number) {
+                    cancel.raise();
+                }
+                Ok(None)
+            }
+            Kind::CallbackSettled => {
+                let CallbackSettled { .. } = decode(frame)?;
+                Ok(None)
+            }
+            _ => {
+                let Query { number, question } = decode(frame)?;
+                if self.enter_question(number)? {
+                    return Ok(Some(Work::Question { number, question }));
+                }
+                let reply = Reply::Refused {
+                    kind: forge_protocol::broker::RefusalKind::Overloaded,
+                    message: format!("{QUESTIONS_MAX} questions are unanswered: wait for one"),
+                };
+                self.send(Kind::Answered, &Answered { number, reply })?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn greet(&self, theirs: Hello) -> io::Result<()> {
+        let ours = Hello::ours(Role::Supervisor);
+        match ours.agree(theirs, Role::Client) {
+            Ok(_) => {
+                self.greeted.store(true, Ordering::Release);
+                Ok(())
+            }
+            Err(error) => {
+                let _ = self.send(Kind::Refuse, &Refusal(ours));
+                Err(breach(error))
+            }
+        }
+    }
+
+    /// Takes a number for a run.
+    fn enter_run(&self, number: u64) -> io::Result<Arc<Cancel>> {
+        let mut live = lock(&self.live);
+        live.check(number)?;
+        let cancel = match live.spare.pop() {
+            Some(cancel) => cancel,
+            None => Arc::new(Cancel::new()?),
+        };
+        live.numbers.insert(number, Doing::Run(Arc::clone(&cancel)));
+        // Whoever closes looks at the runs after it has said so.
+        if self.closed.load(Ordering::SeqCst) {
+            cancel.raise();
+        }
+        Ok(cancel)
+    }
+
+    /// Takes a number for a question; `false` if there are too many.
+    fn enter_question(&self, number: u64) -> io::Result<bool> {
+        let mut live = lock(&self.live);
+        live.check(number)?;
+        if live.questions >= QUESTIONS_MAX {
+            return Ok(false);
+        }
+        live.questions += 1;
+        live.numbers.insert(number, Doing::Question);
+        Ok(true)
+    }
+
+    fn carry_out(&self, service: &Service, work: Work) {
+        let _busy = service.busy();
+        let sent = match work {
+            Work::Run { number, order, cancel } => {
+                let RunResult { report, artifacts, .. } = service.run(&order, &cancel);
+                drop(order);
+                // The number is free before the client can know it.
+                lock(&self.live).leave_run(number, cancel);
+                serde_json::to_vec(&report).map_err(io::Error::from).and_then(|report| {
+                    let result = Finish { report, artifacts };
+                    self.send(Kind::Finished, &Finished { number, result })
+                })
+            }
+            Work::Question { number, question } => {
+                let reply = service.answer(question);
+                lock(&self.live).leave_question(number);
+                self.send(Kind::Answered, &Answered { number, reply })
+            }
+        };
+        if let Err(error) = sent {
+            tracing::debug!(%error, "a client takes no answer");
+            self.close();
+        }
+    }
+
+    /// Sends one frame, whole.
+    ///
+    /// # Errors
+    /// What the kernel said; `TimedOut` for a client that does not take it.
+    /// The connection is of no use then.
+    fn send<T: Encode>(&self, kind: Kind, message: &T) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
+        let _writing = lock(&self.writing);
+        let until = Instant::now() + FRAME_TIME_MAX;
+        let mut unsent = &bytes[..];
+        while !unsent.is_empty() {
+            match send_once(self.socket.as_raw_fd(), unsent, None) {
+                Ok(sent) => unsent = &unsent[sent..],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Err(error) => return Err(error),
+            }
+            if !unsent.is_empty() && Instant::now() > until {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes it and cancels its runs.
+    pub(super) fn close(&self) {
+        if self.closed.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let _ = self.socket.shutdown(Shutdown::Both);
+        for doing in lock(&self.live).numbers.values() {
+            if let Doing::Run(cancel) = doing {
+                cancel.raise();
+            }
+        }
+        if let Some(service) = self.service.upgrade() {
+            service.watch.forget(self.socket.as_raw_fd());
+            service.left(self.number);
+        }
+    }
+}
+
+impl Live {
+    fn check(&self, number: u64) -> io::Result<()> {
+        if self.numbers.contains_key(&number) {
+            return Err(breach(format!("number {number} is in use")));
+        }
+        if self.numbers.len() >= NUMBERS_MAX {
+            return Err(breach(format!("more than {NUMBERS_MAX} runs and questions at once")));
+        }
+        Ok(())
+    }
+
+    fn leave_run(&mut self, number: u64, cancel: Arc<Cancel>) {
+        self.numbers.remove(&number);
+        cancel.calm();
+        if !cancel.is_raised() && self.spare.len() < SPARE_MAX {
+            self.spare.push(cancel);
+        }
+    }
+
+    fn leave_question(&mut self, number: u64) {
+        self.numbers.remove(&number);
+        self.questions -= 1;
+    }
+}

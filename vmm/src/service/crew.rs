@@ -1,0 +1,113 @@
+//! The threads that read connections and carry out what comes.
+//!
+//! A thread that is free waits a while for the next connection before it
+//! ends. There are at most so many; a connection beyond waits for one that
+//! becomes free.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::connection::Connection;
+use super::lock;
+
+/// How long a thread without work stays.
+const LINGER: Duration = Duration::from_secs(10);
+
+/// The threads.
+#[derive(Clone, Debug)]
+pub(super) struct Crew(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    most: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Connections that nobody attends to yet.
+    waiting: VecDeque<Arc<Connection>>,
+    idle: usize,
+    threads: usize,
+    handed: u64,
+}
+
+impl Crew {
+    pub(super) fn new(most: usize) -> Self {
+        Self(Arc::new(Shared { most, state: Mutex::default(), changed: Condvar::new() }))
+    }
+
+    /// Has a thread attend to a connection that somebody has to read.
+    pub(super) fn attend(&self, connection: Arc<Connection>) {
+        let mut state = lock(&self.0.state);
+        state.waiting.push_back(connection);
+        state.handed += 1;
+        if state.idle >= state.waiting.len() {
+            self.0.changed.notify_one();
+        } else if state.threads < self.0.most {
+            state.threads += 1;
+            drop(state);
+            let shared = Arc::clone(&self.0);
+            let started =
+                std::thread::Builder::new().name("client".into()).spawn(move || shared.work());
+            if let Err(error) = started {
+                lock(&self.0.state).threads -= 1;
+                // Another thread takes it when it is free.
+                tracing::error!(%error, "no thread for a client");
+            }
+        }
+    }
+
+    /// Whether a connection waits for a thread.
+    pub(super) fn is_short(&self) -> bool {
+        !lock(&self.0.state).waiting.is_empty()
+    }
+
+    /// How often a connection was handed to a thread.
+    pub(super) fn handed(&self) -> u64 {
+        lock(&self.0.state).handed
+    }
+
+    /// How many threads there are.
+    pub(super) fn threads(&self) -> usize {
+        lock(&self.0.state).threads
+    }
+}
+
+impl Shared {
+    fn work(&self) {
+        while let Some(connection) = self.next() {
+            // A bug of ours costs one connection.
+            let attended = catch_unwind(AssertUnwindSafe(|| connection.attend()));
+            if attended.is_err() {
+                tracing::error!("a thread panicked, which is a bug; its client is cut off");
+                connection.close();
+            }
+        }
+    }
+
+    /// The next connection, or `None` if none came for a while.
+    fn next(&self) -> Option<Arc<Connection>> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(connection) = state.waiting.pop_front() {
+                return Some(connection);
+            }
+            state.idle += 1;
+            let waited = self.changed.wait_timeout(state, LINGER);
+            let timed_out;
+            (state, timed_out) = {
+                let (state, out) = waited.unwrap_or_else(PoisonError::into_inner);
+                (state, out.timed_out())
+            };
+            state.idle -= 1;
+            if timed_out && state.waiting.is_empty() {
+                state.threads -= 1;
+                return None;
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! How the service stands: for a reader, as JSON, and for Prometheus.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Mutex;
+use std::time::Instant;
+
+use forge_protocol::service::Reply;
+use serde_json::{Value, json};
+
+use super::{Service, lock};
+use crate::report::{RunReport, Status};
+
+/// What is counted of runs.
+#[derive(Debug)]
+pub(super) struct Counts {
+    since: Instant,
+    ended: Mutex<BTreeMap<(Status, &'static str), u64>>,
+}
+
+impl Counts {
+    pub(super) fn new() -> Self {
+        Self { since: Instant::now(), ended: Mutex::default() }
+    }
+
+    /// A run is over. Its kinds are our own words, so there are few.
+    pub(super) fn ended(&self, report: &RunReport) {
+        *lock(&self.ended).entry((report.status, report.kind)).or_default() += 1;
+    }
+}
+
+impl Service {
+    /// As `forge-vmm status --json` prints it.
+    pub(super) fn status(&self) -> Value {
+        let mut ended: BTreeMap<&str, u64> = BTreeMap::new();
+        for ((status, _), runs) in lock(&self.counts.ended).iter() {
+            *ended.entry(status.as_str()).or_default() += runs;
+        }
+        let pool = self.supervisor.pool();
+        let weaknesses: Vec<_> = pool.weaknesses().iter().map(|weakness| weakness.word()).collect();
+        json!({
+            "state": if self.gate.is_draining() { "draining" } else { "serving" },
+            "version": env!("CARGO_PKG_VERSION"),
+            "pid": std::process::id(),
+            "uptime_s": self.counts.since.elapsed().as_secs(),
+            "connections": lock(&self.connections).len(),
+            "threads": self.crew.threads(),
+            "handovers": self.crew.handed(),
+            "runs": { "running": self.gate.running(), "ended": ended },
+            "pool": {
+                "full": pool.is_full(),
+                "resets_disproven": pool.resets_disproven(),
+                "weaknesses": weaknesses,
+            },
+        })
+    }
+
+    /// What the broker counts, and what is counted here.
+    pub(super) fn metrics(&self) -> Reply {
+        let mut text = match self.supervisor.metrics() {
+            Ok(text) => text,
+            Err(error) => {
+                tracing::warn!(%error, "the toolbroker tells no metrics");
+                String::new()
+            }
+        };
+        let mut gauge = |name: &str, help: &str, value: u64| {
+            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}");
+        };
+        gauge(
+            "forge_service_runs_running",
+            "Runs that are carried out now.",
+            self.gate.running() as u64,
+        );
+        let connections = lock(&self.connections).len() as u64;
+        gauge("forge_service_connections", "Clients that are connected now.", connections);
+        gauge("forge_service_threads", "Threads that serve clients.", self.crew.threads() as u64);
+        let pool = self.supervisor.pool();
+        gauge(
+            "forge_pool_full",
+            "Whether every VM stands ready that is to.",
+            pool.is_full().into(),
+        );
+        let mut counter = |name: &str, help: &str, value: u64| {
+            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name} {value}");
+        };
+        let help = "Resets that were found to have left something behind.";
+        counter("forge_pool_resets_disproven_total", help, pool.resets_disproven());
+        let help = "How often a connection was handed to a thread that did not read it.";
+        counter("forge_service_handovers_total", help, self.crew.handed());
+        let name = "forge_service_runs_total";
+        let _ = writeln!(text, "# HELP {name} Runs by how they ended.\n# TYPE {name} counter");
+        for ((status, kind), runs) in lock(&self.counts.ended).iter() {
+            let status = status.as_str();
+            let _ = writeln!(text, "{name}{{status=\"{status}\",kind=\"{kind}\"}} {runs}");
+        }
+        Reply::Metrics(text)
+    }
+}
