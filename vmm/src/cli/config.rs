@@ -24,6 +24,41 @@ struct LowConfig {
     broker: LowBroker,
     #[serde(default)]
     vm: LowVm,
+    #[serde(default)]
+    mcp: McpConfig,
+}
+
+/// What `forge-vmm mcp` goes by.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct McpConfig {
+    /// Whose programs come over stdio, whatever the command line says.
+    pub(crate) principal: Option<String>,
+    /// The private key for those that come unsigned.
+    pub(crate) signing_key: Option<PathBuf>,
+    /// Whether programs that come unsigned are signed here at all.
+    pub(crate) accept_unsigned: Option<bool>,
+    /// Who may come over HTTP.
+    #[serde(default)]
+    pub(crate) principals: Vec<McpPrincipal>,
+    /// Host names by which clients reach it, beside those of loopback.
+    #[serde(default)]
+    pub(crate) hosts: Vec<String>,
+    /// Origins of browser pages that may ask.
+    #[serde(default)]
+    pub(crate) origins: Vec<String>,
+}
+
+/// One that may come over HTTP.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct McpPrincipal {
+    /// The name that grants, roles and the journal know it by.
+    pub(crate) name: String,
+    /// SHA-256 of its token, in hex.
+    pub(crate) token_sha256: String,
+    /// The private key for its programs that come unsigned.
+    pub(crate) signing_key: Option<PathBuf>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -86,6 +121,18 @@ pub(crate) fn trust_keys(config: Option<&Path>) -> Result<Vec<PathBuf>, CliError
 /// What all VMs together may use, if a configuration says so.
 pub(crate) fn vm_group(config: Option<&Path>) -> Result<Option<GroupLimits>, CliError> {
     config.map_or(Ok(None), |path| Ok(read_config(path)?.vm.group))
+}
+
+/// What a configuration says of `forge-vmm mcp`, with paths that are good here.
+pub(crate) fn mcp(config: Option<&Path>) -> Result<McpConfig, CliError> {
+    let Some(path) = config else { return Ok(McpConfig::default()) };
+    let mut mcp = read_config(path)?.mcp;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let keys = mcp.principals.iter_mut().map(|principal| &mut principal.signing_key);
+    for key in keys.chain([&mut mcp.signing_key]).flatten() {
+        *key = folder.join(&*key);
+    }
+    Ok(mcp)
 }
 
 /// The user that a configuration names for the toolbroker.

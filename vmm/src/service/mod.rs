@@ -31,7 +31,7 @@ mod gate;
 pub mod server;
 mod status;
 
-pub use server::Server;
+pub use server::{Server, serve_connection};
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -114,9 +114,13 @@ impl Service {
         Reply::Draining
     }
 
+    fn is_busy(&self) -> bool {
+        self.busy.load(Ordering::SeqCst) > 0
+    }
+
     /// Whether it was to take no more runs, and owes nobody an end.
     fn is_drained(&self) -> bool {
-        self.gate.is_draining() && self.busy.load(Ordering::SeqCst) == 0
+        self.gate.is_draining() && !self.is_busy()
     }
 }
 
