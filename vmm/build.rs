@@ -1,5 +1,6 @@
 //! Notes which commit is built and with which profile, for the bench to say
-//! beside its figures.
+//! beside its figures; and has the executable linked so that its code has
+//! large pages of its own (`worker/code.rs`).
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,4 +23,9 @@ fn main() {
     let profile = out.as_deref().and_then(|out| out.ancestors().nth(3)).and_then(Path::file_name);
     let profile = profile.map_or_else(|| "unknown".into(), |name| name.to_string_lossy());
     println!("cargo::rustc-env=FORGE_PROFILE={profile}");
+
+    // Each segment of the executable starts at a large page. A linker that
+    // knows only the first leaves small pages at the code's ends.
+    println!("cargo::rustc-link-arg-bins=-Wl,-z,max-page-size=2097152");
+    println!("cargo::rustc-link-arg-bins=-Wl,-z,separate-loadable-segments");
 }

@@ -222,13 +222,12 @@ pub const ZYGOTE: &[Rule] = &[
     always(libc::SYS_write, "write", "a panic's message").elsewhere(),
     always(libc::SYS_poll, "poll", "waiting for requests and for ends"),
     without(libc::SYS_clone, "clone, as fork", 0, NOT_A_FORK, "makes workers, never threads"),
-    always(libc::SYS_set_robust_list, "set_robust_list", "glibc's fork, in the child"),
     always(libc::SYS_gettid, "gettid", "the thread that a timer's signal is for"),
     always(libc::SYS_timer_create, "timer_create", "a worker's deadline"),
     always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
     always(libc::SYS_rt_sigaction, "rt_sigaction", "a worker's handlers"),
     always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of a handler"),
-    always(libc::SYS_rt_sigprocmask, "rt_sigprocmask", "glibc's fork, in later versions")
+    always(libc::SYS_rt_sigprocmask, "rt_sigprocmask", "the C library's way to end a process")
         .elsewhere(),
     always(libc::SYS_sigaltstack, "sigaltstack", "std's guard of the stack, at the end"),
     without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "memory, a guest's too"),
@@ -260,7 +259,6 @@ pub const ZYGOTE: &[Rule] = &[
     always(libc::SYS_pread64, "pread64", "the page map, where the kernel cannot scan it")
         .elsewhere(),
     always(libc::SYS_timer_delete, "timer_delete", "the deadline of the first boot"),
-    always(libc::SYS_pidfd_open, "pidfd_open", "a worker's descriptor, for the supervisor"),
     always(libc::SYS_clock_gettime, "clock_gettime", "time, where the vDSO has no fast clock")
         .elsewhere(),
     always(libc::SYS_prctl, "prctl", "a worker's name, and that it is not dumped"),

@@ -110,7 +110,8 @@ impl Hypervisor {
             .map_err(|source| MachineError::Kvm { call: "KVM_GET_MSR_INDEX_LIST", source })
     }
 
-    /// What the guest's CPUID says.
+    /// What the CPUID of a guest says that boots. One that starts from a base is
+    /// told nothing.
     #[must_use]
     pub fn cpuid(&self) -> &CpuId {
         &self.cpuid
@@ -170,7 +171,7 @@ fn host_leaf(function: u32, index: u32) -> Leaf {
     [got.eax, got.ebx, got.ecx, got.edx]
 }
 
-/// The CPUID that guests see: of what the host has, that which a ring-3 guest
+/// The CPUID that booting guests see: of what the host has, that which a ring-3 guest
 /// without AVX can use and which takes nothing to enable. Hardware randomness,
 /// which would make a run differ from its replay, nested virtualisation and
 /// the hypervisor's own interfaces are not in it, nor is what differs between

@@ -142,7 +142,8 @@ impl Machine {
         let vm = hypervisor.create_vm()?;
         let code = Code::Apart(image.code().clone());
         memory::hand_over(&vm, &code, &ram)?;
-        let vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
+        let vcpu = vcpu::Vcpu::create(&vm)?;
+        vcpu.tell_cpuid(hypervisor)?;
         cpu::set_up(vcpu.fd(), image.entry())?;
         Ok(Self { vcpu, vm, ram, code, base: None })
     }

@@ -230,7 +230,9 @@ impl Machine {
         }
         let vm = hypervisor.create_vm()?;
         memory::hand_over(&vm, &code, &ram)?;
-        let mut vcpu = vcpu::Vcpu::create(&vm, hypervisor)?;
+        // What the CPU can do the base has asked already and keeps: no guest of
+        // it asks again, and to set CPUID takes as long as to make the vCPU.
+        let mut vcpu = vcpu::Vcpu::create(&vm)?;
         base.cpu.write(vcpu.fd_mut())?;
         // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
         // caller's name: now, while the caller may still have threads.

@@ -84,8 +84,9 @@ fn failed(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> MachineError {
 }
 
 impl Rest {
-    fn read(vcpu: &VcpuFd, mut msrs: Msrs) -> Result<Self, MachineError> {
-        vcpu.get_msrs(&mut msrs).map_err(failed("KVM_GET_MSRS"))?;
+    /// With those of these MSRs that the vCPU has.
+    fn read(vcpu: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<Self, MachineError> {
+        let msrs = readable_msrs(vcpu, msrs)?;
         Ok(Self {
             xcrs: vcpu.get_xcrs().map_err(failed("KVM_GET_XCRS"))?,
             debug: vcpu.get_debug_regs().map_err(failed("KVM_GET_DEBUGREGS"))?,
@@ -107,16 +108,22 @@ fn list(entries: impl Iterator<Item = kvm_msr_entry>) -> Result<Msrs, MachineErr
 impl CpuState {
     /// Reads it from a vCPU that has no access pending.
     pub(super) fn read(vcpu: &VcpuFd, hypervisor: &Hypervisor) -> Result<Self, MachineError> {
-        let msrs = readable_msrs(vcpu, hypervisor)?;
-        Self::read_with(vcpu, msrs, hypervisor.syncs_registers())
+        let msrs: Vec<kvm_msr_entry> = hypervisor
+            .state_msrs()?
+            .into_iter()
+            .filter(|index| !moves_by_itself(*index))
+            .map(|index| kvm_msr_entry { index, ..Default::default() })
+            .collect();
+        Self::read_with(vcpu, &msrs, hypervisor.syncs_registers())
     }
 
-    /// Reads the same from a vCPU of the same kind.
+    /// Reads the same from another vCPU, or from this one later. Of the MSRs
+    /// those that it has: one without CPUID may have fewer.
     pub(super) fn read_again(&self, vcpu: &VcpuFd) -> Result<Self, MachineError> {
-        Self::read_with(vcpu, self.rest.msrs.clone(), self.syncs)
+        Self::read_with(vcpu, self.rest.msrs.as_slice(), self.syncs)
     }
 
-    fn read_with(vcpu: &VcpuFd, msrs: Msrs, syncs: bool) -> Result<Self, MachineError> {
+    fn read_with(vcpu: &VcpuFd, msrs: &[kvm_msr_entry], syncs: bool) -> Result<Self, MachineError> {
         Ok(Self {
             regs: vcpu.get_regs().map_err(failed("KVM_GET_REGS"))?,
             sregs: vcpu.get_sregs().map_err(failed("KVM_GET_SREGS"))?,
@@ -169,8 +176,11 @@ impl CpuState {
         if now.fpu != self.fpu {
             found.push(format!("x87 and SSE: {:x?}, not {:x?}", now.fpu, self.fpu));
         }
-        let pairs = now.rest.msrs.as_slice().iter().zip(self.rest.msrs.as_slice());
-        for (now, was) in pairs.filter(|(now, was)| now != was) {
+        let (now_msrs, msrs) = (now.rest.msrs.as_slice(), self.rest.msrs.as_slice());
+        if now_msrs.len() != msrs.len() {
+            found.push(format!("{} MSRs, not {}", now_msrs.len(), msrs.len()));
+        }
+        for (now, was) in now_msrs.iter().zip(msrs).filter(|(now, was)| now != was) {
             found.push(format!("MSR {:#x}: {:#x}, not {:#x}", now.index, now.data, was.data));
         }
         if (now.rest.xcrs, now.rest.debug, now.rest.events)
@@ -182,17 +192,12 @@ impl CpuState {
     }
 }
 
-/// The state MSRs that this vCPU lets itself be asked for.
-fn readable_msrs(vcpu: &VcpuFd, hypervisor: &Hypervisor) -> Result<Msrs, MachineError> {
-    let wanted: Vec<kvm_msr_entry> = hypervisor
-        .state_msrs()?
-        .iter()
-        .filter(|index| !moves_by_itself(**index))
-        .map(|index| kvm_msr_entry { index: *index, ..Default::default() })
-        .collect();
+/// Those of these MSRs that this vCPU lets itself be asked for, with their
+/// values.
+fn readable_msrs(vcpu: &VcpuFd, wanted: &[kvm_msr_entry]) -> Result<Msrs, MachineError> {
     // KVM stops at the first that this vCPU does not have.
     let mut readable = Vec::with_capacity(wanted.len());
-    let mut left = &wanted[..];
+    let mut left = wanted;
     while !left.is_empty() {
         let mut asked = list(left.iter().copied())?;
         let got = vcpu.get_msrs(&mut asked).map_err(failed("KVM_GET_MSRS"))?;

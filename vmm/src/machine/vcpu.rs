@@ -135,12 +135,19 @@ pub(super) struct Vcpu {
 }
 
 impl Vcpu {
-    /// A VM's one vCPU, with the CPUID that guests see.
-    pub(super) fn create(vm: &VmFd, hypervisor: &Hypervisor) -> Result<Self, MachineError> {
-        let failed = |call| move |source| MachineError::Kvm { call, source };
-        let fd = vm.create_vcpu(0).map_err(failed("KVM_CREATE_VCPU"))?;
-        fd.set_cpuid2(hypervisor.cpuid()).map_err(failed("KVM_SET_CPUID2"))?;
+    /// A VM's one vCPU. It has no CPUID: the instruction finds zeros.
+    pub(super) fn create(vm: &VmFd) -> Result<Self, MachineError> {
+        let fd = vm
+            .create_vcpu(0)
+            .map_err(|source| MachineError::Kvm { call: "KVM_CREATE_VCPU", source })?;
         Ok(Self { fd, exits: 0 })
+    }
+
+    /// Gives it the CPUID that a guest sees which boots.
+    pub(super) fn tell_cpuid(&self, hypervisor: &Hypervisor) -> Result<(), MachineError> {
+        self.fd
+            .set_cpuid2(hypervisor.cpuid())
+            .map_err(|source| MachineError::Kvm { call: "KVM_SET_CPUID2", source })
     }
 
     pub(super) fn fd(&self) -> &VcpuFd {

@@ -179,7 +179,7 @@ impl Pool {
     /// Whether everything stands ready that is to: nothing is being made.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        self.shared.shelves().missing().is_none()
+        !self.shared.shelves().has_work()
     }
 
     /// What is on of the jail around workers, once there has been one.
@@ -361,15 +361,42 @@ impl Shared {
         Ok(zygote)
     }
 
-    /// A worker from the shelves.
+    /// A worker from the shelves. What takes its place is made when its run is
+    /// over, or within [`LOOK_EVERY`], so that it is not made beside the run;
+    /// at once only if nothing is left for the next who comes.
     fn take(&self, key: &Key) -> Option<Worker> {
         let usual = key.ram_bytes == self.usual_ram_bytes;
-        let worker = self.shelves().take(key, usual);
-        self.changed.notify_one();
+        let mut shelves = self.shelves();
+        let worker = shelves.take(key, usual);
+        let urgent = shelves.is_bare(key);
+        drop(shelves);
+        if urgent {
+            self.changed.notify_one();
+        }
         worker
     }
 
+    /// After a run, however it went.
+    fn resume_filling(&self) {
+        if self.shelves().has_work() {
+            self.changed.notify_one();
+        }
+    }
+
     fn use_worker(
+        &self,
+        key: &Key,
+        worker: Worker,
+        run: Run<'_>,
+        task: &Task<'_>,
+        patience: Patience<'_>,
+    ) -> Result<Done, Lost> {
+        let done = self.conduct(key, worker, run, task, patience);
+        self.resume_filling();
+        done
+    }
+
+    fn conduct(
         &self,
         key: &Key,
         mut worker: Worker,
@@ -385,10 +412,15 @@ impl Shared {
         let reported = now_ns();
         // Without a procfs its zygote made it for one run.
         let resets = self.lock_hardening().as_ref().is_none_or(|on| on.procfs);
-        if resets && self.options.reuse != Reuse::Fresh && self.options.ready_max > 0 {
-            let evicted = self.shelves().give_back(key, worker);
-            drop(evicted);
-        }
+        // Who fills the pool ends workers too; without, they end here.
+        let no_longer_used = if self.options.ready_max == 0 {
+            Some(worker)
+        } else if resets && self.options.reuse != Reuse::Fresh {
+            self.shelves().give_back(key, worker)
+        } else {
+            self.shelves().spend(worker)
+        };
+        drop(no_longer_used);
         Ok(Done { report, vm, taken, handed, reported })
     }
 
@@ -420,10 +452,18 @@ impl Shared {
         Err(internal(lost.map_or_else(String::new, |error| format!("the zygote is gone: {error}"))))
     }
 
-    /// The filling thread: makes what is missing, lets go what is not missed.
+    /// The filling thread: ends what is spent, makes what is missing, lets go
+    /// what is not missed.
     fn fill(&self) {
         let mut shelves = self.shelves();
         while !shelves.is_closing() {
+            let spent = shelves.take_spent();
+            if !spent.is_empty() {
+                drop(shelves);
+                drop(spent);
+                shelves = self.shelves();
+                continue;
+            }
             let Some(missing) = shelves.missing() else {
                 let unmissed = shelves.let_go(Instant::now());
                 if unmissed.is_some() {

@@ -68,6 +68,8 @@ pub(super) struct Shelves {
     /// How many are to stand ready now.
     target: usize,
     last_cold: Option<Instant>,
+    /// Their runs are over, and they are to be ended.
+    spent: Vec<Worker>,
     closing: bool,
 }
 
@@ -80,6 +82,7 @@ impl Shelves {
             programs: VecDeque::new(),
             target: options.ready_min.min(options.ready_max),
             last_cold: None,
+            spent: Vec::new(),
             closing: false,
         }
     }
@@ -92,6 +95,7 @@ impl Shelves {
     pub(super) fn clear(&mut self) {
         self.standing.clear();
         self.owned.clear();
+        self.spent.clear();
     }
 
     pub(super) fn is_closing(&self) -> bool {
@@ -127,6 +131,34 @@ impl Shelves {
     pub(super) fn give_back(&mut self, key: &Key, worker: Worker) -> Option<Worker> {
         self.owned.push((key.clone(), worker));
         (self.owned.len() > self.options.ready_max).then(|| self.owned.remove(0).1)
+    }
+
+    /// After the run of a worker that is of no further use. Gives it back if
+    /// many wait for their end already.
+    pub(super) fn spend(&mut self, worker: Worker) -> Option<Worker> {
+        if self.spent.len() >= self.options.ready_max {
+            return Some(worker);
+        }
+        self.spent.push(worker);
+        None
+    }
+
+    /// The workers to be ended.
+    pub(super) fn take_spent(&mut self) -> Vec<Worker> {
+        std::mem::take(&mut self.spent)
+    }
+
+    /// Whether the next who comes for this use would find nothing, and somebody
+    /// could make something before.
+    pub(super) fn is_bare(&self, key: &Key) -> bool {
+        let found = self.owned.iter().any(|(of, _)| of == key)
+            || key.program.is_none() && !self.standing.is_empty();
+        !found && self.missing().is_some()
+    }
+
+    /// Whether there is anything to make or to end.
+    pub(super) fn has_work(&self) -> bool {
+        !self.spent.is_empty() || self.missing().is_some()
     }
 
     /// Keeps VMs prepared with a program from now on.
@@ -289,6 +321,35 @@ mod tests {
         assert!(shelves.take(&key("b"), true).is_some());
         assert!(shelves.take(&key("b"), true).is_none(), "there was one");
         assert!(shelves.take(&key("c"), true).is_some());
+    }
+
+    #[test]
+    fn it_is_urgent_when_the_next_would_find_nothing_that_could_be_made() {
+        let mut shelves = shelves(2, 4, Reuse::Fresh);
+        let (prepared, order) = prepared(1);
+        assert!(shelves.is_bare(&key("a")));
+        fill(&mut shelves);
+        assert!(!shelves.is_bare(&key("a")) && !shelves.is_bare(&prepared), "nothing to make");
+        assert!(shelves.take(&key("a"), true).is_some());
+        assert!(!shelves.is_bare(&key("a")), "one is left");
+        assert!(shelves.take(&key("a"), true).is_some());
+        assert!(shelves.is_bare(&key("a")));
+        fill(&mut shelves);
+        shelves.keep_prepared(&prepared, order);
+        assert!(shelves.is_bare(&prepared), "who stands ready has not loaded it");
+        fill(&mut shelves);
+        assert!(!shelves.is_bare(&prepared));
+    }
+
+    #[test]
+    fn the_spent_wait_for_their_end_up_to_a_bound() {
+        let mut shelves = shelves(0, 2, Reuse::Fresh);
+        assert!(!shelves.has_work());
+        assert!(shelves.spend(worker()).is_none() && shelves.spend(worker()).is_none());
+        assert!(shelves.spend(worker()).is_some(), "two wait");
+        assert!(shelves.has_work());
+        assert_eq!(shelves.take_spent().len(), 2);
+        assert!(!shelves.has_work());
     }
 
     #[test]

@@ -11,9 +11,11 @@
 //! | [`broker_link`] | the run's connection to the broker |
 //! | [`zygote`] | the process that workers are forked from |
 //! | `process` | a worker's life |
+//! | `code` | the zygote's own code, in pages that a fork need not find again |
 
 pub mod board;
 pub mod broker_link;
+mod code;
 pub(crate) mod process;
 pub mod zygote;
 

@@ -19,7 +19,7 @@ use forge_protocol::worker::{
     Fork, Jailed, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
-use super::{Guest, GuestBase, process};
+use super::{Guest, GuestBase, code, process};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::keys;
@@ -200,6 +200,7 @@ impl Zygote {
         let _placeholder = hypervisor.placeholder()?;
         let image = Image::built_in()?;
         // Before /proc is gone.
+        code::move_to_large_pages();
         let pages = PageMap::open().map_err(|error| unavailable("the page map", &error))?;
         let Inside { procfs, jail, found } = jail_in(filters)?;
         let bases = VecDeque::new();
@@ -237,11 +238,10 @@ impl Zygote {
     fn fork(&mut self, order: Fork, socket: OwnedFd) -> Result<OwnedFd, VmFailure> {
         let ram_bytes = usize::try_from(order.ram_bytes).unwrap_or(usize::MAX);
         let base = self.base(ram_bytes)?;
-        // SAFETY: this process has one thread, so the child is as whole as the
-        // parent.
-        match unsafe { libc::fork() } {
-            -1 => Err(unavailable("no worker can be forked", &io::Error::last_os_error())),
-            0 => process::main(
+        match fork() {
+            Err(error) => Err(unavailable("no worker can be forked", &error)),
+            Ok(Some(child)) => Ok(child),
+            Ok(None) => process::main(
                 socket,
                 &process::Inherited {
                     hypervisor: &self.hypervisor,
@@ -251,20 +251,29 @@ impl Zygote {
                     order,
                 },
             ),
-            child => process_descriptor(child)
-                .map_err(|error| unavailable("a worker ended at once", &error)),
         }
     }
 }
 
-/// A descriptor of a process, by which it can be ended and awaited without
-/// ever meaning another.
-fn process_descriptor(process: libc::pid_t) -> io::Result<OwnedFd> {
-    // SAFETY: a plain system call; what it returns is new and ours.
-    unsafe {
-        match libc::syscall(libc::SYS_pidfd_open, process, 0) {
-            -1 => Err(io::Error::last_os_error()),
-            fd => Ok(OwnedFd::from_raw_fd(fd as i32)),
-        }
+/// Forks this process, which has one thread, so that the child is as whole as
+/// the parent. `None` in the child; in the parent a descriptor of the child, by
+/// which it can be ended and awaited without ever meaning another process.
+///
+/// Not by the C library's `fork`: what that does for threads and their locks
+/// writes to ten pages that parent and child share until then, and each is a
+/// fault and a copy. What is left undone: the library's own note of the
+/// thread's id stays the parent's. Nothing here reads it (`gettid` asks the
+/// kernel), and there is no second thread for which a lock would note it.
+fn fork() -> io::Result<Option<OwnedFd>> {
+    let mut descriptor: RawFd = -1;
+    let flags = libc::CLONE_PIDFD | libc::SIGCHLD;
+    let none = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: without CLONE_VM the child has a copy of everything, its stack
+    // too; the kernel writes the descriptor's number and nothing else.
+    match unsafe { libc::syscall(libc::SYS_clone, flags, none, &raw mut descriptor, none, 0) } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => Ok(None),
+        // SAFETY: new and ours.
+        _ => Ok(Some(unsafe { OwnedFd::from_raw_fd(descriptor) })),
     }
 }

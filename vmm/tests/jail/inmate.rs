@@ -221,8 +221,7 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
         filters[0].install().unwrap();
     }
     if attempt == "signal_sibling" {
-        // SAFETY: this process has one thread.
-        let pid = unsafe { libc::fork() };
+        let pid = fork();
         if pid == 0 {
             if layers.has(LANDLOCK) {
                 ruleset.restrict().unwrap();
@@ -235,8 +234,7 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
         }
         attempts::SIBLING.store(pid, Ordering::Relaxed);
     }
-    // SAFETY: this process has one thread.
-    let pid = unsafe { libc::fork() };
+    let pid = fork();
     if pid == 0 {
         worker(layers, &filters[1], &ruleset, attempt, words, procfs);
     }
@@ -251,6 +249,15 @@ fn inmate(layers: Layers, attempt: &str, words: &[String]) {
     } else {
         println!("exit {}", libc::WEXITSTATUS(status));
     }
+}
+
+/// As the zygote forks: without what the C library does beside it, for which
+/// there is no rule.
+fn fork() -> libc::pid_t {
+    let none = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: this process has one thread, and the child gets a copy of all
+    // that it has.
+    unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, none, none, none, 0) as libc::pid_t }
 }
 
 /// A worker's way.
