@@ -119,6 +119,11 @@ impl Cost {
     }
 }
 
+/// How many values a value holds, long texts counted as several.
+pub(crate) fn values_of(value: &Value) -> u64 {
+    Size::of(value).values
+}
+
 impl Size {
     fn of(value: &Value) -> Self {
         let mut size = Self { values: 1, depth: 1 };

@@ -145,6 +145,17 @@ fn attack_23_a_flood_of_requests_and_notifications_takes_no_memory_and_holds_up_
 }
 
 #[test]
+fn attack_23_a_result_of_millions_of_values_takes_no_more_memory_than_others() {
+    let mut broker = broker("plain");
+    let mut worker = broker.run(&["raw.many"], limits());
+    let (code, why) = worker.call("raw.many", &json!({}));
+    assert_eq!(code, Some(CallCode::OutcomeUnknown), "{why}");
+    assert!(peak_mib(&broker) < 128, "{} MiB", peak_mib(&broker));
+    drop(worker);
+    well(broker);
+}
+
+#[test]
 fn attack_23_a_server_that_hangs_up_or_listens_no_more_leaves_the_outcome_unknown() {
     let mut broker = broker("plain");
     let limits = RunLimits { wall_ms: 2_000, request_bytes: 1 << 20, ..RunLimits::default() };

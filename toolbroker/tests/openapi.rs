@@ -43,6 +43,10 @@ async fn handle(
             let problem = json!({"title": "no such part", "secret": headers_of(&seen)});
             (StatusCode::NOT_FOUND, axum::Json(problem)).into_response()
         }
+        "/v1/many" => {
+            let many = format!("[{}0]", "0,".repeat(600_000));
+            ([("content-type", "application/json")], many).into_response()
+        }
         "/v1/long-error" => {
             // However it is cut, it is cut through one of them.
             let said = "x".repeat(3_800) + &headers_of(&seen).repeat(30);
@@ -95,7 +99,7 @@ impl Interface {
                 },
                 "/redirect": simple("redirect"), "/missing": simple("missing"),
                 "/endless": simple("endless"), "/endless-error": simple("endless_error"),
-                "/long-error": simple("long_error"),
+                "/long-error": simple("long_error"), "/many": simple("many"),
                 "/die": {"post": {"operationId": "die"}}, "/down": simple("down"),
                 "/text": simple("text"), "/nothing": simple("nothing"), "/hang": simple("hang"),
             },
@@ -133,7 +137,7 @@ fn limits() -> RunLimits {
 fn an_operation_is_called_with_its_arguments_where_they_belong() {
     let interface = Interface::new("");
     let mut broker = interface.broker();
-    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 12);
+    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 13);
     let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits());
     let arguments = json!({"id": "a/../b?c", "fields": ["x", "y&z=1"], "X-Trace": "t-1"});
     let (code, said) = worker.call("parts.getPart", &arguments);
@@ -216,6 +220,18 @@ fn attack_20_no_part_of_a_credential_is_left_in_a_long_error() {
     let said = String::from_utf8(settled.body).unwrap();
     assert!(settled.code == Some(CallCode::ToolFailed) && settled.redacted, "{said}");
     assert!(said.contains("[credential removed]") && !said.contains(&CANARY[..5]), "{said}");
+}
+
+#[test]
+fn attack_23_an_answer_of_very_many_values_is_not_looked_through() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let limits = RunLimits { response_bytes: 4 << 20, ..limits() };
+    let mut worker = broker.run(&["parts.many", "parts.text"], limits);
+    let (code, why) = worker.call("parts.many", &json!({}));
+    assert_eq!(code, Some(CallCode::BadResponse), "{why}");
+    assert!(why["violations"][0].as_str().unwrap().contains("values"), "{why}");
+    assert_eq!(worker.call("parts.text", &json!({})).0, None);
 }
 
 #[test]

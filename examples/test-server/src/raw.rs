@@ -113,10 +113,11 @@ impl Server {
             ],
             _ => {
                 let word = if self.changed { "Deletes everything." } else { "Says something." };
-                let mut tools: Vec<Value> = ["wrong_ids", "flood", "half", "deaf", "nonsense"]
-                    .iter()
-                    .map(|name| tool(name, "Misbehaves."))
-                    .collect();
+                let mut tools: Vec<Value> =
+                    ["wrong_ids", "flood", "half", "deaf", "nonsense", "many"]
+                        .iter()
+                        .map(|name| tool(name, "Misbehaves."))
+                        .collect();
                 tools.push(tool("mid_call", word));
                 let mut misfit = tool("misfit", "Promises a text, and tells its credential.");
                 misfit["outputSchema"] =
@@ -157,6 +158,15 @@ impl Server {
                     self.says(&json!({"jsonrpc": "2.0", "id": number, "method": "ping"}))?;
                 }
                 self.answers(id, &text("after the flood"))?;
+            }
+            "many" => {
+                // Little to send, and much to keep in memory.
+                let zeros = "0,".repeat(7 << 20);
+                let answer = format!(
+                    "{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":{{\"content\":[],\
+                     \"structuredContent\":{{\"x\":[{zeros}0]}}}}}}\n"
+                );
+                self.writes(answer.as_bytes())?;
             }
             "half" => {
                 self.out = None;

@@ -28,9 +28,10 @@ use crate::definition::{Effect, Tool};
 use crate::journal::{CallFacts, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::Carrier;
+use crate::schema_cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
 use crate::telemetry::{CallSpan, Span, Spans, Steps};
-use crate::upstream::CallEnd;
+use crate::upstream::{CallEnd, VALUES_MAX};
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays
@@ -343,6 +344,15 @@ impl Dispatched {
         let cleaned = matches!(end, CallEnd::Cleaned(_));
         facts.steps.answered = Some(facts.began.elapsed());
         let end = match end {
+            // To look through it would take many times its own memory.
+            CallEnd::Answered(said)
+            | CallEnd::Cleaned(said)
+            | CallEnd::Content(said)
+            | CallEnd::Failed(said)
+                if values_of(&said) > VALUES_MAX =>
+            {
+                Err(Misfit::TooMany)
+            }
             CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
                 match tool.check_result(&response) {
                     Ok(()) => Ok(CallEnd::Answered(response)),
@@ -368,11 +378,13 @@ pub(super) struct Fitting {
     cleaned: bool,
 }
 
-/// How a result breaks its tool's output schema.
+/// How a result is none that could be passed on.
 #[derive(Debug)]
 enum Misfit {
     /// There is none to hold against it.
     NoResult,
+    /// It has more values than anybody looks through.
+    TooMany,
     /// This one does not fit.
     Result(Value),
 }
@@ -402,6 +414,10 @@ impl Fitting {
             Ok(CallEnd::Lost) => Err(CallFailure::Lost),
             Err(Misfit::NoResult) => {
                 let violations = vec!["the result: there is none beside its text".to_owned()];
+                Err(CallFailure::BadResponse { violations })
+            }
+            Err(Misfit::TooMany) => {
+                let violations = vec![format!("the result: it has more than {VALUES_MAX} values")];
                 Err(CallFailure::BadResponse { violations })
             }
             // What is said of it quotes it and is cut: so it is said of what is

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`mcp`] | a session of MCP: tools and calls |
 //! | [`stdio`] | a process and its standard streams |
+//! | [`counted`] | how many values a message has |
 //! | [`http`] | the way to a server over HTTP |
 //! | [`oauth`] | access tokens for it |
 //! | [`declined`] | what a server asks of us: nothing is carried out |
@@ -26,6 +27,7 @@
 //! them. Which era a server is of is remembered for its next start.
 
 mod breaker;
+mod counted;
 mod declined;
 pub mod hosted;
 pub(crate) mod http;
@@ -35,6 +37,7 @@ pub(crate) mod scrubs;
 mod stdio;
 
 pub(crate) use self::breaker::Breaker;
+pub(crate) use self::counted::VALUES_MAX;
 pub(crate) use self::mcp::TOOLS_MAX;
 
 use std::sync::Arc;

@@ -24,6 +24,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
+use super::counted::Counted;
 use crate::config::StdioConfig;
 use crate::secret::Scrubber;
 use crate::stranger;
@@ -83,7 +84,7 @@ pub(super) fn spawn(
 /// A server's standard streams, with the answer to `server/discover` written
 /// for servers that give none.
 pub(super) struct StdioTransport {
-    inner: AsyncRwTransport<RoleClient, ChildStdout, ChildStdin>,
+    inner: AsyncRwTransport<RoleClient, Counted<ChildStdout>, ChildStdin>,
     discover: Discover,
 }
 
@@ -98,7 +99,8 @@ enum Discover {
 
 impl StdioTransport {
     fn new(stdout: ChildStdout, stdin: ChildStdin) -> Self {
-        let inner = AsyncRwTransport::new(stdout, stdin).with_max_line_length(MESSAGE_BYTES_MAX);
+        let inner = AsyncRwTransport::new(Counted::new(stdout), stdin)
+            .with_max_line_length(MESSAGE_BYTES_MAX);
         Self { inner, discover: Discover::Settled }
     }
 }
