@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use forge_protocol::broker::RefusalKind;
 use forge_protocol::frame::{Assembler, Frame, Kind};
+use forge_protocol::limits::NUMBERS_MAX;
 use forge_protocol::service::{
     Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Query, Question,
     Reply, RunEvent,
@@ -171,6 +173,11 @@ impl Shared {
         if waiting.over.is_some() {
             drop(waiting);
             return Err(self.gone());
+        }
+        // The service closes the connection over one more.
+        if waiting.runs.len() + waiting.questions.len() >= NUMBERS_MAX {
+            let message = format!("{NUMBERS_MAX} runs and questions are under way: wait for one");
+            return Err(ClientError::Refused { kind: RefusalKind::Overloaded, message });
         }
         enter(&mut waiting);
         Ok(())

@@ -119,9 +119,9 @@ impl LowConfig {
         let place = if http.listen.contains('/') {
             Place::Path(folder.join(&http.listen))
         } else {
-            let address = http.listen.parse().map_err(|_| {
-                "http.listen: give ADDRESS:PORT, or the path of a socket with a / in it"
-            })?;
+            let address = http.listen.parse().map_err(
+                |_| "http.listen: give ADDRESS:PORT, or the path of a socket with a / in it",
+            )?;
             Place::Address(address)
         };
         let principals: Vec<Principal> = self
@@ -156,11 +156,8 @@ impl LowConfig {
         }
         let user = http.user.map(|user| user.resolve()).transpose();
         let user = user.map_err(|error| format!("http.user: {error}"))?;
-        let options = Options {
-            access,
-            hosts: http.hosts,
-            metrics_token: http.metrics_token_sha256,
-        };
+        let options =
+            Options { access, hosts: http.hosts, metrics_token: http.metrics_token_sha256 };
         Ok(Some(DoorConfig { place, user, options }))
     }
 }

@@ -105,7 +105,8 @@ impl Access {
         // All are compared, to the end, whichever fits.
         let mut found = None;
         for principal in principals {
-            let fits = principal.tokens.iter().fold(Choice::from(0), |fits, it| fits | it.is(&hash));
+            let fits =
+                principal.tokens.iter().fold(Choice::from(0), |fits, it| fits | it.is(&hash));
             if bool::from(fits) {
                 found = Some(principal);
             }

@@ -18,7 +18,9 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::order::{base64, bounded, check_principal, check_session, media_type, tools, unsupported};
+use super::order::{
+    base64, bounded, check_principal, check_session, media_type, tools, unsupported,
+};
 use super::problem::Problem;
 use super::{Caller, Door, answer_json, order, read_body};
 
@@ -38,6 +40,11 @@ async fn read<T: DeserializeOwned>(caller: &Caller, request: Request) -> Result<
     order::json("the body", &body)
 }
 
+async fn ask(door: &Door, caller: &Caller, question: Question) -> Result<Reply, Problem> {
+    let _place = caller.tenant.question()?;
+    Ok(door.client.ask(question).await?)
+}
+
 fn strange(_: Reply) -> Problem {
     let detail = "the service answered something else than it was asked";
     Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", detail)
@@ -49,7 +56,7 @@ pub(crate) async fn list(
     caller: Caller,
 ) -> Result<Response, Problem> {
     let question = Question::ListTools { principal: caller.tenant.name.clone() };
-    match door.client.ask(question).await? {
+    match ask(&door, &caller, question).await? {
         Reply::Tools { tools, unavailable } => {
             let tools = tools.iter().map(|tool| {
                 let mut shown = described(&tool.spec);
@@ -91,7 +98,7 @@ pub(crate) async fn search(
         return Err(Problem::bad_request(format!("k is 1 to {FOUND_TOOLS_MAX}")));
     }
     let principal = caller.tenant.name.clone();
-    match door.client.ask(Question::SearchTools { principal, intent, k }).await? {
+    match ask(&door, &caller, Question::SearchTools { principal, intent, k }).await? {
         Reply::Found { tools, unavailable } => {
             let tools = tools.iter().map(|tool| {
                 let mut shown = described(&tool.spec);
@@ -167,7 +174,7 @@ pub(crate) async fn issue(
         cost_max: asked.cost_max,
         session: asked.session,
     });
-    granted(door.client.ask(question).await?, StatusCode::CREATED)
+    granted(ask(&door, &caller, question).await?, StatusCode::CREATED)
 }
 
 #[derive(Deserialize)]
@@ -206,13 +213,15 @@ pub(crate) async fn attenuate(
         cost_max: asked.cost_max,
         session: asked.session,
     });
-    granted(door.client.ask(question).await?, StatusCode::CREATED)
+    granted(ask(&door, &caller, question).await?, StatusCode::CREATED)
 }
 
 fn check_constraints(constraints: &[String]) -> Result<(), Problem> {
     if constraints.len() > CONSTRAINTS_MAX {
         let count = constraints.len();
-        return Err(Problem::bad_request(format!("{count} constraints, {CONSTRAINTS_MAX} at most")));
+        return Err(Problem::bad_request(format!(
+            "{count} constraints, {CONSTRAINTS_MAX} at most"
+        )));
     }
     let longest = constraints.iter().map(String::len).max().unwrap_or(0);
     bounded("a constraint", longest, TOOL_NAME_BYTES_MAX + 1 + CONSTRAINT_BYTES_MAX)
@@ -220,9 +229,7 @@ fn check_constraints(constraints: &[String]) -> Result<(), Problem> {
 
 fn granted(reply: Reply, status: StatusCode) -> Result<Response, Problem> {
     match reply {
-        Reply::Grant(token) => {
-            Ok(answer_json(status, &json!({ "grant": STANDARD.encode(token) })))
-        }
+        Reply::Grant(token) => Ok(answer_json(status, &json!({ "grant": STANDARD.encode(token) }))),
         other => Err(strange(other)),
     }
 }
@@ -241,7 +248,7 @@ pub(crate) async fn inspect(
 ) -> Result<Response, Problem> {
     let Inspect { grant } = read(&caller, request).await?;
     let token = base64("grant", &grant, GRANT_BYTES_MAX)?;
-    match door.client.ask(Question::InspectGrant { token }).await? {
+    match ask(&door, &caller, Question::InspectGrant { token }).await? {
         Reply::Claims(claims) if claims.principal == caller.tenant.name => {
             Ok(answer_json(StatusCode::OK, &shown(&claims)))
         }

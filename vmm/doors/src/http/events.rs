@@ -185,7 +185,9 @@ impl Buffer {
 
     fn after(&self, last: u64) -> Next {
         let newest = self.forgotten + self.events.len() as u64;
-        if last >= newest && let Some(end) = &self.end {
+        if last >= newest
+            && let Some(end) = &self.end
+        {
             return Next::End(newest + 1, end.clone());
         }
         let begin = last.max(self.forgotten);

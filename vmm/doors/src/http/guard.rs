@@ -86,7 +86,8 @@ mod tests {
         ] {
             assert_eq!(checked("/", &[("host", host)]), None, "{host}");
         }
-        for host in ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "a@localhost"]
+        for host in
+            ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "a@localhost"]
         {
             assert_eq!(checked("/", &[("host", host)]), Some(421), "{host}");
         }

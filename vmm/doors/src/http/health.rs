@@ -85,9 +85,8 @@ pub(crate) async fn ready(State(door): State<Arc<Door>>) -> Result<Response, Pro
         _ => {
             let asked = tokio::time::timeout(STATUS_TIME_MAX, door.client.ask(Question::Status));
             let ready = match asked.await {
-                Ok(Ok(Reply::Status(json))) => {
-                    serde_json::from_str(&json).is_ok_and(|status: Status| status.state == "serving")
-                }
+                Ok(Ok(Reply::Status(json))) => serde_json::from_str(&json)
+                    .is_ok_and(|status: Status| status.state == "serving"),
                 _ => false,
             };
             *last = Some((Instant::now(), ready));

@@ -146,7 +146,7 @@ pub async fn serve(
 
 /// Tells one that there is no room for it. It may take that or leave it.
 async fn refuse(mut stream: Box<dyn Stream>) {
-    let body = r#"{"title":"Service Unavailable","status":503,"kind":"busy","detail":"the door has no room for another connection"}"#;
+    let body = r#"{"title":"Service Unavailable","status":503,"kind":"overloaded","detail":"the door has no room for another connection"}"#;
     let answer = format!(
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n\
          content-type: application/problem+json\r\ncontent-length: {}\r\n\r\n{body}",
@@ -179,8 +179,7 @@ impl Patient {
             return written;
         }
         let until = Instant::now() + self.patience;
-        let stalled =
-            self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
+        let stalled = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
         ready!(stalled.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
@@ -237,7 +236,8 @@ mod tests {
     #[tokio::test]
     async fn a_client_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
         let (near, mut far) = tokio::io::duplex(4);
-        let mut patient = Patient { patience: Duration::from_millis(20), ..Patient::new(Box::new(near)) };
+        let mut patient =
+            Patient { patience: Duration::from_millis(20), ..Patient::new(Box::new(near)) };
         patient.write_all(b"1234").await.unwrap();
         let error = patient.write_all(b"5").await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

@@ -11,8 +11,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_protocol::broker::Authority;
 use forge_protocol::limits::{
-    GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, HOSTED_TOOLS_BYTES_MAX, INPUT_BYTES_MAX,
-    PROGRAM_BYTES_MAX, RunLimits, SESSION_BYTES_MAX,
+    GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, HOSTED_TOOLS_BYTES_MAX, INPUT_BYTES_MAX, PROGRAM_BYTES_MAX,
+    RunLimits, SESSION_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{HostedTool, HostedTools, Order};
@@ -23,10 +23,10 @@ use serde_json::value::RawValue;
 use super::problem::Problem;
 
 /// A body that asks for a run: JSON with its program in base64 is the longest.
-pub(crate) const RUN_BYTES_MAX: usize =
-    (PROGRAM_BYTES_MAX as usize + GRANT_BYTES_MAX as usize) / 3 * 4
-        + INPUT_BYTES_MAX as usize
-        + 256 * 1024;
+pub(crate) const RUN_BYTES_MAX: usize = (PROGRAM_BYTES_MAX as usize + GRANT_BYTES_MAX as usize) / 3
+    * 4
+    + INPUT_BYTES_MAX as usize
+    + 256 * 1024;
 /// The same over a WebSocket, with the tools that the client hosts.
 pub(crate) const MESSAGE_BYTES_MAX: usize = RUN_BYTES_MAX + 2 * HOSTED_TOOLS_BYTES_MAX as usize;
 
@@ -189,9 +189,10 @@ impl RunBody {
         principal: &str,
         hosted: Option<HostedBody>,
     ) -> Result<Asked, Problem> {
-        let input = self.input.map_or_else(|| b"{}".to_vec(), |input| {
-            String::from(Box::<str>::from(input)).into_bytes()
-        });
+        let input = self.input.map_or_else(
+            || b"{}".to_vec(),
+            |input| String::from(Box::<str>::from(input)).into_bytes(),
+        );
         let parts = Parts {
             program: base64("program", &self.program, PROGRAM_BYTES_MAX)?,
             input,
@@ -260,7 +261,9 @@ impl Parts {
         json::<serde::de::IgnoredAny>("input", &input)?;
         check_session(options.session.as_deref())?;
         let authority = match (grant, options.tools) {
-            (Some(_), Some(_)) => return Err(Problem::bad_request("give a grant or tools, not both")),
+            (Some(_), Some(_)) => {
+                return Err(Problem::bad_request("give a grant or tools, not both"));
+            }
             (Some(grant), None) => {
                 bounded("grant", grant.len(), GRANT_BYTES_MAX as usize)?;
                 Authority::Grant(grant)
@@ -285,9 +288,9 @@ impl Parts {
 /// Refuses a body that says it is somebody else's.
 pub(crate) fn check_principal(own: &str, named: Option<&str>) -> Result<(), Problem> {
     match named {
-        Some(named) if named != own => {
-            Err(Problem::forbidden("this token does not speak for the principal that the body names"))
-        }
+        Some(named) if named != own => Err(Problem::forbidden(
+            "this token does not speak for the principal that the body names",
+        )),
         _ => Ok(()),
     }
 }
@@ -318,7 +321,9 @@ pub(crate) fn base64(what: &str, text: &str, limit: u32) -> Result<Vec<u8>, Prob
 pub(crate) fn tools(names: &[String]) -> Result<Vec<ToolName>, Problem> {
     if names.len() > GRANTED_TOOLS_MAX {
         let count = names.len();
-        return Err(Problem::bad_request(format!("{count} tools are more than {GRANTED_TOOLS_MAX}")));
+        return Err(Problem::bad_request(format!(
+            "{count} tools are more than {GRANTED_TOOLS_MAX}"
+        )));
     }
     let name = |name: &String| {
         ToolName::parse(name).map_err(|error| Problem::bad_request(format!("tools: {error}")))

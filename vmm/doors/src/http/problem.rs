@@ -54,8 +54,8 @@ impl Problem {
     }
 
     /// The caller has as much under way as it may.
-    pub(crate) fn busy(detail: impl Into<String>) -> Self {
-        Self::new(StatusCode::TOO_MANY_REQUESTS, "busy", detail)
+    pub(crate) fn overloaded(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::TOO_MANY_REQUESTS, "overloaded", detail)
     }
 
     /// The service went away.
@@ -121,6 +121,7 @@ impl From<ClientError> for Problem {
             RefusalKind::Forbidden => (StatusCode::FORBIDDEN, "forbidden"),
             RefusalKind::NotReviewed => (StatusCode::FORBIDDEN, "not_reviewed"),
             RefusalKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "broker"),
+            RefusalKind::Overloaded => (StatusCode::TOO_MANY_REQUESTS, "overloaded"),
             RefusalKind::Journal => (StatusCode::INTERNAL_SERVER_ERROR, "journal"),
         };
         Self::new(status, kind, message)

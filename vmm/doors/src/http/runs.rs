@@ -32,7 +32,11 @@ pub(crate) async fn submit(
     let (parts, body) = request.into_parts();
     let (body, room) = read_body(&caller.tenant, &parts.headers, body, RUN_BYTES_MAX).await?;
     let Asked { order, wait } = order::read(&parts.headers, body, &caller.tenant.name).await?;
-    if wait { waited(&door, &caller, order, room).await } else { begun(&door, &caller, order, room).await }
+    if wait {
+        waited(&door, &caller, order, room).await
+    } else {
+        begun(&door, &caller, order, room).await
+    }
 }
 
 /// Answers with the report. Dropped before, the run is cancelled: that is
@@ -89,12 +93,7 @@ async fn begun(
 }
 
 /// Keeps what happens in a run until it is over.
-async fn follow(
-    mut run: Run,
-    kept: Arc<Kept>,
-    tenant: Arc<Tenant>,
-    _slot: OwnedSemaphorePermit,
-) {
+async fn follow(mut run: Run, kept: Arc<Kept>, tenant: Arc<Tenant>, _slot: OwnedSemaphorePermit) {
     let mut end = None;
     while let Some(message) = run.next().await {
         match message {
@@ -112,11 +111,7 @@ async fn follow(
 }
 
 /// Keeps a run that is over already.
-pub(crate) fn over(
-    tenant: &Tenant,
-    events: Events,
-    finish: Finish,
-) -> Result<Arc<Kept>, Problem> {
+pub(crate) fn over(tenant: &Tenant, events: Events, finish: Finish) -> Result<Arc<Kept>, Problem> {
     let end = End::of(finish).ok_or_else(Problem::gone)?;
     let id = end.head.run_id.clone();
     events.end(end);
@@ -173,7 +168,9 @@ pub(crate) async fn state(caller: Caller, Path(id): Path<String>) -> Result<Resp
 /// `DELETE /v1/runs/{id}`
 pub(crate) async fn cancel(caller: Caller, Path(id): Path<String>) -> Result<Response, Problem> {
     let kept = caller.tenant.find(&id)?;
-    if kept.events.ended().is_none() && let Some(canceller) = &kept.canceller {
+    if kept.events.ended().is_none()
+        && let Some(canceller) = &kept.canceller
+    {
         canceller.cancel().await;
         return answer(&kept, StatusCode::ACCEPTED);
     }
@@ -265,10 +262,8 @@ async fn stream(
         match kept.events.after(last) {
             Next::Events { missed, first, events } => {
                 if missed > 0 {
-                    let missed = Happened {
-                        name: "missed",
-                        data: json!({ "events": missed }).to_string(),
-                    };
+                    let missed =
+                        Happened { name: "missed", data: json!({ "events": missed }).to_string() };
                     if sender.send(line(first - 1, &missed)).await.is_err() {
                         return;
                     }

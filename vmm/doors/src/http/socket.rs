@@ -23,8 +23,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::http::StatusCode;
 use axum::response::Response;
 use forge_client::{Canceller, Run, RunMessage};
@@ -53,7 +53,7 @@ const PING_EVERY: Duration = Duration::from_secs(30);
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 enum FromClient {
-    Submit(Submit),
+    Submit(Box<Submit>),
     Settle(Settle),
     Cancel(Cancel),
 }
@@ -210,7 +210,7 @@ impl Talk {
         match said.map_err(|problem| (None, problem))? {
             FromClient::Submit(submit) => {
                 let number = submit.number;
-                self.submit(submit).await.map_err(|problem| (Some(number), problem))
+                self.submit(*submit).await.map_err(|problem| (Some(number), problem))
             }
             FromClient::Settle(settle) => {
                 let number = settle.number;
@@ -232,7 +232,9 @@ impl Talk {
             return Err(Problem::bad_request("this number is another run's, which is not over"));
         }
         if self.runs.len() >= RUNS_MAX {
-            return Err(Problem::busy(format!("{RUNS_MAX} runs of this socket are under way")));
+            return Err(Problem::overloaded(format!(
+                "{RUNS_MAX} runs of this socket are under way"
+            )));
         }
         if run.says_wait() {
             return Err(Problem::bad_request("wait says nothing here: leave it out"));

@@ -17,6 +17,9 @@ use super::problem::Problem;
 /// Requests of one principal that may be under way at the same time: a run
 /// that is waited for and a stream of events are each one.
 const REQUESTS_MAX: usize = 256;
+/// Questions to the service among them. All principals share what the service
+/// answers at once.
+const QUESTIONS_MAX: usize = 16;
 /// Bodies of one principal's requests that may be in memory at the same time,
 /// together, in KiB.
 const BODIES_KIB_MAX: usize = 64 * 1024;
@@ -44,6 +47,7 @@ pub(crate) struct Kept {
 pub(crate) struct Tenant {
     pub(crate) name: String,
     requests: Arc<Semaphore>,
+    questions: Arc<Semaphore>,
     bodies: Arc<Semaphore>,
     running: Arc<Semaphore>,
     runs: Mutex<Runs>,
@@ -62,6 +66,7 @@ impl Tenant {
         Self {
             name,
             requests: Arc::new(Semaphore::new(REQUESTS_MAX)),
+            questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             bodies: Arc::new(Semaphore::new(BODIES_KIB_MAX)),
             running: Arc::new(Semaphore::new(RUNNING_MAX)),
             runs: Mutex::default(),
@@ -71,7 +76,16 @@ impl Tenant {
     /// A place for one request.
     pub(crate) fn request(&self) -> Result<OwnedSemaphorePermit, Problem> {
         Arc::clone(&self.requests).try_acquire_owned().map_err(|_| {
-            Problem::busy(format!("{REQUESTS_MAX} requests of this principal are under way"))
+            Problem::overloaded(format!("{REQUESTS_MAX} requests of this principal are under way"))
+        })
+    }
+
+    /// A place for one question.
+    pub(crate) fn question(&self) -> Result<OwnedSemaphorePermit, Problem> {
+        Arc::clone(&self.questions).try_acquire_owned().map_err(|_| {
+            Problem::overloaded(format!(
+                "{QUESTIONS_MAX} questions of this principal are unanswered"
+            ))
         })
     }
 
@@ -79,14 +93,16 @@ impl Tenant {
     pub(crate) fn body(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
         let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
         Arc::clone(&self.bodies).try_acquire_many_owned(kib).map_err(|_| {
-            Problem::busy("the bodies of this principal's requests fill what there is for them")
+            Problem::overloaded(
+                "the bodies of this principal's requests fill what there is for them",
+            )
         })
     }
 
     /// A place for a run that nobody waits for.
     pub(crate) fn run(&self) -> Result<OwnedSemaphorePermit, Problem> {
         Arc::clone(&self.running).try_acquire_owned().map_err(|_| {
-            Problem::busy(format!("{RUNNING_MAX} runs of this principal are under way"))
+            Problem::overloaded(format!("{RUNNING_MAX} runs of this principal are under way"))
         })
     }
 
@@ -173,7 +189,10 @@ mod tests {
 
     fn end(tenant: &Tenant, id: &str, bytes: usize, now: Instant) {
         let kept = Arc::new(Kept { id: id.into(), canceller: None, events: Events::default() });
-        let report = format!(r#"{{"run_id":"{id}","status":"ok","kind":"","reason":"{}"}}"#, "x".repeat(bytes));
+        let report = format!(
+            r#"{{"run_id":"{id}","status":"ok","kind":"","reason":"{}"}}"#,
+            "x".repeat(bytes)
+        );
         let finish = Finish { report: report.into_bytes(), artifacts: Vec::new() };
         tenant.keep(Arc::clone(&kept));
         kept.events.end(End::of(finish).unwrap());
