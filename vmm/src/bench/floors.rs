@@ -32,6 +32,11 @@ pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_fsync", "append a page to a file where the journal is, and sync it", fsync),
     floor("floor_fork", "fork a process that ends at once, and wait for it", fork),
     floor("floor_jail", "what a forked worker puts on for itself of the jail", jail),
+    floor(
+        "floor_forked",
+        "fork a process that makes a bare VM, has one exit, puts on the jail and says so",
+        forked,
+    ),
     floor("floor_verify", "check the program's signature on the host", verify),
     floor(
         "floor_parse",
@@ -52,8 +57,8 @@ fn said(error: impl std::fmt::Display) -> String {
 
 /// A VM that halts at its first instruction.
 struct Bare {
-    _vcpu: VcpuFd,
-    _vm: VmFd,
+    vcpu: VcpuFd,
+    vm: VmFd,
     _memory: GuestMemoryMmap,
 }
 
@@ -82,7 +87,7 @@ fn bare(kvm: &Kvm) -> Result<Bare, String> {
     }
     let mut vcpu = vm.create_vcpu(0).map_err(said)?;
     match vcpu.run().map_err(said)? {
-        VcpuExit::Hlt => Ok(Bare { _vcpu: vcpu, _vm: vm, _memory: memory }),
+        VcpuExit::Hlt => Ok(Bare { vcpu, vm, _memory: memory }),
         other => Err(format!("a bare VM left with {other:?}")),
     }
 }
@@ -324,6 +329,48 @@ impl JailFloor {
             (Ok(()), ns) if ns != u64::MAX => Ok(ns),
             _ => Err("a child could not enter the jail".into()),
         }
+    }
+}
+
+/// All of a bare worker's path at once, which is more than the sum of its
+/// floors: a process that has just been forked faults its memory in, its VM is
+/// the first that it makes, and it has to be heard.
+#[derive(Default)]
+struct ForkedFloor(Option<(Kvm, WorkerJail)>);
+
+fn forked() -> Result<Box<dyn Case>, String> {
+    let mut floor = ForkedFloor::default();
+    Beside::fork(move || floor.sample())
+}
+
+impl ForkedFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let (kvm, jail) = match &mut self.0 {
+            Some(made) => &*made,
+            none => {
+                let filter = Filters::compile().map_err(said)?.worker;
+                let jail = WorkerJail::prepare(&process::LIMITS, filter).map_err(said)?;
+                &*none.insert((Kvm::new().map_err(said)?, jail))
+            }
+        };
+        let (mut told, mut tell) = UnixStream::pair().map_err(said)?;
+        let started = Instant::now();
+        let child = fork_child(|| {
+            // SAFETY: an option that takes numbers alone.
+            unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+            let Ok(bare) = bare(kvm) else { return };
+            let mut keep = [tell.as_raw_fd(), bare.vm.as_raw_fd(), bare.vcpu.as_raw_fd()];
+            if jail.enter(&mut keep).is_ok() {
+                let _ = tell.write_all(&[1]);
+            }
+        });
+        let child = child.map_err(said)?;
+        drop(tell);
+        let read = told.read_exact(&mut [0]);
+        let ns = started.elapsed().as_nanos() as u64;
+        wait_for(child);
+        read.map_err(|_| "a forked process could not make a jailed VM")?;
+        Ok(ns)
     }
 }
 
