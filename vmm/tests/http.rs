@@ -670,7 +670,7 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
     };
     assert!(open("nobodys").is_err());
     let mut socket = open(ALICE).unwrap();
-    let mut say = |socket: &mut tungstenite::WebSocket<TcpStream>, message: Value| {
+    let say = |socket: &mut tungstenite::WebSocket<TcpStream>, message: Value| {
         socket.send(Message::text(message.to_string())).unwrap();
     };
     let hear = |socket: &mut tungstenite::WebSocket<TcpStream>| loop {
@@ -932,7 +932,7 @@ fn health_needs_no_token_and_metrics_a_token_of_their_own() {
     let text = String::from_utf8(metrics.body).unwrap();
     assert_eq!(metrics.status, 200, "{text}");
     assert!(text.contains("\nforge_http_answers_total{status=\"2xx\"} 3\n"), "{text}");
-    assert!(text.contains("\nforge_runs_running 0\n"), "{text}");
+    assert!(text.contains("\nforge_service_runs_running 0\n"), "{text}");
     // And that token opens nothing else.
     assert_eq!(service.ask(Request::new("GET", "/v1/tools").by(Some(METRICS))).status, 401);
 }
