@@ -75,7 +75,7 @@ impl Desk {
             "[http]\nlisten = '127.0.0.1:0'\nhosts = ['forge.example']\n\
              metrics_token_sha256 = '{}'\n\
              [roles.all]\ntools = ['*']\n\
-             [principals.alice]\nroles = ['all']\ntoken_sha256 = '{}'\n\
+             [principals.alice]\nroles = ['all']\ntoken_sha256 = ['{}']\n\
              [principals.bob]\nroles = ['all']\ntoken_sha256 = ['{}']\n",
             hash(METRICS),
             hash(ALICE),

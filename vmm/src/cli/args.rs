@@ -36,6 +36,10 @@ pub(crate) enum Command {
     Grant(GrantArgs),
     /// Read the journal: which tools were called, and what became of it
     Journal(JournalArgs),
+    /// Say how a service stands
+    Status(StatusArgs),
+    /// Have a service take no more runs, and end when those it has are over
+    Drain(DrainArgs),
     /// Say what this host can do, what it lacks and how to fix it
     Probe(ProbeArgs),
     /// Measure what a run costs on this host, beside its floors
@@ -138,8 +142,9 @@ pub(crate) enum ReuseArg {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct ServeArgs {
     /// The unix socket to listen at
+    /// [default: [service] socket of --config, or what systemd passes]
     #[arg(long, value_name = "PATH")]
-    pub(crate) socket: PathBuf,
+    pub(crate) socket: Option<PathBuf>,
     /// A public key that programs are trusted by; may be given several times
     #[arg(long, value_name = "PUB")]
     pub(crate) trust: Vec<PathBuf>,
@@ -158,6 +163,23 @@ pub(crate) struct ServeArgs {
     /// byte by byte; 0 for none
     #[arg(long, value_name = "N", default_value = "1000")]
     pub(crate) prove_one_in: u32,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct StatusArgs {
+    /// The service's socket
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) service: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct DrainArgs {
+    /// The service's socket
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) service: PathBuf,
 }
 
 #[derive(Debug, ClapArgs)]

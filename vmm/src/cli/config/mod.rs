@@ -1,6 +1,15 @@
 //! What several commands resolve from their flags: the broker, trust keys,
 //! JSON arguments, and the supervisor's own tables of `forge.toml`.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`service`] | how much a service takes, and who may speak for whom |
 
+mod service;
+
+pub(crate) use service::{ServiceConfig, service};
+
+use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
@@ -24,6 +33,10 @@ struct LowConfig {
     broker: LowBroker,
     #[serde(default)]
     vm: LowVm,
+    #[serde(default)]
+    service: service::LowService,
+    #[serde(default)]
+    principals: BTreeMap<String, service::LowPrincipal>,
 }
 
 #[derive(Debug, Default, Deserialize)]
