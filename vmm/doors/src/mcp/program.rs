@@ -63,10 +63,7 @@ pub(super) fn module(text: &str, language: Language) -> Result<Vec<u8>, ProgramE
 ///
 /// # Errors
 /// [`ProgramError`].
-pub(super) fn signed(
-    module: Vec<u8>,
-    signer: Option<&SignerKey>,
-) -> Result<Vec<u8>, ProgramError> {
+pub(super) fn signed(module: Vec<u8>, signer: Option<&SignerKey>) -> Result<Vec<u8>, ProgramError> {
     match (SignedParts::scan(&module), signer) {
         (Ok(_), _) => Ok(module),
         (Err(SignatureError::Unsigned), Some(signer)) => {
