@@ -11,7 +11,8 @@ mod executables;
 mod processes;
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -25,6 +26,7 @@ use forge_client::blocking::Client as ServiceClient;
 use forge_protocol::service::{Question, Reply};
 use processes::Process;
 use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
 use support::{forge_module, signed, signer};
 
 fn main() -> ExitCode {
@@ -42,12 +44,16 @@ fn main() -> ExitCode {
             programs_are_signed_for_the_principal_or_refused,
             a_service_that_stands_already_serves_the_door,
             artifacts_ride_along,
+            http_serves_both_eras_to_who_has_a_token,
         ],
         claims![
             senseless_lines_are_answered_and_harm_nothing,
             a_flood_of_requests_is_answered_without_a_reader,
             wrong_arguments_are_results_that_say_what_is_wrong,
             the_resources_teach_the_abi,
+            http_refuses_strangers_other_hosts_and_other_pages,
+            a_session_and_a_handle_are_of_no_use_to_another_principal,
+            a_door_without_known_principals_does_not_open,
         ],
     )
 }
@@ -758,4 +764,165 @@ fn the_resources_teach_the_abi() {
     }
     let id = client.ask("resources/read", json!({"uri": "file:///etc/passwd"}));
     assert!(client.answer(id)["error"].is_object());
+}
+
+// Over HTTP
+
+/// `forge-vmm mcp --listen`, for alice and bob, whose tokens are their names.
+struct Http(Child, String);
+
+impl Http {
+    fn start(desk: &Desk) -> Self {
+        let principals: String = ["alice", "bob"]
+            .map(|name| {
+                let digest: String =
+                    Sha256::digest(name).iter().map(|byte| format!("{byte:02x}")).collect();
+                format!("[[mcp.principals]]\nname = \"{name}\"\ntoken_sha256 = \"{digest}\"\n")
+            })
+            .concat();
+        fs::write(desk.path("http.toml"), principals).unwrap();
+        let arguments = ["mcp", "--config", "http.toml", "--mcp-config", "servers.json"];
+        let mut command = desk.forge(&arguments);
+        command.args(["--listen", "127.0.0.1:0"]).stdin(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+        let address = lines
+            .find_map(|line| Some(line.split_once("http://")?.1.strip_suffix("/mcp")?.to_owned()))
+            .unwrap();
+        std::thread::spawn(move || lines.for_each(|line| eprintln!("{line}")));
+        Self(child, address)
+    }
+
+    /// Status, headers and body of one answer, as they came.
+    fn post(&self, headers: &[(&str, &str)], message: &Value) -> String {
+        let body = message.to_string();
+        let mut request = format!("POST /mcp HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
+        let host = headers.iter().any(|(name, _)| *name == "Host");
+        let usual = [
+            ("Content-Type", "application/json"),
+            ("Accept", "application/json, text/event-stream"),
+            ("Connection", "close"),
+            ("Host", &*self.1),
+        ];
+        let usual = usual.into_iter().filter(|(name, _)| !(host && *name == "Host"));
+        for (name, value) in usual.chain(headers.iter().copied()) {
+            request.push_str(&format!("{name}: {value}\r\n"));
+        }
+        let mut stream = TcpStream::connect(&self.1).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.write_all(format!("{request}\r\n{body}").as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+}
+
+impl Drop for Http {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const ALICE: (&str, &str) = ("Authorization", "Bearer alice");
+const BOB: (&str, &str) = ("Authorization", "Bearer bob");
+const NEWEST: (&str, &str) = ("MCP-Protocol-Version", "2026-07-28");
+
+fn request(method: &str, params: Value) -> Value {
+    json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": params})
+}
+
+fn initialize() -> Value {
+    let client = json!({"name": "test", "version": "1"});
+    let params = json!({
+        "protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client,
+    });
+    request("initialize", params)
+}
+
+/// Calls a tool without a session, as the newest protocol does.
+fn call(http: &Http, who: (&str, &str), tool: &str, arguments: Value) -> String {
+    let meta = json!({
+        "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+        "io.modelcontextprotocol/clientInfo": {"name": "test", "version": "1"},
+        "io.modelcontextprotocol/clientCapabilities": {},
+    });
+    let params = json!({"name": tool, "arguments": arguments, "_meta": meta});
+    let headers = [who, NEWEST, ("Mcp-Method", "tools/call"), ("Mcp-Name", tool)];
+    http.post(&headers, &request("tools/call", params))
+}
+
+fn session(answer: &str) -> String {
+    let line = answer.lines().find(|line| line.to_lowercase().starts_with("mcp-session-id:"));
+    line.unwrap_or_else(|| panic!("no session: {answer}")).split_once(": ").unwrap().1.into()
+}
+
+fn http_serves_both_eras_to_who_has_a_token() {
+    let desk = Desk::new();
+    let http = Http::start(&desk);
+    let answer = call(&http, ALICE, "run_program", json!({"program": ECHO, "input": "newest"}));
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("newest"), "{answer}");
+    let greeted = http.post(&[ALICE], &initialize());
+    assert!(greeted.contains("2025-11-25"), "{greeted}");
+    let session = session(&greeted);
+    let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    let run = json!({"name": "run_program", "arguments": {"program": ECHO, "input": "older"}});
+    let answer = http.post(&headers, &request("tools/call", run));
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("older"), "{answer}");
+}
+
+fn http_refuses_strangers_other_hosts_and_other_pages() {
+    let desk = Desk::new();
+    let http = Http::start(&desk);
+    let cases: [(&[(&str, &str)], &str); 8] = [
+        (&[], "401"),
+        (&[("Authorization", "Bearer mallory")], "401"),
+        (&[("Authorization", "Basic alice")], "401"),
+        (&[ALICE, BOB], "401"),
+        (&[ALICE, ("Host", "rebound.example")], "403"),
+        (&[ALICE, ("Origin", "https://evil.example")], "403"),
+        (&[ALICE, ("Origin", "null")], "403"),
+        (&[ALICE, ("Origin", "http://localhost:3000")], "200"),
+    ];
+    for (headers, status) in cases {
+        let answer = http.post(headers, &initialize());
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{headers:?}: {answer}");
+    }
+    let long = request("tools/call", json!({"name": "run_program", "x": "x".repeat(5 << 20)}));
+    // The door may stop reading before all of it is sent.
+    let refused = std::panic::catch_unwind(|| http.post(&[ALICE], &long));
+    assert!(refused.is_err() || refused.is_ok_and(|it| it.starts_with("HTTP/1.1 413")));
+    assert!(http.post(&[ALICE], &initialize()).starts_with("HTTP/1.1 200"));
+}
+
+fn a_session_and_a_handle_are_of_no_use_to_another_principal() {
+    let desk = Desk::new();
+    let http = Http::start(&desk);
+    let session = session(&http.post(&[ALICE], &initialize()));
+    let listed = request("tools/list", json!({}));
+    for (who, status) in [(ALICE, "200"), (BOB, "404")] {
+        let answer = http.post(&[who, ("Mcp-Session-Id", &session)], &listed);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{who:?}: {answer}");
+    }
+    let found = call(&http, ALICE, "search_tools", json!({"intent": "say a text back"}));
+    let grant = found.split("\"grant\":\"").nth(1).unwrap_or_else(|| panic!("{found}"));
+    let grant = grant.split('"').next().unwrap();
+    let run = json!({"program": "(module)", "grant": grant});
+    let answer = call(&http, BOB, "run_program", run.clone());
+    assert!(answer.contains("is not known here"), "{answer}");
+    let answer = call(&http, ALICE, "run_program", run);
+    assert!(!answer.contains("is not known here"), "{answer}");
+}
+
+fn a_door_without_known_principals_does_not_open() {
+    let desk = Desk::new();
+    let twice = "[[mcp.principals]]\nname = \"a\"\ntoken_sha256 = \"00\"\n";
+    for (config, word) in [("", "[[mcp.principals]]"), (twice, "token_sha256")] {
+        fs::write(desk.path("bad.toml"), config).unwrap();
+        let arguments = ["mcp", "--config", "bad.toml", "--listen", "127.0.0.1:0"];
+        let output = desk.forge(&arguments).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(word), "{said}");
+    }
 }

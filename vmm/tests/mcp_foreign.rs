@@ -1,5 +1,6 @@
 //! Clients that others wrote, unchanged, at the MCP door: the official
-//! TypeScript SDK over stdio and over HTTP.
+//! TypeScript SDK over stdio and over HTTP, and those scenarios of the
+//! conformance suite that ask for no tools of its own.
 //!
 //! They need npm and its registry, so they run only when `FORGE_FOREIGN=1` is
 //! set and npm is there; else they are counted as ignored, and say why.
@@ -36,7 +37,8 @@ fn main() -> ExitCode {
     } else {
         None
     };
-    let tests: [(&str, fn()); 2] = [
+    let tests: [(&str, fn()); 3] = [
+        ("the_conformance_suite_passes", the_conformance_suite_passes),
         (
             "the_typescript_sdk_runs_a_program_over_stdio",
             the_typescript_sdk_runs_a_program_over_stdio,
@@ -67,17 +69,32 @@ fn must(command: &mut Command) -> String {
     stdout.into_owned()
 }
 
-/// Installs the SDK, once; returns a client of it.
-fn client() -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("foreign/mcp-sdk");
+/// A folder with packages from npm, installed once.
+fn npm(packages: &[&str]) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("foreign/mcp-clients");
     std::fs::create_dir_all(&folder).unwrap();
-    if !folder.join("node_modules/@modelcontextprotocol/sdk").exists() {
+    let missing = |package: &&&str| {
+        let name = package.rfind('@').map_or(**package, |at| &package[..at]);
+        !folder.join("node_modules").join(name).exists()
+    };
+    let missing: Vec<_> = packages.iter().filter(missing).collect();
+    if !missing.is_empty() {
         let install = ["install", "--no-audit", "--no-fund", "--prefix"];
-        must(Command::new("npm").args(install).arg(&folder).arg("@modelcontextprotocol/sdk@1"));
+        must(Command::new("npm").args(install).arg(&folder).args(missing));
     }
-    let client = folder.join(format!("client-{}.mjs", std::process::id()));
-    std::fs::write(&client, include_str!("support/mcp_client.mjs")).unwrap();
-    client
+    folder
+}
+
+/// A script that uses packages of that folder.
+fn script(folder: &Path, name: &str, text: &str) -> PathBuf {
+    let script = folder.join(format!("{name}-{}.mjs", std::process::id()));
+    std::fs::write(&script, text).unwrap();
+    script
+}
+
+fn client(name: &str) -> PathBuf {
+    let folder = npm(&["@modelcontextprotocol/sdk@1"]);
+    script(&folder, name, include_str!("support/mcp_client.mjs"))
 }
 
 /// A folder with a configuration, gone after the test.
@@ -115,7 +132,7 @@ impl Drop for Desk {
 fn the_typescript_sdk_runs_a_program_over_stdio() {
     let desk = Desk::new("mcp-sdk-stdio");
     let mut node = desk.command("node");
-    node.arg(client()).args(["stdio", FORGE, "mcp", "--mcp-config", "servers.json"]);
+    node.arg(client("stdio")).args(["stdio", FORGE, "mcp", "--mcp-config", "servers.json"]);
     assert!(must(&mut node).ends_with("ok\n"));
 }
 
@@ -128,8 +145,8 @@ impl Drop for Ended {
     }
 }
 
-fn the_typescript_sdk_runs_a_program_over_http() {
-    let desk = Desk::new("mcp-sdk-http");
+/// The door over HTTP, and its address.
+fn listening(desk: &Desk) -> (Ended, String) {
     let mut forge = desk.command(FORGE);
     forge.args(["mcp", "--config", "forge.toml", "--mcp-config", "servers.json"]);
     forge.args(["--listen", "127.0.0.1:0"]).stdin(Stdio::null()).stderr(Stdio::piped());
@@ -137,7 +154,53 @@ fn the_typescript_sdk_runs_a_program_over_http() {
     let mut lines = BufReader::new(server.0.stderr.take().unwrap()).lines().map(Result::unwrap);
     let address = lines.find_map(|line| line.split("serving MCP at ").nth(1).map(str::to_owned));
     std::thread::spawn(move || lines.for_each(|line| eprintln!("{line}")));
+    (server, address.unwrap())
+}
+
+fn the_typescript_sdk_runs_a_program_over_http() {
+    let desk = Desk::new("mcp-sdk-http");
+    let (_server, address) = listening(&desk);
     let mut node = desk.command("node");
-    node.arg(client()).args(["http", &address.unwrap(), TOKEN]);
+    node.arg(client("http")).args(["http", &address, TOKEN]);
     assert!(must(&mut node).ends_with("ok\n"));
+}
+
+/// Those that are of the protocol and not of the suite's own example tools.
+/// `prompts-list` and `completion-complete` are answered though neither is
+/// offered, as the library does it.
+const SCENARIOS: [&str; 8] = [
+    "server-initialize",
+    "ping",
+    "tools-list",
+    "resources-list",
+    "prompts-list",
+    "completion-complete",
+    "server-sse-multiple-streams",
+    "dns-rebinding-protection",
+];
+
+fn the_conformance_suite_passes() {
+    let desk = Desk::new("mcp-conformance");
+    // The suite needs a newer node than distributions have, and knows no
+    // tokens: something between adds it.
+    let folder = npm(&["@modelcontextprotocol/conformance@0.1", "node@22"]);
+    let node = folder.join("node_modules/.bin/node");
+    let (_server, address) = listening(&desk);
+    let adder = script(&folder, "adder", include_str!("support/mcp_token_adder.mjs"));
+    let mut adder = Command::new(&node)
+        .arg(adder)
+        .args([&address, TOKEN])
+        .stdout(Stdio::piped())
+        .spawn()
+        .map(Ended)
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(adder.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let suite = folder.join("node_modules/@modelcontextprotocol/conformance/dist/index.js");
+    for scenario in SCENARIOS {
+        let mut command = Command::new(&node);
+        command.arg(&suite).args(["server", "--scenario", scenario, "--url", line.trim()]);
+        let said = must(command.current_dir(&desk.0));
+        assert!(said.contains(" 0 failed") && !said.contains("Passed: 0/"), "{scenario}: {said}");
+    }
 }

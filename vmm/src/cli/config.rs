@@ -44,7 +44,7 @@ pub(crate) struct McpConfig {
     /// Host names by which clients reach it, beside those of loopback.
     #[serde(default)]
     pub(crate) hosts: Vec<String>,
-    /// Origins of browser pages that may ask.
+    /// Origins of browser pages that may ask, beside those on loopback.
     #[serde(default)]
     pub(crate) origins: Vec<String>,
 }

@@ -37,6 +37,8 @@ use super::{Door, MESSAGE_BYTES_MAX, REQUESTS_MAX};
 
 /// The one path that is served.
 const PATH: &str = "/mcp";
+/// Pages of this host. They need a token like everybody else.
+const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*"];
 /// Connections at a time. One more waits to be accepted.
 const CONNECTIONS_MAX: usize = 512;
 /// How long a request's headers may take to come.
@@ -53,7 +55,7 @@ pub struct HttpOptions {
     pub doors: Vec<([u8; 32], Door)>,
     /// Host names by which clients may reach it, beside those of loopback.
     pub hosts: Vec<String>,
-    /// Origins of browser pages that may ask: none unless given.
+    /// Origins of browser pages that may ask, beside those on loopback.
     pub origins: Vec<String>,
 }
 
@@ -82,7 +84,7 @@ pub async fn serve(
     let own = StreamableHttpServerConfig::default();
     let config = StreamableHttpServerConfig::default()
         .with_allowed_hosts(own.allowed_hosts.into_iter().chain(hosts))
-        .with_allowed_origins(origins)
+        .with_allowed_origins(LOOPBACK_ORIGINS.map(str::to_owned).into_iter().chain(origins))
         .enforce_origin_validation()
         .with_max_request_body_bytes(MESSAGE_BYTES_MAX)
         .with_cancellation_token(closing.clone());
