@@ -89,6 +89,13 @@ pub enum Request {
         /// [`FOUND_TOOLS_MAX`](crate::limits::FOUND_TOOLS_MAX).
         k: u32,
     },
+    /// Nobody wants a run any more → [`Reply::Cancelled`]. What it has
+    /// dispatched is no longer waited for, and its tools are told so where
+    /// they can be. Only while its run link is open.
+    CancelRun {
+        /// Which.
+        run_id: RunId,
+    },
 }
 
 /// What a grant is to say.
@@ -205,6 +212,8 @@ pub enum Reply {
         /// could not be found.
         unavailable: Vec<(String, String)>,
     },
+    /// To [`Request::CancelRun`].
+    Cancelled,
 }
 
 /// A tool in a list.

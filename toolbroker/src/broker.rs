@@ -13,13 +13,14 @@
 //! frame it should not send ends the link. Deliberately absent is a socket to
 //! listen on: [`Broker::serve`] takes any stream, and today there is one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::future::poll_fn;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Poll;
 use std::time::SystemTime;
 
+use forge_protocol::RunId;
 use forge_protocol::broker::{
     Answer, Ask, Authority, FoundTool, GrantClaims, GrantRequest, GrantedTool, ListedTool,
     Narrowing, OpenRun, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool,
@@ -172,6 +173,8 @@ pub struct Broker {
     reviews: Arc<Reviews>,
     dispatcher: Dispatcher,
     runs: TaskTracker,
+    /// Those whose link is open.
+    open: Mutex<HashMap<RunId, Weak<Run>>>,
     /// `true` once nothing new is dispatched.
     closing: watch::Sender<bool>,
 }
@@ -198,7 +201,8 @@ impl Broker {
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         let retrieval = Arc::default();
-        Self { registry, retrieval, grants, policy, reviews, dispatcher, runs, closing }
+        let open = Mutex::default();
+        Self { registry, retrieval, grants, policy, reviews, dispatcher, runs, open, closing }
     }
 
     /// Serves one supervisor until it closes its link.
@@ -299,6 +303,14 @@ impl Broker {
             Request::Metrics => Ok(Reply::Metrics(self.dispatcher.metrics().text())),
             Request::SearchTools { principal, intent, k } => {
                 self.search(&principal, intent, k).await
+            }
+            Request::CancelRun { run_id } => {
+                let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
+                if let Some(run) = run {
+                    tracing::info!(run = %run_id, "run cancelled");
+                    run.cancel();
+                }
+                Ok(Reply::Cancelled)
             }
         }
     }
@@ -453,6 +465,10 @@ impl Broker {
         Ok(self.grants.issuer().issue(&terms, SystemTime::now())?)
     }
 
+    fn open_runs(&self) -> MutexGuard<'_, HashMap<RunId, Weak<Run>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Each named tool once, with the digest of its present definition.
     async fn pin(
         &self,
@@ -533,7 +549,12 @@ impl Broker {
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
-        self.runs.spawn(serve_run(run, stream, dispatcher, closing));
+        self.open_runs().insert(run_id, Arc::downgrade(&run));
+        let this = Arc::clone(self);
+        self.runs.spawn(async move {
+            serve_run(run, stream, dispatcher, closing).await;
+            this.open_runs().remove(&run_id);
+        });
         Ok(claims)
     }
 }

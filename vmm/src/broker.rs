@@ -24,6 +24,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use forge_protocol::RunId;
 use forge_protocol::broker::{Answer, Ask, GrantClaims, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::codec::{self, BorrowDecode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
@@ -432,6 +433,18 @@ impl Broker {
         match self.exchange(Request::Sync, None)? {
             Reply::Synced => Ok(()),
             other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
+        }
+    }
+
+    /// Says that nobody wants a run any more whose link is still open: what it
+    /// has dispatched is waited for no longer, and its tools are told.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn cancel_run(&self, run_id: RunId) -> Result<(), BrokerError> {
+        match self.exchange(Request::CancelRun { run_id }, None)? {
+            Reply::Cancelled => Ok(()),
+            other => Err(BrokerError::Protocol(format!("{other:?} for a cancelled run"))),
         }
     }
 

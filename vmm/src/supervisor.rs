@@ -11,7 +11,7 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
@@ -21,7 +21,7 @@ use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Timing};
+use forge_protocol::worker::{Fate, Job, Report, Timing, VmFailure, VmFailureKind};
 
 use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
@@ -52,12 +52,24 @@ pub struct RunResult {
 }
 
 impl RunResult {
-    /// A run that there was no room for.
+    /// A run that was not begun.
     #[must_use]
-    pub fn refused(kind: &'static str, reason: impl Into<String>) -> Self {
+    pub fn unstarted(status: Status, kind: &'static str, reason: impl Into<String>) -> Self {
         let at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = RunId(crate::keys::random().unwrap_or_default());
-        unstarted(run_id, None, Outcome::new(Status::Refused, kind, reason), at)
+        unstarted(run_id, None, Outcome::new(status, kind, reason), at)
+    }
+
+    /// One that there was no room for, and when there may be.
+    #[must_use]
+    pub fn refused(
+        kind: &'static str,
+        reason: impl Into<String>,
+        retry_after_ms: Option<u64>,
+    ) -> Self {
+        let mut result = Self::unstarted(Status::Refused, kind, reason);
+        result.report.retry_after_ms = retry_after_ms;
+        result
     }
 }
 
@@ -78,10 +90,25 @@ pub struct SupervisorOptions {
 /// Runs programs, any number at a time.
 #[derive(Debug)]
 pub struct Supervisor {
-    admission: Admission,
     maxima: RunLimits,
     broker: Option<Broker>,
-    pool: Pool,
+    options: PoolOptions,
+    worker: PathBuf,
+    engine: RwLock<Arc<Engine>>,
+}
+
+/// What hangs on the keys that are trusted: they are in every VM, too.
+#[derive(Debug)]
+struct Engine {
+    admission: Admission,
+    pool: Arc<Pool>,
+}
+
+impl Engine {
+    fn new(trust: TrustKeys, options: PoolOptions, worker: PathBuf) -> io::Result<Arc<Self>> {
+        let pool = Arc::new(Pool::new(worker, &trust, options)?);
+        Ok(Arc::new(Self { admission: Admission::new(trust), pool }))
+    }
 }
 
 /// What stands before the VM or behind it, and refused.
@@ -103,14 +130,33 @@ impl Supervisor {
     pub fn new(options: SupervisorOptions, broker: Option<Broker>) -> io::Result<Self> {
         let SupervisorOptions { trust, maxima, pool, worker } = options;
         let worker = worker.unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
-        let pool = Pool::new(worker, &trust, pool)?;
-        Ok(Self { admission: Admission::new(trust), maxima, broker, pool })
+        let engine = RwLock::new(Engine::new(trust, pool, worker.clone())?);
+        Ok(Self { maxima, broker, options: pool, worker, engine })
+    }
+
+    /// Trusts these keys from now on and no others. Runs that are under way
+    /// end as they would have; new ones get new VMs.
+    ///
+    /// # Errors
+    /// If the host has no thread left for a pool. Nothing changed then.
+    pub fn trust(&self, trust: TrustKeys) -> io::Result<()> {
+        let engine = Engine::new(trust, self.options, self.worker.clone())?;
+        let old = {
+            let mut place = self.engine.write().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *place, engine)
+        };
+        drop(old);
+        Ok(())
+    }
+
+    fn engine(&self) -> Arc<Engine> {
+        Arc::clone(&self.engine.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The VMs that stand ready.
     #[must_use]
-    pub fn pool(&self) -> &Pool {
-        &self.pool
+    pub fn pool(&self) -> Arc<Pool> {
+        Arc::clone(&self.engine().pool)
     }
 
     /// Carries out one run. However it ends, there is a report.
@@ -142,6 +188,10 @@ impl Supervisor {
 
     /// The same as [`Self::run`], until it is cancelled.
     pub fn run_for(&self, request: &Order, cancel: Option<&Cancel>) -> RunResult {
+        if cancel.is_some_and(Cancel::is_raised) {
+            let reason = "the run was cancelled before it began";
+            return RunResult::unstarted(Status::Cancelled, "cancelled", reason);
+        }
         let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
@@ -150,31 +200,33 @@ impl Supervisor {
                 return unstarted(RunId([0; 16]), None, outcome, at);
             }
         };
-        let admitted = match self.admit(request) {
+        let engine = self.engine();
+        let admitted = match self.admit(&engine.admission, request) {
             Ok(admitted) => admitted,
             Err(refused) => return unstarted(run_id, None, refused.into(), at),
         };
         at.admitted = now_ns();
-        match self.carry_out(run_id, request, &admitted, cancel, &mut at) {
+        match self.carry_out(&engine.pool, run_id, request, &admitted, cancel, &mut at) {
             Ok(result) => result,
             Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), at),
         }
     }
 
-    fn admit(&self, request: &Order) -> Result<Arc<Admitted>, Refused> {
+    fn admit(&self, admission: &Admission, request: &Order) -> Result<Arc<Admitted>, Refused> {
         request.limits.within(&self.maxima).map_err(Refused::Over)?;
         let input_bytes = request.input.len() as u64;
         let limit = request.limits.input_bytes.into();
         if input_bytes > limit {
             return Err(Refused::Over(OverLimit { what: "input_bytes", got: input_bytes, limit }));
         }
-        self.admission
+        admission
             .admit(&request.program, &request.limits)
             .map_err(|violation| Refused::Violations(vec![violation]))
     }
 
     fn carry_out(
         &self,
+        pool: &Pool,
         run_id: RunId,
         request: &Order,
         admitted: &Admitted,
@@ -187,7 +239,7 @@ impl Supervisor {
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
-        self.pool.stand_by();
+        pool.stand_by();
         // From here on the run's clock goes, for everybody: the broker counts
         // from the moment at which it is asked to open the run.
         let wall = Duration::from_millis(request.limits.wall_ms);
@@ -222,22 +274,33 @@ impl Supervisor {
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
         let patience = Patience { until, cancel };
-        let (report, vm) = match self.pool.carry_out(&task, patience) {
+        let (report, vm) = match pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
                 (report, vm)
             }
             Err(fate) => (worker::unserved(fate), Vm::Fresh),
         };
+        let is_cancelled =
+            matches!(report.fate, Fate::Vm(VmFailure { kind: VmFailureKind::Cancelled, .. }));
+        if is_cancelled
+            && link.is_some()
+            && let Some(broker) = &self.broker
+        {
+            // Its tools hear of it. A broker that is lost tells nobody.
+            if let Err(error) = broker.cancel_run(run_id) {
+                tracing::warn!(%error, "a cancelled run's calls go on");
+            }
+        }
         // What its calls did is on the disk before anybody hears of it. A run
-        // without calls asks nobody.
-        if !report.calls.is_empty()
+        // without calls asks nobody; of a cancelled run it is not known.
+        if (!report.calls.is_empty() || (is_cancelled && link.is_some()))
             && let Some(broker) = &self.broker
         {
             broker.sync().map_err(Refused::Journal)?;
         }
         drop(link);
-        let weaknesses = self.pool.weaknesses();
+        let weaknesses = pool.weaknesses();
         Ok(reported(run_id, admitted, request, report, vm, &weaknesses, *at))
     }
 
@@ -323,6 +386,7 @@ fn unstarted(
         status: outcome.status,
         kind: outcome.kind,
         reason: outcome.reason,
+        retry_after_ms: None,
         output,
         output_encoding,
         artifacts: Vec::new(),
@@ -371,6 +435,7 @@ fn reported(
         status: outcome.status,
         kind: outcome.kind,
         reason: outcome.reason,
+        retry_after_ms: None,
         output,
         output_encoding,
         artifacts: report.artifacts.iter().map(artifact_report).collect(),

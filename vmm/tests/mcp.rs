@@ -580,7 +580,7 @@ fn programs_are_signed_for_the_principal_or_refused() {
     let config = "[trust]\nkeys = [\"signer.pub\"]\n";
     let closed = format!("{config}[mcp]\naccept_unsigned = false\n");
     fs::write(desk.path("closed.toml"), closed).unwrap();
-    let keyed = "[mcp]\nprincipal = \"alice\"\nsigning_key = \"door.pem\"\n";
+    let keyed = "[mcp]\nprincipal = \"alice\"\n[principals.alice]\nsign_with = \"door.pem\"\n";
     fs::write(desk.path("keyed.toml"), keyed).unwrap();
     let ours = signer().trust_key().to_string();
 
@@ -614,7 +614,7 @@ fn a_service_that_stands_already_serves_the_door() {
     let mut client = desk.client(&["--service", "socket"]);
     client.greet();
     let result = client.run(json!({"program": ECHO}));
-    assert!(text(&result).contains("signing_key"), "{result}");
+    assert!(text(&result).contains("sign_with"), "{result}");
     let grant = client.search("say a text back")["grant"].clone();
     let program = STANDARD.encode(signed(&caller("test.echo", r#"{"text": "hello"}"#)));
     let run = json!({"program": program, "language": "wasm", "grant": grant});
@@ -777,7 +777,7 @@ impl Http {
             .map(|name| {
                 let digest: String =
                     Sha256::digest(name).iter().map(|byte| format!("{byte:02x}")).collect();
-                format!("[[mcp.principals]]\nname = \"{name}\"\ntoken_sha256 = \"{digest}\"\n")
+                format!("[principals.{name}]\ntoken_sha256 = [\"{digest}\"]\n")
             })
             .concat();
         fs::write(desk.path("http.toml"), principals).unwrap();
@@ -916,8 +916,8 @@ fn a_session_and_a_handle_are_of_no_use_to_another_principal() {
 
 fn a_door_without_known_principals_does_not_open() {
     let desk = Desk::new();
-    let twice = "[[mcp.principals]]\nname = \"a\"\ntoken_sha256 = \"00\"\n";
-    for (config, word) in [("", "[[mcp.principals]]"), (twice, "token_sha256")] {
+    let short = "[principals.a]\ntoken_sha256 = [\"00\"]\n";
+    for (config, word) in [("", "nobody is known"), (short, "token_sha256")] {
         fs::write(desk.path("bad.toml"), config).unwrap();
         let arguments = ["mcp", "--config", "bad.toml", "--listen", "127.0.0.1:0"];
         let output = desk.forge(&arguments).stdin(Stdio::null()).output().unwrap();

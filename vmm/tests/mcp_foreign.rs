@@ -110,8 +110,7 @@ impl Desk {
             "env": {"INVENTORY_TOKEN": "demo-inventory-token"},
         }}});
         std::fs::write(folder.join("servers.json"), servers.to_string()).unwrap();
-        let config =
-            format!("[[mcp.principals]]\nname = \"local\"\ntoken_sha256 = \"{TOKEN_SHA256}\"\n");
+        let config = format!("[principals.local]\ntoken_sha256 = [\"{TOKEN_SHA256}\"]\n");
         std::fs::write(folder.join("forge.toml"), config).unwrap();
         Self(folder)
     }

@@ -52,6 +52,12 @@ fn main() -> ExitCode {
             a_client_that_reads_nothing_holds_up_nobody,
             runs_one_after_another_wake_no_second_thread,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
+            a_flood_is_refused_at_once_and_a_second_principal_is_served,
+            a_signal_drains_and_a_second_ends_at_once,
+            what_is_configured_is_loaded_again,
+            a_service_manager_passes_the_socket_and_is_told,
+            the_tools_of_a_cancelled_run_hear_of_it,
+            another_user_speaks_for_its_principal_alone,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
@@ -691,6 +697,248 @@ fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
     assert!(!desk.socket().exists());
 }
 
+// Bounds
+
+fn a_flood_is_refused_at_once_and_a_second_principal_is_served() {
+    let desk = Desk::new();
+    let config = "[service]\nruns_max = 3\nqueue_max = 1\nqueue_wait_ms = 3600000\n\
+                  principal_runs_max = 3\n[principals.small]\nruns_max = 1\n";
+    fs::write(desk.path("forge.toml"), config).unwrap();
+    let service = desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let of = |principal: &str, order: Order| Order { principal: principal.into(), ..order };
+        let mut held = Vec::new();
+        for _ in 0..3 {
+            held.push(client.submit(&of("flood", endless())).await.unwrap());
+        }
+        stands(&client, "three run", |status| status["runs"]["running"] == 3).await;
+        for _ in 0..30 {
+            let report = report(&client.run(&of("flood", endless())).await.unwrap());
+            assert_eq!(report["status"], "refused", "{report:#}");
+            assert_eq!(report["kind"], "too_many_runs", "{report:#}");
+            assert!(report["retry_after_ms"].as_u64().unwrap() >= 1, "{report:#}");
+        }
+        // Another waits for the next place, and gets it.
+        let other = client.submit(&of("other", submit(ECHO, "[1]"))).await.unwrap();
+        stands(&client, "it waits", |status| status["runs"]["waiting"] == 1).await;
+        let third = report(&client.run(&of("third", submit(ECHO, "[1]"))).await.unwrap());
+        assert_eq!((&third["status"], &third["kind"]), (&"refused".into(), &"overloaded".into()));
+        held.pop().unwrap().canceller().cancel().await;
+        assert_eq!(report(&other.finish().await.unwrap())["output"], "[1]");
+        // One that waits can be cancelled.
+        held.push(client.submit(&of("flood", endless())).await.unwrap());
+        stands(&client, "three run again", |status| status["runs"]["running"] == 3).await;
+        let waits = client.submit(&of("small", submit(ECHO, "1"))).await.unwrap();
+        stands(&client, "it waits", |status| status["runs"]["waiting"] == 1).await;
+        let small = report(&client.run(&of("small", submit(ECHO, "1"))).await.unwrap());
+        assert_eq!(small["kind"], "too_many_runs", "its own limit is 1");
+        waits.canceller().cancel().await;
+        assert_eq!(report(&waits.finish().await.unwrap())["status"], "cancelled");
+        drop(held);
+    });
+}
+
+// Signals, and who sends them
+
+fn signal(service: &Service, signal: i32) {
+    // SAFETY: a plain system call; the process is a child of ours.
+    assert_eq!(unsafe { libc::kill(service.child.id() as i32, signal) }, 0);
+}
+
+fn a_signal_drains_and_a_second_ends_at_once() {
+    let desk = Desk::new();
+    for twice in [false, true] {
+        let drain_ms = if twice { 3_600_000 } else { 50 };
+        fs::write(desk.path("forge.toml"), format!("[service]\ndrain_ms = {drain_ms}")).unwrap();
+        let mut service =
+            desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
+        runtime().block_on(async {
+            let client = forge_client::Client::connect(&service.socket).await.unwrap();
+            let run = client.submit(&endless()).await.unwrap();
+            stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
+            signal(&service, libc::SIGTERM);
+            if twice {
+                stands(&client, "it drains", |status| status["state"] == "draining").await;
+                let refused = report(&client.run(&submit(ECHO, "1")).await.unwrap());
+                assert_eq!(refused["kind"], "draining");
+                assert!(refused.get("retry_after_ms").is_none(), "{refused:#}");
+                signal(&service, libc::SIGTERM);
+                assert!(run.finish().await.is_err(), "nobody is left to tell its end");
+            } else {
+                // Its time is over, and it is told so.
+                let report = report(&run.finish().await.unwrap());
+                assert_eq!(report["status"], "cancelled");
+            }
+        });
+        assert!(service.child.wait().unwrap().success());
+        assert!(!desk.socket().exists());
+    }
+}
+
+fn what_is_configured_is_loaded_again() {
+    let desk = Desk::new();
+    fs::write(desk.path("forge.toml"), "[service]\nruns_max = 3").unwrap();
+    let other = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
+    fs::write(desk.path("other.pub"), other.trust_key().to_pem()).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    let wat = wat::parse_str(forge_module(r#"(memory (export "memory") 1)"#, ECHO)).unwrap();
+    let order = Order { program: other.sign(&wat).unwrap(), ..submit(ECHO, "[1]") };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&endless()).await.unwrap();
+        stands(&client, "one runs", |status| status["runs"]["running"] == 1).await;
+        let refused = report(&client.run(&order).await.unwrap());
+        assert_eq!(refused["kind"], "signature");
+        let wrong = "[service]\nruns_max = 0";
+        fs::write(desk.path("forge.toml"), wrong).unwrap();
+        signal(&service, libc::SIGHUP);
+        let good = "[service]\nruns_max = 7\n[trust]\nkeys = ['other.pub']";
+        fs::write(desk.path("forge.toml"), good).unwrap();
+        signal(&service, libc::SIGHUP);
+        stands(&client, "it is loaded", |status| status["bounds"]["runs_max"] == 7).await;
+        assert_eq!(report(&client.run(&order).await.unwrap())["output"], "[1]");
+        // What ran goes on.
+        assert_eq!(status(&client).await["runs"]["running"], 1);
+        run.canceller().cancel().await;
+        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+    });
+}
+
+fn a_service_manager_passes_the_socket_and_is_told() {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::net::UnixDatagram;
+    use std::os::unix::process::CommandExt as _;
+    let desk = Desk::new();
+    let listener = UnixListener::bind(desk.socket()).unwrap();
+    let manager = UnixDatagram::bind(desk.path("notify")).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let hears = || {
+        let mut words = [0; 256];
+        let bytes = manager.recv(&mut words).unwrap();
+        String::from_utf8_lossy(&words[..bytes]).into_owned()
+    };
+    // Its descriptor 3, and variables that name its process.
+    let script = "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve --trust signer.pub --state state \
+                  --ready 0 --ready-max 0";
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", script, FORGE]).current_dir(&desk.0).stdin(Stdio::null());
+    command.env("NOTIFY_SOCKET", desk.path("notify"));
+    let passed = listener.as_raw_fd();
+    // SAFETY: one plain system call between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            let done =
+                if passed == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(passed, 3) };
+            if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+        })
+    };
+    let mut service = Service { child: command.spawn().unwrap(), socket: desk.socket() };
+    drop(listener);
+    assert_eq!(hears(), "READY=1");
+    service.serves();
+    signal(&service, libc::SIGHUP);
+    let reloading = hears();
+    assert!(reloading.starts_with("RELOADING=1\nMONOTONIC_USEC="), "{reloading}");
+    assert_eq!(hears(), "READY=1");
+    signal(&service, libc::SIGTERM);
+    assert_eq!(hears(), "STOPPING=1");
+    assert!(service.child.wait().unwrap().success());
+    assert!(desk.socket().exists(), "the socket is the manager's");
+}
+
+// Tools
+
+fn the_tools_of_a_cancelled_run_hear_of_it() {
+    let desk = Desk::new();
+    let server = executables::folder().join("forge-test-server");
+    let log = desk.path("calls");
+    // A server that runs in a place of its own writes where it is let.
+    let toml = format!(
+        "[servers.test]\ncommand = {server:?}\nargs = ['--log', {log:?}]\nwrite = [{:?}]\n",
+        desk.0,
+    );
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    let wat = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "test.never{}")"#,
+        r#"(local $i i32)
+           (loop $start
+               (drop (call $call_async (i32.const 0) (i32.const 10) (i32.const 10) (i32.const 2)))
+               (br_if $start (i32.lt_u
+                   (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 3))))
+           (call $wait_any)"#,
+    );
+    let never = ToolName::parse("test.never").unwrap();
+    let order =
+        Order { program: signed(&wat), authority: Authority::Tools(vec![never]), ..endless() };
+    let logged = |line: &str| {
+        let log = fs::read_to_string(&log).unwrap_or_default();
+        log.lines().filter(|it| *it == line).count()
+    };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&order).await.unwrap();
+        eventually("three calls are in flight", || logged("never") == 3);
+        run.canceller().cancel().await;
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!(report["status"], "cancelled", "{report:#}");
+        eventually("its tools heard of it", || logged("never cancelled") == 3);
+        // So it is where the client leaves.
+        let again = client.submit(&order).await.unwrap();
+        eventually("three more are in flight", || logged("never") == 6);
+        drop((again, client));
+        eventually("these heard of it too", || logged("never cancelled") == 6);
+    });
+    service.serves();
+}
+
+// Whose runs
+
+/// Connects as another user, in a thread that is that user's.
+fn connect_as(uid: u32, socket: &std::path::Path) -> Option<UnixStream> {
+    std::thread::scope(|scope| {
+        let connected = scope.spawn(|| {
+            // SAFETY: changes this thread's effective user alone, which ends
+            // with it.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) };
+            (changed == 0).then(|| UnixStream::connect(socket).unwrap())
+        });
+        connected.join().unwrap()
+    })
+}
+
+fn another_user_speaks_for_its_principal_alone() {
+    // SAFETY: takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("SKIPPED: only root can connect as another user");
+        return;
+    }
+    let desk = Desk::new();
+    let config = "[service]\nmode = '0666'\n[principals.ci]\nuids = [61001]\n";
+    fs::write(desk.path("forge.toml"), config).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    assert_eq!(fs::metadata(desk.socket()).unwrap().permissions().mode() & 0o777, 0o666);
+    let nobody = connect_as(61002, &service.socket).unwrap();
+    assert!(is_closed(&nobody), "a user that speaks for nobody");
+    let mut client = Client::over(connect_as(61001, &service.socket).unwrap()).unwrap();
+    let order = Order { principal: "ci".into(), ..submit(ECHO, "[1]") };
+    assert_eq!(run(&mut client, &order)["output"], "[1]");
+    let refused = run(&mut client, &submit(ECHO, "[1]"));
+    assert_eq!((&refused["status"], &refused["kind"]), (&"rejected".into(), &"forbidden".into()));
+    for question in
+        [Question::ListTools { principal: "local".into() }, Question::Drain, Question::Metrics]
+    {
+        let refused = client.ask(question).unwrap_err();
+        assert!(
+            matches!(refused, ClientError::Refused { kind: RefusalKind::Forbidden, .. }),
+            "{refused}"
+        );
+    }
+    client.ask(Question::ListTools { principal: "ci".into() }).unwrap();
+    service.serves();
+}
+
 // The socket
 
 fn the_socket_is_the_operators_and_no_second_service_takes_it() {
@@ -731,7 +979,9 @@ fn a_stale_socket_is_replaced_and_anything_else_is_not() {
 fn the_service_is_gone_with_all_it_started_however_it_ends() {
     let desk = Desk::new();
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
-        let mut service = desk.serve(&["--ready", "2"]);
+        // Its runs are not waited for.
+        fs::write(desk.path("forge.toml"), "[service]\ndrain_ms = 0").unwrap();
+        let mut service = desk.serve(&["--ready", "2", "--config", "forge.toml"]);
         service.serves();
         let client = leaving_client(&service, &endless());
         eventually("workers wait, and one runs", || {

@@ -6,7 +6,10 @@ use super::node::Node;
 use super::{ConfigError, Problem};
 use crate::policy::{Pattern, Policy};
 
-/// Both tables; without either, everything is everybody's.
+/// What is said of a principal; all but its roles is the supervisor's to read.
+const PRINCIPAL: [&str; 5] = ["roles", "uids", "token_sha256", "runs_max", "sign_with"];
+
+/// Both tables; where nobody has a role, everything is everybody's.
 pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
     let (roles, principals) = (document.field("roles"), document.field("principals"));
     if roles.is_none() && principals.is_none() {
@@ -14,7 +17,7 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
     }
     let mut tools_of = BTreeMap::new();
     for (name, role) in children(roles.as_ref())? {
-        only(&role, "tools")?;
+        only(&role, &["tools"])?;
         let mut patterns = Vec::new();
         for item in role.needed("tools")?.items()? {
             let pattern = Pattern::parse(item.text()?);
@@ -22,9 +25,18 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
         }
         tools_of.insert(name, patterns);
     }
+    let named = children(principals.as_ref())?;
+    let has_roles = named.iter().any(|(_, principal)| principal.field("roles").is_some());
+    if roles.is_none() && !has_roles {
+        for (_, principal) in &named {
+            only(principal, &PRINCIPAL)?;
+        }
+        return Ok(Policy::open());
+    }
     let mut patterns_of = BTreeMap::new();
-    for (name, principal) in children(principals.as_ref())? {
-        only(&principal, "roles")?;
+    for (name, principal) in named {
+        // The service's own to read: who speaks for it, and what it may have.
+        only(&principal, &PRINCIPAL)?;
         let mut patterns = Vec::new();
         for item in principal.needed("roles")?.items()? {
             let role = tools_of.get(item.text()?).ok_or_else(|| {
@@ -42,9 +54,9 @@ fn children<'a>(table: Option<&Node<'a>>) -> Result<Vec<(&'a str, Node<'a>)>, Co
     table.map_or(Ok(Vec::new()), Node::children)
 }
 
-fn only(entry: &Node<'_>, known: &str) -> Result<(), ConfigError> {
-    match entry.object()?.keys().find(|key| *key != known) {
-        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.to_owned() })),
+fn only(entry: &Node<'_>, known: &[&str]) -> Result<(), ConfigError> {
+    match entry.object()?.keys().find(|key| !known.contains(&key.as_str())) {
+        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.join(", ") })),
         None => Ok(()),
     }
 }

@@ -24,6 +24,7 @@ use forge_protocol::service::{
 };
 use vmm_sys_util::epoll::ControlOperation;
 
+use super::peer::Peer;
 use super::{Service, lock};
 use crate::cancel::Cancel;
 use crate::link::send_once;
@@ -48,6 +49,7 @@ pub(super) struct Connection {
     number: u64,
     socket: UnixStream,
     service: Weak<Service>,
+    peer: Peer,
     /// When it connected.
     pub(super) since: Instant,
     greeted: AtomicBool,
@@ -109,6 +111,7 @@ impl Connection {
         service: &Arc<Service>,
         number: u64,
         socket: UnixStream,
+        peer: Peer,
     ) -> io::Result<Arc<Self>> {
         socket.set_read_timeout(Some(READ_PATIENCE))?;
         socket.set_write_timeout(Some(SEND_PATIENCE))?;
@@ -116,6 +119,7 @@ impl Connection {
             number,
             socket,
             service: Arc::downgrade(service),
+            peer,
             since: Instant::now(),
             greeted: AtomicBool::new(false),
             taken: AtomicBool::new(false),
@@ -321,7 +325,8 @@ impl Connection {
         let _busy = service.busy();
         let sent = match work {
             Work::Run { number, order, cancel } => {
-                let RunResult { report, artifacts, .. } = service.run(&order, &cancel);
+                let (result, _stay) = service.run(&order, &self.peer, &cancel);
+                let RunResult { report, artifacts, .. } = result;
                 drop(order);
                 // The number is free before the client can know it.
                 lock(&self.live).leave_run(number, cancel);
@@ -331,7 +336,7 @@ impl Connection {
                 })
             }
             Work::Question { number, question } => {
-                let reply = service.answer(question);
+                let reply = service.answer(question, &self.peer);
                 lock(&self.live).leave_question(number);
                 self.send(Kind::Answered, &Answered { number, reply })
             }
@@ -369,17 +374,27 @@ impl Connection {
         Ok(())
     }
 
+    /// Whose connection it is, unless the operator's.
+    pub(super) fn uid(&self) -> Option<u32> {
+        self.peer.uid()
+    }
+
+    /// Cancels its runs.
+    pub(super) fn cancel_all(&self) {
+        for doing in lock(&self.live).numbers.values() {
+            if let Doing::Run(cancel) = doing {
+                cancel.raise();
+            }
+        }
+    }
+
     /// Closes it and cancels its runs.
     pub(super) fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
         let _ = self.socket.shutdown(Shutdown::Both);
-        for doing in lock(&self.live).numbers.values() {
-            if let Doing::Run(cancel) = doing {
-                cancel.raise();
-            }
-        }
+        self.cancel_all();
         if let Some(service) = self.service.upgrade() {
             service.watch.forget(self.socket.as_raw_fd());
             service.left(self.number);

@@ -51,8 +51,8 @@ const HEADERS_BYTES_MAX: usize = 16 * 1024;
 /// Who may ask, and from where.
 #[derive(Debug, Default)]
 pub struct HttpOptions {
-    /// The SHA-256 of each principal's token, with the principal's door.
-    pub doors: Vec<([u8; 32], Door)>,
+    /// The SHA-256 of each principal's tokens, with the principal's door.
+    pub doors: Vec<(Vec<[u8; 32]>, Door)>,
     /// Host names by which clients may reach it, beside those of loopback.
     pub hosts: Vec<String>,
     /// Origins of browser pages that may ask, beside those on loopback.
@@ -90,13 +90,15 @@ pub async fn serve(
         .with_cancellation_token(closing.clone());
     let mut entrances = HashMap::new();
     let mut open_doors = Vec::new();
-    for (token_sha256, door) in doors {
+    for (tokens_sha256, door) in doors {
         open_doors.push(door.clone());
         let sessions = Arc::new(Sessions::new(LocalSessionManager::default()));
         let service =
             StreamableHttpService::new(move || Ok(door.clone()), sessions, config.clone());
         let open = Arc::new(Semaphore::new(REQUESTS_MAX));
-        entrances.insert(token_sha256, Entrance { service, open });
+        for token in tokens_sha256 {
+            entrances.insert(token, Entrance { service: service.clone(), open: Arc::clone(&open) });
+        }
     }
     let entrances = Arc::new(entrances);
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));

@@ -32,7 +32,7 @@ pub(super) enum ProgramError {
     #[error(
         "the program is unsigned, and this principal has no key here to sign it with: sign it with \
          `forge-vmm sign` and send it with \"language\": \"wasm\", or have the operator give the \
-         principal a `signing_key`"
+         principal a `sign_with`"
     )]
     Unsigned,
 }
