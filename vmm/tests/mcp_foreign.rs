@@ -37,16 +37,9 @@ fn main() -> ExitCode {
     } else {
         None
     };
-    let tests: [(&str, fn()); 3] = [
+    let tests: [(&str, fn()); 2] = [
+        ("the_typescript_sdk_runs_a_program", the_typescript_sdk_runs_a_program),
         ("the_conformance_suite_passes", the_conformance_suite_passes),
-        (
-            "the_typescript_sdk_runs_a_program_over_stdio",
-            the_typescript_sdk_runs_a_program_over_stdio,
-        ),
-        (
-            "the_typescript_sdk_runs_a_program_over_http",
-            the_typescript_sdk_runs_a_program_over_http,
-        ),
     ];
     let trials = tests.into_iter().map(|(name, test)| {
         if let (Some(why), false) = (missing, arguments.list) {
@@ -69,9 +62,10 @@ fn must(command: &mut Command) -> String {
     stdout.into_owned()
 }
 
-/// A folder with packages from npm, installed once.
-fn npm(packages: &[&str]) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("foreign/mcp-clients");
+/// A folder with packages from npm, installed once. One test has it for
+/// itself: two installations in one folder spoil each other.
+fn npm(name: &str, packages: &[&str]) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("foreign").join(name);
     std::fs::create_dir_all(&folder).unwrap();
     let missing = |package: &&&str| {
         let name = package.rfind('@').map_or(**package, |at| &package[..at]);
@@ -87,14 +81,9 @@ fn npm(packages: &[&str]) -> PathBuf {
 
 /// A script that uses packages of that folder.
 fn script(folder: &Path, name: &str, text: &str) -> PathBuf {
-    let script = folder.join(format!("{name}-{}.mjs", std::process::id()));
+    let script = folder.join(name);
     std::fs::write(&script, text).unwrap();
     script
-}
-
-fn client(name: &str) -> PathBuf {
-    let folder = npm(&["@modelcontextprotocol/sdk@1"]);
-    script(&folder, name, include_str!("support/mcp_client.mjs"))
 }
 
 /// A folder with a configuration, gone after the test.
@@ -128,13 +117,6 @@ impl Drop for Desk {
     }
 }
 
-fn the_typescript_sdk_runs_a_program_over_stdio() {
-    let desk = Desk::new("mcp-sdk-stdio");
-    let mut node = desk.command("node");
-    node.arg(client("stdio")).args(["stdio", FORGE, "mcp", "--mcp-config", "servers.json"]);
-    assert!(must(&mut node).ends_with("ok\n"));
-}
-
 struct Ended(Child);
 
 impl Drop for Ended {
@@ -156,12 +138,17 @@ fn listening(desk: &Desk) -> (Ended, String) {
     (server, address.unwrap())
 }
 
-fn the_typescript_sdk_runs_a_program_over_http() {
-    let desk = Desk::new("mcp-sdk-http");
+fn the_typescript_sdk_runs_a_program() {
+    let desk = Desk::new("mcp-sdk");
+    let folder = npm("mcp-sdk", &["@modelcontextprotocol/sdk@1"]);
+    let client = script(&folder, "client.mjs", include_str!("support/mcp_client.mjs"));
+    let mut over_stdio = desk.command("node");
+    over_stdio.arg(&client).args(["stdio", FORGE, "mcp", "--mcp-config", "servers.json"]);
+    assert!(must(&mut over_stdio).ends_with("ok\n"));
     let (_server, address) = listening(&desk);
-    let mut node = desk.command("node");
-    node.arg(client("http")).args(["http", &address, TOKEN]);
-    assert!(must(&mut node).ends_with("ok\n"));
+    let mut over_http = desk.command("node");
+    over_http.arg(&client).args(["http", &address, TOKEN]);
+    assert!(must(&mut over_http).ends_with("ok\n"));
 }
 
 /// Those that are of the protocol and not of the suite's own example tools.
@@ -182,10 +169,11 @@ fn the_conformance_suite_passes() {
     let desk = Desk::new("mcp-conformance");
     // The suite needs a newer node than distributions have, and knows no
     // tokens: something between adds it.
-    let folder = npm(&["@modelcontextprotocol/conformance@0.1", "node@22"]);
+    let packages = ["@modelcontextprotocol/conformance@0.1", "node@22"];
+    let folder = npm("mcp-conformance", &packages);
     let node = folder.join("node_modules/.bin/node");
     let (_server, address) = listening(&desk);
-    let adder = script(&folder, "adder", include_str!("support/mcp_token_adder.mjs"));
+    let adder = script(&folder, "adder.mjs", include_str!("support/mcp_token_adder.mjs"));
     let mut adder = Command::new(&node)
         .arg(adder)
         .args([&address, TOKEN])
