@@ -333,3 +333,82 @@ fn id_of(line: &[u8]) -> Option<RequestId> {
     }
     serde_json::from_slice::<Numbered>(line).ok()?.id
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn outlet() -> (Outlet, mpsc::Receiver<Outgoing>) {
+        let (unsent, taken) = mpsc::channel(1);
+        let closing = CancellationToken::new();
+        (Outlet { unsent, open: Mutex::default(), closing }, taken)
+    }
+
+    fn request(id: u64, more: &str) -> String {
+        let params = json!({"cursor": more});
+        json!({"jsonrpc": "2.0", "id": id, "method": "tools/list", "params": params}).to_string()
+    }
+
+    /// What a line is refused with.
+    fn refused(outlet: &Outlet, line: &str) -> Option<Value> {
+        let refusal = outlet.admit(line.as_bytes()).err()?;
+        Some(serde_json::from_slice(&refusal.line).unwrap())
+    }
+
+    #[test]
+    fn so_many_requests_are_open_until_one_is_answered_or_cancelled() {
+        let (outlet, _taken) = outlet();
+        for id in 0..REQUESTS_MAX as u64 {
+            assert_eq!(refused(&outlet, &request(id, "")), None);
+        }
+        let refusal = refused(&outlet, &request(1000, "")).unwrap();
+        assert_eq!(refusal["id"], 1000);
+        assert!(refusal["error"]["message"].as_str().unwrap().contains("too much"), "{refusal}");
+        outlet.answered(&RequestId::Number(3));
+        assert_eq!(refused(&outlet, &request(1000, "")), None);
+        let cancelled = json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
+            "params": {"requestId": 4}});
+        assert_eq!(refused(&outlet, &cancelled.to_string()), None);
+        assert_eq!(refused(&outlet, &request(1001, "")), None);
+        assert!(refused(&outlet, &request(1002, "")).is_some());
+    }
+
+    #[test]
+    fn open_requests_have_so_many_bytes_together() {
+        let (outlet, _taken) = outlet();
+        let long = "x".repeat(MESSAGE_BYTES_MAX - 1000);
+        assert_eq!(refused(&outlet, &request(1, &long)), None);
+        assert_eq!(refused(&outlet, &request(2, &long)), None);
+        assert!(refused(&outlet, &request(3, &long)).is_some());
+        assert_eq!(refused(&outlet, &request(4, "")), None);
+        outlet.answered(&RequestId::Number(1));
+        assert_eq!(refused(&outlet, &request(3, &long)), None);
+    }
+
+    #[test]
+    fn an_id_that_is_in_use_is_refused_without_an_answer_to_it() {
+        let (outlet, _taken) = outlet();
+        assert_eq!(refused(&outlet, &request(7, "")), None);
+        let refusal = refused(&outlet, &request(7, "")).unwrap();
+        assert!(refusal["id"].is_null(), "{refusal}");
+        outlet.answered(&RequestId::Number(7));
+        assert_eq!(refused(&outlet, &request(7, "")), None);
+    }
+
+    #[test]
+    fn a_long_line_is_left_out_and_the_next_one_read() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let text = [&b"x".repeat(MESSAGE_BYTES_MAX + 1)[..], b"\nshort\nno end"].concat();
+            let mut input = BufReader::new(&text[..]);
+            let (mut line, mut skipping) = (Vec::new(), false);
+            let read = read_line(&mut input, &mut line, &mut skipping).await.unwrap();
+            assert!(matches!(read, Some(Line::TooLong)) && line.is_empty());
+            let read = read_line(&mut input, &mut line, &mut skipping).await.unwrap();
+            assert!(matches!(read, Some(Line::Whole)));
+            assert_eq!(line, b"short");
+            assert!(read_line(&mut input, &mut line, &mut skipping).await.unwrap().is_none());
+        });
+    }
+}
