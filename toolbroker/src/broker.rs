@@ -31,8 +31,8 @@ use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
-    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, INTENT_BYTES_MAX,
-    MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, GRANTED_TOOLS_MAX,
+    INTENT_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
@@ -47,6 +47,7 @@ use crate::config::Config;
 use crate::constraint::{Constraint, WrittenError, parse_where};
 use crate::definition::Tool;
 use crate::grant::{self, Grant, GrantError, Issuer, Terms};
+use crate::hosting::{Hosting, HostingError};
 use crate::journal::{Close, Journal, Place, Unwritable};
 use crate::link::{self, LinkError, Receiver, Sender};
 use crate::metrics::Metrics;
@@ -55,6 +56,7 @@ use crate::registry::{LookupError, Registry};
 use crate::retrieval::Retrieval;
 use crate::review::{Blocked, ReviewError, Reviews};
 use crate::upstream::UpstreamError;
+use crate::upstream::hosted::Hosted;
 use crate::verified::Verified;
 
 /// How long a grant is good that is issued for one run alone, beyond the
@@ -107,6 +109,10 @@ enum Refused {
          with `forge-vmm tools review`"
     )]
     ChangedMeanwhile { tool: ToolName },
+    #[error("no link came with the request: pass one end of a socket pair with its first byte")]
+    NoHostLink,
+    #[error("{0}")]
+    Hosting(#[from] HostingError),
     #[error("no run link came with the request: pass one end of a socket pair with its first byte")]
     NoRunLink,
     #[error("the descriptor that came as the run link cannot be one: {0}")]
@@ -151,6 +157,8 @@ impl Refused {
             Self::Forbidden { .. } => RefusalKind::Forbidden,
             Self::NotReviewed(_) | Self::ChangedMeanwhile { .. } => RefusalKind::NotReviewed,
             Self::NoRunLink
+            | Self::NoHostLink
+            | Self::Hosting(_)
             | Self::BadRunLink(_)
             | Self::Constraint(_)
             | Self::ConstraintOnOther { .. }
@@ -173,6 +181,7 @@ pub struct Broker {
     reviews: Arc<Reviews>,
     dispatcher: Dispatcher,
     runs: TaskTracker,
+    hosting: Arc<Hosting>,
     /// Those whose link is open.
     open: Mutex<HashMap<RunId, Weak<Run>>>,
     /// `true` once nothing new is dispatched.
@@ -201,8 +210,19 @@ impl Broker {
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         let retrieval = Arc::default();
-        let open = Mutex::default();
-        Self { registry, retrieval, grants, policy, reviews, dispatcher, runs, open, closing }
+        let (open, hosting) = (Mutex::default(), Arc::default());
+        Self {
+            registry,
+            retrieval,
+            grants,
+            policy,
+            reviews,
+            dispatcher,
+            runs,
+            hosting,
+            open,
+            closing,
+        }
     }
 
     /// Serves one supervisor until it closes its link.
@@ -294,7 +314,22 @@ impl Broker {
             Request::OpenRun(request) => {
                 let stream = descriptor.ok_or(Refused::NoRunLink)?;
                 let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
-                self.open(request, stream).await.map(Reply::Opened)
+                self.open(request, stream, None).await.map(Reply::Opened)
+            }
+            Request::Host(tools) => {
+                let stream = descriptor.ok_or(Refused::NoHostLink)?;
+                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                if self.registry.has_server(&tools.server) {
+                    let server = crate::cut(&tools.server, 128);
+                    return Err(HostingError::Configured { server }.into());
+                }
+                Ok(Reply::Hosting { host: self.hosting.host(tools, stream)? })
+            }
+            Request::OpenHostedRun { run, host } => {
+                let stream = descriptor.ok_or(Refused::NoRunLink)?;
+                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                let hosted = self.hosting.claim(host)?;
+                self.open(run, stream, Some(hosted)).await.map(Reply::Opened)
             }
             Request::Sync => {
                 self.dispatcher.journal().sync().await?;
@@ -503,6 +538,7 @@ impl Broker {
         self: &Arc<Self>,
         request: OpenRun,
         stream: UnixStream,
+        hosted: Option<Hosted>,
     ) -> Result<GrantClaims, Refused> {
         let OpenRun { run_id, principal, session, program_sha256, authority, limits } = request;
         for (what, got, limit) in [
@@ -543,8 +579,16 @@ impl Broker {
         if *self.closing.borrow() {
             return Err(Refused::Closing);
         }
+        let grant = match &hosted {
+            Some(hosted) => Arc::new(with_hosted(&grant, hosted)?),
+            None => grant,
+        };
         let claims = grant.claims().clone();
-        let run = Arc::new(Run::new(run_id, program_sha256, grant, limits));
+        let run = Run::new(run_id, program_sha256, grant, limits);
+        let run = Arc::new(match hosted {
+            Some(hosted) => run.hosting(hosted),
+            None => run,
+        });
         self.dispatcher.metrics().run_opened();
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
@@ -557,6 +601,21 @@ impl Broker {
         });
         Ok(claims)
     }
+}
+
+/// A run's grant, and the tools that its caller hosts.
+fn with_hosted(grant: &Grant, hosted: &Hosted) -> Result<Grant, Refused> {
+    let mut claims = grant.claims().clone();
+    claims.tools.extend(hosted.tools().iter().map(|tool| GrantedTool {
+        name: tool.name().clone(),
+        definition_sha256: tool.sha256(),
+        constraints: Vec::new(),
+    }));
+    let (got, limit) = (claims.tools.len() as u64, GRANTED_TOOLS_MAX as u64);
+    if got > limit {
+        return Err(Refused::OverLimit(OverLimit { what: "tools", got, limit }));
+    }
+    Ok(Grant::new(claims)?)
 }
 
 /// Takes its time, beside everything else.

@@ -29,6 +29,7 @@ use forge_protocol::broker::{Answer, Ask, GrantClaims, OpenRun, RefusalKind, Rep
 use forge_protocol::codec::{self, BorrowDecode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
+use forge_protocol::service::HostedTools;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 /// The broker's executable, looked for beside this one.
@@ -419,6 +420,35 @@ impl Broker {
     pub fn open_run(&self, run: OpenRun) -> Result<(GrantClaims, UnixStream), BrokerError> {
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
         match self.exchange(Request::OpenRun(run), Some(theirs))? {
+            Reply::Opened(claims) => Ok((claims, ours)),
+            other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
+        }
+    }
+
+    /// Registers tools that a caller hosts for one run: gives back what the run
+    /// is opened with, and the connection on which its calls come.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn host(&self, tools: HostedTools) -> Result<(u64, UnixStream), BrokerError> {
+        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
+        match self.exchange(Request::Host(tools), Some(theirs))? {
+            Reply::Hosting { host } => Ok((host, ours)),
+            other => Err(BrokerError::Protocol(format!("{other:?} for hosted tools"))),
+        }
+    }
+
+    /// Opens a run that may call a caller's own tools too.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn open_hosted_run(
+        &self,
+        run: OpenRun,
+        host: u64,
+    ) -> Result<(GrantClaims, UnixStream), BrokerError> {
+        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
+        match self.exchange(Request::OpenHostedRun { run, host }, Some(theirs))? {
             Reply::Opened(claims) => Ok((claims, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
         }

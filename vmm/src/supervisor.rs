@@ -19,7 +19,7 @@ use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::guest::{Artifact, Load, Start};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::service::Order;
+use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Report, Timing, VmFailure, VmFailureKind};
 
@@ -29,6 +29,7 @@ use crate::cancel::Cancel;
 use crate::jail::Weakness;
 use crate::link::Patience;
 use crate::machine::deadline_in;
+use crate::pool::worker::Tell;
 use crate::pool::{Done, Pool, PoolOptions, Task, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
@@ -85,6 +86,18 @@ pub struct SupervisorOptions {
     /// The executable that workers are started from: `forge-vmm`. Programs
     /// that embed the supervisor name it; `forge-vmm` itself needs not.
     pub worker: Option<PathBuf>,
+}
+
+/// Who attends a run while it is carried out.
+#[derive(Clone, Copy, Default)]
+pub struct Attendance<'a> {
+    /// Ends it when this is raised.
+    pub cancel: Option<&'a Cancel>,
+    /// Hears what happens as it happens, in the thread that waits for the run.
+    pub tell: Option<Tell<'a>>,
+    /// Takes the connection on which calls of the tools come that the order
+    /// hosts.
+    pub host: Option<&'a dyn Fn(UnixStream)>,
 }
 
 /// Runs programs, any number at a time.
@@ -161,7 +174,7 @@ impl Supervisor {
 
     /// Carries out one run. However it ends, there is a report.
     pub fn run(&self, request: &Order) -> RunResult {
-        self.run_for(request, None)
+        self.run_for(request, &Attendance::default())
     }
 
     /// Asks the broker.
@@ -186,9 +199,9 @@ impl Supervisor {
         self.broker.as_ref().map_or_else(|| Ok(String::new()), Broker::metrics)
     }
 
-    /// The same as [`Self::run`], until it is cancelled.
-    pub fn run_for(&self, request: &Order, cancel: Option<&Cancel>) -> RunResult {
-        if cancel.is_some_and(Cancel::is_raised) {
+    /// The same as [`Self::run`] for somebody who attends the run.
+    pub fn run_for(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
+        if attendance.cancel.is_some_and(Cancel::is_raised) {
             let reason = "the run was cancelled before it began";
             return RunResult::unstarted(Status::Cancelled, "cancelled", reason);
         }
@@ -206,7 +219,7 @@ impl Supervisor {
             Err(refused) => return unstarted(run_id, None, refused.into(), at),
         };
         at.admitted = now_ns();
-        match self.carry_out(&engine.pool, run_id, request, &admitted, cancel, &mut at) {
+        match self.carry_out(&engine.pool, run_id, request, &admitted, attendance, &mut at) {
             Ok(result) => result,
             Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), at),
         }
@@ -230,7 +243,7 @@ impl Supervisor {
         run_id: RunId,
         request: &Order,
         admitted: &Admitted,
-        cancel: Option<&Cancel>,
+        attendance: &Attendance<'_>,
         at: &mut Supervised,
     ) -> Result<RunResult, Refused> {
         // What is wrong whatever is granted is said before anybody is asked.
@@ -244,12 +257,15 @@ impl Supervisor {
         // from the moment at which it is asked to open the run.
         let wall = Duration::from_millis(request.limits.wall_ms);
         let (began, deadline) = (Instant::now(), deadline_in(wall));
-        let (granted, link) = self.open(run_id, request, admitted)?;
+        let (granted, link) = self.open(run_id, request, admitted, attendance)?;
         let violations = admitted.shape.violations(&granted, &request.limits);
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
         at.opened = now_ns();
+        if let Some(tell) = attendance.tell {
+            tell(RunEvent::Admitted { run_id });
+        }
         let start_unix_ns = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX));
@@ -271,9 +287,10 @@ impl Supervisor {
             job: &job,
             broker: link.as_ref(),
             prepared: request.prepare.then_some(admitted),
+            tell: attendance.tell,
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
-        let patience = Patience { until, cancel };
+        let patience = Patience { until, cancel: attendance.cancel };
         let (report, vm) = match pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
@@ -311,8 +328,9 @@ impl Supervisor {
         run_id: RunId,
         request: &Order,
         admitted: &Admitted,
+        attendance: &Attendance<'_>,
     ) -> Result<(Vec<ToolName>, Option<UnixStream>), Refused> {
-        if request.authority == Authority::Tools(Vec::new()) {
+        if request.authority == Authority::Tools(Vec::new()) && request.hosted.is_none() {
             return Ok((Vec::new(), None));
         }
         let Some(broker) = &self.broker else {
@@ -326,7 +344,18 @@ impl Supervisor {
             authority: request.authority.clone(),
             limits: request.limits.clone(),
         };
-        let (claims, link) = broker.open_run(open).map_err(Refused::Broker)?;
+        let opened = match (&request.hosted, attendance.host) {
+            (None, _) => broker.open_run(open),
+            (Some(tools), Some(takes)) => broker.host(tools.clone()).and_then(|(host, calls)| {
+                takes(calls);
+                broker.open_hosted_run(open, host)
+            }),
+            (Some(_), None) => Err(BrokerError::Refused {
+                kind: RefusalKind::BadRequest,
+                message: "nobody is there to carry out the tools that the order hosts".into(),
+            }),
+        };
+        let (claims, link) = opened.map_err(Refused::Broker)?;
         let granted = claims.tools.into_iter().map(|tool| tool.name).collect();
         Ok((granted, Some(link)))
     }

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use executables::FORGE;
 use forge_client::ClientError;
+use forge_client::RunMessage;
 use forge_client::blocking::Client;
 use forge_protocol::broker::{Authority, GrantRequest, Narrowing, RefusalKind};
 use forge_protocol::codec;
@@ -28,7 +29,9 @@ use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::service::{Finish, Order, Query, Question, Reply, Submit};
+use forge_protocol::service::{
+    Callback, Finish, HostedTool, HostedTools, Order, Query, Question, Reply, RunEvent, Submit,
+};
 use forge_vmm::link::{Link, Patience};
 use processes::Process;
 use serde_json::Value;
@@ -58,6 +61,11 @@ fn main() -> ExitCode {
             a_service_manager_passes_the_socket_and_is_told,
             the_tools_of_a_cancelled_run_hear_of_it,
             another_user_speaks_for_its_principal_alone,
+            what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for,
+            a_program_calls_tools_of_the_clients_own_process,
+            a_client_that_hosts_and_dies_takes_its_run_with_it,
+            a_client_hosts_under_no_servers_name,
+            a_client_in_another_language_needs_the_document_alone,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
@@ -601,7 +609,7 @@ fn a_question_too_large_for_the_toolbroker_is_refused() {
     let question = Question::InspectGrant { token: token.clone() };
     let refused = client.ask(question).unwrap_err();
     assert!(matches!(refused, ClientError::Refused { .. }), "{refused}");
-    token.resize(1024 * 1024, 7);
+    token.resize(2 * 1024 * 1024, 7);
     let order = Order { authority: Authority::Grant(token), ..submit(ECHO, "1") };
     let report = run(&mut client, &order);
     assert_eq!((&report["status"], &report["kind"]), (&"rejected".into(), &"bad_request".into()));
@@ -891,6 +899,219 @@ fn the_tools_of_a_cancelled_run_hear_of_it() {
         eventually("these heard of it too", || logged("never cancelled") == 6);
     });
     service.serves();
+}
+
+/// Calls `tool` with `request` and outputs what comes back.
+fn calls(tool: &str, request: &str) -> Vec<u8> {
+    let (name, bytes) = (tool.len(), request.len());
+    let data = format!("{tool}{}", request.replace('"', "\\\""));
+    let memory = format!(r#"(memory (export "memory") 1) (data (i32.const 0) "{data}")"#);
+    let body = format!(
+        "(local $code i32)
+         (local.set $code (call $call (i32.const 0) (i32.const {name})
+             (i32.const {name}) (i32.const {bytes})))
+         (drop (call $output (i32.const 1024)
+             (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
+         (select (i32.const 0) (local.get $code) (i32.ge_s (local.get $code) (i32.const 0)))"
+    );
+    signed(&forge_module(&memory, &body))
+}
+
+fn what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--reuse", "reset"]);
+    let hash = ToolName::parse("crypto.hash").unwrap();
+    let request = r#"{"algorithm":"sha256","text":"abc"}"#;
+    let quiet = Order {
+        program: calls("crypto.hash", request),
+        authority: Authority::Tools(vec![hash.clone()]),
+        ..submit(ECHO, "1")
+    };
+    let loud = Order { events: true, ..quiet.clone() };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        // The same VM serves all of them, and one tells nothing for another.
+        for order in [&quiet, &loud, &quiet, &loud] {
+            let mut run = client.submit(order).await.unwrap();
+            let (mut told, mut finished) = (Vec::new(), None);
+            while let Some(message) = run.next().await {
+                match message {
+                    RunMessage::Event(event) => told.push(event),
+                    RunMessage::Finished(finish) => finished = Some(report(&finish)),
+                    RunMessage::Callback(_) => panic!("it hosts nothing"),
+                }
+            }
+            let report = finished.unwrap();
+            assert_eq!(report["status"], "ok", "{report:#}");
+            if !order.events {
+                assert!(told.is_empty(), "{told:?}");
+                continue;
+            }
+            let [
+                RunEvent::Admitted { run_id },
+                RunEvent::Called { call: 0, tool },
+                RunEvent::Settled { call: 0, code: None, .. },
+                RunEvent::Output(output),
+            ] = &told[..]
+            else {
+                panic!("{told:?}")
+            };
+            assert_eq!(run_id.to_string(), report["run_id"]);
+            assert_eq!(*tool, hash);
+            assert_eq!(String::from_utf8_lossy(output), report["output"].as_str().unwrap());
+        }
+        // While it goes on: what it logged is told before its call.
+        let wat = forge_module(
+            r#"(memory (export "memory") 1) (data (i32.const 0) "app.twice{\"n\":21}")"#,
+            "(call $log (i32.const 1) (i32.const 0) (i32.const 3))
+             (call $call (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 8))",
+        );
+        let hosted = Some(hosted("app"));
+        let order = Order { program: signed(&wat), events: true, hosted, ..endless() };
+        let mut run = client.submit(&order).await.unwrap();
+        let mut told = Vec::new();
+        while told.len() < 4 {
+            told.push(match run.next().await {
+                Some(RunMessage::Event(RunEvent::Log(log))) => {
+                    assert_eq!((log.level, log.text.as_str()), (1, "app"));
+                    "log"
+                }
+                Some(RunMessage::Event(RunEvent::Admitted { .. })) => "admitted",
+                Some(RunMessage::Event(RunEvent::Called { .. })) => "called",
+                Some(RunMessage::Callback(_)) => "callback",
+                other => panic!("{other:?}"),
+            });
+        }
+        // The callback takes another way than the event of its call.
+        assert_eq!(told[..2], ["admitted", "log"], "{told:?}");
+        run.canceller().cancel().await;
+        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+    });
+}
+
+fn hosted(server: &str) -> HostedTools {
+    let schema = r#"{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}"#;
+    HostedTools {
+        server: server.into(),
+        tools: vec![HostedTool {
+            name: "twice".into(),
+            description: "Twice as much.".into(),
+            input_schema: schema.into(),
+            output_schema: None,
+        }],
+    }
+}
+
+/// Starts three calls of `app.twice`, waits for them all, outputs the last.
+fn three_calls() -> Vec<u8> {
+    signed(&forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "app.twice{\"n\":21}")"#,
+        r#"(local $i i32)
+           (loop $start
+               (drop (call $call_async (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 8)))
+               (br_if $start (i32.lt_u
+                   (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 3))))
+           (loop $collect
+               (if (i32.lt_s (call $wait (call $wait_any)) (i32.const 0))
+                   (then (return (i32.const 2))))
+               (br_if $collect (local.tee $i (i32.sub (local.get $i) (i32.const 1)))))
+           (drop (call $output (i32.const 1024)
+               (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
+           (i32.const 0)"#,
+    ))
+}
+
+async fn next_callback(run: &mut forge_client::Run) -> Callback {
+    match run.next().await {
+        Some(RunMessage::Callback(callback)) => callback,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn a_program_calls_tools_of_the_clients_own_process() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    let order = Order { program: three_calls(), hosted: Some(hosted("app")), ..submit(ECHO, "1") };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let mut run = client.submit(&order).await.unwrap();
+        // All of them are out before the first is answered.
+        let mut out = Vec::new();
+        for _ in 0..3 {
+            let callback = next_callback(&mut run).await;
+            assert_eq!(callback.tool.as_str(), "app.twice");
+            assert_eq!(serde_json::from_slice::<Value>(&callback.arguments).unwrap()["n"], 21);
+            out.push(callback.callback);
+        }
+        // One that is not out is nobody's answer.
+        run.settle(77, Ok(b"0".to_vec())).await.unwrap();
+        for callback in out {
+            run.settle(callback, Ok(b"42".to_vec())).await.unwrap();
+        }
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!((&report["status"], &report["output"]), (&"ok".into(), &"42".into()));
+        let calls = report["tool_calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 3, "{report:#}");
+        assert!(calls.iter().all(|call| call["tool"] == "app.twice" && call["status"] == "ok"));
+    });
+    // The journal has them.
+    let listed = desk.forge(&["journal", "list", "--state", "state", "--json"]).output().unwrap();
+    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+    assert_eq!(listed.matches("app.twice").count(), 3, "{listed}");
+    service.serves();
+}
+
+fn a_client_that_hosts_and_dies_takes_its_run_with_it() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let order = Order { program: three_calls(), hosted: Some(hosted("app")), ..endless() };
+    runtime().block_on(async {
+        let watcher = forge_client::Client::connect(&service.socket).await.unwrap();
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let mut run = client.submit(&order).await.unwrap();
+        next_callback(&mut run).await;
+        drop((run, client));
+        stands(&watcher, "its run is over", |status| {
+            status["runs"]["ended"]["cancelled"] == 1 && status["runs"]["running"] == 0
+        })
+        .await;
+    });
+    eventually("its worker is gone", || service.workers().is_empty());
+    service.serves();
+}
+
+fn a_client_hosts_under_no_servers_name() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    for server in ["fs", "no name", ""] {
+        let order = Order { hosted: Some(hosted(server)), ..submit(ECHO, "1") };
+        let report = run(&mut service.client(), &order);
+        assert_eq!(
+            (&report["status"], &report["kind"]),
+            (&"rejected".into(), &"bad_request".into())
+        );
+    }
+}
+
+fn a_client_in_another_language_needs_the_document_alone() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    fs::write(desk.path("echo"), program(ECHO)).unwrap();
+    fs::write(desk.path("endless"), program(ENDLESS)).unwrap();
+    fs::write(desk.path("hosted"), three_calls()).unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client.py");
+    let mut python = Command::new("python3");
+    python.arg(script).arg(&service.socket).arg(&desk.0).stdin(Stdio::null());
+    let output = match python.output() {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("SKIPPED: there is no python3: {error}");
+            return;
+        }
+    };
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "ok\n", "{said}");
 }
 
 // Whose runs

@@ -50,7 +50,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::cancel::Cancel;
 use crate::report::Status;
-use crate::supervisor::{RunResult, Supervisor};
+use crate::supervisor::{Attendance, RunResult, Supervisor};
 use crew::Crew;
 use gate::{Denied, Gate, Stay};
 use peer::Peer;
@@ -130,8 +130,9 @@ impl Service {
         order: &Order,
         peer: &Peer,
         cancel: &Arc<Cancel>,
+        attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
-        let (result, stay) = self.run_if_let(order, peer, cancel);
+        let (result, stay) = self.run_if_let(order, peer, cancel, attendance);
         self.counts.ended(&result.report);
         (result, stay)
     }
@@ -141,6 +142,7 @@ impl Service {
         order: &Order,
         peer: &Peer,
         cancel: &Arc<Cancel>,
+        attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let principal = &order.principal;
         if !peer.speaks_for(principal) {
@@ -151,7 +153,7 @@ impl Service {
         let limit = self.options().principals.0.get(principal).and_then(|it| it.runs_max);
         let denied = match self.gate.enter(principal, limit, cancel) {
             Ok((stay, pass)) => {
-                let result = self.supervisor.run_for(order, Some(cancel));
+                let result = self.supervisor.run_for(order, attendance);
                 drop(pass);
                 return (result, Some(stay));
             }
