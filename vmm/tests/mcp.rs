@@ -548,24 +548,26 @@ fn a_client_that_leaves_ends_everything() {
 
 fn a_signal_ends_everything() {
     let desk = Desk::new();
-    let mut client = desk.greeted();
-    endless(&mut client);
-    begun(&mut client);
-    // The VM that the run has, and the one that takes its place.
-    let mut started = Vec::new();
-    eventually("it runs", || {
-        started = descendants(client.child.id());
-        workers(&started) >= 2
-    });
-    // SAFETY: the process is this test's own child, not waited for yet.
-    unsafe { libc::kill(client.child.id() as i32, libc::SIGTERM) };
-    let mut status = None;
-    eventually("the door ends", || {
-        status = client.child.try_wait().unwrap();
-        status.is_some()
-    });
-    assert!(status.unwrap().success());
-    eventually("all it started is gone", || started.iter().all(|pid| is_gone(*pid)));
+    for signal in [libc::SIGTERM, libc::SIGKILL] {
+        let mut client = desk.greeted();
+        endless(&mut client);
+        begun(&mut client);
+        // The VM that the run has, and the one that takes its place.
+        let mut started = Vec::new();
+        eventually("it runs", || {
+            started = descendants(client.child.id());
+            workers(&started) >= 2
+        });
+        // SAFETY: the process is this test's own child, not waited for yet.
+        unsafe { libc::kill(client.child.id() as i32, signal) };
+        let mut status = None;
+        eventually("the door ends", || {
+            status = client.child.try_wait().unwrap();
+            status.is_some()
+        });
+        assert_eq!(status.unwrap().success(), signal == libc::SIGTERM);
+        eventually("all it started is gone", || started.iter().all(|pid| is_gone(*pid)));
+    }
 }
 
 // Who signs
