@@ -41,8 +41,8 @@ pub const BROKER_TABLES: [&str; 6] =
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
-pub const SUPERVISOR_TABLES: [&str; 7] =
-    ["vm", "limits", "trust", "pool", "service", "broker", "http"];
+pub const SUPERVISOR_TABLES: [&str; 8] =
+    ["vm", "limits", "trust", "pool", "service", "broker", "http", "mcp"];
 
 /// A configuration file larger than this is a wrong file.
 const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;

@@ -8,9 +8,12 @@
 //! | module | what it speaks |
 //! |---|---|
 //! | [`http`] | HTTP/1.1 with JSON, server-sent events and WebSockets |
+//! | [`mcp`] | the Model Context Protocol, over stdio and streamable HTTP |
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "http")]
 pub mod http;
+#[cfg(feature = "mcp")]
+pub mod mcp;

@@ -1,5 +1,6 @@
 //! The flags, as they are written.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,6 +23,9 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Keep VMs ready and run programs for other processes
     Serve(Box<ServeArgs>),
+    /// Let any MCP client search tools and run programs: a server over stdio,
+    /// or over HTTP with --listen
+    Mcp(Box<McpArgs>),
     /// Make a key pair to sign programs with
     Keygen(KeygenArgs),
     /// Sign a program; a .wat is assembled first
@@ -163,6 +167,27 @@ pub(crate) struct ServeArgs {
     /// byte by byte; 0 for none
     #[arg(long, value_name = "N", default_value = "1000")]
     pub(crate) prove_one_in: u32,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct McpArgs {
+    /// Have the service at this socket carry programs out, not one of its own
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["mcp_config", "trust"])]
+    pub(crate) service: Option<PathBuf>,
+    /// A public key that programs are trusted by that come signed; may be
+    /// given several times
+    #[arg(long, value_name = "PUB")]
+    pub(crate) trust: Vec<PathBuf>,
+    /// Sign programs that come unsigned with this key
+    /// [default: a key made at each start, which nobody else trusts]
+    #[arg(long, value_name = "KEY", conflicts_with = "listen")]
+    pub(crate) sign_with: Option<PathBuf>,
+    /// Serve the principals that have a token, [principals.<name>], over HTTP
+    /// at this address, such as 127.0.0.1:8081
+    #[arg(long, value_name = "ADDRESS", requires = "config")]
+    pub(crate) listen: Option<SocketAddr>,
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -10,6 +10,7 @@ mod config;
 mod door;
 mod grant;
 mod journal;
+mod mcp;
 mod program;
 mod run;
 mod serve;
@@ -61,6 +62,9 @@ pub(crate) enum CliError {
     /// A program that cannot be used.
     #[error("{0}")]
     Program(String),
+    /// This host refuses what it should give: threads, sockets, randomness.
+    #[error("this host: {0}")]
+    Host(io::Error),
     /// Standard output is gone.
     #[error("standard output: {0}")]
     Output(#[from] io::Error),
@@ -82,6 +86,7 @@ impl CliError {
                 | BrokerError::Handshake(_)
                 | BrokerError::Protocol(_) => Exit::Internal,
             },
+            Self::Host(_) => Exit::Unavailable,
             Self::Output(_) => Exit::Failed,
         }
     }
@@ -106,6 +111,7 @@ pub(crate) fn main() -> ExitCode {
     let done = match args.command {
         Command::Run(args) => run::run(*args),
         Command::Serve(args) => serve::serve(*args),
+        Command::Mcp(args) => mcp::mcp(*args),
         Command::Keygen(args) => program::keygen(&args),
         Command::Sign(args) => program::sign(&args),
         Command::Inspect(args) => program::inspect(&args),
@@ -155,7 +161,12 @@ fn be_door() -> ExitCode {
 
 fn start_logging() {
     use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    let mut filter =
+        EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    // The MCP library shows whole messages, programs and results among them.
+    if let Ok(silence) = "rmcp=off".parse() {
+        filter = filter.add_directive(silence);
+    }
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
 }
 

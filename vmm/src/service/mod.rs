@@ -38,7 +38,7 @@ mod status;
 pub mod systemd;
 
 pub use options::ServiceOptions;
-pub use server::{Reloaded, Server};
+pub use server::{Reloaded, Server, serve_connection};
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -201,9 +201,13 @@ impl Service {
         }
     }
 
+    fn is_busy(&self) -> bool {
+        self.busy.load(Ordering::SeqCst) > 0
+    }
+
     /// Whether it was to take no more runs, and owes nobody an end.
     fn is_drained(&self) -> bool {
-        self.gate.is_draining() && self.busy.load(Ordering::SeqCst) == 0
+        self.gate.is_draining() && !self.is_busy()
     }
 }
 

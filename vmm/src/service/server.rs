@@ -258,6 +258,41 @@ impl Server {
     }
 }
 
+/// Serves the client at the other end of this socket, and no other: until it
+/// has left and its runs are over, which are cancelled then.
+///
+/// # Errors
+/// What the kernel said.
+pub fn serve_connection(
+    socket: UnixStream,
+    supervisor: &Arc<Supervisor>,
+    options: ServiceOptions,
+) -> io::Result<()> {
+    let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+    let service = Service::new(Arc::clone(supervisor), options, wake)?;
+    service.watch.always(service.wake.as_raw_fd(), SIGNALS)?;
+    service.welcome(0, socket);
+    let mut events = [EpollEvent::default(); EVENTS];
+    while !lock(&service.connections).is_empty() || service.is_busy() {
+        match service.watch.0.wait(LOOK_EVERY.as_millis() as i32, &mut events) {
+            Ok(there) => {
+                for event in &events[..there] {
+                    match event.data() {
+                        SIGNALS => {
+                            let _ = service.wake.read();
+                        }
+                        number => service.attend_to(number),
+                    }
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        service.drop_the_silent();
+    }
+    Ok(())
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         let event = self.signals.as_raw_fd();
@@ -319,6 +354,7 @@ impl Service {
     /// A connection is closed.
     pub(super) fn left(&self, number: u64) {
         lock(&self.connections).remove(&number);
+        let _ = self.wake.write(1);
     }
 
     fn load_again(&self, load: &impl Fn() -> Result<Reloaded, String>) {

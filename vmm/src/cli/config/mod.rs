@@ -37,6 +37,24 @@ struct LowConfig {
     service: service::LowService,
     #[serde(default)]
     principals: BTreeMap<String, service::LowPrincipal>,
+    #[serde(default)]
+    mcp: McpConfig,
+}
+
+/// What `forge-vmm mcp` goes by.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct McpConfig {
+    /// Whose programs come over stdio, whatever the command line says.
+    pub(crate) principal: Option<String>,
+    /// Whether programs that come unsigned are signed here at all.
+    pub(crate) accept_unsigned: Option<bool>,
+    /// Host names by which clients reach it, beside those of loopback.
+    #[serde(default)]
+    pub(crate) hosts: Vec<String>,
+    /// Origins of browser pages that may ask, beside those on loopback.
+    #[serde(default)]
+    pub(crate) origins: Vec<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -99,6 +117,11 @@ pub(crate) fn trust_keys(config: Option<&Path>) -> Result<Vec<PathBuf>, CliError
 /// What all VMs together may use, if a configuration says so.
 pub(crate) fn vm_group(config: Option<&Path>) -> Result<Option<GroupLimits>, CliError> {
     config.map_or(Ok(None), |path| Ok(read_config(path)?.vm.group))
+}
+
+/// What a configuration says of `forge-vmm mcp`.
+pub(crate) fn mcp(config: Option<&Path>) -> Result<McpConfig, CliError> {
+    config.map_or(Ok(McpConfig::default()), |path| Ok(read_config(path)?.mcp))
 }
 
 /// The user that a configuration names for the toolbroker.

@@ -1,0 +1,110 @@
+//! What MCP asks a server.
+
+use std::fmt::Display;
+
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, Implementation,
+    ListResourcesResult, ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams,
+    ReadResourceResponse, ServerCapabilities, ServerConfig, Tool,
+};
+use rmcp::service::RequestContext;
+use rmcp::{ErrorData, RoleServer, ServerHandler};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::{Door, run, search, teach};
+
+impl ServerHandler for Door {
+    fn get_info(&self) -> ServerConfig {
+        let capabilities = ServerCapabilities::builder().enable_tools().enable_resources().build();
+        let ours = Implementation::new("forge-vmm", env!("CARGO_PKG_VERSION"));
+        ServerConfig::new(capabilities)
+            .with_server_info(ours)
+            .with_instructions(teach::INSTRUCTIONS)
+    }
+
+    async fn list_tools(
+        &self,
+        _: Option<PaginatedRequestParams>,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ListToolsResult, ErrorData> {
+        Ok(ListToolsResult::with_all_items(teach::tools().to_vec()))
+    }
+
+    fn get_tool(&self, name: &str) -> Option<Tool> {
+        teach::tools().iter().find(|tool| tool.name == name).cloned()
+    }
+
+    async fn call_tool(
+        &self,
+        request: CallToolRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        let arguments = Value::Object(request.arguments.unwrap_or_default());
+        let result = match &*request.name {
+            teach::SEARCH => match read(arguments) {
+                Ok(arguments) => search::search(self, arguments).await,
+                Err(result) => result,
+            },
+            teach::RUN => match read(arguments) {
+                Ok(arguments) => run::run(self, arguments, context).await,
+                Err(result) => result,
+            },
+            _ => {
+                let what =
+                    format!("there is no such tool: only {} and {}", teach::SEARCH, teach::RUN);
+                return Err(ErrorData::invalid_params(what, None));
+            }
+        };
+        Ok(result.into())
+    }
+
+    async fn list_resources(
+        &self,
+        _: Option<PaginatedRequestParams>,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ListResourcesResult, ErrorData> {
+        Ok(ListResourcesResult::with_all_items(teach::resources()))
+    }
+
+    async fn read_resource(
+        &self,
+        request: ReadResourceRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ReadResourceResponse, ErrorData> {
+        match teach::resource(&request.uri) {
+            Some(read) => Ok(read.into()),
+            None => Err(ErrorData::resource_not_found("there is no such resource", None)),
+        }
+    }
+}
+
+/// A model can mend its arguments if it is told, so what is wrong with them is
+/// a result and no error of the protocol.
+fn read<T: DeserializeOwned>(arguments: Value) -> Result<T, CallToolResult> {
+    serde_json::from_value(arguments).map_err(|error| failed(&format!("arguments: {error}")))
+}
+
+/// A result without content of its own.
+pub(super) fn failed(why: &dyn Display) -> CallToolResult {
+    CallToolResult::error(vec![ContentBlock::text(why.to_string())])
+}
+
+/// An object as structured content, and as text for clients that read no
+/// other: itself, unless there is a better one.
+pub(super) fn structured(
+    content: &impl Serialize,
+    text: Option<String>,
+    is_error: bool,
+) -> CallToolResult {
+    let content = match serde_json::to_value(content) {
+        Ok(content) => content,
+        Err(error) => return failed(&error),
+    };
+    let text = text.unwrap_or_else(|| content.to_string());
+    let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
+    result.structured_content = Some(content);
+    result.is_error = Some(is_error);
+    result
+}

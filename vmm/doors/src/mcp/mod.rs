@@ -1,0 +1,121 @@
+//! The MCP door: code mode with hardware isolation for any MCP client.
+//!
+//! It offers two tools. `search_tools` finds the few tools of the broker that
+//! fit what is to be done, and gives a handle of a grant for exactly these;
+//! `run_program` runs a program in a virtual machine of its own, under that
+//! grant. So a model reads two tools and not two hundred, and what it reads of
+//! results is what its program leaves of them.
+//!
+//! Clients are strangers: every size, count and time that they choose has a
+//! bound, and none of them sees a grant token. Deliberately absent are
+//! approvals, sampling and whatever else a server may ask of a client.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`stdio`] | JSON-RPC in lines, for the client that started the process |
+//! | [`http`] | streamable HTTP, for principals with tokens |
+//! | [`link`] | the service behind the door |
+//! | `handler` | what MCP asks a server |
+//! | `search`, `run` | the two tools |
+//! | `handles` | grants, by short names |
+//! | `program` | a program as a model writes it, made into a signed module |
+//! | `teach` | what a model is told |
+
+pub mod http;
+pub mod link;
+pub mod stdio;
+
+mod handler;
+mod handles;
+mod program;
+mod run;
+mod search;
+mod sessions;
+mod teach;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use forge_protocol::signature::SignerKey;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+use handles::Handles;
+use link::ServiceLink;
+
+/// A message of a client, in bytes: a program of almost 3 MiB as base64.
+pub const MESSAGE_BYTES_MAX: usize = 4 * 1024 * 1024;
+/// Requests of one client that may be unanswered, and what they may have
+/// together, in bytes. As JSON values they take many times that.
+pub const REQUESTS_MAX: usize = 64;
+/// See [`REQUESTS_MAX`].
+pub const REQUEST_BYTES_MAX: usize = 2 * MESSAGE_BYTES_MAX;
+
+/// Whose programs a door runs.
+#[derive(Debug)]
+pub struct Principal {
+    /// The name that grants, roles and the journal know it by.
+    pub name: String,
+    /// The key that its unsigned programs are signed with. Without one, only
+    /// signed programs are taken.
+    pub signer: Option<Arc<SignerKey>>,
+}
+
+/// The door of one principal. Clones are the same door.
+#[derive(Clone, Debug)]
+pub struct Door(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    service: Arc<ServiceLink>,
+    principal: Principal,
+    /// The session of every grant and run of this door: a token is good in no
+    /// other.
+    session: String,
+    handles: Mutex<Handles>,
+    /// Runs that are not over, those included that nobody waits for any more.
+    runs: Semaphore,
+    closing: CancellationToken,
+}
+
+impl Door {
+    /// A door of a principal's to this service.
+    ///
+    /// # Errors
+    /// If the host gives no random bytes.
+    pub fn new(service: Arc<ServiceLink>, principal: Principal) -> std::io::Result<Self> {
+        Ok(Self(Arc::new(Inner {
+            service,
+            principal,
+            session: format!("mcp-{}", handles::random_name()?),
+            handles: Mutex::default(),
+            runs: Semaphore::new(REQUESTS_MAX),
+            closing: CancellationToken::new(),
+        })))
+    }
+
+    /// Cancels what runs, and takes nothing more.
+    pub fn close(&self) {
+        self.0.closing.cancel();
+    }
+
+    fn handles(&self) -> MutexGuard<'_, Handles> {
+        self.0.handles.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Text of a program or a tool as one short line: without characters that
+/// control or reorder what a terminal shows.
+fn one_line(text: &str, chars_max: usize) -> String {
+    let shown = |c: char| {
+        let reorders = matches!(
+            c,
+            '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
+        );
+        if c.is_control() || reorders { ' ' } else { c }
+    };
+    let mut line: String = text.chars().take(chars_max).map(shown).collect();
+    if text.chars().nth(chars_max).is_some() {
+        line.push('…');
+    }
+    line
+}

@@ -1,0 +1,353 @@
+//! `run_program`.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use forge_client::{ClientError, RunMessage};
+use forge_protocol::broker::Authority;
+use forge_protocol::guest::Artifact;
+use forge_protocol::limits::RunLimits;
+use forge_protocol::service::{Finish, Order, RunEvent};
+use rmcp::model::{
+    CallToolResult, ContentBlock, ProgressNotificationParam, ProgressToken, ResourceContents,
+};
+use rmcp::service::RequestContext;
+use rmcp::{Peer, RoleServer};
+use serde::Deserialize;
+use serde_json::Value;
+use tokio::sync::mpsc;
+
+use super::handler::{self, failed};
+use super::program::{self, Language, ProgramError};
+use super::{Door, one_line};
+
+/// Progress messages that wait for a client to read; more are left out.
+const PROGRESS_MAX: usize = 64;
+/// How long progress may still be sent when the run is over.
+const PROGRESS_TIME_MAX: Duration = Duration::from_millis(500);
+/// A progress message of a program's or a tool's words, in characters.
+const PROGRESS_CHARS_MAX: usize = 200;
+/// Artifacts of one run that ride along, in bytes; others are named in the
+/// report.
+const ARTIFACT_BYTES_MAX: usize = 256 * 1024;
+/// How long the end of a cancelled run is waited for.
+const CANCEL_TIME_MAX: Duration = Duration::from_secs(10);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Arguments {
+    program: String,
+    #[serde(default)]
+    language: Language,
+    input: Option<Value>,
+    grant: Option<String>,
+    #[serde(default)]
+    limits: Limits,
+}
+
+/// What of [`RunLimits`] a model may ask for.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Limits {
+    timeout_ms: Option<u64>,
+    fuel: Option<u64>,
+    memory_bytes: Option<u64>,
+    calls: Option<u32>,
+}
+
+impl From<Limits> for RunLimits {
+    fn from(limits: Limits) -> Self {
+        let Limits { timeout_ms, fuel, memory_bytes, calls } = limits;
+        let default = Self::default();
+        Self {
+            wall_ms: timeout_ms.unwrap_or(default.wall_ms),
+            fuel: fuel.unwrap_or(default.fuel),
+            memory_bytes: memory_bytes.unwrap_or(default.memory_bytes),
+            calls: calls.unwrap_or(default.calls),
+            ..default
+        }
+    }
+}
+
+/// Why there is no report.
+#[derive(Debug, thiserror::Error)]
+enum RunError {
+    #[error(transparent)]
+    Program(#[from] ProgramError),
+    #[error("assembling the program failed in a way that it should not")]
+    Assembler,
+    #[error("the grant {0:?} is not known here or is over: search_tools gives another")]
+    Grant(String),
+    #[error("too many programs run already: wait for one to end")]
+    Busy,
+    #[error(transparent)]
+    Service(#[from] ClientError),
+    #[error("the service went away with the run; its calls may have happened")]
+    Lost,
+    #[error("the service's report cannot be read: {0}")]
+    Report(serde_json::Error),
+    #[error("the run was cancelled")]
+    Cancelled,
+}
+
+/// Runs a program and reports.
+pub(super) async fn run(
+    door: &Door,
+    arguments: Arguments,
+    context: RequestContext<RoleServer>,
+) -> CallToolResult {
+    match carried_out(door, arguments, context).await {
+        Ok(Finish { report, artifacts }) => match serde_json::from_slice::<Value>(&report) {
+            Ok(report) => {
+                let ok = report["status"] == "ok";
+                let mut result = handler::structured(&report, Some(text(&report)), !ok);
+                result.content.extend(shown(&report, artifacts));
+                result
+            }
+            Err(error) => failed(&RunError::Report(error)),
+        },
+        Err(error) => failed(&error),
+    }
+}
+
+async fn carried_out(
+    door: &Door,
+    arguments: Arguments,
+    context: RequestContext<RoleServer>,
+) -> Result<Finish, RunError> {
+    // Held until the run is over, not until somebody has stopped waiting.
+    let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
+    let Arguments { program, language, input, grant, limits } = arguments;
+    let authority = match grant {
+        None => Authority::Tools(Vec::new()),
+        Some(name) => match door.handles().token(&name, Instant::now()) {
+            Some(token) => Authority::Grant(token.to_vec()),
+            None => return Err(RunError::Grant(one_line(&name, 40))),
+        },
+    };
+    let module = tokio::task::spawn_blocking(move || program::module(&program, language));
+    let module = module.await.map_err(|_| RunError::Assembler)??;
+    let program = program::signed(module, door.0.principal.signer.as_deref())?;
+    let progress_token = context.meta.get_progress_token();
+    let order = Order {
+        program,
+        input: input.map_or_else(|| b"{}".to_vec(), |input| input.to_string().into_bytes()),
+        principal: door.0.principal.name.clone(),
+        session: Some(door.0.session.clone()),
+        authority,
+        limits: limits.into(),
+        prepare: false,
+        events: progress_token.is_some(),
+        hosted: None,
+    };
+    if context.ct.is_cancelled() || door.0.closing.is_cancelled() {
+        return Err(RunError::Cancelled);
+    }
+    let mut run = door.0.service.submit(&order).await?;
+    drop(order);
+    let mut progress = progress_token.map(|token| Progress::start(token, context.peer.clone()));
+    let finish = loop {
+        let message = tokio::select! {
+            message = run.next() => message,
+            () = context.ct.cancelled() => break None,
+            () = door.0.closing.cancelled() => break None,
+        };
+        match message {
+            Some(RunMessage::Event(event)) => {
+                if let Some(progress) = &mut progress {
+                    progress.tell(&event);
+                }
+            }
+            Some(RunMessage::Finished(finish)) => break Some(finish),
+            // It hosts no tools.
+            Some(RunMessage::Callback(_)) => {}
+            None => return Err(RunError::Lost),
+        }
+    };
+    if let Some(progress) = progress {
+        progress.end().await;
+    }
+    match finish {
+        Some(finish) => Ok(finish),
+        None => {
+            run.canceller().cancel().await;
+            let ended = tokio::time::timeout(CANCEL_TIME_MAX, run.finish()).await;
+            ended.map_err(|_| RunError::Cancelled)?.map_err(RunError::Service)
+        }
+    }
+}
+
+/// What a model reads first: the output, and how the run ended if it did not
+/// end well. The report has the rest.
+fn text(report: &Value) -> String {
+    let word = |field: &str| report[field].as_str().unwrap_or_default();
+    let output = match word("output_encoding") {
+        "base64" => format!("(base64) {}", word("output")),
+        _ => word("output").to_owned(),
+    };
+    if report["status"] == "ok" {
+        return output;
+    }
+    let mut text = match word("kind") {
+        "" => word("status").to_owned(),
+        kind => format!("{} ({kind})", word("status")),
+    };
+    text.push_str(&format!(": {}\n", word("reason")));
+    let calls = report["tool_calls"].as_array().into_iter().flatten();
+    for call in calls.filter(|call| call["status"] != "ok") {
+        let (tool, status) = (&call["tool"], &call["status"]);
+        let (tool, status) = (tool.as_str().unwrap_or_default(), status.as_str());
+        text.push_str(&format!("call of {tool}: {}\n", status.unwrap_or_default()));
+    }
+    for log in report["log"].as_array().into_iter().flatten() {
+        text.push_str(&format!("log: {}\n", log["text"].as_str().unwrap_or_default()));
+    }
+    if !output.is_empty() {
+        text.push_str(&format!("output:\n{output}"));
+    }
+    text
+}
+
+/// The first artifacts, as far as there is room for them.
+fn shown(report: &Value, artifacts: Vec<Artifact>) -> Vec<ContentBlock> {
+    let run = report["run_id"].as_str().unwrap_or_default().to_owned();
+    let mut room = ARTIFACT_BYTES_MAX;
+    let mut blocks = Vec::new();
+    for (number, artifact) in artifacts.into_iter().enumerate() {
+        let Some(left) = room.checked_sub(artifact.content.len()) else { continue };
+        room = left;
+        // The name is the program's: the report has it, the address does not.
+        let uri = format!("forge://runs/{run}/artifacts/{number}");
+        let contents = match String::from_utf8(artifact.content) {
+            Ok(text) => ResourceContents::text(text, uri),
+            Err(error) => ResourceContents::blob(STANDARD.encode(error.as_bytes()), uri),
+        };
+        blocks.push(ContentBlock::resource(contents.with_mime_type(artifact.media_type)));
+    }
+    blocks
+}
+
+/// Tells a client how a run goes on. A client that reads nothing misses
+/// messages, and holds up nobody.
+struct Progress {
+    messages: mpsc::Sender<String>,
+    task: tokio::task::JoinHandle<()>,
+    /// Tools of calls that are not settled.
+    calls: HashMap<u32, String>,
+}
+
+impl Progress {
+    fn start(token: ProgressToken, peer: Peer<RoleServer>) -> Self {
+        let (messages, mut waiting) = mpsc::channel::<String>(PROGRESS_MAX);
+        let _ = messages.try_send("submitted".into());
+        let task = tokio::spawn(async move {
+            let mut count = 0.0;
+            while let Some(message) = waiting.recv().await {
+                count += 1.0;
+                let said = ProgressNotificationParam::new(token.clone(), count);
+                if peer.notify_progress(said.with_message(message)).await.is_err() {
+                    return;
+                }
+            }
+        });
+        Self { messages, task, calls: HashMap::new() }
+    }
+
+    fn tell(&mut self, event: &RunEvent) {
+        if let Some(message) = told(event, &mut self.calls) {
+            let _ = self.messages.try_send(message);
+        }
+    }
+
+    /// What is said comes before the result.
+    async fn end(self) {
+        let Self { messages, mut task, .. } = self;
+        drop(messages);
+        if tokio::time::timeout(PROGRESS_TIME_MAX, &mut task).await.is_err() {
+            task.abort();
+        }
+    }
+}
+
+/// An event in words, if it is any progress.
+fn told(event: &RunEvent, calls: &mut HashMap<u32, String>) -> Option<String> {
+    Some(match event {
+        RunEvent::Admitted { run_id } => format!("run {run_id} begins"),
+        RunEvent::Log(log) => one_line(&log.text, PROGRESS_CHARS_MAX),
+        RunEvent::Called { call, tool } => {
+            let tool = one_line(tool.as_str(), PROGRESS_CHARS_MAX);
+            calls.insert(*call, tool.clone());
+            format!("calls {tool}")
+        }
+        RunEvent::Settled { call, code, .. } => {
+            let tool = calls.remove(call).unwrap_or_default();
+            match code {
+                None => format!("{tool} answered"),
+                Some(code) => format!("{tool}: {}", code.as_str()),
+            }
+        }
+        RunEvent::Output(_) => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use forge_protocol::guest::Log;
+    use serde_json::json;
+
+    #[test]
+    fn a_model_reads_the_output_and_what_went_wrong() {
+        let mut report = json!({
+            "status": "ok", "kind": "", "reason": "", "output": "42", "output_encoding": "utf8",
+            "log": [{"level": 1, "text": "odd"}],
+            "tool_calls": [{"tool": "a.b", "status": "ok"}, {"tool": "a.c", "status": "denied"}],
+        });
+        assert_eq!(text(&report), "42");
+        report["status"] = "trap".into();
+        report["kind"] = "unreachable".into();
+        report["reason"] = "it reached unreachable".into();
+        let said = "trap (unreachable): it reached unreachable\ncall of a.c: denied\nlog: \
+                    odd\noutput:\n42";
+        assert_eq!(text(&report), said);
+        assert!(text(&json!(null)).len() < 10);
+    }
+
+    #[test]
+    fn calls_and_logs_are_told_in_one_line_each() {
+        let tool = forge_protocol::name::ToolName::parse("a.b").unwrap();
+        let log = Log { level: 1, text: format!("x\n\u{202e}{}", "y".repeat(1000)) };
+        let denied = Some(forge_protocol::abi::CallCode::Denied);
+        let called = |call| RunEvent::Called { call, tool: tool.clone() };
+        let settled = |call, code| RunEvent::Settled { call, code, duration_ns: 1 };
+        let mut calls = HashMap::new();
+        let events = [called(0), called(1), settled(1, None), settled(0, denied)];
+        let words: Vec<_> = events.iter().filter_map(|it| told(it, &mut calls)).collect();
+        assert_eq!(words, ["calls a.b", "calls a.b", "a.b answered", "a.b: denied"]);
+        assert!(calls.is_empty());
+        let said = told(&RunEvent::Log(log), &mut calls).unwrap();
+        assert!(said.starts_with("x  yyy") && said.chars().count() == PROGRESS_CHARS_MAX + 1);
+        assert_eq!(told(&RunEvent::Output(b"x".to_vec()), &mut calls), None);
+    }
+
+    #[test]
+    fn artifacts_ride_along_as_far_as_there_is_room() {
+        let artifact = |content: Vec<u8>| Artifact {
+            name: "../x".into(),
+            media_type: "text/csv".into(),
+            content,
+        };
+        let artifacts = vec![
+            artifact(vec![0xff]),
+            artifact(vec![b'a'; ARTIFACT_BYTES_MAX]),
+            artifact(b"b".to_vec()),
+        ];
+        let blocks = serde_json::to_value(shown(&json!({"run_id": "7"}), artifacts)).unwrap();
+        assert_eq!(blocks.as_array().unwrap().len(), 2);
+        assert_eq!(blocks[0]["resource"]["blob"], "/w==");
+        assert_eq!(blocks[1]["resource"]["text"], "b");
+        assert_eq!(blocks[1]["resource"]["uri"], "forge://runs/7/artifacts/2");
+    }
+}

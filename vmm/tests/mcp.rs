@@ -1,0 +1,927 @@
+//! `forge-vmm mcp` as a client starts it: whole conversations in lines of
+//! JSON, in both eras of the protocol, and clients that do not keep to it.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+#[path = "support/executables.rs"]
+mod executables;
+#[path = "support/processes.rs"]
+mod processes;
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use executables::FORGE;
+use forge_client::blocking::Client as ServiceClient;
+use forge_protocol::service::{Question, Reply};
+use processes::Process;
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+use support::{forge_module, signed, signer};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            a_model_searches_and_its_program_calls_what_was_found,
+            a_client_of_the_newest_protocol_needs_no_handshake,
+            what_a_program_did_wrong_is_told,
+            a_handle_is_good_on_its_own_connection_alone,
+            a_call_outside_the_handle_is_refused,
+            progress_tells_of_calls_to_who_asks,
+            a_cancelled_request_ends_its_run,
+            a_client_that_leaves_ends_everything,
+            a_signal_ends_everything,
+            programs_are_signed_for_the_principal_or_refused,
+            a_service_that_stands_already_serves_the_door,
+            artifacts_ride_along,
+            http_serves_both_eras_to_who_has_a_token,
+        ],
+        claims![
+            senseless_lines_are_answered_and_harm_nothing,
+            a_flood_of_requests_is_answered_without_a_reader,
+            wrong_arguments_are_results_that_say_what_is_wrong,
+            the_resources_teach_the_abi,
+            http_refuses_strangers_other_hosts_and_other_pages,
+            a_session_and_a_handle_are_of_no_use_to_another_principal,
+            a_door_without_known_principals_does_not_open,
+        ],
+    )
+}
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "it never came about that {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Everything that a process has started, and what that has.
+fn descendants(of: u32) -> Vec<i32> {
+    let all = Process::all();
+    let mut found = vec![of as i32];
+    let mut at = 0;
+    while at < found.len() {
+        let parent = found[at];
+        found.extend(all.iter().filter(|it| it.parent == parent).map(|it| it.pid));
+        at += 1;
+    }
+    found.split_off(1)
+}
+
+/// How many of these are workers, by the name that each gives itself.
+fn workers(pids: &[i32]) -> usize {
+    let name = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    pids.iter().filter(|pid| name(pid).trim() == "forge-worker").count()
+}
+
+fn is_gone(pid: i32) -> bool {
+    Process::of(pid).is_none_or(|it| it.zombie)
+}
+
+/// A folder with keys and a configuration, gone after the test.
+struct Desk(PathBuf);
+
+impl Desk {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let programs = executables::folder_with(&[
+            "forge-toolbroker",
+            "forge-test-server",
+            "inventory-server",
+        ]);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("forge-mcp-{}-{number}", std::process::id());
+        let desk = Self(std::env::temp_dir().join(name));
+        fs::create_dir_all(&desk.0).unwrap();
+        fs::write(desk.path("signer.pub"), signer().trust_key().to_pem()).unwrap();
+        let server = |name: &str| programs.join(name);
+        let servers = json!({"mcpServers": {
+            "inventory": {
+                "command": server("inventory-server"),
+                "env": {"INVENTORY_TOKEN": "demo-inventory-token"},
+            },
+            "test": {"command": server("forge-test-server")},
+        }});
+        fs::write(desk.path("servers.json"), servers.to_string()).unwrap();
+        desk
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn forge(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(FORGE);
+        command.current_dir(&self.0).args(arguments).env("FORGE_STATE", self.path("state"));
+        command
+    }
+
+    /// With tool servers, and not yet greeted.
+    fn client(&self, more: &[&str]) -> Client {
+        Client::start(self.forge(&["mcp"]).args(more))
+    }
+
+    /// With tool servers, and greeted.
+    fn greeted(&self) -> Client {
+        let mut client = self.client(&["--mcp-config", "servers.json"]);
+        client.greet();
+        client
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// An MCP client that knows nothing but lines.
+struct Client {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    lines: Receiver<Value>,
+    notifications: Vec<Value>,
+    next: u64,
+}
+
+impl Client {
+    fn start(command: &mut Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in stdout.lines() {
+                // Whatever is no JSON is nothing that may come there.
+                let value = serde_json::from_str(&line.unwrap());
+                if sender.send(value.expect("standard output carries JSON alone")).is_err() {
+                    return;
+                }
+            }
+        });
+        let stdin = child.stdin.take();
+        Self { child, stdin, lines, notifications: Vec::new(), next: 1 }
+    }
+
+    fn raw(&mut self, bytes: &[u8]) {
+        self.stdin.as_mut().unwrap().write_all(bytes).unwrap();
+    }
+
+    fn send(&mut self, message: &Value) {
+        self.raw(format!("{message}\n").as_bytes());
+    }
+
+    fn ask(&mut self, method: &str, params: Value) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        self.send(&json!({"jsonrpc": "2.0", "id": id, "method": method, "params": params}));
+        id
+    }
+
+    fn receive(&mut self) -> Value {
+        self.lines.recv_timeout(PATIENCE).expect("the door says something")
+    }
+
+    fn answer(&mut self, id: u64) -> Value {
+        loop {
+            let message = self.receive();
+            if message["id"] == id {
+                return message;
+            }
+            assert!(message["method"].is_string(), "{message}");
+            self.notifications.push(message);
+        }
+    }
+
+    fn result(&mut self, method: &str, params: Value) -> Value {
+        let id = self.ask(method, params);
+        let mut answer = self.answer(id);
+        assert_eq!(answer["error"], Value::Null, "{answer}");
+        answer["result"].take()
+    }
+
+    fn greet(&mut self) -> Value {
+        let result = self.result(
+            "initialize",
+            json!({
+                "protocolVersion": "2025-11-25",
+                "capabilities": {},
+                "clientInfo": {"name": "test", "version": "1"},
+            }),
+        );
+        self.send(&json!({"jsonrpc": "2.0", "method": "notifications/initialized"}));
+        result
+    }
+
+    fn call(&mut self, tool: &str, arguments: Value) -> Value {
+        self.result("tools/call", json!({"name": tool, "arguments": arguments}))
+    }
+
+    fn search(&mut self, intent: &str) -> Value {
+        let mut result = self.call("search_tools", json!({"intent": intent}));
+        assert_eq!(result["isError"], false, "{result}");
+        result["structuredContent"].take()
+    }
+
+    fn run(&mut self, arguments: Value) -> Value {
+        self.call("run_program", arguments)
+    }
+
+    /// Closes its end and waits for the other.
+    fn leave(mut self) -> std::process::ExitStatus {
+        self.stdin = None;
+        let mut status = None;
+        eventually("the door ends", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap()
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn names(found: &Value) -> Vec<&str> {
+    found["tools"].as_array().unwrap().iter().map(|tool| tool["name"].as_str().unwrap()).collect()
+}
+
+fn text(result: &Value) -> &str {
+    result["content"][0]["text"].as_str().unwrap()
+}
+
+/// Writes its input to its output.
+const ECHO: &str = r#"(module
+  (import "forge" "input_len" (func $input_len (result i32)))
+  (import "forge" "input_read" (func $input_read (param i32 i32 i32) (result i32)))
+  (import "forge" "output" (func $output (param i32 i32) (result i32)))
+  (memory (export "memory") 1)
+  (func (export "forge_run") (result i32)
+    (call $output (i32.const 0)
+      (call $input_read (i32.const 0) (i32.const 0) (call $input_len)))))"#;
+
+/// Calls one tool by its name and writes what came back.
+fn caller(tool: &str, arguments: &str) -> String {
+    let quoted = arguments.replace('"', "\\\"");
+    let memory = format!(
+        "(memory (export \"memory\") 1)
+         (data (i32.const 0) \"{tool}\") (data (i32.const 512) \"{quoted}\")"
+    );
+    let body = format!(
+        "(local $code i32)
+         (local.set $code (call $call (i32.const 0) (i32.const {}) (i32.const 512) (i32.const {})))
+         (drop (call $output (i32.const 1024)
+             (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
+         (local.get $code)",
+        tool.len(),
+        arguments.len(),
+    );
+    // A tool's answer has a length, and 0 alone is success.
+    forge_module(
+        &memory,
+        &body.replace(
+            "(local.get $code)",
+            "(select (i32.const 0) (local.get $code) (i32.ge_s (local.get $code) (i32.const 0)))",
+        ),
+    )
+}
+
+/// Ends by its deadline or by being cancelled.
+fn endless(client: &mut Client) -> u64 {
+    let program = forge_module("(memory (export \"memory\") 1)", "(loop (br 0)) (unreachable)");
+    let limits = json!({"timeout_ms": 30_000, "fuel": 1_000_000_000_000u64});
+    let arguments = json!({"program": program, "limits": limits});
+    let meta = json!({"progressToken": "endless"});
+    let params = json!({"name": "run_program", "arguments": arguments, "_meta": meta});
+    client.ask("tools/call", params)
+}
+
+/// Until the run that was asked for last is submitted.
+fn begun(client: &mut Client) {
+    let message = client.receive();
+    assert_eq!(message["method"], "notifications/progress", "{message}");
+    assert_eq!(message["params"]["progressToken"], "endless", "{message}");
+}
+
+// What a model does
+
+fn a_model_searches_and_its_program_calls_what_was_found() {
+    let desk = Desk::new();
+    let mut client = desk.client(&["--mcp-config", "servers.json"]);
+    let greeting = client.greet();
+    assert_eq!(greeting["protocolVersion"], "2025-11-25");
+    assert_eq!(greeting["serverInfo"]["name"], "forge-vmm");
+    let listed = client.result("tools/list", json!({}));
+    assert_eq!(names(&listed), ["search_tools", "run_program"]);
+    for tool in listed["tools"].as_array().unwrap() {
+        assert!(tool["inputSchema"].is_object() && tool["outputSchema"].is_object(), "{tool}");
+    }
+    let found = client.search("How many parts of a kind are in stock?");
+    assert!(names(&found).contains(&"inventory.get_stock"), "{found}");
+    let tool =
+        &found["tools"][names(&found).iter().position(|it| *it == "inventory.get_stock").unwrap()];
+    let import = tool["import"].as_str().unwrap();
+    assert!(tool["input_schema"]["properties"]["part_id"].is_object(), "{tool}");
+    let grant = found["grant"].as_str().unwrap();
+    assert_eq!(grant.len(), 16, "short enough to repeat");
+    // The example that a model is shown, as it stands there, with the import
+    // that the search gave.
+    let example = client.result("resources/read", json!({"uri": "forge://example.wat"}));
+    let example = example["contents"][0]["text"].as_str().unwrap().to_owned();
+    let (before, after) = import.split_once("(func ").unwrap();
+    let named = format!("{before}(func $get_stock {after}");
+    assert!(example.contains(&named), "{example} has not {named}");
+    let result = client.run(json!({"program": example, "grant": grant}));
+    let report = &result["structuredContent"];
+    assert_eq!(result["isError"], false, "{result}");
+    assert_eq!((&report["status"], &report["isolation"]), (&"ok".into(), &"vm".into()), "{result}");
+    assert_eq!(report["tool_calls"][0]["tool"], "inventory.get_stock", "{result}");
+    let stock: Value = serde_json::from_str(text(&result)).unwrap();
+    assert_eq!(stock["available"], 480, "{stock}");
+    assert!(client.leave().success());
+}
+
+fn a_client_of_the_newest_protocol_needs_no_handshake() {
+    let desk = Desk::new();
+    let mut client = desk.client(&["--mcp-config", "servers.json"]);
+    let meta = json!({
+        "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+        "io.modelcontextprotocol/clientInfo": {"name": "test", "version": "1"},
+        "io.modelcontextprotocol/clientCapabilities": {},
+    });
+    let discovered = client.result("server/discover", json!({"_meta": meta}));
+    let versions = discovered["supportedVersions"].as_array().unwrap();
+    assert!(versions.contains(&"2026-07-28".into()), "{discovered}");
+    let listed = client.result("tools/list", json!({"_meta": meta}));
+    assert_eq!(names(&listed), ["search_tools", "run_program"]);
+    let run = json!({"program": ECHO, "input": [1, "two"]});
+    let result = client
+        .result("tools/call", json!({"name": "run_program", "arguments": run, "_meta": meta}));
+    assert_eq!(result["resultType"], "complete", "{result}");
+    assert_eq!(text(&result), "[1,\"two\"]", "{result}");
+    // Before all that, the older way was still open, and a stray word harmless.
+    let mut client = desk.client(&[]);
+    client.send(&json!({"jsonrpc": "2.0", "method": "notifications/initialized"}));
+    client.result("server/discover", json!({"_meta": meta}));
+    assert_eq!(client.greet()["protocolVersion"], "2025-11-25");
+    assert_eq!(text(&client.run(json!({"program": ECHO}))), "{}");
+}
+
+fn what_a_program_did_wrong_is_told() {
+    let desk = Desk::new();
+    let mut client = desk.client(&[]);
+    client.greet();
+    let page = "(memory (export \"memory\") 1)";
+    let trap = forge_module(page, "(i32.div_s (i32.const 1) (i32.const 0))");
+    let failed = forge_module(
+        "(memory (export \"memory\") 1) (data (i32.const 0) \"why\")",
+        "(call $log (i32.const 0) (i32.const 0) (i32.const 3)) (i32.const 7)",
+    );
+    let limited = forge_module(page, "(loop (br 0)) (unreachable)");
+    let cases = [
+        (json!({"program": trap}), "trap", "division_by_zero"),
+        (json!({"program": failed}), "failed", "log: why"),
+        (json!({"program": limited, "limits": {"fuel": 1000}}), "limit", "fuel"),
+        (json!({"program": "(module)"}), "rejected", "memory"),
+        (json!({"program": ECHO, "limits": {"timeout_ms": 99_999_999}}), "rejected", "wall_ms"),
+    ];
+    for (arguments, status, word) in cases {
+        let result = client.run(arguments);
+        assert_eq!(result["isError"], true, "{result}");
+        assert_eq!(result["structuredContent"]["status"], status, "{result}");
+        assert!(text(&result).contains(word), "{result}");
+    }
+}
+
+fn a_handle_is_good_on_its_own_connection_alone() {
+    let desk = Desk::new();
+    let (mut one, mut other) = (desk.greeted(), desk.greeted());
+    let grant = one.search("say a text back")["grant"].clone();
+    let program = caller("test.echo", r#"{"text": "hello"}"#);
+    let result = other.run(json!({"program": program, "grant": grant}));
+    assert_eq!(result["isError"], true, "{result}");
+    assert!(text(&result).contains("is not known here"), "{result}");
+    let result = one.run(json!({"program": program, "grant": grant}));
+    assert_eq!(text(&result), r#"{"text":"hello"}"#, "{result}");
+}
+
+fn a_call_outside_the_handle_is_refused() {
+    let desk = Desk::new();
+    let mut client = desk.greeted();
+    let found = client.call("search_tools", json!({"intent": "say a text back", "k": 1}));
+    let found = &found["structuredContent"];
+    let grant = &found["grant"];
+    assert!(!names(found).contains(&"inventory.get_stock"), "{found}");
+    // By an import: no VM is made. By name: the call is refused.
+    let example = client.result("resources/read", json!({"uri": "forge://example.wat"}));
+    let example = &example["contents"][0]["text"];
+    let result = client.run(json!({"program": example, "grant": grant}));
+    assert_eq!(result["structuredContent"]["status"], "rejected", "{result}");
+    assert!(text(&result).contains("inventory.get_stock"), "{result}");
+    let program = caller("inventory.get_stock", r#"{"part_id": "P-1001"}"#);
+    for arguments in [json!({"program": program, "grant": grant}), json!({"program": program})] {
+        let result = client.run(arguments);
+        assert_eq!(result["structuredContent"]["status"], "failed", "{result}");
+        assert!(text(&result).contains("call of inventory.get_stock: denied"), "{result}");
+    }
+}
+
+fn progress_tells_of_calls_to_who_asks() {
+    let desk = Desk::new();
+    let mut client = desk.greeted();
+    let grant = client.search("say a text back")["grant"].clone();
+    let program = caller("test.echo", r#"{"text": "hello"}"#);
+    let arguments = json!({"program": program, "grant": grant});
+    let meta = json!({"progressToken": 7});
+    let params = json!({"name": "run_program", "arguments": arguments, "_meta": meta});
+    let result = client.result("tools/call", params);
+    assert_eq!(result["isError"], false, "{result}");
+    let told: Vec<_> = client.notifications.iter().map(|told| &told["params"]).collect();
+    assert!(told.iter().all(|it| it["progressToken"] == 7), "{told:?}");
+    assert!(told.windows(2).all(|two| two[0]["progress"].as_f64() < two[1]["progress"].as_f64()));
+    let words: Vec<_> = told.iter().map(|it| it["message"].as_str().unwrap()).collect();
+    assert!(words[0] == "submitted" && words[1].starts_with("run "), "{words:?}");
+    assert_eq!(&words[2..], ["calls test.echo", "test.echo answered"]);
+    // Who did not ask hears nothing.
+    client.notifications.clear();
+    client.run(json!({"program": program, "grant": grant}));
+    assert_eq!(client.notifications, Vec::<Value>::new());
+}
+
+// Clients that change their mind, and that leave
+
+/// `forge-vmm serve`, which tells how many runs there are.
+struct Service(Child, PathBuf);
+
+impl Service {
+    fn start(desk: &Desk) -> Self {
+        let arguments = ["serve", "--socket", "socket", "--trust", "signer.pub"];
+        let mut command = desk.forge(&arguments);
+        command.args(["--mcp-config", "servers.json"]).stdin(Stdio::null()).stdout(Stdio::null());
+        let mut service = Self(command.spawn().unwrap(), desk.path("socket"));
+        eventually("the service listens", || {
+            assert!(service.0.try_wait().unwrap().is_none(), "the service ended");
+            ServiceClient::connect(&service.1).is_ok()
+        });
+        service
+    }
+
+    fn status(&self) -> Value {
+        let mut client = ServiceClient::connect(&self.1).unwrap();
+        match client.ask(Question::Status).unwrap() {
+            Reply::Status(status) => serde_json::from_str(&status).unwrap(),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn key_file(desk: &Desk) {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let path = desk.path("door.pem");
+    let file = fs::File::options().write(true).create_new(true).mode(0o600).open(path);
+    file.unwrap().write_all(signer().to_pem().as_bytes()).unwrap();
+}
+
+fn a_cancelled_request_ends_its_run() {
+    let desk = Desk::new();
+    key_file(&desk);
+    let service = Service::start(&desk);
+    let mut client = desk.client(&["--service", "socket", "--sign-with", "door.pem"]);
+    client.greet();
+    let id = endless(&mut client);
+    begun(&mut client);
+    eventually("it runs", || service.status()["runs"]["running"] == 1);
+    let cancelled = json!({"requestId": id, "reason": "changed my mind"});
+    let method = "notifications/cancelled";
+    client.send(&json!({"jsonrpc": "2.0", "method": method, "params": cancelled}));
+    // By being cancelled, and not by its deadline.
+    eventually("the run is cancelled", || service.status()["runs"]["ended"]["cancelled"] == 1);
+    // Its request has no answer, which `answer` would not let pass, and the
+    // next has.
+    assert_eq!(text(&client.run(json!({"program": ECHO, "input": 1}))), "1");
+}
+
+fn a_client_that_leaves_ends_everything() {
+    let desk = Desk::new();
+    let mut client = desk.greeted();
+    client.search("say a text back");
+    endless(&mut client);
+    begun(&mut client);
+    // The VM that the run has, and the one that takes its place.
+    let mut started = Vec::new();
+    eventually("it runs", || {
+        started = descendants(client.child.id());
+        workers(&started) >= 2
+    });
+    assert!(started.len() >= 6, "broker, two servers, zygote, workers: {started:?}");
+    assert!(client.leave().success());
+    eventually("all it started is gone", || started.iter().all(|pid| is_gone(*pid)));
+}
+
+fn a_signal_ends_everything() {
+    let desk = Desk::new();
+    for signal in [libc::SIGTERM, libc::SIGKILL] {
+        let mut client = desk.greeted();
+        endless(&mut client);
+        begun(&mut client);
+        // The VM that the run has, and the one that takes its place.
+        let mut started = Vec::new();
+        eventually("it runs", || {
+            started = descendants(client.child.id());
+            workers(&started) >= 2
+        });
+        // SAFETY: the process is this test's own child, not waited for yet.
+        unsafe { libc::kill(client.child.id() as i32, signal) };
+        let mut status = None;
+        eventually("the door ends", || {
+            status = client.child.try_wait().unwrap();
+            status.is_some()
+        });
+        assert_eq!(status.unwrap().success(), signal == libc::SIGTERM);
+        eventually("all it started is gone", || started.iter().all(|pid| is_gone(*pid)));
+    }
+}
+
+// Who signs
+
+fn programs_are_signed_for_the_principal_or_refused() {
+    let desk = Desk::new();
+    key_file(&desk);
+    let wasm = |bytes: &[u8]| json!({"program": STANDARD.encode(bytes), "language": "wasm"});
+    let config = "[trust]\nkeys = [\"signer.pub\"]\n";
+    let closed = format!("{config}[mcp]\naccept_unsigned = false\n");
+    fs::write(desk.path("closed.toml"), closed).unwrap();
+    let keyed = "[mcp]\nprincipal = \"alice\"\n[principals.alice]\nsign_with = \"door.pem\"\n";
+    fs::write(desk.path("keyed.toml"), keyed).unwrap();
+    let ours = signer().trust_key().to_string();
+
+    let mut client = desk.client(&["--config", "closed.toml"]);
+    client.greet();
+    let result = client.run(json!({"program": ECHO}));
+    assert_eq!(result["isError"], true);
+    assert!(text(&result).contains("forge-vmm sign"), "{result}");
+    let result = client.run(wasm(&signed(ECHO)));
+    assert_eq!(result["structuredContent"]["signer"], ours.as_str(), "{result}");
+
+    let mut client = desk.client(&["--config", "keyed.toml"]);
+    client.greet();
+    let result = client.run(json!({"program": ECHO}));
+    assert_eq!(result["structuredContent"]["signer"], ours.as_str(), "{result}");
+
+    // Without a word, with a key that is nobody else's. A stranger's signature
+    // is not made good by it.
+    let mut client = desk.client(&[]);
+    client.greet();
+    let result = client.run(json!({"program": ECHO}));
+    assert_eq!(result["structuredContent"]["status"], "ok", "{result}");
+    assert_ne!(result["structuredContent"]["signer"], ours.as_str());
+    let result = client.run(wasm(&signed(ECHO)));
+    assert_eq!(result["structuredContent"]["kind"], "signature", "{result}");
+}
+
+fn a_service_that_stands_already_serves_the_door() {
+    let desk = Desk::new();
+    let service = Service::start(&desk);
+    let mut client = desk.client(&["--service", "socket"]);
+    client.greet();
+    let result = client.run(json!({"program": ECHO}));
+    assert!(text(&result).contains("sign_with"), "{result}");
+    let grant = client.search("say a text back")["grant"].clone();
+    let program = STANDARD.encode(signed(&caller("test.echo", r#"{"text": "hello"}"#)));
+    let run = json!({"program": program, "language": "wasm", "grant": grant});
+    assert_eq!(text(&client.run(run.clone())), r#"{"text":"hello"}"#);
+    // Another service at the same place serves the same door; its grants are
+    // signed with the same key.
+    drop(service);
+    let lost = client.run(run.clone());
+    assert_eq!(lost["isError"], true, "{lost}");
+    let _service = Service::start(&desk);
+    assert_eq!(text(&client.run(run)), r#"{"text":"hello"}"#);
+}
+
+fn artifacts_ride_along() {
+    let desk = Desk::new();
+    let mut client = desk.client(&[]);
+    client.greet();
+    let memory = "(memory (export \"memory\") 1) (data (i32.const 0) \"a.csvtext/csv1,2\")";
+    let body = "(call $artifact (i32.const 0) (i32.const 5) (i32.const 5) (i32.const 8)
+                    (i32.const 13) (i32.const 3))";
+    let result = client.run(json!({"program": forge_module(memory, body)}));
+    assert_eq!(result["structuredContent"]["artifacts"][0]["name"], "a.csv", "{result}");
+    let artifact = &result["content"][1]["resource"];
+    assert_eq!((&artifact["text"], &artifact["mimeType"]), (&"1,2".into(), &"text/csv".into()));
+}
+
+// Clients that do not keep to the protocol
+
+fn senseless_lines_are_answered_and_harm_nothing() {
+    let desk = Desk::new();
+    let mut client = desk.client(&[]);
+    let long = format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"x\":\"{}\"}}", "x".repeat(5 << 20));
+    let deep = "[".repeat(100_000);
+    let hostile: [(&[u8], i64); 7] = [
+        (b"no JSON", -32700),
+        (b"\xff\xfe{}", -32700),
+        (b"[]", -32600),
+        (b"17", -32600),
+        (b"{\"jsonrpc\":\"2.0\",\"id\":{\"a\":1},\"method\":\"tools/list\"}", -32600),
+        (long.as_bytes(), -32600),
+        (deep.as_bytes(), -32700),
+    ];
+    for greeted in [false, true] {
+        for (line, code) in &hostile {
+            client.raw(line);
+            client.raw(b"\n");
+            let answer = client.receive();
+            let shown = String::from_utf8_lossy(&line[..line.len().min(60)]).into_owned();
+            assert_eq!(answer["error"]["code"], *code, "{shown}: {answer}");
+        }
+        client.raw(b"\n\r\n   \n");
+        // Answers to nothing, and words of another protocol.
+        client.send(&json!({"jsonrpc": "2.0", "id": 5, "result": {}}));
+        client.send(&json!({"jsonrpc": "2.0", "id": 5, "error": {"code": 1, "message": ""}}));
+        if greeted {
+            client.send(&json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
+                "params": {"requestId": 99}}));
+            client.send(&json!({"jsonrpc": "2.0", "method": "notifications/unknown"}));
+            let id = client.ask("no/such/method", json!({}));
+            assert_eq!(client.answer(id)["error"]["code"], -32601);
+        } else {
+            client.greet();
+        }
+    }
+    assert_eq!(names(&client.result("tools/list", json!({}))).len(), 2);
+    assert!(client.leave().success());
+}
+
+fn a_flood_of_requests_is_answered_without_a_reader() {
+    const REQUESTS: u64 = 2_000;
+    let desk = Desk::new();
+    let mut client = desk.client(&[]);
+    client.greet();
+    // Many more than may be open, each with an answer of some kilobytes, and
+    // nobody takes one until the pipe is full and the door has stopped reading.
+    let mut stdin = client.stdin.take().unwrap();
+    let flood = std::thread::spawn(move || {
+        for id in 1_000..1_000 + REQUESTS {
+            let request = json!({"jsonrpc": "2.0", "id": id, "method": "tools/list"});
+            stdin.write_all(format!("{request}\n").as_bytes()).unwrap();
+        }
+        stdin
+    });
+    let (mut listed, mut refused) = (0, 0);
+    let mut seen = std::collections::HashSet::new();
+    while listed + refused < REQUESTS {
+        let answer = client.receive();
+        assert!(seen.insert(answer["id"].as_u64().unwrap()), "{answer}");
+        if answer["result"].is_object() {
+            listed += 1;
+        } else {
+            assert!(answer["error"]["message"].as_str().unwrap().contains("too much"), "{answer}");
+            refused += 1;
+        }
+    }
+    client.stdin = Some(flood.join().unwrap());
+    assert!(listed > 0);
+    assert_eq!(names(&client.result("tools/list", json!({}))).len(), 2);
+    // An id that is in use is refused, and only the first request answered.
+    let request = json!({"jsonrpc": "2.0", "id": 7, "method": "tools/list"});
+    client.raw(format!("{request}\n").repeat(2).as_bytes());
+    let answers = [client.receive(), client.receive()];
+    let good = answers.iter().filter(|answer| answer["id"] == 7).count();
+    assert!(good >= 1, "{answers:?}");
+}
+
+fn wrong_arguments_are_results_that_say_what_is_wrong() {
+    let desk = Desk::new();
+    let mut client = desk.client(&[]);
+    client.greet();
+    let long = "x".repeat(5_000);
+    let cases = [
+        ("run_program", json!({}), "program"),
+        ("run_program", json!({"program": 7}), "string"),
+        ("run_program", json!({"program": "(module", "language": "wat"}), "does not assemble"),
+        ("run_program", json!({"program": "(module)", "language": "wasm"}), "base64"),
+        ("run_program", json!({"program": "AAAA", "language": "wasm"}), "module"),
+        ("run_program", json!({"program": "(module)", "language": "python"}), "python"),
+        ("run_program", json!({"program": "(module)", "grants": "x"}), "grants"),
+        ("run_program", json!({"program": "(module)", "limits": {"wall": 1}}), "wall"),
+        ("run_program", json!({"program": "(module)", "grant": "0000000000000000"}), "search"),
+        ("search_tools", json!({"intent": long}), "limit"),
+        ("search_tools", json!({"intent": "x", "k": 0}), "`k`"),
+        ("search_tools", json!({"k": 1}), "intent"),
+    ];
+    for (tool, arguments, word) in cases {
+        let result = client.call(tool, arguments.clone());
+        assert_eq!(result["isError"], true, "{arguments}: {result}");
+        assert!(text(&result).contains(word), "{arguments}: {result}");
+    }
+    let id = client.ask("tools/call", json!({"name": "forge.rm", "arguments": {}}));
+    assert_eq!(client.answer(id)["error"]["code"], -32602);
+}
+
+fn the_resources_teach_the_abi() {
+    let desk = Desk::new();
+    let mut client = desk.client(&[]);
+    client.greet();
+    let listed = client.result("resources/list", json!({}));
+    for resource in listed["resources"].as_array().unwrap() {
+        let read = client.result("resources/read", json!({"uri": resource["uri"]}));
+        assert_eq!(read["contents"][0]["uri"], resource["uri"]);
+        assert_eq!(
+            read["contents"][0]["text"].as_str().unwrap().len() as u64,
+            resource["size"].as_u64().unwrap()
+        );
+    }
+    let id = client.ask("resources/read", json!({"uri": "file:///etc/passwd"}));
+    assert!(client.answer(id)["error"].is_object());
+}
+
+// Over HTTP
+
+/// `forge-vmm mcp --listen`, for alice and bob, whose tokens are their names.
+struct Http(Child, String);
+
+impl Http {
+    fn start(desk: &Desk) -> Self {
+        let principals: String = ["alice", "bob"]
+            .map(|name| {
+                let digest: String =
+                    Sha256::digest(name).iter().map(|byte| format!("{byte:02x}")).collect();
+                format!("[principals.{name}]\ntoken_sha256 = [\"{digest}\"]\n")
+            })
+            .concat();
+        fs::write(desk.path("http.toml"), principals).unwrap();
+        let arguments = ["mcp", "--config", "http.toml", "--mcp-config", "servers.json"];
+        let mut command = desk.forge(&arguments);
+        command.args(["--listen", "127.0.0.1:0"]).stdin(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+        let address = lines
+            .find_map(|line| Some(line.split_once("http://")?.1.strip_suffix("/mcp")?.to_owned()))
+            .unwrap();
+        std::thread::spawn(move || lines.for_each(|line| eprintln!("{line}")));
+        Self(child, address)
+    }
+
+    /// Status, headers and body of one answer, as they came.
+    fn post(&self, headers: &[(&str, &str)], message: &Value) -> String {
+        let body = message.to_string();
+        let mut request = format!("POST /mcp HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
+        let host = headers.iter().any(|(name, _)| *name == "Host");
+        let usual = [
+            ("Content-Type", "application/json"),
+            ("Accept", "application/json, text/event-stream"),
+            ("Connection", "close"),
+            ("Host", &*self.1),
+        ];
+        let usual = usual.into_iter().filter(|(name, _)| !(host && *name == "Host"));
+        for (name, value) in usual.chain(headers.iter().copied()) {
+            request.push_str(&format!("{name}: {value}\r\n"));
+        }
+        let mut stream = TcpStream::connect(&self.1).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.write_all(format!("{request}\r\n{body}").as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+}
+
+impl Drop for Http {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const ALICE: (&str, &str) = ("Authorization", "Bearer alice");
+const BOB: (&str, &str) = ("Authorization", "Bearer bob");
+const NEWEST: (&str, &str) = ("MCP-Protocol-Version", "2026-07-28");
+
+fn request(method: &str, params: Value) -> Value {
+    json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": params})
+}
+
+fn initialize() -> Value {
+    let client = json!({"name": "test", "version": "1"});
+    let params = json!({
+        "protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client,
+    });
+    request("initialize", params)
+}
+
+/// Calls a tool without a session, as the newest protocol does.
+fn call(http: &Http, who: (&str, &str), tool: &str, arguments: Value) -> String {
+    let meta = json!({
+        "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+        "io.modelcontextprotocol/clientInfo": {"name": "test", "version": "1"},
+        "io.modelcontextprotocol/clientCapabilities": {},
+    });
+    let params = json!({"name": tool, "arguments": arguments, "_meta": meta});
+    let headers = [who, NEWEST, ("Mcp-Method", "tools/call"), ("Mcp-Name", tool)];
+    http.post(&headers, &request("tools/call", params))
+}
+
+fn session(answer: &str) -> String {
+    let line = answer.lines().find(|line| line.to_lowercase().starts_with("mcp-session-id:"));
+    line.unwrap_or_else(|| panic!("no session: {answer}")).split_once(": ").unwrap().1.into()
+}
+
+fn http_serves_both_eras_to_who_has_a_token() {
+    let desk = Desk::new();
+    let http = Http::start(&desk);
+    let answer = call(&http, ALICE, "run_program", json!({"program": ECHO, "input": "newest"}));
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("newest"), "{answer}");
+    let greeted = http.post(&[ALICE], &initialize());
+    assert!(greeted.contains("2025-11-25"), "{greeted}");
+    let session = session(&greeted);
+    let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    let run = json!({"name": "run_program", "arguments": {"program": ECHO, "input": "older"}});
+    let answer = http.post(&headers, &request("tools/call", run));
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("older"), "{answer}");
+}
+
+fn http_refuses_strangers_other_hosts_and_other_pages() {
+    let desk = Desk::new();
+    let http = Http::start(&desk);
+    let cases: [(&[(&str, &str)], &str); 8] = [
+        (&[], "401"),
+        (&[("Authorization", "Bearer mallory")], "401"),
+        (&[("Authorization", "Basic alice")], "401"),
+        (&[ALICE, BOB], "401"),
+        (&[ALICE, ("Host", "rebound.example")], "403"),
+        (&[ALICE, ("Origin", "https://evil.example")], "403"),
+        (&[ALICE, ("Origin", "null")], "403"),
+        (&[ALICE, ("Origin", "http://localhost:3000")], "200"),
+    ];
+    for (headers, status) in cases {
+        let answer = http.post(headers, &initialize());
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{headers:?}: {answer}");
+    }
+    let long = request("tools/call", json!({"name": "run_program", "x": "x".repeat(5 << 20)}));
+    // The door may stop reading before all of it is sent.
+    let refused = std::panic::catch_unwind(|| http.post(&[ALICE], &long));
+    assert!(refused.is_err() || refused.is_ok_and(|it| it.starts_with("HTTP/1.1 413")));
+    assert!(http.post(&[ALICE], &initialize()).starts_with("HTTP/1.1 200"));
+}
+
+fn a_session_and_a_handle_are_of_no_use_to_another_principal() {
+    let desk = Desk::new();
+    let http = Http::start(&desk);
+    let session = session(&http.post(&[ALICE], &initialize()));
+    let listed = request("tools/list", json!({}));
+    for (who, status) in [(ALICE, "200"), (BOB, "404")] {
+        let answer = http.post(&[who, ("Mcp-Session-Id", &session)], &listed);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{who:?}: {answer}");
+    }
+    let found = call(&http, ALICE, "search_tools", json!({"intent": "say a text back"}));
+    let grant = found.split("\"grant\":\"").nth(1).unwrap_or_else(|| panic!("{found}"));
+    let grant = grant.split('"').next().unwrap();
+    let run = json!({"program": "(module)", "grant": grant});
+    let answer = call(&http, BOB, "run_program", run.clone());
+    assert!(answer.contains("is not known here"), "{answer}");
+    let answer = call(&http, ALICE, "run_program", run);
+    assert!(!answer.contains("is not known here"), "{answer}");
+}
+
+fn a_door_without_known_principals_does_not_open() {
+    let desk = Desk::new();
+    let short = "[principals.a]\ntoken_sha256 = [\"00\"]\n";
+    for (config, word) in [("", "nobody is known"), (short, "token_sha256")] {
+        fs::write(desk.path("bad.toml"), config).unwrap();
+        let arguments = ["mcp", "--config", "bad.toml", "--listen", "127.0.0.1:0"];
+        let output = desk.forge(&arguments).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(word), "{said}");
+    }
+}
