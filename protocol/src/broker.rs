@@ -19,6 +19,7 @@ use crate::RunId;
 use crate::codec::{Decode, Encode};
 use crate::limits::RunLimits;
 use crate::name::ToolName;
+use crate::service::HostedTools;
 
 /// Requests that may be unanswered on one control link at the same time; the
 /// broker takes up the next when one of them is answered.
@@ -88,6 +89,28 @@ pub enum Request {
         /// How many tools, 1 to
         /// [`FOUND_TOOLS_MAX`](crate::limits::FOUND_TOOLS_MAX).
         k: u32,
+    },
+    /// Nobody wants a run any more → [`Reply::Cancelled`]. What it has
+    /// dispatched is no longer waited for, and its tools are told so where
+    /// they can be. Only while its run link is open.
+    CancelRun {
+        /// Which.
+        run_id: RunId,
+    },
+    /// A caller hosts tools for one run → [`Reply::Hosting`]. One socket rides
+    /// along with this message's first byte: on it the broker sends
+    /// [`Callback`](crate::service::Callback)s and gets
+    /// [`CallbackSettled`](crate::service::CallbackSettled)s. Closing it takes
+    /// the tools back.
+    Host(HostedTools),
+    /// Opens a run that may call the tools of this caller too →
+    /// [`Reply::Opened`], with these among the claims. The run link rides
+    /// along as with [`Self::OpenRun`].
+    OpenHostedRun {
+        /// The run.
+        run: OpenRun,
+        /// Which caller's tools: what [`Reply::Hosting`] said, good once.
+        host: u64,
     },
 }
 
@@ -204,6 +227,13 @@ pub enum Reply {
         /// Servers that could not be asked, each with the reason: their tools
         /// could not be found.
         unavailable: Vec<(String, String)>,
+    },
+    /// To [`Request::CancelRun`].
+    Cancelled,
+    /// To [`Request::Host`].
+    Hosting {
+        /// For [`Request::OpenHostedRun`].
+        host: u64,
     },
 }
 

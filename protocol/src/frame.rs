@@ -83,6 +83,9 @@ pub enum Kind {
     PreparedJob = 0x58,
     /// [`crate::worker::ZygoteReady`].
     ZygoteReady = 0x59,
+    /// The run that comes next tells what happens as it happens, in
+    /// [`Self::Event`]s; empty.
+    Tell = 0x5a,
 
     /// [`crate::service::Submit`].
     Submit = 0x60,
@@ -104,7 +107,7 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind, for tables and tests.
-    pub const ALL: [Self; 33] = [
+    pub const ALL: [Self; 34] = [
         Self::Hello,
         Self::Refuse,
         Self::Start,
@@ -130,6 +133,7 @@ impl Kind {
         Self::Forbidden,
         Self::PreparedJob,
         Self::ZygoteReady,
+        Self::Tell,
         Self::Submit,
         Self::Finished,
         Self::Event,
@@ -151,7 +155,7 @@ impl Kind {
     pub const fn payload_bytes_max(self) -> u32 {
         match self {
             Self::Hello | Self::Refuse | Self::Load => 256,
-            Self::Loaded => 0,
+            Self::Loaded | Self::Tell => 0,
             Self::Start => {
                 (GRANTED_TOOLS_MAX * (TOOL_NAME_BYTES_MAX + 4)) as u32 + MESSAGE_OVERHEAD_BYTES
             }
@@ -163,9 +167,13 @@ impl Kind {
             Self::Log => LOG_RECORD_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Artifact => ARTIFACT_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Ended => 2 * MESSAGE_OVERHEAD_BYTES,
-            // A grant, tools of it, and constraints on their arguments.
+            // A grant, tools of it, and constraints on their arguments; or
+            // definitions of tools that a caller hosts.
             Self::Request => {
-                GRANT_BYTES_MAX + Self::Start.payload_bytes_max() + CONSTRAINTS_BYTES_MAX
+                GRANT_BYTES_MAX
+                    + Self::Start.payload_bytes_max()
+                    + CONSTRAINTS_BYTES_MAX
+                    + HOSTED_TOOLS_BYTES_MAX
             }
             Self::Reply => TOOL_LIST_BYTES_MAX,
             Self::Job => {

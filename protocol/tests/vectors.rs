@@ -9,7 +9,7 @@ use std::path::Path;
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Ask, Authority, OpenRun, Request};
+use forge_protocol::broker::{Ask, Authority, OpenRun, RefusalKind, Request};
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::ending::{Ending, TrapKind};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -17,6 +17,10 @@ use forge_protocol::guest::{Artifact, Call, Ended, Load, Log, Settled, Start};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::service::{
+    Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, HostedTool, HostedTools,
+    Order, Query, Question, Reply, RunEvent, Submit,
+};
 
 /// A message in its frame, which is first read back.
 fn frame<T>(kind: Kind, message: T) -> Vec<u8>
@@ -135,7 +139,103 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
                 },
             ),
         ),
+        ("hello-client", frame(Kind::Hello, Hello::ours(Role::Client))),
+        ("hello-supervisor", frame(Kind::Hello, Hello::ours(Role::Supervisor))),
+        ("submit", frame(Kind::Submit, Submit { number: 300, order: order() })),
+        ("event-admitted", event(RunEvent::Admitted { run_id })),
+        ("event-log", event(RunEvent::Log(Log { level: 2, text: "hi".into() }))),
+        ("event-output", event(RunEvent::Output(b"ok\n".to_vec()))),
+        ("event-called", event(RunEvent::Called { call: 0, tool: tool("a.b") })),
+        (
+            "event-settled",
+            event(RunEvent::Settled { call: 0, code: Some(CallCode::Denied), duration_ns: 70_000 }),
+        ),
+        (
+            "callback",
+            frame(
+                Kind::Callback,
+                Callback {
+                    number: 300,
+                    callback: 1,
+                    tool: tool("app.twice"),
+                    arguments: b"{}".to_vec(),
+                },
+            ),
+        ),
+        (
+            "callback-settled",
+            frame(
+                Kind::CallbackSettled,
+                CallbackSettled { number: 300, callback: 1, result: Ok(b"42".to_vec()) },
+            ),
+        ),
+        ("cancel", frame(Kind::Cancel, Cancel { number: 300 })),
+        (
+            "finished",
+            frame(
+                Kind::Finished,
+                Finished {
+                    number: 300,
+                    result: Finish {
+                        report: b"{}".to_vec(),
+                        artifacts: vec![Artifact {
+                            name: "a.csv".into(),
+                            media_type: "text/csv".into(),
+                            content: b"x,y".to_vec(),
+                        }],
+                    },
+                },
+            ),
+        ),
+        (
+            "query-search",
+            query(Question::SearchTools {
+                principal: "local".into(),
+                intent: "send mail".into(),
+                k: 3,
+            }),
+        ),
+        ("query-status", query(Question::Status)),
+        ("answered-status", answered(Reply::Status("{}".into()))),
+        (
+            "answered-refused",
+            answered(Reply::Refused { kind: RefusalKind::Forbidden, message: "no".into() }),
+        ),
     ]
+}
+
+fn event(what: RunEvent) -> Vec<u8> {
+    frame(Kind::Event, Event { number: 300, what })
+}
+
+fn query(question: Question) -> Vec<u8> {
+    frame(Kind::Query, Query { number: 8, question })
+}
+
+fn answered(reply: Reply) -> Vec<u8> {
+    frame(Kind::Answered, Answered { number: 8, reply })
+}
+
+fn order() -> Order {
+    Order {
+        program: b"\0asm".to_vec(),
+        input: b"{}".to_vec(),
+        principal: "local".into(),
+        session: None,
+        authority: Authority::Tools(vec![tool("a.b")]),
+        limits: RunLimits::default(),
+        prepare: false,
+        events: true,
+        hosted: Some(HostedTools {
+            server: "app".into(),
+            tools: vec![HostedTool {
+                name: "twice".into(),
+                description: "Doubles.".into(),
+                input_schema: "{}".into(),
+                output_schema: None,
+            }],
+        }),
+    }
 }
 
 fn ended(ending: Ending) -> Ended {

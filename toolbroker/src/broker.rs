@@ -13,13 +13,14 @@
 //! frame it should not send ends the link. Deliberately absent is a socket to
 //! listen on: [`Broker::serve`] takes any stream, and today there is one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::future::poll_fn;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Poll;
 use std::time::SystemTime;
 
+use forge_protocol::RunId;
 use forge_protocol::broker::{
     Answer, Ask, Authority, FoundTool, GrantClaims, GrantRequest, GrantedTool, ListedTool,
     Narrowing, OpenRun, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool,
@@ -30,8 +31,8 @@ use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
-    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, INTENT_BYTES_MAX,
-    MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, GRANTED_TOOLS_MAX,
+    INTENT_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
@@ -46,6 +47,7 @@ use crate::config::Config;
 use crate::constraint::{Constraint, WrittenError, parse_where};
 use crate::definition::Tool;
 use crate::grant::{self, Grant, GrantError, Issuer, Terms};
+use crate::hosting::{Hosting, HostingError};
 use crate::journal::{Close, Journal, Place, Unwritable};
 use crate::link::{self, LinkError, Receiver, Sender};
 use crate::metrics::Metrics;
@@ -55,6 +57,7 @@ use crate::retrieval::Retrieval;
 use crate::review::{Blocked, ReviewError, Reviews};
 use crate::telemetry::Spans;
 use crate::upstream::UpstreamError;
+use crate::upstream::hosted::Hosted;
 use crate::verified::Verified;
 
 /// How long a grant is good that is issued for one run alone, beyond the
@@ -107,6 +110,10 @@ enum Refused {
          with `forge-vmm tools review`"
     )]
     ChangedMeanwhile { tool: ToolName },
+    #[error("no link came with the request: pass one end of a socket pair with its first byte")]
+    NoHostLink,
+    #[error("{0}")]
+    Hosting(#[from] HostingError),
     #[error("no run link came with the request: pass one end of a socket pair with its first byte")]
     NoRunLink,
     #[error("the descriptor that came as the run link cannot be one: {0}")]
@@ -151,6 +158,8 @@ impl Refused {
             Self::Forbidden { .. } => RefusalKind::Forbidden,
             Self::NotReviewed(_) | Self::ChangedMeanwhile { .. } => RefusalKind::NotReviewed,
             Self::NoRunLink
+            | Self::NoHostLink
+            | Self::Hosting(_)
             | Self::BadRunLink(_)
             | Self::Constraint(_)
             | Self::ConstraintOnOther { .. }
@@ -173,6 +182,9 @@ pub struct Broker {
     reviews: Arc<Reviews>,
     dispatcher: Dispatcher,
     runs: TaskTracker,
+    hosting: Arc<Hosting>,
+    /// Those whose link is open.
+    open: Mutex<HashMap<RunId, Weak<Run>>>,
     /// `true` once nothing new is dispatched.
     closing: watch::Sender<bool>,
 }
@@ -204,7 +216,19 @@ impl Broker {
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         let retrieval = Arc::default();
-        Self { registry, retrieval, grants, policy, reviews, dispatcher, runs, closing }
+        let (open, hosting) = (Mutex::default(), Arc::default());
+        Self {
+            registry,
+            retrieval,
+            grants,
+            policy,
+            reviews,
+            dispatcher,
+            runs,
+            hosting,
+            open,
+            closing,
+        }
     }
 
     /// Serves one supervisor until it closes its link.
@@ -302,7 +326,22 @@ impl Broker {
             Request::OpenRun(request) => {
                 let stream = descriptor.ok_or(Refused::NoRunLink)?;
                 let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
-                self.open(request, stream).await.map(Reply::Opened)
+                self.open(request, stream, None).await.map(Reply::Opened)
+            }
+            Request::Host(tools) => {
+                let stream = descriptor.ok_or(Refused::NoHostLink)?;
+                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                if self.registry.has_server(&tools.server) {
+                    let server = crate::cut(&tools.server, 128);
+                    return Err(HostingError::Configured { server }.into());
+                }
+                Ok(Reply::Hosting { host: self.hosting.host(tools, stream)? })
+            }
+            Request::OpenHostedRun { run, host } => {
+                let stream = descriptor.ok_or(Refused::NoRunLink)?;
+                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                let hosted = self.hosting.claim(host)?;
+                self.open(run, stream, Some(hosted)).await.map(Reply::Opened)
             }
             Request::Sync => {
                 self.dispatcher.journal().sync().await?;
@@ -311,6 +350,14 @@ impl Broker {
             Request::Metrics => Ok(Reply::Metrics(self.dispatcher.metrics().text())),
             Request::SearchTools { principal, intent, k } => {
                 self.search(&principal, intent, k).await
+            }
+            Request::CancelRun { run_id } => {
+                let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
+                if let Some(run) = run {
+                    tracing::info!(run = %run_id, "run cancelled");
+                    run.cancel();
+                }
+                Ok(Reply::Cancelled)
             }
         }
     }
@@ -465,6 +512,10 @@ impl Broker {
         Ok(self.grants.issuer().issue(&terms, SystemTime::now())?)
     }
 
+    fn open_runs(&self) -> MutexGuard<'_, HashMap<RunId, Weak<Run>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Each named tool once, with the digest of its present definition.
     async fn pin(
         &self,
@@ -499,6 +550,7 @@ impl Broker {
         self: &Arc<Self>,
         request: OpenRun,
         stream: UnixStream,
+        hosted: Option<Hosted>,
     ) -> Result<GrantClaims, Refused> {
         let OpenRun { run_id, principal, session, program_sha256, authority, limits } = request;
         for (what, got, limit) in [
@@ -539,15 +591,43 @@ impl Broker {
         if *self.closing.borrow() {
             return Err(Refused::Closing);
         }
+        let grant = match &hosted {
+            Some(hosted) => Arc::new(with_hosted(&grant, hosted)?),
+            None => grant,
+        };
         let claims = grant.claims().clone();
-        let run = Arc::new(Run::new(run_id, program_sha256, grant, limits));
+        let run = Run::new(run_id, program_sha256, grant, limits);
+        let run = Arc::new(match hosted {
+            Some(hosted) => run.hosting(hosted),
+            None => run,
+        });
         self.dispatcher.metrics().run_opened();
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
-        self.runs.spawn(serve_run(run, stream, dispatcher, closing));
+        self.open_runs().insert(run_id, Arc::downgrade(&run));
+        let this = Arc::clone(self);
+        self.runs.spawn(async move {
+            serve_run(run, stream, dispatcher, closing).await;
+            this.open_runs().remove(&run_id);
+        });
         Ok(claims)
     }
+}
+
+/// A run's grant, and the tools that its caller hosts.
+fn with_hosted(grant: &Grant, hosted: &Hosted) -> Result<Grant, Refused> {
+    let mut claims = grant.claims().clone();
+    claims.tools.extend(hosted.tools().iter().map(|tool| GrantedTool {
+        name: tool.name().clone(),
+        definition_sha256: tool.sha256(),
+        constraints: Vec::new(),
+    }));
+    let (got, limit) = (claims.tools.len() as u64, GRANTED_TOOLS_MAX as u64);
+    if got > limit {
+        return Err(Refused::OverLimit(OverLimit { what: "tools", got, limit }));
+    }
+    Ok(Grant::new(claims)?)
 }
 
 /// Takes its time, beside everything else.

@@ -50,6 +50,7 @@ mod difference;
 pub mod egress;
 pub mod filter;
 pub mod grant;
+pub mod hosting;
 pub mod journal;
 pub mod link;
 pub mod metrics;

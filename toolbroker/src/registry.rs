@@ -150,6 +150,12 @@ impl Registry {
         }
     }
 
+    /// Whether a server of this name is configured.
+    #[must_use]
+    pub fn has_server(&self, name: &str) -> bool {
+        self.servers.contains_key(name)
+    }
+
     /// What a call of this tool does to the world: a built-in knows its own
     /// effect; of any other it is what the operator says, and `write` until
     /// then.

@@ -24,10 +24,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use forge_protocol::RunId;
 use forge_protocol::broker::{Answer, Ask, GrantClaims, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::codec::{self, BorrowDecode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
+use forge_protocol::service::HostedTools;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 /// The broker's executable, looked for beside this one.
@@ -429,6 +431,35 @@ impl Broker {
         }
     }
 
+    /// Registers tools that a caller hosts for one run: gives back what the run
+    /// is opened with, and the connection on which its calls come.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn host(&self, tools: HostedTools) -> Result<(u64, UnixStream), BrokerError> {
+        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
+        match self.exchange(Request::Host(tools), Some(theirs))? {
+            Reply::Hosting { host } => Ok((host, ours)),
+            other => Err(BrokerError::Protocol(format!("{other:?} for hosted tools"))),
+        }
+    }
+
+    /// Opens a run that may call a caller's own tools too.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn open_hosted_run(
+        &self,
+        run: OpenRun,
+        host: u64,
+    ) -> Result<(GrantClaims, UnixStream), BrokerError> {
+        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
+        match self.exchange(Request::OpenHostedRun { run, host }, Some(theirs))? {
+            Reply::Opened(claims) => Ok((claims, ours)),
+            other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
+        }
+    }
+
     /// Has the broker put on the disk whatever it journalled by now. What a
     /// run's calls did is durable then, and its result may leave.
     ///
@@ -438,6 +469,18 @@ impl Broker {
         match self.exchange(Request::Sync, None)? {
             Reply::Synced => Ok(()),
             other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
+        }
+    }
+
+    /// Says that nobody wants a run any more whose link is still open: what it
+    /// has dispatched is waited for no longer, and its tools are told.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn cancel_run(&self, run_id: RunId) -> Result<(), BrokerError> {
+        match self.exchange(Request::CancelRun { run_id }, None)? {
+            Reply::Cancelled => Ok(()),
+            other => Err(BrokerError::Protocol(format!("{other:?} for a cancelled run"))),
         }
     }
 

@@ -155,6 +155,10 @@ pub struct RunReport {
     pub kind: &'static str,
     /// Why, for a reader.
     pub reason: String,
+    /// When it may be worth while to come again, in milliseconds from then:
+    /// of a run that there was no room for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub retry_after_ms: Option<u64>,
     /// The program's output.
     pub output: String,
     /// How `output` is to be read.

@@ -11,7 +11,7 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
@@ -19,9 +19,9 @@ use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::guest::{Artifact, Load, Start};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::service::Order;
+use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Timing};
+use forge_protocol::worker::{Fate, Job, Report, Timing, VmFailure, VmFailureKind};
 
 use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
@@ -29,6 +29,7 @@ use crate::cancel::Cancel;
 use crate::jail::Weakness;
 use crate::link::Patience;
 use crate::machine::deadline_in;
+use crate::pool::worker::Tell;
 use crate::pool::{Done, Pool, PoolOptions, Task, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
@@ -52,12 +53,24 @@ pub struct RunResult {
 }
 
 impl RunResult {
-    /// A run that there was no room for.
+    /// A run that was not begun.
     #[must_use]
-    pub fn refused(kind: &'static str, reason: impl Into<String>) -> Self {
+    pub fn unstarted(status: Status, kind: &'static str, reason: impl Into<String>) -> Self {
         let at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = RunId(crate::keys::random().unwrap_or_default());
-        unstarted(run_id, None, Outcome::new(Status::Refused, kind, reason), at)
+        unstarted(run_id, None, Outcome::new(status, kind, reason), at)
+    }
+
+    /// One that there was no room for, and when there may be.
+    #[must_use]
+    pub fn refused(
+        kind: &'static str,
+        reason: impl Into<String>,
+        retry_after_ms: Option<u64>,
+    ) -> Self {
+        let mut result = Self::unstarted(Status::Refused, kind, reason);
+        result.report.retry_after_ms = retry_after_ms;
+        result
     }
 }
 
@@ -75,13 +88,40 @@ pub struct SupervisorOptions {
     pub worker: Option<PathBuf>,
 }
 
+/// Who attends a run while it is carried out.
+#[derive(Clone, Copy, Default)]
+pub struct Attendance<'a> {
+    /// Ends it when this is raised.
+    pub cancel: Option<&'a Cancel>,
+    /// Hears what happens as it happens, in the thread that waits for the run.
+    pub tell: Option<Tell<'a>>,
+    /// Takes the connection on which calls of the tools come that the order
+    /// hosts.
+    pub host: Option<&'a dyn Fn(UnixStream)>,
+}
+
 /// Runs programs, any number at a time.
 #[derive(Debug)]
 pub struct Supervisor {
-    admission: Admission,
     maxima: RunLimits,
     broker: Option<Broker>,
-    pool: Pool,
+    options: PoolOptions,
+    worker: PathBuf,
+    engine: RwLock<Arc<Engine>>,
+}
+
+/// What hangs on the keys that are trusted: they are in every VM, too.
+#[derive(Debug)]
+struct Engine {
+    admission: Admission,
+    pool: Arc<Pool>,
+}
+
+impl Engine {
+    fn new(trust: TrustKeys, options: PoolOptions, worker: PathBuf) -> io::Result<Arc<Self>> {
+        let pool = Arc::new(Pool::new(worker, &trust, options)?);
+        Ok(Arc::new(Self { admission: Admission::new(trust), pool }))
+    }
 }
 
 /// What stands before the VM or behind it, and refused.
@@ -103,19 +143,38 @@ impl Supervisor {
     pub fn new(options: SupervisorOptions, broker: Option<Broker>) -> io::Result<Self> {
         let SupervisorOptions { trust, maxima, pool, worker } = options;
         let worker = worker.unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
-        let pool = Pool::new(worker, &trust, pool)?;
-        Ok(Self { admission: Admission::new(trust), maxima, broker, pool })
+        let engine = RwLock::new(Engine::new(trust, pool, worker.clone())?);
+        Ok(Self { maxima, broker, options: pool, worker, engine })
+    }
+
+    /// Trusts these keys from now on and no others. Runs that are under way
+    /// end as they would have; new ones get new VMs.
+    ///
+    /// # Errors
+    /// If the host has no thread left for a pool. Nothing changed then.
+    pub fn trust(&self, trust: TrustKeys) -> io::Result<()> {
+        let engine = Engine::new(trust, self.options, self.worker.clone())?;
+        let old = {
+            let mut place = self.engine.write().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *place, engine)
+        };
+        drop(old);
+        Ok(())
+    }
+
+    fn engine(&self) -> Arc<Engine> {
+        Arc::clone(&self.engine.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The VMs that stand ready.
     #[must_use]
-    pub fn pool(&self) -> &Pool {
-        &self.pool
+    pub fn pool(&self) -> Arc<Pool> {
+        Arc::clone(&self.engine().pool)
     }
 
     /// Carries out one run. However it ends, there is a report.
     pub fn run(&self, request: &Order) -> RunResult {
-        self.run_for(request, None)
+        self.run_for(request, &Attendance::default())
     }
 
     /// Asks the broker.
@@ -140,8 +199,12 @@ impl Supervisor {
         self.broker.as_ref().map_or_else(|| Ok(String::new()), Broker::metrics)
     }
 
-    /// The same as [`Self::run`], until it is cancelled.
-    pub fn run_for(&self, request: &Order, cancel: Option<&Cancel>) -> RunResult {
+    /// The same as [`Self::run`] for somebody who attends the run.
+    pub fn run_for(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
+        if attendance.cancel.is_some_and(Cancel::is_raised) {
+            let reason = "the run was cancelled before it began";
+            return RunResult::unstarted(Status::Cancelled, "cancelled", reason);
+        }
         let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
@@ -150,35 +213,37 @@ impl Supervisor {
                 return unstarted(RunId([0; 16]), None, outcome, at);
             }
         };
-        let admitted = match self.admit(request) {
+        let engine = self.engine();
+        let admitted = match self.admit(&engine.admission, request) {
             Ok(admitted) => admitted,
             Err(refused) => return unstarted(run_id, None, refused.into(), at),
         };
         at.admitted = now_ns();
-        match self.carry_out(run_id, request, &admitted, cancel, &mut at) {
+        match self.carry_out(&engine.pool, run_id, request, &admitted, attendance, &mut at) {
             Ok(result) => result,
             Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), at),
         }
     }
 
-    fn admit(&self, request: &Order) -> Result<Arc<Admitted>, Refused> {
+    fn admit(&self, admission: &Admission, request: &Order) -> Result<Arc<Admitted>, Refused> {
         request.limits.within(&self.maxima).map_err(Refused::Over)?;
         let input_bytes = request.input.len() as u64;
         let limit = request.limits.input_bytes.into();
         if input_bytes > limit {
             return Err(Refused::Over(OverLimit { what: "input_bytes", got: input_bytes, limit }));
         }
-        self.admission
+        admission
             .admit(&request.program, &request.limits)
             .map_err(|violation| Refused::Violations(vec![violation]))
     }
 
     fn carry_out(
         &self,
+        pool: &Pool,
         run_id: RunId,
         request: &Order,
         admitted: &Admitted,
-        cancel: Option<&Cancel>,
+        attendance: &Attendance<'_>,
         at: &mut Supervised,
     ) -> Result<RunResult, Refused> {
         // What is wrong whatever is granted is said before anybody is asked.
@@ -187,17 +252,20 @@ impl Supervisor {
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
-        self.pool.stand_by();
+        pool.stand_by();
         // From here on the run's clock goes, for everybody: the broker counts
         // from the moment at which it is asked to open the run.
         let wall = Duration::from_millis(request.limits.wall_ms);
         let (began, deadline) = (Instant::now(), deadline_in(wall));
-        let (granted, link) = self.open(run_id, request, admitted)?;
+        let (granted, link) = self.open(run_id, request, admitted, attendance)?;
         let violations = admitted.shape.violations(&granted, &request.limits);
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
         at.opened = now_ns();
+        if let Some(tell) = attendance.tell {
+            tell(RunEvent::Admitted { run_id });
+        }
         let start_unix_ns = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX));
@@ -219,25 +287,37 @@ impl Supervisor {
             job: &job,
             broker: link.as_ref(),
             prepared: request.prepare.then_some(admitted),
+            tell: attendance.tell,
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
-        let patience = Patience { until, cancel };
-        let (report, vm) = match self.pool.carry_out(&task, patience) {
+        let patience = Patience { until, cancel: attendance.cancel };
+        let (report, vm) = match pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
                 (report, vm)
             }
             Err(fate) => (worker::unserved(fate), Vm::Fresh),
         };
+        let is_cancelled =
+            matches!(report.fate, Fate::Vm(VmFailure { kind: VmFailureKind::Cancelled, .. }));
+        if is_cancelled
+            && link.is_some()
+            && let Some(broker) = &self.broker
+        {
+            // Its tools hear of it. A broker that is lost tells nobody.
+            if let Err(error) = broker.cancel_run(run_id) {
+                tracing::warn!(%error, "a cancelled run's calls go on");
+            }
+        }
         // What its calls did is on the disk before anybody hears of it. A run
-        // without calls asks nobody.
-        if !report.calls.is_empty()
+        // without calls asks nobody; of a cancelled run it is not known.
+        if (!report.calls.is_empty() || (is_cancelled && link.is_some()))
             && let Some(broker) = &self.broker
         {
             broker.sync().map_err(Refused::Journal)?;
         }
         drop(link);
-        let weaknesses = self.pool.weaknesses();
+        let weaknesses = pool.weaknesses();
         Ok(reported(run_id, admitted, request, report, vm, &weaknesses, *at))
     }
 
@@ -248,8 +328,9 @@ impl Supervisor {
         run_id: RunId,
         request: &Order,
         admitted: &Admitted,
+        attendance: &Attendance<'_>,
     ) -> Result<(Vec<ToolName>, Option<UnixStream>), Refused> {
-        if request.authority == Authority::Tools(Vec::new()) {
+        if request.authority == Authority::Tools(Vec::new()) && request.hosted.is_none() {
             return Ok((Vec::new(), None));
         }
         let Some(broker) = &self.broker else {
@@ -263,7 +344,18 @@ impl Supervisor {
             authority: request.authority.clone(),
             limits: request.limits.clone(),
         };
-        let (claims, link) = broker.open_run(open).map_err(Refused::Broker)?;
+        let opened = match (&request.hosted, attendance.host) {
+            (None, _) => broker.open_run(open),
+            (Some(tools), Some(takes)) => broker.host(tools.clone()).and_then(|(host, calls)| {
+                takes(calls);
+                broker.open_hosted_run(open, host)
+            }),
+            (Some(_), None) => Err(BrokerError::Refused {
+                kind: RefusalKind::BadRequest,
+                message: "nobody is there to carry out the tools that the order hosts".into(),
+            }),
+        };
+        let (claims, link) = opened.map_err(Refused::Broker)?;
         let granted = claims.tools.into_iter().map(|tool| tool.name).collect();
         Ok((granted, Some(link)))
     }
@@ -323,6 +415,7 @@ fn unstarted(
         status: outcome.status,
         kind: outcome.kind,
         reason: outcome.reason,
+        retry_after_ms: None,
         output,
         output_encoding,
         artifacts: Vec::new(),
@@ -371,6 +464,7 @@ fn reported(
         status: outcome.status,
         kind: outcome.kind,
         reason: outcome.reason,
+        retry_after_ms: None,
         output,
         output_encoding,
         artifacts: report.artifacts.iter().map(artifact_report).collect(),

@@ -42,6 +42,7 @@ fn main() -> ExitCode {
             a_grant_is_issued_narrowed_and_run_under_by_its_principal_alone,
             many_clients_at_once_get_each_their_own_answer,
             a_socket_carries_runs_and_closing_it_cancels_them,
+            a_program_calls_a_tool_of_the_client_itself,
             every_example_of_the_documentation_works,
         ],
         claims![
@@ -75,7 +76,7 @@ impl Desk {
             "[http]\nlisten = '127.0.0.1:0'\nhosts = ['forge.example']\n\
              metrics_token_sha256 = '{}'\n\
              [roles.all]\ntools = ['*']\n\
-             [principals.alice]\nroles = ['all']\ntoken_sha256 = '{}'\n\
+             [principals.alice]\nroles = ['all']\ntoken_sha256 = ['{}']\n\
              [principals.bob]\nroles = ['all']\ntoken_sha256 = ['{}']\n",
             hash(METRICS),
             hash(ALICE),
@@ -208,6 +209,19 @@ impl Service {
         });
         report
     }
+
+    /// A WebSocket, if the door opens one.
+    fn socket(&self, token: &str) -> Option<tungstenite::WebSocket<TcpStream>> {
+        let request = tungstenite::http::Request::builder()
+            .uri(format!("ws://{}/v1/runs/ws", self.address()))
+            .header("host", "localhost")
+            .header("connection", "upgrade")
+            .header("upgrade", "websocket")
+            .header("sec-websocket-version", "13")
+            .header("sec-websocket-key", tungstenite::handshake::client::generate_key())
+            .header("authorization", format!("Bearer {token}"));
+        tungstenite::client(request.body(()).unwrap(), self.connect()).ok().map(|(socket, _)| socket)
+        }
 
     fn children(&self) -> Vec<Process> {
         Process::children_of(self.child.id() as i32)
@@ -657,20 +671,10 @@ fn many_clients_at_once_get_each_their_own_answer() {
 fn a_socket_carries_runs_and_closing_it_cancels_them() {
     let desk = Desk::new();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
-    let open = |token: &str| {
-        let request = tungstenite::http::Request::builder()
-            .uri(format!("ws://{}/v1/runs/ws", service.address()))
-            .header("host", "localhost")
-            .header("connection", "upgrade")
-            .header("upgrade", "websocket")
-            .header("sec-websocket-version", "13")
-            .header("sec-websocket-key", tungstenite::handshake::client::generate_key())
-            .header("authorization", format!("Bearer {token}"));
-        tungstenite::client(request.body(()).unwrap(), service.connect()).map(|(socket, _)| socket)
-    };
-    assert!(open("nobodys").is_err());
+    let open = |token: &str| service.socket(token);
+    assert!(open("nobodys").is_none());
     let mut socket = open(ALICE).unwrap();
-    let mut say = |socket: &mut tungstenite::WebSocket<TcpStream>, message: Value| {
+    let say = |socket: &mut tungstenite::WebSocket<TcpStream>, message: Value| {
         socket.send(Message::text(message.to_string())).unwrap();
     };
     let hear = |socket: &mut tungstenite::WebSocket<TcpStream>| loop {
@@ -712,6 +716,43 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
     for pid in its {
         eventually("its worker is gone", || is_gone(pid));
     }
+}
+
+fn a_program_calls_a_tool_of_the_client_itself() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    let mut socket = service.socket(ALICE).unwrap();
+    let caller = signed(&forge_module(
+        r#"(import "tool" "app.greet" (func $greet (param i32 i32) (result i32)))
+           (memory (export "memory") 1)
+           (data (i32.const 0) "{\"text\":\"hi\"}")"#,
+        "(drop (call $output (i32.const 100) (call $resp_read (i32.const 100) (i32.const 0)
+            (call $greet (i32.const 0) (i32.const 13)))))
+        (i32.const 0)",
+    ));
+    let tool = json!({ "name": "greet", "input_schema": { "type": "object" } });
+    let hosted = json!({ "server": "app", "tools": [tool] });
+    let submit = json!({ "number": 1, "run": order(&caller), "hosted": hosted, "events": true });
+    socket.send(Message::text(json!({ "submit": submit }).to_string())).unwrap();
+    let mut events = Vec::new();
+    loop {
+        let Message::Text(text) = socket.read().unwrap() else { continue };
+        let message: Value = serde_json::from_str(&text).unwrap();
+        fits("ToClient", &message);
+        if let Some(event) = message.get("event") {
+            events.push(event["event"].as_str().unwrap().to_owned());
+        } else if let Some(callback) = message.get("callback") {
+            assert_eq!(callback["tool"], "app.greet");
+            assert_eq!(callback["arguments"], json!({ "text": "hi" }));
+            let settle = json!({ "number": 1, "callback": callback["callback"], "result": { "said": "ho" } });
+            socket.send(Message::text(json!({ "settle": settle }).to_string())).unwrap();
+        } else {
+            let report = &message["finished"]["report"];
+            assert_eq!(report["output"], r#"{"said":"ho"}"#, "{message:#}");
+            break;
+        }
+    }
+    assert_eq!(events, ["admitted", "called", "settled", "output"]);
 }
 
 /// The examples of `docs/http.md`, one after the other in one shell, with the
@@ -932,7 +973,7 @@ fn health_needs_no_token_and_metrics_a_token_of_their_own() {
     let text = String::from_utf8(metrics.body).unwrap();
     assert_eq!(metrics.status, 200, "{text}");
     assert!(text.contains("\nforge_http_answers_total{status=\"2xx\"} 3\n"), "{text}");
-    assert!(text.contains("\nforge_runs_running 0\n"), "{text}");
+    assert!(text.contains("\nforge_service_runs_running 0\n"), "{text}");
     // And that token opens nothing else.
     assert_eq!(service.ask(Request::new("GET", "/v1/tools").by(Some(METRICS))).status, 401);
 }

@@ -74,7 +74,7 @@ fn run_hello(pool: &Pool) {
         "(drop (call $output (i32.const 0) (i32.const 5))) (i32.const 0)",
     );
     let job = job(signed(&module), RunLimits::default());
-    let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None };
+    let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None, tell: None };
     let report = pool.carry_out(&task, Patience::default()).unwrap().report;
     assert!(matches!(report.fate, Fate::Ended(_)), "{report:?}");
     assert_eq!(report.output, b"hello");

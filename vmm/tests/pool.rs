@@ -109,7 +109,7 @@ fn try_run(pool: &Pool, tenant: &str, job: &Job, prepared: bool) -> Result<Done,
     let time = Duration::from_millis(job.load.limits.wall_ms);
     let job = &Job { deadline: deadline_in(time), ..job.clone() };
     let admitted = prepared.then(|| admit(job));
-    let task = Task { tenant, job, broker: None, prepared: admitted.as_deref() };
+    let task = Task { tenant, job, broker: None, prepared: admitted.as_deref(), tell: None };
     pool.carry_out(&task, Patience::until(Instant::now() + Duration::from_secs(120)))
 }
 
@@ -233,7 +233,7 @@ fn time_lost_before_a_worker_has_the_run_is_the_runs() {
     let pool = pool(0, 0, Reuse::Fresh);
     pool.stand_by();
     let job = Job { deadline: deadline_in(Duration::ZERO), ..echo() };
-    let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None };
+    let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None, tell: None };
     // A worker is made, and says that there is no time left.
     let done = pool.carry_out(&task, Patience::default()).unwrap();
     assert_eq!(done.report.fate, Fate::Deadline);
@@ -468,7 +468,7 @@ fn a_prepared_vm_is_for_its_tenant_program_and_limits_alone() {
     let other = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
     let mut known = (*admit(&job)).clone();
     known.signer = other.trust_key();
-    let task = Task { tenant: "a", job: &job, broker: None, prepared: Some(&known) };
+    let task = Task { tenant: "a", job: &job, broker: None, prepared: Some(&known), tell: None };
     assert_eq!(pool.carry_out(&task, Patience::default()).unwrap().vm, Vm::Fresh);
     // No preparation.
     assert_eq!(run(&pool, "a", &job).vm, Vm::Fresh);

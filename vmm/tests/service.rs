@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use executables::FORGE;
 use forge_client::ClientError;
+use forge_client::RunMessage;
 use forge_client::blocking::Client;
 use forge_protocol::broker::{Authority, GrantRequest, Narrowing, RefusalKind};
 use forge_protocol::codec;
@@ -28,7 +29,9 @@ use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::service::{Finish, Order, Query, Question, Reply, Submit};
+use forge_protocol::service::{
+    Callback, Finish, HostedTool, HostedTools, Order, Query, Question, Reply, RunEvent, Submit,
+};
 use forge_vmm::link::{Link, Patience};
 use processes::Process;
 use serde_json::Value;
@@ -52,6 +55,17 @@ fn main() -> ExitCode {
             a_client_that_reads_nothing_holds_up_nobody,
             runs_one_after_another_wake_no_second_thread,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
+            a_flood_is_refused_at_once_and_a_second_principal_is_served,
+            a_signal_drains_and_a_second_ends_at_once,
+            what_is_configured_is_loaded_again,
+            a_service_manager_passes_the_socket_and_is_told,
+            the_tools_of_a_cancelled_run_hear_of_it,
+            another_user_speaks_for_its_principal_alone,
+            what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for,
+            a_program_calls_tools_of_the_clients_own_process,
+            a_client_that_hosts_and_dies_takes_its_run_with_it,
+            a_client_hosts_under_no_servers_name,
+            a_client_in_another_language_needs_the_document_alone,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
@@ -595,7 +609,7 @@ fn a_question_too_large_for_the_toolbroker_is_refused() {
     let question = Question::InspectGrant { token: token.clone() };
     let refused = client.ask(question).unwrap_err();
     assert!(matches!(refused, ClientError::Refused { .. }), "{refused}");
-    token.resize(1024 * 1024, 7);
+    token.resize(2 * 1024 * 1024, 7);
     let order = Order { authority: Authority::Grant(token), ..submit(ECHO, "1") };
     let report = run(&mut client, &order);
     assert_eq!((&report["status"], &report["kind"]), (&"rejected".into(), &"bad_request".into()));
@@ -691,6 +705,461 @@ fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
     assert!(!desk.socket().exists());
 }
 
+// Bounds
+
+fn a_flood_is_refused_at_once_and_a_second_principal_is_served() {
+    let desk = Desk::new();
+    let config = "[service]\nruns_max = 3\nqueue_max = 1\nqueue_wait_ms = 3600000\n\
+                  principal_runs_max = 3\n[principals.small]\nruns_max = 1\n";
+    fs::write(desk.path("forge.toml"), config).unwrap();
+    let service = desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let of = |principal: &str, order: Order| Order { principal: principal.into(), ..order };
+        let mut held = Vec::new();
+        for _ in 0..3 {
+            held.push(client.submit(&of("flood", endless())).await.unwrap());
+        }
+        stands(&client, "three run", |status| status["runs"]["running"] == 3).await;
+        for _ in 0..30 {
+            let report = report(&client.run(&of("flood", endless())).await.unwrap());
+            assert_eq!(report["status"], "refused", "{report:#}");
+            assert_eq!(report["kind"], "too_many_runs", "{report:#}");
+            assert!(report["retry_after_ms"].as_u64().unwrap() >= 1, "{report:#}");
+        }
+        // Another waits for the next place, and gets it.
+        let other = client.submit(&of("other", submit(ECHO, "[1]"))).await.unwrap();
+        stands(&client, "it waits", |status| status["runs"]["waiting"] == 1).await;
+        let third = report(&client.run(&of("third", submit(ECHO, "[1]"))).await.unwrap());
+        assert_eq!((&third["status"], &third["kind"]), (&"refused".into(), &"overloaded".into()));
+        held.pop().unwrap().canceller().cancel().await;
+        assert_eq!(report(&other.finish().await.unwrap())["output"], "[1]");
+        // One that waits can be cancelled.
+        held.push(client.submit(&of("flood", endless())).await.unwrap());
+        stands(&client, "three run again", |status| status["runs"]["running"] == 3).await;
+        let waits = client.submit(&of("small", submit(ECHO, "1"))).await.unwrap();
+        stands(&client, "it waits", |status| status["runs"]["waiting"] == 1).await;
+        let small = report(&client.run(&of("small", submit(ECHO, "1"))).await.unwrap());
+        assert_eq!(small["kind"], "too_many_runs", "its own limit is 1");
+        waits.canceller().cancel().await;
+        assert_eq!(report(&waits.finish().await.unwrap())["status"], "cancelled");
+        drop(held);
+    });
+}
+
+// Signals, and who sends them
+
+fn signal(service: &Service, signal: i32) {
+    // SAFETY: a plain system call; the process is a child of ours.
+    assert_eq!(unsafe { libc::kill(service.child.id() as i32, signal) }, 0);
+}
+
+fn a_signal_drains_and_a_second_ends_at_once() {
+    let desk = Desk::new();
+    for twice in [false, true] {
+        let drain_ms = if twice { 3_600_000 } else { 50 };
+        fs::write(desk.path("forge.toml"), format!("[service]\ndrain_ms = {drain_ms}")).unwrap();
+        let mut service =
+            desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
+        runtime().block_on(async {
+            let client = forge_client::Client::connect(&service.socket).await.unwrap();
+            let run = client.submit(&endless()).await.unwrap();
+            stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
+            signal(&service, libc::SIGTERM);
+            if twice {
+                stands(&client, "it drains", |status| status["state"] == "draining").await;
+                let refused = report(&client.run(&submit(ECHO, "1")).await.unwrap());
+                assert_eq!(refused["kind"], "draining");
+                assert!(refused.get("retry_after_ms").is_none(), "{refused:#}");
+                signal(&service, libc::SIGTERM);
+                assert!(run.finish().await.is_err(), "nobody is left to tell its end");
+            } else {
+                // Its time is over, and it is told so.
+                let report = report(&run.finish().await.unwrap());
+                assert_eq!(report["status"], "cancelled");
+            }
+        });
+        assert!(service.child.wait().unwrap().success());
+        assert!(!desk.socket().exists());
+    }
+}
+
+fn what_is_configured_is_loaded_again() {
+    let desk = Desk::new();
+    fs::write(desk.path("forge.toml"), "[service]\nruns_max = 3").unwrap();
+    let other = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
+    fs::write(desk.path("other.pub"), other.trust_key().to_pem()).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    let wat = wat::parse_str(forge_module(r#"(memory (export "memory") 1)"#, ECHO)).unwrap();
+    let order = Order { program: other.sign(&wat).unwrap(), ..submit(ECHO, "[1]") };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&endless()).await.unwrap();
+        stands(&client, "one runs", |status| status["runs"]["running"] == 1).await;
+        let refused = report(&client.run(&order).await.unwrap());
+        assert_eq!(refused["kind"], "signature");
+        let wrong = "[service]\nruns_max = 0";
+        fs::write(desk.path("forge.toml"), wrong).unwrap();
+        signal(&service, libc::SIGHUP);
+        let good = "[service]\nruns_max = 7\n[trust]\nkeys = ['other.pub']";
+        fs::write(desk.path("forge.toml"), good).unwrap();
+        signal(&service, libc::SIGHUP);
+        stands(&client, "it is loaded", |status| status["bounds"]["runs_max"] == 7).await;
+        assert_eq!(report(&client.run(&order).await.unwrap())["output"], "[1]");
+        // What ran goes on.
+        assert_eq!(status(&client).await["runs"]["running"], 1);
+        run.canceller().cancel().await;
+        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+    });
+}
+
+fn a_service_manager_passes_the_socket_and_is_told() {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::net::UnixDatagram;
+    use std::os::unix::process::CommandExt as _;
+    let desk = Desk::new();
+    let listener = UnixListener::bind(desk.socket()).unwrap();
+    let manager = UnixDatagram::bind(desk.path("notify")).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let hears = || {
+        let mut words = [0; 256];
+        let bytes = manager.recv(&mut words).unwrap();
+        String::from_utf8_lossy(&words[..bytes]).into_owned()
+    };
+    // Its descriptor 3, and variables that name its process.
+    let script = "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve --trust signer.pub --state state \
+                  --ready 0 --ready-max 0";
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", script, FORGE]).current_dir(&desk.0).stdin(Stdio::null());
+    command.env("NOTIFY_SOCKET", desk.path("notify"));
+    let passed = listener.as_raw_fd();
+    // SAFETY: one plain system call between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            let done =
+                if passed == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(passed, 3) };
+            if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+        })
+    };
+    let mut service = Service { child: command.spawn().unwrap(), socket: desk.socket() };
+    drop(listener);
+    assert_eq!(hears(), "READY=1");
+    service.serves();
+    signal(&service, libc::SIGHUP);
+    let reloading = hears();
+    assert!(reloading.starts_with("RELOADING=1\nMONOTONIC_USEC="), "{reloading}");
+    assert_eq!(hears(), "READY=1");
+    signal(&service, libc::SIGTERM);
+    assert_eq!(hears(), "STOPPING=1");
+    assert!(service.child.wait().unwrap().success());
+    assert!(desk.socket().exists(), "the socket is the manager's");
+}
+
+// Tools
+
+fn the_tools_of_a_cancelled_run_hear_of_it() {
+    let desk = Desk::new();
+    let server = executables::folder().join("forge-test-server");
+    let log = desk.path("calls");
+    // A server that runs in a place of its own writes where it is let.
+    let toml = format!(
+        "[servers.test]\ncommand = {server:?}\nargs = ['--log', {log:?}]\nwrite = [{:?}]\n",
+        desk.0,
+    );
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    let wat = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "test.never{}")"#,
+        r#"(local $i i32)
+           (loop $start
+               (drop (call $call_async (i32.const 0) (i32.const 10) (i32.const 10) (i32.const 2)))
+               (br_if $start (i32.lt_u
+                   (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 3))))
+           (call $wait_any)"#,
+    );
+    let never = ToolName::parse("test.never").unwrap();
+    let order =
+        Order { program: signed(&wat), authority: Authority::Tools(vec![never]), ..endless() };
+    let logged = |line: &str| {
+        let log = fs::read_to_string(&log).unwrap_or_default();
+        log.lines().filter(|it| *it == line).count()
+    };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&order).await.unwrap();
+        eventually("three calls are in flight", || logged("never") == 3);
+        run.canceller().cancel().await;
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!(report["status"], "cancelled", "{report:#}");
+        eventually("its tools heard of it", || logged("never cancelled") == 3);
+        // So it is where the client leaves.
+        let again = client.submit(&order).await.unwrap();
+        eventually("three more are in flight", || logged("never") == 6);
+        drop((again, client));
+        eventually("these heard of it too", || logged("never cancelled") == 6);
+    });
+    service.serves();
+}
+
+/// Calls `tool` with `request` and outputs what comes back.
+fn calls(tool: &str, request: &str) -> Vec<u8> {
+    let (name, bytes) = (tool.len(), request.len());
+    let data = format!("{tool}{}", request.replace('"', "\\\""));
+    let memory = format!(r#"(memory (export "memory") 1) (data (i32.const 0) "{data}")"#);
+    let body = format!(
+        "(local $code i32)
+         (local.set $code (call $call (i32.const 0) (i32.const {name})
+             (i32.const {name}) (i32.const {bytes})))
+         (drop (call $output (i32.const 1024)
+             (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
+         (select (i32.const 0) (local.get $code) (i32.ge_s (local.get $code) (i32.const 0)))"
+    );
+    signed(&forge_module(&memory, &body))
+}
+
+fn what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--reuse", "reset"]);
+    let hash = ToolName::parse("crypto.hash").unwrap();
+    let request = r#"{"algorithm":"sha256","text":"abc"}"#;
+    let quiet = Order {
+        program: calls("crypto.hash", request),
+        authority: Authority::Tools(vec![hash.clone()]),
+        ..submit(ECHO, "1")
+    };
+    let loud = Order { events: true, ..quiet.clone() };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        // The same VM serves all of them, and one tells nothing for another.
+        for order in [&quiet, &loud, &quiet, &loud] {
+            let mut run = client.submit(order).await.unwrap();
+            let (mut told, mut finished) = (Vec::new(), None);
+            while let Some(message) = run.next().await {
+                match message {
+                    RunMessage::Event(event) => told.push(event),
+                    RunMessage::Finished(finish) => finished = Some(report(&finish)),
+                    RunMessage::Callback(_) => panic!("it hosts nothing"),
+                }
+            }
+            let report = finished.unwrap();
+            assert_eq!(report["status"], "ok", "{report:#}");
+            if !order.events {
+                assert!(told.is_empty(), "{told:?}");
+                continue;
+            }
+            let [
+                RunEvent::Admitted { run_id },
+                RunEvent::Called { call: 0, tool },
+                RunEvent::Settled { call: 0, code: None, .. },
+                RunEvent::Output(output),
+            ] = &told[..]
+            else {
+                panic!("{told:?}")
+            };
+            assert_eq!(run_id.to_string(), report["run_id"]);
+            assert_eq!(*tool, hash);
+            assert_eq!(String::from_utf8_lossy(output), report["output"].as_str().unwrap());
+        }
+        // While it goes on: what it logged is told before its call.
+        let wat = forge_module(
+            r#"(memory (export "memory") 1) (data (i32.const 0) "app.twice{\"n\":21}")"#,
+            "(call $log (i32.const 1) (i32.const 0) (i32.const 3))
+             (call $call (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 8))",
+        );
+        let hosted = Some(hosted("app"));
+        let order = Order { program: signed(&wat), events: true, hosted, ..endless() };
+        let mut run = client.submit(&order).await.unwrap();
+        let mut told = Vec::new();
+        while told.len() < 4 {
+            told.push(match run.next().await {
+                Some(RunMessage::Event(RunEvent::Log(log))) => {
+                    assert_eq!((log.level, log.text.as_str()), (1, "app"));
+                    "log"
+                }
+                Some(RunMessage::Event(RunEvent::Admitted { .. })) => "admitted",
+                Some(RunMessage::Event(RunEvent::Called { .. })) => "called",
+                Some(RunMessage::Callback(_)) => "callback",
+                other => panic!("{other:?}"),
+            });
+        }
+        // The callback takes another way than the event of its call.
+        assert_eq!(told[..2], ["admitted", "log"], "{told:?}");
+        run.canceller().cancel().await;
+        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+    });
+}
+
+fn hosted(server: &str) -> HostedTools {
+    let schema = r#"{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}"#;
+    HostedTools {
+        server: server.into(),
+        tools: vec![HostedTool {
+            name: "twice".into(),
+            description: "Twice as much.".into(),
+            input_schema: schema.into(),
+            output_schema: None,
+        }],
+    }
+}
+
+/// Starts three calls of `app.twice`, waits for them all, outputs the last.
+fn three_calls() -> Vec<u8> {
+    signed(&forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "app.twice{\"n\":21}")"#,
+        r#"(local $i i32)
+           (loop $start
+               (drop (call $call_async (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 8)))
+               (br_if $start (i32.lt_u
+                   (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 3))))
+           (loop $collect
+               (if (i32.lt_s (call $wait (call $wait_any)) (i32.const 0))
+                   (then (return (i32.const 2))))
+               (br_if $collect (local.tee $i (i32.sub (local.get $i) (i32.const 1)))))
+           (drop (call $output (i32.const 1024)
+               (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
+           (i32.const 0)"#,
+    ))
+}
+
+async fn next_callback(run: &mut forge_client::Run) -> Callback {
+    match run.next().await {
+        Some(RunMessage::Callback(callback)) => callback,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn a_program_calls_tools_of_the_clients_own_process() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    let order = Order { program: three_calls(), hosted: Some(hosted("app")), ..submit(ECHO, "1") };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let mut run = client.submit(&order).await.unwrap();
+        // All of them are out before the first is answered.
+        let mut out = Vec::new();
+        for _ in 0..3 {
+            let callback = next_callback(&mut run).await;
+            assert_eq!(callback.tool.as_str(), "app.twice");
+            assert_eq!(serde_json::from_slice::<Value>(&callback.arguments).unwrap()["n"], 21);
+            out.push(callback.callback);
+        }
+        // One that is not out is nobody's answer.
+        run.settle(77, Ok(b"0".to_vec())).await.unwrap();
+        for callback in out {
+            run.settle(callback, Ok(b"42".to_vec())).await.unwrap();
+        }
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!((&report["status"], &report["output"]), (&"ok".into(), &"42".into()));
+        let calls = report["tool_calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 3, "{report:#}");
+        assert!(calls.iter().all(|call| call["tool"] == "app.twice" && call["status"] == "ok"));
+    });
+    // The journal has them.
+    let listed = desk.forge(&["journal", "list", "--state", "state", "--json"]).output().unwrap();
+    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+    assert_eq!(listed.matches("app.twice").count(), 3, "{listed}");
+    service.serves();
+}
+
+fn a_client_that_hosts_and_dies_takes_its_run_with_it() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let order = Order { program: three_calls(), hosted: Some(hosted("app")), ..endless() };
+    runtime().block_on(async {
+        let watcher = forge_client::Client::connect(&service.socket).await.unwrap();
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let mut run = client.submit(&order).await.unwrap();
+        next_callback(&mut run).await;
+        drop((run, client));
+        stands(&watcher, "its run is over", |status| {
+            status["runs"]["ended"]["cancelled"] == 1 && status["runs"]["running"] == 0
+        })
+        .await;
+    });
+    eventually("its worker is gone", || service.workers().is_empty());
+    service.serves();
+}
+
+fn a_client_hosts_under_no_servers_name() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    for server in ["fs", "no name", ""] {
+        let order = Order { hosted: Some(hosted(server)), ..submit(ECHO, "1") };
+        let report = run(&mut service.client(), &order);
+        assert_eq!(
+            (&report["status"], &report["kind"]),
+            (&"rejected".into(), &"bad_request".into())
+        );
+    }
+}
+
+fn a_client_in_another_language_needs_the_document_alone() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    fs::write(desk.path("echo"), program(ECHO)).unwrap();
+    fs::write(desk.path("endless"), program(ENDLESS)).unwrap();
+    fs::write(desk.path("hosted"), three_calls()).unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client.py");
+    let mut python = Command::new("python3");
+    python.arg(script).arg(&service.socket).arg(&desk.0).stdin(Stdio::null());
+    let output = match python.output() {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("SKIPPED: there is no python3: {error}");
+            return;
+        }
+    };
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "ok\n", "{said}");
+}
+
+// Whose runs
+
+/// Connects as another user, in a thread that is that user's.
+fn connect_as(uid: u32, socket: &std::path::Path) -> Option<UnixStream> {
+    std::thread::scope(|scope| {
+        let connected = scope.spawn(|| {
+            // SAFETY: changes this thread's effective user alone, which ends
+            // with it.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) };
+            (changed == 0).then(|| UnixStream::connect(socket).unwrap())
+        });
+        connected.join().unwrap()
+    })
+}
+
+fn another_user_speaks_for_its_principal_alone() {
+    // SAFETY: takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("SKIPPED: only root can connect as another user");
+        return;
+    }
+    let desk = Desk::new();
+    let config = "[service]\nmode = '0666'\n[principals.ci]\nuids = [61001]\n";
+    fs::write(desk.path("forge.toml"), config).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    assert_eq!(fs::metadata(desk.socket()).unwrap().permissions().mode() & 0o777, 0o666);
+    let nobody = connect_as(61002, &service.socket).unwrap();
+    assert!(is_closed(&nobody), "a user that speaks for nobody");
+    let mut client = Client::over(connect_as(61001, &service.socket).unwrap()).unwrap();
+    let order = Order { principal: "ci".into(), ..submit(ECHO, "[1]") };
+    assert_eq!(run(&mut client, &order)["output"], "[1]");
+    let refused = run(&mut client, &submit(ECHO, "[1]"));
+    assert_eq!((&refused["status"], &refused["kind"]), (&"rejected".into(), &"forbidden".into()));
+    for question in
+        [Question::ListTools { principal: "local".into() }, Question::Drain, Question::Metrics]
+    {
+        let refused = client.ask(question).unwrap_err();
+        assert!(
+            matches!(refused, ClientError::Refused { kind: RefusalKind::Forbidden, .. }),
+            "{refused}"
+        );
+    }
+    client.ask(Question::ListTools { principal: "ci".into() }).unwrap();
+    service.serves();
+}
+
 // The socket
 
 fn the_socket_is_the_operators_and_no_second_service_takes_it() {
@@ -731,7 +1200,9 @@ fn a_stale_socket_is_replaced_and_anything_else_is_not() {
 fn the_service_is_gone_with_all_it_started_however_it_ends() {
     let desk = Desk::new();
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
-        let mut service = desk.serve(&["--ready", "2"]);
+        // Its runs are not waited for.
+        fs::write(desk.path("forge.toml"), "[service]\ndrain_ms = 0").unwrap();
+        let mut service = desk.serve(&["--ready", "2", "--config", "forge.toml"]);
         service.serves();
         let client = leaving_client(&service, &endless());
         eventually("workers wait, and one runs", || {

@@ -200,10 +200,12 @@ impl Server {
         format!("{ms} ms")
     }
 
-    /// Never answers.
+    /// Never answers, unless it is told that nobody waits.
     #[tool]
-    async fn never(&self) -> String {
+    async fn never(&self, context: RequestContext<RoleServer>) -> String {
         self.called("never");
+        context.ct.cancelled().await;
+        self.called("never cancelled");
         std::future::pending().await
     }
 

@@ -303,8 +303,12 @@ impl Intended {
                 Carrier::Builtin(builtin) => builtin.carry_out(facts.run.caller(), arguments).await,
             }
         };
-        let called = timeout_at(until, calling).await;
-        Dispatched { facts, tool, sent, end: called.unwrap_or(CallEnd::Lost) }
+        // Whoever carries it out is told that nobody waits, where it can be.
+        let end = tokio::select! {
+            called = timeout_at(until, calling) => called.unwrap_or(CallEnd::Lost),
+            () = facts.run.cancelled() => CallEnd::Lost,
+        };
+        Dispatched { facts, tool, sent, end }
     }
 
     /// Carries a tool of the broker's own out, in this thread.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, RunLimits};
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::CallFailure;
@@ -37,6 +38,8 @@ pub struct Run {
     deadline: Instant,
     /// Tools that the run's caller hosts itself.
     hosted: Option<Arc<Connection>>,
+    /// `true` once nobody wants the run any more.
+    cancelled: watch::Sender<bool>,
 }
 
 impl Run {
@@ -68,6 +71,7 @@ impl Run {
             opened,
             deadline,
             hosted: None,
+            cancelled: watch::Sender::new(false),
             grant,
         }
     }
@@ -78,6 +82,19 @@ impl Run {
     pub fn hosting(mut self, hosted: Hosted) -> Self {
         self.hosted = Some(Arc::new(Connection::Hosted(hosted)));
         self
+    }
+
+    /// Nobody wants it any more: what it has dispatched is waited for no
+    /// longer.
+    pub fn cancel(&self) {
+        self.cancelled.send_replace(true);
+    }
+
+    /// Ends when nobody wants it any more.
+    pub(super) async fn cancelled(&self) {
+        let mut cancelled = self.cancelled.subscribe();
+        // The sender is this run's own, so it is there.
+        let _ = cancelled.wait_for(|cancelled| *cancelled).await;
     }
 
     /// Which run it is, for records.

@@ -6,7 +6,10 @@ use super::node::Node;
 use super::{ConfigError, Problem};
 use crate::policy::{Pattern, Policy};
 
-/// Both tables; without either, everything is everybody's.
+/// What is said of a principal; all but its roles is the supervisor's to read.
+const PRINCIPAL: [&str; 5] = ["roles", "uids", "token_sha256", "runs_max", "sign_with"];
+
+/// Both tables; where nobody has a role, everything is everybody's.
 pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
     let (roles, principals) = (document.field("roles"), document.field("principals"));
     if roles.is_none() && principals.is_none() {
@@ -22,10 +25,18 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
         }
         tools_of.insert(name, patterns);
     }
+    let named = children(principals.as_ref())?;
+    let has_roles = named.iter().any(|(_, principal)| principal.field("roles").is_some());
+    if roles.is_none() && !has_roles {
+        for (_, principal) in &named {
+            only(principal, &PRINCIPAL)?;
+        }
+        return Ok(Policy::open());
+    }
     let mut patterns_of = BTreeMap::new();
-    for (name, principal) in children(principals.as_ref())? {
-        // The doors know a principal by its tokens.
-        only(&principal, &["roles", "token_sha256"])?;
+    for (name, principal) in named {
+        // The service's own to read: who speaks for it, and what it may have.
+        only(&principal, &PRINCIPAL)?;
         let mut patterns = Vec::new();
         for item in principal.needed("roles")?.items()? {
             let role = tools_of.get(item.text()?).ok_or_else(|| {

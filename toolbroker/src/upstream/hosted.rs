@@ -106,7 +106,9 @@ impl Hosted {
         Ok((Self { tools: Arc::new(tools), calls }, callbacks))
     }
 
-    pub(super) fn tools(&self) -> Arc<Vec<Arc<Tool>>> {
+    /// The tools, by name.
+    #[must_use]
+    pub fn tools(&self) -> Arc<Vec<Arc<Tool>>> {
         Arc::clone(&self.tools)
     }
 

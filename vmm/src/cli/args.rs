@@ -40,6 +40,10 @@ pub(crate) enum Command {
     Grant(GrantArgs),
     /// Read the journal: which tools were called, and what became of it
     Journal(JournalArgs),
+    /// Say how a service stands
+    Status(StatusArgs),
+    /// Have a service take no more runs, and end when those it has are over
+    Drain(DrainArgs),
     /// Say what this host can do, what it lacks and how to fix it
     Probe(ProbeArgs),
     /// Measure what a run costs on this host, beside its floors
@@ -142,8 +146,9 @@ pub(crate) enum ReuseArg {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct ServeArgs {
     /// The unix socket to listen at
+    /// [default: [service] socket of --config, or what systemd passes]
     #[arg(long, value_name = "PATH")]
-    pub(crate) socket: PathBuf,
+    pub(crate) socket: Option<PathBuf>,
     /// A public key that programs are trusted by; may be given several times
     #[arg(long, value_name = "PUB")]
     pub(crate) trust: Vec<PathBuf>,
@@ -177,12 +182,29 @@ pub(crate) struct McpArgs {
     /// [default: a key made at each start, which nobody else trusts]
     #[arg(long, value_name = "KEY", conflicts_with = "listen")]
     pub(crate) sign_with: Option<PathBuf>,
-    /// Serve the principals of [[mcp.principals]] at this address over HTTP,
-    /// such as 127.0.0.1:8081
+    /// Serve the principals that have a token, [principals.<name>], over HTTP
+    /// at this address, such as 127.0.0.1:8081
     #[arg(long, value_name = "ADDRESS", requires = "config")]
     pub(crate) listen: Option<SocketAddr>,
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct StatusArgs {
+    /// The service's socket
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) service: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct DrainArgs {
+    /// The service's socket
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) service: PathBuf,
 }
 
 #[derive(Debug, ClapArgs)]

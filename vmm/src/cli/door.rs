@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use forge_doors::http::{self, Access, Options, Principal, TokenHash};
 use forge_vmm::broker::BrokerUser;
 use forge_vmm::jail::{Limits, landlock, privileges};
+use forge_vmm::service::options::Principals;
 use serde::Deserialize;
 use tokio::sync::watch;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
@@ -59,32 +60,9 @@ struct LowHttp {
     user: Option<LowUser>,
 }
 
-/// A principal, as far as it is the door's business.
-#[derive(Debug, Deserialize)]
-struct LowPrincipal {
-    #[serde(default)]
-    token_sha256: Tokens,
-}
-
-/// One hash, or several while a token is replaced.
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "the SHA-256 of a token, or a list of them")]
-enum Tokens {
-    One(TokenHash),
-    Several(Vec<TokenHash>),
-}
-
-impl Default for Tokens {
-    fn default() -> Self {
-        Self::Several(Vec::new())
-    }
-}
-
 #[derive(Debug, Deserialize)]
 struct LowConfig {
     http: Option<LowHttp>,
-    #[serde(default)]
-    principals: std::collections::BTreeMap<String, LowPrincipal>,
 }
 
 /// Where a door is to listen.
@@ -103,18 +81,21 @@ pub(crate) struct DoorConfig {
 }
 
 /// The HTTP door that a configuration asks for.
-pub(crate) fn configured(config: Option<&Path>) -> Result<Option<DoorConfig>, CliError> {
+pub(crate) fn configured(
+    config: Option<&Path>,
+    principals: &Principals,
+) -> Result<Option<DoorConfig>, CliError> {
     let Some(path) = config else { return Ok(None) };
     let wrong = |what: &str| CliError::Usage(format!("{}: {what}", path.display()));
     let text = String::from_utf8(read_file(path)?).map_err(|_| wrong("is no UTF-8 text"))?;
     // The parser would show the line, and a token may be where its hash belongs.
     let low: LowConfig = toml::from_str(&text).map_err(|error| wrong(error.message()))?;
     let folder = path.parent().unwrap_or(Path::new(""));
-    low.resolve(folder).map_err(|what| wrong(&what))
+    low.resolve(folder, principals).map_err(|what| wrong(&what))
 }
 
 impl LowConfig {
-    fn resolve(self, folder: &Path) -> Result<Option<DoorConfig>, String> {
+    fn resolve(self, folder: &Path, principals: &Principals) -> Result<Option<DoorConfig>, String> {
         let Some(http) = self.http else { return Ok(None) };
         let place = if http.listen.contains('/') {
             Place::Path(folder.join(&http.listen))
@@ -124,14 +105,14 @@ impl LowConfig {
             )?;
             Place::Address(address)
         };
-        let principals: Vec<Principal> = self
-            .principals
-            .into_iter()
-            .map(|(name, principal)| match principal.token_sha256 {
-                Tokens::One(token) => Principal { name, tokens: vec![token] },
-                Tokens::Several(tokens) => Principal { name, tokens },
+        let principals: Vec<Principal> = principals
+            .0
+            .iter()
+            .filter(|(_, principal)| !principal.token_sha256.is_empty())
+            .map(|(name, principal)| Principal {
+                name: name.clone(),
+                tokens: principal.token_sha256.iter().copied().map(TokenHash::from).collect(),
             })
-            .filter(|principal| !principal.tokens.is_empty())
             .collect();
         let access = match http.principal {
             None if principals.is_empty() => {
@@ -232,7 +213,7 @@ pub(crate) struct Door {
 struct Shared {
     listener: Listener,
     user: Option<BrokerUser>,
-    options: Options,
+    options: Mutex<Options>,
     /// Where the service listens.
     service: PathBuf,
     ending: AtomicBool,
@@ -243,6 +224,10 @@ struct Shared {
 impl Shared {
     fn now(&self) -> MutexGuard<'_, Option<(Child, UnixStream)>> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn options(&self) -> MutexGuard<'_, Options> {
+        self.options.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts a process and hands it what it needs.
@@ -270,9 +255,7 @@ impl Shared {
                 ours.send_with_fd(&[word][..], descriptor.as_raw_fd())
                     .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
             }
-            let mut line = serde_json::to_vec(&self.options)?;
-            line.push(b'\n');
-            (&ours).write_all(&line)
+            (&ours).write_all(&line(&self.options())?)
         };
         match hand() {
             Ok(()) => Ok((child, ours)),
@@ -339,7 +322,7 @@ impl Door {
         let shared = Arc::new(Shared {
             listener,
             user,
-            options,
+            options: Mutex::new(options),
             service: service.to_owned(),
             ending: AtomicBool::new(false),
             now: Mutex::default(),
@@ -356,6 +339,19 @@ impl Door {
         });
         let keeper = Some(keeper.map_err(unopened)?);
         Ok(Self { shared, place, keeper, ended })
+    }
+
+    /// From now on the operator decides this. Where it listens, and as whom,
+    /// stays.
+    pub(crate) fn reload(&self, config: DoorConfig) {
+        let mut options = self.shared.options();
+        *options = config.options;
+        // One that is being started takes them from there.
+        if let (Some((_, control)), Ok(line)) = (&*self.shared.now(), line(&options))
+            && let Err(error) = { control }.write_all(&line)
+        {
+            tracing::warn!(%error, "the HTTP door is not told of its new options");
+        }
     }
 
     /// Where it listens, for a reader.
@@ -381,6 +377,13 @@ impl Drop for Door {
             let _ = keeper.join();
         }
     }
+}
+
+/// Options as they are sent.
+fn line(options: &Options) -> io::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(options)?;
+    line.push(b'\n');
+    Ok(line)
 }
 
 /// The child's whole life.
@@ -458,11 +461,13 @@ fn receive(control: &UnixStream) -> io::Result<(u8, OwnedFd)> {
 mod tests {
     use super::*;
 
-    const HASH: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
-
     fn resolved(text: &str) -> Result<Option<DoorConfig>, String> {
+        with(text, &Principals::default())
+    }
+
+    fn with(text: &str, principals: &Principals) -> Result<Option<DoorConfig>, String> {
         let low: LowConfig = toml::from_str(text).map_err(|error| error.message().to_owned())?;
-        low.resolve(Path::new("/etc/forge"))
+        low.resolve(Path::new("/etc/forge"), principals)
     }
 
     #[test]
@@ -489,18 +494,22 @@ mod tests {
 
     #[test]
     fn tokens_leave_nobody_without_one() {
-        let text = |more: &str| {
-            format!(
-                "[http]\nlisten = '0.0.0.0:80'\n{more}\n[principals.alice]\nroles = []\n\
-                 token_sha256 = '{HASH}'\n[principals.bob]\ntoken_sha256 = ['{HASH}']\n\
-                 [principals.carol]\nroles = []"
-            )
+        use forge_vmm::service::options::Principal as Configured;
+        let named = |name: &str, token_sha256: Vec<[u8; 32]>| {
+            (name.to_owned(), Configured { token_sha256, ..Configured::default() })
         };
-        let config = resolved(&text("")).unwrap().unwrap();
-        let Access::Tokens(principals) = config.options.access else { panic!("no tokens") };
-        let names: Vec<_> = principals.iter().map(|it| it.name.as_str()).collect();
+        let principals = [
+            named("alice", vec![[1; 32]]),
+            named("bob", vec![[2; 32], [3; 32]]),
+            named("c", vec![]),
+        ];
+        let principals = Principals(principals.into());
+        let config = with("[http]\nlisten = '0.0.0.0:80'", &principals).unwrap().unwrap();
+        let Access::Tokens(known) = config.options.access else { panic!("no tokens") };
+        let names: Vec<_> = known.iter().map(|it| it.name.as_str()).collect();
         assert_eq!(names, ["alice", "bob"]);
-        let refused = resolved(&text("principal = 'local'")).unwrap_err();
+        let text = "[http]\nlisten = '127.0.0.1:80'\nprincipal = 'local'";
+        let refused = with(text, &principals).unwrap_err();
         assert!(refused.contains("http.principal"), "{refused}");
     }
 
@@ -511,7 +520,6 @@ mod tests {
             ("[http]\nlisten = 'hunter2'\nprincipal = 'a'", "http.listen"),
             ("[http]\nlisten = '127.0.0.1:0'\nprinciple = 'a'", "unknown field"),
             ("[http]\nlisten = '127.0.0.1:0'\nmetrics_token_sha256 = 'hunter2'", "64 hex digits"),
-            ("[principals.a]\ntoken_sha256 = 'hunter2'", "SHA-256"),
         ] {
             let refused = resolved(text).unwrap_err();
             assert!(refused.contains(said), "{refused}");

@@ -19,6 +19,7 @@ use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::service;
+use forge_vmm::service::options::Principals;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -34,10 +35,10 @@ const READY_MAX: usize = 4;
 enum Clients {
     /// The one that started this process.
     Stdio(Principal),
-    /// Those who know a token, each by its SHA-256.
+    /// Those who know a token, by the SHA-256 of their tokens.
     Http {
         address: SocketAddr,
-        principals: Vec<([u8; 32], Principal)>,
+        principals: Vec<(Vec<[u8; 32]>, Principal)>,
         hosts: Vec<String>,
         origins: Vec<String>,
     },
@@ -69,8 +70,9 @@ pub(crate) fn mcp(args: McpArgs) -> Result<ExitCode, CliError> {
 
 impl Clients {
     fn of(args: &McpArgs) -> Result<Self, CliError> {
-        let McpConfig { principal, signing_key, accept_unsigned, principals, hosts, origins } =
-            config::mcp(args.broker.config.as_deref())?;
+        let config = args.broker.config.as_deref();
+        let McpConfig { principal, accept_unsigned, hosts, origins } = config::mcp(config)?;
+        let Principals(known) = config::service(config)?.options.principals;
         // A service that stands already trusts no key that is made here.
         let fresh = match args.service {
             Some(_) => None,
@@ -86,30 +88,24 @@ impl Clients {
         };
         let Some(address) = args.listen else {
             let name = principal.unwrap_or_else(|| args.broker.principal.clone());
-            let key = args.sign_with.as_deref().or(signing_key.as_deref());
-            return Ok(Self::Stdio(Principal { name, signer: signer(key)? }));
+            let configured = known.get(&name).and_then(|known| known.sign_with.as_deref());
+            let signer = signer(args.sign_with.as_deref().or(configured))?;
+            return Ok(Self::Stdio(Principal { name, signer }));
         };
+        let mut principals = Vec::new();
+        for (name, known) in known {
+            if known.token_sha256.is_empty() {
+                continue;
+            }
+            let signer = signer(known.sign_with.as_deref())?;
+            principals.push((known.token_sha256, Principal { name, signer }));
+        }
         if principals.is_empty() {
             return Err(CliError::Usage(
-                "[[mcp.principals]] names nobody who may come: give name and token_sha256".into(),
+                "nobody is known who may come: give a [principals.<name>] its token_sha256".into(),
             ));
         }
-        let mut known: Vec<([u8; 32], Principal)> = Vec::new();
-        for one in principals {
-            let wrong = |what| CliError::Usage(format!("mcp.principals, {}: {what}", one.name));
-            let token = digest(&one.token_sha256).ok_or_else(|| {
-                wrong("token_sha256 is not the 64 hex digits that sha256sum prints")
-            })?;
-            if known.iter().any(|(other, _)| *other == token) {
-                return Err(wrong("another principal has the same token"));
-            }
-            if known.iter().any(|(_, other)| other.name == one.name) {
-                return Err(wrong("the name is given twice"));
-            }
-            let key = one.signing_key.as_deref().or(signing_key.as_deref());
-            known.push((token, Principal { name: one.name.clone(), signer: signer(key)? }));
-        }
-        Ok(Self::Http { address, principals: known, hosts, origins })
+        Ok(Self::Http { address, principals, hosts, origins })
     }
 
     /// The keys that programs are signed with here.
@@ -121,18 +117,6 @@ impl Clients {
             }
         }
     }
-}
-
-/// SHA-256 in hex.
-fn digest(text: &str) -> Option<[u8; 32]> {
-    let mut bytes = [0; 32];
-    if text.len() != 2 * bytes.len() || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return None;
-    }
-    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
-    }
-    Some(bytes)
 }
 
 async fn serve_at(socket: &Path, clients: Clients) -> Result<(), CliError> {
@@ -167,7 +151,7 @@ async fn serve(link: ServiceLink, clients: Clients) -> Result<(), CliError> {
         Clients::Http { address, principals, hosts, origins } => {
             let doors: io::Result<Vec<_>> = principals
                 .into_iter()
-                .map(|(token, principal)| Ok((token, Door::new(Arc::clone(&link), principal)?)))
+                .map(|(tokens, principal)| Ok((tokens, Door::new(Arc::clone(&link), principal)?)))
                 .collect();
             let doors = doors.map_err(CliError::Host)?;
             let at = |source| CliError::File { path: address.to_string(), source };
@@ -232,8 +216,9 @@ impl OwnService {
         let (ours, theirs) = UnixStream::pair().map_err(CliError::Host)?;
         let serving = {
             let supervisor = Arc::clone(&supervisor);
+            let options = config::service(config)?.options;
             let serve = move || {
-                if let Err(error) = service::serve_connection(theirs, &supervisor) {
+                if let Err(error) = service::serve_connection(theirs, &supervisor, options) {
                     complain(&format!("the service of this door: {error}"));
                 }
             };
@@ -248,19 +233,5 @@ impl OwnService {
     fn end(self) {
         let _ = self.serving.join();
         drop(self.supervisor);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_digest_is_64_hex_digits() {
-        assert_eq!(digest(&"0a".repeat(32)), Some([10; 32]));
-        assert_eq!(digest(&"0A".repeat(32)), Some([10; 32]));
-        for text in ["", "0a", &"0g".repeat(32), &"+1".repeat(32), &"é".repeat(32)] {
-            assert_eq!(digest(text), None, "{text}");
-        }
     }
 }

@@ -119,6 +119,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Tools(args) => tools::tools(args),
         Command::Grant(args) => grant::grant(args),
         Command::Journal(args) => journal::journal(&args),
+        Command::Status(args) => serve::status(&args),
+        Command::Drain(args) => serve::drain(&args),
         Command::Probe(args) => status::probe(&args),
         Command::Bench(args) => bench::bench(&args),
     };

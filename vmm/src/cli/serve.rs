@@ -1,6 +1,8 @@
-//! `forge-vmm serve`, and `run` where a service carries the run out.
+//! `forge-vmm serve`, and what is asked of a service: `run --service`,
+//! `status`, `drain`.
 
 use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -8,30 +10,40 @@ use base64::Engine as _;
 use forge_client::ClientError;
 use forge_client::blocking::Client;
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::{Finish, Order};
+use forge_protocol::service::{Finish, Order, Question, Reply};
+use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Reuse;
+use forge_vmm::admission::shown_whole;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::Status;
-use forge_vmm::service::Server;
+use forge_vmm::service::{Reloaded, Server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
-use super::args::{ReuseArg, RunArgs, ServeArgs};
-use super::config::{self, GrantKey};
+use super::args::{DrainArgs, ReuseArg, RunArgs, ServeArgs, StatusArgs};
+use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
 use super::{CliError, Exit, print_json};
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
-    let mut paths = args.trust.clone();
-    paths.extend(config::trust_keys(args.broker.config.as_deref())?);
-    let trust = keys::read_trust(&paths)?;
-    if trust.as_slice().is_empty() {
+    let passed = |source| CliError::File { path: "the passed socket".into(), source };
+    // Before anything is started that could inherit it.
+    let listener = systemd::passed_listener().map_err(passed)?;
+    let trust = trust_keys(&args)?;
+    let ServiceConfig { socket, mode, options } = config::service(args.broker.config.as_deref())?;
+    let (server, at) = match listener {
+        Some(listener) => (None, Some(listener)),
+        None => (args.socket.clone().or(socket), None),
+    };
+    let path = server.unwrap_or_default();
+    if at.is_none() && path.as_os_str().is_empty() {
         return Err(CliError::Usage(
-            "no key is trusted, so no program can run: --trust signer.pub".into(),
+            "there is no socket to listen at: --socket, or [service] socket in forge.toml".into(),
         ));
     }
-    let http = door::configured(args.broker.config.as_deref())?;
+    let config = args.broker.config.as_deref();
+    let http = door::configured(config, &options.principals)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let pool = PoolOptions {
         ready_min: args.ready,
@@ -42,18 +54,90 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
             ReuseArg::Reset => Reuse::Reset { prove_one_in: args.prove_one_in },
         },
     };
-    let options =
+    let supervisor_options =
         SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool, worker: None };
-    let supervisor = Arc::new(Supervisor::new(options, Some(broker))?);
-    let at = |source| CliError::File { path: args.socket.display().to_string(), source };
-    let server = Server::bind(&args.socket).map_err(at)?;
-    server.end_by_signals().map_err(at)?;
-    let door = http.map(|config| Door::open(config, &args.socket)).transpose()?;
+    let supervisor = Arc::new(Supervisor::new(supervisor_options, Some(broker))?);
+    let failed = |source| CliError::File { path: path.display().to_string(), source };
+    let passed_at = at.as_ref().and_then(|at| at.local_addr().ok()?.as_pathname().map(Into::into));
+    let server = match at {
+        Some(listener) => Server::passed(listener),
+        None => Server::bind(&path, mode),
+    };
+    let server = server.map_err(failed)?;
+    server.heed_signals().map_err(failed)?;
+    let reached_at: PathBuf = passed_at.unwrap_or_else(|| path.clone());
+    let door = http.map(|config| Door::open(config, &reached_at)).transpose()?;
     if let Some(door) = &door {
         let _ = writeln!(io::stderr(), "forge-vmm: HTTP at {}", door.place());
     }
-    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", args.socket.display());
-    server.serve(&supervisor).map_err(at)?;
+    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", path.display());
+    let load = || {
+        let load = || {
+            let options = config::service(config)?.options;
+            let http = door::configured(config, &options.principals)?;
+            if let (Some(door), Some(http)) = (&door, http) {
+                door.reload(http);
+            }
+            Ok(Reloaded { trust: trust_keys(&args)?, options })
+        };
+        load().map_err(|error: CliError| error.to_string())
+    };
+    server.serve(&supervisor, options, load).map_err(failed)?;
+    Ok(Exit::Ok.into())
+}
+
+/// The keys that programs are trusted by.
+fn trust_keys(args: &ServeArgs) -> Result<TrustKeys, CliError> {
+    let mut paths = args.trust.clone();
+    paths.extend(config::trust_keys(args.broker.config.as_deref())?);
+    let trust = keys::read_trust(&paths)?;
+    if trust.as_slice().is_empty() {
+        return Err(CliError::Usage(
+            "no key is trusted, so no program can run: --trust signer.pub".into(),
+        ));
+    }
+    Ok(trust)
+}
+
+/// Asks a service.
+fn ask(socket: &Path, question: Question) -> Result<Reply, CliError> {
+    Client::connect(socket).and_then(|mut client| client.ask(question)).map_err(|error| {
+        CliError::File { path: socket.display().to_string(), source: io::Error::other(error) }
+    })
+}
+
+/// Says how a service stands.
+pub(crate) fn status(args: &StatusArgs) -> Result<ExitCode, CliError> {
+    let Reply::Status(text) = ask(&args.service, Question::Status)? else {
+        return Err(CliError::Usage("the service answers something else".into()));
+    };
+    let unreadable = |error: serde_json::Error| CliError::Usage(error.to_string());
+    let status: serde_json::Value = serde_json::from_str(&text).map_err(unreadable)?;
+    if args.json {
+        print_json(&status)?;
+        return Ok(Exit::Ok.into());
+    }
+    let word = |value: &serde_json::Value| match value {
+        serde_json::Value::String(text) => shown_whole(text),
+        other => other.to_string(),
+    };
+    let mut out = io::stdout().lock();
+    for (name, value) in status.as_object().into_iter().flatten() {
+        match value.as_object() {
+            None => writeln!(out, "{name:<12} {}", word(value))?,
+            Some(fields) => {
+                for (field, value) in fields {
+                    writeln!(out, "{name:<12} {field:<20} {}", word(value))?;
+                }
+            }
+        }
+    }
+    Ok(Exit::Ok.into())
+}
+
+/// Has a service take no more runs.
+pub(crate) fn drain(args: &DrainArgs) -> Result<ExitCode, CliError> {
+    ask(&args.service, Question::Drain)?;
     Ok(Exit::Ok.into())
 }
 

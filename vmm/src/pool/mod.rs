@@ -45,7 +45,7 @@ use crate::machine;
 use crate::trace::now_ns;
 pub use shelves::{Key, ProgramKey};
 use shelves::{Missing, Shelves};
-use worker::{Lost, Run, Worker};
+use worker::{Lost, Run, Tell, Worker};
 use zygote::Zygote;
 
 /// How long a worker may take to stand ready. It takes a millisecond; this is
@@ -112,7 +112,6 @@ pub struct Done {
 }
 
 /// One run, admitted, for one tenant.
-#[derive(Debug)]
 pub struct Task<'a> {
     /// Whose it is.
     pub tenant: &'a str,
@@ -123,6 +122,8 @@ pub struct Task<'a> {
     /// If VMs are to be kept that have the program loaded: what admission
     /// found.
     pub prepared: Option<&'a Admitted>,
+    /// Who hears what happens in it as it happens.
+    pub tell: Option<Tell<'a>>,
 }
 
 #[derive(Debug)]
@@ -406,9 +407,12 @@ impl Shared {
     ) -> Result<Done, Lost> {
         let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
         let taken = now_ns();
+        if task.tell.is_some() {
+            worker.ask_to_tell(patience).map_err(Lost::Before)?;
+        }
         worker.begin(run, task.broker, patience).map_err(Lost::Before)?;
         let handed = now_ns();
-        let report = worker.finish(patience)?;
+        let report = worker.finish_telling(patience, task.tell)?;
         let reported = now_ns();
         // Without a procfs its zygote made it for one run.
         let resets = self.lock_hardening().as_ref().is_none_or(|on| on.procfs);

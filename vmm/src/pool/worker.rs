@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
+use forge_protocol::service::{Event, RunEvent};
 use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
 use crate::link::{Link, Patience};
@@ -20,6 +21,9 @@ pub struct Worker {
     ready: bool,
     runs: u64,
 }
+
+/// Who hears what happens in a run.
+pub type Tell<'a> = &'a (dyn Fn(RunEvent) + Sync);
 
 /// What a worker is to carry out.
 #[derive(Clone, Copy, Debug)]
@@ -150,19 +154,57 @@ impl Worker {
         self.link.send(&bytes, broker, patience).map_err(|error| lost(&error))
     }
 
+    /// Has it tell of the run that comes next what happens as it happens.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    pub fn ask_to_tell(&mut self, patience: Patience<'_>) -> Result<(), VmFailure> {
+        let mut bytes = Vec::new();
+        frame::write_raw(Kind::Tell, &[], &mut bytes);
+        self.link.send(&bytes, None, patience).map_err(|error| lost(&error))
+    }
+
     /// Waits for the report of the run that it was given.
     ///
     /// # Errors
     /// [`Lost`]; the worker is of no use then.
     pub fn finish(&mut self, patience: Patience<'_>) -> Result<Report, Lost> {
+        self.finish_telling(patience, None)
+    }
+
+    /// The same, and passes on what happens meanwhile, if it was asked to
+    /// tell.
+    ///
+    /// # Errors
+    /// As [`Self::finish`].
+    pub fn finish_telling(
+        &mut self,
+        patience: Patience<'_>,
+        tell: Option<Tell<'_>>,
+    ) -> Result<Report, Lost> {
         self.await_ready(patience).map_err(Lost::Before)?;
-        let frame = self
-            .link
-            .receive(|kind| matches!(kind, Kind::Report | Kind::Forbidden), patience)
-            .map_err(|error| Lost::During(lost(&error)))?;
-        if frame.kind == Kind::Forbidden {
-            return Err(Lost::During(broke(&frame.payload)));
-        }
+        let awaits = |kind| match kind {
+            Kind::Report | Kind::Forbidden => true,
+            Kind::Event => tell.is_some(),
+            _ => false,
+        };
+        let frame = loop {
+            let frame =
+                self.link.receive(awaits, patience).map_err(|error| Lost::During(lost(&error)))?;
+            match (frame.kind, tell) {
+                (Kind::Forbidden, _) => return Err(Lost::During(broke(&frame.payload))),
+                (Kind::Event, Some(tell)) => {
+                    let Event { what, .. } = decode(&frame.payload).map_err(Lost::During)?;
+                    tell(what);
+                }
+                _ => break frame,
+            }
+            // A worker that tells without end does so as long as others.
+            if patience.is_over() {
+                let over = io::Error::from(io::ErrorKind::TimedOut);
+                return Err(Lost::During(lost(&over)));
+            }
+        };
         self.ready = false;
         self.runs += 1;
         decode(&frame.payload).map_err(Lost::During)

@@ -4,6 +4,7 @@ use forge_protocol::broker::{RefusalKind, Reply as BrokerReply, Request};
 use forge_protocol::service::{Question, Reply};
 
 use super::Service;
+use super::peer::Peer;
 use crate::broker::BrokerError;
 
 fn refused(error: BrokerError) -> Reply {
@@ -13,9 +14,37 @@ fn refused(error: BrokerError) -> Reply {
     }
 }
 
+fn forbidden(message: &str) -> Reply {
+    Reply::Refused { kind: RefusalKind::Forbidden, message: message.to_owned() }
+}
+
+/// Whose question it is, where that matters.
+fn asker(question: &Question) -> Option<&str> {
+    match question {
+        Question::SearchTools { principal, .. } | Question::ListTools { principal } => {
+            Some(principal)
+        }
+        Question::IssueGrant(request) => Some(&request.principal),
+        // Whoever has a grant may look at it and narrow it.
+        Question::AttenuateGrant(_)
+        | Question::InspectGrant { .. }
+        | Question::Status
+        | Question::Metrics
+        | Question::Drain => None,
+    }
+}
+
 impl Service {
     /// Answers a question. May take as long as the broker does.
-    pub(super) fn answer(&self, question: Question) -> Reply {
+    pub(super) fn answer(&self, question: Question, peer: &Peer) -> Reply {
+        if let Some(asker) = asker(&question)
+            && !peer.speaks_for(asker)
+        {
+            return forbidden(
+                "this client may not speak for the principal that it names: forge.toml, \
+                 [principals.<name>] uids",
+            );
+        }
         let request = match question {
             Question::SearchTools { principal, intent, k } => {
                 Request::SearchTools { principal, intent, k }
@@ -25,8 +54,16 @@ impl Service {
             Question::AttenuateGrant(narrowing) => Request::AttenuateGrant(narrowing),
             Question::InspectGrant { token } => Request::InspectGrant { token },
             Question::Status => return Reply::Status(self.status().to_string()),
+            Question::Metrics | Question::Drain if !peer.is_operator() => {
+                return forbidden(
+                    "only the operator may ask this: the service's own user, or root",
+                );
+            }
             Question::Metrics => return self.metrics(),
-            Question::Drain => return self.drain(),
+            Question::Drain => {
+                self.drain();
+                return Reply::Draining;
+            }
         };
         match self.supervisor.ask(&request) {
             Ok(BrokerReply::Found { tools, unavailable }) => Reply::Found { tools, unavailable },

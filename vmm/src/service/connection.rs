@@ -6,7 +6,7 @@
 //! turn, too large or under a number that it uses already ends its connection.
 
 use std::collections::HashMap;
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
@@ -19,15 +19,17 @@ use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::{NUMBERS_MAX, QUESTIONS_MAX};
 use forge_protocol::service::{
-    Answered, CallbackSettled, Cancel as CancelRun, Finish, Finished, Order, Query, Question,
-    Reply, Submit,
+    Answered, Callback, CallbackSettled, Cancel as CancelRun, Event, Finish, Finished, Order,
+    Query, Question, Reply, Submit,
 };
 use vmm_sys_util::epoll::ControlOperation;
 
+use super::peer::Peer;
 use super::{Service, lock};
 use crate::cancel::Cancel;
-use crate::link::send_once;
-use crate::supervisor::RunResult;
+use crate::link::{Link, Patience, send_once};
+use crate::pool::worker::Tell;
+use crate::supervisor::{Attendance, RunResult};
 
 /// How long a thread waits for a client's next word before it leaves that to
 /// the event loop.
@@ -46,8 +48,10 @@ const SPARE_MAX: usize = 4;
 #[derive(Debug)]
 pub(super) struct Connection {
     number: u64,
+    itself: Weak<Self>,
     socket: UnixStream,
     service: Weak<Service>,
+    peer: Peer,
     /// When it connected.
     pub(super) since: Instant,
     greeted: AtomicBool,
@@ -77,7 +81,11 @@ struct Live {
 
 #[derive(Debug)]
 enum Doing {
-    Run(Arc<Cancel>),
+    Run {
+        cancel: Arc<Cancel>,
+        /// Where answers go of the tools that the client hosts for it.
+        host: Option<Arc<UnixStream>>,
+    },
     Question,
 }
 
@@ -109,13 +117,16 @@ impl Connection {
         service: &Arc<Service>,
         number: u64,
         socket: UnixStream,
+        peer: Peer,
     ) -> io::Result<Arc<Self>> {
         socket.set_read_timeout(Some(READ_PATIENCE))?;
         socket.set_write_timeout(Some(SEND_PATIENCE))?;
-        let connection = Arc::new(Self {
+        let connection = Arc::new_cyclic(|itself| Self {
             number,
+            itself: itself.clone(),
             socket,
             service: Arc::downgrade(service),
+            peer,
             since: Instant::now(),
             greeted: AtomicBool::new(false),
             taken: AtomicBool::new(false),
@@ -251,13 +262,26 @@ impl Connection {
             Kind::Cancel => {
                 let CancelRun { number } = decode(frame)?;
                 // One that is not there has ended meanwhile.
-                if let Some(Doing::Run(cancel)) = lock(&self.live).numbers.get(&number) {
+                if let Some(Doing::Run { cancel, .. }) = lock(&self.live).numbers.get(&number) {
                     cancel.raise();
                 }
                 Ok(None)
             }
             Kind::CallbackSettled => {
-                let CallbackSettled { .. } = decode(frame)?;
+                let CallbackSettled { number, callback, result } = decode(frame)?;
+                let host = match lock(&self.live).numbers.get(&number) {
+                    Some(Doing::Run { host: Some(host), .. }) => Arc::clone(host),
+                    // Its run has ended meanwhile.
+                    _ => return Ok(None),
+                };
+                let settled = CallbackSettled { number: 0, callback, result };
+                let mut bytes = Vec::new();
+                frame::try_write_message(Kind::CallbackSettled, &settled, &mut bytes)
+                    .map_err(breach)?;
+                // The broker reads as long as the run is open.
+                if let Err(error) = (&*host).write_all(&bytes) {
+                    tracing::debug!(%error, "nobody waits for a client's answer");
+                }
                 Ok(None)
             }
             _ => {
@@ -297,7 +321,7 @@ impl Connection {
             Some(cancel) => cancel,
             None => Arc::new(Cancel::new()?),
         };
-        live.numbers.insert(number, Doing::Run(Arc::clone(&cancel)));
+        live.numbers.insert(number, Doing::Run { cancel: Arc::clone(&cancel), host: None });
         // Whoever closes looks at the runs after it has said so.
         if self.closed.load(Ordering::SeqCst) {
             cancel.raise();
@@ -321,7 +345,17 @@ impl Connection {
         let _busy = service.busy();
         let sent = match work {
             Work::Run { number, order, cancel } => {
-                let RunResult { report, artifacts, .. } = service.run(&order, &cancel);
+                let tell = |what| {
+                    // Who does not listen is cut off, and its runs end.
+                    if self.send(Kind::Event, &Event { number, what }).is_err() {
+                        self.close();
+                    }
+                };
+                let tell: Option<Tell<'_>> = if order.events { Some(&tell) } else { None };
+                let host = |calls| self.host(number, calls);
+                let attendance = Attendance { cancel: Some(&cancel), tell, host: Some(&host) };
+                let (result, _stay) = service.run(&order, &self.peer, &cancel, &attendance);
+                let RunResult { report, artifacts, .. } = result;
                 drop(order);
                 // The number is free before the client can know it.
                 lock(&self.live).leave_run(number, cancel);
@@ -331,7 +365,7 @@ impl Connection {
                 })
             }
             Work::Question { number, question } => {
-                let reply = service.answer(question);
+                let reply = service.answer(question, &self.peer);
                 lock(&self.live).leave_question(number);
                 self.send(Kind::Answered, &Answered { number, reply })
             }
@@ -339,6 +373,25 @@ impl Connection {
         if let Err(error) = sent {
             tracing::debug!(%error, "a client takes no answer");
             self.close();
+        }
+    }
+
+    /// Has a thread pass on the calls of tools that the client hosts for a
+    /// run, until the run is over.
+    fn host(&self, number: u64, calls: UnixStream) {
+        let connection = self.itself.clone();
+        let passes_on = calls.set_write_timeout(Some(SEND_PATIENCE)).and_then(|()| {
+            let incoming = calls.try_clone()?;
+            let thread = std::thread::Builder::new().name("host".into());
+            thread.spawn(move || pass_on(&connection, number, incoming))
+        });
+        if let Err(error) = passes_on {
+            // The run's calls of these tools fail as the link closes.
+            tracing::error!(%error, "a client's own tools cannot be called");
+            return;
+        }
+        if let Some(Doing::Run { host, .. }) = lock(&self.live).numbers.get_mut(&number) {
+            *host = Some(Arc::new(calls));
         }
     }
 
@@ -369,20 +422,46 @@ impl Connection {
         Ok(())
     }
 
+    /// Whose connection it is, unless the operator's.
+    pub(super) fn uid(&self) -> Option<u32> {
+        self.peer.uid()
+    }
+
+    /// Cancels its runs.
+    pub(super) fn cancel_all(&self) {
+        for doing in lock(&self.live).numbers.values() {
+            if let Doing::Run { cancel, .. } = doing {
+                cancel.raise();
+            }
+        }
+    }
+
     /// Closes it and cancels its runs.
     pub(super) fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;
         }
         let _ = self.socket.shutdown(Shutdown::Both);
-        for doing in lock(&self.live).numbers.values() {
-            if let Doing::Run(cancel) = doing {
-                cancel.raise();
-            }
-        }
+        self.cancel_all();
         if let Some(service) = self.service.upgrade() {
             service.watch.forget(self.socket.as_raw_fd());
             service.left(self.number);
+        }
+    }
+}
+
+/// Passes the broker's calls on to the client.
+fn pass_on(connection: &Weak<Connection>, number: u64, calls: UnixStream) {
+    let mut link = Link::new(calls);
+    while let Ok(frame) = link.receive(|kind| kind == Kind::Callback, Patience::default()) {
+        let Some(connection) = connection.upgrade() else { return };
+        let passed = decode(&frame).and_then(|callback: Callback| {
+            connection.send(Kind::Callback, &Callback { number, ..callback })
+        });
+        if let Err(error) = passed {
+            tracing::debug!(%error, "a client takes no calls");
+            connection.close();
+            return;
         }
     }
 }
@@ -399,7 +478,9 @@ impl Live {
     }
 
     fn leave_run(&mut self, number: u64, cancel: Arc<Cancel>) {
-        self.numbers.remove(&number);
+        if let Some(Doing::Run { host: Some(host), .. }) = self.numbers.remove(&number) {
+            let _ = host.shutdown(Shutdown::Both);
+        }
         cancel.calm();
         if !cancel.is_raised() && self.spare.len() < SPARE_MAX {
             self.spare.push(cancel);

@@ -1,49 +1,350 @@
-//! Who may run now.
+//! Who may run now: so many runs at once, so many that wait for their turn and
+//! so long, and of one principal so many of both together.
+//!
+//! Whoever cannot run is told at once, and when to come again. A place that
+//! becomes free goes to the waiting principal that has the fewest runs under
+//! way, the longest waiting first: a flood of one tenant's runs stands in
+//! nobody's way but its own.
 
-use std::sync::Mutex;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::AsRawFd as _;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use super::lock;
+use super::options::Bounds;
+use crate::cancel::Cancel;
 
-/// Counts runs, and takes none once the service drains.
-#[derive(Debug, Default)]
+/// The gate.
+#[derive(Debug)]
 pub(super) struct Gate(Mutex<State>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    running: usize,
+    bounds: Bounds,
     draining: bool,
+    running: usize,
+    waiting: VecDeque<Waiting>,
+    /// Whose turn came, and who has not noticed yet.
+    called: HashSet<u64>,
+    next_ticket: u64,
+    /// Of principals that have any, until the ends of their runs are sent.
+    tenants: HashMap<String, Tenant>,
+    /// How long a run takes lately, in microseconds.
+    usual_us: u64,
 }
 
-/// A run that may run. Dropped at its end.
 #[derive(Debug)]
-pub(super) struct Pass<'a>(&'a Gate);
+struct Waiting {
+    ticket: u64,
+    principal: String,
+    wake: Arc<Cancel>,
+}
+
+#[derive(Debug, Default)]
+struct Tenant {
+    running: usize,
+    here: usize,
+}
+
+/// Why a run may not run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Denied {
+    /// The service takes no more runs.
+    Draining,
+    /// The principal has as many as it may have.
+    TooManyRuns { limit: usize, retry_after_ms: u64 },
+    /// There is no place for it, and none came free in time.
+    Overloaded { retry_after_ms: u64 },
+    /// Nobody wants it any more.
+    Cancelled,
+}
+
+/// A run of a principal is here. Dropped when its end is sent.
+#[derive(Debug)]
+pub(super) struct Stay<'a> {
+    gate: &'a Gate,
+    principal: String,
+}
+
+/// It may run. Dropped when it has.
+#[derive(Debug)]
+pub(super) struct Pass<'a> {
+    gate: &'a Gate,
+    principal: String,
+    since: Instant,
+}
 
 impl Gate {
-    /// Lets a run through, or not.
-    pub(super) fn enter(&self) -> Option<Pass<'_>> {
-        let mut state = lock(&self.0);
-        if state.draining {
-            return None;
-        }
-        state.running += 1;
-        Some(Pass(self))
+    pub(super) fn new(bounds: Bounds) -> Self {
+        Self(Mutex::new(State {
+            bounds,
+            draining: false,
+            running: 0,
+            waiting: VecDeque::new(),
+            called: HashSet::new(),
+            next_ticket: 0,
+            tenants: HashMap::new(),
+            usual_us: 0,
+        }))
     }
 
+    /// From now on these bounds; who is here stays.
+    pub(super) fn rebind(&self, bounds: Bounds) {
+        let mut state = lock(&self.0);
+        state.bounds = bounds;
+        state.call();
+    }
+
+    /// Waits for a run's turn, as long as that may take.
+    pub(super) fn enter(
+        &self,
+        principal: &str,
+        limit: Option<usize>,
+        cancel: &Arc<Cancel>,
+    ) -> Result<(Stay<'_>, Pass<'_>), Denied> {
+        let mut state = lock(&self.0);
+        if state.draining {
+            return Err(Denied::Draining);
+        }
+        let limit = limit.unwrap_or(state.bounds.principal_runs_max);
+        let here = state.tenants.get(principal).map_or(0, |tenant| tenant.here);
+        if here >= limit {
+            let retry_after_ms = state.retry_after_ms(limit.max(1), 0);
+            return Err(Denied::TooManyRuns { limit, retry_after_ms });
+        }
+        let is_free = state.running < state.bounds.runs_max && state.waiting.is_empty();
+        if !is_free && state.waiting.len() >= state.bounds.queue_max {
+            return Err(state.overloaded());
+        }
+        state.tenants.entry(principal.to_owned()).or_default().here += 1;
+        let stay = Stay { gate: self, principal: principal.to_owned() };
+        if is_free {
+            state.begin(principal);
+            drop(state);
+            return Ok((stay, self.pass(principal)));
+        }
+        let ticket = state.next_ticket;
+        state.next_ticket += 1;
+        let wake = Arc::clone(cancel);
+        state.waiting.push_back(Waiting { ticket, principal: principal.to_owned(), wake });
+        let until = Instant::now() + state.bounds.queue_wait;
+        drop(state);
+        match self.wait(ticket, cancel, until) {
+            Ok(()) => Ok((stay, self.pass(principal))),
+            Err(denied) => Err(denied),
+        }
+    }
+
+    fn pass(&self, principal: &str) -> Pass<'_> {
+        Pass { gate: self, principal: principal.to_owned(), since: Instant::now() }
+    }
+
+    fn wait(&self, ticket: u64, cancel: &Cancel, until: Instant) -> Result<(), Denied> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            wait_for(cancel, left);
+            let mut state = lock(&self.0);
+            if state.called.remove(&ticket) {
+                cancel.calm();
+                return Ok(());
+            }
+            let denied = if cancel.is_raised() {
+                Denied::Cancelled
+            } else if state.draining {
+                Denied::Draining
+            } else if Instant::now() >= until {
+                state.overloaded()
+            } else {
+                cancel.calm();
+                continue;
+            };
+            state.waiting.retain(|waiting| waiting.ticket != ticket);
+            return Err(denied);
+        }
+    }
+
+    /// Takes no more runs; those that wait are told.
     pub(super) fn drain(&self) {
-        lock(&self.0).draining = true;
+        let mut state = lock(&self.0);
+        state.draining = true;
+        for waiting in &state.waiting {
+            waiting.wake.nudge();
+        }
     }
 
     pub(super) fn is_draining(&self) -> bool {
         lock(&self.0).draining
     }
 
-    pub(super) fn running(&self) -> usize {
-        lock(&self.0).running
+    /// How many run, and how many wait.
+    pub(super) fn load(&self) -> (usize, usize) {
+        let state = lock(&self.0);
+        (state.running, state.waiting.len())
+    }
+
+    pub(super) fn bounds(&self) -> Bounds {
+        lock(&self.0).bounds
+    }
+}
+
+/// Until it is nudged or raised, or the time is over.
+fn wait_for(cancel: &Cancel, time: Duration) {
+    let mut polled = libc::pollfd { fd: cancel.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let ms = time.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+    // SAFETY: one valid pollfd.
+    unsafe { libc::poll(&raw mut polled, 1, ms) };
+}
+
+impl State {
+    fn begin(&mut self, principal: &str) {
+        self.running += 1;
+        self.tenants.entry(principal.to_owned()).or_default().running += 1;
+    }
+
+    /// Calls those whose turn it is.
+    fn call(&mut self) {
+        while self.running < self.bounds.runs_max {
+            let running = |waiting: &Waiting| {
+                self.tenants.get(&waiting.principal).map_or(0, |tenant| tenant.running)
+            };
+            let next = self
+                .waiting
+                .iter()
+                .enumerate()
+                .min_by_key(|(_, waiting)| (running(waiting), waiting.ticket))
+                .map(|(at, _)| at);
+            let Some(waiting) = next.and_then(|at| self.waiting.remove(at)) else { return };
+            self.begin(&waiting.principal);
+            self.called.insert(waiting.ticket);
+            waiting.wake.nudge();
+        }
+    }
+
+    /// When a place may be free, by what runs took lately.
+    fn retry_after_ms(&self, places: usize, before: usize) -> u64 {
+        let us = self.usual_us.saturating_mul(before as u64 + 1) / places as u64;
+        us.div_ceil(1000).max(1)
+    }
+
+    fn overloaded(&self) -> Denied {
+        let retry_after_ms = self.retry_after_ms(self.bounds.runs_max, self.waiting.len());
+        Denied::Overloaded { retry_after_ms }
     }
 }
 
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
-        lock(&self.0.0).running -= 1;
+        let took_us = u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let mut state = lock(&self.gate.0);
+        state.usual_us = match state.usual_us {
+            0 => took_us,
+            usual_us => usual_us - usual_us / 8 + took_us / 8,
+        };
+        state.running -= 1;
+        if let Some(tenant) = state.tenants.get_mut(&self.principal) {
+            tenant.running -= 1;
+        }
+        state.call();
+    }
+}
+
+impl Drop for Stay<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.gate.0);
+        if let Some(tenant) = state.tenants.get_mut(&self.principal) {
+            tenant.here -= 1;
+            if tenant.here == 0 {
+                state.tenants.remove(&self.principal);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gate(runs_max: usize, queue_max: usize, principal_runs_max: usize) -> Gate {
+        let queue_wait = Duration::from_secs(60);
+        Gate::new(Bounds { runs_max, queue_max, queue_wait, principal_runs_max })
+    }
+
+    fn cancel() -> Arc<Cancel> {
+        Arc::new(Cancel::new().unwrap())
+    }
+
+    fn until(what: &str, is_so: impl Fn() -> bool) {
+        let until = Instant::now() + Duration::from_secs(60);
+        while !is_so() {
+            assert!(Instant::now() < until, "it never came about that {what}");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_run_beyond_the_bounds_is_refused_at_once() {
+        let gate = gate(1, 0, 5);
+        let first = gate.enter("a", None, &cancel()).unwrap();
+        let refused = gate.enter("b", None, &cancel()).unwrap_err();
+        assert!(matches!(refused, Denied::Overloaded { retry_after_ms: 1.. }), "{refused:?}");
+        drop(first);
+        drop(gate.enter("b", None, &cancel()).unwrap());
+        assert!(lock(&gate.0).tenants.is_empty(), "nothing is kept of those that left");
+    }
+
+    #[test]
+    fn a_principal_has_so_many_and_another_has_room() {
+        let gate = gate(3, 3, 2);
+        let held = [gate.enter("a", None, &cancel()), gate.enter("a", None, &cancel())];
+        let refused = gate.enter("a", None, &cancel()).unwrap_err();
+        assert!(matches!(refused, Denied::TooManyRuns { limit: 2, .. }), "{refused:?}");
+        assert!(matches!(gate.enter("c", Some(0), &cancel()), Err(Denied::TooManyRuns { .. })));
+        drop(gate.enter("b", None, &cancel()).unwrap());
+        drop(held);
+    }
+
+    #[test]
+    fn a_place_goes_to_whoever_has_the_fewest() {
+        let gate = gate(2, 8, 8);
+        let (stay, pass) = gate.enter("a", None, &cancel()).unwrap();
+        let (other_stay, other_pass) = gate.enter("a", None, &cancel()).unwrap();
+        let order = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            for (at, name) in ["a", "a", "b"].into_iter().enumerate() {
+                let (gate, order) = (&gate, &order);
+                scope.spawn(move || {
+                    let passed = gate.enter(name, None, &cancel()).unwrap();
+                    lock(order).push(name);
+                    until("the others wait on", || at < 3);
+                    drop(passed);
+                });
+                until("it waits", || gate.load().1 == at + 1);
+            }
+            drop(pass);
+            until("somebody got the place", || !lock(&order).is_empty());
+            drop(other_pass);
+        });
+        assert_eq!(lock(&order)[0], "b");
+        drop((stay, other_stay));
+    }
+
+    #[test]
+    fn whoever_waits_can_be_cancelled_and_is_told_of_a_drain() {
+        let gate = gate(1, 2, 8);
+        let _held = gate.enter("a", None, &cancel()).unwrap();
+        let wanted = cancel();
+        std::thread::scope(|scope| {
+            let (gate, wanted) = (&gate, &wanted);
+            let cancelled = scope.spawn(move || gate.enter("a", None, wanted).map(|_| ()));
+            until("it waits", || gate.load().1 == 1);
+            let drained = scope.spawn(move || gate.enter("b", None, &cancel()).map(|_| ()));
+            until("both wait", || gate.load().1 == 2);
+            wanted.raise();
+            assert_eq!(cancelled.join().unwrap(), Err(Denied::Cancelled));
+            gate.drain();
+            assert_eq!(drained.join().unwrap(), Err(Denied::Draining));
+        });
+        assert_eq!(gate.load(), (1, 0));
     }
 }

@@ -11,8 +11,11 @@
 //! | `connection` | one client: its frames, its runs |
 //! | `crew` | the threads that read and carry out |
 //! | `gate` | who may run now |
+//! | [`options`] | how much it takes, and who may speak for whom |
+//! | `peer` | who is at the other end |
 //! | `answers` | what clients ask |
 //! | `status` | how the service stands |
+//! | [`systemd`] | what a service manager says and wants to hear |
 //!
 //! # One thread for one run
 //! The thread that reads a run's order carries the run out and sends its end,
@@ -28,28 +31,36 @@ mod answers;
 mod connection;
 mod crew;
 mod gate;
+pub mod options;
+mod peer;
 pub mod server;
 mod status;
+pub mod systemd;
 
-pub use server::{Server, serve_connection};
+pub use options::ServiceOptions;
+pub use server::{Reloaded, Server, serve_connection};
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use forge_protocol::service::{Order, Reply};
+use forge_protocol::service::Order;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::cancel::Cancel;
-use crate::supervisor::{RunResult, Supervisor};
+use crate::report::Status;
+use crate::supervisor::{Attendance, RunResult, Supervisor};
 use crew::Crew;
-use gate::Gate;
+use gate::{Denied, Gate, Stay};
+use peer::Peer;
 use server::Connections;
 use status::Counts;
 
 /// Connections at a time. One more is closed at once.
 const CONNECTIONS_MAX: usize = 1024;
+/// Of one user that is not the operator.
+const CONNECTIONS_OF_ONE_MAX: usize = 64;
 /// Threads that read and carry out. A connection beyond waits for one.
 const THREADS_MAX: usize = 1024;
 
@@ -60,6 +71,7 @@ pub(crate) struct Service {
     crew: Crew,
     watch: Watch,
     gate: Gate,
+    options: RwLock<Arc<ServiceOptions>>,
     connections: Mutex<Connections>,
     counts: Counts,
     /// Runs and questions whose end is not sent yet.
@@ -80,12 +92,17 @@ impl Drop for Busy<'_> {
 }
 
 impl Service {
-    fn new(supervisor: Arc<Supervisor>, wake: EventFd) -> io::Result<Arc<Self>> {
+    fn new(
+        supervisor: Arc<Supervisor>,
+        options: ServiceOptions,
+        wake: EventFd,
+    ) -> io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             supervisor,
             crew: Crew::new(THREADS_MAX),
             watch: Watch::new()?,
-            gate: Gate::default(),
+            gate: Gate::new(options.bounds),
+            options: RwLock::new(Arc::new(options)),
             connections: Mutex::default(),
             counts: Counts::new(),
             busy: AtomicUsize::new(0),
@@ -93,14 +110,76 @@ impl Service {
         }))
     }
 
-    /// Carries out a run, if there is room for it.
-    fn run(&self, order: &Order, cancel: &Cancel) -> RunResult {
-        let result = match self.gate.enter() {
-            Some(_pass) => self.supervisor.run_for(order, Some(cancel)),
-            None => RunResult::refused("draining", "this service takes no more runs"),
-        };
+    fn options(&self) -> Arc<ServiceOptions> {
+        Arc::clone(&self.options.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Goes by these from now on.
+    fn reload(&self, Reloaded { trust, options }: Reloaded) -> io::Result<()> {
+        self.supervisor.trust(trust)?;
+        self.gate.rebind(options.bounds);
+        *self.options.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(options);
+        Ok(())
+    }
+
+    /// Carries out a run, if the client may have it and there is room for it.
+    /// With it comes its place among the principal's, to be kept until the
+    /// client has the run's end.
+    fn run(
+        &self,
+        order: &Order,
+        peer: &Peer,
+        cancel: &Arc<Cancel>,
+        attendance: &Attendance<'_>,
+    ) -> (RunResult, Option<Stay<'_>>) {
+        let (result, stay) = self.run_if_let(order, peer, cancel, attendance);
         self.counts.ended(&result.report);
-        result
+        (result, stay)
+    }
+
+    fn run_if_let(
+        &self,
+        order: &Order,
+        peer: &Peer,
+        cancel: &Arc<Cancel>,
+        attendance: &Attendance<'_>,
+    ) -> (RunResult, Option<Stay<'_>>) {
+        let principal = &order.principal;
+        if !peer.speaks_for(principal) {
+            let reason = "this client may not speak for the principal that it names: forge.toml, \
+                          [principals.<name>] uids";
+            return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
+        }
+        let limit = self.options().principals.0.get(principal).and_then(|it| it.runs_max);
+        let denied = match self.gate.enter(principal, limit, cancel) {
+            Ok((stay, pass)) => {
+                let result = self.supervisor.run_for(order, attendance);
+                drop(pass);
+                return (result, Some(stay));
+            }
+            Err(denied) => denied,
+        };
+        let refused = match denied {
+            Denied::Draining => {
+                RunResult::refused("draining", "this service takes no more runs", None)
+            }
+            Denied::TooManyRuns { limit, retry_after_ms } => RunResult::refused(
+                "too_many_runs",
+                format!("the principal has {limit} runs here already, as many as it may"),
+                Some(retry_after_ms),
+            ),
+            Denied::Overloaded { retry_after_ms } => RunResult::refused(
+                "overloaded",
+                "every place for a run is taken, and none came free in time",
+                Some(retry_after_ms),
+            ),
+            Denied::Cancelled => RunResult::unstarted(
+                Status::Cancelled,
+                "cancelled",
+                "the run was cancelled before its turn came",
+            ),
+        };
+        (refused, None)
     }
 
     fn busy(&self) -> Busy<'_> {
@@ -109,9 +188,17 @@ impl Service {
     }
 
     /// Takes no more runs.
-    fn drain(&self) -> Reply {
+    fn drain(&self) {
         self.gate.drain();
-        Reply::Draining
+        let _ = self.wake.write(1);
+    }
+
+    /// Ends what still runs.
+    fn cancel_all(&self) {
+        let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
+        for connection in connections {
+            connection.cancel_all();
+        }
     }
 
     fn is_busy(&self) -> bool {

@@ -8,20 +8,27 @@ use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use forge_protocol::signature::TrustKeys;
 
 use vmm_sys_util::epoll::EpollEvent;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::connection::Connection;
-use super::{CONNECTIONS_MAX, Service, lock};
+use super::options::ServiceOptions;
+use super::peer::Peer;
+use super::systemd::{Standing, notify};
+use super::{CONNECTIONS_MAX, CONNECTIONS_OF_ONE_MAX, Service, lock};
 use crate::supervisor::Supervisor;
 
 /// How long a client may take to say hello.
 const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
 /// How often the loop looks at what no descriptor tells.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// How long cancelled runs of a service that ends have to tell their clients.
+const FAREWELL: Duration = Duration::from_secs(2);
 /// Descriptors that are looked at after one wait.
 const EVENTS: usize = 64;
 /// The loop's own numbers; connections count from 0.
@@ -31,10 +38,17 @@ const LISTENER: u64 = u64::MAX - 1;
 /// Where signals are told, or -1; and how often the process was asked to end.
 static SIGNALLED: AtomicI32 = AtomicI32::new(-1);
 static ENDS_ASKED: AtomicU32 = AtomicU32::new(0);
+/// Whether it was asked to load its configuration again.
+static RELOAD_ASKED: AtomicBool = AtomicBool::new(false);
 
 /// A signal's handler: wakes the event loop.
-extern "C" fn ask_to_end(_: libc::c_int) {
-    ENDS_ASKED.fetch_add(1, Ordering::AcqRel);
+extern "C" fn signalled(signal: libc::c_int) {
+    match signal {
+        libc::SIGHUP => RELOAD_ASKED.store(true, Ordering::Release),
+        _ => {
+            ENDS_ASKED.fetch_add(1, Ordering::AcqRel);
+        }
+    }
     let event = SIGNALLED.load(Ordering::Acquire);
     let one = 1u64.to_ne_bytes();
     // SAFETY: reads and restores `errno`, which is this thread's.
@@ -46,54 +60,111 @@ extern "C" fn ask_to_end(_: libc::c_int) {
     unsafe { *libc::__errno_location() = errno };
 }
 
+/// What can be loaded again while a service serves.
+#[derive(Debug)]
+pub struct Reloaded {
+    /// The keys that programs are trusted by.
+    pub trust: TrustKeys,
+    /// What the service goes by.
+    pub options: ServiceOptions,
+}
+
+/// The end of a service that was asked to end.
+struct Ending {
+    cancel_at: Instant,
+    end_at: Option<Instant>,
+}
+
+impl Ending {
+    fn within(drain: Duration) -> Self {
+        Self { cancel_at: Instant::now() + drain, end_at: None }
+    }
+
+    fn look_in(&self) -> Duration {
+        let next = self.end_at.unwrap_or(self.cancel_at);
+        let left = next.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+        left.min(LOOK_EVERY)
+    }
+
+    /// Cancels what still runs when its time is over, and says when that has
+    /// had its time too.
+    fn is_over(&mut self, service: &Service) -> bool {
+        let now = Instant::now();
+        match self.end_at {
+            Some(end_at) => now >= end_at,
+            None if now >= self.cancel_at => {
+                service.cancel_all();
+                self.end_at = Some(now + FAREWELL);
+                false
+            }
+            None => false,
+        }
+    }
+}
+
 /// A service that listens.
 #[derive(Debug)]
 pub struct Server {
     listener: UnixListener,
-    path: PathBuf,
+    /// Its own to remove; a socket that was passed is somebody else's.
+    path: Option<PathBuf>,
     signals: EventFd,
 }
 
 impl Server {
-    /// Listens at this path, for the owner of this process alone. A socket
-    /// that a dead service left there is replaced.
+    /// Listens at a socket that is there already.
+    ///
+    /// # Errors
+    /// What the kernel said.
+    pub fn passed(listener: UnixListener) -> io::Result<Self> {
+        Self::over(listener, None)
+    }
+
+    /// Listens at this path, with this mode: 0600 lets in the owner of this
+    /// process alone. A socket that a dead service left there is replaced.
     ///
     /// # Errors
     /// `AddrInUse` if a service answers there already or something else lies
     /// there; else what the kernel said.
-    pub fn bind(path: &Path) -> io::Result<Self> {
+    pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         match UnixListener::bind(path) {
-            Ok(listener) => Self::over(listener, path),
+            Ok(listener) => Self::at(listener, path, mode),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                 let is_socket = path.symlink_metadata()?.file_type().is_socket();
                 if !is_socket || UnixStream::connect(path).is_ok() {
                     return Err(error);
                 }
                 std::fs::remove_file(path)?;
-                Self::over(UnixListener::bind(path)?, path)
+                Self::at(UnixListener::bind(path)?, path, mode)
             }
             Err(error) => Err(error),
         }
     }
 
-    fn over(listener: UnixListener, path: &Path) -> io::Result<Self> {
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        listener.set_nonblocking(true)?;
-        let signals = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Self { listener, path: path.to_owned(), signals })
+    fn at(listener: UnixListener, path: &Path, mode: u32) -> io::Result<Self> {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+        Self::over(listener, Some(path.to_owned()))
     }
 
-    /// Has SIGTERM and SIGINT end [`Self::serve`], of the last server that asked
-    /// for it. Without this they end the process, and the socket stays.
+    fn over(listener: UnixListener, path: Option<PathBuf>) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        let signals = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+        Ok(Self { listener, path, signals })
+    }
+
+    /// Has signals reach [`Self::serve`], of the last server that asked for it:
+    /// SIGTERM and SIGINT drain it, and end it at once the second time; SIGHUP
+    /// has it load its configuration again. Without this they end the process,
+    /// and the socket stays.
     ///
     /// # Errors
     /// What the kernel said.
-    pub fn end_by_signals(&self) -> io::Result<()> {
+    pub fn heed_signals(&self) -> io::Result<()> {
         SIGNALLED.store(self.signals.as_raw_fd(), Ordering::Release);
-        for signal in [libc::SIGTERM, libc::SIGINT] {
+        for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
             // SAFETY: all zero is a valid sigaction, with an empty mask.
             let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-            action.sa_sigaction = ask_to_end as extern "C" fn(_) as usize;
+            action.sa_sigaction = signalled as extern "C" fn(_) as usize;
             action.sa_flags = libc::SA_RESTART;
             // SAFETY: the action is whole, and its handler keeps to what
             // handlers may do.
@@ -104,21 +175,33 @@ impl Server {
         Ok(())
     }
 
-    /// Serves until a signal or a client ends it, or the socket fails.
+    /// Serves until a signal or a client ends it, or the socket fails. `load`
+    /// loads the configuration again.
     ///
     /// # Errors
     /// What the kernel said.
-    pub fn serve(&self, supervisor: &Arc<Supervisor>) -> io::Result<()> {
-        let service = Service::new(Arc::clone(supervisor), self.signals.try_clone()?)?;
+    pub fn serve(
+        &self,
+        supervisor: &Arc<Supervisor>,
+        options: ServiceOptions,
+        load: impl Fn() -> Result<Reloaded, String>,
+    ) -> io::Result<()> {
+        let wake = self.signals.try_clone()?;
+        let service = Service::new(Arc::clone(supervisor), options, wake)?;
         service.watch.always(self.listener.as_raw_fd(), LISTENER)?;
         service.watch.always(self.signals.as_raw_fd(), SIGNALS)?;
+        notify(Standing::Ready);
+        let mut ending = None;
         let mut events = [EpollEvent::default(); EVENTS];
         let mut next = 0;
         loop {
-            let waited = service.watch.0.wait(LOOK_EVERY.as_millis() as i32, &mut events);
+            let waited = service.watch.0.wait(
+                ending.as_ref().map_or(LOOK_EVERY, Ending::look_in).as_millis() as i32,
+                &mut events,
+            );
             let happened = match waited {
                 Ok(events_there) => &events[..events_there],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => &[],
                 Err(error) => return Err(error),
             };
             for event in happened {
@@ -131,7 +214,20 @@ impl Server {
                 }
             }
             service.drop_the_silent();
-            if ENDS_ASKED.load(Ordering::Acquire) > 0 || service.is_drained() {
+            if RELOAD_ASKED.swap(false, Ordering::AcqRel) {
+                service.load_again(&load);
+            }
+            let ends_asked = ENDS_ASKED.load(Ordering::Acquire);
+            if ends_asked > 0 {
+                service.drain();
+            }
+            if ending.is_none() && service.gate.is_draining() {
+                notify(Standing::Stopping);
+                ending = Some(Ending::within(service.options().drain));
+            }
+            if let Some(ending) = &mut ending
+                && (ends_asked > 1 || service.is_drained() || ending.is_over(&service))
+            {
                 return Ok(());
             }
         }
@@ -167,9 +263,13 @@ impl Server {
 ///
 /// # Errors
 /// What the kernel said.
-pub fn serve_connection(socket: UnixStream, supervisor: &Arc<Supervisor>) -> io::Result<()> {
+pub fn serve_connection(
+    socket: UnixStream,
+    supervisor: &Arc<Supervisor>,
+    options: ServiceOptions,
+) -> io::Result<()> {
     let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-    let service = Service::new(Arc::clone(supervisor), wake)?;
+    let service = Service::new(Arc::clone(supervisor), options, wake)?;
     service.watch.always(service.wake.as_raw_fd(), SIGNALS)?;
     service.welcome(0, socket);
     let mut events = [EpollEvent::default(); EVENTS];
@@ -197,7 +297,9 @@ impl Drop for Server {
     fn drop(&mut self) {
         let event = self.signals.as_raw_fd();
         let _ = SIGNALLED.compare_exchange(event, -1, Ordering::AcqRel, Ordering::Relaxed);
-        let _ = std::fs::remove_file(&self.path);
+        if let Some(path) = &self.path {
+            let _ = std::fs::remove_file(path);
+        }
     }
 }
 
@@ -210,7 +312,26 @@ impl Service {
             tracing::warn!("a connection beyond {CONNECTIONS_MAX} is closed");
             return;
         }
-        let accepted = Connection::accept(self, number, socket).and_then(|connection| {
+        let peer = match Peer::of(&socket, &self.options().principals) {
+            Ok(Some(peer)) => peer,
+            Ok(None) => {
+                tracing::info!("a user that speaks for no principal is sent away");
+                return;
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a client that nobody knows is sent away");
+                return;
+            }
+        };
+        if let Some(uid) = peer.uid() {
+            let connections = lock(&self.connections);
+            let its = connections.values().filter(|it| it.uid() == Some(uid)).count();
+            if its >= CONNECTIONS_OF_ONE_MAX {
+                tracing::info!(uid, "a connection beyond {CONNECTIONS_OF_ONE_MAX} is closed");
+                return;
+            }
+        }
+        let accepted = Connection::accept(self, number, socket, peer).and_then(|connection| {
             lock(&self.connections).insert(number, Arc::clone(&connection));
             connection.watch(self)
         });
@@ -234,6 +355,17 @@ impl Service {
     pub(super) fn left(&self, number: u64) {
         lock(&self.connections).remove(&number);
         let _ = self.wake.write(1);
+    }
+
+    fn load_again(&self, load: &impl Fn() -> Result<Reloaded, String>) {
+        notify(Standing::Reloading);
+        let loaded = load().and_then(|new| self.reload(new).map_err(|error| error.to_string()));
+        match loaded {
+            Ok(()) => tracing::info!("the configuration was loaded again"),
+            // It goes on as it was.
+            Err(error) => tracing::error!(%error, "the configuration is not loaded again"),
+        }
+        notify(Standing::Ready);
     }
 
     /// Closes connections that did not say hello in time.

@@ -36,6 +36,7 @@ impl Service {
         for ((status, _), runs) in lock(&self.counts.ended).iter() {
             *ended.entry(status.as_str()).or_default() += runs;
         }
+        let ((running, waiting), bounds) = (self.gate.load(), self.gate.bounds());
         let pool = self.supervisor.pool();
         let weaknesses: Vec<_> = pool.weaknesses().iter().map(|weakness| weakness.word()).collect();
         json!({
@@ -46,7 +47,13 @@ impl Service {
             "connections": lock(&self.connections).len(),
             "threads": self.crew.threads(),
             "handovers": self.crew.handed(),
-            "runs": { "running": self.gate.running(), "ended": ended },
+            "runs": { "running": running, "waiting": waiting, "ended": ended },
+            "bounds": {
+                "runs_max": bounds.runs_max,
+                "queue_max": bounds.queue_max,
+                "queue_wait_ms": bounds.queue_wait.as_millis() as u64,
+                "principal_runs_max": bounds.principal_runs_max,
+            },
             "pool": {
                 "full": pool.is_full(),
                 "resets_disproven": pool.resets_disproven(),
@@ -64,14 +71,12 @@ impl Service {
                 String::new()
             }
         };
+        let (running, waiting) = self.gate.load();
         let mut gauge = |name: &str, help: &str, value: u64| {
             let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}");
         };
-        gauge(
-            "forge_service_runs_running",
-            "Runs that are carried out now.",
-            self.gate.running() as u64,
-        );
+        gauge("forge_service_runs_running", "Runs that are carried out now.", running as u64);
+        gauge("forge_service_runs_waiting", "Runs that wait for their turn.", waiting as u64);
         let connections = lock(&self.connections).len() as u64;
         gauge("forge_service_connections", "Clients that are connected now.", connections);
         gauge("forge_service_threads", "Threads that serve clients.", self.crew.threads() as u64);

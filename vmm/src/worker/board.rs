@@ -7,19 +7,22 @@
 //! answer cost one exit, and so do a result and the wait for the next
 //! program.
 
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, RawFd};
 
 use forge_protocol::abi::CallCode;
+use forge_protocol::frame::{self, Kind};
 use forge_protocol::guest::{
     Artifact, Call, Ended, HostEvent, HostSession, Load, Log, SessionError, Settled,
 };
 use forge_protocol::platform::{CONTROL_MMIO, HOST_PORT, PAGE_BYTES, VSOCK_MMIO, control};
+use forge_protocol::service::{Event as RunEventMessage, RunEvent};
 use forge_protocol::worker::{
     CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
 };
 use vm_memory::GuestMemoryMmap;
 
 use super::broker_link::{BrokerLink, LinkError, wait_readable};
+use crate::link::send_once;
 use crate::machine::{Bus, Go, Stop};
 use crate::vsock::{ConnectionId, Device, Event, Muxer};
 
@@ -91,6 +94,8 @@ pub struct Board {
     record: Record,
     in_flight: Vec<CallRecord>,
     verdict: Option<Verdict>,
+    /// Where to tell what happens as it happens.
+    told: Option<RawFd>,
 }
 
 impl From<SessionError> for Verdict {
@@ -137,6 +142,7 @@ impl Board {
             record: Record::default(),
             in_flight: Vec::new(),
             verdict: None,
+            told: None,
         }
     }
 
@@ -150,6 +156,36 @@ impl Board {
     pub fn reset(&mut self, wiring: Wiring) {
         let response_bytes_max = self.response_bytes_max;
         *self = Self { response_bytes_max, ..Self::of(wiring, self.stop.clone()) };
+    }
+
+    /// Has the next run tell what happens, as it happens, on this socket.
+    pub fn tell(&mut self, socket: RawFd) {
+        self.told = Some(socket);
+    }
+
+    /// Tells it, as far as anybody wants to know.
+    fn happened(&self, what: impl FnOnce() -> RunEvent) -> Result<(), Verdict> {
+        let Some(socket) = self.told else { return Ok(()) };
+        let mut bytes = Vec::new();
+        // The supervisor knows the client's number.
+        let event = RunEventMessage { number: 0, what: what() };
+        // What the guest sent was within these bounds.
+        frame::try_write_message(Kind::Event, &event, &mut bytes)
+            .map_err(|error| Verdict::Internal(error.to_string()))?;
+        let mut unsent = &bytes[..];
+        while !unsent.is_empty() {
+            match send_once(socket, unsent, None) {
+                Ok(sent) => unsent = &unsent[sent..],
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {
+                    // The time of who is not heard goes on all the same.
+                    if self.stop.raised().is_some() {
+                        return Err(Verdict::Stopped);
+                    }
+                }
+                Err(error) => return Err(Verdict::Internal(format!("nobody listens: {error}"))),
+            }
+        }
+        Ok(())
     }
 
     /// Why the machine was stopped last.
@@ -288,8 +324,14 @@ impl Board {
         while let Some(event) = self.wiring.session.poll_event() {
             match event {
                 HostEvent::Call(call) => self.call(&call)?,
-                HostEvent::Output(bytes) => self.record.output.extend_from_slice(&bytes),
-                HostEvent::Log(log) => self.record.logs.push(log),
+                HostEvent::Output(bytes) => {
+                    self.happened(|| RunEvent::Output(bytes.clone()))?;
+                    self.record.output.extend_from_slice(&bytes);
+                }
+                HostEvent::Log(log) => {
+                    self.happened(|| RunEvent::Log(log.clone()))?;
+                    self.record.logs.push(log);
+                }
                 HostEvent::Artifact(artifact) => self.record.artifacts.push(artifact),
                 HostEvent::Ended(ended) => return Err(Verdict::Ended(ended)),
             }
@@ -300,6 +342,7 @@ impl Board {
     fn call(&mut self, call: &Call) -> Result<(), Verdict> {
         let record = CallRecord { id: call.id, tool: call.tool.clone(), settled: None };
         self.in_flight.push(record);
+        self.happened(|| RunEvent::Called { call: call.id, tool: call.tool.clone() })?;
         match &mut self.broker {
             Some(broker) => Ok(broker.call(call, &self.stop)?),
             None => {
@@ -339,6 +382,8 @@ impl Board {
             redacted: settled.redacted,
         });
         self.record.calls.push(record);
+        let Settled { id: call, code, duration_ns, .. } = settled;
+        self.happened(|| RunEvent::Settled { call, code, duration_ns })?;
         Ok(self.wiring.session.settle(&settled)?)
     }
 

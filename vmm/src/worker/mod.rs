@@ -248,6 +248,11 @@ impl Guest {
         self.stands(exit)
     }
 
+    /// Has the next run tell what happens, as it happens, on this socket.
+    pub fn tell(&mut self, socket: RawFd) {
+        self.board.tell(socket);
+    }
+
     /// Carries out one run. The guest is of no use afterwards, unless it is
     /// reset.
     pub fn run(&mut self, job: &Job, broker: Option<BrokerLink>, watchdog: &Watchdog) -> Report {

@@ -82,13 +82,17 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
     let worker = &mut *worker;
     worker.guest.note(|at| at.jailed = now_ns());
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
-    let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob);
+    let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob | Kind::Tell);
     loop {
         let frame = match link.receive(awaits, Patience::default()) {
             Ok(frame) => frame,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error),
         };
+        if frame.kind == Kind::Tell {
+            worker.guest.tell(link.socket().as_raw_fd());
+            continue;
+        }
         worker.guest.note(|at| at.arrived = now_ns());
         let order = Order::read(&frame).and_then(|order| order.with(link.take_passed()));
         let report = match order {

@@ -55,6 +55,12 @@ impl std::str::FromStr for TokenHash {
     }
 }
 
+impl From<[u8; 32]> for TokenHash {
+    fn from(sha256: [u8; 32]) -> Self {
+        Self(sha256)
+    }
+}
+
 impl TryFrom<String> for TokenHash {
     type Error = NoTokenHash;
 

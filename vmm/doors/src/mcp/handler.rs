@@ -52,7 +52,8 @@ impl ServerHandler for Door {
                 Err(result) => result,
             },
             _ => {
-                let what = format!("there is no such tool: only {} and {}", teach::SEARCH, teach::RUN);
+                let what =
+                    format!("there is no such tool: only {} and {}", teach::SEARCH, teach::RUN);
                 return Err(ErrorData::invalid_params(what, None));
             }
         };

@@ -37,6 +37,8 @@ use super::{Door, MESSAGE_BYTES_MAX, REQUESTS_MAX};
 
 /// The one path that is served.
 const PATH: &str = "/mcp";
+/// Pages of this host. They need a token like everybody else.
+const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*"];
 /// Connections at a time. One more waits to be accepted.
 const CONNECTIONS_MAX: usize = 512;
 /// How long a request's headers may take to come.
@@ -49,11 +51,11 @@ const HEADERS_BYTES_MAX: usize = 16 * 1024;
 /// Who may ask, and from where.
 #[derive(Debug, Default)]
 pub struct HttpOptions {
-    /// The SHA-256 of each principal's token, with the principal's door.
-    pub doors: Vec<([u8; 32], Door)>,
+    /// The SHA-256 of each principal's tokens, with the principal's door.
+    pub doors: Vec<(Vec<[u8; 32]>, Door)>,
     /// Host names by which clients may reach it, beside those of loopback.
     pub hosts: Vec<String>,
-    /// Origins of browser pages that may ask: none unless given.
+    /// Origins of browser pages that may ask, beside those on loopback.
     pub origins: Vec<String>,
 }
 
@@ -82,19 +84,21 @@ pub async fn serve(
     let own = StreamableHttpServerConfig::default();
     let config = StreamableHttpServerConfig::default()
         .with_allowed_hosts(own.allowed_hosts.into_iter().chain(hosts))
-        .with_allowed_origins(origins)
+        .with_allowed_origins(LOOPBACK_ORIGINS.map(str::to_owned).into_iter().chain(origins))
         .enforce_origin_validation()
         .with_max_request_body_bytes(MESSAGE_BYTES_MAX)
         .with_cancellation_token(closing.clone());
     let mut entrances = HashMap::new();
     let mut open_doors = Vec::new();
-    for (token_sha256, door) in doors {
+    for (tokens_sha256, door) in doors {
         open_doors.push(door.clone());
         let sessions = Arc::new(Sessions::new(LocalSessionManager::default()));
         let service =
             StreamableHttpService::new(move || Ok(door.clone()), sessions, config.clone());
         let open = Arc::new(Semaphore::new(REQUESTS_MAX));
-        entrances.insert(token_sha256, Entrance { service, open });
+        for token in tokens_sha256 {
+            entrances.insert(token, Entrance { service: service.clone(), open: Arc::clone(&open) });
+        }
     }
     let entrances = Arc::new(entrances);
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));

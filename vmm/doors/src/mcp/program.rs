@@ -32,7 +32,7 @@ pub(super) enum ProgramError {
     #[error(
         "the program is unsigned, and this principal has no key here to sign it with: sign it with \
          `forge-vmm sign` and send it with \"language\": \"wasm\", or have the operator give the \
-         principal a `signing_key`"
+         principal a `sign_with`"
     )]
     Unsigned,
 }
@@ -63,10 +63,7 @@ pub(super) fn module(text: &str, language: Language) -> Result<Vec<u8>, ProgramE
 ///
 /// # Errors
 /// [`ProgramError`].
-pub(super) fn signed(
-    module: Vec<u8>,
-    signer: Option<&SignerKey>,
-) -> Result<Vec<u8>, ProgramError> {
+pub(super) fn signed(module: Vec<u8>, signer: Option<&SignerKey>) -> Result<Vec<u8>, ProgramError> {
     match (SignedParts::scan(&module), signer) {
         (Ok(_), _) => Ok(module),
         (Err(SignatureError::Unsigned), Some(signer)) => {

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use forge_client::protocol::guest::Artifact;
 use forge_client::{ClientError, RunMessage};
 use forge_protocol::broker::Authority;
+use forge_protocol::guest::Artifact;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, RunEvent};
 use rmcp::model::{
@@ -241,6 +241,7 @@ struct Progress {
 impl Progress {
     fn start(token: ProgressToken, peer: Peer<RoleServer>) -> Self {
         let (messages, mut waiting) = mpsc::channel::<String>(PROGRESS_MAX);
+        let _ = messages.try_send("submitted".into());
         let task = tokio::spawn(async move {
             let mut count = 0.0;
             while let Some(message) = waiting.recv().await {
@@ -255,24 +256,9 @@ impl Progress {
     }
 
     fn tell(&mut self, event: &RunEvent) {
-        let message = match event {
-            RunEvent::Admitted { run_id } => format!("run {run_id} begins"),
-            RunEvent::Log(log) => one_line(&log.text, PROGRESS_CHARS_MAX),
-            RunEvent::Called { call, tool } => {
-                let tool = one_line(tool.as_str(), PROGRESS_CHARS_MAX);
-                self.calls.insert(*call, tool.clone());
-                format!("calls {tool}")
-            }
-            RunEvent::Settled { call, code, .. } => {
-                let tool = self.calls.remove(call).unwrap_or_default();
-                match code {
-                    None => format!("{tool} answered"),
-                    Some(code) => format!("{tool}: {}", code.as_str()),
-                }
-            }
-            RunEvent::Output(_) => return,
-        };
-        let _ = self.messages.try_send(message);
+        if let Some(message) = told(event, &mut self.calls) {
+            let _ = self.messages.try_send(message);
+        }
     }
 
     /// What is said comes before the result.
@@ -285,9 +271,31 @@ impl Progress {
     }
 }
 
+/// An event in words, if it is any progress.
+fn told(event: &RunEvent, calls: &mut HashMap<u32, String>) -> Option<String> {
+    Some(match event {
+        RunEvent::Admitted { run_id } => format!("run {run_id} begins"),
+        RunEvent::Log(log) => one_line(&log.text, PROGRESS_CHARS_MAX),
+        RunEvent::Called { call, tool } => {
+            let tool = one_line(tool.as_str(), PROGRESS_CHARS_MAX);
+            calls.insert(*call, tool.clone());
+            format!("calls {tool}")
+        }
+        RunEvent::Settled { call, code, .. } => {
+            let tool = calls.remove(call).unwrap_or_default();
+            match code {
+                None => format!("{tool} answered"),
+                Some(code) => format!("{tool}: {}", code.as_str()),
+            }
+        }
+        RunEvent::Output(_) => return None,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use forge_protocol::guest::Log;
     use serde_json::json;
 
     #[test]
@@ -305,6 +313,23 @@ mod tests {
                     odd\noutput:\n42";
         assert_eq!(text(&report), said);
         assert!(text(&json!(null)).len() < 10);
+    }
+
+    #[test]
+    fn calls_and_logs_are_told_in_one_line_each() {
+        let tool = forge_protocol::name::ToolName::parse("a.b").unwrap();
+        let log = Log { level: 1, text: format!("x\n\u{202e}{}", "y".repeat(1000)) };
+        let denied = Some(forge_protocol::abi::CallCode::Denied);
+        let called = |call| RunEvent::Called { call, tool: tool.clone() };
+        let settled = |call, code| RunEvent::Settled { call, code, duration_ns: 1 };
+        let mut calls = HashMap::new();
+        let events = [called(0), called(1), settled(1, None), settled(0, denied)];
+        let words: Vec<_> = events.iter().filter_map(|it| told(it, &mut calls)).collect();
+        assert_eq!(words, ["calls a.b", "calls a.b", "a.b answered", "a.b: denied"]);
+        assert!(calls.is_empty());
+        let said = told(&RunEvent::Log(log), &mut calls).unwrap();
+        assert!(said.starts_with("x  yyy") && said.chars().count() == PROGRESS_CHARS_MAX + 1);
+        assert_eq!(told(&RunEvent::Output(b"x".to_vec()), &mut calls), None);
     }
 
     #[test]

@@ -8,7 +8,8 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use rmcp::model::{
     ClientJsonRpcMessage, ClientNotification, ErrorCode, ErrorData, RequestId, ServerJsonRpcMessage,
@@ -20,8 +21,13 @@ use serde::Deserialize;
 use tokio::io::{
     AsyncBufRead, AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader,
 };
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX};
+
+/// How long a client that is leaving may take for its last answers.
+const LAST_WRITE_TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Serves one client until it closes `input` or stops taking `output`. What it
 /// had running is cancelled by then.
@@ -33,18 +39,17 @@ pub async fn serve(
     input: impl AsyncRead + Send + Unpin + 'static,
     output: impl AsyncWrite + Send + Unpin + 'static,
 ) -> io::Result<()> {
-    let lines = Lines {
+    let (unsent, taken) = mpsc::channel(1);
+    let outlet =
+        Arc::new(Outlet { unsent, open: Mutex::default(), closing: door.0.closing.clone() });
+    let writing = tokio::spawn(write_all(output, taken, Arc::downgrade(&outlet)));
+    let lines = Arc::new(tokio::sync::Mutex::new(Lines {
         input: BufReader::new(input),
         line: Vec::new(),
         skipping: false,
-        outlet: Arc::new(Outlet {
-            output: tokio::sync::Mutex::new(output),
-            open: Mutex::default(),
-            door: door.clone(),
-        }),
-    };
-    let outlet = Arc::clone(&lines.outlet);
-    let lines = Arc::new(tokio::sync::Mutex::new(lines));
+        refusal: None,
+        outlet: Arc::clone(&outlet),
+    }));
     let served = loop {
         let connection = Connection { lines: Arc::clone(&lines), outlet: Arc::clone(&outlet) };
         match door.clone().serve(connection).await {
@@ -64,23 +69,59 @@ pub async fn serve(
         }
     };
     door.close();
+    drop((lines, outlet));
+    // What was answered is still written, to a client that takes it.
+    let _ = tokio::time::timeout(LAST_WRITE_TIME_MAX, writing).await;
     served
 }
 
+/// Writes line after line. A client that takes no more is gone.
+async fn write_all(
+    mut output: impl AsyncWrite + Unpin,
+    mut unsent: mpsc::Receiver<Outgoing>,
+    outlet: Weak<Outlet>,
+) {
+    while let Some(Outgoing { line, answers }) = unsent.recv().await {
+        let written = async {
+            output.write_all(&line).await?;
+            output.flush().await
+        };
+        let written: io::Result<()> = written.await;
+        let Some(outlet) = outlet.upgrade() else { continue };
+        if let Some(id) = answers {
+            outlet.answered(&id);
+        }
+        if let Err(error) = written {
+            tracing::debug!(%error, "the client takes nothing more");
+            outlet.closing.cancel();
+            return;
+        }
+    }
+}
+
 /// The client's end of the conversation.
-struct Lines<R, W> {
+struct Lines<R> {
     input: BufReader<R>,
     /// What is there of the next line. Reading can be interrupted.
     line: Vec<u8>,
     /// The line is too long, and is left out to its end.
     skipping: bool,
-    outlet: Arc<Outlet<W>>,
+    /// An answer to the last line that is not on its way yet. Until it is,
+    /// nothing more is read.
+    refusal: Option<Outgoing>,
+    outlet: Arc<Outlet>,
 }
 
-struct Outlet<W> {
-    output: tokio::sync::Mutex<W>,
+struct Outlet {
+    unsent: mpsc::Sender<Outgoing>,
     open: Mutex<Open>,
-    door: Door,
+    closing: CancellationToken,
+}
+
+/// A line for the client, and the request that it answers.
+struct Outgoing {
+    line: Vec<u8>,
+    answers: Option<RequestId>,
 }
 
 /// Requests that are not answered.
@@ -91,9 +132,9 @@ struct Open {
 }
 
 /// One of several attempts to begin, over the same lines.
-struct Connection<R, W> {
-    lines: Arc<tokio::sync::Mutex<Lines<R, W>>>,
-    outlet: Arc<Outlet<W>>,
+struct Connection<R> {
+    lines: Arc<tokio::sync::Mutex<Lines<R>>>,
+    outlet: Arc<Outlet>,
 }
 
 /// What a line is.
@@ -102,11 +143,7 @@ enum Line {
     TooLong,
 }
 
-impl<R, W> Transport<RoleServer> for Connection<R, W>
-where
-    R: AsyncRead + Send + Unpin + 'static,
-    W: AsyncWrite + Send + Unpin + 'static,
-{
+impl<R: AsyncRead + Send + Unpin + 'static> Transport<RoleServer> for Connection<R> {
     type Error = io::Error;
 
     fn send(
@@ -115,25 +152,27 @@ where
     ) -> impl Future<Output = io::Result<()>> + Send + 'static {
         let outlet = Arc::clone(&self.outlet);
         async move {
-            let sent = outlet.write(&item).await;
-            if let ServerJsonRpcMessage::Response(response) = &item {
-                outlet.answered(&response.id);
-            } else if let ServerJsonRpcMessage::Error(error) = &item
-                && let Some(id) = &error.id
-            {
-                outlet.answered(id);
-            }
-            sent
+            let answers = match &item {
+                ServerJsonRpcMessage::Response(response) => Some(response.id.clone()),
+                ServerJsonRpcMessage::Error(error) => error.id.clone(),
+                _ => None,
+            };
+            let outgoing = Outgoing { answers, ..Outgoing::new(&item) };
+            outlet.unsent.send(outgoing).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
         }
     }
 
     async fn receive(&mut self) -> Option<ClientJsonRpcMessage> {
-        let closing = self.outlet.door.0.closing.clone();
-        tokio::select! {
+        let closing = self.outlet.closing.clone();
+        let message = tokio::select! {
             biased;
             () = closing.cancelled() => None,
             message = async { self.lines.lock().await.next().await } => message,
+        };
+        if message.is_none() {
+            closing.cancel();
         }
+        message
     }
 
     async fn close(&mut self) -> io::Result<()> {
@@ -141,43 +180,48 @@ where
     }
 }
 
-impl<R: AsyncRead + Unpin, W: AsyncWrite + Unpin> Lines<R, W> {
+impl Outgoing {
+    /// One that answers nothing.
+    fn new(message: &ServerJsonRpcMessage) -> Self {
+        // Writing into memory fails for maps with keys that are no texts, and
+        // a message has none.
+        let mut line = serde_json::to_vec(message).unwrap_or_default();
+        line.push(b'\n');
+        Self { line, answers: None }
+    }
+}
+
+impl<R: AsyncRead + Unpin> Lines<R> {
     /// The next message that the door is to see. Nothing is lost if the future
-    /// is dropped.
+    /// is dropped, as it is whenever something else happens first.
     async fn next(&mut self) -> Option<ClientJsonRpcMessage> {
         loop {
-            let line = match read_line(&mut self.input, &mut self.line, &mut self.skipping).await {
-                Ok(Some(line)) => line,
-                Ok(None) => {
-                    self.outlet.door.close();
-                    return None;
+            if self.refusal.is_some() {
+                // A client that does not read its answers is not read either.
+                let room = self.outlet.unsent.reserve().await.ok()?;
+                if let Some(refusal) = self.refusal.take() {
+                    room.send(refusal);
                 }
+            }
+            let line = match read_line(&mut self.input, &mut self.line, &mut self.skipping).await {
+                Ok(line) => line?,
                 Err(error) => {
                     tracing::warn!(%error, "standard input");
-                    self.outlet.door.close();
                     return None;
                 }
             };
-            let refusal = match line {
-                Line::Whole => match self.outlet.admit(&self.line) {
-                    Ok(message) => {
-                        self.line.clear();
-                        match message {
-                            Some(message) => return Some(message),
-                            None => continue,
-                        }
-                    }
-                    Err(refusal) => refusal,
-                },
+            let admitted = match line {
+                Line::Whole => self.outlet.admit(&self.line),
                 Line::TooLong => {
                     let what = format!("a message has at most {MESSAGE_BYTES_MAX} bytes");
-                    refuse(ErrorCode::INVALID_REQUEST, what, None)
+                    Err(refuse(ErrorCode::INVALID_REQUEST, what, None))
                 }
             };
             self.line.clear();
-            // A client that does not read its answers is not read either.
-            if self.outlet.write(&refusal).await.is_err() {
-                return None;
+            match admitted {
+                Ok(Some(message)) => return Some(message),
+                Ok(None) => {}
+                Err(refusal) => self.refusal = Some(refusal),
             }
         }
     }
@@ -214,27 +258,9 @@ async fn read_line(
     }
 }
 
-impl<W: AsyncWrite + Unpin> Outlet<W> {
-    /// Writes one line. A client that takes nothing more is gone.
-    async fn write(&self, message: &ServerJsonRpcMessage) -> io::Result<()> {
-        let mut line = serde_json::to_vec(message)?;
-        line.push(b'\n');
-        let mut output = self.output.lock().await;
-        let written = async {
-            output.write_all(&line).await?;
-            output.flush().await
-        };
-        let written = written.await;
-        if written.is_err() {
-            self.door.close();
-        }
-        written
-    }
-}
-
-impl<W> Outlet<W> {
+impl Outlet {
     /// A line as a message. `None`: nothing that anybody waits for.
-    fn admit(&self, line: &[u8]) -> Result<Option<ClientJsonRpcMessage>, ServerJsonRpcMessage> {
+    fn admit(&self, line: &[u8]) -> Result<Option<ClientJsonRpcMessage>, Outgoing> {
         let line = line.trim_ascii();
         let line = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line);
         if line.is_empty() {
@@ -264,7 +290,7 @@ impl<W> Outlet<W> {
         Ok(Some(message))
     }
 
-    fn opened(&self, id: &RequestId, bytes: usize) -> Result<(), ServerJsonRpcMessage> {
+    fn opened(&self, id: &RequestId, bytes: usize) -> Result<(), Outgoing> {
         let mut open = self.open();
         if open.requests.contains_key(id) {
             // Nobody could tell the two answers apart.
@@ -295,8 +321,8 @@ impl<W> Outlet<W> {
     }
 }
 
-fn refuse(code: ErrorCode, what: String, id: Option<RequestId>) -> ServerJsonRpcMessage {
-    ServerJsonRpcMessage::error(ErrorData::new(code, what, None), id)
+fn refuse(code: ErrorCode, what: String, id: Option<RequestId>) -> Outgoing {
+    Outgoing::new(&ServerJsonRpcMessage::error(ErrorData::new(code, what, None), id))
 }
 
 /// The id of something that is no message but has one.
@@ -306,4 +332,83 @@ fn id_of(line: &[u8]) -> Option<RequestId> {
         id: Option<RequestId>,
     }
     serde_json::from_slice::<Numbered>(line).ok()?.id
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn outlet() -> (Outlet, mpsc::Receiver<Outgoing>) {
+        let (unsent, taken) = mpsc::channel(1);
+        let closing = CancellationToken::new();
+        (Outlet { unsent, open: Mutex::default(), closing }, taken)
+    }
+
+    fn request(id: u64, more: &str) -> String {
+        let params = json!({"cursor": more});
+        json!({"jsonrpc": "2.0", "id": id, "method": "tools/list", "params": params}).to_string()
+    }
+
+    /// What a line is refused with.
+    fn refused(outlet: &Outlet, line: &str) -> Option<Value> {
+        let refusal = outlet.admit(line.as_bytes()).err()?;
+        Some(serde_json::from_slice(&refusal.line).unwrap())
+    }
+
+    #[test]
+    fn so_many_requests_are_open_until_one_is_answered_or_cancelled() {
+        let (outlet, _taken) = outlet();
+        for id in 0..REQUESTS_MAX as u64 {
+            assert_eq!(refused(&outlet, &request(id, "")), None);
+        }
+        let refusal = refused(&outlet, &request(1000, "")).unwrap();
+        assert_eq!(refusal["id"], 1000);
+        assert!(refusal["error"]["message"].as_str().unwrap().contains("too much"), "{refusal}");
+        outlet.answered(&RequestId::Number(3));
+        assert_eq!(refused(&outlet, &request(1000, "")), None);
+        let cancelled = json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
+            "params": {"requestId": 4}});
+        assert_eq!(refused(&outlet, &cancelled.to_string()), None);
+        assert_eq!(refused(&outlet, &request(1001, "")), None);
+        assert!(refused(&outlet, &request(1002, "")).is_some());
+    }
+
+    #[test]
+    fn open_requests_have_so_many_bytes_together() {
+        let (outlet, _taken) = outlet();
+        let long = "x".repeat(MESSAGE_BYTES_MAX - 1000);
+        assert_eq!(refused(&outlet, &request(1, &long)), None);
+        assert_eq!(refused(&outlet, &request(2, &long)), None);
+        assert!(refused(&outlet, &request(3, &long)).is_some());
+        assert_eq!(refused(&outlet, &request(4, "")), None);
+        outlet.answered(&RequestId::Number(1));
+        assert_eq!(refused(&outlet, &request(3, &long)), None);
+    }
+
+    #[test]
+    fn an_id_that_is_in_use_is_refused_without_an_answer_to_it() {
+        let (outlet, _taken) = outlet();
+        assert_eq!(refused(&outlet, &request(7, "")), None);
+        let refusal = refused(&outlet, &request(7, "")).unwrap();
+        assert!(refusal["id"].is_null(), "{refusal}");
+        outlet.answered(&RequestId::Number(7));
+        assert_eq!(refused(&outlet, &request(7, "")), None);
+    }
+
+    #[test]
+    fn a_long_line_is_left_out_and_the_next_one_read() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let text = [&b"x".repeat(MESSAGE_BYTES_MAX + 1)[..], b"\nshort\nno end"].concat();
+            let mut input = BufReader::new(&text[..]);
+            let (mut line, mut skipping) = (Vec::new(), false);
+            let read = read_line(&mut input, &mut line, &mut skipping).await.unwrap();
+            assert!(matches!(read, Some(Line::TooLong)) && line.is_empty());
+            let read = read_line(&mut input, &mut line, &mut skipping).await.unwrap();
+            assert!(matches!(read, Some(Line::Whole)));
+            assert_eq!(line, b"short");
+            assert!(read_line(&mut input, &mut line, &mut skipping).await.unwrap().is_none());
+        });
+    }
 }

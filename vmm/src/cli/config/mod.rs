@@ -1,6 +1,15 @@
 //! What several commands resolve from their flags: the broker, trust keys,
 //! JSON arguments, and the supervisor's own tables of `forge.toml`.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`service`] | how much a service takes, and who may speak for whom |
 
+mod service;
+
+pub(crate) use service::{ServiceConfig, service};
+
+use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
@@ -25,6 +34,10 @@ struct LowConfig {
     #[serde(default)]
     vm: LowVm,
     #[serde(default)]
+    service: service::LowService,
+    #[serde(default)]
+    principals: BTreeMap<String, service::LowPrincipal>,
+    #[serde(default)]
     mcp: McpConfig,
 }
 
@@ -34,31 +47,14 @@ struct LowConfig {
 pub(crate) struct McpConfig {
     /// Whose programs come over stdio, whatever the command line says.
     pub(crate) principal: Option<String>,
-    /// The private key for those that come unsigned.
-    pub(crate) signing_key: Option<PathBuf>,
     /// Whether programs that come unsigned are signed here at all.
     pub(crate) accept_unsigned: Option<bool>,
-    /// Who may come over HTTP.
-    #[serde(default)]
-    pub(crate) principals: Vec<McpPrincipal>,
     /// Host names by which clients reach it, beside those of loopback.
     #[serde(default)]
     pub(crate) hosts: Vec<String>,
-    /// Origins of browser pages that may ask.
+    /// Origins of browser pages that may ask, beside those on loopback.
     #[serde(default)]
     pub(crate) origins: Vec<String>,
-}
-
-/// One that may come over HTTP.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct McpPrincipal {
-    /// The name that grants, roles and the journal know it by.
-    pub(crate) name: String,
-    /// SHA-256 of its token, in hex.
-    pub(crate) token_sha256: String,
-    /// The private key for its programs that come unsigned.
-    pub(crate) signing_key: Option<PathBuf>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -123,16 +119,9 @@ pub(crate) fn vm_group(config: Option<&Path>) -> Result<Option<GroupLimits>, Cli
     config.map_or(Ok(None), |path| Ok(read_config(path)?.vm.group))
 }
 
-/// What a configuration says of `forge-vmm mcp`, with paths that are good here.
+/// What a configuration says of `forge-vmm mcp`.
 pub(crate) fn mcp(config: Option<&Path>) -> Result<McpConfig, CliError> {
-    let Some(path) = config else { return Ok(McpConfig::default()) };
-    let mut mcp = read_config(path)?.mcp;
-    let folder = path.parent().unwrap_or(Path::new(""));
-    let keys = mcp.principals.iter_mut().map(|principal| &mut principal.signing_key);
-    for key in keys.chain([&mut mcp.signing_key]).flatten() {
-        *key = folder.join(&*key);
-    }
-    Ok(mcp)
+    config.map_or(Ok(McpConfig::default()), |path| Ok(read_config(path)?.mcp))
 }
 
 /// The user that a configuration names for the toolbroker.

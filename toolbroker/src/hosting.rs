@@ -1,0 +1,180 @@
+//! Callers that host tools for one run each, and the links to them.
+//!
+//! A supervisor registers a caller's tools with a socket of their own, opens a
+//! run that names them, and relays what comes on the socket to the caller.
+//! The caller is a stranger: an answer that is none settles its call as
+//! failed, and a link that breaks leaves the outcome of what is out unknown.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use forge_protocol::codec;
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::service::{
+    Callback as CallbackFrame, CallbackSettled, HostedTool, HostedTools,
+};
+use rmcp::model::JsonObject;
+use serde_json::{Value, json};
+use tokio::net::UnixStream;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::definition::Listed;
+use crate::link::{self, LinkError};
+use crate::upstream::hosted::{Callback, HostError, Hosted};
+
+/// Callers that are registered and whose run is not open yet.
+const UNCLAIMED_MAX: usize = 1024;
+
+/// Why a caller cannot host its tools.
+#[derive(Debug, thiserror::Error)]
+pub enum HostingError {
+    /// The tools are none.
+    #[error("{0}")]
+    Host(#[from] HostError),
+    /// The name is a configured server's.
+    #[error("{server:?} is a configured server: give the caller's tools another server name")]
+    Configured {
+        /// The name.
+        server: String,
+    },
+    /// A schema is no JSON object.
+    #[error("the tool {tool:?}: {what} is no JSON object")]
+    Schema {
+        /// The tool.
+        tool: String,
+        /// Which schema.
+        what: &'static str,
+    },
+    /// Too many are registered whose runs are not open.
+    #[error("{UNCLAIMED_MAX} callers host tools for runs that are not open yet")]
+    TooMany,
+    /// Nobody hosts these.
+    #[error("no caller hosts these tools any more")]
+    Gone,
+}
+
+/// Callers whose run is not open yet.
+#[derive(Debug, Default)]
+pub struct Hosting {
+    unclaimed: Mutex<Unclaimed>,
+}
+
+#[derive(Debug, Default)]
+struct Unclaimed {
+    next: u64,
+    hosts: HashMap<u64, Hosted>,
+}
+
+type Answer = oneshot::Sender<Result<Value, JsonObject>>;
+
+impl Hosting {
+    fn unclaimed(&self) -> MutexGuard<'_, Unclaimed> {
+        self.unclaimed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers a caller's tools, which it serves on this link.
+    ///
+    /// # Errors
+    /// [`HostingError`].
+    pub fn host(
+        self: &Arc<Self>,
+        tools: HostedTools,
+        stream: UnixStream,
+    ) -> Result<u64, HostingError> {
+        let HostedTools { server, tools } = tools;
+        let listed = tools.into_iter().map(listed).collect::<Result<Vec<_>, _>>()?;
+        let (hosted, calls) = Hosted::new(&server, listed)?;
+        let host = {
+            let mut unclaimed = self.unclaimed();
+            if unclaimed.hosts.len() >= UNCLAIMED_MAX {
+                return Err(HostingError::TooMany);
+            }
+            let host = unclaimed.next;
+            unclaimed.next += 1;
+            unclaimed.hosts.insert(host, hosted);
+            host
+        };
+        let this = Arc::clone(self);
+        tokio::spawn(async move {
+            if let Err(error) = serve(stream, calls).await {
+                tracing::debug!(error = ?error.to_string(), "a caller's link was dropped");
+            }
+            this.unclaimed().hosts.remove(&host);
+        });
+        Ok(host)
+    }
+
+    /// The caller's tools for its run.
+    ///
+    /// # Errors
+    /// [`HostingError::Gone`].
+    pub fn claim(&self, host: u64) -> Result<Hosted, HostingError> {
+        self.unclaimed().hosts.remove(&host).ok_or(HostingError::Gone)
+    }
+}
+
+fn listed(tool: HostedTool) -> Result<Listed, HostingError> {
+    let HostedTool { name, description, input_schema, output_schema } = tool;
+    let schema = |what, text: &str| {
+        serde_json::from_str(text)
+            .map_err(|_| HostingError::Schema { tool: crate::cut(&name, 128), what })
+    };
+    let input_schema = schema("its input schema", &input_schema)?;
+    let output_schema = output_schema.map(|text| schema("its output schema", &text)).transpose()?;
+    Ok(Listed { name, description: Some(description), input_schema, output_schema })
+}
+
+/// Sends calls to the caller and takes its answers, until the run is over or
+/// the caller leaves.
+async fn serve(stream: UnixStream, mut calls: mpsc::Receiver<Callback>) -> Result<(), LinkError> {
+    let (mut receiver, mut sender) = link::split_plain(stream);
+    let awaits = |kind: Kind| (kind == Kind::CallbackSettled).then(|| kind.payload_bytes_max());
+    let mut out: HashMap<u32, Answer> = HashMap::new();
+    let mut next = 0;
+    loop {
+        tokio::select! {
+            sent = sender.go_on(), if sender.unsent() > 0 => sent?,
+            call = calls.recv() => {
+                let Some(Callback { tool, arguments, answer }) = call else { return Ok(()) };
+                // Nobody waits any more for some of them.
+                out.retain(|_, answer| !answer.is_closed());
+                let arguments = Value::Object(arguments).to_string().into_bytes();
+                let callback = CallbackFrame { number: 0, callback: next, tool, arguments };
+                let mut bytes = Vec::new();
+                if frame::try_write_message(Kind::Callback, &callback, &mut bytes).is_err() {
+                    let _ = answer.send(Err(failure("the arguments are too large as they are sent")));
+                    continue;
+                }
+                out.insert(next, answer);
+                next = next.wrapping_add(1);
+                sender.send(bytes)?;
+            }
+            received = receiver.receive(awaits) => {
+                let Some(frame) = received? else { return Ok(()) };
+                let CallbackSettled { callback, result, .. } = codec::decode(&frame.payload)
+                    .map_err(|error| LinkError::Payload { kind: frame.kind, error })?;
+                // One that is not out was given up, or never was.
+                if let Some(answer) = out.remove(&callback) {
+                    let _ = answer.send(settled(result));
+                }
+            }
+        }
+    }
+}
+
+fn settled(result: Result<Vec<u8>, Vec<u8>>) -> Result<Value, JsonObject> {
+    match result {
+        Ok(result) => {
+            serde_json::from_slice(&result).map_err(|_| failure("the caller's answer is no JSON"))
+        }
+        Err(error) => Err(serde_json::from_slice(&error)
+            .unwrap_or_else(|_| failure("the caller's error is no JSON object"))),
+    }
+}
+
+fn failure(message: &str) -> JsonObject {
+    let mut error = JsonObject::new();
+    error.insert("name".into(), json!("BadCaller"));
+    error.insert("message".into(), json!(message));
+    error
+}

@@ -1,0 +1,195 @@
+//! `[service]` and `[principals.<name>]` of `forge.toml`: how much a service
+//! takes, and who may speak for whom. The doors read the same principals.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use forge_protocol::limits::RunLimits;
+use forge_vmm::service::ServiceOptions;
+use forge_vmm::service::options::{BOUND_MAX, Bounds, Principal, Principals};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+
+use super::read_config;
+use crate::cli::CliError;
+
+/// Waits and drains beyond this are a mistake.
+const WAIT_MS_MAX: u64 = 24 * 60 * 60 * 1000;
+
+/// The table as it is written.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct LowService {
+    /// Where it listens, relative to the file.
+    socket: Option<PathBuf>,
+    /// Who may connect: the socket's mode, octal.
+    mode: Option<String>,
+    /// Runs at once.
+    runs_max: Option<usize>,
+    /// Runs that wait for their turn.
+    queue_max: Option<usize>,
+    /// How long they wait.
+    queue_wait_ms: Option<u64>,
+    /// Runs of one principal, running and waiting together.
+    principal_runs_max: Option<usize>,
+    /// How long runs may still take when the service is to end.
+    drain_ms: Option<u64>,
+}
+
+/// One principal as it is written.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct LowPrincipal {
+    /// The broker's own to read.
+    #[serde(rename = "roles")]
+    _roles: Option<IgnoredAny>,
+    /// Users of this host that may speak for it.
+    #[serde(default)]
+    uids: Vec<u32>,
+    /// Bearer tokens that speak for it, as their SHA-256 in hex.
+    #[serde(default)]
+    token_sha256: Vec<String>,
+    /// Its runs, running and waiting together.
+    runs_max: Option<usize>,
+    /// The key that a door signs its programs with, relative to the file.
+    sign_with: Option<PathBuf>,
+}
+
+/// What a configuration says of a service.
+#[derive(Debug)]
+pub(crate) struct ServiceConfig {
+    /// Where it listens.
+    pub(crate) socket: Option<PathBuf>,
+    /// The socket's mode.
+    pub(crate) mode: u32,
+    /// The rest.
+    pub(crate) options: ServiceOptions,
+}
+
+/// What a configuration says of a service, or what is good without one.
+pub(crate) fn service(config: Option<&Path>) -> Result<ServiceConfig, CliError> {
+    let (low, principals, path) = match config {
+        Some(path) => {
+            let low = read_config(path)?;
+            (low.service, low.principals, path)
+        }
+        None => (LowService::default(), BTreeMap::new(), Path::new("")),
+    };
+    let wrong =
+        |field: &str, why: &str| CliError::Usage(format!("{}: {field}: {why}", path.display()));
+    let usual = ServiceOptions::usual(RunLimits::operator_maxima().memory_bytes);
+    let bounded = |field: &str, value: Option<usize>, least: usize| match value {
+        Some(value) if !(least..=BOUND_MAX).contains(&value) => {
+            Err(wrong(field, &format!("must be {least} to {BOUND_MAX}")))
+        }
+        value => Ok(value),
+    };
+    let time = |field: &str, value: Option<u64>, usual: Duration| match value {
+        Some(ms) if ms > WAIT_MS_MAX => Err(wrong(field, "must be at most a day")),
+        value => Ok(value.map_or(usual, Duration::from_millis)),
+    };
+    let bounds = Bounds::of_host(
+        RunLimits::operator_maxima().memory_bytes,
+        bounded("service.runs_max", low.runs_max, 1)?,
+        bounded("service.queue_max", low.queue_max, 0)?,
+        bounded("service.principal_runs_max", low.principal_runs_max, 1)?,
+        time("service.queue_wait_ms", low.queue_wait_ms, usual.bounds.queue_wait)?,
+    );
+    let drain = time("service.drain_ms", low.drain_ms, usual.drain)?;
+    let mode = match low.mode.as_deref().map(|mode| u32::from_str_radix(mode, 8)) {
+        None => 0o600,
+        // Whoever may connect may write, and there is nothing to execute.
+        Some(Ok(mode @ (0o600 | 0o660 | 0o666))) => mode,
+        Some(_) => return Err(wrong("service.mode", "must be \"0600\", \"0660\" or \"0666\"")),
+    };
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let socket = low.socket.map(|socket| folder.join(socket));
+    let principals = principals
+        .into_iter()
+        .map(|(name, low)| {
+            let field = |key: &str| format!("principals.{name}.{key}");
+            let runs_max = bounded(&field("runs_max"), low.runs_max, 1)?;
+            let digests = low.token_sha256.iter().map(|text| digest(text));
+            let token_sha256 = digests.collect::<Option<Vec<_>>>().ok_or_else(|| {
+                wrong(&field("token_sha256"), "each must be a SHA-256 in 64 hex digits")
+            })?;
+            let sign_with = low.sign_with.map(|key| folder.join(key));
+            Ok((name, Principal { uids: low.uids, token_sha256, runs_max, sign_with }))
+        })
+        .collect::<Result<_, CliError>>()?;
+    let options = ServiceOptions { bounds, drain, principals: Principals(principals) };
+    options.principals.check().map_err(|why| wrong("principals", &why))?;
+    Ok(ServiceConfig { socket, mode, options })
+}
+
+fn digest(text: &str) -> Option<[u8; 32]> {
+    let mut digest = [0; 32];
+    if text.len() != 64 || !text.is_ascii() {
+        return None;
+    }
+    for (at, byte) in digest.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some(digest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<ServiceConfig, String> {
+        let folder = std::env::temp_dir().join(format!("forge-config-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let number = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        let path = folder.join(format!("{}.toml", number.as_nanos()));
+        std::fs::write(&path, text).unwrap();
+        let read = service(Some(&path)).map_err(|error| error.to_string());
+        std::fs::remove_file(path).unwrap();
+        let _ = std::fs::remove_dir(folder);
+        read
+    }
+
+    #[test]
+    fn the_tables_are_read_and_paths_are_the_files() {
+        let hex = "ab".repeat(32);
+        let config = read(&format!(
+            "[service]\nsocket = 'socket'\nmode = '0660'\nruns_max = 3\nqueue_wait_ms = 5\n\
+             [principals.ci]\nroles = []\nuids = [1001]\ntoken_sha256 = ['{hex}']\nruns_max = 2\n\
+             sign_with = 'ci.pem'\n"
+        ))
+        .unwrap();
+        assert!(config.socket.unwrap().is_absolute());
+        assert_eq!((config.mode, config.options.bounds.runs_max), (0o660, 3));
+        assert_eq!(config.options.bounds.queue_wait, Duration::from_millis(5));
+        let principals = &config.options.principals;
+        assert_eq!(principals.of_uid(1001), ["ci"]);
+        assert_eq!(principals.of_token(&[0xab; 32]), Some("ci"));
+        assert!(principals.0["ci"].sign_with.as_ref().unwrap().is_absolute());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_field() {
+        let hex = "ab".repeat(32);
+        for (text, expected) in [
+            ("[service]\nrun_max = 3", "run_max"),
+            ("[service]\nruns_max = 0", "service.runs_max: must be 1"),
+            ("[service]\nmode = '0777'", "service.mode"),
+            ("[service]\ndrain_ms = 99999999999", "service.drain_ms"),
+            ("[principals.ci]\nuid = [1]", "uid"),
+            ("[principals.ci]\ntoken_sha256 = ['hunter2']", "principals.ci.token_sha256"),
+            ("[principals.ci]\nruns_max = 0", "principals.ci.runs_max"),
+            (
+                &format!(
+                    "[principals.a]\ntoken_sha256 = ['{hex}']\n\
+                     [principals.b]\ntoken_sha256 = ['{hex}']"
+                ),
+                "principals: a and b have the same token",
+            ),
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+            assert!(!error.contains("abab"), "{error}");
+        }
+    }
+}

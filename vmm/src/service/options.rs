@@ -1,0 +1,148 @@
+//! What a service goes by, checked: how much it takes, and who may speak for
+//! whom.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What a run needs of the host beside its own memory, at most, in bytes: its
+/// worker, and what its output and artifacts take on their way.
+const RUN_OVERHEAD_BYTES: u64 = 32 << 20;
+/// Runs at once for each core: most of them wait for tools.
+const RUNS_PER_CORE: usize = 8;
+/// Runs at once on the largest host.
+const RUNS_MAX: usize = 512;
+/// The most that any configuration may ask for, of runs and of waiting ones.
+pub const BOUND_MAX: usize = 4096;
+
+/// How many runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// At once.
+    pub runs_max: usize,
+    /// That wait for their turn.
+    pub queue_max: usize,
+    /// How long they wait.
+    pub queue_wait: Duration,
+    /// Of one principal, running and waiting together.
+    pub principal_runs_max: usize,
+}
+
+impl Bounds {
+    /// By this host's cores and memory, of which runs of `memory_bytes` may
+    /// have one half; what is given is taken as it is.
+    #[must_use]
+    pub fn of_host(
+        memory_bytes: u64,
+        runs_max: Option<usize>,
+        queue_max: Option<usize>,
+        principal_runs_max: Option<usize>,
+        queue_wait: Duration,
+    ) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // SAFETY: both take a number and cannot fail in a way that matters.
+        let (pages, page) =
+            unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+        let host_bytes = u64::try_from(pages).unwrap_or(0) * u64::try_from(page).unwrap_or(0);
+        let by_memory = host_bytes / 2 / (memory_bytes + RUN_OVERHEAD_BYTES);
+        let by_memory = usize::try_from(by_memory).unwrap_or(RUNS_MAX);
+        let usual = (RUNS_PER_CORE * cores).min(by_memory).clamp(1, RUNS_MAX);
+        let runs_max = runs_max.unwrap_or(usual);
+        let queue_max = queue_max.unwrap_or(4 * runs_max).min(BOUND_MAX);
+        // One principal leaves a quarter to others.
+        let all = runs_max + queue_max;
+        let principal_runs_max = principal_runs_max.unwrap_or_else(|| (all - all / 4).max(1));
+        Self { runs_max, queue_max, queue_wait, principal_runs_max }
+    }
+}
+
+/// What a service goes by. All of it can be loaded again.
+#[derive(Clone, Debug)]
+pub struct ServiceOptions {
+    /// How many runs.
+    pub bounds: Bounds,
+    /// How long runs may still take when the service is to end.
+    pub drain: Duration,
+    /// Those that are known by name.
+    pub principals: Principals,
+}
+
+impl ServiceOptions {
+    /// What is good where nothing is said, for runs of this much memory.
+    #[must_use]
+    pub fn usual(memory_bytes: u64) -> Self {
+        Self {
+            bounds: Bounds::of_host(memory_bytes, None, None, None, Duration::from_secs(1)),
+            drain: Duration::from_secs(30),
+            principals: Principals::default(),
+        }
+    }
+}
+
+/// Principals by name: who may speak for them, and what they may have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Principals(pub BTreeMap<String, Principal>);
+
+/// One of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Principal {
+    /// Users of this host that may speak for it over the service's socket.
+    pub uids: Vec<u32>,
+    /// SHA-256 digests of the bearer tokens that speak for it over HTTP.
+    pub token_sha256: Vec<[u8; 32]>,
+    /// Its runs, running and waiting together, if not as many as of others.
+    pub runs_max: Option<usize>,
+    /// The key that a door signs its programs with, if it has none itself.
+    pub sign_with: Option<PathBuf>,
+}
+
+impl Principals {
+    /// That every token speaks for one alone.
+    ///
+    /// # Errors
+    /// Which two share one.
+    pub fn check(&self) -> Result<(), String> {
+        let mut owners: BTreeMap<&[u8; 32], &str> = BTreeMap::new();
+        for (name, principal) in &self.0 {
+            for token in &principal.token_sha256 {
+                match owners.insert(token, name) {
+                    Some(other) if other != name => {
+                        return Err(format!("{other} and {name} have the same token"));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The principals that this user may speak for.
+    #[must_use]
+    pub fn of_uid(&self, uid: u32) -> Vec<String> {
+        let speaks = |principal: &Principal| principal.uids.contains(&uid);
+        self.0.iter().filter(|(_, it)| speaks(it)).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// The principal that this token speaks for, by its digest.
+    #[must_use]
+    pub fn of_token(&self, sha256: &[u8; 32]) -> Option<&str> {
+        let speaks = |principal: &Principal| principal.token_sha256.contains(sha256);
+        self.0.iter().find(|(_, it)| speaks(it)).map(|(name, _)| name.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_host_bounds_what_nobody_says_and_leaves_room_for_a_second_principal() {
+        let usual = Bounds::of_host(64 << 20, None, None, None, Duration::ZERO);
+        assert!(usual.runs_max >= 1 && usual.queue_max >= usual.runs_max, "{usual:?}");
+        assert!(usual.principal_runs_max < usual.runs_max + usual.queue_max, "{usual:?}");
+        let huge = Bounds::of_host(u64::MAX / 2, None, None, None, Duration::ZERO);
+        assert_eq!(huge.runs_max, 1, "no memory for a second");
+        let said = Bounds::of_host(64 << 20, Some(3), Some(0), Some(2), Duration::ZERO);
+        assert_eq!((said.runs_max, said.queue_max, said.principal_runs_max), (3, 0, 2));
+    }
+}
