@@ -727,6 +727,23 @@ mod tests {
     }
 
     #[test]
+    fn principals_that_are_named_for_the_service_alone_bound_no_tool() {
+        let parse = |text: &str| parse_forge_toml(Path::new("forge.toml"), text, &environment);
+        let named = "[principals.ci]\nuids = [1001]\ntoken_sha256 = []\nruns_max = 2\n";
+        let open = parse(named).unwrap().policy;
+        assert!(open.visible("anybody", &ToolName::parse("shop.buy").unwrap()));
+        // Where one has roles, all have.
+        for text in
+            [format!("{named}[principals.a]\nroles = []"), format!("{named}[roles.r]\ntools = []")]
+        {
+            let error = parse(&text).unwrap_err().to_string();
+            assert!(error.contains("principals.ci.roles"), "{error}");
+        }
+        let error = parse("[principals.ci]\nuid = 1").unwrap_err().to_string();
+        assert!(error.contains("principals.ci.uid"), "{error}");
+    }
+
+    #[test]
     fn a_servers_place_is_read_and_the_range_of_users() {
         let text = "[broker]\nuser = 'x'\nserver_uids = '200000-200009'\n[servers.a]\n\
                     command = 'x'\nread = ['/a']\nwrite = ['b']\nnetwork = false\n\

@@ -135,6 +135,7 @@ fn digest(text: &str) -> Option<[u8; 32]> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
