@@ -125,17 +125,17 @@ impl Desk {
     fn serve(&self, more: &[&str]) -> Service {
         let mut child = self.start(more);
         let mut said = BufReader::new(child.stderr.take().unwrap());
-        let mut place = None;
-        loop {
+        let mut lines = std::iter::from_fn(|| {
             let mut line = String::new();
-            assert!(said.read_line(&mut line).unwrap() > 0, "the service ended");
-            if let Some(at) = line.trim().strip_prefix("forge-vmm: HTTP at ") {
-                place = Some(at.to_owned());
-            }
-            if line.contains("serving at") {
-                return Service { child, place: place.unwrap(), _said: said };
-            }
-        }
+            (said.read_line(&mut line).unwrap() > 0).then_some(line)
+        });
+        let place = lines.by_ref().find_map(|line| {
+            line.trim().strip_prefix("forge-vmm: HTTP at ").map(ToOwned::to_owned)
+        });
+        let serves = lines.any(|line| line.contains("serving at"));
+        let service = Service { child, place: place.unwrap_or_default(), _said: said };
+        assert!(serves, "the service ended");
+        service
     }
 
     /// One that makes no VM.
@@ -220,8 +220,10 @@ impl Service {
             .header("sec-websocket-version", "13")
             .header("sec-websocket-key", tungstenite::handshake::client::generate_key())
             .header("authorization", format!("Bearer {token}"));
-        tungstenite::client(request.body(()).unwrap(), self.connect()).ok().map(|(socket, _)| socket)
-        }
+        tungstenite::client(request.body(()).unwrap(), self.connect())
+            .ok()
+            .map(|(socket, _)| socket)
+    }
 
     fn children(&self) -> Vec<Process> {
         Process::children_of(self.child.id() as i32)

@@ -458,6 +458,7 @@ fn receive(control: &UnixStream) -> io::Result<(u8, OwnedFd)> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
