@@ -7,11 +7,20 @@
 //! would choose how much memory the broker has. Here only so many answers
 //! wait. While they do, nothing more is read; a server that does not take them
 //! either is hung up on.
+//!
+//! That its tools changed is counted here too: the library tells its handler
+//! at some time, which may be after the answer that came behind, and a call in
+//! between would go by a definition that the server has said is gone.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rmcp::RoleClient;
-use rmcp::model::{ClientResult, ErrorCode, ErrorData, JsonRpcMessage, RequestId, ServerRequest};
+use rmcp::model::{
+    ClientResult, ErrorCode, ErrorData, JsonRpcMessage, RequestId, ServerNotification,
+    ServerRequest,
+};
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 use tokio::task::JoinSet;
@@ -28,11 +37,13 @@ pub(super) struct Declined<T> {
     answers: JoinSet<()>,
     /// When the server has to have taken one, while too many wait.
     until: Option<Instant>,
+    /// How often the server said that its tools changed.
+    changes: Arc<AtomicU64>,
 }
 
 impl<T> Declined<T> {
-    pub(super) fn new(inner: T) -> Self {
-        Self { inner, answers: JoinSet::new(), until: None }
+    pub(super) fn new(inner: T, changes: Arc<AtomicU64>) -> Self {
+        Self { inner, answers: JoinSet::new(), until: None, changes }
     }
 }
 
@@ -81,10 +92,17 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
                 tracing::warn!("a tool server asks and takes no answer: it is hung up on");
                 return None;
             }
-            match self.inner.receive().await? {
-                JsonRpcMessage::Request(asked) => self.answer(asked.id, &asked.request),
-                message => return Some(message),
+            let message = self.inner.receive().await?;
+            if let JsonRpcMessage::Request(asked) = message {
+                self.answer(asked.id, &asked.request);
+                continue;
             }
+            if let JsonRpcMessage::Notification(said) = &message
+                && matches!(said.notification, ServerNotification::ToolListChangedNotification(_))
+            {
+                self.changes.fetch_add(1, Ordering::AcqRel);
+            }
+            return Some(message);
         }
     }
 

@@ -14,7 +14,7 @@ use rmcp::model::{
     JsonObject, PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams,
     ReadResourceResponse, RequestMetaObject, SubscriptionFilter,
 };
-use rmcp::service::{ClientInitializeError, NotificationContext, RunningService, ServiceError};
+use rmcp::service::{ClientInitializeError, RunningService, ServiceError};
 use rmcp::{ClientHandler, Peer, RoleClient};
 use serde_json::{Value, json};
 use tokio::task::AbortHandle;
@@ -431,14 +431,13 @@ impl std::io::Write for Count {
     }
 }
 
-/// Counts the changes that a server announces to a subscription. Its end
-/// counts as one: what changes after it would be announced to nobody.
+/// Has a server announce changes, which are counted where they come in. The
+/// end of the subscription counts as one: what changes after it would be
+/// announced to nobody.
 async fn follow_changes(peer: Peer<RoleClient>, changes: Arc<AtomicU64>) {
     let filter = SubscriptionFilter::builder().tools_list_changed().build();
     if let Ok(mut subscription) = peer.listen(filter).await {
-        while let Ok(Some(_)) = subscription.next().await {
-            changes.fetch_add(1, Ordering::AcqRel);
-        }
+        while let Ok(Some(_)) = subscription.next().await {}
     }
     tokio::time::sleep(RESUBSCRIBE_AFTER).await;
     changes.fetch_add(1, Ordering::AcqRel);
@@ -484,13 +483,16 @@ pub(super) struct Handler {
     changes: Arc<AtomicU64>,
 }
 
+impl Handler {
+    /// Where changes are counted.
+    pub(super) fn changes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.changes)
+    }
+}
+
 impl ClientHandler for Handler {
     fn get_info(&self) -> ClientConfig {
         let own = Implementation::new("forge-toolbroker", env!("CARGO_PKG_VERSION"));
         ClientConfig::new(ClientCapabilities::default(), own)
-    }
-
-    async fn on_tool_list_changed(&self, _: NotificationContext<RoleClient>) {
-        self.changes.fetch_add(1, Ordering::AcqRel);
     }
 }

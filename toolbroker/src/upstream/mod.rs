@@ -376,8 +376,9 @@ impl Upstream {
                 legacy_version: Some(ProtocolVersion::LATEST_WITH_INITIALIZE),
             }
         };
-        let transport = Declined::new(transport);
-        let served = Handler::default().serve_with_lifecycle(transport, lifecycle);
+        let handler = Handler::default();
+        let transport = Declined::new(transport, handler.changes());
+        let served = handler.serve_with_lifecycle(transport, lifecycle);
         match timeout(START_TIME_MAX, served).await {
             Ok(Ok(service)) => Ok(service),
             Ok(Err(error)) => Err(start_error(&error)),
