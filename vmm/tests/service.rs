@@ -861,10 +861,11 @@ fn the_tools_of_a_cancelled_run_hear_of_it() {
     let desk = Desk::new();
     let server = executables::folder().join("forge-test-server");
     let log = desk.path("calls");
-    // A server that runs in a place of its own writes where it is let.
+    // A server writes where it is let; as which user is the host's matter.
+    fs::write(&log, "").unwrap();
+    fs::set_permissions(&log, fs::Permissions::from_mode(0o666)).unwrap();
     let toml = format!(
-        "[servers.test]\ncommand = {server:?}\nargs = ['--log', {log:?}]\nwrite = [{:?}]\n",
-        desk.0,
+        "[servers.test]\ncommand = {server:?}\nargs = ['--log', {log:?}]\nwrite = [{log:?}]\n",
     );
     fs::write(desk.path("forge.toml"), toml).unwrap();
     let service = desk.serve(&["--config", "forge.toml"]);
