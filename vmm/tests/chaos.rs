@@ -278,17 +278,27 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
     let (mut slowest, mut slowest_end) = (Duration::ZERO, Duration::ZERO);
     for round in 0..rounds {
         std::thread::sleep(Duration::from_millis(dice.throw(60) as u64));
-        let all = copy.processes();
         let supervisor = service.pid();
-        let zygote = all.iter().find(|it| it.parent == supervisor).map(|it| it.pid);
+        // A zygote whose successor is on its way, or that is just becoming one,
+        // is not among them yet.
+        let until = Instant::now() + RECOVERY_TIME_MAX;
+        let (all, zygote) = loop {
+            let all = copy.processes();
+            if let Some(zygote) = all.iter().find(|it| it.parent == supervisor) {
+                let zygote = zygote.pid;
+                break (all, zygote);
+            }
+            assert!(Instant::now() < until, "there is no zygote: {all:#?}");
+            std::thread::sleep(Duration::from_millis(1));
+        };
         let workers: Vec<i32> =
-            all.iter().filter(|it| Some(it.parent) == zygote).map(|it| it.pid).collect();
+            all.iter().filter(|it| it.parent == zygote).map(|it| it.pid).collect();
         // Each of them in the first rounds, then as it comes.
         let victim = if round < 3 { round as usize } else { dice.throw(3) };
         let began = Instant::now();
         match victim {
             0 if !workers.is_empty() => kill(workers[dice.throw(workers.len())]),
-            0 | 1 => kill(zygote.unwrap()),
+            0 | 1 => kill(zygote),
             _ => {
                 let theirs: BTreeSet<i32> = all.iter().map(|it| it.pid).collect();
                 let mut spaces: BTreeSet<u64> =
