@@ -10,8 +10,8 @@
 //! for an answer while nobody reads the link reads it for all: an answer is
 //! left for the thread whose number it has. So a slow answer (servers have to
 //! start) holds up nobody else, and there is no thread that only reads.
-//! Deliberately absent is starting a lost broker again: its grants may have
-//! ended with it.
+//! Deliberately absent is starting a lost broker again, which is
+//! [`crate::keeper`]'s.
 
 use std::collections::HashMap;
 use std::ffi::{CString, OsString};
@@ -32,12 +32,18 @@ use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::service::HostedTools;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
+use crate::cancel::Cancel;
+use crate::link::{self, Patience};
+
 /// The broker's executable, looked for beside this one.
 const EXECUTABLE: &str = "forge-toolbroker";
 /// The broker's exit code for a configuration it cannot use.
 const EXIT_CONFIGURATION: i32 = 2;
 /// How long one request may take. Starting tool servers is part of it.
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
+/// How often somebody looks whether an answer is still wanted while another
+/// thread reads the link.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long the end of an idle broker is waited for.
 const CLOSE_TIME_MAX: Duration = Duration::from_millis(200);
 /// What is read from the link at once, in bytes.
@@ -80,6 +86,17 @@ pub enum BrokerError {
     /// What it said is not what a broker says.
     #[error("the toolbroker broke the protocol: {0}")]
     Protocol(String),
+    /// It was lost, and there is no other yet.
+    #[error("there is no toolbroker now: {reason}")]
+    Away {
+        /// Why not.
+        reason: String,
+        /// When the next is started, in milliseconds from now.
+        retry_after_ms: u64,
+    },
+    /// Whoever asked wants no answer any more.
+    #[error("the run was cancelled while the toolbroker was asked")]
+    Cancelled,
     /// It refused the request.
     #[error("{message}")]
     Refused {
@@ -252,6 +269,7 @@ pub struct BrokerOptions {
 #[derive(Debug)]
 pub struct Broker {
     id: u32,
+    options: BrokerOptions,
     child: Mutex<Child>,
     control: UnixStream,
     /// The number of the next request. Held while a request is written, so
@@ -350,6 +368,7 @@ impl Broker {
         drop(command);
         let broker = Self {
             id: child.id(),
+            options: options.clone(),
             child: Mutex::new(child),
             control: ours,
             sending: Mutex::new(0),
@@ -388,13 +407,33 @@ impl Broker {
         self.id
     }
 
+    /// How it was started.
+    pub(crate) fn options(&self) -> &BrokerOptions {
+        &self.options
+    }
+
+    /// The control link, for who watches whether it hangs up.
+    pub(crate) fn link(&self) -> io::Result<UnixStream> {
+        self.control.try_clone()
+    }
+
+    /// Closes the control link: nobody asks it any more.
+    pub(crate) fn close(&self) {
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Whether its process has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        !matches!(lock(&self.child).try_wait(), Ok(None))
+    }
+
     fn greet(&self) -> Result<(), BrokerError> {
         let ours = Hello::ours(Role::Supervisor);
         let mut bytes = Vec::new();
         frame::write_message(Kind::Hello, &ours, &mut bytes);
         (&self.control).write_all(&bytes).map_err(BrokerError::Lost)?;
         let until = Instant::now() + REQUEST_TIME_MAX;
-        let greeting = lock(&self.reader).next(&self.control, until)?;
+        let greeting = lock(&self.reader).next(&self.control, Patience::until(until))?;
         match greeting.ok_or(BrokerError::NoAnswer)? {
             Frame { kind: Kind::Hello, payload } => {
                 ours.agree(decode(&payload)?, Role::Broker)?;
@@ -415,7 +454,7 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`]; a refusal is one.
     pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
-        self.exchange(request.clone(), None)
+        self.exchange(request.clone(), None, None)
     }
 
     /// Opens a run: gives back what its grant says and the connection that
@@ -424,8 +463,32 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn open_run(&self, run: OpenRun) -> Result<(GrantClaims, UnixStream), BrokerError> {
+        self.open(Request::OpenRun(run), None)
+    }
+
+    /// The same, with tools that a caller hosts if there are any, until nobody
+    /// wants the run any more. It may be opened all the same then, and ends
+    /// with its connection.
+    pub(crate) fn open_run_for(
+        &self,
+        run: OpenRun,
+        host: Option<u64>,
+        cancel: Option<&Cancel>,
+    ) -> Result<(GrantClaims, UnixStream), BrokerError> {
+        let request = match host {
+            None => Request::OpenRun(run),
+            Some(host) => Request::OpenHostedRun { run, host },
+        };
+        self.open(request, cancel)
+    }
+
+    fn open(
+        &self,
+        request: Request,
+        cancel: Option<&Cancel>,
+    ) -> Result<(GrantClaims, UnixStream), BrokerError> {
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
-        match self.exchange(Request::OpenRun(run), Some(theirs))? {
+        match self.exchange(request, Some(theirs), cancel)? {
             Reply::Opened(claims) => Ok((claims, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
         }
@@ -438,25 +501,9 @@ impl Broker {
     /// [`BrokerError`].
     pub fn host(&self, tools: HostedTools) -> Result<(u64, UnixStream), BrokerError> {
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
-        match self.exchange(Request::Host(tools), Some(theirs))? {
+        match self.exchange(Request::Host(tools), Some(theirs), None)? {
             Reply::Hosting { host } => Ok((host, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for hosted tools"))),
-        }
-    }
-
-    /// Opens a run that may call a caller's own tools too.
-    ///
-    /// # Errors
-    /// [`BrokerError`].
-    pub fn open_hosted_run(
-        &self,
-        run: OpenRun,
-        host: u64,
-    ) -> Result<(GrantClaims, UnixStream), BrokerError> {
-        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
-        match self.exchange(Request::OpenHostedRun { run, host }, Some(theirs))? {
-            Reply::Opened(claims) => Ok((claims, ours)),
-            other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
         }
     }
 
@@ -466,7 +513,7 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`]; the journal may not be there.
     pub fn sync(&self) -> Result<(), BrokerError> {
-        match self.exchange(Request::Sync, None)? {
+        match self.exchange(Request::Sync, None, None)? {
             Reply::Synced => Ok(()),
             other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
         }
@@ -478,7 +525,7 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn cancel_run(&self, run_id: RunId) -> Result<(), BrokerError> {
-        match self.exchange(Request::CancelRun { run_id }, None)? {
+        match self.exchange(Request::CancelRun { run_id }, None, None)? {
             Reply::Cancelled => Ok(()),
             other => Err(BrokerError::Protocol(format!("{other:?} for a cancelled run"))),
         }
@@ -489,16 +536,21 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn metrics(&self) -> Result<String, BrokerError> {
-        match self.exchange(Request::Metrics, None)? {
+        match self.exchange(Request::Metrics, None, None)? {
             Reply::Metrics(text) => Ok(text),
             other => Err(BrokerError::Protocol(format!("{other:?} for metrics"))),
         }
     }
 
-    fn exchange(&self, request: Request, rider: Option<UnixStream>) -> Result<Reply, BrokerError> {
+    fn exchange(
+        &self,
+        request: Request,
+        rider: Option<UnixStream>,
+        cancel: Option<&Cancel>,
+    ) -> Result<Reply, BrokerError> {
         let until = Instant::now() + REQUEST_TIME_MAX;
         let id = self.send(request, rider)?;
-        let reply = self.wait_for(id, until);
+        let reply = self.wait_for(id, Patience { until: Some(until), cancel });
         if reply.is_err() {
             lock(&self.answers).waited.remove(&id);
         }
@@ -546,7 +598,7 @@ impl Broker {
 
     /// Waits for one answer, and reads the link for all while nobody else
     /// does.
-    fn wait_for(&self, id: u64, until: Instant) -> Result<Reply, BrokerError> {
+    fn wait_for(&self, id: u64, patience: Patience<'_>) -> Result<Reply, BrokerError> {
         let mut answers = lock(&self.answers);
         loop {
             if let Some(reply) = answers.waited.get_mut(&id).and_then(Option::take) {
@@ -556,21 +608,22 @@ impl Broker {
             if let Some(broken) = &answers.broken {
                 return Err(broken.clone().into());
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if patience.cancel.is_some_and(Cancel::is_raised) {
+                return Err(BrokerError::Cancelled);
+            }
+            if patience.is_over() {
                 return Err(BrokerError::NoAnswer);
             }
             if answers.reading {
-                answers = self
-                    .changed
-                    .wait_timeout(answers, left)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
+                // Who waits for a word of another thread's cannot look at the
+                // cancel handle meanwhile, and so does now and then.
+                let waited = self.changed.wait_timeout(answers, LOOK_EVERY);
+                answers = waited.unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
             answers.reading = true;
             drop(answers);
-            let read = self.read_answer(until);
+            let read = self.read_answer(patience);
             answers = lock(&self.answers);
             answers.reading = false;
             match read {
@@ -581,14 +634,17 @@ impl Broker {
                     }
                 }
                 Ok(None) => {}
-                Err(broken) => answers.broken = Some(broken),
+                Err(broken) => {
+                    answers.broken = Some(broken);
+                    self.close();
+                }
             }
             self.changed.notify_all();
         }
     }
 
-    /// The next answer on the link; `None` if the time is over.
-    fn read_answer(&self, until: Instant) -> Result<Option<Answer>, Broken> {
+    /// The next answer on the link; `None` if nobody waits for it any longer.
+    fn read_answer(&self, patience: Patience<'_>) -> Result<Option<Answer>, Broken> {
         let broken = |error| match error {
             BrokerError::Lost(error) => Broken::lost(&error),
             other => Broken::Protocol(match other {
@@ -596,7 +652,7 @@ impl Broker {
                 other => other.to_string(),
             }),
         };
-        match lock(&self.reader).next(&self.control, until).map_err(broken)? {
+        match lock(&self.reader).next(&self.control, patience).map_err(broken)? {
             None => Ok(None),
             Some(Frame { kind: Kind::Reply, payload }) => {
                 decode(&payload).map(Some).map_err(broken)
@@ -609,17 +665,17 @@ impl Broker {
 
     fn end(&self, broken: Broken) {
         lock(&self.answers).broken.get_or_insert(broken);
-        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        self.close();
         self.changed.notify_all();
     }
 }
 
 impl Reader {
-    /// The next frame; `None` if the time is over before it is whole.
+    /// The next frame; `None` if nobody waits any longer before it is whole.
     fn next(
         &mut self,
         mut link: &UnixStream,
-        until: Instant,
+        patience: Patience<'_>,
     ) -> Result<Option<Frame>, BrokerError> {
         loop {
             let mut input = &self.buffer[self.unread.clone()];
@@ -629,11 +685,13 @@ impl Reader {
             if let Some(frame) = frame.map_err(|e| BrokerError::Protocol(e.to_string()))? {
                 return Ok(Some(frame));
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(None);
+            match link::wait(link.as_raw_fd(), libc::POLLIN, patience) {
+                Ok(()) => {}
+                Err(error) => match error.kind() {
+                    io::ErrorKind::TimedOut | io::ErrorKind::ConnectionAborted => return Ok(None),
+                    _ => return Err(BrokerError::Lost(error)),
+                },
             }
-            link.set_read_timeout(Some(left)).map_err(BrokerError::Lost)?;
             match link.read(&mut self.buffer) {
                 Ok(0) => return Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into())),
                 Ok(bytes) => self.unread = 0..bytes,
@@ -651,7 +709,7 @@ impl Drop for Broker {
         // The end of the control link tells the broker to finish and leave.
         // It may still follow calls that it dispatched, and it is right to:
         // it is not waited for beyond a moment, and never ended.
-        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        self.close();
         let until = Instant::now() + CLOSE_TIME_MAX;
         let mut child = lock(&self.child);
         while matches!(child.try_wait(), Ok(None)) && Instant::now() < until {

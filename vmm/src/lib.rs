@@ -26,6 +26,7 @@ pub mod bench;
 pub mod broker;
 pub mod cancel;
 pub mod jail;
+pub mod keeper;
 pub mod keys;
 pub mod link;
 pub mod machine;

@@ -243,7 +243,12 @@ pub(crate) fn receive_once(
     Ok((bytes, passed))
 }
 
-fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
+/// Waits until the socket is ready for this.
+///
+/// # Errors
+/// What the kernel said; `TimedOut`, and `ConnectionAborted` if nobody wants
+/// it any more.
+pub(crate) fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
     loop {
         // Rounded up, so that the last wait is not a busy one.
         let ms = match patience.until.map(|until| until.saturating_duration_since(Instant::now())) {

@@ -27,6 +27,7 @@ use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
 use crate::cancel::Cancel;
 use crate::jail::Weakness;
+use crate::keeper::{BrokerStanding, Keeper};
 use crate::link::Patience;
 use crate::machine::deadline_in;
 use crate::pool::worker::Tell;
@@ -104,7 +105,7 @@ pub struct Attendance<'a> {
 #[derive(Debug)]
 pub struct Supervisor {
     maxima: RunLimits,
-    broker: Option<Broker>,
+    broker: Option<Keeper>,
     options: PoolOptions,
     worker: PathBuf,
     engine: RwLock<Arc<Engine>>,
@@ -128,22 +129,21 @@ impl Engine {
 enum Refused {
     Violations(Vec<Violation>),
     Broker(BrokerError),
-    /// The run is over, and what its calls did is not known to be on the disk.
-    Journal(BrokerError),
     Over(OverLimit),
     Host(io::Error),
 }
 
 impl Supervisor {
-    /// A supervisor that sends tool calls to this broker. Without one, no
-    /// program can call a tool.
+    /// A supervisor that sends tool calls to this broker, and to its successor
+    /// if it is lost. Without one, no program can call a tool.
     ///
     /// # Errors
-    /// If the host has no thread left for the pool.
+    /// If the host has no thread left.
     pub fn new(options: SupervisorOptions, broker: Option<Broker>) -> io::Result<Self> {
         let SupervisorOptions { trust, maxima, pool, worker } = options;
         let worker = worker.unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
         let engine = RwLock::new(Engine::new(trust, pool, worker.clone())?);
+        let broker = broker.map(Keeper::of).transpose()?;
         Ok(Self { maxima, broker, options: pool, worker, engine })
     }
 
@@ -183,7 +183,7 @@ impl Supervisor {
     /// [`BrokerError`]; a refusal is one, and that there is no broker.
     pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
         match &self.broker {
-            Some(broker) => broker.ask(request),
+            Some(keeper) => keeper.with(None, |broker| broker.ask(request)).map(|(reply, _)| reply),
             None => Err(BrokerError::Refused {
                 kind: RefusalKind::BadRequest,
                 message: "there is no toolbroker here: no tool can be asked for".into(),
@@ -196,7 +196,14 @@ impl Supervisor {
     /// # Errors
     /// [`BrokerError`].
     pub fn metrics(&self) -> Result<String, BrokerError> {
-        self.broker.as_ref().map_or_else(|| Ok(String::new()), Broker::metrics)
+        let Some(keeper) = &self.broker else { return Ok(String::new()) };
+        keeper.with(None, Broker::metrics).map(|(text, _)| text)
+    }
+
+    /// How the broker stands, if there is to be one.
+    #[must_use]
+    pub fn broker(&self) -> Option<BrokerStanding> {
+        self.broker.as_ref().map(Keeper::standing)
     }
 
     /// The same as [`Self::run`] for somebody who attends the run.
@@ -216,12 +223,12 @@ impl Supervisor {
         let engine = self.engine();
         let admitted = match self.admit(&engine.admission, request) {
             Ok(admitted) => admitted,
-            Err(refused) => return unstarted(run_id, None, refused.into(), at),
+            Err(refused) => return refused.result(run_id, None, at),
         };
         at.admitted = now_ns();
         match self.carry_out(&engine.pool, run_id, request, &admitted, attendance, &mut at) {
             Ok(result) => result,
-            Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), at),
+            Err(refused) => refused.result(run_id, Some(&admitted), at),
         }
     }
 
@@ -257,7 +264,7 @@ impl Supervisor {
         // from the moment at which it is asked to open the run.
         let wall = Duration::from_millis(request.limits.wall_ms);
         let (began, deadline) = (Instant::now(), deadline_in(wall));
-        let (granted, link) = self.open(run_id, request, admitted, attendance)?;
+        let (granted, opened) = self.open(run_id, request, admitted, attendance)?;
         let violations = admitted.shape.violations(&granted, &request.limits);
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
@@ -280,12 +287,12 @@ impl Supervisor {
             program: request.program.clone(),
             input: request.input.clone(),
             deadline,
-            brokered: link.is_some(),
+            brokered: opened.is_some(),
         };
         let task = Task {
             tenant: &request.principal,
             job: &job,
-            broker: link.as_ref(),
+            broker: opened.as_ref().map(|opened| &opened.link),
             prepared: request.prepare.then_some(admitted),
             tell: attendance.tell,
         };
@@ -300,25 +307,31 @@ impl Supervisor {
         };
         let is_cancelled =
             matches!(report.fate, Fate::Vm(VmFailure { kind: VmFailureKind::Cancelled, .. }));
-        if is_cancelled
-            && link.is_some()
-            && let Some(broker) = &self.broker
-        {
-            // Its tools hear of it. A broker that is lost tells nobody.
-            if let Err(error) = broker.cancel_run(run_id) {
-                tracing::warn!(%error, "a cancelled run's calls go on");
+        let mut unknown = None;
+        if let Some(Opened { broker, .. }) = &opened {
+            if is_cancelled {
+                // Its tools hear of it. A broker that is lost tells nobody.
+                if let Err(error) = broker.cancel_run(run_id) {
+                    tracing::warn!(%error, "a cancelled run's calls go on");
+                }
+            }
+            // What its calls did is on the disk before anybody hears of it. A
+            // run without calls asks nobody; of a cancelled run it is not known.
+            if !report.calls.is_empty() || is_cancelled {
+                unknown = broker.sync().err();
+            }
+            if is_cancelled && let Some(error) = unknown.take() {
+                // It has no result that could be held back.
+                tracing::warn!(%error, "what a cancelled run's calls did may not be on the disk");
             }
         }
-        // What its calls did is on the disk before anybody hears of it. A run
-        // without calls asks nobody; of a cancelled run it is not known.
-        if (!report.calls.is_empty() || (is_cancelled && link.is_some()))
-            && let Some(broker) = &self.broker
-        {
-            broker.sync().map_err(Refused::Journal)?;
-        }
-        drop(link);
+        drop(opened);
         let weaknesses = pool.weaknesses();
-        Ok(reported(run_id, admitted, request, report, vm, &weaknesses, *at))
+        let result = reported(run_id, admitted, request, report, vm, &weaknesses, *at);
+        Ok(match unknown {
+            None => result,
+            Some(error) => held_back(result, &error),
+        })
     }
 
     /// Opens the run at the broker. A program that can call nothing, and is
@@ -329,11 +342,11 @@ impl Supervisor {
         request: &Order,
         admitted: &Admitted,
         attendance: &Attendance<'_>,
-    ) -> Result<(Vec<ToolName>, Option<UnixStream>), Refused> {
+    ) -> Result<(Vec<ToolName>, Option<Opened>), Refused> {
         if request.authority == Authority::Tools(Vec::new()) && request.hosted.is_none() {
             return Ok((Vec::new(), None));
         }
-        let Some(broker) = &self.broker else {
+        let Some(keeper) = &self.broker else {
             return Ok((Vec::new(), None));
         };
         let open = OpenRun {
@@ -344,20 +357,47 @@ impl Supervisor {
             authority: request.authority.clone(),
             limits: request.limits.clone(),
         };
-        let opened = match (&request.hosted, attendance.host) {
-            (None, _) => broker.open_run(open),
-            (Some(tools), Some(takes)) => broker.host(tools.clone()).and_then(|(host, calls)| {
-                takes(calls);
-                broker.open_hosted_run(open, host)
-            }),
-            (Some(_), None) => Err(BrokerError::Refused {
-                kind: RefusalKind::BadRequest,
-                message: "nobody is there to carry out the tools that the order hosts".into(),
-            }),
-        };
-        let (claims, link) = opened.map_err(Refused::Broker)?;
+        // A broker that is lost over it has dispatched nothing of the run.
+        let opened = keeper.with(attendance.cancel, |broker| {
+            let host = match (&request.hosted, attendance.host) {
+                (None, _) => None,
+                (Some(tools), Some(takes)) => {
+                    let (host, calls) = broker.host(tools.clone())?;
+                    takes(calls);
+                    Some(host)
+                }
+                (Some(_), None) => {
+                    return Err(BrokerError::Refused {
+                        kind: RefusalKind::BadRequest,
+                        message: "nobody is there to carry out the tools that the order hosts"
+                            .into(),
+                    });
+                }
+            };
+            broker.open_run_for(open.clone(), host, attendance.cancel)
+        });
+        let ((claims, link), broker) = opened.map_err(Refused::Broker)?;
         let granted = claims.tools.into_iter().map(|tool| tool.name).collect();
-        Ok((granted, Some(link)))
+        Ok((granted, Some(Opened { broker, link })))
+    }
+}
+
+/// A run's connection at the broker that opened it. What the run did is that
+/// one's to know, whichever is there by then.
+struct Opened {
+    broker: Arc<Broker>,
+    link: UnixStream,
+}
+
+impl Refused {
+    fn result(self, run_id: RunId, admitted: Option<&Admitted>, at: Supervised) -> RunResult {
+        let retry_after_ms = match &self {
+            Self::Broker(BrokerError::Away { retry_after_ms, .. }) => Some(*retry_after_ms),
+            _ => None,
+        };
+        let mut result = unstarted(run_id, admitted, self.into(), at);
+        result.report.retry_after_ms = retry_after_ms;
+        result
     }
 }
 
@@ -382,18 +422,33 @@ impl From<Refused> for Outcome {
                         RefusalKind::Journal => (Status::Internal, "journal"),
                         RefusalKind::Overloaded => (Status::Refused, "overloaded"),
                     },
+                    BrokerError::Away { .. } => (Status::Refused, "broker_away"),
+                    BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
+                    BrokerError::Lost(_) => (Status::Internal, "broker_lost"),
                     _ => (Status::Internal, "broker"),
                 };
                 Self::new(status, kind, error.to_string())
             }
-            Refused::Journal(error) => Self::new(
-                Status::Internal,
-                "journal",
-                format!("the run made calls, and its result is held back: {error}"),
-            ),
             Refused::Host(error) => Self::new(Status::Unavailable, "host", error.to_string()),
         }
     }
+}
+
+/// A run that is over, and of which nobody knows whether what its calls did is
+/// on the disk: that it made them is told, and nothing that came of them.
+fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
+    let RunResult { mut report, trace, .. } = result;
+    let kind = match error {
+        BrokerError::Lost(_) | BrokerError::Protocol(_) => "broker_lost",
+        _ => "journal",
+    };
+    report.status = Status::Internal;
+    report.kind = kind;
+    report.reason = format!("the run made calls, and its result is held back: {error}");
+    (report.output, report.output_encoding) = encode_output(&[]);
+    report.artifacts.clear();
+    report.log.clear();
+    RunResult { report, artifacts: Vec::new(), trace }
 }
 
 fn us_since(since_ns: u64) -> u64 {

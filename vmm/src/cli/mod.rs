@@ -84,7 +84,9 @@ impl CliError {
                 BrokerError::Lost(_)
                 | BrokerError::NoAnswer
                 | BrokerError::Handshake(_)
-                | BrokerError::Protocol(_) => Exit::Internal,
+                | BrokerError::Protocol(_)
+                | BrokerError::Away { .. }
+                | BrokerError::Cancelled => Exit::Internal,
             },
             Self::Host(_) => Exit::Unavailable,
             Self::Output(_) => Exit::Failed,

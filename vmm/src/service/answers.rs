@@ -10,6 +10,9 @@ use crate::broker::BrokerError;
 fn refused(error: BrokerError) -> Reply {
     match error {
         BrokerError::Refused { kind, message } => Reply::Refused { kind, message },
+        away @ BrokerError::Away { .. } => {
+            Reply::Refused { kind: RefusalKind::Overloaded, message: away.to_string() }
+        }
         other => Reply::Refused { kind: RefusalKind::Internal, message: other.to_string() },
     }
 }

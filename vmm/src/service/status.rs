@@ -39,11 +39,23 @@ impl Service {
         let ((running, waiting), bounds) = (self.gate.load(), self.gate.bounds());
         let pool = self.supervisor.pool();
         let weaknesses: Vec<_> = pool.weaknesses().iter().map(|weakness| weakness.word()).collect();
+        let broker = self.supervisor.broker();
+        let is_away = broker.as_ref().is_some_and(|it| it.pid.is_none());
         json!({
-            "state": if self.gate.is_draining() { "draining" } else { "serving" },
+            "state": match (self.gate.is_draining(), is_away) {
+                (true, _) => "draining",
+                // Runs that call tools are refused.
+                (false, true) => "recovering",
+                (false, false) => "serving",
+            },
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
             "uptime_s": self.counts.since.elapsed().as_secs(),
+            "broker": broker.map(|it| json!({
+                "pid": it.pid,
+                "restarts": it.restarts,
+                "reason": it.reason,
+            })),
             "connections": lock(&self.connections).len(),
             "threads": self.crew.threads(),
             "handovers": self.crew.handed(),
@@ -80,6 +92,9 @@ impl Service {
         let connections = lock(&self.connections).len() as u64;
         gauge("forge_service_connections", "Clients that are connected now.", connections);
         gauge("forge_service_threads", "Threads that serve clients.", self.crew.threads() as u64);
+        let broker = self.supervisor.broker();
+        let is_there = broker.as_ref().is_some_and(|it| it.pid.is_some());
+        gauge("forge_broker_up", "Whether the toolbroker is there.", is_there.into());
         let pool = self.supervisor.pool();
         gauge(
             "forge_pool_full",
@@ -89,6 +104,9 @@ impl Service {
         let mut counter = |name: &str, help: &str, value: u64| {
             let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name} {value}");
         };
+        let help = "How many toolbrokers were started after one was lost.";
+        let restarts = broker.map_or(0, |it| it.restarts);
+        counter("forge_broker_restarts_total", help, restarts);
         let help = "Resets that were found to have left something behind.";
         counter("forge_pool_resets_disproven_total", help, pool.resets_disproven());
         let help = "How often a connection was handed to a thread that did not read it.";

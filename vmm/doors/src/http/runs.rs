@@ -152,7 +152,9 @@ fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
 /// Why a run did not take place, if it did not.
 pub(crate) fn refused(end: &End) -> Option<Problem> {
     let status = match (end.head.status.as_str(), end.head.kind.as_str()) {
-        ("refused", "draining") | ("unavailable", _) => StatusCode::SERVICE_UNAVAILABLE,
+        ("refused", "draining" | "broker_away") | ("unavailable", _) => {
+            StatusCode::SERVICE_UNAVAILABLE
+        }
         ("refused", _) => StatusCode::TOO_MANY_REQUESTS,
         _ => return None,
     };
@@ -341,6 +343,7 @@ mod tests {
         let status = |it: &str, kind: &str| refused(&end(it, kind)).map(|it| it.body().status());
         assert_eq!(status("refused", "queue_full"), Some(429));
         assert_eq!(status("refused", "draining"), Some(503));
+        assert_eq!(status("refused", "broker_away"), Some(503));
         assert_eq!(status("unavailable", "kvm"), Some(503));
         for ended in ["ok", "failed", "trap", "rejected", "limit", "cancelled", "internal"] {
             assert_eq!(status(ended, "x"), None, "{ended}");

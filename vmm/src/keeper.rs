@@ -1,0 +1,285 @@
+//! A broker that is there again after it was lost.
+//!
+//! A [`Keeper`] has one broker at a time. A thread of its own watches the
+//! control link, and starts another when that breaks. Runs that the lost one
+//! had opened end with it, because nobody knows what their calls did. Whoever
+//! wants something of it meanwhile waits shortly, or is told when to come
+//! again.
+//!
+//! A broker that is lost again soon is started later each time, and so is one
+//! that refuses its configuration: whoever mends that has nothing else to do.
+//! Deliberately absent is giving up, since runs that call nothing go on.
+//! Grants that live as long as their broker end with it.
+
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::broker::{Broker, BrokerError, BrokerOptions};
+use crate::cancel::Cancel;
+
+/// How long after a loss another broker is started, at least and at most.
+const DELAY_MIN: Duration = Duration::from_millis(20);
+const DELAY_MAX: Duration = Duration::from_secs(10);
+/// A broker that lived so many times as long as it was waited with is no part
+/// of a series of losses.
+const STEADY_DELAYS: u32 = 50;
+/// How long somebody waits for a broker that is about to be there.
+const ABSENCE_PATIENCE: Duration = Duration::from_secs(1);
+/// How often they look whether they are still to wait.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// How the broker stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BrokerStanding {
+    /// Its process, if it is there.
+    pub pid: Option<u32>,
+    /// How many were started after one was lost.
+    pub restarts: u64,
+    /// Why it is not there.
+    pub reason: Option<String>,
+}
+
+/// One broker at a time.
+#[derive(Debug)]
+pub struct Keeper {
+    shared: Arc<Shared>,
+    /// Has the thread end.
+    stop: Arc<EventFd>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Told when there is a broker again, or will be none.
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    broker: Result<Arc<Broker>, Away>,
+    /// Lost ones that may not have ended: they follow what they dispatched.
+    leaving: Vec<Arc<Broker>>,
+    restarts: u64,
+    ended: bool,
+}
+
+/// There is none now.
+#[derive(Clone, Debug)]
+struct Away {
+    reason: String,
+    /// When one is started next, after this many could not be.
+    next: Instant,
+    failures: u32,
+}
+
+impl Away {
+    fn lost(reason: &str) -> Self {
+        Self { reason: reason.to_owned(), next: Instant::now() + DELAY_MIN, failures: 0 }
+    }
+}
+
+impl Keeper {
+    /// Has this broker, and whichever is started after it.
+    ///
+    /// # Errors
+    /// If the host has no thread or descriptor left.
+    pub fn of(broker: Broker) -> io::Result<Self> {
+        let stop = Arc::new(EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?);
+        let (options, link) = (broker.options().clone(), broker.link()?);
+        let broker = Ok(Arc::new(broker));
+        let state = State { broker, leaving: Vec::new(), restarts: 0, ended: false };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        {
+            let (shared, stop) = (Arc::clone(&shared), Arc::clone(&stop));
+            let thread = std::thread::Builder::new().name("keeper".into());
+            thread.spawn(move || shared.keep(link, &options, &stop))?;
+        }
+        Ok(Self { shared, stop })
+    }
+
+    /// How it stands.
+    #[must_use]
+    pub fn standing(&self) -> BrokerStanding {
+        let state = self.shared.state();
+        let (pid, reason) = match &state.broker {
+            Ok(broker) => (Some(broker.id()), None),
+            Err(away) => (None, Some(away.reason.clone())),
+        };
+        BrokerStanding { pid, restarts: state.restarts, reason }
+    }
+
+    /// Asks the broker for something that leaves nothing behind if it is lost
+    /// over it; then its successor is asked, once. Gives back who answered.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn with<T>(
+        &self,
+        cancel: Option<&Cancel>,
+        ask: impl Fn(&Broker) -> Result<T, BrokerError>,
+    ) -> Result<(T, Arc<Broker>), BrokerError> {
+        let broker = self.shared.broker(cancel)?;
+        match ask(&broker) {
+            Ok(answer) => return Ok((answer, broker)),
+            Err(error @ (BrokerError::Lost(_) | BrokerError::Protocol(_))) => {
+                broker.close();
+                self.shared.lost(Some(&broker), &error.to_string());
+            }
+            Err(error) => return Err(error),
+        }
+        let broker = self.shared.broker(cancel)?;
+        ask(&broker).map(|answer| (answer, broker))
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let broker = {
+            let mut state = self.shared.state();
+            state.ended = true;
+            std::mem::replace(&mut state.broker, Err(Away::lost("it has ended")))
+        };
+        self.shared.changed.notify_all();
+        let _ = self.stop.write(1);
+        // Its thread is not waited for: it may be starting a broker, which
+        // ends as soon as its link does. This one is told to end here.
+        drop(broker);
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // What it guards is whole between any two statements.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The broker. One that is about to be there is waited for.
+    fn broker(&self, cancel: Option<&Cancel>) -> Result<Arc<Broker>, BrokerError> {
+        let until = Instant::now() + ABSENCE_PATIENCE;
+        let mut state = self.state();
+        loop {
+            if cancel.is_some_and(Cancel::is_raised) {
+                return Err(BrokerError::Cancelled);
+            }
+            let away = match &state.broker {
+                Ok(broker) => return Ok(Arc::clone(broker)),
+                Err(away) => away,
+            };
+            let now = Instant::now();
+            // One that could not be started may not be at the next time.
+            if away.failures > 0 || state.ended || now >= until {
+                let left = away.next.saturating_duration_since(now).max(DELAY_MIN);
+                return Err(BrokerError::Away {
+                    reason: away.reason.clone(),
+                    retry_after_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
+                });
+            }
+            let waited = self.changed.wait_timeout(state, LOOK_EVERY);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// This broker is lost, if it is the one that is there still; `None` is
+    /// whichever is there.
+    fn lost(&self, which: Option<&Arc<Broker>>, reason: &str) {
+        let mut state = self.state();
+        let is_it = |it: &Arc<Broker>| which.is_none_or(|which| Arc::ptr_eq(it, which));
+        if state.broker.as_ref().is_ok_and(is_it)
+            && let Ok(lost) = std::mem::replace(&mut state.broker, Err(Away::lost(reason)))
+        {
+            state.leaving.push(lost);
+        }
+    }
+
+    /// The thread: waits for a loss, and makes it good.
+    fn keep(&self, mut link: UnixStream, options: &BrokerOptions, stop: &EventFd) {
+        let mut delay = Duration::ZERO;
+        loop {
+            let since = Instant::now();
+            if wait(stop, Some(&link), None) {
+                return;
+            }
+            tracing::error!("the toolbroker is lost, and will be started again");
+            self.lost(None, "the toolbroker was lost and is being started again");
+            if since.elapsed() >= delay * STEADY_DELAYS {
+                delay = Duration::ZERO;
+            }
+            link = loop {
+                delay = (2 * delay).clamp(DELAY_MIN, DELAY_MAX);
+                self.next_at(Instant::now() + delay);
+                if wait(stop, None, Some(delay)) {
+                    return;
+                }
+                let started = Broker::start(options)
+                    .and_then(|it| it.link().map(|link| (it, link)).map_err(BrokerError::Start));
+                match started {
+                    Ok((broker, link)) => {
+                        self.is_back(broker);
+                        break link;
+                    }
+                    Err(error) => {
+                        tracing::error!(%error, "the toolbroker is not there again");
+                        self.failed(&error);
+                    }
+                }
+            };
+        }
+    }
+
+    fn is_back(&self, broker: Broker) {
+        let mut state = self.state();
+        if state.ended {
+            return;
+        }
+        tracing::warn!(pid = broker.id(), "the toolbroker is there again");
+        state.broker = Ok(Arc::new(broker));
+        state.restarts += 1;
+        state.leaving.retain(|it| !it.has_ended());
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn next_at(&self, at: Instant) {
+        if let Err(away) = &mut self.state().broker {
+            away.next = at;
+        }
+    }
+
+    fn failed(&self, error: &BrokerError) {
+        if let Err(away) = &mut self.state().broker {
+            away.reason = error.to_string();
+            away.failures += 1;
+        }
+        // Nobody waits for it any longer.
+        self.changed.notify_all();
+    }
+}
+
+/// Waits until this link is broken, or the time is over; `true` if it is to
+/// stop.
+fn wait(stop: &EventFd, link: Option<&UnixStream>, time: Option<Duration>) -> bool {
+    let mut polled = [
+        libc::pollfd { fd: stop.as_raw_fd(), events: libc::POLLIN, revents: 0 },
+        // A hang-up is told unasked; what there is to read is others' to read.
+        libc::pollfd { fd: link.map_or(-1, |link| link.as_raw_fd()), events: 0, revents: 0 },
+    ];
+    let until = time.map(|time| Instant::now() + time);
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let ms = left.map_or(-1, |left| i32::try_from(left.as_millis()).unwrap_or(i32::MAX));
+        // SAFETY: two valid pollfds.
+        let ready = unsafe { libc::poll(polled.as_mut_ptr(), 2, ms) };
+        match ready {
+            0 => return false,
+            1.. => return polled[0].revents != 0,
+            _ if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            // It cannot watch: better no successor than a hundred.
+            _ => return true,
+        }
+    }
+}
