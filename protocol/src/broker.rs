@@ -20,6 +20,7 @@ use crate::codec::{Decode, Encode};
 use crate::limits::RunLimits;
 use crate::name::ToolName;
 use crate::service::HostedTools;
+use crate::worker::CallRecord;
 
 /// Requests that may be unanswered on one control link at the same time; the
 /// broker takes up the next when one of them is answered.
@@ -229,7 +230,12 @@ pub enum Reply {
         unavailable: Vec<(String, String)>,
     },
     /// To [`Request::CancelRun`].
-    Cancelled,
+    Cancelled {
+        /// The calls that it had made by then, in the order of calling. One that
+        /// had not settled was in flight: whoever carries it out is told, and
+        /// what it did stays unknown.
+        calls: Vec<CallRecord>,
+    },
     /// To [`Request::Host`].
     Hosting {
         /// For [`Request::OpenHostedRun`].

@@ -353,11 +353,14 @@ impl Broker {
             }
             Request::CancelRun { run_id } => {
                 let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
-                if let Some(run) = run {
+                let calls = run.map_or_else(Vec::new, |run| {
                     tracing::info!(run = %run_id, "run cancelled");
+                    // What settles from here on is settled by that.
+                    let calls = run.calls_so_far();
                     run.cancel();
-                }
-                Ok(Reply::Cancelled)
+                    calls
+                });
+                Ok(Reply::Cancelled { calls })
             }
         }
     }
@@ -780,6 +783,7 @@ async fn take_calls(
                 // Calls past the budget are answered; calls without end are not.
                 over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
                 next_call += 1;
+                run.calls(&call.tool);
                 // A call is in flight until the worker can have its answer.
                 let in_flight = (calls.len() + sender.unsent() + 1) as u64;
                 over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
@@ -793,6 +797,7 @@ async fn take_calls(
                 }
             }
         };
+        run.settles(&settled);
         let mut frame = Vec::with_capacity(HEADER_BYTES + settled.body.len() + SETTLED_BYTES);
         frame::write_message(Kind::Settled, &settled, &mut frame);
         if let Err(error) = sender.send(frame) {

@@ -30,6 +30,7 @@ use forge_protocol::codec::{self, BorrowDecode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::service::HostedTools;
+use forge_protocol::worker::CallRecord;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use crate::cancel::Cancel;
@@ -520,13 +521,14 @@ impl Broker {
     }
 
     /// Says that nobody wants a run any more whose link is still open: what it
-    /// has dispatched is waited for no longer, and its tools are told.
+    /// has dispatched is waited for no longer, and its tools are told. Gives
+    /// back its calls until then.
     ///
     /// # Errors
     /// [`BrokerError`].
-    pub fn cancel_run(&self, run_id: RunId) -> Result<(), BrokerError> {
+    pub fn cancel_run(&self, run_id: RunId) -> Result<Vec<CallRecord>, BrokerError> {
         match self.exchange(Request::CancelRun { run_id }, None, None)? {
-            Reply::Cancelled => Ok(()),
+            Reply::Cancelled { calls } => Ok(calls),
             other => Err(BrokerError::Protocol(format!("{other:?} for a cancelled run"))),
         }
     }

@@ -298,7 +298,7 @@ impl Supervisor {
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
         let patience = Patience { until, cancel: attendance.cancel };
-        let (report, vm) = match pool.carry_out(&task, patience) {
+        let (mut report, vm) = match pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
                 (report, vm)
@@ -311,8 +311,10 @@ impl Supervisor {
         if let Some(Opened { broker, .. }) = &opened {
             if is_cancelled {
                 // Its tools hear of it. A broker that is lost tells nobody.
-                if let Err(error) = broker.cancel_run(run_id) {
-                    tracing::warn!(%error, "a cancelled run's calls go on");
+                match broker.cancel_run(run_id) {
+                    // Its worker was ended, and tells nothing of them.
+                    Ok(calls) => report.calls = calls,
+                    Err(error) => tracing::warn!(%error, "a cancelled run's calls go on"),
                 }
             }
             // What its calls did is on the disk before anybody hears of it. A

@@ -1,11 +1,14 @@
 //! One run: what it may call, and what it has used.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use forge_protocol::RunId;
+use forge_protocol::guest::Settled;
 use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, RunLimits};
+use forge_protocol::name::ToolName;
+use forge_protocol::worker::{CallRecord, CallSettled};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -40,6 +43,8 @@ pub struct Run {
     hosted: Option<Arc<Connection>>,
     /// `true` once nobody wants the run any more.
     cancelled: watch::Sender<bool>,
+    /// Its calls, each at the place of its number.
+    calls: Mutex<Vec<CallRecord>>,
 }
 
 impl Run {
@@ -72,6 +77,7 @@ impl Run {
             deadline,
             hosted: None,
             cancelled: watch::Sender::new(false),
+            calls: Mutex::default(),
             grant,
         }
     }
@@ -88,6 +94,32 @@ impl Run {
     /// longer.
     pub fn cancel(&self) {
         self.cancelled.send_replace(true);
+    }
+
+    /// It makes its next call, of this tool.
+    pub(crate) fn calls(&self, tool: &ToolName) {
+        let mut calls = self.called();
+        let id = u32::try_from(calls.len()).unwrap_or(u32::MAX);
+        calls.push(CallRecord { id, tool: tool.clone(), settled: None });
+    }
+
+    /// One of them settled.
+    pub(crate) fn settles(&self, settled: &Settled) {
+        let Settled { id, code, duration_ns, redacted, .. } = *settled;
+        if let Some(call) = self.called().get_mut(id as usize) {
+            call.settled = Some(CallSettled { code, duration_ns, redacted });
+        }
+    }
+
+    /// Its calls so far, in the order of calling.
+    #[must_use]
+    pub fn calls_so_far(&self) -> Vec<CallRecord> {
+        self.called().clone()
+    }
+
+    fn called(&self) -> MutexGuard<'_, Vec<CallRecord>> {
+        // What it guards is whole between any two statements.
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends when nobody wants it any more.
