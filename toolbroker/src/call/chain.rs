@@ -94,6 +94,7 @@ impl Identified {
         let call = CallFacts {
             call: id,
             principal: Arc::clone(run.principal()),
+            held_by_caller: run.hosts(&tool),
             tool,
             definition_sha256: None,
             effect: None,

@@ -178,6 +178,16 @@ impl Run {
         self.hosted.as_ref()
     }
 
+    /// Whether its caller hosts this tool.
+    pub(super) fn hosts(&self, tool: &ToolName) -> bool {
+        match self.hosted.as_deref() {
+            Some(Connection::Hosted(hosted)) => {
+                hosted.tools().iter().any(|hosted| hosted.name() == tool)
+            }
+            _ => false,
+        }
+    }
+
     /// `true` once: for its first call.
     pub(super) fn calls_first(&self) -> bool {
         !self.has_called.load(Ordering::Relaxed) && !self.has_called.swap(true, Ordering::AcqRel)

@@ -54,6 +54,8 @@ pub struct CallEntry {
     /// Whether a credential was taken out of its result; not known of calls
     /// without one, and of records of the first release.
     pub credential_removed: Option<bool>,
+    /// `caller` for a tool that the run's caller holds and carries out itself.
+    pub held_by: Option<String>,
 }
 
 /// What became of a call.
@@ -122,8 +124,9 @@ fn calls_of(
     connection.busy_timeout(BUSY_TIME_MAX)?;
     // One view of the file for all that is asked.
     let view = connection.transaction()?;
-    let Some(says_redacted) = readable(&view)? else { return Ok(None) };
-    let redacted = if says_redacted { "redacted" } else { "NULL" };
+    let Some(says) = readable(&view)? else { return Ok(None) };
+    let redacted = if says.redacted { "redacted" } else { "NULL" };
+    let held_by = if says.held_by { "held_by" } else { "NULL" };
     let run = run.map(|run| run.0.to_vec());
     let last = i64::try_from(last).unwrap_or(i64::MAX);
     let first: Option<i64> = view.query_row(
@@ -135,7 +138,7 @@ fn calls_of(
     let Some(first) = first else { return Ok(Some(Vec::new())) };
     let mut select = view.prepare(&format!(
         "SELECT kind, run, call, at_us, principal, tool, effect, definition, arguments, code,
-         took_us, {redacted} FROM records
+         took_us, {redacted}, {held_by} FROM records
          WHERE seq >= ?1 AND call IS NOT NULL AND (?2 IS NULL OR run = ?2) ORDER BY seq"
     ))?;
     let mut rows = select.query(rusqlite::params![first, run])?;
@@ -188,6 +191,7 @@ fn entry(row: &Row<'_>, (run, call): ([u8; 16], u32)) -> rusqlite::Result<CallEn
         ended_us: None,
         took_us: None,
         credential_removed: None,
+        held_by: row.get(12)?,
     })
 }
 
@@ -225,11 +229,13 @@ pub fn print(calls: &[CallEntry], out: &mut impl Write) -> io::Result<()> {
             (Some(code), None) => write!(out, "  {code}")?,
             (None, _) => {}
         }
-        writeln!(
-            out,
-            "{}",
-            if call.credential_removed == Some(true) { ", credential removed" } else { "" }
-        )?;
+        if call.credential_removed == Some(true) {
+            write!(out, ", credential removed")?;
+        }
+        if let Some(who) = &call.held_by {
+            write!(out, ", held by the {}", who.escape_debug())?;
+        }
+        writeln!(out)?;
     }
     let unknown = calls.iter().filter(|call| call.state == CallState::Unknown).count();
     if unknown > 0 {

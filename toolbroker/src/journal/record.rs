@@ -86,6 +86,9 @@ pub struct CallFacts {
     /// SHA-256 of the request's bytes as the program sent them; `None` if it
     /// was refused before they were read.
     pub arguments_sha256: Option<[u8; 32]>,
+    /// Whether the run's caller carries it out itself: what it did is the
+    /// caller's to know, and the caller's word is all there is of it.
+    pub held_by_caller: bool,
 }
 
 /// How a run's link ended.

@@ -28,11 +28,15 @@ pub const RECORDS_MAX: i64 = 1_000_000;
 /// Says to SQLite's own tools whose file it is: `fjnl`.
 const APPLICATION_ID: i32 = 0x666a_6e6c;
 /// The tables below, after all of [`UPGRADES`].
-const SCHEMA_VERSION: i32 = 2;
+const SCHEMA_VERSION: i32 = 3;
 /// What makes a file of each earlier version, from 1 on, one of the next. A
 /// broker that takes such a file does it; a reader reads it as it is.
-const UPGRADES: [&str; SCHEMA_VERSION as usize - 1] =
-    ["ALTER TABLE records ADD COLUMN redacted INTEGER"];
+const UPGRADES: [&str; SCHEMA_VERSION as usize - 1] = [
+    "ALTER TABLE records ADD COLUMN redacted INTEGER",
+    "ALTER TABLE records ADD COLUMN held_by TEXT",
+];
+/// What `held_by` says of a call that the run's caller carries out.
+pub(super) const HELD_BY_CALLER: &str = "caller";
 /// A reader may hold the file this long while a log is folded into it.
 const BUSY_TIME_MAX: Duration = Duration::from_secs(1);
 /// The write-ahead log is cut back to this when it is folded in, in bytes.
@@ -60,13 +64,14 @@ const SCHEMA: &str = "
         took_us INTEGER,
         response_bytes INTEGER,
         program BLOB,
-        redacted INTEGER
+        redacted INTEGER,
+        held_by TEXT
     ) STRICT;";
 
 const INSERT: &str = "INSERT OR IGNORE INTO records
     (seq, at_us, kind, run, call, principal, tool, definition, effect, arguments, code, took_us,
-     response_bytes, program, redacted)
-    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15)";
+     response_bytes, program, redacted, held_by)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)";
 
 /// Why the journal cannot be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -277,12 +282,20 @@ fn version_of(connection: &Connection) -> rusqlite::Result<(i32, i32)> {
     Ok((one("application_id")?, one("user_version")?))
 }
 
-/// Whether this release can read the file, and then whether its records say
-/// that something was redacted: those of version 1 do not.
-pub(super) fn readable(connection: &Connection) -> rusqlite::Result<Option<bool>> {
+/// What the records of a file say that an earlier release's did not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Says {
+    /// Whether something was redacted.
+    pub(super) redacted: bool,
+    /// Who holds a call's tool.
+    pub(super) held_by: bool,
+}
+
+/// Whether this release can read the file, and then what its records say.
+pub(super) fn readable(connection: &Connection) -> rusqlite::Result<Option<Says>> {
     let (application, version) = version_of(connection)?;
     let is_ours = application == APPLICATION_ID && (1..=SCHEMA_VERSION).contains(&version);
-    Ok(is_ours.then_some(version >= 2))
+    Ok(is_ours.then_some(Says { redacted: version >= 2, held_by: version >= 3 }))
 }
 
 /// Closes what dead brokers left, and begins a session: its number and that
@@ -420,6 +433,7 @@ fn add(
         response_bytes,
         program.map(|digest| &digest[..]),
         redacted,
+        facts.and_then(|facts| facts.held_by_caller.then_some(HELD_BY_CALLER)),
     ])?;
     Ok(())
 }
