@@ -9,6 +9,8 @@ mod support;
 mod desk;
 #[path = "support/executables.rs"]
 mod executables;
+#[path = "support/processes.rs"]
+mod processes;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,12 +18,14 @@ use std::process::{ExitCode, Output};
 
 use desk::{Desk, text};
 use serde_json::{Value, json};
+use support::signer;
 
 fn main() -> ExitCode {
     support::main(
         claims![
             an_intent_is_searched_granted_and_run_in_one_step,
             a_tool_that_was_not_found_is_not_granted,
+            a_service_searches_grants_and_runs_in_one_step_too,
         ],
         claims![
             tools_search_prints_the_tools_that_fit_with_scores_and_specs,
@@ -86,6 +90,31 @@ fn a_tool_that_was_not_found_is_not_granted() {
     assert_eq!(report["retrieved"][0]["tool"], "calendar.find_rooms", "{report:#}");
     assert_eq!(report["tool_calls"][0]["tool"], "billing.list_invoices");
     assert_ne!(report["tool_calls"][0]["status"], "ok", "{report:#}");
+}
+
+fn a_service_searches_grants_and_runs_in_one_step_too() {
+    let desk = Surface::new();
+    desk.0.write("signer.pub", signer().trust_key().to_pem());
+    let serve =
+        ["serve", "--socket", "socket", "--trust", "signer.pub", "--mcp-config", "mcp.json"];
+    let mut service = desk.0.command(&serve).envs([TOKEN]).spawn().unwrap();
+    processes::wait_for("a service", || {
+        assert!(service.try_wait().unwrap().is_none(), "it has ended");
+        std::os::unix::net::UnixStream::connect(desk.0.path("socket")).ok()
+    });
+    let program = example("programs/unpaid.wat");
+    let common = ["--service", "socket", program.to_str().unwrap()];
+    let (code, report) = desk.0.run(&[&["--intent", OWED, "-k", "4"][..], &common].concat());
+    let (missed, other) =
+        desk.0.run(&[&["--intent", "Is there a meeting room?", "-k", "1"][..], &common].concat());
+    service.kill().unwrap();
+    service.wait().unwrap();
+    assert_eq!(code, 0, "{report:#}");
+    assert_eq!(report["tool_calls"][0]["tool"], "billing.list_invoices");
+    assert_eq!(report["retrieved"].as_array().unwrap().len(), 4, "{report:#}");
+    // Exactly what was found is granted.
+    assert_eq!((missed, &other["retrieved"][0]["tool"]), (1, &"calendar.find_rooms".into()));
+    assert_ne!(other["tool_calls"][0]["status"], "ok", "{other:#}");
 }
 
 fn tools_search_prints_the_tools_that_fit_with_scores_and_specs() {

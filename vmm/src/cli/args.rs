@@ -95,7 +95,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME")]
     pub(crate) session: Option<String>,
     /// Grant exactly the tools that fit this intent best
-    #[arg(long, value_name = "TEXT", conflicts_with_all = ["allow", "grant", "service"])]
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["allow", "grant"])]
     pub(crate) intent: Option<String>,
     /// With --intent: how many tools
     #[arg(short, value_name = "N", default_value = "5", value_parser = hits(), requires = "intent")]

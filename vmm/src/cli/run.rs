@@ -39,7 +39,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
             events: false,
             hosted: None,
         };
-        return serve::submit(&args, &order);
+        return serve::submit(&args, order);
     }
     let key = match authority {
         Authority::Grant(_) => GrantKey::Lasting,
@@ -103,17 +103,22 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
 /// Finds the tools that the run is to be granted.
 fn retrieve(broker: &Broker, args: &RunArgs, intent: &str) -> Result<Vec<FoundTool>, CliError> {
     progress("searching tools");
-    let (tools, unavailable) = config::search(broker, &args.broker.principal, intent, args.k)?;
+    let found = config::search(broker, &args.broker.principal, intent, args.k)?;
+    Ok(told(found))
+}
+
+/// Says what was found, and what could not be searched.
+pub(crate) fn told((tools, unavailable): config::Found) -> Vec<FoundTool> {
     for (server, reason) in &unavailable {
         complain(&format!("server {server} was not searched: {}", shown_whole(reason)));
     }
     for tool in &tools {
         progress(&format!("granted: {}", shown_whole(tool.spec.name.as_str())));
     }
-    Ok(tools)
+    tools
 }
 
-fn retrieved_report(found: &FoundTool) -> RetrievedReport {
+pub(crate) fn retrieved_report(found: &FoundTool) -> RetrievedReport {
     let FoundTool { spec, score_millionths } = found;
     RetrievedReport { tool: spec.name.to_string(), score_millionths: *score_millionths }
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use base64::Engine as _;
 use forge_client::ClientError;
 use forge_client::blocking::Client;
+use forge_protocol::broker::{Authority, FoundTool};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
@@ -23,7 +24,7 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use super::args::{DrainArgs, ReuseArg, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
-use super::{CliError, Exit, print_json};
+use super::{CliError, Exit, print_json, progress};
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
@@ -141,17 +142,42 @@ pub(crate) fn drain(args: &DrainArgs) -> Result<ExitCode, CliError> {
     Ok(Exit::Ok.into())
 }
 
-/// Has a service carry out a run.
-pub(crate) fn submit(args: &RunArgs, order: &Order) -> Result<ExitCode, CliError> {
+/// Has a service find the tools that a run is to be granted.
+fn retrieve(
+    client: &mut Client,
+    args: &RunArgs,
+    intent: &str,
+) -> Result<Vec<FoundTool>, ClientError> {
+    let (principal, intent) = (args.broker.principal.clone(), intent.to_owned());
+    match client.ask(Question::SearchTools { principal, intent, k: args.k })? {
+        Reply::Found { tools, unavailable } => Ok(super::run::told((tools, unavailable))),
+        _ => Err(ClientError::Protocol("a search is answered by something else".into())),
+    }
+}
+
+/// Has a service carry out a run, and first find the tools for it where it has
+/// an intent.
+pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliError> {
     let Some(socket) = &args.service else {
         return Err(CliError::Usage("--service says where".into()));
     };
     let at = |source| CliError::File { path: socket.display().to_string(), source };
     let gone = |error: ClientError| at(io::Error::other(error));
-    let Finish { report, .. } =
-        Client::connect(socket).and_then(|mut client| client.run(order)).map_err(gone)?;
+    let mut client = Client::connect(socket).map_err(gone)?;
+    let mut retrieved = Vec::new();
+    if let Some(intent) = &args.intent {
+        progress("searching tools");
+        retrieved = retrieve(&mut client, args, intent).map_err(gone)?;
+        let names = retrieved.iter().map(|tool| tool.spec.name.clone());
+        order.authority = Authority::Tools(names.collect());
+    }
+    let Finish { report, .. } = client.run(&order).map_err(gone)?;
     let unreadable = |error: serde_json::Error| at(error.into());
-    let report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
+    let mut report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
+    if !retrieved.is_empty() {
+        let retrieved: Vec<_> = retrieved.iter().map(super::run::retrieved_report).collect();
+        report["retrieved"] = serde_json::to_value(retrieved).map_err(unreadable)?;
+    }
     let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;
     if args.json {
         print_json(&report)?;
