@@ -25,6 +25,8 @@ fn main() -> ExitCode {
             a_bench_is_compared_with_an_earlier_one,
             execution_in_the_guest_is_measured_beside_the_host,
             a_tool_call_is_measured_for_each_effect_and_a_write_beside_the_disk,
+            each_door_is_measured_beside_a_run_without_one,
+            a_tenant_is_measured_beside_another_that_floods_the_service,
         ],
         claims![
             whether_a_call_is_allowed_is_measured_without_a_vm,
@@ -141,6 +143,30 @@ fn a_tool_call_is_measured_for_each_effect_and_a_write_beside_the_disk() {
     let floor = p50("floor_exit") + 1.5 * p50("floor_socket") + p50("floor_fsync");
     let ratio = write["ratio"].as_f64().unwrap();
     assert!((ratio - p50("toolcall_write") / floor).abs() < 1e-6, "{write}");
+}
+
+fn each_door_is_measured_beside_a_run_without_one() {
+    executables::folder();
+    let results = json(&["doors", "--runs", "2"]);
+    assert_eq!(
+        names(&results),
+        ["floor_socket", "door_none", "door_vsock", "door_http", "door_mcp"]
+    );
+    for result in &results["results"].as_array().unwrap()[2..] {
+        assert_eq!((&result["unit"], &result["n"]), (&"us".into(), &2.into()), "{result}");
+        assert_eq!(result["ratio_of"], "2 floor_socket");
+    }
+}
+
+fn a_tenant_is_measured_beside_another_that_floods_the_service() {
+    executables::folder();
+    let results = json(&["overload_p50", "--runs", "1"]);
+    assert_eq!(names(&results), ["overload_p50"]);
+    let overload = &results["results"][0];
+    assert_eq!((&overload["unit"], &overload["n"]), (&"x".into(), &1.into()));
+    assert!(overload["p50"].as_f64().unwrap() > 0.0, "{overload}");
+    let note = overload["note"].as_str().unwrap();
+    assert!(note.contains("admitted") && note.contains("refused"), "{note}");
 }
 
 fn whether_a_call_is_allowed_is_measured_without_a_vm() {

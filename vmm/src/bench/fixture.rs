@@ -1,9 +1,10 @@
 //! What cases are measured in: a supervisor in this process, or a service in
 //! another with this process as its client.
 
+use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use forge_protocol::broker::Authority;
@@ -93,12 +94,23 @@ pub(super) fn broker() -> Result<(Broker, Folder), String> {
 pub(super) struct Served {
     child: Child,
     socket: PathBuf,
+    /// What it says; read for the place of its HTTP door alone.
+    said: BufReader<ChildStderr>,
     _folder: Folder,
 }
 
 impl Served {
     /// Starts one that trusts the program's signer.
     pub(super) fn start(program: &Program, pool: PoolOptions) -> Result<Self, String> {
+        Self::start_with(program, pool, "")
+    }
+
+    /// The same with this in its `forge.toml`.
+    pub(super) fn start_with(
+        program: &Program,
+        pool: PoolOptions,
+        config: &str,
+    ) -> Result<Self, String> {
         let folder = Folder::new()?;
         let (socket, key) = (folder.0.join("socket"), folder.0.join("signer.pub"));
         let signer = program.trust.as_slice().first().ok_or("the program has no signer")?;
@@ -106,18 +118,26 @@ impl Served {
         let mut command = Command::new(executable());
         command.arg("serve").arg("--socket").arg(&socket).arg("--trust").arg(&key);
         command.arg("--state").arg(folder.0.join("state"));
+        if !config.is_empty() {
+            let path = folder.0.join("forge.toml");
+            std::fs::write(&path, config).map_err(said)?;
+            command.arg("--config").arg(path);
+        }
         command.args(["--ready", &pool.ready_min.to_string()]);
         command.args(["--ready-max", &pool.ready_max.to_string()]);
         if let Reuse::Reset { prove_one_in } = pool.reuse {
             command.args(["--reuse", "reset", "--prove-one-in", &prove_one_in.to_string()]);
         }
-        let child = command
+        // It has little to say, and a pipe takes that.
+        let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(Stdio::piped())
             .spawn()
             .map_err(said)?;
-        let mut served = Self { child, socket, _folder: folder };
+        let stderr = child.stderr.take().ok_or("a process has no standard error")?;
+        let said = BufReader::new(stderr);
+        let mut served = Self { child, socket, said, _folder: folder };
         let until = Instant::now() + START_TIME_MAX;
         while Client::connect(&served.socket).is_err() {
             if let Ok(Some(status)) = served.child.try_wait() {
@@ -134,6 +154,26 @@ impl Served {
     /// Its process id.
     pub(super) fn process(&self) -> i32 {
         self.child.id() as i32
+    }
+
+    /// Where it listens.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The address of its HTTP door, if it has one.
+    pub(super) fn http(&mut self) -> Option<String> {
+        let mut line = String::new();
+        while self.said.read_line(&mut line).is_ok_and(|bytes| bytes > 0) {
+            if let Some((_, place)) = line.trim().split_once("HTTP at ") {
+                return Some(place.to_owned());
+            }
+            if line.contains("serving at") {
+                return None;
+            }
+            line.clear();
+        }
+        None
     }
 
     /// Connects to it.

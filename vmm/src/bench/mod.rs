@@ -14,6 +14,8 @@
 //! | [`floors`] | bare KVM, one exit, a socket, the disk, fork, one verification, one parse |
 //! | [`cases`] | what is measured of us |
 //! | [`toolcall`] | tool calls by their effect, and what allowing one takes |
+//! | [`doors`] | what each door costs over the bare run |
+//! | [`overload`] | a tenant beside another that floods the service |
 //! | `fixture` | the supervisors and services that cases are measured in |
 //! | [`exec`] | execution in the guest beside the same interpreter on the host |
 //! | [`program`] | the benched programs: signed, checked, new input each run |
@@ -28,10 +30,12 @@
 pub mod cases;
 pub mod compare;
 pub mod disturbance;
+pub mod doors;
 pub mod exec;
 mod fixture;
 pub mod floors;
 pub mod formula;
+pub mod overload;
 pub mod plot;
 pub mod program;
 mod quiet;
@@ -103,7 +107,15 @@ pub struct Entry {
 /// Everything there is to measure, floors first.
 #[must_use]
 pub fn entries() -> Vec<Entry> {
-    [floors::ENTRIES, cases::ENTRIES, toolcall::ENTRIES, exec::ENTRIES].concat()
+    [
+        floors::ENTRIES,
+        cases::ENTRIES,
+        toolcall::ENTRIES,
+        doors::ENTRIES,
+        overload::ENTRIES,
+        exec::ENTRIES,
+    ]
+    .concat()
 }
 
 /// The entries that `name` stands for (`all`, a group, or one entry), and the

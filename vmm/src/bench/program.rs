@@ -110,7 +110,7 @@ const COMPUTE_ROUNDS: u32 = 2_000_000;
 /// neither side waits for memory.
 const COMPUTE_WORDS: u32 = 16_384;
 
-fn compute_source() -> String {
+fn compute_source(rounds: u32) -> String {
     let mask = COMPUTE_WORDS * 4 - 4;
     format!(
         r#"(module {COMMON}
@@ -136,7 +136,7 @@ fn compute_source() -> String {
                     (local.set $hash (call $mix (local.get $hash)
                         (i32.add (local.get $round) (i32.load (local.get $at)))))
                     (i32.store (local.get $at) (local.get $hash))
-                    (br_if $next (i32.ne (i32.const {COMPUTE_ROUNDS})
+                    (br_if $next (i32.ne (i32.const {rounds})
                         (local.tee $round (i32.add (local.get $round) (i32.const 1))))))
                 (call $tell (local.get $hash) (i32.const 65536))))"#
     )
@@ -145,13 +145,19 @@ fn compute_source() -> String {
 /// What [`Program::compute`] answers to an input.
 #[must_use]
 pub fn computed(input: &[u8]) -> String {
+    computed_in(input, COMPUTE_ROUNDS)
+}
+
+/// What [`Program::compute_for`] answers to an input.
+#[must_use]
+pub fn computed_in(input: &[u8], rounds: u32) -> String {
     let mix = |hash: u32, word: u32| {
         let mixed = hash ^ word.wrapping_mul(0xcc9e_2d51);
         mixed.rotate_left(13).wrapping_mul(5).wrapping_add(0xe654_6b64)
     };
     let mut memory = vec![0u32; COMPUTE_WORDS as usize];
     let mut hash = input.iter().fold(0, |hash, byte| mix(hash, u32::from(*byte)));
-    for round in 0..COMPUTE_ROUNDS {
+    for round in 0..rounds {
         let word = &mut memory[(hash / 4 % COMPUTE_WORDS) as usize];
         hash = mix(hash, round.wrapping_add(*word));
         *word = hash;
@@ -187,7 +193,16 @@ impl Program {
     /// # Errors
     /// As for [`Program::new`].
     pub fn compute() -> Result<Self, String> {
-        Self::of(&compute_source())
+        Self::compute_for(COMPUTE_ROUNDS)
+    }
+
+    /// The same for so many rounds of its loop, of which a million takes some
+    /// tens of milliseconds; it answers [`computed_in`].
+    ///
+    /// # Errors
+    /// As for [`Program::new`].
+    pub fn compute_for(rounds: u32) -> Result<Self, String> {
+        Self::of(&compute_source(rounds))
     }
 
     /// One of this text (WebAssembly text format).
