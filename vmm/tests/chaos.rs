@@ -14,28 +14,31 @@
 
 #[macro_use]
 mod support;
+#[path = "support/kills.rs"]
+mod kills;
 #[path = "support/processes.rs"]
 mod processes;
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use forge_protocol::broker::Authority;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Reuse;
+use forge_vmm::jail::GroupLimits;
 use forge_vmm::jail::cgroup::Parent;
-use forge_vmm::jail::{GroupLimits, descriptors};
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
-use processes::Process;
+use kills::{
+    Copies, NAMESPACES, RECOVERY_TIME_MAX, dice, is_root, kill, namespaces, no_group_is_left_of,
+    nothing_is_left, number,
+};
 use support::{forge_module, signed, signer};
 
 fn main() -> ExitCode {
@@ -102,46 +105,6 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
 
 // The part of the one who kills
 
-const RECOVERY_TIME_MAX: Duration = Duration::from_secs(60);
-
-/// A copy of `forge-vmm`, so that its processes are told from all others.
-struct Copy {
-    folder: PathBuf,
-    inode: (u64, u64),
-}
-
-impl Copy {
-    fn new() -> Self {
-        let folder = std::env::temp_dir().join(format!("forge-chaos-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        fs::set_permissions(&folder, PermissionsExt::from_mode(0o755)).unwrap();
-        let mut this = Self { folder, inode: (0, 0) };
-        fs::copy(env!("CARGO_BIN_EXE_forge-vmm"), this.path()).unwrap();
-        let metadata = fs::metadata(this.path()).unwrap();
-        this.inode = (metadata.dev(), metadata.ino());
-        this
-    }
-
-    fn path(&self) -> PathBuf {
-        self.folder.join("forge-vmm")
-    }
-
-    /// Every process that executes it.
-    fn processes(&self) -> Vec<Process> {
-        let ours = |it: &Process| {
-            let executable = fs::metadata(format!("/proc/{}/exe", it.pid));
-            executable.is_ok_and(|it| (it.dev(), it.ino()) == self.inode)
-        };
-        Process::all().into_iter().filter(ours).collect()
-    }
-}
-
-impl Drop for Copy {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.folder);
-    }
-}
-
 /// A supervisor, and what it says.
 struct Service {
     child: Child,
@@ -149,10 +112,10 @@ struct Service {
 }
 
 impl Service {
-    fn start(copy: &Copy, reuse: &str) -> Self {
+    fn start(copy: &Copies, reuse: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .arg("supervise")
-            .arg(copy.path())
+            .arg(copy.path("forge-vmm"))
             .arg(reuse)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -214,62 +177,13 @@ impl Drop for Service {
     }
 }
 
-const NAMESPACES: [&str; 6] = ["user", "pid", "net", "mnt", "ipc", "uts"];
-
-/// The inodes of a process's namespaces.
-fn namespaces(pid: i32) -> impl Iterator<Item = u64> {
-    let of = move |kind| fs::metadata(format!("/proc/{pid}/ns/{kind}")).ok();
-    NAMESPACES.into_iter().filter_map(of).map(|it| it.ino())
-}
-
-/// The VMs that the kernel lists for these processes, where it does.
-fn vms_of(pids: &BTreeSet<i32>) -> Vec<String> {
-    let entries = fs::read_dir("/sys/kernel/debug/kvm").into_iter().flatten().flatten();
-    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-    let of = |name: &String| {
-        let pid = name.split_once('-').and_then(|(pid, _)| pid.parse().ok());
-        pid.is_some_and(|pid| pids.contains(&pid))
-    };
-    names.filter(of).collect()
-}
-
-/// Small, and repeatable.
-struct Dice(u64);
-
-impl Dice {
-    fn throw(&mut self, sides: usize) -> usize {
-        // xorshift64
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % sides as u64) as usize
-    }
-}
-
-fn number(variable: &str, otherwise: u64) -> u64 {
-    std::env::var(variable).map_or(otherwise, |text| text.parse().unwrap())
-}
-
-fn kill(pid: i32) {
-    // SAFETY: signals a process that this test has started, directly or not.
-    unsafe { libc::kill(pid, libc::SIGKILL) };
-}
-
 fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
-    // SAFETY: has no preconditions.
-    if unsafe { libc::geteuid() } != 0 {
-        eprintln!("SKIPPED: who looks at jailed processes has to be root");
+    if !is_root() {
         return;
     }
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
-    // A host's first process may take seconds to collect what was orphaned.
-    // SAFETY: an option that takes a number.
-    unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) };
-    let seed = number("FORGE_CHAOS_SEED", now.as_nanos() as u64 | 1);
+    let mut dice = dice();
     let rounds = number("FORGE_CHAOS_ROUNDS", 10);
-    eprintln!("FORGE_CHAOS_SEED={seed}");
-    let mut dice = Dice(seed);
-    let copy = Copy::new();
+    let copy = Copies::new(&[Path::new(env!("CARGO_BIN_EXE_forge-vmm"))]);
     let before: BTreeSet<u64> = namespaces(std::process::id() as i32).collect();
     let mut service = Service::start(&copy, "reset");
     service.serves();
@@ -329,52 +243,4 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
     let last = service.pid();
     drop(service);
     nothing_is_left(&copy, &BTreeSet::from([last]), &BTreeSet::new());
-}
-
-/// Collects the orphans that have ended.
-fn reap() {
-    let this = std::process::id() as i32;
-    for orphan in Process::children_of(this).iter().filter(|it| it.zombie) {
-        // SAFETY: the status is not asked for.
-        unsafe { libc::waitpid(orphan.pid, std::ptr::null_mut(), libc::WNOHANG) };
-    }
-}
-
-/// That soon there is no process of theirs, no VM and no namespace.
-fn nothing_is_left(copy: &Copy, theirs: &BTreeSet<i32>, spaces: &BTreeSet<u64>) {
-    let until = Instant::now() + RECOVERY_TIME_MAX;
-    loop {
-        reap();
-        let processes = copy.processes();
-        let kept: Vec<_> = Process::all()
-            .into_iter()
-            .filter(|it| namespaces(it.pid).any(|it| spaces.contains(&it)))
-            .collect();
-        let machines = vms_of(theirs);
-        let holders: Vec<_> = processes
-            .iter()
-            .filter(|it| {
-                let held = descriptors::of(it.pid).unwrap_or_default();
-                held.iter().any(|it| it.what.contains("kvm-vm"))
-            })
-            .collect();
-        if processes.is_empty() && kept.is_empty() && machines.is_empty() && holders.is_empty() {
-            return;
-        }
-        assert!(
-            Instant::now() < until,
-            "left: {processes:#?}, in their namespaces {kept:#?}, VMs {machines:?} of {holders:?}"
-        );
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// That the next supervisor has removed the group of one that was killed.
-fn no_group_is_left_of(supervisor: i32) {
-    let Ok(parent) = Parent::own() else { return };
-    let part = format!("-{supervisor}-");
-    let entries = fs::read_dir(parent.path()).unwrap().flatten();
-    let left: Vec<_> =
-        entries.filter(|it| it.file_name().to_string_lossy().contains(&part)).collect();
-    assert!(left.is_empty(), "{left:?}");
 }

@@ -14,7 +14,7 @@ use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -60,6 +60,11 @@ fn main() -> ExitCode {
             what_is_configured_is_loaded_again,
             a_service_manager_passes_the_socket_and_is_told,
             the_tools_of_a_cancelled_run_hear_of_it,
+            a_cancelled_run_tells_of_the_calls_that_had_settled,
+            a_run_that_is_being_opened_is_cancelled_without_the_broker,
+            ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served,
+            a_lost_broker_comes_back_and_runs_that_were_calling_say_so,
+            a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can,
             another_user_speaks_for_its_principal_alone,
             what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for,
             a_program_calls_tools_of_the_clients_own_process,
@@ -859,6 +864,183 @@ fn a_service_manager_passes_the_socket_and_is_told() {
 
 fn the_tools_of_a_cancelled_run_hear_of_it() {
     let desk = Desk::new();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    let order = three_in_flight();
+    let logged = |line: &str| lines(&log, line);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&order).await.unwrap();
+        eventually("three calls are in flight", || logged("never") == 3);
+        run.canceller().cancel().await;
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!(report["status"], "cancelled", "{report:#}");
+        let calls = report["tool_calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 3, "{report:#}");
+        for (id, call) in calls.iter().enumerate() {
+            assert_eq!((&call["id"], &call["tool"]), (&id.into(), &"test.never".into()));
+            assert_eq!(call["status"], "unsettled", "{report:#}");
+        }
+        eventually("its tools heard of it", || logged("never cancelled") == 3);
+        // So it is where the client leaves.
+        let again = client.submit(&order).await.unwrap();
+        eventually("three more are in flight", || logged("never") == 6);
+        drop((again, client));
+        eventually("these heard of it too", || logged("never cancelled") == 6);
+    });
+    service.serves();
+}
+
+fn a_cancelled_run_tells_of_the_calls_that_had_settled() {
+    let desk = Desk::new();
+    let service = desk.serve(&[]);
+    let wat = forge_module(
+        r#"(memory (export "memory") 1)
+           (data (i32.const 0) "crypto.hash{\"algorithm\":\"sha256\",\"text\":\"abc\"}")
+           (data (i32.const 256) "app.twice{\"n\":21}")"#,
+        "(drop (call $call (i32.const 0) (i32.const 11) (i32.const 11) (i32.const 35)))
+         (drop (call $call (i32.const 0) (i32.const 11) (i32.const 11) (i32.const 2)))
+         (call $call (i32.const 256) (i32.const 9) (i32.const 265) (i32.const 8))",
+    );
+    let hash = ToolName::parse("crypto.hash").unwrap();
+    let order = Order {
+        program: signed(&wat),
+        authority: Authority::Tools(vec![hash]),
+        hosted: Some(hosted("app")),
+        ..endless()
+    };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let mut run = client.submit(&order).await.unwrap();
+        next_callback(&mut run).await;
+        run.canceller().cancel().await;
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!(report["status"], "cancelled", "{report:#}");
+        let calls = report["tool_calls"].as_array().unwrap();
+        let told: Vec<_> = calls.iter().map(|it| (&it["tool"], &it["status"])).collect();
+        let (hash, twice) = (&"crypto.hash".into(), &"app.twice".into());
+        let (ok, bad, out) = (&"ok".into(), &"bad_request".into(), &"unsettled".into());
+        assert_eq!(told, [(hash, ok), (hash, bad), (twice, out)], "{report:#}");
+        assert!(calls[0]["duration_us"].is_u64() && calls[2]["duration_us"].is_null());
+    });
+}
+
+fn a_run_that_is_being_opened_is_cancelled_without_the_broker() {
+    let desk = Desk::new();
+    // A server that never says what its tools are.
+    let toml = "[servers.test]\ncommand = '/bin/sleep'\nargs = ['1000']\n";
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        // The first reads the broker's link for both.
+        let first = client.submit(&three_in_flight()).await.unwrap();
+        let second = client.submit(&three_in_flight()).await.unwrap();
+        stands(&client, "both are being opened", |status| status["runs"]["running"] == 2).await;
+        for run in [second, first] {
+            run.canceller().cancel().await;
+            let report = report(&run.finish().await.unwrap());
+            assert_eq!(report["status"], "cancelled", "{report:#}");
+        }
+        stands(&client, "both are over", |status| status["runs"]["running"] == 0).await;
+    });
+    service.serves();
+}
+
+/// Calls `test.slow` with its input, and outputs the answer.
+fn slow(ms: u64) -> Order {
+    let wat = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "test.slow")"#,
+        "(local $code i32)
+         (drop (call $input_read (i32.const 512) (i32.const 0) (call $input_len)))
+         (local.set $code (call $call (i32.const 0) (i32.const 9)
+             (i32.const 512) (call $input_len)))
+         (drop (call $output (i32.const 1024)
+             (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
+         (select (i32.const 0) (i32.const 1) (i32.ge_s (local.get $code) (i32.const 0)))",
+    );
+    let tool = ToolName::parse("test.slow").unwrap();
+    let (program, authority) = (signed(&wat), Authority::Tools(vec![tool]));
+    Order { program, authority, ..submit(ECHO, &format!("{{\"ms\":{ms}}}")) }
+}
+
+/// `FORGE_OVERLOAD_SECONDS` says how long (2; 60 by explicit command).
+fn ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served() {
+    const ROOM: usize = 8;
+    let seconds = std::env::var("FORGE_OVERLOAD_SECONDS");
+    let seconds = seconds.map_or(2, |text| text.parse().unwrap());
+    let desk = Desk::new();
+    let (toml, _) = test_server(&desk);
+    // Who is refused is refused at once: nobody's wait in the queue ends here.
+    let config = "[service]\nruns_max = 4\nqueue_max = 4\nqueue_wait_ms = 3600000\n\
+                  principal_runs_max = 7\n";
+    fs::write(desk.path("forge.toml"), format!("{config}{toml}")).unwrap();
+    let service = desk.serve(&["--config", "forge.toml", "--reuse", "reset"]);
+    let memory = |pid: i32| Process::of(pid).unwrap().anonymous_kib;
+    let until = Instant::now() + Duration::from_secs(seconds);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let pids = [service.child.id() as i32, broker_pid(&status(&client).await).unwrap()];
+        let flood = |number: usize| {
+            let client = client.clone();
+            tokio::spawn(async move {
+                let ms = 15 + number as u64 % 10;
+                let order = Order { principal: "flood".into(), ..slow(ms) };
+                let (mut admitted, mut refused) = (0, 0);
+                while Instant::now() < until {
+                    let report = report(&client.run(&order).await.unwrap());
+                    match (report["status"].as_str().unwrap(), report["kind"].as_str().unwrap()) {
+                        ("ok", _) => {
+                            let output = report["output"].as_str().unwrap();
+                            assert!(output.contains(&format!("{ms} ms")), "{report:#}");
+                            admitted += 1;
+                        }
+                        ("refused", "too_many_runs" | "overloaded") => {
+                            refused += 1;
+                            let again = report["retry_after_ms"].as_u64().unwrap();
+                            assert!(again > 0, "{report:#}");
+                            tokio::time::sleep(Duration::from_millis(again)).await;
+                        }
+                        _ => panic!("{report:#}"),
+                    }
+                }
+                (admitted, refused)
+            })
+        };
+        let floods: Vec<_> = (0..10 * ROOM).map(flood).collect();
+        let (mut served, mut early) = (0, None);
+        while Instant::now() < until {
+            let input = format!("[{served}]");
+            let order = Order { principal: "second".into(), ..submit(ECHO, &input) };
+            let report = report(&client.run(&order).await.unwrap());
+            assert_eq!(report["output"], input.as_str(), "it is never refused: {report:#}");
+            served += 1;
+            // By then all there is to make has been made.
+            if early.is_none() && Instant::now() + Duration::from_secs(seconds) / 2 > until {
+                early = Some(pids.map(memory));
+            }
+        }
+        let (mut admitted, mut refused) = (0, 0);
+        for flood in floods {
+            let (ran, turned_away) = flood.await.unwrap();
+            admitted += ran;
+            refused += turned_away;
+        }
+        let late = pids.map(memory);
+        eprintln!(
+            "{seconds} s: {admitted} admitted, {refused} refused, {served} of the second tenant; \
+             service and broker {early:?} KiB, {late:?} after"
+        );
+        assert!(admitted > 0 && refused > 0 && served > 0);
+        for (early, late) in early.into_iter().flatten().zip(late) {
+            assert!(late < early + 16 * 1024, "memory grows: {early} KiB, then {late} KiB");
+        }
+    });
+}
+
+/// A configuration with the test server, and the log that it writes.
+fn test_server(desk: &Desk) -> (String, PathBuf) {
     let server = executables::folder().join("forge-test-server");
     let log = desk.path("calls");
     // A server writes where it is let; as which user is the host's matter.
@@ -867,8 +1049,17 @@ fn the_tools_of_a_cancelled_run_hear_of_it() {
     let toml = format!(
         "[servers.test]\ncommand = {server:?}\nargs = ['--log', {log:?}]\nwrite = [{log:?}]\n",
     );
-    fs::write(desk.path("forge.toml"), toml).unwrap();
-    let service = desk.serve(&["--config", "forge.toml"]);
+    (toml, log)
+}
+
+/// How many such lines there are.
+fn lines(log: &Path, line: &str) -> usize {
+    let log = fs::read_to_string(log).unwrap_or_default();
+    log.lines().filter(|it| *it == line).count()
+}
+
+/// Starts three calls that nobody answers, and waits for one.
+fn three_in_flight() -> Order {
     let wat = forge_module(
         r#"(memory (export "memory") 1) (data (i32.const 0) "test.never{}")"#,
         r#"(local $i i32)
@@ -879,27 +1070,104 @@ fn the_tools_of_a_cancelled_run_hear_of_it() {
            (call $wait_any)"#,
     );
     let never = ToolName::parse("test.never").unwrap();
-    let order =
-        Order { program: signed(&wat), authority: Authority::Tools(vec![never]), ..endless() };
-    let logged = |line: &str| {
-        let log = fs::read_to_string(&log).unwrap_or_default();
-        log.lines().filter(|it| *it == line).count()
-    };
+    Order { program: signed(&wat), authority: Authority::Tools(vec![never]), ..endless() }
+}
+
+fn hashes() -> Order {
+    let hash = ToolName::parse("crypto.hash").unwrap();
+    let request = r#"{"algorithm":"sha256","text":"abc"}"#;
+    let (program, authority) = (calls("crypto.hash", request), Authority::Tools(vec![hash]));
+    Order { program, authority, ..submit(ECHO, "1") }
+}
+
+fn broker_pid(status: &Value) -> Option<i32> {
+    status["broker"]["pid"].as_i64().and_then(|pid| pid.try_into().ok())
+}
+
+fn kill(pid: i32) {
+    // SAFETY: a plain system call; the process was started by a service of ours.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+}
+
+fn a_lost_broker_comes_back_and_runs_that_were_calling_say_so() {
+    let desk = Desk::new();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        let run = client.submit(&order).await.unwrap();
-        eventually("three calls are in flight", || logged("never") == 3);
-        run.canceller().cancel().await;
-        let report = report(&run.finish().await.unwrap());
-        assert_eq!(report["status"], "cancelled", "{report:#}");
-        eventually("its tools heard of it", || logged("never cancelled") == 3);
-        // So it is where the client leaves.
-        let again = client.submit(&order).await.unwrap();
-        eventually("three more are in flight", || logged("never") == 6);
-        drop((again, client));
-        eventually("these heard of it too", || logged("never cancelled") == 6);
+        let run = client.submit(&three_in_flight()).await.unwrap();
+        eventually("three calls are in flight", || lines(&log, "never") == 3);
+        // One that calls nothing.
+        let other = client.submit(&endless()).await.unwrap();
+        stands(&client, "both run", |status| status["runs"]["running"] == 2).await;
+        let broker = broker_pid(&status(&client).await).unwrap();
+        let servers: Vec<i32> = Process::children_of(broker).iter().map(|it| it.pid).collect();
+        assert!(!servers.is_empty());
+        kill(broker);
+        let lost = report(&run.finish().await.unwrap());
+        assert_eq!((&lost["status"], &lost["kind"]), (&"internal".into(), &"broker_lost".into()));
+        let calls = lost["tool_calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 3, "{lost:#}");
+        assert!(calls.iter().all(|call| call["status"] == "unsettled"), "{lost:#}");
+        // Whoever comes meanwhile waits for the next.
+        let next = report(&client.run(&hashes()).await.unwrap());
+        assert_eq!(next["status"], "ok", "{next:#}");
+        let standing = status(&client).await;
+        assert_eq!(
+            (&standing["state"], &standing["broker"]["restarts"]),
+            (&"serving".into(), &1.into())
+        );
+        assert_ne!(broker_pid(&standing), Some(broker));
+        assert_eq!(standing["runs"]["running"], 1, "the other goes on: {standing:#}");
+        other.canceller().cancel().await;
+        assert_eq!(report(&other.finish().await.unwrap())["status"], "cancelled");
+        for server in servers {
+            eventually("its tool server is gone with it", || is_gone(server));
+        }
+        let Reply::Metrics(text) = client.ask(Question::Metrics).await.unwrap() else { panic!() };
+        assert!(text.contains("\nforge_broker_up 1\n"), "{text}");
+        assert!(text.contains("\nforge_broker_restarts_total 1\n"), "{text}");
     });
-    service.serves();
+    let listed = desk.forge(&["journal", "list", "--state", "state", "--json"]).output().unwrap();
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let states: Vec<_> = listed.as_array().unwrap().iter().map(|call| &call["state"]).collect();
+    assert_eq!(states, ["unknown", "unknown", "unknown", "ended"], "{listed:#}");
+}
+
+fn a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can() {
+    let desk = Desk::new();
+    fs::write(desk.path("forge.toml"), "").unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
+        fs::write(desk.path("forge.toml"), "[servers.none]\nnonsense = 1").unwrap();
+        kill(broker_pid(&status(&client).await).unwrap());
+        stands(&client, "it is said", |status| {
+            status["state"] == "recovering"
+                && status["broker"]["reason"]
+                    .as_str()
+                    .is_some_and(|it| it.contains("configuration"))
+        })
+        .await;
+        let refused = report(&client.run(&hashes()).await.unwrap());
+        assert_eq!(
+            (&refused["status"], &refused["kind"]),
+            (&"refused".into(), &"broker_away".into())
+        );
+        assert!(refused["retry_after_ms"].as_u64().unwrap() >= 1, "{refused:#}");
+        let question = Question::ListTools { principal: "local".into() };
+        let refused = client.ask(question.clone()).await.unwrap_err();
+        let overloaded = RefusalKind::Overloaded;
+        assert!(matches!(refused, ClientError::Refused { kind, .. } if kind == overloaded));
+        // Runs that call nothing need none.
+        assert_eq!(report(&client.run(&submit(ECHO, "[7]")).await.unwrap())["output"], "[7]");
+        fs::write(desk.path("forge.toml"), "").unwrap();
+        stands(&client, "it is there again", |status| status["state"] == "serving").await;
+        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
+        client.ask(question).await.unwrap();
+    });
 }
 
 /// Calls `tool` with `request` and outputs what comes back.
@@ -1056,9 +1324,18 @@ fn a_program_calls_tools_of_the_clients_own_process() {
         assert!(calls.iter().all(|call| call["tool"] == "app.twice" && call["status"] == "ok"));
     });
     // The journal has them.
+    let hash = run(&mut service.client(), &hashes());
+    assert_eq!(hash["status"], "ok", "{hash:#}");
     let listed = desk.forge(&["journal", "list", "--state", "state", "--json"]).output().unwrap();
-    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
-    assert_eq!(listed.matches("app.twice").count(), 3, "{listed}");
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let held: Vec<_> =
+        listed.as_array().unwrap().iter().map(|it| (&it["tool"], &it["held_by"])).collect();
+    let (twice, by) = ("app.twice".into(), "caller".into());
+    let (hash, nobody) = ("crypto.hash".into(), Value::Null);
+    assert_eq!(held, [(&twice, &by), (&twice, &by), (&twice, &by), (&hash, &nobody)]);
+    let shown = desk.forge(&["journal", "list", "--state", "state"]).output().unwrap();
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert_eq!(shown.matches(", held by the caller\n").count(), 3, "{shown}");
     service.serves();
 }
 
