@@ -123,6 +123,21 @@ pub struct Artifact {
     pub content: Vec<u8>,
 }
 
+impl Artifact {
+    /// A plain file name for its untrusted one: of at most 100 letters, digits,
+    /// `.`, `_` and `-`, without a dot in front. Two may have the same.
+    #[must_use]
+    pub fn file_name(&self) -> String {
+        let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        let plain: String =
+            self.name.chars().map(|c| if fits(c) { c } else { '_' }).take(100).collect();
+        match plain.trim_start_matches('.') {
+            "" => "artifact".into(),
+            trimmed => trimmed.into(),
+        }
+    }
+}
+
 /// [`Artifact`] without owning its content; the same bytes on the wire.
 #[derive(Encode)]
 struct ArtifactRef<'a> {
@@ -800,6 +815,24 @@ impl HostSession {
 mod tests {
     use super::*;
     use alloc::vec;
+
+    #[test]
+    fn an_artifacts_name_cannot_leave_its_folder_or_its_header() {
+        for (name, expected) in [
+            ("report.csv", "report.csv"),
+            ("../../etc/passwd", "_.._etc_passwd"),
+            ("/abs", "_abs"),
+            ("..", "artifact"),
+            ("", "artifact"),
+            ("a\0b", "a_b"),
+            ("a\"; filename=\"b.html", "a___filename__b.html"),
+            ("a\r\nSet-Cookie: x", "a__Set-Cookie__x"),
+        ] {
+            let artifact =
+                Artifact { name: name.into(), media_type: String::new(), content: Vec::new() };
+            assert_eq!(artifact.file_name(), expected, "{name:?}");
+        }
+    }
 
     fn load(announce: bool) -> Load {
         Load { limits: RunLimits::default(), announce }

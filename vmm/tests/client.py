@@ -1,13 +1,15 @@
 """A client of the service in the standard library alone.
 
 Written against docs/protocol.md: it knows nothing of the Rust code. It runs a
-program and streams its events, cancels one, and hosts a tool for one.
+program and streams its events, cancels one, and hosts tools for two. Told to,
+it dies when one of them is called.
 
-    python3 client.py SOCKET FOLDER
+    python3 client.py SOCKET FOLDER [dies]
 """
 
 import json
 import os
+import signal
 import socket
 import struct
 import sys
@@ -100,14 +102,14 @@ def limits(**changes):
     return b"".join(map(uint, values.values()))
 
 
-def order(program, given, events=False, hosted=None, **changes):
+def order(program, given, events=False, tools=(), hosted=None, **changes):
     return b"".join(
         [
             blob(program),
             blob(json.dumps(given).encode()),
             text("local"),
             option(None, text),
-            uint(1) + listed([], text),  # authority: these tools, none
+            uint(1) + listed(tools, text),  # authority: these tools
             limits(**changes),
             b"\x00",  # prepare
             bytes([events]),
@@ -241,12 +243,36 @@ def hosts(client, folder):
     assert report["status"] == "ok" and report["output"] == "42", report
 
 
+def joins(client, folder, dies=False):
+    program = open(os.path.join(folder, "joins"), "rb").read()
+    hosted = ("app", [("price", "What so many cost.", {"type": "object"})])
+    tools = ["inventory.get_stock"]
+    client.submit(10, program, {}, tools=tools, hosted=hosted, wall_ms=30_000)
+    kind, message = client.receive()
+    assert kind == CALLBACK and message.uint() == 10
+    callback, tool, arguments = message.uint(), message.text(), message.blob()
+    message.end()
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    stock = json.loads(arguments)
+    assert tool == "app.price" and stock["part_id"] == "P-1001"
+    answer = json.dumps({"cents": 12 * stock["available"]})
+    client.send(SETTLED, uint(10) + uint(callback) + uint(0) + text(answer))
+    kind, message = client.receive()
+    assert kind == FINISHED and message.uint() == 10
+    report = finished(message)
+    assert report["status"] == "ok" and report["output"] == answer, report
+
+
 def main():
-    path, folder = sys.argv[1:]
+    path, folder, *rest = sys.argv[1:]
     client = Client(path)
+    if rest == ["dies"]:
+        joins(client, folder, dies=True)
     streams(client, folder)
     cancels(client, folder)
     hosts(client, folder)
+    joins(client, folder)
     print("ok")
 
 

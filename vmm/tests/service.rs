@@ -14,6 +14,7 @@ use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -35,7 +36,7 @@ use forge_protocol::service::{
 use forge_vmm::link::{Link, Patience};
 use processes::Process;
 use serde_json::Value;
-use support::{forge_module, signed, signer};
+use support::{forge_module, joins, signed, signer};
 
 fn main() -> ExitCode {
     support::main(
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
             another_user_speaks_for_its_principal_alone,
             what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for,
             a_program_calls_tools_of_the_clients_own_process,
+            a_program_joins_a_servers_tool_with_a_function_of_the_client,
             a_client_that_hosts_and_dies_takes_its_run_with_it,
             a_client_hosts_under_no_servers_name,
             a_client_in_another_language_needs_the_document_alone,
@@ -88,7 +90,7 @@ struct Desk(PathBuf);
 impl Desk {
     fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        executables::folder();
+        executables::folder_with(&["forge-toolbroker", "forge-test-server", "inventory-server"]);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("forge-service-{}-{number}", std::process::id());
         let desk = Self(std::env::temp_dir().join(name));
@@ -907,7 +909,7 @@ fn a_cancelled_run_tells_of_the_calls_that_had_settled() {
     let order = Order {
         program: signed(&wat),
         authority: Authority::Tools(vec![hash]),
-        hosted: Some(hosted("app")),
+        hosted: Some(hosted("app", "twice")),
         ..endless()
     };
     runtime().block_on(async {
@@ -1235,7 +1237,7 @@ fn what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for() {
             "(call $log (i32.const 1) (i32.const 0) (i32.const 3))
              (call $call (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 8))",
         );
-        let hosted = Some(hosted("app"));
+        let hosted = Some(hosted("app", "twice"));
         let order = Order { program: signed(&wat), events: true, hosted, ..endless() };
         let mut run = client.submit(&order).await.unwrap();
         let mut told = Vec::new();
@@ -1258,13 +1260,13 @@ fn what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for() {
     });
 }
 
-fn hosted(server: &str) -> HostedTools {
-    let schema = r#"{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}"#;
+fn hosted(server: &str, tool: &str) -> HostedTools {
+    let schema = r#"{"type":"object"}"#;
     HostedTools {
         server: server.into(),
         tools: vec![HostedTool {
-            name: "twice".into(),
-            description: "Twice as much.".into(),
+            name: tool.into(),
+            description: "Of the client's own.".into(),
             input_schema: schema.into(),
             output_schema: None,
         }],
@@ -1300,7 +1302,8 @@ async fn next_callback(run: &mut forge_client::Run) -> Callback {
 fn a_program_calls_tools_of_the_clients_own_process() {
     let desk = Desk::new();
     let service = desk.serve(&[]);
-    let order = Order { program: three_calls(), hosted: Some(hosted("app")), ..submit(ECHO, "1") };
+    let order =
+        Order { program: three_calls(), hosted: Some(hosted("app", "twice")), ..submit(ECHO, "1") };
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
         let mut run = client.submit(&order).await.unwrap();
@@ -1339,10 +1342,44 @@ fn a_program_calls_tools_of_the_clients_own_process() {
     service.serves();
 }
 
+/// A desk whose service has the inventory of the examples.
+fn with_inventory() -> (Desk, Service) {
+    let desk = Desk::new();
+    fs::write(desk.path("mcp.json"), executables::inventory().to_string()).unwrap();
+    let service = desk.serve(&["--mcp-config", "mcp.json"]);
+    (desk, service)
+}
+
+fn a_program_joins_a_servers_tool_with_a_function_of_the_client() {
+    let (_desk, service) = with_inventory();
+    let tools = vec![ToolName::parse("inventory.get_stock").unwrap()];
+    let order = Order {
+        program: joins(),
+        authority: Authority::Tools(tools),
+        hosted: Some(hosted("app", "price")),
+        ..submit(ECHO, "{}")
+    };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let mut run = client.submit(&order).await.unwrap();
+        let callback = next_callback(&mut run).await;
+        let stock: Value = serde_json::from_slice(&callback.arguments).unwrap();
+        assert_eq!(stock["part_id"], "P-1001");
+        let cents = stock["available"].as_u64().unwrap() * 12;
+        let answer = serde_json::json!({ "cents": cents });
+        run.settle(callback.callback, Ok(answer.to_string().into_bytes())).await.unwrap();
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!(report["status"], "ok", "{report:#}");
+        assert_eq!(report["output"], answer.to_string());
+        let called = |at: usize| report["tool_calls"][at]["tool"].as_str().unwrap().to_owned();
+        assert_eq!([called(0), called(1)], ["inventory.get_stock", "app.price"]);
+    });
+}
+
 fn a_client_that_hosts_and_dies_takes_its_run_with_it() {
     let desk = Desk::new();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
-    let order = Order { program: three_calls(), hosted: Some(hosted("app")), ..endless() };
+    let order = Order { program: three_calls(), hosted: Some(hosted("app", "twice")), ..endless() };
     runtime().block_on(async {
         let watcher = forge_client::Client::connect(&service.socket).await.unwrap();
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
@@ -1362,7 +1399,7 @@ fn a_client_hosts_under_no_servers_name() {
     let desk = Desk::new();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     for server in ["fs", "no name", ""] {
-        let order = Order { hosted: Some(hosted(server)), ..submit(ECHO, "1") };
+        let order = Order { hosted: Some(hosted(server, "twice")), ..submit(ECHO, "1") };
         let report = run(&mut service.client(), &order);
         assert_eq!(
             (&report["status"], &report["kind"]),
@@ -1372,11 +1409,11 @@ fn a_client_hosts_under_no_servers_name() {
 }
 
 fn a_client_in_another_language_needs_the_document_alone() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let (desk, service) = with_inventory();
     fs::write(desk.path("echo"), program(ECHO)).unwrap();
     fs::write(desk.path("endless"), program(ENDLESS)).unwrap();
     fs::write(desk.path("hosted"), three_calls()).unwrap();
+    fs::write(desk.path("joins"), joins()).unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client.py");
     let mut python = Command::new("python3");
     python.arg(script).arg(&service.socket).arg(&desk.0).stdin(Stdio::null());
@@ -1390,6 +1427,17 @@ fn a_client_in_another_language_needs_the_document_alone() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{said}");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "ok\n", "{said}");
+    // It hosts a tool, and dies when that is called.
+    let mut dies = Command::new("python3");
+    dies.arg(script).arg(&service.socket).arg(&desk.0).arg("dies").stdin(Stdio::null());
+    assert_eq!(dies.status().unwrap().signal(), Some(libc::SIGKILL));
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        stands(&client, "its run is over", |status| {
+            status["runs"]["ended"]["cancelled"] == 2 && status["runs"]["running"] == 0
+        })
+        .await;
+    });
 }
 
 // Whose runs

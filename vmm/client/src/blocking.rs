@@ -3,26 +3,20 @@
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
-use forge_protocol::frame::{Assembler, Frame, Kind};
+use forge_protocol::frame::{Frame, Kind};
 use forge_protocol::service::{
     Answered, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
 };
 
 use crate::ClientError;
-use crate::wire::{self, READ_BYTES};
-
-/// How long a service may take to say hello.
-const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
+use crate::wire::{self, GREETING_TIME_MAX, Unread};
 
 /// A connection to a service, for one run or question at a time.
 #[derive(Debug)]
 pub struct Client {
     socket: UnixStream,
-    assembler: Assembler,
-    buffer: Box<[u8]>,
-    unread: std::ops::Range<usize>,
+    unread: Unread,
     /// The number of the next run or question.
     next: u64,
 }
@@ -42,9 +36,7 @@ impl Client {
     /// [`ClientError`].
     pub fn over(socket: UnixStream) -> Result<Self, ClientError> {
         socket.set_read_timeout(Some(GREETING_TIME_MAX))?;
-        let buffer = vec![0; READ_BYTES].into_boxed_slice();
-        let assembler = Assembler::default();
-        let mut client = Self { socket, assembler, buffer, unread: 0..0, next: 0 };
+        let mut client = Self { socket, unread: Unread::new(), next: 0 };
         client.socket.write_all(&wire::hello())?;
         wire::greeted(&client.receive(wire::may_greet)?)?;
         client.socket.set_read_timeout(None)?;
@@ -115,19 +107,13 @@ impl Client {
 
     fn receive(&mut self, awaits: impl Fn(Kind) -> Option<u32>) -> Result<Frame, ClientError> {
         loop {
-            let mut input = &self.buffer[self.unread.clone()];
-            let frame = self.assembler.next(&mut input, &awaits);
-            self.unread.start = self.unread.end - input.len();
-            if let Some(frame) = frame.map_err(|error| ClientError::Protocol(error.to_string()))? {
+            if let Some(frame) = self.unread.frame(&awaits)? {
                 return Ok(frame);
             }
-            if self.unread.is_empty() {
-                match self.socket.read(&mut self.buffer) {
-                    Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-                    Ok(bytes) => self.unread = 0..bytes,
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(error.into()),
-                }
+            match self.socket.read(self.unread.room()) {
+                Ok(bytes) => self.unread.filled(bytes)?,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
             }
         }
     }

@@ -7,10 +7,9 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use forge_protocol::broker::RefusalKind;
-use forge_protocol::frame::{Assembler, Frame, Kind};
+use forge_protocol::frame::{Frame, Kind};
 use forge_protocol::limits::NUMBERS_MAX;
 use forge_protocol::service::{
     Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Query, Question,
@@ -23,10 +22,8 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::ClientError;
-use crate::wire::{self, READ_BYTES};
+use crate::wire::{self, GREETING_TIME_MAX, Unread};
 
-/// How long a service may take to say hello.
-const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
 /// Frames that may wait to be written.
 const UNSENT_MAX: usize = 64;
 /// Messages of one run that may wait to be taken. A client that takes none
@@ -340,31 +337,21 @@ async fn hand_over(frame: &Frame, shared: &Shared) -> Result<(), ClientError> {
 /// Frames off the connection.
 struct Reader {
     socket: OwnedReadHalf,
-    assembler: Assembler,
-    buffer: Box<[u8]>,
-    unread: std::ops::Range<usize>,
+    unread: Unread,
 }
 
 impl Reader {
     fn new(socket: OwnedReadHalf) -> Self {
-        let buffer = vec![0; READ_BYTES].into_boxed_slice();
-        Self { socket, assembler: Assembler::default(), buffer, unread: 0..0 }
+        Self { socket, unread: Unread::new() }
     }
 
     async fn next(&mut self, awaits: impl Fn(Kind) -> Option<u32>) -> Result<Frame, ClientError> {
         loop {
-            let mut input = &self.buffer[self.unread.clone()];
-            let frame = self.assembler.next(&mut input, &awaits);
-            self.unread.start = self.unread.end - input.len();
-            if let Some(frame) = frame.map_err(|error| ClientError::Protocol(error.to_string()))? {
+            if let Some(frame) = self.unread.frame(&awaits)? {
                 return Ok(frame);
             }
-            if self.unread.is_empty() {
-                match self.socket.read(&mut self.buffer).await? {
-                    0 => return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into()),
-                    bytes => self.unread = 0..bytes,
-                }
-            }
+            let bytes = self.socket.read(self.unread.room()).await?;
+            self.unread.filled(bytes)?;
         }
     }
 }

@@ -1,13 +1,20 @@
-//! What both clients share: the greeting, and how messages become bytes.
+//! What both clients share: the greeting, how messages become bytes, and how
+//! bytes become frames.
+
+use std::io;
+use std::ops::Range;
+use std::time::Duration;
 
 use forge_protocol::codec::{self, BorrowDecode, Encode};
-use forge_protocol::frame::{self, Frame, Kind};
+use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 
 use crate::ClientError;
 
+/// How long a service may take to say hello.
+pub(crate) const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
 /// What is read from a socket at once, in bytes.
-pub(crate) const READ_BYTES: usize = 64 * 1024;
+const READ_BYTES: usize = 64 * 1024;
 
 /// One message as it goes on the wire.
 pub(crate) fn message<T: Encode>(kind: Kind, message: &T) -> Vec<u8> {
@@ -46,4 +53,50 @@ pub(crate) fn greeted(frame: &Frame) -> Result<(), ClientError> {
     };
     ours.agree(theirs, Role::Supervisor)?;
     Ok(())
+}
+
+/// What was read and is no frame yet. It reads nothing itself: each client
+/// waits for its socket in its own way.
+#[derive(Debug)]
+pub(crate) struct Unread {
+    assembler: Assembler,
+    buffer: Box<[u8]>,
+    left: Range<usize>,
+}
+
+impl Unread {
+    pub(crate) fn new() -> Self {
+        let buffer = vec![0; READ_BYTES].into_boxed_slice();
+        Self { assembler: Assembler::default(), buffer, left: 0..0 }
+    }
+
+    /// The next frame, if it is there to its end. `None` takes all there was.
+    pub(crate) fn frame(
+        &mut self,
+        awaits: impl Fn(Kind) -> Option<u32>,
+    ) -> Result<Option<Frame>, ClientError> {
+        while !self.left.is_empty() {
+            let mut input = &self.buffer[self.left.clone()];
+            let frame = self.assembler.next(&mut input, &awaits);
+            self.left.start = self.left.end - input.len();
+            if let Some(frame) = frame.map_err(|error| ClientError::Protocol(error.to_string()))? {
+                return Ok(Some(frame));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Where to read to, once [`Self::frame`] has none.
+    pub(crate) fn room(&mut self) -> &mut [u8] {
+        &mut self.buffer
+    }
+
+    /// So many bytes were read there. None are the end of the connection.
+    pub(crate) fn filled(&mut self, bytes: usize) -> io::Result<()> {
+        if bytes == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.left = 0..bytes;
+        Ok(())
+    }
 }

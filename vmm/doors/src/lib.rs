@@ -9,6 +9,8 @@
 //! |---|---|
 //! | [`http`] | HTTP/1.1 with JSON, server-sent events and WebSockets |
 //! | [`mcp`] | the Model Context Protocol, over stdio and streamable HTTP |
+//!
+//! [`web`] holds what both need of HTTP.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
@@ -17,3 +19,5 @@
 pub mod http;
 #[cfg(feature = "mcp")]
 pub mod mcp;
+#[cfg(feature = "web")]
+pub mod web;

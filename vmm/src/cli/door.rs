@@ -20,7 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use forge_doors::http::{self, Access, Options, Principal, TokenHash};
+use forge_doors::http::{self, Access, Options, Principal};
+use forge_doors::web::{self, TokenHash};
 use forge_vmm::broker::BrokerUser;
 use forge_vmm::jail::{Limits, landlock, privileges};
 use forge_vmm::service::options::Principals;
@@ -429,12 +430,12 @@ pub(crate) fn main() -> io::Result<()> {
             b't' => {
                 let listener = TcpListener::from(listener);
                 listener.set_nonblocking(true)?;
-                http::Listener::Tcp(tokio::net::TcpListener::from_std(listener)?)
+                web::Listener::Tcp(tokio::net::TcpListener::from_std(listener)?)
             }
             _ => {
                 let listener = UnixListener::from(listener);
                 listener.set_nonblocking(true)?;
-                http::Listener::Unix(tokio::net::UnixListener::from_std(listener)?)
+                web::Listener::Unix(tokio::net::UnixListener::from_std(listener)?)
             }
         };
         service.set_nonblocking(true)?;

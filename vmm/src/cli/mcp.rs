@@ -14,6 +14,7 @@ use std::thread::JoinHandle;
 use forge_doors::mcp::http::{self, HttpOptions};
 use forge_doors::mcp::link::ServiceLink;
 use forge_doors::mcp::{Door, Principal, stdio};
+use forge_doors::web::{Listener, TokenHash};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_vmm::keys;
@@ -151,7 +152,10 @@ async fn serve(link: ServiceLink, clients: Clients) -> Result<(), CliError> {
         Clients::Http { address, principals, hosts, origins } => {
             let doors: io::Result<Vec<_>> = principals
                 .into_iter()
-                .map(|(tokens, principal)| Ok((tokens, Door::new(Arc::clone(&link), principal)?)))
+                .map(|(tokens, principal)| {
+                    let tokens = tokens.into_iter().map(TokenHash::from).collect();
+                    Ok((tokens, Door::new(Arc::clone(&link), principal)?))
+                })
                 .collect();
             let doors = doors.map_err(CliError::Host)?;
             let at = |source| CliError::File { path: address.to_string(), source };
@@ -159,7 +163,8 @@ async fn serve(link: ServiceLink, clients: Clients) -> Result<(), CliError> {
             let address = listener.local_addr().map_err(at)?;
             let _ = writeln!(io::stderr(), "forge-vmm: serving MCP at http://{address}/mcp");
             let options = HttpOptions { doors, hosts, origins };
-            http::serve(listener, options, signalled).await.map_err(at)
+            http::serve(Listener::Tcp(listener), options, signalled).await;
+            Ok(())
         }
     }
 }

@@ -26,3 +26,12 @@ pub fn folder_with(others: &[&str]) -> &'static Path {
     BUILT.call_once(|| built::built(folder, others));
     folder
 }
+
+/// The configuration of the inventory of the examples.
+pub fn inventory() -> serde_json::Value {
+    let programs = folder_with(&["forge-toolbroker", "inventory-server"]);
+    serde_json::json!({"mcpServers": {"inventory": {
+        "command": programs.join("inventory-server"),
+        "env": {"INVENTORY_TOKEN": "demo-inventory-token"},
+    }}})
+}

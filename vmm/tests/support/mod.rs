@@ -82,6 +82,24 @@ pub fn forge_module(more: &str, body: &str) -> String {
     )
 }
 
+/// Asks the inventory for the stock of `P-1001`, and `app.price` with what it
+/// says; outputs what that says.
+pub fn joins() -> Vec<u8> {
+    signed(&forge_module(
+        r#"(import "tool" "inventory.get_stock" (func $stock (param i32 i32) (result i32)))
+           (import "tool" "app.price" (func $price (param i32 i32) (result i32)))
+           (memory (export "memory") 1)
+           (data (i32.const 0) "{\"part_id\":\"P-1001\"}")"#,
+        r#"(local $bytes i32)
+           (local.set $bytes (call $resp_read (i32.const 1000) (i32.const 0)
+               (call $stock (i32.const 0) (i32.const 20))))
+           (local.set $bytes (call $price (i32.const 1000) (local.get $bytes)))
+           (drop (call $output (i32.const 1000)
+               (call $resp_read (i32.const 1000) (i32.const 0) (local.get $bytes))))
+           (i32.const 0)"#,
+    ))
+}
+
 /// A job without tools.
 pub fn job(program: Vec<u8>, limits: RunLimits) -> Job {
     Job {

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use super::access::{self, Access};
 use super::problem::Problem;
 use super::{Door, answer_json};
+use crate::web::listen::Connections;
 
 /// How long the service may take to say how it stands.
 const STATUS_TIME_MAX: Duration = Duration::from_secs(2);
@@ -26,8 +27,7 @@ const STATUS_TIME: Duration = Duration::from_millis(200);
 pub(crate) struct Counters {
     /// Answers by the first digit of their status.
     answers: [AtomicU64; 5],
-    pub(crate) connections: AtomicU64,
-    pub(crate) connections_refused: AtomicU64,
+    pub(crate) connections: Arc<Connections>,
 }
 
 impl Counters {
@@ -47,12 +47,12 @@ impl Counters {
             let _ = writeln!(text, "forge_http_answers_total{{status=\"{class}xx\"}} {count}");
         }
         for (name, kind, help, count) in [
-            ("forge_http_connections", "gauge", "Open connections.", &self.connections),
+            ("forge_http_connections", "gauge", "Open connections.", &self.connections.open),
             (
                 "forge_http_connections_refused_total",
                 "counter",
                 "Connections that there was no room for.",
-                &self.connections_refused,
+                &self.connections.refused,
             ),
         ] {
             let count = count.load(Ordering::Relaxed);

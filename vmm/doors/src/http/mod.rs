@@ -10,13 +10,12 @@
 //!
 //! ```text
 //!   connection ─▶ guard ─▶ access ─▶ handler ─▶ forge-client ─▶ service
-//!   (listen)      host,     token     bounded
+//!      (web)      host,     token     bounded
 //!   bounds        origin              body
 //! ```
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | `listen` | connections, their bounds in number, size and time |
 //! | `guard` | hosts and origins |
 //! | `access` | tokens and principals |
 //! | `order` | bodies that ask for a run |
@@ -29,7 +28,6 @@ mod broker;
 mod events;
 mod guard;
 mod health;
-mod listen;
 mod order;
 mod problem;
 mod runs;
@@ -48,16 +46,19 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
-use forge_client::Client;
+use forge_client::{Client, ClientError};
 use futures_core::Stream;
+use hyper_util::service::TowerToHyperService;
 use serde::{Deserialize, Serialize};
+use tokio::net::UnixStream;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 
-pub use access::{Access, NoTokenHash, Principal, TokenHash};
-pub use listen::{Listener, serve};
+pub use access::{Access, Principal};
 
 use problem::Problem;
 use tenant::{Tenant, Tenants};
+
+use crate::web::{self, Listener, TokenHash};
 
 /// How long a body may take to arrive.
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
@@ -118,6 +119,43 @@ routes! {
     get "/healthz" => health::live;
     get "/readyz" => health::ready;
     get "/openapi.json" => health::document;
+}
+
+/// Serves until the service is gone or nobody holds the other end of
+/// `options` any more.
+///
+/// # Errors
+/// [`ClientError`] if what is at the other end of `service` is no service.
+pub async fn serve(
+    listener: Listener,
+    service: UnixStream,
+    options: watch::Receiver<Options>,
+) -> Result<(), ClientError> {
+    let client = Client::over(service).await?;
+    let mut changes = options.clone();
+    let door = Arc::new(Door {
+        client: client.clone(),
+        options,
+        tenants: Tenants::default(),
+        counters: health::Counters::default(),
+        readiness: health::Readiness::default(),
+        closing: watch::Sender::new(false),
+    });
+    tokio::spawn(sweep(Arc::downgrade(&door)));
+    let service = TowerToHyperService::new(router(Arc::clone(&door)));
+    let connections = Arc::clone(&door.counters.connections);
+    let unwanted = async { while changes.changed().await.is_ok() {} };
+    let end = async {
+        tokio::select! {
+            () = client.closed() => {}
+            () = unwanted => {}
+        }
+    };
+    let close = || {
+        door.closing.send_replace(true);
+    };
+    web::listen::serve(listener, service, connections, end, close).await;
+    Ok(())
 }
 
 fn router(door: Arc<Door>) -> Router {
@@ -210,11 +248,6 @@ fn answer_json(status: StatusCode, body: &impl Serialize) -> Response {
     let kind = HeaderValue::from_static("application/json");
     let body = serde_json::to_vec(body).unwrap_or_default();
     (status, [(header::CONTENT_TYPE, kind)], body).into_response()
-}
-
-/// Waits until it is set, or will never be.
-async fn is_set(flag: &mut watch::Receiver<bool>) {
-    let _ = flag.wait_for(|set| *set).await;
 }
 
 /// A body that another task makes.

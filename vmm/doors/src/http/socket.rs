@@ -39,7 +39,8 @@ use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded};
 use super::problem::{self, Problem};
 use super::runs;
 use super::tenant::{Kept, Tenant};
-use super::{Caller, Door, is_set};
+use super::{Caller, Door};
+use crate::web::is_set;
 
 /// Runs of one socket at the same time.
 const RUNS_MAX: usize = 16;

@@ -1,6 +1,7 @@
-//! Clients that others wrote, unchanged, at the MCP door: the official
+//! Clients that others wrote, unchanged. At the MCP door the official
 //! TypeScript SDK over stdio and over HTTP, and those scenarios of the
-//! conformance suite that ask for no tools of its own.
+//! conformance suite that ask for no tools of its own; at the HTTP door `ws`,
+//! the WebSocket client of JavaScript, which hosts a tool.
 //!
 //! They need npm and its registry, so they run only when `FORGE_FOREIGN=1` is
 //! set and npm is there; else they are counted as ignored, and say why.
@@ -9,14 +10,16 @@
 
 #[path = "support/executables.rs"]
 mod executables;
+mod support;
 
 use std::io::{BufRead as _, BufReader};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use executables::FORGE;
 use libtest_mimic::{Arguments, Trial};
-use serde_json::json;
 
 const TOKEN: &str = "a-token-of-the-tests";
 /// `printf %s a-token-of-the-tests | sha256sum`
@@ -37,9 +40,10 @@ fn main() -> ExitCode {
     } else {
         None
     };
-    let tests: [(&str, fn()); 2] = [
+    let tests: [(&str, fn()); 3] = [
         ("the_typescript_sdk_runs_a_program", the_typescript_sdk_runs_a_program),
         ("the_conformance_suite_passes", the_conformance_suite_passes),
+        ("a_javascript_process_hosts_a_tool", a_javascript_process_hosts_a_tool),
     ];
     let trials = tests.into_iter().map(|(name, test)| {
         if let (Some(why), false) = (missing, arguments.list) {
@@ -91,15 +95,14 @@ struct Desk(PathBuf);
 
 impl Desk {
     fn new(name: &str) -> Self {
-        let programs = executables::folder_with(&["forge-toolbroker", "inventory-server"]);
         let folder = std::env::temp_dir().join(format!("forge-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        let servers = json!({"mcpServers": {"inventory": {
-            "command": programs.join("inventory-server"),
-            "env": {"INVENTORY_TOKEN": "demo-inventory-token"},
-        }}});
-        std::fs::write(folder.join("servers.json"), servers.to_string()).unwrap();
-        let config = format!("[principals.local]\ntoken_sha256 = [\"{TOKEN_SHA256}\"]\n");
+        std::fs::write(folder.join("servers.json"), executables::inventory().to_string()).unwrap();
+        let config = format!(
+            "[http]\nlisten = '127.0.0.1:0'\n[roles.all]\ntools = ['*']\n\
+             [principals.local]\nroles = ['all']\ntoken_sha256 = ['{TOKEN_SHA256}']\n"
+        );
+        std::fs::write(folder.join("signer.pub"), support::signer().trust_key().to_pem()).unwrap();
         std::fs::write(folder.join("forge.toml"), config).unwrap();
         Self(folder)
     }
@@ -126,14 +129,19 @@ impl Drop for Ended {
     }
 }
 
-/// The door over HTTP, and its address.
+/// The MCP door over HTTP, and its address.
 fn listening(desk: &Desk) -> (Ended, String) {
+    started(desk, &["mcp", "--listen", "127.0.0.1:0"], "serving MCP at ")
+}
+
+/// `forge-vmm` with these arguments, and the address that it says after this.
+fn started(desk: &Desk, arguments: &[&str], says: &str) -> (Ended, String) {
     let mut forge = desk.command(FORGE);
-    forge.args(["mcp", "--config", "forge.toml", "--mcp-config", "servers.json"]);
-    forge.args(["--listen", "127.0.0.1:0"]).stdin(Stdio::null()).stderr(Stdio::piped());
+    forge.args(arguments).args(["--config", "forge.toml", "--mcp-config", "servers.json"]);
+    forge.stdin(Stdio::null()).stderr(Stdio::piped());
     let mut server = Ended(forge.spawn().unwrap());
     let mut lines = BufReader::new(server.0.stderr.take().unwrap()).lines().map(Result::unwrap);
-    let address = lines.find_map(|line| line.split("serving MCP at ").nth(1).map(str::to_owned));
+    let address = lines.find_map(|line| line.split(says).nth(1).map(str::to_owned));
     std::thread::spawn(move || lines.for_each(|line| eprintln!("{line}")));
     (server, address.unwrap())
 }
@@ -189,5 +197,33 @@ fn the_conformance_suite_passes() {
         command.arg(&suite).args(["server", "--scenario", scenario, "--url", line.trim()]);
         let said = must(command.current_dir(&desk.0));
         assert!(said.contains(" 0 failed") && !said.contains("Passed: 0/"), "{scenario}: {said}");
+    }
+}
+
+fn a_javascript_process_hosts_a_tool() {
+    let desk = Desk::new("ws-hosting");
+    let folder = npm("ws", &["ws@8"]);
+    let client = script(&folder, "hosting.mjs", include_str!("support/hosting.mjs"));
+    let serve = ["serve", "--socket", "socket", "--trust", "signer.pub"];
+    let (_server, address) = started(&desk, &serve, "HTTP at ");
+    let program = desk.0.join("joins.wasm");
+    std::fs::write(&program, support::joins()).unwrap();
+    let hosting = |more: &[&str]| {
+        let mut node = desk.command("node");
+        node.arg(&client).args([&address, TOKEN]).arg(&program).args(more);
+        node
+    };
+    assert!(must(&mut hosting(&[])).ends_with("ok\n"));
+    // It dies when its tool is called: the run is over.
+    assert_eq!(hosting(&["dies"]).status().unwrap().signal(), Some(libc::SIGKILL));
+    let ended = || {
+        let status = must(desk.command(FORGE).args(["status", "--socket", "socket", "--json"]));
+        let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+        status["runs"]["ended"]["cancelled"] == 1 && status["runs"]["running"] == 0
+    };
+    let until = Instant::now() + Duration::from_secs(60);
+    while !ended() {
+        assert!(Instant::now() < until, "its run goes on");
+        std::thread::sleep(Duration::from_millis(20));
     }
 }

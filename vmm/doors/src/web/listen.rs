@@ -4,23 +4,24 @@
 //! one that takes its answer too slowly; one more than there is room for is
 //! told so and closed. So a stranger can hold a place for a bounded time.
 
+use std::error::Error;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use forge_client::{Client, ClientError};
+use hyper::body::{Body, Incoming};
 use hyper::server::conn::http1;
+use hyper::service::HttpService;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
-use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, Sleep};
 
-use super::{Door, Options, health, is_set, router, sweep, tenant};
+use super::is_set;
 
 /// Connections at a time.
 const CONNECTIONS_MAX: usize = 1024;
@@ -33,7 +34,7 @@ const HEADERS_MAX: usize = 64;
 const HEAD_BYTES_MAX: usize = 32 * 1024;
 /// How long a client may take nothing of what is sent to it.
 const STALL_TIME_MAX: Duration = Duration::from_secs(30);
-/// How long answers may still go out after the service is gone.
+/// How long answers may still go out after the end.
 const CLOSING_TIME_MAX: Duration = Duration::from_secs(5);
 /// After how long the door tries again to take a connection when the host has
 /// no room for it.
@@ -65,34 +66,40 @@ impl Listener {
     }
 }
 
-/// Serves until the service is gone or nobody holds the other end of
-/// `options` any more.
-///
-/// # Errors
-/// [`ClientError`] if what is at the other end of `service` is no service.
-pub async fn serve(
+/// How many there are.
+#[derive(Debug, Default)]
+pub(crate) struct Connections {
+    /// Open now.
+    pub(crate) open: AtomicU64,
+    /// That there was no room for.
+    pub(crate) refused: AtomicU64,
+}
+
+/// Answers whoever connects until `end` is there. Then calls `close`, for
+/// answers that would not end by themselves, and lets what is known already
+/// still go out.
+pub(crate) async fn serve<S>(
     listener: Listener,
-    service: UnixStream,
-    options: watch::Receiver<Options>,
-) -> Result<(), ClientError> {
-    let client = Client::over(service).await?;
-    let mut changes = options.clone();
-    let door = Arc::new(Door {
-        client: client.clone(),
-        options,
-        tenants: tenant::Tenants::default(),
-        counters: health::Counters::default(),
-        readiness: health::Readiness::default(),
-        closing: watch::Sender::new(false),
-    });
-    tokio::spawn(sweep(Arc::downgrade(&door)));
-    let router = router(Arc::clone(&door));
+    service: S,
+    connections: Arc<Connections>,
+    end: impl Future<Output = ()>,
+    close: impl FnOnce(),
+) where
+    S: HttpService<Incoming> + Clone + Send + 'static,
+    S::Future: Send,
+    S::ResBody: Send,
+    <S::ResBody as Body>::Data: Send,
+    <S::ResBody as Body>::Error: Into<Box<dyn Error + Send + Sync>>,
+    S::Error: Into<Box<dyn Error + Send + Sync>>,
+{
+    let closing = watch::Sender::new(false);
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIME_MAX)
         .max_headers(HEADERS_MAX)
         .max_header_size(HEAD_BYTES_MAX);
+    let mut end = std::pin::pin!(end);
     loop {
         let stream = tokio::select! {
             accepted = listener.accept() => match accepted {
@@ -103,24 +110,20 @@ pub async fn serve(
                     continue;
                 }
             },
-            () = client.closed() => break,
-            changed = changes.changed() => match changed {
-                Ok(()) => continue,
-                Err(_) => break,
-            },
+            () = end.as_mut() => break,
         };
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
-            door.counters.connections_refused.fetch_add(1, Ordering::Relaxed);
+            connections.refused.fetch_add(1, Ordering::Relaxed);
             tokio::spawn(refuse(stream));
             continue;
         };
-        let service = TowerToHyperService::new(router.clone());
-        let connection =
-            http.serve_connection(TokioIo::new(Patient::new(stream)), service).with_upgrades();
-        let door = Arc::clone(&door);
+        let connection = http
+            .serve_connection(TokioIo::new(Patient::new(stream)), service.clone())
+            .with_upgrades();
+        let connections = Arc::clone(&connections);
+        let mut closing = closing.subscribe();
         tokio::spawn(async move {
-            door.counters.connections.fetch_add(1, Ordering::Relaxed);
-            let mut closing = door.closing.subscribe();
+            connections.open.fetch_add(1, Ordering::Relaxed);
             let mut connection = std::pin::pin!(connection);
             let ended = tokio::select! {
                 ended = connection.as_mut() => ended,
@@ -132,16 +135,15 @@ pub async fn serve(
             if let Err(error) = ended {
                 tracing::debug!(%error, "a connection ends");
             }
-            door.counters.connections.fetch_sub(1, Ordering::Relaxed);
+            connections.open.fetch_sub(1, Ordering::Relaxed);
             drop(place);
         });
     }
     drop(listener);
-    door.closing.send_replace(true);
-    // What is known already still goes out.
+    close();
+    closing.send_replace(true);
     let all = u32::try_from(CONNECTIONS_MAX).unwrap_or(u32::MAX);
     let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.acquire_many(all)).await;
-    Ok(())
 }
 
 /// Tells one that there is no room for it. It may take that or leave it.

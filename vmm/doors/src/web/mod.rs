@@ -1,0 +1,15 @@
+//! What doors that speak HTTP/1.1 share: connections with their bounds, and
+//! bearer tokens. What is asked and answered is each door's own.
+
+pub(crate) mod listen;
+pub(crate) mod token;
+
+use tokio::sync::watch;
+
+pub use listen::Listener;
+pub use token::{NoTokenHash, TokenHash};
+
+/// Waits until it is set, or will never be.
+pub(crate) async fn is_set(flag: &mut watch::Receiver<bool>) {
+    let _ = flag.wait_for(|set| *set).await;
+}
