@@ -256,12 +256,12 @@ def joins(client, folder, dies=False):
         os.kill(os.getpid(), signal.SIGKILL)
     stock = json.loads(arguments)
     assert tool == "app.price" and stock["part_id"] == "P-1001"
-    answer = json.dumps({"cents": 12 * stock["available"]})
-    client.send(SETTLED, uint(10) + uint(callback) + uint(0) + text(answer))
+    answer = {"cents": 12 * stock["available"]}
+    client.send(SETTLED, uint(10) + uint(callback) + uint(0) + text(json.dumps(answer)))
     kind, message = client.receive()
     assert kind == FINISHED and message.uint() == 10
     report = finished(message)
-    assert report["status"] == "ok" and report["output"] == answer, report
+    assert report["status"] == "ok" and json.loads(report["output"]) == answer, report
 
 
 def main():

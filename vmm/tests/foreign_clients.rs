@@ -217,7 +217,7 @@ fn a_javascript_process_hosts_a_tool() {
     // It dies when its tool is called: the run is over.
     assert_eq!(hosting(&["dies"]).status().unwrap().signal(), Some(libc::SIGKILL));
     let ended = || {
-        let status = must(desk.command(FORGE).args(["status", "--socket", "socket", "--json"]));
+        let status = must(desk.command(FORGE).args(["status", "--service", "socket", "--json"]));
         let status: serde_json::Value = serde_json::from_str(&status).unwrap();
         status["runs"]["ended"]["cancelled"] == 1 && status["runs"]["running"] == 0
     };
