@@ -21,7 +21,7 @@ use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Timing, VmFailure, VmFailureKind};
+use forge_protocol::worker::{Fate, Job, Report, Tier, Timing, VmFailure, VmFailureKind};
 
 use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
@@ -59,6 +59,13 @@ impl RunResult {
         let at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = RunId(crate::keys::random().unwrap_or_default());
         unstarted(run_id, None, Outcome::new(status, kind, reason), at)
+    }
+
+    /// The same, with the tier it was carried out in or would have been.
+    #[must_use]
+    pub fn in_tier(mut self, tier: Tier) -> Self {
+        self.report.isolation = tier.as_str();
+        self
     }
 
     /// One that there was no room for, and when there may be.
@@ -166,6 +173,12 @@ impl Supervisor {
         Arc::clone(&self.engine.read().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// What runs are carried out in.
+    #[must_use]
+    pub fn tier(&self) -> Tier {
+        self.options.tier
+    }
+
     /// The VMs that stand ready.
     #[must_use]
     pub fn pool(&self) -> Arc<Pool> {
@@ -203,26 +216,28 @@ impl Supervisor {
     pub fn run_for(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
         if attendance.cancel.is_some_and(Cancel::is_raised) {
             let reason = "the run was cancelled before it began";
-            return RunResult::unstarted(Status::Cancelled, "cancelled", reason);
+            return RunResult::unstarted(Status::Cancelled, "cancelled", reason)
+                .in_tier(self.tier());
         }
         let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
             Err(error) => {
                 let outcome = Outcome::new(Status::Unavailable, "host", error.to_string());
-                return unstarted(RunId([0; 16]), None, outcome, at);
+                return unstarted(RunId([0; 16]), None, outcome, at).in_tier(self.tier());
             }
         };
         let engine = self.engine();
         let admitted = match self.admit(&engine.admission, request) {
             Ok(admitted) => admitted,
-            Err(refused) => return unstarted(run_id, None, refused.into(), at),
+            Err(refused) => {
+                return unstarted(run_id, None, refused.into(), at).in_tier(self.tier());
+            }
         };
         at.admitted = now_ns();
-        match self.carry_out(&engine.pool, run_id, request, &admitted, attendance, &mut at) {
-            Ok(result) => result,
-            Err(refused) => unstarted(run_id, Some(&admitted), refused.into(), at),
-        }
+        let done = self.carry_out(&engine.pool, run_id, request, &admitted, attendance, &mut at);
+        done.unwrap_or_else(|refused| unstarted(run_id, Some(&admitted), refused.into(), at))
+            .in_tier(self.tier())
     }
 
     fn admit(&self, admission: &Admission, request: &Order) -> Result<Arc<Admitted>, Refused> {
@@ -318,7 +333,8 @@ impl Supervisor {
         }
         drop(link);
         let weaknesses = pool.weaknesses();
-        Ok(reported(run_id, admitted, request, report, vm, &weaknesses, *at))
+        let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, self.tier());
+        Ok(reported(run_id, admitted, outcome, report, vm, &weaknesses, *at))
     }
 
     /// Opens the run at the broker. A program that can call nothing, and is
@@ -420,7 +436,7 @@ fn unstarted(
         output_encoding,
         artifacts: Vec::new(),
         log: Vec::new(),
-        isolation: "vm",
+        isolation: Tier::Vm.as_str(),
         weaknesses: Vec::new(),
         vm: "fresh",
         program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
@@ -441,13 +457,12 @@ fn unstarted(
 fn reported(
     run_id: RunId,
     admitted: &Admitted,
-    request: &Order,
+    outcome: Outcome,
     report: Report,
     vm: Vm,
     weaknesses: &[Weakness],
     at: Supervised,
 ) -> RunResult {
-    let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms);
     let (fuel_used, memory_peak_bytes) = match &report.fate {
         Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes),
         Fate::Deadline | Fate::Vm(_) => (0, 0),
@@ -473,7 +488,7 @@ fn reported(
             .iter()
             .map(|log| LogReport { level: log.level, text: log.text.clone() })
             .collect(),
-        isolation: "vm",
+        isolation: Tier::Vm.as_str(),
         weaknesses: weaknesses.iter().map(|weakness| weakness.word()).collect(),
         vm: vm.as_str(),
         program_sha256: Some(hex(&admitted.sha256)),

@@ -12,19 +12,28 @@ use std::time::{Duration, Instant};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::worker::{
-    Fork, Jailed, Reuse, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
+    Fork, Jailed, Reuse, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
 use super::worker::Worker;
 use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned};
 use crate::link::{Link, Patience};
 use crate::machine::MachineError;
-use crate::machine::hypervisor::open_device;
+use crate::machine::hypervisor::{HypervisorError, open_device};
 use crate::machine::snapshot::{memory_file, seal};
 use crate::worker::zygote::{COMMAND, KVM_DESCRIPTOR};
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// Why there is no VM, and what there is instead for who may do without.
+fn no_vm(error: HypervisorError) -> VmFailure {
+    let VmFailure { kind, message } = MachineError::from(error).into();
+    let instead = "`--isolation process`, or isolation = \"process\" in [vm] of forge.toml, \
+                   needs no KVM and is weaker: a flaw in the interpreter is then enough to stand \
+                   before this host's kernel";
+    VmFailure { kind, message: format!("{message}. {instead}") }
+}
 
 /// An executable, open, as somebody may execute it who is nobody to the host.
 /// One that only its owner may execute (a build under a strict umask) is
@@ -81,15 +90,18 @@ impl Zygote {
             kind: VmFailureKind::Unavailable,
             message: format!("the zygote cannot be started: {error}"),
         };
-        let kvm = open_device().map_err(MachineError::from)?;
+        let kvm = match setup.tier {
+            Tier::Vm => Some(open_device().map_err(no_vm)?),
+            Tier::Process => None,
+        };
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         let null = || File::options().read(true).write(true).open("/dev/null").map_err(failed);
-        let descriptors = vec![
+        let mut descriptors = vec![
             (OwnedFd::from(theirs), 0),
             (OwnedFd::from(null()?), 1),
             (OwnedFd::from(null()?), 2),
-            (kvm, KVM_DESCRIPTOR),
         ];
+        descriptors.extend(kvm.map(|kvm| (kvm, KVM_DESCRIPTOR)));
         let arguments = [&[OsStr::new("forge-vmm-zygote")], arguments].concat();
         let group = limits.map(Group::for_zygote).transpose();
         let group = group.map_err(|error| failed(io::Error::other(error)))?;
@@ -99,6 +111,7 @@ impl Zygote {
         let process = jail::spawn(Path::new(&path), &arguments, descriptors, place)
             .map_err(|error| failed(io::Error::other(error)))?;
         let hardening = Hardening {
+            vm: setup.tier == Tier::Vm,
             // It would not have been started otherwise, nor become ready.
             namespaces: true,
             empty_root: true,
