@@ -19,21 +19,12 @@ use super::worker::Worker;
 use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned};
 use crate::link::{Link, Patience};
 use crate::machine::MachineError;
-use crate::machine::hypervisor::{HypervisorError, open_device};
+use crate::machine::hypervisor::open_device;
 use crate::machine::snapshot::{memory_file, seal};
 use crate::worker::zygote::{COMMAND, KVM_DESCRIPTOR};
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
-
-/// Why there is no VM, and what there is instead for who may do without.
-fn no_vm(error: HypervisorError) -> VmFailure {
-    let VmFailure { kind, message } = MachineError::from(error).into();
-    let instead = "`--isolation process`, or isolation = \"process\" in [vm] of forge.toml, \
-                   needs no KVM and is weaker: a flaw in the interpreter is then enough to stand \
-                   before this host's kernel";
-    VmFailure { kind, message: format!("{message}. {instead}") }
-}
 
 /// An executable, open, as somebody may execute it who is nobody to the host.
 /// One that only its owner may execute (a build under a strict umask) is
@@ -91,7 +82,7 @@ impl Zygote {
             message: format!("the zygote cannot be started: {error}"),
         };
         let kvm = match setup.tier {
-            Tier::Vm => Some(open_device().map_err(no_vm)?),
+            Tier::Vm => Some(open_device().map_err(MachineError::from)?),
             Tier::Process => None,
         };
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;

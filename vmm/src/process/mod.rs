@@ -26,6 +26,7 @@
 mod exchange;
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -110,6 +111,8 @@ fn live(
     let at = Moments { forked, made: jailed, jailed, ..Moments::default() };
     let timing = Timing { vm_ns: elapsed_ns(began), at, ..Timing::default() };
     let (wire, exchange) = Wire::new(Exchange::new(link, watchdog, timing));
+    // Its links go with the process, whose filter forbids closing them.
+    let exchange = ManuallyDrop::new(exchange);
     // What a panic prints goes to the null device.
     let served = catch_unwind(AssertUnwindSafe(|| forge_guest_init::serve(wire, trust, now_ns)));
     let served = match served {

@@ -88,8 +88,17 @@ impl GuestBase {
     }
 }
 
+/// What there is for who has no KVM, and what it costs.
+const WITHOUT_KVM: &str = "`--isolation process`, or isolation = \"process\" in [vm] of \
+                           forge.toml, needs no KVM and is weaker: a flaw in the interpreter \
+                           is then enough to stand before this host's kernel";
+
 impl From<MachineError> for VmFailure {
     fn from(error: MachineError) -> Self {
+        let message = match &error {
+            MachineError::Hypervisor(error) => format!("{error}. {WITHOUT_KVM}"),
+            error => error.to_string(),
+        };
         let kind = match error {
             MachineError::Image(_) => VmFailureKind::Internal,
             MachineError::Kvm { .. }
@@ -99,7 +108,7 @@ impl From<MachineError> for VmFailure {
             | MachineError::PageMap(_)
             | MachineError::TooChanged { .. } => VmFailureKind::Unavailable,
         };
-        Self { kind, message: error.to_string() }
+        Self { kind, message }
     }
 }
 
