@@ -44,9 +44,9 @@ pub trait Stream {
         let _ = is;
     }
 
-    /// Asked between two stretches of work that no message interrupts: the
-    /// loading of a program, and each [`SLICE_FUEL`](crate::engine::SLICE_FUEL)
-    /// of its run. Who can stop a guest from outside, as a VM's host can, has
+    /// Asked between two stretches of work that no message interrupts: before
+    /// and behind the loading of a program, and for each
+    /// [`SLICE_FUEL`](crate::engine::SLICE_FUEL) of its run. Who can stop a guest from outside, as a VM's host can, has
     /// nothing to say here.
     ///
     /// # Errors

@@ -59,6 +59,7 @@ pub(crate) fn serve<S: Stream + 'static>(
     // However long it takes for a run to come is nobody's loading time.
     let RunOrder { start, input } = store.data_mut().link.receive_run()?;
     let came = ticks();
+    store.data_mut().link.may_go_on()?;
     if let Err(ending) = prepared.admitted.granted(&start.granted) {
         let load_ticks = load_ticks.saturating_add(ticks().saturating_sub(came));
         return store.data_mut().link.ended(&refused(ending, load_ticks));

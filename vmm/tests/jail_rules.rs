@@ -215,7 +215,7 @@ fn work(zygote: &mut Zygote) -> Result<(), Trouble> {
 
 /// The same of workers without a VM: each for one run.
 fn work_without_vms(zygote: &mut Zygote) -> Result<(), Trouble> {
-    for body in [HELLO, MUCH] {
+    for body in [HELLO, MUCH, GROWING] {
         let (mut worker, _process) = zygote.fork(0, Reuse::Fresh)?;
         run(&mut worker, &plain(body), Some(returned))?;
         worker.leave()?;
@@ -253,6 +253,10 @@ const MUCH: &str = r#"
     (drop (call $output (i32.const 65536) (i32.const 1000000)))
     (call $log (i32.const 2) (i32.const 0) (i32.const 5))
     (i32.const 0)"#;
+/// Memory that grows when it is large already, which the allocator moves by
+/// its pages.
+const GROWING: &str = "(drop (memory.grow (i32.const 20))) (drop (memory.grow (i32.const 200)))
+    (i32.const 0)";
 const MEMORY: &str = r#"(memory (export "memory") 1) (data (i32.const 0) "hello")"#;
 
 fn plain(body: &str) -> Job {
