@@ -256,6 +256,11 @@ fn comparable(mut report: Value) -> Value {
     let calls = fields["tool_calls"].as_array_mut().unwrap();
     for call in calls.iter_mut() {
         call.as_object_mut().unwrap().remove("duration_us");
+        // At the deadline either the broker's word or the worker's own end
+        // comes first.
+        if call["status"] == "outcome_unknown" {
+            call["status"] = "unsettled".into();
+        }
     }
     calls.sort_by_key(|call| call["id"].as_u64());
     report
@@ -346,7 +351,7 @@ fn examples(desk: &Desk) -> Vec<Vec<String>> {
 fn run_example(desk: &Desk, isolation: &str, arguments: &[String]) -> Command {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let mut command = run_command(desk, isolation, &arguments);
-    command.env("INVENTORY_TOKEN", "inv-0c5d3f80b1a94c7e");
+    command.env("INVENTORY_TOKEN", "demo-inventory-token");
     command
 }
 
