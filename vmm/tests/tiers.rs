@@ -17,6 +17,7 @@ mod processes;
 
 use std::ffi::CString;
 use std::fs;
+use std::io::Read as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
@@ -607,11 +608,16 @@ fn a_prepared_program_runs_in_a_process_of_its_own_each_time() {
 
 fn nothing_is_reset_without_a_vm() {
     let desk = service_desk();
-    let socket = desk.path("socket");
-    let arguments = ["serve", "--config", "forge.toml", "--socket", socket.to_str().unwrap()];
-    let output = desk.forge(&[&arguments[..], &["--reuse", "reset"]].concat());
-    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("--reuse reset"), "{}", text(&output.stderr));
+    let socket = desk.path("socket").to_str().unwrap().to_owned();
+    let arguments = ["serve", "--config", "forge.toml", "--socket", &socket, "--reuse", "reset"];
+    let process = desk.command(&arguments).stderr(Stdio::piped()).spawn().unwrap();
+    // Ended by its drop, if it serves.
+    let mut service = Service { process, socket };
+    let ended = wait_for("its refusal", || service.process.try_wait().unwrap());
+    assert_eq!(ended.code(), Some(2));
+    let mut said = String::new();
+    service.process.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(said.contains("--reuse reset"), "{said}");
 }
 
 /// Has a command see no `/dev/kvm`; `false` if this takes root.
