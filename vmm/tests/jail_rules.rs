@@ -160,12 +160,12 @@ impl Zygote {
 /// All that is ever asked of a zygote and its workers.
 fn everything(role: Role, without: &str) -> Result<(), Trouble> {
     // The zygote's table is both tiers', and VMs ask for more of it.
-    let (tier, work): (_, fn(&mut Zygote) -> Result<(), Trouble>) = match role {
-        Role::Zygote | Role::Worker => (Tier::Vm, work),
-        Role::Process => (Tier::Process, work_without_vms),
-    };
+    let tier = if role == Role::Process { Tier::Process } else { Tier::Vm };
     let mut zygote = Zygote::start(role, tier, without)?;
-    let done = work(&mut zygote);
+    let done = match tier {
+        Tier::Vm => work(&mut zygote),
+        Tier::Process => work_without_vms(&mut zygote),
+    };
     if done.is_err() {
         let _ = zygote.process.kill();
         let _ = zygote.process.wait();

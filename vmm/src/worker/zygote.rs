@@ -46,7 +46,7 @@ struct Zygote {
 
 /// What workers are made from.
 enum Makings {
-    Vm(VmMakings),
+    Vm(Box<VmMakings>),
     Process(tier_process::Makings),
 }
 
@@ -225,7 +225,7 @@ impl Zygote {
         // Before /proc is gone, as what makings are taken from it.
         code::move_to_large_pages();
         let mut makings = match setup.tier {
-            Tier::Vm => Makings::Vm(VmMakings::new()?),
+            Tier::Vm => Makings::Vm(Box::new(VmMakings::new()?)),
             Tier::Process => {
                 let makings = tier_process::Makings::new();
                 Makings::Process(makings.map_err(|error| unavailable("/proc", &error))?)
