@@ -43,6 +43,17 @@ pub trait Stream {
     fn instantiating(&mut self, is: bool) {
         let _ = is;
     }
+
+    /// Asked between two stretches of work that no message interrupts: before
+    /// and behind the loading of a program, and for each
+    /// [`SLICE_FUEL`](crate::engine::SLICE_FUEL) of its run. Who can stop a guest from outside, as a VM's host can, has
+    /// nothing to say here.
+    ///
+    /// # Errors
+    /// [`LinkLost`]: nobody wants the rest.
+    fn may_go_on(&mut self) -> Result<(), LinkLost> {
+        Ok(())
+    }
 }
 
 /// The stream ended or broke.
@@ -127,6 +138,11 @@ impl<S: Stream> Link<S> {
     /// See [`Stream::instantiating`].
     pub(crate) fn instantiating(&mut self, is: bool) {
         self.stream.instantiating(is);
+    }
+
+    /// See [`Stream::may_go_on`].
+    pub(crate) fn may_go_on(&mut self) -> Result<(), ServeError> {
+        Ok(self.stream.may_go_on()?)
     }
 
     /// Waits for the run.

@@ -20,7 +20,7 @@ use crate::engine;
 use crate::host::Host;
 use crate::link::{Link, ServeError, Stream};
 use crate::shape::{self, ShapeError};
-use crate::trap::{self, rejected};
+use crate::trap::{self, Stop, rejected};
 
 /// See [`crate::serve`].
 pub(crate) fn serve<S: Stream + 'static>(
@@ -39,6 +39,7 @@ pub(crate) fn serve<S: Stream + 'static>(
     // The engine has its own form of it by now; a large program's heap is
     // better used by its run.
     drop(program);
+    link.may_go_on()?;
     let prepared = match prepared {
         Ok(prepared) => prepared,
         Err(ending) => return link.ended(&refused(ending, ticks().saturating_sub(arrived))),
@@ -58,6 +59,7 @@ pub(crate) fn serve<S: Stream + 'static>(
     // However long it takes for a run to come is nobody's loading time.
     let RunOrder { start, input } = store.data_mut().link.receive_run()?;
     let came = ticks();
+    store.data_mut().link.may_go_on()?;
     if let Err(ending) = prepared.admitted.granted(&start.granted) {
         let load_ticks = load_ticks.saturating_add(ticks().saturating_sub(came));
         return store.data_mut().link.ended(&refused(ending, load_ticks));
@@ -218,6 +220,8 @@ fn call_in_slices<S: Stream + 'static>(
             ResumableCall::Finished => return Ok(()),
             ResumableCall::HostTrap(trap) => return Err(trap.into_host_error()),
             ResumableCall::OutOfFuel(paused) => {
+                let may = store.data_mut().link.may_go_on();
+                may.map_err(|error| Error::host(Stop::Serve(error)))?;
                 give_fuel(store, paused.required_fuel())?;
                 paused.resume(&mut *store, results)?
             }

@@ -186,9 +186,33 @@ pub struct Moments {
     pub ended: u64,
 }
 
-/// What a zygote is told first: what goes into every guest it makes.
+/// What keeps a program from the host it runs on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub enum Tier {
+    /// A virtual machine, in a jailed process.
+    #[default]
+    Vm,
+    /// The jailed process alone.
+    Process,
+}
+
+impl Tier {
+    /// Its stable name, in reports and configurations.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Vm => "vm",
+            Self::Process => "process",
+        }
+    }
+}
+
+/// What a zygote is told first: what goes into every guest it makes, and what
+/// its guests are in.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ZygoteSetup {
+    /// What its guests are in.
+    pub tier: Tier,
     /// The keys that guests trust programs by.
     pub trust: Vec<[u8; 32]>,
 }

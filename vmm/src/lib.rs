@@ -15,6 +15,7 @@
 //!              ▼
 //!           worker ───▶ machine       KVM, memory, one vCPU
 //!              │ ─────▶ vsock         the one device
+//!              │ or ──▶ process       the guest's program, without a VM
 //!              ▼
 //!           report                    one object, the same at every door
 //! ```
@@ -25,6 +26,7 @@ pub mod admission;
 pub mod bench;
 pub mod broker;
 pub mod cancel;
+pub mod isolation;
 pub mod jail;
 pub mod keeper;
 pub mod keys;
@@ -32,6 +34,7 @@ pub mod link;
 pub mod machine;
 pub mod pool;
 pub mod probe;
+pub mod process;
 pub mod report;
 pub mod service;
 pub mod supervisor;

@@ -5,17 +5,21 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::ZygoteSetup;
+use forge_protocol::worker::{Fork, Reuse, Tier, ZygoteSetup};
 use serde::Serialize;
 
 use crate::jail::{Hardening, Weakness};
+use crate::link::Patience;
 use crate::machine::{self, Hypervisor, Image, Watchdog};
 use crate::pool::zygote::Zygote;
 use crate::worker::Guest;
+
+/// How long a worker may take to stand ready.
+const READY_TIME_MAX: Duration = Duration::from_secs(30);
 
 /// How a thing stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -65,6 +69,17 @@ pub struct Proof {
     pub reason: Option<String>,
 }
 
+/// Whether a worker of the tier `process` comes to stand ready.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ProcessProof {
+    /// It did.
+    pub stood: bool,
+    /// How long that took, in microseconds: forking it and jailing it in.
+    pub ready_us: Option<u64>,
+    /// Why it did not.
+    pub reason: Option<String>,
+}
+
 /// The jail around workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Jail {
@@ -94,6 +109,8 @@ pub struct Probe {
     pub guest_sha256: &'static str,
     /// Whether `vm` isolation works.
     pub vm: Proof,
+    /// Whether `process` isolation does.
+    pub process: ProcessProof,
     /// What a worker would be in.
     pub jail: Jail,
 }
@@ -103,18 +120,21 @@ impl Probe {
     /// `executable` is `forge-vmm`.
     #[must_use]
     pub fn run(executable: &Path) -> Self {
+        let vm = prove();
+        let tier = if vm.booted { Tier::Vm } else { Tier::Process };
         Self {
             findings: findings(Path::new("/"), landlock_abi()),
             guest_sha256: forge_rootfs::GUEST_SHA256,
-            vm: prove(),
-            jail: jail(executable),
+            vm,
+            process: prove_process(executable),
+            jail: jail(executable, tier),
         }
     }
 }
 
-/// Without limits by cgroup v2, which only the operator knows.
-fn jail(executable: &Path) -> Jail {
-    match Zygote::start(executable, &ZygoteSetup { trust: Vec::new() }, None) {
+/// That of a tier. Without limits by cgroup v2, which only the operator knows.
+fn jail(executable: &Path, tier: Tier) -> Jail {
+    match Zygote::start(executable, &ZygoteSetup { tier, trust: Vec::new() }, None) {
         Err(failure) => Jail { on: None, weaknesses: Vec::new(), reason: Some(failure.message) },
         Ok(zygote) => {
             let on = zygote.hardening().clone();
@@ -122,6 +142,25 @@ fn jail(executable: &Path) -> Jail {
             let weaknesses = on.weaknesses().iter().map(weak).collect();
             Jail { on: Some(on), weaknesses, reason: None }
         }
+    }
+}
+
+fn prove_process(executable: &Path) -> ProcessProof {
+    let stand = || -> Result<u64, String> {
+        let setup = ZygoteSetup { tier: Tier::Process, trust: Vec::new() };
+        let mut zygote = Zygote::start(executable, &setup, None).map_err(|it| it.message)?;
+        let started = Instant::now();
+        let ram_bytes = machine::ram_bytes(&RunLimits::default()) as u64;
+        let order = Fork { ram_bytes, touch_bytes: 0, reuse: Reuse::Fresh };
+        let forked = zygote.fork(order).map_err(|error| error.to_string())?;
+        let mut worker = forked.map_err(|failure| failure.message)?;
+        let patience = Patience::until(started + READY_TIME_MAX);
+        worker.await_ready(patience).map_err(|failure| failure.message)?;
+        Ok(started.elapsed().as_micros() as u64)
+    };
+    match stand() {
+        Ok(us) => ProcessProof { stood: true, ready_us: Some(us), reason: None },
+        Err(reason) => ProcessProof { stood: false, ready_us: None, reason: Some(reason) },
     }
 }
 

@@ -4,7 +4,7 @@ use base64::Engine as _;
 use forge_protocol::abi::CallCode;
 use forge_protocol::ending::Ending;
 use forge_protocol::guest::{Artifact, Ended};
-use forge_protocol::worker::{CallRecord, Fate, Timing, VmFailure, VmFailureKind};
+use forge_protocol::worker::{CallRecord, Fate, Tier, Timing, VmFailure, VmFailureKind};
 use serde::{Deserialize, Serialize};
 
 /// How a run ended, in one word.
@@ -227,7 +227,7 @@ impl Outcome {
         Self { status, kind, reason: reason.into() }
     }
 
-    pub(crate) fn of_fate(fate: &Fate, wall_ms: u64) -> Self {
+    pub(crate) fn of_fate(fate: &Fate, wall_ms: u64, tier: Tier) -> Self {
         match fate {
             Fate::Ended(Ended { ending, .. }) => Self::of_ending(ending),
             Fate::Deadline => Self::new(
@@ -235,7 +235,7 @@ impl Outcome {
                 "deadline",
                 format!("the run did not end within its {wall_ms} ms; see --timeout"),
             ),
-            Fate::Vm(failure) => Self::of_failure(failure),
+            Fate::Vm(failure) => Self::of_failure(failure, tier),
         }
     }
 
@@ -261,7 +261,7 @@ impl Outcome {
         }
     }
 
-    fn of_failure(failure: &VmFailure) -> Self {
+    fn of_failure(failure: &VmFailure, tier: Tier) -> Self {
         let (status, kind) = match failure.kind {
             VmFailureKind::Crash => (Status::Internal, "guest_crash"),
             VmFailureKind::Misbehaved => (Status::Internal, "guest_misbehaved"),
@@ -272,7 +272,10 @@ impl Outcome {
             VmFailureKind::WorkerBroke => (Status::Internal, "worker_broke"),
             VmFailureKind::Internal => (Status::Internal, "internal"),
             VmFailureKind::NotReset => (Status::Internal, "not_reset"),
-            VmFailureKind::Unavailable => (Status::Unavailable, "kvm"),
+            VmFailureKind::Unavailable => match tier {
+                Tier::Vm => (Status::Unavailable, "kvm"),
+                Tier::Process => (Status::Unavailable, "host"),
+            },
         };
         Self::new(status, kind, printable(&failure.message))
     }
@@ -358,7 +361,7 @@ mod tests {
             kind: VmFailureKind::Crash,
             message: "guest panic: a\x1b[31m\nsecond".into(),
         };
-        let outcome = Outcome::of_failure(&failure);
+        let outcome = Outcome::of_failure(&failure, Tier::Vm);
         assert_eq!(outcome.reason, "guest panic: a\\u{1b}[31m; second");
     }
 }

@@ -21,7 +21,7 @@ use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Timing, VmFailure, VmFailureKind};
+use forge_protocol::worker::{Fate, Job, Report, Tier, Timing, VmFailure, VmFailureKind};
 
 use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
@@ -60,6 +60,13 @@ impl RunResult {
         let at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = RunId(crate::keys::random().unwrap_or_default());
         unstarted(run_id, None, Outcome::new(status, kind, reason), at)
+    }
+
+    /// The same, with the tier it was carried out in or would have been.
+    #[must_use]
+    pub fn in_tier(mut self, tier: Tier) -> Self {
+        self.report.isolation = tier.as_str();
+        self
     }
 
     /// One that there was no room for, and when there may be.
@@ -166,6 +173,12 @@ impl Supervisor {
         Arc::clone(&self.engine.read().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// What runs are carried out in.
+    #[must_use]
+    pub fn tier(&self) -> Tier {
+        self.options.tier
+    }
+
     /// The VMs that stand ready.
     #[must_use]
     pub fn pool(&self) -> Arc<Pool> {
@@ -208,6 +221,10 @@ impl Supervisor {
 
     /// The same as [`Self::run`] for somebody who attends the run.
     pub fn run_for(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
+        self.attended(request, attendance).in_tier(self.tier())
+    }
+
+    fn attended(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
         if attendance.cancel.is_some_and(Cancel::is_raised) {
             let reason = "the run was cancelled before it began";
             return RunResult::unstarted(Status::Cancelled, "cancelled", reason);
@@ -329,7 +346,8 @@ impl Supervisor {
         }
         drop(opened);
         let weaknesses = pool.weaknesses();
-        let result = reported(run_id, admitted, request, report, vm, &weaknesses, *at);
+        let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, self.tier());
+        let result = reported(run_id, admitted, outcome, report, vm, &weaknesses, *at);
         Ok(match unknown {
             None => result,
             Some(error) => held_back(result, &error),
@@ -477,7 +495,7 @@ fn unstarted(
         output_encoding,
         artifacts: Vec::new(),
         log: Vec::new(),
-        isolation: "vm",
+        isolation: Tier::Vm.as_str(),
         weaknesses: Vec::new(),
         vm: "fresh",
         program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
@@ -498,13 +516,12 @@ fn unstarted(
 fn reported(
     run_id: RunId,
     admitted: &Admitted,
-    request: &Order,
+    outcome: Outcome,
     report: Report,
     vm: Vm,
     weaknesses: &[Weakness],
     at: Supervised,
 ) -> RunResult {
-    let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms);
     let (fuel_used, memory_peak_bytes) = match &report.fate {
         Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes),
         Fate::Deadline | Fate::Vm(_) => (0, 0),
@@ -530,7 +547,7 @@ fn reported(
             .iter()
             .map(|log| LogReport { level: log.level, text: log.text.clone() })
             .collect(),
-        isolation: "vm",
+        isolation: Tier::Vm.as_str(),
         weaknesses: weaknesses.iter().map(|weakness| weakness.word()).collect(),
         vm: vm.as_str(),
         program_sha256: Some(hex(&admitted.sha256)),

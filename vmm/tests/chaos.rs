@@ -69,7 +69,7 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
     let options = SupervisorOptions {
         trust: TrustKeys::new([signer().trust_key()]).unwrap(),
         maxima: RunLimits { fuel: u64::MAX, wall_ms: 30_000, ..RunLimits::default() },
-        pool: PoolOptions { ready_min: 2, ready_max: 4, reuse, group },
+        pool: PoolOptions { ready_min: 2, ready_max: 4, reuse, group, ..PoolOptions::default() },
         worker: Some(executable.to_owned()),
     };
     let supervisor = Supervisor::new(options, None).unwrap();

@@ -2,7 +2,8 @@
 //!
 //! Each attempt is made in a process that went the way of a zygote's child:
 //! spawn, tree, privileges, limits, Landlock, fork, its own Landlock and
-//! limits, filter. Then with single layers, to show that each holds by
+//! limits, filter: that of a worker with a VM, and that of one without. Then
+//! with single layers, to show that each holds by
 //! itself, and with none, to show that the attempt is one. Started by root,
 //! all of it is done a second time with an ordinary user as supervisor.
 
@@ -30,7 +31,7 @@ use forge_vmm::jail::seccomp::EXIT_FORBIDDEN;
 use forge_vmm::jail::{
     Group, GroupLimits, Identity, Namespaces, Place, Role, Spawned, descriptors, spawn,
 };
-use inmate::{ALL, FILTER, LANDLOCK, LIMITS, Layers, NAMESPACES, NONE, PRIVILEGES, TREE};
+use inmate::{ALL, FILTER, LANDLOCK, LIMITS, Layers, NAMESPACES, NONE, PRIVILEGES, PROCESS, TREE};
 use libtest_mimic::{Arguments, Trial};
 
 macro_rules! claims {
@@ -237,7 +238,7 @@ fn stopped_for(
 ) {
     let free = outcome(starter, NONE, attempt, more);
     assert_eq!(free, Outcome::Done, "{attempt} by {starter:?} outside any jail");
-    for layers in [FILTER, ALL] {
+    for layers in [FILTER, ALL, FILTER | PROCESS, ALL | PROCESS] {
         let full = outcome(starter, layers, attempt, more);
         let expected = Outcome::Forbidden(call as i32);
         assert_eq!(full, expected, "{attempt} by {starter:?} in {layers}");
@@ -617,7 +618,8 @@ fn a_worker_opens_its_own_pagemap_before_its_filter_and_never_again() {
 /// With the rule its call passes the filter, without the rule it does not. So
 /// no rule is shadowed by another, and none allows what another was for.
 fn every_rule_of_the_filters_is_what_allows_its_call() {
-    for (word, role) in [("zygote", Role::Zygote), ("worker", Role::Worker)] {
+    for role in Role::ALL {
+        let word = &format!("{role:?}");
         for (index, rule) in role.rules().iter().enumerate() {
             let index = index.to_string();
             let name = rule.name;

@@ -28,7 +28,8 @@ use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::worker::{
-    Fate, Fork, Job, Prepare, PreparedJob, Ready, Report, Reuse, ZygoteReady, ZygoteSetup, Zygoted,
+    Fate, Fork, Job, Prepare, PreparedJob, Ready, Report, Reuse, Tier, ZygoteReady, ZygoteSetup,
+    Zygoted,
 };
 use forge_vmm::jail::{Filter, Place, Role, Spawned, spawn};
 use forge_vmm::link::{Link, Patience};
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
             match role {
                 Role::Zygote => filters.zygote = without,
                 Role::Worker => filters.worker = without,
+                Role::Process => filters.process = without,
             }
         }
         return match serve(filters) {
@@ -116,7 +118,7 @@ struct Zygote {
 }
 
 impl Zygote {
-    fn start(role: Role, without: &str) -> Result<Self, Trouble> {
+    fn start(role: Role, tier: Tier, without: &str) -> Result<Self, Trouble> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let null =
             || OwnedFd::from(File::options().read(true).write(true).open("/dev/null").unwrap());
@@ -128,7 +130,7 @@ impl Zygote {
         let executable = std::env::current_exe().unwrap();
         let process = spawn(&executable, &words, descriptors, Place::best()).unwrap();
         let mut zygote = Self { process, peer: Peer(Link::new(ours)) };
-        let setup = ZygoteSetup { trust: vec![signer().trust_key().to_bytes()] };
+        let setup = ZygoteSetup { tier, trust: vec![signer().trust_key().to_bytes()] };
         zygote.peer.say(Kind::ZygoteSetup, &setup, None)?;
         zygote.peer.hear::<ZygoteReady>(Kind::ZygoteReady)?.map_err(|it| it.message)?;
         Ok(zygote)
@@ -157,8 +159,13 @@ impl Zygote {
 
 /// All that is ever asked of a zygote and its workers.
 fn everything(role: Role, without: &str) -> Result<(), Trouble> {
-    let mut zygote = Zygote::start(role, without)?;
-    let done = work(&mut zygote);
+    // The zygote's table is both tiers', and VMs ask for more of it.
+    let tier = if role == Role::Process { Tier::Process } else { Tier::Vm };
+    let mut zygote = Zygote::start(role, tier, without)?;
+    let done = match tier {
+        Tier::Vm => work(&mut zygote),
+        Tier::Process => work_without_vms(&mut zygote),
+    };
     if done.is_err() {
         let _ = zygote.process.kill();
         let _ = zygote.process.wait();
@@ -206,6 +213,37 @@ fn work(zygote: &mut Zygote) -> Result<(), Trouble> {
     Ok(())
 }
 
+/// The same of workers without a VM: each for one run.
+fn work_without_vms(zygote: &mut Zygote) -> Result<(), Trouble> {
+    for body in [HELLO, MUCH, GROWING] {
+        let (mut worker, _process) = zygote.fork(0, Reuse::Fresh)?;
+        run(&mut worker, &plain(body), Some(returned))?;
+        worker.leave()?;
+    }
+    let (mut worker, _process) = zygote.fork(0, Reuse::Fresh)?;
+    run(&mut worker, &Job { deadline: deadline_in(SOON), ..plain(ENDLESS) }, Some(deadline))?;
+    worker.leave()?;
+    for (answer, time, expected) in
+        [(true, LATER, returned as fn(&Fate) -> bool), (false, SOON, deadline)]
+    {
+        let (mut worker, process) = zygote.fork(0, Reuse::Fresh)?;
+        call(&mut worker, &process, answer, time, expected)?;
+        worker.leave()?;
+    }
+    // Loaded ahead of its run.
+    let (mut worker, _process) = zygote.fork(0, Reuse::Fresh)?;
+    let Job { load, start, program, input, deadline, .. } = plain(HELLO);
+    worker.say(Kind::Prepare, &Prepare { load, program }, None)?;
+    worker.hear::<Ready>(Kind::Ready)?.map(drop).map_err(|it| it.message)?;
+    worker.say(
+        Kind::PreparedJob,
+        &PreparedJob { start, input, deadline, brokered: false },
+        None,
+    )?;
+    report(&mut worker, returned)?;
+    worker.leave()
+}
+
 const HELLO: &str = "(drop (call $output (i32.const 0) (i32.const 5))) (i32.const 0)";
 const ENDLESS: &str = "(loop (br 0)) (unreachable)";
 /// A large output, memory, a log record and an artifact.
@@ -215,6 +253,10 @@ const MUCH: &str = r#"
     (drop (call $output (i32.const 65536) (i32.const 1000000)))
     (call $log (i32.const 2) (i32.const 0) (i32.const 5))
     (i32.const 0)"#;
+/// Memory that grows when it is large already, which the allocator moves by
+/// its pages.
+const GROWING: &str = "(drop (memory.grow (i32.const 20))) (drop (memory.grow (i32.const 200)))
+    (i32.const 0)";
 const MEMORY: &str = r#"(memory (export "memory") 1) (data (i32.const 0) "hello")"#;
 
 fn plain(body: &str) -> Job {

@@ -68,7 +68,7 @@ fn trust() -> TrustKeys {
 }
 
 fn pool(ready_min: usize, ready_max: usize, reuse: Reuse) -> Pool {
-    let options = PoolOptions { ready_min, ready_max, reuse, group: None };
+    let options = PoolOptions { ready_min, ready_max, reuse, ..PoolOptions::default() };
     Pool::new(PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm")), &trust(), options).unwrap()
 }
 
@@ -392,7 +392,7 @@ fn a_vm_that_is_reset_serves_one_tenant() {
     let options = SupervisorOptions {
         trust: trust(),
         maxima: RunLimits { wall_ms: 60_000, ..RunLimits::default() },
-        pool: PoolOptions { ready_min: 1, ready_max: 4, reuse: RESET, group: None },
+        pool: PoolOptions { ready_min: 1, ready_max: 4, reuse: RESET, ..PoolOptions::default() },
         worker: Some(env!("CARGO_BIN_EXE_forge-vmm").into()),
     };
     let supervisor = Supervisor::new(options, None).unwrap();

@@ -11,7 +11,7 @@ use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::service::Order;
-use forge_protocol::worker::{Job, Reuse};
+use forge_protocol::worker::{Job, Reuse, Tier};
 
 use super::fixture::{self, PRINCIPAL, Served};
 use super::program::Program;
@@ -208,9 +208,10 @@ impl Case for Cold {
 
 /// Pooled VMs that serve one run each.
 const FRESH: PoolOptions =
-    PoolOptions { ready_min: 2, ready_max: 8, reuse: Reuse::Fresh, group: None };
+    PoolOptions { tier: Tier::Vm, ready_min: 2, ready_max: 8, reuse: Reuse::Fresh, group: None };
 /// Pooled VMs that are reset; that it is right is the tests' to show.
 pub(super) const RESET: PoolOptions = PoolOptions {
+    tier: Tier::Vm,
     ready_min: 2,
     ready_max: 8,
     reuse: Reuse::Reset { prove_one_in: 0 },

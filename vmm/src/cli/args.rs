@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use forge_protocol::limits::FOUND_TOOLS_MAX;
 use forge_protocol::name::ToolName;
+use forge_vmm::isolation::Isolation;
 
 /// Runs each model-written program once, in a KVM virtual machine made for
 /// that run.
@@ -69,12 +70,6 @@ pub(crate) struct BrokerArgs {
     pub(crate) principal: String,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Isolation {
-    /// A KVM virtual machine; fails where there is no KVM
-    Vm,
-}
-
 #[derive(Debug, ClapArgs)]
 pub(crate) struct RunArgs {
     /// A public key that programs are trusted by; may be given several times
@@ -104,8 +99,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "JSON|@FILE|-", default_value = "{}")]
     pub(crate) input: String,
     /// How the program is isolated
-    #[arg(long, value_enum, default_value = "vm")]
-    pub(crate) isolation: Isolation,
+    /// [default: [vm] isolation of --config, or vm]
+    #[arg(long, value_enum, conflicts_with = "service")]
+    pub(crate) isolation: Option<Isolation>,
     /// Have the service at this socket carry it out
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["mcp_config", "config", "artifacts"])]
     pub(crate) service: Option<PathBuf>,

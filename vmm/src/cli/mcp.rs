@@ -208,6 +208,7 @@ impl OwnService {
         }
         let trust = TrustKeys::new(all).map_err(|error| CliError::Usage(error.to_string()))?;
         let pool = PoolOptions {
+            tier: config::tier(None, config)?,
             ready_min: READY,
             ready_max: READY_MAX,
             group: config::vm_group(config)?,

@@ -41,6 +41,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         };
         return serve::submit(&args, order);
     }
+    let tier = config::tier(args.isolation, args.broker.config.as_deref())?;
     let key = match authority {
         Authority::Grant(_) => GrantKey::Lasting,
         Authority::Tools(_) => GrantKey::Passing,
@@ -66,6 +67,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         trust,
         maxima: RunLimits::operator_maxima(),
         pool: PoolOptions {
+            tier,
             group: config::vm_group(args.broker.config.as_deref())?,
             ..PoolOptions::default()
         },

@@ -13,7 +13,7 @@ use forge_protocol::broker::{Authority, FoundTool};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::Reuse;
+use forge_protocol::worker::{Reuse, Tier};
 use forge_vmm::admission::shown_whole;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
@@ -46,7 +46,16 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let config = args.broker.config.as_deref();
     let http = door::configured(config, &options.principals)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
+    let tier = config::tier(None, config)?;
+    if (tier, args.reuse) == (Tier::Process, ReuseArg::Reset) {
+        return Err(CliError::Usage(
+            "--reuse reset: in isolation `process` each run has a process of its own, and none \
+             is put back"
+                .into(),
+        ));
+    }
     let pool = PoolOptions {
+        tier,
         ready_min: args.ready,
         ready_max: args.ready_max.max(args.ready),
         group: config::vm_group(args.broker.config.as_deref())?,
@@ -70,6 +79,10 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let door = http.map(|config| Door::open(config, &reached_at)).transpose()?;
     if let Some(door) = &door {
         let _ = writeln!(io::stderr(), "forge-vmm: HTTP at {}", door.place());
+    }
+    if tier == Tier::Process {
+        let said = "programs run in jailed processes of this host and not in VMs";
+        let _ = writeln!(io::stderr(), "forge-vmm: {said}");
     }
     let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", path.display());
     let load = || {

@@ -62,8 +62,19 @@ fn print(probe: &Probe) -> io::Result<()> {
     writeln!(out, "guest   {}", probe.guest_sha256)?;
     print_jail(&mut out, &probe.jail)?;
     match (&probe.vm.boot_us, &probe.vm.reason) {
-        (Some(us), _) => writeln!(out, "vm      a guest booted in {us} us: isolation `vm` works"),
-        (None, Some(reason)) => writeln!(out, "vm      NO GUEST BOOTS HERE: {reason}"),
-        (None, None) => writeln!(out, "vm      no guest boots here"),
+        (Some(us), _) => writeln!(out, "vm      a guest booted in {us} us: isolation `vm` works")?,
+        (None, Some(reason)) => writeln!(out, "vm      NO GUEST BOOTS HERE: {reason}")?,
+        (None, None) => writeln!(out, "vm      no guest boots here")?,
+    }
+    match (&probe.process.ready_us, &probe.process.reason) {
+        (Some(us), _) => writeln!(
+            out,
+            "process a worker stood ready in {us} us: isolation `process` works, on request, \
+             and is weaker than `vm`"
+        ),
+        (None, reason) => {
+            let reason = reason.as_deref().unwrap_or_default();
+            writeln!(out, "process NO WORKER STARTS HERE: {reason}")
+        }
     }
 }

@@ -13,6 +13,8 @@ use super::landlock::ABI_WANTED;
 /// What is on.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Hardening {
+    /// A virtual machine within all of this.
+    pub vm: bool,
     /// User, pid, network, mount, ipc and uts namespaces of its own.
     pub namespaces: bool,
     /// The host's user that workers are, if it is not the supervisor's.
@@ -34,6 +36,9 @@ impl Hardening {
     #[must_use]
     pub fn weaknesses(&self) -> Vec<Weakness> {
         let mut found = Vec::new();
+        if !self.vm {
+            found.push(Weakness::NoVm);
+        }
         if !self.namespaces {
             found.push(Weakness::NoNamespaces);
         }
@@ -56,7 +61,8 @@ impl Hardening {
                 found.push(Weakness::NoController { controller });
             }
         }
-        if !self.procfs {
+        // Without a VM there is nothing to reset.
+        if self.vm && !self.procfs {
             found.push(Weakness::NoProcfs);
         }
         found
@@ -67,6 +73,8 @@ impl Hardening {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "weakness", rename_all = "snake_case")]
 pub enum Weakness {
+    /// There is no virtual machine: the tier is `process`.
+    NoVm,
     /// Workers share the supervisor's namespaces.
     NoNamespaces,
     /// Workers are the supervisor's user to the host.
@@ -96,6 +104,7 @@ impl Weakness {
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
+            Self::NoVm => "no_vm",
             Self::NoNamespaces => "no_namespaces",
             Self::SupervisorsUser => "supervisors_user",
             Self::HostsTree => "hosts_tree",
@@ -113,6 +122,11 @@ impl Weakness {
 impl fmt::Display for Weakness {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::NoVm => f.write_str(
+                "programs run in processes of this host: a flaw in the interpreter is enough to \
+                 stand before the host's kernel, with the system calls of docs/jail.md; use \
+                 isolation `vm`",
+            ),
             Self::NoNamespaces => f.write_str(
                 "workers share the host's processes, network and mounts: allow user namespaces",
             ),
@@ -162,6 +176,7 @@ mod tests {
 
     fn everything() -> Hardening {
         Hardening {
+            vm: true,
             namespaces: true,
             identity: Some(1),
             empty_root: true,
@@ -179,12 +194,14 @@ mod tests {
 
     #[test]
     fn whatever_is_off_is_said() {
-        let off = Hardening::default().weaknesses();
+        let off = Hardening { vm: true, ..Hardening::default() }.weaknesses();
         assert_eq!(off.len(), 9, "{off:?}");
         let mut words: Vec<_> = off.iter().map(|weakness| weakness.word()).collect();
         words.sort_unstable();
         words.dedup();
         assert_eq!(words.len(), 9, "{words:?}");
+        let no_vm = Hardening { vm: false, procfs: false, ..everything() };
+        assert_eq!(no_vm.weaknesses(), [Weakness::NoVm], "and nothing about resets");
         let old = Hardening { landlock_abi: Some(ABI_WANTED - 1), ..everything() };
         assert_eq!(old.weaknesses(), [Weakness::OldLandlock { abi: ABI_WANTED - 1 }]);
         let cpu = Hardening { cgroup: vec![Controller::Memory, Controller::Pids], ..everything() };

@@ -17,11 +17,13 @@ pub enum Role {
     Zygote,
     /// A worker that serves runs.
     Worker,
+    /// A worker of the tier `process`, which has no VM.
+    Process,
 }
 
 impl Role {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Zygote, Self::Worker];
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Zygote, Self::Worker, Self::Process];
 
     /// Its table.
     #[must_use]
@@ -29,6 +31,7 @@ impl Role {
         match self {
             Self::Zygote => ZYGOTE,
             Self::Worker => WORKER,
+            Self::Process => PROCESS,
         }
     }
 }
@@ -204,6 +207,31 @@ pub const WORKER: &[Rule] = &[
         "std's check of what it closes, in builds with debug assertions",
     )
     .elsewhere(),
+    always(libc::SYS_exit_group, "exit_group", "the end, which nobody sees who has hung up")
+        .elsewhere(),
+];
+
+/// What a worker of the tier `process` may call while the library runs a
+/// program: no request to any device, and no descriptor made but the one that
+/// comes with a run.
+pub const PROCESS: &[Rule] = &[
+    always(libc::SYS_recvmsg, "recvmsg", "a run and its connection, from the supervisor"),
+    always(libc::SYS_recvfrom, "recvfrom", "answers from the broker"),
+    always(libc::SYS_sendmsg, "sendmsg", "the report"),
+    always(libc::SYS_sendto, "sendto", "calls to the broker; a forbidden call's number"),
+    always(libc::SYS_poll, "poll", "waiting for the broker"),
+    always(libc::SYS_write, "write", "a panic's message, to the null device").elsewhere(),
+    always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
+    always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of the deadline's handler"),
+    without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "the allocator's large blocks"),
+    always(libc::SYS_munmap, "munmap", "the allocator gives blocks back"),
+    always(libc::SYS_mremap, "mremap", "the allocator grows blocks; it adds no right"),
+    always(libc::SYS_brk, "brk", "the allocator's small blocks"),
+    always(libc::SYS_clock_gettime, "clock_gettime", "time, where the vDSO has no fast clock")
+        .elsewhere(),
+    always(libc::SYS_restart_syscall, "restart_syscall", "a wait goes on after a stop signal")
+        .elsewhere(),
+    always(libc::SYS_futex, "futex", "a lock that a signal handler finds taken").elsewhere(),
     always(libc::SYS_exit_group, "exit_group", "the end, which nobody sees who has hung up")
         .elsewhere(),
 ];

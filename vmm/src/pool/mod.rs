@@ -35,7 +35,8 @@ use std::time::{Duration, Instant};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{
-    Fate, Fork, Job, Prepare, PreparedJob, Report, Reuse, VmFailure, VmFailureKind, ZygoteSetup,
+    Fate, Fork, Job, Prepare, PreparedJob, Report, Reuse, Tier, VmFailure, VmFailureKind,
+    ZygoteSetup,
 };
 
 use crate::admission::Admitted;
@@ -65,6 +66,8 @@ const TOUCH_BYTES: u32 = 61 * 4096;
 /// How a pool keeps its VMs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PoolOptions {
+    /// What a run is carried out in. In `process` nothing is reset.
+    pub tier: Tier,
     /// So many stand ready at all times.
     pub ready_min: usize,
     /// At most so many do, when cold starts show that more are needed.
@@ -157,7 +160,7 @@ impl Pool {
         let trust = trust.as_slice().iter().map(|key| key.to_bytes()).collect();
         let shared = Arc::new(Shared {
             executable,
-            setup: ZygoteSetup { trust },
+            setup: ZygoteSetup { tier: options.tier, trust },
             options,
             usual_ram_bytes: machine::ram_bytes(&RunLimits::default()),
             zygote: Mutex::new(None),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::worker::{
-    Fork, Jailed, Reuse, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
+    Fork, Jailed, Reuse, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
 use super::worker::Worker;
@@ -81,15 +81,18 @@ impl Zygote {
             kind: VmFailureKind::Unavailable,
             message: format!("the zygote cannot be started: {error}"),
         };
-        let kvm = open_device().map_err(MachineError::from)?;
+        let kvm = match setup.tier {
+            Tier::Vm => Some(open_device().map_err(MachineError::from)?),
+            Tier::Process => None,
+        };
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         let null = || File::options().read(true).write(true).open("/dev/null").map_err(failed);
-        let descriptors = vec![
+        let mut descriptors = vec![
             (OwnedFd::from(theirs), 0),
             (OwnedFd::from(null()?), 1),
             (OwnedFd::from(null()?), 2),
-            (kvm, KVM_DESCRIPTOR),
         ];
+        descriptors.extend(kvm.map(|kvm| (kvm, KVM_DESCRIPTOR)));
         let arguments = [&[OsStr::new("forge-vmm-zygote")], arguments].concat();
         let group = limits.map(Group::for_zygote).transpose();
         let group = group.map_err(|error| failed(io::Error::other(error)))?;
@@ -99,6 +102,7 @@ impl Zygote {
         let process = jail::spawn(Path::new(&path), &arguments, descriptors, place)
             .map_err(|error| failed(io::Error::other(error)))?;
         let hardening = Hardening {
+            vm: setup.tier == Tier::Vm,
             // It would not have been started otherwise, nor become ready.
             namespaces: true,
             empty_root: true,

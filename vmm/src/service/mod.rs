@@ -133,6 +133,8 @@ impl Service {
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let (result, stay) = self.run_if_let(order, peer, cancel, attendance);
+        // Whoever refused it knows nothing of that.
+        let result = result.in_tier(self.supervisor.tier());
         self.counts.ended(&result.report);
         (result, stay)
     }

@@ -66,6 +66,7 @@ impl Service {
                 "queue_wait_ms": bounds.queue_wait.as_millis() as u64,
                 "principal_runs_max": bounds.principal_runs_max,
             },
+            "isolation": self.supervisor.tier().as_str(),
             "pool": {
                 "full": pool.is_full(),
                 "resets_disproven": pool.resets_disproven(),

@@ -7,22 +7,17 @@
 //! answer cost one exit, and so do a result and the wait for the next
 //! program.
 
-use std::os::fd::{AsRawFd as _, RawFd};
+use std::os::fd::RawFd;
 
-use forge_protocol::abi::CallCode;
-use forge_protocol::frame::{self, Kind};
-use forge_protocol::guest::{
-    Artifact, Call, Ended, HostEvent, HostSession, Load, Log, SessionError, Settled,
-};
+use forge_protocol::guest::{Artifact, Ended, HostSession, Log, SessionError};
 use forge_protocol::platform::{CONTROL_MMIO, HOST_PORT, PAGE_BYTES, VSOCK_MMIO, control};
-use forge_protocol::service::{Event as RunEventMessage, RunEvent};
 use forge_protocol::worker::{
-    CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
+    CallRecord, Fate, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
 };
 use vm_memory::GuestMemoryMmap;
 
-use super::broker_link::{BrokerLink, LinkError, wait_readable};
-use crate::link::send_once;
+use super::broker_link::{BrokerLink, LinkError};
+use super::counterpart::Counterpart;
 use crate::machine::{Bus, Go, Stop};
 use crate::vsock::{ConnectionId, Device, Event, Muxer};
 
@@ -83,19 +78,13 @@ impl Wiring {
     }
 }
 
-/// Wiring and broker link of one guest, and what its run has left so far.
+/// Wiring and counterpart of one guest.
 #[derive(Debug)]
 pub struct Board {
     wiring: Wiring,
-    broker: Option<BrokerLink>,
-    response_bytes_max: usize,
-    stop: Stop,
+    counterpart: Counterpart,
     running: bool,
-    record: Record,
-    in_flight: Vec<CallRecord>,
     verdict: Option<Verdict>,
-    /// Where to tell what happens as it happens.
-    told: Option<RawFd>,
 }
 
 impl From<SessionError> for Verdict {
@@ -118,6 +107,26 @@ impl From<LinkError> for Verdict {
     }
 }
 
+impl From<Verdict> for Fate {
+    fn from(verdict: Verdict) -> Self {
+        let (kind, message) = match verdict {
+            Verdict::Ended(ended) => return Self::Ended(ended),
+            Verdict::Stopped => return Self::Deadline,
+            Verdict::Panicked { message_bytes } => {
+                let message = format!("guest panic, with a message of {message_bytes} bytes");
+                (VmFailureKind::Crash, message)
+            }
+            Verdict::Misbehaved(how) => (VmFailureKind::Misbehaved, how),
+            Verdict::BrokerLost(how) => (VmFailureKind::BrokerLost, how),
+            Verdict::Internal(how) => (VmFailureKind::Internal, how),
+            Verdict::Ready => {
+                (VmFailureKind::Internal, "the machine stopped without a reason".into())
+            }
+        };
+        Self::Vm(VmFailure { kind, message })
+    }
+}
+
 impl Board {
     /// A board for a guest with this memory.
     #[must_use]
@@ -133,17 +142,7 @@ impl Board {
     /// A board for a guest that stands where this wiring was taken.
     #[must_use]
     pub fn of(wiring: Wiring, stop: Stop) -> Self {
-        Self {
-            wiring,
-            broker: None,
-            response_bytes_max: 0,
-            stop,
-            running: false,
-            record: Record::default(),
-            in_flight: Vec::new(),
-            verdict: None,
-            told: None,
-        }
+        Self { wiring, counterpart: Counterpart::new(stop), running: false, verdict: None }
     }
 
     /// The wiring as it is now.
@@ -154,38 +153,13 @@ impl Board {
 
     /// Puts the wiring back, and forgets the run.
     pub fn reset(&mut self, wiring: Wiring) {
-        let response_bytes_max = self.response_bytes_max;
-        *self = Self { response_bytes_max, ..Self::of(wiring, self.stop.clone()) };
+        self.counterpart.forget_run();
+        (self.wiring, self.running, self.verdict) = (wiring, false, None);
     }
 
     /// Has the next run tell what happens, as it happens, on this socket.
     pub fn tell(&mut self, socket: RawFd) {
-        self.told = Some(socket);
-    }
-
-    /// Tells it, as far as anybody wants to know.
-    fn happened(&self, what: impl FnOnce() -> RunEvent) -> Result<(), Verdict> {
-        let Some(socket) = self.told else { return Ok(()) };
-        let mut bytes = Vec::new();
-        // The supervisor knows the client's number.
-        let event = RunEventMessage { number: 0, what: what() };
-        // What the guest sent was within these bounds.
-        frame::try_write_message(Kind::Event, &event, &mut bytes)
-            .map_err(|error| Verdict::Internal(error.to_string()))?;
-        let mut unsent = &bytes[..];
-        while !unsent.is_empty() {
-            match send_once(socket, unsent, None) {
-                Ok(sent) => unsent = &unsent[sent..],
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {
-                    // The time of who is not heard goes on all the same.
-                    if self.stop.raised().is_some() {
-                        return Err(Verdict::Stopped);
-                    }
-                }
-                Err(error) => return Err(Verdict::Internal(format!("nobody listens: {error}"))),
-            }
-        }
-        Ok(())
+        self.counterpart.tell(socket);
     }
 
     /// Why the machine was stopped last.
@@ -195,9 +169,7 @@ impl Board {
 
     /// What the run left.
     pub fn take_record(&mut self) -> Record {
-        let mut record = std::mem::take(&mut self.record);
-        record.calls.append(&mut self.in_flight);
-        record
+        self.counterpart.take_record()
     }
 
     /// Puts a program before a guest that stands ready, to be loaded ahead of
@@ -206,9 +178,7 @@ impl Board {
     /// # Errors
     /// If the guest is not ready: our bug.
     pub fn prepare(&mut self, order: &Prepare) -> Result<(), VmFailure> {
-        let load = Load { announce: true, ..order.load.clone() };
-        self.wiring.session.load(&load, &order.program).map_err(misused)?;
-        self.response_bytes_max = load.limits.response_bytes as usize;
+        self.counterpart.prepare(&mut self.wiring.session, order)?;
         self.flush();
         Ok(())
     }
@@ -218,11 +188,8 @@ impl Board {
     /// # Errors
     /// If the guest is not ready or the job is past its own limits: our bug.
     pub fn begin(&mut self, job: &Job, broker: Option<BrokerLink>) -> Result<(), VmFailure> {
-        let session = &mut self.wiring.session;
-        session.load(&job.load, &job.program).map_err(misused)?;
-        session.start(&job.start, &job.input).map_err(misused)?;
-        self.response_bytes_max = job.load.limits.response_bytes as usize;
-        self.set_off(broker);
+        self.counterpart.begin(&mut self.wiring.session, job, broker)?;
+        self.set_off();
         Ok(())
     }
 
@@ -235,13 +202,12 @@ impl Board {
         job: &PreparedJob,
         broker: Option<BrokerLink>,
     ) -> Result<(), VmFailure> {
-        self.wiring.session.start(&job.start, &job.input).map_err(misused)?;
-        self.set_off(broker);
+        self.counterpart.begin_prepared(&mut self.wiring.session, job, broker)?;
+        self.set_off();
         Ok(())
     }
 
-    fn set_off(&mut self, broker: Option<BrokerLink>) {
-        self.broker = broker;
+    fn set_off(&mut self) {
         self.running = true;
         self.flush();
     }
@@ -283,7 +249,7 @@ impl Board {
             if self.wiring.device.guest_has_unread() {
                 return Go::Continue(());
             }
-            if self.in_flight.is_empty() {
+            if !self.counterpart.has_calls() {
                 if self.stands() {
                     return self.end(Verdict::Ready);
                 }
@@ -321,70 +287,12 @@ impl Board {
                 Event::Received(_) | Event::Closed(_) => {}
             }
         }
-        while let Some(event) = self.wiring.session.poll_event() {
-            match event {
-                HostEvent::Call(call) => self.call(&call)?,
-                HostEvent::Output(bytes) => {
-                    self.happened(|| RunEvent::Output(bytes.clone()))?;
-                    self.record.output.extend_from_slice(&bytes);
-                }
-                HostEvent::Log(log) => {
-                    self.happened(|| RunEvent::Log(log.clone()))?;
-                    self.record.logs.push(log);
-                }
-                HostEvent::Artifact(artifact) => self.record.artifacts.push(artifact),
-                HostEvent::Ended(ended) => return Err(Verdict::Ended(ended)),
-            }
-        }
-        Ok(())
-    }
-
-    fn call(&mut self, call: &Call) -> Result<(), Verdict> {
-        let record = CallRecord { id: call.id, tool: call.tool.clone(), settled: None };
-        self.in_flight.push(record);
-        self.happened(|| RunEvent::Called { call: call.id, tool: call.tool.clone() })?;
-        match &mut self.broker {
-            Some(broker) => Ok(broker.call(call, &self.stop)?),
-            None => {
-                let denied = Settled {
-                    id: call.id,
-                    code: Some(CallCode::Denied),
-                    duration_ns: 0,
-                    body: Vec::new(),
-                    redacted: false,
-                };
-                self.settle(denied)
-            }
-        }
+        self.counterpart.take_in(&mut self.wiring.session)
     }
 
     /// Waits until the broker settles something, no longer than the deadline.
     fn await_settled(&mut self) -> Result<(), Verdict> {
-        let Some(broker) = &mut self.broker else {
-            return Err(Verdict::Internal("a call is in flight without a broker".into()));
-        };
-        let settled = broker.receive(&self.stop)?;
-        self.settle(settled)
-    }
-
-    fn settle(&mut self, mut settled: Settled) -> Result<(), Verdict> {
-        let Some(at) = self.in_flight.iter().position(|call| call.id == settled.id) else {
-            return Err(Verdict::BrokerLost("it settled a call that is not in flight".into()));
-        };
-        if settled.body.len() > self.response_bytes_max {
-            settled.code = Some(CallCode::ResponseTooLarge);
-            settled.body.clear();
-        }
-        let mut record = self.in_flight.remove(at);
-        record.settled = Some(CallSettled {
-            code: settled.code,
-            duration_ns: settled.duration_ns,
-            redacted: settled.redacted,
-        });
-        self.record.calls.push(record);
-        let Settled { id: call, code, duration_ns, .. } = settled;
-        self.happened(|| RunEvent::Settled { call, code, duration_ns })?;
-        Ok(self.wiring.session.settle(&settled)?)
+        self.counterpart.await_settled(&mut self.wiring.session)
     }
 
     /// Hands the device what the session has for the guest.
@@ -399,10 +307,6 @@ impl Board {
         }
         self.wiring.device.deliver();
     }
-}
-
-fn misused(error: SessionError) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Internal, message: error.to_string() }
 }
 
 fn within(address: u64, page: u64) -> Option<u64> {
@@ -436,19 +340,6 @@ impl Bus for Board {
                 self.end(Verdict::Misbehaved("the guest left without ending its run".into()))
             }
             _ => self.end(Verdict::Misbehaved(format!("a write to nothing at {address:#x}"))),
-        }
-    }
-}
-
-/// Waits for the broker's descriptor or a stop; `false` for the stop.
-impl BrokerLink {
-    fn receive(&mut self, stop: &Stop) -> Result<Settled, LinkError> {
-        loop {
-            if let Some(settled) = self.next_settled()? {
-                return Ok(settled);
-            }
-            wait_readable(self.as_raw_fd(), stop)?;
-            self.fill()?;
         }
     }
 }

@@ -8,6 +8,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`board`] | what the guest is wired to: device, session, broker |
+//! | `counterpart` | the host's side of the session, whatever the guest is in |
 //! | [`broker_link`] | the run's connection to the broker |
 //! | [`zygote`] | the process that workers are forked from |
 //! | `process` | a worker's life |
@@ -16,6 +17,7 @@
 pub mod board;
 pub mod broker_link;
 mod code;
+pub(crate) mod counterpart;
 pub(crate) mod process;
 pub mod zygote;
 
@@ -46,7 +48,7 @@ use board::Verdict;
 const RUN_BYTES: usize = 20 * 4096;
 /// How long a guest may take to its greeting. It takes about a millisecond;
 /// this is for hosts that emulate everything.
-const BOOT_TIME_MAX: Duration = Duration::from_secs(30);
+pub(crate) const BOOT_TIME_MAX: Duration = Duration::from_secs(30);
 
 /// The state of a guest that stands at "waiting for a program", from which
 /// any number of guests start. No seed, time, identity or program has entered
@@ -86,8 +88,17 @@ impl GuestBase {
     }
 }
 
+/// What there is for who has no KVM, and what it costs.
+const WITHOUT_KVM: &str = "`--isolation process`, or isolation = \"process\" in [vm] of \
+                           forge.toml, needs no KVM and is weaker: a flaw in the interpreter \
+                           is then enough to stand before this host's kernel";
+
 impl From<MachineError> for VmFailure {
     fn from(error: MachineError) -> Self {
+        let message = match &error {
+            MachineError::Hypervisor(error) => format!("{error}. {WITHOUT_KVM}"),
+            error => error.to_string(),
+        };
         let kind = match error {
             MachineError::Image(_) => VmFailureKind::Internal,
             MachineError::Kvm { .. }
@@ -97,7 +108,7 @@ impl From<MachineError> for VmFailure {
             | MachineError::PageMap(_)
             | MachineError::TooChanged { .. } => VmFailureKind::Unavailable,
         };
-        Self { kind, message: error.to_string() }
+        Self { kind, message }
     }
 }
 
@@ -134,17 +145,7 @@ impl Guest {
     fn stands(&mut self, exit: Exit) -> Result<(), VmFailure> {
         match (exit, self.board.take_verdict()) {
             (Exit::Bus, Some(Verdict::Ready)) => Ok(()),
-            (exit, verdict) => match self.fate(exit, verdict) {
-                Fate::Vm(failure) => Err(failure),
-                Fate::Deadline => Err(VmFailure {
-                    kind: VmFailureKind::Stopped,
-                    message: format!("the guest did not boot within {BOOT_TIME_MAX:?}"),
-                }),
-                Fate::Ended(_) => Err(VmFailure {
-                    kind: VmFailureKind::Misbehaved,
-                    message: "the guest ended a run that it was not given".into(),
-                }),
-            },
+            (exit, verdict) => Err(not_ready(self.fate(exit, verdict))),
         }
     }
 
@@ -336,20 +337,28 @@ impl Guest {
             }
             Exit::Died(death) => failed(death_kind(&death), death.to_string()),
             Exit::Bus => match verdict {
-                Some(Verdict::Ended(ended)) => Fate::Ended(ended),
                 Some(Verdict::Panicked { message_bytes }) => {
                     let death = panicked(self.machine.memory(), message_bytes);
                     failed(VmFailureKind::Crash, death.to_string())
                 }
-                Some(Verdict::Stopped) => Fate::Deadline,
-                Some(Verdict::Misbehaved(how)) => failed(VmFailureKind::Misbehaved, how),
-                Some(Verdict::BrokerLost(how)) => failed(VmFailureKind::BrokerLost, how),
-                Some(Verdict::Internal(how)) => failed(VmFailureKind::Internal, how),
-                Some(Verdict::Ready) | None => {
-                    failed(VmFailureKind::Internal, "the machine stopped without a reason".into())
-                }
+                verdict => verdict.unwrap_or(Verdict::Ready).into(),
             },
         }
+    }
+}
+
+/// Why a guest that was to stand ready does not.
+pub(crate) fn not_ready(fate: Fate) -> VmFailure {
+    match fate {
+        Fate::Vm(failure) => failure,
+        Fate::Deadline => VmFailure {
+            kind: VmFailureKind::Stopped,
+            message: format!("the guest did not boot within {BOOT_TIME_MAX:?}"),
+        },
+        Fate::Ended(_) => VmFailure {
+            kind: VmFailureKind::Misbehaved,
+            message: "the guest ended a run that it was not given".into(),
+        },
     }
 }
 
@@ -365,13 +374,13 @@ fn death_kind(death: &Death) -> VmFailureKind {
     }
 }
 
-fn elapsed_ns(since: Instant) -> u64 {
+pub(crate) fn elapsed_ns(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Divides the time that the host measured by the ticks that the guest
 /// claims.
-fn split(total_ns: u64, fate: &Fate) -> (u64, u64) {
+pub(crate) fn split(total_ns: u64, fate: &Fate) -> (u64, u64) {
     let Fate::Ended(Ended { load_ticks, run_ticks, .. }) = fate else { return (0, total_ns) };
     let ticks = u128::from(*load_ticks) + u128::from(*run_ticks);
     if ticks == 0 {

@@ -38,10 +38,15 @@ pub(super) struct Inherited<'a> {
     pub(super) order: Fork,
 }
 
-/// The child's whole life. Nothing of the zygote's is dropped: memory and
-/// descriptors go with the process.
+/// The child's whole life.
 pub(super) fn main(socket: OwnedFd, inherited: &Inherited<'_>) -> ! {
-    let lived = catch_unwind(AssertUnwindSafe(|| live(socket, inherited)));
+    end(|| live(socket, inherited))
+}
+
+/// Lives, and ends the process. Nothing of the zygote's is dropped: memory and
+/// descriptors go with the process.
+pub(crate) fn end(live: impl FnOnce() -> io::Result<()>) -> ! {
+    let lived = catch_unwind(AssertUnwindSafe(live));
     let code = match lived {
         Ok(Ok(())) => 0,
         Ok(Err(_)) => 1,
@@ -122,14 +127,21 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
 }
 
 /// What the supervisor may want.
-enum Order {
+pub(crate) enum Order {
+    /// A program is to be loaded ahead of its runs.
     Prepare(Prepare),
+    /// A program and its run.
     Run(Job, Option<BrokerLink>),
+    /// A run of the program that is loaded.
     RunPrepared(PreparedJob, Option<BrokerLink>),
 }
 
 impl Order {
-    fn read(frame: &Frame) -> Result<Self, VmFailure> {
+    /// The order in a frame, which is one of these.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(crate) fn read(frame: &Frame) -> Result<Self, VmFailure> {
         let payload = &frame.payload;
         match frame.kind {
             Kind::Prepare => codec::decode(payload).map(Self::Prepare),
@@ -140,7 +152,10 @@ impl Order {
     }
 
     /// With the connection to the broker, which comes with a run that has one.
-    fn with(mut self, passed: Option<OwnedFd>) -> Result<Self, VmFailure> {
+    ///
+    /// # Errors
+    /// If there is one and should not be, or the other way round.
+    pub(crate) fn with(mut self, passed: Option<OwnedFd>) -> Result<Self, VmFailure> {
         let link = passed.map(|fd| BrokerLink::new(UnixStream::from(fd)));
         let (brokered, place) = match &mut self {
             Self::Prepare(_) => return Ok(self),
@@ -155,12 +170,11 @@ impl Order {
     }
 }
 
-/// Puts the socket where it belongs, makes the guest, and gives up everything
-/// else.
-fn settle_in(
-    socket: OwnedFd,
-    inherited: &Inherited<'_>,
-) -> io::Result<(Link, Result<Worker, VmFailure>)> {
+/// Puts a worker's socket where it belongs.
+///
+/// # Errors
+/// What the kernel said.
+pub(crate) fn take_socket(socket: OwnedFd) -> io::Result<Link> {
     // For whoever lists processes.
     // SAFETY: a C string of at most 15 bytes.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"forge-worker".as_ptr()) };
@@ -171,7 +185,15 @@ fn settle_in(
     }
     drop(socket);
     // SAFETY: 0 is the duplicate, and nobody else's.
-    let link = Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) }));
+    Ok(Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) })))
+}
+
+/// Takes its socket, makes the guest, and gives up everything else.
+fn settle_in(
+    socket: OwnedFd,
+    inherited: &Inherited<'_>,
+) -> io::Result<(Link, Result<Worker, VmFailure>)> {
+    let link = take_socket(socket)?;
     let worker = Worker::new(inherited).and_then(|worker| {
         let entered = inherited.jail.enter(&mut worker.descriptors());
         entered.map_err(|error| internal(error.to_string()))?;
@@ -194,7 +216,11 @@ fn unavailable(what: &str, error: &io::Error) -> VmFailure {
     VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
 }
 
-fn say<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) -> io::Result<()> {
+/// Says something to the supervisor.
+///
+/// # Errors
+/// What the kernel said.
+pub(crate) fn say<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) -> io::Result<()> {
     let mut bytes = Vec::new();
     frame::write_message(kind, message, &mut bytes);
     link.send(&bytes, None, Patience::default())

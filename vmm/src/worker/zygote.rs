@@ -1,8 +1,9 @@
 //! The zygote: the process that workers are forked from.
 //!
-//! It has entered the jail, opened `/dev/kvm`, loaded the guest's code and
+//! It has entered the jail, taken `/dev/kvm`, loaded the guest's code and
 //! booted a guest once; a worker inherits all of that, makes a VM of its own
-//! from the base, and gives up the rest. The zygote itself never sees a
+//! from the base, and gives up the rest. In the tier `process` there is nothing
+//! but the jail to inherit ([`crate::process`]). The zygote itself never sees a
 //! program. It has one thread, so that a fork is whole, and it is the first
 //! process of its pid namespace: when it ends, so does every worker.
 
@@ -16,7 +17,7 @@ use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{
-    Fork, Jailed, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
+    Fork, Jailed, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
 use super::{Guest, GuestBase, code, process};
@@ -27,6 +28,7 @@ use crate::link::{Link, Patience};
 use crate::machine::{
     Hypervisor, Image, PageMap, Watchdog, hypervisor::Placeholder, snapshot::BASE_FILE_BYTES,
 };
+use crate::process as tier_process;
 
 /// The hidden command that makes this executable a zygote.
 pub const COMMAND: &str = "zygote";
@@ -37,19 +39,30 @@ const BASES_MAX: usize = 8;
 
 /// What workers inherit.
 struct Zygote {
+    trust: TrustKeys,
+    jail: WorkerJail,
+    makings: Makings,
+}
+
+/// What workers are made from.
+enum Makings {
+    Vm(Box<VmMakings>),
+    Process(tier_process::Makings),
+}
+
+/// What VMs are made from.
+struct VmMakings {
     /// So that no worker's VM is the host's first or last.
     _placeholder: Placeholder,
     hypervisor: Hypervisor,
     image: Image,
-    trust: TrustKeys,
     pages: PageMap,
     procfs: io::Result<OwnedFd>,
-    jail: WorkerJail,
     /// The most recently used first.
     bases: VecDeque<Arc<GuestBase>>,
 }
 
-/// The descriptor that the supervisor leaves `/dev/kvm` at.
+/// The descriptor that the supervisor leaves `/dev/kvm` at, for VMs.
 pub const KVM_DESCRIPTOR: RawFd = 3;
 
 /// The zygote's limits. It has a descriptor for each base beside its few, and
@@ -66,8 +79,10 @@ pub(crate) const LIMITS: Limits = Limits {
 pub struct Filters {
     /// The zygote's.
     pub zygote: Filter,
-    /// What a worker adds to it.
+    /// What a worker adds to it that has a VM.
     pub worker: Filter,
+    /// What a worker adds to it that has none.
+    pub process: Filter,
 }
 
 impl Filters {
@@ -76,8 +91,11 @@ impl Filters {
     /// # Errors
     /// If our own tables are wrong.
     pub fn compile() -> Result<Self, FilterError> {
-        let (zygote, worker) = (Filter::compile(Role::Zygote)?, Filter::compile(Role::Worker)?);
-        Ok(Self { zygote, worker })
+        Ok(Self {
+            zygote: Filter::compile(Role::Zygote)?,
+            worker: Filter::compile(Role::Worker)?,
+            process: Filter::compile(Role::Process)?,
+        })
     }
 }
 
@@ -175,11 +193,20 @@ struct Inside {
 }
 
 /// Enters the jail; from here on every worker is born in it.
-fn jail_in(filters: Filters) -> Result<Inside, VmFailure> {
+fn jail_in(tier: Tier, filters: Filters) -> Result<Inside, VmFailure> {
     let procfs = tree::enter().map_err(|error| jailed(&error))?.procfs;
+    let (limits, filter, procfs) = match tier {
+        Tier::Vm => (&process::LIMITS, filters.worker, procfs),
+        // A process that serves one run has nothing to find in it.
+        Tier::Process => (
+            &tier_process::LIMITS,
+            filters.process,
+            Err(io::Error::from(io::ErrorKind::Unsupported)),
+        ),
+    };
     privileges::drop_all().map_err(|error| jailed(&error))?;
     LIMITS.apply().map_err(|error| jailed(&error))?;
-    let jail = WorkerJail::prepare(&process::LIMITS, filters.worker);
+    let jail = WorkerJail::prepare(limits, filter);
     let jail = jail.map_err(|error| jailed(&error))?;
     let enforced = landlock::restrict(procfs.as_ref().ok().map(|fd| fd.as_fd()));
     let landlock_abi = enforced.map_err(|error| jailed(&error))?.abi();
@@ -195,21 +222,50 @@ impl Zygote {
             kind: VmFailureKind::Internal,
             message: format!("a trust key: {error}"),
         })?;
+        // Before /proc is gone, as what makings are taken from it.
+        code::move_to_large_pages();
+        let mut makings = match setup.tier {
+            Tier::Vm => Makings::Vm(Box::new(VmMakings::new()?)),
+            Tier::Process => {
+                let makings = tier_process::Makings::new();
+                Makings::Process(makings.map_err(|error| unavailable("/proc", &error))?)
+            }
+        };
+        let Inside { procfs, jail, found } = jail_in(setup.tier, filters)?;
+        if let Makings::Vm(vm) = &mut makings {
+            vm.procfs = procfs;
+        }
+        Ok((Self { trust, jail, makings }, found))
+    }
+
+    /// Forks a worker; gives back its process descriptor.
+    fn fork(&mut self, order: Fork, socket: OwnedFd) -> Result<OwnedFd, VmFailure> {
+        let Self { trust, jail, makings } = self;
+        match makings {
+            Makings::Vm(vm) => vm.fork(trust, jail, order, socket),
+            Makings::Process(process) => match forked()? {
+                Some(child) => Ok(child),
+                None => tier_process::main(socket, process, trust, jail, order),
+            },
+        }
+    }
+}
+
+impl VmMakings {
+    /// What can only be made before the zygote enters its jail.
+    fn new() -> Result<Self, VmFailure> {
         // SAFETY: the supervisor put it there, and nothing else uses it.
         let hypervisor = Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?;
         let _placeholder = hypervisor.placeholder()?;
         let image = Image::built_in()?;
-        // Before /proc is gone.
-        code::move_to_large_pages();
         let pages = PageMap::open().map_err(|error| unavailable("the page map", &error))?;
-        let Inside { procfs, jail, found } = jail_in(filters)?;
-        let bases = VecDeque::new();
-        let zygote = Self { _placeholder, hypervisor, image, trust, pages, procfs, jail, bases };
-        Ok((zygote, found))
+        // It comes with the jail.
+        let procfs = Err(io::ErrorKind::NotFound.into());
+        Ok(Self { _placeholder, hypervisor, image, pages, procfs, bases: VecDeque::new() })
     }
 
     /// The base with this much RAM, made if there is none yet.
-    fn base(&mut self, ram_bytes: usize) -> Result<Arc<GuestBase>, VmFailure> {
+    fn base(&mut self, trust: &TrustKeys, ram_bytes: usize) -> Result<Arc<GuestBase>, VmFailure> {
         let found = self.bases.iter().position(|base| base.ram_bytes() == ram_bytes);
         if found == Some(0) {
             return Ok(Arc::clone(&self.bases[0]));
@@ -220,7 +276,7 @@ impl Zygote {
         }
         let base = match found.and_then(|index| self.bases.remove(index)) {
             Some(base) => base,
-            None => Arc::new(self.make_base(ram_bytes)?),
+            None => Arc::new(self.make_base(trust, ram_bytes)?),
         };
         base.set_inherited(true);
         self.bases.truncate(BASES_MAX - 1);
@@ -228,31 +284,38 @@ impl Zygote {
         Ok(base)
     }
 
-    fn make_base(&self, ram_bytes: usize) -> Result<GuestBase, VmFailure> {
+    fn make_base(&self, trust: &TrustKeys, ram_bytes: usize) -> Result<GuestBase, VmFailure> {
         let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
-        Guest::boot(&self.hypervisor, &self.image, &self.trust, ram_bytes, &watchdog)?
+        Guest::boot(&self.hypervisor, &self.image, trust, ram_bytes, &watchdog)?
             .into_base(&self.hypervisor, &self.pages)
     }
 
-    /// Forks a worker; gives back its process descriptor.
-    fn fork(&mut self, order: Fork, socket: OwnedFd) -> Result<OwnedFd, VmFailure> {
+    fn fork(
+        &mut self,
+        trust: &TrustKeys,
+        jail: &WorkerJail,
+        order: Fork,
+        socket: OwnedFd,
+    ) -> Result<OwnedFd, VmFailure> {
         let ram_bytes = usize::try_from(order.ram_bytes).unwrap_or(usize::MAX);
-        let base = self.base(ram_bytes)?;
-        match fork() {
-            Err(error) => Err(unavailable("no worker can be forked", &error)),
-            Ok(Some(child)) => Ok(child),
-            Ok(None) => process::main(
-                socket,
-                &process::Inherited {
-                    hypervisor: &self.hypervisor,
-                    base: &base,
-                    procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
-                    jail: &self.jail,
-                    order,
-                },
-            ),
+        let base = self.base(trust, ram_bytes)?;
+        let inherited = process::Inherited {
+            hypervisor: &self.hypervisor,
+            base: &base,
+            procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
+            jail,
+            order,
+        };
+        match forked()? {
+            Some(child) => Ok(child),
+            None => process::main(socket, &inherited),
         }
     }
+}
+
+/// [`fork`], with its failure as a worker's.
+fn forked() -> Result<Option<OwnedFd>, VmFailure> {
+    fork().map_err(|error| unavailable("no worker can be forked", &error))
 }
 
 /// Forks this process, which has one thread, so that the child is as whole as

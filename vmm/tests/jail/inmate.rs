@@ -29,6 +29,8 @@ pub const LIMITS: Layers = Layers(8);
 pub const LANDLOCK: Layers = Layers(16);
 pub const FILTER: Layers = Layers(32);
 pub const ALL: Layers = Layers(63);
+/// With [`FILTER`]: that of a worker without a VM.
+pub const PROCESS: Layers = Layers(64);
 
 impl BitOr for Layers {
     type Output = Self;
@@ -46,7 +48,7 @@ impl Layers {
 
 impl fmt::Display for Layers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:06b}", self.0)
+        write!(f, "{:07b}", self.0)
     }
 }
 
@@ -150,7 +152,7 @@ fn cpu_ms() -> i64 {
 }
 
 fn rule(role: &str, index: usize, how: &str) -> ! {
-    let role = if role == "zygote" { Role::Zygote } else { Role::Worker };
+    let role = Role::ALL.into_iter().find(|it| format!("{it:?}") == role).unwrap();
     let rule = role.rules()[index];
     let filter = match how {
         "with" => Filter::compile(role).unwrap(),
@@ -198,7 +200,8 @@ fn zygotes_filter() -> Filter {
 
 /// The zygote's way.
 fn inmate(layers: Layers, attempt: &str, words: &[String]) {
-    let filters = [zygotes_filter(), Filter::compile(Role::Worker).unwrap()];
+    let workers = if layers.has(PROCESS) { Role::Process } else { Role::Worker };
+    let filters = [zygotes_filter(), Filter::compile(workers).unwrap()];
     let mut lifeline = std::io::pipe().unwrap();
     let procfs = if layers.has(TREE) { tree::enter().unwrap().procfs.ok() } else { None };
     if layers.has(PRIVILEGES) {

@@ -16,12 +16,14 @@ use std::path::{Path, PathBuf};
 use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
 use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
+use forge_protocol::worker::Tier;
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser, UserError};
+use forge_vmm::isolation::{Isolation, Resolved};
 use forge_vmm::jail::GroupLimits;
 use serde::Deserialize;
 
 use super::args::BrokerArgs;
-use super::{CliError, progress, read_file};
+use super::{CliError, complain, progress, read_file};
 
 /// The supervisor's tables of `forge.toml`. The broker reads its own from the
 /// same file and refuses a table that neither knows.
@@ -60,6 +62,8 @@ pub(crate) struct McpConfig {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LowVm {
+    /// What programs run in.
+    isolation: Option<Isolation>,
     /// What all VMs together may use; needs cgroup v2.
     group: Option<GroupLimits>,
 }
@@ -117,6 +121,22 @@ pub(crate) fn trust_keys(config: Option<&Path>) -> Result<Vec<PathBuf>, CliError
 /// What all VMs together may use, if a configuration says so.
 pub(crate) fn vm_group(config: Option<&Path>) -> Result<Option<GroupLimits>, CliError> {
     config.map_or(Ok(None), |path| Ok(read_config(path)?.vm.group))
+}
+
+/// What programs run in: as the command line says, else as a configuration
+/// does, else VMs. What `auto` comes to is said here.
+pub(crate) fn tier(asked: Option<Isolation>, config: Option<&Path>) -> Result<Tier, CliError> {
+    let configured = config.map_or(Ok(None), |path| read_config(path).map(|it| it.vm.isolation))?;
+    let isolation = asked.or(configured).unwrap_or_default();
+    let Resolved { tier, instead } = isolation.resolve();
+    match instead {
+        None if isolation == Isolation::Auto => complain(&"isolation auto: programs run in VMs"),
+        None => {}
+        Some(why) => complain(&format!(
+            "isolation auto: programs run in jailed processes and not in VMs: {why}"
+        )),
+    }
+    Ok(tier)
 }
 
 /// What a configuration says of `forge-vmm mcp`.

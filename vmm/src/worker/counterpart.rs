@@ -1,0 +1,234 @@
+//! The host's side of a guest's session, whatever the guest is in: it takes
+//! what the guest says, carries its calls to the broker, and keeps what the
+//! run leaves.
+//!
+//! It distrusts the guest and bounds what comes back for it. How bytes get
+//! from one to the other is not known here.
+
+use std::os::fd::{AsRawFd as _, RawFd};
+
+use forge_protocol::abi::CallCode;
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::guest::{Call, HostEvent, HostSession, Load, SessionError, Settled};
+use forge_protocol::service::{Event as RunEventMessage, RunEvent};
+use forge_protocol::worker::{
+    CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
+};
+
+use super::board::{Record, Verdict};
+use super::broker_link::{BrokerLink, LinkError, wait_readable};
+use crate::link::send_once;
+use crate::machine::Stop;
+
+/// Broker link of one guest, and what its run has left so far.
+#[derive(Debug)]
+pub(crate) struct Counterpart {
+    broker: Option<BrokerLink>,
+    response_bytes_max: usize,
+    stop: Stop,
+    record: Record,
+    in_flight: Vec<CallRecord>,
+    /// Where to tell what happens as it happens.
+    told: Option<RawFd>,
+}
+
+impl Counterpart {
+    /// That of a guest without a run, whose waits end when `stop` is raised.
+    pub(crate) fn new(stop: Stop) -> Self {
+        Self {
+            broker: None,
+            response_bytes_max: 0,
+            stop,
+            record: Record::default(),
+            in_flight: Vec::new(),
+            told: None,
+        }
+    }
+
+    /// Forgets the run, and not the program's limits.
+    pub(crate) fn forget_run(&mut self) {
+        let response_bytes_max = self.response_bytes_max;
+        *self = Self { response_bytes_max, ..Self::new(self.stop.clone()) };
+    }
+
+    /// Has the next run tell what happens, as it happens, on this socket.
+    pub(crate) fn tell(&mut self, socket: RawFd) {
+        self.told = Some(socket);
+    }
+
+    /// What the run left.
+    pub(crate) fn take_record(&mut self) -> Record {
+        let mut record = std::mem::take(&mut self.record);
+        record.calls.append(&mut self.in_flight);
+        record
+    }
+
+    /// Whether calls are under way.
+    pub(crate) fn has_calls(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
+    /// Puts a program before a guest that stands ready, to be loaded ahead of
+    /// its runs.
+    ///
+    /// # Errors
+    /// If the guest is not ready: our bug.
+    pub(crate) fn prepare(
+        &mut self,
+        session: &mut HostSession,
+        order: &Prepare,
+    ) -> Result<(), VmFailure> {
+        let load = Load { announce: true, ..order.load.clone() };
+        session.load(&load, &order.program).map_err(misused)?;
+        self.response_bytes_max = load.limits.response_bytes as usize;
+        Ok(())
+    }
+
+    /// Puts a run before a guest that stands ready.
+    ///
+    /// # Errors
+    /// If the guest is not ready or the job is past its own limits: our bug.
+    pub(crate) fn begin(
+        &mut self,
+        session: &mut HostSession,
+        job: &Job,
+        broker: Option<BrokerLink>,
+    ) -> Result<(), VmFailure> {
+        session.load(&job.load, &job.program).map_err(misused)?;
+        session.start(&job.start, &job.input).map_err(misused)?;
+        self.response_bytes_max = job.load.limits.response_bytes as usize;
+        self.broker = broker;
+        Ok(())
+    }
+
+    /// Puts a run before a guest that has the program already.
+    ///
+    /// # Errors
+    /// If it has none or the input is past its limits: our bug.
+    pub(crate) fn begin_prepared(
+        &mut self,
+        session: &mut HostSession,
+        job: &PreparedJob,
+        broker: Option<BrokerLink>,
+    ) -> Result<(), VmFailure> {
+        session.start(&job.start, &job.input).map_err(misused)?;
+        self.broker = broker;
+        Ok(())
+    }
+
+    /// Works off what the session has of the guest.
+    ///
+    /// # Errors
+    /// [`Verdict`], which may be the run's ordinary end.
+    pub(crate) fn take_in(&mut self, session: &mut HostSession) -> Result<(), Verdict> {
+        while let Some(event) = session.poll_event() {
+            match event {
+                HostEvent::Call(call) => self.call(session, &call)?,
+                HostEvent::Output(bytes) => {
+                    self.happened(|| RunEvent::Output(bytes.clone()))?;
+                    self.record.output.extend_from_slice(&bytes);
+                }
+                HostEvent::Log(log) => {
+                    self.happened(|| RunEvent::Log(log.clone()))?;
+                    self.record.logs.push(log);
+                }
+                HostEvent::Artifact(artifact) => self.record.artifacts.push(artifact),
+                HostEvent::Ended(ended) => return Err(Verdict::Ended(ended)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the broker settles something, no longer than the deadline.
+    ///
+    /// # Errors
+    /// [`Verdict`].
+    pub(crate) fn await_settled(&mut self, session: &mut HostSession) -> Result<(), Verdict> {
+        let Some(broker) = &mut self.broker else {
+            return Err(Verdict::Internal("a call is in flight without a broker".into()));
+        };
+        let settled = broker.receive(&self.stop)?;
+        self.settle(session, settled)
+    }
+
+    /// Tells it, as far as anybody wants to know.
+    fn happened(&self, what: impl FnOnce() -> RunEvent) -> Result<(), Verdict> {
+        let Some(socket) = self.told else { return Ok(()) };
+        let mut bytes = Vec::new();
+        // The supervisor knows the client's number.
+        let event = RunEventMessage { number: 0, what: what() };
+        // What the guest sent was within these bounds.
+        frame::try_write_message(Kind::Event, &event, &mut bytes)
+            .map_err(|error| Verdict::Internal(error.to_string()))?;
+        let mut unsent = &bytes[..];
+        while !unsent.is_empty() {
+            match send_once(socket, unsent, None) {
+                Ok(sent) => unsent = &unsent[sent..],
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {
+                    // The time of who is not heard goes on all the same.
+                    if self.stop.raised().is_some() {
+                        return Err(Verdict::Stopped);
+                    }
+                }
+                Err(error) => return Err(Verdict::Internal(format!("nobody listens: {error}"))),
+            }
+        }
+        Ok(())
+    }
+
+    fn call(&mut self, session: &mut HostSession, call: &Call) -> Result<(), Verdict> {
+        let record = CallRecord { id: call.id, tool: call.tool.clone(), settled: None };
+        self.in_flight.push(record);
+        self.happened(|| RunEvent::Called { call: call.id, tool: call.tool.clone() })?;
+        match &mut self.broker {
+            Some(broker) => Ok(broker.call(call, &self.stop)?),
+            None => {
+                let denied = Settled {
+                    id: call.id,
+                    code: Some(CallCode::Denied),
+                    duration_ns: 0,
+                    body: Vec::new(),
+                    redacted: false,
+                };
+                self.settle(session, denied)
+            }
+        }
+    }
+
+    fn settle(&mut self, session: &mut HostSession, mut settled: Settled) -> Result<(), Verdict> {
+        let Some(at) = self.in_flight.iter().position(|call| call.id == settled.id) else {
+            return Err(Verdict::BrokerLost("it settled a call that is not in flight".into()));
+        };
+        if settled.body.len() > self.response_bytes_max {
+            settled.code = Some(CallCode::ResponseTooLarge);
+            settled.body.clear();
+        }
+        let mut record = self.in_flight.remove(at);
+        record.settled = Some(CallSettled {
+            code: settled.code,
+            duration_ns: settled.duration_ns,
+            redacted: settled.redacted,
+        });
+        self.record.calls.push(record);
+        let Settled { id: call, code, duration_ns, .. } = settled;
+        self.happened(|| RunEvent::Settled { call, code, duration_ns })?;
+        Ok(session.settle(&settled)?)
+    }
+}
+
+fn misused(error: SessionError) -> VmFailure {
+    VmFailure { kind: VmFailureKind::Internal, message: error.to_string() }
+}
+
+/// Waits for the broker's descriptor or a stop.
+impl BrokerLink {
+    fn receive(&mut self, stop: &Stop) -> Result<Settled, LinkError> {
+        loop {
+            if let Some(settled) = self.next_settled()? {
+                return Ok(settled);
+            }
+            wait_readable(self.as_raw_fd(), stop)?;
+            self.fill()?;
+        }
+    }
+}
