@@ -455,12 +455,16 @@ impl From<Refused> for Outcome {
 }
 
 /// A run that is over, and of which nobody knows whether what its calls did is
-/// on the disk: that it made them is told, and nothing that came of them.
+/// on the disk: nothing that came of them is told. That it made them is, where
+/// the broker was lost and its journal has them.
 fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     let RunResult { mut report, trace, .. } = result;
     let kind = match error {
         BrokerError::Lost(_) | BrokerError::Protocol(_) => "broker_lost",
-        _ => "journal",
+        _ => {
+            report.tool_calls.clear();
+            "journal"
+        }
     };
     report.status = Status::Internal;
     report.kind = kind;
