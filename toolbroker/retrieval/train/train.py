@@ -3,19 +3,21 @@
 A text's vector is the weighted sum of its tokens' rows, so embedding a request
 costs a few additions where the teacher runs six layers. The rows start from
 what the teacher says of each token alone, and are then moved until the sums
-say what the teacher says of whole texts. Seeded throughout: the same versions
-(requirements.txt) on the same kind of CPU make the same table.
+say what the teacher says of whole texts, and that a request is near what it
+asks for (asked.py). Seeded throughout: the same versions (requirements.txt) on
+the same kind of CPU, with one thread, make the same table.
 
     apt-get download wordnet-base; dpkg -x wordnet-base_*.deb wn
     apt-get -o Acquire::Languages=en update
     pip install -r requirements.txt
-    python train.py --wordnet wn/usr/share/wordnet \\
+    OMP_NUM_THREADS=1 python train.py --wordnet wn/usr/share/wordnet \\
         --debian /var/lib/apt/lists/*_main_i18n_Translation-en* --out ../data/table.bin
 """
 
 import argparse
 import hashlib
 import pathlib
+import random
 import struct
 import sys
 import time
@@ -24,18 +26,24 @@ import lz4.frame
 import numpy as np
 from scipy import sparse
 
+import asked
 import corpus
 import teacher
 
 DIMENSIONS = 256
 SIF = 5e-4
-# Two runs from the same start, of which the mean is kept: steps, and what
-# telling pairs apart is worth beside saying what the teacher says. One run
-# alone learns its own texts too well, and more steps make that worse.
-RUNS = [(300, 0.3), (480, 0.0)]
+# Runs from the same start, of which the mean is kept: steps, and what telling
+# pairs apart and telling requests apart are worth beside saying what the
+# teacher says. One run alone learns its own texts too well, and more steps make
+# that worse.
+RUNS = [
+    *[(300, 0.3, 0.0), (480, 0.0, 0.0)],
+    *[(300, 0.3, 0.3), (480, 0.0, 0.3)] * 2,
+]
 BATCH = 1024
 PAIRS = 512
 RATE = 0.01
+ASKED = 40_000
 DROPOUT = 0.3
 TEMPERATURE = 0.05
 
@@ -88,10 +96,13 @@ def through_unit(sums, grad):
     return (grad - (grad * units).sum(axis=1, keepdims=True) * units) / norms
 
 
-def contrast(left, right):
-    """Symmetric InfoNCE, and its gradients by the unit vectors."""
+def contrast(left, right, same=None):
+    """Symmetric InfoNCE, and its gradients by the unit vectors. Where `same`
+    says that two pairs are of one kind, they need not be told apart."""
     logits = left @ right.T / TEMPERATURE
     n = len(left)
+    if same is not None:
+        logits[same & ~np.eye(n, dtype=bool)] = -50
     loss, grad = 0.0, np.zeros_like(logits)
     for axis in (1, 0):
         shifted = np.exp(logits - logits.max(axis=axis, keepdims=True))
@@ -102,29 +113,50 @@ def contrast(left, right):
     return loss, grad @ right, grad.T @ left
 
 
-def train(table, bag, targets, pairs, dice, steps, contrast_weight):
+class Apart:
+    """Pairs of texts that are to be told apart from all others: `PAIRS` of
+    them a step, with some tokens gone."""
+
+    def __init__(self, left, right, kinds=None):
+        self.left, self.right, self.kinds = left, right, kinds
+
+    def some(self, dice):
+        chosen = dice.choice(self.left.shape[0], PAIRS, replace=False)
+        same = None
+        if self.kinds is not None:
+            same = self.kinds[chosen][:, None] == self.kinds[chosen][None, :]
+        return dropped(self.left[chosen], dice), dropped(self.right[chosen], dice), same
+
+
+def train(table, bag, targets, apart, dice, steps):
+    """`apart`: [(pairs, what they are worth)]"""
     table = table.copy()
     adam = Adam(table.shape)
-    pairs = np.array(pairs)
+    apart = [(pairs, worth) for pairs, worth in apart if worth]
     for step in range(steps):
         rate = RATE * (1 - step / steps)
         chosen = dice.choice(len(targets), BATCH, replace=False)
-        some = bag[chosen]
-        sums = some @ table
-        cosine = (unit(sums) * targets[chosen]).sum(axis=1).mean()
-        grad = some.T @ through_unit(sums, -8.0 / BATCH * targets[chosen])
+        drawn = [pairs.some(dice) for pairs, _ in apart]
+        some = sparse.vstack([bag[chosen], *(side for pair in drawn for side in pair[:2])]).tocsr()
+        # Only the rows that stand in these texts.
+        touched, places = np.unique(some.indices, return_inverse=True)
+        some = sparse.csr_matrix((some.data, places, some.indptr), (some.shape[0], len(touched)))
+        sums = some @ table[touched]
+        grad = np.zeros_like(sums)
+        cosine = (unit(sums[:BATCH]) * targets[chosen]).sum(axis=1).mean()
+        grad[:BATCH] = through_unit(sums[:BATCH], -8.0 / BATCH * targets[chosen])
 
-        chosen = pairs[dice.choice(len(pairs), PAIRS, replace=False)]
-        left, right = (dropped(bag[chosen[:, side]], dice) for side in (0, 1))
-        sums = left @ table, right @ table
-        loss, by_left, by_right = contrast(unit(sums[0]), unit(sums[1]))
-        grad += left.T @ through_unit(sums[0], contrast_weight * by_left)
-        grad += right.T @ through_unit(sums[1], contrast_weight * by_right)
+        losses = []
+        for at, (_, worth), (_, _, same) in zip(range(BATCH, len(sums), 2 * PAIRS), apart, drawn):
+            left, right = slice(at, at + PAIRS), slice(at + PAIRS, at + 2 * PAIRS)
+            loss, by_left, by_right = contrast(unit(sums[left]), unit(sums[right]), same)
+            grad[left] = through_unit(sums[left], worth * by_left)
+            grad[right] = through_unit(sums[right], worth * by_right)
+            losses.append(f"{loss:.4f}")
 
-        touched = np.flatnonzero(np.abs(grad).sum(axis=1))
-        adam.move(table, grad[touched], touched, rate)
+        adam.move(table, some.T @ grad, touched, rate)
         if step % 40 == 0 or step == steps - 1:
-            print(f"step {step}: cosine {cosine:.4f}, contrast {loss:.4f}", file=sys.stderr, flush=True)
+            print(f"step {step}: cosine {cosine:.4f}, apart {losses}", file=sys.stderr, flush=True)
     return table
 
 
@@ -188,9 +220,17 @@ def main():
     table[~kept] = 0
 
     targets = targets.astype(np.float32)
-    dice = lambda: np.random.default_rng(flags.seed)
-    runs = [train(table, bag, targets, pairs, dice(), steps, weight) for steps, weight in RUNS]
-    table = np.mean(runs, axis=0)
+    pairs = np.array(pairs)
+    pairs = Apart(bag[pairs[:, 0]], bag[pairs[:, 1]])
+    requests, described, subject = zip(*asked.asked(flags.wordnet, random.Random(flags.seed), ASKED))
+    sides = (bags(miniLM.tokens(side), len(tokens), kept) for side in (requests, described))
+    requests = Apart(*sides, np.array(subject))
+    mean_of_runs = np.zeros_like(table)
+    for seed, (steps, *worth) in enumerate(RUNS, flags.seed):
+        apart = list(zip((pairs, requests), worth))
+        run = train(table, bag, targets, apart, np.random.default_rng(seed), steps)
+        mean_of_runs += run / len(RUNS)
+    table = mean_of_runs
     place = np.flatnonzero(kept)
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     write(flags.out, [tokens[i] for i in place], table[place])

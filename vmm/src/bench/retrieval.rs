@@ -17,7 +17,9 @@
 //!
 //! The weights of the search were chosen by the first halves of two public
 //! sets; [`is_first_half`] says of a query which half it is in, by its id, and
-//! the rows of quality say both.
+//! the rows of quality say both. The entries `retrieval.<set>.held_out.…` are
+//! the other half by itself, each with the standard error of its mean: how far
+//! off it may be, had other queries been asked.
 
 use std::collections::HashMap;
 use std::fs;
@@ -214,26 +216,32 @@ fn quality(set: &Set, results: &mut Vec<Outcome>) {
     for (method, row) in
         [(Method::Fused, ""), (Method::Lexical, "lexical."), (Method::Embedding, "embedding.")]
     {
-        let mut all = Quality::default();
-        let mut halves = [Quality::default(); 2];
+        let mut rated = Vec::new();
         let mut shown = 0.0;
         for query in &set.queries {
             let hits = index.search_by(method, &query.text, 10);
             let places: Vec<usize> = hits.iter().map(|hit| hit.place).collect();
-            all.take(&places, &query.relevant);
-            halves[usize::from(!query.first_half)].take(&places, &query.relevant);
+            let mut quality = Quality::default();
+            quality.take(&places, &query.relevant);
+            // A query without an answer rates nothing.
+            if quality.rankings > 0 {
+                rated.push((query.first_half, quality));
+            }
             shown += places.iter().take(SHOWN).map(|place| tokens[*place]).sum::<f64>();
         }
-        let of = |figure: fn(&Quality) -> f64| (figure(&all), halves.map(|half| figure(&half)));
-        for (name, (value, [first, second])) in [
-            ("recall_at_1", of(|quality| quality.recall_at_1)),
-            ("recall_at_5", of(|quality| quality.recall_at_5)),
-            ("all_relevant_at_5", of(|quality| quality.all_at_5)),
-            ("ndcg_at_10", of(|quality| quality.ndcg_at_10)),
-        ] {
-            let note = format!("first half {first:.3}, held-out half {second:.3}");
-            let name = format!("retrieval.{}.{row}{name}", set.name);
-            results.push(figure(name, "part", all.rankings, value, Some(note)));
+        for (name, of) in FIGURES {
+            let values = |half: Option<bool>| -> Vec<f64> {
+                let of_half = rated.iter().filter(|(first, _)| half.is_none_or(|h| h == *first));
+                of_half.map(|(_, quality)| of(quality)).collect()
+            };
+            let [all, first, held_out] = [None, Some(true), Some(false)].map(values);
+            let note =
+                format!("first half {:.3}, held-out half {:.3}", mean(&first), mean(&held_out));
+            let entry = format!("retrieval.{}.{row}{name}", set.name);
+            results.push(figure(entry, "part", all.len(), mean(&all), Some(note)));
+            let note = format!("standard error {:.3}", standard_error(&held_out));
+            let entry = format!("retrieval.{}.{row}held_out.{name}", set.name);
+            results.push(figure(entry, "part", held_out.len(), mean(&held_out), Some(note)));
         }
         let name = format!("retrieval.{}.{row}tokens_shown", set.name);
         let mean = shown / set.queries.len() as f64;
@@ -245,6 +253,32 @@ fn quality(set: &Set, results: &mut Vec<Outcome>) {
     let note = format!("{} tools; a token is counted as 4 bytes of JSON", set.tools.len());
     let all: f64 = tokens.iter().sum();
     results.push(figure(row("tokens_shown"), "tokens", 1, all, Some(note)));
+}
+
+/// One figure of a ranking.
+type Figure = fn(&Quality) -> f64;
+
+/// What is said of a ranking, by the names of the entries.
+const FIGURES: [(&str, Figure); 4] = [
+    ("recall_at_1", |quality| quality.recall_at_1),
+    ("recall_at_5", |quality| quality.recall_at_5),
+    ("all_relevant_at_5", |quality| quality.all_at_5),
+    ("ndcg_at_10", |quality| quality.ndcg_at_10),
+];
+
+/// The mean; 0 of nothing.
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len().max(1) as f64
+}
+
+/// The standard error of the mean of these; 0 where there are no two.
+fn standard_error(values: &[f64]) -> f64 {
+    if values.len() < 2 {
+        return 0.0;
+    }
+    let mean = mean(values);
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    (squares / (values.len() - 1) as f64 / values.len() as f64).sqrt()
 }
 
 fn figure(name: String, unit: &str, n: usize, value: f64, note: Option<String>) -> Outcome {
@@ -365,6 +399,35 @@ mod tests {
         // Both tools are shown either way.
         let tokens = value("retrieval.small.everything.tokens_shown");
         assert!(tokens > 10.0 && value("retrieval.small.tokens_shown") <= tokens);
+    }
+
+    #[test]
+    fn the_held_out_half_has_entries_of_its_own_with_their_standard_error() {
+        // Of the first eight ids, those of the held-out half ask for what is not there.
+        let lines: Vec<String> = (0..8)
+            .map(|id| {
+                let wanted = if is_first_half(&id.to_string()) { "rain" } else { "refund" };
+                format!(r#"{{"id": "{id}", "query": "weather", "relevant": ["{wanted}"]}}"#)
+            })
+            .collect();
+        let held_out = (0..8).filter(|id| !is_first_half(&id.to_string())).count();
+        assert!((2..8).contains(&held_out), "{held_out} of 8");
+        let sets = set("halves", TOOLS, &lines.join("\n")).unwrap();
+        let mut results = Vec::new();
+        quality(&sets[0], &mut results);
+        let entry = |name: &str| results.iter().find(|r| r.name == name).unwrap();
+        let alone = entry("retrieval.small.held_out.recall_at_1");
+        assert_eq!((alone.p50, alone.n), (0.0, held_out));
+        assert_eq!(alone.note.as_deref(), Some("standard error 0.000"));
+        let all = entry("retrieval.small.recall_at_1");
+        assert_eq!((all.p50, all.n), (1.0 - held_out as f64 / 8.0, 8));
+        assert_eq!(all.note.as_deref(), Some("first half 1.000, held-out half 0.000"));
+    }
+
+    #[test]
+    fn the_standard_error_is_that_of_the_mean() {
+        assert!((standard_error(&[0.0, 1.0, 0.0, 1.0]) - (1.0f64 / 12.0).sqrt()).abs() < 1e-12);
+        assert_eq!((standard_error(&[1.0]), standard_error(&[])), (0.0, 0.0));
     }
 
     #[test]
