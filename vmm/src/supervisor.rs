@@ -30,7 +30,7 @@ use crate::jail::Weakness;
 use crate::link::Patience;
 use crate::machine::deadline_in;
 use crate::pool::worker::Tell;
-use crate::pool::{Done, Pool, PoolOptions, Task, Vm};
+use crate::pool::{Done, Pool, PoolOptions, Task, Upkeep, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
     encode_output, hex,
@@ -42,7 +42,7 @@ use crate::worker;
 const WORKER_GRACE: Duration = Duration::from_secs(2);
 
 /// A run's report and the artifacts it left.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RunResult {
     /// The report.
     pub report: RunReport,
@@ -50,6 +50,8 @@ pub struct RunResult {
     pub artifacts: Vec<Artifact>,
     /// Where the time went.
     pub trace: Trace,
+    /// What the run's pool has to do, once whoever waits has the rest of this.
+    pub upkeep: Option<Upkeep>,
 }
 
 impl RunResult {
@@ -291,12 +293,12 @@ impl Supervisor {
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
         let patience = Patience { until, cancel: attendance.cancel };
-        let (report, vm) = match pool.carry_out(&task, patience) {
-            Ok(Done { report, vm, taken, handed, reported }) => {
+        let (report, vm, upkeep) = match pool.carry_out(&task, patience) {
+            Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
-                (report, vm)
+                (report, vm, Some(upkeep))
             }
-            Err(fate) => (worker::unserved(fate), Vm::Fresh),
+            Err(fate) => (worker::unserved(fate), Vm::Fresh, None),
         };
         let is_cancelled =
             matches!(report.fate, Fate::Vm(VmFailure { kind: VmFailureKind::Cancelled, .. }));
@@ -318,7 +320,8 @@ impl Supervisor {
         }
         drop(link);
         let weaknesses = pool.weaknesses();
-        Ok(reported(run_id, admitted, request, report, vm, &weaknesses, *at))
+        let result = reported(run_id, admitted, request, report, vm, &weaknesses, *at);
+        Ok(RunResult { upkeep, ..result })
     }
 
     /// Opens the run at the broker. A program that can call nothing, and is
@@ -433,7 +436,7 @@ fn unstarted(
         timing_us,
     };
     let trace = Trace { supervised: at, timing: Timing::default() };
-    RunResult { report, artifacts: Vec::new(), trace }
+    RunResult { report, artifacts: Vec::new(), trace, upkeep: None }
 }
 
 /// The report of a run that a worker was given.
@@ -486,5 +489,5 @@ fn reported(
         timing_us,
     };
     let trace = Trace { supervised: at, timing };
-    RunResult { report: public, artifacts: report.artifacts, trace }
+    RunResult { report: public, artifacts: report.artifacts, trace, upkeep: None }
 }
