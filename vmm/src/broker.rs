@@ -32,6 +32,8 @@ use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::service::HostedTools;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
+use crate::link::{Patience, wait};
+
 /// The broker's executable, looked for beside this one.
 const EXECUTABLE: &str = "forge-toolbroker";
 /// The broker's exit code for a configuration it cannot use.
@@ -629,11 +631,10 @@ impl Reader {
             if let Some(frame) = frame.map_err(|e| BrokerError::Protocol(e.to_string()))? {
                 return Ok(Some(frame));
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(None);
+            match wait(link.as_raw_fd(), libc::POLLIN, Patience::until(until)) {
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(None),
+                waited => waited.map_err(BrokerError::Lost)?,
             }
-            link.set_read_timeout(Some(left)).map_err(BrokerError::Lost)?;
             match link.read(&mut self.buffer) {
                 Ok(0) => return Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into())),
                 Ok(bytes) => self.unread = 0..bytes,

@@ -9,6 +9,8 @@ use forge_protocol::frame::{Assembler, Frame, Kind};
 use forge_protocol::service::{
     Answered, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
 };
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 
 use crate::ClientError;
 use crate::wire::{self, READ_BYTES};
@@ -25,6 +27,8 @@ pub struct Client {
     unread: std::ops::Range<usize>,
     /// The number of the next run or question.
     next: u64,
+    /// A greeting is waited for by the read, which has a time-out for it.
+    is_greeted: bool,
 }
 
 impl Client {
@@ -44,10 +48,12 @@ impl Client {
         socket.set_read_timeout(Some(GREETING_TIME_MAX))?;
         let buffer = vec![0; READ_BYTES].into_boxed_slice();
         let assembler = Assembler::default();
-        let mut client = Self { socket, assembler, buffer, unread: 0..0, next: 0 };
+        let mut client =
+            Self { socket, assembler, buffer, unread: 0..0, next: 0, is_greeted: false };
         client.socket.write_all(&wire::hello())?;
         wire::greeted(&client.receive(wire::may_greet)?)?;
         client.socket.set_read_timeout(None)?;
+        client.is_greeted = true;
         Ok(client)
     }
 
@@ -122,6 +128,9 @@ impl Client {
                 return Ok(frame);
             }
             if self.unread.is_empty() {
+                if self.is_greeted {
+                    wait_readable(&self.socket)?;
+                }
                 match self.socket.read(&mut self.buffer) {
                     Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
                     Ok(bytes) => self.unread = 0..bytes,
@@ -129,6 +138,17 @@ impl Client {
                     Err(error) => return Err(error.into()),
                 }
             }
+        }
+    }
+}
+
+/// Waits until there is something to read. Who waits in a read is woken as well
+/// when the service takes the order, and then sleeps again.
+fn wait_readable(socket: &UnixStream) -> io::Result<()> {
+    loop {
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], None) {
+            Err(Errno::INTR) => {}
+            polled => return polled.map(|_| ()).map_err(io::Error::from),
         }
     }
 }
