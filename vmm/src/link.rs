@@ -35,10 +35,6 @@ impl Patience<'_> {
     pub fn is_over(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() >= until)
     }
-
-    fn is_endless(&self) -> bool {
-        self.until.is_none() && self.cancel.is_none()
-    }
 }
 
 /// One end of a socket on which whole frames travel.
@@ -107,9 +103,7 @@ impl Link {
             if let Some(frame) = self.next(&awaits)? {
                 return Ok(frame);
             }
-            if !patience.is_endless() {
-                wait(self.socket.as_raw_fd(), libc::POLLIN, patience)?;
-            }
+            wait(self.socket.as_raw_fd(), libc::POLLIN, patience)?;
             match self.fill() {
                 Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -243,11 +237,16 @@ pub(crate) fn receive_once(
     Ok((bytes, passed))
 }
 
-/// Waits until the socket is ready for this.
+/// Waits until the socket can be read or written.
+///
+/// Every wait for something to read goes through here, also where a receive
+/// call could wait by itself: who sleeps in that is woken as well when the peer
+/// takes what was sent before, as there is room to write again. That was every
+/// second wake of a run.
 ///
 /// # Errors
-/// What the kernel said; `TimedOut`, and `ConnectionAborted` if nobody wants
-/// it any more.
+/// What the kernel said; `TimedOut`, or `ConnectionAborted` if nobody wants it
+/// any more.
 pub(crate) fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
     loop {
         // Rounded up, so that the last wait is not a busy one.
@@ -341,6 +340,45 @@ mod tests {
         let (_a, mut b) = pair();
         let until = Patience::until(Instant::now() + Duration::from_millis(5));
         assert_eq!(b.receive(|_| true, until).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+
+    /// How often this thread gave its CPU up to wait.
+    fn waits(thread: i32) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).unwrap();
+        let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        count.unwrap().trim().parse().unwrap()
+    }
+
+    fn sleeps(thread: i32) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
+        stat.rsplit_once(") ").unwrap().1.starts_with('S')
+    }
+
+    #[test]
+    fn who_waits_sleeps_on_when_the_other_side_takes_what_was_sent() {
+        let (mut a, mut b) = pair();
+        a.send(&output(b"order"), None, Patience::default()).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let waiting = std::thread::spawn(move || {
+            // SAFETY: has no preconditions.
+            tell.send(unsafe { libc::gettid() }).unwrap();
+            a.receive(|_| true, Patience::default()).unwrap().payload
+        });
+        let thread = told.recv().unwrap();
+        let pause = || std::thread::sleep(Duration::from_millis(20));
+        // Twice, as it may sleep for another reason before.
+        for _ in 0..2 {
+            pause();
+            while !sleeps(thread) {
+                pause();
+            }
+        }
+        let before = waits(thread);
+        assert_eq!(b.receive(|_| true, Patience::default()).unwrap().payload, b"order");
+        pause();
+        assert_eq!(waits(thread), before, "it woke, and nothing was there");
+        b.send(&output(b"answer"), None, Patience::default()).unwrap();
+        assert_eq!(waiting.join().unwrap(), b"answer");
     }
 
     #[test]

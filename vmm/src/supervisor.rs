@@ -31,7 +31,7 @@ use crate::keeper::{BrokerStanding, Keeper};
 use crate::link::Patience;
 use crate::machine::deadline_in;
 use crate::pool::worker::Tell;
-use crate::pool::{Done, Pool, PoolOptions, Task, Vm};
+use crate::pool::{Done, Pool, PoolOptions, Task, Upkeep, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
     encode_output, hex,
@@ -43,7 +43,7 @@ use crate::worker;
 const WORKER_GRACE: Duration = Duration::from_secs(2);
 
 /// A run's report and the artifacts it left.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RunResult {
     /// The report.
     pub report: RunReport,
@@ -51,6 +51,8 @@ pub struct RunResult {
     pub artifacts: Vec<Artifact>,
     /// Where the time went.
     pub trace: Trace,
+    /// What the run's pool has to do, once whoever waits has the rest of this.
+    pub upkeep: Option<Upkeep>,
 }
 
 impl RunResult {
@@ -315,12 +317,12 @@ impl Supervisor {
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
         let patience = Patience { until, cancel: attendance.cancel };
-        let (mut report, vm) = match pool.carry_out(&task, patience) {
-            Ok(Done { report, vm, taken, handed, reported }) => {
+        let (mut report, vm, upkeep) = match pool.carry_out(&task, patience) {
+            Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
-                (report, vm)
+                (report, vm, Some(upkeep))
             }
-            Err(fate) => (worker::unserved(fate), Vm::Fresh),
+            Err(fate) => (worker::unserved(fate), Vm::Fresh, None),
         };
         let is_cancelled =
             matches!(report.fate, Fate::Vm(VmFailure { kind: VmFailureKind::Cancelled, .. }));
@@ -347,7 +349,8 @@ impl Supervisor {
         drop(opened);
         let weaknesses = pool.weaknesses();
         let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, self.tier());
-        let result = reported(run_id, admitted, outcome, report, vm, &weaknesses, *at);
+        let mut result = reported(run_id, admitted, outcome, report, vm, &weaknesses, *at);
+        result.upkeep = upkeep;
         Ok(match unknown {
             None => result,
             Some(error) => held_back(result, &error),
@@ -458,7 +461,7 @@ impl From<Refused> for Outcome {
 /// on the disk: nothing that came of them is told. That it made them is, where
 /// the broker was lost and its journal has them.
 fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
-    let RunResult { mut report, trace, .. } = result;
+    let RunResult { mut report, trace, upkeep, .. } = result;
     let kind = match error {
         BrokerError::Lost(_) | BrokerError::Protocol(_) => "broker_lost",
         _ => {
@@ -472,7 +475,7 @@ fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     (report.output, report.output_encoding) = encode_output(&[]);
     report.artifacts.clear();
     report.log.clear();
-    RunResult { report, artifacts: Vec::new(), trace }
+    RunResult { report, artifacts: Vec::new(), trace, upkeep }
 }
 
 fn us_since(since_ns: u64) -> u64 {
@@ -512,7 +515,7 @@ fn unstarted(
         timing_us,
     };
     let trace = Trace { supervised: at, timing: Timing::default() };
-    RunResult { report, artifacts: Vec::new(), trace }
+    RunResult { report, artifacts: Vec::new(), trace, upkeep: None }
 }
 
 /// The report of a run that a worker was given.
@@ -564,5 +567,5 @@ fn reported(
         timing_us,
     };
     let trace = Trace { supervised: at, timing };
-    RunResult { report: public, artifacts: report.artifacts, trace }
+    RunResult { report: public, artifacts: report.artifacts, trace, upkeep: None }
 }

@@ -47,6 +47,7 @@ fn main() -> ExitCode {
             a_worker_killed_in_its_run_costs_that_run_alone,
             a_vm_that_is_reset_serves_one_tenant,
             a_vm_that_is_fresh_serves_one_run,
+            a_vm_is_destroyed_when_its_result_has_been_told,
             a_prepared_program_answers_as_an_unprepared_one,
             a_prepared_vm_is_for_its_tenant_program_and_limits_alone,
             a_prepared_run_is_held_against_its_own_grant,
@@ -423,6 +424,24 @@ fn a_vm_that_is_fresh_serves_one_run() {
 }
 
 // Prepared programs
+
+/// Destroying it takes longer than a run, and whoever waits for the result
+/// would wait beside that.
+fn a_vm_is_destroyed_when_its_result_has_been_told() {
+    let pool = pool(0, 0, Reuse::Fresh);
+    let done = run(&pool, "a", &echo());
+    let worker = workers(&pool).pop().expect("its worker is there").pid;
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!is_gone(worker), "it ended by itself");
+    drop(done);
+    eventually("the worker is gone", || is_gone(worker));
+    // Nor does it outlive its pool.
+    let done = run(&pool, "a", &echo());
+    let worker = workers(&pool).pop().expect("its worker is there").pid;
+    drop(pool);
+    eventually("the worker is gone with the pool", || is_gone(worker));
+    drop(done);
+}
 
 fn a_prepared_program_answers_as_an_unprepared_one() {
     for reuse in [Reuse::Fresh, RESET] {

@@ -8,6 +8,8 @@ use forge_protocol::frame::{Frame, Kind};
 use forge_protocol::service::{
     Answered, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
 };
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 
 use crate::ClientError;
 use crate::wire::{self, GREETING_TIME_MAX, Unread};
@@ -19,6 +21,8 @@ pub struct Client {
     unread: Unread,
     /// The number of the next run or question.
     next: u64,
+    /// A greeting is waited for by the read, which has a time-out for it.
+    is_greeted: bool,
 }
 
 impl Client {
@@ -36,10 +40,11 @@ impl Client {
     /// [`ClientError`].
     pub fn over(socket: UnixStream) -> Result<Self, ClientError> {
         socket.set_read_timeout(Some(GREETING_TIME_MAX))?;
-        let mut client = Self { socket, unread: Unread::new(), next: 0 };
+        let mut client = Self { socket, unread: Unread::new(), next: 0, is_greeted: false };
         client.socket.write_all(&wire::hello())?;
         wire::greeted(&client.receive(wire::may_greet)?)?;
         client.socket.set_read_timeout(None)?;
+        client.is_greeted = true;
         Ok(client)
     }
 
@@ -110,11 +115,25 @@ impl Client {
             if let Some(frame) = self.unread.frame(&awaits)? {
                 return Ok(frame);
             }
+            if self.is_greeted {
+                wait_readable(&self.socket)?;
+            }
             match self.socket.read(self.unread.room()) {
                 Ok(bytes) => self.unread.filled(bytes)?,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }
+        }
+    }
+}
+
+/// Waits until there is something to read. Who waits in a read is woken as well
+/// when the service takes the order, and then sleeps again.
+fn wait_readable(socket: &UnixStream) -> io::Result<()> {
+    loop {
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], None) {
+            Err(Errno::INTR) => {}
+            polled => return polled.map(|_| ()).map_err(io::Error::from),
         }
     }
 }

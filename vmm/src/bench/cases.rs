@@ -78,7 +78,7 @@ pub(super) const ENTRIES: &[Entry] = &[
         name: "reset",
         group: "reset",
         about: "put a VM back to its first state after a run",
-        ratio_of: Some(Formula::sum(&[(1.0, "floor_exit")])),
+        ratio_of: Some(Formula::sum(&[(1.0, "floor_reset")])),
         measure: Measure::Sampled(reset),
     },
     Entry {

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
+use std::ops::Range;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use forge_guest_init::engine;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::platform::CONTROL_MMIO;
-use kvm_bindings::kvm_userspace_memory_region;
+use kvm_bindings::{Msrs, kvm_fpu, kvm_msr_entry, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
@@ -20,7 +21,9 @@ use super::fixture::Folder;
 use super::program::{self, Program};
 use super::{Case, Entry, Measure};
 use crate::jail::{WorkerJail, landlock};
-use crate::machine::{Bus, Exit, Hypervisor, Image, Machine, Watchdog, deadline_in, vcpu::Go};
+use crate::machine::{
+    Bus, Exit, Hypervisor, Image, Machine, PageMap, Watchdog, deadline_in, vcpu::Go,
+};
 use crate::worker::zygote::Filters;
 use crate::worker::{process, zygote};
 
@@ -28,6 +31,12 @@ pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_kvm", "bare KVM: create a VM, one slot, one vCPU, one exit", kvm),
     floor("floor_kvm_destroy", "bare KVM: destroy that VM", kvm_destroy),
     floor("floor_exit", "one bare VM exit by MMIO, and back", exit),
+    floor(
+        "floor_reset",
+        "a bare vCPU put back: KVM_RUN that returns at once, one MSR, x87 and SSE; and a scan for \
+         changed pages",
+        reset,
+    ),
     floor("floor_socket", "64 bytes to another process over a unix socket, and back", socket),
     floor("floor_fsync", "append a page to a file where the journal is, and sync it", fsync),
     floor("floor_fork", "fork a process that ends at once, and wait for it", fork),
@@ -59,7 +68,7 @@ fn said(error: impl std::fmt::Display) -> String {
 struct Bare {
     vcpu: VcpuFd,
     vm: VmFd,
-    _memory: GuestMemoryMmap,
+    memory: GuestMemoryMmap,
 }
 
 /// The page that holds the reset vector (Intel SDM volume 3, 11.1.4).
@@ -87,7 +96,7 @@ fn bare(kvm: &Kvm) -> Result<Bare, String> {
     }
     let mut vcpu = vm.create_vcpu(0).map_err(said)?;
     match vcpu.run().map_err(said)? {
-        VcpuExit::Hlt => Ok(Bare { vcpu, vm, _memory: memory }),
+        VcpuExit::Hlt => Ok(Bare { vcpu, vm, memory }),
         other => Err(format!("a bare VM left with {other:?}")),
     }
 }
@@ -156,6 +165,48 @@ impl Case for ExitFloor {
         match self.machine.run(&mut Countdown(EXITS), self.watchdog.stop()) {
             Exit::Bus => Ok(started.elapsed().as_nanos() as u64 / u64::from(EXITS)),
             other => Err(format!("the guest that only exits left with {other:?}")),
+        }
+    }
+}
+
+/// An MSR that every vCPU has: KERNEL_GS_BASE.
+const AN_MSR: u32 = 0xc000_0102;
+
+/// What no reset does without, on a VM in which nothing has changed.
+struct ResetFloor {
+    bare: Bare,
+    fpu: kvm_fpu,
+    msrs: Msrs,
+    pages: PageMap,
+    memory: Range<usize>,
+}
+
+fn reset() -> Result<Box<dyn Case>, String> {
+    let bare = bare(&Kvm::new().map_err(said)?)?;
+    let fpu = bare.vcpu.get_fpu().map_err(said)?;
+    let entry = kvm_msr_entry { index: AN_MSR, ..Default::default() };
+    let msrs = Msrs::from_entries(&[entry]).map_err(said)?;
+    let region = bare.memory.iter().next().ok_or("a bare VM has no memory")?;
+    let start = region.as_ptr() as usize;
+    let memory = start..start + SLOT_BYTES;
+    Ok(Box::new(ResetFloor { fpu, msrs, pages: PageMap::open().map_err(said)?, memory, bare }))
+}
+
+impl Case for ResetFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let vcpu = &mut self.bare.vcpu;
+        let started = Instant::now();
+        vcpu.set_kvm_immediate_exit(1);
+        let interrupted = vcpu.run().is_err_and(|error| error.errno() == libc::EINTR);
+        vcpu.set_kvm_immediate_exit(0);
+        let set = vcpu.set_msrs(&self.msrs).map_err(said)?;
+        vcpu.set_fpu(&self.fpu).map_err(said)?;
+        let changed = self.pages.private_pages(self.memory.clone()).map_err(said)?;
+        let ns = started.elapsed().as_nanos() as u64;
+        // The page with its one instruction.
+        match (interrupted, set, changed.len()) {
+            (true, 1, 1) => Ok(ns),
+            found => Err(format!("a bare vCPU cannot be put back: {found:?}")),
         }
     }
 }

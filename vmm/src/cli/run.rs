@@ -86,7 +86,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         events: false,
         hosted: None,
     };
-    let RunResult { mut report, artifacts, trace } = supervisor.run(&order);
+    let RunResult { mut report, artifacts, trace, .. } = supervisor.run(&order);
     report.retrieved = retrieved.iter().map(retrieved_report).collect();
     if let Some(path) = &args.trace {
         let at = |source| CliError::File { path: path.display().to_string(), source };

@@ -28,7 +28,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -112,6 +112,29 @@ pub struct Done {
     pub handed: u64,
     /// When the report was there.
     pub reported: u64,
+    /// What the pool has to do now.
+    pub upkeep: Upkeep,
+}
+
+/// What a run leaves its pool to do: the VM that served it is to be destroyed,
+/// and another to be made. Both begin when this is dropped, so whoever owes
+/// somebody the run's result tells it first. A pool looks for what is to be
+/// done every second all the same.
+#[derive(Debug)]
+pub struct Upkeep {
+    /// Gone if the pool is: then so are its VMs.
+    shared: Weak<Shared>,
+    /// A worker that nobody else ends.
+    ended: Option<Worker>,
+}
+
+impl Drop for Upkeep {
+    fn drop(&mut self) {
+        drop(self.ended.take());
+        if let Some(shared) = self.shared.upgrade() {
+            shared.resume_filling();
+        }
+    }
 }
 
 /// One run, admitted, for one tenant.
@@ -388,16 +411,18 @@ impl Shared {
     }
 
     fn use_worker(
-        &self,
+        self: &Arc<Self>,
         key: &Key,
         worker: Worker,
         run: Run<'_>,
         task: &Task<'_>,
         patience: Patience<'_>,
     ) -> Result<Done, Lost> {
-        let done = self.conduct(key, worker, run, task, patience);
-        self.resume_filling();
-        done
+        // However it goes.
+        let mut upkeep = Upkeep { shared: Arc::downgrade(self), ended: None };
+        let (report, vm, [taken, handed, reported]) =
+            self.conduct(key, worker, run, task, patience, &mut upkeep)?;
+        Ok(Done { report, vm, taken, handed, reported, upkeep })
     }
 
     fn conduct(
@@ -407,7 +432,8 @@ impl Shared {
         run: Run<'_>,
         task: &Task<'_>,
         patience: Patience<'_>,
-    ) -> Result<Done, Lost> {
+        upkeep: &mut Upkeep,
+    ) -> Result<(Report, Vm, [u64; 3]), Lost> {
         let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
         let taken = now_ns();
         if task.tell.is_some() {
@@ -419,16 +445,15 @@ impl Shared {
         let reported = now_ns();
         // Without a procfs its zygote made it for one run.
         let resets = self.lock_hardening().as_ref().is_none_or(|on| on.procfs);
-        // Who fills the pool ends workers too; without, they end here.
-        let no_longer_used = if self.options.ready_max == 0 {
+        // Who fills the pool ends workers too; without, the result does.
+        upkeep.ended = if self.options.ready_max == 0 {
             Some(worker)
         } else if resets && self.options.reuse != Reuse::Fresh {
             self.shelves().give_back(key, worker)
         } else {
             self.shelves().spend(worker)
         };
-        drop(no_longer_used);
-        Ok(Done { report, vm, taken, handed, reported })
+        Ok((report, vm, [taken, handed, reported]))
     }
 
     /// Forks a worker. It may not stand ready yet.

@@ -27,7 +27,7 @@ use vmm_sys_util::epoll::ControlOperation;
 use super::peer::Peer;
 use super::{Service, lock};
 use crate::cancel::Cancel;
-use crate::link::{Link, Patience, send_once};
+use crate::link::{Link, Patience, send_once, wait};
 use crate::pool::worker::Tell;
 use crate::supervisor::{Attendance, RunResult};
 
@@ -107,6 +107,14 @@ fn breach(what: impl ToString) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_string())
 }
 
+/// Nothing came for a while, as a read with a time-out says it.
+fn idle(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::TimedOut => io::ErrorKind::WouldBlock.into(),
+        _ => error,
+    }
+}
+
 fn decode<T: for<'a> BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T> {
     codec::decode(&frame.payload).map_err(breach)
 }
@@ -119,7 +127,6 @@ impl Connection {
         socket: UnixStream,
         peer: Peer,
     ) -> io::Result<Arc<Self>> {
-        socket.set_read_timeout(Some(READ_PATIENCE))?;
         socket.set_write_timeout(Some(SEND_PATIENCE))?;
         let connection = Arc::new_cyclic(|itself| Self {
             number,
@@ -241,6 +248,10 @@ impl Connection {
                 }
             }
             buffer.resize(READ_BYTES, 0);
+            // Not by the read itself, which also wakes when the client takes
+            // its answer.
+            let patience = Patience::until(Instant::now() + READ_PATIENCE);
+            wait(self.socket.as_raw_fd(), libc::POLLIN, patience).map_err(idle)?;
             match (&self.socket).read(buffer) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(bytes) => *unread = 0..bytes,
@@ -355,7 +366,8 @@ impl Connection {
                 let host = |calls| self.host(number, calls);
                 let attendance = Attendance { cancel: Some(&cancel), tell, host: Some(&host) };
                 let (result, _stay) = service.run(&order, &self.peer, &cancel, &attendance);
-                let RunResult { report, artifacts, .. } = result;
+                // The pool's upkeep comes after the answer.
+                let RunResult { report, artifacts, upkeep: _upkeep, .. } = result;
                 drop(order);
                 // The number is free before the client can know it.
                 lock(&self.live).leave_run(number, cancel);

@@ -117,12 +117,22 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
             Err(failure) => failed(failure),
         };
         say(&mut link, Kind::Report, &report)?;
-        let Some(ready) = worker.put_back() else { return Ok(()) };
+        let Some(ready) = worker.put_back() else { return await_end(&mut link) };
         let ends = ready.is_err();
         say(&mut link, Kind::Ready, &ready)?;
         if ends {
             return Ok(());
         }
+    }
+}
+
+/// A worker whose run is over is ended by its supervisor, or ends when that is
+/// gone. Ending by itself it would destroy its VM, which takes longer than a
+/// run, on a CPU that whoever waits for the report needs.
+fn await_end(link: &mut Link) -> io::Result<()> {
+    match link.receive(|_| false, Patience::default()) {
+        Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => Err(error),
+        _ => Ok(()),
     }
 }
 
