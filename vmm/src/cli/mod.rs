@@ -10,6 +10,7 @@ mod config;
 mod door;
 mod grant;
 mod journal;
+mod manual;
 mod mcp;
 mod program;
 mod run;
@@ -121,8 +122,11 @@ pub(crate) fn main() -> ExitCode {
         Command::Journal(args) => journal::journal(&args),
         Command::Status(args) => serve::status(&args),
         Command::Drain(args) => serve::drain(&args),
+        Command::Config(args) => config::check::config(&args),
         Command::Probe(args) => status::probe(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Completions(args) => manual::completions(&args),
+        Command::Man(args) => manual::man(&args),
     };
     match done {
         Ok(code) => code,

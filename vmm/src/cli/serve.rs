@@ -12,7 +12,6 @@ use forge_client::blocking::Client;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::Reuse;
 use forge_vmm::admission::shown_whole;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
@@ -20,7 +19,7 @@ use forge_vmm::report::Status;
 use forge_vmm::service::{Reloaded, Server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
-use super::args::{DrainArgs, ReuseArg, RunArgs, ServeArgs, StatusArgs};
+use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
 use super::{CliError, Exit, print_json};
@@ -44,15 +43,13 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     }
     let config = args.broker.config.as_deref();
     let http = door::configured(config, &options.principals)?;
+    let ready = config::pool(&args.pool, config)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let pool = PoolOptions {
-        ready_min: args.ready,
-        ready_max: args.ready_max.max(args.ready),
+        ready_min: ready.ready_min,
+        ready_max: ready.ready_max,
         group: config::vm_group(args.broker.config.as_deref())?,
-        reuse: match args.reuse {
-            ReuseArg::Fresh => Reuse::Fresh,
-            ReuseArg::Reset => Reuse::Reset { prove_one_in: args.prove_one_in },
-        },
+        reuse: ready.reuse,
     };
     let supervisor_options =
         SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool, worker: None };
