@@ -67,7 +67,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     if let Some(door) = &door {
         let _ = writeln!(io::stderr(), "forge-vmm: HTTP at {}", door.place());
     }
-    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", path.display());
+    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", reached_at.display());
     let load = || {
         let load = || {
             let options = config::service(config)?.options;
