@@ -43,6 +43,8 @@ pub(crate) enum Command {
     Journal(JournalArgs),
     /// Say how a service stands
     Status(StatusArgs),
+    /// Watch a service: runs, VMs, latencies, principals
+    Top(TopArgs),
     /// Have a service take no more runs, and end when those it has are over
     Drain(DrainArgs),
     /// Print a commented forge.toml, or check one
@@ -255,6 +257,13 @@ pub(crate) struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct TopArgs {
+    /// The service's socket
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) service: PathBuf,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -17,6 +17,7 @@ mod run;
 mod serve;
 mod status;
 mod tools;
+mod top;
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -121,6 +122,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Grant(args) => grant::grant(args),
         Command::Journal(args) => journal::journal(&args),
         Command::Status(args) => serve::status(&args),
+        Command::Top(args) => top::top(&args),
         Command::Drain(args) => serve::drain(&args),
         Command::Config(args) => config::check::config(&args),
         Command::Probe(args) => status::probe(&args),
