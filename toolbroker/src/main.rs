@@ -14,7 +14,7 @@ use std::sync::Arc;
 use clap::{Parser, Subcommand};
 use forge_protocol::RunId;
 use forge_toolbroker::broker::{Broker, ServeError};
-use forge_toolbroker::config::{Config, ConfigError};
+use forge_toolbroker::config::{Config, ConfigError, faults};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
 use forge_toolbroker::journal::{JournalError, Place, read};
 use forge_toolbroker::review::{ReviewError, Reviews};
@@ -72,6 +72,16 @@ enum Command {
     Journal {
         #[command(subcommand)]
         command: JournalCommand,
+    },
+    /// Says everything that is wrong with a configuration, as a JSON list of
+    /// `file`, `field` and `problem`; starts nothing
+    Check {
+        /// Tool servers in the `mcpServers` form other programs use
+        #[arg(long, value_name = "FILE")]
+        mcp_config: Option<PathBuf>,
+        /// The project's own configuration
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
     },
 }
 
@@ -206,8 +216,12 @@ fn main() -> ExitCode {
         .init();
     let outcome = hardened.map_err(Error::Host).and_then(|()| {
         let args = LowArgs::parse();
-        if let Some(Command::Journal { command }) = args.command {
-            return list_journal(command);
+        match args.command {
+            Some(Command::Journal { command }) => return list_journal(command),
+            Some(Command::Check { mcp_config, config }) => {
+                return check(mcp_config.as_deref(), config.as_deref());
+            }
+            None => {}
         }
         // Links have one thread: an answer that needs nobody else crosses to
         // no other, which costs more than the answer itself. Servers have
@@ -249,6 +263,21 @@ fn list_journal(
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.map_err(Error::Output),
     }
+}
+
+/// Prints what is wrong. That something is, is no error of this command.
+fn check(mcp_config: Option<&Path>, config: Option<&Path>) -> Result<(), Error> {
+    let faults = faults(mcp_config, config, &|name| std::env::var(name).ok());
+    let told: Vec<_> = faults
+        .iter()
+        .map(|fault| {
+            let (file, field, problem) = fault.parts();
+            serde_json::json!({ "file": file, "field": field, "problem": problem })
+        })
+        .collect();
+    let mut out = std::io::stdout().lock();
+    let written = serde_json::to_writer(&mut out, &told).map_err(Into::into);
+    written.and_then(|()| writeln!(out)).map_err(Error::Output)
 }
 
 /// What `FORGE_LOG` asks for, `warn` by default.

@@ -41,6 +41,8 @@ const SERVERS: [&str; 3] = ["forge-toolbroker", "office-server", "inventory-serv
 /// What the inventory's server asks of whoever starts it.
 const TOKEN: (&str, &str) = ("INVENTORY_TOKEN", "demo-inventory-token");
 const OWED: &str = "Which invoices are unpaid?";
+/// An intent that another tool fits.
+const ROOM: &str = "Is there a meeting room on the second floor?";
 
 fn example(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples").join(path)
@@ -84,8 +86,7 @@ fn an_intent_is_searched_granted_and_run_in_one_step() {
 }
 
 fn a_tool_that_was_not_found_is_not_granted() {
-    let intent = "Is there a meeting room on the second floor?";
-    let (code, report) = Surface::new().run(&["--intent", intent, "-k", "1"]);
+    let (code, report) = Surface::new().run(&["--intent", ROOM, "-k", "1"]);
     assert_eq!(code, 1, "{report:#}");
     assert_eq!(report["retrieved"][0]["tool"], "calendar.find_rooms", "{report:#}");
     assert_eq!(report["tool_calls"][0]["tool"], "billing.list_invoices");
@@ -105,8 +106,7 @@ fn a_service_searches_grants_and_runs_in_one_step_too() {
     let program = example("programs/unpaid.wat");
     let common = ["--service", "socket", program.to_str().unwrap()];
     let (code, report) = desk.0.run(&[&["--intent", OWED, "-k", "4"][..], &common].concat());
-    let (missed, other) =
-        desk.0.run(&[&["--intent", "Is there a meeting room?", "-k", "1"][..], &common].concat());
+    let (missed, other) = desk.0.run(&[&["--intent", ROOM, "-k", "1"][..], &common].concat());
     service.kill().unwrap();
     service.wait().unwrap();
     assert_eq!(code, 0, "{report:#}");

@@ -52,6 +52,7 @@ fn main() -> ExitCode {
             a_dropped_run_is_cancelled,
             a_number_in_use_ends_the_connection,
             questions_are_answered_while_runs_go_on,
+            a_watched_service_tells_latencies_pool_and_principals,
             a_question_too_large_for_the_toolbroker_is_refused,
             a_client_that_reads_nothing_holds_up_nobody,
             runs_one_after_another_wake_no_second_thread,
@@ -605,6 +606,45 @@ fn questions_are_answered_while_runs_go_on() {
         run.canceller().cancel().await;
         run.finish().await.unwrap();
     });
+}
+
+fn a_watched_service_tells_latencies_pool_and_principals() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "1", "--ready-max", "3"]);
+    for _ in 0..3 {
+        service.serves();
+    }
+    // Refused, and no run that took any time.
+    let order = Order { program: b"no program".to_vec(), ..submit(ECHO, "[1]") };
+    assert_eq!(run(&mut service.client(), &order)["status"], "rejected");
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let endless = client.submit(&endless()).await.unwrap();
+        stands(&client, "one runs", |status| status["runs"]["running"] == 1).await;
+        stands(&client, "one stands ready", |status| status["pool"]["standing"] == 1).await;
+        let told = status(&client).await;
+        assert_eq!(told["latency"]["since_start"]["runs"], 3, "{told:#}");
+        let (p50, p99) =
+            (&told["latency"]["since_start"]["p50_us"], &told["latency"]["since_start"]["p99_us"]);
+        assert!(p50.as_u64().unwrap() > 0 && p50.as_u64() <= p99.as_u64(), "{told:#}");
+        assert_eq!(told["principals"][0]["running"], 1, "{told:#}");
+        // Where nobody watches there is one frame, and nothing for terminals.
+        let top = desk.forge(&["top", "--service", "socket"]).output().unwrap();
+        assert!(top.status.success(), "{top:?}");
+        let frame = String::from_utf8(top.stdout).unwrap();
+        assert!(
+            frame.contains("1 of ") && frame.contains("since the start          3 "),
+            "{frame}"
+        );
+        let name = told["principals"][0]["name"].as_str().unwrap();
+        assert!(frame.contains(name) && !frame.contains('\u{1b}'), "{frame}");
+        endless.canceller().cancel().await;
+        endless.finish().await.unwrap();
+    });
+    drop(service);
+    let gone = desk.forge(&["top", "--service", "socket"]).output().unwrap();
+    assert_eq!(gone.status.code(), Some(2));
 }
 
 fn a_question_too_large_for_the_toolbroker_is_refused() {
@@ -1483,6 +1523,12 @@ fn another_user_speaks_for_its_principal_alone() {
         );
     }
     client.ask(Question::ListTools { principal: "ci".into() }).unwrap();
+    // Who else is here is the operator's to know.
+    for (mut asks, told) in [(client, false), (service.client(), true)] {
+        let Reply::Status(text) = asks.ask(Question::Status).unwrap() else { panic!("no status") };
+        let status: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(status.get("principals").is_some(), told, "{text}");
+    }
     service.serves();
 }
 

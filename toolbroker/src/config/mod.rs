@@ -8,6 +8,7 @@
 //! relative to the working directory.
 
 mod builtins;
+mod check;
 mod credentials;
 mod egress;
 mod node;
@@ -18,6 +19,7 @@ mod telemetry;
 mod tools;
 
 pub use self::builtins::BuiltinsConfig;
+pub use self::check::faults;
 pub use self::servers::{
     Endpoint, OAuthConfig, ServerConfig, Source, StdioConfig, is_own_header, is_safe_url,
 };
@@ -28,6 +30,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::name::{NameError, ToolName};
+use serde_json::Value;
 use url::Url;
 
 use self::node::{Node, Strict, syntax_of};
@@ -43,8 +46,8 @@ pub const BROKER_TABLES: [&str; 7] =
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
-pub const SUPERVISOR_TABLES: [&str; 8] =
-    ["vm", "limits", "trust", "pool", "service", "broker", "http", "mcp"];
+pub const SUPERVISOR_TABLES: [&str; 7] =
+    ["vm", "trust", "pool", "service", "broker", "http", "mcp"];
 
 /// A configuration file larger than this is a wrong file.
 const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;
@@ -311,13 +314,25 @@ fn parse_mcp_json(
     text: &str,
     lookup: Lookup<'_>,
 ) -> Result<BTreeMap<String, ServerConfig>, ConfigError> {
-    let Strict(document) = serde_json::from_str(text).map_err(|error| ConfigError::Syntax {
+    let Strict(document) = mcp_document(file, text)?;
+    mcp_servers(file, &document, lookup)
+}
+
+fn mcp_document(file: &Path, text: &str) -> Result<Strict, ConfigError> {
+    serde_json::from_str(text).map_err(|error| ConfigError::Syntax {
         file: file.to_owned(),
         line: error.line(),
         what: syntax_of(&error),
-    })?;
+    })
+}
+
+fn mcp_servers(
+    file: &Path,
+    document: &Value,
+    lookup: Lookup<'_>,
+) -> Result<BTreeMap<String, ServerConfig>, ConfigError> {
     // The file may belong to another program, which keeps more in it.
-    let document = Node::root(file, &document);
+    let document = Node::root(file, document);
     let mut servers = BTreeMap::new();
     let listed = document.object()?.get("mcpServers");
     let listed = document.child("mcpServers", listed).ok_or_else(|| ConfigError::Field {
@@ -334,6 +349,10 @@ fn parse_mcp_json(
 }
 
 fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Config, ConfigError> {
+    forge_config(file, &document_of(file, text)?, lookup)
+}
+
+fn document_of(file: &Path, text: &str) -> Result<Value, ConfigError> {
     let table: toml::Table = toml::from_str(text).map_err(|error| {
         let start = error.span().map_or(0, |span| span.start);
         let line = text.as_bytes()[..start.min(text.len())].iter().filter(|b| **b == b'\n').count();
@@ -341,12 +360,15 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
         let what = "this is not TOML here".to_owned();
         ConfigError::Syntax { file: file.to_owned(), line: line + 1, what }
     })?;
-    let document = serde_json::to_value(table).map_err(|_| ConfigError::Syntax {
+    serde_json::to_value(table).map_err(|_| ConfigError::Syntax {
         file: file.to_owned(),
         line: 1,
         what: "a number is not finite".into(),
-    })?;
-    let document = Node::root(file, &document);
+    })
+}
+
+fn forge_config(file: &Path, document: &Value, lookup: Lookup<'_>) -> Result<Config, ConfigError> {
+    let document = Node::root(file, document);
     for key in document.object()?.keys() {
         if !BROKER_TABLES.contains(&key.as_str()) && !SUPERVISOR_TABLES.contains(&key.as_str()) {
             let known = [BROKER_TABLES.as_slice(), &SUPERVISOR_TABLES].concat().join(", ");

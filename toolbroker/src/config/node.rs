@@ -31,8 +31,7 @@ impl<'a> Node<'a> {
     }
 
     fn path_to(&self, key: &str) -> String {
-        // A key is the file's text: it may hold anything.
-        let key = crate::cut(&key.escape_debug().to_string(), 128);
+        let key = path_of(key);
         if self.at.is_empty() { key } else { format!("{}.{key}", self.at) }
     }
 
@@ -115,6 +114,11 @@ impl<'a> Node<'a> {
             })
             .collect())
     }
+}
+
+/// A key as it is shown. It is the file's text: it may hold anything.
+pub(super) fn path_of(key: &str) -> String {
+    crate::cut(&key.escape_debug().to_string(), 128)
 }
 
 /// What serde_json has to say about syntax, without quoting the text.

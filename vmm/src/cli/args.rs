@@ -8,6 +8,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use forge_protocol::limits::FOUND_TOOLS_MAX;
 use forge_protocol::name::ToolName;
 use forge_vmm::isolation::Isolation;
+use serde::Deserialize;
 
 /// Runs each model-written program once, in a KVM virtual machine made for
 /// that run.
@@ -43,12 +44,21 @@ pub(crate) enum Command {
     Journal(JournalArgs),
     /// Say how a service stands
     Status(StatusArgs),
+    /// Watch a service: runs, VMs, latencies, principals
+    Top(TopArgs),
     /// Have a service take no more runs, and end when those it has are over
     Drain(DrainArgs),
+    /// Print a commented forge.toml, or check one
+    Config(ConfigArgs),
     /// Say what this host can do, what it lacks and how to fix it
     Probe(ProbeArgs),
     /// Measure what a run costs on this host, beside its floors
     Bench(BenchArgs),
+    /// Print what completes this command's words in a shell
+    Completions(CompletionsArgs),
+    /// Write the manual's pages into a folder
+    #[command(hide = true)]
+    Man(ManArgs),
 }
 
 /// Where the tools come from.
@@ -131,7 +141,8 @@ pub(crate) struct RunArgs {
 }
 
 /// What becomes of a VM after its run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum ReuseArg {
     /// It is destroyed
     Fresh,
@@ -150,19 +161,26 @@ pub(crate) struct ServeArgs {
     pub(crate) trust: Vec<PathBuf>,
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
-    /// VMs that stand ready at all times
-    #[arg(long, value_name = "N", default_value = "2")]
-    pub(crate) ready: usize,
-    /// VMs that stand ready at most, when more are needed
-    #[arg(long, value_name = "N", default_value = "16")]
-    pub(crate) ready_max: usize,
-    /// What becomes of a VM after its run
-    #[arg(long, value_enum, default_value = "fresh")]
-    pub(crate) reuse: ReuseArg,
+    #[command(flatten)]
+    pub(crate) pool: PoolArgs,
+}
+
+/// The VMs that stand ready; what is not given is `[pool]`'s of --config.
+#[derive(Clone, Copy, Debug, Default, ClapArgs)]
+pub(crate) struct PoolArgs {
+    /// VMs that stand ready at all times [default: 2]
+    #[arg(long, value_name = "N")]
+    pub(crate) ready: Option<usize>,
+    /// VMs that stand ready at most, when more are needed [default: 16]
+    #[arg(long, value_name = "N")]
+    pub(crate) ready_max: Option<usize>,
+    /// What becomes of a VM after its run [default: fresh]
+    #[arg(long, value_enum)]
+    pub(crate) reuse: Option<ReuseArg>,
     /// With --reuse reset: compare one reset of so many with the first state,
-    /// byte by byte; 0 for none
-    #[arg(long, value_name = "N", default_value = "1000")]
-    pub(crate) prove_one_in: u32,
+    /// byte by byte; 0 for none [default: 1000]
+    #[arg(long, value_name = "N")]
+    pub(crate) prove_one_in: Option<u32>,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -187,6 +205,47 @@ pub(crate) struct McpArgs {
 }
 
 #[derive(Debug, ClapArgs)]
+pub(crate) struct ConfigArgs {
+    #[command(subcommand)]
+    pub(crate) command: ConfigCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ConfigCommand {
+    /// Print a forge.toml that says everything there is to say, commented out
+    Init,
+    /// Say everything that is wrong with a configuration, without starting
+    /// anything
+    Check(ConfigCheckArgs),
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ConfigCheckArgs {
+    /// The project's own configuration
+    #[arg(long, value_name = "FILE", default_value = "forge.toml")]
+    pub(crate) config: PathBuf,
+    /// Tool servers, in the mcpServers JSON that MCP clients use
+    #[arg(long, value_name = "FILE")]
+    pub(crate) mcp_config: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct CompletionsArgs {
+    /// For which shell
+    #[arg(value_enum)]
+    pub(crate) shell: clap_complete::Shell,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ManArgs {
+    /// An existing folder: a page for each command goes there
+    pub(crate) folder: PathBuf,
+}
+
+#[derive(Debug, ClapArgs)]
 pub(crate) struct StatusArgs {
     /// The service's socket
     #[arg(long, value_name = "SOCKET")]
@@ -194,6 +253,13 @@ pub(crate) struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct TopArgs {
+    /// The service's socket
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) service: PathBuf,
 }
 
 #[derive(Debug, ClapArgs)]

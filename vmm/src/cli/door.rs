@@ -29,8 +29,8 @@ use serde::Deserialize;
 use tokio::sync::watch;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-use super::config::LowUser;
-use super::{CliError, complain, read_file};
+use super::config::{self, Fault, LowUser};
+use super::{CliError, complain};
 
 /// The hidden command that makes this executable a door.
 pub(crate) const COMMAND: &str = "door";
@@ -45,7 +45,7 @@ const THREADS: usize = 2;
 const OPEN_FILES: u64 = 4096;
 
 /// `[http]`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LowHttp {
     /// `address:port`, or the path of a unix socket.
@@ -59,11 +59,6 @@ struct LowHttp {
     metrics_token_sha256: Option<TokenHash>,
     /// Whom the door runs as.
     user: Option<LowUser>,
-}
-
-#[derive(Debug, Deserialize)]
-struct LowConfig {
-    http: Option<LowHttp>,
 }
 
 /// Where a door is to listen.
@@ -87,23 +82,40 @@ pub(crate) fn configured(
     principals: &Principals,
 ) -> Result<Option<DoorConfig>, CliError> {
     let Some(path) = config else { return Ok(None) };
-    let wrong = |what: &str| CliError::Usage(format!("{}: {what}", path.display()));
-    let text = String::from_utf8(read_file(path)?).map_err(|_| wrong("is no UTF-8 text"))?;
-    // The parser would show the line, and a token may be where its hash belongs.
-    let low: LowConfig = toml::from_str(&text).map_err(|error| wrong(error.message()))?;
+    let all = config::tables(&config::read_text(path)?).map_err(|fault| fault.of(path))?;
     let folder = path.parent().unwrap_or(Path::new(""));
-    low.resolve(folder, principals).map_err(|what| wrong(&what))
+    asked_for(&all, folder, principals).map_err(|fault| fault.of(path))
 }
 
-impl LowConfig {
-    fn resolve(self, folder: &Path, principals: &Principals) -> Result<Option<DoorConfig>, String> {
-        let Some(http) = self.http else { return Ok(None) };
+fn asked_for(
+    all: &toml::Table,
+    folder: &Path,
+    principals: &Principals,
+) -> Result<Option<DoorConfig>, Fault> {
+    if !all.contains_key("http") {
+        return Ok(None);
+    }
+    config::table::<LowHttp>(all, "http")?.resolve(folder, principals).map(Some)
+}
+
+/// Everything that is wrong with `[http]`.
+pub(crate) fn faults(all: &toml::Table, folder: &Path, principals: &Principals) -> Vec<Fault> {
+    let Some(table) = all.get("http") else { return Vec::new() };
+    let (mut faults, rest) = config::sifted::<LowHttp>("http", table);
+    faults.extend(rest.and_then(|low| low.resolve(folder, principals).err()));
+    faults
+}
+
+impl LowHttp {
+    fn resolve(self, folder: &Path, principals: &Principals) -> Result<DoorConfig, Fault> {
+        let http = self;
         let place = if http.listen.contains('/') {
             Place::Path(folder.join(&http.listen))
         } else {
-            let address = http.listen.parse().map_err(
-                |_| "http.listen: give ADDRESS:PORT, or the path of a socket with a / in it",
-            )?;
+            let address = http.listen.parse().map_err(|_| {
+                let why = "give ADDRESS:PORT, or the path of a socket with a / in it";
+                Fault::at("http.listen", why)
+            })?;
             Place::Address(address)
         };
         let principals: Vec<Principal> = principals
@@ -117,30 +129,30 @@ impl LowConfig {
             .collect();
         let access = match http.principal {
             None if principals.is_empty() => {
-                return Err("http: nobody could use it: give principals a token_sha256, or, for \
-                            everybody on this host, say http.principal"
-                    .into());
+                let why = "nobody could use it: give principals a token_sha256, or, for everybody \
+                           on this host, say http.principal";
+                return Err(Fault::at("http", why));
             }
             None => Access::Tokens(principals),
             Some(_) if !principals.is_empty() => {
-                return Err("http.principal: leave it out: principals have tokens, and a request \
-                            without one is nobody's"
-                    .into());
+                let why = "leave it out: principals have tokens, and a request without one is \
+                           nobody's";
+                return Err(Fault::at("http.principal", why));
             }
             Some(name) => Access::Anybody(name),
         };
         if let (Access::Anybody(_), Place::Address(address)) = (&access, &place)
             && !address.ip().is_loopback()
         {
-            return Err("http.listen: without tokens the door listens on loopback alone: give \
-                        principals a token_sha256"
-                .into());
+            let why = "without tokens the door listens on loopback alone: give principals a \
+                       token_sha256";
+            return Err(Fault::at("http.listen", why));
         }
         let user = http.user.map(|user| user.resolve()).transpose();
-        let user = user.map_err(|error| format!("http.user: {error}"))?;
+        let user = user.map_err(|error| Fault::at("http.user", error.to_string()))?;
         let options =
             Options { access, hosts: http.hosts, metrics_token: http.metrics_token_sha256 };
-        Ok(Some(DoorConfig { place, user, options }))
+        Ok(DoorConfig { place, user, options })
     }
 }
 
@@ -468,8 +480,8 @@ mod tests {
     }
 
     fn with(text: &str, principals: &Principals) -> Result<Option<DoorConfig>, String> {
-        let low: LowConfig = toml::from_str(text).map_err(|error| error.message().to_owned())?;
-        low.resolve(Path::new("/etc/forge"), principals)
+        let door = |all| asked_for(&all, Path::new("/etc/forge"), principals);
+        config::tables(text).and_then(door).map_err(|fault| fault.to_string())
     }
 
     #[test]

@@ -10,12 +10,14 @@ mod config;
 mod door;
 mod grant;
 mod journal;
+mod manual;
 mod mcp;
 mod program;
 mod run;
 mod serve;
 mod status;
 mod tools;
+mod top;
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -122,9 +124,13 @@ pub(crate) fn main() -> ExitCode {
         Command::Grant(args) => grant::grant(args),
         Command::Journal(args) => journal::journal(&args),
         Command::Status(args) => serve::status(&args),
+        Command::Top(args) => top::top(&args),
         Command::Drain(args) => serve::drain(&args),
+        Command::Config(args) => config::check::config(&args),
         Command::Probe(args) => status::probe(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Completions(args) => manual::completions(&args),
+        Command::Man(args) => manual::man(&args),
     };
     match done {
         Ok(code) => code,

@@ -21,7 +21,7 @@ use forge_vmm::report::Status;
 use forge_vmm::service::{Reloaded, Server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
-use super::args::{DrainArgs, ReuseArg, RunArgs, ServeArgs, StatusArgs};
+use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
 use super::{CliError, Exit, print_json, progress};
@@ -45,24 +45,22 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     }
     let config = args.broker.config.as_deref();
     let http = door::configured(config, &options.principals)?;
+    let ready = config::pool(&args.pool, config)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let tier = config::tier(None, config)?;
-    if (tier, args.reuse) == (Tier::Process, ReuseArg::Reset) {
+    if tier == Tier::Process && matches!(ready.reuse, Reuse::Reset { .. }) {
         return Err(CliError::Usage(
-            "--reuse reset: in isolation `process` each run has a process of its own, and none \
-             is put back"
+            "--reuse reset, or [pool] reuse: in isolation `process` each run has a process of its \
+             own, and none is put back"
                 .into(),
         ));
     }
     let pool = PoolOptions {
         tier,
-        ready_min: args.ready,
-        ready_max: args.ready_max.max(args.ready),
+        ready_min: ready.ready_min,
+        ready_max: ready.ready_max,
         group: config::vm_group(args.broker.config.as_deref())?,
-        reuse: match args.reuse {
-            ReuseArg::Fresh => Reuse::Fresh,
-            ReuseArg::Reset => Reuse::Reset { prove_one_in: args.prove_one_in },
-        },
+        reuse: ready.reuse,
     };
     let supervisor_options =
         SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool, worker: None };
@@ -84,7 +82,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         let said = "programs run in jailed processes of this host and not in VMs";
         let _ = writeln!(io::stderr(), "forge-vmm: {said}");
     }
-    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", path.display());
+    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", reached_at.display());
     let load = || {
         let load = || {
             let options = config::service(config)?.options;

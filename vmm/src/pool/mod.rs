@@ -44,7 +44,7 @@ use crate::jail::{GroupLimits, Hardening, Weakness};
 use crate::link::Patience;
 use crate::machine;
 use crate::trace::now_ns;
-pub use shelves::{Key, ProgramKey};
+pub use shelves::{Key, ProgramKey, Stands};
 use shelves::{Missing, Shelves};
 use worker::{Lost, Run, Tell, Worker};
 use zygote::Zygote;
@@ -207,6 +207,12 @@ impl Pool {
     #[must_use]
     pub fn is_full(&self) -> bool {
         !self.shared.shelves().has_work()
+    }
+
+    /// What stands ready now.
+    #[must_use]
+    pub fn stands(&self) -> Stands {
+        self.shared.shelves().stands()
     }
 
     /// What is on of the jail around workers, once there has been one.

@@ -39,6 +39,19 @@ pub struct ProgramKey {
     pub limits: RunLimits,
 }
 
+/// How many VMs wait for a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stands {
+    /// For whoever comes.
+    pub standing: usize,
+    /// Of one principal.
+    pub owned: usize,
+    /// How many are to stand ready for whoever comes.
+    pub target: usize,
+    /// At most.
+    pub ready_max: usize,
+}
+
 /// A worker that should stand ready and does not.
 #[derive(Clone, Debug)]
 pub(super) enum Missing {
@@ -84,6 +97,15 @@ impl Shelves {
             last_cold: None,
             spent: Vec::new(),
             closing: false,
+        }
+    }
+
+    pub(super) fn stands(&self) -> Stands {
+        Stands {
+            standing: self.standing.len(),
+            owned: self.owned.len(),
+            target: self.target,
+            ready_max: self.options.ready_max,
         }
     }
 

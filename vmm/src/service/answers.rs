@@ -56,7 +56,7 @@ impl Service {
             Question::IssueGrant(request) => Request::IssueGrant(request),
             Question::AttenuateGrant(narrowing) => Request::AttenuateGrant(narrowing),
             Question::InspectGrant { token } => Request::InspectGrant { token },
-            Question::Status => return Reply::Status(self.status().to_string()),
+            Question::Status => return Reply::Status(self.status(peer.is_operator()).to_string()),
             Question::Metrics | Question::Drain if !peer.is_operator() => {
                 return forbidden(
                     "only the operator may ask this: the service's own user, or root",

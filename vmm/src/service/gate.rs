@@ -164,6 +164,18 @@ impl Gate {
         }
     }
 
+    /// The principals with the most runs here, running and waiting: name,
+    /// running, and both together.
+    pub(super) fn tenants(&self, most: usize) -> Vec<(String, usize, usize)> {
+        let state = lock(&self.0);
+        let each = |(name, it): (&String, &Tenant)| (name.clone(), it.running, it.here);
+        let mut tenants: Vec<_> = state.tenants.iter().map(each).collect();
+        drop(state);
+        tenants.sort_by(|a, b| b.2.cmp(&a.2).then_with(|| a.0.cmp(&b.0)));
+        tenants.truncate(most);
+        tenants
+    }
+
     /// Takes no more runs; those that wait are told.
     pub(super) fn drain(&self) {
         let mut state = lock(&self.0);

@@ -31,6 +31,7 @@ mod answers;
 mod connection;
 mod crew;
 mod gate;
+mod latency;
 pub mod options;
 mod peer;
 pub mod server;

@@ -8,30 +8,44 @@ use std::time::Instant;
 use forge_protocol::service::Reply;
 use serde_json::{Value, json};
 
+use super::latency::Latencies;
 use super::{Service, lock};
 use crate::report::{RunReport, Status};
+
+/// Principals that a status names, of those with the most runs.
+const PRINCIPALS_TOLD_MAX: usize = 16;
 
 /// What is counted of runs.
 #[derive(Debug)]
 pub(super) struct Counts {
     since: Instant,
     ended: Mutex<BTreeMap<(Status, &'static str), u64>>,
+    latencies: Mutex<Latencies>,
 }
 
 impl Counts {
     pub(super) fn new() -> Self {
-        Self { since: Instant::now(), ended: Mutex::default() }
+        Self {
+            since: Instant::now(),
+            ended: Mutex::default(),
+            latencies: Mutex::new(Latencies::new()),
+        }
     }
 
     /// A run is over. Its kinds are our own words, so there are few.
     pub(super) fn ended(&self, report: &RunReport) {
         *lock(&self.ended).entry((report.status, report.kind)).or_default() += 1;
+        // Of those that had a VM: a refusal is quick.
+        if report.timing_us.run > 0 {
+            lock(&self.latencies).add(report.timing_us.total, self.since.elapsed().as_secs());
+        }
     }
 }
 
 impl Service {
-    /// As `forge-vmm status --json` prints it.
-    pub(super) fn status(&self) -> Value {
+    /// As `forge-vmm status --json` prints it. Who else is here is the
+    /// operator's alone to know.
+    pub(super) fn status(&self, is_operator: bool) -> Value {
         let mut ended: BTreeMap<&str, u64> = BTreeMap::new();
         for ((status, _), runs) in lock(&self.counts.ended).iter() {
             *ended.entry(status.as_str()).or_default() += runs;
@@ -41,7 +55,8 @@ impl Service {
         let weaknesses: Vec<_> = pool.weaknesses().iter().map(|weakness| weakness.word()).collect();
         let broker = self.supervisor.broker();
         let is_away = broker.as_ref().is_some_and(|it| it.pid.is_none());
-        json!({
+        let (stands, uptime_s) = (pool.stands(), self.counts.since.elapsed().as_secs());
+        let mut status = json!({
             "state": match (self.gate.is_draining(), is_away) {
                 (true, _) => "draining",
                 // Runs that call tools are refused.
@@ -50,7 +65,7 @@ impl Service {
             },
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
-            "uptime_s": self.counts.since.elapsed().as_secs(),
+            "uptime_s": uptime_s,
             "broker": broker.map(|it| json!({
                 "pid": it.pid,
                 "restarts": it.restarts,
@@ -67,12 +82,28 @@ impl Service {
                 "principal_runs_max": bounds.principal_runs_max,
             },
             "isolation": self.supervisor.tier().as_str(),
+            "latency": lock(&self.counts.latencies).told(uptime_s),
             "pool": {
+                "standing": stands.standing,
+                "owned": stands.owned,
+                "target": stands.target,
+                "ready_max": stands.ready_max,
                 "full": pool.is_full(),
                 "resets_disproven": pool.resets_disproven(),
                 "weaknesses": weaknesses,
             },
-        })
+        });
+        if is_operator {
+            let options = self.options();
+            let own_limit = |name: &str| options.principals.0.get(name).and_then(|it| it.runs_max);
+            let tenants = self.gate.tenants(PRINCIPALS_TOLD_MAX).into_iter();
+            let told = tenants.map(|(name, running, here)| {
+                let runs_max = own_limit(&name).unwrap_or(bounds.principal_runs_max);
+                json!({ "name": name, "running": running, "here": here, "runs_max": runs_max })
+            });
+            status["principals"] = told.collect();
+        }
+        status
     }
 
     /// What the broker counts, and what is counted here.

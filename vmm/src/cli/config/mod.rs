@@ -3,10 +3,18 @@
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | [`check`] | what `config init` prints and `config check` finds |
+//! | [`fault`] | what is wrong with a table, without its values |
+//! | [`pool`] | the VMs that stand ready |
 //! | [`service`] | how much a service takes, and who may speak for whom |
 
+pub(crate) mod check;
+mod fault;
+mod pool;
 mod service;
 
+pub(crate) use fault::{Fault, sifted, table, tables};
+pub(crate) use pool::pool;
 pub(crate) use service::{ServiceConfig, service};
 
 use std::collections::BTreeMap;
@@ -27,20 +35,47 @@ use super::{CliError, complain, progress, read_file};
 
 /// The supervisor's tables of `forge.toml`. The broker reads its own from the
 /// same file and refuses a table that neither knows.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default)]
 struct LowConfig {
-    #[serde(default)]
     trust: LowTrust,
-    #[serde(default)]
     broker: LowBroker,
-    #[serde(default)]
     vm: LowVm,
-    #[serde(default)]
     service: service::LowService,
-    #[serde(default)]
     principals: BTreeMap<String, service::LowPrincipal>,
-    #[serde(default)]
+    pool: pool::LowPool,
     mcp: McpConfig,
+}
+
+impl LowConfig {
+    /// # Errors
+    /// The first that is wrong in a table of the supervisor's.
+    fn of(all: &toml::Table) -> Result<Self, Fault> {
+        Ok(Self {
+            trust: table(all, "trust")?,
+            broker: table(all, "broker")?,
+            vm: table(all, "vm")?,
+            service: table(all, "service")?,
+            principals: principals(all)?,
+            pool: table(all, "pool")?,
+            mcp: table(all, "mcp")?,
+        })
+    }
+}
+
+/// Each principal by itself, so that an error has its name.
+fn principals(all: &toml::Table) -> Result<BTreeMap<String, service::LowPrincipal>, Fault> {
+    let Some(value) = all.get("principals") else { return Ok(BTreeMap::new()) };
+    let Some(named) = value.as_table() else {
+        return Err(Fault::at("principals", "expected a table"));
+    };
+    let read = |name: &String| {
+        let found: service::LowPrincipal = table(named, name).map_err(|fault| Fault {
+            field: fault.field.map(|field| format!("principals.{field}")),
+            ..fault
+        })?;
+        Ok((name.clone(), found))
+    };
+    named.keys().map(read).collect()
 }
 
 /// What `forge-vmm mcp` goes by.
@@ -105,9 +140,14 @@ impl LowUser {
 }
 
 fn read_config(path: &Path) -> Result<LowConfig, CliError> {
-    let text = String::from_utf8(read_file(path)?)
-        .map_err(|_| CliError::Usage(format!("{}: is no UTF-8 text", path.display())))?;
-    toml::from_str(&text).map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))
+    let all = tables(&read_text(path)?).map_err(|fault| fault.of(path))?;
+    LowConfig::of(&all).map_err(|fault| fault.of(path))
+}
+
+/// A configuration file's text.
+pub(crate) fn read_text(path: &Path) -> Result<String, CliError> {
+    String::from_utf8(read_file(path)?)
+        .map_err(|_| CliError::Usage(format!("{}: is no UTF-8 text", path.display())))
 }
 
 /// The trust keys that a configuration names, as paths.

@@ -11,6 +11,7 @@ use forge_vmm::service::options::{BOUND_MAX, Bounds, Principal, Principals};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
+use super::fault::Fault;
 use super::read_config;
 use crate::cli::CliError;
 
@@ -76,51 +77,73 @@ pub(crate) fn service(config: Option<&Path>) -> Result<ServiceConfig, CliError> 
         }
         None => (LowService::default(), BTreeMap::new(), Path::new("")),
     };
-    let wrong =
-        |field: &str, why: &str| CliError::Usage(format!("{}: {field}: {why}", path.display()));
+    let mut faults = Vec::new();
+    let resolved = resolve(low, principals, path.parent().unwrap_or(Path::new("")), &mut faults);
+    match faults.into_iter().next() {
+        Some(fault) => Err(fault.of(path)),
+        None => Ok(resolved),
+    }
+}
+
+/// Checks both tables. Where one has a fault, what comes back is of no use.
+pub(super) fn resolve(
+    low: LowService,
+    principals: BTreeMap<String, LowPrincipal>,
+    folder: &Path,
+    faults: &mut Vec<Fault>,
+) -> ServiceConfig {
     let usual = ServiceOptions::usual(RunLimits::operator_maxima().memory_bytes);
-    let bounded = |field: &str, value: Option<usize>, least: usize| match value {
-        Some(value) if !(least..=BOUND_MAX).contains(&value) => {
-            Err(wrong(field, &format!("must be {least} to {BOUND_MAX}")))
+    let bounded = |field: &str, value: Option<usize>, least: usize, faults: &mut Vec<Fault>| {
+        if value.is_some_and(|value| !(least..=BOUND_MAX).contains(&value)) {
+            faults.push(Fault::at(field, format!("must be {least} to {BOUND_MAX}")));
         }
-        value => Ok(value),
+        value
     };
-    let time = |field: &str, value: Option<u64>, usual: Duration| match value {
-        Some(ms) if ms > WAIT_MS_MAX => Err(wrong(field, "must be at most a day")),
-        value => Ok(value.map_or(usual, Duration::from_millis)),
+    let time = |field: &str, value: Option<u64>, usual: Duration, faults: &mut Vec<Fault>| {
+        if value.is_some_and(|ms| ms > WAIT_MS_MAX) {
+            faults.push(Fault::at(field, "must be at most a day"));
+        }
+        value.map_or(usual, Duration::from_millis)
     };
     let bounds = Bounds::of_host(
         RunLimits::operator_maxima().memory_bytes,
-        bounded("service.runs_max", low.runs_max, 1)?,
-        bounded("service.queue_max", low.queue_max, 0)?,
-        bounded("service.principal_runs_max", low.principal_runs_max, 1)?,
-        time("service.queue_wait_ms", low.queue_wait_ms, usual.bounds.queue_wait)?,
+        bounded("service.runs_max", low.runs_max, 1, faults),
+        bounded("service.queue_max", low.queue_max, 0, faults),
+        bounded("service.principal_runs_max", low.principal_runs_max, 1, faults),
+        time("service.queue_wait_ms", low.queue_wait_ms, usual.bounds.queue_wait, faults),
     );
-    let drain = time("service.drain_ms", low.drain_ms, usual.drain)?;
+    let drain = time("service.drain_ms", low.drain_ms, usual.drain, faults);
     let mode = match low.mode.as_deref().map(|mode| u32::from_str_radix(mode, 8)) {
         None => 0o600,
         // Whoever may connect may write, and there is nothing to execute.
         Some(Ok(mode @ (0o600 | 0o660 | 0o666))) => mode,
-        Some(_) => return Err(wrong("service.mode", "must be \"0600\", \"0660\" or \"0666\"")),
+        Some(_) => {
+            let why = "must be \"0600\", \"0660\" or \"0666\"";
+            faults.push(Fault::at("service.mode", why));
+            0o600
+        }
     };
-    let folder = path.parent().unwrap_or(Path::new(""));
     let socket = low.socket.map(|socket| folder.join(socket));
     let principals = principals
         .into_iter()
         .map(|(name, low)| {
             let field = |key: &str| format!("principals.{name}.{key}");
-            let runs_max = bounded(&field("runs_max"), low.runs_max, 1)?;
+            let runs_max = bounded(&field("runs_max"), low.runs_max, 1, faults);
             let digests = low.token_sha256.iter().map(|text| digest(text));
-            let token_sha256 = digests.collect::<Option<Vec<_>>>().ok_or_else(|| {
-                wrong(&field("token_sha256"), "each must be a SHA-256 in 64 hex digits")
-            })?;
+            let token_sha256 = digests.collect::<Option<Vec<_>>>().unwrap_or_else(|| {
+                let why = "each must be a SHA-256 in 64 hex digits";
+                faults.push(Fault::at(field("token_sha256"), why));
+                Vec::new()
+            });
             let sign_with = low.sign_with.map(|key| folder.join(key));
-            Ok((name, Principal { uids: low.uids, token_sha256, runs_max, sign_with }))
+            (name, Principal { uids: low.uids, token_sha256, runs_max, sign_with })
         })
-        .collect::<Result<_, CliError>>()?;
+        .collect();
     let options = ServiceOptions { bounds, drain, principals: Principals(principals) };
-    options.principals.check().map_err(|why| wrong("principals", &why))?;
-    Ok(ServiceConfig { socket, mode, options })
+    if let Err(why) = options.principals.check() {
+        faults.push(Fault::at("principals", why));
+    }
+    ServiceConfig { socket, mode, options }
 }
 
 fn digest(text: &str) -> Option<[u8; 32]> {

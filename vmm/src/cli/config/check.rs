@@ -1,0 +1,166 @@
+//! `forge-vmm config`: a `forge.toml` with everything there is to say, and
+//! everything that is wrong with one.
+//!
+//! The toolbroker's executable checks what is the toolbroker's, as the user
+//! that it would run as: only that one can read its credentials. Nothing else
+//! is started.
+
+use std::collections::BTreeSet;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use forge_vmm::broker::{Broker, BrokerError};
+use forge_vmm::keys;
+use serde::{Deserialize, Serialize};
+
+use super::fault::{Fault, sifted, tables};
+use super::{LowBroker, LowTrust, LowUser, LowVm, McpConfig, pool, read_text, service};
+use crate::cli::args::{ConfigArgs, ConfigCheckArgs, ConfigCommand};
+use crate::cli::{CliError, Exit, door, print_json};
+
+/// What `config init` prints. A setting follows its `#` at once, a sentence
+/// after a blank: without the `#` before settings, the file is checked as good
+/// by `vmm/tests/config.rs`, which finds every key there.
+const COMMENTED: &str = include_str!("commented.toml");
+
+/// A fault and the file it is in.
+#[derive(Debug, Serialize, Deserialize)]
+struct Told {
+    file: PathBuf,
+    #[serde(flatten)]
+    fault: Fault,
+}
+
+/// Prints a configuration, or what is wrong with one.
+pub(crate) fn config(args: &ConfigArgs) -> Result<ExitCode, CliError> {
+    match &args.command {
+        ConfigCommand::Init => {
+            io::stdout().lock().write_all(COMMENTED.as_bytes())?;
+            Ok(Exit::Ok.into())
+        }
+        ConfigCommand::Check(args) => check(args),
+    }
+}
+
+fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
+    let file = args.config.as_path();
+    let faults = match tables(&read_text(file)?) {
+        Ok(all) => {
+            let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")));
+            let theirs = brokers(args, user)?;
+            let mut known = BTreeSet::new();
+            let ours = ours.into_iter().map(|fault| Told { file: file.to_owned(), fault });
+            // What both read, both complain of: the toolbroker says it better.
+            let all = theirs.into_iter().chain(ours);
+            all.filter(|told| {
+                told.fault.field.is_none()
+                    || known.insert((told.file.clone(), told.fault.field.clone()))
+            })
+            .collect()
+        }
+        Err(fault) => vec![Told { file: file.to_owned(), fault }],
+    };
+    let is_good = faults.is_empty();
+    if args.json {
+        print_json(&faults)?;
+    } else {
+        let mut out = io::stdout().lock();
+        for Told { file, fault } in &faults {
+            writeln!(out, "{}: {fault}", file.display())?;
+        }
+        if is_good {
+            writeln!(out, "{}: good", file.display())?;
+        }
+    }
+    Ok(if is_good { Exit::Ok } else { Exit::Usage }.into())
+}
+
+/// What is wrong with the supervisor's own tables, and the toolbroker's user.
+fn supervisors(
+    all: &toml::Table,
+    folder: &Path,
+) -> (Vec<Fault>, Option<forge_vmm::broker::BrokerUser>) {
+    let mut faults = Vec::new();
+    // What is good in a table; the rest is noted.
+    fn read<T: serde::de::DeserializeOwned + Default>(
+        all: &toml::Table,
+        name: &str,
+        faults: &mut Vec<Fault>,
+    ) -> T {
+        let Some(value) = all.get(name) else { return T::default() };
+        let (found, rest) = sifted(name, value);
+        faults.extend(found);
+        rest.unwrap_or_default()
+    }
+    let trust: LowTrust = read(all, "trust", &mut faults);
+    for (position, key) in trust.keys.iter().enumerate() {
+        if let Err(error) = keys::read_trust(&[folder.join(key)]) {
+            faults.push(Fault::at(format!("trust.keys.{position}"), error.to_string()));
+        }
+    }
+    let broker: LowBroker = read(all, "broker", &mut faults);
+    let user = broker.user.map(LowUser::resolve).transpose().unwrap_or_else(|error| {
+        faults.push(Fault::at("broker.user", error.to_string()));
+        None
+    });
+    let _: LowVm = read(all, "vm", &mut faults);
+    let pool: pool::LowPool = read(all, "pool", &mut faults);
+    faults.extend(pool.faults());
+    let _: McpConfig = read(all, "mcp", &mut faults);
+    let low: service::LowService = read(all, "service", &mut faults);
+    let mut principals = std::collections::BTreeMap::new();
+    match all.get("principals").map(toml::Value::as_table) {
+        Some(Some(named)) => {
+            for (name, value) in named {
+                let field = format!("principals.{name}");
+                let (found, rest) = sifted::<service::LowPrincipal>(&field, value);
+                faults.extend(found);
+                principals.extend(rest.map(|principal| (name.clone(), principal)));
+            }
+        }
+        Some(None) => faults.push(Fault::at("principals", "expected a table")),
+        None => {}
+    }
+    let service = service::resolve(low, principals, folder, &mut faults);
+    let principals = &service.options.principals;
+    for (name, principal) in &principals.0 {
+        if let Some(key) = &principal.sign_with
+            && let Err(error) = keys::read_signer(key)
+        {
+            faults.push(Fault::at(format!("principals.{name}.sign_with"), error.to_string()));
+        }
+    }
+    faults.extend(door::faults(all, folder, principals));
+    (faults, user)
+}
+
+/// What the toolbroker finds.
+fn brokers(
+    args: &ConfigCheckArgs,
+    user: Option<forge_vmm::broker::BrokerUser>,
+) -> Result<Vec<Told>, CliError> {
+    let broker = Broker::executable().map_err(BrokerError::Start)?;
+    if !broker.is_file() {
+        return Err(BrokerError::Missing(broker).into());
+    }
+    let mut command = Command::new(&broker);
+    command.arg("check").arg("--config").arg(&args.config);
+    if let Some(file) = &args.mcp_config {
+        command.arg("--mcp-config").arg(file);
+    }
+    let uid = user.as_ref().map(forge_vmm::broker::BrokerUser::uid);
+    if let Some(user) = user {
+        user.becomes(&mut command);
+    }
+    let said = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
+    let said = said.map_err(|source| match uid {
+        Some(uid) => BrokerError::StartAs { uid, executable: broker.clone(), source },
+        None => BrokerError::Start(source),
+    })?;
+    if !said.status.success() {
+        return Err(BrokerError::Configuration.into());
+    }
+    let unreadable = |error: serde_json::Error| BrokerError::Protocol(error.to_string());
+    Ok(serde_json::from_slice(&said.stdout).map_err(unreadable)?)
+}

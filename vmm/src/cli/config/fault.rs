@@ -1,0 +1,198 @@
+//! What is wrong with a table of `forge.toml`: the field and why, never a
+//! value, which may be a credential in the wrong place.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use toml::Table;
+
+use crate::cli::CliError;
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Fault {
+    /// The field, as a path with dots; `None` for a whole file.
+    pub(crate) field: Option<String>,
+    /// What is wrong with it, and what to do.
+    pub(crate) problem: String,
+}
+
+impl Fault {
+    pub(crate) fn at(field: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self { field: Some(field.into()), problem: problem.into() }
+    }
+
+    fn of_file(problem: impl Into<String>) -> Self {
+        Self { field: None, problem: problem.into() }
+    }
+
+    /// As the error of a command that goes by this file.
+    pub(crate) fn of(self, file: &Path) -> CliError {
+        CliError::Usage(format!("{}: {self}", file.display()))
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.field {
+            Some(field) => write!(f, "{field}: {}", self.problem),
+            None => f.write_str(&self.problem),
+        }
+    }
+}
+
+/// A file's tables.
+///
+/// # Errors
+/// Where it is no TOML, without the line's text.
+pub(crate) fn tables(text: &str) -> Result<Table, Fault> {
+    text.parse().map_err(|error: toml::de::Error| {
+        let before = text.get(..error.span().map_or(0, |span| span.start)).unwrap_or_default();
+        let line = before.bytes().filter(|byte| *byte == b'\n').count() + 1;
+        Fault::of_file(format!("line {line}: this is not TOML here"))
+    })
+}
+
+/// One table, if it is there, read as it is declared; else its default.
+///
+/// # Errors
+/// The first that is wrong in it.
+pub(crate) fn table<T: DeserializeOwned + Default>(all: &Table, name: &str) -> Result<T, Fault> {
+    let Some(value) = all.get(name) else { return Ok(T::default()) };
+    value.clone().try_into().map_err(|error| fault_of(name, error))
+}
+
+/// Everything that is wrong with a table by its declaration, and what the rest
+/// of it says, if it can be read without that. Each key is read alone, then the
+/// good ones together.
+pub(crate) fn sifted<T: DeserializeOwned>(
+    name: &str,
+    table: &toml::Value,
+) -> (Vec<Fault>, Option<T>) {
+    let read = |value: toml::Value| value.try_into::<T>().map_err(|error| fault_of(name, error));
+    let Some(fields) = table.as_table() else {
+        return match read(table.clone()) {
+            Ok(all) => (Vec::new(), Some(all)),
+            Err(fault) => (vec![fault], None),
+        };
+    };
+    let (mut faults, mut good) = (Vec::new(), Table::new());
+    for (key, value) in fields {
+        let alone = Table::from_iter([(key.clone(), value.clone())]);
+        match read(alone.into()) {
+            Err(fault) if fault.problem != MISSING => faults.push(fault),
+            _ => {
+                good.insert(key.clone(), value.clone());
+            }
+        }
+    }
+    let rest = read(good.into());
+    // A field that is there and wrong is not missing.
+    if let Err(fault) = &rest
+        && !faults.iter().any(|told| told.field == fault.field)
+    {
+        faults.push(fault.clone());
+    }
+    (faults, rest.ok())
+}
+
+const MISSING: &str = "this field is missing";
+
+/// What a reader of declared fields said, without the value it may quote.
+fn fault_of(table: &str, mut error: toml::de::Error) -> Fault {
+    error.set_input(None);
+    let shown = error.to_string();
+    let way = shown.rsplit_once("\nin `").and_then(|(_, way)| way.trim_end().strip_suffix('`'));
+    let within = way.map_or_else(|| table.to_owned(), |way| format!("{table}.{way}"));
+    let message = error.message();
+    let quoted = |message: &str| message.split('`').nth(1).unwrap_or_default().to_owned();
+    if message.starts_with("unknown field") {
+        let known: Vec<_> = message.split('`').skip(3).step_by(2).collect();
+        let problem = format!("unknown field; known here are {}", known.join(", "));
+        return Fault::at(format!("{within}.{}", quoted(message)), problem);
+    }
+    if message.starts_with("missing field") {
+        return Fault::at(format!("{within}.{}", quoted(message)), MISSING);
+    }
+    if message.starts_with("unknown variant") {
+        let known: Vec<_> = message.split('`').skip(3).step_by(2).collect();
+        return Fault::at(within, format!("must be one of {}", known.join(", ")));
+    }
+    for beginning in ["invalid type: ", "invalid value: "] {
+        if let Some((found, expected)) =
+            message.strip_prefix(beginning).and_then(|rest| rest.rsplit_once(", expected "))
+        {
+            let kind = found.split(['`', '"']).next().unwrap_or_default().trim();
+            return Fault::at(within, format!("expected {expected}, found {kind}"));
+        }
+    }
+    Fault::at(within, message)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde::Deserialize;
+
+    #[derive(Debug, Default, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    #[allow(dead_code, reason = "read and not looked at")]
+    struct Sample {
+        needed: String,
+        #[serde(default)]
+        number: u16,
+        #[serde(default)]
+        within: Within,
+    }
+
+    #[derive(Debug, Default, Deserialize)]
+    #[serde(deny_unknown_fields, default)]
+    #[allow(dead_code, reason = "read and not looked at")]
+    struct Within {
+        flag: bool,
+        word: Word,
+    }
+
+    #[derive(Debug, Default, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    enum Word {
+        #[default]
+        This,
+        That,
+    }
+
+    fn told(text: &str) -> Vec<String> {
+        let value = toml::Value::Table(tables(text).unwrap());
+        sifted::<Sample>("t", &value).0.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn every_fault_of_a_table_is_told_without_its_value() {
+        assert_eq!(told("needed = 'x'\nnumber = 7\nwithin.flag = true"), [""; 0]);
+        assert_eq!(
+            told("number = 'hunter2'\nzzz = 'hunter2'\nwithin.flag = 'hunter2'"),
+            [
+                "t.number: expected u16, found string",
+                "t.within.flag: expected a boolean, found string",
+                "t.zzz: unknown field; known here are needed, number, within",
+                "t.needed: this field is missing",
+            ]
+        );
+        assert_eq!(
+            told("needed = 7\nwithin.word = 'hunter2'"),
+            [
+                "t.needed: expected a string, found integer",
+                "t.within.word: must be one of this, that"
+            ]
+        );
+        assert_eq!(told("needed = 'x'\nnumber = 70000"), ["t.number: expected u16, found integer"]);
+    }
+
+    #[test]
+    fn what_is_no_toml_is_told_by_its_line_alone() {
+        let error = tables("a = 1\nb = hunter2").unwrap_err();
+        assert_eq!(error.to_string(), "line 2: this is not TOML here");
+    }
+}

@@ -1,0 +1,303 @@
+//! `forge-vmm config`: what it prints is complete and good, and what is wrong
+//! with a file is told whole, without starting anything.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[path = "support/executables.rs"]
+mod executables;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use executables::FORGE;
+use forge_protocol::signature::SignerKey;
+use serde_json::Value as Json;
+use toml::{Table, Value};
+
+/// Tables whose keys are names of the operator's choice; `*` is any key.
+const NAMED: [&str; 12] = [
+    "servers",
+    "servers.*.env",
+    "servers.*.credentials",
+    "servers.*.headers",
+    "tools",
+    "roles",
+    "principals",
+    "builtins.crypto.keys",
+    "builtins.http.allow.*.headers",
+    "builtins.stash.groups",
+    "",
+    "vm",
+];
+
+/// Keys that stand in a sentence and not in a setting: what excludes them does.
+const IN_WORDS: [&str; 1] = ["http.principal"];
+
+/// A folder, gone after the test.
+struct Desk(PathBuf);
+
+impl Desk {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        executables::folder();
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let folder =
+            std::env::temp_dir().join(format!("forge-config-{}-{number}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn write(&self, name: &str, text: &[u8]) {
+        fs::write(self.path(name), text).unwrap();
+        fs::set_permissions(self.path(name), fs::Permissions::from_mode(0o600)).unwrap();
+    }
+
+    fn forge(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(FORGE);
+        for name in ["INVENTORY_TOKEN", "WIKI_TOKEN", "PARTS_SECRET", "API_TOKEN"] {
+            command.env(name, "a-credential-for-tests");
+        }
+        command.current_dir(&self.0).args(arguments).output().unwrap()
+    }
+
+    /// What `config check --json` tells of this file, and its exit status.
+    fn check(&self, text: &str) -> (Vec<(String, String)>, i32) {
+        self.write("forge.toml", text.as_bytes());
+        let output = self.forge(&["config", "check", "--json"]);
+        let told: Vec<Json> = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|error| panic!("{error}: {output:?}"));
+        let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
+        let faults = told.iter().map(|it| (text(&it["field"]), text(&it["problem"]))).collect();
+        (faults, output.status.code().unwrap())
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn printed(desk: &Desk) -> String {
+    let output = desk.forge(&["config", "init"]);
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Every setting is one: a `#` and no blank after it.
+fn uncommented(text: &str) -> String {
+    let line = |line: &str| match line.strip_prefix('#') {
+        Some(rest) if !rest.starts_with([' ', '#']) => rest.to_owned(),
+        _ => line.to_owned(),
+    };
+    text.lines().map(|it| line(it) + "\n").collect()
+}
+
+/// The same, naming files that are there, and users that need no root.
+fn on_this_host(desk: &Desk, text: &str) -> String {
+    let signer = SignerKey::from_secret(&[7; 32]);
+    fs::write(desk.path("signer.pub"), signer.trust_key().to_pem()).unwrap();
+    desk.write("alice.pem", signer.to_pem().as_bytes());
+    for name in ["db-password", "crm-secret", "webhook-key"] {
+        desk.write(name, b"a-credential-for-tests");
+    }
+    let document = serde_json::json!({"openapi": "3.1.0", "paths": {"/parts/{id}": {
+        "parameters": [{"name": "id", "in": "path", "schema": {}}],
+        "get": {"operationId": "getPart"}}}});
+    desk.write("parts.json", document.to_string().as_bytes());
+    let here = desk.0.to_str().unwrap();
+    text.replace("/etc/forge-vmm", here).replace("/srv/reports", here).lines().fold(
+        String::new(),
+        |mut text, line| {
+            let is_elsewhere = line.starts_with("user = ")
+                || line.starts_with("ca_file = ")
+                || line.starts_with("API_KEY = ");
+            if !is_elsewhere {
+                text.push_str(line);
+                text.push('\n');
+            }
+            text
+        },
+    )
+}
+
+/// Every table of a document, by its way with `*` for names and positions.
+fn tables(value: &mut Value, at: &str, found: &mut dyn FnMut(&str, &mut Table)) {
+    let below = |key: &str| if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") };
+    match value {
+        Value::Table(table) => {
+            let is_named = NAMED.contains(&at) && !["", "vm"].contains(&at);
+            for (key, value) in table.iter_mut() {
+                tables(value, &below(if is_named { "*" } else { key }), found);
+            }
+            found(at, table);
+        }
+        Value::Array(items) => items.iter_mut().for_each(|it| tables(it, &below("*"), found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn the_printed_configuration_is_commented_whole_and_good_as_it_is_and_uncommented() {
+    let desk = Desk::new();
+    let text = printed(&desk);
+    assert!(text.lines().all(|line| line.is_empty() || line.starts_with('#')));
+    assert_eq!(desk.check(&text), (vec![], 0));
+    let whole = on_this_host(&desk, &uncommented(&text));
+    assert_eq!(desk.check(&whole), (vec![], 0), "{whole}");
+}
+
+#[test]
+fn every_key_that_a_parser_knows_is_in_the_printed_configuration() {
+    let desk = Desk::new();
+    let written: Value = Value::Table(uncommented(&printed(&desk)).parse().unwrap());
+    let mut asked: Value =
+        Value::Table(on_this_host(&desk, &uncommented(&printed(&desk))).parse().unwrap());
+    let mut keys: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    tables(&mut written.clone(), "", &mut |at, table| {
+        keys.entry(at.to_owned()).or_default().extend(table.keys().cloned());
+    });
+    // A key that nobody knows, in every table: whoever reads it says what it
+    // knows.
+    const UNKNOWN: &str = "nobody-knows-this";
+    let mut expected = BTreeSet::new();
+    tables(&mut asked, "", &mut |at, table| {
+        if !NAMED.contains(&at) {
+            expected.insert(at.to_owned());
+            table.insert(UNKNOWN.into(), Value::Integer(1));
+        }
+    });
+    let Value::Table(top) = &mut asked else { panic!("a table") };
+    top.insert(UNKNOWN.into(), Value::Integer(1));
+    if let Some(Value::Table(vm)) = top.get_mut("vm") {
+        vm.insert(UNKNOWN.into(), Value::Integer(1));
+    }
+    expected.extend([String::new(), "vm".into()]);
+    let (faults, status) = desk.check(&written_out(&asked));
+    assert_eq!(status, 2);
+    let mut told = BTreeSet::new();
+    for (field, problem) in &faults {
+        let Some((_, known)) = problem.split_once("known here are ") else {
+            panic!("{field}: {problem}")
+        };
+        let way = field.strip_suffix(UNKNOWN).unwrap_or_else(|| panic!("{field}: {problem}"));
+        let at = general(way.trim_end_matches('.'));
+        // A credential comes from one place, wherever it is needed.
+        let is_credential = known.contains("from_env");
+        for key in known.split(", ") {
+            let full = format!("{at}.{key}");
+            let full = full.trim_start_matches('.');
+            assert!(
+                keys[&at].contains(key)
+                    || is_credential && keys["servers.*.credentials.*"].contains(key)
+                    || IN_WORDS.contains(&full),
+                "{full} is not in commented.toml"
+            );
+        }
+        told.insert(at);
+    }
+    assert_eq!(told, expected, "who does not say what it knows");
+}
+
+/// A document, a line for each key at its top.
+fn written_out(document: &Value) -> String {
+    fn value(of: &Value) -> String {
+        match of {
+            Value::Table(table) => {
+                let fields = table.iter().map(|(key, it)| format!("{key:?} = {}", value(it)));
+                format!("{{ {} }}", fields.collect::<Vec<_>>().join(", "))
+            }
+            Value::Array(items) => {
+                format!("[{}]", items.iter().map(value).collect::<Vec<_>>().join(", "))
+            }
+            Value::String(text) => serde_json::to_string(text).unwrap(),
+            Value::Integer(number) => number.to_string(),
+            Value::Boolean(flag) => flag.to_string(),
+            other => panic!("{other:?}"),
+        }
+    }
+    let Value::Table(top) = document else { panic!("a table") };
+    top.iter().map(|(key, it)| format!("{key:?} = {}\n", value(it))).collect()
+}
+
+/// A field's way with `*` for names and positions.
+fn general(way: &str) -> String {
+    let mut at = String::new();
+    let mut rest = way;
+    while !rest.is_empty() {
+        let is_named = NAMED.contains(&at.as_str()) && !at.is_empty() && at != "vm";
+        // Of all names here only a tool's has a dot.
+        let key = if at == "tools" { rest } else { rest.split('.').next().unwrap() };
+        rest = rest[key.len()..].trim_start_matches('.');
+        let is_position = key.bytes().all(|byte| byte.is_ascii_digit());
+        if !at.is_empty() {
+            at.push('.');
+        }
+        at.push_str(if is_named || is_position { "*" } else { key });
+    }
+    at
+}
+
+#[test]
+fn everything_wrong_is_told_at_once_by_field_and_nothing_is_started() {
+    let desk = Desk::new();
+    let mark = desk.path("started");
+    let mark = mark.display();
+    let (faults, status) = desk.check(&format!(
+        "[trust]\nkeys = ['nowhere.pub']\n[service]\nruns_max = 0\nmode = '0777'\nqueue = 1\n\
+         [pool]\nready = 'hunter2'\nreuse = 'hunter2'\n[http]\nlisten = 'hunter2'\nprincipal = 'a'\n\
+         [principals.p]\nuid = 7\nruns_max = 0\ntoken_sha256 = ['hunter2']\n\
+         [servers.a]\ncommand = '/usr/bin/touch'\nargs = ['{mark}']\nargz = 1\n\
+         [servers.a.credentials]\nK = {{ command = ['/usr/bin/touch', '{mark}'] }}\n\
+         L = {{ from_env = 'NOT_SET_ANYWHERE' }}\n[tools.'a.b']\ncost = -1\n"
+    ));
+    assert_eq!(status, 2);
+    let fields: BTreeSet<&str> = faults.iter().map(|(field, _)| field.as_str()).collect();
+    for field in [
+        "trust.keys.0",
+        "service.queue",
+        "service.runs_max",
+        "service.mode",
+        "pool.ready",
+        "pool.reuse",
+        "http.listen",
+        "principals.p.uid",
+        "principals.p.runs_max",
+        "principals.p.token_sha256",
+        "servers.a.argz",
+        "servers.a.credentials.L",
+        "tools.a.b.cost",
+    ] {
+        assert!(fields.contains(field), "{field}: {faults:#?}");
+    }
+    assert_eq!(fields.len(), faults.len(), "one line for each: {faults:#?}");
+    assert!(!format!("{faults:?}").contains("hunter2"), "{faults:#?}");
+    assert!(!Path::new(&mark.to_string()).exists());
+}
+
+#[test]
+fn a_person_reads_file_field_and_reason_and_the_status_is_that_of_a_wrong_configuration() {
+    let desk = Desk::new();
+    desk.write("forge.toml", b"[service]\nrun_max = 3\n");
+    let output = desk.forge(&["config", "check"]);
+    assert_eq!(output.status.code(), Some(2));
+    let told = String::from_utf8(output.stdout).unwrap();
+    assert!(told.starts_with("forge.toml: service.run_max: unknown field; known here are socket"));
+    // As the service itself would.
+    let served = desk.forge(&["serve", "--config", "forge.toml"]);
+    assert_eq!(served.status.code(), Some(2));
+    let said = String::from_utf8(served.stderr).unwrap();
+    assert!(said.contains("service.run_max: unknown field"), "{said}");
+    let absent = desk.forge(&["config", "check", "--config", "nowhere.toml"]);
+    assert_eq!(absent.status.code(), Some(2));
+    desk.write("forge.toml", b"");
+    assert_eq!(desk.forge(&["config", "check"]).stdout, b"forge.toml: good\n");
+}
