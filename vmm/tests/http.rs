@@ -26,7 +26,7 @@ use executables::FORGE;
 use forge_doors::http::DOCUMENT;
 use forge_doors::web::TokenHash;
 use forge_protocol::limits::{INTENT_BYTES_MAX, PROGRAM_BYTES_MAX};
-use processes::Process;
+use processes::{Process, is_busy, is_gone, workers_below};
 use serde_json::{Value, json};
 use support::{forge_module, signed, signer};
 use tungstenite::Message;
@@ -246,15 +246,8 @@ impl Service {
 
     /// Workers that do something.
     fn busy_workers(&self) -> Vec<i32> {
-        let mut found = vec![self.child.id() as i32];
-        let (all, mut at) = (Process::all(), 0);
-        while at < found.len() {
-            let parent = found[at];
-            found.extend(all.iter().filter(|it| it.parent == parent).map(|it| it.pid));
-            at += 1;
-        }
-        let name = |pid| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        found.retain(|pid| name(*pid).trim() == "forge-worker" && is_busy(*pid));
+        let mut found = workers_below(self.child.id() as i32);
+        found.retain(|pid| is_busy(*pid));
         found
     }
 
@@ -269,23 +262,6 @@ impl Drop for Service {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// Whether it does something: its CPU time goes on.
-fn is_busy(pid: i32) -> bool {
-    let ticks = || {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let fields: Vec<i64> =
-            stat.rsplit(')').next()?.split(' ').filter_map(|it| it.parse().ok()).collect();
-        Some(fields.get(10)? + fields.get(11)?)
-    };
-    let before = ticks();
-    std::thread::sleep(Duration::from_millis(60));
-    before.is_some() && ticks() > before
-}
-
-fn is_gone(pid: i32) -> bool {
-    Process::of(pid).is_none_or(|it| it.zombie)
 }
 
 fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {

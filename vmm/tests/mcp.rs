@@ -24,7 +24,7 @@ use base64::engine::general_purpose::STANDARD;
 use executables::FORGE;
 use forge_client::blocking::Client as ServiceClient;
 use forge_protocol::service::{Question, Reply};
-use processes::Process;
+use processes::{descendants_of, is_gone, workers_below};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use support::{forge_module, signed, signer};
@@ -66,29 +66,6 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
         assert!(Instant::now() < until, "it never came about that {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-/// Everything that a process has started, and what that has.
-fn descendants(of: u32) -> Vec<i32> {
-    let all = Process::all();
-    let mut found = vec![of as i32];
-    let mut at = 0;
-    while at < found.len() {
-        let parent = found[at];
-        found.extend(all.iter().filter(|it| it.parent == parent).map(|it| it.pid));
-        at += 1;
-    }
-    found.split_off(1)
-}
-
-/// How many of these are workers, by the name that each gives itself.
-fn workers(pids: &[i32]) -> usize {
-    let name = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    pids.iter().filter(|pid| name(pid).trim() == "forge-worker").count()
-}
-
-fn is_gone(pid: i32) -> bool {
-    Process::of(pid).is_none_or(|it| it.zombie)
 }
 
 /// A folder with keys and a configuration, gone after the test.
@@ -538,8 +515,9 @@ fn a_client_that_leaves_ends_everything() {
     // The VM that the run has, and the one that takes its place.
     let mut started = Vec::new();
     eventually("it runs", || {
-        started = descendants(client.child.id());
-        workers(&started) >= 2
+        let door = client.child.id() as i32;
+        started = descendants_of(door);
+        workers_below(door).len() >= 2
     });
     assert!(started.len() >= 6, "broker, two servers, zygote, workers: {started:?}");
     assert!(client.leave().success());
@@ -555,8 +533,9 @@ fn a_signal_ends_everything() {
         // The VM that the run has, and the one that takes its place.
         let mut started = Vec::new();
         eventually("it runs", || {
-            started = descendants(client.child.id());
-            workers(&started) >= 2
+            let door = client.child.id() as i32;
+            started = descendants_of(door);
+            workers_below(door).len() >= 2
         });
         // SAFETY: the process is this test's own child, not waited for yet.
         unsafe { libc::kill(client.child.id() as i32, signal) };

@@ -33,7 +33,7 @@ use forge_vmm::pool::worker::Run;
 use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
 use forge_vmm::report::Status;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
-use processes::Process;
+use processes::{Process, is_gone};
 use support::{forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
@@ -89,10 +89,6 @@ fn fill(pool: &Pool) {
 fn workers(pool: &Pool) -> Vec<Process> {
     let zygote = pool.zygote().unwrap();
     Process::children_of(zygote).into_iter().filter(|it| !it.zombie).collect()
-}
-
-fn is_gone(pid: i32) -> bool {
-    Process::of(pid).is_none_or(|it| it.zombie)
 }
 
 fn kill(pid: i32) {

@@ -34,7 +34,7 @@ use forge_protocol::service::{
     Callback, Finish, HostedTool, HostedTools, Order, Query, Question, Reply, RunEvent, Submit,
 };
 use forge_vmm::link::{Link, Patience};
-use processes::Process;
+use processes::{Process, descendants_of, is_busy, is_gone, workers_below};
 use serde_json::Value;
 use support::{forge_module, joins, signed, signer};
 
@@ -155,23 +155,8 @@ impl Service {
         Client::connect(&self.socket).unwrap()
     }
 
-    /// Everything it has started, and what that has.
-    fn descendants(&self) -> Vec<i32> {
-        let all = Process::all();
-        let mut found = vec![self.child.id() as i32];
-        let mut at = 0;
-        while at < found.len() {
-            let parent = found[at];
-            found.extend(all.iter().filter(|it| it.parent == parent).map(|it| it.pid));
-            at += 1;
-        }
-        found.split_off(1)
-    }
-
-    /// By the name that each gives itself.
     fn workers(&self) -> Vec<i32> {
-        let name = |pid| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        self.descendants().into_iter().filter(|pid| name(*pid).trim() == "forge-worker").collect()
+        workers_below(self.child.id() as i32)
     }
 
     fn serves(&self) {
@@ -197,10 +182,6 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 
 fn patience() -> Patience<'static> {
     Patience::until(Instant::now() + Duration::from_secs(60))
-}
-
-fn is_gone(pid: i32) -> bool {
-    Process::of(pid).is_none_or(|it| it.zombie)
 }
 
 // Runs
@@ -373,20 +354,6 @@ fn a_client_that_leaves_takes_its_run_with_it() {
         }
         service.serves();
     }
-}
-
-/// Whether it does something: its CPU time goes on.
-fn is_busy(pid: i32) -> bool {
-    let ticks = || {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let fields: Vec<i64> =
-            stat.rsplit(')').next()?.split(' ').filter_map(|it| it.parse().ok()).collect();
-        // User and system time, counted without the letter of the state.
-        Some(fields.get(10)? + fields.get(11)?)
-    };
-    let before = ticks();
-    std::thread::sleep(Duration::from_millis(60));
-    before.is_some() && ticks() > before
 }
 
 /// Whether the service has closed this connection; waits for it.
@@ -1581,7 +1548,7 @@ fn the_service_is_gone_with_all_it_started_however_it_ends() {
             let workers = service.workers();
             workers.len() >= 3 && workers.into_iter().any(is_busy)
         });
-        let all = service.descendants();
+        let all = descendants_of(service.child.id() as i32);
         // Two that wait, one that runs, their zygote, the toolbroker.
         assert!(all.len() >= 5, "{all:?}");
         // SAFETY: a plain system call; the process is a child of ours.

@@ -39,7 +39,7 @@ use forge_protocol::service::Order;
 use kills::{
     Copies, Dice, RECOVERY_TIME_MAX, dice, is_root, kill, namespaces, nothing_is_left, number, reap,
 };
-use processes::Process;
+use processes::{descendants_of, is_gone};
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use support::{forge_module, signed, signer};
@@ -301,12 +301,12 @@ impl Service {
     fn kill(&mut self, victim: Victim, outside: &BTreeSet<u64>, dice: &mut Dice) {
         let pid = self.find(victim, dice);
         if victim != Victim::Service {
-            let below = below(pid);
+            let below = descendants_of(pid);
             kill(pid);
             // What it had started is gone with it.
             processes::wait_for("the end of all it started", || {
                 reap();
-                below.iter().all(|pid| Process::of(*pid).is_none_or(|it| it.zombie)).then_some(())
+                below.iter().all(|pid| is_gone(*pid)).then_some(())
             });
             return;
         }
@@ -324,23 +324,11 @@ impl Service {
     fn has_no_strays(&self) {
         processes::wait_for("that all processes are the service's", || {
             reap();
-            let its: BTreeSet<i32> = below(self.pid()).into_iter().chain([self.pid()]).collect();
+            let its = descendants_of(self.pid()).into_iter().chain([self.pid()]);
+            let its: BTreeSet<i32> = its.collect();
             self.copies.processes().iter().all(|it| its.contains(&it.pid)).then_some(())
         });
     }
-}
-
-/// Everything that a process has started, and what that has.
-fn below(pid: i32) -> Vec<i32> {
-    let all = Process::all();
-    let mut found = vec![pid];
-    let mut at = 0;
-    while at < found.len() {
-        let parent = found[at];
-        found.extend(all.iter().filter(|it| it.parent == parent).map(|it| it.pid));
-        at += 1;
-    }
-    found.split_off(1)
 }
 
 impl Drop for Service {

@@ -27,7 +27,6 @@ impl Process {
         let number = |name| field(name).and_then(|word| word.parse().ok()).unwrap_or(0);
         Some(Self {
             pid,
-
             zombie: field("State:")? == "Z",
             parent: number("PPid:") as i32,
             threads: number("Threads:"),
@@ -51,6 +50,46 @@ impl Process {
     pub fn descriptors(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.pid)).map_or(0, Iterator::count)
     }
+}
+
+/// Whether it has ended.
+pub fn is_gone(pid: i32) -> bool {
+    Process::of(pid).is_none_or(|it| it.zombie)
+}
+
+/// Whether it does something: its CPU time goes on.
+pub fn is_busy(pid: i32) -> bool {
+    let ticks = || {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let fields: Vec<i64> =
+            stat.rsplit(')').next()?.split(' ').filter_map(|it| it.parse().ok()).collect();
+        // User and system time, counted without the letter of the state.
+        Some(fields.get(10)? + fields.get(11)?)
+    };
+    let before = ticks();
+    std::thread::sleep(Duration::from_millis(60));
+    before.is_some() && ticks() > before
+}
+
+/// Everything that a process has started, and what that has.
+pub fn descendants_of(pid: i32) -> Vec<i32> {
+    let all = Process::all();
+    let mut found = vec![pid];
+    let mut at = 0;
+    while at < found.len() {
+        let parent = found[at];
+        found.extend(all.iter().filter(|it| it.parent == parent).map(|it| it.pid));
+        at += 1;
+    }
+    found.split_off(1)
+}
+
+/// The workers among them, by the name that each gives itself.
+pub fn workers_below(pid: i32) -> Vec<i32> {
+    let name = |pid| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let mut found = descendants_of(pid);
+    found.retain(|pid| name(*pid).trim() == "forge-worker");
+    found
 }
 
 /// The one child of a process, whichever of its threads started it, whose
