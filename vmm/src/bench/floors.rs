@@ -22,7 +22,7 @@ use super::program::{self, Program};
 use super::{Case, Entry, Measure};
 use crate::jail::{WorkerJail, landlock};
 use crate::machine::{
-    Bus, Exit, Hypervisor, Image, Machine, PageMap, Watchdog, deadline_in, vcpu::Go,
+    self, Bus, Exit, Hypervisor, Image, Machine, PageMap, Watchdog, deadline_in, vcpu::Go,
 };
 use crate::worker::zygote::Filters;
 use crate::worker::{process, zygote};
@@ -43,7 +43,8 @@ pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_jail", "what a forked worker puts on for itself of the jail", jail),
     floor(
         "floor_forked",
-        "fork a process that makes a bare VM, has one exit, puts on the jail and says so",
+        "fork a process that makes a bare VM of a guest's size, has one exit, puts on the jail and \
+         says so",
         forked,
     ),
     floor("floor_verify", "check the program's signature on the host", verify),
@@ -75,12 +76,18 @@ struct Bare {
 const RESET_PAGE: u64 = 0xffff_f000;
 const RESET_VECTOR: u64 = 0xffff_fff0;
 const SLOT_BYTES: usize = 4 << 20;
+/// Pages that a guest writes on its way, about, and has before it begins.
+const GUEST_PAGES: u64 = 20;
 
-fn bare(kvm: &Kvm) -> Result<Bare, String> {
+/// With one slot of so many bytes, the last pages of which are there already.
+fn bare(kvm: &Kvm, slot_bytes: usize, pages: u64) -> Result<Bare, String> {
     let vm = kvm.create_vm().map_err(said)?;
-    let start = RESET_PAGE + 4096 - SLOT_BYTES as u64;
+    let start = RESET_PAGE + 4096 - slot_bytes as u64;
     let memory =
-        GuestMemoryMmap::from_ranges(&[(GuestAddress(start), SLOT_BYTES)]).map_err(said)?;
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(start), slot_bytes)]).map_err(said)?;
+    for page in 0..pages {
+        memory.write_slice(&[0], GuestAddress(RESET_PAGE - 4096 * page)).map_err(said)?;
+    }
     memory.write_slice(&[0xf4], GuestAddress(RESET_VECTOR)).map_err(said)?;
     for region in memory.iter() {
         let region = kvm_userspace_memory_region {
@@ -117,7 +124,7 @@ fn kvm_destroy() -> Result<Box<dyn Case>, String> {
 impl Case for KvmFloor {
     fn sample(&mut self) -> Result<u64, String> {
         let making = Instant::now();
-        let bare = bare(&self.kvm)?;
+        let bare = bare(&self.kvm, SLOT_BYTES, 0)?;
         let made = making.elapsed();
         let destroying = Instant::now();
         drop(bare);
@@ -182,7 +189,7 @@ struct ResetFloor {
 }
 
 fn reset() -> Result<Box<dyn Case>, String> {
-    let bare = bare(&Kvm::new().map_err(said)?)?;
+    let bare = bare(&Kvm::new().map_err(said)?, SLOT_BYTES, 0)?;
     let fpu = bare.vcpu.get_fpu().map_err(said)?;
     let entry = kvm_msr_entry { index: AN_MSR, ..Default::default() };
     let msrs = Msrs::from_entries(&[entry]).map_err(said)?;
@@ -409,7 +416,8 @@ impl ForkedFloor {
         let child = fork_child(|| {
             // SAFETY: an option that takes numbers alone.
             unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
-            let Ok(bare) = bare(kvm) else { return };
+            let slot_bytes = machine::ram_bytes(&RunLimits::default());
+            let Ok(bare) = bare(kvm, slot_bytes, GUEST_PAGES) else { return };
             let mut keep = [tell.as_raw_fd(), bare.vm.as_raw_fd(), bare.vcpu.as_raw_fd()];
             if jail.enter(&mut keep).is_ok() {
                 let _ = tell.write_all(&[1]);
