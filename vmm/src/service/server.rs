@@ -29,7 +29,7 @@ const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How long cancelled runs of a service that ends have to tell their clients.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// Descriptors that are looked at after one wait.
+/// Descriptors that are looked at after one wait, and arrivals at each.
 const EVENTS: usize = 64;
 /// The loop's own numbers; connections count from 0.
 const SIGNALS: u64 = u64::MAX;
@@ -254,13 +254,14 @@ impl Server {
     }
 }
 
-/// Takes all who wait at a listening socket.
+/// Takes those who wait at a listening socket: some at a time, since a machine
+/// that connects without end must not keep the loop from everybody else.
 fn accept(
     service: &Arc<Service>,
     next: &mut u64,
     one: impl Fn() -> io::Result<Arrival>,
 ) -> io::Result<()> {
-    loop {
+    for _ in 0..EVENTS {
         match one() {
             Ok(arrival) => {
                 service.welcome(*next, arrival);
@@ -280,6 +281,8 @@ fn accept(
             },
         }
     }
+    // The loop hears again of who still waits.
+    Ok(())
 }
 
 /// Serves the client at the other end of this socket, and no other: until it
