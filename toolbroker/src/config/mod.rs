@@ -751,7 +751,7 @@ mod tests {
     #[test]
     fn principals_that_are_named_for_the_service_alone_bound_no_tool() {
         let parse = |text: &str| parse_forge_toml(Path::new("forge.toml"), text, &environment);
-        let named = "[principals.ci]\nuids = [1001]\ntoken_sha256 = []\nruns_max = 2\n";
+        let named = "[principals.ci]\nuids = [1001]\ncids = [3]\ntoken_sha256 = []\nruns_max = 2\n";
         let open = parse(named).unwrap().policy;
         assert!(open.visible("anybody", &ToolName::parse("shop.buy").unwrap()));
         // Where one has roles, all have.

@@ -7,7 +7,7 @@ use super::{ConfigError, Problem};
 use crate::policy::{Pattern, Policy};
 
 /// What is said of a principal; all but its roles is the supervisor's to read.
-const PRINCIPAL: [&str; 5] = ["roles", "uids", "token_sha256", "runs_max", "sign_with"];
+const PRINCIPAL: [&str; 6] = ["roles", "uids", "cids", "token_sha256", "runs_max", "sign_with"];
 
 /// Both tables; where nobody has a role, everything is everybody's.
 pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {

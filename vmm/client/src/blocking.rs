@@ -34,6 +34,16 @@ impl Client {
         Self::over(UnixStream::connect(path)?)
     }
 
+    /// Connects to the service at this port of the machine with this CID
+    /// (vsock(7)): 2 is the host, as seen from its virtual machines.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    #[cfg(feature = "vsock")]
+    pub fn connect_vsock(cid: u32, port: u32) -> Result<Self, ClientError> {
+        Self::over(crate::connect_vsock(cid, port)?)
+    }
+
     /// Says hello over a connection that is there already.
     ///
     /// # Errors

@@ -88,6 +88,20 @@ impl Client {
         Self::over(UnixStream::connect(path).await?).await
     }
 
+    /// Connects to the service at this port of the machine with this CID
+    /// (vsock(7)): 2 is the host, as seen from its virtual machines.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    #[cfg(feature = "vsock")]
+    pub async fn connect_vsock(cid: u32, port: u32) -> Result<Self, ClientError> {
+        // The kernel waits for the other side, for 2 s at most.
+        let connecting = tokio::task::spawn_blocking(move || crate::connect_vsock(cid, port));
+        let socket = connecting.await.map_err(std::io::Error::from)??;
+        socket.set_nonblocking(true)?;
+        Self::over(UnixStream::from_std(socket)?).await
+    }
+
     /// Says hello over a connection that is there already.
     ///
     /// # Errors

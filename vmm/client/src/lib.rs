@@ -26,6 +26,14 @@ use std::io;
 use forge_protocol::broker::RefusalKind;
 use forge_protocol::handshake::HandshakeError;
 
+/// As a stream of the one type that both clients have: it is read, written,
+/// polled and shut down, which is the same for every stream socket.
+#[cfg(feature = "vsock")]
+fn connect_vsock(cid: u32, port: u32) -> io::Result<std::os::unix::net::UnixStream> {
+    let stream = vsock::VsockStream::connect_with_cid_port(cid, port)?;
+    Ok(std::os::fd::OwnedFd::from(stream).into())
+}
+
 /// Why a service gave no answer, or no good one.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {

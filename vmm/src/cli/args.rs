@@ -10,6 +10,8 @@ use forge_protocol::name::ToolName;
 use forge_vmm::isolation::Isolation;
 use serde::Deserialize;
 
+use super::place::Place;
+
 /// Runs each model-written program once, in a KVM virtual machine made for
 /// that run.
 #[derive(Debug, Parser)]
@@ -113,8 +115,12 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, conflicts_with = "service")]
     pub(crate) isolation: Option<Isolation>,
     /// Have the service at this socket carry it out
-    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["mcp_config", "config", "artifacts"])]
-    pub(crate) service: Option<PathBuf>,
+    #[arg(
+        long,
+        value_name = "SOCKET|vsock:CID:PORT",
+        conflicts_with_all = ["mcp_config", "config", "artifacts"]
+    )]
+    pub(crate) service: Option<Place>,
     /// With --service: have it keep VMs that have this program loaded
     #[arg(long, requires = "service")]
     pub(crate) prepare: bool,

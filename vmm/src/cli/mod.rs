@@ -12,6 +12,7 @@ mod grant;
 mod journal;
 mod manual;
 mod mcp;
+mod place;
 mod program;
 mod run;
 mod serve;

@@ -18,7 +18,7 @@ use forge_vmm::admission::shown_whole;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::Status;
-use forge_vmm::service::{Reloaded, Server, systemd};
+use forge_vmm::service::{Reloaded, Server, VsockListener, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
@@ -32,7 +32,8 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     // Before anything is started that could inherit it.
     let listener = systemd::passed_listener().map_err(passed)?;
     let trust = trust_keys(&args)?;
-    let ServiceConfig { socket, mode, options } = config::service(args.broker.config.as_deref())?;
+    let ServiceConfig { socket, mode, vsock, options } =
+        config::service(args.broker.config.as_deref())?;
     let (server, at) = match listener {
         Some(listener) => (None, Some(listener)),
         None => (args.socket.clone().or(socket), None),
@@ -71,7 +72,11 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         Some(listener) => Server::passed(listener),
         None => Server::bind(&path, mode),
     };
-    let server = server.map_err(failed)?;
+    let mut server = server.map_err(failed)?;
+    if let Some(at) = vsock {
+        let failed = |source| CliError::File { path: at.to_string(), source };
+        server = server.and_vsock(VsockListener::bind(at).map_err(failed)?);
+    }
     server.heed_signals().map_err(failed)?;
     let reached_at: PathBuf = passed_at.unwrap_or_else(|| path.clone());
     let door = http.map(|config| Door::open(config, &reached_at)).transpose()?;
@@ -83,6 +88,9 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         let _ = writeln!(io::stderr(), "forge-vmm: {said}");
     }
     let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", reached_at.display());
+    if let Some(at) = vsock {
+        let _ = writeln!(io::stderr(), "forge-vmm: serving at {at} too");
+    }
     let load = || {
         let load = || {
             let options = config::service(config)?.options;
@@ -169,12 +177,12 @@ fn retrieve(
 /// Has a service carry out a run, and first find the tools for it where it has
 /// an intent.
 pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliError> {
-    let Some(socket) = &args.service else {
+    let Some(place) = &args.service else {
         return Err(CliError::Usage("--service says where".into()));
     };
-    let at = |source| CliError::File { path: socket.display().to_string(), source };
+    let at = |source| CliError::File { path: place.to_string(), source };
     let gone = |error: ClientError| at(io::Error::other(error));
-    let mut client = Client::connect(socket).map_err(gone)?;
+    let mut client = place.connect().map_err(gone)?;
     let mut retrieved = Vec::new();
     if let Some(intent) = &args.intent {
         progress("searching tools");

@@ -40,12 +40,17 @@ fn asker(question: &Question) -> Option<&str> {
 impl Service {
     /// Answers a question. May take as long as the broker does.
     pub(super) fn answer(&self, question: Question, peer: &Peer) -> Reply {
+        if !peer.speaks() {
+            return forbidden(
+                "this machine's CID speaks for no principal: forge.toml, [principals.<name>] cids",
+            );
+        }
         if let Some(asker) = asker(&question)
             && !peer.speaks_for(asker)
         {
             return forbidden(
                 "this client may not speak for the principal that it names: forge.toml, \
-                 [principals.<name>] uids",
+                 [principals.<name>] uids, or cids over vsock",
             );
         }
         let request = match question {

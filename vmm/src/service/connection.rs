@@ -24,7 +24,7 @@ use forge_protocol::service::{
 };
 use vmm_sys_util::epoll::ControlOperation;
 
-use super::peer::Peer;
+use super::peer::{Peer, Who};
 use super::{Service, lock};
 use crate::cancel::Cancel;
 use crate::link::{Link, Patience, send_once, wait};
@@ -53,7 +53,7 @@ pub(super) struct Connection {
     service: Weak<Service>,
     peer: Peer,
     /// When it connected.
-    pub(super) since: Instant,
+    since: Instant,
     greeted: AtomicBool,
     /// Whether a thread reads it, or is to.
     taken: AtomicBool,
@@ -142,8 +142,12 @@ impl Connection {
             writing: Mutex::default(),
             live: Mutex::default(),
         });
-        // There is room for it in a socket that nothing was sent on.
+        // There is room for it in a socket that nothing was sent on. Over
+        // AF_VSOCK the other side says how much room there is: one that says
+        // none must not have the event loop wait.
+        connection.socket.set_nonblocking(true)?;
         connection.send(Kind::Hello, &Hello::ours(Role::Supervisor))?;
+        connection.socket.set_nonblocking(false)?;
         Ok(connection)
     }
 
@@ -157,6 +161,12 @@ impl Connection {
         self.greeted.load(Ordering::Acquire)
     }
 
+    /// Whether it is to leave by itself after this time: it did not say hello,
+    /// or has nothing more to say here.
+    pub(super) fn is_silent(&self, patience: Duration) -> bool {
+        (!self.has_greeted() || !self.peer.speaks()) && self.since.elapsed() > patience
+    }
+
     /// Takes over the reading, unless somebody has it.
     pub(super) fn take(&self) -> bool {
         !self.taken.swap(true, Ordering::AcqRel)
@@ -168,6 +178,12 @@ impl Connection {
         let Some(service) = self.service.upgrade() else { return };
         loop {
             match self.read() {
+                Ok(work) if !self.peer.speaks() => {
+                    // That is refused, and nobody reads what follows.
+                    self.carry_out(&service, work);
+                    self.close();
+                    return;
+                }
                 Ok(work) => {
                     self.leave(&service, false);
                     self.carry_out(&service, work);
@@ -435,8 +451,8 @@ impl Connection {
     }
 
     /// Whose connection it is, unless the operator's.
-    pub(super) fn uid(&self) -> Option<u32> {
-        self.peer.uid()
+    pub(super) fn who(&self) -> Option<Who> {
+        self.peer.who()
     }
 
     /// Cancels its runs.

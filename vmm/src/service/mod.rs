@@ -1,4 +1,5 @@
-//! The service: runs for clients of other processes, over a unix socket.
+//! The service: runs for clients of other processes, over a unix
+//! socket and, where that is configured, AF_VSOCK.
 //!
 //! A connection carries any number of runs and questions at once, in the
 //! frames of `forge_protocol::service`. A client that leaves cancels its runs.
@@ -7,7 +8,8 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`server`] | the socket, and who is woken by what |
+//! | [`server`] | the sockets, and who is woken by what |
+//! | `arrival` | by which socket somebody comes |
 //! | `connection` | one client: its frames, its runs |
 //! | `crew` | the threads that read and carry out |
 //! | `gate` | who may run now |
@@ -28,6 +30,7 @@
 //! The other end is the crate `forge-client`.
 
 mod answers;
+mod arrival;
 mod connection;
 mod crew;
 mod gate;
@@ -38,6 +41,7 @@ pub mod server;
 mod status;
 pub mod systemd;
 
+pub use arrival::{VsockAddress, VsockListener};
 pub use options::ServiceOptions;
 pub use server::{Reloaded, Server, serve_connection};
 
@@ -60,8 +64,6 @@ use status::Counts;
 
 /// Connections at a time. One more is closed at once.
 const CONNECTIONS_MAX: usize = 1024;
-/// Of one user that is not the operator.
-const CONNECTIONS_OF_ONE_MAX: usize = 64;
 /// Threads that read and carry out. A connection beyond waits for one.
 const THREADS_MAX: usize = 1024;
 
@@ -150,7 +152,7 @@ impl Service {
         let principal = &order.principal;
         if !peer.speaks_for(principal) {
             let reason = "this client may not speak for the principal that it names: forge.toml, \
-                          [principals.<name>] uids";
+                          [principals.<name>] uids, or cids over vsock";
             return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
         }
         let limit = self.options().principals.0.get(principal).and_then(|it| it.runs_max);

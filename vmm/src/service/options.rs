@@ -88,6 +88,8 @@ pub struct Principals(pub BTreeMap<String, Principal>);
 pub struct Principal {
     /// Users of this host that may speak for it over the service's socket.
     pub uids: Vec<u32>,
+    /// Machines that may speak for it over AF_VSOCK, and for nobody else.
+    pub cids: Vec<u32>,
     /// SHA-256 digests of the bearer tokens that speak for it over HTTP.
     pub token_sha256: Vec<[u8; 32]>,
     /// Its runs, running and waiting together, if not as many as of others.
@@ -97,13 +99,22 @@ pub struct Principal {
 }
 
 impl Principals {
-    /// That every token speaks for one alone.
+    /// That every token and every CID speaks for one alone.
     ///
     /// # Errors
     /// Which two share one.
     pub fn check(&self) -> Result<(), String> {
         let mut owners: BTreeMap<&[u8; 32], &str> = BTreeMap::new();
+        let mut machines: BTreeMap<u32, &str> = BTreeMap::new();
         for (name, principal) in &self.0 {
+            for cid in &principal.cids {
+                match machines.insert(*cid, name) {
+                    Some(other) if other != name => {
+                        return Err(format!("{other} and {name} have the same CID"));
+                    }
+                    _ => {}
+                }
+            }
             for token in &principal.token_sha256 {
                 match owners.insert(token, name) {
                     Some(other) if other != name => {
@@ -121,6 +132,13 @@ impl Principals {
     pub fn of_uid(&self, uid: u32) -> Vec<String> {
         let speaks = |principal: &Principal| principal.uids.contains(&uid);
         self.0.iter().filter(|(_, it)| speaks(it)).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// The principal that the machine with this CID speaks for.
+    #[must_use]
+    pub fn of_cid(&self, cid: u32) -> Option<&str> {
+        let speaks = |principal: &Principal| principal.cids.contains(&cid);
+        self.0.iter().find(|(_, it)| speaks(it)).map(|(name, _)| name.as_str())
     }
 
     /// The principal that this token speaks for, by its digest.

@@ -7,28 +7,70 @@ use std::os::unix::net::UnixStream;
 
 use super::options::Principals;
 
+/// Connections of one user or machine that is not the operator.
+const CONNECTIONS_OF_ONE_MAX: usize = 64;
+/// Connections of all strangers.
+const CONNECTIONS_OF_STRANGERS_MAX: usize = 16;
+
 /// Who is at the other end, and whom it may speak for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Peer {
-    /// This process's own user, or root: for anybody.
+    /// This process's own user, or root: for anybody. Never a machine.
     Operator,
-    /// A user that speaks for these and nobody else.
-    Speaker { uid: u32, principals: Vec<String> },
+    /// Speaks for these and nobody else.
+    Speaker { who: Who, principals: Vec<String> },
+    /// A machine that speaks for nobody: it hears so once, and no more.
+    Stranger,
+}
+
+/// Whose connections are counted together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Who {
+    /// A user of this host.
+    User(u32),
+    /// A virtual machine, or whoever else has this CID.
+    Machine(u32),
+    /// All who speak for nobody.
+    Strangers,
+}
+
+impl Who {
+    pub(super) fn connections_max(self) -> usize {
+        match self {
+            Self::User(_) | Self::Machine(_) => CONNECTIONS_OF_ONE_MAX,
+            Self::Strangers => CONNECTIONS_OF_STRANGERS_MAX,
+        }
+    }
 }
 
 impl Peer {
-    /// Whoever connected; `None` for a user that speaks for nobody.
+    /// Whoever connected by a unix socket; `None` for a user that speaks for
+    /// nobody.
     ///
     /// # Errors
     /// What the kernel said.
-    pub(super) fn of(socket: &UnixStream, principals: &Principals) -> io::Result<Option<Self>> {
+    pub(super) fn of_user(
+        socket: &UnixStream,
+        principals: &Principals,
+    ) -> io::Result<Option<Self>> {
         let uid = uid_of(socket)?;
         // SAFETY: takes nothing and cannot fail.
         if [0, unsafe { libc::geteuid() }].contains(&uid) {
             return Ok(Some(Self::Operator));
         }
         let principals = principals.of_uid(uid);
-        Ok((!principals.is_empty()).then_some(Self::Speaker { uid, principals }))
+        let speaker = Self::Speaker { who: Who::User(uid), principals };
+        Ok(speaker.speaks().then_some(speaker))
+    }
+
+    /// The machine with this CID, on the kernel's word.
+    pub(super) fn of_machine(cid: u32, principals: &Principals) -> Self {
+        match principals.of_cid(cid) {
+            Some(name) => {
+                Self::Speaker { who: Who::Machine(cid), principals: vec![name.to_owned()] }
+            }
+            None => Self::Stranger,
+        }
     }
 
     /// Whether it may speak for this principal.
@@ -36,6 +78,16 @@ impl Peer {
         match self {
             Self::Operator => true,
             Self::Speaker { principals, .. } => principals.iter().any(|name| name == principal),
+            Self::Stranger => false,
+        }
+    }
+
+    /// Whether it may speak for anybody.
+    pub(super) fn speaks(&self) -> bool {
+        match self {
+            Self::Operator => true,
+            Self::Speaker { principals, .. } => !principals.is_empty(),
+            Self::Stranger => false,
         }
     }
 
@@ -43,11 +95,12 @@ impl Peer {
         *self == Self::Operator
     }
 
-    /// Its user, unless it is the operator.
-    pub(super) fn uid(&self) -> Option<u32> {
+    /// With whom its connections are counted, unless it is the operator.
+    pub(super) fn who(&self) -> Option<Who> {
         match self {
             Self::Operator => None,
-            Self::Speaker { uid, .. } => Some(*uid),
+            Self::Speaker { who, .. } => Some(*who),
+            Self::Stranger => Some(Who::Strangers),
         }
     }
 }
@@ -81,13 +134,31 @@ mod tests {
     #[test]
     fn a_user_speaks_for_its_principals_alone_and_the_operator_for_all() {
         let (a, _b) = UnixStream::pair().unwrap();
-        let own = Peer::of(&a, &Principals::default()).unwrap().unwrap();
+        let own = Peer::of_user(&a, &Principals::default()).unwrap().unwrap();
         assert!(own.is_operator() && own.speaks_for("anybody"));
         let ci = Principal { uids: vec![1001], ..Principal::default() };
         let principals = Principals([("ci".to_owned(), ci)].into());
         assert_eq!(principals.of_uid(1001), ["ci"]);
         assert!(principals.of_uid(1002).is_empty());
-        let ci = Peer::Speaker { uid: 1001, principals: principals.of_uid(1001) };
+        let ci = Peer::Speaker { who: Who::User(1001), principals: principals.of_uid(1001) };
         assert!(ci.speaks_for("ci") && !ci.speaks_for("local") && !ci.is_operator());
+    }
+    #[test]
+    fn a_machine_speaks_for_its_principal_alone_and_is_never_the_operator() {
+        let named = |cids| Principal { cids, uids: vec![5], ..Principal::default() };
+        let principals = Principals(
+            [("ci".to_owned(), named(vec![3, 4])), ("qa".into(), named(vec![1]))].into(),
+        );
+        for (cid, own, other) in [(3, "ci", "qa"), (4, "ci", "qa"), (1, "qa", "ci")] {
+            let peer = Peer::of_machine(cid, &principals);
+            assert!(peer.speaks_for(own) && !peer.speaks_for(other) && !peer.is_operator());
+            assert_eq!(peer.who(), Some(Who::Machine(cid)));
+        }
+        // A CID is no user, and neither the host's nor an unknown one is anybody.
+        for cid in [0, 2, 5, 1001, u32::MAX] {
+            let peer = Peer::of_machine(cid, &principals);
+            assert_eq!(peer, Peer::Stranger);
+            assert!(!peer.speaks() && !peer.speaks_for("ci") && !peer.is_operator());
+        }
     }
 }

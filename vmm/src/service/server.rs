@@ -1,4 +1,4 @@
-//! The service's end of the socket, and its event loop: new connections,
+//! The service's ends of its sockets, and its event loop: new connections,
 //! connections that nobody reads, signals.
 
 use std::collections::HashMap;
@@ -16,24 +16,25 @@ use forge_protocol::signature::TrustKeys;
 use vmm_sys_util::epoll::EpollEvent;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::arrival::{Arrival, VsockListener};
 use super::connection::Connection;
 use super::options::ServiceOptions;
-use super::peer::Peer;
 use super::systemd::{Standing, notify};
-use super::{CONNECTIONS_MAX, CONNECTIONS_OF_ONE_MAX, Service, lock};
+use super::{CONNECTIONS_MAX, Service, lock};
 use crate::supervisor::Supervisor;
 
-/// How long a client may take to say hello.
+/// How long a client may take to say hello, and a stranger to be refused.
 const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
 /// How often the loop looks at what no descriptor tells.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How long cancelled runs of a service that ends have to tell their clients.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// Descriptors that are looked at after one wait.
+/// Descriptors that are looked at after one wait, and arrivals at each.
 const EVENTS: usize = 64;
 /// The loop's own numbers; connections count from 0.
 const SIGNALS: u64 = u64::MAX;
 const LISTENER: u64 = u64::MAX - 1;
+const VSOCK_LISTENER: u64 = u64::MAX - 2;
 
 /// Where signals are told, or -1; and how often the process was asked to end.
 static SIGNALLED: AtomicI32 = AtomicI32::new(-1);
@@ -108,6 +109,7 @@ pub struct Server {
     listener: UnixListener,
     /// Its own to remove; a socket that was passed is somebody else's.
     path: Option<PathBuf>,
+    vsock: Option<VsockListener>,
     signals: EventFd,
 }
 
@@ -149,7 +151,15 @@ impl Server {
     fn over(listener: UnixListener, path: Option<PathBuf>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let signals = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Self { listener, path, signals })
+        Ok(Self { listener, path, vsock: None, signals })
+    }
+
+    /// Listens at this one too, for machines that speak for a principal
+    /// (`Principal::cids`). Whoever comes there is never the operator.
+    #[must_use]
+    pub fn and_vsock(mut self, listener: VsockListener) -> Self {
+        self.vsock = Some(listener);
+        self
     }
 
     /// Has signals reach [`Self::serve`], of the last server that asked for it:
@@ -189,6 +199,9 @@ impl Server {
         let wake = self.signals.try_clone()?;
         let service = Service::new(Arc::clone(supervisor), options, wake)?;
         service.watch.always(self.listener.as_raw_fd(), LISTENER)?;
+        if let Some(vsock) = &self.vsock {
+            service.watch.always(vsock.as_raw_fd(), VSOCK_LISTENER)?;
+        }
         service.watch.always(self.signals.as_raw_fd(), SIGNALS)?;
         notify(Standing::Ready);
         let mut ending = None;
@@ -209,7 +222,14 @@ impl Server {
                     SIGNALS => {
                         let _ = self.signals.read();
                     }
-                    LISTENER => self.accept(&service, &mut next)?,
+                    LISTENER => accept(&service, &mut next, || {
+                        self.listener.accept().map(|(socket, _)| Arrival::unix(socket))
+                    })?,
+                    VSOCK_LISTENER => {
+                        if let Some(vsock) = &self.vsock {
+                            accept(&service, &mut next, || vsock.accept())?;
+                        }
+                    }
                     number => service.attend_to(number),
                 }
             }
@@ -232,30 +252,37 @@ impl Server {
             }
         }
     }
+}
 
-    /// Takes all who wait at the door.
-    fn accept(&self, service: &Arc<Service>, next: &mut u64) -> io::Result<()> {
-        loop {
-            match self.listener.accept() {
-                Ok((socket, _)) => {
-                    service.welcome(*next, socket);
-                    *next += 1;
-                }
-                Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => return Ok(()),
-                    // The client left, or a signal came.
-                    io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
-                    _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
-                        // It waits at the door until there is a descriptor.
-                        tracing::warn!(%error, "a client has to wait");
-                        std::thread::sleep(Duration::from_millis(10));
-                        return Ok(());
-                    }
-                    _ => return Err(error),
-                },
+/// Takes those who wait at a listening socket: some at a time, since a machine
+/// that connects without end must not keep the loop from everybody else.
+fn accept(
+    service: &Arc<Service>,
+    next: &mut u64,
+    one: impl Fn() -> io::Result<Arrival>,
+) -> io::Result<()> {
+    for _ in 0..EVENTS {
+        match one() {
+            Ok(arrival) => {
+                service.welcome(*next, arrival);
+                *next += 1;
             }
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock => return Ok(()),
+                // The client left, or a signal came.
+                io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
+                _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                    // It waits at the door until there is a descriptor.
+                    tracing::warn!(%error, "a client has to wait");
+                    std::thread::sleep(Duration::from_millis(10));
+                    return Ok(());
+                }
+                _ => return Err(error),
+            },
         }
     }
+    // The loop hears again of who still waits.
+    Ok(())
 }
 
 /// Serves the client at the other end of this socket, and no other: until it
@@ -271,7 +298,7 @@ pub fn serve_connection(
     let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
     let service = Service::new(Arc::clone(supervisor), options, wake)?;
     service.watch.always(service.wake.as_raw_fd(), SIGNALS)?;
-    service.welcome(0, socket);
+    service.welcome(0, Arrival::unix(socket));
     let mut events = [EpollEvent::default(); EVENTS];
     while !lock(&service.connections).is_empty() || service.is_busy() {
         match service.watch.0.wait(LOOK_EVERY.as_millis() as i32, &mut events) {
@@ -307,12 +334,12 @@ impl Drop for Server {
 pub(super) type Connections = HashMap<u64, Arc<Connection>>;
 
 impl Service {
-    fn welcome(self: &Arc<Self>, number: u64, socket: UnixStream) {
+    fn welcome(self: &Arc<Self>, number: u64, arrival: Arrival) {
         if lock(&self.connections).len() >= CONNECTIONS_MAX {
             tracing::warn!("a connection beyond {CONNECTIONS_MAX} is closed");
             return;
         }
-        let peer = match Peer::of(&socket, &self.options().principals) {
+        let peer = match arrival.peer(&self.options().principals) {
             Ok(Some(peer)) => peer,
             Ok(None) => {
                 tracing::info!("a user that speaks for no principal is sent away");
@@ -323,18 +350,20 @@ impl Service {
                 return;
             }
         };
-        if let Some(uid) = peer.uid() {
+        if let Some(who) = peer.who() {
             let connections = lock(&self.connections);
-            let its = connections.values().filter(|it| it.uid() == Some(uid)).count();
-            if its >= CONNECTIONS_OF_ONE_MAX {
-                tracing::info!(uid, "a connection beyond {CONNECTIONS_OF_ONE_MAX} is closed");
+            let its = connections.values().filter(|it| it.who() == Some(who)).count();
+            let most = who.connections_max();
+            if its >= most {
+                tracing::info!(?who, "a connection beyond {most} is closed");
                 return;
             }
         }
-        let accepted = Connection::accept(self, number, socket, peer).and_then(|connection| {
-            lock(&self.connections).insert(number, Arc::clone(&connection));
-            connection.watch(self)
-        });
+        let accepted =
+            Connection::accept(self, number, arrival.into_stream(), peer).and_then(|connection| {
+                lock(&self.connections).insert(number, Arc::clone(&connection));
+                connection.watch(self)
+            });
         if let Err(error) = accepted {
             self.left(number);
             tracing::debug!(%error, "a client cannot be greeted");
@@ -372,7 +401,7 @@ impl Service {
     fn drop_the_silent(&self) {
         let silent: Vec<_> = lock(&self.connections)
             .values()
-            .filter(|it| !it.has_greeted() && it.since.elapsed() > GREETING_TIME_MAX)
+            .filter(|it| it.is_silent(GREETING_TIME_MAX))
             .cloned()
             .collect();
         for connection in silent {

@@ -26,12 +26,21 @@ macro_rules! claims {
 
 /// Runs the tests, those of `vm` only where `/dev/kvm` opens.
 pub fn main(vm: &[Test], elsewhere: &[Test]) -> ExitCode {
+    main_where("VM", Hypervisor::open().err().map(|why| why.to_string()), vm, elsewhere)
+}
+
+/// Runs the tests, those that need something only where it is not `missing`.
+pub fn main_where(
+    need: &str,
+    missing: Option<String>,
+    needing: &[Test],
+    elsewhere: &[Test],
+) -> ExitCode {
     let arguments = Arguments::from_args();
-    let missing = Hypervisor::open().err();
     if let Some(why) = &missing
         && !arguments.list
     {
-        eprintln!("SKIPPED: {} VM tests: {why}", vm.len());
+        eprintln!("SKIPPED: {} {need} tests: {why}", needing.len());
     }
     let trial = |(name, test): &Test| {
         let test = *test;
@@ -40,9 +49,9 @@ pub fn main(vm: &[Test], elsewhere: &[Test]) -> ExitCode {
             Ok(())
         })
     };
-    let vm = vm.iter().map(|test| trial(test).with_ignored_flag(missing.is_some()));
+    let needing = needing.iter().map(|test| trial(test).with_ignored_flag(missing.is_some()));
     let elsewhere = elsewhere.iter().map(trial);
-    libtest_mimic::run(&arguments, vm.chain(elsewhere).collect()).exit_code()
+    libtest_mimic::run(&arguments, needing.chain(elsewhere).collect()).exit_code()
 }
 
 /// The key all test programs are signed with.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use forge_protocol::limits::RunLimits;
-use forge_vmm::service::ServiceOptions;
 use forge_vmm::service::options::{BOUND_MAX, Bounds, Principal, Principals};
+use forge_vmm::service::{ServiceOptions, VsockAddress};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
@@ -17,6 +17,8 @@ use crate::cli::CliError;
 
 /// Waits and drains beyond this are a mistake.
 const WAIT_MS_MAX: u64 = 24 * 60 * 60 * 1000;
+/// VMADDR_CID_ANY and VMADDR_PORT_ANY (vsock(7)).
+const VSOCK_ANY: u32 = u32::MAX;
 
 /// The table as it is written.
 #[derive(Debug, Default, Deserialize)]
@@ -36,6 +38,18 @@ pub(super) struct LowService {
     principal_runs_max: Option<usize>,
     /// How long runs may still take when the service is to end.
     drain_ms: Option<u64>,
+    /// That it listens on AF_VSOCK too.
+    vsock: Option<LowVsock>,
+}
+
+/// Where, as it is written.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LowVsock {
+    /// The port.
+    port: u32,
+    /// This host's CID, if not all that it has.
+    cid: Option<u32>,
 }
 
 /// One principal as it is written.
@@ -48,6 +62,9 @@ pub(super) struct LowPrincipal {
     /// Users of this host that may speak for it.
     #[serde(default)]
     uids: Vec<u32>,
+    /// Machines that may speak for it over AF_VSOCK.
+    #[serde(default)]
+    cids: Vec<u32>,
     /// Bearer tokens that speak for it, as their SHA-256 in hex.
     #[serde(default)]
     token_sha256: Vec<String>,
@@ -64,6 +81,8 @@ pub(crate) struct ServiceConfig {
     pub(crate) socket: Option<PathBuf>,
     /// The socket's mode.
     pub(crate) mode: u32,
+    /// Where it listens on AF_VSOCK, if anywhere.
+    pub(crate) vsock: Option<VsockAddress>,
     /// The rest.
     pub(crate) options: ServiceOptions,
 }
@@ -124,6 +143,18 @@ pub(super) fn resolve(
         }
     };
     let socket = low.socket.map(|socket| folder.join(socket));
+    let vsock = low.vsock.map(|LowVsock { port, cid }| {
+        if [0, VSOCK_ANY].contains(&port) {
+            faults.push(Fault::at("service.vsock.port", "must be 1 to 4294967294"));
+        }
+        // The hypervisor's is nobody's.
+        if cid == Some(0) || cid == Some(VSOCK_ANY) {
+            let why = "must be 1 (this host's processes alone), 2 (as a host) or this machine's \
+                       own; leave it out to listen at all of them";
+            faults.push(Fault::at("service.vsock.cid", why));
+        }
+        VsockAddress { cid, port }
+    });
     let principals = principals
         .into_iter()
         .map(|(name, low)| {
@@ -135,15 +166,28 @@ pub(super) fn resolve(
                 faults.push(Fault::at(field("token_sha256"), why));
                 Vec::new()
             });
+            if let Some(why) = low.cids.iter().find_map(|cid| no_client(*cid)) {
+                faults.push(Fault::at(field("cids"), why));
+            }
             let sign_with = low.sign_with.map(|key| folder.join(key));
-            (name, Principal { uids: low.uids, token_sha256, runs_max, sign_with })
+            (name, Principal { uids: low.uids, cids: low.cids, token_sha256, runs_max, sign_with })
         })
         .collect();
     let options = ServiceOptions { bounds, drain, principals: Principals(principals) };
     if let Err(why) = options.principals.check() {
         faults.push(Fault::at("principals", why));
     }
-    ServiceConfig { socket, mode, options }
+    ServiceConfig { socket, mode, vsock, options }
+}
+
+/// Why this CID can speak for nobody, if it cannot.
+fn no_client(cid: u32) -> Option<&'static str> {
+    match cid {
+        2 => Some("2 is the host, and thereby any process of it: name the CIDs of machines"),
+        0 | VSOCK_ANY => Some("0 and 4294967295 are no machine's CID: those begin at 3"),
+        // 1 is any process of this host, where it asks for that.
+        _ => None,
+    }
 }
 
 fn digest(text: &str) -> Option<[u8; 32]> {
@@ -193,6 +237,19 @@ mod tests {
     }
 
     #[test]
+    fn machines_speak_over_vsock_at_all_cids_of_the_host_or_one() {
+        let config =
+            read("[service.vsock]\nport = 5000\n[principals.ci]\ncids = [3, 1]\n").unwrap();
+        assert_eq!(config.vsock, Some(VsockAddress { cid: None, port: 5000 }));
+        let principals = &config.options.principals;
+        assert_eq!(principals.of_cid(3), Some("ci"));
+        assert_eq!((principals.of_cid(4), principals.of_uid(3)), (None, Vec::new()));
+        let config = read("[service.vsock]\nport = 5000\ncid = 1\n").unwrap();
+        assert_eq!(config.vsock, Some(VsockAddress { cid: Some(1), port: 5000 }));
+        assert_eq!(read("").unwrap().vsock, None);
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_field() {
         let hex = "ab".repeat(32);
         for (text, expected) in [
@@ -201,6 +258,18 @@ mod tests {
             ("[service]\nmode = '0777'", "service.mode"),
             ("[service]\ndrain_ms = 99999999999", "service.drain_ms"),
             ("[principals.ci]\nuid = [1]", "uid"),
+            ("[service.vsock]\nport = 5000\ncids = [3]", "service.vsock.cids: unknown field"),
+            ("[service.vsock]\ncid = 3", "port"),
+            ("[service.vsock]\nport = 4294967295", "service.vsock.port: must be 1"),
+            ("[service.vsock]\nport = 5000\ncid = 0", "service.vsock.cid: must be 1"),
+            ("[principals.ci]\ncids = [3, 2]", "principals.ci.cids: 2 is the host"),
+            ("[principals.ci]\ncids = [0]", "principals.ci.cids: 0 and"),
+            ("[principals.ci]\ncids = [4294967295]", "principals.ci.cids: 0 and"),
+            ("[principals.ci]\ncids = [-1]", "cids"),
+            (
+                "[principals.a]\ncids = [3]\n[principals.b]\ncids = [4, 3]",
+                "principals: a and b have the same CID",
+            ),
             ("[principals.ci]\ntoken_sha256 = ['hunter2']", "principals.ci.token_sha256"),
             ("[principals.ci]\nruns_max = 0", "principals.ci.runs_max"),
             (
