@@ -130,7 +130,10 @@ fn a_tool_call_is_measured_for_each_effect_and_a_write_beside_the_disk() {
     assert_eq!(names(&results), [&floors[..], &cases].concat());
     for result in results["results"].as_array().unwrap() {
         assert_eq!((&result["unit"], &result["n"]), (&"us".into(), &2.into()), "{result}");
-        assert!(result["p50"].as_f64().unwrap() > 0.0, "{result}");
+        // A call is a difference of two runs, and on a busy host it may be none.
+        let is_difference = result["name"].as_str().unwrap().starts_with("toolcall_");
+        let p50 = result["p50"].as_f64().unwrap();
+        assert!(p50 > 0.0 || (is_difference && p50 == 0.0), "{result}");
     }
     let of = |name: &str| {
         let all = results["results"].as_array().unwrap();
