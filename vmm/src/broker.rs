@@ -88,9 +88,9 @@ pub enum BrokerError {
     #[error("the toolbroker broke the protocol: {0}")]
     Protocol(String),
     /// It was lost, and there is no other yet.
-    #[error("there is no toolbroker now: {reason}")]
+    #[error("there is no toolbroker now")]
     Away {
-        /// Why not.
+        /// Why not, for the operator: it may name files of this host.
         reason: String,
         /// When the next is started, in milliseconds from now.
         retry_after_ms: u64,
@@ -389,7 +389,14 @@ impl Broker {
                 }
                 _ => Err(BrokerError::Lost(error)),
             },
-            Err(error) => Err(error),
+            Err(error) => {
+                // It carried nothing out yet, and nobody will wait for it.
+                let mut child = lock(&broker.child);
+                let _ = child.kill();
+                let _ = child.wait();
+                drop(child);
+                Err(error)
+            }
         }
     }
 

@@ -21,7 +21,7 @@ use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Tier, Timing, VmFailure, VmFailureKind};
+use forge_protocol::worker::{Fate, Job, Report, Tier, Timing};
 
 use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
@@ -317,33 +317,32 @@ impl Supervisor {
         };
         let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
         let patience = Patience { until, cancel: attendance.cancel };
-        let (mut report, vm, upkeep) = match pool.carry_out(&task, patience) {
+        let (mut report, vm, upkeep, is_told) = match pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
-                (report, vm, Some(upkeep))
+                (report, vm, Some(upkeep), true)
             }
-            Err(fate) => (worker::unserved(fate), Vm::Fresh, None),
+            // Cancelled, or its worker was lost or had to be ended: what it
+            // called, the broker knows alone.
+            Err(fate) => (worker::unserved(fate), Vm::Fresh, None, false),
         };
-        let is_cancelled =
-            matches!(report.fate, Fate::Vm(VmFailure { kind: VmFailureKind::Cancelled, .. }));
         let mut unknown = None;
         if let Some(Opened { broker, .. }) = &opened {
-            if is_cancelled {
+            if !is_told {
                 // Its tools hear of it. A broker that is lost tells nobody.
                 match broker.cancel_run(run_id) {
-                    // Its worker was ended, and tells nothing of them.
                     Ok(calls) => report.calls = calls,
-                    Err(error) => tracing::warn!(%error, "a cancelled run's calls go on"),
+                    Err(error) => tracing::warn!(%error, "the calls of a run that ended go on"),
                 }
             }
             // What its calls did is on the disk before anybody hears of it. A
-            // run without calls asks nobody; of a cancelled run it is not known.
-            if !report.calls.is_empty() || is_cancelled {
+            // run without calls asks nobody.
+            if !report.calls.is_empty() {
                 unknown = broker.sync().err();
             }
-            if is_cancelled && let Some(error) = unknown.take() {
+            if !is_told && let Some(error) = unknown.take() {
                 // It has no result that could be held back.
-                tracing::warn!(%error, "what a cancelled run's calls did may not be on the disk");
+                tracing::warn!(%error, "what a run's calls did may not be on the disk");
             }
         }
         drop(opened);

@@ -53,6 +53,7 @@ fn main() -> ExitCode {
         a_worker_cannot_reach_the_hosts_network,
         a_worker_cannot_reach_an_abstract_socket,
         a_worker_cannot_make_a_vsock_socket,
+        a_worker_cannot_send_out_of_band,
         a_worker_cannot_fork,
         a_worker_cannot_execute_anything,
         a_worker_cannot_start_a_thread,
@@ -339,6 +340,17 @@ fn a_worker_cannot_make_a_vsock_socket() {
             outcome(starter, ALL, "vsock", &[]),
             Outcome::Forbidden(libc::SYS_socket as i32)
         );
+    }
+}
+
+fn a_worker_cannot_send_out_of_band() {
+    for &starter in Starter::all() {
+        // The filter is asked before the descriptor is.
+        assert_eq!(outcome(starter, NONE, "out-of-band", &[]), Outcome::Refused(libc::EBADF));
+        for layers in [ALL, ALL | PROCESS] {
+            let outcome = outcome(starter, layers, "out-of-band", &[]);
+            assert_eq!(outcome, Outcome::Forbidden(libc::SYS_sendto as i32));
+        }
     }
 }
 

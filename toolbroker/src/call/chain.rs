@@ -222,8 +222,11 @@ fn check(run: &Run, tool: &Tool, cost: u32, request: &[u8]) -> Result<JsonObject
     }
 }
 
+/// Whether anybody still waits for what would be sent now. A cancelled run's
+/// time is over.
 fn in_time(run: &Run) -> Result<(), CallFailure> {
-    if Instant::now() >= run.deadline() { Err(CallFailure::DeadlinePassed) } else { Ok(()) }
+    let is_over = run.is_cancelled() || Instant::now() >= run.deadline();
+    if is_over { Err(CallFailure::DeadlinePassed) } else { Ok(()) }
 }
 
 /// What is parsed here is what is checked and what is sent, so that a server
@@ -305,9 +308,11 @@ impl Intended {
             }
         };
         // Whoever carries it out is told that nobody waits, where it can be.
+        // Nothing is sent for one that is cancelled already.
         let end = tokio::select! {
-            called = timeout_at(until, calling) => called.unwrap_or(CallEnd::Lost),
+            biased;
             () = facts.run.cancelled() => CallEnd::Lost,
+            called = timeout_at(until, calling) => called.unwrap_or(CallEnd::Lost),
         };
         Dispatched { facts, tool, sent, end }
     }

@@ -122,6 +122,11 @@ impl Run {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether nobody wants it any more.
+    pub(super) fn is_cancelled(&self) -> bool {
+        *self.cancelled.borrow()
+    }
+
     /// Ends when nobody wants it any more.
     pub(super) async fn cancelled(&self) {
         let mut cancelled = self.cancelled.subscribe();

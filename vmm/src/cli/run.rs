@@ -86,7 +86,8 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         events: false,
         hosted: None,
     };
-    let RunResult { mut report, artifacts, trace, .. } = supervisor.run(&order);
+    // What is left to do comes after the result is printed.
+    let RunResult { mut report, artifacts, trace, upkeep: _upkeep } = supervisor.run(&order);
     report.retrieved = retrieved.iter().map(retrieved_report).collect();
     if let Some(path) = &args.trace {
         let at = |source| CliError::File { path: path.display().to_string(), source };

@@ -91,6 +91,9 @@ const K: u8 = 0xAE;
 const PAGEMAP_SCAN: u32 = iowr::<[u64; 12]>(b'f', 16);
 /// What makes a mapping executable.
 const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
+/// Urgent bytes on a unix socket: nobody here sends any, and what the kernel
+/// does for them is a path of its own.
+const OUT_OF_BAND: u32 = libc::MSG_OOB as u32;
 /// What makes of a fork something else: a thread, or new namespaces.
 const NOT_A_FORK: u32 = (libc::CLONE_VM
     | libc::CLONE_FS
@@ -181,10 +184,28 @@ pub const WORKER: &[Rule] = &[
     ioctl("ioctl PAGEMAP_SCAN", PAGEMAP_SCAN, "finds the pages a run wrote, to reset them"),
     always(libc::SYS_pread64, "pread64", "the page map, where the kernel cannot scan it")
         .elsewhere(),
-    always(libc::SYS_recvmsg, "recvmsg", "a run and its connection, from the supervisor"),
-    always(libc::SYS_sendmsg, "sendmsg", "calls to the broker"),
-    always(libc::SYS_recvfrom, "recvfrom", "std's reading of a socket"),
-    always(libc::SYS_sendto, "sendto", "std's writing to a socket"),
+    without(
+        libc::SYS_recvmsg,
+        "recvmsg, not out of band",
+        2,
+        OUT_OF_BAND,
+        "a run and its connection, from the supervisor",
+    ),
+    without(libc::SYS_sendmsg, "sendmsg, not out of band", 2, OUT_OF_BAND, "calls to the broker"),
+    without(
+        libc::SYS_recvfrom,
+        "recvfrom, not out of band",
+        3,
+        OUT_OF_BAND,
+        "std's reading of a socket",
+    ),
+    without(
+        libc::SYS_sendto,
+        "sendto, not out of band",
+        3,
+        OUT_OF_BAND,
+        "std's writing to a socket",
+    ),
     always(libc::SYS_write, "write", "a panic's message").elsewhere(),
     always(libc::SYS_poll, "poll", "waiting for the broker or the supervisor"),
     always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
@@ -215,10 +236,28 @@ pub const WORKER: &[Rule] = &[
 /// program: no request to any device, and no descriptor made but the one that
 /// comes with a run.
 pub const PROCESS: &[Rule] = &[
-    always(libc::SYS_recvmsg, "recvmsg", "a run and its connection, from the supervisor"),
-    always(libc::SYS_recvfrom, "recvfrom", "answers from the broker"),
-    always(libc::SYS_sendmsg, "sendmsg", "the report"),
-    always(libc::SYS_sendto, "sendto", "calls to the broker; a forbidden call's number"),
+    without(
+        libc::SYS_recvmsg,
+        "recvmsg, not out of band",
+        2,
+        OUT_OF_BAND,
+        "a run and its connection, from the supervisor",
+    ),
+    without(
+        libc::SYS_recvfrom,
+        "recvfrom, not out of band",
+        3,
+        OUT_OF_BAND,
+        "answers from the broker",
+    ),
+    without(libc::SYS_sendmsg, "sendmsg, not out of band", 2, OUT_OF_BAND, "the report"),
+    without(
+        libc::SYS_sendto,
+        "sendto, not out of band",
+        3,
+        OUT_OF_BAND,
+        "calls to the broker; a forbidden call's number",
+    ),
     always(libc::SYS_poll, "poll", "waiting for the broker"),
     always(libc::SYS_write, "write", "a panic's message, to the null device").elsewhere(),
     always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),

@@ -64,6 +64,9 @@ use status::Counts;
 
 /// Connections at a time. One more is closed at once.
 const CONNECTIONS_MAX: usize = 1024;
+/// Of these, the ones that only the operator may take: others may be many, and
+/// none of them can keep a drain or a door out.
+const OPERATORS_OWN: usize = 64;
 /// Threads that read and carry out. A connection beyond waits for one.
 const THREADS_MAX: usize = 1024;
 

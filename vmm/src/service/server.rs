@@ -20,7 +20,7 @@ use super::arrival::{Arrival, VsockListener};
 use super::connection::Connection;
 use super::options::ServiceOptions;
 use super::systemd::{Standing, notify};
-use super::{CONNECTIONS_MAX, Service, lock};
+use super::{CONNECTIONS_MAX, OPERATORS_OWN, Service, lock};
 use crate::supervisor::Supervisor;
 
 /// How long a client may take to say hello, and a stranger to be refused.
@@ -335,10 +335,6 @@ pub(super) type Connections = HashMap<u64, Arc<Connection>>;
 
 impl Service {
     fn welcome(self: &Arc<Self>, number: u64, arrival: Arrival) {
-        if lock(&self.connections).len() >= CONNECTIONS_MAX {
-            tracing::warn!("a connection beyond {CONNECTIONS_MAX} is closed");
-            return;
-        }
         let peer = match arrival.peer(&self.options().principals) {
             Ok(Some(peer)) => peer,
             Ok(None) => {
@@ -350,6 +346,12 @@ impl Service {
                 return;
             }
         };
+        let most =
+            if peer.is_operator() { CONNECTIONS_MAX } else { CONNECTIONS_MAX - OPERATORS_OWN };
+        if lock(&self.connections).len() >= most {
+            tracing::warn!("a connection beyond {most} is closed");
+            return;
+        }
         if let Some(who) = peer.who() {
             let connections = lock(&self.connections);
             let its = connections.values().filter(|it| it.who() == Some(who)).count();

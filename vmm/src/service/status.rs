@@ -69,7 +69,8 @@ impl Service {
             "broker": broker.map(|it| json!({
                 "pid": it.pid,
                 "restarts": it.restarts,
-                "reason": it.reason,
+                // It may name files of this host.
+                "reason": it.reason.filter(|_| is_operator),
             })),
             "connections": lock(&self.connections).len(),
             "threads": self.crew.threads(),

@@ -99,6 +99,14 @@ pub(crate) fn sifted<T: DeserializeOwned>(
 
 const MISSING: &str = "this field is missing";
 
+/// The names that a reader of declared fields expected. What was there instead
+/// comes before them, and may hold anything.
+fn known(message: &str) -> String {
+    let expected = message.rsplit_once(", expected ").map_or("", |(_, expected)| expected);
+    let names: Vec<_> = expected.split('`').skip(1).step_by(2).collect();
+    names.join(", ")
+}
+
 /// What a reader of declared fields said, without the value it may quote.
 fn fault_of(table: &str, mut error: toml::de::Error) -> Fault {
     error.set_input(None);
@@ -108,16 +116,14 @@ fn fault_of(table: &str, mut error: toml::de::Error) -> Fault {
     let message = error.message();
     let quoted = |message: &str| message.split('`').nth(1).unwrap_or_default().to_owned();
     if message.starts_with("unknown field") {
-        let known: Vec<_> = message.split('`').skip(3).step_by(2).collect();
-        let problem = format!("unknown field; known here are {}", known.join(", "));
+        let problem = format!("unknown field; known here are {}", known(message));
         return Fault::at(format!("{within}.{}", quoted(message)), problem);
     }
     if message.starts_with("missing field") {
         return Fault::at(format!("{within}.{}", quoted(message)), MISSING);
     }
     if message.starts_with("unknown variant") {
-        let known: Vec<_> = message.split('`').skip(3).step_by(2).collect();
-        return Fault::at(within, format!("must be one of {}", known.join(", ")));
+        return Fault::at(within, format!("must be one of {}", known(message)));
     }
     for beginning in ["invalid type: ", "invalid value: "] {
         if let Some((found, expected)) =
@@ -135,6 +141,14 @@ fn fault_of(table: &str, mut error: toml::de::Error) -> Fault {
 mod tests {
     use super::*;
     use serde::Deserialize;
+
+    #[test]
+    fn what_was_expected_is_told_and_no_part_of_what_was_there() {
+        let message = "unknown variant `a`b`secret`, expected one of `this`, `that`";
+        assert_eq!(known(message), "this, that");
+        assert_eq!(known("unknown field `a`, expected `this`"), "this");
+        assert_eq!(known("unknown field `a`, there are no fields"), "");
+    }
 
     #[derive(Debug, Default, Deserialize)]
     #[serde(deny_unknown_fields)]

@@ -192,7 +192,7 @@ fn no_client(cid: u32) -> Option<&'static str> {
 
 fn digest(text: &str) -> Option<[u8; 32]> {
     let mut digest = [0; 32];
-    if text.len() != 64 || !text.is_ascii() {
+    if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     for (at, byte) in digest.iter_mut().enumerate() {
