@@ -357,7 +357,9 @@ impl Broker {
             .args(arguments)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
-            .stderr(Stdio::inherit());
+            .stderr(Stdio::inherit())
+            // A terminal's interrupt is the supervisor's, which drains first.
+            .process_group(0);
         if let Some(user) = &options.user {
             user.becomes(&mut command);
         }

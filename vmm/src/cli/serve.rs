@@ -13,9 +13,10 @@ use forge_protocol::broker::{Authority, FoundTool};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Reuse, Tier};
+use forge_protocol::worker::{Reuse, Tier, VmFailure};
 use forge_vmm::admission::shown_whole;
 use forge_vmm::keys;
+use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::Status;
 use forge_vmm::service::{Reloaded, Server, VsockListener, systemd};
@@ -55,6 +56,11 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
              own, and none is put back"
                 .into(),
         ));
+    }
+    if tier == Tier::Vm && ready.ready_max > 0 {
+        // Or the pool would try for ever.
+        let missing = |error| CliError::Host(io::Error::other(VmFailure::from(error).message));
+        Hypervisor::open().map_err(missing)?;
     }
     let pool = PoolOptions {
         tier,

@@ -132,9 +132,15 @@ impl Server {
         match UnixListener::bind(path) {
             Ok(listener) => Self::at(listener, path, mode),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                let is_socket = path.symlink_metadata()?.file_type().is_socket();
-                if !is_socket || UnixStream::connect(path).is_ok() {
-                    return Err(error);
+                let what = if !path.symlink_metadata()?.file_type().is_socket() {
+                    "in use by what is no socket: move it away, or listen elsewhere"
+                } else if UnixStream::connect(path).is_ok() {
+                    "in use: a service listens there; drain it, or listen elsewhere"
+                } else {
+                    ""
+                };
+                if !what.is_empty() {
+                    return Err(io::Error::new(error.kind(), what));
                 }
                 std::fs::remove_file(path)?;
                 Self::at(UnixListener::bind(path)?, path, mode)
