@@ -389,7 +389,12 @@ impl Shared {
     }
 
     fn start_zygote(&self) -> Result<Zygote, VmFailure> {
-        let zygote = Zygote::start(&self.executable, &self.setup, self.options.group.as_ref())?;
+        let start = || Zygote::start(&self.executable, &self.setup, self.options.group.as_ref());
+        // One that is lost while it begins is no word on this host.
+        let zygote = start().or_else(|failure| match failure.kind {
+            VmFailureKind::WorkerLost => start(),
+            _ => Err(failure),
+        })?;
         *self.lock_hardening() = Some(zygote.hardening().clone());
         Ok(zygote)
     }

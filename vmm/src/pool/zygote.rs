@@ -58,7 +58,7 @@ impl Zygote {
     ///
     /// # Errors
     /// [`VmFailure`]: it cannot be started, or finds that this host cannot run
-    /// VMs or keep the limits.
+    /// VMs or keep the limits; `WorkerLost` if it ended before it said so.
     pub fn start(
         executable: &Path,
         setup: &ZygoteSetup,
@@ -123,8 +123,12 @@ impl Zygote {
         }
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
-        zygote.link.send(&bytes, None, Patience::default()).map_err(failed)?;
-        let ready: ZygoteReady = zygote.answer(Kind::ZygoteReady).map_err(failed)?;
+        let lost = |error: io::Error| VmFailure {
+            kind: VmFailureKind::WorkerLost,
+            message: format!("the zygote was lost while it began: {error}"),
+        };
+        zygote.link.send(&bytes, None, Patience::default()).map_err(lost)?;
+        let ready: ZygoteReady = zygote.answer(Kind::ZygoteReady).map_err(lost)?;
         let Jailed { procfs, landlock_abi } = ready?;
         zygote.hardening = Hardening { procfs, landlock_abi, ..zygote.hardening.clone() };
         Ok(zygote)
