@@ -71,9 +71,11 @@ pub fn is_busy(pid: i32) -> bool {
     before.is_some() && ticks() > before
 }
 
-/// Everything that a process has started, and what that has.
+/// Everything that a process has started, and what that has. Who has ended and
+/// was not looked at yet is none of them, as [`is_gone`] says.
 pub fn descendants_of(pid: i32) -> Vec<i32> {
-    let all = Process::all();
+    let mut all = Process::all();
+    all.retain(|it| !it.zombie);
     let mut found = vec![pid];
     let mut at = 0;
     while at < found.len() {
