@@ -676,6 +676,18 @@ fn keygen_sign_and_inspect_fit_together() {
     assert_eq!(mode & 0o777, 0o600);
     let again = desk.forge(&["keygen", "--out", "keys"]);
     assert_eq!(again.status.code(), Some(2), "an existing key is never overwritten");
+    let said = text(&again.stderr);
+    assert!(said.contains("keys/signer.pem: there is such a file already"), "{said}");
+    // Each half in the place of the other.
+    for (arguments, half) in [
+        (["sign", "--key", "keys/signer.pub", "hello.wat", "-o", "hello.wasm"], "a public key"),
+        (["check", "--trust", "keys/signer.pem", "hello.wat", "--allow", "a.b"], "a private key"),
+    ] {
+        let refused = desk.forge(&arguments);
+        let said = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{said}");
+        assert!(said.contains(half) && said.contains("its other half"), "{said}");
+    }
 
     desk.write("hello.wat", HELLO);
     let key = ["sign", "--key", "keys/signer.pem", "hello.wat", "-o", "hello.wasm"];
