@@ -55,6 +55,7 @@ fn main() -> ExitCode {
             check_names_every_violation,
             a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
+            text_is_told_how_to_become_a_signed_module,
             a_private_key_that_others_can_read_is_refused,
             wasmsign2_signs_for_us_and_verifies_ours,
         ],
@@ -722,6 +723,25 @@ fn check_names_every_violation() {
     desk.forge(&["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"]);
     let output = desk.forge(&["check", "--trust", "signer.pub", "hello.wasm"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
+}
+
+fn text_is_told_how_to_become_a_signed_module() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("hello.txt", HELLO);
+    for arguments in [
+        &["run", "--trust", "signer.pub", "hello.wat"][..],
+        &["run", "--sign-with", "signer.pem", "hello.txt"],
+        &["inspect", "hello.txt"],
+        &["check", "hello.txt"],
+    ] {
+        let refused = desk.forge(arguments);
+        assert_eq!(refused.status.code(), Some(3), "{arguments:?}");
+        let said = text(&refused.stdout) + &text(&refused.stderr);
+        assert!(said.contains("WebAssembly text"), "{arguments:?}: {said}");
+        assert!(said.contains("`forge-vmm sign --key"), "{arguments:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{arguments:?}: {said}");
+    }
 }
 
 fn a_tool_server_that_is_installed_below_the_home_is_started() {
