@@ -56,6 +56,7 @@ fn main() -> ExitCode {
             a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
             text_is_told_how_to_become_a_signed_module,
+            an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
             a_private_key_that_others_can_read_is_refused,
             wasmsign2_signs_for_us_and_verifies_ours,
         ],
@@ -741,6 +742,22 @@ fn text_is_told_how_to_become_a_signed_module() {
         assert!(said.contains("WebAssembly text"), "{arguments:?}: {said}");
         assert!(said.contains("`forge-vmm sign --key"), "{arguments:?}: {said}");
         assert_eq!(said.lines().count(), 1, "{arguments:?}: {said}");
+    }
+}
+
+fn an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools() {
+    let desk = Desk::new();
+    executables::folder();
+    desk.write("hello.wat", HELLO);
+    let run = ["run", "--sign-with", "signer.pem", "--mcp-config", "typo.json", "hello.wat"];
+    let check = ["check", "--trust", "signer.pub", "--mcp-config", "typo.json", "hello.wat"];
+    for more in [&[][..], &["--allow", "test.echo"]] {
+        for command in [run, check] {
+            let refused = desk.forge(&[&command[..], more].concat());
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(2), "{command:?} {more:?}: {said}");
+            assert!(said.contains("typo.json"), "{command:?} {more:?}: {said}");
+        }
     }
 }
 

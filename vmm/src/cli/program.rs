@@ -208,6 +208,7 @@ struct CheckedViolation {
 
 /// Says everything that would keep a program from running.
 pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
+    config::check_named(&args.broker)?;
     let mut paths = args.trust.clone();
     paths.extend(config::trust_keys(args.broker.config.as_deref())?);
     let trust = keys::read_trust(&paths)?;

@@ -23,6 +23,7 @@ use super::{CliError, complain, print_json, program, progress, serve};
 /// Runs a program.
 pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let limits = limits(&args);
+    config::check_named(&args.broker)?;
     let input = config::json_argument("--input", &args.input)?;
     let (program, trust) = program_and_trust(&args)?;
     let mut authority = config::authority(args.allow.clone(), args.grant.as_deref())?;

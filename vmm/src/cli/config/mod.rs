@@ -200,6 +200,15 @@ pub(crate) enum GrantKey {
     Passing,
 }
 
+/// Refuses a `--mcp-config` that is not there, for a command that may not need
+/// a broker to read it.
+pub(crate) fn check_named(args: &BrokerArgs) -> Result<(), CliError> {
+    let Some(path) = &args.mcp_config else { return Ok(()) };
+    // Its content is the broker's.
+    let found = std::fs::metadata(path);
+    found.map(|_| ()).map_err(|source| CliError::File { path: path.display().to_string(), source })
+}
+
 /// Starts the broker that the flags describe.
 pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, CliError> {
     // Calls are journalled however long grants last.
