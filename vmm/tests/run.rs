@@ -57,6 +57,7 @@ fn main() -> ExitCode {
             usage_errors_exit_2_and_say_what_to_do,
             text_is_told_how_to_become_a_signed_module,
             an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
+            a_journal_that_is_not_there_is_said,
             a_private_key_that_others_can_read_is_refused,
             wasmsign2_signs_for_us_and_verifies_ours,
         ],
@@ -758,6 +759,18 @@ fn an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools() {
             assert_eq!(refused.status.code(), Some(2), "{command:?} {more:?}: {said}");
             assert!(said.contains("typo.json"), "{command:?} {more:?}: {said}");
         }
+    }
+}
+
+fn a_journal_that_is_not_there_is_said() {
+    let desk = Desk::new();
+    executables::folder();
+    for more in [&[][..], &["--json"]] {
+        let listed = desk.forge(&[&["journal", "list", "--state", "typo"], more].concat());
+        let said = text(&listed.stderr);
+        assert_eq!(listed.status.code(), Some(2), "{said}");
+        assert!(said.contains("typo/journal: there is no journal"), "{said}");
+        assert!(!desk.path("typo").exists(), "a reader made it");
     }
 }
 
