@@ -173,9 +173,12 @@ fn retrieve(
     args: &RunArgs,
     intent: &str,
 ) -> Result<Vec<FoundTool>, ClientError> {
-    let (principal, intent) = (args.broker.principal.clone(), intent.to_owned());
-    match client.ask(Question::SearchTools { principal, intent, k: args.k })? {
-        Reply::Found { tools, unavailable } => Ok(super::run::told((tools, unavailable))),
+    let (principal, intent) = (&args.broker.principal, intent.to_owned());
+    let question = Question::SearchTools { principal: principal.clone(), intent, k: args.k };
+    match client.ask(question)? {
+        Reply::Found { tools, unavailable } => {
+            Ok(super::run::told(principal, (tools, unavailable)))
+        }
         _ => Err(ClientError::Protocol("a search is answered by something else".into())),
     }
 }

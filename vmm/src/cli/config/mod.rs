@@ -311,6 +311,14 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
 /// The tools that fit an intent, and the servers that could not be asked.
 pub(crate) type Found = (Vec<FoundTool>, Vec<(String, String)>);
 
+/// What is said where a search found nothing at all.
+pub(crate) fn nothing_found(principal: &str) -> String {
+    format!(
+        "no tool fits this intent for the principal {principal:?}: `forge-vmm tools list` shows \
+         what it may see"
+    )
+}
+
 /// Has the broker search tools.
 pub(crate) fn search(
     broker: &Broker,
