@@ -13,7 +13,7 @@ use forge_protocol::abi::{Import, Signature, Value};
 use forge_protocol::ending::RejectKind;
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::signature::{TrustKey, TrustKeys};
+use forge_protocol::signature::{SignatureError, TrustKey, TrustKeys};
 use sha2::{Digest as _, Sha256};
 use wasmparser::{
     ExternalKind, FuncType, Parser, Payload, TypeRef, ValType, Validator, WasmFeatures,
@@ -207,15 +207,37 @@ impl Admission {
 /// signature is good.
 pub fn admit(program: &[u8], trust: &TrustKeys, limits: &RunLimits) -> Result<Admitted, Violation> {
     within(program, limits)?;
-    let verified = trust
-        .verify(program)
-        .map_err(|error| Violation { kind: RejectKind::Signature, message: error.to_string() })?;
+    let verified = trust.verify(program).map_err(|error| Violation {
+        kind: RejectKind::Signature,
+        message: unverified(program, error),
+    })?;
     Ok(Admitted {
         digest: Sha256::digest(program).into(),
         sha256: verified.sha256(),
         signer: verified.signer(),
         shape: Shape::read(verified.bytes())?,
     })
+}
+
+/// Why a program is not verified, with what to do where that is known.
+#[must_use]
+pub fn unverified(program: &[u8], error: SignatureError) -> String {
+    const SIGN: &str = "`forge-vmm sign --key signer.pem";
+    match error {
+        SignatureError::NotCoreModule if is_text(program) => format!(
+            "this is WebAssembly text, and what runs is a signed module: {SIGN} program.wat -o \
+             program.wasm` assembles a .wat and signs it"
+        ),
+        SignatureError::Unsigned => format!("{error}: {SIGN} IN.wasm -o OUT.wasm` signs it"),
+        _ => error.to_string(),
+    }
+}
+
+/// Whether these bytes begin as WebAssembly text does: with a parenthesis or a
+/// comment.
+fn is_text(program: &[u8]) -> bool {
+    let program = program.trim_ascii_start();
+    program.starts_with(b"(") || program.starts_with(b";;")
 }
 
 fn within(program: &[u8], limits: &RunLimits) -> Result<(), Violation> {
@@ -456,6 +478,27 @@ mod tests {
         let signed = key.sign(&nonsense).unwrap();
         let refused = admit(&signed, &trust, &limits).unwrap_err();
         assert_eq!(refused.kind, RejectKind::Invalid);
+    }
+
+    #[test]
+    fn what_is_text_or_unsigned_is_told_how_to_become_a_signed_module() {
+        let key = SignerKey::from_secret(&[1; 32]);
+        let trust = TrustKeys::new([key.trust_key()]).unwrap();
+        let said = |program: &[u8]| {
+            let refused = admit(program, &trust, &RunLimits::default()).unwrap_err();
+            assert_eq!(refused.kind, RejectKind::Signature);
+            refused.message
+        };
+        for text in ["(module)", "\n ;; says nothing\n(module)", "(; nor this ;) (module)"] {
+            let said = said(text.as_bytes());
+            assert!(said.contains("WebAssembly text"), "{said}");
+            assert!(said.contains("forge-vmm sign --key signer.pem program.wat -o"), "{said}");
+        }
+        let unsigned = said(&wat::parse_str(GOOD).unwrap());
+        assert!(unsigned.contains("not signed: `forge-vmm sign --key"), "{unsigned}");
+        for other in [&b"\x7fELF(module)"[..], b"", b"\0asm\x0d\0\x01\0"] {
+            assert!(!said(other).contains("text"), "{other:?}");
+        }
     }
 
     #[test]

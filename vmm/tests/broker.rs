@@ -25,11 +25,12 @@ use libtest_mimic::{Arguments, Trial};
 const STRANGER: u32 = 64_123;
 
 fn main() -> ExitCode {
-    let anyone: [(&str, fn()); 4] = [
+    let anyone: [(&str, fn()); 5] = [
         ("every_thread_gets_its_own_answer", every_thread_gets_its_own_answer),
         ("a_slow_listing_holds_up_no_run", a_slow_listing_holds_up_no_run),
         ("a_lost_broker_is_told_to_all_who_wait", a_lost_broker_is_told_to_all_who_wait),
         ("built_ins_need_no_configuration", built_ins_need_no_configuration),
+        ("a_principal_without_tools_is_told_why", a_principal_without_tools_is_told_why),
     ];
     let root: [(&str, fn()); 3] = [
         (
@@ -247,6 +248,28 @@ fn built_ins_need_no_configuration() {
     assert!(said.contains("did you mean \"crypto.hash\""), "{said}");
 }
 
+fn a_principal_without_tools_is_told_why() {
+    executables::folder();
+    let folder = Folder::new();
+    folder.write("forge.toml", "[roles.clerk]\ntools = ['*']\n[principals.ann]\nroles = ['clerk']");
+    let forge = |arguments: &[&str]| {
+        let mut command = Command::new(FORGE);
+        command.args(arguments).current_dir(&folder.0).env("FORGE_STATE", folder.0.join("state"));
+        text(&command.output().unwrap())
+    };
+    let list = ["tools", "list", "--config", "forge.toml"];
+    let (code, listed, said) = forge(&list);
+    assert_eq!((code, &listed[..]), (Some(0), ""), "{said}");
+    assert!(said.contains("for the principal \"local\": none of its roles"), "{said}");
+    let (code, listed, said) = forge(&[&list[..], &["--principal", "ann"]].concat());
+    assert_eq!((code, &said[..]), (Some(0), ""));
+    assert!(listed.contains("crypto.hash"), "{listed}");
+    let search = ["tools", "search", "--config", "forge.toml", "hash a text"];
+    let (code, found, said) = forge(&search);
+    assert_eq!((code, &found[..]), (Some(0), ""), "{said}");
+    assert!(said.contains("no tool fits this intent for the principal \"local\""), "{said}");
+}
+
 fn ids(status: &str, line: &str) -> Vec<u32> {
     let line = status.lines().find_map(|it| it.strip_prefix(line)).unwrap();
     line.split_whitespace().map(|id| id.parse().unwrap()).collect()
@@ -290,6 +313,8 @@ fn forge_toml_names_the_brokers_user() {
     let list = |toml: &str, uid: u32| {
         folder.write("forge.toml", toml);
         let mut command = Command::new(&forge);
+        // A state of whoever runs the tests would be no other user's to read.
+        command.env_remove("FORGE_STATE");
         text(&command.args(["tools", "list", "--config"]).arg(&config).uid(uid).output().unwrap())
     };
     // Whom it runs as is seen from a server it starts: one that writes its

@@ -55,6 +55,9 @@ fn main() -> ExitCode {
             check_names_every_violation,
             a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
+            text_is_told_how_to_become_a_signed_module,
+            an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
+            a_journal_that_is_not_there_is_said,
             a_private_key_that_others_can_read_is_refused,
             wasmsign2_signs_for_us_and_verifies_ours,
         ],
@@ -676,6 +679,18 @@ fn keygen_sign_and_inspect_fit_together() {
     assert_eq!(mode & 0o777, 0o600);
     let again = desk.forge(&["keygen", "--out", "keys"]);
     assert_eq!(again.status.code(), Some(2), "an existing key is never overwritten");
+    let said = text(&again.stderr);
+    assert!(said.contains("keys/signer.pem: there is such a file already"), "{said}");
+    // Each half in the place of the other.
+    for (arguments, half) in [
+        (["sign", "--key", "keys/signer.pub", "hello.wat", "-o", "hello.wasm"], "a public key"),
+        (["check", "--trust", "keys/signer.pem", "hello.wat", "--allow", "a.b"], "a private key"),
+    ] {
+        let refused = desk.forge(&arguments);
+        let said = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{said}");
+        assert!(said.contains(half) && said.contains("its other half"), "{said}");
+    }
 
     desk.write("hello.wat", HELLO);
     let key = ["sign", "--key", "keys/signer.pem", "hello.wat", "-o", "hello.wasm"];
@@ -710,6 +725,53 @@ fn check_names_every_violation() {
     desk.forge(&["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"]);
     let output = desk.forge(&["check", "--trust", "signer.pub", "hello.wasm"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
+}
+
+fn text_is_told_how_to_become_a_signed_module() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("hello.txt", HELLO);
+    for arguments in [
+        &["run", "--trust", "signer.pub", "hello.wat"][..],
+        &["run", "--sign-with", "signer.pem", "hello.txt"],
+        &["inspect", "hello.txt"],
+        &["check", "hello.txt"],
+    ] {
+        let refused = desk.forge(arguments);
+        assert_eq!(refused.status.code(), Some(3), "{arguments:?}");
+        let said = text(&refused.stdout) + &text(&refused.stderr);
+        assert!(said.contains("WebAssembly text"), "{arguments:?}: {said}");
+        assert!(said.contains("`forge-vmm sign --key"), "{arguments:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{arguments:?}: {said}");
+    }
+}
+
+fn an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools() {
+    let desk = Desk::new();
+    executables::folder();
+    desk.write("hello.wat", HELLO);
+    let run = ["run", "--sign-with", "signer.pem", "--mcp-config", "typo.json", "hello.wat"];
+    let check = ["check", "--trust", "signer.pub", "--mcp-config", "typo.json", "hello.wat"];
+    for more in [&[][..], &["--allow", "test.echo"]] {
+        for command in [run, check] {
+            let refused = desk.forge(&[&command[..], more].concat());
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(2), "{command:?} {more:?}: {said}");
+            assert!(said.contains("typo.json"), "{command:?} {more:?}: {said}");
+        }
+    }
+}
+
+fn a_journal_that_is_not_there_is_said() {
+    let desk = Desk::new();
+    executables::folder();
+    for more in [&[][..], &["--json"]] {
+        let listed = desk.forge(&[&["journal", "list", "--state", "typo"], more].concat());
+        let said = text(&listed.stderr);
+        assert_eq!(listed.status.code(), Some(2), "{said}");
+        assert!(said.contains("typo/journal: there is no journal"), "{said}");
+        assert!(!desk.path("typo").exists(), "a reader made it");
+    }
 }
 
 fn a_tool_server_that_is_installed_below_the_home_is_started() {

@@ -53,6 +53,7 @@ fn main() -> ExitCode {
             a_number_in_use_ends_the_connection,
             questions_are_answered_while_runs_go_on,
             a_watched_service_tells_latencies_pool_and_principals,
+            status_is_short_for_a_person_and_whole_with_json,
             a_question_too_large_for_the_toolbroker_is_refused,
             a_client_that_reads_nothing_holds_up_nobody,
             runs_one_after_another_wake_no_second_thread,
@@ -614,6 +615,29 @@ fn a_watched_service_tells_latencies_pool_and_principals() {
     drop(service);
     let gone = desk.forge(&["top", "--service", "socket"]).output().unwrap();
     assert_eq!(gone.status.code(), Some(2));
+}
+
+fn status_is_short_for_a_person_and_whole_with_json() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let status = |more: &[&str]| {
+        let asked = desk.forge(&["status", "--service", "socket"]).args(more).output().unwrap();
+        assert!(asked.status.success(), "{asked:?}");
+        String::from_utf8(asked.stdout).unwrap()
+    };
+    let whole: Value = serde_json::from_str(&status(&["--json"])).unwrap();
+    let text = status(&[]);
+    for part in [
+        "serving at socket".to_owned(),
+        format!("process {}, up", whole["pid"]),
+        format!("0 of {} running", whole["bounds"]["runs_max"]),
+        format!("broker   process {}", whole["broker"]["pid"]),
+        "programs isolation vm".into(),
+    ] {
+        assert!(text.contains(&part), "{part}\n{text}");
+    }
+    assert!(!text.contains(['{', '"', '[']) && !text.contains("null"), "{text}");
+    drop(service);
 }
 
 fn a_question_too_large_for_the_toolbroker_is_refused() {

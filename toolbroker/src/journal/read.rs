@@ -95,6 +95,10 @@ pub fn calls(
 ) -> Result<Vec<CallEntry>, JournalError> {
     let files = slot::files(folder)
         .map_err(|source| JournalError::File { path: folder.to_owned(), source })?;
+    if files.is_empty() {
+        // No calls at all and a folder that is misspelt look the same.
+        return Err(JournalError::Missing { folder: folder.to_owned() });
+    }
     let mut calls = Vec::new();
     for (file, taken) in files {
         let in_file = calls_of(&file, run, last, taken);

@@ -76,6 +76,16 @@ const INSERT: &str = "INSERT OR IGNORE INTO records
 /// Why the journal cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
+    /// No broker has written here.
+    #[error(
+        "{}: there is no journal: no call was made with this state folder yet, or it is another \
+         (--state)",
+        folder.display()
+    )]
+    Missing {
+        /// Where it would be.
+        folder: PathBuf,
+    },
     /// The folder or a file in it.
     #[error("{}: {source}", path.display())]
     File {

@@ -46,8 +46,6 @@ pub(crate) fn sign(args: &SignArgs) -> Result<ExitCode, CliError> {
 /// Reads a program, assembles it if it is text, and signs it.
 pub(crate) fn sign_file(signer: &SignerKey, path: &Path) -> Result<Vec<u8>, CliError> {
     let bytes = read_file(path)?;
-    let said =
-        |error: &dyn std::fmt::Display| CliError::Program(format!("{}: {error}", path.display()));
     let module = if path.extension().is_some_and(|extension| extension == "wat") {
         wat::parse_bytes(&bytes)
             .map_err(|mut error| {
@@ -58,7 +56,10 @@ pub(crate) fn sign_file(signer: &SignerKey, path: &Path) -> Result<Vec<u8>, CliE
     } else {
         bytes
     };
-    signer.sign(&module).map_err(|error| said(&error))
+    signer.sign(&module).map_err(|error| {
+        let why = admission::unverified(&module, error);
+        CliError::Program(format!("{}: {why}", path.display()))
+    })
 }
 
 #[derive(Serialize)]
@@ -108,8 +109,12 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<ExitCode, CliError> {
         Err(SignatureError::Untrusted) if args.trust.is_empty() => {
             "present; give --trust to see whose".to_owned()
         }
-        Err(error) => error.to_string(),
+        Err(error) => admission::unverified(&bytes, *error),
     };
+    if matches!(verified, Err(SignatureError::NotCoreModule)) {
+        // There is nothing to look into.
+        return Err(CliError::Program(format!("{}: {signature}", args.program.display())));
+    }
     let shape = Shape::read(&bytes).map_err(|violation| CliError::Program(violation.message))?;
     let inspection = Inspection {
         size_bytes: bytes.len(),
@@ -203,6 +208,7 @@ struct CheckedViolation {
 
 /// Says everything that would keep a program from running.
 pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
+    config::check_named(&args.broker)?;
     let mut paths = args.trust.clone();
     paths.extend(config::trust_keys(args.broker.config.as_deref())?);
     let trust = keys::read_trust(&paths)?;
@@ -211,14 +217,18 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     let mut violations = Vec::new();
     let mut add = |kind, message| violations.push(CheckedViolation { kind, message });
 
-    if let Err(error) = trust.verify(&bytes) {
-        add("signature", error.to_string());
+    let verified = trust.verify(&bytes);
+    if let Err(error) = &verified {
+        add("signature", admission::unverified(&bytes, *error));
     }
     if bytes.len() > limits.program_bytes as usize {
         let limit = limits.program_bytes;
         add("too_large", format!("the program has {} bytes, the limit is {limit}", bytes.len()));
     }
-    if let Err(violation) = admission::validate(&bytes) {
+    // What is no module is not looked into.
+    if !matches!(verified, Err(SignatureError::NotCoreModule))
+        && let Err(violation) = admission::validate(&bytes)
+    {
         add(violation.kind.as_str(), violation.message);
     }
     let granted = match config::authority(args.allow, args.grant.as_deref())? {

@@ -23,6 +23,7 @@ use super::{CliError, complain, print_json, program, progress, serve};
 /// Runs a program.
 pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let limits = limits(&args);
+    config::check_named(&args.broker)?;
     let input = config::json_argument("--input", &args.input)?;
     let (program, trust) = program_and_trust(&args)?;
     let mut authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
@@ -107,11 +108,14 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
 fn retrieve(broker: &Broker, args: &RunArgs, intent: &str) -> Result<Vec<FoundTool>, CliError> {
     progress("searching tools");
     let found = config::search(broker, &args.broker.principal, intent, args.k)?;
-    Ok(told(found))
+    Ok(told(&args.broker.principal, found))
 }
 
 /// Says what was found, and what could not be searched.
-pub(crate) fn told((tools, unavailable): config::Found) -> Vec<FoundTool> {
+pub(crate) fn told(principal: &str, (tools, unavailable): config::Found) -> Vec<FoundTool> {
+    if tools.is_empty() && unavailable.is_empty() {
+        complain(&config::nothing_found(principal));
+    }
     for (server, reason) in &unavailable {
         complain(&format!("server {server} was not searched: {}", shown_whole(reason)));
     }

@@ -14,7 +14,6 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
-use forge_vmm::admission::shown_whole;
 use forge_vmm::keys;
 use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::PoolOptions;
@@ -25,7 +24,7 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
-use super::{CliError, Exit, print_json, progress};
+use super::{CliError, Exit, print_json, progress, top};
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
@@ -143,21 +142,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<ExitCode, CliError> {
         print_json(&status)?;
         return Ok(Exit::Ok.into());
     }
-    let word = |value: &serde_json::Value| match value {
-        serde_json::Value::String(text) => shown_whole(text),
-        other => other.to_string(),
-    };
-    let mut out = io::stdout().lock();
-    for (name, value) in status.as_object().into_iter().flatten() {
-        match value.as_object() {
-            None => writeln!(out, "{name:<12} {}", word(value))?,
-            Some(fields) => {
-                for (field, value) in fields {
-                    writeln!(out, "{name:<12} {field:<20} {}", word(value))?;
-                }
-            }
-        }
-    }
+    io::stdout().lock().write_all(top::frame(&args.service, &status, None).as_bytes())?;
     Ok(Exit::Ok.into())
 }
 
@@ -173,9 +158,12 @@ fn retrieve(
     args: &RunArgs,
     intent: &str,
 ) -> Result<Vec<FoundTool>, ClientError> {
-    let (principal, intent) = (args.broker.principal.clone(), intent.to_owned());
-    match client.ask(Question::SearchTools { principal, intent, k: args.k })? {
-        Reply::Found { tools, unavailable } => Ok(super::run::told((tools, unavailable))),
+    let (principal, intent) = (&args.broker.principal, intent.to_owned());
+    let question = Question::SearchTools { principal: principal.clone(), intent, k: args.k };
+    match client.ask(question)? {
+        Reply::Found { tools, unavailable } => {
+            Ok(super::run::told(principal, (tools, unavailable)))
+        }
         _ => Err(ClientError::Protocol("a search is answered by something else".into())),
     }
 }

@@ -121,6 +121,14 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
             writeln!(out, "{name}  {blocked}{}", shown_whole(first))?;
         }
     }
+    if tools.is_empty() && unavailable.is_empty() {
+        // Some tools are built in, so it is not that there are none.
+        complain(&format!(
+            "there is no tool for the principal {:?}: none of its roles names one (forge.toml, \
+             [principals] and [roles]); --principal says who asks",
+            args.broker.principal,
+        ));
+    }
     Ok(said(&unavailable).into())
 }
 
@@ -161,6 +169,9 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
             }
             writeln!(out, "       arguments: {}", shown_whole(input_schema))?;
         }
+    }
+    if tools.is_empty() && unavailable.is_empty() {
+        complain(&config::nothing_found(&args.broker.principal));
     }
     Ok(said(&unavailable).into())
 }

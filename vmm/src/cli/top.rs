@@ -1,8 +1,9 @@
 //! `forge-vmm top`: how a service stands, once a second, in a terminal; one
 //! frame where nobody watches.
 //!
-//! It says what `status --json` says. Nothing of the terminal is changed, so
-//! there is nothing to put back whenever it is ended.
+//! It says what `status --json` says, and `status` without it prints one frame.
+//! Nothing of the terminal is changed, so there is nothing to put back whenever
+//! it is ended.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -80,8 +81,22 @@ fn duration(us: &Value) -> String {
     }
 }
 
+/// The toolbroker: which it is, or why it is not there.
+fn broker(broker: &Value) -> String {
+    if broker.is_null() {
+        return "none".into();
+    }
+    let process = match broker["pid"].as_u64() {
+        Some(pid) => format!("process {pid}"),
+        None => "away".into(),
+    };
+    let reason = broker["reason"].as_str().map(|why| format!(": {}", shown_whole(why)));
+    let (restarts, reason) = (number(&broker["restarts"]), reason.unwrap_or_default());
+    format!("{process}, restarts {restarts}{reason}")
+}
+
 /// A service's status for a person, with how many runs ended in each second.
-fn frame(service: &Path, status: &Value, rate: Option<f64>) -> String {
+pub(super) fn frame(service: &Path, status: &Value, rate: Option<f64>) -> String {
     let (runs, bounds, pool) = (&status["runs"], &status["bounds"], &status["pool"]);
     let up = Duration::from_secs(status["uptime_s"].as_u64().unwrap_or(0));
     let mut text = format!(
@@ -116,17 +131,26 @@ fn frame(service: &Path, status: &Value, rate: Option<f64>) -> String {
     );
     let _ = writeln!(
         text,
-        "clients  {} connections, {} threads",
+        "clients  connections {}, threads {}",
         number(&status["connections"]),
         number(&status["threads"]),
     );
+    let _ = writeln!(text, "broker   {}", broker(&status["broker"]));
+    let _ = writeln!(text, "programs isolation {}", word(&status["isolation"]));
+    for weakness in pool["weaknesses"].as_array().into_iter().flatten() {
+        let _ = writeln!(text, "weaker   {}", word(weakness));
+    }
+    if pool["resets_disproven"].as_u64().is_some_and(|resets| resets > 0) {
+        let _ = writeln!(text, "resets   {} left something", number(&pool["resets_disproven"]));
+    }
     let _ = writeln!(text, "\n{:<16}{:>10}{:>12}{:>12}", "a run takes", "runs", "p50", "p99");
     for (name, key) in [("in a minute", "last_minute"), ("since the start", "since_start")] {
         let of = &status["latency"][key];
         let (p50, p99) = (duration(&of["p50_us"]), duration(&of["p99_us"]));
         let _ = writeln!(text, "{name:<16}{:>10}{p50:>12}{p99:>12}", number(&of["runs"]));
     }
-    if let Some(principals) = status["principals"].as_array() {
+    let principals = status["principals"].as_array();
+    if let Some(principals) = principals.filter(|principals| !principals.is_empty()) {
         let _ = writeln!(
             text,
             "\n{:<32}{:>10}{:>10}{:>10}",
@@ -154,7 +178,12 @@ mod tests {
             "version": "0.1.0", "state": "serving", "pid": 7, "uptime_s": 61, "connections": 2,
             "threads": 3, "runs": { "running": 1, "waiting": 4, "ended": { "ok": 5, "refused": 6 } },
             "bounds": { "runs_max": 8, "queue_max": 9 },
-            "pool": { "standing": 2, "owned": 1, "target": 3, "ready_max": 16 },
+            "isolation": "vm",
+            "broker": { "pid": null, "restarts": 2, "reason": "gone\u{1b}[2J" },
+            "pool": {
+                "standing": 2, "owned": 1, "target": 3, "ready_max": 16,
+                "weaknesses": ["cpu_not_grouped"], "resets_disproven": 0,
+            },
             "latency": {
                 "last_minute": { "runs": 0 },
                 "since_start": { "runs": 5, "p50_us": 950, "p99_us": 12_500 },
@@ -170,6 +199,8 @@ mod tests {
             "2 VMs stand ready, 1 of a principal; 3 are to, 16 at most",
             "since the start          5      950 us     12.5 ms",
             "in a minute              0           -           -",
+            "broker   away, restarts 2: gone",
+            "programs isolation vm\nweaker   cpu_not_grouped\n\n",
             "1         5        12",
         ] {
             assert!(text.contains(part), "{part}\n{text}");

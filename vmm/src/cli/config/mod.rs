@@ -200,6 +200,15 @@ pub(crate) enum GrantKey {
     Passing,
 }
 
+/// Refuses a `--mcp-config` that is not there, for a command that may not need
+/// a broker to read it.
+pub(crate) fn check_named(args: &BrokerArgs) -> Result<(), CliError> {
+    let Some(path) = &args.mcp_config else { return Ok(()) };
+    // Its content is the broker's.
+    let found = std::fs::metadata(path);
+    found.map(|_| ()).map_err(|source| CliError::File { path: path.display().to_string(), source })
+}
+
 /// Starts the broker that the flags describe.
 pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, CliError> {
     // Calls are journalled however long grants last.
@@ -301,6 +310,14 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
 
 /// The tools that fit an intent, and the servers that could not be asked.
 pub(crate) type Found = (Vec<FoundTool>, Vec<(String, String)>);
+
+/// What is said where a search found nothing at all.
+pub(crate) fn nothing_found(principal: &str) -> String {
+    format!(
+        "no tool fits this intent for the principal {principal:?}: `forge-vmm tools list` shows \
+         what it may see"
+    )
+}
 
 /// Has the broker search tools.
 pub(crate) fn search(
