@@ -31,7 +31,8 @@ use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{
-    Callback, Finish, HostedTool, HostedTools, Order, Query, Question, Reply, RunEvent, Submit,
+    Callback, Finish, Finished, HostedTool, HostedTools, Order, Query, Question, Reply, RunEvent,
+    Submit,
 };
 use forge_vmm::link::{Link, Patience};
 use processes::{Process, descendants_of, is_busy, is_gone, workers_below};
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
             a_question_too_large_for_the_toolbroker_is_refused,
             a_client_that_reads_nothing_holds_up_nobody,
             runs_one_after_another_wake_no_second_thread,
+            a_frame_that_comes_drop_by_drop_holds_no_thread,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
             a_flood_is_refused_at_once_and_a_second_principal_is_served,
             a_signal_drains_and_a_second_ends_at_once,
@@ -684,22 +686,53 @@ fn is_open(socket: &UnixStream) -> bool {
     }
 }
 
+/// How often a connection was handed to a thread that did not read it.
+fn handovers(client: &mut Client) -> u64 {
+    let Reply::Status(text) = client.ask(Question::Status).unwrap() else { panic!() };
+    serde_json::from_str::<Value>(&text).unwrap()["handovers"].as_u64().unwrap()
+}
+
 fn runs_one_after_another_wake_no_second_thread() {
     let desk = Desk::new();
     let service = desk.serve(&["--reuse", "reset"]);
     let mut client = service.client();
-    let ask = |client: &mut Client| {
-        let Reply::Status(text) = client.ask(Question::Status).unwrap() else { panic!() };
-        serde_json::from_str::<Value>(&text).unwrap()["handovers"].as_u64().unwrap()
-    };
     run(&mut client, &submit(ECHO, "0"));
-    let before = ask(&mut client);
+    let before = handovers(&mut client);
     for turn in 0..50 {
         run(&mut client, &submit(ECHO, &turn.to_string()));
     }
-    let handed = ask(&mut client) - before;
+    let handed = handovers(&mut client) - before;
     // One for each time that this process was kept waiting for a second.
     assert!(handed < 10, "{handed} hand-overs for 50 runs");
+}
+
+fn a_frame_that_comes_drop_by_drop_holds_no_thread() {
+    let desk = Desk::new();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let mut dripping = stranger(&service);
+    send(&mut dripping, Kind::Hello, &Hello::ours(Role::Client));
+    let input = format!("\"{}\"", "x".repeat(100_000));
+    let order = Order {
+        limits: RunLimits { memory_bytes: 4 << 20, ..submit(ECHO, "1").limits },
+        program: signed(&forge_module(r#"(memory (export "memory") 4)"#, ECHO)),
+        ..submit(ECHO, &input)
+    };
+    let mut bytes = Vec::new();
+    frame::write_message(Kind::Submit, &Submit { number: 1, order }, &mut bytes);
+    let mut client = service.client();
+    let before = handovers(&mut client);
+    let mut drops = bytes.chunks(1);
+    // A thread that went on to wait for the next drop would not be handed it.
+    eventually("each drop is handed to a thread", || {
+        dripping.send(drops.next().unwrap(), None, patience()).unwrap();
+        handovers(&mut client) - before >= 30
+    });
+    // Nothing of it was lost on the way.
+    dripping.send(&drops.flatten().copied().collect::<Vec<_>>(), None, patience()).unwrap();
+    let frame = dripping.receive(|kind| kind == Kind::Finished, patience()).unwrap();
+    let Finished { number, result } = codec::decode(&frame.payload).unwrap();
+    let report = report(&result);
+    assert_eq!((number, &report["output"]), (1, &input.as_str().into()));
 }
 
 fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
