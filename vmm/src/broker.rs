@@ -625,7 +625,6 @@ impl Broker {
         if let Err(error) = sent {
             // A request may have gone out in part: the link is of no use.
             self.end(Broken::lost(&error));
-            lock(&self.answers).waited.remove(&id);
             return Err(BrokerError::Unsent(error.to_string()));
         }
         Ok(id)
