@@ -15,6 +15,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, OsString};
+use std::fmt;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -78,6 +79,10 @@ pub enum BrokerError {
     /// The control link broke. The broker says why on its standard error.
     #[error("the toolbroker is gone ({0}); its message is above")]
     Lost(io::Error),
+    /// The control link broke before all of the request was sent, so that no
+    /// broker has looked at it.
+    #[error("the toolbroker is gone and has not seen the request ({0}); its message is above")]
+    Unsent(String),
     /// The answer took too long. The link goes on.
     #[error("the toolbroker gave no answer within {} s", REQUEST_TIME_MAX.as_secs())]
     NoAnswer,
@@ -106,6 +111,13 @@ pub enum BrokerError {
         /// What happened and what to do.
         message: String,
     },
+}
+
+impl BrokerError {
+    /// Whether the control link is of no further use.
+    pub(crate) fn ends_the_link(&self) -> bool {
+        matches!(self, Self::Lost(_) | Self::Unsent(_) | Self::Protocol(_))
+    }
 }
 
 /// Why the broker cannot run as the user that is asked for.
@@ -306,6 +318,13 @@ impl From<Broken> for BrokerError {
             Broken::Lost(kind, text) => Self::Lost(io::Error::new(kind, text)),
             Broken::Protocol(what) => Self::Protocol(what),
         }
+    }
+}
+
+impl fmt::Display for Broken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Lost(_, why) | Self::Protocol(why)) = self;
+        f.write_str(why)
     }
 }
 
@@ -572,6 +591,10 @@ impl Broker {
     }
 
     /// Sends a request; gives back the number of its answer.
+    ///
+    /// # Errors
+    /// `Unsent` if not all of it is in the broker's socket, and else only that
+    /// it is too large. A frame that is not whole is never decoded.
     fn send(&self, request: Request, rider: Option<UnixStream>) -> Result<u64, BrokerError> {
         let mut next = lock(&self.sending);
         let id = *next;
@@ -587,7 +610,7 @@ impl Broker {
         {
             let mut answers = lock(&self.answers);
             if let Some(broken) = &answers.broken {
-                return Err(broken.clone().into());
+                return Err(BrokerError::Unsent(broken.to_string()));
             }
             answers.waited.insert(id, None);
         }
@@ -602,7 +625,7 @@ impl Broker {
         if let Err(error) = sent {
             // A request may have gone out in part: the link is of no use.
             self.end(Broken::lost(&error));
-            return Err(BrokerError::Lost(error));
+            return Err(BrokerError::Unsent(error.to_string()));
         }
         Ok(id)
     }

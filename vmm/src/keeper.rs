@@ -113,8 +113,10 @@ impl Keeper {
         BrokerStanding { pid, restarts: state.restarts, reason }
     }
 
-    /// Asks the broker for something that leaves nothing behind if it is lost
-    /// over it; then its successor is asked, once. Gives back who answered.
+    /// Asks the broker, and gives back who answered. A broker that is lost over
+    /// it is asked no more. Its successor is asked, once, only if this one has
+    /// not seen the request: what cost one broker its life is not given to
+    /// the next.
     ///
     /// # Errors
     /// [`BrokerError`].
@@ -123,17 +125,29 @@ impl Keeper {
         cancel: Option<&Cancel>,
         ask: impl Fn(&Broker) -> Result<T, BrokerError>,
     ) -> Result<(T, Arc<Broker>), BrokerError> {
+        match self.with_one(cancel, &ask) {
+            Err(BrokerError::Unsent(_)) => self.with_one(cancel, &ask),
+            answer => answer,
+        }
+    }
+
+    /// Asks whichever broker there is; one that is lost over it is put away.
+    fn with_one<T>(
+        &self,
+        cancel: Option<&Cancel>,
+        ask: impl Fn(&Broker) -> Result<T, BrokerError>,
+    ) -> Result<(T, Arc<Broker>), BrokerError> {
         let broker = self.shared.broker(cancel)?;
         match ask(&broker) {
-            Ok(answer) => return Ok((answer, broker)),
-            Err(error @ (BrokerError::Lost(_) | BrokerError::Protocol(_))) => {
-                broker.close();
-                self.shared.lost(Some(&broker), &error.to_string());
+            Ok(answer) => Ok((answer, broker)),
+            Err(error) => {
+                if error.ends_the_link() {
+                    broker.close();
+                    self.shared.lost(Some(&broker), &error.to_string());
+                }
+                Err(error)
             }
-            Err(error) => return Err(error),
         }
-        let broker = self.shared.broker(cancel)?;
-        ask(&broker).map(|answer| (answer, broker))
     }
 }
 

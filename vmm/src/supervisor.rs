@@ -446,7 +446,7 @@ impl From<Refused> for Outcome {
                     },
                     BrokerError::Away { .. } => (Status::Refused, "broker_away"),
                     BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
-                    BrokerError::Lost(_) => (Status::Internal, "broker_lost"),
+                    error if error.ends_the_link() => (Status::Internal, "broker_lost"),
                     _ => (Status::Internal, "broker"),
                 };
                 Self::new(status, kind, error.to_string())
@@ -462,7 +462,7 @@ impl From<Refused> for Outcome {
 fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     let RunResult { mut report, trace, upkeep, .. } = result;
     let kind = match error {
-        BrokerError::Lost(_) | BrokerError::Protocol(_) => "broker_lost",
+        error if error.ends_the_link() => "broker_lost",
         _ => {
             report.tool_calls.clear();
             "journal"

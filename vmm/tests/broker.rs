@@ -222,7 +222,7 @@ fn a_lost_broker_is_told_to_all_who_wait() {
         // SAFETY: the process is this test's own.
         unsafe { libc::kill(broker.id() as i32, libc::SIGKILL) };
     });
-    assert!(matches!(broker.open_run(open("alice")), Err(BrokerError::Lost(_))));
+    assert!(matches!(broker.open_run(open("alice")), Err(BrokerError::Unsent(_))));
 }
 
 fn text(output: &Output) -> (Option<i32>, String, String) {

@@ -5,24 +5,26 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 #[path = "support/processes.rs"]
 mod processes;
+#[path = "support/serving.rs"]
+mod serving;
 
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::ExitStatusExt as _;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use desk::Desk;
 use executables::FORGE;
 use forge_client::ClientError;
-use forge_client::RunMessage;
 use forge_client::blocking::Client;
 use forge_protocol::broker::{Authority, GrantRequest, Narrowing, RefusalKind};
 use forge_protocol::codec;
@@ -30,13 +32,15 @@ use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::service::{
-    Callback, Finish, HostedTool, HostedTools, Order, Query, Question, Reply, RunEvent, Submit,
-};
-use forge_vmm::link::{Link, Patience};
-use processes::{Process, descendants_of, is_busy, is_gone, workers_below};
+use forge_protocol::service::{Finished, Order, Query, Question, Reply, Submit};
+use processes::{Process, descendants_of, is_busy, is_gone};
 use serde_json::Value;
-use support::{forge_module, joins, signed, signer};
+use serving::{
+    ECHO, Service, broker_pid, desk, endless, eventually, is_closed, kill, leaving_client, lines,
+    patience, program, report, run, runtime, send, signal, standing, stands, status, stranger,
+    submit, test_server, three_in_flight,
+};
+use support::{forge_module, signed};
 
 fn main() -> ExitCode {
     support::main(
@@ -57,25 +61,18 @@ fn main() -> ExitCode {
             a_question_too_large_for_the_toolbroker_is_refused,
             a_client_that_reads_nothing_holds_up_nobody,
             runs_one_after_another_wake_no_second_thread,
+            a_frame_that_comes_drop_by_drop_holds_no_thread,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
             a_flood_is_refused_at_once_and_a_second_principal_is_served,
             a_signal_drains_and_a_second_ends_at_once,
+            an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains,
             what_is_configured_is_loaded_again,
             a_service_manager_passes_the_socket_and_is_told,
             the_tools_of_a_cancelled_run_hear_of_it,
-            a_cancelled_run_tells_of_the_calls_that_had_settled,
             a_run_that_is_being_opened_is_cancelled_without_the_broker,
             ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served,
-            a_lost_broker_comes_back_and_runs_that_were_calling_say_so,
             a_lost_workers_calls_are_in_the_report_and_their_tools_hear_of_it,
-            a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can,
             another_user_speaks_for_its_principal_alone,
-            what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for,
-            a_program_calls_tools_of_the_clients_own_process,
-            a_program_joins_a_servers_tool_with_a_function_of_the_client,
-            a_client_that_hosts_and_dies_takes_its_run_with_it,
-            a_client_hosts_under_no_servers_name,
-            a_client_in_another_language_needs_the_document_alone,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
@@ -85,143 +82,14 @@ fn main() -> ExitCode {
     )
 }
 
-// Services
-
-/// A folder with keys, gone after the test.
-struct Desk(PathBuf);
-
-impl Desk {
-    fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        executables::folder_with(&["forge-toolbroker", "forge-test-server", "inventory-server"]);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("forge-service-{}-{number}", std::process::id());
-        let desk = Self(std::env::temp_dir().join(name));
-        fs::create_dir_all(&desk.0).unwrap();
-        fs::write(desk.path("signer.pub"), signer().trust_key().to_pem()).unwrap();
-        desk
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.path("socket")
-    }
-
-    fn forge(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(FORGE);
-        command.current_dir(&self.0).args(arguments).stdin(Stdio::null());
-        command
-    }
-
-    fn start(&self, more: &[&str]) -> Child {
-        self.forge(&["serve", "--socket", "socket", "--trust", "signer.pub", "--state", "state"])
-            .args(more)
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
-    }
-
-    fn serve(&self, more: &[&str]) -> Service {
-        let mut service = Service { child: self.start(more), socket: self.socket() };
-        eventually("the service listens", || {
-            let ended = service.child.try_wait().unwrap();
-            assert!(ended.is_none(), "the service ended: {ended:?}");
-            Client::connect(&service.socket).is_ok()
-        });
-        service
-    }
-
-    fn run(&self, program: &str, more: &[&str]) -> Output {
-        let all = ["run", "--trust", "signer.pub", "--timeout", "30s"];
-        self.forge(&all).args(more).arg(program).output().unwrap()
-    }
-}
-
-impl Drop for Desk {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-struct Service {
-    child: Child,
-    socket: PathBuf,
-}
-
-impl Service {
-    fn client(&self) -> Client {
-        Client::connect(&self.socket).unwrap()
-    }
-
-    fn workers(&self) -> Vec<i32> {
-        workers_below(self.child.id() as i32)
-    }
-
-    fn serves(&self) {
-        let report = run(&mut self.client(), &submit(ECHO, "[7]"));
-        assert_eq!((&report["status"], &report["output"]), (&"ok".into(), &"[7]".into()));
-    }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < until, "it never came about that {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn patience() -> Patience<'static> {
-    Patience::until(Instant::now() + Duration::from_secs(60))
-}
-
 // Runs
 
-const ECHO: &str = "(drop (call $output (i32.const 0)
-        (call $input_read (i32.const 0) (i32.const 0) (call $input_len))))
-    (call $log (i32.const 2) (i32.const 0) (i32.const 2))
-    (i32.const 0)";
 const TRAP: &str = "(i32.div_s (i32.const 1) (i32.const 0))";
-const ENDLESS: &str = "(loop (br 0)) (unreachable)";
 
-fn program(body: &str) -> Vec<u8> {
-    signed(&forge_module(r#"(memory (export "memory") 1)"#, body))
-}
-
-fn submit(body: &str, input: &str) -> Order {
-    Order {
-        program: program(body),
-        input: input.into(),
-        principal: "local".into(),
-        session: None,
-        authority: Authority::Tools(Vec::new()),
-        limits: RunLimits { wall_ms: 30_000, ..RunLimits::default() },
-        prepare: false,
-        events: false,
-        hosted: None,
-    }
-}
-
-/// A run that ends by its deadline only, and that is far away.
-fn endless() -> Order {
-    let maxima = RunLimits::operator_maxima();
-    let limits = RunLimits { fuel: maxima.fuel, wall_ms: maxima.wall_ms, ..RunLimits::default() };
-    Order { limits, ..submit(ENDLESS, "{}") }
-}
-
-fn run(client: &mut Client, order: &Order) -> Value {
-    serde_json::from_slice(&client.run(order).unwrap().report).unwrap()
+/// The command without a service.
+fn run_alone(desk: &Desk, program: &str, more: &[&str]) -> Output {
+    let all = ["run", "--trust", "signer.pub", "--timeout", "30s"];
+    desk.command(&all).args(more).arg(program).output().unwrap()
 }
 
 /// A report without what differs from run to run.
@@ -234,11 +102,11 @@ fn essence(mut report: Value) -> Value {
 }
 
 fn a_clients_run_answers_as_the_command_does() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&[]);
     for (name, body) in [("echo", ECHO), ("trap", TRAP)] {
         fs::write(desk.path(name), program(body)).unwrap();
-        let alone = desk.run(name, &["--json", "--input", "[1, 2]"]);
+        let alone = run_alone(&desk, name, &["--json", "--input", "[1, 2]"]);
         let alone = essence(serde_json::from_slice(&alone.stdout).unwrap());
         for prepare in [false, true, true] {
             let submit = Order { prepare, ..submit(body, "[1, 2]") };
@@ -248,7 +116,7 @@ fn a_clients_run_answers_as_the_command_does() {
 }
 
 fn the_command_prints_and_exits_the_same_with_a_service() {
-    let desk = Desk::new();
+    let desk = desk();
     let _service = desk.serve(&[]);
     let mut flipped = program(ECHO);
     *flipped.last_mut().unwrap() ^= 1;
@@ -260,10 +128,10 @@ fn the_command_prints_and_exits_the_same_with_a_service() {
     ];
     for (name, program, code) in cases {
         fs::write(desk.path(name), program).unwrap();
-        let alone = desk.run(name, &["--input", "\"x\""]);
+        let alone = run_alone(&desk, name, &["--input", "\"x\""]);
         assert_eq!(alone.status.code(), Some(code), "{name}: {alone:?}");
         for more in [&["--service", "socket"][..], &["--service", "socket", "--prepare"]] {
-            let served = desk.run(name, &[more, &["--input", "\"x\""]].concat());
+            let served = run_alone(&desk, name, &[more, &["--input", "\"x\""]].concat());
             assert_eq!(served.status, alone.status, "{name}");
             assert_eq!(served.stdout, alone.stdout, "{name}");
             assert_eq!(served.stderr, alone.stderr, "{name}");
@@ -272,7 +140,7 @@ fn the_command_prints_and_exits_the_same_with_a_service() {
 }
 
 fn several_clients_are_served_at_once() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "2", "--ready-max", "4"]);
     // One that never ends stands in nobody's way.
     let waiting = leaving_client(&service, &endless());
@@ -293,7 +161,7 @@ fn several_clients_are_served_at_once() {
 }
 
 fn one_connection_carries_many_runs() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--reuse", "reset", "--prove-one-in", "1"]);
     let mut client = service.client();
     for turn in 0..20 {
@@ -307,31 +175,8 @@ fn one_connection_carries_many_runs() {
 
 // Clients that leave, and strangers
 
-fn send<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) {
-    let mut bytes = Vec::new();
-    frame::write_message(kind, message, &mut bytes);
-    link.send(&bytes, None, patience()).unwrap();
-}
-
-/// A connection that has heard the service's hello.
-fn stranger(service: &Service) -> Link {
-    let mut link = Link::new(UnixStream::connect(&service.socket).unwrap());
-    let frame = link.receive(|kind| kind == Kind::Hello, patience()).unwrap();
-    let hello: Hello = codec::decode(&frame.payload).unwrap();
-    assert_eq!(hello, Hello::ours(Role::Supervisor));
-    link
-}
-
-/// A client that waits for no answer.
-fn leaving_client(service: &Service, order: &Order) -> Link {
-    let mut link = stranger(service);
-    send(&mut link, Kind::Hello, &Hello::ours(Role::Client));
-    send(&mut link, Kind::Submit, &Submit { number: 1, order: order.clone() });
-    link
-}
-
 fn a_client_that_leaves_takes_its_run_with_it() {
-    let desk = Desk::new();
+    let desk = desk();
     for prepare in [false, true] {
         // No worker but those that run.
         let more: &[&str] =
@@ -359,18 +204,8 @@ fn a_client_that_leaves_takes_its_run_with_it() {
     }
 }
 
-/// Whether the service has closed this connection; waits for it.
-fn is_closed(mut socket: &UnixStream) -> bool {
-    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    let mut rest = Vec::new();
-    match socket.read_to_end(&mut rest) {
-        Ok(_) => true,
-        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
-    }
-}
-
 fn strangers_do_no_harm() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&[]);
     // One that says nothing, for as long as all of this takes.
     let silent = UnixStream::connect(&service.socket).unwrap();
@@ -423,34 +258,8 @@ fn strangers_do_no_harm() {
 
 // Several things at once on one connection
 
-fn runtime() -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
-}
-
-fn report(finish: &Finish) -> Value {
-    serde_json::from_slice(&finish.report).unwrap()
-}
-
-async fn status(client: &forge_client::Client) -> Value {
-    let Reply::Status(text) = client.ask(Question::Status).await.unwrap() else { panic!() };
-    serde_json::from_str(&text).unwrap()
-}
-
-/// Waits until the service says so of itself.
-async fn stands(client: &forge_client::Client, what: &str, is_so: impl Fn(&Value) -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    loop {
-        let status = status(client).await;
-        if is_so(&status) {
-            return;
-        }
-        assert!(Instant::now() < until, "it never came about that {what}: {status:#}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}
-
 fn several_runs_go_on_at_once_on_one_connection() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&[]);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
@@ -478,7 +287,7 @@ fn several_runs_go_on_at_once_on_one_connection() {
 }
 
 fn a_cancelled_run_says_so_and_the_others_go_on() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
@@ -502,7 +311,7 @@ fn a_cancelled_run_says_so_and_the_others_go_on() {
 }
 
 fn a_dropped_run_is_cancelled() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
@@ -515,7 +324,7 @@ fn a_dropped_run_is_cancelled() {
 }
 
 fn a_number_in_use_ends_the_connection() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     for kind in [Kind::Submit, Kind::Query] {
         let mut link = leaving_client(&service, &endless());
@@ -531,7 +340,7 @@ fn a_number_in_use_ends_the_connection() {
 }
 
 fn questions_are_answered_while_runs_go_on() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&[]);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
@@ -579,7 +388,7 @@ fn questions_are_answered_while_runs_go_on() {
 }
 
 fn a_watched_service_tells_latencies_pool_and_principals() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "1", "--ready-max", "3"]);
     for _ in 0..3 {
         service.serves();
@@ -600,7 +409,7 @@ fn a_watched_service_tells_latencies_pool_and_principals() {
         assert!(p50.as_u64().unwrap() > 0 && p50.as_u64() <= p99.as_u64(), "{told:#}");
         assert_eq!(told["principals"][0]["running"], 1, "{told:#}");
         // Where nobody watches there is one frame, and nothing for terminals.
-        let top = desk.forge(&["top", "--service", "socket"]).output().unwrap();
+        let top = desk.forge(&["top", "--service", "socket"]);
         assert!(top.status.success(), "{top:?}");
         let frame = String::from_utf8(top.stdout).unwrap();
         assert!(
@@ -613,7 +422,7 @@ fn a_watched_service_tells_latencies_pool_and_principals() {
         endless.finish().await.unwrap();
     });
     drop(service);
-    let gone = desk.forge(&["top", "--service", "socket"]).output().unwrap();
+    let gone = desk.forge(&["top", "--service", "socket"]);
     assert_eq!(gone.status.code(), Some(2));
 }
 
@@ -641,7 +450,7 @@ fn status_is_short_for_a_person_and_whole_with_json() {
 }
 
 fn a_question_too_large_for_the_toolbroker_is_refused() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     let mut client = service.client();
     // As much as one frame can bear: the broker's own frame would be larger.
@@ -664,7 +473,7 @@ const LOUD: &str = "(drop (call $input_read (i32.const 0) (i32.const 0) (call $i
     (i32.const 0)";
 
 fn a_client_that_reads_nothing_holds_up_nobody() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&[]);
     let mut deaf = stranger(&service);
     send(&mut deaf, Kind::Hello, &Hello::ours(Role::Client));
@@ -708,26 +517,56 @@ fn is_open(socket: &UnixStream) -> bool {
     }
 }
 
+/// How often a connection was handed to a thread that did not read it.
+fn handovers(client: &mut Client) -> u64 {
+    standing(client)["handovers"].as_u64().unwrap()
+}
+
 fn runs_one_after_another_wake_no_second_thread() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--reuse", "reset"]);
     let mut client = service.client();
-    let ask = |client: &mut Client| {
-        let Reply::Status(text) = client.ask(Question::Status).unwrap() else { panic!() };
-        serde_json::from_str::<Value>(&text).unwrap()["handovers"].as_u64().unwrap()
-    };
     run(&mut client, &submit(ECHO, "0"));
-    let before = ask(&mut client);
+    let before = handovers(&mut client);
     for turn in 0..50 {
         run(&mut client, &submit(ECHO, &turn.to_string()));
     }
-    let handed = ask(&mut client) - before;
+    let handed = handovers(&mut client) - before;
     // One for each time that this process was kept waiting for a second.
     assert!(handed < 10, "{handed} hand-overs for 50 runs");
 }
 
+fn a_frame_that_comes_drop_by_drop_holds_no_thread() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let mut dripping = stranger(&service);
+    send(&mut dripping, Kind::Hello, &Hello::ours(Role::Client));
+    let input = format!("\"{}\"", "x".repeat(100_000));
+    let order = Order {
+        limits: RunLimits { memory_bytes: 4 << 20, ..submit(ECHO, "1").limits },
+        program: signed(&forge_module(r#"(memory (export "memory") 4)"#, ECHO)),
+        ..submit(ECHO, &input)
+    };
+    let mut bytes = Vec::new();
+    frame::write_message(Kind::Submit, &Submit { number: 1, order }, &mut bytes);
+    let mut client = service.client();
+    let before = handovers(&mut client);
+    let mut drops = bytes.chunks(1);
+    // A thread that went on to wait for the next drop would not be handed it.
+    eventually("each drop is handed to a thread", || {
+        dripping.send(drops.next().unwrap(), None, patience()).unwrap();
+        handovers(&mut client) - before >= 30
+    });
+    // Nothing of it was lost on the way.
+    dripping.send(&drops.flatten().copied().collect::<Vec<_>>(), None, patience()).unwrap();
+    let frame = dripping.receive(|kind| kind == Kind::Finished, patience()).unwrap();
+    let Finished { number, result } = codec::decode(&frame.payload).unwrap();
+    let report = report(&result);
+    assert_eq!((number, &report["output"]), (1, &input.as_str().into()));
+}
+
 fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
@@ -748,7 +587,7 @@ fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
 // Bounds
 
 fn a_flood_is_refused_at_once_and_a_second_principal_is_served() {
-    let desk = Desk::new();
+    let desk = desk();
     let config = "[service]\nruns_max = 3\nqueue_max = 1\nqueue_wait_ms = 3600000\n\
                   principal_runs_max = 3\n[principals.small]\nruns_max = 1\n";
     fs::write(desk.path("forge.toml"), config).unwrap();
@@ -789,13 +628,8 @@ fn a_flood_is_refused_at_once_and_a_second_principal_is_served() {
 
 // Signals, and who sends them
 
-fn signal(service: &Service, signal: i32) {
-    // SAFETY: a plain system call; the process is a child of ours.
-    assert_eq!(unsafe { libc::kill(service.child.id() as i32, signal) }, 0);
-}
-
 fn a_signal_drains_and_a_second_ends_at_once() {
-    let desk = Desk::new();
+    let desk = desk();
     for twice in [false, true] {
         let drain_ms = if twice { 3_600_000 } else { 50 };
         fs::write(desk.path("forge.toml"), format!("[service]\ndrain_ms = {drain_ms}")).unwrap();
@@ -824,8 +658,34 @@ fn a_signal_drains_and_a_second_ends_at_once() {
     }
 }
 
+/// A terminal's interrupt comes to every process of the foreground's group.
+fn an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains() {
+    let desk = desk();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), format!("[service]\ndrain_ms = 3600000\n{toml}")).unwrap();
+    let child = desk.serves(&["--config", "forge.toml"]).process_group(0).spawn().unwrap();
+    let mut service = Service::listening(child, desk.socket());
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&three_in_flight()).await.unwrap();
+        eventually("three calls are in flight", || lines(&log, "never") == 3);
+        let before = status(&client).await["broker"].clone();
+        // SAFETY: a plain system call; the group is a child's of ours.
+        assert_eq!(unsafe { libc::kill(-(service.child.id() as i32), libc::SIGINT) }, 0);
+        stands(&client, "it drains", |status| status["state"] == "draining").await;
+        let after = status(&client).await;
+        assert_eq!((&after["broker"], &after["runs"]["running"]), (&before, &1.into()));
+        // Who ends the run is its client, and the broker is there to say so.
+        run.canceller().cancel().await;
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!(report["status"], "cancelled", "{report:#}");
+        eventually("its tools hear of it", || lines(&log, "never cancelled") == 3);
+    });
+    assert!(service.child.wait().unwrap().success());
+}
+
 fn what_is_configured_is_loaded_again() {
-    let desk = Desk::new();
+    let desk = desk();
     fs::write(desk.path("forge.toml"), "[service]\nruns_max = 3").unwrap();
     let other = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
     fs::write(desk.path("other.pub"), other.trust_key().to_pem()).unwrap();
@@ -856,8 +716,7 @@ fn what_is_configured_is_loaded_again() {
 fn a_service_manager_passes_the_socket_and_is_told() {
     use std::os::fd::AsRawFd as _;
     use std::os::unix::net::UnixDatagram;
-    use std::os::unix::process::CommandExt as _;
-    let desk = Desk::new();
+    let desk = desk();
     let listener = UnixListener::bind(desk.socket()).unwrap();
     let manager = UnixDatagram::bind(desk.path("notify")).unwrap();
     manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -870,7 +729,7 @@ fn a_service_manager_passes_the_socket_and_is_told() {
     let script = "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve --trust signer.pub --state state \
                   --ready 0 --ready-max 0";
     let mut command = Command::new("/bin/sh");
-    command.args(["-c", script, FORGE]).current_dir(&desk.0).stdin(Stdio::null());
+    command.args(["-c", script, FORGE]).current_dir(desk.folder()).stdin(Stdio::null());
     command.env("NOTIFY_SOCKET", desk.path("notify"));
     let passed = listener.as_raw_fd();
     // SAFETY: one plain system call between fork and exec.
@@ -898,7 +757,7 @@ fn a_service_manager_passes_the_socket_and_is_told() {
 // Tools
 
 fn the_tools_of_a_cancelled_run_hear_of_it() {
-    let desk = Desk::new();
+    let desk = desk();
     let (toml, log) = test_server(&desk);
     fs::write(desk.path("forge.toml"), toml).unwrap();
     let service = desk.serve(&["--config", "forge.toml"]);
@@ -927,42 +786,8 @@ fn the_tools_of_a_cancelled_run_hear_of_it() {
     service.serves();
 }
 
-fn a_cancelled_run_tells_of_the_calls_that_had_settled() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
-    let wat = forge_module(
-        r#"(memory (export "memory") 1)
-           (data (i32.const 0) "crypto.hash{\"algorithm\":\"sha256\",\"text\":\"abc\"}")
-           (data (i32.const 256) "app.twice{\"n\":21}")"#,
-        "(drop (call $call (i32.const 0) (i32.const 11) (i32.const 11) (i32.const 35)))
-         (drop (call $call (i32.const 0) (i32.const 11) (i32.const 11) (i32.const 2)))
-         (call $call (i32.const 256) (i32.const 9) (i32.const 265) (i32.const 8))",
-    );
-    let hash = ToolName::parse("crypto.hash").unwrap();
-    let order = Order {
-        program: signed(&wat),
-        authority: Authority::Tools(vec![hash]),
-        hosted: Some(hosted("app", "twice")),
-        ..endless()
-    };
-    runtime().block_on(async {
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        let mut run = client.submit(&order).await.unwrap();
-        next_callback(&mut run).await;
-        run.canceller().cancel().await;
-        let report = report(&run.finish().await.unwrap());
-        assert_eq!(report["status"], "cancelled", "{report:#}");
-        let calls = report["tool_calls"].as_array().unwrap();
-        let told: Vec<_> = calls.iter().map(|it| (&it["tool"], &it["status"])).collect();
-        let (hash, twice) = (&"crypto.hash".into(), &"app.twice".into());
-        let (ok, bad, out) = (&"ok".into(), &"bad_request".into(), &"unsettled".into());
-        assert_eq!(told, [(hash, ok), (hash, bad), (twice, out)], "{report:#}");
-        assert!(calls[0]["duration_us"].is_u64() && calls[2]["duration_us"].is_null());
-    });
-}
-
 fn a_run_that_is_being_opened_is_cancelled_without_the_broker() {
-    let desk = Desk::new();
+    let desk = desk();
     // A server that never says what its tools are.
     let toml = "[servers.test]\ncommand = '/bin/sleep'\nargs = ['1000']\n";
     fs::write(desk.path("forge.toml"), toml).unwrap();
@@ -1005,7 +830,7 @@ fn ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served() {
     const ROOM: usize = 8;
     let seconds = std::env::var("FORGE_OVERLOAD_SECONDS");
     let seconds = seconds.map_or(2, |text| text.parse().unwrap());
-    let desk = Desk::new();
+    let desk = desk();
     let (toml, _) = test_server(&desk);
     // Who is refused is refused at once: nobody's wait in the queue ends here.
     let config = "[service]\nruns_max = 4\nqueue_max = 4\nqueue_wait_ms = 3600000\n\
@@ -1074,108 +899,8 @@ fn ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served() {
     });
 }
 
-/// A configuration with the test server, and the log that it writes.
-fn test_server(desk: &Desk) -> (String, PathBuf) {
-    let server = executables::folder().join("forge-test-server");
-    let log = desk.path("calls");
-    // A server writes where it is let; as which user is the host's matter.
-    fs::write(&log, "").unwrap();
-    fs::set_permissions(&log, fs::Permissions::from_mode(0o666)).unwrap();
-    let toml = format!(
-        "[servers.test]\ncommand = {server:?}\nargs = ['--log', {log:?}]\nwrite = [{log:?}]\n",
-    );
-    (toml, log)
-}
-
-/// How many such lines there are.
-fn lines(log: &Path, line: &str) -> usize {
-    let log = fs::read_to_string(log).unwrap_or_default();
-    log.lines().filter(|it| *it == line).count()
-}
-
-/// Starts three calls that nobody answers, and waits for one.
-fn three_in_flight() -> Order {
-    let wat = forge_module(
-        r#"(memory (export "memory") 1) (data (i32.const 0) "test.never{}")"#,
-        r#"(local $i i32)
-           (loop $start
-               (drop (call $call_async (i32.const 0) (i32.const 10) (i32.const 10) (i32.const 2)))
-               (br_if $start (i32.lt_u
-                   (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 3))))
-           (call $wait_any)"#,
-    );
-    let never = ToolName::parse("test.never").unwrap();
-    Order { program: signed(&wat), authority: Authority::Tools(vec![never]), ..endless() }
-}
-
-fn hashes() -> Order {
-    let hash = ToolName::parse("crypto.hash").unwrap();
-    let request = r#"{"algorithm":"sha256","text":"abc"}"#;
-    let (program, authority) = (calls("crypto.hash", request), Authority::Tools(vec![hash]));
-    Order { program, authority, ..submit(ECHO, "1") }
-}
-
-fn broker_pid(status: &Value) -> Option<i32> {
-    status["broker"]["pid"].as_i64().and_then(|pid| pid.try_into().ok())
-}
-
-fn kill(pid: i32) {
-    // SAFETY: a plain system call; the process was started by a service of ours.
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
-}
-
-fn a_lost_broker_comes_back_and_runs_that_were_calling_say_so() {
-    let desk = Desk::new();
-    let (toml, log) = test_server(&desk);
-    fs::write(desk.path("forge.toml"), toml).unwrap();
-    let service = desk.serve(&["--config", "forge.toml"]);
-    runtime().block_on(async {
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        let run = client.submit(&three_in_flight()).await.unwrap();
-        eventually("three calls are in flight", || lines(&log, "never") == 3);
-        // One that calls nothing.
-        let other = client.submit(&endless()).await.unwrap();
-        stands(&client, "both run", |status| status["runs"]["running"] == 2).await;
-        let broker = broker_pid(&status(&client).await).unwrap();
-        let servers: Vec<i32> = Process::children_of(broker).iter().map(|it| it.pid).collect();
-        assert!(!servers.is_empty());
-        kill(broker);
-        let lost = report(&run.finish().await.unwrap());
-        assert_eq!((&lost["status"], &lost["kind"]), (&"internal".into(), &"broker_lost".into()));
-        let calls = lost["tool_calls"].as_array().unwrap();
-        assert_eq!(calls.len(), 3, "{lost:#}");
-        assert!(calls.iter().all(|call| call["status"] == "unsettled"), "{lost:#}");
-        // Whoever comes meanwhile waits for the next. On a slow host it takes
-        // longer than anybody waits.
-        let mut next = report(&client.run(&hashes()).await.unwrap());
-        while next["kind"] == "broker_away" {
-            next = report(&client.run(&hashes()).await.unwrap());
-        }
-        assert_eq!(next["status"], "ok", "{next:#}");
-        let standing = status(&client).await;
-        assert_eq!(
-            (&standing["state"], &standing["broker"]["restarts"]),
-            (&"serving".into(), &1.into())
-        );
-        assert_ne!(broker_pid(&standing), Some(broker));
-        assert_eq!(standing["runs"]["running"], 1, "the other goes on: {standing:#}");
-        other.canceller().cancel().await;
-        assert_eq!(report(&other.finish().await.unwrap())["status"], "cancelled");
-        for server in servers {
-            eventually("its tool server is gone with it", || is_gone(server));
-        }
-        let Reply::Metrics(text) = client.ask(Question::Metrics).await.unwrap() else { panic!() };
-        assert!(text.contains("\nforge_broker_up 1\n"), "{text}");
-        assert!(text.contains("\nforge_broker_restarts_total 1\n"), "{text}");
-    });
-    let listed = desk.forge(&["journal", "list", "--state", "state", "--json"]).output().unwrap();
-    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
-    let states: Vec<_> = listed.as_array().unwrap().iter().map(|call| &call["state"]).collect();
-    assert_eq!(states, ["unknown", "unknown", "unknown", "ended"], "{listed:#}");
-}
-
 fn a_lost_workers_calls_are_in_the_report_and_their_tools_hear_of_it() {
-    let desk = Desk::new();
+    let desk = desk();
     let (toml, log) = test_server(&desk);
     fs::write(desk.path("forge.toml"), toml).unwrap();
     let service = desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
@@ -1192,309 +917,6 @@ fn a_lost_workers_calls_are_in_the_report_and_their_tools_hear_of_it() {
         assert_eq!(calls.len(), 3, "{lost:#}");
         assert!(calls.iter().all(|call| call["status"] == "unsettled"), "{lost:#}");
         eventually("their tools hear of it", || lines(&log, "never cancelled") == 3);
-    });
-}
-
-fn a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can() {
-    let desk = Desk::new();
-    fs::write(desk.path("forge.toml"), "").unwrap();
-    let service = desk.serve(&["--config", "forge.toml"]);
-    runtime().block_on(async {
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
-        fs::write(desk.path("forge.toml"), "[servers.none]\nnonsense = 1").unwrap();
-        kill(broker_pid(&status(&client).await).unwrap());
-        stands(&client, "it is said", |status| {
-            status["state"] == "recovering"
-                && status["broker"]["reason"]
-                    .as_str()
-                    .is_some_and(|it| it.contains("configuration"))
-        })
-        .await;
-        let refused = report(&client.run(&hashes()).await.unwrap());
-        assert_eq!(
-            (&refused["status"], &refused["kind"]),
-            (&"refused".into(), &"broker_away".into())
-        );
-        assert!(refused["retry_after_ms"].as_u64().unwrap() >= 1, "{refused:#}");
-        let question = Question::ListTools { principal: "local".into() };
-        let refused = client.ask(question.clone()).await.unwrap_err();
-        let overloaded = RefusalKind::Overloaded;
-        assert!(matches!(refused, ClientError::Refused { kind, .. } if kind == overloaded));
-        // Runs that call nothing need none.
-        assert_eq!(report(&client.run(&submit(ECHO, "[7]")).await.unwrap())["output"], "[7]");
-        fs::write(desk.path("forge.toml"), "").unwrap();
-        stands(&client, "it is there again", |status| status["state"] == "serving").await;
-        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
-        client.ask(question).await.unwrap();
-    });
-}
-
-/// Calls `tool` with `request` and outputs what comes back.
-fn calls(tool: &str, request: &str) -> Vec<u8> {
-    let (name, bytes) = (tool.len(), request.len());
-    let data = format!("{tool}{}", request.replace('"', "\\\""));
-    let memory = format!(r#"(memory (export "memory") 1) (data (i32.const 0) "{data}")"#);
-    let body = format!(
-        "(local $code i32)
-         (local.set $code (call $call (i32.const 0) (i32.const {name})
-             (i32.const {name}) (i32.const {bytes})))
-         (drop (call $output (i32.const 1024)
-             (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
-         (select (i32.const 0) (local.get $code) (i32.ge_s (local.get $code) (i32.const 0)))"
-    );
-    signed(&forge_module(&memory, &body))
-}
-
-fn what_happens_in_a_run_is_told_as_it_happens_and_only_if_asked_for() {
-    let desk = Desk::new();
-    let service = desk.serve(&["--reuse", "reset"]);
-    let hash = ToolName::parse("crypto.hash").unwrap();
-    let request = r#"{"algorithm":"sha256","text":"abc"}"#;
-    let quiet = Order {
-        program: calls("crypto.hash", request),
-        authority: Authority::Tools(vec![hash.clone()]),
-        ..submit(ECHO, "1")
-    };
-    let loud = Order { events: true, ..quiet.clone() };
-    runtime().block_on(async {
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        // The same VM serves all of them, and one tells nothing for another.
-        for order in [&quiet, &loud, &quiet, &loud] {
-            let mut run = client.submit(order).await.unwrap();
-            let (mut told, mut finished) = (Vec::new(), None);
-            while let Some(message) = run.next().await {
-                match message {
-                    RunMessage::Event(event) => told.push(event),
-                    RunMessage::Finished(finish) => finished = Some(report(&finish)),
-                    RunMessage::Callback(_) => panic!("it hosts nothing"),
-                }
-            }
-            let report = finished.unwrap();
-            assert_eq!(report["status"], "ok", "{report:#}");
-            if !order.events {
-                assert!(told.is_empty(), "{told:?}");
-                continue;
-            }
-            let [
-                RunEvent::Admitted { run_id },
-                RunEvent::Called { call: 0, tool },
-                RunEvent::Settled { call: 0, code: None, .. },
-                RunEvent::Output(output),
-            ] = &told[..]
-            else {
-                panic!("{told:?}")
-            };
-            assert_eq!(run_id.to_string(), report["run_id"]);
-            assert_eq!(*tool, hash);
-            assert_eq!(String::from_utf8_lossy(output), report["output"].as_str().unwrap());
-        }
-        // While it goes on: what it logged is told before its call.
-        let wat = forge_module(
-            r#"(memory (export "memory") 1) (data (i32.const 0) "app.twice{\"n\":21}")"#,
-            "(call $log (i32.const 1) (i32.const 0) (i32.const 3))
-             (call $call (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 8))",
-        );
-        let hosted = Some(hosted("app", "twice"));
-        let order = Order { program: signed(&wat), events: true, hosted, ..endless() };
-        let mut run = client.submit(&order).await.unwrap();
-        let mut told = Vec::new();
-        while told.len() < 4 {
-            told.push(match run.next().await {
-                Some(RunMessage::Event(RunEvent::Log(log))) => {
-                    assert_eq!((log.level, log.text.as_str()), (1, "app"));
-                    "log"
-                }
-                Some(RunMessage::Event(RunEvent::Admitted { .. })) => "admitted",
-                Some(RunMessage::Event(RunEvent::Called { .. })) => "called",
-                Some(RunMessage::Callback(_)) => "callback",
-                other => panic!("{other:?}"),
-            });
-        }
-        // The callback takes another way than the event of its call.
-        assert_eq!(told[..2], ["admitted", "log"], "{told:?}");
-        run.canceller().cancel().await;
-        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
-    });
-}
-
-fn hosted(server: &str, tool: &str) -> HostedTools {
-    let schema = r#"{"type":"object"}"#;
-    HostedTools {
-        server: server.into(),
-        tools: vec![HostedTool {
-            name: tool.into(),
-            description: "Of the client's own.".into(),
-            input_schema: schema.into(),
-            output_schema: None,
-        }],
-    }
-}
-
-/// Starts three calls of `app.twice`, waits for them all, outputs the last.
-fn three_calls() -> Vec<u8> {
-    signed(&forge_module(
-        r#"(memory (export "memory") 1) (data (i32.const 0) "app.twice{\"n\":21}")"#,
-        r#"(local $i i32)
-           (loop $start
-               (drop (call $call_async (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 8)))
-               (br_if $start (i32.lt_u
-                   (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 3))))
-           (loop $collect
-               (if (i32.lt_s (call $wait (call $wait_any)) (i32.const 0))
-                   (then (return (i32.const 2))))
-               (br_if $collect (local.tee $i (i32.sub (local.get $i) (i32.const 1)))))
-           (drop (call $output (i32.const 1024)
-               (call $resp_read (i32.const 1024) (i32.const 0) (call $resp_len))))
-           (i32.const 0)"#,
-    ))
-}
-
-async fn next_callback(run: &mut forge_client::Run) -> Callback {
-    match run.next().await {
-        Some(RunMessage::Callback(callback)) => callback,
-        other => panic!("{other:?}"),
-    }
-}
-
-fn a_program_calls_tools_of_the_clients_own_process() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
-    let order =
-        Order { program: three_calls(), hosted: Some(hosted("app", "twice")), ..submit(ECHO, "1") };
-    runtime().block_on(async {
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        let mut run = client.submit(&order).await.unwrap();
-        // All of them are out before the first is answered.
-        let mut out = Vec::new();
-        for _ in 0..3 {
-            let callback = next_callback(&mut run).await;
-            assert_eq!(callback.tool.as_str(), "app.twice");
-            assert_eq!(serde_json::from_slice::<Value>(&callback.arguments).unwrap()["n"], 21);
-            out.push(callback.callback);
-        }
-        // One that is not out is nobody's answer.
-        run.settle(77, Ok(b"0".to_vec())).await.unwrap();
-        for callback in out {
-            run.settle(callback, Ok(b"42".to_vec())).await.unwrap();
-        }
-        let report = report(&run.finish().await.unwrap());
-        assert_eq!((&report["status"], &report["output"]), (&"ok".into(), &"42".into()));
-        let calls = report["tool_calls"].as_array().unwrap();
-        assert_eq!(calls.len(), 3, "{report:#}");
-        assert!(calls.iter().all(|call| call["tool"] == "app.twice" && call["status"] == "ok"));
-    });
-    // The journal has them.
-    let hash = run(&mut service.client(), &hashes());
-    assert_eq!(hash["status"], "ok", "{hash:#}");
-    let listed = desk.forge(&["journal", "list", "--state", "state", "--json"]).output().unwrap();
-    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
-    let held: Vec<_> =
-        listed.as_array().unwrap().iter().map(|it| (&it["tool"], &it["held_by"])).collect();
-    let (twice, by) = ("app.twice".into(), "caller".into());
-    let (hash, nobody) = ("crypto.hash".into(), Value::Null);
-    assert_eq!(held, [(&twice, &by), (&twice, &by), (&twice, &by), (&hash, &nobody)]);
-    let shown = desk.forge(&["journal", "list", "--state", "state"]).output().unwrap();
-    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-    assert_eq!(shown.matches(", held by the caller\n").count(), 3, "{shown}");
-    service.serves();
-}
-
-/// A desk whose service has the inventory of the examples.
-fn with_inventory() -> (Desk, Service) {
-    let desk = Desk::new();
-    fs::write(desk.path("mcp.json"), executables::inventory().to_string()).unwrap();
-    let service = desk.serve(&["--mcp-config", "mcp.json"]);
-    (desk, service)
-}
-
-fn a_program_joins_a_servers_tool_with_a_function_of_the_client() {
-    let (_desk, service) = with_inventory();
-    let tools = vec![ToolName::parse("inventory.get_stock").unwrap()];
-    let order = Order {
-        program: joins(),
-        authority: Authority::Tools(tools),
-        hosted: Some(hosted("app", "price")),
-        ..submit(ECHO, "{}")
-    };
-    runtime().block_on(async {
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        let mut run = client.submit(&order).await.unwrap();
-        let callback = next_callback(&mut run).await;
-        let stock: Value = serde_json::from_slice(&callback.arguments).unwrap();
-        assert_eq!(stock["part_id"], "P-1001");
-        let cents = stock["available"].as_u64().unwrap() * 12;
-        let answer = serde_json::json!({ "cents": cents });
-        run.settle(callback.callback, Ok(answer.to_string().into_bytes())).await.unwrap();
-        let report = report(&run.finish().await.unwrap());
-        assert_eq!(report["status"], "ok", "{report:#}");
-        assert_eq!(report["output"], answer.to_string());
-        let called = |at: usize| report["tool_calls"][at]["tool"].as_str().unwrap().to_owned();
-        assert_eq!([called(0), called(1)], ["inventory.get_stock", "app.price"]);
-    });
-}
-
-fn a_client_that_hosts_and_dies_takes_its_run_with_it() {
-    let desk = Desk::new();
-    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
-    let order = Order { program: three_calls(), hosted: Some(hosted("app", "twice")), ..endless() };
-    runtime().block_on(async {
-        let watcher = forge_client::Client::connect(&service.socket).await.unwrap();
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        let mut run = client.submit(&order).await.unwrap();
-        next_callback(&mut run).await;
-        drop((run, client));
-        stands(&watcher, "its run is over", |status| {
-            status["runs"]["ended"]["cancelled"] == 1 && status["runs"]["running"] == 0
-        })
-        .await;
-    });
-    eventually("its worker is gone", || service.workers().is_empty());
-    service.serves();
-}
-
-fn a_client_hosts_under_no_servers_name() {
-    let desk = Desk::new();
-    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
-    for server in ["fs", "no name", ""] {
-        let order = Order { hosted: Some(hosted(server, "twice")), ..submit(ECHO, "1") };
-        let report = run(&mut service.client(), &order);
-        assert_eq!(
-            (&report["status"], &report["kind"]),
-            (&"rejected".into(), &"bad_request".into())
-        );
-    }
-}
-
-fn a_client_in_another_language_needs_the_document_alone() {
-    let (desk, service) = with_inventory();
-    fs::write(desk.path("echo"), program(ECHO)).unwrap();
-    fs::write(desk.path("endless"), program(ENDLESS)).unwrap();
-    fs::write(desk.path("hosted"), three_calls()).unwrap();
-    fs::write(desk.path("joins"), joins()).unwrap();
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client.py");
-    let mut python = Command::new("python3");
-    python.arg(script).arg(&service.socket).arg(&desk.0).stdin(Stdio::null());
-    let output = match python.output() {
-        Ok(output) => output,
-        Err(error) => {
-            eprintln!("SKIPPED: there is no python3: {error}");
-            return;
-        }
-    };
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{said}");
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "ok\n", "{said}");
-    // It hosts a tool, and dies when that is called.
-    let mut dies = Command::new("python3");
-    dies.arg(script).arg(&service.socket).arg(&desk.0).arg("dies").stdin(Stdio::null());
-    assert_eq!(dies.status().unwrap().signal(), Some(libc::SIGKILL));
-    runtime().block_on(async {
-        let client = forge_client::Client::connect(&service.socket).await.unwrap();
-        stands(&client, "its run is over", |status| {
-            status["runs"]["ended"]["cancelled"] == 2 && status["runs"]["running"] == 0
-        })
-        .await;
     });
 }
 
@@ -1519,7 +941,7 @@ fn another_user_speaks_for_its_principal_alone() {
         eprintln!("SKIPPED: only root can connect as another user");
         return;
     }
-    let desk = Desk::new();
+    let desk = desk();
     let config = "[service]\nmode = '0666'\n[principals.ci]\nuids = [61001]\n";
     fs::write(desk.path("forge.toml"), config).unwrap();
     let service = desk.serve(&["--config", "forge.toml"]);
@@ -1543,9 +965,8 @@ fn another_user_speaks_for_its_principal_alone() {
     client.ask(Question::ListTools { principal: "ci".into() }).unwrap();
     // Who else is here is the operator's to know.
     for (mut asks, told) in [(client, false), (service.client(), true)] {
-        let Reply::Status(text) = asks.ask(Question::Status).unwrap() else { panic!("no status") };
-        let status: Value = serde_json::from_str(&text).unwrap();
-        assert_eq!(status.get("principals").is_some(), told, "{text}");
+        let status = standing(&mut asks);
+        assert_eq!(status.get("principals").is_some(), told, "{status:#}");
     }
     service.serves();
 }
@@ -1553,12 +974,12 @@ fn another_user_speaks_for_its_principal_alone() {
 // The socket
 
 fn the_socket_is_the_operators_and_no_second_service_takes_it() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     let socket = fs::symlink_metadata(desk.socket()).unwrap();
     assert!(socket.file_type().is_socket());
     assert_eq!(socket.permissions().mode() & 0o7777, 0o600);
-    let second = desk.start(&["--ready", "0"]).wait_with_output().unwrap();
+    let second = desk.serves(&["--ready", "0"]).output().unwrap();
     assert!(!second.status.success());
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(said.contains("socket") && said.contains("in use"), "{said}");
@@ -1567,7 +988,7 @@ fn the_socket_is_the_operators_and_no_second_service_takes_it() {
 }
 
 fn a_stale_socket_is_replaced_and_anything_else_is_not() {
-    let desk = Desk::new();
+    let desk = desk();
     drop(UnixListener::bind(desk.socket()).unwrap());
     assert!(UnixStream::connect(desk.socket()).is_err(), "nobody listens there");
     let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
@@ -1580,7 +1001,7 @@ fn a_stale_socket_is_replaced_and_anything_else_is_not() {
 
     fs::remove_file(desk.socket()).unwrap();
     fs::write(desk.socket(), "somebody's notes").unwrap();
-    let refused = desk.start(&["--ready", "0"]).wait_with_output().unwrap();
+    let refused = desk.serves(&["--ready", "0"]).output().unwrap();
     assert!(!refused.status.success());
     assert_eq!(fs::read(desk.socket()).unwrap(), b"somebody's notes");
 }
@@ -1588,7 +1009,7 @@ fn a_stale_socket_is_replaced_and_anything_else_is_not() {
 // Its end
 
 fn the_service_is_gone_with_all_it_started_however_it_ends() {
-    let desk = Desk::new();
+    let desk = desk();
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
         // Its runs are not waited for.
         fs::write(desk.path("forge.toml"), "[service]\ndrain_ms = 0").unwrap();

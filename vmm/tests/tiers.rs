@@ -14,11 +14,12 @@ mod desk;
 mod executables;
 #[path = "support/processes.rs"]
 mod processes;
+#[path = "support/serving.rs"]
+mod serving;
 
 use std::ffi::CString;
 use std::fs;
 use std::io::Read as _;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -37,6 +38,7 @@ use forge_vmm::pool::{Pool, PoolOptions, Task};
 use forge_vmm::supervisor::{Attendance, Supervisor, SupervisorOptions};
 use processes::{wait_for, worker_of};
 use serde_json::{Value, json};
+use serving::Service;
 use support::{forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
             a_prepared_program_runs_in_a_process_of_its_own_each_time,
             nothing_is_reset_without_a_vm,
             without_kvm_a_vm_is_refused_and_a_process_runs_the_readmes_example,
+            without_kvm_a_service_does_not_start_and_says_why,
             without_kvm_auto_says_what_it_took_instead,
             without_kvm_probe_says_what_works,
         ],
@@ -535,32 +538,6 @@ fn a_worker_without_a_vm_holds_its_links_and_nothing_else() {
     run.wait().unwrap();
 }
 
-/// A service with this configuration, and where it listens.
-struct Service {
-    process: std::process::Child,
-    socket: String,
-}
-
-impl Service {
-    fn start(desk: &Desk, more: &[&str]) -> Self {
-        let socket = desk.path("socket").to_str().unwrap().to_owned();
-        let arguments = ["serve", "--config", "forge.toml", "--socket", &socket];
-        let process =
-            desk.command(&[&arguments[..], more].concat()).stderr(Stdio::null()).spawn().unwrap();
-        let service = Self { process, socket };
-        wait_for("the service", || UnixStream::connect(&service.socket).ok());
-        service
-    }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        // SAFETY: sends a signal to a process that this test started.
-        unsafe { libc::kill(self.process.id() as i32, libc::SIGTERM) };
-        let _ = self.process.wait();
-    }
-}
-
 const PROCESS_TOML: &str = "[vm]\nisolation = 'process'\n[trust]\nkeys = ['signer.pub']\n";
 
 fn service_desk() -> Desk {
@@ -578,45 +555,49 @@ fn service_desk() -> Desk {
 
 fn a_service_runs_in_the_tier_of_its_configuration() {
     let desk = service_desk();
-    let service = Service::start(&desk, &[]);
+    let _service = desk.serve(&["--config", "forge.toml"]);
     for (program, status) in [("program.wasm", "ok"), ("forge.toml", "rejected")] {
-        let arguments = ["run", "--json", "--service", &service.socket, program];
+        let arguments = ["run", "--json", "--service", "socket", program];
         let report = reported(&desk.forge(&arguments));
         assert_eq!(report["status"], status, "{report:#}");
         assert_eq!(report["isolation"], "process", "{report:#}");
     }
-    let status = desk.forge(&["status", "--json", "--service", &service.socket]);
+    let status = desk.forge(&["status", "--json", "--service", "socket"]);
     let status: Value = serde_json::from_slice(&status.stdout).unwrap();
     assert_eq!(status["isolation"], "process", "{status:#}");
     assert!(status["pool"]["weaknesses"].as_array().unwrap().contains(&json!("no_vm")));
     // Who asks for a tier asks the service's operator.
-    let arguments = ["run", "--isolation", "vm", "--service", &service.socket, "program.wasm"];
+    let arguments = ["run", "--isolation", "vm", "--service", "socket", "program.wasm"];
     assert_eq!(desk.forge(&arguments).status.code(), Some(2));
 }
 
 fn a_prepared_program_runs_in_a_process_of_its_own_each_time() {
     let desk = service_desk();
-    let service = Service::start(&desk, &[]);
+    let _service = desk.serve(&["--config", "forge.toml"]);
     for _ in 0..4 {
-        let arguments =
-            ["run", "--json", "--prepare", "--service", &service.socket, "program.wasm"];
+        let arguments = ["run", "--json", "--prepare", "--service", "socket", "program.wasm"];
         let report = reported(&desk.forge(&arguments));
         assert_eq!((&report["status"], &report["output"]), (&json!("ok"), &json!("hello")));
         assert_eq!(report["vm"], "fresh", "{report:#}");
     }
 }
 
+/// A service that does not start: its exit code, and what it says.
+fn refusal(desk: &Desk, command: &mut Command) -> (Option<i32>, String) {
+    // Ended by its drop, if it serves.
+    let mut service = Service { child: command.spawn().unwrap(), socket: desk.socket() };
+    let ended = wait_for("its refusal", || service.child.try_wait().unwrap());
+    let mut said = String::new();
+    service.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(!desk.socket().exists());
+    (ended.code(), said)
+}
+
 fn nothing_is_reset_without_a_vm() {
     let desk = service_desk();
-    let socket = desk.path("socket").to_str().unwrap().to_owned();
-    let arguments = ["serve", "--config", "forge.toml", "--socket", &socket, "--reuse", "reset"];
-    let process = desk.command(&arguments).stderr(Stdio::piped()).spawn().unwrap();
-    // Ended by its drop, if it serves.
-    let mut service = Service { process, socket };
-    let ended = wait_for("its refusal", || service.process.try_wait().unwrap());
-    assert_eq!(ended.code(), Some(2));
-    let mut said = String::new();
-    service.process.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    let (code, said) =
+        refusal(&desk, &mut desk.serves(&["--config", "forge.toml", "--reuse", "reset"]));
+    assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("--reuse reset"), "{said}");
 }
 
@@ -686,6 +667,19 @@ fn without_kvm_a_vm_is_refused_and_a_process_runs_the_readmes_example() {
     assert_eq!((&report["status"], &report["isolation"]), (&json!("ok"), &json!("process")));
     assert!(report["tool_calls"].as_array().unwrap().len() > 1, "{report:#}");
     assert!(!report["output"].as_str().unwrap().is_empty(), "{report:#}");
+}
+
+fn without_kvm_a_service_does_not_start_and_says_why() {
+    let desk = desk();
+    let mut command = desk.serves(&[]);
+    if !without_kvm(&desk, &mut command) {
+        return;
+    }
+    let (code, said) = refusal(&desk, &mut command);
+    assert_eq!(code, Some(5), "{said}");
+    for word in ["/dev/kvm", "--isolation process", "weaker"] {
+        assert!(said.contains(word), "{word}: {said}");
+    }
 }
 
 fn auto_takes_the_vm_where_there_is_one() {

@@ -85,6 +85,7 @@ impl CliError {
                     Exit::Unavailable
                 }
                 BrokerError::Lost(_)
+                | BrokerError::Unsent(_)
                 | BrokerError::NoAnswer
                 | BrokerError::Handshake(_)
                 | BrokerError::Protocol(_)

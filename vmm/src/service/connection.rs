@@ -31,13 +31,16 @@ use crate::link::{Link, Patience, send_once, wait};
 use crate::pool::worker::Tell;
 use crate::supervisor::{Attendance, RunResult};
 
-/// How long a thread waits for a client's next word before it leaves that to
-/// the event loop.
+/// How long a thread waits for a client's next word, or for the rest of a frame
+/// that began, before it leaves that to the event loop.
 const READ_PATIENCE: Duration = Duration::from_secs(1);
+/// How long it waits for more of a frame that takes longer than that. What
+/// flows stays with its thread; what drips has none between two drops.
+const FLOW_PATIENCE: Duration = Duration::from_millis(1);
 /// A client that takes nothing of what is sent to it for this long is cut
 /// off.
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
-/// One that does not take one whole frame in this time is, too.
+/// One that does not take, or send, one whole frame in this time is, too.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 /// What is read at once, in bytes.
 const READ_BYTES: usize = 64 * 1024;
@@ -58,6 +61,8 @@ pub(super) struct Connection {
     /// Whether a thread reads it, or is to.
     taken: AtomicBool,
     closed: AtomicBool,
+    /// Since when a frame of the client's is not whole.
+    begun: Mutex<Option<Instant>>,
     reading: Mutex<Reading>,
     writing: Mutex<()>,
     live: Mutex<Live>,
@@ -122,7 +127,7 @@ fn decode<T: for<'a> BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T> {
 impl Connection {
     /// A client that has just connected; says hello to it, and has it watched.
     pub(super) fn accept(
-        service: &Arc<Service>,
+        service: Weak<Service>,
         number: u64,
         socket: UnixStream,
         peer: Peer,
@@ -132,12 +137,13 @@ impl Connection {
             number,
             itself: itself.clone(),
             socket,
-            service: Arc::downgrade(service),
+            service,
             peer,
             since: Instant::now(),
             greeted: AtomicBool::new(false),
             taken: AtomicBool::new(false),
             closed: AtomicBool::new(false),
+            begun: Mutex::default(),
             reading: Mutex::default(),
             writing: Mutex::default(),
             live: Mutex::default(),
@@ -165,6 +171,12 @@ impl Connection {
     /// or has nothing more to say here.
     pub(super) fn is_silent(&self, patience: Duration) -> bool {
         (!self.has_greeted() || !self.peer.speaks()) && self.since.elapsed() > patience
+    }
+
+    /// Whether it was at this time sending one frame for longer than it may.
+    pub(super) fn is_overdue(&self, at: Instant) -> bool {
+        let begun = *lock(&self.begun);
+        begun.is_some_and(|begun| at.saturating_duration_since(begun) > FRAME_TIME_MAX)
     }
 
     /// Takes over the reading, unless somebody has it.
@@ -260,14 +272,21 @@ impl Connection {
                 let frame = assembler.next(&mut input, awaits).map_err(breach)?;
                 unread.start = unread.end - input.len();
                 if let Some(frame) = frame {
+                    *lock(&self.begun) = None;
                     return Ok(frame);
                 }
             }
             buffer.resize(READ_BYTES, 0);
+            let now = Instant::now();
+            let until = if assembler.is_between_frames() {
+                now + READ_PATIENCE
+            } else {
+                let begun = *lock(&self.begun).get_or_insert(now);
+                (begun + READ_PATIENCE).max(now + FLOW_PATIENCE)
+            };
             // Not by the read itself, which also wakes when the client takes
             // its answer.
-            let patience = Patience::until(Instant::now() + READ_PATIENCE);
-            wait(self.socket.as_raw_fd(), libc::POLLIN, patience).map_err(idle)?;
+            wait(self.socket.as_raw_fd(), libc::POLLIN, Patience::until(until)).map_err(idle)?;
             match (&self.socket).read(buffer) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(bytes) => *unread = 0..bytes,
@@ -518,5 +537,34 @@ impl Live {
     fn leave_question(&mut self, number: u64) {
         self.numbers.remove(&number);
         self.questions -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_has_one_time_for_all_of_it_from_its_first_byte() {
+        let (mut client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Stranger).unwrap();
+        let reads = || connection.read_frame().map(|frame| frame.kind).map_err(|e| e.kind());
+        let mut hello = Vec::new();
+        frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut hello);
+        let far = Duration::from_secs(3600);
+        // Who says nothing sends no frame.
+        assert!(!connection.is_overdue(Instant::now() + far));
+        client.write_all(&hello[..3]).unwrap();
+        assert_eq!(reads(), Err(io::ErrorKind::WouldBlock));
+        assert!(!connection.is_overdue(Instant::now()));
+        let late = Instant::now() + FRAME_TIME_MAX;
+        assert!(connection.is_overdue(late));
+        // Another drop renews nothing.
+        client.write_all(&hello[3..9]).unwrap();
+        assert_eq!(reads(), Err(io::ErrorKind::WouldBlock));
+        assert!(connection.is_overdue(late));
+        client.write_all(&hello[9..]).unwrap();
+        assert_eq!(reads(), Ok(Kind::Hello));
+        assert!(!connection.is_overdue(Instant::now() + far));
     }
 }

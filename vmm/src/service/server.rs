@@ -239,7 +239,7 @@ impl Server {
                     number => service.attend_to(number),
                 }
             }
-            service.drop_the_silent();
+            service.drop_the_slow();
             if RELOAD_ASKED.swap(false, Ordering::AcqRel) {
                 service.load_again(&load);
             }
@@ -321,7 +321,7 @@ pub fn serve_connection(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        service.drop_the_silent();
+        service.drop_the_slow();
     }
     Ok(())
 }
@@ -368,10 +368,12 @@ impl Service {
             }
         }
         let accepted =
-            Connection::accept(self, number, arrival.into_stream(), peer).and_then(|connection| {
-                lock(&self.connections).insert(number, Arc::clone(&connection));
-                connection.watch(self)
-            });
+            Connection::accept(Arc::downgrade(self), number, arrival.into_stream(), peer).and_then(
+                |connection| {
+                    lock(&self.connections).insert(number, Arc::clone(&connection));
+                    connection.watch(self)
+                },
+            );
         if let Err(error) = accepted {
             self.left(number);
             tracing::debug!(%error, "a client cannot be greeted");
@@ -405,14 +407,16 @@ impl Service {
         notify(Standing::Ready);
     }
 
-    /// Closes connections that did not say hello in time.
-    fn drop_the_silent(&self) {
-        let silent: Vec<_> = lock(&self.connections)
+    /// Closes connections that did not say hello in time, or not the whole of
+    /// a frame.
+    fn drop_the_slow(&self) {
+        let now = Instant::now();
+        let slow: Vec<_> = lock(&self.connections)
             .values()
-            .filter(|it| it.is_silent(GREETING_TIME_MAX))
+            .filter(|it| it.is_silent(GREETING_TIME_MAX) || it.is_overdue(now))
             .cloned()
             .collect();
-        for connection in silent {
+        for connection in slow {
             connection.close();
         }
     }

@@ -1,0 +1,183 @@
+//! A toolbroker that is lost: what becomes of runs, what is asked again, and
+//! how it comes back.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+#[path = "support/desk.rs"]
+mod desk;
+#[path = "support/executables.rs"]
+mod executables;
+#[path = "support/frail_broker.rs"]
+mod frail_broker;
+#[path = "support/processes.rs"]
+mod processes;
+#[path = "support/serving.rs"]
+mod serving;
+
+use std::fs;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use forge_client::ClientError;
+use forge_protocol::broker::RefusalKind;
+use forge_protocol::service::{Question, Reply};
+use forge_vmm::broker::{Broker, BrokerError};
+use forge_vmm::keeper::Keeper;
+use frail_broker::{Brokers, Life};
+use processes::{Process, is_gone, wait_for};
+use serde_json::Value;
+use serving::{
+    ECHO, broker_pid, desk, endless, eventually, hashes, kill, lines, report, runtime, stands,
+    status, submit, test_server, three_in_flight,
+};
+
+fn main() -> ExitCode {
+    frail_broker::be_one();
+    support::main(
+        claims![
+            a_lost_broker_comes_back_and_runs_that_were_calling_say_so,
+            a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can,
+        ],
+        claims![
+            a_request_that_cost_a_broker_its_life_is_not_given_to_the_next,
+            a_broker_that_talks_nonsense_is_replaced_and_its_successor_not_asked,
+            a_request_that_no_broker_has_seen_is_given_to_the_next,
+        ],
+    )
+}
+
+fn keeper(brokers: &Brokers) -> Keeper {
+    Keeper::of(Broker::start(&brokers.options()).unwrap()).unwrap()
+}
+
+/// Asks, again as long as there is no broker: on a slow host the next takes
+/// longer than anybody waits.
+fn ask(keeper: &Keeper) -> Result<(String, Arc<Broker>), BrokerError> {
+    loop {
+        match keeper.with(None, Broker::metrics) {
+            Err(BrokerError::Away { .. }) => std::thread::sleep(Duration::from_millis(5)),
+            answer => return answer,
+        }
+    }
+}
+
+/// The request is answered with an error by the first, and by nobody else; the
+/// second serves.
+fn is_not_asked_again(brokers: &Brokers) -> BrokerError {
+    let keeper = keeper(brokers);
+    let error = ask(&keeper).unwrap_err();
+    wait_for("a successor", || keeper.standing().pid.filter(|_| keeper.standing().restarts == 1));
+    assert_eq!(brokers.asked(), 1, "{error}");
+    assert_eq!(ask(&keeper).unwrap().0, "here");
+    assert_eq!((brokers.asked(), keeper.standing().restarts), (2, 1));
+    error
+}
+
+fn a_request_that_cost_a_broker_its_life_is_not_given_to_the_next() {
+    let brokers = Brokers::with("dies", &[Life::Dies, Life::Answers]);
+    let error = is_not_asked_again(&brokers);
+    assert!(matches!(error, BrokerError::Lost(_)), "{error}");
+}
+
+fn a_broker_that_talks_nonsense_is_replaced_and_its_successor_not_asked() {
+    let brokers = Brokers::with("nonsense", &[Life::TalksNonsense, Life::Answers]);
+    let error = is_not_asked_again(&brokers);
+    assert!(matches!(error, BrokerError::Protocol(_)), "{error}");
+}
+
+fn a_request_that_no_broker_has_seen_is_given_to_the_next() {
+    let brokers = Brokers::with("deaf", &[Life::IsDeaf, Life::Answers]);
+    let keeper = keeper(&brokers);
+    assert_eq!(ask(&keeper).unwrap().0, "here");
+    assert_eq!((brokers.asked(), keeper.standing().restarts), (1, 1));
+}
+
+// A service's
+
+fn a_lost_broker_comes_back_and_runs_that_were_calling_say_so() {
+    let desk = desk();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&three_in_flight()).await.unwrap();
+        eventually("three calls are in flight", || lines(&log, "never") == 3);
+        // One that calls nothing.
+        let other = client.submit(&endless()).await.unwrap();
+        stands(&client, "both run", |status| status["runs"]["running"] == 2).await;
+        let broker = broker_pid(&status(&client).await).unwrap();
+        let servers: Vec<i32> = Process::children_of(broker).iter().map(|it| it.pid).collect();
+        assert!(!servers.is_empty());
+        kill(broker);
+        let lost = report(&run.finish().await.unwrap());
+        assert_eq!((&lost["status"], &lost["kind"]), (&"internal".into(), &"broker_lost".into()));
+        let calls = lost["tool_calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 3, "{lost:#}");
+        assert!(calls.iter().all(|call| call["status"] == "unsettled"), "{lost:#}");
+        // Whoever comes meanwhile waits for the next. On a slow host it takes
+        // longer than anybody waits.
+        let mut next = report(&client.run(&hashes()).await.unwrap());
+        while next["kind"] == "broker_away" {
+            next = report(&client.run(&hashes()).await.unwrap());
+        }
+        assert_eq!(next["status"], "ok", "{next:#}");
+        let standing = status(&client).await;
+        assert_eq!(
+            (&standing["state"], &standing["broker"]["restarts"]),
+            (&"serving".into(), &1.into())
+        );
+        assert_ne!(broker_pid(&standing), Some(broker));
+        assert_eq!(standing["runs"]["running"], 1, "the other goes on: {standing:#}");
+        other.canceller().cancel().await;
+        assert_eq!(report(&other.finish().await.unwrap())["status"], "cancelled");
+        for server in servers {
+            eventually("its tool server is gone with it", || is_gone(server));
+        }
+        let Reply::Metrics(text) = client.ask(Question::Metrics).await.unwrap() else { panic!() };
+        assert!(text.contains("\nforge_broker_up 1\n"), "{text}");
+        assert!(text.contains("\nforge_broker_restarts_total 1\n"), "{text}");
+    });
+    let listed = desk.forge(&["journal", "list", "--state", "state", "--json"]);
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let states: Vec<_> = listed.as_array().unwrap().iter().map(|call| &call["state"]).collect();
+    assert_eq!(states, ["unknown", "unknown", "unknown", "ended"], "{listed:#}");
+}
+
+fn a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can() {
+    let desk = desk();
+    fs::write(desk.path("forge.toml"), "").unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
+        fs::write(desk.path("forge.toml"), "[servers.none]\nnonsense = 1").unwrap();
+        kill(broker_pid(&status(&client).await).unwrap());
+        stands(&client, "it is said", |status| {
+            status["state"] == "recovering"
+                && status["broker"]["reason"]
+                    .as_str()
+                    .is_some_and(|it| it.contains("configuration"))
+        })
+        .await;
+        let refused = report(&client.run(&hashes()).await.unwrap());
+        assert_eq!(
+            (&refused["status"], &refused["kind"]),
+            (&"refused".into(), &"broker_away".into())
+        );
+        assert!(refused["retry_after_ms"].as_u64().unwrap() >= 1, "{refused:#}");
+        let question = Question::ListTools { principal: "local".into() };
+        let refused = client.ask(question.clone()).await.unwrap_err();
+        let overloaded = RefusalKind::Overloaded;
+        assert!(matches!(refused, ClientError::Refused { kind, .. } if kind == overloaded));
+        // Runs that call nothing need none.
+        assert_eq!(report(&client.run(&submit(ECHO, "[7]")).await.unwrap())["output"], "[7]");
+        fs::write(desk.path("forge.toml"), "").unwrap();
+        stands(&client, "it is there again", |status| status["state"] == "serving").await;
+        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
+        client.ask(question).await.unwrap();
+    });
+}
