@@ -1000,15 +1000,13 @@ fn the_service_is_gone_with_all_it_started_however_it_ends() {
         let mut service = desk.serve(&["--ready", "2", "--config", "forge.toml"]);
         service.serves();
         let client = leaving_client(&service, &endless());
-        // Two that wait, one that runs, their zygote, the toolbroker: a worker
-        // that has served may end just then.
-        let mut all = Vec::new();
         eventually("workers wait, and one runs", || {
             let workers = service.workers();
-            let are_there = workers.len() >= 3 && workers.into_iter().any(is_busy);
-            all = descendants_of(service.child.id() as i32);
-            are_there && all.len() >= 5
+            workers.len() >= 3 && workers.into_iter().any(is_busy)
         });
+        let all = descendants_of(service.child.id() as i32);
+        // Two that wait, one that runs, their zygote, the toolbroker.
+        assert!(all.len() >= 5, "{all:?}");
         // SAFETY: a plain system call; the process is a child of ours.
         assert_eq!(unsafe { libc::kill(service.child.id() as i32, signal) }, 0);
         let status = service.child.wait().unwrap();
