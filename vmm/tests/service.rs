@@ -663,8 +663,16 @@ fn an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains() {
     let desk = desk();
     let (toml, log) = test_server(&desk);
     fs::write(desk.path("forge.toml"), format!("[service]\ndrain_ms = 3600000\n{toml}")).unwrap();
-    let child = desk.serves(&["--config", "forge.toml"]).process_group(0).spawn().unwrap();
-    let mut service = Service::listening(child, desk.socket());
+    let mut command = desk.serves(&["--config", "forge.toml"]);
+    // Whoever started this test may ignore it.
+    let heeds = || {
+        // SAFETY: one plain system call.
+        unsafe { libc::signal(libc::SIGINT, libc::SIG_DFL) };
+        Ok(())
+    };
+    // SAFETY: the closure makes one system call between fork and exec.
+    unsafe { command.process_group(0).pre_exec(heeds) };
+    let mut service = Service::listening(command.spawn().unwrap(), desk.socket());
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
         let run = client.submit(&three_in_flight()).await.unwrap();
