@@ -430,7 +430,7 @@ fn status_is_short_for_a_person_and_whole_with_json() {
     let desk = Desk::new();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     let status = |more: &[&str]| {
-        let asked = desk.forge(&["status", "--service", "socket"]).args(more).output().unwrap();
+        let asked = desk.forge(&[&["status", "--service", "socket"], more].concat());
         assert!(asked.status.success(), "{asked:?}");
         String::from_utf8(asked.stdout).unwrap()
     };
