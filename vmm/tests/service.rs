@@ -427,7 +427,7 @@ fn a_watched_service_tells_latencies_pool_and_principals() {
 }
 
 fn status_is_short_for_a_person_and_whole_with_json() {
-    let desk = Desk::new();
+    let desk = desk();
     let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
     let status = |more: &[&str]| {
         let asked = desk.forge(&[&["status", "--service", "socket"], more].concat());
