@@ -284,14 +284,14 @@ fn answers_come_in_the_order_in_which_calls_settle() {
 #[test]
 fn a_tool_that_never_answers_settles_as_unknown_at_the_deadline() {
     let (mut broker, server) = Broker::with_test_server();
-    let mut worker =
-        broker.run(&["test.never", "test.echo"], RunLimits { wall_ms: 500, ..limits() });
     let began = Instant::now();
+    let mut worker =
+        broker.run(&["test.never", "test.echo"], RunLimits { wall_ms: 2_000, ..limits() });
     let (code, why) = worker.call("test.never", &json!({}));
     assert_eq!(code, Some(CallCode::OutcomeUnknown));
     assert!(why["error"].as_str().unwrap().contains("time"), "{why}");
     let took = began.elapsed();
-    assert!(took > Duration::from_millis(300) && took < Duration::from_secs(3), "{took:?}");
+    assert!(took > Duration::from_millis(1_900) && took < Duration::from_secs(20), "{took:?}");
 
     // After it, nothing is dispatched any more.
     let (code, _) = worker.call("test.echo", &json!({"text": "x"}));

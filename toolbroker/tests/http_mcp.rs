@@ -248,7 +248,7 @@ fn a_server_that_hangs_holds_up_nothing_but_its_call() {
     let web = mcp.serve();
     let mut broker = broker(&web, "");
     let mut worker =
-        broker.run(&["web.hang", "web.echo"], RunLimits { wall_ms: 1_500, ..limits() });
+        broker.run(&["web.hang", "web.echo"], RunLimits { wall_ms: 4_000, ..limits() });
     let hung = worker.send("web.hang", b"{}");
     mcp.wait_until("the call arrived", |inner| {
         inner.seen.iter().any(|it| it.tool() == Some("hang"))

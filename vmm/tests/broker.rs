@@ -166,15 +166,15 @@ fn every_thread_gets_its_own_answer() {
     });
 }
 
-/// An `mcp.json` with a server that says nothing for some seconds.
-fn silent_server(folder: &Folder) -> PathBuf {
-    let servers = r#"{"mcpServers": {"silent": {"command": "sleep", "args": ["3"]}}}"#;
-    folder.write("mcp.json", servers)
+/// An `mcp.json` with a server that says nothing for so many seconds.
+fn silent_server(folder: &Folder, seconds: u32) -> PathBuf {
+    let silent = format!(r#"{{"command": "sleep", "args": ["{seconds}"]}}"#);
+    folder.write("mcp.json", &format!(r#"{{"mcpServers": {{"silent": {silent}}}}}"#))
 }
 
 fn a_slow_listing_holds_up_no_run() {
     let folder = Folder::new();
-    let broker = start(Some(silent_server(&folder)));
+    let broker = start(Some(silent_server(&folder, 5)));
     let asked = AtomicBool::new(false);
     let listed = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -204,7 +204,7 @@ fn a_slow_listing_holds_up_no_run() {
 
 fn a_lost_broker_is_told_to_all_who_wait() {
     let folder = Folder::new();
-    let broker = start(Some(silent_server(&folder)));
+    let broker = start(Some(silent_server(&folder, 60)));
     let waiting = std::sync::atomic::AtomicU32::new(0);
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -212,7 +212,8 @@ fn a_lost_broker_is_told_to_all_who_wait() {
                 waiting.fetch_add(1, Ordering::AcqRel);
                 let list = Request::ListTools { principal: "alice".into() };
                 let lost = broker.ask(&list).unwrap_err();
-                assert!(matches!(lost, BrokerError::Lost(_)), "{lost}");
+                // One that was kept from asking until then has asked nobody.
+                assert!(matches!(lost, BrokerError::Lost(_) | BrokerError::Unsent(_)), "{lost}");
             });
         }
         while waiting.load(Ordering::Acquire) < 4 {

@@ -244,6 +244,15 @@ impl Service {
         found.unwrap()
     }
 
+    /// How many runs were cancelled, rather than ended by their deadline.
+    fn cancelled(&self) -> u64 {
+        let metrics = self.ask(Request::new("GET", "/metrics").by(Some(METRICS)));
+        let text = String::from_utf8(metrics.body).unwrap();
+        let line = "forge_service_runs_total{status=\"cancelled\",kind=\"cancelled\"} ";
+        let count = text.lines().find_map(|it| it.strip_prefix(line));
+        count.map_or(0, |count| count.parse().unwrap())
+    }
+
     /// Workers that do something.
     fn busy_workers(&self) -> Vec<i32> {
         let mut found = workers_below(self.child.id() as i32);
@@ -529,6 +538,7 @@ fn a_waiting_client_that_goes_away_takes_its_run_with_it() {
     });
     client.shutdown(Shutdown::Both).unwrap();
     drop(client);
+    eventually("it is cancelled", || service.cancelled() == 1);
     for pid in its {
         eventually("its worker is gone", || is_gone(pid));
     }
@@ -687,11 +697,13 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
 
     say(&mut socket, json!({ "submit": { "number": 1, "run": endless() } }));
     let mut its = Vec::new();
+    // One that is being made is busy as well, for a while.
     eventually("its run is carried out", || {
         its = service.busy_workers();
-        !its.is_empty()
+        its.len() == 1 && is_busy(its[0])
     });
     drop(socket);
+    eventually("it is cancelled, as that before", || service.cancelled() == 2);
     for pid in its {
         eventually("its worker is gone", || is_gone(pid));
     }
@@ -997,6 +1009,7 @@ fn a_door_that_is_killed_is_opened_again_and_ends_with_its_service() {
         service.signal(second, libc::SIGINT);
         service.signal(second, libc::SIGTERM);
         assert_eq!(service.get("/readyz").status, 200);
+        assert_eq!(service.door(), second);
         service.signal(service.child.id() as i32, signal);
         service.child.wait().unwrap();
         eventually("the door ends with its service", || is_gone(second));

@@ -517,9 +517,9 @@ fn a_client_that_leaves_ends_everything() {
     eventually("it runs", || {
         let door = client.child.id() as i32;
         started = descendants_of(door);
-        workers_below(door).len() >= 2
+        // Broker, two servers, zygote, workers.
+        workers_below(door).len() >= 2 && started.len() >= 6
     });
-    assert!(started.len() >= 6, "broker, two servers, zygote, workers: {started:?}");
     assert!(client.leave().success());
     eventually("all it started is gone", || started.iter().all(|pid| is_gone(*pid)));
 }

@@ -221,7 +221,7 @@ fn a_client_that_leaves_takes_its_run_with_it() {
         std::mem::forget(run);
         scope.spawn(move || drop(runtime));
     });
-    eventually("its run is cancelled", || host.status()["runs"]["running"] == 0);
+    eventually("its run is cancelled", || host.status()["runs"]["ended"]["cancelled"] == 1);
     assert_eq!(run(&mut client, &order("ci", ECHO, "[1]"))["output"], "[1]");
 }
 

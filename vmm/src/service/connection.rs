@@ -564,7 +564,9 @@ mod tests {
         assert_eq!(reads(), Err(io::ErrorKind::WouldBlock));
         assert!(connection.is_overdue(late));
         client.write_all(&hello[9..]).unwrap();
-        assert_eq!(reads(), Ok(Kind::Hello));
+        // A millisecond may pass without this thread.
+        let last = std::iter::repeat_with(reads).find(|it| *it != Err(io::ErrorKind::WouldBlock));
+        assert_eq!(last, Some(Ok(Kind::Hello)));
         assert!(!connection.is_overdue(Instant::now() + far));
     }
 }

@@ -53,7 +53,7 @@ impl Desk {
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_forge-vmm"));
         command.args(arguments).current_dir(&self.0).stdin(Stdio::null());
-        command.env("FORGE_STATE", self.path("state"));
+        command.env("FORGE_STATE", self.path("state")).env_remove("FORGE_LOG");
         command
     }
 

@@ -128,7 +128,8 @@ pub fn submit(body: &str, input: &str) -> Order {
     }
 }
 
-/// A run that ends by its deadline only, and that is far away.
+/// A run that ends by its deadline only, half a minute away: as late as a run
+/// may end. Who wants to see it cancelled looks how it ended.
 pub fn endless() -> Order {
     let maxima = RunLimits::operator_maxima();
     let limits = RunLimits { fuel: maxima.fuel, wall_ms: maxima.wall_ms, ..RunLimits::default() };
