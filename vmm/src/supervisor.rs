@@ -396,7 +396,14 @@ impl Supervisor {
                     });
                 }
             };
-            broker.open_run_for(open.clone(), host, attendance.cancel)
+            let hosts = host.is_some();
+            broker.open_run_for(open.clone(), host, attendance.cancel).map_err(
+                |error| match error {
+                    // It has looked at what the caller hosts, and may have died of that.
+                    BrokerError::Unsent(why) if hosts => BrokerError::Lost(io::Error::other(why)),
+                    error => error,
+                },
+            )
         });
         let ((claims, link), broker) = opened.map_err(Refused::Broker)?;
         let granted = claims.tools.into_iter().map(|tool| tool.name).collect();
