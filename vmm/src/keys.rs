@@ -183,7 +183,10 @@ fn write_new(path: &Path, mode: u32, pem: &str) -> Result<(), KeyFileError> {
         io::ErrorKind::AlreadyExists => KeyFileError::Exists { path: path.to_owned() },
         _ => io_error(path)(source),
     })?;
-    file.write_all(pem.as_bytes()).and_then(|()| file.sync_all()).map_err(io_error(path))
+    file.write_all(pem.as_bytes()).and_then(|()| file.sync_all()).map_err(|source| {
+        let _ = fs::remove_file(path);
+        io_error(path)(source)
+    })
 }
 
 /// Random bytes from the kernel.
