@@ -124,7 +124,7 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
     if tools.is_empty() && unavailable.is_empty() {
         // Some tools are built in, so it is not that there are none.
         complain(&format!(
-            "there is no tool for the principal {:?}: none of its roles names one (forge.toml, \
+            "there is no tool for the principal {:?}: none of its roles names one that is there (forge.toml, \
              [principals] and [roles]); --principal says who asks",
             args.broker.principal,
         ));
