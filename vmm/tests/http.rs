@@ -10,6 +10,7 @@ mod executables;
 #[path = "support/processes.rs"]
 mod processes;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
@@ -965,6 +966,17 @@ fn health_needs_no_token_and_metrics_a_token_of_their_own() {
     assert_eq!(metrics.status, 200, "{text}");
     assert!(text.contains("\nforge_http_answers_total{status=\"2xx\"} 3\n"), "{text}");
     assert!(text.contains("\nforge_service_runs_running 0\n"), "{text}");
+    let guide = include_str!("../../docs/observability.md");
+    let told: BTreeSet<(&str, &str)> = guide
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `forge_")?.split_once("` | "))
+        .map(|(name, rest)| (name, rest.split(' ').next().unwrap()))
+        .collect();
+    let counted: BTreeSet<(&str, &str)> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE forge_")?.split_once(' '))
+        .collect();
+    assert_eq!(told, counted, "what the operators' table has");
     // And that token opens nothing else.
     assert_eq!(service.ask(Request::new("GET", "/v1/tools").by(Some(METRICS))).status, 401);
 }
