@@ -92,6 +92,12 @@ fn run_alone(desk: &Desk, program: &str, more: &[&str]) -> Output {
     desk.command(&all).args(more).arg(program).output().unwrap()
 }
 
+/// The command with one, whose keys are its own.
+fn run_served(desk: &Desk, program: &str, more: &[&str]) -> Output {
+    let all = ["run", "--service", "socket", "--timeout", "30s"];
+    desk.command(&all).args(more).arg(program).output().unwrap()
+}
+
 /// A report without what differs from run to run.
 fn essence(mut report: Value) -> Value {
     let fields = report.as_object_mut().unwrap();
@@ -130,13 +136,16 @@ fn the_command_prints_and_exits_the_same_with_a_service() {
         fs::write(desk.path(name), program).unwrap();
         let alone = run_alone(&desk, name, &["--input", "\"x\""]);
         assert_eq!(alone.status.code(), Some(code), "{name}: {alone:?}");
-        for more in [&["--service", "socket"][..], &["--service", "socket", "--prepare"]] {
-            let served = run_alone(&desk, name, &[more, &["--input", "\"x\""]].concat());
+        for more in [&[][..], &["--prepare"]] {
+            let served = run_served(&desk, name, &[more, &["--input", "\"x\""]].concat());
             assert_eq!(served.status, alone.status, "{name}");
             assert_eq!(served.stdout, alone.stdout, "{name}");
             assert_eq!(served.stderr, alone.stderr, "{name}");
         }
     }
+    // A key that the service would not ask for is none to be named.
+    let trusted = run_served(&desk, "ok", &["--trust", "signer.pub"]);
+    assert_eq!(trusted.status.code(), Some(2), "{trusted:?}");
 }
 
 fn several_clients_are_served_at_once() {

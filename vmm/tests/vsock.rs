@@ -229,7 +229,7 @@ fn the_command_reaches_a_service_by_its_address() {
     let host = Host::start(OURS);
     host.desk.write("program", order("ci", ECHO, "").program);
     let run = |address: &str, principal: &str| {
-        let all = ["run", "--trust", "signer.pub", "--principal", principal, "--input", "[7]"];
+        let all = ["run", "--principal", principal, "--input", "[7]"];
         host.desk.command(&all).args(["--service", address, "program"]).output().unwrap()
     };
     let address = format!("vsock:1:{}", host.port);
