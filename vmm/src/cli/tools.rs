@@ -124,8 +124,8 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
     if tools.is_empty() && unavailable.is_empty() {
         // Some tools are built in, so it is not that there are none.
         complain(&format!(
-            "there is no tool for the principal {:?}: none of its roles names one that is there (forge.toml, \
-             [principals] and [roles]); --principal says who asks",
+            "there is no tool for the principal {:?}: none of its roles names one that is there \
+             (forge.toml, [principals] and [roles]); --principal says who asks",
             args.broker.principal,
         ));
     }

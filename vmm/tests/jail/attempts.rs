@@ -102,10 +102,8 @@ fn connect(words: &[String]) -> Result<(), i32> {
 
 fn loopback_up(_: &[String]) -> Result<(), i32> {
     let socket = call!(libc::SYS_socket, libc::AF_INET, libc::SOCK_DGRAM, 0)?;
-    let mut request: libc::ifreq = unsafe {
-        // SAFETY: all zero is a valid ifreq.
-        std::mem::zeroed()
-    };
+    // SAFETY: all zero is a valid ifreq.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     request.ifr_name[0] = b'l' as i8;
     request.ifr_name[1] = b'o' as i8;
     call!(libc::SYS_ioctl, socket, libc::SIOCGIFFLAGS, &raw mut request)?;
@@ -191,10 +189,8 @@ fn unshare(_: &[String]) -> Result<(), i32> {
 }
 
 fn hostname(_: &[String]) -> Result<(), i32> {
-    let mut names: libc::utsname = unsafe {
-        // SAFETY: all zero is a valid utsname.
-        std::mem::zeroed()
-    };
+    // SAFETY: all zero is a valid utsname.
+    let mut names: libc::utsname = unsafe { std::mem::zeroed() };
     call!(libc::SYS_uname, &raw mut names)?;
     let length = names.nodename.iter().position(|byte| *byte == 0).unwrap();
     call!(libc::SYS_write, 1, names.nodename.as_ptr(), length)?;
