@@ -33,7 +33,7 @@ use forge_vmm::pool::worker::Run;
 use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
 use forge_vmm::report::Status;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
-use processes::{Process, is_gone};
+use processes::{Process, contains, is_gone, memory_of};
 use support::{forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
@@ -46,6 +46,7 @@ fn main() -> ExitCode {
             workers_killed_while_they_stand_ready_cost_no_run,
             a_worker_killed_in_its_run_costs_that_run_alone,
             a_vm_that_is_reset_serves_one_tenant,
+            a_vm_is_put_back_soon_after_its_run_though_nothing_follows,
             a_vm_that_is_fresh_serves_one_run,
             a_vm_is_destroyed_when_its_result_has_been_told,
             a_prepared_program_answers_as_an_unprepared_one,
@@ -408,6 +409,34 @@ fn a_vm_that_is_reset_serves_one_tenant() {
         let report = supervisor.run(&request).report;
         assert_eq!((report.status, report.vm), (Status::Ok, word), "{tenant}: {report:?}");
     }
+}
+
+fn a_vm_is_put_back_soon_after_its_run_though_nothing_follows() {
+    // What the program leaves is in neither its bytes nor its input.
+    const LEFT: &str = "left by a run...";
+    const MASK: u64 = 0x1122_3344_5566_7788;
+    let masked =
+        |at: usize| u64::from_le_bytes(LEFT.as_bytes()[at..at + 8].try_into().unwrap()) ^ MASK;
+    let store = |at: usize| {
+        let value = format!("(i64.xor (i64.const {:#x}) (i64.const {MASK:#x}))", masked(at));
+        format!("(i64.store (i32.const {}) {value})", 4096 + at)
+    };
+    let leaves = format!("{} {} (i32.const 0)", store(0), store(8));
+    let leaves = plain(&forge_module(r#"(memory (export "memory") 1)"#, &leaves));
+    let is_there = |pool: &Pool| {
+        workers(pool).iter().any(|worker| contains(&memory_of(worker.pid as u32), LEFT))
+    };
+
+    let unreset = pool(0, 0, Reuse::Fresh);
+    let mut worker = unreset.make(false).unwrap();
+    worker.carry_out(Run::Whole(&leaves), None, Patience::default()).unwrap();
+    assert!(is_there(&unreset), "the search finds nothing");
+
+    let resetting = pool(0, 1, RESET);
+    run(&resetting, "a", &leaves);
+    fill(&resetting);
+    eventually("nothing of the run is left", || !is_there(&resetting));
+    assert_eq!(run(&resetting, "a", &echo()).vm, Vm::Reset);
 }
 
 fn a_vm_that_is_fresh_serves_one_run() {

@@ -1,15 +1,20 @@
 //! One worker, as the supervisor sees it.
 
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
-use forge_protocol::frame::{self, Kind};
+use forge_protocol::frame::{self, Frame, Kind};
 use forge_protocol::service::{Event, RunEvent};
 use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
 use crate::link::{Link, Patience};
+
+/// How long the last word of a worker that is gone may take. It is there
+/// already, or nowhere.
+const LAST_WORD_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// A worker process and the socket to it. Dropped, it is killed: whatever it
 /// still does, it does for nobody.
@@ -59,11 +64,27 @@ fn lost(error: &io::Error) -> VmFailure {
     }
 }
 
-fn broke(payload: &[u8]) -> VmFailure {
-    let call = payload.try_into().map_or(-1, i32::from_le_bytes);
-    VmFailure {
-        kind: VmFailureKind::WorkerBroke,
-        message: format!("the worker made system call {call}, which its jail forbids"),
+/// What a worker whose VM stands ready says before it ends. (That it stands
+/// ready it says once, by the same kind.)
+fn is_last_word(kind: Kind) -> bool {
+    matches!(kind, Kind::Ready | Kind::Forbidden)
+}
+
+/// Why it ends.
+fn last_word(frame: &Frame) -> VmFailure {
+    if frame.kind == Kind::Forbidden {
+        let call = frame.payload.as_slice().try_into().map_or(-1, i32::from_le_bytes);
+        return VmFailure {
+            kind: VmFailureKind::WorkerBroke,
+            message: format!("the worker made system call {call}, which its jail forbids"),
+        };
+    }
+    match decode::<Ready>(&frame.payload) {
+        Ok(Err(failure)) | Err(failure) => failure,
+        Ok(Ok(_)) => VmFailure {
+            kind: VmFailureKind::Misbehaved,
+            message: "the worker says again that it stands ready".into(),
+        },
     }
 }
 
@@ -92,12 +113,9 @@ impl Worker {
         if self.ready {
             return Ok(());
         }
-        let frame = self
-            .link
-            .receive(|kind| matches!(kind, Kind::Ready | Kind::Forbidden), patience)
-            .map_err(|error| lost(&error))?;
+        let frame = self.link.receive(is_last_word, patience).map_err(|error| lost(&error))?;
         if frame.kind == Kind::Forbidden {
-            return Err(broke(&frame.payload));
+            return Err(last_word(&frame));
         }
         decode::<Ready>(&frame.payload)??;
         self.ready = true;
@@ -112,7 +130,7 @@ impl Worker {
         self.await_ready(patience)?;
         let mut bytes = Vec::with_capacity(order.program.len() + 1024);
         frame::write_message(Kind::Prepare, order, &mut bytes);
-        self.link.send(&bytes, None, patience).map_err(|error| lost(&error))?;
+        self.send(&bytes, None, patience)?;
         self.ready = false;
         self.await_ready(patience)
     }
@@ -151,7 +169,7 @@ impl Worker {
             Run::Prepared(job) => frame::write_message(Kind::PreparedJob, job, &mut bytes),
         }
         let broker = broker.map(|socket| socket.as_fd());
-        self.link.send(&bytes, broker, patience).map_err(|error| lost(&error))
+        self.send(&bytes, broker, patience)
     }
 
     /// Has it tell of the run that comes next what happens as it happens.
@@ -161,7 +179,29 @@ impl Worker {
     pub fn ask_to_tell(&mut self, patience: Patience<'_>) -> Result<(), VmFailure> {
         let mut bytes = Vec::new();
         frame::write_raw(Kind::Tell, &[], &mut bytes);
-        self.link.send(&bytes, None, patience).map_err(|error| lost(&error))
+        self.send(&bytes, None, patience)
+    }
+
+    fn send(
+        &mut self,
+        bytes: &[u8],
+        passed: Option<BorrowedFd<'_>>,
+        patience: Patience<'_>,
+    ) -> Result<(), VmFailure> {
+        self.link.send(bytes, passed, patience).map_err(|error| match error.kind() {
+            io::ErrorKind::BrokenPipe => self.why_it_ended(&error),
+            _ => lost(&error),
+        })
+    }
+
+    /// Why nobody is there any more: it may have said so before it ended.
+    fn why_it_ended(&mut self, error: &io::Error) -> VmFailure {
+        let patience = Patience::until(Instant::now() + LAST_WORD_TIME_MAX);
+        if let Err(failure) = self.await_ready(patience) {
+            return failure;
+        }
+        let said = self.link.receive(is_last_word, patience);
+        said.map_or_else(|_| lost(error), |frame| last_word(&frame))
     }
 
     /// Waits for the report of the run that it was given.
@@ -184,7 +224,7 @@ impl Worker {
     ) -> Result<Report, Lost> {
         self.await_ready(patience).map_err(Lost::Before)?;
         let awaits = |kind| match kind {
-            Kind::Report | Kind::Forbidden => true,
+            Kind::Report | Kind::Forbidden | Kind::Ready => true,
             Kind::Event => tell.is_some(),
             _ => false,
         };
@@ -192,7 +232,9 @@ impl Worker {
             let frame =
                 self.link.receive(awaits, patience).map_err(|error| Lost::During(lost(&error)))?;
             match (frame.kind, tell) {
-                (Kind::Forbidden, _) => return Err(Lost::During(broke(&frame.payload))),
+                (Kind::Forbidden, _) => return Err(Lost::During(last_word(&frame))),
+                // Its guest could not be put back after the run before.
+                (Kind::Ready, _) => return Err(Lost::Before(last_word(&frame))),
                 (Kind::Event, Some(tell)) => {
                     let Event { what, .. } = decode(&frame.payload).map_err(Lost::During)?;
                     tell(what);
@@ -205,7 +247,6 @@ impl Worker {
                 return Err(Lost::During(lost(&over)));
             }
         };
-        self.ready = false;
         self.runs += 1;
         decode(&frame.payload).map_err(Lost::During)
     }
@@ -231,5 +272,80 @@ impl Drop for Worker {
                 0,
             )
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write as _;
+
+    use forge_protocol::limits::RunLimits;
+    use forge_protocol::worker::Timing;
+
+    use super::*;
+
+    fn job() -> PreparedJob {
+        let start = forge_protocol::guest::Start {
+            run_id: forge_protocol::RunId([1; 16]),
+            seed: [2; 32],
+            start_unix_ns: 3,
+            granted: Vec::new(),
+        };
+        PreparedJob { start, input: b"{}".to_vec(), deadline: 4, brokered: false }
+    }
+
+    /// A worker that said that its VM stands ready, and what becomes of it.
+    fn standing() -> (Worker, UnixStream) {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        say(&mut theirs, &Ready::Ok(Timing::default()));
+        let mut worker = Worker::new(ours, File::open("/dev/null").unwrap().into());
+        worker.await_ready(Patience::default()).unwrap();
+        (worker, theirs)
+    }
+
+    fn say(socket: &mut UnixStream, ready: &Ready) {
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Ready, ready, &mut bytes);
+        socket.write_all(&bytes).unwrap();
+    }
+
+    fn not_reset() -> Ready {
+        Err(VmFailure { kind: VmFailureKind::NotReset, message: "page 7 differs".into() })
+    }
+
+    /// How the next run is lost.
+    fn lost_by(mut worker: Worker) -> (bool, VmFailureKind) {
+        match worker.carry_out(Run::Prepared(&job()), None, Patience::default()) {
+            Err(Lost::Before(failure)) => (true, failure.kind),
+            Err(Lost::During(failure)) => (false, failure.kind),
+            Ok(report) => panic!("it was carried out: {report:?}"),
+        }
+    }
+
+    #[test]
+    fn a_run_finds_out_why_its_worker_could_not_be_put_back_and_has_not_begun() {
+        // Before the run was handed over, and after.
+        let (worker, mut theirs) = standing();
+        say(&mut theirs, &not_reset());
+        drop(theirs);
+        assert_eq!(lost_by(worker), (true, VmFailureKind::NotReset));
+        let (worker, mut theirs) = standing();
+        say(&mut theirs, &not_reset());
+        assert_eq!(lost_by(worker), (true, VmFailureKind::NotReset));
+    }
+
+    #[test]
+    fn a_worker_that_ended_without_a_word_was_lost_before_the_run() {
+        let (worker, theirs) = standing();
+        drop(theirs);
+        assert_eq!(lost_by(worker), (true, VmFailureKind::WorkerLost));
+    }
+
+    #[test]
+    fn a_worker_stands_ready_once() {
+        let (worker, mut theirs) = standing();
+        say(&mut theirs, &Ready::Ok(Timing::default()));
+        assert_eq!(lost_by(worker), (true, VmFailureKind::Misbehaved));
     }
 }

@@ -10,6 +10,7 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, HEADER_BYTES, Header, Kind};
@@ -28,6 +29,12 @@ use crate::trace::now_ns;
 /// from the zygote, and what a run's limits let it hold: some 200 MiB in all.
 pub(crate) const LIMITS: Limits =
     Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: Some(1 << 30) };
+
+/// How long a worker rests after a run before it puts its guest back, unless
+/// its next order comes first. Whoever waits for the report is answered
+/// meanwhile, and woken where the answer is: beside a worker that computes it
+/// would be woken on a CPU that sleeps.
+const REST: Duration = Duration::from_millis(1);
 
 /// What a worker has from the zygote.
 pub(super) struct Inherited<'a> {
@@ -88,12 +95,24 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
     worker.guest.note(|at| at.jailed = now_ns());
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
     let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob | Kind::Tell);
+    let mut is_used = false;
     loop {
-        let frame = match link.receive(awaits, Patience::default()) {
-            Ok(frame) => frame,
+        let patience = match is_used {
+            true => Patience::until(Instant::now() + REST),
+            false => Patience::default(),
+        };
+        let frame = match link.receive(awaits, patience) {
+            Ok(frame) => Some(frame),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => None,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error),
         };
+        if std::mem::take(&mut is_used)
+            && let Err(failure) = worker.put_back()
+        {
+            return say(&mut link, Kind::Ready, &Ready::Err(failure));
+        }
+        let Some(frame) = frame else { continue };
         if frame.kind == Kind::Tell {
             worker.guest.tell(link.socket().as_raw_fd());
             continue;
@@ -117,12 +136,10 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
             Err(failure) => failed(failure),
         };
         say(&mut link, Kind::Report, &report)?;
-        let Some(ready) = worker.put_back() else { return await_end(&mut link) };
-        let ends = ready.is_err();
-        say(&mut link, Kind::Ready, &ready)?;
-        if ends {
-            return Ok(());
+        if worker.reset.is_none() {
+            return await_end(&mut link);
         }
+        is_used = true;
     }
 }
 
@@ -296,18 +313,14 @@ impl Worker {
         Ok(self.guest.timing())
     }
 
-    /// After a run: resets the guest, if that is its way. `None`: its life is
-    /// over.
-    fn put_back(&mut self) -> Option<Ready> {
-        let reset = self.reset.as_mut()?;
-        let mut put_back = || {
-            self.guest.reset(&reset.to, &reset.pages)?;
-            reset.done = reset.done.wrapping_add(1);
-            if reset.prove_one_in != 0 && reset.done.is_multiple_of(reset.prove_one_in) {
-                self.guest.prove_reset(&reset.to, &reset.pages)?;
-            }
-            Ok(Timing::default())
-        };
-        Some(put_back())
+    /// After a run: resets the guest, if that is its way.
+    fn put_back(&mut self) -> Result<(), VmFailure> {
+        let Some(reset) = &mut self.reset else { return Ok(()) };
+        self.guest.reset(&reset.to, &reset.pages)?;
+        reset.done = reset.done.wrapping_add(1);
+        if reset.prove_one_in != 0 && reset.done.is_multiple_of(reset.prove_one_in) {
+            self.guest.prove_reset(&reset.to, &reset.pages)?;
+        }
+        Ok(())
     }
 }
