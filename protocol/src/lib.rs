@@ -11,6 +11,7 @@
 //! | [`limits`] | every bound, in one place, with their relations asserted |
 //! | [`frame`] | the fixed-size header around every message |
 //! | [`codec`] | the one place that knows how a message becomes bytes |
+//! | [`hex`] | bytes as people read them |
 //! | [`handshake`] | which versions of the protocol can talk |
 //! | [`name`] | tool names that have been checked |
 //! | [`abi`] | the imports a program may declare, and the codes it gets back |
@@ -35,6 +36,7 @@ pub mod ending;
 pub mod frame;
 pub mod guest;
 pub mod handshake;
+pub mod hex;
 pub mod limits;
 pub mod name;
 pub mod platform;
@@ -48,10 +50,7 @@ pub struct RunId(pub [u8; 16]);
 
 impl core::fmt::Display for RunId {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        for byte in self.0 {
-            write!(f, "{byte:02x}")?;
-        }
-        Ok(())
+        hex::Hex(&self.0).fmt(f)
     }
 }
 

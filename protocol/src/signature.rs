@@ -185,10 +185,7 @@ impl TrustKey {
 
 impl core::fmt::Display for TrustKey {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        for byte in self.0.to_bytes() {
-            write!(f, "{byte:02x}")?;
-        }
-        Ok(())
+        crate::hex::Hex(&self.0.to_bytes()).fmt(f)
     }
 }
 

@@ -68,6 +68,8 @@ pub mod telemetry;
 pub mod upstream;
 pub mod verified;
 
+pub(crate) use forge_protocol::hex::hex;
+
 /// Cuts `text` to at most `bytes_max` bytes, at a character boundary, and
 /// shows that it did.
 pub(crate) fn cut(text: &str, bytes_max: usize) -> String {
@@ -81,16 +83,4 @@ pub(crate) fn cut(text: &str, bytes_max: usize) -> String {
         cut.push_str(MARK);
     }
     cut
-}
-
-/// Bytes in lower-case hex.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    const DIGITS: [u8; 16] = *b"0123456789abcdef";
-    let mut text = String::with_capacity(2 * bytes.len());
-    for byte in bytes {
-        for digit in [byte >> 4, byte & 0xF] {
-            text.push(char::from(DIGITS[usize::from(digit)]));
-        }
-    }
-    text
 }

@@ -320,12 +320,6 @@ pub(crate) fn encode_output(output: &[u8]) -> (String, OutputEncoding) {
     }
 }
 
-/// Bytes as hex.
-#[must_use]
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use forge_protocol::RunId;
 use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::guest::{Artifact, Load, Start};
+use forge_protocol::hex::hex;
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
@@ -34,7 +35,7 @@ use crate::pool::worker::Tell;
 use crate::pool::{Done, Pool, PoolOptions, Task, Upkeep, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
-    encode_output, hex,
+    encode_output,
 };
 use crate::trace::{Supervised, Trace, now_ns};
 use crate::worker;

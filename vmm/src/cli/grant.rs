@@ -8,9 +8,9 @@ use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
 use forge_protocol::broker::{Authority, GrantClaims, GrantRequest, Narrowing, Reply, Request};
+use forge_protocol::hex::hex;
 use forge_vmm::admission::shown_whole;
 use forge_vmm::broker::{Broker, BrokerOptions};
-use forge_vmm::report::hex;
 use serde::Serialize;
 
 use super::args::{

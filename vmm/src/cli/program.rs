@@ -6,12 +6,12 @@ use std::process::ExitCode;
 
 use forge_protocol::abi::Import;
 use forge_protocol::broker::{Authority, Reply, Request};
+use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
 use forge_vmm::admission::{self, Shape, shown};
 use forge_vmm::keys;
-use forge_vmm::report::hex;
 use serde::Serialize;
 
 use super::args::{CheckArgs, InspectArgs, KeygenArgs, SignArgs};

@@ -13,11 +13,11 @@ use forge_protocol::broker::{
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::guest::{Call, Settled};
+use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_vmm::admission::shown_whole;
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
-use forge_vmm::report::hex;
 use serde::Serialize;
 
 use super::args::{

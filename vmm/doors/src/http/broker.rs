@@ -9,6 +9,7 @@ use axum::response::Response;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_protocol::broker::{GrantClaims, GrantRequest, Narrowing, ToolSpec};
+use forge_protocol::hex::hex;
 use forge_protocol::limits::{
     CONSTRAINT_BYTES_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, GRANT_BYTES_MAX, INTENT_BYTES_MAX,
     TOOL_NAME_BYTES_MAX,
@@ -132,10 +133,6 @@ fn described(tool: &ToolSpec) -> Value {
         shown["output_schema"] = parsed(schema);
     }
     shown
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[derive(Deserialize)]

@@ -62,7 +62,7 @@ impl TryFrom<String> for TokenHash {
 
 impl From<TokenHash> for String {
     fn from(hash: TokenHash) -> Self {
-        hash.0.iter().map(|byte| format!("{byte:02x}")).collect()
+        forge_protocol::hex::hex(&hash.0)
     }
 }
 
