@@ -365,6 +365,10 @@ pub fn write_message<T: Encode>(kind: Kind, message: &T, out: &mut Vec<u8>) {
     assert!(written.is_ok(), "{written:?}");
 }
 
+/// What most messages fit in, or all of one but a program or an output: room
+/// for it is made at once and not by doubling.
+const USUAL_BYTES: usize = 512;
+
 /// The same for a message whose size a stranger chose.
 ///
 /// # Errors
@@ -375,6 +379,7 @@ pub fn try_write_message<T: Encode>(
     out: &mut Vec<u8>,
 ) -> Result<(), FrameError> {
     let start = out.len();
+    out.reserve(USUAL_BYTES);
     out.extend_from_slice(&[0; HEADER_BYTES]);
     codec::encode_into(message, out);
     let payload_bytes = out.len() - start - HEADER_BYTES;

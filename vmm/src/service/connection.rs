@@ -44,6 +44,8 @@ const SEND_PATIENCE: Duration = Duration::from_secs(10);
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 /// What is read at once, in bytes.
 const READ_BYTES: usize = 64 * 1024;
+/// What most reports fit in, in bytes.
+const REPORT_BYTES: usize = 2 * 1024;
 /// Cancel handles that are kept for the next runs.
 const SPARE_MAX: usize = 4;
 
@@ -406,8 +408,9 @@ impl Connection {
                 drop(order);
                 // The number is free before the client can know it.
                 lock(&self.live).leave_run(number, cancel);
-                serde_json::to_vec(&report).map_err(io::Error::from).and_then(|report| {
-                    let result = Finish { report, artifacts };
+                let mut bytes = Vec::with_capacity(REPORT_BYTES);
+                serde_json::to_writer(&mut bytes, &report).map_err(io::Error::from).and_then(|()| {
+                    let result = Finish { report: bytes, artifacts };
                     self.send(Kind::Finished, &Finished { number, result })
                 })
             }
