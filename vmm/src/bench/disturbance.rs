@@ -1,5 +1,50 @@
 //! How much others kept the bench from running: figures of a disturbed bench
 //! mean little, and no statistic over its own samples shows that.
+//!
+//! While a sample is taken, a worker of ours may well run before the thread
+//! that waits for it. So how long that thread waits for a CPU is looked at
+//! between samples, when nothing of ours is under way.
+
+use super::quiet::wait_for_quiet;
+
+/// What was found so far.
+#[derive(Debug)]
+pub struct Disturbance {
+    started: Counters,
+    ran_ns: u64,
+    waited_ns: u64,
+}
+
+impl Disturbance {
+    /// From now on.
+    #[must_use]
+    pub fn begin() -> Self {
+        Self { started: Counters::now(), ran_ns: 0, waited_ns: 0 }
+    }
+
+    /// Looks for some milliseconds, between two samples.
+    pub fn look(&mut self) {
+        let before = Counters::now();
+        wait_for_quiet(std::process::id().cast_signed());
+        let after = Counters::now();
+        self.ran_ns += after.ran_ns.saturating_sub(before.ran_ns);
+        self.waited_ns += after.waited_ns.saturating_sub(before.waited_ns);
+    }
+
+    /// The part of its time that the bench had to wait, for other processes or
+    /// for other machines: 0 to 1.
+    #[must_use]
+    pub fn part(&self) -> f64 {
+        let Counters { ticks, stolen_ticks, .. } = Counters::now();
+        let looked = Counters {
+            ran_ns: self.started.ran_ns + self.ran_ns,
+            waited_ns: self.started.waited_ns + self.waited_ns,
+            ticks,
+            stolen_ticks,
+        };
+        looked.since(&self.started)
+    }
+}
 
 /// What the kernel has counted up to a moment.
 #[derive(Clone, Copy, Debug, Default)]

@@ -3,6 +3,7 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -40,7 +41,8 @@ pub(super) struct Folder(PathBuf);
 impl Folder {
     pub(super) fn new() -> Result<Self, String> {
         let name = crate::keys::random::<8>().map_err(said)?;
-        let path = std::env::temp_dir().join(format!("forge-bench-{}", crate::report::hex(&name)));
+        let path =
+            std::env::temp_dir().join(format!("forge-bench-{}", forge_protocol::hex::hex(&name)));
         std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(said)?;
         Ok(Self(path))
     }
@@ -127,6 +129,14 @@ impl Served {
         command.args(["--ready-max", &pool.ready_max.to_string()]);
         if let Reuse::Reset { prove_one_in } = pool.reuse {
             command.args(["--reuse", "reset", "--prove-one-in", &prove_one_in.to_string()]);
+        }
+        // SAFETY: between fork and exec, a call that only this process hears of.
+        // Whoever ends the bench has it drain and end.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
         }
         // It has little to say, and a pipe takes that.
         let mut child = command

@@ -232,6 +232,9 @@ fn fork_child(work: impl FnOnce()) -> io::Result<libc::pid_t> {
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
+            // Whoever ends the bench ends it too.
+            // SAFETY: an option that takes numbers alone.
+            unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
             work();
             // SAFETY: ends this process.
             unsafe { libc::_exit(0) }

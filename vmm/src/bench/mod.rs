@@ -45,7 +45,7 @@ pub mod toolcall;
 
 use serde::{Deserialize, Serialize};
 
-use disturbance::Counters;
+use disturbance::Disturbance;
 pub use formula::Formula;
 use stats::{Interval, blocks, median};
 
@@ -223,6 +223,9 @@ pub struct Progress {
 
 /// Rounds that are run and thrown away first.
 const WARM_UP_ROUNDS: usize = 5;
+/// Rounds from one look at how disturbed the bench is to the next. A sample
+/// that follows one finds other things in the caches, so few do.
+const LOOK_EVERY: usize = 10;
 
 /// Measures: the sampled entries `rounds` times each, then the figures.
 /// `progress` hears of every step. Entries that others made (a peer's, for one)
@@ -236,7 +239,7 @@ pub fn run(
     mut progress: impl FnMut(Progress),
 ) -> Result<Results, String> {
     let host = host_info();
-    let before = Counters::now();
+    let mut disturbance = Disturbance::begin();
     let mut sampled = Vec::new();
     let mut figures = Vec::new();
     for entry in entries {
@@ -260,6 +263,9 @@ pub fn run(
                 samples.push(ns as f64 / 1000.0);
             }
         }
+        if round % LOOK_EVERY == 0 {
+            disturbance.look();
+        }
     }
     let mut results: Vec<Outcome> =
         sampled.into_iter().map(|(entry, _case, samples)| outcome(entry, "us", samples)).collect();
@@ -279,6 +285,7 @@ pub fn run(
                 done += 1;
             }
         }
+        disturbance.look();
     }
     for ((entry, _, _, values), figure) in figures.into_iter().zip(made) {
         let Measure::Figure { unit, .. } = entry.measure else { continue };
@@ -290,7 +297,7 @@ pub fn run(
         host,
         commit: env!("FORGE_COMMIT").into(),
         profile: env!("FORGE_PROFILE").into(),
-        disturbed: Counters::now().since(&before),
+        disturbed: disturbance.part(),
         results,
     })
 }
