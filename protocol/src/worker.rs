@@ -261,6 +261,6 @@ pub type ZygoteReady = Result<Jailed, VmFailure>;
 /// descriptor rides along.
 pub type Zygoted = Result<(), VmFailure>;
 
-/// A worker's word that its VM stands ready: first of all, after a
-/// [`Prepare`], and after each reset.
+/// A worker's word that its VM stands ready: first of all, and after a
+/// [`Prepare`]. Later only as an error: why its VM could not be put back.
 pub type Ready = Result<Timing, VmFailure>;

@@ -181,17 +181,17 @@ fn work(zygote: &mut Zygote) -> Result<(), Trouble> {
     worker.leave()?;
     // One that is reset, and every reset proven.
     let (mut worker, process) = zygote.fork(0, Reuse::Reset { prove_one_in: 1 })?;
+    // It resets itself before the next run, also while it is
+    // left alone for longer than it rests.
     for body in [HELLO, MUCH, HELLO] {
         run(&mut worker, &plain(body), Some(returned))?;
-        reset(&mut worker)?;
+        std::thread::sleep(Duration::from_millis(50));
     }
     run(&mut worker, &Job { deadline: deadline_in(SOON), ..plain(ENDLESS) }, Some(deadline))?;
-    reset(&mut worker)?;
     for (answer, time, expected) in
         [(true, LATER, returned as fn(&Fate) -> bool), (false, SOON, deadline)]
     {
         call(&mut worker, &process, answer, time, expected)?;
-        reset(&mut worker)?;
     }
     // Loaded ahead of its runs.
     let Job { load, start, program, input, deadline, .. } = plain(HELLO);
@@ -202,7 +202,6 @@ fn work(zygote: &mut Zygote) -> Result<(), Trouble> {
         let job = PreparedJob { start, input, deadline, brokered: false };
         worker.say(Kind::PreparedJob, &job, None)?;
         report(&mut worker, returned)?;
-        reset(&mut worker)?;
     }
     worker.leave()?;
     // One whose supervisor loses interest, in the middle of a run.
@@ -280,10 +279,6 @@ fn run(worker: &mut Peer, job: &Job, expected: Option<fn(&Fate) -> bool>) -> Res
 fn report(worker: &mut Peer, expected: fn(&Fate) -> bool) -> Result<(), Trouble> {
     let report = worker.hear::<Report>(Kind::Report)?;
     if expected(&report.fate) { Ok(()) } else { Err(format!("{:?}", report.fate)) }
-}
-
-fn reset(worker: &mut Peer) -> Result<(), Trouble> {
-    worker.hear::<Ready>(Kind::Ready)?.map(drop).map_err(|it| it.message)
 }
 
 /// A run's time that is soon over, and one that is not.

@@ -189,7 +189,7 @@ impl Worker {
         patience: Patience<'_>,
     ) -> Result<(), VmFailure> {
         self.link.send(bytes, passed, patience).map_err(|error| match error.kind() {
-            io::ErrorKind::BrokenPipe => self.why_it_ended(&error),
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.why_it_ended(&error),
             _ => lost(&error),
         })
     }
@@ -223,19 +223,32 @@ impl Worker {
         tell: Option<Tell<'_>>,
     ) -> Result<Report, Lost> {
         self.await_ready(patience).map_err(Lost::Before)?;
-        let awaits = |kind| match kind {
-            Kind::Report | Kind::Forbidden | Kind::Ready => true,
-            Kind::Event => tell.is_some(),
-            _ => false,
-        };
+        // Until it says otherwise it may be putting its VM back after the run
+        // before, and fail.
+        let mut has_begun = self.runs == 0;
         let frame = loop {
+            let awaits = |kind| match kind {
+                Kind::Report | Kind::Forbidden => true,
+                Kind::Ready => !has_begun,
+                Kind::Event => tell.is_some(),
+                _ => false,
+            };
             let frame =
-                self.link.receive(awaits, patience).map_err(|error| Lost::During(lost(&error)))?;
+                self.link.receive(awaits, patience).map_err(|error| match error.kind() {
+                    // So says the kernel of a peer that had not read everything.
+                    io::ErrorKind::ConnectionReset if !has_begun => Lost::Before(lost(&error)),
+                    _ => Lost::During(lost(&error)),
+                })?;
             match (frame.kind, tell) {
                 (Kind::Forbidden, _) => return Err(Lost::During(last_word(&frame))),
-                // Its guest could not be put back after the run before.
-                (Kind::Ready, _) => return Err(Lost::Before(last_word(&frame))),
+                (Kind::Ready, _) => {
+                    return Err(match decode::<Ready>(&frame.payload) {
+                        Ok(Err(failure)) => Lost::Before(failure),
+                        _ => Lost::During(last_word(&frame)),
+                    });
+                }
                 (Kind::Event, Some(tell)) => {
+                    has_begun = true;
                     let Event { what, .. } = decode(&frame.payload).map_err(Lost::During)?;
                     tell(what);
                 }
@@ -278,10 +291,9 @@ impl Drop for Worker {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::io::Write as _;
+    use std::io::{Read as _, Write as _};
 
-    use forge_protocol::limits::RunLimits;
-    use forge_protocol::worker::Timing;
+    use forge_protocol::worker::{Deadline, Timing};
 
     use super::*;
 
@@ -292,15 +304,23 @@ mod tests {
             start_unix_ns: 3,
             granted: Vec::new(),
         };
-        PreparedJob { start, input: b"{}".to_vec(), deadline: 4, brokered: false }
+        let deadline = Deadline { monotonic_ns: 4 };
+        PreparedJob { start, input: b"{}".to_vec(), deadline, brokered: false }
     }
 
-    /// A worker that said that its VM stands ready, and what becomes of it.
-    fn standing() -> (Worker, UnixStream) {
+    /// A worker that said that its VM stands ready, and its other end.
+    fn unused() -> (Worker, UnixStream) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         say(&mut theirs, &Ready::Ok(Timing::default()));
         let mut worker = Worker::new(ours, File::open("/dev/null").unwrap().into());
         worker.await_ready(Patience::default()).unwrap();
+        (worker, theirs)
+    }
+
+    /// One that has carried out a run, after which its VM is put back.
+    fn standing() -> (Worker, UnixStream) {
+        let (mut worker, theirs) = unused();
+        worker.runs = 1;
         (worker, theirs)
     }
 
@@ -343,9 +363,40 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_stands_ready_once() {
+    fn a_worker_that_ended_with_its_order_unread_was_lost_before_the_run() {
+        let (mut worker, theirs) = standing();
+        worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap();
+        drop(theirs);
+        let lost = worker.finish(Patience::default()).unwrap_err();
+        assert!(matches!(lost, Lost::Before(_)), "{lost:?}");
+        // Had it read that, it may have carried out anything.
+        let (mut worker, mut theirs) = standing();
+        worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        while theirs.read(&mut [0; 4096]).is_ok() {}
+        drop(theirs);
+        let lost = worker.finish(Patience::default()).unwrap_err();
+        assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+    }
+
+    #[test]
+    fn a_run_that_began_is_not_taken_back_by_its_worker() {
+        // A worker that served none has no reset that could fail.
+        let (worker, mut theirs) = unused();
+        say(&mut theirs, &not_reset());
+        assert_eq!(lost_by(worker), (false, VmFailureKind::WorkerLost));
+        // Nor has one that told of the run.
+        let (mut worker, mut theirs) = standing();
+        let what = RunEvent::Output(b"so far".to_vec());
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Event, &Event { number: 0, what }, &mut bytes);
+        theirs.write_all(&bytes).unwrap();
+        say(&mut theirs, &not_reset());
+        let lost = worker.finish_telling(Patience::default(), Some(&|_| ())).unwrap_err();
+        assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+        // And it stands ready once.
         let (worker, mut theirs) = standing();
         say(&mut theirs, &Ready::Ok(Timing::default()));
-        assert_eq!(lost_by(worker), (true, VmFailureKind::Misbehaved));
+        assert_eq!(lost_by(worker), (false, VmFailureKind::Misbehaved));
     }
 }

@@ -227,10 +227,7 @@ impl Guest {
         if found.is_empty() {
             return Ok(());
         }
-        Err(VmFailure {
-            kind: VmFailureKind::NotReset,
-            message: format!("a reset left differences: {}", found.join("; ")),
-        })
+        Err(VmFailure { kind: VmFailureKind::NotReset, message: left_behind(&found) })
     }
 
     /// Has the guest verify, parse and instantiate a program, and wait for a
@@ -347,6 +344,27 @@ impl Guest {
     }
 }
 
+/// Differences that are told one by one. They may be as many as there are
+/// pages, and a worker's word is bounded.
+const DIFFERENCES_TOLD: usize = 8;
+/// The longest text of one, in bytes.
+const DIFFERENCE_BYTES_MAX: usize = 256;
+
+/// What a reset left, as its proof found.
+fn left_behind(found: &[String]) -> String {
+    let mut message = String::from("a reset left differences");
+    let mut before = ": ";
+    for difference in found.iter().take(DIFFERENCES_TOLD) {
+        message.push_str(before);
+        message.push_str(&difference[..difference.floor_char_boundary(DIFFERENCE_BYTES_MAX)]);
+        before = "; ";
+    }
+    if found.len() > DIFFERENCES_TOLD {
+        message.push_str(&format!("; and {} more", found.len() - DIFFERENCES_TOLD));
+    }
+    message
+}
+
 /// Why a guest that was to stand ready does not.
 pub(crate) fn not_ready(fate: Fate) -> VmFailure {
     match fate {
@@ -415,4 +433,26 @@ pub fn serve_and_keep(
     let mut guest = Guest::boot(&hypervisor, &image, trust, ram_bytes, &watchdog)?;
     let report = guest.run(job, broker, &watchdog);
     Ok((report, guest))
+}
+
+#[cfg(test)]
+mod tests {
+    use forge_protocol::frame::{self, Kind};
+    use forge_protocol::worker::Ready;
+
+    use super::*;
+
+    #[test]
+    fn however_much_a_reset_left_the_worker_can_say_so() {
+        let found: Vec<String> =
+            (0..1024).map(|page| format!("page {page} {}", "ü".repeat(200))).collect();
+        let failure = |found: &[String]| VmFailure {
+            kind: VmFailureKind::NotReset,
+            message: left_behind(found),
+        };
+        frame::write_message(Kind::Ready, &Ready::Err(failure(&found)), &mut Vec::new());
+        assert!(failure(&found).message.ends_with("; and 1016 more"));
+        let two = ["page 3".to_owned(), "rip".to_owned()];
+        assert_eq!(failure(&two).message, "a reset left differences: page 3; rip");
+    }
 }

@@ -20,7 +20,7 @@ use forge_protocol::worker::{
 
 use super::{BrokerLink, Guest, GuestBase, Standing};
 use crate::jail::{Limits, WorkerJail};
-use crate::link::{Link, Patience};
+use crate::link::{self, Link, Patience};
 use crate::machine::{Hypervisor, PageMap, Watchdog};
 use crate::trace::now_ns;
 
@@ -34,7 +34,7 @@ pub(crate) const LIMITS: Limits =
 /// its next order comes first. Whoever waits for the report is answered
 /// meanwhile, and woken where the answer is: beside a worker that computes it
 /// would be woken on a CPU that sleeps.
-const REST: Duration = Duration::from_millis(1);
+pub(crate) const REST: Duration = Duration::from_millis(1);
 
 /// What a worker has from the zygote.
 pub(super) struct Inherited<'a> {
@@ -95,24 +95,12 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
     worker.guest.note(|at| at.jailed = now_ns());
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
     let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob | Kind::Tell);
-    let mut is_used = false;
     loop {
-        let patience = match is_used {
-            true => Patience::until(Instant::now() + REST),
-            false => Patience::default(),
-        };
-        let frame = match link.receive(awaits, patience) {
-            Ok(frame) => Some(frame),
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => None,
+        let frame = match link.receive(awaits, Patience::default()) {
+            Ok(frame) => frame,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) => return Err(error),
         };
-        if std::mem::take(&mut is_used)
-            && let Err(failure) = worker.put_back()
-        {
-            return say(&mut link, Kind::Ready, &Ready::Err(failure));
-        }
-        let Some(frame) = frame else { continue };
         if frame.kind == Kind::Tell {
             worker.guest.tell(link.socket().as_raw_fd());
             continue;
@@ -136,10 +124,11 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
             Err(failure) => failed(failure),
         };
         say(&mut link, Kind::Report, &report)?;
-        if worker.reset.is_none() {
-            return await_end(&mut link);
+        let Some(reset) = &mut worker.reset else { return await_end(&mut link) };
+        rest(&link)?;
+        if let Err(failure) = reset.put_back(&mut worker.guest) {
+            return say(&mut link, Kind::Ready, &Ready::Err(failure));
         }
-        is_used = true;
     }
 }
 
@@ -149,6 +138,17 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
 fn await_end(link: &mut Link) -> io::Result<()> {
     match link.receive(|_| false, Patience::default()) {
         Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Until [`REST`] is over, or the next order is there. That is not read yet: if
+/// this process ends before its VM is put back, the kernel tells the supervisor
+/// so (ECONNRESET), and another is given the run.
+fn rest(link: &Link) -> io::Result<()> {
+    let until = Patience::until(Instant::now() + REST);
+    match link::wait(link.socket().as_raw_fd(), libc::POLLIN, until) {
+        Err(error) if error.kind() != io::ErrorKind::TimedOut => Err(error),
         _ => Ok(()),
     }
 }
@@ -312,14 +312,15 @@ impl Worker {
         }
         Ok(self.guest.timing())
     }
+}
 
-    /// After a run: resets the guest, if that is its way.
-    fn put_back(&mut self) -> Result<(), VmFailure> {
-        let Some(reset) = &mut self.reset else { return Ok(()) };
-        self.guest.reset(&reset.to, &reset.pages)?;
-        reset.done = reset.done.wrapping_add(1);
-        if reset.prove_one_in != 0 && reset.done.is_multiple_of(reset.prove_one_in) {
-            self.guest.prove_reset(&reset.to, &reset.pages)?;
+impl Reset {
+    /// Puts the guest back after a run.
+    fn put_back(&mut self, guest: &mut Guest) -> Result<(), VmFailure> {
+        guest.reset(&self.to, &self.pages)?;
+        self.done = self.done.wrapping_add(1);
+        if self.prove_one_in != 0 && self.done.is_multiple_of(self.prove_one_in) {
+            guest.prove_reset(&self.to, &self.pages)?;
         }
         Ok(())
     }
