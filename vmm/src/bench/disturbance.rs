@@ -3,9 +3,15 @@
 //!
 //! While a sample is taken, a worker of ours may well run before the thread
 //! that waits for it. So how long that thread waits for a CPU is looked at
-//! between samples, when nothing of ours is under way.
+//! between samples, when nothing of ours is under way. It computes then: who
+//! has just slept is given its CPU at once, however many others want it.
+
+use std::time::{Duration, Instant};
 
 use super::quiet::wait_for_quiet;
+
+/// How long one look takes: some turns of whoever else there is.
+const LOOK_TIME: Duration = Duration::from_millis(20);
 
 /// What was found so far.
 #[derive(Debug)]
@@ -24,8 +30,12 @@ impl Disturbance {
 
     /// Looks for some milliseconds, between two samples.
     pub fn look(&mut self) {
-        let before = Counters::now();
         wait_for_quiet(std::process::id().cast_signed());
+        let before = Counters::now();
+        let until = Instant::now() + LOOK_TIME;
+        while Instant::now() < until {
+            std::hint::spin_loop();
+        }
         let after = Counters::now();
         self.ran_ns += after.ran_ns.saturating_sub(before.ran_ns);
         self.waited_ns += after.waited_ns.saturating_sub(before.waited_ns);
@@ -106,6 +116,29 @@ mod tests {
         let after = Counters::parse("1900 600 12\n", "cpu  20 0 20 150 0 0 0 10 0 0\ncpu0 1\n");
         // 100 of 1000 ns, and 10 of 100 ticks.
         assert_eq!(after.since(&before), 0.2);
+    }
+
+    #[test]
+    fn who_computes_on_every_cpu_disturbs() {
+        use std::sync::atomic::{AtomicBool, Ordering};
+        let cpus = std::thread::available_parallelism().unwrap().get();
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 * cpus {
+                scope.spawn(|| {
+                    while !over.load(Ordering::Relaxed) {
+                        std::hint::spin_loop();
+                    }
+                });
+            }
+            let mut disturbance = Disturbance::begin();
+            let until = Instant::now() + Duration::from_secs(20);
+            while disturbance.part() < 0.1 && Instant::now() < until {
+                disturbance.look();
+            }
+            over.store(true, Ordering::Relaxed);
+            assert!(disturbance.part() >= 0.1, "{disturbance:?}");
+        });
     }
 
     #[test]

@@ -131,7 +131,8 @@ impl Served {
             command.args(["--reuse", "reset", "--prove-one-in", &prove_one_in.to_string()]);
         }
         // SAFETY: between fork and exec, a call that only this process hears of.
-        // Whoever ends the bench has it drain and end.
+        // Whoever ends the bench has it drain and end: the thread that starts it is
+        // there as long as the bench is.
         unsafe {
             command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) {
                 0 => Ok(()),

@@ -21,6 +21,7 @@ use super::fixture::Folder;
 use super::program::{self, Program};
 use super::{Case, Entry, Measure};
 use crate::jail::{WorkerJail, landlock};
+use crate::link::{Patience, wait};
 use crate::machine::{
     self, Bus, Exit, Hypervisor, Image, Machine, PageMap, Watchdog, deadline_in, vcpu::Go,
 };
@@ -41,12 +42,24 @@ pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_fsync", "append a page to a file where the journal is, and sync it", fsync),
     floor("floor_fork", "fork a process that ends at once, and wait for it", fork),
     floor("floor_jail", "what a forked worker puts on for itself of the jail", jail),
-    floor(
-        "floor_forked",
-        "fork a process that makes a bare VM of a guest's size, has one exit, puts on the jail and \
-         says so",
-        forked,
-    ),
+    Entry {
+        group: "cold",
+        ..floor(
+            "floor_forked",
+            "fork a process that makes a bare VM of a guest's size, has one exit, puts on the jail \
+             and says so",
+            forked,
+        )
+    },
+    Entry {
+        group: "warm",
+        ..floor(
+            "floor_hops",
+            "64 bytes from process to process to a third, one bare VM exit there, and back the \
+             same way",
+            hops,
+        )
+    },
     floor("floor_verify", "check the program's signature on the host", verify),
     floor(
         "floor_parse",
@@ -156,23 +169,35 @@ impl Bus for Countdown {
 }
 
 fn exit() -> Result<Box<dyn Case>, String> {
-    let [a, b, c, d] = (CONTROL_MMIO as u32).to_le_bytes();
-    // mov [CONTROL_MMIO], eax; jmp back
-    let code = [0x89, 0x04, 0x25, a, b, c, d, 0xeb, 0xf7];
-    let image = Image::with_entry_code(&code).map_err(said)?;
-    let hypervisor = Hypervisor::open().map_err(said)?;
-    let machine = Machine::new(&hypervisor, &image, &[], 16 << 20).map_err(said)?;
-    Ok(Box::new(ExitFloor { machine, watchdog: Watchdog::new().map_err(said)? }))
+    ExitFloor::new().map(|floor| Box::new(floor) as Box<dyn Case>)
+}
+
+impl ExitFloor {
+    fn new() -> Result<Self, String> {
+        let [a, b, c, d] = (CONTROL_MMIO as u32).to_le_bytes();
+        // mov [CONTROL_MMIO], eax; jmp back
+        let code = [0x89, 0x04, 0x25, a, b, c, d, 0xeb, 0xf7];
+        let image = Image::with_entry_code(&code).map_err(said)?;
+        let hypervisor = Hypervisor::open().map_err(said)?;
+        let machine = Machine::new(&hypervisor, &image, &[], 16 << 20).map_err(said)?;
+        Ok(Self { machine, watchdog: Watchdog::new().map_err(said)? })
+    }
+
+    /// So many exits.
+    fn run(&mut self, exits: u32) -> Result<(), String> {
+        let _armed = self.watchdog.arm(deadline_in(Duration::from_secs(10)));
+        match self.machine.run(&mut Countdown(exits), self.watchdog.stop()) {
+            Exit::Bus => Ok(()),
+            other => Err(format!("the guest that only exits left with {other:?}")),
+        }
+    }
 }
 
 impl Case for ExitFloor {
     fn sample(&mut self) -> Result<u64, String> {
-        let _armed = self.watchdog.arm(deadline_in(Duration::from_secs(10)));
         let started = Instant::now();
-        match self.machine.run(&mut Countdown(EXITS), self.watchdog.stop()) {
-            Exit::Bus => Ok(started.elapsed().as_nanos() as u64 / u64::from(EXITS)),
-            other => Err(format!("the guest that only exits left with {other:?}")),
-        }
+        self.run(EXITS)?;
+        Ok(started.elapsed().as_nanos() as u64 / u64::from(EXITS))
     }
 }
 
@@ -232,7 +257,8 @@ fn fork_child(work: impl FnOnce()) -> io::Result<libc::pid_t> {
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
-            // Whoever ends the bench ends it too.
+            // Whoever ends the bench ends it too: the thread that forks is there
+            // as long as the bench is.
             // SAFETY: an option that takes numbers alone.
             unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
             work();
@@ -271,6 +297,66 @@ impl Drop for SocketFloor {
     fn drop(&mut self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         wait_for(self.child);
+    }
+}
+
+/// The hops of a warm run with nothing in them: a client, a service and a
+/// worker in a process each, which wait as ours do, and one exit.
+struct HopsFloor {
+    socket: UnixStream,
+    children: [libc::pid_t; 2],
+}
+
+/// Waits for so much, as [`crate::link`] does.
+fn await_ping(socket: &mut UnixStream, bytes: &mut [u8; PING_BYTES]) -> io::Result<()> {
+    wait(socket.as_raw_fd(), libc::POLLIN, Patience::default())?;
+    socket.read_exact(bytes)
+}
+
+fn hops() -> Result<Box<dyn Case>, String> {
+    let (socket, mut client) = UnixStream::pair().map_err(said)?;
+    let (mut worker, mut supervisor) = UnixStream::pair().map_err(said)?;
+    let works = fork_child(move || {
+        if let Ok(mut guest) = ExitFloor::new() {
+            let mut bytes = [0; PING_BYTES];
+            while await_ping(&mut supervisor, &mut bytes).is_ok()
+                && guest.run(1).is_ok()
+                && supervisor.write_all(&bytes).is_ok()
+            {}
+        }
+        // Whoever waits for it has an end of it too.
+        let _ = supervisor.shutdown(std::net::Shutdown::Both);
+    });
+    let works = works.map_err(said)?;
+    let serves = fork_child(move || {
+        let mut bytes = [0; PING_BYTES];
+        while await_ping(&mut client, &mut bytes).is_ok()
+            && worker.write_all(&bytes).is_ok()
+            && await_ping(&mut worker, &mut bytes).is_ok()
+            && client.write_all(&bytes).is_ok()
+        {}
+        let _ = worker.shutdown(std::net::Shutdown::Both);
+        let _ = client.shutdown(std::net::Shutdown::Both);
+    });
+    Ok(Box::new(HopsFloor { children: [works, serves.map_err(said)?], socket }))
+}
+
+impl Case for HopsFloor {
+    fn sample(&mut self) -> Result<u64, String> {
+        let mut bytes = [7; PING_BYTES];
+        let started = Instant::now();
+        self.socket.write_all(&bytes).map_err(said)?;
+        await_ping(&mut self.socket, &mut bytes).map_err(said)?;
+        Ok(started.elapsed().as_nanos() as u64)
+    }
+}
+
+impl Drop for HopsFloor {
+    fn drop(&mut self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        for child in self.children {
+            wait_for(child);
+        }
     }
 }
 

@@ -203,7 +203,8 @@ pub struct Results {
     /// Built with which cargo profile.
     #[serde(default)]
     pub profile: String,
-    /// The part of the time that the bench had to wait for a CPU: 0 to 1.
+    /// The part of its time that the bench had to wait for a CPU, for others
+    /// than its own processes: 0 to 1.
     #[serde(default)]
     pub disturbed: f64,
     /// The figures.

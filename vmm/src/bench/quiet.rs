@@ -4,6 +4,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::worker::process;
+
 /// How long at most: a process may have reasons of its own to run.
 const TIME_MAX: Duration = Duration::from_millis(50);
 /// From one look to the next. Who looks all the time has used up its turn when
@@ -12,6 +14,8 @@ const INTERVAL: Duration = Duration::from_millis(1);
 /// Looks in a row that must find everybody asleep: work goes from process to
 /// process, and one look may fall in between.
 const LOOKS: u32 = 2;
+/// A worker that rests sleeps, and its reset is still to come.
+const _: () = assert!(process::REST.as_micros() < LOOKS as u128 * INTERVAL.as_micros());
 
 /// Waits until every thread of this process and of all processes below it
 /// sleeps.
@@ -24,12 +28,15 @@ pub(super) fn wait_for_quiet(process: i32) {
     }
 }
 
-/// Whether they do. Who is gone by now sleeps.
+/// Whether they do. Who is gone by now sleeps, and whoever looks would.
 fn all_sleep(process: i32) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else { return true };
+    // SAFETY: has no preconditions.
+    let this = unsafe { libc::gettid() };
     threads.flatten().all(|thread| {
         let read = |name| std::fs::read_to_string(thread.path().join(name)).unwrap_or_default();
-        sleeps(&read("stat"))
+        let looks = thread.file_name().to_str().and_then(|it| it.parse().ok()) == Some(this);
+        (looks || sleeps(&read("stat")))
             && read("children").split_ascii_whitespace().all(|child| {
                 let child: Result<i32, _> = child.parse();
                 child.is_ok_and(all_sleep)

@@ -7,7 +7,6 @@
 //! one that writes until its intent is on the disk. Deliberately absent is a
 //! tool server: what it adds is its own.
 
-use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
@@ -15,6 +14,7 @@ use forge_protocol::broker::{Authority, GrantRequest, OpenRun, Reply, Request};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::guest::{Call, Settled};
+use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 
@@ -132,12 +132,7 @@ struct Toolcall {
 
 fn null() -> Result<Box<dyn Case>, String> {
     use sha2::Digest as _;
-    let mut expected = String::from("{\"hex\":\"");
-    for byte in sha2::Sha256::digest(HASHED) {
-        // Writing to a string has no way to fail.
-        let _ = write!(expected, "{byte:02x}");
-    }
-    expected.push_str("\"}");
+    let expected = format!("{{\"hex\":\"{}\"}}", hex(&sha2::Sha256::digest(HASHED)));
     Toolcall::make("crypto.hash", TO_HASH, expected)
 }
 
