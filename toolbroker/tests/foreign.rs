@@ -12,6 +12,7 @@ mod support;
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
@@ -67,8 +68,11 @@ fn must(command: &mut Command) {
     );
 }
 
-/// Installs a package from npm, once; returns its program.
+/// Installs a package from npm, once; returns its program. Two tests want the
+/// same one, and run side by side.
 fn npm(cache: &Path, package: &str, program: &str) -> PathBuf {
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _alone = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = cache.join(program);
     let binary = folder.join("node_modules/.bin").join(program);
     if !binary.exists() {
