@@ -380,11 +380,18 @@ impl Shared {
     }
 
     /// A worker was lost before it had a run, which another gets. That is no
-    /// reason for silence if its last reset was not one.
+    /// reason for silence if its last reset was not one, or if it tried what
+    /// its jail forbids.
     fn note_lost(&self, failure: &VmFailure) {
-        if failure.kind == VmFailureKind::NotReset {
-            self.resets_disproven.fetch_add(1, Ordering::Relaxed);
-            tracing::error!(reason = failure.message, "a VM that was reset is not as it was");
+        match failure.kind {
+            VmFailureKind::NotReset => {
+                self.resets_disproven.fetch_add(1, Ordering::Relaxed);
+                tracing::error!(reason = failure.message, "a VM that was reset is not as it was");
+            }
+            VmFailureKind::WorkerBroke => {
+                tracing::error!(reason = failure.message, "a worker was lost between two runs");
+            }
+            _ => {}
         }
     }
 

@@ -363,6 +363,18 @@ mod tests {
     }
 
     #[test]
+    fn a_worker_that_its_filter_ended_between_two_runs_has_said_by_which_call() {
+        let (mut worker, mut theirs) = standing();
+        let mut bytes = Vec::new();
+        frame::write_raw(Kind::Forbidden, &41i32.to_le_bytes(), &mut bytes);
+        theirs.write_all(&bytes).unwrap();
+        drop(theirs);
+        let failure = worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap_err();
+        assert_eq!(failure.kind, VmFailureKind::WorkerBroke);
+        assert!(failure.message.contains("system call 41"), "{failure:?}");
+    }
+
+    #[test]
     fn a_worker_that_ended_with_its_order_unread_was_lost_before_the_run() {
         let (mut worker, theirs) = standing();
         worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap();
