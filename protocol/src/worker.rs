@@ -156,7 +156,8 @@ pub struct CallSettled {
 pub struct Timing {
     /// Making the VM: KVM objects, memory, image.
     pub vm_ns: u64,
-    /// From the first instruction to the guest's greeting.
+    /// What the guest did before a run came: its boot, or its warming up, and
+    /// the program that it was prepared with.
     pub boot_ns: u64,
     /// From the program's delivery to its first instruction.
     pub load_ns: u64,

@@ -120,7 +120,8 @@ pub struct TimingReport {
     pub admission: u64,
     /// Making the VM.
     pub vm: u64,
-    /// From the guest's first instruction to its greeting.
+    /// What its guest did before the run came; with `vm` from when it was made,
+    /// which for a VM that stood ready is not in `total`.
     pub boot: u64,
     /// From the program's delivery to its first instruction.
     pub load: u64,

@@ -3,7 +3,7 @@
 //!
 //! While a sample is taken, a worker of ours may well run before the thread
 //! that waits for it. So how long that thread waits for a CPU is looked at
-//! between samples, when nothing of ours is under way. It computes then: who
+//! between rounds, when nothing of ours is under way. It computes then: who
 //! has just slept is given its CPU at once, however many others want it.
 
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ impl Disturbance {
         Self { started: Counters::now(), ran_ns: 0, waited_ns: 0 }
     }
 
-    /// Looks for some milliseconds, between two samples.
+    /// Looks for some milliseconds, between two rounds.
     pub fn look(&mut self) {
         wait_for_quiet(std::process::id().cast_signed());
         let before = Counters::now();
