@@ -296,7 +296,7 @@ impl Case for Reset {
 }
 
 /// How long one repetition of a throughput is.
-const THROUGHPUT_TIME: Duration = Duration::from_secs(2);
+pub(super) const THROUGHPUT_TIME: Duration = Duration::from_secs(2);
 
 struct Throughput {
     served: Served,
