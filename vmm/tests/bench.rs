@@ -153,9 +153,9 @@ fn each_door_is_measured_beside_a_run_without_one() {
     let results = json(&["doors", "--runs", "2"]);
     assert_eq!(
         names(&results),
-        ["floor_socket", "door_none", "door_vsock", "door_http", "door_mcp"]
+        ["floor_socket", "floor_door", "door_none", "door_vsock", "door_http", "door_mcp"]
     );
-    for result in &results["results"].as_array().unwrap()[2..] {
+    for result in &results["results"].as_array().unwrap()[3..] {
         assert_eq!((&result["unit"], &result["n"]), (&"us".into(), &2.into()), "{result}");
         assert_eq!(result["ratio_of"], "2 floor_socket");
     }

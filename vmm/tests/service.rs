@@ -36,11 +36,11 @@ use forge_protocol::service::{Finished, Order, Query, Question, Reply, Submit};
 use processes::{Process, descendants_of, is_busy, is_gone};
 use serde_json::Value;
 use serving::{
-    ECHO, Service, broker_pid, desk, endless, eventually, is_closed, kill, leaving_client, lines,
-    patience, program, report, run, runtime, send, signal, standing, stands, status, stranger,
-    submit, test_server, three_in_flight,
+    ECHO, Service, broker_pid, desk, endless, is_closed, kill, leaving_client, lines, patience,
+    program, report, run, runtime, send, signal, standing, stands, status, stranger, submit,
+    test_server, three_in_flight,
 };
-use support::{forge_module, signed};
+use support::{eventually, forge_module, signed};
 
 fn main() -> ExitCode {
     support::main(
@@ -963,7 +963,14 @@ fn another_user_speaks_for_its_principal_alone() {
     let service = desk.serve(&["--config", "forge.toml"]);
     assert_eq!(fs::metadata(desk.socket()).unwrap().permissions().mode() & 0o777, 0o666);
     let nobody = connect_as(61002, &service.socket).unwrap();
+    // Who speaks for nobody hears so, once.
+    let mut stranger = Client::over(nobody.try_clone().unwrap()).unwrap();
+    let refused = run(&mut stranger, &submit(ECHO, "[1]"));
+    assert_eq!((&refused["status"], &refused["kind"]), (&"rejected".into(), &"forbidden".into()));
     assert!(is_closed(&nobody), "a user that speaks for nobody");
+    let mut stranger = Client::over(connect_as(61002, &service.socket).unwrap()).unwrap();
+    let refused = stranger.ask(Question::Status).unwrap_err();
+    assert!(refused.to_string().contains("uids"), "{refused}");
     let mut client = Client::over(connect_as(61001, &service.socket).unwrap()).unwrap();
     let order = Order { principal: "ci".into(), ..submit(ECHO, "[1]") };
     assert_eq!(run(&mut client, &order)["output"], "[1]");

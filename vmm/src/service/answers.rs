@@ -42,7 +42,8 @@ impl Service {
     pub(super) fn answer(&self, question: Question, peer: &Peer) -> Reply {
         if !peer.speaks() {
             return forbidden(
-                "this machine's CID speaks for no principal: forge.toml, [principals.<name>] cids",
+                "this client speaks for no principal: forge.toml, [principals.<name>] uids, or \
+                 cids over vsock",
             );
         }
         if let Some(asker) = asker(&question)

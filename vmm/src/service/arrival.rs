@@ -90,14 +90,14 @@ impl Arrival {
         Self(Way::Unix(socket))
     }
 
-    /// Who it is; `None` for one who is not even answered.
+    /// Who it is.
     ///
     /// # Errors
     /// What the kernel said.
-    pub(super) fn peer(&self, principals: &Principals) -> io::Result<Option<Peer>> {
+    pub(super) fn peer(&self, principals: &Principals) -> io::Result<Peer> {
         match &self.0 {
             Way::Unix(socket) => Peer::of_user(socket, principals),
-            Way::Vsock { cid, .. } => Ok(Some(Peer::of_machine(*cid, principals))),
+            Way::Vsock { cid, .. } => Ok(Peer::of_machine(*cid, principals)),
         }
     }
 

@@ -19,7 +19,7 @@ pub(super) enum Peer {
     Operator,
     /// Speaks for these and nobody else.
     Speaker { who: Who, principals: Vec<String> },
-    /// A machine that speaks for nobody: it hears so once, and no more.
+    /// Speaks for nobody: it hears so once, and no more.
     Stranger,
 }
 
@@ -44,23 +44,21 @@ impl Who {
 }
 
 impl Peer {
-    /// Whoever connected by a unix socket; `None` for a user that speaks for
-    /// nobody.
+    /// Whoever connected by a unix socket.
     ///
     /// # Errors
     /// What the kernel said.
-    pub(super) fn of_user(
-        socket: &UnixStream,
-        principals: &Principals,
-    ) -> io::Result<Option<Self>> {
+    pub(super) fn of_user(socket: &UnixStream, principals: &Principals) -> io::Result<Self> {
         let uid = uid_of(socket)?;
         // SAFETY: takes nothing and cannot fail.
         if [0, unsafe { libc::geteuid() }].contains(&uid) {
-            return Ok(Some(Self::Operator));
+            return Ok(Self::Operator);
         }
         let principals = principals.of_uid(uid);
-        let speaker = Self::Speaker { who: Who::User(uid), principals };
-        Ok(speaker.speaks().then_some(speaker))
+        if principals.is_empty() {
+            return Ok(Self::Stranger);
+        }
+        Ok(Self::Speaker { who: Who::User(uid), principals })
     }
 
     /// The machine with this CID, on the kernel's word.
@@ -84,11 +82,7 @@ impl Peer {
 
     /// Whether it may speak for anybody.
     pub(super) fn speaks(&self) -> bool {
-        match self {
-            Self::Operator => true,
-            Self::Speaker { principals, .. } => !principals.is_empty(),
-            Self::Stranger => false,
-        }
+        *self != Self::Stranger
     }
 
     pub(super) fn is_operator(&self) -> bool {
@@ -134,7 +128,7 @@ mod tests {
     #[test]
     fn a_user_speaks_for_its_principals_alone_and_the_operator_for_all() {
         let (a, _b) = UnixStream::pair().unwrap();
-        let own = Peer::of_user(&a, &Principals::default()).unwrap().unwrap();
+        let own = Peer::of_user(&a, &Principals::default()).unwrap();
         assert!(own.is_operator() && own.speaks_for("anybody"));
         let ci = Principal { uids: vec![1001], ..Principal::default() };
         let principals = Principals([("ci".to_owned(), ci)].into());
@@ -143,6 +137,7 @@ mod tests {
         let ci = Peer::Speaker { who: Who::User(1001), principals: principals.of_uid(1001) };
         assert!(ci.speaks_for("ci") && !ci.speaks_for("local") && !ci.is_operator());
     }
+
     #[test]
     fn a_machine_speaks_for_its_principal_alone_and_is_never_the_operator() {
         let named = |cids| Principal { cids, uids: vec![5], ..Principal::default() };

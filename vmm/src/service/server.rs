@@ -342,11 +342,7 @@ pub(super) type Connections = HashMap<u64, Arc<Connection>>;
 impl Service {
     fn welcome(self: &Arc<Self>, number: u64, arrival: Arrival) {
         let peer = match arrival.peer(&self.options().principals) {
-            Ok(Some(peer)) => peer,
-            Ok(None) => {
-                tracing::info!("a user that speaks for no principal is sent away");
-                return;
-            }
+            Ok(peer) => peer,
             Err(error) => {
                 tracing::debug!(%error, "a client that nobody knows is sent away");
                 return;
