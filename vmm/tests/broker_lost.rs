@@ -30,9 +30,10 @@ use frail_broker::{Brokers, Life};
 use processes::{Process, is_gone, wait_for};
 use serde_json::Value;
 use serving::{
-    ECHO, broker_pid, desk, endless, eventually, hashes, kill, lines, report, runtime, stands,
-    status, submit, test_server, three_in_flight,
+    ECHO, broker_pid, desk, endless, hashes, kill, lines, report, runtime, stands, status, submit,
+    test_server, three_in_flight,
 };
+use support::eventually;
 
 fn main() -> ExitCode {
     frail_broker::be_one();

@@ -25,10 +25,10 @@ use forge_protocol::name::ToolName;
 use forge_protocol::service::{Callback, HostedTool, HostedTools, Order, RunEvent};
 use serde_json::Value;
 use serving::{
-    ECHO, ENDLESS, Service, calls, desk, endless, eventually, hashes, program, report, run,
-    runtime, stands, submit,
+    ECHO, ENDLESS, Service, calls, desk, endless, hashes, program, report, run, runtime, stands,
+    submit,
 };
-use support::{forge_module, joins, signed};
+use support::{eventually, forge_module, joins, signed};
 
 fn main() -> ExitCode {
     support::main(

@@ -5,10 +5,14 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 #[path = "support/processes.rs"]
 mod processes;
+#[path = "support/serving.rs"]
+mod serving;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,20 +20,19 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::{Child, ChildStderr, Command, ExitCode, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::process::{Child, ChildStderr, Command, ExitCode};
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use executables::FORGE;
+use desk::Desk;
 use forge_doors::http::DOCUMENT;
 use forge_doors::web::TokenHash;
 use forge_protocol::limits::{INTENT_BYTES_MAX, PROGRAM_BYTES_MAX};
 use processes::{Process, is_busy, is_gone, workers_below};
 use serde_json::{Value, json};
-use support::{forge_module, signed, signer};
+use serving::{ECHO, ENDLESS, program};
+use support::{eventually, forge_module, signed};
 use tungstenite::Message;
 
 fn main() -> ExitCode {
@@ -67,65 +70,39 @@ const ALICE: &str = "alices-token-which-was-drawn";
 const BOB: &str = "bobs-token-which-was-drawn";
 const METRICS: &str = "the-token-of-metrics";
 
-/// A folder with keys and a configuration, gone after the test.
-struct Desk(PathBuf);
+/// One whose door knows Alice and Bob.
+fn desk() -> Desk {
+    let hash = |token: &str| String::from(TokenHash::of(token.as_bytes()));
+    desk_with(&format!(
+        "[http]\nlisten = '127.0.0.1:0'\nhosts = ['forge.example']\n\
+         metrics_token_sha256 = '{}'\n\
+         [roles.all]\ntools = ['*']\n\
+         [principals.alice]\nroles = ['all']\ntoken_sha256 = ['{}']\n\
+         [principals.bob]\nroles = ['all']\ntoken_sha256 = ['{}']\n",
+        hash(METRICS),
+        hash(ALICE),
+        hash(BOB),
+    ))
+}
+
+/// One with this `forge.toml`, and a tool server.
+fn desk_with(config: &str) -> Desk {
+    let desk = serving::desk();
+    desk.write("forge.toml", config);
+    let server = json!({ "command": executables::folder().join("forge-test-server") });
+    desk.write("mcp.json", json!({ "mcpServers": { "test": server } }).to_string());
+    desk
+}
 
 impl Desk {
-    /// One whose door knows Alice and Bob.
-    fn new() -> Self {
-        let hash = |token: &str| String::from(TokenHash::of(token.as_bytes()));
-        Self::with(&format!(
-            "[http]\nlisten = '127.0.0.1:0'\nhosts = ['forge.example']\n\
-             metrics_token_sha256 = '{}'\n\
-             [roles.all]\ntools = ['*']\n\
-             [principals.alice]\nroles = ['all']\ntoken_sha256 = ['{}']\n\
-             [principals.bob]\nroles = ['all']\ntoken_sha256 = ['{}']\n",
-            hash(METRICS),
-            hash(ALICE),
-            hash(BOB),
-        ))
+    fn opens(&self, more: &[&str]) -> Child {
+        let doors = ["--config", "forge.toml", "--mcp-config", "mcp.json"];
+        self.serves(&[&doors, more].concat()).spawn().unwrap()
     }
 
-    fn with(config: &str) -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        executables::folder();
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let desk =
-            Self(std::env::temp_dir().join(format!("forge-http-{}-{number}", std::process::id())));
-        fs::create_dir_all(&desk.0).unwrap();
-        fs::write(desk.path("signer.pub"), signer().trust_key().to_pem()).unwrap();
-        fs::write(desk.path("forge.toml"), config).unwrap();
-        let server = json!({ "command": executables::folder().join("forge-test-server") });
-        let servers = json!({ "mcpServers": { "test": server } });
-        fs::write(desk.path("mcp.json"), servers.to_string()).unwrap();
-        desk
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    fn start(&self, more: &[&str]) -> Child {
-        let fixed = [
-            "serve",
-            "--socket",
-            "socket",
-            "--trust",
-            "signer.pub",
-            "--state",
-            "state",
-            "--config",
-            "forge.toml",
-            "--mcp-config",
-            "mcp.json",
-        ];
-        let mut command = Command::new(FORGE);
-        command.current_dir(&self.0).args(fixed).args(more).stdin(Stdio::null());
-        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
-    }
-
-    fn serve(&self, more: &[&str]) -> Service {
-        let mut child = self.start(more);
+    /// A service whose doors are open.
+    fn open(&self, more: &[&str]) -> Service {
+        let mut child = self.opens(more);
         let mut said = BufReader::new(child.stderr.take().unwrap());
         let mut lines = std::iter::from_fn(|| {
             let mut line = String::new();
@@ -141,14 +118,8 @@ impl Desk {
     }
 
     /// One that makes no VM.
-    fn serve_without_vm(&self) -> Service {
-        self.serve(&["--ready", "0", "--ready-max", "0"])
-    }
-}
-
-impl Drop for Desk {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+    fn open_without_vm(&self) -> Service {
+        self.open(&["--ready", "0", "--ready-max", "0"])
     }
 }
 
@@ -274,14 +245,6 @@ impl Drop for Service {
     }
 }
 
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < until, "it never came about that {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
 // HTTP
 
 struct Request<'a> {
@@ -389,7 +352,7 @@ fn fits(schema: &str, value: &Value) {
 /// `curl` with these arguments, which has to go well.
 fn curl(desk: &Desk, arguments: &[&str]) -> Vec<u8> {
     let mut command = Command::new("curl");
-    command.current_dir(&desk.0).args(["--silent", "--show-error", "--max-time", "60"]);
+    command.current_dir(desk.folder()).args(["--silent", "--show-error", "--max-time", "60"]);
     command.env("NO_PROXY", "*");
     let output = command.args(arguments).output().unwrap();
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -397,17 +360,6 @@ fn curl(desk: &Desk, arguments: &[&str]) -> Vec<u8> {
 }
 
 // Programs
-
-const ECHO: &str = "(drop (call $output (i32.const 0)
-        (call $input_read (i32.const 0) (i32.const 0) (call $input_len))))
-    (call $log (i32.const 2) (i32.const 0) (i32.const 2))
-    (i32.const 0)";
-const ENDLESS: &str = "(loop (br 0)) (unreachable)";
-const MEMORY: &str = r#"(memory (export "memory") 1)"#;
-
-fn program(body: &str) -> Vec<u8> {
-    signed(&forge_module(MEMORY, body))
-}
 
 /// Calls `test.echo` and puts out what it says.
 fn caller() -> Vec<u8> {
@@ -443,15 +395,14 @@ fn essence(mut report: Value) -> Value {
 // Runs
 
 fn curl_gets_the_object_that_run_json_prints() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    let service = desk.open(&[]);
     let url = format!("{}/v1/runs", service.place);
     let token = format!("authorization: Bearer {ALICE}");
     let trap = "(i32.div_s (i32.const 1) (i32.const 0))";
     for (name, body) in [("echo", ECHO), ("trap", trap)] {
-        fs::write(desk.path(name), program(body)).unwrap();
-        let mut alone = Command::new(FORGE);
-        alone.current_dir(&desk.0).args(["run", "--trust", "signer.pub", "--json"]);
+        desk.write(name, program(body));
+        let mut alone = desk.command(&["run", "--trust", "signer.pub", "--json"]);
         alone.args(["--timeout", "30s", "--input", "[1, 2]", name]);
         let alone = essence(serde_json::from_slice(&alone.output().unwrap().stdout).unwrap());
 
@@ -461,7 +412,7 @@ fn curl_gets_the_object_that_run_json_prints() {
         let mut body = order(&fs::read(desk.path(name)).unwrap());
         body["input"] = json!("replaced");
         let body = body.to_string().replace(r#""replaced""#, "[1, 2]");
-        fs::write(desk.path("body.json"), body).unwrap();
+        desk.write("body.json", body);
         let json =
             ["-H", &token, "-H", "content-type: application/json", "--data", "@body.json", &url];
         for arguments in [&form[..], &json] {
@@ -473,8 +424,8 @@ fn curl_gets_the_object_that_run_json_prints() {
 }
 
 fn a_run_that_nobody_waits_for_is_asked_for_and_followed() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    let service = desk.open(&[]);
     let mut body = order(&program(ECHO));
     body["input"] = json!("grüße");
     let id = service.begin(body);
@@ -510,8 +461,8 @@ fn a_run_that_nobody_waits_for_is_asked_for_and_followed() {
 }
 
 fn a_run_is_cancelled_by_its_id() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    let service = desk.open(&[]);
     let id = service.begin(endless());
     let path = format!("/v1/runs/{id}");
     let standing = service.get(&path);
@@ -528,8 +479,8 @@ fn a_run_is_cancelled_by_its_id() {
 }
 
 fn a_waiting_client_that_goes_away_takes_its_run_with_it() {
-    let desk = Desk::new();
-    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let desk = desk();
+    let service = desk.open(&["--ready", "0", "--ready-max", "0"]);
     let mut client = service.connect();
     client.write_all(&Request::new("POST", "/v1/runs").json(&endless()).bytes()).unwrap();
     let mut its = Vec::new();
@@ -548,8 +499,8 @@ fn a_waiting_client_that_goes_away_takes_its_run_with_it() {
 }
 
 fn an_artifact_is_a_download_and_nothing_else() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    let service = desk.open(&[]);
     let artifact = signed(&forge_module(
         r#"(memory (export "memory") 1)
            (data (i32.const 0) "../evil\22.html")
@@ -576,8 +527,8 @@ fn an_artifact_is_a_download_and_nothing_else() {
 }
 
 fn a_run_belongs_to_the_principal_of_its_token_alone() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    let service = desk.open(&[]);
     let run = service.post("/v1/runs", &order(&program(ECHO)));
     assert_eq!(run.status, 200);
     let place = run.header("content-location").unwrap();
@@ -591,8 +542,8 @@ fn a_run_belongs_to_the_principal_of_its_token_alone() {
 }
 
 fn a_grant_is_issued_narrowed_and_run_under_by_its_principal_alone() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    let service = desk.open(&[]);
     let listed = service.get("/v1/tools");
     listed.fits("ToolList");
     assert!(listed.body.windows(11).any(|it| it == b"\"test.echo\""), "{listed:?}");
@@ -639,8 +590,8 @@ fn a_grant_is_issued_narrowed_and_run_under_by_its_principal_alone() {
 }
 
 fn many_clients_at_once_get_each_their_own_answer() {
-    let desk = Desk::new();
-    let service = desk.serve(&["--ready", "2", "--ready-max", "4"]);
+    let desk = desk();
+    let service = desk.open(&["--ready", "2", "--ready-max", "4"]);
     let program = program(ECHO);
     std::thread::scope(|scope| {
         for thread in 0..8 {
@@ -659,8 +610,8 @@ fn many_clients_at_once_get_each_their_own_answer() {
 }
 
 fn a_socket_carries_runs_and_closing_it_cancels_them() {
-    let desk = Desk::new();
-    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let desk = desk();
+    let service = desk.open(&["--ready", "0", "--ready-max", "0"]);
     let open = |token: &str| service.socket(token);
     assert!(open("nobodys").is_none());
     let mut socket = open(ALICE).unwrap();
@@ -711,8 +662,8 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
 }
 
 fn a_program_calls_a_tool_of_the_client_itself() {
-    let desk = Desk::new();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    let service = desk.open(&[]);
     let mut socket = service.socket(ALICE).unwrap();
     let caller = signed(&forge_module(
         r#"(import "tool" "app.greet" (func $greet (param i32 i32) (result i32)))
@@ -751,9 +702,9 @@ fn a_program_calls_a_tool_of_the_client_itself() {
 /// program and the token that the text says one has.
 fn every_example_of_the_documentation_works() {
     let text = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/http.md")).unwrap();
-    let desk = Desk::new();
-    fs::write(desk.path("program.wasm"), program(ECHO)).unwrap();
-    let service = desk.serve(&[]);
+    let desk = desk();
+    desk.write("program.wasm", program(ECHO));
+    let service = desk.open(&[]);
     let mut script = String::from("set -euo pipefail\n");
     let mut examples = 0;
     for block in text.split("```sh\n").skip(1) {
@@ -765,7 +716,7 @@ fn every_example_of_the_documentation_works() {
     }
     assert!(examples >= 5, "{examples} examples");
     let output = Command::new("bash")
-        .current_dir(&desk.0)
+        .current_dir(desk.folder())
         .args(["-c", &script])
         .env("FORGE", &service.place)
         .env("TOKEN", ALICE)
@@ -782,8 +733,8 @@ fn every_example_of_the_documentation_works() {
 // Who may come in
 
 fn who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks() {
-    let desk = Desk::new();
-    let service = desk.serve_without_vm();
+    let desk = desk();
+    let service = desk.open_without_vm();
     let document: Value = serde_json::from_str(DOCUMENT).unwrap();
     for (path, item) in document["paths"].as_object().unwrap() {
         for (method, operation) in item.as_object().unwrap() {
@@ -818,10 +769,9 @@ fn who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks() {
 
 fn a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin() {
     // Nobody needs a token here, so a page would need none either.
-    let desk = Desk::with(
-        "[http]\nlisten = '127.0.0.1:0'\nprincipal = 'local'\nhosts = ['forge.example']",
-    );
-    let service = desk.serve_without_vm();
+    let desk =
+        desk_with("[http]\nlisten = '127.0.0.1:0'\nprincipal = 'local'\nhosts = ['forge.example']");
+    let service = desk.open_without_vm();
     let ask = |host, origin: &[(&'static str, &str)]| {
         let mut request = Request::new("GET", "/v1/tools").by(None).host(host);
         for (name, value) in origin {
@@ -848,8 +798,8 @@ fn a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_ori
 }
 
 fn what_does_not_fit_is_refused_by_its_kind_before_it_is_read() {
-    let desk = Desk::new();
-    let service = desk.serve_without_vm();
+    let desk = desk();
+    let service = desk.open_without_vm();
     for (method, path, status, kind) in [
         ("GET", "/", 404, "not_found"),
         ("GET", "/v1/runs/00", 404, "not_found"),
@@ -897,8 +847,8 @@ fn what_does_not_fit_is_refused_by_its_kind_before_it_is_read() {
 }
 
 fn what_is_no_request_harms_nobody() {
-    let desk = Desk::new();
-    let service = desk.serve_without_vm();
+    let desk = desk();
+    let service = desk.open_without_vm();
     // One that says nothing, for as long as all of this takes.
     let silent = service.connect();
     let long = format!("GET / HTTP/1.1\r\nhost: localhost\r\nx: {}\r\n\r\n", "x".repeat(100_000));
@@ -951,8 +901,8 @@ fn what_is_no_request_harms_nobody() {
 // For operators
 
 fn health_needs_no_token_and_metrics_a_token_of_their_own() {
-    let desk = Desk::new();
-    let service = desk.serve_without_vm();
+    let desk = desk();
+    let service = desk.open_without_vm();
     for path in ["/healthz", "/readyz"] {
         let answer = service.ask(Request::new("GET", path).by(None));
         assert_eq!(answer.status, 200, "{answer:?}");
@@ -982,8 +932,8 @@ fn health_needs_no_token_and_metrics_a_token_of_their_own() {
 }
 
 fn a_door_at_a_path_serves_the_operator_alone() {
-    let desk = Desk::with("[http]\nlisten = './http.sock'\nprincipal = 'local'");
-    let mut service = desk.serve_without_vm();
+    let desk = desk_with("[http]\nlisten = './http.sock'\nprincipal = 'local'");
+    let mut service = desk.open_without_vm();
     let path = desk.path("http.sock");
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     let ask = || {
@@ -998,7 +948,7 @@ fn a_door_at_a_path_serves_the_operator_alone() {
     service.child.kill().unwrap();
     service.child.wait().unwrap();
     assert!(path.exists());
-    let mut service = desk.serve_without_vm();
+    let mut service = desk.open_without_vm();
     assert_eq!(ask(), 200);
     service.signal(service.child.id() as i32, libc::SIGTERM);
     assert!(service.child.wait().unwrap().success());
@@ -1006,9 +956,9 @@ fn a_door_at_a_path_serves_the_operator_alone() {
 }
 
 fn a_door_that_is_killed_is_opened_again_and_ends_with_its_service() {
-    let desk = Desk::new();
+    let desk = desk();
     for signal in [libc::SIGTERM, libc::SIGKILL] {
-        let mut service = desk.serve_without_vm();
+        let mut service = desk.open_without_vm();
         assert_eq!(service.get("/readyz").status, 200);
         let first = service.door();
         service.signal(first, libc::SIGKILL);
@@ -1029,8 +979,8 @@ fn a_door_that_is_killed_is_opened_again_and_ends_with_its_service() {
 }
 
 fn the_door_can_open_no_file_and_has_no_privilege() {
-    let desk = Desk::new();
-    let service = desk.serve_without_vm();
+    let desk = desk();
+    let service = desk.open_without_vm();
     assert_eq!(service.get("/healthz").status, 200);
     let status = fs::read_to_string(format!("/proc/{}/status", service.door())).unwrap();
     let field = |name: &str| {
@@ -1056,8 +1006,8 @@ fn a_configuration_that_lets_anybody_in_from_elsewhere_is_refused() {
         ("[http]\nlisten = '127.0.0.1:0'", "nobody could use it"),
         ("[http]\nlisten = '127.0.0.1:0'\nprincipal = 'a'\nprinciple = 'b'", "unknown field"),
     ] {
-        let desk = Desk::with(config);
-        let refused = desk.start(&["--ready", "0"]).wait_with_output().unwrap();
+        let desk = desk_with(config);
+        let refused = desk.opens(&["--ready", "0"]).wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert_eq!(refused.status.code(), Some(2), "{text}");
         assert!(text.contains("forge.toml: ") && text.contains(said), "{text}");

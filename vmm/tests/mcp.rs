@@ -5,29 +5,30 @@
 
 #[macro_use]
 mod support;
+#[path = "support/desk.rs"]
+mod desk;
 #[path = "support/executables.rs"]
 mod executables;
 #[path = "support/processes.rs"]
 mod processes;
+#[path = "support/serving.rs"]
+mod serving;
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
-use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, Receiver};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use executables::FORGE;
-use forge_client::blocking::Client as ServiceClient;
-use forge_protocol::service::{Question, Reply};
+use desk::Desk;
 use processes::{descendants_of, is_gone, workers_below};
 use serde_json::{Value, json};
+use serving::{Service, standing};
 use sha2::{Digest as _, Sha256};
-use support::{forge_module, signed, signer};
+use support::{eventually, forge_module, signed, signer};
 
 fn main() -> ExitCode {
     support::main(
@@ -60,55 +61,25 @@ fn main() -> ExitCode {
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < until, "it never came about that {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+/// One with tool servers to start.
+fn desk() -> Desk {
+    let desk = serving::desk();
+    let server = |name: &str| executables::folder().join(name);
+    let servers = json!({"mcpServers": {
+        "inventory": {
+            "command": server("inventory-server"),
+            "env": {"INVENTORY_TOKEN": "demo-inventory-token"},
+        },
+        "test": {"command": server("forge-test-server")},
+    }});
+    desk.write("servers.json", servers.to_string());
+    desk
 }
 
-/// A folder with keys and a configuration, gone after the test.
-struct Desk(PathBuf);
-
 impl Desk {
-    fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let programs = executables::folder_with(&[
-            "forge-toolbroker",
-            "forge-test-server",
-            "inventory-server",
-        ]);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("forge-mcp-{}-{number}", std::process::id());
-        let desk = Self(std::env::temp_dir().join(name));
-        fs::create_dir_all(&desk.0).unwrap();
-        fs::write(desk.path("signer.pub"), signer().trust_key().to_pem()).unwrap();
-        let server = |name: &str| programs.join(name);
-        let servers = json!({"mcpServers": {
-            "inventory": {
-                "command": server("inventory-server"),
-                "env": {"INVENTORY_TOKEN": "demo-inventory-token"},
-            },
-            "test": {"command": server("forge-test-server")},
-        }});
-        fs::write(desk.path("servers.json"), servers.to_string()).unwrap();
-        desk
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    fn forge(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(FORGE);
-        command.current_dir(&self.0).args(arguments).env("FORGE_STATE", self.path("state"));
-        command
-    }
-
     /// With tool servers, and not yet greeted.
     fn client(&self, more: &[&str]) -> Client {
-        Client::start(self.forge(&["mcp"]).args(more))
+        Client::start(self.command(&["mcp"]).args(more))
     }
 
     /// With tool servers, and greeted.
@@ -117,11 +88,10 @@ impl Desk {
         client.greet();
         client
     }
-}
 
-impl Drop for Desk {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+    /// A service with the tool servers, for doors of others.
+    fn serve_tools(&self) -> Service {
+        self.serve(&["--mcp-config", "servers.json"])
     }
 }
 
@@ -304,7 +274,7 @@ fn begun(client: &mut Client) {
 // What a model does
 
 fn a_model_searches_and_its_program_calls_what_was_found() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&["--mcp-config", "servers.json"]);
     let greeting = client.greet();
     assert_eq!(greeting["protocolVersion"], "2025-11-25");
@@ -340,7 +310,7 @@ fn a_model_searches_and_its_program_calls_what_was_found() {
 }
 
 fn a_client_of_the_newest_protocol_needs_no_handshake() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&["--mcp-config", "servers.json"]);
     let meta = json!({
         "io.modelcontextprotocol/protocolVersion": "2026-07-28",
@@ -366,7 +336,7 @@ fn a_client_of_the_newest_protocol_needs_no_handshake() {
 }
 
 fn what_a_program_did_wrong_is_told() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&[]);
     client.greet();
     let page = "(memory (export \"memory\") 1)";
@@ -392,7 +362,7 @@ fn what_a_program_did_wrong_is_told() {
 }
 
 fn a_handle_is_good_on_its_own_connection_alone() {
-    let desk = Desk::new();
+    let desk = desk();
     let (mut one, mut other) = (desk.greeted(), desk.greeted());
     let grant = one.search("say a text back")["grant"].clone();
     let program = caller("test.echo", r#"{"text": "hello"}"#);
@@ -404,7 +374,7 @@ fn a_handle_is_good_on_its_own_connection_alone() {
 }
 
 fn a_call_outside_the_handle_is_refused() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.greeted();
     let found = client.call("search_tools", json!({"intent": "say a text back", "k": 1}));
     let found = &found["structuredContent"];
@@ -425,7 +395,7 @@ fn a_call_outside_the_handle_is_refused() {
 }
 
 fn progress_tells_of_calls_to_who_asks() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.greeted();
     let grant = client.search("say a text back")["grant"].clone();
     let program = caller("test.echo", r#"{"text": "hello"}"#);
@@ -448,38 +418,6 @@ fn progress_tells_of_calls_to_who_asks() {
 
 // Clients that change their mind, and that leave
 
-/// `forge-vmm serve`, which tells how many runs there are.
-struct Service(Child, PathBuf);
-
-impl Service {
-    fn start(desk: &Desk) -> Self {
-        let arguments = ["serve", "--socket", "socket", "--trust", "signer.pub"];
-        let mut command = desk.forge(&arguments);
-        command.args(["--mcp-config", "servers.json"]).stdin(Stdio::null()).stdout(Stdio::null());
-        let mut service = Self(command.spawn().unwrap(), desk.path("socket"));
-        eventually("the service listens", || {
-            assert!(service.0.try_wait().unwrap().is_none(), "the service ended");
-            ServiceClient::connect(&service.1).is_ok()
-        });
-        service
-    }
-
-    fn status(&self) -> Value {
-        let mut client = ServiceClient::connect(&self.1).unwrap();
-        match client.ask(Question::Status).unwrap() {
-            Reply::Status(status) => serde_json::from_str(&status).unwrap(),
-            other => panic!("{other:?}"),
-        }
-    }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 fn key_file(desk: &Desk) {
     use std::os::unix::fs::OpenOptionsExt as _;
     let path = desk.path("door.pem");
@@ -488,26 +426,28 @@ fn key_file(desk: &Desk) {
 }
 
 fn a_cancelled_request_ends_its_run() {
-    let desk = Desk::new();
+    let desk = desk();
     key_file(&desk);
-    let service = Service::start(&desk);
+    let service = desk.serve_tools();
     let mut client = desk.client(&["--service", "socket", "--sign-with", "door.pem"]);
     client.greet();
     let id = endless(&mut client);
     begun(&mut client);
-    eventually("it runs", || service.status()["runs"]["running"] == 1);
+    eventually("it runs", || standing(&mut service.client())["runs"]["running"] == 1);
     let cancelled = json!({"requestId": id, "reason": "changed my mind"});
     let method = "notifications/cancelled";
     client.send(&json!({"jsonrpc": "2.0", "method": method, "params": cancelled}));
     // By being cancelled, and not by its deadline.
-    eventually("the run is cancelled", || service.status()["runs"]["ended"]["cancelled"] == 1);
+    eventually("the run is cancelled", || {
+        standing(&mut service.client())["runs"]["ended"]["cancelled"] == 1
+    });
     // Its request has no answer, which `answer` would not let pass, and the
     // next has.
     assert_eq!(text(&client.run(json!({"program": ECHO, "input": 1}))), "1");
 }
 
 fn a_client_that_leaves_ends_everything() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.greeted();
     client.search("say a text back");
     endless(&mut client);
@@ -525,7 +465,7 @@ fn a_client_that_leaves_ends_everything() {
 }
 
 fn a_signal_ends_everything() {
-    let desk = Desk::new();
+    let desk = desk();
     for signal in [libc::SIGTERM, libc::SIGKILL] {
         let mut client = desk.greeted();
         endless(&mut client);
@@ -552,14 +492,14 @@ fn a_signal_ends_everything() {
 // Who signs
 
 fn programs_are_signed_for_the_principal_or_refused() {
-    let desk = Desk::new();
+    let desk = desk();
     key_file(&desk);
     let wasm = |bytes: &[u8]| json!({"program": STANDARD.encode(bytes), "language": "wasm"});
     let config = "[trust]\nkeys = [\"signer.pub\"]\n";
     let closed = format!("{config}[mcp]\naccept_unsigned = false\n");
-    fs::write(desk.path("closed.toml"), closed).unwrap();
+    desk.write("closed.toml", closed);
     let keyed = "[mcp]\nprincipal = \"alice\"\n[principals.alice]\nsign_with = \"door.pem\"\n";
-    fs::write(desk.path("keyed.toml"), keyed).unwrap();
+    desk.write("keyed.toml", keyed);
     let ours = signer().trust_key().to_string();
 
     let mut client = desk.client(&["--config", "closed.toml"]);
@@ -587,8 +527,8 @@ fn programs_are_signed_for_the_principal_or_refused() {
 }
 
 fn a_service_that_stands_already_serves_the_door() {
-    let desk = Desk::new();
-    let service = Service::start(&desk);
+    let desk = desk();
+    let service = desk.serve_tools();
     let mut client = desk.client(&["--service", "socket"]);
     client.greet();
     let result = client.run(json!({"program": ECHO}));
@@ -602,12 +542,12 @@ fn a_service_that_stands_already_serves_the_door() {
     drop(service);
     let lost = client.run(run.clone());
     assert_eq!(lost["isError"], true, "{lost}");
-    let _service = Service::start(&desk);
+    let _service = desk.serve_tools();
     assert_eq!(text(&client.run(run)), r#"{"text":"hello"}"#);
 }
 
 fn artifacts_ride_along() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&[]);
     client.greet();
     let memory = "(memory (export \"memory\") 1) (data (i32.const 0) \"a.csvtext/csv1,2\")";
@@ -622,7 +562,7 @@ fn artifacts_ride_along() {
 // Clients that do not keep to the protocol
 
 fn senseless_lines_are_answered_and_harm_nothing() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&[]);
     let long = format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"x\":\"{}\"}}", "x".repeat(5 << 20));
     let deep = "[".repeat(100_000);
@@ -663,7 +603,7 @@ fn senseless_lines_are_answered_and_harm_nothing() {
 
 fn a_flood_of_requests_is_answered_without_a_reader() {
     const REQUESTS: u64 = 2_000;
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&[]);
     client.greet();
     // Many more than may be open, each with an answer of some kilobytes, and
@@ -700,7 +640,7 @@ fn a_flood_of_requests_is_answered_without_a_reader() {
 }
 
 fn wrong_arguments_are_results_that_say_what_is_wrong() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&[]);
     client.greet();
     let long = "x".repeat(5_000);
@@ -728,7 +668,7 @@ fn wrong_arguments_are_results_that_say_what_is_wrong() {
 }
 
 fn the_resources_teach_the_abi() {
-    let desk = Desk::new();
+    let desk = desk();
     let mut client = desk.client(&[]);
     client.greet();
     let listed = client.result("resources/list", json!({}));
@@ -758,10 +698,10 @@ impl Http {
                 format!("[principals.{name}]\ntoken_sha256 = [\"{digest}\"]\n")
             })
             .concat();
-        fs::write(desk.path("http.toml"), principals).unwrap();
+        desk.write("http.toml", principals);
         let arguments = ["mcp", "--config", "http.toml", "--mcp-config", "servers.json"];
-        let mut command = desk.forge(&arguments);
-        command.args(["--listen", "127.0.0.1:0"]).stdin(Stdio::null()).stderr(Stdio::piped());
+        let mut command = desk.command(&arguments);
+        command.args(["--listen", "127.0.0.1:0"]).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
         let address = lines
@@ -836,7 +776,7 @@ fn session(answer: &str) -> String {
 }
 
 fn http_serves_both_eras_to_who_has_a_token() {
-    let desk = Desk::new();
+    let desk = desk();
     let http = Http::start(&desk);
     let answer = call(&http, ALICE, "run_program", json!({"program": ECHO, "input": "newest"}));
     assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("newest"), "{answer}");
@@ -850,7 +790,7 @@ fn http_serves_both_eras_to_who_has_a_token() {
 }
 
 fn http_refuses_strangers_other_hosts_and_other_pages() {
-    let desk = Desk::new();
+    let desk = desk();
     let http = Http::start(&desk);
     let cases: [(&[(&str, &str)], &str); 8] = [
         (&[], "401"),
@@ -874,7 +814,7 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
 }
 
 fn a_session_and_a_handle_are_of_no_use_to_another_principal() {
-    let desk = Desk::new();
+    let desk = desk();
     let http = Http::start(&desk);
     let session = session(&http.post(&[ALICE], &initialize()));
     let listed = request("tools/list", json!({}));
@@ -893,12 +833,12 @@ fn a_session_and_a_handle_are_of_no_use_to_another_principal() {
 }
 
 fn a_door_without_known_principals_does_not_open() {
-    let desk = Desk::new();
+    let desk = desk();
     let short = "[principals.a]\ntoken_sha256 = [\"00\"]\n";
     for (config, word) in [("", "nobody is known"), (short, "token_sha256")] {
-        fs::write(desk.path("bad.toml"), config).unwrap();
+        desk.write("bad.toml", config);
         let arguments = ["mcp", "--config", "bad.toml", "--listen", "127.0.0.1:0"];
-        let output = desk.forge(&arguments).stdin(Stdio::null()).output().unwrap();
+        let output = desk.command(&arguments).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{said}");
         assert!(said.contains(word), "{said}");

@@ -34,7 +34,7 @@ use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
 use forge_vmm::report::Status;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use processes::{Process, contains, is_gone, memory_of};
-use support::{forge_module, job, signed, signer};
+use support::{eventually, forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
     support::main(
@@ -72,15 +72,6 @@ fn trust() -> TrustKeys {
 fn pool(ready_min: usize, ready_max: usize, reuse: Reuse) -> Pool {
     let options = PoolOptions { ready_min, ready_max, reuse, ..PoolOptions::default() };
     Pool::new(PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm")), &trust(), options).unwrap()
-}
-
-/// Waits for what must come about.
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < until, "it never came about that {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn fill(pool: &Pool) {

@@ -24,8 +24,8 @@ use forge_client::blocking::Client;
 use forge_protocol::broker::RefusalKind;
 use forge_protocol::service::{Order, Question, Reply};
 use serde_json::Value;
-use serving::{ECHO, Service, desk, eventually, run, runtime, signal, standing, submit};
-use support::{forge_module, signed};
+use serving::{ECHO, Service, desk, run, runtime, signal, standing, submit};
+use support::{eventually, forge_module, signed};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_LOCAL, VsockListener, VsockStream};
 
 fn main() -> ExitCode {

@@ -4,7 +4,7 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
 use forge_protocol::guest::{Load, Start};
@@ -17,6 +17,15 @@ use libtest_mimic::{Arguments, Trial};
 
 /// A test, by its claim.
 pub type Test = (&'static str, fn());
+
+/// Waits for what must come about.
+pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < until, "it never came about that {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
 
 /// Names a list of test functions.
 #[macro_export]

@@ -24,7 +24,7 @@ use serde_json::Value;
 use crate::desk::Desk;
 use crate::executables;
 use crate::processes::workers_below;
-use crate::support::{forge_module, signed, signer};
+use crate::support::{eventually, forge_module, signed, signer};
 
 /// A desk with what a service needs.
 pub fn desk() -> Desk {
@@ -88,14 +88,6 @@ impl Drop for Service {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-}
-
-pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < until, "it never came about that {what}");
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
