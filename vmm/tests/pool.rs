@@ -15,7 +15,7 @@ mod processes;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
@@ -23,7 +23,7 @@ use forge_protocol::broker::Authority;
 use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::service::Order;
+use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse, VmFailureKind};
 use forge_vmm::admission::{Admission, Admitted};
@@ -47,6 +47,7 @@ fn main() -> ExitCode {
             a_worker_killed_in_its_run_costs_that_run_alone,
             a_vm_that_is_reset_serves_one_tenant,
             a_vm_is_put_back_soon_after_its_run_though_nothing_follows,
+            an_order_of_any_kind_ends_a_workers_rest,
             a_vm_that_is_fresh_serves_one_run,
             a_vm_is_destroyed_when_its_result_has_been_told,
             a_prepared_program_answers_as_an_unprepared_one,
@@ -428,6 +429,25 @@ fn a_vm_is_put_back_soon_after_its_run_though_nothing_follows() {
     fill(&resetting);
     eventually("nothing of the run is left", || !is_there(&resetting));
     assert_eq!(run(&resetting, "a", &echo()).vm, Vm::Reset);
+}
+
+fn an_order_of_any_kind_ends_a_workers_rest() {
+    let pool = pool(1, 4, RESET);
+    for round in 0..20u8 {
+        let mut job = echo();
+        job.input = vec![b'0' + round];
+        // Its worker rests when this comes back.
+        assert_eq!(run(&pool, "a", &job).report.output, job.input);
+        let heard = Mutex::new(Vec::new());
+        let tell = |what| heard.lock().unwrap().push(what);
+        let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: Some(&tell) };
+        let told = pool.carry_out(&task, Patience::default()).unwrap();
+        assert_eq!((told.report.output, told.vm), (job.input.clone(), Vm::Reset));
+        let heard = heard.into_inner().unwrap();
+        assert!(heard.iter().any(|it| matches!(it, RunEvent::Output(_))), "{heard:?}");
+        assert_eq!(run_prepared(&pool, "a", &job).report.output, job.input);
+        assert_eq!(run_prepared(&pool, "a", &job).vm, Vm::Reset);
+    }
 }
 
 fn a_vm_that_is_fresh_serves_one_run() {
