@@ -35,6 +35,12 @@ impl Patience<'_> {
     pub fn is_over(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() >= until)
     }
+
+    /// Whether nobody wants it any more.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.cancel.is_some_and(Cancel::is_raised)
+    }
 }
 
 /// One end of a socket on which whole frames travel.
@@ -73,7 +79,7 @@ impl Link {
         patience: Patience<'_>,
     ) -> io::Result<()> {
         while !bytes.is_empty() {
-            match send_once(self.socket.as_raw_fd(), bytes, passed) {
+            match send_now(self.socket.as_raw_fd(), bytes, passed) {
                 Ok(sent) => {
                     bytes = &bytes[sent..];
                     passed = None;
@@ -162,14 +168,25 @@ union ControlRoom {
 
 const _: () = assert!(ONE_DESCRIPTOR <= size_of::<ControlRoom>());
 
-/// One `sendmsg`.
+/// One `sendmsg`, which waits as the socket does.
 ///
 /// # Errors
 /// What the kernel said.
-pub(crate) fn send_once(
+pub(crate) fn send_once(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
+    send_message(socket, bytes, None, 0)
+}
+
+/// One `sendmsg`, which does not wait whatever the socket does; `passed` rides
+/// along.
+fn send_now(socket: RawFd, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+    send_message(socket, bytes, passed, libc::MSG_DONTWAIT)
+}
+
+fn send_message(
     socket: RawFd,
     bytes: &[u8],
     passed: Option<BorrowedFd<'_>>,
+    flags: libc::c_int,
 ) -> io::Result<usize> {
     let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let mut control = ControlRoom { bytes: [0; 32] };
@@ -191,7 +208,7 @@ pub(crate) fn send_once(
         }
     }
     // SAFETY: the message names memory that is valid for the call.
-    let sent = unsafe { libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) };
+    let sent = unsafe { libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL | flags) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
@@ -340,6 +357,21 @@ mod tests {
         let (_a, mut b) = pair();
         let until = Patience::until(Instant::now() + Duration::from_millis(5));
         assert_eq!(b.receive(|_| true, until).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn a_peer_that_takes_nothing_holds_nobody_up() {
+        let more_than_a_socket_holds = vec![7; 4 << 20];
+        let (mut a, _b) = pair();
+        let until = Patience::until(Instant::now() + Duration::from_millis(20));
+        let error = a.send(&more_than_a_socket_holds, None, until).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let (mut a, _b) = pair();
+        let cancel = Cancel::new().unwrap();
+        cancel.raise();
+        let patience = Patience { until: None, cancel: Some(&cancel) };
+        let error = a.send(&more_than_a_socket_holds, None, patience).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
     }
 
     /// How often this thread gave its CPU up to wait.

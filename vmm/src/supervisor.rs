@@ -168,7 +168,9 @@ impl Supervisor {
             let mut place = self.engine.write().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(&mut *place, engine)
         };
-        drop(old);
+        // Its end waits for what its pool is at, which may take a minute, and the
+        // caller has others to listen to.
+        std::thread::Builder::new().name("old-pool".into()).spawn(move || drop(old))?;
         Ok(())
     }
 

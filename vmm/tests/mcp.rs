@@ -663,6 +663,14 @@ fn wrong_arguments_are_results_that_say_what_is_wrong() {
         assert_eq!(result["isError"], true, "{arguments}: {result}");
         assert!(text(&result).contains(word), "{arguments}: {result}");
     }
+    // Longer written again than it came.
+    let input = vec!["1e15"; 700_000].join(",");
+    let arguments = format!(r#"{{"program":"(module)","input":[{input}]}}"#);
+    let params = format!(r#"{{"name":"run_program","arguments":{arguments}}}"#);
+    let call = r#"{"jsonrpc":"2.0","id":"long","method":"tools/call","params":"#;
+    client.raw(format!("{call}{params}}}\n").as_bytes());
+    let answer = client.receive();
+    assert!(text(&answer["result"]).contains("the input has"), "{answer}");
     let id = client.ask("tools/call", json!({"name": "forge.rm", "arguments": {}}));
     assert_eq!(client.answer(id)["error"]["code"], -32602);
 }

@@ -27,6 +27,7 @@ use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse, VmFailureKind};
 use forge_vmm::admission::{Admission, Admitted};
+use forge_vmm::cancel::Cancel;
 use forge_vmm::link::Patience;
 use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::Run;
@@ -48,6 +49,8 @@ fn main() -> ExitCode {
             a_vm_that_is_reset_serves_one_tenant,
             a_vm_is_put_back_soon_after_its_run_though_nothing_follows,
             an_order_of_any_kind_ends_a_workers_rest,
+            a_vm_that_cannot_be_made_keeps_no_other_from_being_made,
+            a_cancelled_run_is_given_no_worker,
             a_vm_that_is_fresh_serves_one_run,
             a_vm_is_destroyed_when_its_result_has_been_told,
             a_prepared_program_answers_as_an_unprepared_one,
@@ -429,6 +432,33 @@ fn a_vm_is_put_back_soon_after_its_run_though_nothing_follows() {
     fill(&resetting);
     eventually("nothing of the run is left", || !is_there(&resetting));
     assert_eq!(run(&resetting, "a", &echo()).vm, Vm::Reset);
+}
+
+fn a_vm_that_cannot_be_made_keeps_no_other_from_being_made() {
+    let pool = pool(0, 0, Reuse::Fresh);
+    let mut huge = echo();
+    huge.load.limits.memory_bytes = 1 << 44;
+    for round in 0..3 {
+        assert_eq!(run(&pool, "a", &echo()).report.output, b"{}", "round {round}");
+        let refused = try_run(&pool, "a", &huge, false).unwrap_err();
+        assert!(matches!(refused, Fate::Vm(_)), "{refused:?}");
+    }
+}
+
+fn a_cancelled_run_is_given_no_worker() {
+    let pool = pool(1, 1, RESET);
+    fill(&pool);
+    let before: Vec<i32> = workers(&pool).iter().map(|it| it.pid).collect();
+    let (job, cancel) = (echo(), Cancel::new().unwrap());
+    cancel.raise();
+    let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
+    let patience = Patience { until: None, cancel: Some(&cancel) };
+    match pool.carry_out(&task, patience).unwrap_err() {
+        Fate::Vm(failure) => assert_eq!(failure.kind, VmFailureKind::Cancelled),
+        other => panic!("{other:?}"),
+    }
+    let after: Vec<i32> = workers(&pool).iter().map(|it| it.pid).collect();
+    assert_eq!(after, before);
 }
 
 fn an_order_of_any_kind_ends_a_workers_rest() {

@@ -73,6 +73,7 @@ fn main() -> ExitCode {
             ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served,
             a_lost_workers_calls_are_in_the_report_and_their_tools_hear_of_it,
             another_user_speaks_for_its_principal_alone,
+            an_order_that_no_service_takes_is_refused_before_it_is_sent,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
@@ -971,7 +972,8 @@ fn another_user_speaks_for_its_principal_alone() {
     let mut stranger = Client::over(connect_as(61002, &service.socket).unwrap()).unwrap();
     let refused = stranger.ask(Question::Status).unwrap_err();
     assert!(refused.to_string().contains("uids"), "{refused}");
-    let mut client = Client::over(connect_as(61001, &service.socket).unwrap()).unwrap();
+    let socket = connect_as(61001, &service.socket).unwrap();
+    let mut client = Client::over(socket.try_clone().unwrap()).unwrap();
     let order = Order { principal: "ci".into(), ..submit(ECHO, "[1]") };
     assert_eq!(run(&mut client, &order)["output"], "[1]");
     let refused = run(&mut client, &submit(ECHO, "[1]"));
@@ -991,7 +993,32 @@ fn another_user_speaks_for_its_principal_alone() {
         let status = standing(&mut asks);
         assert_eq!(status.get("principals").is_some(), told, "{status:#}");
     }
+    // What is taken away is gone for who is here already.
+    signal(&service, libc::SIGHUP);
+    desk.write("forge.toml", "[service]\nmode = '0666'\n[principals.ci]\nuids = [61003]\n");
+    signal(&service, libc::SIGHUP);
+    assert!(is_closed(&socket), "a user that lost its principal");
     service.serves();
+}
+
+fn an_order_that_no_service_takes_is_refused_before_it_is_sent() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let large = Order { input: vec![b' '; 16 << 20], ..submit(ECHO, "1") };
+    let refused = |error: ClientError| match error {
+        ClientError::Refused { kind: RefusalKind::BadRequest, message } => {
+            assert!(message.contains("the limit is"), "{message}");
+        }
+        other => panic!("{other}"),
+    };
+    let mut client = service.client();
+    refused(client.run(&large).unwrap_err());
+    client.ask(Question::Status).unwrap();
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        refused(client.run(&large).await.unwrap_err());
+        client.ask(Question::Status).await.unwrap();
+    });
 }
 
 // The socket

@@ -83,7 +83,10 @@ impl Slot {
         let mut free = None;
         for number in 0..SLOTS_MAX {
             let lock = named(folder, number, "lock");
-            let used_before = lock.exists();
+            if free.is_some() && !lock.exists() {
+                // Beyond it nothing was ever used.
+                break;
+            }
             let lock = open_own(&lock)?;
             match lock.try_lock() {
                 Ok(()) => {}
@@ -95,10 +98,6 @@ impl Slot {
                 return Ok(slot);
             }
             free = free.or(Some(slot));
-            if !used_before {
-                // Beyond it nothing was ever used.
-                break;
-            }
         }
         free.ok_or_else(|| {
             io::Error::new(
@@ -156,6 +155,15 @@ mod tests {
         let freed = first.file.clone();
         drop(first);
         assert_eq!(Slot::take(folder.path()).unwrap().file, freed);
+    }
+
+    #[test]
+    fn one_broker_after_the_other_leaves_one_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        for _ in 0..3 {
+            drop(Slot::take(folder.path()).unwrap());
+        }
+        assert_eq!(folder.path().read_dir().unwrap().count(), 1);
     }
 
     #[test]

@@ -78,7 +78,7 @@ impl Client {
     ) -> Result<Finish, ClientError> {
         let number = self.number();
         // `Submit` without a copy of the program.
-        self.socket.write_all(&wire::message(Kind::Submit, &(number, order)))?;
+        self.socket.write_all(&wire::bounded(Kind::Submit, &(number, order))?)?;
         loop {
             let frame = self.receive(wire::may_come)?;
             match frame.kind {
@@ -101,7 +101,7 @@ impl Client {
     /// [`ClientError`]; a refusal is one.
     pub fn ask(&mut self, question: Question) -> Result<Reply, ClientError> {
         let number = self.number();
-        self.socket.write_all(&wire::message(Kind::Query, &Query { number, question }))?;
+        self.socket.write_all(&wire::bounded(Kind::Query, &Query { number, question })?)?;
         let frame = self.receive(wire::may_come)?;
         if frame.kind != Kind::Answered {
             return Err(out_of_turn(&frame));

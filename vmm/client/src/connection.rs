@@ -128,10 +128,11 @@ impl Client {
     pub async fn submit(&self, order: &Order) -> Result<Run, ClientError> {
         let place = self.place().await?;
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        // `Submit` without a copy of the program.
+        let bytes = wire::bounded(Kind::Submit, &(number, order))?;
         let (sender, messages) = mpsc::channel(UNTAKEN_MAX);
         self.shared.wait(|waiting| waiting.runs.insert(number, sender))?;
-        // `Submit` without a copy of the program.
-        place.send(wire::message(Kind::Submit, &(number, order)));
+        place.send(bytes);
         let canceller = Canceller { number, outgoing: self.outgoing.clone() };
         Ok(Run { messages, canceller, finished: false })
     }
@@ -151,9 +152,10 @@ impl Client {
     pub async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
         let place = self.place().await?;
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let bytes = wire::bounded(Kind::Query, &Query { number, question })?;
         let (sender, answered) = oneshot::channel();
         self.shared.wait(|waiting| waiting.questions.insert(number, sender))?;
-        place.send(wire::message(Kind::Query, &Query { number, question }));
+        place.send(bytes);
         match answered.await {
             Ok(Reply::Refused { kind, message }) => Err(ClientError::Refused { kind, message }),
             Ok(reply) => Ok(reply),
@@ -228,7 +230,8 @@ impl Run {
     /// Answers a callback.
     ///
     /// # Errors
-    /// [`ClientError`] if the service is gone.
+    /// [`ClientError`] if the service is gone, or the answer is too large for it:
+    /// the callback waits for another then.
     pub async fn settle(
         &self,
         callback: u32,
@@ -261,7 +264,7 @@ impl Canceller {
         result: Result<Vec<u8>, Vec<u8>>,
     ) -> Result<(), ClientError> {
         let settled = CallbackSettled { number: self.number, callback, result };
-        let bytes = wire::message(Kind::CallbackSettled, &settled);
+        let bytes = wire::bounded(Kind::CallbackSettled, &settled)?;
         self.outgoing.send(bytes).await.map_err(|_| {
             std::io::Error::new(std::io::ErrorKind::ConnectionAborted, "the service is gone").into()
         })

@@ -5,6 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::time::Duration;
 
+use forge_protocol::broker::RefusalKind;
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
@@ -21,6 +22,21 @@ pub(crate) fn message<T: Encode>(kind: Kind, message: &T) -> Vec<u8> {
     let mut bytes = Vec::new();
     frame::write_message(kind, message, &mut bytes);
     bytes
+}
+
+/// The same of a message whose size others chose.
+///
+/// # Errors
+/// [`ClientError::Refused`]: the service would end the connection over it.
+pub(crate) fn bounded<T: Encode>(kind: Kind, message: &T) -> Result<Vec<u8>, ClientError> {
+    let mut bytes = Vec::new();
+    match frame::try_write_message(kind, message, &mut bytes) {
+        Ok(()) => Ok(bytes),
+        Err(error) => {
+            let message = format!("more than a service takes: {error}");
+            Err(ClientError::Refused { kind: RefusalKind::BadRequest, message })
+        }
+    }
 }
 
 pub(crate) fn decode<T: for<'a> BorrowDecode<'a, ()>>(frame: &Frame) -> Result<T, ClientError> {

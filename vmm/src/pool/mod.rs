@@ -298,6 +298,9 @@ impl Pool {
             if patience.is_over() {
                 return Err(Fate::Deadline);
             }
+            if patience.is_cancelled() {
+                return Err(Fate::Vm(worker::lost(&io::ErrorKind::ConnectionAborted.into())));
+            }
             // All that stand ready may be dead, as with their zygote: the last
             // attempt is made with one that nobody can have lost yet.
             let ready = if attempt < ATTEMPTS { self.shared.take(&key) } else { None };
@@ -530,7 +533,13 @@ impl Shared {
             let made = self.make_missing(&missing);
             shelves = self.shelves();
             match made {
-                Ok(worker) => shelves.add(missing, worker),
+                Ok(worker) => {
+                    if let Some(unwanted) = shelves.add(missing, worker) {
+                        drop(shelves);
+                        drop(unwanted);
+                        shelves = self.shelves();
+                    }
+                }
                 Err(failure) => {
                     tracing::warn!(reason = failure.message, "the pool cannot be filled");
                     shelves.give_up(&missing);

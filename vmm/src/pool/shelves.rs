@@ -215,12 +215,17 @@ impl Shelves {
         Some(Missing::Prepared(program.key.clone(), Arc::clone(&program.order)))
     }
 
-    /// What was missing has been made.
-    pub(super) fn add(&mut self, missing: Missing, worker: Worker) {
+    /// What was missing has been made. Gives it back if its program was
+    /// forgotten meanwhile: nobody would look for it again.
+    pub(super) fn add(&mut self, missing: Missing, worker: Worker) -> Option<Worker> {
         match missing {
             Missing::Standing => self.standing.push(worker),
-            Missing::Prepared(key, _) => self.owned.push((key, worker)),
+            Missing::Prepared(key, _) if self.programs.iter().any(|it| it.key == key) => {
+                self.owned.push((key, worker));
+            }
+            Missing::Prepared(..) => return Some(worker),
         }
+        None
     }
 
     /// What was missing cannot be made. A program that cannot be prepared is
@@ -282,11 +287,25 @@ mod tests {
     fn fill(shelves: &mut Shelves) -> usize {
         let mut made = 0;
         while let Some(missing) = shelves.missing() {
-            shelves.add(missing, worker());
+            assert!(shelves.add(missing, worker()).is_none());
             made += 1;
             assert!(made < 1000, "there is never enough");
         }
         made
+    }
+
+    #[test]
+    fn what_was_made_for_a_program_that_is_forgotten_by_then_is_given_back() {
+        let mut shelves = shelves(0, 8, Reuse::Fresh);
+        let (key, order) = prepared(0);
+        shelves.keep_prepared(&key, order);
+        let missing = shelves.missing().unwrap();
+        assert!(matches!(missing, Missing::Prepared(..)));
+        for number in 1..=PROGRAMS_MAX as u8 {
+            let (key, order) = prepared(number);
+            shelves.keep_prepared(&key, order);
+        }
+        assert!(shelves.add(missing, worker()).is_some());
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub enum Lost {
     During(VmFailure),
 }
 
-fn lost(error: &io::Error) -> VmFailure {
+pub(super) fn lost(error: &io::Error) -> VmFailure {
     let kind = match error.kind() {
         io::ErrorKind::ConnectionAborted => VmFailureKind::Cancelled,
         _ => VmFailureKind::WorkerLost,

@@ -155,7 +155,12 @@ impl Zygote {
         if !self.hardening.procfs {
             order.reuse = Reuse::Fresh;
         }
-        let (ours, theirs) = UnixStream::pair()?;
+        // Out of descriptors: that is no word on the zygote, whose end would be
+        // the end of every run.
+        let (ours, theirs) = match UnixStream::pair() {
+            Ok(pair) => pair,
+            Err(error) => return Ok(Err(unavailable("no socket for a worker", &error))),
+        };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Fork, &order, &mut bytes);
         self.link.send(&bytes, Some(theirs.as_fd()), Patience::default())?;
@@ -163,7 +168,11 @@ impl Zygote {
         if let Err(failure) = self.answer::<Zygoted>(Kind::Zygoted)? {
             return Ok(Err(failure));
         }
-        let process = self.link.take_passed().ok_or(io::ErrorKind::InvalidData)?;
+        // The worker ends as its socket does.
+        let Some(process) = self.link.take_passed() else {
+            let error = io::Error::from_raw_os_error(libc::EMFILE);
+            return Ok(Err(unavailable("no descriptor of a worker", &error)));
+        };
         Ok(Ok(Worker::new(ours, process)))
     }
 
@@ -173,6 +182,10 @@ impl Zygote {
         codec::decode(&frame.payload)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
     }
+}
+
+fn unavailable(what: &str, error: &io::Error) -> VmFailure {
+    VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
 }
 
 impl Drop for Zygote {

@@ -24,6 +24,7 @@ use forge_protocol::service::{
 };
 use vmm_sys_util::epoll::ControlOperation;
 
+use super::options::Principals;
 use super::peer::{Peer, Who};
 use super::{Service, lock};
 use crate::cancel::Cancel;
@@ -457,7 +458,7 @@ impl Connection {
         let until = Instant::now() + FRAME_TIME_MAX;
         let mut unsent = &bytes[..];
         while !unsent.is_empty() {
-            match send_once(self.socket.as_raw_fd(), unsent, None) {
+            match send_once(self.socket.as_raw_fd(), unsent) {
                 Ok(sent) => unsent = &unsent[sent..],
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -475,6 +476,11 @@ impl Connection {
     /// Whose connection it is, unless the operator's.
     pub(super) fn who(&self) -> Option<Who> {
         self.peer.who()
+    }
+
+    /// Whether these still name it for all that it speaks for.
+    pub(super) fn speaks_still(&self, principals: &Principals) -> bool {
+        self.peer.speaks_still(principals)
     }
 
     /// Cancels its runs.

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::connection::Connection;
@@ -48,16 +48,28 @@ impl Crew {
         if state.idle >= state.waiting.len() {
             self.0.changed.notify_one();
         } else if state.threads < self.0.most {
-            state.threads += 1;
-            drop(state);
-            let shared = Arc::clone(&self.0);
-            let started =
-                std::thread::Builder::new().name("client".into()).spawn(move || shared.work());
-            if let Err(error) = started {
-                lock(&self.0.state).threads -= 1;
-                // Another thread takes it when it is free.
-                tracing::error!(%error, "no thread for a client");
-            }
+            self.start(state);
+        }
+    }
+
+    /// Tries again to have a thread where there was none to be had.
+    pub(super) fn look(&self) {
+        let state = lock(&self.0.state);
+        if state.threads == 0 && !state.waiting.is_empty() {
+            self.start(state);
+        }
+    }
+
+    fn start(&self, mut state: MutexGuard<'_, State>) {
+        state.threads += 1;
+        drop(state);
+        let shared = Arc::clone(&self.0);
+        let started =
+            std::thread::Builder::new().name("client".into()).spawn(move || shared.work());
+        if let Err(error) = started {
+            lock(&self.0.state).threads -= 1;
+            // Another thread takes it when it is free, or [`Self::look`] finds one.
+            tracing::error!(%error, "no thread for a client");
         }
     }
 

@@ -125,6 +125,13 @@ impl Service {
         self.supervisor.trust(trust)?;
         self.gate.rebind(options.bounds);
         *self.options.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(options);
+        // Whoever lost somebody to speak for is cut off, and what runs for it ends.
+        let principals = &self.options().principals;
+        let mut connections: Vec<_> = lock(&self.connections).values().cloned().collect();
+        connections.retain(|connection| !connection.speaks_still(principals));
+        for connection in connections {
+            connection.close();
+        }
         Ok(())
     }
 

@@ -85,6 +85,22 @@ impl Peer {
         *self != Self::Stranger
     }
 
+    /// Whether all that it speaks for is its own by these, too.
+    pub(super) fn speaks_still(&self, now: &Principals) -> bool {
+        match self {
+            Self::Operator | Self::Stranger => true,
+            Self::Speaker { who: Who::User(uid), principals } => {
+                let now = now.of_uid(*uid);
+                principals.iter().all(|name| now.contains(name))
+            }
+            Self::Speaker { who: Who::Machine(cid), principals } => {
+                let now = now.of_cid(*cid);
+                principals.iter().all(|name| now == Some(name))
+            }
+            Self::Speaker { who: Who::Strangers, .. } => false,
+        }
+    }
+
     pub(super) fn is_operator(&self) -> bool {
         *self == Self::Operator
     }
@@ -136,6 +152,8 @@ mod tests {
         assert!(principals.of_uid(1002).is_empty());
         let ci = Peer::Speaker { who: Who::User(1001), principals: principals.of_uid(1001) };
         assert!(ci.speaks_for("ci") && !ci.speaks_for("local") && !ci.is_operator());
+        assert!(ci.speaks_still(&principals) && !ci.speaks_still(&Principals::default()));
+        assert!(own.speaks_still(&Principals::default()));
     }
 
     #[test]
@@ -148,6 +166,8 @@ mod tests {
             let peer = Peer::of_machine(cid, &principals);
             assert!(peer.speaks_for(own) && !peer.speaks_for(other) && !peer.is_operator());
             assert_eq!(peer.who(), Some(Who::Machine(cid)));
+            assert!(peer.speaks_still(&principals));
+            assert!(!peer.speaks_still(&Principals::default()));
         }
         // A CID is no user, and neither the host's nor an unknown one is anybody.
         for cid in [0, 2, 5, 1001, u32::MAX] {

@@ -240,6 +240,7 @@ impl Server {
                 }
             }
             service.drop_the_slow();
+            service.crew.look();
             if RELOAD_ASKED.swap(false, Ordering::AcqRel) {
                 service.load_again(&load);
             }
@@ -322,6 +323,7 @@ pub fn serve_connection(
             Err(error) => return Err(error),
         }
         service.drop_the_slow();
+        service.crew.look();
     }
     Ok(())
 }

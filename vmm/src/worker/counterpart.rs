@@ -162,7 +162,7 @@ impl Counterpart {
             .map_err(|error| Verdict::Internal(error.to_string()))?;
         let mut unsent = &bytes[..];
         while !unsent.is_empty() {
-            match send_once(socket, unsent, None) {
+            match send_once(socket, unsent) {
                 Ok(sent) => unsent = &unsent[sent..],
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {
                     // The time of who is not heard goes on all the same.

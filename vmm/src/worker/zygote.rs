@@ -295,14 +295,15 @@ impl VmMakings {
         if found == Some(0) {
             return Ok(Arc::clone(&self.bases[0]));
         }
-        // A worker has the memory of its own base and of no other.
-        if let Some(other) = self.bases.front() {
-            other.set_inherited(false);
-        }
+        // First of all what can fail: the base at the front stays as it is then.
         let base = match found.and_then(|index| self.bases.remove(index)) {
             Some(base) => base,
             None => Arc::new(self.make_base(trust, ram_bytes)?),
         };
+        // A worker has the memory of its own base and of no other.
+        if let Some(other) = self.bases.front() {
+            other.set_inherited(false);
+        }
         base.set_inherited(true);
         self.bases.truncate(BASES_MAX - 1);
         self.bases.push_front(Arc::clone(&base));

@@ -41,9 +41,16 @@ async fn read<T: DeserializeOwned>(caller: &Caller, request: Request) -> Result<
     order::json("the body", &body)
 }
 
-async fn ask(door: &Door, caller: &Caller, question: Question) -> Result<Reply, Problem> {
-    let _place = caller.tenant.question()?;
-    Ok(door.client.ask(question).await?)
+async fn ask(door: &Arc<Door>, caller: &Caller, question: Question) -> Result<Reply, Problem> {
+    let place = caller.tenant.question()?;
+    let door = Arc::clone(door);
+    // A caller that leaves takes its place along only when the service has
+    // answered.
+    let asked = tokio::spawn(async move {
+        let _place = place;
+        door.client.ask(question).await
+    });
+    Ok(asked.await.map_err(|_| Problem::gone())??)
 }
 
 fn strange(_: Reply) -> Problem {

@@ -35,6 +35,8 @@ mod teach;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use forge_client::ClientError;
+use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::SignerKey;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
@@ -47,6 +49,9 @@ pub const MESSAGE_BYTES_MAX: usize = 4 * 1024 * 1024;
 /// Requests of one client that may be unanswered, and what they may have
 /// together, in bytes. As JSON values they take many times that.
 pub const REQUESTS_MAX: usize = 64;
+/// Questions of a principal that are with the service at a time: a quarter of
+/// what it takes of one connection. More wait.
+const QUESTIONS_MAX: usize = 16;
 /// See [`REQUESTS_MAX`].
 pub const REQUEST_BYTES_MAX: usize = 2 * MESSAGE_BYTES_MAX;
 
@@ -72,6 +77,9 @@ struct Inner {
     /// other.
     session: String,
     handles: Mutex<Handles>,
+    /// Places for questions that are not answered, those included that nobody
+    /// waits for any more. All doors of a service share one connection to it.
+    questions: Semaphore,
     /// Runs that are not over, those included that nobody waits for any more.
     runs: Semaphore,
     closing: CancellationToken,
@@ -88,6 +96,7 @@ impl Door {
             principal,
             session: format!("mcp-{}", handles::random_name()?),
             handles: Mutex::default(),
+            questions: Semaphore::new(QUESTIONS_MAX),
             runs: Semaphore::new(REQUESTS_MAX),
             closing: CancellationToken::new(),
         })))
@@ -96,6 +105,17 @@ impl Door {
     /// Cancels what runs, and takes nothing more.
     pub fn close(&self) {
         self.0.closing.cancel();
+    }
+
+    /// Asks the service, once there is a place for it. It is kept until the
+    /// service has answered, though nobody waits any more.
+    async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
+        let inner = Arc::clone(&self.0);
+        let asked = tokio::spawn(async move {
+            let _place = inner.questions.acquire().await;
+            inner.service.ask(question).await
+        });
+        asked.await.unwrap_or_else(|error| Err(std::io::Error::other(error).into()))
     }
 
     fn handles(&self) -> MutexGuard<'_, Handles> {

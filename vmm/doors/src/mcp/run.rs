@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 use forge_client::{ClientError, RunMessage};
 use forge_protocol::broker::Authority;
 use forge_protocol::guest::Artifact;
-use forge_protocol::limits::RunLimits;
+use forge_protocol::limits::{INPUT_BYTES_MAX, RunLimits};
 use forge_protocol::service::{Finish, Order, RunEvent};
 use rmcp::model::{
     CallToolResult, ContentBlock, ProgressNotificationParam, ProgressToken, ResourceContents,
@@ -76,6 +76,8 @@ impl From<Limits> for RunLimits {
 enum RunError {
     #[error(transparent)]
     Program(#[from] ProgramError),
+    #[error("the input has {0} bytes as JSON, the limit is {INPUT_BYTES_MAX}")]
+    Input(usize),
     #[error("assembling the program failed in a way that it should not")]
     Assembler,
     #[error("the grant {0:?} is not known here or is over: search_tools gives another")]
@@ -120,6 +122,11 @@ async fn carried_out(
     // Held until the run is over, not until somebody has stopped waiting.
     let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
     let Arguments { program, language, input, grant, limits } = arguments;
+    let input = input.map_or_else(|| "{}".to_owned(), |input| input.to_string()).into_bytes();
+    // What came within the bound of a message may be larger written again.
+    if input.len() > INPUT_BYTES_MAX as usize {
+        return Err(RunError::Input(input.len()));
+    }
     let authority = match grant {
         None => Authority::Tools(Vec::new()),
         Some(name) => match door.handles().token(&name, Instant::now()) {
@@ -133,7 +140,7 @@ async fn carried_out(
     let progress_token = context.meta.get_progress_token();
     let order = Order {
         program,
-        input: input.map_or_else(|| b"{}".to_vec(), |input| input.to_string().into_bytes()),
+        input,
         principal: door.0.principal.name.clone(),
         session: Some(door.0.session.clone()),
         authority,

@@ -85,7 +85,7 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
     }
     let principal = door.0.principal.name.clone();
     let question = Question::SearchTools { principal: principal.clone(), intent, k };
-    let Reply::Found { tools, unavailable } = door.0.service.ask(question).await? else {
+    let Reply::Found { tools, unavailable } = door.ask(question).await? else {
         return Err(SearchError::Answer);
     };
     let mut grant = None;
@@ -99,7 +99,7 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
             cost_max: None,
             session: Some(door.0.session.clone()),
         };
-        let Reply::Grant(token) = door.0.service.ask(Question::IssueGrant(request)).await? else {
+        let Reply::Grant(token) = door.ask(Question::IssueGrant(request)).await? else {
             return Err(SearchError::Answer);
         };
         grant = Some(door.handles().insert(token, Instant::now())?);
