@@ -49,7 +49,6 @@ fn main() -> ExitCode {
             a_vm_that_is_reset_serves_one_tenant,
             a_vm_is_put_back_soon_after_its_run_though_nothing_follows,
             an_order_of_any_kind_ends_a_workers_rest,
-            a_vm_that_cannot_be_made_keeps_no_other_from_being_made,
             a_cancelled_run_is_given_no_worker,
             a_vm_that_is_fresh_serves_one_run,
             a_vm_is_destroyed_when_its_result_has_been_told,
@@ -432,17 +431,6 @@ fn a_vm_is_put_back_soon_after_its_run_though_nothing_follows() {
     fill(&resetting);
     eventually("nothing of the run is left", || !is_there(&resetting));
     assert_eq!(run(&resetting, "a", &echo()).vm, Vm::Reset);
-}
-
-fn a_vm_that_cannot_be_made_keeps_no_other_from_being_made() {
-    let pool = pool(0, 0, Reuse::Fresh);
-    let mut huge = echo();
-    huge.load.limits.memory_bytes = 1 << 44;
-    for round in 0..3 {
-        assert_eq!(run(&pool, "a", &echo()).report.output, b"{}", "round {round}");
-        let refused = try_run(&pool, "a", &huge, false).unwrap_err();
-        assert!(matches!(refused, Fate::Vm(_)), "{refused:?}");
-    }
 }
 
 fn a_cancelled_run_is_given_no_worker() {

@@ -34,11 +34,24 @@ fn connect_vsock(cid: u32, port: u32) -> io::Result<std::os::unix::net::UnixStre
     Ok(std::os::fd::OwnedFd::from(stream).into())
 }
 
+fn lost(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            format!("no service listens there ({error}): start one with forge-vmm serve")
+        }
+        io::ErrorKind::PermissionDenied => format!(
+            "this user may not connect to the service ({error}): forge.toml, [service] mode, and \
+             uids in [principals.<name>]"
+        ),
+        _ => format!("the service is not there: {error}"),
+    }
+}
+
 /// Why a service gave no answer, or no good one.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// It cannot be reached, or is gone.
-    #[error("the service is not there: {0}")]
+    #[error("{}", lost(.0))]
     Connection(#[from] io::Error),
     /// Another release answers.
     #[error(transparent)]

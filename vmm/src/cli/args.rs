@@ -36,7 +36,7 @@ pub(crate) enum Command {
     Sign(SignArgs),
     /// Show what a program asks for: its imports are its capabilities
     Inspect(InspectArgs),
-    /// Say everything that would keep a program from running, without running it
+    /// Say everything in a program and its grant that would keep it from running
     Check(CheckArgs),
     /// List the tools there are, review their definitions, or call one
     Tools(ToolsArgs),

@@ -206,7 +206,7 @@ struct CheckedViolation {
     message: String,
 }
 
-/// Says everything that would keep a program from running.
+/// Says everything in a program and its grant that would keep it from running.
 pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     config::check_named(&args.broker)?;
     let mut paths = args.trust.clone();
