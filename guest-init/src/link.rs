@@ -1,8 +1,10 @@
 //! The protocol session over a byte stream, and the decision when bytes leave.
 //!
 //! Each send costs an exit from the virtual machine, so output, log records
-//! and artifacts gather here until the guest has to wait anyway, or until
-//! [`SEND_BYTES`] have gathered. A call that blocks is thus one send, whatever
+//! and artifacts gather here until the guest has to wait anyway, until
+//! [`SEND_BYTES`] have gathered, or until the program has computed for
+//! [`SEND_SLICES`] since: whoever is ended from outside leaves what it wrote
+//! before. A call that blocks is thus one send, whatever
 //! was written before it. Only `call_async` sends at once without
 //! waiting: a call that was started should be under way while the program
 //! computes.
@@ -21,6 +23,10 @@ use forge_protocol::name::ToolName;
 
 /// What gathers before it is sent without a reason to wait, in bytes.
 pub const SEND_BYTES: usize = 64 * 1024;
+
+/// For how many slices of fuel something waits to be sent: some ten
+/// milliseconds, beside which an exit is nothing.
+pub const SEND_SLICES: u32 = 32;
 
 /// Bytes to and from the host. Both methods block.
 pub trait Stream {
@@ -111,12 +117,14 @@ pub(crate) struct Link<S> {
     session: GuestSession,
     /// Output that has no frame yet: programs write it in small pieces.
     output: Vec<u8>,
+    /// Slices since something waits to be sent.
+    waited: u32,
 }
 
 impl<S: Stream> Link<S> {
     /// A link whose greeting is ready to be sent.
     pub(crate) fn new(stream: S) -> Self {
-        Self { stream, session: GuestSession::new(), output: Vec::new() }
+        Self { stream, session: GuestSession::new(), output: Vec::new(), waited: 0 }
     }
 
     /// Waits for the program.
@@ -140,9 +148,15 @@ impl<S: Stream> Link<S> {
         self.stream.instantiating(is);
     }
 
-    /// See [`Stream::may_go_on`].
+    /// See [`Stream::may_go_on`]. Sends what has waited for long.
     pub(crate) fn may_go_on(&mut self) -> Result<(), ServeError> {
-        Ok(self.stream.may_go_on()?)
+        self.stream.may_go_on()?;
+        if self.output.is_empty() && self.session.transmit().is_empty() {
+            self.waited = 0;
+            return Ok(());
+        }
+        self.waited += 1;
+        if self.waited < SEND_SLICES { Ok(()) } else { self.send() }
     }
 
     /// Waits for the run.
@@ -253,6 +267,7 @@ impl<S: Stream> Link<S> {
 
     fn send(&mut self) -> Result<(), ServeError> {
         self.frame_output()?;
+        self.waited = 0;
         let pending = self.session.transmit();
         if !pending.is_empty() {
             self.stream.send(pending)?;

@@ -307,6 +307,8 @@ async fn read_all(mut reader: Reader, shared: Arc<Shared>, writing: tokio::task:
                     break error.to_string();
                 }
             }
+            // Whoever is told gets it as an error of the connection again.
+            Err(ClientError::Connection(error)) => break error.to_string(),
             Err(error) => break error.to_string(),
         }
     };

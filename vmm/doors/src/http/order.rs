@@ -16,8 +16,8 @@ use forge_protocol::limits::{
 };
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{HostedTool, HostedTools, Order};
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
 use super::problem::Problem;
@@ -37,7 +37,7 @@ pub(crate) struct RunBody {
     program: String,
     #[serde(default)]
     grant: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "present")]
     input: Option<Box<RawValue>>,
     #[serde(default)]
     limits: Limits,
@@ -176,6 +176,13 @@ pub(crate) fn json<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, P
             _ => Problem::new(StatusCode::BAD_REQUEST, "bad_request", detail),
         }
     })
+}
+
+/// A field that is there, though it is `null`: that is a value as any other.
+pub(crate) fn present<'de, D: Deserializer<'de>>(
+    field: D,
+) -> Result<Option<Box<RawValue>>, D::Error> {
+    Box::<RawValue>::deserialize(field).map(Some)
 }
 
 fn from_json(body: &[u8], principal: &str) -> Result<Asked, Problem> {
@@ -409,6 +416,13 @@ mod tests {
         ] {
             assert_eq!(refusal(body), (status, "bad_request".into()), "{body}");
         }
+    }
+
+    #[test]
+    fn null_is_an_input_and_no_input_is_an_object() {
+        let input = |body: &str| from_json(body.as_bytes(), "alice").unwrap().order.input;
+        assert_eq!(input(r#"{"program": "", "input": null}"#), b"null");
+        assert_eq!(input(r#"{"program": ""}"#), b"{}");
     }
 
     #[test]

@@ -35,7 +35,7 @@ use serde_json::value::RawValue;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc};
 
 use super::events::{Events, happened};
-use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded};
+use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
 use super::problem::{self, Problem};
 use super::runs;
 use super::tenant::{Kept, Tenant};
@@ -75,7 +75,7 @@ struct Submit {
 struct Settle {
     number: u32,
     callback: u32,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "present")]
     result: Option<Box<RawValue>>,
     #[serde(default)]
     error: Option<ToolError>,
@@ -347,4 +347,17 @@ impl Carried {
 /// JSON that the service sent, to be put into a message as it is.
 fn raw(json: &[u8]) -> &RawValue {
     serde_json::from_slice(json).unwrap_or(RawValue::NULL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_callback_may_be_settled_with_null() {
+        let settle = |text: &str| serde_json::from_str::<Settle>(text).unwrap().result;
+        let null = settle(r#"{"number": 1, "callback": 0, "result": null}"#).unwrap();
+        assert_eq!(null.get(), "null");
+        assert!(settle(r#"{"number": 1, "callback": 0}"#).is_none());
+    }
 }
