@@ -647,6 +647,8 @@ fn a_signal_drains_and_a_second_ends_at_once() {
             let client = forge_client::Client::connect(&service.socket).await.unwrap();
             let run = client.submit(&endless()).await.unwrap();
             stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
+            // While a first VM is made, nothing else ends the run.
+            eventually("its guest runs", || service.workers().into_iter().any(is_busy));
             signal(&service, libc::SIGTERM);
             if twice {
                 stands(&client, "it drains", |status| status["state"] == "draining").await;
