@@ -23,8 +23,11 @@ use crate::service::HostedTools;
 use crate::worker::CallRecord;
 
 /// Requests that may be unanswered on one control link at the same time; the
-/// broker takes up the next when one of them is answered.
-pub const REQUESTS_IN_FLIGHT_MAX: usize = 64;
+/// broker takes up the next when one of them is answered. A supervisor never
+/// has so many: what it may have under way is bounded by its runs and by its
+/// clients' questions, and the end of one run must not wait for the tool
+/// servers of others to start.
+pub const REQUESTS_IN_FLIGHT_MAX: usize = 8192;
 
 /// A request with its number: the payload of a `Request` frame.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]

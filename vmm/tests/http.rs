@@ -52,6 +52,7 @@ fn main() -> ExitCode {
         ],
         claims![
             who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks,
+            a_socket_ends_with_its_token,
             a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin,
             what_does_not_fit_is_refused_by_its_kind_before_it_is_read,
             what_is_no_request_harms_nobody,
@@ -659,6 +660,33 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
     for pid in its {
         eventually("its worker is gone", || is_gone(pid));
     }
+}
+
+fn a_socket_ends_with_its_token() {
+    let desk = desk();
+    let service = desk.open_without_vm();
+    let (mut alices, mut bobs) = (service.socket(ALICE).unwrap(), service.socket(BOB).unwrap());
+    let config = fs::read_to_string(desk.path("forge.toml")).unwrap();
+    let alices_own = String::from(TokenHash::of(ALICE.as_bytes()));
+    let new = String::from(TokenHash::of(b"another-token-that-was-drawn"));
+    desk.write("forge.toml", config.replace(&alices_own, &new));
+    service.signal(service.child.id() as i32, libc::SIGHUP);
+    let hear = |socket: &mut tungstenite::WebSocket<TcpStream>| loop {
+        match socket.read().unwrap() {
+            Message::Ping(_) => {}
+            other => return other,
+        }
+    };
+    let goodbye = hear(&mut alices);
+    assert!(
+        matches!(&goodbye, Message::Close(Some(frame)) if u16::from(frame.code) == 1008),
+        "{goodbye:?}"
+    );
+    assert!(service.socket(ALICE).is_none());
+    assert!(service.socket("another-token-that-was-drawn").is_some());
+    // Another's goes on.
+    bobs.send(Message::text("{}")).unwrap();
+    assert!(matches!(hear(&mut bobs), Message::Text(_)));
 }
 
 fn a_program_calls_a_tool_of_the_client_itself() {

@@ -1,11 +1,54 @@
 //! What clients ask, and the answers.
 
+use std::collections::HashMap;
+use std::sync::Mutex;
+
 use forge_protocol::broker::{RefusalKind, Reply as BrokerReply, Request};
 use forge_protocol::service::{Question, Reply};
 
-use super::Service;
 use super::peer::Peer;
+use super::{Service, lock};
 use crate::broker::BrokerError;
+
+/// Questions of one principal that the broker may be answering at the same
+/// time, over all its connections.
+const OF_ONE_MAX: usize = 16;
+/// The same of all principals. Each holds a thread, for as long as a tool
+/// server takes that has to start first.
+const OF_ALL_MAX: usize = 256;
+
+/// Whose questions the broker is answering.
+#[derive(Debug, Default)]
+pub(super) struct Questions(Mutex<HashMap<String, usize>>);
+
+/// One of them. Dropped when it is answered.
+struct Place<'a> {
+    questions: &'a Questions,
+    principal: &'a str,
+}
+
+impl Questions {
+    /// A place for a principal's question, if there is one.
+    fn enter<'a>(&'a self, principal: &'a str) -> Option<Place<'a>> {
+        let mut asked = lock(&self.0);
+        let of_one = asked.get(principal).copied().unwrap_or(0);
+        if of_one >= OF_ONE_MAX || asked.values().sum::<usize>() >= OF_ALL_MAX {
+            return None;
+        }
+        asked.insert(principal.to_owned(), of_one + 1);
+        Some(Place { questions: self, principal })
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut asked = lock(&self.questions.0);
+        match asked.get_mut(self.principal) {
+            Some(count) if *count > 1 => *count -= 1,
+            _ => drop(asked.remove(self.principal)),
+        }
+    }
+}
 
 fn refused(error: BrokerError) -> Reply {
     match error {
@@ -54,6 +97,16 @@ impl Service {
                  [principals.<name>] uids, or cids over vsock",
             );
         }
+        let whose = asker(&question).map(str::to_owned);
+        let place = whose.as_deref().map(|whose| self.questions.enter(whose));
+        if matches!(place, Some(None)) {
+            return Reply::Refused {
+                kind: RefusalKind::Overloaded,
+                message: "too many questions are unanswered, of this principal or of all: wait \
+                          for one"
+                    .to_owned(),
+            };
+        }
         let request = match question {
             Question::SearchTools { principal, intent, k } => {
                 Request::SearchTools { principal, intent, k }
@@ -82,5 +135,25 @@ impl Service {
             Ok(other) => refused(BrokerError::Protocol(format!("{other:?} does not answer this"))),
             Err(error) => refused(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_principals_questions_are_bounded_and_leave_places_for_others() {
+        let questions = Questions::default();
+        let mut of_one: Vec<_> = (0..OF_ONE_MAX).map(|_| questions.enter("a").unwrap()).collect();
+        assert!(questions.enter("a").is_none());
+        assert!(questions.enter("b").is_some());
+        of_one.pop();
+        drop(questions.enter("a").expect("one was answered"));
+        let names: Vec<String> = (0..OF_ALL_MAX).map(|it| it.to_string()).collect();
+        let others: Vec<_> = names.iter().map_while(|name| questions.enter(name)).collect();
+        assert_eq!(of_one.len() + others.len(), OF_ALL_MAX);
+        drop((of_one, others));
+        assert!(lock(&questions.0).is_empty(), "who asks nothing takes no room");
     }
 }

@@ -56,6 +56,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::cancel::Cancel;
 use crate::report::Status;
 use crate::supervisor::{Attendance, RunResult, Supervisor};
+use answers::Questions;
 use crew::Crew;
 use gate::{Denied, Gate, Stay};
 use peer::Peer;
@@ -77,6 +78,7 @@ pub(crate) struct Service {
     crew: Crew,
     watch: Watch,
     gate: Gate,
+    questions: Questions,
     options: RwLock<Arc<ServiceOptions>>,
     connections: Mutex<Connections>,
     counts: Counts,
@@ -108,6 +110,7 @@ impl Service {
             crew: Crew::new(THREADS_MAX),
             watch: Watch::new()?,
             gate: Gate::new(options.bounds),
+            questions: Questions::default(),
             options: RwLock::new(Arc::new(options)),
             connections: Mutex::default(),
             counts: Counts::new(),

@@ -25,7 +25,7 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::Response;
 use forge_client::{Canceller, Run, RunMessage};
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
@@ -122,10 +122,17 @@ struct Said {
     over: Option<u32>,
 }
 
+/// The same, with its room among what the principal has in memory here.
+struct Unsent {
+    said: Said,
+    _room: OwnedSemaphorePermit,
+}
+
 /// `GET /v1/runs/ws`
 pub(crate) async fn open(
     State(door): State<Arc<Door>>,
     caller: Caller,
+    headers: HeaderMap,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Problem> {
     let upgrade = upgrade.map_err(|error| {
@@ -133,11 +140,16 @@ pub(crate) async fn open(
         Problem::new(StatusCode::UPGRADE_REQUIRED, "bad_request", detail)
     })?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
+    let Caller { tenant, permit } = caller;
+    let permits = [permit, tenant.socket()?];
+    let mut token = HeaderMap::new();
+    for value in headers.get_all(header::AUTHORIZATION) {
+        token.append(header::AUTHORIZATION, value.clone());
+    }
     Ok(upgrade.on_upgrade(move |socket| async move {
         let (sender, said) = mpsc::channel(UNSENT_MAX);
-        let Caller { tenant, permit } = caller;
         let (runs, stuck) = (HashMap::new(), Arc::new(Notify::new()));
-        let talk = Talk { door, tenant, sender, runs, stuck, _permit: permit };
+        let talk = Talk { door, tenant, token, sender, runs, stuck, _permits: permits };
         talk.converse(socket, said).await;
     }))
 }
@@ -146,16 +158,19 @@ pub(crate) async fn open(
 struct Talk {
     door: Arc<Door>,
     tenant: Arc<Tenant>,
-    sender: mpsc::Sender<Said>,
+    /// What it came in with: its `Authorization`.
+    token: HeaderMap,
+    sender: mpsc::Sender<Unsent>,
     runs: HashMap<u32, Canceller>,
     /// Told when the client takes so little that a run was given up.
     stuck: Arc<Notify>,
-    _permit: OwnedSemaphorePermit,
+    _permits: [OwnedSemaphorePermit; 2],
 }
 
 impl Talk {
-    async fn converse(mut self, mut socket: WebSocket, mut said: mpsc::Receiver<Said>) {
+    async fn converse(mut self, mut socket: WebSocket, mut said: mpsc::Receiver<Unsent>) {
         let mut closing = self.door.closing.subscribe();
+        let mut options = self.door.options.clone();
         let mut ping = tokio::time::interval(PING_EVERY);
         let mut heard = tokio::time::Instant::now();
         let goodbye = loop {
@@ -164,7 +179,7 @@ impl Talk {
                     Some(Ok(message)) => message,
                     Some(Err(_)) | None => break None,
                 },
-                Some(Said { text, over }) = said.recv() => {
+                Some(Unsent { said: Said { text, over }, .. }) = said.recv() => {
                     if let Some(number) = over {
                         self.runs.remove(&number);
                     }
@@ -183,6 +198,13 @@ impl Talk {
                 }
                 () = self.stuck.notified() => break Some((1008, "take messages as they come")),
                 () = is_set(&mut closing) => break Some((1001, "the door closes")),
+                // Without anybody who could change them, the door closes.
+                Ok(()) = options.changed() => {
+                    if self.speaks_still() {
+                        continue;
+                    }
+                    break Some((1008, "this token speaks for the principal no more"));
+                }
             };
             heard = tokio::time::Instant::now();
             let answered = match message {
@@ -205,8 +227,15 @@ impl Talk {
         // Its tasks see that nobody listens, and cancel their runs.
     }
 
+    /// Whether its token speaks for the same principal now.
+    fn speaks_still(&self) -> bool {
+        let principal = self.door.options.borrow().access.principal(&self.token);
+        principal.is_ok_and(|name| name == self.tenant.name)
+    }
+
     /// Does what the client says.
     async fn hear(&mut self, text: &str) -> Result<(), (Option<u32>, Problem)> {
+        let _room = self.tenant.memory(text.len()).map_err(|problem| (None, problem))?;
         let said = super::order::json("the message", text.as_bytes());
         match said.map_err(|problem| (None, problem))? {
             FromClient::Submit(submit) => {
@@ -279,7 +308,7 @@ struct Carried {
     number: u32,
     run: Run,
     tenant: Arc<Tenant>,
-    sender: mpsc::Sender<Said>,
+    sender: mpsc::Sender<Unsent>,
     stuck: Arc<Notify>,
     _slot: OwnedSemaphorePermit,
 }
@@ -303,7 +332,11 @@ impl Carried {
                 }
             };
             let is_over = said.over.is_some();
-            if self.sender.try_send(said).is_err() {
+            let sent = self
+                .tenant
+                .memory(said.text.len())
+                .is_ok_and(|room| self.sender.try_send(Unsent { said, _room: room }).is_ok());
+            if !sent {
                 self.stuck.notify_one();
                 return;
             }

@@ -20,9 +20,11 @@ const REQUESTS_MAX: usize = 256;
 /// Questions to the service among them. All principals share what the service
 /// answers at once.
 const QUESTIONS_MAX: usize = 16;
-/// Bodies of one principal's requests that may be in memory at the same time,
-/// together, in KiB.
-const BODIES_KIB_MAX: usize = 64 * 1024;
+/// WebSockets among them: each may have a message in memory that is not whole.
+const SOCKETS_MAX: usize = 64;
+/// Bodies of one principal's requests, and messages of its WebSockets both
+/// ways, that may be in memory at the same time, together, in KiB.
+const MEMORY_KIB_MAX: usize = 64 * 1024;
 /// Runs of one principal that nobody waits for and that are not over.
 const RUNNING_MAX: usize = 256;
 /// Ended runs that are kept for one principal.
@@ -48,7 +50,8 @@ pub(crate) struct Tenant {
     pub(crate) name: String,
     requests: Arc<Semaphore>,
     questions: Arc<Semaphore>,
-    bodies: Arc<Semaphore>,
+    sockets: Arc<Semaphore>,
+    memory: Arc<Semaphore>,
     running: Arc<Semaphore>,
     runs: Mutex<Runs>,
 }
@@ -67,7 +70,8 @@ impl Tenant {
             name,
             requests: Arc::new(Semaphore::new(REQUESTS_MAX)),
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
-            bodies: Arc::new(Semaphore::new(BODIES_KIB_MAX)),
+            sockets: Arc::new(Semaphore::new(SOCKETS_MAX)),
+            memory: Arc::new(Semaphore::new(MEMORY_KIB_MAX)),
             running: Arc::new(Semaphore::new(RUNNING_MAX)),
             runs: Mutex::default(),
         }
@@ -89,12 +93,19 @@ impl Tenant {
         })
     }
 
-    /// A place for a body of so many bytes.
-    pub(crate) fn body(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
+    /// A place for a WebSocket.
+    pub(crate) fn socket(&self) -> Result<OwnedSemaphorePermit, Problem> {
+        Arc::clone(&self.sockets).try_acquire_owned().map_err(|_| {
+            Problem::overloaded(format!("{SOCKETS_MAX} WebSockets of this principal are open"))
+        })
+    }
+
+    /// Room for a body or a message of so many bytes.
+    pub(crate) fn memory(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
         let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
-        Arc::clone(&self.bodies).try_acquire_many_owned(kib).map_err(|_| {
+        Arc::clone(&self.memory).try_acquire_many_owned(kib).map_err(|_| {
             Problem::overloaded(
-                "the bodies of this principal's requests fill what there is for them",
+                "the bodies and messages of this principal fill what there is for them",
             )
         })
     }
@@ -242,10 +253,10 @@ mod tests {
         assert_eq!(held.len(), REQUESTS_MAX);
         assert_eq!(alice.request().unwrap_err().body().status(), 429);
         assert!(bob.request().is_ok());
-        let body = alice.body(BODIES_KIB_MAX * 1024).unwrap();
-        assert_eq!(alice.body(1).unwrap_err().body().status(), 429);
-        assert!(bob.body(1).is_ok());
+        let body = alice.memory(MEMORY_KIB_MAX * 1024).unwrap();
+        assert_eq!(alice.memory(1).unwrap_err().body().status(), 429);
+        assert!(bob.memory(1).is_ok());
         drop((held, body));
-        assert!(alice.request().is_ok() && alice.body(1).is_ok());
+        assert!(alice.request().is_ok() && alice.memory(1).is_ok());
     }
 }
