@@ -234,7 +234,7 @@ impl Outcome {
             Fate::Deadline => Self::new(
                 Status::Limit,
                 "deadline",
-                format!("the run did not end within its {wall_ms} ms; see --timeout"),
+                format!("the run did not end within the {wall_ms} ms that it was given"),
             ),
             Fate::Vm(failure) => Self::of_failure(failure, tier),
         }

@@ -556,6 +556,10 @@ fn a_grant_is_issued_narrowed_and_run_under_by_its_principal_alone() {
     let issued = service.post("/v1/grants", &terms);
     assert_eq!(issued.status, 201, "{issued:?}");
     issued.fits("Grant");
+    // Nothing left is no way of saying that all is.
+    let none = json!({ "grant": issued.json["grant"], "tools": [], "calls_max": 1 });
+    assert_eq!(service.post("/v1/grants/attenuate", &none).status, 422);
+    assert_eq!(service.post("/v1/grants", &json!({ "tools": [], "valid_s": 600 })).status, 422);
     let narrow = json!({ "grant": issued.json["grant"], "tools": ["test.echo"] });
     let narrowed = service.post("/v1/grants/attenuate", &narrow);
     assert_eq!(narrowed.status, 201, "{narrowed:?}");

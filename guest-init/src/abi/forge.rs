@@ -134,7 +134,11 @@ fn call<S: Stream>(
 ) -> Result<i32, Error> {
     match tool_name(&mut caller, name, name_length)? {
         Some(name) => tool::call(&mut caller, &name, request, request_length),
-        None => Ok(caller.data_mut().refuse(CallCode::NoSuchTool)),
+        None => {
+            let (memory, host) = parts(&mut caller)?;
+            range(memory, request, request_length)?;
+            Ok(host.refuse(CallCode::NoSuchTool))
+        }
     }
 }
 
@@ -147,7 +151,11 @@ fn call_async<S: Stream>(
 ) -> Result<i32, Error> {
     match tool_name(&mut caller, name, name_length)? {
         Some(name) => tool::call_async(&mut caller, &name, request, request_length),
-        None => Ok(CallCode::NoSuchTool as i32),
+        None => {
+            let (memory, _) = parts(&mut caller)?;
+            range(memory, request, request_length)?;
+            Ok(CallCode::NoSuchTool as i32)
+        }
     }
 }
 

@@ -56,7 +56,9 @@ pub(super) fn lost(error: &io::Error) -> VmFailure {
     VmFailure {
         kind,
         message: match error.kind() {
-            io::ErrorKind::ConnectionAborted => "nobody waits for the run any more".into(),
+            io::ErrorKind::ConnectionAborted => {
+                "the run was cancelled, or whoever asked for it left".into()
+            }
             io::ErrorKind::TimedOut => "the worker said nothing in time".into(),
             io::ErrorKind::UnexpectedEof => "the worker ended without a report".into(),
             _ => format!("the worker was lost: {error}"),

@@ -164,7 +164,7 @@ impl Service {
     ) -> (RunResult, Option<Stay<'_>>) {
         let principal = &order.principal;
         if !peer.speaks_for(principal) {
-            let reason = "this client may not speak for the principal that it names (--principal): \
+            let reason = "this client may not speak for the principal that it names: \
                           forge.toml, [principals.<name>] uids, or cids over vsock";
             return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
         }

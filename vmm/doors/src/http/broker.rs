@@ -14,6 +14,7 @@ use forge_protocol::limits::{
     CONSTRAINT_BYTES_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, GRANT_BYTES_MAX, INTENT_BYTES_MAX,
     TOOL_NAME_BYTES_MAX,
 };
+use forge_protocol::name::ToolName;
 use forge_protocol::service::{Question, Reply};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -171,7 +172,7 @@ pub(crate) async fn issue(
     check_constraints(&asked.constraints)?;
     let question = Question::IssueGrant(GrantRequest {
         principal: caller.tenant.name.clone(),
-        tools: tools(&asked.tools)?,
+        tools: some_tools(&asked.tools)?,
         constraints: asked.constraints,
         valid_s: asked.valid_s,
         calls_max: asked.calls_max,
@@ -186,7 +187,7 @@ pub(crate) async fn issue(
 struct Attenuate {
     grant: String,
     #[serde(default)]
-    tools: Vec<String>,
+    tools: Option<Vec<String>>,
     #[serde(default)]
     constraints: Vec<String>,
     #[serde(default)]
@@ -210,7 +211,8 @@ pub(crate) async fn attenuate(
     check_constraints(&asked.constraints)?;
     let question = Question::AttenuateGrant(Narrowing {
         token: base64("grant", &asked.grant, GRANT_BYTES_MAX)?,
-        tools: tools(&asked.tools)?,
+        // No names leave all, which an empty list would not be meant to.
+        tools: asked.tools.map_or_else(|| Ok(Vec::new()), |names| some_tools(&names))?,
         constraints: asked.constraints,
         valid_s: asked.valid_s,
         calls_max: asked.calls_max,
@@ -218,6 +220,14 @@ pub(crate) async fn attenuate(
         session: asked.session,
     });
     granted(ask(&door, &caller, question).await?, StatusCode::CREATED)
+}
+
+/// Reads names of tools, of which there is at least one.
+fn some_tools(names: &[String]) -> Result<Vec<ToolName>, Problem> {
+    if names.is_empty() {
+        return Err(Problem::bad_request("tools: a grant is for one tool at least"));
+    }
+    tools(names)
 }
 
 fn check_constraints(constraints: &[String]) -> Result<(), Problem> {

@@ -4,6 +4,9 @@
 //! service closes it over a message that is larger than it may be. So every
 //! part of an order is held against its own bound here.
 
+use std::fmt;
+use std::marker::PhantomData;
+
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, FromRequest as _, Multipart, Request};
 use axum::http::{HeaderMap, StatusCode, header};
@@ -16,7 +19,8 @@ use forge_protocol::limits::{
 };
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{HostedTool, HostedTools, Order};
-use serde::de::DeserializeOwned;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
@@ -39,7 +43,7 @@ pub(crate) struct RunBody {
     grant: Option<String>,
     #[serde(default, deserialize_with = "present")]
     input: Option<Box<RawValue>>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "object")]
     limits: Limits,
     #[serde(default)]
     tools: Option<Vec<String>>,
@@ -167,15 +171,39 @@ pub(crate) fn media_type(headers: &HeaderMap) -> String {
     value.unwrap_or_default().split(';').next().unwrap_or_default().trim().to_ascii_lowercase()
 }
 
-/// Reads JSON: 400 for what is none, 422 for what does not fit.
+/// Reads a JSON object: 400 for what is none, 422 for what does not fit.
 pub(crate) fn json<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, Problem> {
-    serde_json::from_slice(bytes).map_err(|error| {
-        let detail = format!("{what}: {error}");
-        match error.classify() {
-            serde_json::error::Category::Data => Problem::bad_request(detail),
-            _ => Problem::new(StatusCode::BAD_REQUEST, "bad_request", detail),
+    let mut text = serde_json::Deserializer::from_slice(bytes);
+    let read = object(&mut text).and_then(|read| text.end().map(|()| read));
+    read.map_err(|error| no_json(what, &error))
+}
+
+fn no_json(what: &str, error: &serde_json::Error) -> Problem {
+    let detail = format!("{what}: {error}");
+    match error.classify() {
+        serde_json::error::Category::Data => Problem::bad_request(detail),
+        _ => Problem::new(StatusCode::BAD_REQUEST, "bad_request", detail),
+    }
+}
+
+/// What is written as an object, and not as an array of its fields, which
+/// serde takes as well.
+pub(crate) fn object<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+    from: D,
+) -> Result<T, D::Error> {
+    struct Fields<T>(PhantomData<T>);
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+        type Value = T;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object")
         }
-    })
+
+        fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<T, A::Error> {
+            T::deserialize(MapAccessDeserializer::new(fields))
+        }
+    }
+    from.deserialize_map(Fields(PhantomData))
 }
 
 /// A field that is there, though it is `null`: that is a value as any other.
@@ -265,7 +293,7 @@ impl Parts {
         check_principal(principal, options.principal.as_deref())?;
         bounded("program", program.len(), PROGRAM_BYTES_MAX as usize)?;
         bounded("input", input.len(), INPUT_BYTES_MAX as usize)?;
-        json::<serde::de::IgnoredAny>("input", &input)?;
+        serde_json::from_slice::<IgnoredAny>(&input).map_err(|error| no_json("input", &error))?;
         check_session(options.session.as_deref())?;
         let authority = match (grant, options.tools) {
             (Some(_), Some(_)) => {
@@ -406,6 +434,9 @@ mod tests {
             ("", 400),
             ("{", 400),
             ("[]", 422),
+            (r#"["AAEC"]"#, 422),
+            (r#"{"program": "", "limits": [1]}"#, 422),
+            (r#"{"program": ""} {}"#, 400),
             ("{}", 422),
             (r#"{"program": "*"}"#, 422),
             (r#"{"program": "", "unknown": 1}"#, 422),

@@ -35,7 +35,7 @@ use serde_json::value::RawValue;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc};
 
 use super::events::{Events, happened};
-use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
+use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, object, present};
 use super::problem::{self, Problem};
 use super::runs;
 use super::tenant::{Kept, Tenant};
@@ -54,8 +54,11 @@ const PING_EVERY: Duration = Duration::from_secs(30);
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 enum FromClient {
+    #[serde(deserialize_with = "object")]
     Submit(Box<Submit>),
+    #[serde(deserialize_with = "object")]
     Settle(Settle),
+    #[serde(deserialize_with = "object")]
     Cancel(Cancel),
 }
 
@@ -63,6 +66,7 @@ enum FromClient {
 #[serde(deny_unknown_fields)]
 struct Submit {
     number: u32,
+    #[serde(deserialize_with = "object")]
     run: RunBody,
     #[serde(default)]
     hosted: Option<HostedBody>,

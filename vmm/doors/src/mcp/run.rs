@@ -41,10 +41,16 @@ pub(super) struct Arguments {
     program: String,
     #[serde(default)]
     language: Language,
-    input: Option<Value>,
+    /// `null` is one as well.
+    #[serde(default = "no_input")]
+    input: Value,
     grant: Option<String>,
     #[serde(default)]
     limits: Limits,
+}
+
+fn no_input() -> Value {
+    Value::Object(serde_json::Map::new())
 }
 
 /// What of [`RunLimits`] a model may ask for.
@@ -122,7 +128,7 @@ async fn carried_out(
     // Held until the run is over, not until somebody has stopped waiting.
     let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
     let Arguments { program, language, input, grant, limits } = arguments;
-    let input = input.map_or_else(|| "{}".to_owned(), |input| input.to_string()).into_bytes();
+    let input = input.to_string().into_bytes();
     // What came within the bound of a message may be larger written again.
     if input.len() > INPUT_BYTES_MAX as usize {
         return Err(RunError::Input(input.len()));
