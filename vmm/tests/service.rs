@@ -56,6 +56,7 @@ fn main() -> ExitCode {
             a_dropped_run_is_cancelled,
             a_number_in_use_ends_the_connection,
             questions_are_answered_while_runs_go_on,
+            questions_that_wait_are_bounded_and_hold_up_no_run,
             a_watched_service_tells_latencies_pool_and_principals,
             status_is_short_for_a_person_and_whole_with_json,
             a_question_too_large_for_the_toolbroker_is_refused,
@@ -355,6 +356,31 @@ fn a_number_in_use_ends_the_connection() {
         eventually("it is cancelled", || cancelled(&service) == before as u64 + 1);
     }
     service.serves();
+}
+
+fn questions_that_wait_are_bounded_and_hold_up_no_run() {
+    let desk = desk();
+    let stuck = r#"{"mcpServers": {"stuck": {"command": "/bin/sleep", "args": ["60"]}}}"#;
+    desk.write("mcp.json", stuck);
+    let service = desk.serve(&["--mcp-config", "mcp.json"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let of = |principal: &str| {
+            let (client, principal) = (client.clone(), principal.to_owned());
+            async move { client.ask(Question::ListTools { principal }).await }
+        };
+        let mut asked: tokio::task::JoinSet<_> = (0..17).map(|_| of("flooding")).collect();
+        let first = asked.join_next().await.unwrap().unwrap();
+        assert!(
+            matches!(first, Err(ClientError::Refused { kind: RefusalKind::Overloaded, .. })),
+            "{first:?}"
+        );
+        // The others wait for the server, as another's does.
+        let others = tokio::time::timeout(Duration::from_millis(200), of("quiet")).await;
+        assert!(others.is_err() && asked.try_join_next().is_none(), "{others:?}");
+        let run = client.submit(&submit(ECHO, "1")).await.unwrap();
+        assert_eq!(report(&run.finish().await.unwrap())["output"], "1");
+    });
 }
 
 fn questions_are_answered_while_runs_go_on() {

@@ -132,13 +132,10 @@ fn call<S: Stream>(
     request: i32,
     request_length: i32,
 ) -> Result<i32, Error> {
+    check_range(&mut caller, request, request_length)?;
     match tool_name(&mut caller, name, name_length)? {
         Some(name) => tool::call(&mut caller, &name, request, request_length),
-        None => {
-            let (memory, host) = parts(&mut caller)?;
-            range(memory, request, request_length)?;
-            Ok(host.refuse(CallCode::NoSuchTool))
-        }
+        None => Ok(caller.data_mut().refuse(CallCode::NoSuchTool)),
     }
 }
 
@@ -149,14 +146,21 @@ fn call_async<S: Stream>(
     request: i32,
     request_length: i32,
 ) -> Result<i32, Error> {
+    check_range(&mut caller, request, request_length)?;
     match tool_name(&mut caller, name, name_length)? {
         Some(name) => tool::call_async(&mut caller, &name, request, request_length),
-        None => {
-            let (memory, _) = parts(&mut caller)?;
-            range(memory, request, request_length)?;
-            Ok(CallCode::NoSuchTool as i32)
-        }
+        None => Ok(CallCode::NoSuchTool as i32),
     }
+}
+
+/// Whether there is such a stretch, for who may have no use for it.
+fn check_range<S: Stream>(
+    caller: &mut Caller<'_, Host<S>>,
+    pointer: i32,
+    length: i32,
+) -> Result<(), Error> {
+    let (memory, _) = parts(caller)?;
+    range(memory, pointer, length).map(drop)
 }
 
 /// Reads a tool's name. One that is well-formed may still not be granted:

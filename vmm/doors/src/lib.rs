@@ -19,5 +19,7 @@
 pub mod http;
 #[cfg(feature = "mcp")]
 pub mod mcp;
+#[cfg(any(feature = "http", feature = "mcp"))]
+mod object;
 #[cfg(feature = "web")]
 pub mod web;

@@ -10,14 +10,14 @@ use super::peer::Peer;
 use super::{Service, lock};
 use crate::broker::BrokerError;
 
-/// Questions of one principal that the broker may be answering at the same
-/// time, over all its connections.
+/// Questions of one principal that may wait for tool servers at the same time,
+/// over all its connections. What the broker answers by itself is not counted.
 const OF_ONE_MAX: usize = 16;
 /// The same of all principals. Each holds a thread, for as long as a tool
 /// server takes that has to start first.
 const OF_ALL_MAX: usize = 256;
 
-/// Whose questions the broker is answering.
+/// Whose questions wait for tool servers, perhaps.
 #[derive(Debug, Default)]
 pub(super) struct Questions(Mutex<HashMap<String, usize>>);
 

@@ -39,7 +39,7 @@ async fn read<T: DeserializeOwned>(caller: &Caller, request: Request) -> Result<
         return Err(unsupported("application/json"));
     }
     let (body, _room) = read_body(&caller.tenant, &parts.headers, body, BODY_BYTES_MAX).await?;
-    order::json("the body", &body)
+    order::object("the body", &body)
 }
 
 async fn ask(door: &Arc<Door>, caller: &Caller, question: Question) -> Result<Reply, Problem> {
@@ -186,7 +186,7 @@ pub(crate) async fn issue(
 #[serde(deny_unknown_fields)]
 struct Attenuate {
     grant: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "order::present")]
     tools: Option<Vec<String>>,
     #[serde(default)]
     constraints: Vec<String>,

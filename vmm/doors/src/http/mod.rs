@@ -217,7 +217,7 @@ async fn read_body(
     if length.is_some_and(|length| length > limit) {
         return Err(too_large());
     }
-    let room = tenant.memory(length.unwrap_or(limit))?;
+    let room = tenant.body(length.unwrap_or(limit))?;
     let mut bytes = Vec::with_capacity(length.unwrap_or(0));
     let reading = async {
         let mut stream = body.into_data_stream();

@@ -4,9 +4,6 @@
 //! service closes it over a message that is larger than it may be. So every
 //! part of an order is held against its own bound here.
 
-use std::fmt;
-use std::marker::PhantomData;
-
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, FromRequest as _, Multipart, Request};
 use axum::http::{HeaderMap, StatusCode, header};
@@ -19,12 +16,12 @@ use forge_protocol::limits::{
 };
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{HostedTool, HostedTools, Order};
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
 use super::problem::Problem;
+use crate::object::Object;
 
 /// A body that asks for a run: JSON with its program in base64 is the longest.
 pub(crate) const RUN_BYTES_MAX: usize = (PROGRAM_BYTES_MAX as usize + GRANT_BYTES_MAX as usize) / 3
@@ -43,8 +40,8 @@ pub(crate) struct RunBody {
     grant: Option<String>,
     #[serde(default, deserialize_with = "present")]
     input: Option<Box<RawValue>>,
-    #[serde(default, deserialize_with = "object")]
-    limits: Limits,
+    #[serde(default)]
+    limits: Object<Limits>,
     #[serde(default)]
     tools: Option<Vec<String>>,
     #[serde(default)]
@@ -117,7 +114,7 @@ limits! {
 #[serde(deny_unknown_fields)]
 pub(crate) struct HostedBody {
     server: String,
-    tools: Vec<HostedToolBody>,
+    tools: Vec<Object<HostedToolBody>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -171,50 +168,32 @@ pub(crate) fn media_type(headers: &HeaderMap) -> String {
     value.unwrap_or_default().split(';').next().unwrap_or_default().trim().to_ascii_lowercase()
 }
 
-/// Reads a JSON object: 400 for what is none, 422 for what does not fit.
+/// Reads JSON: 400 for what is none, 422 for what does not fit.
 pub(crate) fn json<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, Problem> {
-    let mut text = serde_json::Deserializer::from_slice(bytes);
-    let read = object(&mut text).and_then(|read| text.end().map(|()| read));
-    read.map_err(|error| no_json(what, &error))
+    serde_json::from_slice(bytes).map_err(|error| {
+        let detail = format!("{what}: {error}");
+        match error.classify() {
+            serde_json::error::Category::Data => Problem::bad_request(detail),
+            _ => Problem::new(StatusCode::BAD_REQUEST, "bad_request", detail),
+        }
+    })
 }
 
-fn no_json(what: &str, error: &serde_json::Error) -> Problem {
-    let detail = format!("{what}: {error}");
-    match error.classify() {
-        serde_json::error::Category::Data => Problem::bad_request(detail),
-        _ => Problem::new(StatusCode::BAD_REQUEST, "bad_request", detail),
-    }
-}
-
-/// What is written as an object, and not as an array of its fields, which
-/// serde takes as well.
-pub(crate) fn object<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
-    from: D,
-) -> Result<T, D::Error> {
-    struct Fields<T>(PhantomData<T>);
-    impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
-        type Value = T;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("an object")
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<T, A::Error> {
-            T::deserialize(MapAccessDeserializer::new(fields))
-        }
-    }
-    from.deserialize_map(Fields(PhantomData))
+/// The same, of an object.
+pub(crate) fn object<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, Problem> {
+    json(what, bytes).map(|Object(read)| read)
 }
 
 /// A field that is there, though it is `null`: that is a value as any other.
-pub(crate) fn present<'de, D: Deserializer<'de>>(
+/// Where it is none, it is refused, which a missing field is not.
+pub(crate) fn present<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
     field: D,
-) -> Result<Option<Box<RawValue>>, D::Error> {
-    Box::<RawValue>::deserialize(field).map(Some)
+) -> Result<Option<T>, D::Error> {
+    T::deserialize(field).map(Some)
 }
 
 fn from_json(body: &[u8], principal: &str) -> Result<Asked, Problem> {
-    json::<RunBody>("the body", body)?.asked(principal, None)
+    object::<RunBody>("the body", body)?.asked(principal, None)
 }
 
 impl RunBody {
@@ -232,7 +211,7 @@ impl RunBody {
             program: base64("program", &self.program, PROGRAM_BYTES_MAX)?,
             input,
             grant: self.grant.map(|grant| base64("grant", &grant, GRANT_BYTES_MAX)).transpose()?,
-            limits: self.limits,
+            limits: self.limits.0,
             options: Options {
                 tools: self.tools,
                 session: self.session,
@@ -282,8 +261,8 @@ async fn from_multipart(
     let [program, input, grant, limits, options] = found;
     let program = program.ok_or_else(|| Problem::bad_request("the part program is missing"))?;
     let input = input.unwrap_or_else(|| b"{}".to_vec());
-    let limits = limits.map_or_else(|| Ok(Limits::default()), |it| json("limits", &it))?;
-    let options = options.map_or_else(|| Ok(Options::default()), |it| json("options", &it))?;
+    let limits = limits.map_or_else(|| Ok(Limits::default()), |it| object("limits", &it))?;
+    let options = options.map_or_else(|| Ok(Options::default()), |it| object("options", &it))?;
     Parts { program, input, grant, limits, options }.asked(principal, None)
 }
 
@@ -293,7 +272,7 @@ impl Parts {
         check_principal(principal, options.principal.as_deref())?;
         bounded("program", program.len(), PROGRAM_BYTES_MAX as usize)?;
         bounded("input", input.len(), INPUT_BYTES_MAX as usize)?;
-        serde_json::from_slice::<IgnoredAny>(&input).map_err(|error| no_json("input", &error))?;
+        json::<IgnoredAny>("input", &input)?;
         check_session(options.session.as_deref())?;
         let authority = match (grant, options.tools) {
             (Some(_), Some(_)) => {
@@ -371,7 +350,7 @@ fn hosted_tools(hosted: HostedBody) -> Result<HostedTools, Problem> {
     let tools: Vec<HostedTool> = hosted
         .tools
         .into_iter()
-        .map(|tool| HostedTool {
+        .map(|Object(tool)| HostedTool {
             name: tool.name,
             description: tool.description,
             input_schema: text(tool.input_schema),
@@ -493,12 +472,12 @@ mod tests {
         });
         let hosted = HostedBody {
             server: "app".into(),
-            tools: vec![HostedToolBody {
+            tools: vec![Object(HostedToolBody {
                 name: "t".into(),
                 description: "d".repeat(HOSTED_TOOLS_BYTES_MAX as usize - 100),
                 input_schema: RawValue::from_string("{}".into()).unwrap(),
                 output_schema: None,
-            }],
+            })],
         };
         let order = Order {
             program: vec![0; PROGRAM_BYTES_MAX as usize],

@@ -35,17 +35,21 @@ use serde_json::value::RawValue;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc};
 
 use super::events::{Events, happened};
-use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, object, present};
+use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
 use super::problem::{self, Problem};
 use super::runs;
 use super::tenant::{Kept, Tenant};
 use super::{Caller, Door};
+use crate::object::Object;
 use crate::web::is_set;
 
 /// Runs of one socket at the same time.
 const RUNS_MAX: usize = 16;
 /// Messages that may wait for a client to take them.
 const UNSENT_MAX: usize = 4096;
+/// How long a client may take for one message. Nothing else is looked at
+/// meanwhile.
+const SEND_TIME_MAX: Duration = Duration::from_secs(60);
 /// How often a silent client is asked whether it is there; one that said
 /// nothing for twice that long is not.
 const PING_EVERY: Duration = Duration::from_secs(30);
@@ -54,22 +58,18 @@ const PING_EVERY: Duration = Duration::from_secs(30);
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 enum FromClient {
-    #[serde(deserialize_with = "object")]
-    Submit(Box<Submit>),
-    #[serde(deserialize_with = "object")]
-    Settle(Settle),
-    #[serde(deserialize_with = "object")]
-    Cancel(Cancel),
+    Submit(Object<Box<Submit>>),
+    Settle(Object<Settle>),
+    Cancel(Object<Cancel>),
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Submit {
     number: u32,
-    #[serde(deserialize_with = "object")]
-    run: RunBody,
+    run: Object<RunBody>,
     #[serde(default)]
-    hosted: Option<HostedBody>,
+    hosted: Option<Object<HostedBody>>,
     #[serde(default)]
     events: bool,
 }
@@ -82,7 +82,7 @@ struct Settle {
     #[serde(default, deserialize_with = "present")]
     result: Option<Box<RawValue>>,
     #[serde(default)]
-    error: Option<ToolError>,
+    error: Option<Object<ToolError>>,
 }
 
 /// A tool's own error.
@@ -126,7 +126,7 @@ struct Said {
     over: Option<u32>,
 }
 
-/// The same, with its room among what the principal has in memory here.
+/// The same, with its room among what waits for the principal's clients.
 struct Unsent {
     said: Said,
     _room: OwnedSemaphorePermit,
@@ -187,20 +187,22 @@ impl Talk {
                     if let Some(number) = over {
                         self.runs.remove(&number);
                     }
-                    if socket.send(Message::Text(text.into())).await.is_err() {
+                    if !send(&mut socket, Message::Text(text.into())).await {
                         break None;
                     }
                     continue;
                 }
                 _ = ping.tick() => {
                     if heard.elapsed() > 2 * PING_EVERY
-                        || socket.send(Message::Ping(Default::default())).await.is_err()
+                        || !send(&mut socket, Message::Ping(Default::default())).await
                     {
                         break None;
                     }
                     continue;
                 }
-                () = self.stuck.notified() => break Some((1008, "take messages as they come")),
+                () = self.stuck.notified() => {
+                    break Some((1008, "too much waits to be taken by this principal's clients"));
+                }
                 () = is_set(&mut closing) => break Some((1001, "the door closes")),
                 // Without anybody who could change them, the door closes.
                 Ok(()) = options.changed() => {
@@ -219,16 +221,17 @@ impl Talk {
             };
             if let Err((number, problem)) = answered {
                 let Said { text, .. } = complaint(number, &problem);
-                if socket.send(Message::Text(text.into())).await.is_err() {
+                if !send(&mut socket, Message::Text(text.into())).await {
                     break None;
                 }
             }
         };
+        // Its tasks see that nobody listens, and cancel their runs.
+        drop(said);
         if let Some((code, reason)) = goodbye {
             let frame = CloseFrame { code, reason: reason.into() };
-            let _ = socket.send(Message::Close(Some(frame))).await;
+            send(&mut socket, Message::Close(Some(frame))).await;
         }
-        // Its tasks see that nobody listens, and cancel their runs.
     }
 
     /// Whether its token speaks for the same principal now.
@@ -239,18 +242,17 @@ impl Talk {
 
     /// Does what the client says.
     async fn hear(&mut self, text: &str) -> Result<(), (Option<u32>, Problem)> {
-        let _room = self.tenant.memory(text.len()).map_err(|problem| (None, problem))?;
         let said = super::order::json("the message", text.as_bytes());
         match said.map_err(|problem| (None, problem))? {
-            FromClient::Submit(submit) => {
+            FromClient::Submit(Object(submit)) => {
                 let number = submit.number;
                 self.submit(*submit).await.map_err(|problem| (Some(number), problem))
             }
-            FromClient::Settle(settle) => {
+            FromClient::Settle(Object(settle)) => {
                 let number = settle.number;
                 self.settle(settle).await.map_err(|problem| (Some(number), problem))
             }
-            FromClient::Cancel(Cancel { number }) => {
+            FromClient::Cancel(Object(Cancel { number })) => {
                 // One that is not there has ended meanwhile.
                 if let Some(canceller) = self.runs.get(&number) {
                     canceller.cancel().await;
@@ -261,7 +263,8 @@ impl Talk {
     }
 
     async fn submit(&mut self, submit: Submit) -> Result<(), Problem> {
-        let Submit { number, run, hosted, events } = submit;
+        let Submit { number, run: Object(run), hosted, events } = submit;
+        let hosted = hosted.map(|Object(hosted)| hosted);
         if self.runs.contains_key(&number) {
             return Err(Problem::bad_request("this number is another run's, which is not over"));
         }
@@ -294,7 +297,7 @@ impl Talk {
         let Settle { number, callback, result, error } = settle;
         let result = match (result, error) {
             (Some(result), None) => Ok(String::from(Box::<str>::from(result)).into_bytes()),
-            (None, Some(error)) => Err(serde_json::to_vec(&error).unwrap_or_default()),
+            (None, Some(Object(error))) => Err(serde_json::to_vec(&error).unwrap_or_default()),
             _ => return Err(Problem::bad_request("settle with a result or an error")),
         };
         let bytes = result.as_ref().map_or_else(Vec::len, Vec::len);
@@ -305,6 +308,11 @@ impl Talk {
         }
         Ok(())
     }
+}
+
+/// Whether the client takes it, in the time there is for one message.
+async fn send(socket: &mut WebSocket, message: Message) -> bool {
+    tokio::time::timeout(SEND_TIME_MAX, socket.send(message)).await.is_ok_and(|sent| sent.is_ok())
 }
 
 /// One run of a socket.
@@ -338,8 +346,8 @@ impl Carried {
             let is_over = said.over.is_some();
             let sent = self
                 .tenant
-                .memory(said.text.len())
-                .is_ok_and(|room| self.sender.try_send(Unsent { said, _room: room }).is_ok());
+                .unsent(said.text.len())
+                .is_some_and(|room| self.sender.try_send(Unsent { said, _room: room }).is_ok());
             if !sent {
                 self.stuck.notify_one();
                 return;

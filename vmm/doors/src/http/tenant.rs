@@ -20,11 +20,14 @@ const REQUESTS_MAX: usize = 256;
 /// Questions to the service among them. All principals share what the service
 /// answers at once.
 const QUESTIONS_MAX: usize = 16;
-/// WebSockets among them: each may have a message in memory that is not whole.
-const SOCKETS_MAX: usize = 64;
-/// Bodies of one principal's requests, and messages of its WebSockets both
-/// ways, that may be in memory at the same time, together, in KiB.
-const MEMORY_KIB_MAX: usize = 64 * 1024;
+/// WebSockets among them: each may have one message of a client's in memory,
+/// whole or not.
+const SOCKETS_MAX: usize = 32;
+/// Bodies of one principal's requests that may be in memory at the same time,
+/// together, in KiB.
+const BODIES_KIB_MAX: usize = 64 * 1024;
+/// Messages that wait for clients of its WebSockets, together, in KiB.
+const UNSENT_KIB_MAX: usize = 64 * 1024;
 /// Runs of one principal that nobody waits for and that are not over.
 const RUNNING_MAX: usize = 256;
 /// Ended runs that are kept for one principal.
@@ -51,7 +54,8 @@ pub(crate) struct Tenant {
     requests: Arc<Semaphore>,
     questions: Arc<Semaphore>,
     sockets: Arc<Semaphore>,
-    memory: Arc<Semaphore>,
+    bodies: Arc<Semaphore>,
+    unsent: Arc<Semaphore>,
     running: Arc<Semaphore>,
     runs: Mutex<Runs>,
 }
@@ -64,6 +68,10 @@ struct Runs {
     ended_bytes: usize,
 }
 
+fn kib(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX)
+}
+
 impl Tenant {
     fn new(name: String) -> Self {
         Self {
@@ -71,7 +79,8 @@ impl Tenant {
             requests: Arc::new(Semaphore::new(REQUESTS_MAX)),
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             sockets: Arc::new(Semaphore::new(SOCKETS_MAX)),
-            memory: Arc::new(Semaphore::new(MEMORY_KIB_MAX)),
+            bodies: Arc::new(Semaphore::new(BODIES_KIB_MAX)),
+            unsent: Arc::new(Semaphore::new(UNSENT_KIB_MAX)),
             running: Arc::new(Semaphore::new(RUNNING_MAX)),
             runs: Mutex::default(),
         }
@@ -100,14 +109,18 @@ impl Tenant {
         })
     }
 
-    /// Room for a body or a message of so many bytes.
-    pub(crate) fn memory(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
-        let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
-        Arc::clone(&self.memory).try_acquire_many_owned(kib).map_err(|_| {
+    /// Room for a body of so many bytes.
+    pub(crate) fn body(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
+        Arc::clone(&self.bodies).try_acquire_many_owned(kib(bytes)).map_err(|_| {
             Problem::overloaded(
-                "the bodies and messages of this principal fill what there is for them",
+                "the bodies of this principal's requests fill what there is for them",
             )
         })
+    }
+
+    /// Room for a message of so many bytes that waits for a client to take it.
+    pub(crate) fn unsent(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.unsent).try_acquire_many_owned(kib(bytes)).ok()
     }
 
     /// A place for a run that nobody waits for.
@@ -253,10 +266,15 @@ mod tests {
         assert_eq!(held.len(), REQUESTS_MAX);
         assert_eq!(alice.request().unwrap_err().body().status(), 429);
         assert!(bob.request().is_ok());
-        let body = alice.memory(MEMORY_KIB_MAX * 1024).unwrap();
-        assert_eq!(alice.memory(1).unwrap_err().body().status(), 429);
-        assert!(bob.memory(1).is_ok());
+        let body = alice.body(BODIES_KIB_MAX * 1024).unwrap();
+        assert_eq!(alice.body(1).unwrap_err().body().status(), 429);
+        assert!(bob.body(1).is_ok());
+        // What waits for clients is beside that.
+        let unsent = alice.unsent(UNSENT_KIB_MAX * 1024).unwrap();
+        assert!(alice.unsent(1).is_none() && bob.unsent(1).is_some());
+        drop(unsent);
+        assert!(alice.unsent(1).is_some());
         drop((held, body));
-        assert!(alice.request().is_ok() && alice.memory(1).is_ok());
+        assert!(alice.request().is_ok() && alice.body(1).is_ok());
     }
 }

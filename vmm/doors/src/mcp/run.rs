@@ -22,6 +22,7 @@ use tokio::sync::mpsc;
 use super::handler::{self, failed};
 use super::program::{self, Language, ProgramError};
 use super::{Door, one_line};
+use crate::object::Object;
 
 /// Progress messages that wait for a client to read; more are left out.
 const PROGRESS_MAX: usize = 64;
@@ -46,7 +47,7 @@ pub(super) struct Arguments {
     input: Value,
     grant: Option<String>,
     #[serde(default)]
-    limits: Limits,
+    limits: Object<Limits>,
 }
 
 fn no_input() -> Value {
@@ -127,7 +128,7 @@ async fn carried_out(
 ) -> Result<Finish, RunError> {
     // Held until the run is over, not until somebody has stopped waiting.
     let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
-    let Arguments { program, language, input, grant, limits } = arguments;
+    let Arguments { program, language, input, grant, limits: Object(limits) } = arguments;
     let input = input.to_string().into_bytes();
     // What came within the bound of a message may be larger written again.
     if input.len() > INPUT_BYTES_MAX as usize {
@@ -310,6 +311,18 @@ mod tests {
     use super::*;
     use forge_protocol::guest::Log;
     use serde_json::json;
+
+    #[test]
+    fn null_is_an_input_and_an_array_is_no_object() {
+        let arguments = |mut arguments: Value| {
+            arguments["program"] = "".into();
+            serde_json::from_value::<Arguments>(arguments)
+        };
+        assert_eq!(arguments(json!({ "input": null })).unwrap().input, Value::Null);
+        assert_eq!(arguments(json!({})).unwrap().input, json!({}));
+        assert_eq!(arguments(json!({ "limits": { "calls": 1 } })).unwrap().limits.0.calls, Some(1));
+        assert!(arguments(json!({ "limits": [1] })).is_err());
+    }
 
     #[test]
     fn a_model_reads_the_output_and_what_went_wrong() {

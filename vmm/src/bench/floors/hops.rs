@@ -80,6 +80,7 @@ impl Row {
     fn with_one_more(mut self) -> Result<Self, String> {
         let (socket, mut before) = UnixStream::pair().map_err(said)?;
         let mut after = std::mem::replace(&mut self.socket, socket);
+        let others = after.try_clone().map_err(said)?;
         let child = fork_child(move || {
             let mut bytes = [0; PING_BYTES];
             while await_ping(&mut before, &mut bytes).is_ok()
@@ -89,6 +90,10 @@ impl Row {
             {}
             let _ = after.shutdown(Shutdown::Both);
             let _ = before.shutdown(Shutdown::Both);
+        });
+        let child = child.inspect_err(|_| {
+            // They have this end as well, and are waited for.
+            let _ = others.shutdown(Shutdown::Both);
         });
         self.children.push(child.map_err(said)?);
         Ok(self)
