@@ -540,6 +540,7 @@ fn a_service_that_stands_already_serves_the_door() {
     // Another service at the same place serves the same door; its grants are
     // signed with the same key.
     drop(service);
+    // Lost on the old connection, or not connected again.
     let lost = client.run(run.clone());
     assert_eq!(lost["isError"], true, "{lost}");
     let _service = desk.serve_tools();

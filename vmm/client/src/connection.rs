@@ -168,6 +168,14 @@ impl Client {
         self.outgoing.closed().await;
     }
 
+    /// Whether it is known by now that the connection is closed: nothing more
+    /// comes on it. Once a run's or a question's end is that the service is
+    /// gone, it is.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.outgoing.is_closed() || self.shared.waiting().over.is_some()
+    }
+
     /// A place for what is to be sent. Whoever waits for one has no number
     /// yet: dropped there, it leaves nothing behind.
     async fn place(&self) -> Result<mpsc::Permit<'_, Vec<u8>>, ClientError> {

@@ -12,7 +12,7 @@ use tokio::sync::Mutex;
 #[derive(Debug)]
 pub struct ServiceLink {
     socket: Option<PathBuf>,
-    client: Mutex<Option<Client>>,
+    client: Mutex<Client>,
 }
 
 impl ServiceLink {
@@ -22,7 +22,7 @@ impl ServiceLink {
     /// [`ClientError`].
     pub async fn at(socket: PathBuf) -> Result<Self, ClientError> {
         let client = Client::connect(&socket).await?;
-        Ok(Self { socket: Some(socket), client: Mutex::new(Some(client)) })
+        Ok(Self { socket: Some(socket), client: Mutex::new(client) })
     }
 
     /// The service at the other end of this connection.
@@ -31,38 +31,24 @@ impl ServiceLink {
     /// [`ClientError`].
     pub async fn over(connection: UnixStream) -> Result<Self, ClientError> {
         let client = Client::over(connection).await?;
-        Ok(Self { socket: None, client: Mutex::new(Some(client)) })
+        Ok(Self { socket: None, client: Mutex::new(client) })
     }
 
     pub(super) async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
-        let answer = self.client().await?.ask(question).await;
-        self.heard(&answer).await;
-        answer
+        self.client().await?.ask(question).await
     }
 
     pub(super) async fn submit(&self, order: &Order) -> Result<Run, ClientError> {
-        let run = self.client().await?.submit(order).await;
-        self.heard(&run).await;
-        run
+        self.client().await?.submit(order).await
     }
 
     async fn client(&self) -> Result<Client, ClientError> {
         let mut client = self.client.lock().await;
-        match (&*client, &self.socket) {
-            (Some(client), _) => Ok(client.clone()),
-            (None, Some(socket)) => {
-                let again = Client::connect(socket).await?;
-                *client = Some(again.clone());
-                Ok(again)
-            }
-            (None, None) => Err(std::io::Error::from(std::io::ErrorKind::NotConnected).into()),
+        if let Some(socket) = &self.socket
+            && client.is_closed()
+        {
+            *client = Client::connect(socket).await?;
         }
-    }
-
-    /// A connection that is lost is made anew for whoever comes next.
-    async fn heard<T>(&self, answer: &Result<T, ClientError>) {
-        if let Err(ClientError::Connection(_) | ClientError::Protocol(_)) = answer {
-            *self.client.lock().await = None;
-        }
+        Ok(client.clone())
     }
 }
