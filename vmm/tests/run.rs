@@ -700,6 +700,15 @@ fn keygen_sign_and_inspect_fit_together() {
     assert_eq!(inspected["signature"], "good");
     assert_eq!(inspected["imports"][0]["name"], "output");
     assert_eq!(inspected["memory"]["initial_bytes"], 65_536);
+    // Who calls tools by name needs no import of one.
+    let call = r#"(import "forge" "call_async" (func (param i32 i32 i32 i32) (result i32)))"#;
+    for (import, may) in [(call, "any tool that is granted"), ("", "no tool")] {
+        desk.write("calls.wat", format!("(module {import} (memory (export \"memory\") 1))"));
+        let sign = ["sign", "--key", "keys/signer.pem", "calls.wat", "-o", "calls.wasm"];
+        assert!(desk.forge(&sign).status.success());
+        let said = text(&desk.forge(&["inspect", "calls.wasm"]).stdout);
+        assert!(said.contains(&format!("may call    {may}")), "{said}");
+    }
 }
 
 fn check_names_every_violation() {

@@ -4,7 +4,7 @@ use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 
-use forge_protocol::abi::Import;
+use forge_protocol::abi::{Forge, Import};
 use forge_protocol::broker::{Authority, Reply, Request};
 use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
@@ -171,10 +171,14 @@ fn print_inspection(inspection: &Inspection, shape: &Shape) -> io::Result<()> {
         Some(memory) => writeln!(out, "memory      {} bytes and up", memory.initial_bytes)?,
         None => writeln!(out, "memory      none")?,
     }
+    let by_name = [Forge::Call, Forge::CallAsync].map(|it| Ok(Import::Forge(it)));
     writeln!(
         out,
         "may call    {}",
         match shape.tools().count() {
+            _ if shape.imports.iter().any(|import| by_name.contains(&import.recognised)) => {
+                "any tool that is granted, by its name".to_owned()
+            }
             0 => "no tool".to_owned(),
             count => format!("{count} tool{}", if count == 1 { "" } else { "s" }),
         }

@@ -5,6 +5,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use forge_client::ClientError;
 use forge_protocol::broker::RefusalKind;
+use forge_protocol::limits::REASON_BYTES_MAX;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
@@ -33,7 +34,7 @@ pub(crate) struct Body<'a> {
 
 impl Problem {
     pub(crate) fn new(status: StatusCode, kind: &str, detail: impl Into<String>) -> Self {
-        Self { status, kind: kind.into(), detail: detail.into(), report: None }
+        Self { status, kind: kind.into(), detail: cut(detail.into()), report: None }
     }
 
     /// The request is not what it has to be.
@@ -111,6 +112,15 @@ impl IntoResponse for Problem {
     }
 }
 
+/// What a client sent may be repeated in what is said of it, at any length.
+fn cut(mut text: String) -> String {
+    if text.len() > REASON_BYTES_MAX {
+        text.truncate(text.floor_char_boundary(REASON_BYTES_MAX));
+        text.push('…');
+    }
+    text
+}
+
 impl From<ClientError> for Problem {
     fn from(error: ClientError) -> Self {
         let ClientError::Refused { kind, message } = error else { return Self::gone() };
@@ -125,5 +135,17 @@ impl From<ClientError> for Problem {
             RefusalKind::Journal => (StatusCode::INTERNAL_SERVER_ERROR, "journal"),
         };
         Self::new(status, kind, message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_problem_repeats_no_more_than_a_reason_may_have() {
+        let detail = Problem::bad_request("é".repeat(REASON_BYTES_MAX)).detail;
+        assert!(detail.len() < REASON_BYTES_MAX + 4 && detail.ends_with("é…"), "{}", detail.len());
+        assert_eq!(Problem::bad_request("short").detail, "short");
     }
 }
