@@ -34,7 +34,6 @@ use forge_protocol::service::HostedTools;
 use forge_protocol::worker::CallRecord;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-use crate::cancel::Cancel;
 use crate::link::{self, Patience};
 
 /// The broker's executable, looked for beside this one.
@@ -43,6 +42,8 @@ const EXECUTABLE: &str = "forge-toolbroker";
 const EXIT_CONFIGURATION: i32 = 2;
 /// How long one request may take. Starting tool servers is part of it.
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long one may take that starts nothing and waits for no disk.
+const WORD_TIME_MAX: Duration = Duration::from_secs(5);
 /// How often somebody looks whether an answer is still wanted while another
 /// thread reads the link.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -84,8 +85,11 @@ pub enum BrokerError {
     #[error("the toolbroker is gone and has not seen the request ({0}); its message is above")]
     Unsent(String),
     /// The answer took too long. The link goes on.
-    #[error("the toolbroker gave no answer within {} s", REQUEST_TIME_MAX.as_secs())]
-    NoAnswer,
+    #[error("the toolbroker gave no answer within {} s", .0.as_secs())]
+    NoAnswer(Duration),
+    /// The same, of somebody who could not wait even that long.
+    #[error("the time of the run was over while the toolbroker was asked")]
+    OutOfTime,
     /// Another release answers.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
@@ -334,6 +338,22 @@ impl Broken {
     }
 }
 
+/// Why there is no answer.
+enum Silence {
+    /// Whoever asked wants none any more.
+    Cancelled,
+    /// It did not come in time.
+    Over,
+    /// It cannot come.
+    Broken(BrokerError),
+}
+
+impl From<BrokerError> for Silence {
+    fn from(error: BrokerError) -> Self {
+        Self::Broken(error)
+    }
+}
+
 /// Frames off the link. A frame that is not whole yet stays for whoever reads
 /// next.
 #[derive(Debug)]
@@ -357,6 +377,8 @@ impl Broker {
             return Err(BrokerError::Missing(executable));
         }
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
+        // Of what [`Self::send`] has begun to send.
+        ours.set_write_timeout(Some(REQUEST_TIME_MAX)).map_err(BrokerError::Start)?;
         let mut arguments: Vec<OsString> = vec!["--control-fd".into(), "0".into()];
         for (flag, path) in [
             ("--mcp-config", &options.mcp_config),
@@ -463,7 +485,7 @@ impl Broker {
         (&self.control).write_all(&bytes).map_err(BrokerError::Lost)?;
         let until = Instant::now() + REQUEST_TIME_MAX;
         let greeting = lock(&self.reader).next(&self.control, Patience::until(until))?;
-        match greeting.ok_or(BrokerError::NoAnswer)? {
+        match greeting.ok_or(BrokerError::NoAnswer(REQUEST_TIME_MAX))? {
             Frame { kind: Kind::Hello, payload } => {
                 ours.agree(decode(&payload)?, Role::Broker)?;
                 Ok(())
@@ -483,7 +505,7 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`]; a refusal is one.
     pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
-        self.exchange(request.clone(), None, None)
+        self.exchange(request.clone(), None, REQUEST_TIME_MAX, Patience::default())
     }
 
     /// Opens a run: gives back what its grant says and the connection that
@@ -492,32 +514,27 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn open_run(&self, run: OpenRun) -> Result<(GrantClaims, UnixStream), BrokerError> {
-        self.open(Request::OpenRun(run), None)
+        self.open_run_for(run, None, Patience::default())
     }
 
-    /// The same, with tools that a caller hosts if there are any, until nobody
-    /// wants the run any more. It may be opened all the same then, and ends
+    /// The same, with tools that a caller hosts if there are any, for somebody
+    /// whose patience ends. The run may be opened all the same then, and ends
     /// with its connection.
-    pub(crate) fn open_run_for(
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn open_run_for(
         &self,
         run: OpenRun,
         host: Option<u64>,
-        cancel: Option<&Cancel>,
+        patience: Patience<'_>,
     ) -> Result<(GrantClaims, UnixStream), BrokerError> {
         let request = match host {
             None => Request::OpenRun(run),
             Some(host) => Request::OpenHostedRun { run, host },
         };
-        self.open(request, cancel)
-    }
-
-    fn open(
-        &self,
-        request: Request,
-        cancel: Option<&Cancel>,
-    ) -> Result<(GrantClaims, UnixStream), BrokerError> {
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
-        match self.exchange(request, Some(theirs), cancel)? {
+        match self.exchange(request, Some(theirs), REQUEST_TIME_MAX, patience)? {
             Reply::Opened(claims) => Ok((claims, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
         }
@@ -528,9 +545,13 @@ impl Broker {
     ///
     /// # Errors
     /// [`BrokerError`].
-    pub fn host(&self, tools: HostedTools) -> Result<(u64, UnixStream), BrokerError> {
+    pub fn host(
+        &self,
+        tools: HostedTools,
+        patience: Patience<'_>,
+    ) -> Result<(u64, UnixStream), BrokerError> {
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
-        match self.exchange(Request::Host(tools), Some(theirs), None)? {
+        match self.exchange(Request::Host(tools), Some(theirs), REQUEST_TIME_MAX, patience)? {
             Reply::Hosting { host } => Ok((host, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for hosted tools"))),
         }
@@ -542,7 +563,7 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`]; the journal may not be there.
     pub fn sync(&self) -> Result<(), BrokerError> {
-        match self.exchange(Request::Sync, None, None)? {
+        match self.exchange(Request::Sync, None, REQUEST_TIME_MAX, Patience::default())? {
             Reply::Synced => Ok(()),
             other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
         }
@@ -555,7 +576,8 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn cancel_run(&self, run_id: RunId) -> Result<Vec<CallRecord>, BrokerError> {
-        match self.exchange(Request::CancelRun { run_id }, None, None)? {
+        let request = Request::CancelRun { run_id };
+        match self.exchange(request, None, WORD_TIME_MAX, Patience::default())? {
             Reply::Cancelled { calls } => Ok(calls),
             other => Err(BrokerError::Protocol(format!("{other:?} for a cancelled run"))),
         }
@@ -566,25 +588,36 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn metrics(&self) -> Result<String, BrokerError> {
-        match self.exchange(Request::Metrics, None, None)? {
+        match self.exchange(Request::Metrics, None, WORD_TIME_MAX, Patience::default())? {
             Reply::Metrics(text) => Ok(text),
             other => Err(BrokerError::Protocol(format!("{other:?} for metrics"))),
         }
     }
 
+    /// Asks, and waits for the answer for at most so long, and no longer than
+    /// whoever asks has patience.
     fn exchange(
         &self,
         request: Request,
         rider: Option<UnixStream>,
-        cancel: Option<&Cancel>,
+        most: Duration,
+        asking: Patience<'_>,
     ) -> Result<Reply, BrokerError> {
-        let until = Instant::now() + REQUEST_TIME_MAX;
-        let id = self.send(request, rider)?;
-        let reply = self.wait_for(id, Patience { until: Some(until), cancel });
+        let latest = Instant::now() + most;
+        let until = Some(asking.until.map_or(latest, |until| until.min(latest)));
+        let patience = Patience { until, ..asking };
+        let silent = |error| match error {
+            Silence::Cancelled => BrokerError::Cancelled,
+            Silence::Over if asking.is_over() => BrokerError::OutOfTime,
+            Silence::Over => BrokerError::NoAnswer(most),
+            Silence::Broken(error) => error,
+        };
+        let id = self.send(request, rider, patience).map_err(silent)?;
+        let reply = self.wait_for(id, patience);
         if reply.is_err() {
             lock(&self.answers).waited.remove(&id);
         }
-        match reply? {
+        match reply.map_err(silent)? {
             Reply::Refused { kind, message } => Err(BrokerError::Refused { kind, message }),
             reply => Ok(reply),
         }
@@ -593,9 +626,23 @@ impl Broker {
     /// Sends a request; gives back the number of its answer.
     ///
     /// # Errors
-    /// `Unsent` if not all of it is in the broker's socket, and else only that
-    /// it is too large. A frame that is not whole is never decoded.
-    fn send(&self, request: Request, rider: Option<UnixStream>) -> Result<u64, BrokerError> {
+    /// `Unsent` if not all of it is in the broker's socket; that it is too
+    /// large; else only that nobody waits any longer. A frame that is not whole
+    /// is never decoded.
+    fn send(
+        &self,
+        request: Request,
+        rider: Option<UnixStream>,
+        patience: Patience<'_>,
+    ) -> Result<u64, Silence> {
+        // A broker that takes nothing is waited for while none of this is out.
+        link::wait(self.control.as_raw_fd(), libc::POLLOUT, patience).map_err(
+            |error| match error.kind() {
+                io::ErrorKind::TimedOut => Silence::Over,
+                io::ErrorKind::ConnectionAborted => Silence::Cancelled,
+                _ => BrokerError::Unsent(error.to_string()).into(),
+            },
+        )?;
         let mut next = lock(&self.sending);
         let id = *next;
         let mut bytes = Vec::new();
@@ -610,7 +657,7 @@ impl Broker {
         {
             let mut answers = lock(&self.answers);
             if let Some(broken) = &answers.broken {
-                return Err(BrokerError::Unsent(broken.to_string()));
+                return Err(BrokerError::Unsent(broken.to_string()).into());
             }
             answers.waited.insert(id, None);
         }
@@ -625,14 +672,14 @@ impl Broker {
         if let Err(error) = sent {
             // A request may have gone out in part: the link is of no use.
             self.end(Broken::lost(&error));
-            return Err(BrokerError::Unsent(error.to_string()));
+            return Err(BrokerError::Unsent(error.to_string()).into());
         }
         Ok(id)
     }
 
     /// Waits for one answer, and reads the link for all while nobody else
     /// does.
-    fn wait_for(&self, id: u64, patience: Patience<'_>) -> Result<Reply, BrokerError> {
+    fn wait_for(&self, id: u64, patience: Patience<'_>) -> Result<Reply, Silence> {
         let mut answers = lock(&self.answers);
         loop {
             if let Some(reply) = answers.waited.get_mut(&id).and_then(Option::take) {
@@ -640,13 +687,13 @@ impl Broker {
                 return Ok(reply);
             }
             if let Some(broken) = &answers.broken {
-                return Err(broken.clone().into());
+                return Err(BrokerError::from(broken.clone()).into());
             }
-            if patience.cancel.is_some_and(Cancel::is_raised) {
-                return Err(BrokerError::Cancelled);
+            if patience.is_cancelled() {
+                return Err(Silence::Cancelled);
             }
             if patience.is_over() {
-                return Err(BrokerError::NoAnswer);
+                return Err(Silence::Over);
             }
             if answers.reading {
                 // Who waits for a word of another thread's cannot look at the

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::broker::{Broker, BrokerError, BrokerOptions};
-use crate::cancel::Cancel;
+use crate::link::Patience;
 
 /// How long after a loss another broker is started, at least and at most.
 const DELAY_MIN: Duration = Duration::from_millis(20);
@@ -122,11 +122,11 @@ impl Keeper {
     /// [`BrokerError`].
     pub fn with<T>(
         &self,
-        cancel: Option<&Cancel>,
+        patience: Patience<'_>,
         ask: impl Fn(&Broker) -> Result<T, BrokerError>,
     ) -> Result<(T, Arc<Broker>), BrokerError> {
-        match self.with_one(cancel, &ask) {
-            Err(BrokerError::Unsent(_)) => self.with_one(cancel, &ask),
+        match self.with_one(patience, &ask) {
+            Err(BrokerError::Unsent(_)) => self.with_one(patience, &ask),
             answer => answer,
         }
     }
@@ -134,10 +134,10 @@ impl Keeper {
     /// Asks whichever broker there is; one that is lost over it is put away.
     fn with_one<T>(
         &self,
-        cancel: Option<&Cancel>,
+        patience: Patience<'_>,
         ask: impl Fn(&Broker) -> Result<T, BrokerError>,
     ) -> Result<(T, Arc<Broker>), BrokerError> {
-        let broker = self.shared.broker(cancel)?;
+        let broker = self.shared.broker(patience)?;
         match ask(&broker) {
             Ok(answer) => Ok((answer, broker)),
             Err(error) => {
@@ -173,12 +173,15 @@ impl Shared {
     }
 
     /// The broker. One that is about to be there is waited for.
-    fn broker(&self, cancel: Option<&Cancel>) -> Result<Arc<Broker>, BrokerError> {
+    fn broker(&self, patience: Patience<'_>) -> Result<Arc<Broker>, BrokerError> {
         let until = Instant::now() + ABSENCE_PATIENCE;
         let mut state = self.state();
         loop {
-            if cancel.is_some_and(Cancel::is_raised) {
+            if patience.is_cancelled() {
                 return Err(BrokerError::Cancelled);
+            }
+            if patience.is_over() {
+                return Err(BrokerError::OutOfTime);
             }
             let away = match &state.broker {
                 Ok(broker) => return Ok(Arc::clone(broker)),

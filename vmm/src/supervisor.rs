@@ -203,7 +203,10 @@ impl Supervisor {
     /// [`BrokerError`]; a refusal is one, and that there is no broker.
     pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
         match &self.broker {
-            Some(keeper) => keeper.with(None, |broker| broker.ask(request)).map(|(reply, _)| reply),
+            Some(keeper) => {
+                let asked = keeper.with(Patience::default(), |broker| broker.ask(request));
+                asked.map(|(reply, _)| reply)
+            }
             None => Err(BrokerError::Refused {
                 kind: RefusalKind::BadRequest,
                 message: "there is no toolbroker here: no tool can be asked for".into(),
@@ -217,7 +220,7 @@ impl Supervisor {
     /// [`BrokerError`].
     pub fn metrics(&self) -> Result<String, BrokerError> {
         let Some(keeper) = &self.broker else { return Ok(String::new()) };
-        keeper.with(None, Broker::metrics).map(|(text, _)| text)
+        keeper.with(Patience::default(), Broker::metrics).map(|(text, _)| text)
     }
 
     /// How the broker stands, if there is to be one.
@@ -288,7 +291,9 @@ impl Supervisor {
         // from the moment at which it is asked to open the run.
         let wall = Duration::from_millis(request.limits.wall_ms);
         let (began, deadline) = (Instant::now(), deadline_in(wall));
-        let (granted, opened) = self.open(run_id, request, admitted, attendance)?;
+        let until = began.checked_add(wall);
+        let patience = Patience { until, cancel: attendance.cancel };
+        let (granted, opened) = self.open(run_id, request, admitted, attendance.host, patience)?;
         let violations = admitted.shape.violations(&granted, &request.limits);
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
@@ -320,8 +325,8 @@ impl Supervisor {
             prepared: request.prepare.then_some(admitted),
             tell: attendance.tell,
         };
-        let until = wall.checked_add(WORKER_GRACE).and_then(|time| began.checked_add(time));
-        let patience = Patience { until, cancel: attendance.cancel };
+        let until = until.and_then(|until| until.checked_add(WORKER_GRACE));
+        let patience = Patience { until, ..patience };
         let (mut report, vm, upkeep, is_told) = match pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
@@ -368,7 +373,8 @@ impl Supervisor {
         run_id: RunId,
         request: &Order,
         admitted: &Admitted,
-        attendance: &Attendance<'_>,
+        hosting: Option<&dyn Fn(UnixStream)>,
+        patience: Patience<'_>,
     ) -> Result<(Vec<ToolName>, Option<Opened>), Refused> {
         if request.authority == Authority::Tools(Vec::new()) && request.hosted.is_none() {
             return Ok((Vec::new(), None));
@@ -385,11 +391,11 @@ impl Supervisor {
             limits: request.limits.clone(),
         };
         // A broker that is lost over it has dispatched nothing of the run.
-        let opened = keeper.with(attendance.cancel, |broker| {
-            let host = match (&request.hosted, attendance.host) {
+        let opened = keeper.with(patience, |broker| {
+            let host = match (&request.hosted, hosting) {
                 (None, _) => None,
                 (Some(tools), Some(takes)) => {
-                    let (host, calls) = broker.host(tools.clone())?;
+                    let (host, calls) = broker.host(tools.clone(), patience)?;
                     takes(calls);
                     Some(host)
                 }
@@ -402,13 +408,11 @@ impl Supervisor {
                 }
             };
             let hosts = host.is_some();
-            broker.open_run_for(open.clone(), host, attendance.cancel).map_err(
-                |error| match error {
-                    // It has looked at what the caller hosts, and may have died of that.
-                    BrokerError::Unsent(why) if hosts => BrokerError::Lost(io::Error::other(why)),
-                    error => error,
-                },
-            )
+            broker.open_run_for(open.clone(), host, patience).map_err(|error| match error {
+                // It has looked at what the caller hosts, and may have died of that.
+                BrokerError::Unsent(why) if hosts => BrokerError::Lost(io::Error::other(why)),
+                error => error,
+            })
         });
         let ((claims, link), broker) = opened.map_err(Refused::Broker)?;
         let granted = claims.tools.into_iter().map(|tool| tool.name).collect();
@@ -458,6 +462,7 @@ impl From<Refused> for Outcome {
                     },
                     BrokerError::Away { .. } => (Status::Refused, "broker_away"),
                     BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
+                    BrokerError::OutOfTime => (Status::Limit, "deadline"),
                     error if error.ends_the_link() => (Status::Internal, "broker_lost"),
                     _ => (Status::Internal, "broker"),
                 };

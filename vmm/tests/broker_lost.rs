@@ -22,16 +22,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forge_client::ClientError;
-use forge_protocol::broker::RefusalKind;
-use forge_protocol::service::{Question, Reply};
+use forge_protocol::RunId;
+use forge_protocol::broker::{Authority, OpenRun, RefusalKind};
+use forge_protocol::limits::RunLimits;
+use forge_protocol::service::{Order, Question, Reply};
 use forge_vmm::broker::{Broker, BrokerError};
+use forge_vmm::cancel::Cancel;
 use forge_vmm::keeper::Keeper;
+use forge_vmm::link::Patience;
 use frail_broker::{Brokers, Life};
 use processes::{Process, is_gone, wait_for};
 use serde_json::Value;
 use serving::{
-    ECHO, broker_pid, desk, endless, hashes, kill, lines, report, runtime, stands, status, submit,
-    test_server, three_in_flight,
+    ECHO, broker_pid, desk, endless, hashes, kill, lines, report, runtime, signal_to, stands,
+    status, submit, test_server, three_in_flight,
 };
 use support::eventually;
 
@@ -41,8 +45,10 @@ fn main() -> ExitCode {
         claims![
             a_lost_broker_comes_back_and_runs_that_were_calling_say_so,
             a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can,
+            a_broker_that_stands_still_costs_a_run_its_time_and_no_more,
         ],
         claims![
+            a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits,
             a_request_that_cost_a_broker_its_life_is_not_given_to_the_next,
             a_broker_that_talks_nonsense_is_replaced_and_its_successor_not_asked,
             a_request_that_no_broker_has_seen_is_given_to_the_next,
@@ -59,7 +65,7 @@ fn keeper(brokers: &Brokers) -> Keeper {
 fn ask(keeper: &Keeper) -> Result<(String, Arc<Broker>), BrokerError> {
     let mut answer = None;
     eventually("there is a broker", || {
-        answer = Some(keeper.with(None, Broker::metrics));
+        answer = Some(keeper.with(Patience::default(), Broker::metrics));
         !matches!(answer, Some(Err(BrokerError::Away { .. })))
     });
     answer.unwrap()
@@ -94,6 +100,30 @@ fn a_request_that_no_broker_has_seen_is_given_to_the_next() {
     let keeper = keeper(&brokers);
     assert_eq!(ask(&keeper).unwrap().0, "here");
     assert_eq!((brokers.asked(), keeper.standing().restarts), (1, 1));
+}
+
+fn a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits() {
+    let brokers = Brokers::with("asleep", &[Life::Sleeps]);
+    let broker = Broker::start(&brokers.options()).unwrap();
+    let run = OpenRun {
+        run_id: RunId([1; 16]),
+        principal: "local".into(),
+        session: None,
+        program_sha256: [0; 32],
+        authority: Authority::Grant(vec![0; 32 * 1024]),
+        limits: RunLimits::default(),
+    };
+    // More than its socket takes; none of them has the link broken.
+    for _ in 0..64 {
+        let patience = Patience::until(Instant::now() + Duration::from_millis(10));
+        let error = broker.open_run_for(run.clone(), None, patience).unwrap_err();
+        assert!(matches!(error, BrokerError::OutOfTime), "{error}");
+    }
+    let cancel = Cancel::new().unwrap();
+    cancel.raise();
+    let patience = Patience { until: None, cancel: Some(&cancel) };
+    let error = broker.open_run_for(run, None, patience).unwrap_err();
+    assert!(matches!(error, BrokerError::Cancelled), "{error}");
 }
 
 // A service's
@@ -147,6 +177,45 @@ fn a_lost_broker_comes_back_and_runs_that_were_calling_say_so() {
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     let states: Vec<_> = listed.as_array().unwrap().iter().map(|call| &call["state"]).collect();
     assert_eq!(states, ["unknown", "unknown", "unknown", "ended"], "{listed:#}");
+}
+
+fn a_broker_that_stands_still_costs_a_run_its_time_and_no_more() {
+    let desk = desk();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    let in_half_a_second = |mut order: Order| {
+        order.limits.wall_ms = 500;
+        order
+    };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let calling = Order {
+            limits: RunLimits { wall_ms: 5_000, ..RunLimits::default() },
+            ..three_in_flight()
+        };
+        let calling = client.submit(&calling).await.unwrap();
+        eventually("three calls are in flight", || lines(&log, "never") == 3);
+        let broker = broker_pid(&status(&client).await).unwrap();
+        signal_to(broker, libc::SIGSTOP);
+        // Who calls nothing does not notice.
+        assert_eq!(report(&client.run(&submit(ECHO, "1")).await.unwrap())["status"], "ok");
+        for order in [hashes(), three_in_flight()] {
+            let late = report(&client.run(&in_half_a_second(order)).await.unwrap());
+            assert_eq!((&late["status"], &late["kind"]), (&"limit".into(), &"deadline".into()));
+        }
+        let Reply::Metrics(text) = client.ask(Question::Metrics).await.unwrap() else { panic!() };
+        assert!(text.contains("\nforge_broker_up 0\n"), "{text}");
+        signal_to(broker, libc::SIGCONT);
+        // What it had called comes to the disk first.
+        let held = report(&calling.finish().await.unwrap());
+        assert_eq!((&held["status"], &held["kind"]), (&"limit".into(), &"deadline".into()));
+        let next = report(&client.run(&hashes()).await.unwrap());
+        assert_eq!(next["status"], "ok", "{next:#}");
+        let standing = status(&client).await;
+        assert_eq!(standing["broker"]["restarts"], 0, "{standing:#}");
+        assert_eq!(broker_pid(&standing), Some(broker));
+    });
 }
 
 fn a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can() {

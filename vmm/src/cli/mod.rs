@@ -86,7 +86,8 @@ impl CliError {
                 }
                 BrokerError::Lost(_)
                 | BrokerError::Unsent(_)
-                | BrokerError::NoAnswer
+                | BrokerError::NoAnswer(_)
+                | BrokerError::OutOfTime
                 | BrokerError::Handshake(_)
                 | BrokerError::Protocol(_)
                 | BrokerError::Away { .. }

@@ -109,11 +109,11 @@ impl Service {
 
     /// What the broker counts, and what is counted here.
     pub(super) fn metrics(&self) -> Reply {
-        let mut text = match self.supervisor.metrics() {
-            Ok(text) => text,
+        let (mut text, answers) = match self.supervisor.metrics() {
+            Ok(text) => (text, true),
             Err(error) => {
                 tracing::warn!(%error, "the toolbroker tells no metrics");
-                String::new()
+                (String::new(), false)
             }
         };
         let (running, waiting) = self.gate.load();
@@ -126,8 +126,8 @@ impl Service {
         gauge("forge_service_connections", "Clients that are connected now.", connections);
         gauge("forge_service_threads", "Threads that serve clients.", self.crew.threads() as u64);
         let broker = self.supervisor.broker();
-        let is_there = broker.as_ref().is_some_and(|it| it.pid.is_some());
-        gauge("forge_broker_up", "Whether the toolbroker is there.", is_there.into());
+        let is_up = answers && broker.as_ref().is_some_and(|it| it.pid.is_some());
+        gauge("forge_broker_up", "Whether the toolbroker is there and answers.", is_up.into());
         let pool = self.supervisor.pool();
         gauge(
             "forge_pool_full",

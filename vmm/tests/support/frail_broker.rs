@@ -27,14 +27,17 @@ pub enum Life {
     TalksNonsense,
     /// It hears none: its socket takes nothing.
     IsDeaf,
+    /// Reads none.
+    Sleeps,
 }
 
 impl Life {
-    const ALL: [(Self, &'static str); 4] = [
+    const ALL: [(Self, &'static str); 5] = [
         (Self::Answers, "answers"),
         (Self::Dies, "dies"),
         (Self::TalksNonsense, "nonsense"),
         (Self::IsDeaf, "deaf"),
+        (Self::Sleeps, "sleeps"),
     ];
 
     fn of(word: &str) -> Self {
@@ -114,7 +117,7 @@ fn live(lives: &Path) {
     let mut bytes = Vec::new();
     frame::write_message(Kind::Hello, &Hello::ours(Role::Broker), &mut bytes);
     link.send(&bytes, None, Patience::default()).unwrap();
-    if life == Life::IsDeaf {
+    if matches!(life, Life::IsDeaf | Life::Sleeps) {
         return until_left(&link);
     }
     while let Ok(request) = link.receive(|kind| kind == Kind::Request, Patience::default()) {
@@ -127,7 +130,7 @@ fn live(lives: &Path) {
                 frame::write_message(Kind::Reply, &Answer { id, reply }, &mut bytes);
             }
             Life::TalksNonsense => frame::write_raw(Kind::Output, b"what?", &mut bytes),
-            Life::Dies | Life::IsDeaf => return,
+            Life::Dies | Life::IsDeaf | Life::Sleeps => return,
         }
         link.send(&bytes, None, Patience::default()).unwrap();
     }

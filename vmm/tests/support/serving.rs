@@ -264,6 +264,10 @@ pub fn signal(service: &Service, signal: i32) {
 }
 
 pub fn kill(pid: i32) {
+    signal_to(pid, libc::SIGKILL);
+}
+
+pub fn signal_to(pid: i32, signal: i32) {
     // SAFETY: a plain system call; the process was started by a service of ours.
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
