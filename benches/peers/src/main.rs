@@ -8,6 +8,7 @@ mod hyperlight;
 mod memory;
 mod wasmtime;
 
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 
 use forge_vmm::bench::{self, Entry, Results};
@@ -68,13 +69,17 @@ fn measure(args: &Args) -> Result<(), String> {
             told = tenth;
             eprintln!("{} %", tenth * 10);
         }
-    })?;
+        ControlFlow::Continue(())
+    });
+    let results = results.ok_or("broken off")?;
     if args.json {
-        print_json(&results)
+        print_json(&results)?;
     } else {
         print(&entries, &results);
-        Ok(())
     }
+    let failed: Vec<_> =
+        results.failed.iter().map(|it| format!("{}: {}", it.name, it.error)).collect();
+    if failed.is_empty() { Ok(()) } else { Err(failed.join("\npeers: ")) }
 }
 
 /// The bench's own JSON, and to each result what was done for it.

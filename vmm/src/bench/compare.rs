@@ -186,7 +186,8 @@ mod tests {
 
     fn results(results: Vec<Outcome>) -> Results {
         let host = HostInfo { cpu: "a".into(), kernel: "b".into(), kvm: "c".into(), threads: 1 };
-        Results { host, commit: "d".into(), profile: "release".into(), disturbed: 0.0, results }
+        let (commit, profile) = ("d".into(), "release".into());
+        Results { host, commit, profile, disturbed: 0.0, results, failed: Vec::new() }
     }
 
     fn verdict(old: Outcome, new: Outcome) -> Verdict {

@@ -43,6 +43,8 @@ pub mod retrieval;
 pub mod stats;
 pub mod toolcall;
 
+use std::ops::ControlFlow;
+
 use serde::{Deserialize, Serialize};
 
 use disturbance::Disturbance;
@@ -54,7 +56,7 @@ pub trait Case {
     /// Takes one sample, in nanoseconds.
     ///
     /// # Errors
-    /// What failed, for a reader: a bench that cannot measure says so.
+    /// What failed, for a reader. It is not sampled again.
     fn sample(&mut self) -> Result<u64, String>;
 }
 
@@ -209,6 +211,18 @@ pub struct Results {
     pub disturbed: f64,
     /// The figures.
     pub results: Vec<Outcome>,
+    /// What could not be measured.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub failed: Vec<Failure>,
+}
+
+/// An entry that there is no figure of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// The entry.
+    pub name: String,
+    /// Why not.
+    pub error: String,
 }
 
 /// How far a bench is.
@@ -228,42 +242,46 @@ const WARM_UP_ROUNDS: usize = 5;
 /// that follows one finds other things in the caches, so few do.
 const LOOK_EVERY: usize = 10;
 
-/// Measures: the sampled entries `rounds` times each, then the figures.
-/// `progress` hears of every step. Entries that others made (a peer's, for one)
-/// are measured like our own.
-///
-/// # Errors
-/// The first entry that cannot be made or measured, by its name.
+/// Measures: the sampled entries `rounds` times each, then the figures. One
+/// that cannot be made or measured is left out from there on, and said.
+/// `progress` hears of every step, and may break the bench off: `None` then.
+/// Entries that others made (a peer's, for one) are measured like our own.
 pub fn run(
     entries: &[Entry],
     rounds: usize,
-    mut progress: impl FnMut(Progress),
-) -> Result<Results, String> {
+    mut progress: impl FnMut(Progress) -> ControlFlow<()>,
+) -> Option<Results> {
     let host = host_info();
     let mut disturbance = Disturbance::begin();
+    let mut failed = Vec::new();
     let mut sampled = Vec::new();
     let mut figures = Vec::new();
     for entry in entries {
         match entry.measure {
             Measure::Sampled(make) => {
-                let case = make().map_err(|error| named(entry, &error))?;
-                sampled.push((entry, case, Vec::with_capacity(rounds)));
+                if let Some(case) = kept(entry, make(), &mut failed) {
+                    sampled.push((entry, case, Vec::with_capacity(rounds)));
+                }
             }
-            Measure::Figure { repetitions, make, .. } => {
-                figures.push((entry, make, repetitions.min(rounds), Vec::new()));
+            Measure::Figure { repetitions, make, unit } => {
+                figures.push((entry, make, unit, repetitions.min(rounds)));
             }
         }
     }
     let round_steps = if sampled.is_empty() { 0 } else { WARM_UP_ROUNDS + rounds };
-    let of = round_steps + figures.iter().map(|(_, _, times, _)| times).sum::<usize>();
+    let of = round_steps + figures.iter().map(|(_, _, _, times)| times).sum::<usize>();
+    let mut goes_on = |what, done| progress(Progress { what, done, of }).is_continue();
     for round in 0..round_steps {
-        progress(Progress { what: "rounds", done: round, of });
-        for (entry, case, samples) in &mut sampled {
-            let ns = case.sample().map_err(|error| named(entry, &error))?;
-            if round >= WARM_UP_ROUNDS {
+        if !goes_on("rounds", round) {
+            return None;
+        }
+        sampled.retain_mut(|(entry, case, samples)| {
+            let ns = kept(entry, case.sample(), &mut failed);
+            if let Some(ns) = ns.filter(|_| round >= WARM_UP_ROUNDS) {
                 samples.push(ns as f64 / 1000.0);
             }
-        }
+            ns.is_some()
+        });
         if round % LOOK_EVERY == 0 {
             disturbance.look();
         }
@@ -274,37 +292,50 @@ pub fn run(
     // What the sampled cases held (VMs, processes, memory) is gone by now.
     let mut done = round_steps;
     let mut made = Vec::new();
-    for (entry, make, _, _) in &figures {
-        made.push(make().map_err(|error| named(entry, &error))?);
+    for (entry, make, unit, times) in figures {
+        if let Some(figure) = kept(entry, make(), &mut failed) {
+            made.push((entry, figure, unit, times, Vec::new()));
+        }
     }
-    let most = figures.iter().map(|(_, _, times, _)| *times).max().unwrap_or(0);
+    let most = made.iter().map(|(_, _, _, times, _)| *times).max().unwrap_or(0);
     for repetition in 0..most {
-        for ((entry, _, times, values), figure) in figures.iter_mut().zip(&mut made) {
-            if repetition < *times {
-                progress(Progress { what: entry.name, done, of });
-                values.push(figure.measure().map_err(|error| named(entry, &error))?);
-                done += 1;
+        let mut broken_off = false;
+        made.retain_mut(|(entry, figure, _, times, values)| {
+            if repetition >= *times || broken_off {
+                return true;
             }
+            broken_off = !goes_on(entry.name, done);
+            if broken_off {
+                return true;
+            }
+            done += 1;
+            let value = kept(entry, figure.measure(), &mut failed);
+            values.extend(value);
+            value.is_some()
+        });
+        if broken_off {
+            return None;
         }
         disturbance.look();
     }
-    for ((entry, _, _, values), figure) in figures.into_iter().zip(made) {
-        let Measure::Figure { unit, .. } = entry.measure else { continue };
+    for (entry, figure, unit, _, values) in made {
         let note = figure.note();
         results.push(Outcome { note, ..outcome(entry, unit, values) });
     }
     rate(entries, &mut results);
-    Ok(Results {
+    Some(Results {
         host,
         commit: env!("FORGE_COMMIT").into(),
         profile: env!("FORGE_PROFILE").into(),
         disturbed: disturbance.part(),
         results,
+        failed,
     })
 }
 
-fn named(entry: &Entry, error: &str) -> String {
-    format!("{}: {error}", entry.name)
+/// What there is of an entry, or a note of why there is nothing.
+fn kept<T>(entry: &Entry, made: Result<T, String>, failed: &mut Vec<Failure>) -> Option<T> {
+    made.map_err(|error| failed.push(Failure { name: entry.name.into(), error })).ok()
 }
 
 fn outcome(entry: &Entry, unit: &str, samples: Vec<f64>) -> Outcome {
@@ -406,6 +437,10 @@ mod tests {
         }
     }
 
+    fn whole(entries: &[Entry], rounds: usize) -> Results {
+        run(entries, rounds, |_| ControlFlow::Continue(())).unwrap()
+    }
+
     fn entry(name: &'static str, ratio_of: Option<Formula>, measure: Measure) -> Entry {
         Entry { name, group: "test", about: "", ratio_of, measure }
     }
@@ -433,7 +468,7 @@ mod tests {
 
     #[test]
     fn ratios_are_to_the_sums_their_formulas_name() {
-        let results = run(&sample(), 20, |_| {}).unwrap().results;
+        let results = whole(&sample(), 20).results;
         assert_eq!(results[2].p50, 15.0);
         assert_eq!(results[2].ratio, Some(3.0));
         assert_eq!(results[2].ratio_interval, Some([3.0, 3.0]));
@@ -445,26 +480,67 @@ mod tests {
 
     #[test]
     fn a_figure_is_repeated_in_its_own_unit_and_says_its_note() {
-        let results = run(&sample(), 20, |_| {}).unwrap().results;
+        let results = whole(&sample(), 20).results;
         let figure = &results[3];
         assert_eq!((figure.n, figure.unit.as_str()), (5, "runs/s"));
         assert_eq!((figure.p50, figure.max), (3.0, 5.0));
         assert_eq!(figure.note.as_deref(), Some("up to 5"));
-        assert_eq!(run(&sample(), 2, |_| {}).unwrap().results[3].n, 2);
+        assert_eq!(whole(&sample(), 2).results[3].n, 2);
     }
 
     #[test]
     fn progress_counts_up_to_all_steps() {
         let mut heard = Vec::new();
-        run(&sample(), 20, |progress| heard.push((progress.done, progress.of))).unwrap();
+        run(&sample(), 20, |progress| {
+            heard.push((progress.done, progress.of));
+            ControlFlow::Continue(())
+        });
         let of = WARM_UP_ROUNDS + 20 + 5;
         assert_eq!(heard, (0..of).map(|done| (done, of)).collect::<Vec<_>>());
     }
 
     #[test]
-    fn what_fails_is_named() {
-        let fails = entry("broken", None, Measure::Sampled(|| Err("no luck".into())));
-        assert_eq!(run(&[fails], 1, |_| {}).unwrap_err(), "broken: no luck");
+    fn what_fails_is_said_and_the_others_are_measured_all_the_same() {
+        struct Breaks;
+        impl Figure for Breaks {
+            fn measure(&mut self) -> Result<f64, String> {
+                Err("broken".into())
+            }
+        }
+        let mut entries = sample();
+        entries.insert(1, entry("none", None, Measure::Sampled(|| Err("no luck".into()))));
+        let make: fn() -> Result<Box<dyn Figure>, String> = || Ok(Box::new(Breaks));
+        entries.push(entry("late", None, Measure::Figure { unit: "KiB", repetitions: 3, make }));
+        let Results { results, failed, .. } = whole(&entries, 20);
+        let failed: Vec<_> = failed.iter().map(|it| (&it.name[..], &it.error[..])).collect();
+        assert_eq!(failed, [("none", "no luck"), ("late", "broken")]);
+        let names: Vec<_> = results.iter().map(|it| &it.name[..]).collect();
+        assert_eq!(names, ["floor_a", "floor_b", "case", "figure"]);
+        assert_eq!(results[2].ratio, Some(3.0));
+    }
+
+    #[test]
+    fn a_case_without_its_floor_has_a_figure_and_no_ratio() {
+        let mut entries = sample();
+        entries[0].measure = Measure::Sampled(|| Err("no such floor".into()));
+        let Results { results, failed, .. } = whole(&entries, 20);
+        assert_eq!((failed.len(), results[1].p50, results[1].ratio), (1, 15.0, None));
+    }
+
+    #[test]
+    fn a_bench_can_be_broken_off_at_any_step() {
+        for last in 0..WARM_UP_ROUNDS + 20 + 5 {
+            let mut heard = 0;
+            let results = run(&sample(), 20, |progress| {
+                heard += 1;
+                if progress.done == last {
+                    ControlFlow::Break(())
+                } else {
+                    ControlFlow::Continue(())
+                }
+            });
+            assert!(results.is_none() && heard == last + 1, "{last}: {heard}");
+        }
     }
 
     #[test]

@@ -224,6 +224,8 @@ pub fn time(us: f64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
+
     use super::*;
     use crate::bench::{Case, Entry, HostInfo, Measure, run};
 
@@ -244,7 +246,7 @@ mod tests {
             ratio_of: None,
             measure: Measure::Sampled(|| Ok(Box::new(Steps(0)))),
         };
-        run(&[entry("floor_a"), entry("b")], 100, |_| {}).unwrap()
+        run(&[entry("floor_a"), entry("b")], 100, |_| ControlFlow::Continue(())).unwrap()
     }
 
     #[test]

@@ -207,6 +207,7 @@ pub fn run(sets: &[Set], mut progress: impl FnMut(Progress)) -> Results {
         profile: env!("FORGE_PROFILE").into(),
         disturbed: Counters::now().since(&before),
         results,
+        failed: Vec::new(),
     }
 }
 

@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::io::{self, IsTerminal as _, Write as _};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use forge_vmm::bench::compare::{self, Moved};
 use forge_vmm::bench::{self, Progress, Results, plot};
@@ -32,16 +34,29 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
     if let Some(folder) = &args.plot {
         fs::create_dir_all(folder).map_err(|source| file_error(folder, source))?;
     }
+    heed_signals();
     let mut bar = Bar::new();
-    let results = bench::run(&entries, args.runs, |progress| bar.show(progress));
-    bar.clear();
-    let results = match results {
-        Ok(results) => results,
-        Err(error) => {
-            complain(&error);
-            return Ok(Exit::Unavailable.into());
+    let results = bench::run(&entries, args.runs, |progress| {
+        bar.show(progress);
+        match BROKEN_OFF_BY.load(Ordering::Relaxed) {
+            0 => ControlFlow::Continue(()),
+            _ => ControlFlow::Break(()),
         }
+    });
+    bar.clear();
+    let Some(results) = results else {
+        // What was measured in is gone now. The rest is what the signal does.
+        // SAFETY: a plain system call.
+        unsafe { libc::raise(BROKEN_OFF_BY.load(Ordering::Relaxed)) };
+        return Ok(Exit::Failed.into());
     };
+    for failure in &results.failed {
+        complain(&format_args!("{}: {}", failure.name, failure.error));
+    }
+    let exit = if results.failed.is_empty() { Exit::Ok } else { Exit::Unavailable };
+    if results.results.is_empty() {
+        return Ok(exit.into());
+    }
     let moved = old.as_ref().map(|old| compare::compare(old, &results));
     if args.json {
         print_json(&Printed { results: &results, compared: moved.as_deref() })?;
@@ -54,7 +69,28 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
     if let Some(folder) = &args.plot {
         draw(&results, folder)?;
     }
-    Ok(Exit::Ok.into())
+    Ok(exit.into())
+}
+
+/// The signal that the bench was broken off by.
+static BROKEN_OFF_BY: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn break_off(signal: libc::c_int) {
+    BROKEN_OFF_BY.store(signal, Ordering::Relaxed);
+}
+
+/// Has the first SIGINT or SIGTERM end the bench between two samples, so that
+/// folders and processes that it measures in go with it. A second ends it at
+/// once.
+fn heed_signals() {
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        // SAFETY: all zero is a valid sigaction, with an empty mask.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_sigaction = break_off as extern "C" fn(_) as usize;
+        action.sa_flags = libc::SA_RESTART | libc::SA_RESETHAND;
+        // SAFETY: the action is whole, and its handler stores a number.
+        unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) };
+    }
 }
 
 /// The one thing that is measured over data of the caller's.
