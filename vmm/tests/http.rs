@@ -841,6 +841,8 @@ fn what_does_not_fit_is_refused_by_its_kind_before_it_is_read() {
     for (method, path, status, kind) in [
         ("GET", "/", 404, "not_found"),
         ("GET", "/v1/runs/00", 404, "not_found"),
+        ("GET", "/v1/runs/%ff", 404, "not_found"),
+        ("GET", "/v1/runs/00/artifacts/%ff", 404, "not_found"),
         ("GET", "/v1/runs/..%2f..%2fetc", 404, "not_found"),
         ("PUT", "/v1/runs", 405, "method"),
         ("POST", "/v1/runs", 415, "media_type"),

@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{FromRequestParts, Request, State};
+use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
@@ -49,6 +49,7 @@ use axum::response::{IntoResponse as _, Response};
 use forge_client::{Client, ClientError};
 use futures_core::Stream;
 use hyper_util::service::TowerToHyperService;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
@@ -200,6 +201,24 @@ impl FromRequestParts<Arc<Door>> for Caller {
         let tenant = door.tenants.named(principal);
         let permit = tenant.request()?;
         Ok(Self { tenant, permit })
+    }
+}
+
+/// What a path names, which may be no text at all.
+struct Named<T>(T);
+
+impl<T, S> FromRequestParts<S> for Named<T>
+where
+    T: DeserializeOwned + Send,
+    S: Send + Sync,
+{
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
+        let Path(named) = Path::from_request_parts(parts, state)
+            .await
+            .map_err(|_| Problem::not_found("there is nothing of such a name"))?;
+        Ok(Self(named))
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use forge_client::{Run, RunMessage};
@@ -16,7 +16,7 @@ use super::events::{End, Ended, Events, Happened, Next, happened};
 use super::order::{self, Asked, RUN_BYTES_MAX};
 use super::problem::Problem;
 use super::tenant::{Kept, Tenant};
-use super::{Caller, Door, Feed, answer_json, read_body};
+use super::{Caller, Door, Feed, Named, answer_json, read_body};
 use crate::web::is_set;
 
 /// After how long a silent stream of events says that it is alive.
@@ -164,12 +164,12 @@ pub(crate) fn refused(end: &End) -> Option<Problem> {
 }
 
 /// `GET /v1/runs/{id}`
-pub(crate) async fn state(caller: Caller, Path(id): Path<String>) -> Result<Response, Problem> {
+pub(crate) async fn state(caller: Caller, Named(id): Named<String>) -> Result<Response, Problem> {
     answer(&*caller.tenant.find(&id)?, StatusCode::OK)
 }
 
 /// `DELETE /v1/runs/{id}`
-pub(crate) async fn cancel(caller: Caller, Path(id): Path<String>) -> Result<Response, Problem> {
+pub(crate) async fn cancel(caller: Caller, Named(id): Named<String>) -> Result<Response, Problem> {
     let kept = caller.tenant.find(&id)?;
     if kept.events.ended().is_none()
         && let Some(canceller) = &kept.canceller
@@ -183,7 +183,7 @@ pub(crate) async fn cancel(caller: Caller, Path(id): Path<String>) -> Result<Res
 /// `GET /v1/runs/{id}/artifacts/{n}`
 pub(crate) async fn artifact(
     caller: Caller,
-    Path((id, number)): Path<(String, String)>,
+    Named((id, number)): Named<(String, String)>,
 ) -> Result<Response, Problem> {
     let kept = caller.tenant.find(&id)?;
     let missing = |what: &str| Problem::not_found(what);
@@ -222,7 +222,7 @@ fn media_type(said: &str) -> Option<HeaderValue> {
 pub(crate) async fn events(
     State(door): State<Arc<Door>>,
     caller: Caller,
-    Path(id): Path<String>,
+    Named(id): Named<String>,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     let kept = caller.tenant.find(&id)?;

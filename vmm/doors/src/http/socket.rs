@@ -243,7 +243,7 @@ impl Talk {
     /// Does what the client says.
     async fn hear(&mut self, text: &str) -> Result<(), (Option<u32>, Problem)> {
         let said = super::order::json("the message", text.as_bytes());
-        match said.map_err(|problem| (None, problem))? {
+        match said.map_err(|problem| (number_of(text), problem))? {
             FromClient::Submit(Object(submit)) => {
                 let number = submit.number;
                 self.submit(*submit).await.map_err(|problem| (Some(number), problem))
@@ -308,6 +308,16 @@ impl Talk {
         }
         Ok(())
     }
+}
+
+/// The client's number in what is no message of it.
+fn number_of(text: &str) -> Option<u32> {
+    #[derive(Deserialize)]
+    struct Numbered {
+        number: u32,
+    }
+    let mut said: HashMap<String, Numbered> = serde_json::from_str(text).ok()?;
+    said.drain().next().map(|(_, Numbered { number })| number)
 }
 
 /// Whether the client takes it, in the time there is for one message.
@@ -397,6 +407,15 @@ fn raw(json: &[u8]) -> &RawValue {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_said_of_the_number_that_it_came_under() {
+        assert_eq!(number_of(r#"{"submit": {"number": 3, "run": {"program": 1}}}"#), Some(3));
+        assert_eq!(number_of(r#"{"settled": {"number": 0}}"#), Some(0));
+        for text in [r#"{"submit": {"number": -1}}"#, r#"{"submit": {}}"#, "{}", "[]", "{"] {
+            assert_eq!(number_of(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn a_callback_may_be_settled_with_null() {
