@@ -91,7 +91,7 @@ pub enum GrantError {
     /// The token is not one this broker's root key signed, or was changed.
     #[error(
         "this is no grant of this broker: it is damaged, forged, or signed with another root key \
-         (is --state the folder it was issued with?): {0}"
+         (was it issued here, and with this --state folder?): {0}"
     )]
     Forged(String),
     /// The token is signed, and does not say what a grant says.

@@ -103,7 +103,7 @@ impl Clients {
         }
         if principals.is_empty() {
             return Err(CliError::Usage(
-                "nobody is known who may come: give a [principals.<name>] its token_sha256".into(),
+                "nobody is known who may come: --listen needs a --config with a [principals.<name>] that has a token_sha256".into(),
             ));
         }
         Ok(Self::Http { address, principals, hosts, origins })
