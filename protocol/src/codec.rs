@@ -45,12 +45,21 @@ impl core::fmt::Display for CodecError {
 
 impl core::error::Error for CodecError {}
 
+/// How much room more than it needs a message is given at a time, at most, in
+/// bytes. By doubling alone the largest reports would take twice their size of
+/// a worker's bounded address space.
+const ROOM_BYTES_MAX: usize = 1024 * 1024;
+
 /// Appends `message` to `out`.
 pub fn encode_into<T: Encode>(message: &T, out: &mut Vec<u8>) {
     struct Appender<'a>(&'a mut Vec<u8>);
     impl bincode::enc::write::Writer for Appender<'_> {
         fn write(&mut self, bytes: &[u8]) -> Result<(), bincode::error::EncodeError> {
-            self.0.extend_from_slice(bytes);
+            let Self(out) = self;
+            if out.capacity() - out.len() < bytes.len() {
+                out.reserve_exact(bytes.len().max(out.len().min(ROOM_BYTES_MAX)));
+            }
+            out.extend_from_slice(bytes);
             Ok(())
         }
     }

@@ -544,7 +544,7 @@ fn every_limit_is_on_and_cannot_be_raised() {
         for (resource, most) in [
             (libc::RLIMIT_NOFILE, own.open_files),
             (libc::RLIMIT_NPROC, own.processes),
-            (libc::RLIMIT_AS, own.address_space_bytes.unwrap()),
+            (libc::RLIMIT_AS, inmate::ADDRESS_SPACE_BYTES),
             (libc::RLIMIT_CORE, 0),
             (libc::RLIMIT_FSIZE, 0),
             (libc::RLIMIT_MEMLOCK, 0),

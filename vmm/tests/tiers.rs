@@ -27,7 +27,8 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use desk::{Desk, text};
 use forge_protocol::broker::Authority;
 use forge_protocol::ending::{Ending, RejectKind};
-use forge_protocol::limits::RunLimits;
+use forge_protocol::guest::Artifact;
+use forge_protocol::limits::{LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits};
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Job, Tier};
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         claims![
             every_ending_is_reached_without_a_vm,
             the_signature_is_checked_within_the_tier_too,
+            all_that_the_largest_limits_allow_is_reported,
             a_cancelled_run_ends_as_one_and_keeps_what_it_wrote_to_itself,
             a_killed_worker_loses_its_run_and_says_so,
             a_worker_without_a_vm_holds_its_links_and_nothing_else,
@@ -421,6 +423,47 @@ fn the_signature_is_checked_within_the_tier_too() {
             let refused = matches!(ending, Ending::Rejected { kind: RejectKind::Signature, .. });
             assert!(refused, "{tier:?}: {ending:?}");
         }
+    }
+}
+
+fn all_that_the_largest_limits_allow_is_reported() {
+    let limits = RunLimits { wall_ms: 60_000, ..RunLimits::operator_maxima() };
+    let log_bytes = LOG_RECORD_BYTES_MAX + LOG_RECORD_OVERHEAD_BYTES;
+    let (artifacts, logs) = (limits.artifacts, limits.log_bytes / log_bytes);
+    // The largest of everything, the smallest last: an encoder that makes room
+    // by doubling does so once more at the end.
+    let program = signed(&forge_module(
+        r#"(memory (export "memory") 65)
+           (data (i32.const 0) "a.txttext/plain")"#,
+        &format!(
+            "(local $i i32)
+             (drop (call $output (i32.const 64) (i32.const {output})))
+             (loop $more
+                (drop (call $artifact (i32.const 0) (i32.const 5) (i32.const 5) (i32.const 10)
+                    (i32.const 64) (i32.const {artifact})))
+                (local.set $i (i32.add (local.get $i) (i32.const 1)))
+                (br_if $more (i32.lt_u (local.get $i) (i32.const {artifacts}))))
+             (local.set $i (i32.const 0))
+             (loop $more
+                (call $log (i32.const 2) (i32.const 64) (i32.const {LOG_RECORD_BYTES_MAX}))
+                (local.set $i (i32.add (local.get $i) (i32.const 1)))
+                (br_if $more (i32.lt_u (local.get $i) (i32.const {logs}))))
+             (i32.const 0)",
+            output = limits.output_bytes,
+            artifact = limits.artifact_bytes,
+        ),
+    ));
+    for tier in tiers() {
+        let (pool, _) = pool(tier);
+        let job: Job = job(program.clone(), limits.clone());
+        let task = Task { tenant: "local", job: &job, broker: None, prepared: None, tell: None };
+        let report = pool.carry_out(&task, Patience::default()).unwrap().report;
+        let Fate::Ended(ended) = &report.fate else { panic!("{tier:?}: {:?}", report.fate) };
+        assert_eq!(ended.ending, Ending::Returned(0), "{tier:?}");
+        assert_eq!(report.output.len(), limits.output_bytes as usize, "{tier:?}");
+        let whole = |it: &&Artifact| it.content.len() == limits.artifact_bytes as usize;
+        assert_eq!(report.artifacts.iter().filter(whole).count(), artifacts as usize, "{tier:?}");
+        assert_eq!(report.logs.len(), logs as usize, "{tier:?}");
     }
 }
 

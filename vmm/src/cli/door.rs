@@ -410,12 +410,7 @@ pub(crate) fn main() -> io::Result<()> {
     let (kind, listener) = receive(&control)?;
     let (_, service) = receive(&control)?;
     let service = UnixStream::from(service);
-    let limits = Limits {
-        open_files: OPEN_FILES,
-        processes: u64::MAX,
-        file_bytes: u64::MAX,
-        address_space_bytes: None,
-    };
+    let limits = Limits { open_files: OPEN_FILES, processes: u64::MAX, file_bytes: u64::MAX };
     limits.apply().map_err(io::Error::other)?;
     privileges::drop_all().map_err(io::Error::other)?;
     // Everything it needs is open.

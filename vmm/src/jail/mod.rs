@@ -45,7 +45,7 @@ pub mod worker;
 pub use cgroup::{Group, GroupLimits};
 pub use hardening::{Hardening, Weakness};
 pub use namespaces::{Identity, Namespaces, Place, SpawnError, Spawned, spawn};
-pub use privileges::Limits;
+pub use privileges::{AddressSpace, Limits};
 pub use rules::Role;
 pub use seccomp::Filter;
 pub use tree::Tree;

@@ -109,8 +109,38 @@ pub struct Limits {
     /// How large a file it may write, in bytes: a file in memory is one, a pipe
     /// or socket is none.
     pub file_bytes: u64,
-    /// Address space in bytes, guest memory and mapped files included.
-    pub address_space_bytes: Option<u64>,
+}
+
+/// The bound of a process's address space, guest memory and mapped files
+/// included. Not one of [`Limits`], as each worker has its own.
+#[derive(Clone, Copy, Debug)]
+pub struct AddressSpace {
+    /// What the calling process may have already, in bytes.
+    most: u64,
+}
+
+impl AddressSpace {
+    /// That of the calling process, and of one that is forked from it.
+    ///
+    /// # Errors
+    /// If the kernel does not tell.
+    pub fn now() -> Result<Self, PrivilegeError> {
+        let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: `now` is writable.
+        checked("RLIMIT_AS", unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut now) })?;
+        Ok(Self { most: now.rlim_max })
+    }
+
+    /// Lowers it to so many bytes, with one system call.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn lower(self, bytes: u64) -> Result<(), PrivilegeError> {
+        let bytes = bytes.min(self.most);
+        let to = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+        // SAFETY: `to` is readable.
+        checked("RLIMIT_AS", unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const to) })
+    }
 }
 
 impl Limits {
@@ -128,7 +158,7 @@ impl Limits {
     /// # Errors
     /// If the kernel does not tell what is on.
     pub fn lowering(&self) -> Result<Lowering, PrivilegeError> {
-        let wanted: [(&'static str, libc::__rlimit_resource_t, u64); 10] = [
+        let wanted: [(&'static str, libc::__rlimit_resource_t, u64); 9] = [
             // Descriptors are all that its rights hang on.
             ("RLIMIT_NOFILE", libc::RLIMIT_NOFILE, self.open_files),
             // A fork bomb, if seccomp were not there.
@@ -148,8 +178,6 @@ impl Limits {
             ("RLIMIT_NICE", libc::RLIMIT_NICE, 0),
             // File locks, which the kernel no longer counts.
             ("RLIMIT_LOCKS", libc::RLIMIT_LOCKS, 0),
-            // Last, because applying it may be what it forbids.
-            ("RLIMIT_AS", libc::RLIMIT_AS, self.address_space_bytes.unwrap_or(u64::MAX)),
         ];
         let mut steps = Vec::with_capacity(wanted.len());
         for (what, resource, value) in wanted {

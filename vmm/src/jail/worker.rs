@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 
 use super::landlock::Ruleset;
-use super::privileges::{Lowering, PrivilegeError};
+use super::privileges::{AddressSpace, Lowering, PrivilegeError};
 use super::seccomp::FilterError;
 use super::{Filter, Limits};
 
@@ -41,6 +41,7 @@ pub struct WorkerJail {
     /// zygote has it to its end.
     ruleset: ManuallyDrop<Ruleset>,
     lowering: Lowering,
+    address_space: AddressSpace,
     filter: Filter,
 }
 
@@ -53,20 +54,26 @@ impl WorkerJail {
     /// If the kernel has Landlock and refuses, or does not tell its limits.
     pub fn prepare(limits: &Limits, filter: Filter) -> Result<Self, WorkerJailError> {
         let ruleset = ManuallyDrop::new(Ruleset::new()?);
-        Ok(Self { ruleset, lowering: limits.lowering()?, filter })
+        let (lowering, address_space) = (limits.lowering()?, AddressSpace::now()?);
+        Ok(Self { ruleset, lowering, address_space, filter })
     }
 
     /// A worker's whole part, for ever: a Landlock domain of its own, no
-    /// descriptor but 0, 1, 2 and those in `keep`, its limits, its filter. Its
-    /// VM has been made and has run before: KVM starts a thread at a VM's
-    /// first KVM_RUN, which the limits forbid.
+    /// descriptor but 0, 1, 2 and those in `keep`, its limits, so much address
+    /// space, its filter. Its VM has been made and has run before: KVM starts a
+    /// thread at a VM's first KVM_RUN, which the limits forbid.
     ///
     /// # Errors
     /// [`WorkerJailError`]; the worker must not go on.
-    pub fn enter(&self, keep: &mut [RawFd]) -> Result<(), WorkerJailError> {
+    pub fn enter(
+        &self,
+        keep: &mut [RawFd],
+        address_space_bytes: u64,
+    ) -> Result<(), WorkerJailError> {
         self.ruleset.restrict().map_err(WorkerJailError::Restrict)?;
         close_all_but(keep).map_err(WorkerJailError::Close)?;
         self.lowering.apply()?;
+        self.address_space.lower(address_space_bytes)?;
         Ok(self.filter.install()?)
     }
 }

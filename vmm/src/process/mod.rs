@@ -32,7 +32,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use forge_protocol::frame::Kind;
-use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fork, Moments, Ready, Timing, VmFailure, VmFailureKind};
 
@@ -45,8 +44,7 @@ use exchange::{Exchange, Served, Wire};
 
 /// A worker's limits, as a VM's worker has them; its address space is bounded
 /// by [`Makings`] before.
-pub(crate) const LIMITS: Limits =
-    Limits { open_files: 8, processes: 0, file_bytes: 0, address_space_bytes: None };
+pub(crate) const LIMITS: Limits = Limits { open_files: 8, processes: 0, file_bytes: 0 };
 
 /// What workers of this tier inherit.
 #[derive(Debug)]
@@ -71,14 +69,9 @@ impl Makings {
     }
 
     /// What a worker may map: what it has from the zygote, what a guest with
-    /// these limits would have for RAM, and what any run may leave, once as it
-    /// is kept and once as it is reported.
+    /// these limits would have for RAM, and what any run may leave.
     fn address_space_bytes(&self, ram_bytes: u64) -> u64 {
-        let most = RunLimits::operator_maxima();
-        let left = u64::from(most.output_bytes)
-            + u64::from(most.log_bytes)
-            + u64::from(most.artifacts) * u64::from(most.artifact_bytes);
-        self.address_space_bytes.saturating_add(ram_bytes).saturating_add(2 * left)
+        self.address_space_bytes.saturating_add(ram_bytes).saturating_add(process::left_bytes())
     }
 }
 
@@ -142,11 +135,7 @@ fn enter(
         message: format!("{what}: {error}"),
     };
     let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
-    let bound = Limits {
-        address_space_bytes: Some(makings.address_space_bytes(order.ram_bytes)),
-        ..LIMITS
-    };
-    bound.apply().map_err(|error| unavailable("no limits", &error))?;
-    jail.enter(&mut []).map_err(|error| unavailable("no jail", &error))?;
+    let bound = makings.address_space_bytes(order.ram_bytes);
+    jail.enter(&mut [], bound).map_err(|error| unavailable("no jail", &error))?;
     Ok(Box::leak(Box::new(watchdog)))
 }

@@ -25,10 +25,25 @@ use crate::machine::{Hypervisor, PageMap, Watchdog};
 use crate::trace::now_ns;
 
 /// A worker's limits: its descriptors, the run's connection to the broker
-/// among them, and no process, no file. Its memory is its guest's, what it has
-/// from the zygote, and what a run's limits let it hold: some 200 MiB in all.
-pub(crate) const LIMITS: Limits =
-    Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: Some(1 << 30) };
+/// among them, and no process, no file.
+pub(crate) const LIMITS: Limits = Limits { open_files: 16, processes: 0, file_bytes: 0 };
+
+/// Of a worker's address space, what is no guest's and no run's: what it has
+/// from the zygote, some 60 MiB, and what it takes to serve any guest.
+const OWN_BYTES: u64 = 128 << 20;
+
+/// What a worker with a VM may map, in bytes: its own, the RAM of its guest and
+/// of the base's first guest, and what any run may leave.
+pub(crate) fn address_space_bytes(ram_bytes: u64) -> u64 {
+    OWN_BYTES.saturating_add(ram_bytes.saturating_mul(2)).saturating_add(left_bytes())
+}
+
+/// What it takes at most to hold what a run leaves, in bytes: once as it is
+/// kept and once as it is reported. No run gets more than an operator's maxima,
+/// and not every VM's maker knows its run.
+pub(crate) fn left_bytes() -> u64 {
+    2 * u64::from(Kind::Report.payload_bytes_max())
+}
 
 /// How long a worker rests after a run before it puts its guest back, unless
 /// its next order comes first. Whoever waits for the report is answered
@@ -222,7 +237,8 @@ fn settle_in(
 ) -> io::Result<(Link, Result<Worker, VmFailure>)> {
     let link = take_socket(socket)?;
     let worker = Worker::new(inherited).and_then(|worker| {
-        let entered = inherited.jail.enter(&mut worker.descriptors());
+        let bound = address_space_bytes(inherited.order.ram_bytes);
+        let entered = inherited.jail.enter(&mut worker.descriptors(), bound);
         entered.map_err(|error| internal(error.to_string()))?;
         Ok(worker)
     });

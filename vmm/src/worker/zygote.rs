@@ -74,12 +74,8 @@ pub const KVM_DESCRIPTOR: RawFd = 3;
 
 /// The zygote's limits. It has a descriptor for each base beside its few, and
 /// writes nothing but bases.
-pub(crate) const LIMITS: Limits = Limits {
-    open_files: 64,
-    processes: 1 << 16,
-    file_bytes: BASE_FILE_BYTES as u64,
-    address_space_bytes: None,
-};
+pub(crate) const LIMITS: Limits =
+    Limits { open_files: 64, processes: 1 << 16, file_bytes: BASE_FILE_BYTES as u64 };
 
 /// The filters of a zygote and its workers.
 #[derive(Clone, Debug)]

@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use forge_vmm::jail::rules::{Rule, When};
 use forge_vmm::jail::{
-    Filter, Identity, Limits, Namespaces, Place, Role, WorkerJail, landlock, privileges, seccomp,
-    tree,
+    AddressSpace, Filter, Identity, Limits, Namespaces, Place, Role, WorkerJail, landlock,
+    privileges, seccomp, tree,
 };
 
 use crate::attempts;
@@ -61,11 +61,10 @@ pub fn place(layers: Layers) -> Place {
 }
 
 /// A worker's limits, as far as these tests go.
-pub const WORKER_LIMITS: Limits =
-    Limits { open_files: 16, processes: 0, file_bytes: 0, address_space_bytes: Some(1 << 30) };
+pub const WORKER_LIMITS: Limits = Limits { open_files: 16, processes: 0, file_bytes: 0 };
+pub const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 
-const ZYGOTE_LIMITS: Limits =
-    Limits { open_files: 64, processes: 1000, file_bytes: 0, address_space_bytes: None };
+const ZYGOTE_LIMITS: Limits = Limits { open_files: 64, processes: 1000, file_bytes: 0 };
 
 /// If this process was started for a role of its own, plays it.
 pub fn main(role: &str, words: &[String]) -> Option<ExitCode> {
@@ -294,6 +293,7 @@ fn worker(
     }
     if layers.has(LIMITS) {
         WORKER_LIMITS.apply().unwrap();
+        AddressSpace::now().unwrap().lower(ADDRESS_SPACE_BYTES).unwrap();
         // In place of the signal that comes with the error.
         // SAFETY: ignoring a signal has no preconditions.
         unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
@@ -428,7 +428,9 @@ fn measure() {
     in_child("limits", &|| lowering.apply().unwrap());
     in_child("a worker's filter", &|| worker.install().unwrap());
     in_child("a filter of two rules", &|| tiny.install().unwrap());
-    in_child("a worker's whole part", &|| jail.enter(&mut [told_fd, tell_fd]).unwrap());
+    in_child("a worker's whole part", &|| {
+        jail.enter(&mut [told_fd, tell_fd], ADDRESS_SPACE_BYTES).unwrap();
+    });
     worker.install().unwrap();
     calls("both filters");
 }

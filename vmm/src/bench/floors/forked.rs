@@ -38,6 +38,11 @@ pub(super) fn jail() -> Result<Box<dyn Case>, String> {
     Ok(Box::new(Beside::fork(move || floor.sample())?))
 }
 
+/// The bound of a worker with a usual VM.
+fn address_space_bytes() -> u64 {
+    process::address_space_bytes(machine::ram_bytes(&RunLimits::default()) as u64)
+}
+
 impl JailFloor {
     fn in_child(&self, tell: &UnixStream) -> Result<Duration, String> {
         // SAFETY: an option that takes numbers alone.
@@ -48,7 +53,7 @@ impl JailFloor {
         landlock::restrict(None).map_err(said)?;
         self.filters.zygote.install().map_err(said)?;
         let started = Instant::now();
-        jail.enter(&mut [tell.as_raw_fd()]).map_err(said)?;
+        jail.enter(&mut [tell.as_raw_fd()], address_space_bytes()).map_err(said)?;
         Ok(started.elapsed())
     }
 
@@ -99,7 +104,7 @@ impl ForkedFloor {
             let slot_bytes = machine::ram_bytes(&RunLimits::default());
             let Ok(bare) = bare(kvm, slot_bytes, GUEST_PAGES) else { return };
             let mut keep = [tell.as_raw_fd(), bare.vm.as_raw_fd(), bare.vcpu.as_raw_fd()];
-            if jail.enter(&mut keep).is_ok() {
+            if jail.enter(&mut keep, address_space_bytes()).is_ok() {
                 let _ = tell.write_all(&[1]);
             }
         });
