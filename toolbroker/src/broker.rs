@@ -15,6 +15,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::future::poll_fn;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Poll;
@@ -773,7 +774,15 @@ async fn take_calls(
                 Err(error) => std::panic::resume_unwind(error.into_panic()),
             },
             received = receiver.receive(awaits) => {
-                let Some(Frame { payload, .. }) = received? else { return Ok(()) };
+                let received = match received {
+                    // It closed with an answer under way.
+                    Err(LinkError::Io(error)) if error.kind() == io::ErrorKind::ConnectionReset => {
+                        unheard(&error.into());
+                        return Ok(());
+                    }
+                    received => received?,
+                };
+                let Some(Frame { payload, .. }) = received else { return Ok(()) };
                 let call: Call = codec::decode(&payload)
                     .map_err(|error| LinkError::Payload { kind: Kind::Call, error })?;
                 if call.id != next_call {
