@@ -168,6 +168,8 @@ pub struct RunReport {
     pub artifacts: Vec<ArtifactReport>,
     /// Its log records, as `[level] text`.
     pub log: Vec<LogReport>,
+    /// Records that were dropped because its log was full.
+    pub log_dropped: u64,
     /// The isolation it ran in.
     pub isolation: &'static str,
     /// What of that isolation is weaker on this host than it could be: the
@@ -186,9 +188,10 @@ pub struct RunReport {
     pub retrieved: Vec<RetrievedReport>,
     /// Its tool calls, in the order in which they settled.
     pub tool_calls: Vec<CallReport>,
-    /// Fuel it used, as the guest counts.
+    /// Fuel it used, as the guest counts; 0 of a guest that did not tell its
+    /// end, at a deadline above all.
     pub fuel_used: u64,
-    /// The most linear memory it had, in bytes.
+    /// The most linear memory it had, in bytes; 0 as for `fuel_used`.
     pub memory_peak_bytes: u64,
     /// VM exits from the program's delivery to its end.
     pub vm_exits: u64,

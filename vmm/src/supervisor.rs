@@ -518,6 +518,7 @@ fn unstarted(
         output_encoding,
         artifacts: Vec::new(),
         log: Vec::new(),
+        log_dropped: 0,
         isolation: Tier::Vm.as_str(),
         weaknesses: Vec::new(),
         vm: "fresh",
@@ -545,9 +546,10 @@ fn reported(
     weaknesses: &[Weakness],
     at: Supervised,
 ) -> RunResult {
-    let (fuel_used, memory_peak_bytes) = match &report.fate {
-        Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes),
-        Fate::Deadline | Fate::Vm(_) => (0, 0),
+    // Only a guest that told its end has told these.
+    let (fuel_used, memory_peak_bytes, log_dropped) = match &report.fate {
+        Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes, ended.logs_dropped),
+        Fate::Deadline | Fate::Vm(_) => (0, 0, 0),
     };
     let timing: Timing = report.timing;
     let timing_us = TimingReport {
@@ -570,6 +572,7 @@ fn reported(
             .iter()
             .map(|log| LogReport { level: log.level, text: log.text.clone() })
             .collect(),
+        log_dropped,
         isolation: Tier::Vm.as_str(),
         weaknesses: weaknesses.iter().map(|weakness| weakness.word()).collect(),
         vm: vm.as_str(),

@@ -166,7 +166,7 @@ fn program_and_trust(args: &RunArgs) -> Result<(Vec<u8>, TrustKeys), CliError> {
 
 fn print(report: &RunReport) -> Result<(), CliError> {
     let logs = report.log.iter().map(|log| (u64::from(log.level), log.text.as_str()));
-    show(&decoded_output(report), logs, report.status, &report.reason)
+    show(&decoded_output(report), logs, report.log_dropped, report.status, &report.reason)
 }
 
 /// The output to standard output; what the program logged, and how it ended,
@@ -174,6 +174,7 @@ fn print(report: &RunReport) -> Result<(), CliError> {
 pub(super) fn show<'a>(
     output: &[u8],
     logs: impl Iterator<Item = (u64, &'a str)>,
+    log_dropped: u64,
     status: Status,
     reason: &str,
 ) -> Result<(), CliError> {
@@ -185,6 +186,9 @@ pub(super) fn show<'a>(
         let level = usize::try_from(level).ok().and_then(|level| levels.get(level));
         let (level, text) = (level.unwrap_or(&"log"), shown_whole(text));
         let _ = writeln!(io::stderr(), "[{level}] {text}");
+    }
+    if log_dropped > 0 {
+        complain(&format!("the run's log was full: {log_dropped} more records were dropped"));
     }
     if status != Status::Ok {
         complain(&format!("{}: {reason}", status.as_str()));

@@ -207,7 +207,8 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
             (log["level"].as_u64().unwrap_or(u64::MAX), log["text"].as_str().unwrap_or_default())
         });
         let reason = report["reason"].as_str().unwrap_or_default();
-        super::run::show(&output, logs, status, reason)?;
+        let log_dropped = report["log_dropped"].as_u64().unwrap_or_default();
+        super::run::show(&output, logs, log_dropped, status, reason)?;
     }
     Ok(ExitCode::from(status.exit_code()))
 }

@@ -218,6 +218,9 @@ fn text(report: &Value) -> String {
     for log in report["log"].as_array().into_iter().flatten() {
         text.push_str(&format!("log: {}\n", log["text"].as_str().unwrap_or_default()));
     }
+    if let Some(dropped @ 1..) = report["log_dropped"].as_u64() {
+        text.push_str(&format!("log: full, {dropped} more dropped\n"));
+    }
     if !output.is_empty() {
         text.push_str(&format!("output:\n{output}"));
     }

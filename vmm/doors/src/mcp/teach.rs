@@ -201,13 +201,14 @@ fn run_output() -> Value {
             "output": { "type": "string" },
             "output_encoding": { "enum": ["utf8", "base64"] },
             "log": { "type": "array", "items": log },
+            "log_dropped": { "type": "integer" },
             "tool_calls": { "type": "array", "items": call },
             "artifacts": { "type": "array", "items": artifact },
             "fuel_used": { "type": "integer" },
             "memory_peak_bytes": { "type": "integer" },
         },
         "required": [
-            "run_id", "status", "kind", "reason", "output", "output_encoding", "log",
+            "run_id", "status", "kind", "reason", "output", "output_encoding", "log", "log_dropped",
             "tool_calls", "artifacts", "fuel_used", "memory_peak_bytes",
         ],
     })
