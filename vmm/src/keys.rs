@@ -147,15 +147,17 @@ pub fn trust_from_bytes(keys: &[[u8; 32]]) -> Result<TrustKeys, KeyError> {
 /// [`KeyFileError`], naming the file.
 pub fn read_signer(path: &Path) -> Result<SignerKey, KeyFileError> {
     let pem = read(path)?;
-    // Before its mode, which is as it should be.
+    // What is no private key may be as open as it likes.
     if let Some(half @ Half::Public) = Half::of(&pem) {
         return Err(KeyFileError::OtherHalf { path: path.to_owned(), half });
     }
+    let signer = SignerKey::from_pem(&pem)
+        .map_err(|source| KeyFileError::Key { path: path.to_owned(), source })?;
     let mode = fs::metadata(path).map_err(io_error(path))?.permissions().mode() & 0o777;
     if mode & 0o077 != 0 {
         return Err(KeyFileError::Exposed { path: path.to_owned(), mode });
     }
-    SignerKey::from_pem(&pem).map_err(|source| KeyFileError::Key { path: path.to_owned(), source })
+    Ok(signer)
 }
 
 /// Makes a key pair: `signer.pem`, which only its owner can read, and

@@ -202,8 +202,29 @@ pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<(), CliError> 
     Ok(())
 }
 
+/// More than anything has that the command line names, in bytes: what is too
+/// large within it is refused by whoever knows what it is.
+const FILE_BYTES_MAX: u64 = 64 << 20;
+
 /// Reads a file that the command line names.
 pub(crate) fn read_file(path: &std::path::Path) -> Result<Vec<u8>, CliError> {
-    std::fs::read(path)
-        .map_err(|source| CliError::File { path: path.display().to_string(), source })
+    let name = path.display().to_string();
+    match std::fs::File::open(path) {
+        Ok(file) => read_all(file, name),
+        Err(source) => Err(CliError::File { path: name, source }),
+    }
+}
+
+/// Reads to the end what has one.
+pub(crate) fn read_all(from: impl io::Read, name: String) -> Result<Vec<u8>, CliError> {
+    use io::Read as _;
+    let mut bytes = Vec::new();
+    match from.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes) {
+        Ok(read) if read as u64 <= FILE_BYTES_MAX => Ok(bytes),
+        Ok(_) => Err(CliError::Usage(format!(
+            "{name}: this has more than {} MiB, and nothing that is read here has",
+            FILE_BYTES_MAX >> 20
+        ))),
+        Err(source) => Err(CliError::File { path: name, source }),
+    }
 }

@@ -170,7 +170,11 @@ pub(crate) fn media_type(headers: &HeaderMap) -> String {
 
 /// Reads JSON: 400 for what is none, 422 for what does not fit.
 pub(crate) fn json<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, Problem> {
-    serde_json::from_slice(bytes).map_err(|error| {
+    // What is skipped is not looked at as text.
+    let text = std::str::from_utf8(bytes).map_err(|error| {
+        Problem::new(StatusCode::BAD_REQUEST, "bad_request", format!("{what}: {error}"))
+    })?;
+    serde_json::from_str(text).map_err(|error| {
         let detail = format!("{what}: {error}");
         match error.classify() {
             serde_json::error::Category::Data => Problem::bad_request(detail),

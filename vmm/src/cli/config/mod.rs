@@ -18,11 +18,10 @@ pub(crate) use pool::pool;
 pub(crate) use service::{ServiceConfig, service};
 
 use std::collections::BTreeMap;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
-use forge_protocol::limits::{GRANT_BYTES_MAX, INPUT_BYTES_MAX};
+use forge_protocol::limits::GRANT_BYTES_MAX;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use forge_protocol::worker::Tier;
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser, UserError};
@@ -31,7 +30,7 @@ use forge_vmm::jail::GroupLimits;
 use serde::Deserialize;
 
 use super::args::BrokerArgs;
-use super::{CliError, complain, progress, read_file};
+use super::{CliError, complain, progress, read_all, read_file};
 
 /// The supervisor's tables of `forge.toml`. The broker reads its own from the
 /// same file and refuses a table that neither knows.
@@ -289,22 +288,17 @@ pub(crate) fn authority(allow: Vec<ToolName>, grant: Option<&Path>) -> Result<Au
 /// Resolves a JSON argument: the text itself, @FILE, or - for standard input.
 pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError> {
     let bytes = match text {
-        "-" => {
-            let mut bytes = Vec::new();
-            std::io::stdin()
-                .lock()
-                .take(u64::from(INPUT_BYTES_MAX) + 1)
-                .read_to_end(&mut bytes)
-                .map_err(|source| CliError::File { path: "standard input".into(), source })?;
-            bytes
-        }
+        "-" => read_all(std::io::stdin().lock(), "standard input".into())?,
         _ => match text.strip_prefix('@') {
             Some(path) => read_file(Path::new(path))?,
             None => text.as_bytes().to_vec(),
         },
     };
-    serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
-        .map_err(|error| CliError::Usage(format!("{flag}: this is not JSON: {error}")))?;
+    let no_json =
+        |why: &dyn std::fmt::Display| CliError::Usage(format!("{flag}: this is not JSON: {why}"));
+    // What is skipped is not looked at as text.
+    let text = std::str::from_utf8(&bytes).map_err(|error| no_json(&error))?;
+    serde_json::from_str::<serde::de::IgnoredAny>(text).map_err(|error| no_json(&error))?;
     Ok(bytes)
 }
 
