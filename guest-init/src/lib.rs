@@ -45,6 +45,8 @@ mod trap;
 
 pub use link::{LinkLost, ServeError, Stream};
 
+use forge_protocol::ending::Ending;
+use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
 
 /// Greets, receives one program and its run over `stream`, carries it out and
@@ -65,4 +67,14 @@ pub fn serve<S: Stream + 'static>(
     ticks: fn() -> u64,
 ) -> Result<(), ServeError> {
     run::serve(stream, trust, ticks)
+}
+
+/// Whether a guest with these limits would take this module, were it signed
+/// and its tools granted. For its author, who need not have signed it yet: no
+/// guest calls this.
+///
+/// # Errors
+/// [`Ending::Rejected`], as the run would end.
+pub fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
+    run::check(limits, module)
 }

@@ -141,15 +141,24 @@ fn prepare(limits: &RunLimits, program: &[u8], trust: &TrustKeys) -> Result<Prep
 /// Takes a [`VerifiedProgram`] and nothing else, so that no byte of a program
 /// nobody trusted signed reaches a WebAssembly parser.
 fn compile(limits: &RunLimits, program: &VerifiedProgram<'_>) -> Result<Prepared, Ending> {
-    shape::check(program.bytes()).map_err(|error| match error {
+    compile_trusted(limits, program.bytes())
+}
+
+/// See [`crate::check`].
+pub(crate) fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
+    compile_trusted(limits, module).map(|_| ())
+}
+
+/// The same for bytes that the caller trusts.
+fn compile_trusted(limits: &RunLimits, module: &[u8]) -> Result<Prepared, Ending> {
+    shape::check(module).map_err(|error| match error {
         ShapeError::Over(over) => {
             rejected(RejectKind::TooLarge, alloc::format!("the module's {over}"))
         }
         ShapeError::Malformed(error) => rejected(RejectKind::Invalid, alloc::format!("{error}")),
     })?;
     let engine = Engine::new(&engine::config(limits));
-    let module =
-        Module::new(&engine, program.bytes()).map_err(|error| trap::not_compiled(&error))?;
+    let module = Module::new(&engine, module).map_err(|error| trap::not_compiled(&error))?;
     let admitted = admission::admit(&module)?;
     Ok(Prepared { engine, module, admitted })
 }

@@ -26,6 +26,9 @@ pub const TYPE_VALUES_MAX: u32 = 128;
 pub const IMPORTS_MAX: u32 = 1_000;
 /// Functions of the module's own.
 pub const FUNCTIONS_MAX: u32 = 20_000;
+/// Local variables of one function, its parameters apart. wasmi takes 30,000
+/// with them.
+pub const LOCALS_MAX: u32 = 25_000;
 /// Tables.
 pub const TABLES_MAX: u32 = 4;
 /// Elements of one table, and of all element segments together.
@@ -121,6 +124,7 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
                 within("data segments", segments.count(), DATA_SEGMENTS_MAX)?;
             }
             Payload::CodeSectionEntry(body) => {
+                within("locals of one function", locals_of(&body)?, LOCALS_MAX)?;
                 grows += grows_of(&body)?;
                 within("growing operators", grows, GROWS_MAX)?;
             }
@@ -128,6 +132,16 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
         }
     }
     Ok(())
+}
+
+/// How many local variables a function declares.
+fn locals_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
+    let mut locals = 0u32;
+    for group in body.get_locals_reader()? {
+        let (count, _) = group?;
+        locals = locals.saturating_add(count);
+    }
+    Ok(locals)
 }
 
 /// How often a function has `memory.grow` or `table.grow` in it.
@@ -182,6 +196,10 @@ mod tests {
             (repeated(&wide_results, 1), "results of one type"),
             (repeated("(import \"a\" \"b\" (func))", IMPORTS_MAX + 1), "imports"),
             (repeated("(func)", FUNCTIONS_MAX + 1), "functions"),
+            (
+                format!("(module (func (local{})))", " i64".repeat(LOCALS_MAX as usize + 1)),
+                "locals of one function",
+            ),
             (repeated("(table 1 funcref)", TABLES_MAX + 1), "tables"),
             (repeated("(memory 1)", MEMORIES_MAX + 1), "memories"),
             (repeated("(global i32 (i32.const 0))", GLOBALS_MAX + 1), "globals"),

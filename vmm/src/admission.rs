@@ -15,9 +15,7 @@ use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, TrustKey, TrustKeys};
 use sha2::{Digest as _, Sha256};
-use wasmparser::{
-    ExternalKind, FuncType, Parser, Payload, TypeRef, ValType, Validator, WasmFeatures,
-};
+use wasmparser::{ExternalKind, FuncType, Parser, Payload, TypeRef, ValType};
 
 /// A page of linear memory, in bytes.
 const WASM_PAGE_BYTES: u64 = 65_536;
@@ -117,13 +115,18 @@ impl Shape {
         if export("memory").is_none_or(|export| export.kind != "memory") {
             add(RejectKind::Export, "the module exports no memory named `memory`".into());
         }
-        let entry = |name: &str, signature: &str| {
-            export(name).is_some_and(|e| e.signature.as_deref() == Some(signature))
-        };
-        if !entry("forge_run", "(func (result i32))") && !entry("_start", "(func)") {
-            let message = "the module exports neither `forge_run` (func (result i32)) nor WASI's \
+        let entries = [("forge_run", "(func (result i32))"), ("_start", "(func)")];
+        let exported = entries.map(|(name, expected)| (name, export(name), expected));
+        let fits = |found: &ExportFound, expected| found.signature.as_deref() == Some(expected);
+        if !exported.iter().any(|(_, found, expected)| found.is_some_and(|it| fits(it, expected))) {
+            let other = exported.iter().find_map(|(name, found, expected)| {
+                let found = (*found)?;
+                let is = found.signature.as_deref().unwrap_or(found.kind);
+                Some(format!("the export `{name}` is {is}, the ABI has {expected}"))
+            });
+            let neither = "the module exports neither `forge_run` (func (result i32)) nor WASI's \
                            `_start` (func)";
-            add(RejectKind::Export, message.into());
+            add(RejectKind::Export, other.unwrap_or_else(|| neither.into()));
         }
         if let Some((initial_bytes, _)) = self.memory
             && initial_bytes > limits.memory_bytes
@@ -250,26 +253,6 @@ fn within(program: &[u8], limits: &RunLimits) -> Result<(), Violation> {
         limit: limits.program_bytes.into(),
     };
     Err(Violation { kind: RejectKind::TooLarge, message: over.to_string() })
-}
-
-/// Validates a whole module as the guest will, but for what only compiling
-/// shows.
-///
-/// # Errors
-/// A violation of kind `Invalid`.
-pub fn validate(module: &[u8]) -> Result<(), Violation> {
-    // The guest's engine has the same set: guest-init, `engine`.
-    let features = WasmFeatures::WASM1
-        | WasmFeatures::BULK_MEMORY
-        | WasmFeatures::REFERENCE_TYPES
-        | WasmFeatures::SIGN_EXTENSION
-        | WasmFeatures::SATURATING_FLOAT_TO_INT
-        | WasmFeatures::MULTI_VALUE
-        | WasmFeatures::TAIL_CALL
-        | WasmFeatures::EXTENDED_CONST;
-    Validator::new_with_features(features).validate_all(module).map(|_| ()).map_err(|error| {
-        Violation { kind: RejectKind::Invalid, message: format!("the module is invalid: {error}") }
-    })
 }
 
 fn read_shape(module: &[u8]) -> wasmparser::Result<Shape> {

@@ -53,6 +53,9 @@ fn main() -> ExitCode {
             unsigned_flipped_and_wrongly_keyed_programs_exit_3,
             keygen_sign_and_inspect_fit_together,
             check_names_every_violation,
+            what_check_says_run_says_too,
+            log_records_that_were_dropped_are_counted,
+            what_has_no_end_or_is_no_text_is_refused,
             a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
             text_is_told_how_to_become_a_signed_module,
@@ -201,6 +204,8 @@ fn the_json_report_is_complete() {
         "output",
         "output_encoding",
         "artifacts",
+        "log",
+        "log_dropped",
         "isolation",
         "weaknesses",
         "vm",
@@ -736,6 +741,107 @@ fn check_names_every_violation() {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
 }
 
+fn what_check_says_run_says_too() {
+    let memory = r#"(memory (export "memory") 1)"#;
+    let bare = |body: &str| format!("(module {memory} {body})");
+    let run = |body: &str| bare(&format!(r#"(func (export "forge_run") (result i32) {body})"#));
+    let many = |piece: &str, count: usize| piece.repeat(count);
+    let fits = "(i32.const 0)";
+    let start = r#"(func (export "_start"))"#;
+    let desk = Desk::new();
+    for (name, kind, wat) in [
+        ("fits", None, run(fits)),
+        ("the most locals", None, run(&format!("(local{}) {fits}", many(" i64", 25_000)))),
+        ("locals", Some("too_large"), run(&format!("(local{}) {fits}", many(" i64", 25_001)))),
+        (
+            "operands",
+            Some("invalid"),
+            run(&format!("{} {}", many("i32.const 1 ", 200_000), many("i32.add ", 199_999))),
+        ),
+        ("a type", Some("invalid"), run("(i64.const 0)")),
+        (
+            "an entry's type",
+            Some("export"),
+            bare(r#"(func (export "_start") (result i32) (i32.const 0))"#),
+        ),
+        (
+            "a second entry's type",
+            Some("export"),
+            bare(&format!(r#"{start} (func (export "forge_run"))"#)),
+        ),
+        (
+            "an initializer's type",
+            Some("export"),
+            run(&format!(r#"{fits}) (func (export "_initialize") (result i32) (i32.const 0)"#)),
+        ),
+    ] {
+        desk.write("program.wat", &wat);
+        assert!(
+            desk.forge(&["sign", "--key", "signer.pem", "program.wat", "-o", "it.wasm"])
+                .status
+                .success()
+        );
+        let trusted = ["--json", "--trust", "signer.pub", "it.wasm"];
+        let json = |said: &Output| serde_json::from_slice::<Value>(&said.stdout).unwrap();
+        let checked = json(&desk.forge(&[&["check"], &trusted[..]].concat()));
+        let report = json(&desk.forge(
+            &[&["run", "--isolation", "process", "--timeout", "30s"], &trusted[..]].concat(),
+        ));
+        match kind {
+            None => {
+                assert_eq!(checked["ok"], true, "{name}: {checked}");
+                assert_eq!(report["status"], "ok", "{name}: {report}");
+            }
+            Some(kind) => {
+                assert_eq!(checked["violations"].as_array().unwrap().len(), 1, "{name}: {checked}");
+                assert_eq!(checked["violations"][0]["kind"], kind, "{name}: {checked}");
+                assert_eq!(report["kind"], kind, "{name}: {report}");
+            }
+        }
+    }
+}
+
+fn log_records_that_were_dropped_are_counted() {
+    let wat = forge_module(
+        r#"(memory (export "memory") 1)"#,
+        "(local $i i32)
+         (loop $more
+            (call $log (i32.const 2) (i32.const 0) (i32.const 4096))
+            (local.set $i (i32.add (local.get $i) (i32.const 1)))
+            (br_if $more (i32.lt_u (local.get $i) (i32.const 100))))
+         (i32.const 0)",
+    );
+    let desk = Desk::new();
+    let (code, report) = desk.run(&wat, &["--isolation", "process"]);
+    assert_eq!(code, 0, "{report:#}");
+    // Of 64 KiB, each record takes 4,096 bytes and 16 beside them.
+    assert_eq!(report["log"].as_array().unwrap().len(), 15);
+    assert_eq!(report["log_dropped"], 85);
+    let run = ["run", "--sign-with", "signer.pem", "--isolation", "process", "program.wat"];
+    let said = text(&desk.forge(&run).stderr);
+    assert!(said.contains("the run's log was full: 85 more records were dropped"), "{said}");
+}
+
+fn what_has_no_end_or_is_no_text_is_refused() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("latin.json", b"{\"name\": \"Stra\xdfe\"}");
+    let run = ["run", "--sign-with", "signer.pem", "--input"];
+    for (arguments, said) in [
+        (vec!["inspect", "/dev/zero"], "/dev/zero: this has more than 64 MiB"),
+        ([&run[..], &["@/dev/zero", "hello.wat"]].concat(), "/dev/zero: this has more than"),
+        (
+            [&run[..], &["@latin.json", "hello.wat"]].concat(),
+            "--input: this is not JSON: invalid utf-8",
+        ),
+    ] {
+        let refused = desk.forge(&arguments);
+        let stderr = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.contains(said), "{arguments:?} said {stderr:?}, not {said:?}");
+    }
+}
+
 fn text_is_told_how_to_become_a_signed_module() {
     let desk = Desk::new();
     desk.write("hello.wat", HELLO);
@@ -844,6 +950,10 @@ fn a_private_key_that_others_can_read_is_refused() {
     let output = desk.forge(&["run", "--sign-with", "signer.pem", "hello.wat"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("chmod 600"), "{}", text(&output.stderr));
+    // What is no key has nothing to hide.
+    let output = desk.forge(&["run", "--sign-with", "hello.wat", "hello.wat"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(!text(&output.stderr).contains("chmod"), "{}", text(&output.stderr));
 }
 
 fn wasmsign2_signs_for_us_and_verifies_ours() {

@@ -6,11 +6,12 @@ use std::process::ExitCode;
 
 use forge_protocol::abi::{Forge, Import};
 use forge_protocol::broker::{Authority, Reply, Request};
+use forge_protocol::ending::Ending;
 use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
-use forge_vmm::admission::{self, Shape, shown};
+use forge_vmm::admission::{self, Shape, shown, shown_whole};
 use forge_vmm::keys;
 use serde::Serialize;
 
@@ -229,12 +230,6 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         let limit = limits.program_bytes;
         add("too_large", format!("the program has {} bytes, the limit is {limit}", bytes.len()));
     }
-    // What is no module is not looked into.
-    if !matches!(verified, Err(SignatureError::NotCoreModule))
-        && let Err(violation) = admission::validate(&bytes)
-    {
-        add(violation.kind.as_str(), violation.message);
-    }
     let granted = match config::authority(args.allow, args.grant.as_deref())? {
         Authority::Tools(tools) => tools,
         Authority::Grant(token) => {
@@ -251,6 +246,14 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         for violation in shape.violations(&granted, &limits) {
             add(violation.kind.as_str(), violation.message);
         }
+    }
+    // What is no module is not looked into. The guest says one thing at a time,
+    // so of its kind everything may have been said.
+    if !matches!(verified, Err(SignatureError::NotCoreModule))
+        && let Err(Ending::Rejected { kind, detail }) = forge_guest_init::check(&limits, &bytes)
+        && violations.iter().all(|said| said.kind != kind.as_str())
+    {
+        violations.push(CheckedViolation { kind: kind.as_str(), message: shown_whole(&detail) });
     }
     let checked = Checked { ok: violations.is_empty(), violations };
     if args.json {
