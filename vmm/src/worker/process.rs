@@ -29,13 +29,13 @@ use crate::trace::now_ns;
 pub(crate) const LIMITS: Limits = Limits { open_files: 16, processes: 0, file_bytes: 0 };
 
 /// Of a worker's address space, what is no guest's and no run's: what it has
-/// from the zygote, some 60 MiB, and what it takes to serve any guest.
+/// from the zygote, some 40 MiB, and what it takes to serve any guest.
 const OWN_BYTES: u64 = 128 << 20;
 
-/// What a worker with a VM may map, in bytes: its own, the RAM of its guest and
-/// of the base's first guest, and what any run may leave.
+/// What a worker with a VM may map, in bytes: its own, its guest's RAM, and
+/// what any run may leave.
 pub(crate) fn address_space_bytes(ram_bytes: u64) -> u64 {
-    OWN_BYTES.saturating_add(ram_bytes.saturating_mul(2)).saturating_add(left_bytes())
+    OWN_BYTES.saturating_add(ram_bytes).saturating_add(left_bytes())
 }
 
 /// What it takes at most to hold what a run leaves, in bytes: once as it is
