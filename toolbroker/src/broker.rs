@@ -369,8 +369,8 @@ impl Broker {
     /// The tools that the principal may see, and the servers it may see tools
     /// of that cannot be asked.
     async fn seen(&self, principal: &str) -> Result<(Vec<Arc<Tool>>, Unavailable), Refused> {
-        let (mut listed, mut unavailable) = self.registry.list().await;
-        unavailable.retain(|(server, _)| self.policy.sees_server(principal, server));
+        let seen = |server: &str| self.policy.sees_server(principal, server);
+        let (mut listed, unavailable) = self.registry.list(seen).await;
         listed.retain(|tool| self.policy.visible(principal, tool.name()));
         self.see(&listed).await?;
         Ok((listed, unavailable))
@@ -402,7 +402,7 @@ impl Broker {
     /// All tools beside their approved definitions, for the operator. What
     /// was never seen stays so.
     async fn review(&self) -> Result<Reply, Refused> {
-        let (listed, unavailable) = self.registry.list().await;
+        let (listed, unavailable) = self.registry.list(|_| true).await;
         self.reviews.would_pin(&[])?;
         let mut unavailable = shown(unavailable);
         let mut room = TOOL_LIST_BYTES_MAX as usize - TOOL_LIST_SLACK_BYTES;

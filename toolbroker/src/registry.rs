@@ -193,11 +193,15 @@ impl Registry {
         self.builtins.get(name)
     }
 
-    /// All tools, by name, and the servers that cannot be asked. Servers that
-    /// are not up are started, all at the same time.
-    pub async fn list(&self) -> (Vec<Arc<Tool>>, Vec<(String, UpstreamError)>) {
+    /// All tools of these servers and the built-in ones, by name, and the
+    /// servers that cannot be asked. Those that are not up are started, all at
+    /// the same time; the others are left alone.
+    pub async fn list(
+        &self,
+        of: impl Fn(&str) -> bool,
+    ) -> (Vec<Arc<Tool>>, Vec<(String, UpstreamError)>) {
         let mut asked = JoinSet::new();
-        for upstream in self.servers.values() {
+        for upstream in self.servers.values().filter(|upstream| of(upstream.name())) {
             let upstream = Arc::clone(upstream);
             asked.spawn(async move {
                 let connection = upstream.connection().await;

@@ -272,6 +272,29 @@ fn a_principals_roles_bound_what_it_sees_is_granted_and_may_present() {
     assert_eq!(kind, RefusalKind::Forbidden);
 }
 
+#[test]
+fn a_server_that_a_principal_may_not_see_is_not_started_for_it() {
+    let desk = Desk::new();
+    let starts = desk.path("starts");
+    std::fs::write(&starts, "").unwrap();
+    std::fs::set_permissions(&starts, Permissions::from_mode(0o666)).unwrap();
+    let other = ["-c", "echo >>$0; exit 1", starts.to_str().unwrap()];
+    let servers = json!({"mcpServers": {
+        "test": {"command": test_server()},
+        "other": {"command": "/bin/sh", "args": other},
+    }});
+    let (config, state) = (desk.path("forge.toml"), desk.path("state"));
+    let roles = "[roles.clerk]\ntools = ['test.echo']\n[principals.alice]\nroles = ['clerk']";
+    std::fs::write(&config, roles).unwrap();
+    let flags = ["--config", config.to_str().unwrap(), "--state", state.to_str().unwrap()];
+    let mut broker = Broker::start_in(tempfile::tempdir().unwrap(), &servers, &flags);
+    assert_eq!(names(&list(&mut broker, "alice")), ["test.echo"]);
+    assert_eq!(std::fs::read_to_string(&starts).unwrap(), "");
+    // The operator reviews all there are.
+    reviews(&mut broker);
+    assert_eq!(std::fs::read_to_string(&starts).unwrap(), "\n");
+}
+
 fn standing(tools: &[ListedTool], tool: &str) -> Standing {
     tools.iter().find(|it| it.spec.name.as_str() == tool).unwrap().standing
 }

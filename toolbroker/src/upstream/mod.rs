@@ -53,7 +53,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Handle;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout_at};
 
 use self::declined::Declined;
 use self::hosted::Hosted;
@@ -145,6 +145,8 @@ pub struct Upstream {
 #[derive(Debug, Default)]
 struct Slot {
     connection: Option<Arc<Connection>>,
+    /// The last start that failed, and when it had.
+    failed: Option<(Instant, UpstreamError)>,
     stopped: bool,
 }
 
@@ -230,14 +232,28 @@ impl Upstream {
         &self.name
     }
 
-    /// The server, up, with a current list of tools. Starts it if need be.
+    /// The server, up, with a current list of tools. Starts it if need be;
+    /// whoever asks while it is started shares what becomes of that.
     ///
     /// # Errors
     /// [`UpstreamError`].
     pub async fn connection(self: &Arc<Self>) -> Result<Arc<Connection>, UpstreamError> {
-        let mut slot = self.slot.lock().await;
+        let asked = Instant::now();
+        let mut slot = match self.slot.try_lock() {
+            Ok(slot) => slot,
+            Err(_) => {
+                // Nobody waits for one that is only tried out.
+                self.breaker.check()?;
+                self.slot.lock().await
+            }
+        };
         if slot.stopped {
             return Err(UpstreamError::Stopped);
+        }
+        if let Some((failed, error)) = &slot.failed
+            && *failed > asked
+        {
+            return Err(error.clone());
         }
         if let Some(connection) = slot.connection.clone() {
             if self.still_good(&connection).await? {
@@ -257,6 +273,7 @@ impl Upstream {
             Err(error) => {
                 tracing::warn!(server = self.name, error = ?error.to_string(), "no tool server");
                 admission.failed(error.to_string());
+                slot.failed = Some((Instant::now(), error.clone()));
                 Err(error)
             }
         }
@@ -319,6 +336,7 @@ impl Upstream {
 
     async fn start(self: &Arc<Self>) -> Result<Connection, UpstreamError> {
         let began = Instant::now();
+        let until = began + START_TIME_MAX;
         let session = match &self.source {
             Source::OpenApi(plan) => {
                 return Api::new(plan, &self.scrubs, Arc::clone(&self.breaker))
@@ -328,7 +346,7 @@ impl Upstream {
             Source::Stdio(config) => {
                 let (transport, process) =
                     stdio::spawn(&self.name, config, &self.scrubs.scrubber())?;
-                match self.handshake(transport).await {
+                match self.handshake(transport, until).await {
                     Ok(service) => Session::new(self, service, Line::Process(process)),
                     Err(reason) => return Err(self.not_started(&process, &reason).await),
                 }
@@ -337,13 +355,14 @@ impl Upstream {
                 let client = http::Client::new(endpoint, &self.scrubs, true)
                     .map_err(|reason| UpstreamError::Start { reason })?;
                 let http = http::Mcp::new(client);
-                match self.handshake(http.transport(endpoint)).await {
+                match self.handshake(http.transport(endpoint), until).await {
                     Ok(service) => Session::new(self, service, Line::Http(http)),
                     Err(reason) => return Err(self.refusal(reason)),
                 }
             }
         };
-        if let Err(reason) = session.list().await {
+        let listed = timeout_at(until, session.list()).await;
+        if let Err(reason) = listed.unwrap_or_else(|_| Err(not_in_time())) {
             return Err(match session.process() {
                 Some(process) => self.not_started(process, &reason).await,
                 None => self.refusal(reason),
@@ -367,6 +386,7 @@ impl Upstream {
     async fn handshake(
         &self,
         transport: impl Transport<RoleClient> + 'static,
+        until: Instant,
     ) -> Result<RunningService<RoleClient, Handler>, String> {
         let lifecycle = if self.legacy.load(Ordering::Acquire) {
             ClientLifecycleMode::Initialize
@@ -379,10 +399,10 @@ impl Upstream {
         let handler = Handler::default();
         let transport = Declined::new(transport, handler.changes());
         let served = handler.serve_with_lifecycle(transport, lifecycle);
-        match timeout(START_TIME_MAX, served).await {
+        match timeout_at(until, served).await {
             Ok(Ok(service)) => Ok(service),
             Ok(Err(error)) => Err(start_error(&error)),
-            Err(_) => Err(format!("no answer within {} s", START_TIME_MAX.as_secs())),
+            Err(_) => Err(not_in_time()),
         }
     }
 
@@ -413,13 +433,17 @@ impl Upstream {
     }
 }
 
+/// Said of a server that does not start in its time.
+fn not_in_time() -> String {
+    format!("no answer within {} s", START_TIME_MAX.as_secs())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::StdioConfig;
 
-    #[tokio::test]
-    async fn a_program_that_is_not_there_is_named() {
+    fn without_a_program() -> Arc<Upstream> {
         let source = Source::Stdio(StdioConfig {
             command: "/nonexistent/server".into(),
             args: Vec::new(),
@@ -428,8 +452,41 @@ mod tests {
             jail: Default::default(),
         });
         let config = ServerConfig { source, scrub: Vec::new() };
-        let upstream =
-            Arc::new(Upstream::new("x".into(), config, Scrubs::new(Vec::new()), Handle::current()));
+        Arc::new(Upstream::new("x".into(), config, Scrubs::new(Vec::new()), Handle::current()))
+    }
+
+    #[tokio::test]
+    async fn whoever_asks_while_a_server_is_started_shares_what_becomes_of_that() {
+        let upstream = without_a_program();
+        // In the place of somebody who starts it.
+        let mut slot = upstream.slot.lock().await;
+        let other = Arc::clone(&upstream);
+        let waits = tokio::spawn(async move { other.connection().await });
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        assert!(!waits.is_finished());
+        let error = UpstreamError::Start { reason: "of the one start".into() };
+        slot.failed = Some((Instant::now(), error));
+        drop(slot);
+        let shared = waits.await.unwrap().unwrap_err().to_string();
+        assert!(shared.contains("of the one start"), "{shared}");
+        // Who asks after it tries again.
+        assert!(matches!(upstream.connection().await, Err(UpstreamError::Spawn { .. })));
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_a_server_that_is_only_tried_out() {
+        let upstream = without_a_program();
+        upstream.breaker.failed("once".into());
+        upstream.breaker.failed("twice".into());
+        tokio::time::sleep(Duration::from_millis(250)).await;
+        let _tried = upstream.breaker.enter().unwrap();
+        let _slot = upstream.slot.lock().await;
+        assert!(matches!(upstream.connection().await, Err(UpstreamError::BackOff { .. })));
+    }
+
+    #[tokio::test]
+    async fn a_program_that_is_not_there_is_named() {
+        let upstream = without_a_program();
         let error = upstream.connection().await.unwrap_err().to_string();
         assert!(error.contains("/nonexistent/server") && error.contains("not there"), "{error}");
         assert!(matches!(upstream.connection().await, Err(UpstreamError::Spawn { .. })));
