@@ -180,8 +180,19 @@ mod tests {
         let code = map(CODE, CODE_BYTES as usize).unwrap();
         code.write_slice(b"first", GuestAddress(CODE)).unwrap();
         code.write_slice(b"last", GuestAddress(CODE + CODE_BYTES - 4)).unwrap();
-        let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
-        let below = CodeBelow::copy(&code, &ram).unwrap();
+        // Where a test beside this one maps something in the gap, there is no
+        // room below: each attempt takes another place.
+        let mut taken = Vec::new();
+        let (ram, below) = loop {
+            let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
+            match CodeBelow::copy(&code, &ram) {
+                Ok(below) => break (ram, below),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && taken.len() < 32 => {
+                    taken.push(ram);
+                }
+                Err(error) => panic!("after {} attempts: {error}", taken.len() + 1),
+            }
+        };
         let start = below.start().addr();
         assert_eq!(
             start + CODE_BYTES as usize,
@@ -195,9 +206,11 @@ mod tests {
             unsafe { std::slice::from_raw_parts(below.start().cast::<u8>(), CODE_BYTES as usize) };
         assert!(bytes.starts_with(b"first") && bytes.ends_with(b"last"));
         // Nothing is put in another's place.
-        assert!(CodeBelow::copy(&code, &ram).is_err());
+        let again = CodeBelow::copy(&code, &ram).unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
         drop(below);
-        CodeBelow::copy(&code, &ram).unwrap();
+        let maps_after = std::fs::read_to_string("/proc/self/maps").unwrap();
+        assert!(!maps_after.contains(line), "{line} is still mapped");
     }
 
     #[test]
