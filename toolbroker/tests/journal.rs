@@ -74,12 +74,12 @@ impl Desk {
         }
     }
 
-    /// Waits until all calls of this round have their intents on the disk.
-    fn wait_for_intents(&self, round: u16) {
+    /// Waits until so many records of this kind and round are on the disk.
+    fn wait_for(&self, count: usize, kind: &str, round: u16) {
         let until = std::time::Instant::now() + support::PATIENCE;
-        let is_one = |row: &Row| row.kind == "intent" && row.run == run_of(round).0;
-        while self.records().iter().filter(|row| is_one(row)).count() < CALLS as usize {
-            assert!(std::time::Instant::now() < until, "the intents never come");
+        let is_one = |row: &Row| row.kind == kind && row.run == run_of(round).0;
+        while self.records().iter().filter(|row| is_one(row)).count() < count {
+            assert!(std::time::Instant::now() < until, "not every {kind} of round {round} comes");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -222,9 +222,10 @@ fn a_broker_killed_at_any_moment_loses_nothing_and_does_nothing_twice() {
             1 => desk.wait_until_done(&format!("note {round}-{}", dice.below(CALLS.into()))),
             // Some are told and some are not.
             2 => settled(&mut worker),
+            // Its end is on the disk, and nobody asked for that.
             3 => {
                 settled(&mut worker);
-                std::thread::sleep(Duration::from_micros(dice.below(1_000)));
+                desk.wait_for(1, "outcome", round);
             }
             // Between the first of them and the group commit.
             4 => {
@@ -240,7 +241,7 @@ fn a_broker_killed_at_any_moment_loses_nothing_and_does_nothing_twice() {
                 synced.insert(round);
             }
             // All are on their way to a server that does not take them.
-            6 => desk.wait_for_intents(round),
+            6 => desk.wait_for(CALLS as usize, "intent", round),
             // No intent is on the disk.
             _ => std::thread::sleep(Duration::from_micros(dice.below(20_000))),
         }
@@ -278,6 +279,25 @@ fn held_by_another(file: &Path) -> Connection {
     connection.busy_timeout(support::PATIENCE).unwrap();
     connection.execute_batch("BEGIN IMMEDIATE").unwrap();
     connection
+}
+
+#[test]
+fn a_journal_that_another_holds_for_a_moment_is_waited_for() {
+    let desk = Desk::new();
+    // A broker that died leaves the next one something to close.
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.note"], limits());
+    assert_eq!(worker.call("test.note", &json!({"text": "1"})).0, None);
+    kill(broker);
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 2, &["test.note"], limits());
+    let held = held_by_another(&desk.files()[0]);
+    let holder = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(100));
+        drop(held);
+    });
+    assert_eq!(worker.call("test.note", &json!({"text": "2"})).0, None);
+    holder.join().unwrap();
 }
 
 /// Holds the journal against what the server did and what workers were told.

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
-use rusqlite::{Connection, OpenFlags, params};
+use rusqlite::{Connection, OpenFlags, Transaction, TransactionBehavior, params};
 
 use super::record::{CallFacts, Close, Event, Record, now_us};
 use super::slot::Slot;
@@ -231,6 +231,12 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     path.symlink_metadata().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
+/// Writes from its first statement on. One that reads first does not wait for
+/// [`BUSY_TIME_MAX`] when it comes to write: SQLite refuses it at once.
+fn writing(connection: &mut Connection) -> rusqlite::Result<Transaction<'_>> {
+    connection.transaction_with_behavior(TransactionBehavior::Immediate)
+}
+
 /// Never makes the file: it is made private first, elsewhere.
 fn connect(path: &Path) -> rusqlite::Result<Connection> {
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
@@ -257,7 +263,7 @@ fn make_ready(connection: &mut Connection, path: &Path) -> Result<(), JournalErr
     match version.map_err(failed)? {
         (APPLICATION_ID, SCHEMA_VERSION) => Ok(()),
         (0, 0) if is_empty(connection).map_err(failed)? => {
-            let transaction = connection.transaction().map_err(failed)?;
+            let transaction = writing(connection).map_err(failed)?;
             transaction
                 .execute_batch(SCHEMA)
                 .and_then(|()| transaction.pragma_update(None, "application_id", APPLICATION_ID))
@@ -275,7 +281,7 @@ fn make_ready(connection: &mut Connection, path: &Path) -> Result<(), JournalErr
 /// Makes a file of an earlier version one of this, all steps or none. Nobody
 /// else writes it: its slot is ours.
 fn upgrade(connection: &mut Connection, version: i32) -> rusqlite::Result<()> {
-    let transaction = connection.transaction()?;
+    let transaction = writing(connection)?;
     for step in &UPGRADES[version as usize - 1..] {
         transaction.execute_batch(step)?;
     }
@@ -311,7 +317,7 @@ pub(super) fn readable(connection: &Connection) -> rusqlite::Result<Option<Says>
 /// Closes what dead brokers left, and begins a session: its number and that
 /// of the next record.
 fn begin_session(connection: &mut Connection) -> rusqlite::Result<(i64, i64)> {
-    let transaction = connection.transaction()?;
+    let transaction = writing(connection)?;
     let mut next_seq: i64 =
         transaction
             .query_row("SELECT coalesce(max(seq), 0) + 1 FROM records", [], |row| row.get(0))?;
@@ -384,7 +390,7 @@ fn insert(
     mut next_seq: i64,
     batch: &[Record],
 ) -> rusqlite::Result<i64> {
-    let transaction = connection.transaction()?;
+    let transaction = writing(connection)?;
     let mut insert = transaction.prepare(INSERT)?;
     for record in batch {
         add(&mut insert, next_seq, record)?;

@@ -250,6 +250,13 @@ impl Broker {
         self.open(run_request("alice", Authority::Tools(tools), limits)).unwrap().0
     }
 
+    /// The end of its log.
+    fn last_said(&self) -> String {
+        let text = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(100)..].join("\n")
+    }
+
     /// Closes the control link and waits for the process to end.
     pub fn finish(mut self) -> (ExitStatus, String) {
         self.control.shutdown(std::net::Shutdown::Both).unwrap();
@@ -261,17 +268,22 @@ impl Broker {
 impl Drop for Broker {
     fn drop(&mut self) {
         let _ = self.control.shutdown(std::net::Shutdown::Both);
-        let ended = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < ended {
+        let until = Instant::now() + Duration::from_secs(10);
+        let ended = loop {
             if !matches!(self.child.try_wait(), Ok(None)) {
-                return;
+                break true;
+            }
+            if Instant::now() >= until {
+                break false;
             }
             std::thread::sleep(Duration::from_millis(10));
+        };
+        if !ended {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
         }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
         if std::thread::panicking() {
-            eprintln!("{}", std::fs::read_to_string(&self.log).unwrap_or_default());
+            eprintln!("what the broker said:\n{}", self.last_said());
         }
     }
 }
