@@ -40,8 +40,8 @@ pub(crate) use self::breaker::Breaker;
 pub(crate) use self::counted::VALUES_MAX;
 pub(crate) use self::mcp::TOOLS_MAX;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use forge_protocol::name::ToolName;
@@ -51,10 +51,11 @@ use rmcp::transport::Transport;
 use rmcp::{ClientLifecycleMode, ClientServiceExt as _, RoleClient};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
-use tokio::sync::Mutex;
-use tokio::task::JoinSet;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
+use self::breaker::Admission;
 use self::declined::Declined;
 use self::hosted::Hosted;
 use self::mcp::{Handler, Line, Session, start_error};
@@ -145,9 +146,19 @@ pub struct Upstream {
 #[derive(Debug, Default)]
 struct Slot {
     connection: Option<Arc<Connection>>,
-    /// The last start that failed, and when it had.
-    failed: Option<(Instant, UpstreamError)>,
+    starting: Option<Starting>,
     stopped: bool,
+}
+
+/// What becomes of asking a server up.
+type Outcome = Result<Arc<Connection>, UpstreamError>;
+
+/// A start under way, or a list that is read again. It is nobody's: it goes on
+/// when whoever asked for it leaves.
+#[derive(Debug)]
+struct Starting {
+    outcome: watch::Receiver<Option<Outcome>>,
+    task: JoinHandle<()>,
 }
 
 /// A source of tools that can be called now.
@@ -238,73 +249,112 @@ impl Upstream {
     /// # Errors
     /// [`UpstreamError`].
     pub async fn connection(self: &Arc<Self>) -> Result<Arc<Connection>, UpstreamError> {
-        let asked = Instant::now();
-        let mut slot = match self.slot.try_lock() {
-            Ok(slot) => slot,
-            Err(_) => {
-                // Nobody waits for one that is only tried out.
-                self.breaker.check()?;
-                self.slot.lock().await
+        let mut outcome = {
+            let mut slot = self.slot();
+            if slot.stopped {
+                return Err(UpstreamError::Stopped);
+            }
+            match &slot.starting {
+                // One that is over and still there panicked.
+                Some(starting) if !starting.task.is_finished() => {
+                    // Nobody waits for one that is only tried out.
+                    self.breaker.check()?;
+                    starting.outcome.clone()
+                }
+                _ => match slot.connection.clone() {
+                    Some(connection) if self.is_current(&connection)? => return Ok(connection),
+                    stale => self.begin(&mut slot, stale)?,
+                },
             }
         };
-        if slot.stopped {
-            return Err(UpstreamError::Stopped);
+        match outcome.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(outcome)) => outcome.clone(),
+            _ if self.slot().stopped => Err(UpstreamError::Stopped),
+            _ => Err(UpstreamError::Start { reason: "the broker failed, which is a bug".into() }),
         }
-        if let Some((failed, error)) = &slot.failed
-            && *failed > asked
-        {
-            return Err(error.clone());
+    }
+
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a connection can be used as it is.
+    ///
+    /// # Errors
+    /// [`UpstreamError::BackOff`], of an HTTP interface that nobody asks now.
+    fn is_current(&self, connection: &Connection) -> Result<bool, UpstreamError> {
+        match connection {
+            Connection::Mcp(session) => Ok(!session.is_closed() && !session.is_stale()),
+            Connection::Api(_) | Connection::Hosted(_) => self.breaker.check().map(|()| true),
         }
-        if let Some(connection) = slot.connection.clone() {
-            if self.still_good(&connection).await? {
-                return Ok(connection);
+    }
+
+    /// Has the server brought up where it is talked with.
+    ///
+    /// # Errors
+    /// [`UpstreamError::BackOff`] if it is not to be started now.
+    fn begin(
+        self: &Arc<Self>,
+        slot: &mut Slot,
+        stale: Option<Arc<Connection>>,
+    ) -> Result<watch::Receiver<Option<Outcome>>, UpstreamError> {
+        let admission = match &stale {
+            None => Some(self.breaker.enter()?),
+            Some(_) => None,
+        };
+        let (told, outcome) = watch::channel(None);
+        let upstream = Arc::clone(self);
+        let task = self.home.spawn(async move {
+            let outcome = upstream.bring_up(stale, admission).await;
+            {
+                let mut slot = upstream.slot();
+                slot.connection = outcome.as_ref().ok().cloned();
+                // Whoever asks from here on does not share this.
+                slot.starting = None;
             }
-            slot.connection = None;
+            told.send_replace(Some(outcome));
+        });
+        slot.starting = Some(Starting { outcome: outcome.clone(), task });
+        Ok(outcome)
+    }
+
+    async fn bring_up(
+        self: &Arc<Self>,
+        stale: Option<Arc<Connection>>,
+        admission: Option<Admission>,
+    ) -> Outcome {
+        if let Some(connection) = stale
+            && self.made_current(&connection).await
+        {
+            return Ok(connection);
         }
-        let admission = self.breaker.enter()?;
-        let starting = Arc::clone(self);
-        match self.at_home(async move { starting.start().await }).await {
+        let admission = match admission {
+            Some(admission) => admission,
+            None => self.breaker.enter()?,
+        };
+        match self.start().await {
             Ok(connection) => {
                 admission.stands();
-                let connection = Arc::new(connection);
-                slot.connection = Some(Arc::clone(&connection));
-                Ok(connection)
+                Ok(Arc::new(connection))
             }
             Err(error) => {
                 tracing::warn!(server = self.name, error = ?error.to_string(), "no tool server");
                 admission.failed(error.to_string());
-                slot.failed = Some((Instant::now(), error.clone()));
                 Err(error)
             }
         }
     }
 
-    /// Whether a connection can be used further, after its tools were listed
-    /// again if they changed.
-    async fn still_good(&self, connection: &Arc<Connection>) -> Result<bool, UpstreamError> {
-        let session = match &**connection {
-            Connection::Mcp(session) => session,
-            Connection::Api(_) | Connection::Hosted(_) => {
-                self.breaker.check()?;
-                return Ok(true);
-            }
-        };
+    /// Reads a connection's list of tools again: whether it can be used then.
+    async fn made_current(&self, connection: &Connection) -> bool {
+        let Connection::Mcp(session) = connection else { return true };
         let reason = if session.is_closed() {
             "it ended".to_owned()
-        } else if session.is_stale() {
-            let listing = Arc::clone(connection);
-            let listed = self.at_home(async move {
-                match &*listing {
-                    Connection::Mcp(session) => session.list().await,
-                    Connection::Api(_) | Connection::Hosted(_) => Ok(()),
-                }
-            });
-            match listed.await {
-                Ok(()) => return Ok(true),
+        } else {
+            match session.list().await {
+                Ok(()) => return true,
                 Err(reason) => reason,
             }
-        } else {
-            return Ok(true);
         };
         tracing::warn!(server = self.name, reason = ?reason, "tool server lost");
         // A call that was lost with it has told the breaker already.
@@ -314,24 +364,7 @@ impl Upstream {
             }
             self.breaker.failed(reason);
         }
-        Ok(false)
-    }
-
-    /// Does something where the server is talked with. Dropping the future
-    /// ends it.
-    async fn at_home<T: Send + 'static>(
-        &self,
-        work: impl Future<Output = T> + Send + 'static,
-    ) -> T {
-        let mut tasks = JoinSet::new();
-        tasks.spawn_on(work, &self.home);
-        match tasks.join_next().await {
-            Some(Ok(done)) => done,
-            // Only a panic of ours, or the end of the process, ends it
-            // without an outcome.
-            Some(Err(error)) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-            _ => std::future::pending().await,
-        }
+        false
     }
 
     async fn start(self: &Arc<Self>) -> Result<Connection, UpstreamError> {
@@ -422,11 +455,17 @@ impl Upstream {
 
     /// Stops the server, whatever it does, and starts it no more.
     pub async fn stop(&self) {
-        let connection = {
-            let mut slot = self.slot.lock().await;
+        let starting = {
+            let mut slot = self.slot();
             slot.stopped = true;
-            slot.connection.take()
+            slot.starting.take()
         };
+        if let Some(Starting { task, .. }) = starting {
+            task.abort();
+            // Dropped with its process, or over by now.
+            let _ = task.await;
+        }
+        let connection = self.slot().connection.take();
         if let Some(Connection::Mcp(session)) = connection.as_deref() {
             session.stop().await;
         }
@@ -455,21 +494,34 @@ mod tests {
         Arc::new(Upstream::new("x".into(), config, Scrubs::new(Vec::new()), Handle::current()))
     }
 
+    /// Puts a start under way that ends with what is sent.
+    fn starting(upstream: &Upstream) -> watch::Sender<Option<Outcome>> {
+        let (told, outcome) = watch::channel(None);
+        let task = tokio::spawn(std::future::pending());
+        upstream.slot().starting = Some(Starting { outcome, task });
+        told
+    }
+
+    /// Somebody who waits for a start that is under way.
+    async fn waiting(upstream: &Arc<Upstream>) -> JoinHandle<Outcome> {
+        let upstream = Arc::clone(upstream);
+        let waits = tokio::spawn(async move { upstream.connection().await });
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        waits
+    }
+
     #[tokio::test]
     async fn whoever_asks_while_a_server_is_started_shares_what_becomes_of_that() {
         let upstream = without_a_program();
-        // In the place of somebody who starts it.
-        let mut slot = upstream.slot.lock().await;
-        let other = Arc::clone(&upstream);
-        let waits = tokio::spawn(async move { other.connection().await });
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        let told = starting(&upstream);
+        let waits = waiting(&upstream).await;
         assert!(!waits.is_finished());
         let error = UpstreamError::Start { reason: "of the one start".into() };
-        slot.failed = Some((Instant::now(), error));
-        drop(slot);
+        told.send_replace(Some(Err(error)));
         let shared = waits.await.unwrap().unwrap_err().to_string();
         assert!(shared.contains("of the one start"), "{shared}");
         // Who asks after it tries again.
+        upstream.slot().starting.take().unwrap().task.abort();
         assert!(matches!(upstream.connection().await, Err(UpstreamError::Spawn { .. })));
     }
 
@@ -480,8 +532,19 @@ mod tests {
         upstream.breaker.failed("twice".into());
         tokio::time::sleep(Duration::from_millis(250)).await;
         let _tried = upstream.breaker.enter().unwrap();
-        let _slot = upstream.slot.lock().await;
+        let _told = starting(&upstream);
         assert!(matches!(upstream.connection().await, Err(UpstreamError::BackOff { .. })));
+    }
+
+    #[tokio::test]
+    async fn the_end_ends_a_start_and_whoever_waits_for_it() {
+        let upstream = without_a_program();
+        let told = starting(&upstream);
+        let waits = waiting(&upstream).await;
+        upstream.stop().await;
+        drop(told);
+        assert!(matches!(waits.await.unwrap(), Err(UpstreamError::Stopped)));
+        assert!(matches!(upstream.connection().await, Err(UpstreamError::Stopped)));
     }
 
     #[tokio::test]
