@@ -116,6 +116,22 @@ pub enum Request {
         /// Which caller's tools: what [`Reply::Hosting`] said, good once.
         host: u64,
     },
+    /// Nobody waits any more for the answer to an earlier request that
+    /// [can be withdrawn](Self::can_be_withdrawn) → [`Reply::Withdrawn`]. To
+    /// that one comes no answer, unless it was there already. Any other goes on.
+    Withdraw {
+        /// The number under which it was asked.
+        question: u64,
+    },
+}
+
+impl Request {
+    /// Whether it only asks, for as long as tool servers take: then nothing is
+    /// lost with it.
+    #[must_use]
+    pub fn can_be_withdrawn(&self) -> bool {
+        matches!(self, Self::ListTools { .. } | Self::SearchTools { .. } | Self::IssueGrant(_))
+    }
 }
 
 /// What a grant is to say.
@@ -244,6 +260,8 @@ pub enum Reply {
         /// For [`Request::OpenHostedRun`].
         host: u64,
     },
+    /// To [`Request::Withdraw`].
+    Withdrawn,
 }
 
 /// A tool in a list.

@@ -39,7 +39,7 @@ use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::task::TaskTracker;
 
 use crate::attenuation::{self, attenuate};
@@ -245,10 +245,13 @@ impl Broker {
             |kind: Kind| (kind == Kind::Request).then_some(Kind::Request.payload_bytes_max());
         // What takes its time, so that nothing behind it has to wait.
         let mut answering = JoinSet::new();
+        // Those of them that can be withdrawn.
+        let mut questions = HashMap::new();
         loop {
-            let answer = tokio::select! {
+            let answer: Answer = tokio::select! {
                 Some(answered) = answering.join_next(), if !answering.is_empty() => match answered {
                     Ok(answer) => answer,
+                    Err(error) if error.is_cancelled() => continue,
                     // Only a panic of ours ends a request without an answer.
                     Err(error) => std::panic::resume_unwind(error.into_panic()),
                 },
@@ -257,6 +260,13 @@ impl Broker {
                 {
                     let Some(received) = received? else { return Ok(()) };
                     let ask: Ask = received.message()?;
+                    let Ask { id, ref request } = ask;
+                    let can_be_withdrawn = request.can_be_withdrawn();
+                    if let Request::Withdraw { question } = request
+                        && let Some(asked) = questions.remove(question)
+                    {
+                        AbortHandle::abort(&asked);
+                    }
                     let answer = Arc::clone(self).answer(ask, received.descriptor);
                     let mut answer = Box::pin(answer);
                     // Most requests need nobody else and are answered here.
@@ -264,12 +274,16 @@ impl Broker {
                     match first {
                         Poll::Ready(answer) => answer,
                         Poll::Pending => {
-                            answering.spawn(answer);
+                            let asked = answering.spawn(answer);
+                            if can_be_withdrawn {
+                                questions.insert(id, asked);
+                            }
                             continue;
                         }
                     }
                 }
             };
+            questions.remove(&answer.id);
             let mut frames = Vec::new();
             frame::write_message(Kind::Reply, &answer, &mut frames);
             sender.send(&frames).await?;
@@ -363,6 +377,8 @@ impl Broker {
                 });
                 Ok(Reply::Cancelled { calls })
             }
+            // By whoever reads the link.
+            Request::Withdraw { .. } => Ok(Reply::Withdrawn),
         }
     }
 

@@ -10,14 +10,17 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Ask, Authority, GrantRequest, RefusalKind, Reply, Request};
+use forge_protocol::broker::{
+    Ask, Authority, GrantRequest, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request,
+};
 use forge_protocol::frame::{self, Header, Kind};
 use forge_protocol::guest::Call;
 use forge_protocol::handshake::{Hello, Role};
 use forge_protocol::limits::RunLimits;
 use serde_json::json;
 use support::{
-    Broker, CANARY, grant_request, inventory_server, name, receive, run_request, send, test_server,
+    Broker, CANARY, grant_request, inventory_server, name, receive, run_request, send,
+    server_processes, test_server,
 };
 
 fn limits() -> RunLimits {
@@ -601,6 +604,64 @@ fn bad_configuration_ends_the_broker_with_2_and_names_the_field() {
     let (_, log) = broker.finish();
     assert_eq!(status.code(), Some(2));
     assert!(log.contains("servers.a.url") && !log.contains("hunter2"), "{log}");
+}
+
+#[test]
+fn questions_that_are_withdrawn_hold_no_place() {
+    let mut broker = Broker::with_config(&json!({"mcpServers": {
+        "stuck": {"command": "/bin/sleep", "args": ["60"]},
+    }}));
+    for question in 0..=REQUESTS_IN_FLIGHT_MAX as u64 {
+        broker.send(&Request::ListTools { principal: "alice".into() }, question);
+        broker.send(&Request::Withdraw { question }, u64::MAX);
+        // An answer to the question itself does not come.
+        let answer = broker.answer();
+        assert_eq!((answer.id, answer.reply), (u64::MAX, Reply::Withdrawn));
+    }
+    assert!(matches!(broker.ask(&Request::Metrics), Reply::Metrics(_)));
+    let (status, log) = broker.finish();
+    assert!(status.success(), "{log}");
+}
+
+#[test]
+fn a_start_goes_on_when_whoever_asked_for_it_leaves_and_ends_with_the_broker() {
+    let mut broker = Broker::with_config(&json!({"mcpServers": {
+        "stuck": {"command": "/bin/sleep", "args": ["60"]},
+    }}));
+    let started = |broker: &Broker| {
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            // Not what is about to become it.
+            let mut pids = server_processes(broker.child.id());
+            pids.retain(|pid| {
+                let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                line.starts_with(b"/bin/sleep")
+            });
+            if !pids.is_empty() {
+                return pids;
+            }
+            assert!(Instant::now() < until, "no server was started");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    broker.send(&Request::ListTools { principal: "alice".into() }, 1);
+    let pids = started(&broker);
+    broker.send(&Request::Withdraw { question: 1 }, 2);
+    assert_eq!(broker.answer().reply, Reply::Withdrawn);
+    // Who comes next waits for the same one.
+    broker.send(&Request::ListTools { principal: "alice".into() }, 3);
+    assert!(matches!(broker.ask(&Request::Metrics), Reply::Metrics(_)));
+    assert_eq!(started(&broker), pids);
+    let (status, log) = broker.finish();
+    assert!(status.success(), "{log}");
+    // Killed, and gone once it is reaped.
+    let until = Instant::now() + Duration::from_secs(20);
+    let lives =
+        |pid: &u32| !std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default().is_empty();
+    while pids.iter().any(lives) {
+        assert!(Instant::now() < until, "{pids:?} outlive their broker: {log}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]

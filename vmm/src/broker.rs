@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, OsString};
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,6 @@ use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::service::HostedTools;
 use forge_protocol::worker::CallRecord;
-use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use crate::link::{self, Patience};
 
@@ -47,6 +46,8 @@ const WORD_TIME_MAX: Duration = Duration::from_secs(5);
 /// How often somebody looks whether an answer is still wanted while another
 /// thread reads the link.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long whoever waits for room reads before it tries again to write.
+const READ_TIME_MAX: Duration = Duration::from_millis(1);
 /// How long the end of an idle broker is waited for.
 const CLOSE_TIME_MAX: Duration = Duration::from_millis(200);
 /// What is read from the link at once, in bytes.
@@ -105,7 +106,7 @@ pub enum BrokerError {
         retry_after_ms: u64,
     },
     /// Whoever asked wants no answer any more.
-    #[error("the run was cancelled while the toolbroker was asked")]
+    #[error("cancelled while the toolbroker was asked")]
     Cancelled,
     /// It refused the request.
     #[error("{message}")]
@@ -289,9 +290,7 @@ pub struct Broker {
     options: BrokerOptions,
     child: Mutex<Child>,
     control: UnixStream,
-    /// The number of the next request. Held while a request is written, so
-    /// that requests go out whole.
-    sending: Mutex<u64>,
+    outgoing: Mutex<Outgoing>,
     answers: Mutex<Answers>,
     /// Told when an answer came, the link broke, or its reader left.
     changed: Condvar,
@@ -338,6 +337,16 @@ impl Broken {
     }
 }
 
+/// What goes out on the link, one request after the other.
+#[derive(Debug, Default)]
+struct Outgoing {
+    /// The number of the next request.
+    next: u64,
+    /// What the socket has not taken yet of the one before, whoever waits for
+    /// its answer, if anybody does.
+    rest: Vec<u8>,
+}
+
 /// Why there is no answer.
 enum Silence {
     /// Whoever asked wants none any more.
@@ -377,8 +386,6 @@ impl Broker {
             return Err(BrokerError::Missing(executable));
         }
         let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
-        // Of what [`Self::send`] has begun to send.
-        ours.set_write_timeout(Some(REQUEST_TIME_MAX)).map_err(BrokerError::Start)?;
         let mut arguments: Vec<OsString> = vec!["--control-fd".into(), "0".into()];
         for (flag, path) in [
             ("--mcp-config", &options.mcp_config),
@@ -415,7 +422,7 @@ impl Broker {
             options: options.clone(),
             child: Mutex::new(child),
             control: ours,
-            sending: Mutex::new(0),
+            outgoing: Mutex::default(),
             answers: Mutex::default(),
             changed: Condvar::new(),
             reader: Mutex::new(Reader {
@@ -505,7 +512,15 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`]; a refusal is one.
     pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
-        self.exchange(request.clone(), None, REQUEST_TIME_MAX, Patience::default())
+        self.ask_for(request, Patience::default())
+    }
+
+    /// The same for somebody whose patience may end before.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn ask_for(&self, request: &Request, patience: Patience<'_>) -> Result<Reply, BrokerError> {
+        self.exchange(request.clone(), None, REQUEST_TIME_MAX, patience)
     }
 
     /// Opens a run: gives back what its grant says and the connection that
@@ -612,10 +627,14 @@ impl Broker {
             Silence::Over => BrokerError::NoAnswer(most),
             Silence::Broken(error) => error,
         };
-        let id = self.send(request, rider, patience).map_err(silent)?;
-        let reply = self.wait_for(id, patience);
-        if reply.is_err() {
+        let can_be_withdrawn = request.can_be_withdrawn();
+        let id = self.begin(request, rider, patience).map_err(silent)?;
+        let reply = self.flush(patience).and_then(|()| self.wait_for(id, patience));
+        if let Err(silence) = &reply {
             lock(&self.answers).waited.remove(&id);
+            if can_be_withdrawn && !matches!(silence, Silence::Broken(_)) {
+                self.withdraw(id).map_err(|error| silent(error.into()))?;
+            }
         }
         match reply.map_err(silent)? {
             Reply::Refused { kind, message } => Err(BrokerError::Refused { kind, message }),
@@ -623,37 +642,66 @@ impl Broker {
         }
     }
 
-    /// Sends a request; gives back the number of its answer.
+    /// Tells the broker that nobody waits for an answer any more: now, or with
+    /// what goes out next. It stays small: nothing but this is added to a rest.
+    fn withdraw(&self, question: u64) -> Result<(), BrokerError> {
+        let mut outgoing = lock(&self.outgoing);
+        let withdraw = Ask { id: outgoing.next, request: Request::Withdraw { question } };
+        outgoing.next += 1;
+        frame::write_message(Kind::Request, &withdraw, &mut outgoing.rest);
+        self.push(&mut outgoing).map(|_| ())
+    }
+
+    /// Begins to send a request as soon as the link takes any of it; gives back
+    /// the number of its answer. Nobody waits with the lock held: a request may
+    /// be as large as its client likes, and the broker slow.
     ///
     /// # Errors
-    /// `Unsent` if not all of it is in the broker's socket; that it is too
-    /// large; else only that nobody waits any longer. A frame that is not whole
-    /// is never decoded.
-    fn send(
+    /// `Unsent` if the broker cannot have seen it; that it is too large; else
+    /// only that nobody waits any longer.
+    fn begin(
         &self,
         request: Request,
         rider: Option<UnixStream>,
         patience: Patience<'_>,
     ) -> Result<u64, Silence> {
-        // A broker that takes nothing is waited for while none of this is out.
-        link::wait(self.control.as_raw_fd(), libc::POLLOUT, patience).map_err(
-            |error| match error.kind() {
-                io::ErrorKind::TimedOut => Silence::Over,
-                io::ErrorKind::ConnectionAborted => Silence::Cancelled,
-                _ => BrokerError::Unsent(error.to_string()).into(),
-            },
-        )?;
-        let mut next = lock(&self.sending);
-        let id = *next;
+        let mut ask = Ask { id: 0, request };
+        loop {
+            if let Some(id) = self.try_begin(&mut ask, rider.as_ref())? {
+                return Ok(id);
+            }
+            self.wait_for_room(patience)?;
+        }
+    }
+
+    /// Waits until all that was begun is in the broker's socket. A frame that
+    /// is not whole is never decoded; what is missing of one that nobody waits
+    /// for goes out before the next.
+    fn flush(&self, patience: Patience<'_>) -> Result<(), Silence> {
+        while !self.push(&mut lock(&self.outgoing))? {
+            self.wait_for_room(patience)?;
+        }
+        Ok(())
+    }
+
+    /// Puts as much of a request into the broker's socket as it takes, and
+    /// keeps the rest; gives back the number of its answer, or `None` if it
+    /// takes nothing now.
+    fn try_begin(&self, ask: &mut Ask, rider: Option<&UnixStream>) -> Result<Option<u64>, Silence> {
+        let mut outgoing = lock(&self.outgoing);
+        if !self.push(&mut outgoing)? {
+            return Ok(None);
+        }
+        let id = outgoing.next;
+        ask.id = id;
         let mut bytes = Vec::new();
         // What is asked may be a client's words, of any length.
-        frame::try_write_message(Kind::Request, &Ask { id, request }, &mut bytes).map_err(
-            |error| BrokerError::Refused {
+        frame::try_write_message(Kind::Request, &*ask, &mut bytes).map_err(|error| {
+            BrokerError::Refused {
                 kind: RefusalKind::BadRequest,
                 message: format!("this is too much for one request: {error}"),
-            },
-        )?;
-        *next += 1;
+            }
+        })?;
         {
             let mut answers = lock(&self.answers);
             if let Some(broken) = &answers.broken {
@@ -661,20 +709,90 @@ impl Broker {
             }
             answers.waited.insert(id, None);
         }
-        let sent = match &rider {
-            Some(rider) => self
-                .control
-                .send_with_fd(&bytes[..], rider.as_raw_fd())
-                .map_err(|error| io::Error::from_raw_os_error(error.errno())),
-            None => Ok(0),
-        };
-        let sent = sent.and_then(|sent| (&self.control).write_all(&bytes[sent..]));
-        if let Err(error) = sent {
-            // A request may have gone out in part: the link is of no use.
-            self.end(Broken::lost(&error));
-            return Err(BrokerError::Unsent(error.to_string()).into());
+        match self.put(&bytes, rider.map(AsFd::as_fd))? {
+            0 => {
+                lock(&self.answers).waited.remove(&id);
+                Ok(None)
+            }
+            put => {
+                outgoing.next += 1;
+                outgoing.rest = bytes.split_off(put);
+                Ok(Some(id))
+            }
         }
-        Ok(id)
+    }
+
+    /// Puts out what is left of the request that was sent last: whether all of
+    /// it is.
+    fn push(&self, outgoing: &mut Outgoing) -> Result<bool, BrokerError> {
+        while !outgoing.rest.is_empty() {
+            match self.put(&outgoing.rest, None)? {
+                0 => return Ok(false),
+                put => drop(outgoing.rest.drain(..put)),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Puts into the broker's socket what it takes now: how many bytes.
+    fn put(&self, bytes: &[u8], rider: Option<BorrowedFd<'_>>) -> Result<usize, BrokerError> {
+        loop {
+            match link::send_now(self.control.as_raw_fd(), bytes, rider) {
+                Ok(put) => return Ok(put),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::WouldBlock => return Ok(0),
+                    _ => {
+                        // A request may have gone out in part: the link is of no use.
+                        self.end(Broken::lost(&error));
+                        return Err(BrokerError::Unsent(error.to_string()));
+                    }
+                },
+            }
+        }
+    }
+
+    /// Waits until the broker's socket may take something. Reads meanwhile, as
+    /// long as nobody else does: the broker may wait for room as well, and then
+    /// reads nothing before its answers are taken.
+    fn wait_for_room(&self, patience: Patience<'_>) -> Result<(), Silence> {
+        let wait = |events, patience| {
+            link::wait(self.control.as_raw_fd(), events, patience).map_err(|error| {
+                match error.kind() {
+                    io::ErrorKind::TimedOut => Silence::Over,
+                    io::ErrorKind::ConnectionAborted => Silence::Cancelled,
+                    _ => BrokerError::Unsent(error.to_string()).into(),
+                }
+            })
+        };
+        let mut answers = lock(&self.answers);
+        if answers.reading {
+            drop(answers);
+            // Whoever reads may leave.
+            let look = Instant::now() + LOOK_EVERY;
+            let until = Some(patience.until.map_or(look, |until| until.min(look)));
+            return match wait(libc::POLLOUT, Patience { until, ..patience }) {
+                Err(Silence::Over) if !patience.is_over() => Ok(()),
+                waited => waited,
+            };
+        }
+        answers.reading = true;
+        drop(answers);
+        // One that was read along with another comes first.
+        let here = self.read_answer(Patience::until(Instant::now()));
+        let (waited, read) = match here {
+            Ok(None) => match wait(libc::POLLIN | libc::POLLOUT, patience) {
+                // There may be nothing to read.
+                Ok(()) => {
+                    let soon = Patience::until(Instant::now() + READ_TIME_MAX);
+                    (Ok(()), self.read_answer(soon))
+                }
+                silence => (silence, Ok(None)),
+            },
+            here => (Ok(()), here),
+        };
+        self.deliver(&mut lock(&self.answers), read);
+        waited
     }
 
     /// Waits for one answer, and reads the link for all while nobody else
@@ -706,22 +824,27 @@ impl Broker {
             drop(answers);
             let read = self.read_answer(patience);
             answers = lock(&self.answers);
-            answers.reading = false;
-            match read {
-                // One that nobody waits for any more is dropped here.
-                Ok(Some(Answer { id, reply })) => {
-                    if let Some(place) = answers.waited.get_mut(&id) {
-                        *place = Some(reply);
-                    }
-                }
-                Ok(None) => {}
-                Err(broken) => {
-                    answers.broken = Some(broken);
-                    self.close();
+            self.deliver(&mut answers, read);
+        }
+    }
+
+    /// What was read is whoever's it is, and the next may read.
+    fn deliver(&self, answers: &mut Answers, read: Result<Option<Answer>, Broken>) {
+        answers.reading = false;
+        match read {
+            // One that nobody waits for any more is dropped here.
+            Ok(Some(Answer { id, reply })) => {
+                if let Some(place) = answers.waited.get_mut(&id) {
+                    *place = Some(reply);
                 }
             }
-            self.changed.notify_all();
+            Ok(None) => {}
+            Err(broken) => {
+                answers.broken = Some(broken);
+                self.close();
+            }
         }
+        self.changed.notify_all();
     }
 
     /// The next answer on the link; `None` if nobody waits for it any longer.

@@ -178,7 +178,14 @@ pub(crate) fn send_once(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
 
 /// One `sendmsg`, which does not wait whatever the socket does; `passed` rides
 /// along.
-fn send_now(socket: RawFd, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+///
+/// # Errors
+/// What the kernel said.
+pub(crate) fn send_now(
+    socket: RawFd,
+    bytes: &[u8],
+    passed: Option<BorrowedFd<'_>>,
+) -> io::Result<usize> {
     send_message(socket, bytes, passed, libc::MSG_DONTWAIT)
 }
 

@@ -197,14 +197,15 @@ impl Supervisor {
         self.run_for(request, &Attendance::default())
     }
 
-    /// Asks the broker.
+    /// Asks the broker, and waits for its answer for as long as there is
+    /// patience, and a minute at most.
     ///
     /// # Errors
     /// [`BrokerError`]; a refusal is one, and that there is no broker.
-    pub fn ask(&self, request: &Request) -> Result<Reply, BrokerError> {
+    pub fn ask(&self, request: &Request, patience: Patience<'_>) -> Result<Reply, BrokerError> {
         match &self.broker {
             Some(keeper) => {
-                let asked = keeper.with(Patience::default(), |broker| broker.ask(request));
+                let asked = keeper.with(patience, |broker| broker.ask_for(request, patience));
                 asked.map(|(reply, _)| reply)
             }
             None => Err(BrokerError::Refused {
@@ -336,13 +337,16 @@ impl Supervisor {
             // called, the broker knows alone.
             Err(fate) => (worker::unserved(fate), Vm::Fresh, None, false),
         };
-        let mut unknown = None;
+        let (mut unknown, mut untold) = (None, None);
         if let Some(Opened { broker, .. }) = &opened {
             if !is_told {
                 // Its tools hear of it. A broker that is lost tells nobody.
                 match broker.cancel_run(run_id) {
                     Ok(calls) => report.calls = calls,
-                    Err(error) => tracing::warn!(%error, "the calls of a run that ended go on"),
+                    Err(error) => {
+                        tracing::warn!(%error, "the calls of a run that ended go on");
+                        untold = Some(error);
+                    }
                 }
             }
             // What its calls did is on the disk before anybody hears of it. A
@@ -360,6 +364,10 @@ impl Supervisor {
         let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, self.tier());
         let mut result = reported(run_id, admitted, outcome, report, vm, &weaknesses, *at);
         result.upkeep = upkeep;
+        if let Some(error) = untold {
+            let reason = &mut result.report.reason;
+            *reason = format!("{reason}; what it called is not known here: {error}");
+        }
         Ok(match unknown {
             None => result,
             Some(error) => held_back(result, &error),

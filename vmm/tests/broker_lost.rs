@@ -23,14 +23,14 @@ use std::time::{Duration, Instant};
 
 use forge_client::ClientError;
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, OpenRun, RefusalKind};
+use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply as BrokerReply, Request};
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::{Order, Question, Reply};
+use forge_protocol::service::{HostedTool, HostedTools, Order, Question, Reply};
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::cancel::Cancel;
 use forge_vmm::keeper::Keeper;
 use forge_vmm::link::Patience;
-use frail_broker::{Brokers, Life};
+use frail_broker::{Brokers, LENGTH, Life};
 use processes::{Process, is_gone, wait_for};
 use serde_json::Value;
 use serving::{
@@ -49,6 +49,8 @@ fn main() -> ExitCode {
         ],
         claims![
             a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits,
+            a_large_request_to_a_broker_that_stands_still_holds_up_nobody,
+            a_broker_whose_answer_nobody_took_still_takes_a_large_request,
             a_request_that_cost_a_broker_its_life_is_not_given_to_the_next,
             a_broker_that_talks_nonsense_is_replaced_and_its_successor_not_asked,
             a_request_that_no_broker_has_seen_is_given_to_the_next,
@@ -124,6 +126,68 @@ fn a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits() {
     let patience = Patience { until: None, cancel: Some(&cancel) };
     let error = broker.open_run_for(run, None, patience).unwrap_err();
     assert!(matches!(error, BrokerError::Cancelled), "{error}");
+}
+
+/// A process that stands still until this is dropped.
+struct Stopped(i32);
+
+impl Stopped {
+    fn stop(pid: i32) -> Self {
+        signal_to(pid, libc::SIGSTOP);
+        Self(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        signal_to(self.0, libc::SIGCONT);
+    }
+}
+
+fn a_large_request_to_a_broker_that_stands_still_holds_up_nobody() {
+    let brokers = Brokers::with("stopped", &[Life::Answers]);
+    let broker = Broker::start(&brokers.options()).unwrap();
+    let tool = HostedTool {
+        name: "tool".into(),
+        description: "x".repeat(900 * 1024),
+        input_schema: "{}".into(),
+        output_schema: None,
+    };
+    let tools = || HostedTools { server: "own".into(), tools: vec![tool.clone()] };
+    let search = Request::SearchTools { principal: "a".into(), intent: "any".into(), k: 1 };
+    let is_over = |error: BrokerError| assert!(matches!(error, BrokerError::OutOfTime), "{error}");
+    let soon = || Patience::until(Instant::now() + Duration::from_millis(50));
+    let stopped = Stopped::stop(broker.id() as i32);
+    // It takes the first, which is not answered; what nobody waits for is withdrawn.
+    is_over(broker.ask_for(&search, soon()).unwrap_err());
+    // A part of the second, and none of those behind it.
+    is_over(broker.host(tools(), soon()).unwrap_err());
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| is_over(broker.host(tools(), soon()).unwrap_err()));
+            scope.spawn(|| is_over(broker.ask_for(&search, soon()).unwrap_err()));
+        }
+    });
+    drop(stopped);
+    // The part is made whole before what comes next.
+    assert_eq!(broker.ask(&Request::Metrics).unwrap(), BrokerReply::Metrics("here".into()));
+    // The search, that it is withdrawn, a large one, and the last.
+    assert_eq!(brokers.asked(), 4);
+}
+
+fn a_broker_whose_answer_nobody_took_still_takes_a_large_request() {
+    let brokers = Brokers::with("at-length", &[Life::AnswersAtLength]);
+    let broker = Broker::start(&brokers.options()).unwrap();
+    let over = Patience::until(Instant::now());
+    assert!(matches!(broker.ask_for(&Request::Metrics, over), Err(BrokerError::OutOfTime)));
+    // It waits until its answer is taken, and reads nothing before.
+    eventually("it answers", || brokers.asked() == 1);
+    let intent = "x".repeat(LENGTH);
+    let large = Request::SearchTools { principal: "a".into(), intent, k: 1 };
+    match broker.ask(&large).unwrap() {
+        BrokerReply::Metrics(text) => assert_eq!(text.len(), LENGTH),
+        other => panic!("{other:?}"),
+    }
 }
 
 // A service's

@@ -53,6 +53,7 @@ fn main() -> ExitCode {
         claims![
             who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks,
             a_socket_ends_with_its_token,
+            searches_that_clients_left_keep_no_place,
             a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin,
             what_does_not_fit_is_refused_by_its_kind_before_it_is_read,
             what_is_no_request_harms_nobody,
@@ -803,6 +804,28 @@ fn who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks() {
         Request::new("POST", "/v1/runs").with("content-type", "multipart/form-data; boundary=x");
     let refused = service.ask(Request { body: form.into(), ..request });
     assert_eq!((refused.status, refused.kind()), (403, "forbidden"));
+}
+
+fn searches_that_clients_left_keep_no_place() {
+    let desk = desk();
+    let stuck = r#"{"mcpServers": {"stuck": {"command": "/bin/sleep", "args": ["60"]}}}"#;
+    desk.write("mcp.json", stuck);
+    let service = desk.open_without_vm();
+    let search = Request::new("POST", "/v1/tools/search").json(&json!({ "intent": "any" })).bytes();
+    let ask = || {
+        let mut stream = service.connect();
+        stream.write_all(&search).unwrap();
+        stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        stream
+    };
+    let is_refused = |mut stream: TcpStream| {
+        let mut head = [0; 12];
+        stream.read_exact(&mut head).is_ok_and(|()| head == *b"HTTP/1.1 429")
+    };
+    let all: Vec<_> = (0..16).map(|_| ask()).collect();
+    eventually("all places are taken", || is_refused(ask()));
+    drop(all);
+    eventually("they are free again", || !is_refused(ask()));
 }
 
 fn a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin() {

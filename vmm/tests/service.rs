@@ -380,6 +380,12 @@ fn questions_that_wait_are_bounded_and_hold_up_no_run() {
         assert!(others.is_err() && asked.try_join_next().is_none(), "{others:?}");
         let run = client.submit(&submit(ECHO, "1")).await.unwrap();
         assert_eq!(report(&run.finish().await.unwrap())["output"], "1");
+        // Whoever gives up leaves its place, and is waited for by nobody.
+        drop(asked);
+        let until = Instant::now() + Duration::from_secs(10);
+        while tokio::time::timeout(Duration::from_millis(200), of("flooding")).await.is_ok() {
+            assert!(Instant::now() < until, "questions that were given up keep their places");
+        }
     });
 }
 

@@ -15,13 +15,12 @@ use forge_protocol::service::{
     Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Query, Question,
     Reply, RunEvent,
 };
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::ClientError;
+use crate::socket::Socket;
 use crate::wire::{self, GREETING_TIME_MAX, Unread};
 
 /// Frames that may wait to be written.
@@ -72,6 +71,9 @@ pub struct Run {
     finished: bool,
 }
 
+/// A question under way. Dropped with its canceller, it is cancelled.
+struct Unanswered(Option<Canceller>);
+
 /// Cancels a run, from anywhere.
 #[derive(Clone, Debug)]
 pub struct Canceller {
@@ -107,16 +109,16 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn over(socket: UnixStream) -> Result<Self, ClientError> {
-        let (read, mut write) = socket.into_split();
-        let mut reader = Reader::new(read);
-        write.write_all(&wire::hello()).await?;
+        let socket = Socket::new(socket)?;
+        let mut reader = Reader { socket: socket.clone(), unread: Unread::new() };
+        socket.write_all(&wire::hello()).await?;
         let greeting = tokio::time::timeout(GREETING_TIME_MAX, reader.next(wire::may_greet));
         let frame =
             greeting.await.map_err(|_| std::io::Error::from(std::io::ErrorKind::TimedOut))??;
         wire::greeted(&frame)?;
         let (outgoing, unsent) = mpsc::channel(UNSENT_MAX);
         let shared = Arc::new(Shared { next: AtomicU64::new(1), waiting: Mutex::default() });
-        let writing = tokio::spawn(send(write, unsent));
+        let writing = tokio::spawn(send(socket, unsent));
         tokio::spawn(read_all(reader, Arc::clone(&shared), writing));
         Ok(Self { shared, outgoing })
     }
@@ -145,7 +147,8 @@ impl Client {
         self.submit(order).await?.finish().await
     }
 
-    /// Asks, and waits for the answer.
+    /// Asks, and waits for the answer. Dropped before, the question is
+    /// cancelled.
     ///
     /// # Errors
     /// [`ClientError`]; a refusal is one.
@@ -156,7 +159,11 @@ impl Client {
         let (sender, answered) = oneshot::channel();
         self.shared.wait(|waiting| waiting.questions.insert(number, sender))?;
         place.send(bytes);
-        match answered.await {
+        let canceller = Canceller { number, outgoing: self.outgoing.clone() };
+        let mut asked = Unanswered(Some(canceller));
+        let answer = answered.await;
+        asked.0 = None;
+        match answer {
             Ok(Reply::Refused { kind, message }) => Err(ClientError::Refused { kind, message }),
             Ok(reply) => Ok(reply),
             Err(_) => Err(self.shared.gone()),
@@ -277,30 +284,44 @@ impl Canceller {
             std::io::Error::new(std::io::ErrorKind::ConnectionAborted, "the service is gone").into()
         })
     }
+
+    /// Cancels what nobody waits for any more, without waiting.
+    fn abandon(&self) {
+        let bytes = wire::message(Kind::Cancel, &Cancel { number: self.number });
+        // A full queue is a service that reads slowly: it hears of it when
+        // it has read the rest.
+        if let Err(TrySendError::Full(bytes)) = self.outgoing.try_send(bytes)
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            let outgoing = self.outgoing.clone();
+            runtime.spawn(async move { outgoing.send(bytes).await });
+        }
+    }
 }
 
 impl Drop for Run {
     fn drop(&mut self) {
         if !self.finished {
-            let bytes = wire::message(Kind::Cancel, &Cancel { number: self.canceller.number });
-            // A full queue is a service that reads slowly: it hears of it when
-            // it has read the rest.
-            if let Err(TrySendError::Full(bytes)) = self.canceller.outgoing.try_send(bytes)
-                && let Ok(runtime) = tokio::runtime::Handle::try_current()
-            {
-                let outgoing = self.canceller.outgoing.clone();
-                runtime.spawn(async move { outgoing.send(bytes).await });
-            }
+            self.canceller.abandon();
         }
     }
 }
 
-async fn send(mut socket: OwnedWriteHalf, mut unsent: mpsc::Receiver<Vec<u8>>) {
-    while let Some(bytes) = unsent.recv().await {
-        if socket.write_all(&bytes).await.is_err() {
-            return;
+impl Drop for Unanswered {
+    fn drop(&mut self) {
+        if let Some(canceller) = &self.0 {
+            canceller.abandon();
         }
     }
+}
+
+async fn send(socket: Socket, mut unsent: mpsc::Receiver<Vec<u8>>) {
+    while let Some(bytes) = unsent.recv().await {
+        if socket.write_all(&bytes).await.is_err() {
+            break;
+        }
+    }
+    socket.finish();
 }
 
 async fn read_all(mut reader: Reader, shared: Arc<Shared>, writing: tokio::task::JoinHandle<()>) {
@@ -363,15 +384,11 @@ async fn hand_over(frame: &Frame, shared: &Shared) -> Result<(), ClientError> {
 
 /// Frames off the connection.
 struct Reader {
-    socket: OwnedReadHalf,
+    socket: Socket,
     unread: Unread,
 }
 
 impl Reader {
-    fn new(socket: OwnedReadHalf) -> Self {
-        Self { socket, unread: Unread::new() }
-    }
-
     async fn next(&mut self, awaits: impl Fn(Kind) -> Option<u32>) -> Result<Frame, ClientError> {
         loop {
             if let Some(frame) = self.unread.frame(&awaits)? {

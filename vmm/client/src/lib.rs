@@ -15,6 +15,8 @@
 pub mod blocking;
 #[cfg(feature = "async")]
 mod connection;
+#[cfg(feature = "async")]
+mod socket;
 mod wire;
 
 #[cfg(feature = "async")]

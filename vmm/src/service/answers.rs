@@ -9,6 +9,8 @@ use forge_protocol::service::{Question, Reply};
 use super::peer::Peer;
 use super::{Service, lock};
 use crate::broker::BrokerError;
+use crate::cancel::Cancel;
+use crate::link::Patience;
 
 /// Questions of one principal that may wait for tool servers at the same time,
 /// over all its connections. What the broker answers by itself is not counted.
@@ -56,6 +58,10 @@ fn refused(error: BrokerError) -> Reply {
         away @ BrokerError::Away { .. } => {
             Reply::Refused { kind: RefusalKind::Overloaded, message: away.to_string() }
         }
+        BrokerError::Cancelled => Reply::Refused {
+            kind: RefusalKind::Overloaded,
+            message: "the question was cancelled, or the service ends".to_owned(),
+        },
         other => Reply::Refused { kind: RefusalKind::Internal, message: other.to_string() },
     }
 }
@@ -81,8 +87,10 @@ fn asker(question: &Question) -> Option<&str> {
 }
 
 impl Service {
-    /// Answers a question. May take as long as the broker does.
-    pub(super) fn answer(&self, question: Question, peer: &Peer) -> Reply {
+    /// Answers a question. May take as long as the broker does, unless it is
+    /// cancelled. The start of a tool server that it waited for goes on then:
+    /// others may wait for the same.
+    pub(super) fn answer(&self, question: Question, peer: &Peer, cancel: &Cancel) -> Reply {
         if !peer.speaks() {
             return forbidden(
                 "this client speaks for no principal: forge.toml, [principals.<name>] uids, or \
@@ -127,7 +135,7 @@ impl Service {
                 return Reply::Draining;
             }
         };
-        match self.supervisor.ask(&request) {
+        match self.supervisor.ask(&request, Patience { until: None, cancel: Some(cancel) }) {
             Ok(BrokerReply::Found { tools, unavailable }) => Reply::Found { tools, unavailable },
             Ok(BrokerReply::Tools { tools, unavailable }) => Reply::Tools { tools, unavailable },
             Ok(BrokerReply::Grant(token)) => Reply::Grant(token),

@@ -4,6 +4,7 @@
 //! read next takes that over by [`Connection::take`]. Writing is anybody's,
 //! one whole frame at a time. The client is distrusted: what it sends out of
 //! turn, too large or under a number that it uses already ends its connection.
+//! What it asked for and wants no more ends early, a question as well as a run.
 
 use std::collections::HashMap;
 use std::io::{self, Read as _, Write as _};
@@ -47,7 +48,7 @@ const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 const READ_BYTES: usize = 64 * 1024;
 /// What most reports fit in, in bytes.
 const REPORT_BYTES: usize = 2 * 1024;
-/// Cancel handles that are kept for the next runs.
+/// Cancel handles that are kept for what comes next.
 const SPARE_MAX: usize = 4;
 
 /// One client.
@@ -94,13 +95,15 @@ enum Doing {
         /// Where answers go of the tools that the client hosts for it.
         host: Option<Arc<UnixStream>>,
     },
-    Question,
+    Question {
+        cancel: Arc<Cancel>,
+    },
 }
 
 /// What a thread is to do that read of it.
 enum Work {
     Run { number: u64, order: Box<Order>, cancel: Arc<Cancel> },
-    Question { number: u64, question: Question },
+    Question { number: u64, question: Question, cancel: Arc<Cancel> },
 }
 
 /// How reading ended.
@@ -311,8 +314,8 @@ impl Connection {
             Kind::Cancel => {
                 let CancelRun { number } = decode(frame)?;
                 // One that is not there has ended meanwhile.
-                if let Some(Doing::Run { cancel, .. }) = lock(&self.live).numbers.get(&number) {
-                    cancel.raise();
+                if let Some(doing) = lock(&self.live).numbers.get(&number) {
+                    doing.cancel().raise();
                 }
                 Ok(None)
             }
@@ -335,8 +338,8 @@ impl Connection {
             }
             _ => {
                 let Query { number, question } = decode(frame)?;
-                if self.enter_question(number)? {
-                    return Ok(Some(Work::Question { number, question }));
+                if let Some(cancel) = self.enter_question(number)? {
+                    return Ok(Some(Work::Question { number, question, cancel }));
                 }
                 let reply = Reply::Refused {
                     kind: forge_protocol::broker::RefusalKind::Overloaded,
@@ -366,28 +369,31 @@ impl Connection {
     fn enter_run(&self, number: u64) -> io::Result<Arc<Cancel>> {
         let mut live = lock(&self.live);
         live.check(number)?;
-        let cancel = match live.spare.pop() {
-            Some(cancel) => cancel,
-            None => Arc::new(Cancel::new()?),
-        };
-        live.numbers.insert(number, Doing::Run { cancel: Arc::clone(&cancel), host: None });
-        // Whoever closes looks at the runs after it has said so.
-        if self.closed.load(Ordering::SeqCst) {
-            cancel.raise();
-        }
+        let cancel = live.cancel()?;
+        let doing = Doing::Run { cancel: Arc::clone(&cancel), host: None };
+        self.enter(&mut live, number, doing);
         Ok(cancel)
     }
 
-    /// Takes a number for a question; `false` if there are too many.
-    fn enter_question(&self, number: u64) -> io::Result<bool> {
+    /// Takes a number for a question; `None` if there are too many.
+    fn enter_question(&self, number: u64) -> io::Result<Option<Arc<Cancel>>> {
         let mut live = lock(&self.live);
         live.check(number)?;
         if live.questions >= QUESTIONS_MAX {
-            return Ok(false);
+            return Ok(None);
         }
+        let cancel = live.cancel()?;
         live.questions += 1;
-        live.numbers.insert(number, Doing::Question);
-        Ok(true)
+        self.enter(&mut live, number, Doing::Question { cancel: Arc::clone(&cancel) });
+        Ok(Some(cancel))
+    }
+
+    fn enter(&self, live: &mut Live, number: u64, doing: Doing) {
+        // Whoever closes looks at what is under way after it has said so.
+        if self.closed.load(Ordering::SeqCst) {
+            doing.cancel().raise();
+        }
+        live.numbers.insert(number, doing);
     }
 
     fn carry_out(&self, service: &Service, work: Work) {
@@ -415,9 +421,9 @@ impl Connection {
                     self.send(Kind::Finished, &Finished { number, result })
                 })
             }
-            Work::Question { number, question } => {
-                let reply = service.answer(question, &self.peer);
-                lock(&self.live).leave_question(number);
+            Work::Question { number, question, cancel } => {
+                let reply = service.answer(question, &self.peer, &cancel);
+                lock(&self.live).leave_question(number, cancel);
                 self.send(Kind::Answered, &Answered { number, reply })
             }
         };
@@ -483,16 +489,14 @@ impl Connection {
         self.peer.speaks_still(principals)
     }
 
-    /// Cancels its runs.
+    /// Cancels its runs and questions.
     pub(super) fn cancel_all(&self) {
         for doing in lock(&self.live).numbers.values() {
-            if let Doing::Run { cancel, .. } = doing {
-                cancel.raise();
-            }
+            doing.cancel().raise();
         }
     }
 
-    /// Closes it and cancels its runs.
+    /// Closes it and cancels its runs and questions.
     pub(super) fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;
@@ -522,7 +526,23 @@ fn pass_on(connection: &Weak<Connection>, number: u64, calls: UnixStream) {
     }
 }
 
+impl Doing {
+    fn cancel(&self) -> &Cancel {
+        match self {
+            Self::Run { cancel, .. } | Self::Question { cancel } => cancel,
+        }
+    }
+}
+
 impl Live {
+    /// A cancel handle: one that is left of another, or a new one.
+    fn cancel(&mut self) -> io::Result<Arc<Cancel>> {
+        match self.spare.pop() {
+            Some(cancel) => Ok(cancel),
+            None => Cancel::new().map(Arc::new),
+        }
+    }
+
     fn check(&self, number: u64) -> io::Result<()> {
         if self.numbers.contains_key(&number) {
             return Err(breach(format!("number {number} is in use")));
@@ -537,15 +557,22 @@ impl Live {
         if let Some(Doing::Run { host: Some(host), .. }) = self.numbers.remove(&number) {
             let _ = host.shutdown(Shutdown::Both);
         }
+        self.spare(cancel);
+    }
+
+    fn leave_question(&mut self, number: u64, cancel: Arc<Cancel>) {
+        self.numbers.remove(&number);
+        self.questions -= 1;
+        self.spare(cancel);
+    }
+
+    /// Keeps the handle of what is over for something else. Its number is gone,
+    /// so nobody raises it any more.
+    fn spare(&mut self, cancel: Arc<Cancel>) {
         cancel.calm();
         if !cancel.is_raised() && self.spare.len() < SPARE_MAX {
             self.spare.push(cancel);
         }
-    }
-
-    fn leave_question(&mut self, number: u64) {
-        self.numbers.remove(&number);
-        self.questions -= 1;
     }
 }
 

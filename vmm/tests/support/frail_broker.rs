@@ -16,11 +16,16 @@ use forge_protocol::handshake::{Hello, Role};
 use forge_vmm::broker::BrokerOptions;
 use forge_vmm::link::{Link, Patience};
 
+/// An answer at length, in bytes.
+pub const LENGTH: usize = 900 * 1024;
+
 /// What one of them does with its first request.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Life {
     /// Answers it, and all that follow.
     Answers,
+    /// The same with more than a socket takes, and reads on once that is taken.
+    AnswersAtLength,
     /// Ends.
     Dies,
     /// Says what no broker says.
@@ -32,8 +37,9 @@ pub enum Life {
 }
 
 impl Life {
-    const ALL: [(Self, &'static str); 5] = [
+    const ALL: [(Self, &'static str); 6] = [
         (Self::Answers, "answers"),
+        (Self::AnswersAtLength, "at-length"),
         (Self::Dies, "dies"),
         (Self::TalksNonsense, "nonsense"),
         (Self::IsDeaf, "deaf"),
@@ -127,6 +133,10 @@ fn live(lives: &Path) {
         match life {
             Life::Answers => {
                 let reply = Reply::Metrics("here".into());
+                frame::write_message(Kind::Reply, &Answer { id, reply }, &mut bytes);
+            }
+            Life::AnswersAtLength => {
+                let reply = Reply::Metrics("x".repeat(LENGTH));
                 frame::write_message(Kind::Reply, &Answer { id, reply }, &mut bytes);
             }
             Life::TalksNonsense => frame::write_raw(Kind::Output, b"what?", &mut bytes),

@@ -42,16 +42,10 @@ async fn read<T: DeserializeOwned>(caller: &Caller, request: Request) -> Result<
     order::object("the body", &body)
 }
 
-async fn ask(door: &Arc<Door>, caller: &Caller, question: Question) -> Result<Reply, Problem> {
-    let place = caller.tenant.question()?;
-    let door = Arc::clone(door);
-    // A caller that leaves takes its place along only when the service has
-    // answered.
-    let asked = tokio::spawn(async move {
-        let _place = place;
-        door.client.ask(question).await
-    });
-    Ok(asked.await.map_err(|_| Problem::gone())??)
+/// Dropped before, as it is when the caller leaves, the question is cancelled.
+async fn ask(door: &Door, caller: &Caller, question: Question) -> Result<Reply, Problem> {
+    let _place = caller.tenant.question()?;
+    Ok(door.client.ask(question).await?)
 }
 
 fn strange(_: Reply) -> Problem {

@@ -77,8 +77,8 @@ struct Inner {
     /// other.
     session: String,
     handles: Mutex<Handles>,
-    /// Places for questions that are not answered, those included that nobody
-    /// waits for any more. All doors of a service share one connection to it.
+    /// Places for questions that are not answered. All doors of a service share
+    /// one connection to it.
     questions: Semaphore,
     /// Runs that are not over, those included that nobody waits for any more.
     runs: Semaphore,
@@ -107,15 +107,11 @@ impl Door {
         self.0.closing.cancel();
     }
 
-    /// Asks the service, once there is a place for it. It is kept until the
-    /// service has answered, though nobody waits any more.
+    /// Asks the service, once there is a place for it. Dropped before, the
+    /// question is cancelled.
     async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
-        let inner = Arc::clone(&self.0);
-        let asked = tokio::spawn(async move {
-            let _place = inner.questions.acquire().await;
-            inner.service.ask(question).await
-        });
-        asked.await.unwrap_or_else(|error| Err(std::io::Error::other(error).into()))
+        let _place = self.0.questions.acquire().await;
+        self.0.service.ask(question).await
     }
 
     fn handles(&self) -> MutexGuard<'_, Handles> {
