@@ -10,6 +10,7 @@
 
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpListener};
+use std::num::NonZero;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -39,8 +40,9 @@ pub(crate) const COMMAND: &str = "door";
 const END_TIME_MAX: Duration = Duration::from_secs(8);
 /// A door that lasted shorter than this is not started again at once.
 const LASTING: Duration = Duration::from_secs(1);
-/// Threads of a door. It waits for others, most of its time.
-const THREADS: usize = 2;
+/// CPUs of the host for each thread of a door. It waits for others, most of
+/// its time; of two threads on two CPUs each request wakes one for nothing.
+const CPUS_PER_THREAD: usize = 4;
 /// What a door may have open: a connection each, and a few.
 const OPEN_FILES: u64 = 4096;
 
@@ -430,8 +432,11 @@ pub(crate) fn main() -> io::Result<()> {
         }
         // Dropping the sender closes the door.
     })?;
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
+    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(cpus.div_ceil(CPUS_PER_THREAD))
+        .enable_all()
+        .build()?;
     let served = runtime.block_on(async {
         let listener = match kind {
             b't' => {
