@@ -54,6 +54,7 @@ fn main() -> ExitCode {
             the_resources_teach_the_abi,
             http_refuses_strangers_other_hosts_and_other_pages,
             a_session_and_a_handle_are_of_no_use_to_another_principal,
+            a_session_beyond_its_principals_room_is_told_so_and_another_principals_is_not,
             a_door_without_known_principals_does_not_open,
         ],
     )
@@ -839,6 +840,19 @@ fn a_session_and_a_handle_are_of_no_use_to_another_principal() {
     assert!(answer.contains("is not known here"), "{answer}");
     let answer = call(&http, ALICE, "run_program", run);
     assert!(!answer.contains("is not known here"), "{answer}");
+}
+
+fn a_session_beyond_its_principals_room_is_told_so_and_another_principals_is_not() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let sessions: Vec<String> =
+        (0..64).map(|_| session(&http.post(&[ALICE], &initialize()))).collect();
+    let refused = http.post(&[ALICE], &initialize());
+    assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("sessions"), "{refused}");
+    assert!(http.post(&[BOB], &initialize()).starts_with("HTTP/1.1 200"));
+    let listed = request("tools/list", json!({}));
+    let answer = http.post(&[ALICE, ("Mcp-Session-Id", &sessions[0])], &listed);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
 fn a_door_without_known_principals_does_not_open() {

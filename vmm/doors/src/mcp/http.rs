@@ -33,6 +33,8 @@ use crate::web::{self, Listener, TokenHash};
 
 /// The one path that is served.
 const PATH: &str = "/mcp";
+/// Which session a message belongs to.
+const HEADER_SESSION_ID: &str = "mcp-session-id";
 /// Pages of this host. They need a token like everybody else.
 const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*"];
 /// How long a request's body may take to come, and its answer to begin.
@@ -53,6 +55,7 @@ pub struct HttpOptions {
 #[derive(Clone)]
 struct Entrance {
     service: StreamableHttpService<Door, Sessions>,
+    sessions: Arc<Sessions>,
     /// Answers that are not sent to their end.
     open: Arc<Semaphore>,
 }
@@ -75,10 +78,10 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
     for (tokens, door) in doors {
         open_doors.push(door.clone());
         let sessions = Arc::new(Sessions::new(LocalSessionManager::default()));
-        let service =
-            StreamableHttpService::new(move || Ok(door.clone()), sessions, config.clone());
+        let own = Arc::clone(&sessions);
+        let service = StreamableHttpService::new(move || Ok(door.clone()), own, config.clone());
         let open = Arc::new(Semaphore::new(REQUESTS_MAX));
-        entrances.push((tokens, Entrance { service, open }));
+        entrances.push((tokens, Entrance { service, sessions, open }));
     }
     let entrances = Arc::new(entrances);
     let service = service_fn(move |request| {
@@ -110,14 +113,28 @@ async fn answer(request: Request<Incoming>, entrances: &[(Vec<TokenHash>, Entran
         return refuse(StatusCode::NOT_FOUND, "only /mcp is here");
     }
     let Ok(permit) = Arc::clone(&entrance.open).try_acquire_owned() else {
-        let mut refusal = refuse(StatusCode::SERVICE_UNAVAILABLE, "too much at once");
-        refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-        return refusal;
+        return no_room("too much at once");
     };
+    let begins = !request.headers().contains_key(HEADER_SESSION_ID);
     match tokio::time::timeout(ANSWER_TIME_MAX, entrance.service.handle(request)).await {
+        // rmcp takes a session that there is no room for as a fault of its own.
+        Ok(response)
+            if begins
+                && response.status() == StatusCode::INTERNAL_SERVER_ERROR
+                && entrance.sessions.is_full().await =>
+        {
+            no_room("too many sessions are open: end one, with DELETE")
+        }
         Ok(response) => response.map(|body| Held { body, _permit: Some(permit) }),
         Err(_) => refuse(StatusCode::REQUEST_TIMEOUT, "the request took too long"),
     }
+}
+
+/// A refusal of what there may be room for later.
+fn no_room(what: &'static str) -> Answer {
+    let mut refusal = refuse(StatusCode::SERVICE_UNAVAILABLE, what);
+    refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    refusal
 }
 
 fn refuse(status: StatusCode, what: &'static str) -> Answer {

@@ -28,6 +28,11 @@ impl Sessions {
     pub(super) fn new(sessions: LocalSessionManager) -> Self {
         Self(sessions)
     }
+
+    /// Whether there is no room for another.
+    pub(super) async fn is_full(&self) -> bool {
+        self.0.sessions.read().await.len() >= SESSIONS_MAX
+    }
 }
 
 type Message = ClientJsonRpcMessage;
@@ -37,7 +42,7 @@ impl SessionManager for Sessions {
     type Transport = <LocalSessionManager as SessionManager>::Transport;
 
     async fn create_session(&self) -> Result<(SessionId, Self::Transport), SessionsError> {
-        if self.0.sessions.read().await.len() >= SESSIONS_MAX {
+        if self.is_full().await {
             return Err(SessionsError::Full);
         }
         Ok(self.0.create_session().await?)
