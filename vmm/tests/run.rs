@@ -826,6 +826,7 @@ fn what_has_no_end_or_is_no_text_is_refused() {
     let desk = Desk::new();
     desk.write("hello.wat", HELLO);
     desk.write("latin.json", b"{\"name\": \"Stra\xdfe\"}");
+    desk.write("long.json", format!("{{\"text\": \"{}\"}}", "x".repeat(1 << 20)));
     let run = ["run", "--sign-with", "signer.pem", "--input"];
     for (arguments, said) in [
         (vec!["inspect", "/dev/zero"], "/dev/zero: this has more than 64 MiB"),
@@ -834,6 +835,7 @@ fn what_has_no_end_or_is_no_text_is_refused() {
             [&run[..], &["@latin.json", "hello.wat"]].concat(),
             "--input: this is not JSON: invalid utf-8",
         ),
+        (vec!["tools", "call", "a.tool", "@long.json"], "a tool call has at most 1048576"),
     ] {
         let refused = desk.forge(&arguments);
         let stderr = text(&refused.stderr);

@@ -54,7 +54,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
         complain(&format_args!("{}: {}", failure.name, failure.error));
     }
     let exit = if results.failed.is_empty() { Exit::Ok } else { Exit::Unavailable };
-    if results.results.is_empty() {
+    if results.results.is_empty() && !args.json {
         return Ok(exit.into());
     }
     let moved = old.as_ref().map(|old| compare::compare(old, &results));
@@ -66,7 +66,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
             print_moved(old, &results, moved)?;
         }
     }
-    if let Some(folder) = &args.plot {
+    if let Some(folder) = &args.plot
+        && !results.results.is_empty()
+    {
         draw(&results, folder)?;
     }
     Ok(exit.into())

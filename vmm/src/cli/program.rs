@@ -247,9 +247,10 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
             add(violation.kind.as_str(), violation.message);
         }
     }
-    // What is no module is not looked into. The guest says one thing at a time,
-    // so of its kind everything may have been said.
+    // What is no module is not looked into, nor what no guest gets. The guest
+    // says one thing at a time, so of its kind everything may have been said.
     if !matches!(verified, Err(SignatureError::NotCoreModule))
+        && bytes.len() <= limits.program_bytes as usize
         && let Err(Ending::Rejected { kind, detail }) = forge_guest_init::check(&limits, &bytes)
         && violations.iter().all(|said| said.kind != kind.as_str())
     {

@@ -14,7 +14,7 @@ use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::hex::hex;
-use forge_protocol::limits::RunLimits;
+use forge_protocol::limits::{REQUEST_BYTES_MAX, RunLimits};
 use forge_vmm::admission::shown_whole;
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
@@ -292,6 +292,12 @@ fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
 /// this one tool.
 fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     let request = config::json_argument("the arguments", &args.arguments)?;
+    if request.len() > REQUEST_BYTES_MAX as usize {
+        return Err(CliError::Usage(format!(
+            "the arguments have {} bytes, and a tool call has at most {REQUEST_BYTES_MAX}",
+            request.len()
+        )));
+    }
     let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
     let run_id = keys::random()
         .map(RunId)
