@@ -155,8 +155,7 @@ impl fmt::Display for Weakness {
                 "no limit by cgroup v2's controller {controller}: {}; configure one, and start \
                  forge-vmm in a delegated group (systemd-run --scope --property=Delegate=yes)",
                 match controller {
-                    Controller::Memory =>
-                        "memory is bounded by each worker's address space (1 GiB) alone",
+                    Controller::Memory => "memory is bounded by each worker's address space alone",
                     Controller::Cpu => "CPU time is bounded by deadlines and fuel alone",
                     Controller::Pids =>
                         "processes are bounded by the filter and RLIMIT_NPROC alone",

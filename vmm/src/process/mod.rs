@@ -42,8 +42,8 @@ use crate::worker::elapsed_ns;
 use crate::worker::process::{self, say, take_socket};
 use exchange::{Exchange, Served, Wire};
 
-/// A worker's limits, as a VM's worker has them; its address space is bounded
-/// by [`Makings`] before.
+/// A worker's limits, as a VM's worker has them; how much address space it gets
+/// is for [`Makings`] to say.
 pub(crate) const LIMITS: Limits = Limits { open_files: 8, processes: 0, file_bytes: 0 };
 
 /// What workers of this tier inherit.
