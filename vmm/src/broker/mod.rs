@@ -6,34 +6,30 @@
 //! the other end goes to the run's worker, and that connection is the run's
 //! identity at the broker.
 //!
-//! Many threads may ask at once. Requests carry numbers, and whoever waits
-//! for an answer while nobody reads the link reads it for all: an answer is
-//! left for the thread whose number it has. So a slow answer (servers have to
-//! start) holds up nobody else, and there is no thread that only reads.
+//! What goes over the link, and how many share it, is [`control`]'s.
 //! Deliberately absent is starting a lost broker again, which is
 //! [`crate::keeper`]'s.
 
-use std::collections::HashMap;
+mod control;
+
 use std::ffi::{CString, OsString};
-use std::fmt;
-use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{Answer, Ask, GrantClaims, OpenRun, RefusalKind, Reply, Request};
-use forge_protocol::codec::{self, BorrowDecode};
-use forge_protocol::frame::{self, Assembler, Frame, Kind};
-use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
+use forge_protocol::broker::{GrantClaims, OpenRun, RefusalKind, Reply, Request};
+use forge_protocol::handshake::HandshakeError;
 use forge_protocol::service::HostedTools;
 use forge_protocol::worker::CallRecord;
 
-use crate::link::{self, Patience};
+use self::control::{Control, Silence};
+use crate::link::Patience;
 
 /// The broker's executable, looked for beside this one.
 const EXECUTABLE: &str = "forge-toolbroker";
@@ -43,15 +39,8 @@ const EXIT_CONFIGURATION: i32 = 2;
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long one may take that starts nothing and waits for no disk.
 const WORD_TIME_MAX: Duration = Duration::from_secs(5);
-/// How often somebody looks whether an answer is still wanted while another
-/// thread reads the link.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long whoever waits for room reads before it tries again to write.
-const READ_TIME_MAX: Duration = Duration::from_millis(1);
 /// How long the end of an idle broker is waited for.
 const CLOSE_TIME_MAX: Duration = Duration::from_millis(200);
-/// What is read from the link at once, in bytes.
-const READ_BYTES: usize = 16 * 1024;
 
 /// Why the broker gave no answer, or no good one.
 #[derive(Debug, thiserror::Error)]
@@ -289,87 +278,7 @@ pub struct Broker {
     id: u32,
     options: BrokerOptions,
     child: Mutex<Child>,
-    control: UnixStream,
-    outgoing: Mutex<Outgoing>,
-    answers: Mutex<Answers>,
-    /// Told when an answer came, the link broke, or its reader left.
-    changed: Condvar,
-    reader: Mutex<Reader>,
-}
-
-/// What came and was not taken yet.
-#[derive(Debug, Default)]
-struct Answers {
-    /// By number; `None` while it is waited for.
-    waited: HashMap<u64, Option<Reply>>,
-    /// Whether a thread reads the link.
-    reading: bool,
-    /// Why no more answers come.
-    broken: Option<Broken>,
-}
-
-/// How a link broke, for each of those who wait.
-#[derive(Clone, Debug)]
-enum Broken {
-    Lost(io::ErrorKind, String),
-    Protocol(String),
-}
-
-impl From<Broken> for BrokerError {
-    fn from(broken: Broken) -> Self {
-        match broken {
-            Broken::Lost(kind, text) => Self::Lost(io::Error::new(kind, text)),
-            Broken::Protocol(what) => Self::Protocol(what),
-        }
-    }
-}
-
-impl fmt::Display for Broken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::Lost(_, why) | Self::Protocol(why)) = self;
-        f.write_str(why)
-    }
-}
-
-impl Broken {
-    fn lost(error: &io::Error) -> Self {
-        Self::Lost(error.kind(), error.to_string())
-    }
-}
-
-/// What goes out on the link, one request after the other.
-#[derive(Debug, Default)]
-struct Outgoing {
-    /// The number of the next request.
-    next: u64,
-    /// What the socket has not taken yet of the one before, whoever waits for
-    /// its answer, if anybody does.
-    rest: Vec<u8>,
-}
-
-/// Why there is no answer.
-enum Silence {
-    /// Whoever asked wants none any more.
-    Cancelled,
-    /// It did not come in time.
-    Over,
-    /// It cannot come.
-    Broken(BrokerError),
-}
-
-impl From<BrokerError> for Silence {
-    fn from(error: BrokerError) -> Self {
-        Self::Broken(error)
-    }
-}
-
-/// Frames off the link. A frame that is not whole yet stays for whoever reads
-/// next.
-#[derive(Debug)]
-struct Reader {
-    assembler: Assembler,
-    buffer: Box<[u8]>,
-    unread: std::ops::Range<usize>,
+    control: Control,
 }
 
 impl Broker {
@@ -421,17 +330,11 @@ impl Broker {
             id: child.id(),
             options: options.clone(),
             child: Mutex::new(child),
-            control: ours,
-            outgoing: Mutex::default(),
-            answers: Mutex::default(),
-            changed: Condvar::new(),
-            reader: Mutex::new(Reader {
-                assembler: Assembler::default(),
-                buffer: vec![0; READ_BYTES].into_boxed_slice(),
-                unread: 0..0,
-            }),
+            control: Control::new(ours),
         };
-        match broker.greet() {
+        let patience = Patience::until(Instant::now() + REQUEST_TIME_MAX);
+        let greeted = broker.control.greet(patience);
+        match greeted.and_then(|it| it.ok_or(BrokerError::NoAnswer(REQUEST_TIME_MAX))) {
             Ok(()) => Ok(broker),
             Err(BrokerError::Lost(error)) => match lock(&broker.child).wait() {
                 Ok(status) if status.code() == Some(EXIT_CONFIGURATION) => {
@@ -472,39 +375,17 @@ impl Broker {
 
     /// The control link, for who watches whether it hangs up.
     pub(crate) fn link(&self) -> io::Result<UnixStream> {
-        self.control.try_clone()
+        self.control.watched()
     }
 
     /// Closes the control link: nobody asks it any more.
     pub(crate) fn close(&self) {
-        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        self.control.close();
     }
 
     /// Whether its process has ended.
     pub(crate) fn has_ended(&self) -> bool {
         !matches!(lock(&self.child).try_wait(), Ok(None))
-    }
-
-    fn greet(&self) -> Result<(), BrokerError> {
-        let ours = Hello::ours(Role::Supervisor);
-        let mut bytes = Vec::new();
-        frame::write_message(Kind::Hello, &ours, &mut bytes);
-        (&self.control).write_all(&bytes).map_err(BrokerError::Lost)?;
-        let until = Instant::now() + REQUEST_TIME_MAX;
-        let greeting = lock(&self.reader).next(&self.control, Patience::until(until))?;
-        match greeting.ok_or(BrokerError::NoAnswer(REQUEST_TIME_MAX))? {
-            Frame { kind: Kind::Hello, payload } => {
-                ours.agree(decode(&payload)?, Role::Broker)?;
-                Ok(())
-            }
-            Frame { kind: Kind::Refuse, payload } => {
-                let Refusal(theirs) = decode(&payload)?;
-                Err(HandshakeError::VersionMismatch { theirs, ours }.into())
-            }
-            Frame { kind, .. } => {
-                Err(BrokerError::Protocol(format!("a {kind:?} frame for a greeting")))
-            }
-        }
     }
 
     /// Asks, and waits for the answer.
@@ -627,283 +508,9 @@ impl Broker {
             Silence::Over => BrokerError::NoAnswer(most),
             Silence::Broken(error) => error,
         };
-        let can_be_withdrawn = request.can_be_withdrawn();
-        let id = self.begin(request, rider, patience).map_err(silent)?;
-        let reply = self.flush(patience).and_then(|()| self.wait_for(id, patience));
-        if let Err(silence) = &reply {
-            lock(&self.answers).waited.remove(&id);
-            if can_be_withdrawn && !matches!(silence, Silence::Broken(_)) {
-                self.withdraw(id).map_err(|error| silent(error.into()))?;
-            }
-        }
-        match reply.map_err(silent)? {
+        match self.control.ask(request, rider, patience).map_err(silent)? {
             Reply::Refused { kind, message } => Err(BrokerError::Refused { kind, message }),
             reply => Ok(reply),
-        }
-    }
-
-    /// Tells the broker that nobody waits for an answer any more: now, or with
-    /// what goes out next. It stays small: nothing but this is added to a rest.
-    fn withdraw(&self, question: u64) -> Result<(), BrokerError> {
-        let mut outgoing = lock(&self.outgoing);
-        let withdraw = Ask { id: outgoing.next, request: Request::Withdraw { question } };
-        outgoing.next += 1;
-        frame::write_message(Kind::Request, &withdraw, &mut outgoing.rest);
-        self.push(&mut outgoing).map(|_| ())
-    }
-
-    /// Begins to send a request as soon as the link takes any of it; gives back
-    /// the number of its answer. Nobody waits with the lock held: a request may
-    /// be as large as its client likes, and the broker slow.
-    ///
-    /// # Errors
-    /// `Unsent` if the broker cannot have seen it; that it is too large; else
-    /// only that nobody waits any longer.
-    fn begin(
-        &self,
-        request: Request,
-        rider: Option<UnixStream>,
-        patience: Patience<'_>,
-    ) -> Result<u64, Silence> {
-        let mut ask = Ask { id: 0, request };
-        loop {
-            if let Some(id) = self.try_begin(&mut ask, rider.as_ref())? {
-                return Ok(id);
-            }
-            self.wait_for_room(patience)?;
-        }
-    }
-
-    /// Waits until all that was begun is in the broker's socket. A frame that
-    /// is not whole is never decoded; what is missing of one that nobody waits
-    /// for goes out before the next.
-    fn flush(&self, patience: Patience<'_>) -> Result<(), Silence> {
-        while !self.push(&mut lock(&self.outgoing))? {
-            self.wait_for_room(patience)?;
-        }
-        Ok(())
-    }
-
-    /// Puts as much of a request into the broker's socket as it takes, and
-    /// keeps the rest; gives back the number of its answer, or `None` if it
-    /// takes nothing now.
-    fn try_begin(&self, ask: &mut Ask, rider: Option<&UnixStream>) -> Result<Option<u64>, Silence> {
-        let mut outgoing = lock(&self.outgoing);
-        if !self.push(&mut outgoing)? {
-            return Ok(None);
-        }
-        let id = outgoing.next;
-        ask.id = id;
-        let mut bytes = Vec::new();
-        // What is asked may be a client's words, of any length.
-        frame::try_write_message(Kind::Request, &*ask, &mut bytes).map_err(|error| {
-            BrokerError::Refused {
-                kind: RefusalKind::BadRequest,
-                message: format!("this is too much for one request: {error}"),
-            }
-        })?;
-        {
-            let mut answers = lock(&self.answers);
-            if let Some(broken) = &answers.broken {
-                return Err(BrokerError::Unsent(broken.to_string()).into());
-            }
-            answers.waited.insert(id, None);
-        }
-        match self.put(&bytes, rider.map(AsFd::as_fd))? {
-            0 => {
-                lock(&self.answers).waited.remove(&id);
-                Ok(None)
-            }
-            put => {
-                outgoing.next += 1;
-                outgoing.rest = bytes.split_off(put);
-                Ok(Some(id))
-            }
-        }
-    }
-
-    /// Puts out what is left of the request that was sent last: whether all of
-    /// it is.
-    fn push(&self, outgoing: &mut Outgoing) -> Result<bool, BrokerError> {
-        while !outgoing.rest.is_empty() {
-            match self.put(&outgoing.rest, None)? {
-                0 => return Ok(false),
-                put => drop(outgoing.rest.drain(..put)),
-            }
-        }
-        Ok(true)
-    }
-
-    /// Puts into the broker's socket what it takes now: how many bytes.
-    fn put(&self, bytes: &[u8], rider: Option<BorrowedFd<'_>>) -> Result<usize, BrokerError> {
-        loop {
-            match link::send_now(self.control.as_raw_fd(), bytes, rider) {
-                Ok(put) => return Ok(put),
-                Err(error) => match error.kind() {
-                    io::ErrorKind::Interrupted => {}
-                    io::ErrorKind::WouldBlock => return Ok(0),
-                    _ => {
-                        // A request may have gone out in part: the link is of no use.
-                        self.end(Broken::lost(&error));
-                        return Err(BrokerError::Unsent(error.to_string()));
-                    }
-                },
-            }
-        }
-    }
-
-    /// Waits until the broker's socket may take something. Reads meanwhile, as
-    /// long as nobody else does: the broker may wait for room as well, and then
-    /// reads nothing before its answers are taken.
-    fn wait_for_room(&self, patience: Patience<'_>) -> Result<(), Silence> {
-        let wait = |events, patience| {
-            link::wait(self.control.as_raw_fd(), events, patience).map_err(|error| {
-                match error.kind() {
-                    io::ErrorKind::TimedOut => Silence::Over,
-                    io::ErrorKind::ConnectionAborted => Silence::Cancelled,
-                    _ => BrokerError::Unsent(error.to_string()).into(),
-                }
-            })
-        };
-        let mut answers = lock(&self.answers);
-        if answers.reading {
-            drop(answers);
-            // Whoever reads may leave.
-            let look = Instant::now() + LOOK_EVERY;
-            let until = Some(patience.until.map_or(look, |until| until.min(look)));
-            return match wait(libc::POLLOUT, Patience { until, ..patience }) {
-                Err(Silence::Over) if !patience.is_over() => Ok(()),
-                waited => waited,
-            };
-        }
-        answers.reading = true;
-        drop(answers);
-        // One that was read along with another comes first.
-        let here = self.read_answer(Patience::until(Instant::now()));
-        let (waited, read) = match here {
-            Ok(None) => match wait(libc::POLLIN | libc::POLLOUT, patience) {
-                // There may be nothing to read.
-                Ok(()) => {
-                    let soon = Patience::until(Instant::now() + READ_TIME_MAX);
-                    (Ok(()), self.read_answer(soon))
-                }
-                silence => (silence, Ok(None)),
-            },
-            here => (Ok(()), here),
-        };
-        self.deliver(&mut lock(&self.answers), read);
-        waited
-    }
-
-    /// Waits for one answer, and reads the link for all while nobody else
-    /// does.
-    fn wait_for(&self, id: u64, patience: Patience<'_>) -> Result<Reply, Silence> {
-        let mut answers = lock(&self.answers);
-        loop {
-            if let Some(reply) = answers.waited.get_mut(&id).and_then(Option::take) {
-                answers.waited.remove(&id);
-                return Ok(reply);
-            }
-            if let Some(broken) = &answers.broken {
-                return Err(BrokerError::from(broken.clone()).into());
-            }
-            if patience.is_cancelled() {
-                return Err(Silence::Cancelled);
-            }
-            if patience.is_over() {
-                return Err(Silence::Over);
-            }
-            if answers.reading {
-                // Who waits for a word of another thread's cannot look at the
-                // cancel handle meanwhile, and so does now and then.
-                let waited = self.changed.wait_timeout(answers, LOOK_EVERY);
-                answers = waited.unwrap_or_else(PoisonError::into_inner).0;
-                continue;
-            }
-            answers.reading = true;
-            drop(answers);
-            let read = self.read_answer(patience);
-            answers = lock(&self.answers);
-            self.deliver(&mut answers, read);
-        }
-    }
-
-    /// What was read is whoever's it is, and the next may read.
-    fn deliver(&self, answers: &mut Answers, read: Result<Option<Answer>, Broken>) {
-        answers.reading = false;
-        match read {
-            // One that nobody waits for any more is dropped here.
-            Ok(Some(Answer { id, reply })) => {
-                if let Some(place) = answers.waited.get_mut(&id) {
-                    *place = Some(reply);
-                }
-            }
-            Ok(None) => {}
-            Err(broken) => {
-                answers.broken = Some(broken);
-                self.close();
-            }
-        }
-        self.changed.notify_all();
-    }
-
-    /// The next answer on the link; `None` if nobody waits for it any longer.
-    fn read_answer(&self, patience: Patience<'_>) -> Result<Option<Answer>, Broken> {
-        let broken = |error| match error {
-            BrokerError::Lost(error) => Broken::lost(&error),
-            other => Broken::Protocol(match other {
-                BrokerError::Protocol(what) => what,
-                other => other.to_string(),
-            }),
-        };
-        match lock(&self.reader).next(&self.control, patience).map_err(broken)? {
-            None => Ok(None),
-            Some(Frame { kind: Kind::Reply, payload }) => {
-                decode(&payload).map(Some).map_err(broken)
-            }
-            Some(Frame { kind, .. }) => {
-                Err(Broken::Protocol(format!("a {kind:?} frame for a reply")))
-            }
-        }
-    }
-
-    fn end(&self, broken: Broken) {
-        lock(&self.answers).broken.get_or_insert(broken);
-        self.close();
-        self.changed.notify_all();
-    }
-}
-
-impl Reader {
-    /// The next frame; `None` if nobody waits any longer before it is whole.
-    fn next(
-        &mut self,
-        mut link: &UnixStream,
-        patience: Patience<'_>,
-    ) -> Result<Option<Frame>, BrokerError> {
-        loop {
-            let mut input = &self.buffer[self.unread.clone()];
-            let awaits = |kind: Kind| Some(kind.payload_bytes_max());
-            let frame = self.assembler.next(&mut input, awaits);
-            self.unread.start = self.unread.end - input.len();
-            if let Some(frame) = frame.map_err(|e| BrokerError::Protocol(e.to_string()))? {
-                return Ok(Some(frame));
-            }
-            match link::wait(link.as_raw_fd(), libc::POLLIN, patience) {
-                Ok(()) => {}
-                Err(error) => match error.kind() {
-                    io::ErrorKind::TimedOut | io::ErrorKind::ConnectionAborted => return Ok(None),
-                    _ => return Err(BrokerError::Lost(error)),
-                },
-            }
-            match link.read(&mut self.buffer) {
-                Ok(0) => return Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into())),
-                Ok(bytes) => self.unread = 0..bytes,
-                Err(error) => match error.kind() {
-                    io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock => {}
-                    _ => return Err(BrokerError::Lost(error)),
-                },
-            }
         }
     }
 }
@@ -925,8 +532,4 @@ impl Drop for Broker {
 /// What the locks guard is whole between any two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn decode<T: for<'a> BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, BrokerError> {
-    codec::decode(payload).map_err(|error| BrokerError::Protocol(error.to_string()))
 }
