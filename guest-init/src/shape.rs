@@ -100,7 +100,12 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
             Payload::FunctionSection(functions) => {
                 within("functions", functions.count(), FUNCTIONS_MAX)?;
             }
-            Payload::TableSection(tables) => within("tables", tables.count(), TABLES_MAX)?,
+            Payload::TableSection(tables) => {
+                within("tables", tables.count(), TABLES_MAX)?;
+                for table in tables {
+                    within("elements of one table", table?.ty.initial, TABLE_ELEMENTS_MAX)?;
+                }
+            }
             Payload::MemorySection(memories) => {
                 within("memories", memories.count(), MEMORIES_MAX)?;
             }
@@ -156,9 +161,10 @@ fn grows_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
     Ok(grows)
 }
 
-fn within(what: &'static str, got: u32, limit: u32) -> Result<(), ShapeError> {
+fn within(what: &'static str, got: impl Into<u64>, limit: u32) -> Result<(), ShapeError> {
+    let (got, limit) = (got.into(), limit.into());
     if got > limit {
-        return Err(ShapeError::Over(OverLimit { what, got: got.into(), limit: limit.into() }));
+        return Err(ShapeError::Over(OverLimit { what, got, limit }));
     }
     Ok(())
 }
@@ -201,6 +207,7 @@ mod tests {
                 "locals of one function",
             ),
             (repeated("(table 1 funcref)", TABLES_MAX + 1), "tables"),
+            (repeated("(table 100001 funcref)", 1), "elements of one table"),
             (repeated("(memory 1)", MEMORIES_MAX + 1), "memories"),
             (repeated("(global i32 (i32.const 0))", GLOBALS_MAX + 1), "globals"),
             (repeated("(elem funcref)", ELEMENT_SEGMENTS_MAX + 1), "element segments"),
@@ -227,7 +234,7 @@ mod tests {
         for module in [
             repeated(&widest, 1),
             repeated("(func)", FUNCTIONS_MAX),
-            repeated("(table 1 funcref)", TABLES_MAX),
+            repeated("(table 100000 funcref)", TABLES_MAX),
             repeated("(data \"\")", DATA_SEGMENTS_MAX),
             repeated(GROWS, GROWS_MAX / 2),
         ] {

@@ -13,7 +13,6 @@ use wasmi::errors::{ErrorKind, InstantiationError, MemoryError, TableError};
 use wasmi::{Error, TrapCode};
 
 use crate::link::ServeError;
-use crate::shape::TABLE_ELEMENTS_MAX;
 
 /// Why a host function ends the program. It travels through wasmi as a host
 /// error.
@@ -115,15 +114,10 @@ fn not_instantiated(error: &InstantiationError, limits: &RunLimits) -> Ending {
     match error {
         InstantiationError::FailedToInstantiateMemory(
             MemoryError::ResourceLimiterDeniedAllocation | MemoryError::OutOfSystemMemory,
-        ) => Ending::Limit { kind: LimitKind::Memory, limit: limits.memory_bytes },
-        InstantiationError::FailedToInstantiateTable(
+        )
+        | InstantiationError::FailedToInstantiateTable(
             TableError::ResourceLimiterDeniedAllocation | TableError::OutOfSystemMemory,
-        ) => Ending::Rejected {
-            kind: RejectKind::TooLarge,
-            detail: alloc::format!(
-                "a table of the module has more than {TABLE_ELEMENTS_MAX} elements"
-            ),
-        },
+        ) => Ending::Limit { kind: LimitKind::Memory, limit: limits.memory_bytes },
         InstantiationError::ElementSegmentDoesNotFit { .. } => {
             trap(TrapKind::TableOutOfBounds, "an element segment does not fit its table")
         }

@@ -759,6 +759,8 @@ fn what_check_says_run_says_too() {
             run(&format!("{} {}", many("i32.const 1 ", 200_000), many("i32.add ", 199_999))),
         ),
         ("a type", Some("invalid"), run("(i64.const 0)")),
+        ("the largest table", None, bare(&format!("(table 100000 funcref) {start}"))),
+        ("a table", Some("too_large"), bare(&format!("(table 100001 funcref) {start}"))),
         (
             "an entry's type",
             Some("export"),
