@@ -249,28 +249,42 @@ impl Upstream {
     /// # Errors
     /// [`UpstreamError`].
     pub async fn connection(self: &Arc<Self>) -> Result<Arc<Connection>, UpstreamError> {
-        let mut outcome = {
-            let mut slot = self.slot();
-            if slot.stopped {
-                return Err(UpstreamError::Stopped);
-            }
-            match &slot.starting {
-                // One that is over and still there panicked.
-                Some(starting) if !starting.task.is_finished() => {
-                    // Nobody waits for one that is only tried out.
-                    self.breaker.check()?;
-                    starting.outcome.clone()
+        let mut has_waited = false;
+        loop {
+            let mut outcome = {
+                let mut slot = self.slot();
+                if slot.stopped {
+                    return Err(UpstreamError::Stopped);
                 }
-                _ => match slot.connection.clone() {
-                    Some(connection) if self.is_current(&connection)? => return Ok(connection),
-                    stale => self.begin(&mut slot, stale)?,
-                },
+                match &slot.starting {
+                    // One that is over and still there panicked.
+                    Some(starting) if !starting.task.is_finished() => {
+                        // Nobody waits for one that is only tried out.
+                        self.breaker.check()?;
+                        starting.outcome.clone()
+                    }
+                    _ => match slot.connection.clone() {
+                        Some(connection) if self.is_current(&connection)? => return Ok(connection),
+                        stale => self.begin(&mut slot, stale)?,
+                    },
+                }
+            };
+            let outcome = match outcome.wait_for(Option::is_some).await.as_deref() {
+                Ok(Some(outcome)) => outcome.clone(),
+                _ if self.slot().stopped => Err(UpstreamError::Stopped),
+                _ => {
+                    let reason = "the broker failed, which is a bug".into();
+                    Err(UpstreamError::Start { reason })
+                }
+            };
+            let connection = outcome?;
+            // What was under way already may have read the list of tools before
+            // the server said that it changed. What comes next began later than
+            // whoever asks here, and is new enough for it.
+            if has_waited || self.is_current(&connection)? {
+                return Ok(connection);
             }
-        };
-        match outcome.wait_for(Option::is_some).await.as_deref() {
-            Ok(Some(outcome)) => outcome.clone(),
-            _ if self.slot().stopped => Err(UpstreamError::Stopped),
-            _ => Err(UpstreamError::Start { reason: "the broker failed, which is a bug".into() }),
+            has_waited = true;
         }
     }
 
