@@ -4,8 +4,8 @@
 //! for an answer while nobody reads the link reads it for all: an answer is
 //! left for the thread whose number it has. So a slow answer (servers have to
 //! start) holds up nobody else, and there is no thread that only reads. Nobody
-//! waits with a lock held either: what the socket does not take at once is
-//! kept, and goes out before the next request.
+//! waits with a lock held that others need either: what the socket does not
+//! take at once is kept, and goes out before the next request.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -49,11 +49,21 @@ pub(super) struct Control {
 struct Outgoing {
     /// The number of the next request.
     next: u64,
-    /// What the socket has not taken yet, of [`Self::of`] and what was
+    /// What the socket has not taken yet: of [`Self::last`], and then what was
     /// withdrawn since.
     rest: Vec<u8>,
     /// The last request that was begun.
-    of: u64,
+    last: u64,
+    /// How much of the rest is of that one.
+    of_last: usize,
+}
+
+impl Outgoing {
+    /// Whether all of a request is out that was begun.
+    fn is_out(&self, id: u64) -> bool {
+        // Who began the next one has put this one out.
+        self.last != id || self.of_last == 0
+    }
 }
 
 /// What came and was not taken yet.
@@ -247,9 +257,8 @@ impl Control {
                 Ok(None)
             }
             put => {
-                outgoing.next += 1;
-                outgoing.rest = bytes.split_off(put);
-                outgoing.of = id;
+                let rest = bytes.split_off(put);
+                *outgoing = Outgoing { next: id + 1, last: id, of_last: rest.len(), rest };
                 Ok(Some(id))
             }
         }
@@ -262,10 +271,12 @@ impl Control {
         loop {
             {
                 let mut outgoing = lock(&self.outgoing);
-                // Who began the next one has put this one out.
-                if outgoing.of != id || self.push(&mut outgoing)? {
+                let pushed = self.push(&mut outgoing);
+                // Whatever becomes of what others left behind it.
+                if outgoing.is_out(id) {
                     return Ok(());
                 }
+                pushed?;
             }
             self.wait_for_room(patience)?;
         }
@@ -287,7 +298,10 @@ impl Control {
         while !outgoing.rest.is_empty() {
             match self.put(&outgoing.rest, None)? {
                 0 => return Ok(false),
-                put => drop(outgoing.rest.drain(..put)),
+                put => {
+                    outgoing.rest.drain(..put);
+                    outgoing.of_last = outgoing.of_last.saturating_sub(put);
+                }
             }
         }
         Ok(true)
@@ -532,6 +546,17 @@ mod tests {
         assert!(matches!(first, Err(Silence::Broken(BrokerError::Lost(_)))));
         let second = second.join().unwrap();
         assert!(matches!(second, Err(Silence::Broken(BrokerError::Unsent(_)))));
+    }
+
+    #[test]
+    fn what_others_withdrew_behind_a_whole_request_is_not_missing_of_it() {
+        let (control, far) = pair();
+        let patience = Patience::until(Instant::now() + TIME_MAX);
+        let Ok(id) = control.begin(Request::Sync, None, patience) else { panic!("not begun") };
+        // As if the socket had no room for a word of somebody else's.
+        lock(&control.outgoing).rest.push(0);
+        drop(far);
+        assert!(control.flush(id, patience).is_ok());
     }
 
     #[test]
