@@ -126,11 +126,18 @@ pub enum Request {
 }
 
 impl Request {
-    /// Whether it only asks, for as long as tool servers take: then nothing is
-    /// lost with it.
+    /// Whether it may take as long as tool servers do, and nothing is lost with
+    /// it before it is answered.
     #[must_use]
     pub fn can_be_withdrawn(&self) -> bool {
-        matches!(self, Self::ListTools { .. } | Self::SearchTools { .. } | Self::IssueGrant(_))
+        matches!(
+            self,
+            Self::ListTools { .. }
+                | Self::SearchTools { .. }
+                | Self::IssueGrant(_)
+                | Self::OpenRun(_)
+                | Self::OpenHostedRun { .. }
+        )
     }
 }
 

@@ -382,7 +382,9 @@ impl Connection {
         if live.questions >= QUESTIONS_MAX {
             return Ok(None);
         }
-        let cancel = live.cancel()?;
+        // Where no descriptor is left, that is one too many as well: the runs of
+        // this connection go on.
+        let Ok(cancel) = live.cancel() else { return Ok(None) };
         live.questions += 1;
         self.enter(&mut live, number, Doing::Question { cancel: Arc::clone(&cancel) });
         Ok(Some(cancel))
