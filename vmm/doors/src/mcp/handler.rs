@@ -44,7 +44,7 @@ impl ServerHandler for Door {
         let arguments = Value::Object(request.arguments.unwrap_or_default());
         let result = match &*request.name {
             teach::SEARCH => match read(arguments) {
-                Ok(arguments) => search::search(self, arguments).await,
+                Ok(arguments) => search::search(self, arguments, context).await,
                 Err(result) => result,
             },
             teach::RUN => match read(arguments) {

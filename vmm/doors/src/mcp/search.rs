@@ -6,7 +6,9 @@ use forge_client::ClientError;
 use forge_protocol::broker::{FoundTool, GrantRequest, ToolSpec};
 use forge_protocol::limits::{FOUND_TOOLS_MAX, INTENT_BYTES_MAX};
 use forge_protocol::service::{Question, Reply};
+use rmcp::RoleServer;
 use rmcp::model::CallToolResult;
+use rmcp::service::RequestContext;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -62,15 +64,27 @@ enum SearchError {
     Service(#[from] ClientError),
     #[error("the service gave another answer than was asked for")]
     Answer,
+    #[error("the search was cancelled")]
+    Cancelled,
     #[error("{0}")]
     Host(#[from] std::io::Error),
     #[error("a tool's definition is no JSON: {0}")]
     Definition(#[from] serde_json::Error),
 }
 
-/// Searches, and has a grant issued for what was found.
-pub(super) async fn search(door: &Door, arguments: Arguments) -> CallToolResult {
-    match find(door, arguments).await {
+/// Searches, and has a grant issued for what was found, until whoever asked is
+/// gone.
+pub(super) async fn search(
+    door: &Door,
+    arguments: Arguments,
+    context: RequestContext<RoleServer>,
+) -> CallToolResult {
+    let found = tokio::select! {
+        found = find(door, arguments) => found,
+        () = context.ct.cancelled() => Err(SearchError::Cancelled),
+        () = door.0.closing.cancelled() => Err(SearchError::Cancelled),
+    };
+    match found {
         Ok(found) => handler::structured(&found, None, false),
         Err(error) => failed(&error),
     }
