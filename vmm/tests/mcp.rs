@@ -19,14 +19,17 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::mpsc::{self, Receiver};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use desk::Desk;
+use forge_client::ClientError;
+use forge_protocol::broker::RefusalKind;
+use forge_protocol::service::Question;
 use processes::{descendants_of, is_gone, workers_below};
 use serde_json::{Value, json};
-use serving::{Service, standing};
+use serving::{Service, runtime, standing};
 use sha2::{Digest as _, Sha256};
 use support::{eventually, forge_module, signed, signer};
 
@@ -40,6 +43,7 @@ fn main() -> ExitCode {
             a_call_outside_the_handle_is_refused,
             progress_tells_of_calls_to_who_asks,
             a_cancelled_request_ends_its_run,
+            searches_that_are_cancelled_keep_no_place,
             a_client_that_leaves_ends_everything,
             a_signal_ends_everything,
             programs_are_signed_for_the_principal_or_refused,
@@ -445,6 +449,44 @@ fn a_cancelled_request_ends_its_run() {
     // Its request has no answer, which `answer` would not let pass, and the
     // next has.
     assert_eq!(text(&client.run(json!({"program": ECHO, "input": 1}))), "1");
+}
+
+fn searches_that_are_cancelled_keep_no_place() {
+    let desk = desk();
+    let stuck = r#"{"mcpServers": {"stuck": {"command": "/bin/sleep", "args": ["60"]}}}"#;
+    desk.write("stuck.json", stuck);
+    let service = desk.serve(&["--mcp-config", "stuck.json"]);
+    let mut client = desk.client(&["--service", "socket", "--principal", "seeker"]);
+    client.greet();
+    let runtime = runtime();
+    let other = runtime.block_on(forge_client::Client::connect(&service.socket)).unwrap();
+    // What somebody else is told who asks for the same principal; nothing while
+    // that waits for the server as well.
+    let told = || {
+        let asked = other.ask(Question::ListTools { principal: "seeker".into() });
+        let told = async { tokio::time::timeout(Duration::from_millis(200), asked).await.ok() };
+        runtime.block_on(told)
+    };
+    let began = Instant::now();
+    let search = json!({"name": "search_tools", "arguments": {"intent": "any"}});
+    let mut searches: Vec<u64> =
+        (0..16).map(|_| client.ask("tools/call", search.clone())).collect();
+    loop {
+        eventually("all places are taken", || {
+            matches!(told(), Some(Err(ClientError::Refused { kind: RefusalKind::Overloaded, .. })))
+        });
+        // Who asked here may have had the place of one of them for a while.
+        let Ok(refused) = client.lines.recv_timeout(Duration::from_millis(500)) else { break };
+        searches.retain(|id| refused["id"] != *id);
+        searches.push(client.ask("tools/call", search.clone()));
+    }
+    for id in searches {
+        let method = "notifications/cancelled";
+        client.send(&json!({"jsonrpc": "2.0", "method": method, "params": {"requestId": id}}));
+    }
+    eventually("one waits again", || told().is_none());
+    // Then the start of the server fails, and they are free in any case.
+    assert!(began.elapsed() < Duration::from_secs(30), "the places came free by themselves");
 }
 
 fn a_client_that_leaves_ends_everything() {
