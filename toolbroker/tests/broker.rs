@@ -287,6 +287,9 @@ fn answers_come_in_the_order_in_which_calls_settle() {
 #[test]
 fn a_tool_that_never_answers_settles_as_unknown_at_the_deadline() {
     let (mut broker, server) = Broker::with_test_server();
+    // The journal stands.
+    let echo = json!({"text": "x"});
+    assert_eq!(broker.run(&["test.echo"], limits()).call("test.echo", &echo).0, None);
     let began = Instant::now();
     let mut worker =
         broker.run(&["test.never", "test.echo"], RunLimits { wall_ms: 2_000, ..limits() });
@@ -297,9 +300,9 @@ fn a_tool_that_never_answers_settles_as_unknown_at_the_deadline() {
     assert!(took > Duration::from_millis(1_900) && took < Duration::from_secs(20), "{took:?}");
 
     // After it, nothing is dispatched any more.
-    let (code, _) = worker.call("test.echo", &json!({"text": "x"}));
+    let (code, _) = worker.call("test.echo", &echo);
     assert_eq!(code, Some(CallCode::DeadlinePassed));
-    assert_eq!(server.calls(), ["never"]);
+    assert_eq!(server.calls(), ["echo", "never"]);
 }
 
 #[test]
@@ -470,7 +473,7 @@ fn a_call_in_flight_when_its_run_link_closes_is_still_finished_and_recorded() {
 #[test]
 fn tool_servers_end_with_their_broker() {
     let (mut broker, server) = Broker::with_test_server();
-    let mut worker = broker.run(&["test.never"], RunLimits { wall_ms: 300, ..limits() });
+    let mut worker = broker.run(&["test.never"], RunLimits { wall_ms: 3_000, ..limits() });
     assert_eq!(worker.call("test.never", &json!({})).0, Some(CallCode::OutcomeUnknown));
     let marker = server.log.to_str().unwrap().to_owned();
     let alive = |marker: &str| {

@@ -709,7 +709,7 @@ fn a_call_that_waits_holds_up_no_other_and_ends_with_its_run() {
     let settled = worker.settled();
     assert_eq!((settled.id, settled.code), (waiting, None));
 
-    let short = RunLimits { wall_ms: 100, ..limits() };
+    let short = RunLimits { wall_ms: 2_000, ..limits() };
     let mut worker = broker.run(&["http.fetch"], short);
     let (code, _) = worker.call("http.fetch", &asked);
     assert_eq!(code, Some(CallCode::OutcomeUnknown));

@@ -133,7 +133,9 @@ fn attack_21_a_definition_that_changes_in_mid_call_denies_the_next_call() {
 #[test]
 fn attack_23_a_flood_of_requests_and_notifications_takes_no_memory_and_holds_up_nobody() {
     let mut broker = broker("plain");
-    let mut worker = broker.run(&["raw.flood", "good.echo"], limits());
+    // Shorter than an answer is waited for here.
+    let limits = RunLimits { wall_ms: 30_000, ..limits() };
+    let mut worker = broker.run(&["raw.flood", "good.echo"], limits);
     worker.send("raw.flood", b"{}");
     let echo = worker.send("good.echo", br#"{"text": "meanwhile"}"#);
     assert_eq!(worker.settled().id, echo, "the other server is not held up");
@@ -158,7 +160,7 @@ fn attack_23_a_result_of_millions_of_values_takes_no_more_memory_than_others() {
 #[test]
 fn attack_23_a_server_that_hangs_up_or_listens_no_more_leaves_the_outcome_unknown() {
     let mut broker = broker("plain");
-    let limits = RunLimits { wall_ms: 2_000, request_bytes: 1 << 20, ..RunLimits::default() };
+    let limits = RunLimits { wall_ms: 5_000, request_bytes: 1 << 20, ..RunLimits::default() };
     let mut worker = broker.run(&["raw.half"], limits.clone());
     assert_eq!(worker.call("raw.half", &json!({})).0, Some(CallCode::OutcomeUnknown));
     // More than any pipe holds.
@@ -167,7 +169,7 @@ fn attack_23_a_server_that_hangs_up_or_listens_no_more_leaves_the_outcome_unknow
     assert_eq!(worker.call("raw.deaf", &json!({})).0, Some(CallCode::OutcomeUnknown));
     let mut worker = broker.run(
         &["raw.deaf"],
-        RunLimits { request_bytes: 1 << 20, wall_ms: 2_000, ..RunLimits::default() },
+        RunLimits { request_bytes: 1 << 20, wall_ms: 5_000, ..RunLimits::default() },
     );
     assert_eq!(worker.call("raw.deaf", &much).0, Some(CallCode::OutcomeUnknown));
     drop(worker);

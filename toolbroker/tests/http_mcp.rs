@@ -247,6 +247,8 @@ fn a_server_that_hangs_holds_up_nothing_but_its_call() {
     let mcp = Mcp::new(Era::Session);
     let web = mcp.serve();
     let mut broker = broker(&web, "");
+    // The journal stands.
+    assert_eq!(broker.run(&["web.echo"], limits()).call("web.echo", &json!({})).0, None);
     let mut worker =
         broker.run(&["web.hang", "web.echo"], RunLimits { wall_ms: 4_000, ..limits() });
     let hung = worker.send("web.hang", b"{}");

@@ -174,7 +174,7 @@ fn silent_server(folder: &Folder, seconds: u32) -> PathBuf {
 
 fn a_slow_listing_holds_up_no_run() {
     let folder = Folder::new();
-    let broker = start(Some(silent_server(&folder, 5)));
+    let broker = start(Some(silent_server(&folder, 12)));
     let asked = AtomicBool::new(false);
     let listed = AtomicBool::new(false);
     std::thread::scope(|scope| {

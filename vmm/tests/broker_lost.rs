@@ -254,8 +254,10 @@ fn a_broker_that_stands_still_costs_a_run_its_time_and_no_more() {
     };
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        // The journal stands.
+        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
         let calling = Order {
-            limits: RunLimits { wall_ms: 5_000, ..RunLimits::default() },
+            limits: RunLimits { wall_ms: 8_000, ..RunLimits::default() },
             ..three_in_flight()
         };
         let calling = client.submit(&calling).await.unwrap();

@@ -143,7 +143,7 @@ fn cases() -> Vec<Case> {
         case(
             "deadline",
             with_text("hello", &format!("{say} (loop (br 0)) (unreachable)")),
-            &["--fuel", FUEL_MAX, "--timeout", "2s"],
+            &["--fuel", FUEL_MAX, "--timeout", "5s"],
             (4, "limit", "deadline"),
         ),
         case(
@@ -184,7 +184,7 @@ fn cases() -> Vec<Case> {
             &["--allow", "test.slow"],
             (1, "failed", "returned"),
         ),
-        tool("a tool that never answers", call("test.never", "{}"), &["--allow", "test.never", "--timeout", "2s"], (4, "limit", "deadline")),
+        tool("a tool that never answers", call("test.never", "{}"), &["--allow", "test.never", "--timeout", "5s"], (4, "limit", "deadline")),
         tool("three calls in flight", barrier(), &["--allow", "test.barrier"], (0, "ok", "")),
     ]
 }
