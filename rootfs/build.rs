@@ -76,9 +76,11 @@ fn build_guest(workspace: &Path, target_dir: &Path) -> Result<PathBuf, Box<dyn E
         // relocate, no unwinding.
         "-Crelocation-model=static",
         "-Cforce-unwind-tables=no",
-        // Detecting the vector backend costs CPUID exits, and assuming one
-        // breaks on hosts that lack it.
+        // Detecting a vector backend costs CPUID exits, assuming one breaks on
+        // hosts that lack it, and guests have no AVX. SHA-256, which hashes
+        // whole programs, does ask: its instructions need no AVX.
         "--cfg=curve25519_dalek_backend=\"serial\"",
+        "--cfg=sha2_512_backend=\"soft\"",
         "-Clink-arg=-nostartfiles",
         "-Clink-arg=-nostdlib",
         "-Clink-arg=-static",
