@@ -23,7 +23,7 @@ fn main(boot_archive: &'static [u8]) -> ! {
         Ok(trust) => trust,
         Err(error) => panic!("the boot archive has {error}"),
     };
-    let link = Link { stream: vsock::Stream::connect(), has_greeted: false };
+    let link = Link { stream: vsock::Stream::take_over(), has_greeted: false };
     if let Err(error) = forge_guest_init::serve(link, &trust, forge_guest_kernel::ticks) {
         panic!("{error}");
     }

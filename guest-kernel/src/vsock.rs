@@ -1,8 +1,8 @@
 //! The virtio socket driver (virtio 1.2, 5.10) and its one stream.
 //!
-//! The VMM hands the device over live, as firmware would, so there is nothing
-//! to negotiate. The guest opens one connection to the host and speaks on it;
-//! the host cannot connect here, and is told so with a reset. Every notification is a
+//! The VMM hands the device over live, as firmware would, and with one stream
+//! open, so there is nothing to negotiate and nobody to ask. There is no other
+//! stream: who asks for one is told so with a reset. Every notification is a
 //! VM exit, so the driver counts them: a message to the host is one, and if
 //! the host answers within it, the answer costs none. Received bytes are read
 //! where the device put them. There is no event queue: its one event tells
@@ -11,31 +11,29 @@
 
 use alloc::vec::Vec;
 
-use forge_protocol::platform::{GUEST_CID, HOST_CID, HOST_PORT, PAGE_BYTES, VSOCK_QUEUES, queue};
+use forge_protocol::platform::{
+    GUEST_CID, GUEST_PORT, HOST_CID, HOST_PORT, HOST_WINDOW, PAGE_BYTES, VSOCK_QUEUES, queue,
+};
 
 use crate::mmio::Control;
 use crate::queue::{Buffer, ENTRIES, Queue, Rings};
 
 const TYPE_STREAM: u16 = 1;
-const OP_REQUEST: u16 = 1;
-const OP_RESPONSE: u16 = 2;
 const OP_RST: u16 = 3;
 const OP_SHUTDOWN: u16 = 4;
 const OP_RW: u16 = 5;
 const OP_CREDIT_UPDATE: u16 = 6;
 const OP_CREDIT_REQUEST: u16 = 7;
 
-/// The guest's port of its one stream.
-const GUEST_PORT: u32 = 1024;
 /// The receive buffers, in the order in which they are first offered, in
 /// bytes with the header of a packet. The device fills them in turn: the first
-/// takes the host's answer to our request, the second the program, the third
-/// what a prepared program still waits for. Small as they are, all but the
-/// second share a page with the queues, and it lies next to that page.
+/// takes the program, the second what a prepared program still waits for.
+/// Small as they are, the second and third share a page with the queues, and the
+/// first lies next to that page.
 ///
 /// The fourth is offered only once another was filled to its end: a stream of
 /// much data takes it, others never touch it.
-const RX_BYTES: [usize; ENTRIES] = [1024, 16 * 1024, 2560, 64 * 1024];
+const RX_BYTES: [usize; ENTRIES] = [16 * 1024, 2560, 1024, 64 * 1024];
 /// The buffer that is not offered at first.
 const RX_SPARE: u16 = ENTRIES as u16 - 1;
 /// What the host may send before it hears that some was consumed.
@@ -105,8 +103,8 @@ impl Header {
 struct Shared {
     rings: [Rings; queue::COUNT as usize],
     tx_header: [u8; Header::BYTES],
-    first: [u8; RX_BYTES[0]],
     third: [u8; RX_BYTES[2]],
+    second: [u8; RX_BYTES[1]],
 }
 
 const _: () = assert!(size_of::<Shared>() as u64 == PAGE_BYTES);
@@ -114,11 +112,11 @@ const _: () = assert!(size_of::<Shared>() as u64 == PAGE_BYTES);
 const SHARED: *mut Shared = VSOCK_QUEUES as *mut Shared;
 
 #[repr(C, align(4096))]
-struct Second([u8; RX_BYTES[1]]);
+struct First([u8; RX_BYTES[0]]);
 
 /// Last in the image, so that the heap follows it.
 #[unsafe(link_section = ".bss.last")]
-static mut SECOND: Second = Second([0; RX_BYTES[1]]);
+static mut FIRST: First = First([0; RX_BYTES[0]]);
 
 /// The stream is over: the host reset or shut the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,14 +143,11 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Takes the device over and connects to the host's port. To be called
+    /// Takes the device over, and the stream that is open on it. To be called
     /// once.
-    ///
-    /// # Panics
-    /// If the host refuses: there is no guest without its stream.
     #[must_use]
-    pub fn connect() -> Self {
-        // SAFETY: `connect` is called once, so the queues are taken over once.
+    pub fn take_over() -> Self {
+        // SAFETY: `take_over` is called once, so the queues are taken over once.
         let (rx, tx) = unsafe { (Queue::take_over(queue::RX), Queue::take_over(queue::TX)) };
         let mut stream = Self {
             rx,
@@ -161,22 +156,15 @@ impl Stream {
             sent: 0,
             forwarded: 0,
             forwarded_told: 0,
-            peer_buffer_bytes: 0,
+            peer_buffer_bytes: HOST_WINDOW,
             peer_forwarded: 0,
             early: Vec::new(),
-            open: false,
+            open: true,
         };
         for index in (0..ENTRIES as u16).filter(|index| *index != RX_SPARE) {
             stream.offer_receive_buffer(index);
         }
         stream.rx.notify();
-
-        stream.transmit(OP_REQUEST, 0, &[]);
-        while !stream.open {
-            if !stream.poll(&mut |_| {}) {
-                Control::park();
-            }
-        }
         stream
     }
 
@@ -297,17 +285,13 @@ impl Stream {
         self.peer_buffer_bytes = header.buffer_bytes;
         self.peer_forwarded = header.forwarded;
         match header.operation {
-            OP_RESPONSE => self.open = true,
             OP_RW => {
                 self.forwarded = self.forwarded.wrapping_add(payload.len() as u32);
                 take(payload);
             }
             OP_CREDIT_UPDATE => {}
             OP_CREDIT_REQUEST => self.transmit(OP_CREDIT_UPDATE, 0, &[]),
-            OP_RST | OP_SHUTDOWN => {
-                assert!(self.open, "the host refused the guest's stream");
-                self.open = false;
-            }
+            OP_RST | OP_SHUTDOWN => self.open = false,
             _ => self.refuse(header),
         }
     }
@@ -380,8 +364,8 @@ impl Stream {
         // not read.
         let address = unsafe {
             match index {
-                0 => (&raw const (*SHARED).first) as u64,
-                1 => (&raw const SECOND) as u64,
+                0 => (&raw const FIRST) as u64,
+                1 => (&raw const (*SHARED).second) as u64,
                 2 => (&raw const (*SHARED).third) as u64,
                 _ => self.spare.as_ptr() as u64,
             }

@@ -205,8 +205,14 @@ pub mod queue {
     const _: () = assert!(COUNT as u64 * BYTES <= super::PAGE_BYTES);
 }
 
-/// The vsock port the host listens on for the guest's one stream.
+/// The host's vsock port of the guest's one stream, which is open from the
+/// start, as the device is live.
 pub const HOST_PORT: u32 = 1024;
+/// The guest's port of it.
+pub const GUEST_PORT: u32 = 1024;
+/// What the host takes on that stream before it has consumed any, in bytes: its
+/// `buf_alloc` (virtio 1.2, 5.10.6.3). The guest's stands in its first packet.
+pub const HOST_WINDOW: u32 = 256 * 1024;
 /// The guest's context id.
 pub const GUEST_CID: u64 = 3;
 /// The host's context id (virtio 1.2, 5.10.4).

@@ -4,14 +4,17 @@
 //! ```text
 //!  guest opens:  REQUEST in ─▶ Accepted ─ RESPONSE out ─▶ Open
 //!  host opens:   Requested ─ REQUEST out ─▶ Awaiting ─ RESPONSE in ─▶ Open
+//!  handed over:  Open
 //!  Open ─ SHUTDOWN both ways, or RST ─▶ gone
 //! ```
 
 use std::num::Wrapping;
 
+use forge_protocol::platform::HOST_WINDOW;
+
 /// What a guest may send us on one connection before we have consumed it, in
 /// bytes (our `buf_alloc`).
-pub const BUFFER_BYTES: u32 = 256 * 1024;
+pub const BUFFER_BYTES: u32 = HOST_WINDOW;
 
 /// Operations of a packet (5.10.6).
 pub mod op {
@@ -70,7 +73,7 @@ pub enum Violation {
 }
 
 /// One connection.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Connection {
     state: State,
     /// Bytes for the guest; the first `sent` of them are out already.
@@ -129,6 +132,14 @@ impl Connection {
         let mut connection = Self::new(State::Accepted);
         connection.note_credit(request);
         connection
+    }
+
+    /// A connection that both sides know to be open from the start. What the
+    /// guest takes on it stands in its first packet, and before that it is
+    /// sent nothing.
+    #[must_use]
+    pub fn handed_over() -> Self {
+        Self::new(State::Open)
     }
 
     /// A connection we open.
@@ -321,6 +332,18 @@ mod tests {
         let mut connection = Connection::accept(header(op::REQUEST));
         assert_eq!(connection.poll(10).unwrap().header.operation, op::RESPONSE);
         connection
+    }
+
+    #[test]
+    fn a_connection_that_is_handed_over_is_what_asking_for_it_leaves() {
+        let mut asked = Connection::accept(Header { buffer_bytes: 0, ..header(op::REQUEST) });
+        assert_eq!(asked.poll(10).unwrap().header.operation, op::RESPONSE);
+        let mut handed = Connection::handed_over();
+        assert_eq!(handed, asked);
+        handed.send(b"x");
+        assert!(handed.poll(10).is_none(), "sent before the guest said what it takes");
+        handed.handle(header(op::RW), b"hello").unwrap();
+        assert_eq!(handed.poll(10).unwrap().payload, b"x");
     }
 
     #[test]

@@ -50,6 +50,13 @@ impl Muxer {
         Self { listening: ports.into_iter().collect(), ..Self::default() }
     }
 
+    /// The same with this connection open already.
+    #[must_use]
+    pub fn with_open(mut self, id: ConnectionId) -> Self {
+        self.connections.insert(id, Connection::handed_over());
+        self
+    }
+
     /// Takes a packet from the guest.
     pub fn handle(&mut self, id: ConnectionId, header: Header, payload: &[u8]) {
         if let Some(connection) = self.connections.get_mut(&id) {

@@ -10,7 +10,9 @@
 use std::os::fd::RawFd;
 
 use forge_protocol::guest::{Artifact, Ended, HostSession, Log, SessionError};
-use forge_protocol::platform::{CONTROL_MMIO, HOST_PORT, PAGE_BYTES, VSOCK_MMIO, control};
+use forge_protocol::platform::{
+    CONTROL_MMIO, GUEST_PORT, HOST_PORT, PAGE_BYTES, VSOCK_MMIO, control,
+};
 use forge_protocol::worker::{
     CallRecord, Fate, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
 };
@@ -20,6 +22,9 @@ use super::broker_link::{BrokerLink, LinkError};
 use super::counterpart::Counterpart;
 use crate::machine::{Bus, Go, Stop};
 use crate::vsock::{ConnectionId, Device, Event, Muxer};
+
+/// The guest's one stream (design decision 3), open from the start.
+const STREAM: ConnectionId = ConnectionId { host_port: HOST_PORT, guest_port: GUEST_PORT };
 
 /// Why the board stopped the machine.
 #[derive(Debug)]
@@ -63,18 +68,13 @@ pub struct Record {
 pub struct Wiring {
     device: Device,
     session: HostSession,
-    stream: Option<ConnectionId>,
 }
 
 impl Wiring {
     /// The same for another guest with this memory, which is equal.
     #[must_use]
     pub fn fork(&self, memory: GuestMemoryMmap) -> Self {
-        Self {
-            device: self.device.fork(memory),
-            session: self.session.clone(),
-            stream: self.stream,
-        }
+        Self { device: self.device.fork(memory), session: self.session.clone() }
     }
 }
 
@@ -131,11 +131,9 @@ impl Board {
     /// A board for a guest with this memory.
     #[must_use]
     pub fn new(memory: GuestMemoryMmap, stop: Stop) -> Self {
-        let wiring = Wiring {
-            device: Device::handed_over(memory, Muxer::listening_on([HOST_PORT])),
-            session: HostSession::new(),
-            stream: None,
-        };
+        let muxer = Muxer::listening_on([HOST_PORT]).with_open(STREAM);
+        let device = Device::handed_over(memory, muxer);
+        let wiring = Wiring { device, session: HostSession::new() };
         Self::of(wiring, stop)
     }
 
@@ -267,21 +265,19 @@ impl Board {
     fn take_in(&mut self) -> Result<(), Verdict> {
         while let Some(event) = self.wiring.device.muxer().poll_event() {
             match event {
-                Event::Accepted(id) if self.wiring.stream.is_none() => {
-                    self.wiring.stream = Some(id)
-                }
-                // One stream is all a guest gets (design decision 3).
+                // A driver that has reset the device asks for its stream again.
+                Event::Accepted(STREAM) => {}
                 Event::Accepted(id) => {
                     if let Some(connection) = self.wiring.device.muxer().connection(id) {
                         connection.reset();
                     }
                 }
-                Event::Received(id) if self.wiring.stream == Some(id) => {
-                    let connection = self.wiring.device.muxer().connection(id);
+                Event::Received(STREAM) => {
+                    let connection = self.wiring.device.muxer().connection(STREAM);
                     let bytes = connection.map(|c| c.take_incoming()).unwrap_or_default();
                     self.wiring.session.receive(&bytes)?;
                 }
-                Event::Closed(id) if self.wiring.stream == Some(id) => {
+                Event::Closed(STREAM) => {
                     return Err(Verdict::Misbehaved("the guest closed its stream".into()));
                 }
                 Event::Received(_) | Event::Closed(_) => {}
@@ -298,9 +294,8 @@ impl Board {
     /// Hands the device what the session has for the guest.
     fn flush(&mut self) {
         let transmit = self.wiring.session.transmit();
-        if let Some(id) = self.wiring.stream
-            && !transmit.is_empty()
-            && let Some(connection) = self.wiring.device.muxer().connection(id)
+        if !transmit.is_empty()
+            && let Some(connection) = self.wiring.device.muxer().connection(STREAM)
         {
             connection.send(transmit);
             transmit.clear();
