@@ -1,39 +1,35 @@
-//! The guest's ELF, checked against the platform it was linked for, and its
-//! code, loaded once for all VMs.
+//! The guest's ELF, checked against the platform it was linked for.
 
+use std::borrow::Cow;
 use std::io::Cursor;
 
 use forge_protocol::platform::{CODE, CODE_BYTES, DATA, LARGE_PAGE_BYTES, PAGE_BYTES};
 use linux_loader::loader::{Elf, KernelLoader as _};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::GuestMemoryMmap;
 
 use super::MachineError;
-use super::mapping;
 
 /// A stretch of the image and who may do what with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+struct Segment {
     /// Where it starts.
-    pub start: u64,
+    start: u64,
     /// The page behind its last.
-    pub end: u64,
-    /// May be written.
-    pub writable: bool,
-    /// May be executed.
-    pub executable: bool,
+    end: u64,
+    /// Where it starts in the file, and how much of it is there; the rest is
+    /// zeros.
+    file_offset: u64,
+    file_bytes: u64,
+    writable: bool,
+    executable: bool,
 }
 
-/// What writable memory starts as: an address and the bytes there.
-type Data = Vec<(u64, Vec<u8>)>;
-
-/// A guest image, ready for any number of VMs.
+/// A guest image that fits the platform, for any number of VMs.
 #[derive(Clone, Debug)]
 pub struct Image {
+    elf: Cow<'static, [u8]>,
     entry: u64,
     segments: Vec<Segment>,
-    /// Code and constants, in memory that all VMs share and none can write.
-    code: GuestMemoryMmap,
-    data: Data,
 }
 
 const PT_LOAD: u32 = 1;
@@ -55,23 +51,28 @@ impl Image {
     /// # Errors
     /// [`MachineError::Image`].
     pub fn with_entry_code(code: &[u8]) -> Result<Self, MachineError> {
-        let built_in = Self::built_in()?;
-        let entry = GuestAddress(built_in.entry);
-        built_in
-            .code
-            .write_slice(code, entry)
-            .map_err(|_| MachineError::Image("the code does not fit at its entry"))?;
-        Ok(built_in)
+        let mut image = Self::built_in()?;
+        let entry = image.entry;
+        let at = image.segments.iter().find_map(|segment| {
+            let into = entry.checked_sub(segment.start)?;
+            (segment.executable && into < segment.file_bytes).then_some(segment.file_offset + into)
+        });
+        let place = at.map(|at| at as usize..at as usize + code.len());
+        place
+            .and_then(|place| image.elf.to_mut().get_mut(place))
+            .ok_or(MachineError::Image("the code does not fit at its entry"))?
+            .copy_from_slice(code);
+        Ok(image)
     }
 
-    /// Reads an image's program headers and loads it.
+    /// Reads an image's program headers.
     ///
     /// # Errors
     /// [`MachineError::Image`]: no x86-64 executable, a segment outside its
-    /// stretch, code and data that share a page, or a segment that is both
-    /// writable and executable. [`MachineError::Memory`] if it cannot be
-    /// mapped.
-    pub fn parse(elf: &[u8]) -> Result<Self, MachineError> {
+    /// stretch or the file, code and data that share a page, or a segment that
+    /// is both writable and executable.
+    pub fn parse(elf: impl Into<Cow<'static, [u8]>>) -> Result<Self, MachineError> {
+        let elf = elf.into();
         let bad = MachineError::Image;
         let half = |at: usize| elf.get(at..at + 2).map(|b| u16::from_le_bytes([b[0], b[1]]));
         let word =
@@ -88,21 +89,28 @@ impl Image {
             return Err(bad("its ELF header is cut off"));
         };
         let mut segments: Vec<Segment> = Vec::new();
-        let mut data: Data = Vec::new();
         for index in 0..usize::from(count) {
             let at = table as usize + index * usize::from(stride);
-            let (Some(kind), Some(flags), Some(start), Some(file_bytes), Some(bytes)) =
-                (word(at), word(at + 4), long(at + 16), long(at + 32), long(at + 40))
+            let (Some(kind), Some(flags)) = (word(at), word(at + 4)) else {
+                return Err(bad("its program headers are cut off"));
+            };
+            let (Some(file_offset), Some(start), Some(file_bytes), Some(bytes)) =
+                (long(at + 8), long(at + 16), long(at + 32), long(at + 40))
             else {
                 return Err(bad("its program headers are cut off"));
             };
             if kind != PT_LOAD || bytes == 0 {
                 continue;
             }
-            let end = start.checked_add(bytes).ok_or(bad("a segment wraps around"))?;
+            let end = start
+                .checked_add(bytes)
+                .and_then(|end| end.checked_next_multiple_of(PAGE_BYTES))
+                .ok_or(bad("a segment wraps around"))?;
             let segment = Segment {
                 start,
-                end: end.next_multiple_of(PAGE_BYTES),
+                end,
+                file_offset,
+                file_bytes,
                 writable: flags & PF_W != 0,
                 executable: flags & PF_X != 0,
             };
@@ -118,8 +126,9 @@ impl Image {
             if start < room.start || segment.end > room.end {
                 return Err(bad("a segment lies outside its stretch"));
             }
-            if segment.writable && file_bytes > 0 {
-                data.push((start, vec![0; file_bytes.min(bytes) as usize]));
+            let file_end = file_offset.checked_add(file_bytes);
+            if file_bytes > bytes || file_end.is_none_or(|end| end > elf.len() as u64) {
+                return Err(bad("a segment lies outside the file"));
             }
             segments.push(segment);
         }
@@ -127,8 +136,7 @@ impl Image {
         if !segments.iter().any(runs_entry) {
             return Err(bad("its entry is not in its code"));
         }
-        let code = load(elf, &mut data)?;
-        Ok(Self { entry, segments, code, data })
+        Ok(Self { elf, entry, segments })
     }
 
     /// Where execution starts, in ring 3.
@@ -137,53 +145,16 @@ impl Image {
         self.entry
     }
 
-    /// Its segments, in the order of their addresses.
-    #[must_use]
-    pub fn segments(&self) -> &[Segment] {
-        &self.segments
+    /// Writes code and data to where they belong in `memory`, which is zero
+    /// there.
+    ///
+    /// # Errors
+    /// [`MachineError::Image`] if that is no such memory.
+    pub(super) fn load(&self, memory: &GuestMemoryMmap) -> Result<(), MachineError> {
+        Elf::load(memory, None, &mut Cursor::new(&self.elf[..]), None)
+            .map(drop)
+            .map_err(|_| MachineError::Image("it does not fit its stretches"))
     }
-
-    /// Its code, for the memory slot that all VMs share.
-    pub(super) fn code(&self) -> &GuestMemoryMmap {
-        &self.code
-    }
-
-    /// Copies its data into guest memory, which is zero there.
-    pub(super) fn load_data(&self, memory: &GuestMemoryMmap) -> Result<(), MachineError> {
-        for (address, bytes) in &self.data {
-            memory
-                .write_slice(bytes, GuestAddress(*address))
-                .map_err(|_| MachineError::Image("it does not fit guest memory"))?;
-        }
-        Ok(())
-    }
-}
-
-/// Loads the image; its code stays where it was loaded, its data is taken out
-/// again.
-fn load(elf: &[u8], data: &mut Data) -> Result<GuestMemoryMmap, MachineError> {
-    let map = |address, bytes: u64| {
-        let bytes = bytes as usize;
-        mapping::map(address, bytes)
-            .map_err(|error| MachineError::Memory { bytes, reason: error.to_string() })
-    };
-    let does_not_fit = MachineError::Image("it does not fit its stretches");
-    let code = map(CODE, CODE_BYTES)?;
-    mapping::prefer_large_page(&code, CODE);
-    let writable = map(DATA, LARGE_PAGE_BYTES)?;
-    let both = writable
-        .remove_region(GuestAddress(DATA), LARGE_PAGE_BYTES)
-        .and_then(|(_, region)| code.insert_region(region));
-    let Ok(both) = both else { return Err(does_not_fit) };
-    if Elf::load(&both, None, &mut Cursor::new(elf), None).is_err() {
-        return Err(does_not_fit);
-    }
-    for (address, bytes) in data {
-        if writable.read_slice(bytes, GuestAddress(*address)).is_err() {
-            return Err(does_not_fit);
-        }
-    }
-    Ok(code)
 }
 
 #[cfg(test)]
@@ -193,15 +164,16 @@ mod tests {
     #[test]
     fn the_built_in_image_keeps_writable_and_executable_apart() {
         let image = Image::built_in().unwrap();
-        assert!(image.segments().iter().all(|s| !(s.writable && s.executable)));
-        assert!(image.segments().iter().any(|s| s.executable && s.start == CODE));
-        let lowest = image.segments().iter().filter(|s| s.writable).map(|s| s.start).min();
+        assert!(image.segments.iter().all(|s| !(s.writable && s.executable)));
+        assert!(image.segments.iter().any(|s| s.executable && s.start == CODE));
+        let lowest = image.segments.iter().filter(|s| s.writable).map(|s| s.start).min();
         assert_eq!(lowest, Some(DATA), "the stack is lowest, above what is never mapped");
     }
 
     #[test]
     fn what_each_vm_must_copy_of_the_image_is_little() {
-        let bytes: usize = Image::built_in().unwrap().data.iter().map(|(_, b)| b.len()).sum();
+        let image = Image::built_in().unwrap();
+        let bytes: u64 = image.segments.iter().filter(|s| s.writable).map(|s| s.file_bytes).sum();
         assert!(bytes < 16 * 1024, "{bytes} bytes");
     }
 
@@ -218,7 +190,7 @@ mod tests {
         let mut elf = forge_rootfs::GUEST_ELF.to_vec();
         let first_flags = 64 + 4;
         elf[first_flags] = 7;
-        let refused = Image::parse(&elf).unwrap_err().to_string();
+        let refused = Image::parse(elf).unwrap_err().to_string();
         assert!(refused.contains("both writable and executable"), "{refused}");
     }
 }

@@ -3,17 +3,21 @@
 //! KVM maps a guest's large page by one of its own only where guest-physical
 //! and host-virtual address agree modulo its size. Recent kernels place large
 //! anonymous mappings so; for others a filler before the mapping does it.
-//! Code can lie right before RAM, so that KVM has one stretch of both.
+//! Code lies right before RAM where it can, so that KVM has one stretch of both.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
+use std::ptr;
+use std::sync::Arc;
 
 use forge_protocol::platform::{CODE, CODE_BYTES, LARGE_PAGE_BYTES, RAM_START};
 use vm_memory::{
-    Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
+    GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
     GuestRegionMmap, MmapRegion,
 };
+
+use super::MachineError;
 
 /// After so many attempts a mapping stays where the kernel put it, which costs
 /// its VM large pages and nothing else.
@@ -47,54 +51,67 @@ pub(super) fn map(address: u64, bytes: usize) -> io::Result<GuestMemoryMmap> {
     GuestMemoryMmap::from_regions(vec![region]).map_err(io::Error::other)
 }
 
-/// A copy of the code right before a RAM's mapping, which nobody can write.
-/// Only KVM ever looks at it.
+/// A guest's code and constants, in memory that nobody can write once it is
+/// there. Only KVM ever looks at it.
 #[derive(Debug)]
-pub(super) struct CodeBelow {
+pub(super) struct Code {
     start: *mut libc::c_void,
 }
 
-// SAFETY: the mapping is read by KVM alone, and unmapped by whoever drops it
-// last.
-unsafe impl Send for CodeBelow {}
+// SAFETY: the mapping is read by KVM and `bytes` alone, and unmapped by whoever
+// drops it last.
+unsafe impl Send for Code {}
 // SAFETY: the same.
-unsafe impl Sync for CodeBelow {}
+unsafe impl Sync for Code {}
 
-impl CodeBelow {
+impl Code {
     const BYTES: usize = CODE_BYTES as usize;
 
-    /// Copies `code` to the addresses before those of `ram`. Forks share it.
+    /// Maps code right before `ram`'s addresses, or anywhere else if something
+    /// lies there. `fill` writes it, in a memory that also has the RAM;
+    /// afterwards nobody can.
     ///
     /// # Errors
-    /// What the kernel said; `EEXIST` if something lies there already.
-    pub(super) fn copy(code: &GuestMemoryMmap, ram: &GuestMemoryMmap) -> io::Result<Self> {
-        let ram_start = ram.get_host_address(GuestAddress(RAM_START)).map_err(io::Error::other)?;
-        let start = (ram_start as usize).checked_sub(Self::BYTES).ok_or(io::ErrorKind::NotFound)?;
-        // SAFETY: takes addresses that nobody uses, or fails.
-        let start = unsafe {
-            let start = std::ptr::without_provenance_mut(start);
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-            libc::mmap(start, Self::BYTES, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+    /// [`MachineError::Memory`], or what `fill` said.
+    pub(super) fn load(
+        ram: &GuestMemoryMmap,
+        fill: impl FnOnce(&GuestMemoryMmap) -> Result<(), MachineError>,
+    ) -> Result<Self, MachineError> {
+        let failed = |error: io::Error| MachineError::Memory {
+            bytes: Self::BYTES,
+            reason: error.to_string(),
         };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
+        let code = Self { start: map_below(ram).or_else(|_| map_aligned()).map_err(failed)? };
+        // SAFETY: a mapping of ours of this length, which nobody else knows of.
+        let region = unsafe {
+            libc::madvise(code.start, Self::BYTES, libc::MADV_HUGEPAGE);
+            let both = libc::PROT_READ | libc::PROT_WRITE;
+            MmapRegion::build_raw(code.start.cast(), Self::BYTES, both, libc::MAP_PRIVATE)
+        };
+        let region = region.map_err(io::Error::other).map_err(failed)?;
+        let memory = GuestRegionMmap::new(region, GuestAddress(CODE))
+            .and_then(|region| ram.insert_region(Arc::new(region)).ok())
+            .ok_or_else(|| failed(io::Error::other("code and RAM overlap")))?;
+        fill(&memory)?;
+        drop(memory);
+        // SAFETY: the same. Who could have written it is gone.
+        match unsafe { libc::mprotect(code.start, Self::BYTES, libc::PROT_READ) } {
+            0 => Ok(code),
+            _ => Err(failed(io::Error::last_os_error())),
         }
-        let below = Self { start };
-        // A kernel that does not know the flag may have mapped elsewhere.
-        if below.start.addr() + Self::BYTES != ram_start.addr() {
-            return Err(io::ErrorKind::Unsupported.into());
-        }
-        // SAFETY: the mapping is ours alone and writable until the end of this
-        // block, and is not accessed by a reference after it.
-        unsafe {
-            libc::madvise(start, Self::BYTES, libc::MADV_HUGEPAGE);
-            let bytes = std::slice::from_raw_parts_mut(start.cast::<u8>(), Self::BYTES);
-            code.read_slice(bytes, GuestAddress(CODE)).map_err(io::Error::other)?;
-            if libc::mprotect(start, Self::BYTES, libc::PROT_READ) != 0 {
-                return Err(io::Error::last_os_error());
-            }
-        }
-        Ok(below)
+    }
+
+    /// What it is.
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: the mapping is readable for this length as long as `self`
+        // lives, and nobody can write it.
+        unsafe { std::slice::from_raw_parts(self.start.cast(), Self::BYTES) }
+    }
+
+    /// Whether this RAM follows it, in the host's addresses as in the guest's.
+    pub(super) fn is_below(&self, ram: &GuestMemoryMmap) -> bool {
+        ram.get_host_address(GuestAddress(RAM_START))
+            .is_ok_and(|start| start.addr() == self.start.addr() + Self::BYTES)
     }
 
     /// Whether forks have it, and so much RAM behind it.
@@ -104,18 +121,58 @@ impl CodeBelow {
         // process's own memory.
         unsafe { libc::madvise(self.start, Self::BYTES + ram_bytes, advice) };
     }
+}
 
-    /// Its address.
-    pub(super) fn start(&self) -> *const libc::c_void {
-        self.start
+impl Drop for Code {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `load`, unmapped once; the machines that had it in
+        // their memory are gone, as they hold it.
+        unsafe { libc::munmap(self.start, Self::BYTES) };
     }
 }
 
-impl Drop for CodeBelow {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `copy`, unmapped once; the machines that had it in
-        // their memory are gone, as they hold it.
-        unsafe { libc::munmap(self.start, Self::BYTES) };
+/// Maps memory for code where `ram` begins to follow it; `EEXIST` if something
+/// lies there already.
+fn map_below(ram: &GuestMemoryMmap) -> io::Result<*mut libc::c_void> {
+    let ram_start = ram.get_host_address(GuestAddress(RAM_START)).map_err(io::Error::other)?;
+    let start = ram_start.addr().checked_sub(Code::BYTES).ok_or(io::ErrorKind::NotFound)?;
+    let start = ptr::without_provenance_mut(start);
+    let got = map_private(start, Code::BYTES, libc::MAP_FIXED_NOREPLACE)?;
+    // A kernel that does not know the flag may have mapped elsewhere.
+    if got.addr() != start.addr() {
+        // SAFETY: just mapped, and nobody knows of it.
+        unsafe { libc::munmap(got, Code::BYTES) };
+        return Err(io::ErrorKind::Unsupported.into());
+    }
+    Ok(got)
+}
+
+/// Maps memory for code anywhere, aligned to a large page.
+fn map_aligned() -> io::Result<*mut libc::c_void> {
+    let start = map_private(ptr::null_mut(), 2 * Code::BYTES, 0)?;
+    let before = start.align_offset(Code::BYTES);
+    let aligned = start.wrapping_byte_add(before);
+    // SAFETY: what lies around the aligned part of a mapping of ours that nobody
+    // knows of.
+    unsafe {
+        if before > 0 {
+            libc::munmap(start, before);
+        }
+        libc::munmap(aligned.wrapping_byte_add(Code::BYTES), Code::BYTES - before);
+    }
+    Ok(aligned)
+}
+
+fn map_private(
+    start: *mut libc::c_void,
+    bytes: usize,
+    how: libc::c_int,
+) -> io::Result<*mut libc::c_void> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | how;
+    // SAFETY: takes addresses that nobody uses, or fails.
+    match unsafe { libc::mmap(start, bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) } {
+        libc::MAP_FAILED => Err(io::Error::last_os_error()),
+        start => Ok(start),
     }
 }
 
@@ -173,44 +230,59 @@ pub(super) fn prefer_large_page(memory: &GuestMemoryMmap, address: u64) {
 
 #[cfg(test)]
 mod tests {
+    use vm_memory::Bytes as _;
+
     use super::*;
+
+    fn load(ram: &GuestMemoryMmap) -> Code {
+        Code::load(ram, |memory| {
+            memory.write_slice(b"first", GuestAddress(CODE)).unwrap();
+            memory.write_slice(b"last", GuestAddress(CODE + CODE_BYTES - 4)).unwrap();
+            Ok(())
+        })
+        .unwrap()
+    }
+
+    /// How the kernel lists what lies at this address.
+    fn listed(start: usize) -> Option<String> {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().find(|line| line.starts_with(&format!("{start:x}-"))).map(String::from)
+    }
 
     #[test]
     fn code_lies_right_before_ram_and_cannot_be_written() {
-        let code = map(CODE, CODE_BYTES as usize).unwrap();
-        code.write_slice(b"first", GuestAddress(CODE)).unwrap();
-        code.write_slice(b"last", GuestAddress(CODE + CODE_BYTES - 4)).unwrap();
         // Where a test beside this one maps something in the gap, there is no
         // room below: each attempt takes another place.
         let mut taken = Vec::new();
-        let (ram, below) = loop {
+        let (ram, code) = loop {
             let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
-            match CodeBelow::copy(&code, &ram) {
-                Ok(below) => break (ram, below),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && taken.len() < 32 => {
-                    taken.push(ram);
-                }
-                Err(error) => panic!("after {} attempts: {error}", taken.len() + 1),
+            let code = load(&ram);
+            if code.is_below(&ram) {
+                break (ram, code);
             }
+            taken.push(ram);
+            assert!(taken.len() < 32);
         };
-        let start = below.start().addr();
-        assert_eq!(
-            start + CODE_BYTES as usize,
-            ram.get_host_address(GuestAddress(RAM_START)).unwrap().addr()
-        );
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let line = maps.lines().find(|line| line.starts_with(&format!("{start:x}-"))).unwrap();
+        let start = code.start.addr();
+        let ram_start = ram.get_host_address(GuestAddress(RAM_START)).unwrap().addr();
+        assert_eq!(start + CODE_BYTES as usize, ram_start);
+        let line = listed(start).unwrap();
         assert!(line.contains(" r--p "), "{line}");
-        // SAFETY: the mapping is readable for this length and nobody writes it.
-        let bytes =
-            unsafe { std::slice::from_raw_parts(below.start().cast::<u8>(), CODE_BYTES as usize) };
-        assert!(bytes.starts_with(b"first") && bytes.ends_with(b"last"));
-        // Nothing is put in another's place.
-        let again = CodeBelow::copy(&code, &ram).unwrap_err();
-        assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
-        drop(below);
-        let maps_after = std::fs::read_to_string("/proc/self/maps").unwrap();
-        assert!(!maps_after.contains(line), "{line} is still mapped");
+        assert!(code.bytes().starts_with(b"first") && code.bytes().ends_with(b"last"));
+        drop(code);
+        assert_ne!(listed(start), Some(line), "still mapped");
+    }
+
+    #[test]
+    fn where_there_is_no_room_below_ram_code_lies_elsewhere_and_aligned() {
+        let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
+        let below = load(&ram);
+        let elsewhere = load(&ram);
+        assert!(!elsewhere.is_below(&ram), "something was put in another's place");
+        assert!(elsewhere.start.addr().is_multiple_of(LARGE_PAGE_BYTES as usize));
+        let line = listed(elsewhere.start.addr()).unwrap();
+        assert!(line.contains(" r--p "), "{line}");
+        assert!(elsewhere.bytes() == below.bytes());
     }
 
     #[test]

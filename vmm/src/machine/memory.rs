@@ -1,12 +1,10 @@
 //! Guest memory: mapped, filled, handed to KVM.
 //!
-//! The image's code, which all VMs share and none can write, and RAM. Where
-//! the code lies right before RAM in the host's addresses too, they are one
-//! slot, and code is read-only because the host's mapping is; else they are
-//! two, and code's is read-only. The VMM itself reads and writes RAM alone, so
-//! no descriptor of a guest can make it write code.
-
-use std::sync::Arc;
+//! The image's code, which none can write, and RAM. Where the code lies right
+//! before RAM in the host's addresses too, they are one slot, and code is
+//! read-only because the host's mapping is; else they are two, and code's is
+//! read-only. The VMM itself reads and writes RAM alone, so no descriptor of a
+//! guest can make it write code.
 
 use forge_protocol::platform::{
     ARCHIVE, ARCHIVE_BYTES_MAX, BOOT_INFO, BootInfo, CODE, CODE_BYTES, DATA, RAM_START,
@@ -17,8 +15,8 @@ use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
 };
 
-use super::mapping::CodeBelow;
-use super::{Image, MachineError, cpu, mapping, paging};
+use super::mapping::Code;
+use super::{MachineError, cpu, mapping, paging};
 
 /// Maps RAM for a guest that boots. Untouched pages cost nothing.
 pub(super) fn map(bytes: usize) -> Result<GuestMemoryMmap, MachineError> {
@@ -28,10 +26,9 @@ pub(super) fn map(bytes: usize) -> Result<GuestMemoryMmap, MachineError> {
     Ok(ram)
 }
 
-/// Places everything the guest finds at its start.
+/// Places what the guest finds at its start beside its image.
 pub(super) fn fill(
     memory: &GuestMemoryMmap,
-    image: &Image,
     boot_archive: &[u8],
     ram_bytes: usize,
 ) -> Result<(), MachineError> {
@@ -43,7 +40,6 @@ pub(super) fn fill(
     if archive_bytes > ARCHIVE_BYTES_MAX {
         return Err(MachineError::Image("the boot archive is larger than its place"));
     }
-    image.load_data(memory)?;
     let info = BootInfo { ram_end, archive_bytes, touch_bytes: 0 };
     paging::build(archive_bytes, ram_end).write(memory)?;
     for (bytes, address) in [
@@ -58,52 +54,35 @@ pub(super) fn fill(
     Ok(())
 }
 
-/// A machine's code as KVM is to see it.
-#[derive(Clone, Debug)]
-pub(super) enum Code {
-    /// Anywhere, and its own slot.
-    Apart(GuestMemoryMmap),
-    /// Right before the machine's RAM, and in one slot with it.
-    Below(Arc<CodeBelow>),
-}
-
 /// Gives the VM its memory, in as few slots as it takes: the kernel waits for
 /// its readers at each.
 pub(super) fn hand_over(vm: &VmFd, code: &Code, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
-    match code {
-        Code::Apart(code) => {
-            for (slot, (stretch, flags)) in
-                [(code, KVM_MEM_READONLY), (ram, 0)].into_iter().enumerate()
-            {
-                for region in stretch.iter() {
-                    set_slot(
-                        vm,
-                        kvm_userspace_memory_region {
-                            slot: slot as u32,
-                            flags,
-                            guest_phys_addr: region.start_addr().0,
-                            memory_size: region.len(),
-                            userspace_addr: region.as_ptr() as u64,
-                        },
-                    )?;
-                }
-            }
-            Ok(())
-        }
-        Code::Below(code) => {
-            let ram_bytes: u64 = ram.iter().map(|region| region.len()).sum();
-            set_slot(
-                vm,
-                kvm_userspace_memory_region {
-                    slot: 0,
-                    flags: 0,
-                    guest_phys_addr: CODE,
-                    memory_size: CODE_BYTES + ram_bytes,
-                    userspace_addr: code.start() as u64,
-                },
-            )
-        }
+    let of_code = kvm_userspace_memory_region {
+        slot: 0,
+        flags: KVM_MEM_READONLY,
+        guest_phys_addr: CODE,
+        memory_size: CODE_BYTES,
+        userspace_addr: code.bytes().as_ptr() as u64,
+    };
+    if code.is_below(ram) {
+        let ram_bytes: u64 = ram.iter().map(|region| region.len()).sum();
+        let memory_size = CODE_BYTES + ram_bytes;
+        return set_slot(vm, kvm_userspace_memory_region { flags: 0, memory_size, ..of_code });
     }
+    set_slot(vm, of_code)?;
+    for (slot, region) in (1..).zip(ram.iter()) {
+        set_slot(
+            vm,
+            kvm_userspace_memory_region {
+                slot,
+                flags: 0,
+                guest_phys_addr: region.start_addr().0,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr() as u64,
+            },
+        )?;
+    }
+    Ok(())
 }
 
 fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), MachineError> {

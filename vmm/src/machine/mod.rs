@@ -45,7 +45,7 @@ use std::sync::Arc;
 
 use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA};
 use kvm_ioctls::VmFd;
-use memory::Code;
+use mapping::Code;
 use snapshot::RESET_PAGES_MAX;
 use vm_memory::{
     Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
@@ -120,7 +120,7 @@ pub struct Machine {
     vm: VmFd,
     // Last: the VM maps them.
     ram: GuestMemoryMmap,
-    code: Code,
+    code: Arc<Code>,
     /// What it started from, if it did not boot.
     base: Option<Arc<Base>>,
 }
@@ -138,9 +138,9 @@ impl Machine {
         ram_bytes: usize,
     ) -> Result<Self, MachineError> {
         let ram = memory::map(ram_bytes)?;
-        memory::fill(&ram, image, boot_archive, ram_bytes)?;
+        let code = Arc::new(Code::load(&ram, |memory| image.load(memory))?);
+        memory::fill(&ram, boot_archive, ram_bytes)?;
         let vm = hypervisor.create_vm()?;
-        let code = Code::Apart(image.code().clone());
         memory::hand_over(&vm, &code, &ram)?;
         let vcpu = vcpu::Vcpu::create(&vm)?;
         vcpu.tell_cpuid(hypervisor)?;

@@ -18,13 +18,12 @@ use std::os::fd::{AsRawFd as _, FromRawFd as _};
 use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forge_protocol::platform::{DATA, LARGE_PAGE_BYTES, PAGE_BYTES, RAM_START};
+use forge_protocol::platform::{CODE, DATA, LARGE_PAGE_BYTES, PAGE_BYTES, RAM_START};
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, MmapRegion,
 };
 
-use super::mapping::CodeBelow;
-use super::memory::Code;
+use super::mapping::Code;
 use super::pagemap::PageMap;
 use super::state::CpuState;
 use super::{Hypervisor, Machine, MachineError, mapping, memory, vcpu};
@@ -52,7 +51,7 @@ pub struct Base {
     /// Pages behind the file that are not zero, in order.
     beyond: Vec<Page>,
     cpu: CpuState,
-    code: Code,
+    code: Arc<Code>,
     ram_bytes: usize,
     /// Memory for the first machine that starts in this process or in a fork
     /// of it: mapped, and not touched.
@@ -63,7 +62,7 @@ pub struct Base {
 #[derive(Debug)]
 struct Ready {
     ram: GuestMemoryMmap,
-    code: Code,
+    code: Arc<Code>,
 }
 
 /// Where a machine can be put back to.
@@ -126,12 +125,14 @@ impl Base {
     /// forks one for each machine that is every machine's.
     fn get_ready(&mut self) -> Result<(), MachineError> {
         let ram = self.map_ram()?;
-        // Where there is no room below it, code is a slot of its own.
-        if let Code::Apart(apart) = &self.code
-            && let Ok(below) = CodeBelow::copy(apart, &ram)
-        {
-            let code = Code::Below(Arc::new(below));
-            self.ready = Mutex::new(Some(Ready { ram, code }));
+        let code = Code::load(&ram, |memory| {
+            memory
+                .write_slice(self.code.bytes(), GuestAddress(CODE))
+                .map_err(|error| MachineError::Base(io::Error::other(error)))
+        })?;
+        // Where there is no room below it, each machine maps its own.
+        if code.is_below(&ram) {
+            self.ready = Mutex::new(Some(Ready { ram, code: Arc::new(code) }));
         }
         Ok(())
     }
@@ -140,7 +141,7 @@ impl Base {
     /// What a fork has counts towards its limits, and takes time to copy.
     pub fn set_inherited(&self, inherited: bool) {
         let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Ready { code: Code::Below(code), .. }) = &*ready {
+        if let Some(Ready { code, .. }) = &*ready {
             code.set_inherited(self.ram_bytes, inherited);
         }
     }
@@ -223,7 +224,7 @@ impl Machine {
         let ready = base.ready.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Ready { ram, code } = match ready {
             Some(ready) => ready,
-            None => Ready { ram: base.map_ram()?, code: base.code.clone() },
+            None => Ready { ram: base.map_ram()?, code: Arc::clone(&base.code) },
         };
         for (offset, page) in &base.beyond {
             write_page(&ram, *offset, &page[..])?;
