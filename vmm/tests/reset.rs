@@ -426,7 +426,8 @@ fn a_guest_whose_page_tables_allow_it_still_cannot_write_its_code() {
     let mut machine = Machine::new(&hypervisor, &image, &[], 16 << 20).unwrap();
     assert_eq!(machine.run(&mut Last(0), watchdog.stop()), Exit::Bus);
     let base = Arc::new(Base::capture(machine, &hypervisor, &pages).unwrap());
-    // The first has its code in the slot of its RAM, the second in its own.
+    // The first has its code in the slot of its RAM, the second in its own,
+    // unless its RAM came to lie behind the base's code.
     let run = || {
         let mut machine = Machine::from_base(&hypervisor, &base).unwrap();
         // The entry of the directory that maps the code: writable.
@@ -436,8 +437,10 @@ fn a_guest_whose_page_tables_allow_it_still_cannot_write_its_code() {
         let mut last = Last(0);
         (machine.run(&mut last, watchdog.stop()), last.0)
     };
-    assert_eq!(run(), (Exit::Died(Death::Host { errno: libc::EFAULT }), 0));
-    assert_eq!(run(), (Exit::Bus, target));
+    let in_one_slot = (Exit::Died(Death::Host { errno: libc::EFAULT }), 0);
+    assert_eq!(run(), in_one_slot);
+    let second = run();
+    assert!(second == (Exit::Bus, target) || second == in_one_slot, "{second:?}");
 }
 
 fn whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm() {
