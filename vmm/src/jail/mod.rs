@@ -26,11 +26,13 @@
 //! | [`landlock`] | the ruleset that grants nothing |
 //! | [`seccomp`] | the system-call filters, and a report of what they stop |
 //! | [`rules`] | their tables: each call with its reason |
+//! | `bpf` | a table as a program for the kernel |
 //! | [`worker`] | what each worker puts on for itself |
 //! | [`cgroup`] | memory, processes and CPU time, by cgroup v2 |
 //! | [`hardening`] | what is on, and what is weaker on this host |
 //! | [`descriptors`] | what a process holds open |
 
+mod bpf;
 pub mod cgroup;
 pub mod descriptors;
 pub mod hardening;

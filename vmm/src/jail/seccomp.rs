@@ -11,27 +11,22 @@
 //! mitigations they couple to filters; `TSYNC` would hide a mistake.
 //!
 //! The kernel remembers which calls a filter allows whatever their arguments,
-//! and answers those from a bitmap. The others walk the program, which tries
-//! calls in the order of their numbers and one call's rules in the order of
-//! the table; `ioctl` is the sixteenth number and KVM_RUN its first rule.
+//! and answers those from a bitmap. The others run the program, which finds a
+//! call's number by halving and tries its rules in the order of the table;
+//! KVM_RUN is the first of `ioctl`.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-    SeccompRule, TargetArch, sock_filter,
-};
-
-use super::rules::{Role, Rule, When};
+use super::bpf;
+use super::rules::{Role, Rule};
 
 /// Why there is no filter.
 #[derive(Debug, thiserror::Error)]
 pub enum FilterError {
-    /// Our own tables make none.
-    #[error("the system-call filter cannot be compiled: {0}")]
-    Compile(#[from] seccompiler::BackendError),
+    /// Our own table makes none.
+    #[error("the system-call filter cannot be compiled: its table is too long")]
+    TooLong,
     /// The kernel took it not.
     #[error(
         "the system-call filter cannot be installed: {0}; the kernel needs CONFIG_SECCOMP_FILTER, \
@@ -46,7 +41,7 @@ pub enum FilterError {
 /// A compiled filter.
 #[derive(Clone)]
 pub struct Filter {
-    program: BpfProgram,
+    program: Vec<libc::sock_filter>,
 }
 
 impl std::fmt::Debug for Filter {
@@ -82,37 +77,7 @@ impl Filter {
     /// # Errors
     /// If the table is wrong.
     pub fn of(rules: &[Rule]) -> Result<Self, FilterError> {
-        let mut chains: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
-        for rule in rules {
-            let chain = chains.entry(rule.number).or_default();
-            let condition = |argument, operator, value: u32| {
-                let condition = SeccompCondition::new(
-                    argument,
-                    SeccompCmpArgLen::Dword,
-                    operator,
-                    value.into(),
-                )?;
-                SeccompRule::new(vec![condition])
-            };
-            match rule.when {
-                // An empty chain matches always; a table has no second rule
-                // beside such a one.
-                When::Always => {}
-                When::Is(argument, value) => {
-                    chain.push(condition(argument, SeccompCmpOp::Eq, value)?);
-                }
-                When::Without(argument, bits) => {
-                    chain.push(condition(argument, SeccompCmpOp::MaskedEq(bits.into()), 0)?);
-                }
-            }
-        }
-        let filter = SeccompFilter::new(
-            chains,
-            SeccompAction::Trap,
-            SeccompAction::Allow,
-            TargetArch::x86_64,
-        )?;
-        Ok(Self { program: filter.try_into()? })
+        bpf::compile(rules).map(|program| Self { program }).ok_or(FilterError::TooLong)
     }
 
     /// How many instructions it has.
@@ -131,7 +96,7 @@ impl Filter {
         #[repr(C)]
         struct Program {
             len: libc::c_ushort,
-            filter: *const sock_filter,
+            filter: *const libc::sock_filter,
         }
         let program = Program { len: self.program.len() as u16, filter: self.program.as_ptr() };
         // SAFETY: the program has as many instructions as it says, and the

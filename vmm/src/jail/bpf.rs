@@ -1,0 +1,250 @@
+//! A table of rules as a program for the kernel's packet filter (classic BPF;
+//! seccomp(2), `linux/filter.h`).
+//!
+//! Each worker installs one, and waits while the kernel checks it, translates
+//! it, and runs it once for every number of a system call, to note which are
+//! allowed whatever their arguments. So a program is as short as it can be, and
+//! finds a call's number by halving.
+//!
+//! Deliberately absent: every answer but two. What is in the table is allowed
+//! and all else is trapped, but for calls by another architecture's entry,
+//! which end the process.
+
+use super::rules::{Rule, When};
+
+/// Where a call's number, its architecture and its arguments are
+/// (`struct seccomp_data`, `linux/seccomp.h`), in bytes.
+const NUMBER: u32 = 0;
+const ARCHITECTURE: u32 = 4;
+const ARGUMENTS: u32 = 16;
+const ARGUMENT_BYTES: u32 = 8;
+/// `AUDIT_ARCH_X86_64` (`linux/audit.h`). Numbers of the x32 entry have it too,
+/// and a bit that no table's number has.
+const X86_64: u32 = 0xC000_003E;
+
+/// Instructions before the search: a look at the architecture, and the number.
+const BEGINNING: usize = 4;
+
+/// How one instruction ends, counted from the next.
+#[derive(Clone, Copy)]
+enum To {
+    Allow,
+    Trap,
+    /// Goes on, past so many.
+    On(usize),
+}
+
+/// One instruction whose ends are still named.
+#[derive(Clone, Copy)]
+enum Step {
+    /// Loads the low half of an argument.
+    Load(u8),
+    /// Compares by this jump.
+    Test { jump: u32, with: u32, yes: To, no: To },
+}
+
+/// The program of a table. `None` if the table is too long for one: a jump
+/// reaches 255 instructions.
+pub(super) fn compile(rules: &[Rule]) -> Option<Vec<libc::sock_filter>> {
+    let mut calls: Vec<(u32, Vec<When>)> = Vec::new();
+    let mut sorted = rules.to_vec();
+    // Stable: of one call's rules the first is tried first.
+    sorted.sort_by_key(|rule| rule.number);
+    for rule in &sorted {
+        let number = u32::try_from(rule.number).ok()?;
+        match calls.last_mut() {
+            Some((last, whens)) if *last == number => whens.push(rule.when),
+            _ => calls.push((number, vec![rule.when])),
+        }
+    }
+    let steps = search(&calls);
+    let trap = steps.len();
+    let jump = |code: u32, k, jt, jf| libc::sock_filter { code: code as u16, jt, jf, k };
+    let load = |at| jump(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at, 0, 0);
+    let answer = |what| jump(libc::BPF_RET | libc::BPF_K, what, 0, 0);
+    let mut program = vec![
+        load(ARCHITECTURE),
+        jump(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, X86_64, 1, 0),
+        answer(libc::SECCOMP_RET_KILL_PROCESS),
+        load(NUMBER),
+    ];
+    debug_assert_eq!(program.len(), BEGINNING);
+    for (at, step) in steps.into_iter().enumerate() {
+        let reach = |to: To| {
+            u8::try_from(match to {
+                To::On(past) => past,
+                To::Trap => trap - at - 1,
+                To::Allow => trap - at,
+            })
+        };
+        program.push(match step {
+            Step::Load(argument) => load(ARGUMENTS + ARGUMENT_BYTES * u32::from(argument)),
+            Step::Test { jump: code, with, yes, no } => {
+                let code = libc::BPF_JMP | code | libc::BPF_K;
+                jump(code, with, reach(yes).ok()?, reach(no).ok()?)
+            }
+        });
+    }
+    program.push(answer(libc::SECCOMP_RET_TRAP));
+    program.push(answer(libc::SECCOMP_RET_ALLOW));
+    Some(program)
+}
+
+/// Finds the number among these calls, which are in the order of their numbers.
+/// It ends allowed or trapped, and goes on behind itself only if there is none.
+fn search(calls: &[(u32, Vec<When>)]) -> Vec<Step> {
+    let (below, above) = calls.split_at(calls.len() / 2);
+    match (below, above) {
+        (_, []) => Vec::new(),
+        ([], [(number, whens), ..]) => only(*number, whens),
+        (below, [(first, _), ..]) => {
+            let below = search(below);
+            let (yes, no) = (To::On(below.len()), To::On(0));
+            let mut steps = vec![Step::Test { jump: libc::BPF_JGE, with: *first, yes, no }];
+            steps.extend(below);
+            steps.extend(search(above));
+            steps
+        }
+    }
+}
+
+/// One call: this number, and one of these conditions.
+fn only(number: u32, whens: &[When]) -> Vec<Step> {
+    let is_number = |yes| Step::Test { jump: libc::BPF_JEQ, with: number, yes, no: To::Trap };
+    if whens.contains(&When::Always) {
+        return vec![is_number(To::Allow)];
+    }
+    let mut steps = vec![is_number(To::On(0))];
+    let mut loaded = None;
+    for (at, when) in whens.iter().enumerate() {
+        let otherwise = if at + 1 == whens.len() { To::Trap } else { To::On(0) };
+        let (argument, test) = match *when {
+            When::Always => continue,
+            When::Is(argument, with) => {
+                (argument, Step::Test { jump: libc::BPF_JEQ, with, yes: To::Allow, no: otherwise })
+            }
+            When::Without(argument, with) => {
+                (argument, Step::Test { jump: libc::BPF_JSET, with, yes: otherwise, no: To::Allow })
+            }
+        };
+        if loaded.replace(argument) != Some(argument) {
+            steps.push(Step::Load(argument));
+        }
+        steps.push(test);
+    }
+    steps
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use seccompiler::{
+        BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+        SeccompRule, TargetArch,
+    };
+
+    use super::*;
+    use crate::jail::Role;
+
+    /// What somebody else's compiler makes of the same table.
+    fn theirs(rules: &[Rule]) -> Vec<libc::sock_filter> {
+        let mut chains: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+        for rule in rules {
+            let chain = chains.entry(rule.number).or_default();
+            let (argument, operator, value) = match rule.when {
+                When::Always => continue,
+                When::Is(argument, value) => (argument, SeccompCmpOp::Eq, value.into()),
+                When::Without(argument, bits) => (argument, SeccompCmpOp::MaskedEq(bits.into()), 0),
+            };
+            let length = SeccompCmpArgLen::Dword;
+            let condition = SeccompCondition::new(argument, length, operator, value).unwrap();
+            chain.push(SeccompRule::new(vec![condition]).unwrap());
+        }
+        let (no, yes) = (SeccompAction::Trap, SeccompAction::Allow);
+        let filter = SeccompFilter::new(chains, no, yes, TargetArch::x86_64).unwrap();
+        let program = BpfProgram::try_from(filter).unwrap();
+        let ours = |it: &seccompiler::sock_filter| libc::sock_filter {
+            code: it.code,
+            jt: it.jt,
+            jf: it.jf,
+            k: it.k,
+        };
+        program.iter().map(ours).collect()
+    }
+
+    /// Runs a program as the kernel does.
+    fn answer(program: &[libc::sock_filter], architecture: u32, call: u32, args: [u64; 6]) -> u32 {
+        let mut data = [call, architecture, 0, 0].map(u32::to_le_bytes).concat();
+        data.extend(args.iter().flat_map(|arg| arg.to_le_bytes()));
+        let (mut at, mut accumulator) = (0usize, 0u32);
+        loop {
+            let libc::sock_filter { code, jt, jf, k } = program[at];
+            at += 1;
+            let code = u32::from(code);
+            let on = |yes: bool| usize::from(if yes { jt } else { jf });
+            match (code & 0x07, code & 0xf0) {
+                (libc::BPF_LD, _) => {
+                    let word = &data[k as usize..k as usize + 4];
+                    accumulator = u32::from_le_bytes(word.try_into().unwrap());
+                }
+                (libc::BPF_ALU, libc::BPF_AND) => accumulator &= k,
+                (libc::BPF_JMP, libc::BPF_JA) => at += k as usize,
+                (libc::BPF_JMP, libc::BPF_JEQ) => at += on(accumulator == k),
+                (libc::BPF_JMP, libc::BPF_JGE) => at += on(accumulator >= k),
+                (libc::BPF_JMP, libc::BPF_JGT) => at += on(accumulator > k),
+                (libc::BPF_JMP, libc::BPF_JSET) => at += on(accumulator & k != 0),
+                (libc::BPF_RET, _) => return k,
+                other => panic!("no instruction of a filter: {other:?}"),
+            }
+        }
+    }
+
+    /// Arguments beside and at each value that a table looks for.
+    fn arguments(rules: &[Rule]) -> Vec<[u64; 6]> {
+        let mut values = vec![0u64, 1, u64::from(u32::MAX), u64::MAX, 1 << 32];
+        for rule in rules {
+            if let When::Is(_, value) | When::Without(_, value) = rule.when {
+                let value = u64::from(value);
+                values.extend([value, value + 1, value.wrapping_sub(1), value | 1 << 40, !value]);
+                values.extend((0..32).map(|bit| value & 1 << bit));
+            }
+        }
+        values.sort_unstable();
+        values.dedup();
+        values.into_iter().map(|value| [value; 6]).collect()
+    }
+
+    #[test]
+    fn every_call_is_answered_as_another_compiler_of_the_same_table_has_it() {
+        let numbers = || (0..600u32).chain([0x4000_0000, 0x4000_0010, u32::MAX]);
+        for role in Role::ALL {
+            let rules = role.rules();
+            let (ours, theirs) = (compile(rules).unwrap(), theirs(rules));
+            assert!(ours.len() < theirs.len(), "{role:?}: {} and {}", ours.len(), theirs.len());
+            let mut allowed = 0;
+            for args in arguments(rules) {
+                for number in numbers() {
+                    let got = answer(&ours, X86_64, number, args);
+                    assert_eq!(
+                        got,
+                        answer(&theirs, X86_64, number, args),
+                        "{role:?} {number} {args:x?}"
+                    );
+                    allowed += u32::from(got == libc::SECCOMP_RET_ALLOW);
+                }
+            }
+            assert!(allowed > 0);
+            // i386.
+            assert_eq!(answer(&ours, 0x4000_0003, 1, [0; 6]), libc::SECCOMP_RET_KILL_PROCESS);
+        }
+    }
+
+    #[test]
+    fn a_table_of_nothing_traps_everything_and_one_too_long_is_none() {
+        let empty = compile(&[]).unwrap();
+        assert_eq!(answer(&empty, X86_64, 0, [0; 6]), libc::SECCOMP_RET_TRAP);
+        let rule = |number| Rule { number, ..Role::Worker.rules()[0] };
+        assert!(compile(&(0..300).map(rule).collect::<Vec<_>>()).is_none());
+    }
+}
