@@ -11,7 +11,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
@@ -20,6 +19,7 @@ use forge_protocol::worker::{
     Fork, Jailed, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
+use super::process::say;
 use super::{Guest, GuestBase, code, process};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
@@ -66,7 +66,7 @@ struct VmMakings {
     pages: PageMap,
     procfs: io::Result<OwnedFd>,
     /// The most recently used first.
-    bases: VecDeque<Arc<GuestBase>>,
+    bases: VecDeque<GuestBase>,
 }
 
 /// The descriptor that the supervisor leaves `/dev/kvm` at, for VMs.
@@ -135,17 +135,22 @@ pub fn serve(filters: Filters) -> io::Result<()> {
     };
     let (mut zygote, jailed) = match Zygote::new(&setup, filters) {
         Ok(ready) => ready,
-        Err(failure) => return say(&mut link, Kind::ZygoteReady, &ZygoteReady::Err(failure), None),
+        Err(failure) => return say(&mut link, Kind::ZygoteReady, &ZygoteReady::Err(failure)),
     };
-    say(&mut link, Kind::ZygoteReady, &ZygoteReady::Ok(jailed), None)?;
+    say(&mut link, Kind::ZygoteReady, &ZygoteReady::Ok(jailed))?;
+    // Written once: what the zygote writes after a fork it shares with the worker
+    // until then, and each page of it is a fault and a copy, while the worker
+    // waits for its turn on this CPU.
+    let mut forked = Vec::new();
+    frame::write_message(Kind::Zygoted, &Zygoted::Ok(()), &mut forked);
     while let Some(frame) = receive(&mut link, Kind::Fork)? {
         let order: Fork = decode(&frame)?;
         let Some(socket) = link.take_passed() else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "a worker without a socket"));
         };
         match zygote.fork(order, socket) {
-            Ok(process) => answer(&mut link, &Ok(()), Some(&process))?,
-            Err(failure) => answer(&mut link, &Err(failure), None)?,
+            Ok(process) => link.send(&forked, Some(process.as_fd()), Patience::default())?,
+            Err(failure) => say(&mut link, Kind::Zygoted, &Zygoted::Err(failure))?,
         }
     }
     Ok(())
@@ -179,21 +184,6 @@ fn receive(link: &mut Link, kind: Kind) -> io::Result<Option<Frame>> {
 fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T> {
     codec::decode(&frame.payload)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
-}
-
-fn answer(link: &mut Link, answer: &Zygoted, passed: Option<&OwnedFd>) -> io::Result<()> {
-    say(link, Kind::Zygoted, answer, passed)
-}
-
-fn say<T: codec::Encode>(
-    link: &mut Link,
-    kind: Kind,
-    message: &T,
-    passed: Option<&OwnedFd>,
-) -> io::Result<()> {
-    let mut bytes = Vec::new();
-    frame::write_message(kind, message, &mut bytes);
-    link.send(&bytes, passed.map(|fd| fd.as_fd()), Patience::default())
 }
 
 fn unavailable(what: &str, error: &io::Error) -> VmFailure {
@@ -285,16 +275,16 @@ impl VmMakings {
         Ok(Self { _placeholder, hypervisor, image, pages, procfs, bases: VecDeque::new() })
     }
 
-    /// The base with this much RAM, made if there is none yet.
-    fn base(&mut self, trust: &TrustKeys, ram_bytes: usize) -> Result<Arc<GuestBase>, VmFailure> {
+    /// Has the base with this much RAM lie first, made if there is none yet.
+    fn place_base(&mut self, trust: &TrustKeys, ram_bytes: usize) -> Result<(), VmFailure> {
         let found = self.bases.iter().position(|base| base.ram_bytes() == ram_bytes);
         if found == Some(0) {
-            return Ok(Arc::clone(&self.bases[0]));
+            return Ok(());
         }
         // First of all what can fail: the base at the front stays as it is then.
         let base = match found.and_then(|index| self.bases.remove(index)) {
             Some(base) => base,
-            None => Arc::new(self.make_base(trust, ram_bytes)?),
+            None => self.make_base(trust, ram_bytes)?,
         };
         // A worker has the memory of its own base and of no other.
         if let Some(other) = self.bases.front() {
@@ -302,8 +292,8 @@ impl VmMakings {
         }
         base.set_inherited(true);
         self.bases.truncate(BASES_MAX - 1);
-        self.bases.push_front(Arc::clone(&base));
-        Ok(base)
+        self.bases.push_front(base);
+        Ok(())
     }
 
     fn make_base(&self, trust: &TrustKeys, ram_bytes: usize) -> Result<GuestBase, VmFailure> {
@@ -320,10 +310,10 @@ impl VmMakings {
         socket: OwnedFd,
     ) -> Result<OwnedFd, VmFailure> {
         let ram_bytes = usize::try_from(order.ram_bytes).unwrap_or(usize::MAX);
-        let base = self.base(trust, ram_bytes)?;
+        self.place_base(trust, ram_bytes)?;
         let inherited = process::Inherited {
             hypervisor: &self.hypervisor,
-            base: &base,
+            base: &self.bases[0],
             procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
             jail,
             order,
