@@ -26,6 +26,7 @@ pub mod admission;
 pub mod bench;
 pub mod broker;
 pub mod cancel;
+pub mod cpu_latency;
 pub mod isolation;
 pub mod jail;
 pub mod keeper;

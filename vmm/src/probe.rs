@@ -3,7 +3,7 @@
 //! Everything is read from files below a root, so that tests can show it
 //! other hosts; the proof is not read but made: a guest is booted.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,7 @@ use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fork, Reuse, Tier, ZygoteSetup};
 use serde::Serialize;
 
+use crate::cpu_latency;
 use crate::jail::{Hardening, Weakness};
 use crate::link::Patience;
 use crate::machine::{self, Hypervisor, Image, Watchdog};
@@ -194,6 +195,7 @@ fn findings(root: &Path, landlock: Option<u32>) -> Vec<Finding> {
         host.vhost_vsock(),
         host.smt(),
         host.ksm(),
+        host.idle_cpus(),
         host.nested(),
     ]
 }
@@ -364,6 +366,40 @@ impl Host<'_> {
         }
     }
 
+    fn idle_cpus(&self) -> Finding {
+        const COST: &str = "where a run's next step finds a CPU asleep, waking it takes tens of \
+                            microseconds; a warm run has four such steps";
+        const DEVICE: &str = "/dev/cpu_dma_latency";
+        let Some(bound_us) = cpu_latency::bound_us(self.root) else {
+            let found = Finding::ok("idle_cpus", "sleep as they like: no cpuidle driver");
+            let info = self.read("/proc/cpuinfo").unwrap_or_default();
+            return if info.contains(" hypervisor") {
+                found.or(
+                    Standing::Advice,
+                    COST,
+                    "modprobe cpuidle_haltpoll, if this is a KVM guest",
+                )
+            } else {
+                found
+            };
+        };
+        match File::options().write(true).open(self.path(DEVICE)) {
+            Ok(_) => Finding::ok(
+                "idle_cpus",
+                format!("can be held ready within {bound_us} us while runs come"),
+            ),
+            Err(error) => Finding::ok(
+                "idle_cpus",
+                format!("sleep as they like: {DEVICE}: {error}"),
+            )
+            .or(
+                Standing::Advice,
+                COST,
+                "let the service's user write /dev/cpu_dma_latency, by a udev rule for instance",
+            ),
+        }
+    }
+
     fn nested(&self) -> Finding {
         let on = ["kvm_intel", "kvm_amd"].into_iter().any(|module| {
             let file = format!("/sys/module/{module}/parameters/nested");
@@ -463,6 +499,9 @@ mod tests {
                 ("proc/sys/kernel/seccomp/actions_avail", "kill_process trap errno\n"),
                 ("sys/devices/system/cpu/smt/control", "off\n"),
                 ("sys/kernel/mm/ksm/run", "0\n"),
+                ("sys/devices/system/cpu/cpuidle/current_driver", "intel_idle\n"),
+                ("sys/devices/system/cpu/cpu0/cpuidle/state1/latency", "2\n"),
+                ("dev/cpu_dma_latency", ""),
             ],
         );
         let all = findings(&tree.0, Some(5));
@@ -480,9 +519,10 @@ mod tests {
                 ("sys/devices/system/cpu/smt/control", "on\n"),
                 ("sys/kernel/mm/ksm/run", "1\n"),
                 ("sys/fs/cgroup/cgroup.controllers", "cpu\n"),
+                ("sys/devices/system/cpu/cpuidle/current_driver", "haltpoll\n"),
             ],
         );
-        for name in ["smt", "ksm", "nested"] {
+        for name in ["smt", "ksm", "nested", "idle_cpus"] {
             assert_eq!(tree.standing(name), Standing::Advice, "{name}");
         }
         assert_eq!(tree.standing("cgroup_v2"), Standing::Missing);

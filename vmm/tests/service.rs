@@ -14,11 +14,14 @@ mod processes;
 #[path = "support/serving.rs"]
 mod serving;
 
+use std::ffi::{CStr, CString};
 use std::fs;
 use std::io::Write as _;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -33,6 +36,7 @@ use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Finished, Order, Query, Question, Reply, Submit};
+use forge_vmm::cpu_latency::CpuLatency;
 use processes::{Process, descendants_of, is_busy, is_gone};
 use serde_json::Value;
 use serving::{
@@ -74,6 +78,7 @@ fn main() -> ExitCode {
             ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served,
             a_lost_workers_calls_are_in_the_report_and_their_tools_hear_of_it,
             another_user_speaks_for_its_principal_alone,
+            a_service_holds_idle_cpus_ready_while_runs_come,
             an_order_that_no_service_takes_is_refused_before_it_is_sent,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
@@ -984,6 +989,69 @@ fn connect_as(uid: u32, socket: &std::path::Path) -> Option<UnixStream> {
         });
         connected.join().unwrap()
     })
+}
+
+/// What somebody asked of idle CPUs, in the order in which it was asked.
+fn asked(of: &Path) -> Vec<i32> {
+    let bytes = fs::read(of).unwrap();
+    bytes.chunks_exact(4).map(|us| i32::from_ne_bytes(us.try_into().unwrap())).collect()
+}
+
+/// A service that finds this file where the kernel is asked for ready CPUs.
+fn serve_asking(desk: &Desk, file: &Path, more: &[&str]) -> Service {
+    fs::write(file, "").unwrap();
+    let file = CString::new(file.as_os_str().as_bytes()).unwrap();
+    let mut command = desk.serves(more);
+    let mount = move |what: &CStr, at: &CStr, flags| {
+        let none = std::ptr::null();
+        // SAFETY: C strings, and two that are not there.
+        match unsafe { libc::mount(what.as_ptr(), at.as_ptr(), none, flags, none.cast()) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: system calls on memory that was allocated before the fork.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::unshare(libc::CLONE_NEWNS) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            mount(c"none", c"/", libc::MS_REC | libc::MS_PRIVATE)?;
+            mount(&file, c"/dev/cpu_dma_latency", libc::MS_BIND)
+        });
+    }
+    Service::listening(command.spawn().unwrap(), desk.socket())
+}
+
+fn a_service_holds_idle_cpus_ready_while_runs_come() {
+    let bound_us = match CpuLatency::open() {
+        Ok(latency) => latency.bound_us(),
+        Err(why) => {
+            eprintln!("SKIPPED: {why}");
+            return;
+        }
+    };
+    // SAFETY: takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("SKIPPED: only root can show a service another device");
+        return;
+    }
+    let desk = desk();
+    let file = desk.path("asked");
+    let service = serve_asking(&desk, &file, &[]);
+    let any = asked(&file);
+    assert!(matches!(any[..], [any_us] if any_us > 1_000_000), "before a run: {any:?}");
+    for runs in 1..=2 {
+        service.serves();
+        eventually("idle CPUs are left alone after a run", || asked(&file).len() == 1 + 2 * runs);
+        let [.., held, left] = asked(&file)[..] else { unreachable!() };
+        assert_eq!((held, left), (bound_us, any[0]));
+    }
+    drop(service);
+    fs::write(desk.path("forge.toml"), "[service]\npm_qos = false\n").unwrap();
+    let service = serve_asking(&desk, &file, &["--config", "forge.toml"]);
+    service.serves();
+    assert_eq!(asked(&file), any, "nothing is asked for where that is configured");
 }
 
 fn another_user_speaks_for_its_principal_alone() {

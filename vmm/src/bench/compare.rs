@@ -187,7 +187,15 @@ mod tests {
     fn results(results: Vec<Outcome>) -> Results {
         let host = HostInfo { cpu: "a".into(), kernel: "b".into(), kvm: "c".into(), threads: 1 };
         let (commit, profile) = ("d".into(), "release".into());
-        Results { host, commit, profile, disturbed: 0.0, results, failed: Vec::new() }
+        Results {
+            host,
+            commit,
+            profile,
+            disturbed: 0.0,
+            cpu_latency_us: None,
+            results,
+            failed: Vec::new(),
+        }
     }
 
     fn verdict(old: Outcome, new: Outcome) -> Verdict {

@@ -47,6 +47,7 @@ use std::ops::ControlFlow;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cpu_latency::CpuLatency;
 use disturbance::Disturbance;
 pub use formula::Formula;
 use stats::{Interval, blocks, median};
@@ -209,6 +210,11 @@ pub struct Results {
     /// than its own processes: 0 to 1.
     #[serde(default)]
     pub disturbed: f64,
+    /// Idle CPUs were held ready within so many microseconds, as a service
+    /// holds them while runs come ([`crate::cpu_latency`]); `None` if they slept
+    /// as they liked.
+    #[serde(default)]
+    pub cpu_latency_us: Option<i32>,
     /// The figures.
     pub results: Vec<Outcome>,
     /// What could not be measured.
@@ -252,6 +258,11 @@ pub fn run(
     mut progress: impl FnMut(Progress) -> ControlFlow<()>,
 ) -> Option<Results> {
     let host = host_info();
+    // For floors as for cases, or they would be of two hosts.
+    let awake = CpuLatency::open().ok();
+    if let Some(latency) = &awake {
+        latency.ask();
+    }
     let mut disturbance = Disturbance::begin();
     let mut failed = Vec::new();
     let mut sampled = Vec::new();
@@ -328,6 +339,7 @@ pub fn run(
         commit: env!("FORGE_COMMIT").into(),
         profile: env!("FORGE_PROFILE").into(),
         disturbed: disturbance.part(),
+        cpu_latency_us: awake.as_ref().map(CpuLatency::bound_us),
         results,
         failed,
     })

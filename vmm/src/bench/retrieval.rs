@@ -206,6 +206,7 @@ pub fn run(sets: &[Set], mut progress: impl FnMut(Progress)) -> Results {
         commit: env!("FORGE_COMMIT").into(),
         profile: env!("FORGE_PROFILE").into(),
         disturbed: Counters::now().since(&before),
+        cpu_latency_us: None,
         results,
         failed: Vec::new(),
     }

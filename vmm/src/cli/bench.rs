@@ -192,8 +192,12 @@ impl Bar {
 
 /// The host and what was measured: the line above each table.
 fn headline(results: &Results) -> String {
-    let Results { host, commit, profile, disturbed, .. } = results;
-    format!("{host}; commit {commit} ({profile}); disturbed {:.1} %", disturbed * 100.0)
+    let Results { host, commit, profile, disturbed, cpu_latency_us, .. } = results;
+    let idle = match cpu_latency_us {
+        Some(us) => format!("idle CPUs ready within {us} us"),
+        None => "idle CPUs sleep".into(),
+    };
+    format!("{host}; commit {commit} ({profile}); {idle}; disturbed {:.1} %", disturbed * 100.0)
 }
 
 fn print(results: &Results) -> io::Result<()> {

@@ -10,6 +10,7 @@
 //! |---|---|
 //! | [`server`] | the sockets, and who is woken by what |
 //! | `arrival` | by which socket somebody comes |
+//! | `awake` | idle CPUs, while runs come |
 //! | `connection` | one client: its frames, its runs |
 //! | `crew` | the threads that read and carry out |
 //! | `gate` | who may run now |
@@ -31,6 +32,7 @@
 
 mod answers;
 mod arrival;
+mod awake;
 mod connection;
 mod crew;
 mod gate;
@@ -54,9 +56,11 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::cancel::Cancel;
+use crate::cpu_latency::CpuLatency;
 use crate::report::Status;
 use crate::supervisor::{Attendance, RunResult, Supervisor};
 use answers::Questions;
+use awake::Awake;
 use crew::Crew;
 use gate::{Denied, Gate, Stay};
 use peer::Peer;
@@ -68,6 +72,8 @@ const CONNECTIONS_MAX: usize = 1024;
 /// Of these, the ones that only the operator may take: others may be many, and
 /// none of them can keep a drain or a door out.
 const OPERATORS_OWN: usize = 64;
+/// The event loop's number for the timer of [`Awake`]; connections count from 0.
+const AWAKE: u64 = u64::MAX - 3;
 /// Threads that read and carry out. A connection beyond waits for one.
 const THREADS_MAX: usize = 1024;
 
@@ -82,6 +88,8 @@ pub(crate) struct Service {
     options: RwLock<Arc<ServiceOptions>>,
     connections: Mutex<Connections>,
     counts: Counts,
+    /// Where the host lets its CPUs be asked.
+    awake: Option<Awake>,
     /// Runs and questions whose end is not sent yet.
     busy: AtomicUsize,
     /// Has the event loop look again.
@@ -105,10 +113,22 @@ impl Service {
         options: ServiceOptions,
         wake: EventFd,
     ) -> io::Result<Arc<Self>> {
+        let watch = Watch::new()?;
+        let awake = match CpuLatency::open() {
+            Ok(latency) => Some(Awake::new(latency)?),
+            Err(error) => {
+                tracing::debug!(%error, "idle CPUs sleep as they like");
+                None
+            }
+        };
+        if let Some(awake) = &awake {
+            watch.always(awake.timer_fd(), AWAKE)?;
+        }
         Ok(Arc::new(Self {
             supervisor,
             crew: Crew::new(THREADS_MAX),
-            watch: Watch::new()?,
+            watch,
+            awake,
             gate: Gate::new(options.bounds),
             questions: Questions::default(),
             options: RwLock::new(Arc::new(options)),
@@ -168,7 +188,13 @@ impl Service {
                           forge.toml, [principals.<name>] uids, or cids over vsock";
             return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
         }
-        let limit = self.options().principals.0.get(principal).and_then(|it| it.runs_max);
+        let options = self.options();
+        if options.pm_qos
+            && let Some(awake) = &self.awake
+        {
+            awake.run_came();
+        }
+        let limit = options.principals.0.get(principal).and_then(|it| it.runs_max);
         let denied = match self.gate.enter(principal, limit, cancel) {
             Ok((stay, pass)) => {
                 let result = self.supervisor.run_for(order, attendance);
@@ -198,6 +224,13 @@ impl Service {
             ),
         };
         (refused, None)
+    }
+
+    /// The timer of [`Awake`] has expired.
+    fn look_at_cpus(&self) {
+        if let Some(awake) = &self.awake {
+            awake.look();
+        }
     }
 
     fn busy(&self) -> Busy<'_> {

@@ -63,6 +63,9 @@ pub struct ServiceOptions {
     pub bounds: Bounds,
     /// How long runs may still take when the service is to end.
     pub drain: Duration,
+    /// That idle CPUs are asked to be ready while runs come
+    /// ([`crate::cpu_latency`]), where the host allows that.
+    pub pm_qos: bool,
     /// Those that are known by name.
     pub principals: Principals,
 }
@@ -74,6 +77,7 @@ impl ServiceOptions {
         Self {
             bounds: Bounds::of_host(memory_bytes, None, None, None, Duration::from_secs(1)),
             drain: Duration::from_secs(30),
+            pm_qos: true,
             principals: Principals::default(),
         }
     }

@@ -20,7 +20,7 @@ use super::arrival::{Arrival, VsockListener};
 use super::connection::Connection;
 use super::options::ServiceOptions;
 use super::systemd::{Standing, notify};
-use super::{CONNECTIONS_MAX, OPERATORS_OWN, Service, lock};
+use super::{AWAKE, CONNECTIONS_MAX, OPERATORS_OWN, Service, lock};
 use crate::supervisor::Supervisor;
 
 /// How long a client may take to say hello, and a stranger to be refused.
@@ -236,6 +236,7 @@ impl Server {
                             accept(&service, &mut next, || vsock.accept())?;
                         }
                     }
+                    AWAKE => service.look_at_cpus(),
                     number => service.attend_to(number),
                 }
             }
@@ -315,6 +316,7 @@ pub fn serve_connection(
                         SIGNALS => {
                             let _ = service.wake.read();
                         }
+                        AWAKE => service.look_at_cpus(),
                         number => service.attend_to(number),
                     }
                 }

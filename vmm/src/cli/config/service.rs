@@ -38,6 +38,8 @@ pub(super) struct LowService {
     principal_runs_max: Option<usize>,
     /// How long runs may still take when the service is to end.
     drain_ms: Option<u64>,
+    /// That idle CPUs are asked to be ready while runs come.
+    pm_qos: Option<bool>,
     /// That it listens on AF_VSOCK too.
     vsock: Option<LowVsock>,
 }
@@ -173,7 +175,8 @@ pub(super) fn resolve(
             (name, Principal { uids: low.uids, cids: low.cids, token_sha256, runs_max, sign_with })
         })
         .collect();
-    let options = ServiceOptions { bounds, drain, principals: Principals(principals) };
+    let pm_qos = low.pm_qos.unwrap_or(usual.pm_qos);
+    let options = ServiceOptions { bounds, drain, pm_qos, principals: Principals(principals) };
     if let Err(why) = options.principals.check() {
         faults.push(Fault::at("principals", why));
     }
