@@ -84,8 +84,10 @@ impl Bench {
     }
 
     fn boot(&self, trust: &TrustKeys) -> Guest {
+        let archive = forge_rootfs::boot_archive(trust);
         let ram_bytes = machine::ram_bytes(&RunLimits::default());
-        Guest::boot(&self.hypervisor, &self.image, trust, ram_bytes, &self.watchdog).unwrap()
+        let machine = Machine::new(&self.hypervisor, &self.image, &archive, ram_bytes).unwrap();
+        Guest::boot_in(machine, &self.watchdog).unwrap()
     }
 }
 

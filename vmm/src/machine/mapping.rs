@@ -217,17 +217,6 @@ pub(super) fn small_pages(memory: &GuestMemoryMmap) {
     }
 }
 
-/// Asks for a large page behind the guest's address. Where there is none,
-/// small ones serve.
-pub(super) fn prefer_large_page(memory: &GuestMemoryMmap, address: u64) {
-    let Ok(start) = memory.get_host_address(GuestAddress(address)) else { return };
-    let last = GuestAddress(address + LARGE_PAGE_BYTES - 1);
-    if memory.get_host_address(last).is_ok() {
-        // SAFETY: advice about a range inside one mapping of ours.
-        unsafe { libc::madvise(start.cast(), LARGE_PAGE_BYTES as usize, libc::MADV_HUGEPAGE) };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use vm_memory::Bytes as _;
@@ -294,7 +283,6 @@ mod tests {
             let memory = map(LARGE_PAGE_BYTES, 2 * large).unwrap();
             let host = memory.get_host_address(GuestAddress(LARGE_PAGE_BYTES)).unwrap();
             assert!((host as usize).is_multiple_of(large), "{host:?} after {pages} pages");
-            prefer_large_page(&memory, LARGE_PAGE_BYTES);
             let last = GuestAddress(3 * LARGE_PAGE_BYTES - 1);
             memory.write_obj(7u8, last).unwrap();
             assert!(memory.write_obj(7u8, GuestAddress(3 * LARGE_PAGE_BYTES)).is_err());

@@ -22,7 +22,7 @@ use super::{MachineError, cpu, mapping, paging};
 pub(super) fn map(bytes: usize) -> Result<GuestMemoryMmap, MachineError> {
     let ram = mapping::map(RAM_START, bytes)
         .map_err(|error| MachineError::Memory { bytes, reason: error.to_string() })?;
-    mapping::prefer_large_page(&ram, DATA);
+    mapping::small_pages(&ram);
     Ok(ram)
 }
 

@@ -128,11 +128,21 @@ impl Guest {
         let started = Instant::now();
         let archive = forge_rootfs::boot_archive(trust);
         let machine = Machine::new(hypervisor, image, &archive, ram_bytes)?;
+        machine.populate(RUN_BYTES);
         let vm_ns = elapsed_ns(started);
-        let board = Board::new(machine.memory().clone(), watchdog.stop().clone());
-        let timing = Timing { vm_ns, ..Timing::default() };
-        let mut guest = Self { machine, board, timing };
+        let mut guest = Self::boot_in(machine, watchdog)?;
+        guest.timing.vm_ns = vm_ns;
+        Ok(guest)
+    }
 
+    /// Boots a machine that was made for it, for tests that look at what a guest
+    /// touches by itself.
+    ///
+    /// # Errors
+    /// As [`Self::boot`].
+    pub fn boot_in(machine: Machine, watchdog: &Watchdog) -> Result<Self, VmFailure> {
+        let board = Board::new(machine.memory().clone(), watchdog.stop().clone());
+        let mut guest = Self { machine, board, timing: Timing::default() };
         let booting = Instant::now();
         let armed = watchdog.arm(deadline_in(BOOT_TIME_MAX));
         let exit = guest.machine.run(&mut guest.board, watchdog.stop());
