@@ -1,11 +1,70 @@
-//! Notes which commit is built and with which profile, for the bench to say
-//! beside its figures; and has the executable linked so that its code has
-//! large pages of its own (`worker/code.rs`).
+//! Builds the executable that workers are forked from, always in the same way
+//! (`forge_nested_build`), to be embedded; and notes which commit is built and
+//! with which profile, for the bench to say beside its figures.
 
+use std::env;
+use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
-fn main() {
+use forge_nested_build::Executable;
+
+/// Zygote and workers.
+const WORKER: Executable<'_> = Executable {
+    package: "forge-worker",
+    name: "forge-worker",
+    profile: "worker",
+    features: &[],
+    flags: &[
+        // A fork has few mappings to copy, and no library to find again.
+        "-Ctarget-feature=+crt-static",
+        // Each segment starts at a large page, and so can have large pages of
+        // its own (`worker/text.rs`). A linker that knows only the first leaves
+        // small pages at the segments' ends.
+        "-Clink-arg=-Wl,-z,max-page-size=2097152",
+        "-Clink-arg=-Wl,-z,separate-loadable-segments",
+        "-Clink-arg=-Wl,--build-id=none",
+    ],
+    sources: &[
+        "Cargo.toml",
+        "Cargo.lock",
+        "protocol/Cargo.toml",
+        "protocol/src",
+        "guest-kernel",
+        "guest-init/Cargo.toml",
+        "guest-init/src",
+        "rootfs/Cargo.toml",
+        "rootfs/build.rs",
+        "rootfs/nested-build",
+        "rootfs/src",
+        "vmm/build.rs",
+        "vmm/worker/Cargo.toml",
+        "vmm/worker/src",
+    ],
+};
+
+fn main() -> ExitCode {
+    match build() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn build() -> Result<(), Box<dyn Error>> {
+    note_commit_and_profile();
+    let manifest = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
+    let workspace = manifest.parent().ok_or("vmm is not in a workspace")?;
+    // A copy: the next outer build with another toolchain builds it anew.
+    let embedded = PathBuf::from(env::var("OUT_DIR")?).join("forge-worker");
+    std::fs::copy(WORKER.build(workspace)?, &embedded)?;
+    println!("cargo::rustc-env=FORGE_WORKER_ELF={}", embedded.display());
+    Ok(())
+}
+
+fn note_commit_and_profile() {
     println!("cargo::rerun-if-changed=../.git/HEAD");
     println!("cargo::rerun-if-changed=../.git/logs/HEAD");
     let commit = Command::new("git")
@@ -19,13 +78,8 @@ fn main() {
 
     // `target/<profile>/build/forge-vmm-…/out`; cargo tells the name in no
     // other way.
-    let out = std::env::var_os("OUT_DIR").map(PathBuf::from);
+    let out = env::var_os("OUT_DIR").map(PathBuf::from);
     let profile = out.as_deref().and_then(|out| out.ancestors().nth(3)).and_then(Path::file_name);
     let profile = profile.map_or_else(|| "unknown".into(), |name| name.to_string_lossy());
     println!("cargo::rustc-env=FORGE_PROFILE={profile}");
-
-    // Each segment of the executable starts at a large page. A linker that
-    // knows only the first leaves small pages at the code's ends.
-    println!("cargo::rustc-link-arg-bins=-Wl,-z,max-page-size=2097152");
-    println!("cargo::rustc-link-arg-bins=-Wl,-z,separate-loadable-segments");
 }

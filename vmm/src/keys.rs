@@ -132,15 +132,6 @@ pub fn read_trust(paths: &[PathBuf]) -> Result<TrustKeys, KeyFileError> {
     Ok(TrustKeys::new(keys)?)
 }
 
-/// Collects keys from their bytes.
-///
-/// # Errors
-/// [`KeyError`].
-pub fn trust_from_bytes(keys: &[[u8; 32]]) -> Result<TrustKeys, KeyError> {
-    let keys: Result<Vec<_>, _> = keys.iter().map(TrustKey::from_bytes).collect();
-    TrustKeys::new(keys?)
-}
-
 /// Reads a private key that only its owner can read.
 ///
 /// # Errors

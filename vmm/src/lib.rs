@@ -25,20 +25,15 @@
 pub mod admission;
 pub mod bench;
 pub mod broker;
-pub mod cancel;
 pub mod cpu_latency;
 pub mod isolation;
-pub mod jail;
 pub mod keeper;
 pub mod keys;
-pub mod link;
-pub mod machine;
 pub mod pool;
 pub mod probe;
-pub mod process;
 pub mod report;
 pub mod service;
 pub mod supervisor;
 pub mod trace;
-pub mod vsock;
-pub mod worker;
+
+pub use forge_worker::{cancel, jail, link, machine, process, sealed, vsock, worker};

@@ -118,24 +118,23 @@ pub struct Probe {
 
 impl Probe {
     /// Looks at this host, boots a guest on it, and starts a zygote.
-    /// `executable` is `forge-vmm`.
     #[must_use]
-    pub fn run(executable: &Path) -> Self {
+    pub fn run() -> Self {
         let vm = prove();
         let tier = if vm.booted { Tier::Vm } else { Tier::Process };
         Self {
             findings: findings(Path::new("/"), landlock_abi()),
             guest_sha256: forge_rootfs::GUEST_SHA256,
             vm,
-            process: prove_process(executable),
-            jail: jail(executable, tier),
+            process: prove_process(),
+            jail: jail(tier),
         }
     }
 }
 
 /// That of a tier. Without limits by cgroup v2, which only the operator knows.
-fn jail(executable: &Path, tier: Tier) -> Jail {
-    match Zygote::start(executable, &ZygoteSetup { tier, trust: Vec::new() }, None) {
+fn jail(tier: Tier) -> Jail {
+    match Zygote::start(&ZygoteSetup { tier, trust: Vec::new() }, None) {
         Err(failure) => Jail { on: None, weaknesses: Vec::new(), reason: Some(failure.message) },
         Ok(zygote) => {
             let on = zygote.hardening().clone();
@@ -146,10 +145,10 @@ fn jail(executable: &Path, tier: Tier) -> Jail {
     }
 }
 
-fn prove_process(executable: &Path) -> ProcessProof {
+fn prove_process() -> ProcessProof {
     let stand = || -> Result<u64, String> {
         let setup = ZygoteSetup { tier: Tier::Process, trust: Vec::new() };
-        let mut zygote = Zygote::start(executable, &setup, None).map_err(|it| it.message)?;
+        let mut zygote = Zygote::start(&setup, None).map_err(|it| it.message)?;
         let started = Instant::now();
         let ram_bytes = machine::ram_bytes(&RunLimits::default()) as u64;
         let order = Fork { ram_bytes, touch_bytes: 0, reuse: Reuse::Fresh };

@@ -10,7 +10,6 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -94,9 +93,6 @@ pub struct SupervisorOptions {
     pub maxima: RunLimits,
     /// How VMs are kept ready.
     pub pool: PoolOptions,
-    /// The executable that workers are started from: `forge-vmm`. Programs
-    /// that embed the supervisor name it; `forge-vmm` itself needs not.
-    pub worker: Option<PathBuf>,
 }
 
 /// Who attends a run while it is carried out.
@@ -117,7 +113,6 @@ pub struct Supervisor {
     maxima: RunLimits,
     broker: Option<Keeper>,
     options: PoolOptions,
-    worker: PathBuf,
     engine: RwLock<Arc<Engine>>,
 }
 
@@ -129,8 +124,8 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(trust: TrustKeys, options: PoolOptions, worker: PathBuf) -> io::Result<Arc<Self>> {
-        let pool = Arc::new(Pool::new(worker, &trust, options)?);
+    fn new(trust: TrustKeys, options: PoolOptions) -> io::Result<Arc<Self>> {
+        let pool = Arc::new(Pool::new(&trust, options)?);
         Ok(Arc::new(Self { admission: Admission::new(trust), pool }))
     }
 }
@@ -150,11 +145,10 @@ impl Supervisor {
     /// # Errors
     /// If the host has no thread left.
     pub fn new(options: SupervisorOptions, broker: Option<Broker>) -> io::Result<Self> {
-        let SupervisorOptions { trust, maxima, pool, worker } = options;
-        let worker = worker.unwrap_or_else(|| PathBuf::from("/proc/self/exe"));
-        let engine = RwLock::new(Engine::new(trust, pool, worker.clone())?);
+        let SupervisorOptions { trust, maxima, pool } = options;
+        let engine = RwLock::new(Engine::new(trust, pool)?);
         let broker = broker.map(Keeper::of).transpose()?;
-        Ok(Self { maxima, broker, options: pool, worker, engine })
+        Ok(Self { maxima, broker, options: pool, engine })
     }
 
     /// Trusts these keys from now on and no others. Runs that are under way
@@ -163,7 +157,7 @@ impl Supervisor {
     /// # Errors
     /// If the host has no thread left for a pool. Nothing changed then.
     pub fn trust(&self, trust: TrustKeys) -> io::Result<()> {
-        let engine = Engine::new(trust, self.options, self.worker.clone())?;
+        let engine = Engine::new(trust, self.options)?;
         let old = {
             let mut place = self.engine.write().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(&mut *place, engine)

@@ -2,16 +2,8 @@
 //! in the trace event format that Perfetto and Chrome open.
 
 use forge_protocol::worker::{Moments, Timing};
+pub use forge_worker::clock::now_ns;
 use serde_json::{Value, json};
-
-/// The host's monotonic clock, in nanoseconds. All processes share it.
-#[must_use]
-pub fn now_ns() -> u64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is writable; this clock exists everywhere.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
 
 /// When what happened in the supervisor, as [`now_ns`]; 0 for what did not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

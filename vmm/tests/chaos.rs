@@ -5,7 +5,7 @@
 //! runs again. After the supervisor was killed, there is soon no process, no
 //! VM and no namespace left of it; the next one works, and removes its cgroup.
 //!
-//! The supervisor is this executable again, with three threads that run
+//! The supervisor is a copy of this executable, with three threads that run
 //! programs without a pause, one of them endless ones. `FORGE_CHAOS_ROUNDS`
 //! says how often (10; 300 by explicit command), `FORGE_CHAOS_SEED` repeats a
 //! sequence.
@@ -21,7 +21,6 @@ mod processes;
 
 use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -43,10 +42,10 @@ use support::{forge_module, signed, signer};
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    if let [role, executable, reuse] = &words[..]
+    if let [role, reuse] = &words[..]
         && role == "supervise"
     {
-        supervise(Path::new(executable), reuse);
+        supervise(reuse);
     }
     support::main(claims![whoever_is_killed_the_service_goes_on_and_nothing_is_left], claims![])
 }
@@ -59,7 +58,7 @@ const MEMORY: &str = r#"(memory (export "memory") 1) (data (i32.const 0) "hello"
 
 /// Runs programs until it is killed, and says how each ended:
 /// `THREAD STATUS KIND`.
-fn supervise(executable: &Path, reuse: &str) -> ! {
+fn supervise(reuse: &str) -> ! {
     let reuse = match reuse {
         "fresh" => Reuse::Fresh,
         _ => Reuse::Reset { prove_one_in: 10 },
@@ -70,7 +69,6 @@ fn supervise(executable: &Path, reuse: &str) -> ! {
         trust: TrustKeys::new([signer().trust_key()]).unwrap(),
         maxima: RunLimits { fuel: u64::MAX, wall_ms: 30_000, ..RunLimits::default() },
         pool: PoolOptions { ready_min: 2, ready_max: 4, reuse, group, ..PoolOptions::default() },
-        worker: Some(executable.to_owned()),
     };
     let supervisor = Supervisor::new(options, None).unwrap();
     let supervisor = &supervisor;
@@ -113,9 +111,9 @@ struct Service {
 
 impl Service {
     fn start(copy: &Copies, reuse: &str) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let this = std::env::current_exe().unwrap();
+        let mut child = Command::new(copy.path(this.file_name().unwrap().to_str().unwrap()))
             .arg("supervise")
-            .arg(copy.path("forge-vmm"))
             .arg(reuse)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -183,7 +181,7 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
     }
     let mut dice = dice();
     let rounds = number("FORGE_CHAOS_ROUNDS", 10);
-    let copy = Copies::new(&[Path::new(env!("CARGO_BIN_EXE_forge-vmm"))]);
+    let copy = Copies::new(&[&std::env::current_exe().unwrap()]);
     let before: BTreeSet<u64> = namespaces(std::process::id() as i32).collect();
     let mut service = Service::start(&copy, "reset");
     service.serves();
@@ -197,7 +195,7 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
         // is not among them yet.
         let until = Instant::now() + RECOVERY_TIME_MAX;
         let (all, zygote) = loop {
-            let all = copy.processes();
+            let all = copy.workers();
             if let Some(zygote) = all.iter().find(|it| it.parent == supervisor) {
                 let zygote = zygote.pid;
                 break (all, zygote);
@@ -214,7 +212,7 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
             0 if !workers.is_empty() => kill(workers[dice.throw(workers.len())]),
             0 | 1 => kill(zygote),
             _ => {
-                let theirs: BTreeSet<i32> = all.iter().map(|it| it.pid).collect();
+                let theirs = all.iter().map(|it| it.pid).chain([supervisor]).collect();
                 let mut spaces: BTreeSet<u64> =
                     all.iter().flat_map(|it| namespaces(it.pid)).collect();
                 spaces.retain(|it| !before.contains(it));
@@ -240,7 +238,7 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
          {slowest_end:?}",
         killed[0], killed[1], killed[2]
     );
-    let last = service.pid();
+    let theirs = copy.processes().iter().map(|it| it.pid).collect();
     drop(service);
-    nothing_is_left(&copy, &BTreeSet::from([last]), &BTreeSet::new());
+    nothing_is_left(&copy, &theirs, &BTreeSet::new());
 }

@@ -11,7 +11,6 @@
 mod support;
 
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -59,8 +58,7 @@ fn many_vms_wait_in_a_tool_call_at_once() {
     let count = density();
     raise_open_files(3 * count as u64 + 64);
     let trust = TrustKeys::new([signer().trust_key()]).unwrap();
-    let executable = PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm"));
-    let pool = Pool::new(executable, &trust, PoolOptions::default()).unwrap();
+    let pool = Pool::new(&trust, PoolOptions::default()).unwrap();
     let mut job = job(
         signed(&forge_module(
             r#"(import "tool" "test.echo" (func $ask (param i32 i32) (result i32)))

@@ -13,7 +13,7 @@ use std::fs;
 use std::io::Read as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use forge_protocol::limits::RunLimits;
@@ -65,7 +65,7 @@ fn root() -> bool {
 fn pool(group: Option<GroupLimits>) -> Pool {
     let trust = TrustKeys::new([signer().trust_key()]).unwrap();
     let options = PoolOptions { group, ..PoolOptions::default() };
-    Pool::new(PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm")), &trust, options).unwrap()
+    Pool::new(&trust, options).unwrap()
 }
 
 fn run_hello(pool: &Pool) {

@@ -13,7 +13,6 @@ mod support;
 #[path = "support/processes.rs"]
 mod processes;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -40,7 +39,6 @@ use support::{eventually, forge_module, job, signed, signer};
 fn main() -> ExitCode {
     support::main(
         claims![
-            an_executable_for_its_owner_alone_makes_workers_too,
             an_empty_pool_is_a_cold_start_and_no_error,
             time_lost_before_a_worker_has_the_run_is_the_runs,
             a_killed_zygote_is_replaced_and_runs_go_on,
@@ -74,7 +72,7 @@ fn trust() -> TrustKeys {
 
 fn pool(ready_min: usize, ready_max: usize, reuse: Reuse) -> Pool {
     let options = PoolOptions { ready_min, ready_max, reuse, ..PoolOptions::default() };
-    Pool::new(PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm")), &trust(), options).unwrap()
+    Pool::new(&trust(), options).unwrap()
 }
 
 fn fill(pool: &Pool) {
@@ -249,20 +247,6 @@ fn time_lost_before_a_worker_has_the_run_is_the_runs() {
     assert_eq!(late.map(|done| done.report.fate).unwrap_or_else(|fate| fate), Fate::Deadline);
 }
 
-fn an_executable_for_its_owner_alone_makes_workers_too() {
-    use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
-    let folder = std::env::temp_dir().join(format!("forge-pool-{}", std::process::id()));
-    std::fs::DirBuilder::new().mode(0o700).create(&folder).unwrap();
-    let executable = folder.join("forge-vmm");
-    std::fs::copy(env!("CARGO_BIN_EXE_forge-vmm"), &executable).unwrap();
-    for mode in [0o700, 0o755] {
-        std::fs::set_permissions(&executable, std::fs::Permissions::from_mode(mode)).unwrap();
-        let pool = Pool::new(executable.clone(), &trust(), PoolOptions::default()).unwrap();
-        assert_eq!(run(&pool, "somebody", &echo()).report.output, b"{}", "mode {mode:o}");
-    }
-    std::fs::remove_dir_all(folder).unwrap();
-}
-
 fn the_pool_grows_after_cold_starts_up_to_its_maximum() {
     let pool = pool(1, 3, Reuse::Fresh);
     fill(&pool);
@@ -385,7 +369,6 @@ fn a_vm_that_is_reset_serves_one_tenant() {
         trust: trust(),
         maxima: RunLimits { wall_ms: 60_000, ..RunLimits::default() },
         pool: PoolOptions { ready_min: 1, ready_max: 4, reuse: RESET, ..PoolOptions::default() },
-        worker: Some(env!("CARGO_BIN_EXE_forge-vmm").into()),
     };
     let supervisor = Supervisor::new(options, None).unwrap();
     for (tenant, word) in [("a", "fresh"), ("a", "reset"), ("b", "fresh"), ("a", "reset")] {

@@ -39,7 +39,7 @@ use forge_protocol::service::Order;
 use kills::{
     Copies, Dice, RECOVERY_TIME_MAX, dice, is_root, kill, namespaces, nothing_is_left, number, reap,
 };
-use processes::{descendants_of, is_gone};
+use processes::{Process, descendants_of, is_gone};
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use support::{forge_module, signed, signer};
@@ -274,18 +274,19 @@ impl Service {
 
     /// One of its processes of this kind, soon.
     fn find(&self, victim: Victim, dice: &mut Dice) -> i32 {
-        let child = |name: &str| {
-            let all = self.copies.processes_of(name);
+        let child = |all: Vec<Process>| {
             all.iter().find(|it| it.parent == self.pid() && !it.zombie).map(|it| it.pid)
         };
         processes::wait_for("a process to kill", || {
             let all = match victim {
                 Victim::Service => vec![self.pid()],
-                Victim::Zygote => child("forge-vmm").into_iter().collect(),
-                Victim::Broker => child("forge-toolbroker").into_iter().collect(),
+                Victim::Zygote => child(self.copies.workers()).into_iter().collect(),
+                Victim::Broker => {
+                    child(self.copies.processes_of("forge-toolbroker")).into_iter().collect()
+                }
                 Victim::Worker => {
-                    let zygote = child("forge-vmm")?;
-                    let workers = self.copies.processes_of("forge-vmm");
+                    let zygote = child(self.copies.workers())?;
+                    let workers = self.copies.workers();
                     workers.iter().filter(|it| it.parent == zygote).map(|it| it.pid).collect()
                 }
                 Victim::ToolServer => {

@@ -12,7 +12,6 @@ mod support;
 #[path = "support/processes.rs"]
 mod processes;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -117,7 +116,6 @@ fn soak(reuse: Reuse, runs: usize, workers: usize) {
         trust: TrustKeys::new([signer().trust_key()]).unwrap(),
         maxima: limits(),
         pool: PoolOptions { ready_min: 1, ready_max: 1, reuse, ..PoolOptions::default() },
-        worker: Some(PathBuf::from(env!("CARGO_BIN_EXE_forge-vmm"))),
     };
     let supervisor = Supervisor::new(options, None).unwrap();
     // A little of everything: output, a log record, an artifact, memory.

@@ -388,7 +388,7 @@ fn the_examples_give_the_same_in_both_tiers() {
 fn pool(tier: Tier) -> (Pool, TrustKeys) {
     let trust = TrustKeys::new([signer().trust_key()]).unwrap();
     let options = PoolOptions { tier, ..PoolOptions::default() };
-    (Pool::new(executables::FORGE.into(), &trust, options).unwrap(), trust)
+    (Pool::new(&trust, options).unwrap(), trust)
 }
 
 /// The tiers that this host has.
@@ -472,7 +472,6 @@ fn supervisor(tier: Tier) -> Supervisor {
         trust: TrustKeys::new([signer().trust_key()]).unwrap(),
         maxima: RunLimits::operator_maxima(),
         pool: PoolOptions { tier, ..PoolOptions::default() },
-        worker: Some(executables::FORGE.into()),
     };
     Supervisor::new(options, None).unwrap()
 }

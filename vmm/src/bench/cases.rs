@@ -365,8 +365,7 @@ struct Density {
 
 fn density() -> Result<Box<dyn Figure>, String> {
     let program = toolcall::hashing()?;
-    let pool =
-        Pool::new(fixture::executable(), &program.trust, PoolOptions::default()).map_err(said)?;
+    let pool = Pool::new(&program.trust, PoolOptions::default()).map_err(said)?;
     Ok(Box::new(Density { pool, program }))
 }
 

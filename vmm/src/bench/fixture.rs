@@ -68,7 +68,6 @@ pub(super) fn supervisor(
         trust: program.trust.clone(),
         maxima: RunLimits::operator_maxima(),
         pool,
-        worker: Some(executable()),
     };
     Supervisor::new(options, broker).map_err(said)
 }

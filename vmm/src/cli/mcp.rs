@@ -216,8 +216,7 @@ impl OwnService {
         };
         // Grants live as long as their handles, which end with this process.
         let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
-        let options =
-            SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool, worker: None };
+        let options = SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool };
         let supervisor = Arc::new(Supervisor::new(options, Some(broker)).map_err(CliError::Host)?);
         let (ours, theirs) = UnixStream::pair().map_err(CliError::Host)?;
         let serving = {

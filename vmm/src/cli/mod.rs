@@ -26,7 +26,6 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys::KeyFileError;
-use forge_vmm::worker::zygote;
 
 use args::{Args, Command};
 
@@ -101,9 +100,6 @@ impl CliError {
 
 /// The whole command.
 pub(crate) fn main() -> ExitCode {
-    if std::env::args_os().nth(1).is_some_and(|first| first == zygote::COMMAND) {
-        return be_zygote();
-    }
     if std::env::args_os().nth(1).is_some_and(|first| first == door::COMMAND) {
         return be_door();
     }
@@ -144,17 +140,6 @@ pub(crate) fn main() -> ExitCode {
         Err(error) => {
             complain(&error);
             error.exit().into()
-        }
-    }
-}
-
-fn be_zygote() -> ExitCode {
-    start_logging();
-    match zygote::main() {
-        Ok(()) => Exit::Ok.into(),
-        Err(error) => {
-            complain(&format!("the zygote, which is the supervisor's to start: {error}"));
-            Exit::Internal.into()
         }
     }
 }

@@ -72,7 +72,6 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
             group: config::vm_group(args.broker.config.as_deref())?,
             ..PoolOptions::default()
         },
-        worker: None,
     };
     let supervisor = Supervisor::new(options, broker)?;
     progress("running");

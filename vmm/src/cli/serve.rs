@@ -69,7 +69,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         reuse: ready.reuse,
     };
     let supervisor_options =
-        SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool, worker: None };
+        SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool };
     let supervisor = Arc::new(Supervisor::new(supervisor_options, Some(broker))?);
     let failed = |source| CliError::File { path: path.display().to_string(), source };
     let passed_at = at.as_ref().and_then(|at| at.local_addr().ok()?.as_pathname().map(Into::into));

@@ -1,7 +1,6 @@
 //! `forge-vmm probe`.
 
 use std::io::{self, Write as _};
-use std::path::Path;
 use std::process::ExitCode;
 
 use forge_vmm::probe::{Jail, Probe, Standing};
@@ -12,7 +11,7 @@ use super::{CliError, Exit, print_json, progress};
 /// Says what this host can do.
 pub(crate) fn probe(args: &ProbeArgs) -> Result<ExitCode, CliError> {
     progress("booting a guest");
-    let probe = Probe::run(Path::new("/proc/self/exe"));
+    let probe = Probe::run();
     if args.json {
         print_json(&probe)?;
     } else {

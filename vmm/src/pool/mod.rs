@@ -16,17 +16,18 @@
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | `executable` | what that process executes |
 //! | `shelves` | the workers that stand ready, by what they can be used for |
 //! | [`zygote`] | the process that workers are forked from, from outside |
 //! | [`worker`] | one worker, from outside |
 
+mod executable;
 mod shelves;
 pub mod worker;
 pub mod zygote;
 
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -154,7 +155,6 @@ pub struct Task<'a> {
 
 #[derive(Debug)]
 struct Shared {
-    executable: PathBuf,
     setup: ZygoteSetup,
     options: PoolOptions,
     usual_ram_bytes: usize,
@@ -174,15 +174,14 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool of VMs that trust these keys. `executable` is `forge-vmm`. The
-    /// first zygote is started when it is first needed.
+    /// A pool of VMs that trust these keys. The first zygote is started when it
+    /// is first needed.
     ///
     /// # Errors
     /// If no thread can be started.
-    pub fn new(executable: PathBuf, trust: &TrustKeys, options: PoolOptions) -> io::Result<Self> {
+    pub fn new(trust: &TrustKeys, options: PoolOptions) -> io::Result<Self> {
         let trust = trust.as_slice().iter().map(|key| key.to_bytes()).collect();
         let shared = Arc::new(Shared {
-            executable,
             setup: ZygoteSetup { tier: options.tier, trust },
             options,
             usual_ram_bytes: machine::ram_bytes(&RunLimits::default()),
@@ -399,7 +398,7 @@ impl Shared {
     }
 
     fn start_zygote(&self) -> Result<Zygote, VmFailure> {
-        let start = || Zygote::start(&self.executable, &self.setup, self.options.group.as_ref());
+        let start = || Zygote::start(&self.setup, self.options.group.as_ref());
         // One that is lost while it begins is no word on this host.
         let zygote = start().or_else(|failure| match failure.kind {
             VmFailureKind::WorkerLost => start(),
@@ -574,7 +573,7 @@ mod tests {
     #[test]
     fn a_reset_that_was_disproven_is_counted_and_other_losses_are_not() {
         let trust = TrustKeys::new([]).unwrap();
-        let pool = Pool::new("/nowhere".into(), &trust, PoolOptions::default()).unwrap();
+        let pool = Pool::new(&trust, PoolOptions::default()).unwrap();
         let lost = |kind| pool.shared.note_lost(&VmFailure { kind, message: "gone".into() });
         lost(VmFailureKind::WorkerLost);
         assert_eq!(pool.resets_disproven(), 0);

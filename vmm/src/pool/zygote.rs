@@ -4,7 +4,6 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
-use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,32 +14,16 @@ use forge_protocol::worker::{
     Fork, Jailed, Reuse, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
+use super::executable;
 use super::worker::Worker;
 use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned};
 use crate::link::{Link, Patience};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
-use crate::machine::snapshot::{memory_file, seal};
-use crate::worker::zygote::{COMMAND, KVM_DESCRIPTOR};
+use crate::worker::zygote::KVM_DESCRIPTOR;
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
-
-/// An executable, open, as somebody may execute it who is nobody to the host.
-/// One that only its owner may execute (a build under a strict umask) is
-/// copied to memory and sealed there.
-fn executable_by_anybody(path: &Path) -> io::Result<File> {
-    const OTHERS_EXECUTE: u32 = 0o001;
-    let mut file = File::open(path)?;
-    if file.metadata()?.mode() & OTHERS_EXECUTE != 0 {
-        return Ok(file);
-    }
-    let mut copy = memory_file(c"forge-vmm", 0)?;
-    io::copy(&mut file, &mut copy)?;
-    seal(&copy)?;
-    // What is open for writing anywhere cannot be executed.
-    File::open(format!("/proc/self/fd/{}", copy.as_raw_fd()))
-}
 
 /// A zygote process and the socket to it.
 #[derive(Debug)]
@@ -53,21 +36,19 @@ pub struct Zygote {
 }
 
 impl Zygote {
-    /// Starts one, in a group of its own with these limits. `executable` is
-    /// `forge-vmm`.
+    /// Starts one, in a group of its own with these limits.
     ///
     /// # Errors
     /// [`VmFailure`]: it cannot be started, or finds that this host cannot run
     /// VMs or keep the limits; `WorkerLost` if it ended before it said so.
-    pub fn start(
-        executable: &Path,
-        setup: &ZygoteSetup,
-        limits: Option<&GroupLimits>,
-    ) -> Result<Self, VmFailure> {
-        Self::start_as(executable, &[OsStr::new(COMMAND)], setup, limits)
+    pub fn start(setup: &ZygoteSetup, limits: Option<&GroupLimits>) -> Result<Self, VmFailure> {
+        let file = executable::file().map_err(cannot_start)?;
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        Self::start_as(Path::new(&path), &[], setup, limits)
     }
 
-    /// The same from an executable that becomes a zygote by other arguments.
+    /// The same from another executable that becomes a zygote by these
+    /// arguments. Anybody has to be allowed to execute it.
     ///
     /// # Errors
     /// As [`Self::start`].
@@ -77,16 +58,13 @@ impl Zygote {
         setup: &ZygoteSetup,
         limits: Option<&GroupLimits>,
     ) -> Result<Self, VmFailure> {
-        let failed = |error: io::Error| VmFailure {
-            kind: VmFailureKind::Unavailable,
-            message: format!("the zygote cannot be started: {error}"),
-        };
         let kvm = match setup.tier {
             Tier::Vm => Some(open_device().map_err(MachineError::from)?),
             Tier::Process => None,
         };
-        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-        let null = || File::options().read(true).write(true).open("/dev/null").map_err(failed);
+        let (ours, theirs) = UnixStream::pair().map_err(cannot_start)?;
+        let null =
+            || File::options().read(true).write(true).open("/dev/null").map_err(cannot_start);
         let mut descriptors = vec![
             (OwnedFd::from(theirs), 0),
             (OwnedFd::from(null()?), 1),
@@ -95,12 +73,10 @@ impl Zygote {
         descriptors.extend(kvm.map(|kvm| (kvm, KVM_DESCRIPTOR)));
         let arguments = [&[OsStr::new("forge-vmm-zygote")], arguments].concat();
         let group = limits.map(Group::for_zygote).transpose();
-        let group = group.map_err(|error| failed(io::Error::other(error)))?;
+        let group = group.map_err(|error| cannot_start(io::Error::other(error)))?;
         let place = Place::best();
-        let executable = executable_by_anybody(executable).map_err(failed)?;
-        let path = format!("/proc/self/fd/{}", executable.as_raw_fd());
-        let process = jail::spawn(Path::new(&path), &arguments, descriptors, place)
-            .map_err(|error| failed(io::Error::other(error)))?;
+        let process = jail::spawn(executable, &arguments, descriptors, place)
+            .map_err(|error| cannot_start(io::Error::other(error)))?;
         let hardening = Hardening {
             vm: setup.tier == Tier::Vm,
             // It would not have been started otherwise, nor become ready.
@@ -119,7 +95,7 @@ impl Zygote {
         let mut zygote = Self { process, link: Link::new(ours), hardening, _group: group };
         // Before it knows what to do, so that it has made nothing yet.
         if let Some(group) = &zygote._group {
-            group.attach(zygote.id()).map_err(|error| failed(io::Error::other(error)))?;
+            group.attach(zygote.id()).map_err(|error| cannot_start(io::Error::other(error)))?;
         }
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
@@ -181,6 +157,13 @@ impl Zygote {
         let frame = self.link.receive(|got| got == kind, until)?;
         codec::decode(&frame.payload)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
+    }
+}
+
+fn cannot_start(error: io::Error) -> VmFailure {
+    VmFailure {
+        kind: VmFailureKind::Unavailable,
+        message: format!("the zygote cannot be started: {error}"),
     }
 }
 

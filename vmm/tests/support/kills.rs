@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -21,7 +22,13 @@ pub const RECOVERY_TIME_MAX: Duration = Duration::from_secs(60);
 pub struct Copies {
     folder: PathBuf,
     inodes: Vec<(u64, u64)>,
+    /// The files in memory that their zygotes and workers execute, as far as
+    /// one of them was seen as a child of theirs.
+    workers: RefCell<BTreeSet<(u64, u64)>>,
 }
+
+/// What `/proc/PID/exe` of a zygote or worker is called.
+const WORKER: &str = "/memfd:forge-worker";
 
 impl Copies {
     pub fn new(executables: &[&Path]) -> Self {
@@ -29,7 +36,7 @@ impl Copies {
         let folder = std::env::temp_dir().join(name);
         fs::create_dir_all(&folder).unwrap();
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
-        let mut this = Self { folder, inodes: Vec::new() };
+        let mut this = Self { folder, inodes: Vec::new(), workers: RefCell::default() };
         for executable in executables {
             let copy = this.folder.join(executable.file_name().unwrap());
             fs::copy(executable, &copy).unwrap();
@@ -47,24 +54,44 @@ impl Copies {
         self.folder.join(name)
     }
 
-    /// Every process that executes one of them.
+    /// Every process that executes one of them, and their zygotes and workers.
     pub fn processes(&self) -> Vec<Process> {
-        self.executing(&self.inodes)
+        let mut all = executing(|inode| self.inodes.contains(inode));
+        all.extend(self.workers());
+        all
     }
 
     /// Every process that executes this one.
     pub fn processes_of(&self, name: &str) -> Vec<Process> {
         let metadata = fs::metadata(self.path(name)).unwrap();
-        self.executing(&[(metadata.dev(), metadata.ino())])
+        executing(|inode| *inode == (metadata.dev(), metadata.ino()))
     }
 
-    fn executing(&self, inodes: &[(u64, u64)]) -> Vec<Process> {
-        let ours = |it: &Process| {
-            let executable = fs::metadata(format!("/proc/{}/exe", it.pid));
-            executable.is_ok_and(|it| inodes.contains(&(it.dev(), it.ino())))
-        };
-        Process::all().into_iter().filter(ours).collect()
+    /// Their zygotes and workers.
+    pub fn workers(&self) -> Vec<Process> {
+        let parents = executing(|inode| self.inodes.contains(inode));
+        for process in Process::all() {
+            let link = fs::read_link(format!("/proc/{}/exe", process.pid));
+            if parents.iter().any(|it| it.pid == process.parent)
+                && link.is_ok_and(|it| it.to_string_lossy().starts_with(WORKER))
+                && let Some(inode) = executed(process.pid)
+            {
+                self.workers.borrow_mut().insert(inode);
+            }
+        }
+        executing(|inode| self.workers.borrow().contains(inode))
     }
+}
+
+/// Device and inode of what a process executes.
+fn executed(pid: i32) -> Option<(u64, u64)> {
+    let executable = fs::metadata(format!("/proc/{pid}/exe")).ok()?;
+    Some((executable.dev(), executable.ino()))
+}
+
+fn executing(ours: impl Fn(&(u64, u64)) -> bool) -> Vec<Process> {
+    let ours = |it: &Process| executed(it.pid).is_some_and(|inode| ours(&inode));
+    Process::all().into_iter().filter(ours).collect()
 }
 
 impl Drop for Copies {

@@ -373,7 +373,7 @@ mod tests {
     /// With `FORGE_WRITE_DOCS` set it writes them instead.
     #[test]
     fn the_tables_are_in_the_documentation_as_they_are_here() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/jail.md");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/jail.md");
         let mut page = std::fs::read_to_string(path).unwrap();
         for role in Role::ALL {
             let mut table = String::from("| call | needed for |\n|---|---|\n");

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use forge_protocol::worker::Deadline;
 
-use crate::trace::now_ns;
+use crate::clock::now_ns;
 
 /// How often a thread is interrupted until it has stopped.
 const KICK_INTERVAL: Duration = Duration::from_millis(1);

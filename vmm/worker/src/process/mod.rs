@@ -35,9 +35,9 @@ use forge_protocol::frame::Kind;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fork, Moments, Ready, Timing, VmFailure, VmFailureKind};
 
+use crate::clock::now_ns;
 use crate::jail::{Limits, WorkerJail};
 use crate::machine::Watchdog;
-use crate::trace::now_ns;
 use crate::worker::elapsed_ns;
 use crate::worker::process::{self, say, take_socket};
 use exchange::{Exchange, Served, Wire};

@@ -19,14 +19,14 @@ use forge_protocol::worker::{
 };
 
 use super::{BrokerLink, Guest, GuestBase, Standing};
+use crate::clock::now_ns;
 use crate::jail::{Limits, WorkerJail};
 use crate::link::{self, Link, Patience};
 use crate::machine::{Hypervisor, PageMap, Watchdog};
-use crate::trace::now_ns;
 
 /// A worker's limits: its descriptors, the run's connection to the broker
 /// among them, and no process, no file.
-pub(crate) const LIMITS: Limits = Limits { open_files: 16, processes: 0, file_bytes: 0 };
+pub const LIMITS: Limits = Limits { open_files: 16, processes: 0, file_bytes: 0 };
 
 /// Of a worker's address space, what is no guest's and no run's: what it has
 /// from the zygote, some 40 MiB, and what it takes to serve any guest.
@@ -34,7 +34,8 @@ const OWN_BYTES: u64 = 128 << 20;
 
 /// What a worker with a VM may map, in bytes: its own, its guest's RAM, and
 /// what any run may leave.
-pub(crate) fn address_space_bytes(ram_bytes: u64) -> u64 {
+#[must_use]
+pub fn address_space_bytes(ram_bytes: u64) -> u64 {
     OWN_BYTES.saturating_add(ram_bytes).saturating_add(left_bytes())
 }
 
@@ -49,7 +50,7 @@ pub(crate) fn left_bytes() -> u64 {
 /// its next order comes first. Whoever waits for the report is answered
 /// meanwhile, and woken where the answer is: beside a worker that computes it
 /// would be woken on a CPU that sleeps.
-pub(crate) const REST: Duration = Duration::from_millis(1);
+pub const REST: Duration = Duration::from_millis(1);
 
 /// What a worker has from the zygote.
 pub(super) struct Inherited<'a> {
@@ -275,7 +276,8 @@ pub(crate) fn failed(failure: VmFailure) -> Report {
 }
 
 /// The report of a run that no guest was given.
-pub(crate) fn unserved(fate: Fate) -> Report {
+#[must_use]
+pub fn unserved(fate: Fate) -> Report {
     Report {
         fate,
         output: Vec::new(),

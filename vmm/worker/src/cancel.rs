@@ -42,13 +42,13 @@ impl Cancel {
     }
 
     /// Has whoever waits look again, for another reason.
-    pub(crate) fn nudge(&self) {
+    pub fn nudge(&self) {
         // It can only fail if the counter is full: then it is readable.
         let _ = self.event.write(1);
     }
 
     /// Waits are waits again after a nudge, unless it was raised.
-    pub(crate) fn calm(&self) {
+    pub fn calm(&self) {
         let _ = self.event.read();
         // Whoever raised it meanwhile may have written before the read.
         if self.is_raised() {

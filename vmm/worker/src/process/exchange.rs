@@ -18,10 +18,10 @@ use forge_protocol::worker::{
     Deadline, Fate, Moments, Ready, Report, Timing, VmFailure, VmFailureKind,
 };
 
+use crate::clock::now_ns;
 use crate::link::{Link, Patience};
 use crate::machine::stop::Armed;
 use crate::machine::{Watchdog, deadline_in};
-use crate::trace::now_ns;
 use crate::worker::board::Verdict;
 use crate::worker::counterpart::Counterpart;
 use crate::worker::process::{Order, say};

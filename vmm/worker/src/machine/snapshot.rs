@@ -14,7 +14,6 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd as _, FromRawFd as _};
 use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,6 +26,7 @@ use super::mapping::Code;
 use super::pagemap::PageMap;
 use super::state::CpuState;
 use super::{Hypervisor, Machine, MachineError, mapping, memory, vcpu};
+use crate::sealed;
 
 /// How much of RAM the file holds: the system pages, and the large page that
 /// stack, data and the first of the heap are in.
@@ -92,7 +92,7 @@ impl Base {
     ) -> Result<Self, MachineError> {
         machine.vcpu.settle()?;
         let cpu = CpuState::read(machine.vcpu.fd(), hypervisor)?;
-        let file = memory_file(c"forge-base", BASE_FILE_BYTES).map_err(MachineError::Base)?;
+        let file = sealed::file(c"forge-base", BASE_FILE_BYTES).map_err(MachineError::Base)?;
         let mut beyond = Vec::new();
         for offset in machine.private_pages(pages)?.into_iter().flat_map(|r| r.step_by(PAGE)) {
             let page = machine.page(offset)?;
@@ -105,7 +105,7 @@ impl Base {
                 beyond.push((offset, page));
             }
         }
-        seal(&file).map_err(MachineError::Base)?;
+        sealed::seal(&file).map_err(MachineError::Base)?;
         let view = FileOffset::new(file.try_clone().map_err(MachineError::Base)?, 0);
         let view = MmapRegion::build(
             Some(view),
@@ -189,30 +189,6 @@ impl Base {
 fn find(pages: &[Page], offset: usize) -> Option<&[u8]> {
     let index = pages.binary_search_by_key(&offset, |(at, _)| *at).ok()?;
     Some(&pages[index].1[..])
-}
-
-/// A file that lives in memory.
-pub(crate) fn memory_file(name: &std::ffi::CStr, bytes: usize) -> io::Result<File> {
-    // SAFETY: the name is a C string.
-    let fd =
-        unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a descriptor that was just made and is nobody else's.
-    let file = unsafe { File::from_raw_fd(fd) };
-    file.set_len(bytes as u64)?;
-    Ok(file)
-}
-
-/// From here on nobody can change the file, whoever holds it.
-pub(crate) fn seal(file: &File) -> io::Result<()> {
-    let seals = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: a plain system call on a descriptor of ours.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
 }
 
 impl Machine {

@@ -12,13 +12,13 @@
 //! | [`broker_link`] | the run's connection to the broker |
 //! | [`zygote`] | the process that workers are forked from |
 //! | `process` | a worker's life |
-//! | `code` | the zygote's own code, in pages that a fork need not find again |
+//! | `text` | the zygote's own code and constants, in pages that a fork need not find again |
 
 pub mod board;
 pub mod broker_link;
-mod code;
 pub(crate) mod counterpart;
-pub(crate) mod process;
+pub mod process;
+mod text;
 pub mod zygote;
 
 use std::os::fd::RawFd;
@@ -33,15 +33,16 @@ use forge_protocol::worker::{
 
 pub use board::{Board, Wiring};
 pub use broker_link::BrokerLink;
-pub(crate) use process::{failed, unserved};
+pub(crate) use process::failed;
+pub use process::unserved;
 use vm_memory::GuestMemoryMmap;
 
+use crate::clock::now_ns;
 use crate::machine::vcpu::panicked;
 use crate::machine::{
     self, Base, Checkpoint, Death, Exit, Hypervisor, Image, Machine, MachineError, PageMap,
     StopReason, Watchdog, deadline_in, snapshot::ResetDone,
 };
-use crate::trace::now_ns;
 use board::Verdict;
 
 /// What a small run touches of its memory, from the start of the stack on.

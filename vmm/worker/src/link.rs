@@ -172,7 +172,7 @@ const _: () = assert!(ONE_DESCRIPTOR <= size_of::<ControlRoom>());
 ///
 /// # Errors
 /// What the kernel said.
-pub(crate) fn send_once(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
+pub fn send_once(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
     send_message(socket, bytes, None, 0)
 }
 
@@ -181,11 +181,7 @@ pub(crate) fn send_once(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
 ///
 /// # Errors
 /// What the kernel said.
-pub(crate) fn send_now(
-    socket: RawFd,
-    bytes: &[u8],
-    passed: Option<BorrowedFd<'_>>,
-) -> io::Result<usize> {
+pub fn send_now(socket: RawFd, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> io::Result<usize> {
     send_message(socket, bytes, passed, libc::MSG_DONTWAIT)
 }
 
@@ -271,7 +267,7 @@ pub(crate) fn receive_once(
 /// # Errors
 /// What the kernel said; `TimedOut`, or `ConnectionAborted` if nobody wants it
 /// any more.
-pub(crate) fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
+pub fn wait(socket: RawFd, events: i16, patience: Patience<'_>) -> io::Result<()> {
     loop {
         // Rounded up, so that the last wait is not a busy one.
         let ms = match patience.until.map(|until| until.saturating_duration_since(Instant::now())) {

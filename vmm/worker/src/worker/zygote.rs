@@ -14,24 +14,20 @@ use std::os::unix::net::UnixStream;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
-use forge_protocol::signature::TrustKeys;
+use forge_protocol::signature::{KeyError, TrustKey, TrustKeys};
 use forge_protocol::worker::{
     Fork, Jailed, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
 use super::process::say;
-use super::{Guest, GuestBase, code, process};
+use super::{Guest, GuestBase, process, text};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
-use crate::keys;
 use crate::link::{Link, Patience};
 use crate::machine::{
     Hypervisor, Image, PageMap, Watchdog, hypervisor::Placeholder, snapshot::BASE_FILE_BYTES,
 };
 use crate::process as tier_process;
-
-/// The hidden command that makes this executable a zygote.
-pub const COMMAND: &str = "zygote";
 
 /// Bases kept at a time: each is some hundred KiB. A run that needs a size of
 /// RAM that has none waits a few milliseconds longer.
@@ -74,7 +70,7 @@ pub const KVM_DESCRIPTOR: RawFd = 3;
 
 /// The zygote's limits. It has a descriptor for each base beside its few, and
 /// writes nothing but bases.
-pub(crate) const LIMITS: Limits =
+pub const LIMITS: Limits =
     Limits { open_files: 64, processes: 1 << 16, file_bytes: BASE_FILE_BYTES as u64 };
 
 /// The filters of a zygote and its workers.
@@ -186,6 +182,11 @@ fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
 }
 
+fn trust_keys(keys: &[[u8; 32]]) -> Result<TrustKeys, KeyError> {
+    let keys: Result<Vec<_>, _> = keys.iter().map(TrustKey::from_bytes).collect();
+    TrustKeys::new(keys?)
+}
+
 fn unavailable(what: &str, error: &io::Error) -> VmFailure {
     VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
 }
@@ -229,12 +230,12 @@ fn jail_in(tier: Tier, filters: Filters) -> Result<Inside, VmFailure> {
 
 impl Zygote {
     fn new(setup: &ZygoteSetup, filters: Filters) -> Result<(Self, Jailed), VmFailure> {
-        let trust = keys::trust_from_bytes(&setup.trust).map_err(|error| VmFailure {
+        let trust = trust_keys(&setup.trust).map_err(|error| VmFailure {
             kind: VmFailureKind::Internal,
             message: format!("a trust key: {error}"),
         })?;
         // Before /proc is gone, as what makings are taken from it.
-        code::move_to_large_pages();
+        text::move_to_large_pages();
         let mut makings = match setup.tier {
             Tier::Vm => Makings::Vm(Box::new(VmMakings::new()?)),
             Tier::Process => {

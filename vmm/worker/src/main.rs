@@ -1,0 +1,11 @@
+//! The zygote and, forked from it, its workers. The supervisor starts it
+//! (`forge_vmm::pool`); it has no arguments and is of no use to anybody else.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match forge_worker::worker::zygote::main() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
