@@ -172,7 +172,7 @@ fn prove() -> Proof {
         let watchdog = Watchdog::new().map_err(|error| error.to_string())?;
         let ram_bytes = machine::ram_bytes(&RunLimits::default());
         let started = Instant::now();
-        Guest::boot(&hypervisor, &image, &TrustKeys::default(), ram_bytes, &watchdog)
+        Guest::boot(&hypervisor, image, &TrustKeys::default(), ram_bytes, &watchdog)
             .map_err(|failure| failure.message)?;
         Ok(started.elapsed().as_micros() as u64)
     };

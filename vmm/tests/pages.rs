@@ -70,7 +70,7 @@ fn spans(pages: &BTreeSet<i64>) -> String {
 
 struct Bench {
     hypervisor: Hypervisor,
-    image: Image,
+    image: &'static Image,
     watchdog: Watchdog,
 }
 
@@ -86,7 +86,7 @@ impl Bench {
     fn boot(&self, trust: &TrustKeys) -> Guest {
         let archive = forge_rootfs::boot_archive(trust);
         let ram_bytes = machine::ram_bytes(&RunLimits::default());
-        let machine = Machine::new(&self.hypervisor, &self.image, &archive, ram_bytes).unwrap();
+        let machine = Machine::new(&self.hypervisor, self.image, &archive, ram_bytes).unwrap();
         Guest::boot_in(machine, &self.watchdog).unwrap()
     }
 }
@@ -99,7 +99,7 @@ fn a_guest_boots_in_one_exit() {
     let bench = Bench::new();
     let archive = forge_rootfs::boot_archive(&test_trust());
     let ram_bytes = machine::ram_bytes(&RunLimits::default());
-    let mut machine = Machine::new(&bench.hypervisor, &bench.image, &archive, ram_bytes).unwrap();
+    let mut machine = Machine::new(&bench.hypervisor, bench.image, &archive, ram_bytes).unwrap();
     let stop = bench.watchdog.stop();
     let mut board = Board::new(machine.memory().clone(), stop.clone());
     assert_eq!(machine.run(&mut board, stop), Exit::Bus);

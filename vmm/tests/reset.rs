@@ -80,7 +80,7 @@ fn make_base_with(beyond: &[u8]) -> GuestBase {
     let watchdog = Watchdog::new().unwrap();
     let ram_bytes = machine::ram_bytes(&limits());
     let image = Image::built_in().unwrap();
-    let guest = Guest::boot(&hypervisor, &image, &trust, ram_bytes, &watchdog).unwrap();
+    let guest = Guest::boot(&hypervisor, image, &trust, ram_bytes, &watchdog).unwrap();
     guest.memory().write_slice(beyond, BEYOND).unwrap();
     guest.into_base(&hypervisor, &PageMap::open().unwrap()).unwrap()
 }

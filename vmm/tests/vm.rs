@@ -405,7 +405,7 @@ fn a_panic_leaves_its_message() {
     builder.add("trust/0", b"short");
     let image = Image::built_in().unwrap();
     let mut machine =
-        Machine::new(&Hypervisor::open().unwrap(), &image, &builder.finish(), RAM).unwrap();
+        Machine::new(&Hypervisor::open().unwrap(), image, &builder.finish(), RAM).unwrap();
     let watchdog = Watchdog::new().unwrap();
     let mut board = Board::new(machine.memory().clone(), watchdog.stop().clone());
     let _armed = watchdog.arm(deadline_in(Duration::from_secs(20)));

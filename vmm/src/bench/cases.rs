@@ -276,7 +276,7 @@ fn reset() -> Result<Box<dyn Case>, String> {
     let image = Image::built_in().map_err(said)?;
     let (watchdog, pages) = (Watchdog::new().map_err(said)?, PageMap::open().map_err(said)?);
     let ram_bytes = machine::ram_bytes(&RunLimits::default());
-    let base = Guest::boot(&hypervisor, &image, &program.trust, ram_bytes, &watchdog)
+    let base = Guest::boot(&hypervisor, image, &program.trust, ram_bytes, &watchdog)
         .and_then(|guest| guest.into_base(&hypervisor, &pages))
         .map_err(failed)?;
     let mut guest = Guest::from_base(&hypervisor, &base, &watchdog).map_err(failed)?;

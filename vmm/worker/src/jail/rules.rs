@@ -304,8 +304,9 @@ pub const ZYGOTE: &[Rule] = &[
         "mprotect, to read alone",
         2,
         libc::PROT_READ as u32,
-        "the guest's code, once it is in place; it adds no right to write or execute",
-    ),
+        "the guest's code, where its file has no large page; it adds no right to write or execute",
+    )
+    .elsewhere(),
     always(libc::SYS_mremap, "mremap", "the allocator grows blocks").elsewhere(),
     always(libc::SYS_brk, "brk", "the allocator's small blocks"),
     always(libc::SYS_madvise, "madvise", "guest memory: large pages, not in a dump"),

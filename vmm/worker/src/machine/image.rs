@@ -2,12 +2,14 @@
 
 use std::borrow::Cow;
 use std::io::Cursor;
+use std::sync::{Arc, OnceLock};
 
 use forge_protocol::platform::{CODE, CODE_BYTES, DATA, LARGE_PAGE_BYTES, PAGE_BYTES};
 use linux_loader::loader::{Elf, KernelLoader as _};
-use vm_memory::GuestMemoryMmap;
+use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 
 use super::MachineError;
+use super::mapping::CodeFile;
 
 /// A stretch of the image and who may do what with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +32,11 @@ pub struct Image {
     elf: Cow<'static, [u8]>,
     entry: u64,
     segments: Vec<Segment>,
+    /// Made for the first machine of it.
+    code: OnceLock<Arc<CodeFile>>,
 }
+
+const OUTSIDE: &str = "it does not fit its stretches";
 
 const PT_LOAD: u32 = 1;
 const PF_X: u32 = 1;
@@ -41,8 +47,13 @@ impl Image {
     ///
     /// # Errors
     /// [`MachineError::Image`], if the build is broken.
-    pub fn built_in() -> Result<Self, MachineError> {
-        Self::parse(forge_rootfs::GUEST_ELF)
+    pub fn built_in() -> Result<&'static Self, MachineError> {
+        static IMAGE: OnceLock<Image> = OnceLock::new();
+        if let Some(image) = IMAGE.get() {
+            return Ok(image);
+        }
+        let parsed = Self::parse(forge_rootfs::GUEST_ELF)?;
+        Ok(IMAGE.get_or_init(|| parsed))
     }
 
     /// The same with other code at its entry, for benches and tests that need
@@ -51,7 +62,7 @@ impl Image {
     /// # Errors
     /// [`MachineError::Image`].
     pub fn with_entry_code(code: &[u8]) -> Result<Self, MachineError> {
-        let mut image = Self::built_in()?;
+        let mut image = Self::parse(forge_rootfs::GUEST_ELF)?;
         let entry = image.entry;
         let at = image.segments.iter().find_map(|segment| {
             let into = entry.checked_sub(segment.start)?;
@@ -136,7 +147,7 @@ impl Image {
         if !segments.iter().any(runs_entry) {
             return Err(bad("its entry is not in its code"));
         }
-        Ok(Self { elf, entry, segments })
+        Ok(Self { elf, entry, segments, code: OnceLock::new() })
     }
 
     /// Where execution starts, in ring 3.
@@ -145,15 +156,43 @@ impl Image {
         self.entry
     }
 
-    /// Writes code and data to where they belong in `memory`, which is zero
-    /// there.
+    /// Makes what all its machines have in common, for which the first would
+    /// wait otherwise.
+    ///
+    /// # Errors
+    /// [`MachineError`]: the host has no memory for it.
+    pub fn load(&self) -> Result<(), MachineError> {
+        self.code().map(drop)
+    }
+
+    /// Its code, which all its machines have in common.
+    ///
+    /// # Errors
+    /// [`MachineError`]: the host has no memory for it.
+    pub(super) fn code(&self) -> Result<&Arc<CodeFile>, MachineError> {
+        if let Some(code) = self.code.get() {
+            return Ok(code);
+        }
+        let made = CodeFile::make(|memory| {
+            Elf::load(memory, None, &mut Cursor::new(&self.elf[..]), None)
+                .map(drop)
+                .map_err(|_| MachineError::Image(OUTSIDE))
+        })?;
+        Ok(self.code.get_or_init(|| Arc::new(made)))
+    }
+
+    /// Writes its data to where it belongs in RAM, which is zero there.
     ///
     /// # Errors
     /// [`MachineError::Image`] if that is no such memory.
-    pub(super) fn load(&self, memory: &GuestMemoryMmap) -> Result<(), MachineError> {
-        Elf::load(memory, None, &mut Cursor::new(&self.elf[..]), None)
-            .map(drop)
-            .map_err(|_| MachineError::Image("it does not fit its stretches"))
+    pub(super) fn load_data(&self, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
+        for segment in self.segments.iter().filter(|segment| segment.writable) {
+            let from = segment.file_offset as usize;
+            let bytes = &self.elf[from..from + segment.file_bytes as usize];
+            ram.write_slice(bytes, GuestAddress(segment.start))
+                .map_err(|_| MachineError::Image(OUTSIDE))?;
+        }
+        Ok(())
     }
 }
 

@@ -8,16 +8,18 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
 use std::ptr;
 use std::sync::Arc;
 
-use forge_protocol::platform::{CODE, CODE_BYTES, LARGE_PAGE_BYTES, RAM_START};
+use forge_protocol::platform::{CODE, CODE_BYTES, DATA, LARGE_PAGE_BYTES, RAM_START};
 use vm_memory::{
     GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
     GuestRegionMmap, MmapRegion,
 };
 
 use super::MachineError;
+use crate::sealed;
 
 /// After so many attempts a mapping stays where the kernel put it, which costs
 /// its VM large pages and nothing else.
@@ -51,11 +53,95 @@ pub(super) fn map(address: u64, bytes: usize) -> io::Result<GuestMemoryMmap> {
     GuestMemoryMmap::from_regions(vec![region]).map_err(io::Error::other)
 }
 
-/// A guest's code and constants, in memory that nobody can write once it is
-/// there. Only KVM ever looks at it.
+/// An image's code and constants, as a file in memory that nobody can change.
+/// All machines of this image in this process and its forks have its one large
+/// page in common.
+#[derive(Debug)]
+pub(super) struct CodeFile {
+    file: File,
+    /// It is one large page. Before Linux 6.1 it cannot be made one.
+    large: bool,
+}
+
+impl CodeFile {
+    /// Makes it. `fill` writes code and data to where they belong; of that the
+    /// code is kept.
+    ///
+    /// # Errors
+    /// [`MachineError::Memory`], or what `fill` said.
+    pub(super) fn make(
+        fill: impl FnOnce(&GuestMemoryMmap) -> Result<(), MachineError>,
+    ) -> Result<Self, MachineError> {
+        let file = sealed::file(c"forge-code", Code::BYTES).map_err(no_code)?;
+        let place = Room(map_aligned().map_err(no_code)?);
+        let both = libc::PROT_READ | libc::PROT_WRITE;
+        place.map(&file, both).map_err(no_code)?;
+        // SAFETY: a mapping of ours of this length, which nobody else knows of.
+        let code =
+            unsafe { MmapRegion::build_raw(place.0.cast(), Code::BYTES, both, libc::MAP_SHARED) };
+        let code = code.map_err(io::Error::other).map_err(no_code)?;
+        let memory = GuestRegionMmap::new(code, GuestAddress(CODE)).and_then(|code| {
+            let data = map(DATA, LARGE_PAGE_BYTES as usize).ok()?;
+            data.insert_region(Arc::new(code)).ok()
+        });
+        let memory = memory.ok_or_else(|| no_code(io::Error::other("code and data overlap")))?;
+        fill(&memory)?;
+        drop(memory);
+        // SAFETY: advice about the same mapping.
+        let large = unsafe { libc::madvise(place.0, Code::BYTES, libc::MADV_COLLAPSE) } == 0;
+        // What is mapped for writing cannot be sealed.
+        drop(place);
+        sealed::seal(&file).map_err(no_code)?;
+        Ok(Self { file, large })
+    }
+}
+
+fn no_code(error: io::Error) -> MachineError {
+    MachineError::Memory { bytes: Code::BYTES, reason: error.to_string() }
+}
+
+/// Addresses for code, which are free again when it is dropped.
+#[derive(Debug)]
+struct Room(*mut libc::c_void);
+
+impl Room {
+    /// Puts the file there.
+    fn map(&self, file: &File, rights: libc::c_int) -> io::Result<()> {
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: in the place of a mapping of ours of this length.
+        let got = unsafe { libc::mmap(self.0, Code::BYTES, rights, flags, file.as_raw_fd(), 0) };
+        if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Puts a copy of the file there, in a large page if the host gives one.
+    fn copy(&self, file: &File) -> io::Result<()> {
+        // SAFETY: a mapping of ours of this length, which nobody else knows of
+        // and which can be written until the last of these calls.
+        unsafe {
+            libc::madvise(self.0, Code::BYTES, libc::MADV_HUGEPAGE);
+            file.read_exact_at(std::slice::from_raw_parts_mut(self.0.cast(), Code::BYTES), 0)?;
+            match libc::mprotect(self.0, Code::BYTES, libc::PROT_READ) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        // SAFETY: mapped by whoever made this, unmapped once; the machines that
+        // had it in their memory are gone, as they hold it.
+        unsafe { libc::munmap(self.0, Code::BYTES) };
+    }
+}
+
+/// A guest's code and constants, where KVM finds them. Nobody can write them,
+/// and only KVM ever looks at them.
 #[derive(Debug)]
 pub(super) struct Code {
-    start: *mut libc::c_void,
+    room: Room,
+    file: Arc<CodeFile>,
 }
 
 // SAFETY: the mapping is read by KVM and `bytes` alone, and unmapped by whoever
@@ -68,50 +154,37 @@ impl Code {
     const BYTES: usize = CODE_BYTES as usize;
 
     /// Maps code right before `ram`'s addresses, or anywhere else if something
-    /// lies there. `fill` writes it, in a memory that also has the RAM;
-    /// afterwards nobody can.
+    /// lies there.
     ///
     /// # Errors
-    /// [`MachineError::Memory`], or what `fill` said.
-    pub(super) fn load(
-        ram: &GuestMemoryMmap,
-        fill: impl FnOnce(&GuestMemoryMmap) -> Result<(), MachineError>,
-    ) -> Result<Self, MachineError> {
-        let failed = |error: io::Error| MachineError::Memory {
-            bytes: Self::BYTES,
-            reason: error.to_string(),
-        };
-        let code = Self { start: map_below(ram).or_else(|_| map_aligned()).map_err(failed)? };
-        // SAFETY: a mapping of ours of this length, which nobody else knows of.
-        let region = unsafe {
-            libc::madvise(code.start, Self::BYTES, libc::MADV_HUGEPAGE);
-            let both = libc::PROT_READ | libc::PROT_WRITE;
-            MmapRegion::build_raw(code.start.cast(), Self::BYTES, both, libc::MAP_PRIVATE)
-        };
-        let region = region.map_err(io::Error::other).map_err(failed)?;
-        let memory = GuestRegionMmap::new(region, GuestAddress(CODE))
-            .and_then(|region| ram.insert_region(Arc::new(region)).ok())
-            .ok_or_else(|| failed(io::Error::other("code and RAM overlap")))?;
-        fill(&memory)?;
-        drop(memory);
-        // SAFETY: the same. Who could have written it is gone.
-        match unsafe { libc::mprotect(code.start, Self::BYTES, libc::PROT_READ) } {
-            0 => Ok(code),
-            _ => Err(failed(io::Error::last_os_error())),
+    /// [`MachineError::Memory`].
+    pub(super) fn map(ram: &GuestMemoryMmap, file: &Arc<CodeFile>) -> Result<Self, MachineError> {
+        let room = Room(map_below(ram).or_else(|_| map_aligned()).map_err(no_code)?);
+        if file.large {
+            room.map(&file.file, libc::PROT_READ).map_err(no_code)?;
+        } else {
+            // In small pages a guest would find each of hundreds by an exit.
+            room.copy(&file.file).map_err(no_code)?;
         }
+        Ok(Self { room, file: Arc::clone(file) })
+    }
+
+    /// The file that it is of.
+    pub(super) fn file(&self) -> &Arc<CodeFile> {
+        &self.file
     }
 
     /// What it is.
     pub(super) fn bytes(&self) -> &[u8] {
         // SAFETY: the mapping is readable for this length as long as `self`
         // lives, and nobody can write it.
-        unsafe { std::slice::from_raw_parts(self.start.cast(), Self::BYTES) }
+        unsafe { std::slice::from_raw_parts(self.room.0.cast(), Self::BYTES) }
     }
 
     /// Whether this RAM follows it, in the host's addresses as in the guest's.
     pub(super) fn is_below(&self, ram: &GuestMemoryMmap) -> bool {
         ram.get_host_address(GuestAddress(RAM_START))
-            .is_ok_and(|start| start.addr() == self.start.addr() + Self::BYTES)
+            .is_ok_and(|start| start.addr() == self.room.0.addr() + Self::BYTES)
     }
 
     /// Whether forks have it, and so much RAM behind it.
@@ -119,15 +192,7 @@ impl Code {
         let advice = if inherited { libc::MADV_DOFORK } else { libc::MADV_DONTFORK };
         // SAFETY: advice about mappings of ours, which says nothing of this
         // process's own memory.
-        unsafe { libc::madvise(self.start, Self::BYTES + ram_bytes, advice) };
-    }
-}
-
-impl Drop for Code {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `load`, unmapped once; the machines that had it in
-        // their memory are gone, as they hold it.
-        unsafe { libc::munmap(self.start, Self::BYTES) };
+        unsafe { libc::madvise(self.room.0, Self::BYTES + ram_bytes, advice) };
     }
 }
 
@@ -223,13 +288,23 @@ mod tests {
 
     use super::*;
 
-    fn load(ram: &GuestMemoryMmap) -> Code {
-        Code::load(ram, |memory| {
+    fn file() -> Arc<CodeFile> {
+        let file = CodeFile::make(|memory| {
             memory.write_slice(b"first", GuestAddress(CODE)).unwrap();
             memory.write_slice(b"last", GuestAddress(CODE + CODE_BYTES - 4)).unwrap();
             Ok(())
-        })
-        .unwrap()
+        });
+        Arc::new(file.unwrap())
+    }
+
+    /// Where the kernel makes no large page of a file, code is a copy: that way
+    /// is tested wherever the tests run.
+    fn files() -> [Arc<CodeFile>; 2] {
+        let mut small = CodeFile::make(|_| Ok(())).unwrap();
+        small.large = false;
+        let filled = file();
+        small.file = filled.file.try_clone().unwrap();
+        [filled, Arc::new(small)]
     }
 
     /// How the kernel lists what lies at this address.
@@ -240,38 +315,52 @@ mod tests {
 
     #[test]
     fn code_lies_right_before_ram_and_cannot_be_written() {
-        // Where a test beside this one maps something in the gap, there is no
-        // room below: each attempt takes another place.
-        let mut taken = Vec::new();
-        let (ram, code) = loop {
-            let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
-            let code = load(&ram);
-            if code.is_below(&ram) {
-                break (ram, code);
-            }
-            taken.push(ram);
-            assert!(taken.len() < 32);
-        };
-        let start = code.start.addr();
-        let ram_start = ram.get_host_address(GuestAddress(RAM_START)).unwrap().addr();
-        assert_eq!(start + CODE_BYTES as usize, ram_start);
-        let line = listed(start).unwrap();
-        assert!(line.contains(" r--p "), "{line}");
-        assert!(code.bytes().starts_with(b"first") && code.bytes().ends_with(b"last"));
-        drop(code);
-        assert_ne!(listed(start), Some(line), "still mapped");
+        for file in files() {
+            // Where a test beside this one maps something in the gap, there is
+            // no room below: each attempt takes another place.
+            let mut taken = Vec::new();
+            let (ram, code) = loop {
+                let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
+                let code = Code::map(&ram, &file).unwrap();
+                if code.is_below(&ram) {
+                    break (ram, code);
+                }
+                taken.push(ram);
+                assert!(taken.len() < 32);
+            };
+            let start = code.room.0.addr();
+            let ram_start = ram.get_host_address(GuestAddress(RAM_START)).unwrap().addr();
+            assert_eq!(start + CODE_BYTES as usize, ram_start);
+            let line = listed(start).unwrap();
+            assert!(line.contains(if file.large { " r--s " } else { " r--p " }), "{line}");
+            assert!(code.bytes().starts_with(b"first") && code.bytes().ends_with(b"last"));
+            drop(code);
+            assert_ne!(listed(start), Some(line), "still mapped");
+        }
+    }
+
+    #[test]
+    fn nobody_can_change_the_file_that_code_is_in() {
+        let file = file();
+        assert!(file.file.write_all_at(b"other", 0).is_err());
+        let ram = map(RAM_START, LARGE_PAGE_BYTES as usize).unwrap();
+        let code = Code::map(&ram, &file).unwrap();
+        let both = libc::PROT_READ | libc::PROT_WRITE;
+        assert!(!file.large || code.room.map(&file.file, both).is_err());
     }
 
     #[test]
     fn where_there_is_no_room_below_ram_code_lies_elsewhere_and_aligned() {
         let ram = map(RAM_START, 4 * LARGE_PAGE_BYTES as usize).unwrap();
-        let below = load(&ram);
-        let elsewhere = load(&ram);
-        assert!(!elsewhere.is_below(&ram), "something was put in another's place");
-        assert!(elsewhere.start.addr().is_multiple_of(LARGE_PAGE_BYTES as usize));
-        let line = listed(elsewhere.start.addr()).unwrap();
-        assert!(line.contains(" r--p "), "{line}");
-        assert!(elsewhere.bytes() == below.bytes());
+        for file in files() {
+            let below = Code::map(&ram, &file).unwrap();
+            let elsewhere = Code::map(&ram, &file).unwrap();
+            assert!(!elsewhere.is_below(&ram), "something was put in another's place");
+            assert!(elsewhere.room.0.addr().is_multiple_of(LARGE_PAGE_BYTES as usize));
+            let line = listed(elsewhere.room.0.addr()).unwrap();
+            assert!(line.contains(" r--"), "{line}");
+            assert!(elsewhere.bytes() == below.bytes());
+        }
     }
 
     #[test]

@@ -138,7 +138,8 @@ impl Machine {
         ram_bytes: usize,
     ) -> Result<Self, MachineError> {
         let ram = memory::map(ram_bytes)?;
-        let code = Arc::new(Code::load(&ram, |memory| image.load(memory))?);
+        let code = Arc::new(Code::map(&ram, image.code()?)?);
+        image.load_data(&ram)?;
         memory::fill(&ram, boot_archive, ram_bytes)?;
         let vm = hypervisor.create_vm()?;
         memory::hand_over(&vm, &code, &ram)?;

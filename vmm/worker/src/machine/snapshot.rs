@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forge_protocol::platform::{CODE, DATA, LARGE_PAGE_BYTES, PAGE_BYTES, RAM_START};
+use forge_protocol::platform::{DATA, LARGE_PAGE_BYTES, PAGE_BYTES, RAM_START};
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, MmapRegion,
 };
@@ -125,11 +125,7 @@ impl Base {
     /// forks one for each machine that is every machine's.
     fn get_ready(&mut self) -> Result<(), MachineError> {
         let ram = self.map_ram()?;
-        let code = Code::load(&ram, |memory| {
-            memory
-                .write_slice(self.code.bytes(), GuestAddress(CODE))
-                .map_err(|error| MachineError::Base(io::Error::other(error)))
-        })?;
+        let code = Code::map(&ram, self.code.file())?;
         // Where there is no room below it, each machine maps its own.
         if code.is_below(&ram) {
             self.ready = Mutex::new(Some(Ready { ram, code: Arc::new(code) }));

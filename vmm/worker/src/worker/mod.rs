@@ -441,7 +441,7 @@ pub fn serve_and_keep(
         message: format!("no timer: {error}"),
     })?;
     let ram_bytes = machine::ram_bytes(&job.load.limits);
-    let mut guest = Guest::boot(&hypervisor, &image, trust, ram_bytes, &watchdog)?;
+    let mut guest = Guest::boot(&hypervisor, image, trust, ram_bytes, &watchdog)?;
     let report = guest.run(job, broker, &watchdog);
     Ok((report, guest))
 }

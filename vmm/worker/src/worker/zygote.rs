@@ -58,7 +58,7 @@ struct VmMakings {
     /// So that no worker's VM is the host's first or last.
     _placeholder: Placeholder,
     hypervisor: Hypervisor,
-    image: Image,
+    image: &'static Image,
     pages: PageMap,
     procfs: io::Result<OwnedFd>,
     /// The most recently used first.
@@ -270,6 +270,8 @@ impl VmMakings {
         let hypervisor = Hypervisor::over(unsafe { OwnedFd::from_raw_fd(KVM_DESCRIPTOR) })?;
         let _placeholder = hypervisor.placeholder()?;
         let image = Image::built_in()?;
+        // Now, as it takes longer than a boot.
+        image.load()?;
         let pages = PageMap::open().map_err(|error| unavailable("the page map", &error))?;
         // It comes with the jail.
         let procfs = Err(io::ErrorKind::NotFound.into());
@@ -299,7 +301,7 @@ impl VmMakings {
 
     fn make_base(&self, trust: &TrustKeys, ram_bytes: usize) -> Result<GuestBase, VmFailure> {
         let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
-        Guest::boot(&self.hypervisor, &self.image, trust, ram_bytes, &watchdog)?
+        Guest::boot(&self.hypervisor, self.image, trust, ram_bytes, &watchdog)?
             .into_base(&self.hypervisor, &self.pages)
     }
 
