@@ -242,6 +242,29 @@ pub struct Progress {
     pub of: usize,
 }
 
+/// The order of each round. In one that stays, each case would always find the
+/// caches as one certain other left them, and so would each floor.
+struct Shuffle(u64);
+
+impl Default for Shuffle {
+    /// The same in every bench.
+    fn default() -> Self {
+        Self(0x9E37_79B9_7F4A_7C15)
+    }
+}
+
+impl Shuffle {
+    fn shuffle(&mut self, order: &mut [usize]) {
+        for at in (1..order.len()).rev() {
+            // xorshift64
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            order.swap(at, (self.0 % (at as u64 + 1)) as usize);
+        }
+    }
+}
+
 /// Rounds that are run and thrown away first.
 const WARM_UP_ROUNDS: usize = 5;
 /// Rounds from one look at how disturbed the bench is to the next. A sample
@@ -282,11 +305,15 @@ pub fn run(
     let round_steps = if sampled.is_empty() { 0 } else { WARM_UP_ROUNDS + rounds };
     let of = round_steps + figures.iter().map(|(_, _, _, times)| times).sum::<usize>();
     let mut goes_on = |what, done| progress(Progress { what, done, of }).is_continue();
+    let mut order: Vec<usize> = (0..sampled.len()).collect();
+    let mut shuffle = Shuffle::default();
     for round in 0..round_steps {
         if !goes_on("rounds", round) {
             return None;
         }
-        sampled.retain_mut(|(entry, case, samples)| {
+        shuffle.shuffle(&mut order);
+        order.retain(|&index| {
+            let (entry, case, samples) = &mut sampled[index];
             let ns = kept(entry, case.sample(), &mut failed);
             if let Some(ns) = ns.filter(|_| round >= WARM_UP_ROUNDS) {
                 samples.push(ns as f64 / 1000.0);
@@ -297,8 +324,13 @@ pub fn run(
             disturbance.look();
         }
     }
-    let mut results: Vec<Outcome> =
-        sampled.into_iter().map(|(entry, _case, samples)| outcome(entry, "us", samples)).collect();
+    let mut results: Vec<Outcome> = sampled
+        .into_iter()
+        .enumerate()
+        .filter(|(index, _)| order.contains(index))
+        .map(|(_, sampled)| sampled)
+        .map(|(entry, _case, samples)| outcome(entry, "us", samples))
+        .collect();
 
     // What the sampled cases held (VMs, processes, memory) is gone by now.
     let mut done = round_steps;
@@ -498,6 +530,21 @@ mod tests {
         assert_eq!((figure.p50, figure.max), (3.0, 5.0));
         assert_eq!(figure.note.as_deref(), Some("up to 5"));
         assert_eq!(whole(&sample(), 2).results[3].n, 2);
+    }
+
+    #[test]
+    fn every_round_has_everything_once_and_none_follows_the_same_other_always() {
+        let mut order: Vec<usize> = (0..8).collect();
+        let mut shuffle = Shuffle::default();
+        let mut follows = std::collections::BTreeSet::new();
+        for _ in 0..200 {
+            shuffle.shuffle(&mut order);
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..8).collect::<Vec<_>>());
+            follows.extend(order.windows(2).map(|pair| (pair[0], pair[1])));
+        }
+        assert_eq!(follows.len(), 8 * 7);
     }
 
     #[test]
