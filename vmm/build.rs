@@ -9,15 +9,17 @@ use std::process::{Command, ExitCode};
 
 use forge_nested_build::Executable;
 
-/// Zygote and workers.
+/// A fork has few mappings to copy then, and no library to find again.
+const STATIC: &str = "-Ctarget-feature=+crt-static";
+
+/// Zygote and workers, where the C library can be linked into them.
 const WORKER: Executable<'_> = Executable {
     package: "forge-worker",
     name: "forge-worker",
     profile: "worker",
     features: &[],
     flags: &[
-        // A fork has few mappings to copy, and no library to find again.
-        "-Ctarget-feature=+crt-static",
+        STATIC,
         // Each segment starts at a large page, and so can have large pages of
         // its own (`worker/text.rs`). A linker that knows only the first leaves
         // small pages at the segments' ends.
@@ -57,11 +59,31 @@ fn build() -> Result<(), Box<dyn Error>> {
     note_commit_and_profile();
     let manifest = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
     let workspace = manifest.parent().ok_or("vmm is not in a workspace")?;
+    let dynamic: Vec<&str> = WORKER.flags.iter().copied().filter(|it| *it != STATIC).collect();
+    let is_static = has_libc_archive();
+    println!("cargo::rustc-env=FORGE_WORKER_STATIC={is_static}");
+    let worker = if is_static {
+        WORKER
+    } else {
+        println!(
+            "cargo::warning=the C compiler finds no libc.a (Fedora: glibc-static), so workers load \
+             libc.so: a cold run takes some 50 us more"
+        );
+        Executable { flags: &dynamic, ..WORKER }
+    };
     // A copy: the next outer build with another toolchain builds it anew.
     let embedded = PathBuf::from(env::var("OUT_DIR")?).join("forge-worker");
-    std::fs::copy(WORKER.build(workspace)?, &embedded)?;
+    std::fs::copy(worker.build(workspace)?, &embedded)?;
     println!("cargo::rustc-env=FORGE_WORKER_ELF={}", embedded.display());
     Ok(())
+}
+
+/// Whether the C library is there as an archive. Distributions that have it in
+/// a package of its own do not install it with a compiler.
+fn has_libc_archive() -> bool {
+    // `cc` says the bare name of what it does not find.
+    let said = Command::new("cc").arg("-print-file-name=libc.a").output();
+    said.is_ok_and(|said| Path::new(String::from_utf8_lossy(&said.stdout).trim()).is_absolute())
 }
 
 fn note_commit_and_profile() {
