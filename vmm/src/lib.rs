@@ -19,6 +19,9 @@
 //!              ▼
 //!           report                    one object, the same at every door
 //! ```
+//!
+//! From the worker on it is the crate `forge-worker`, of which a worker's process is built;
+//! `pool` carries that executable, and the rooms that both have in common are found here too.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
