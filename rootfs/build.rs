@@ -44,13 +44,7 @@ const FLAGS: [&str; 10] = [
 ];
 
 fn main() -> ExitCode {
-    match build() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
-    }
+    forge_nested_build::script(build)
 }
 
 fn build() -> Result<(), Box<dyn Error>> {

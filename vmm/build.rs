@@ -46,13 +46,7 @@ const WORKER: Executable<'_> = Executable {
 };
 
 fn main() -> ExitCode {
-    match build() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
-    }
+    forge_nested_build::script(build)
 }
 
 fn build() -> Result<(), Box<dyn Error>> {

@@ -12,7 +12,7 @@
 use std::env;
 use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 /// What is built for; named, so that flags reach the executable and not its
 /// build scripts.
@@ -82,6 +82,18 @@ impl Executable<'_> {
             flags.push(format!("--remap-path-prefix={cargo_home}=/cargo"));
         }
         flags.join("\u{1f}")
+    }
+}
+
+/// A build script's whole `main`: what failed is told as it is, with the lines
+/// that cargo wrote.
+pub fn script(build: impl FnOnce() -> Result<(), Box<dyn Error>>) -> ExitCode {
+    match build() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
     }
 }
 
