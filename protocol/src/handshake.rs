@@ -2,8 +2,8 @@
 //!
 //! Both sides of the guest link and of the broker's control link open with
 //! [`Hello`]: who they are and the range of versions they speak. (A run link
-//! is opened over a control link that has agreed, and a worker is the
-//! supervisor's own executable.) The highest version in both ranges is spoken. If
+//! is opened over a control link that has agreed, and a supervisor
+//! carries the executable of its workers.) The highest version in both ranges is spoken. If
 //! there is none, the side that sees it answers [`Refusal`] and both name the
 //! two ranges in their error. The layout of these two messages never changes.
 
