@@ -140,10 +140,15 @@ impl Link {
         Ok(None)
     }
 
-    fn fill(&mut self) -> io::Result<()> {
+    /// Has the room that the next receive call takes in to.
+    pub(crate) fn make_room(&mut self) {
         self.buffer.clear();
         self.buffer.reserve(RECEIVE_BYTES);
         self.at = 0;
+    }
+
+    fn fill(&mut self) -> io::Result<()> {
+        self.make_room();
         match receive_once(self.socket.as_raw_fd(), &mut self.buffer)? {
             (0, _) => Err(io::ErrorKind::UnexpectedEof.into()),
             (_, None) => Ok(()),

@@ -3,6 +3,11 @@
 
 use std::process::ExitCode;
 
+use forge_worker::worker::heap::Heap;
+
+#[global_allocator]
+static HEAP: Heap = Heap;
+
 fn main() -> ExitCode {
     match forge_worker::worker::zygote::main() {
         Ok(()) => ExitCode::SUCCESS,

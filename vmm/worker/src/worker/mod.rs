@@ -10,6 +10,7 @@
 //! | [`board`] | what the guest is wired to: device, session, broker |
 //! | `counterpart` | the host's side of the session, whatever the guest is in |
 //! | [`broker_link`] | the run's connection to the broker |
+//! | [`heap`] | what both allocate from |
 //! | [`zygote`] | the process that workers are forked from |
 //! | `process` | a worker's life |
 //! | `text` | the zygote's own code and constants, in pages that a fork need not find again |
@@ -17,6 +18,7 @@
 pub mod board;
 pub mod broker_link;
 pub(crate) mod counterpart;
+pub mod heap;
 pub mod process;
 mod text;
 pub mod zygote;

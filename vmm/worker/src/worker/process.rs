@@ -18,7 +18,7 @@ use forge_protocol::worker::{
     Fate, Fork, Job, Prepare, PreparedJob, Ready, Report, Reuse, Timing, VmFailure, VmFailureKind,
 };
 
-use super::{BrokerLink, Guest, GuestBase, Standing};
+use super::{BrokerLink, Guest, GuestBase, Standing, heap};
 use crate::clock::now_ns;
 use crate::jail::{Limits, WorkerJail};
 use crate::link::{self, Link, Patience};
@@ -45,6 +45,9 @@ pub fn address_space_bytes(ram_bytes: u64) -> u64 {
 pub(crate) fn left_bytes() -> u64 {
     2 * u64::from(Kind::Report.payload_bytes_max())
 }
+
+/// What a worker allocates from its beginning to a small run's report, in bytes.
+const HEAP_BYTES: usize = 8 * 4096;
 
 /// How long a worker rests after a run before it puts its guest back, unless
 /// its next order comes first. Whoever waits for the report is answered
@@ -228,7 +231,11 @@ pub(crate) fn take_socket(socket: OwnedFd) -> io::Result<Link> {
     }
     drop(socket);
     // SAFETY: 0 is the duplicate, and nobody else's.
-    Ok(Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) })))
+    let mut link = Link::new(UnixStream::from(unsafe { OwnedFd::from_raw_fd(0) }));
+    // First, so that what is not used of it lies between no two blocks.
+    link.make_room();
+    heap::reach(HEAP_BYTES);
+    Ok(link)
 }
 
 /// Takes its socket, makes the guest, and gives up everything else.

@@ -14,13 +14,14 @@ use std::os::unix::net::UnixStream;
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
+use forge_protocol::platform::PAGE_BYTES;
 use forge_protocol::signature::{KeyError, TrustKey, TrustKeys};
 use forge_protocol::worker::{
     Fork, Jailed, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
 use super::process::say;
-use super::{Guest, GuestBase, process, text};
+use super::{Guest, GuestBase, heap, process, text};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::link::{Link, Patience};
@@ -350,8 +351,29 @@ fn fork() -> io::Result<Option<OwnedFd>> {
     // too; the kernel writes the descriptor's number and nothing else.
     match unsafe { libc::syscall(libc::SYS_clone, flags, none, &raw mut descriptor, none, 0) } {
         -1 => Err(io::Error::last_os_error()),
-        0 => Ok(None),
+        0 => {
+            reach_down();
+            heap::open();
+            Ok(None)
+        }
         // SAFETY: new and ours.
         _ => Ok(Some(unsafe { OwnedFd::from_raw_fd(descriptor) })),
     }
+}
+
+/// How far a worker's stack reaches beyond that of the zygote where it forks,
+/// in bytes.
+const STACK_BYTES: usize = 6 * PAGE_BYTES as usize;
+
+/// Makes the next pages of the stack this process's own, at once and not fault
+/// by fault.
+fn reach_down() {
+    let here = 0u8;
+    let page = (&raw const here).addr() & !(PAGE_BYTES as usize - 1);
+    let start = (&raw const here).with_addr(page - STACK_BYTES).cast_mut();
+    // The page that this is in, too.
+    let bytes = STACK_BYTES + PAGE_BYTES as usize;
+    // SAFETY: advice about pages of this thread's stack. The kernel does not take
+    // it for some that the zygote never reached; they come one by one.
+    unsafe { libc::madvise(start.cast(), bytes, libc::MADV_POPULATE_WRITE) };
 }
