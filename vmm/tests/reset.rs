@@ -27,6 +27,8 @@ use forge_vmm::machine::{
     vcpu::Go,
 };
 use forge_vmm::worker::{Guest, GuestBase};
+use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs};
+use kvm_ioctls::Kvm;
 use support::{forge_module, job, serve, signed, signer};
 use vm_memory::{
     Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryRegion as _, MmapRegion,
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
             a_prepared_guest_is_put_back_to_where_its_program_is_loaded,
             a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is,
             a_run_that_stopped_halfway_left_registers_that_the_proof_sees,
+            not_even_in_ring_0_can_a_guest_write_an_msr_that_no_reset_puts_back,
             no_byte_of_a_run_is_in_ram_after_the_reset,
             a_run_that_changed_too_much_is_refused_a_reset,
             guests_of_one_base_do_not_see_each_others_writes,
@@ -545,6 +548,42 @@ fn a_run_that_stopped_halfway_left_registers_that_the_proof_sees() {
     }
     vm.reset(&to).unwrap();
     vm.prove(&to).unwrap();
+}
+
+fn not_even_in_ring_0_can_a_guest_write_an_msr_that_no_reset_puts_back() {
+    const LSTAR: u32 = 0xc000_0082;
+    const CODE: &[u8] = &[
+        0x66, 0xb9, 0x82, 0x00, 0x00, 0xc0, // mov ecx, LSTAR
+        0x66, 0xb8, 0x34, 0x12, 0x00, 0x00, // mov eax, 0x1234
+        0x66, 0x31, 0xd2, // xor edx, edx
+        0x0f, 0x30, // wrmsr
+        0xf4, // hlt
+    ];
+    for (marked, exit, lstar) in [(false, "Hlt", 0x1234), (true, "Shutdown", 0)] {
+        let mut guest = Vm::new();
+        if marked {
+            guest.guest.mark(&guest.pages).unwrap();
+        }
+        let at = RAM_START + base().ram_bytes() as u64 - PAGE_BYTES;
+        guest.guest.memory().write_slice(CODE, GuestAddress(at)).unwrap();
+        // The guest has no ring 0 to speak of. A second vCPU of its VM has all
+        // rights: it stands in real mode, as a CPU does that was switched on.
+        let [vm, _] = guest.guest.descriptors();
+        // SAFETY: duplicates a descriptor of the guest's.
+        let vm = unsafe { libc::dup(vm) };
+        // SAFETY: it is a VM's, and nobody else's.
+        let vm = unsafe { Kvm::new().unwrap().create_vmfd_from_rawfd(vm) }.unwrap();
+        let mut vcpu = vm.create_vcpu(1).unwrap();
+        let mut segments = vcpu.get_sregs().unwrap();
+        segments.cs.base = at;
+        vcpu.set_sregs(&segments).unwrap();
+        vcpu.set_regs(&kvm_regs { rip: 0, rflags: 2, ..Default::default() }).unwrap();
+        assert_eq!(format!("{:?}", vcpu.run().unwrap()), exit);
+        let entry = kvm_msr_entry { index: LSTAR, ..Default::default() };
+        let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+        assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
+        assert_eq!(msrs.as_slice()[0].data, lstar, "marked: {marked}");
+    }
 }
 
 fn no_byte_of_a_run_is_in_ram_after_the_reset() {

@@ -23,8 +23,8 @@ pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_exit", "one bare VM exit by MMIO, and back", bare::exit),
     floor(
         "floor_reset",
-        "a bare vCPU put back: KVM_RUN that returns at once, one MSR, x87 and SSE; and a scan for \
-         changed pages",
+        "a bare vCPU put back: KVM_RUN that returns at once, x87 and SSE; and a scan for changed \
+         pages",
         bare::reset,
     ),
     floor("floor_socket", "64 bytes to another process over a unix socket, and back", hops::socket),

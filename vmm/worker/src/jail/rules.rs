@@ -167,12 +167,6 @@ pub const WORKER: &[Rule] = &[
     ioctl("ioctl KVM_SET_FPU", iow::<kvm::kvm_fpu>(K, 0x8D), "resets a guest"),
     ioctl("ioctl KVM_GET_XCRS", ior::<kvm::kvm_xcrs>(K, 0xA6), "a snapshot"),
     ioctl("ioctl KVM_GET_MSRS", iowr::<kvm::kvm_msrs>(K, 0x88), "a snapshot"),
-    ioctl(
-        "ioctl KVM_SET_MSRS",
-        iow::<kvm::kvm_msrs>(K, 0x89),
-        "resets a guest whose ring 0 was taken over",
-    )
-    .elsewhere(),
     ioctl("ioctl KVM_GET_DEBUGREGS", ior::<kvm::kvm_debugregs>(K, 0xA1), "a snapshot"),
     ioctl("ioctl KVM_GET_VCPU_EVENTS", ior::<kvm::kvm_vcpu_events>(K, 0x9F), "a snapshot"),
     ioctl(

@@ -123,6 +123,8 @@ pub struct Machine {
     code: Arc<Code>,
     /// What it started from, if it did not boot.
     base: Option<Arc<Base>>,
+    /// Whether KVM refuses its guest all MSRs.
+    has_no_msrs: bool,
 }
 
 impl Machine {
@@ -146,7 +148,7 @@ impl Machine {
         let vcpu = vcpu::Vcpu::create(&vm)?;
         vcpu.tell_cpuid(hypervisor)?;
         cpu::set_up(vcpu.fd(), image.entry())?;
-        Ok(Self { vcpu, vm, ram, code, base: None })
+        Ok(Self { vcpu, vm, ram, code, base: None, has_no_msrs: false })
     }
 
     fn ram_bytes(&self) -> usize {

@@ -24,7 +24,7 @@ use vm_memory::{
 
 use super::mapping::Code;
 use super::pagemap::PageMap;
-use super::state::CpuState;
+use super::state::{CpuState, deny_msrs};
 use super::{Hypervisor, Machine, MachineError, mapping, memory, vcpu};
 use crate::sealed;
 
@@ -210,14 +210,19 @@ impl Machine {
         // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
         // caller's name: now, while the caller may still have threads.
         vcpu.settle()?;
-        Ok(Self { vcpu, vm, ram, code, base: Some(Arc::clone(base)) })
+        Ok(Self { vcpu, vm, ram, code, base: Some(Arc::clone(base)), has_no_msrs: false })
     }
 
-    /// Marks where the machine stands now, to be put back to it.
+    /// Marks where the machine stands now, to be put back to it. Its guest has
+    /// no MSRs from here on.
     ///
     /// # Errors
     /// [`MachineError`].
     pub fn checkpoint(&mut self, pages: &PageMap) -> Result<Checkpoint, MachineError> {
+        if !self.has_no_msrs {
+            deny_msrs(&self.vm)?;
+            self.has_no_msrs = true;
+        }
         self.vcpu.settle()?;
         let base = self.base.as_ref().ok_or(MachineError::Image("it did not start from a base"))?;
         let cpu = base.cpu.read_again(self.vcpu.fd())?;
@@ -246,7 +251,7 @@ impl Machine {
             let page = find(&to.pages, offset).unwrap_or_else(|| self.base_page(offset));
             write_page(&self.ram, offset, page)?;
         }
-        to.cpu.restore(self.vcpu.fd_mut())?;
+        to.cpu.write(self.vcpu.fd_mut())?;
         Ok(ResetDone { pages: count })
     }
 

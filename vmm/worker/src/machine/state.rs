@@ -2,21 +2,23 @@
 //!
 //! A guest that runs in ring 3 can change general registers, segment
 //! selectors, x87 and SSE. The rest (control registers, XCR0, debug
-//! registers, MSRs) takes ring 0, which holds nothing but the trap stub.
-//! CR4.OSXSAVE is clear, so there is no AVX state.
+//! registers) takes ring 0, which holds nothing but the trap stub, and MSRs
+//! not even ring 0 can write once [`deny_msrs`] was called. CR4.OSXSAVE is
+//! clear, so there is no AVX state.
 //!
 //! Each KVM call on a vCPU costs some microseconds before it does anything.
 //! So registers, segments and events are left in the page that KVM shares,
 //! for the next KVM_RUN to take in (KVM_CAP_SYNC_REGS), where there is that.
 //! When a reset is proven everything is compared; put back each time is what
-//! a guest could change, and of the rest the MSRs that hold a guest's own
-//! values.
+//! a guest could change.
 
 use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sync_regs,
     kvm_vcpu_events, kvm_xcrs,
 };
-use kvm_ioctls::{SyncReg, VcpuFd};
+use kvm_ioctls::{
+    MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, SyncReg, VcpuFd, VmFd,
+};
 
 use super::{Hypervisor, MachineError};
 
@@ -38,23 +40,16 @@ fn moves_by_itself(index: u32) -> bool {
         || HYPERV.contains(&index)
 }
 
-/// Model-specific registers that hold a guest's own values: those of system
-/// calls, the swapped segment base, and what an operating system sets once.
-const OWN_MSRS: [u32; 13] = [
-    0x174,       // IA32_SYSENTER_CS
-    0x175,       // IA32_SYSENTER_ESP
-    0x176,       // IA32_SYSENTER_EIP
-    0xc000_0081, // STAR
-    0xc000_0082, // LSTAR
-    0xc000_0083, // CSTAR
-    0xc000_0084, // SFMASK
-    0xc000_0102, // KERNEL_GS_BASE
-    0xc000_0103, // TSC_AUX
-    0x277,       // IA32_PAT
-    0x1a0,       // IA32_MISC_ENABLE
-    0x1d9,       // IA32_DEBUGCTL
-    0x48,        // IA32_SPEC_CTRL
-];
+/// Has KVM refuse each of the guest's accesses to an MSR, by a general
+/// protection fault and in whatever ring it is (KVM_X86_SET_MSR_FILTER). What a
+/// guest cannot write need not be put back. KVM has the filter since Linux 5.10.
+pub(super) fn deny_msrs(vm: &VmFd) -> Result<(), MachineError> {
+    // KVM wants to see one range beside the rule for all others.
+    let (flags, none) = (MsrFilterRangeFlags::READ | MsrFilterRangeFlags::WRITE, [0]);
+    let range = MsrFilterRange { flags, base: 0, msr_count: 1, bitmap: &none };
+    vm.set_msr_filter(MsrFilterDefaultAction::DENY, &[range])
+        .map_err(failed("KVM_X86_SET_MSR_FILTER"))
+}
 
 /// A vCPU's state.
 #[derive(Clone, Debug)]
@@ -73,10 +68,7 @@ struct Rest {
     xcrs: kvm_xcrs,
     debug: kvm_debugregs,
     events: kvm_vcpu_events,
-    /// All of the state.
     msrs: Msrs,
-    /// Those of them that hold a guest's own values.
-    own_msrs: Msrs,
 }
 
 fn failed(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> MachineError {
@@ -86,15 +78,11 @@ fn failed(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> MachineError {
 impl Rest {
     /// With those of these MSRs that the vCPU has.
     fn read(vcpu: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<Self, MachineError> {
-        let msrs = readable_msrs(vcpu, msrs)?;
         Ok(Self {
             xcrs: vcpu.get_xcrs().map_err(failed("KVM_GET_XCRS"))?,
             debug: vcpu.get_debug_regs().map_err(failed("KVM_GET_DEBUGREGS"))?,
             events: vcpu.get_vcpu_events().map_err(failed("KVM_GET_VCPU_EVENTS"))?,
-            own_msrs: list(
-                msrs.as_slice().iter().filter(|entry| OWN_MSRS.contains(&entry.index)).copied(),
-            )?,
-            msrs,
+            msrs: readable_msrs(vcpu, msrs)?,
         })
     }
 }
@@ -133,9 +121,9 @@ impl CpuState {
         })
     }
 
-    /// Gives it to a vCPU that has just been made, which has what takes
-    /// ring 0 as it was when this was read. It may take effect with the next
-    /// KVM_RUN only.
+    /// Gives it to a vCPU that has just been made or has run, and has what a
+    /// guest cannot change as it was when this was read. It may take effect with
+    /// the next KVM_RUN only.
     pub(super) fn write(&self, vcpu: &mut VcpuFd) -> Result<(), MachineError> {
         if self.syncs {
             *vcpu.sync_regs_mut() =
@@ -150,17 +138,6 @@ impl CpuState {
             vcpu.set_vcpu_events(events).map_err(failed("KVM_SET_VCPU_EVENTS"))?;
         }
         vcpu.set_fpu(&self.fpu).map_err(failed("KVM_SET_FPU"))
-    }
-
-    /// Puts it back into a vCPU that has run.
-    pub(super) fn restore(&self, vcpu: &mut VcpuFd) -> Result<(), MachineError> {
-        let own_msrs = &self.rest.own_msrs;
-        let set = vcpu.set_msrs(own_msrs).map_err(failed("KVM_SET_MSRS"))?;
-        if set != own_msrs.as_slice().len() {
-            let source = kvm_ioctls::Error::new(libc::EINVAL);
-            return Err(MachineError::Kvm { call: "KVM_SET_MSRS", source });
-        }
-        self.write(vcpu)
     }
 
     /// What a vCPU has that differs from this, by name.
