@@ -60,8 +60,10 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How often a run is given to another worker if one was lost before it
 /// began.
 const ATTEMPTS: usize = 3;
-/// How much memory a VM touches while it waits, so that its run need not: the
-/// stack, the queues, data, and the heap with a first page of linear memory.
+/// How much memory a VM that serves one run touches while it waits, so that its
+/// run need not: the stack, the queues, data, and the heap with a first page of
+/// linear memory. One that is reset keeps what its runs touch, and would put
+/// back what it touched ahead after every one of them.
 const TOUCH_BYTES: u32 = 61 * 4096;
 
 /// How a pool keeps its VMs.
@@ -478,11 +480,9 @@ impl Shared {
 
     /// Forks a worker. It may not stand ready yet.
     fn make(&self, ram_bytes: usize, touched: bool) -> Result<Worker, VmFailure> {
-        let order = Fork {
-            ram_bytes: ram_bytes as u64,
-            touch_bytes: if touched { TOUCH_BYTES } else { 0 },
-            reuse: if self.options.ready_max > 0 { self.options.reuse } else { Reuse::Fresh },
-        };
+        let reuse = if self.options.ready_max > 0 { self.options.reuse } else { Reuse::Fresh };
+        let touch_bytes = if touched && reuse == Reuse::Fresh { TOUCH_BYTES } else { 0 };
+        let order = Fork { ram_bytes: ram_bytes as u64, touch_bytes, reuse };
         let mut zygote = self.lock_zygote();
         let mut lost = None;
         for _ in 0..2 {
