@@ -576,6 +576,8 @@ fn not_even_in_ring_0_can_a_guest_write_an_msr_that_no_reset_puts_back() {
         let mut vcpu = vm.create_vcpu(1).unwrap();
         let mut segments = vcpu.get_sregs().unwrap();
         segments.cs.base = at;
+        // No room for a vector: a fault is its end.
+        segments.idt.limit = 0;
         vcpu.set_sregs(&segments).unwrap();
         vcpu.set_regs(&kvm_regs { rip: 0, rflags: 2, ..Default::default() }).unwrap();
         assert_eq!(format!("{:?}", vcpu.run().unwrap()), exit);
