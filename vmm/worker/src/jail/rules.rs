@@ -172,7 +172,7 @@ pub const WORKER: &[Rule] = &[
     ioctl(
         "ioctl KVM_SET_VCPU_EVENTS",
         iow::<kvm::kvm_vcpu_events>(K, 0xA0),
-        "resets a guest whose ring 0 was taken over",
+        "resets a guest, without KVM_CAP_SYNC_REGS",
     )
     .elsewhere(),
     ioctl("ioctl PAGEMAP_SCAN", PAGEMAP_SCAN, "finds the pages a run wrote, to reset them"),
