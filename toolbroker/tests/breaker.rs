@@ -5,13 +5,14 @@
 
 mod support;
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
-use forge_protocol::limits::RunLimits;
+use forge_protocol::limits::{CALLS_MAX, RunLimits};
 use serde_json::json;
 use support::web::{Era, Mcp, Web};
-use support::{Broker, PATIENCE, Worker};
+use support::{Broker, PATIENCE, Worker, server_processes, test_server};
 
 fn broker(web: &Web) -> Broker {
     Broker::with_config(&json!({"mcpServers": {"web": {"url": web.url("/mcp")}}}))
@@ -92,5 +93,57 @@ fn a_program_that_dies_at_once_is_left_alone_too() {
     while !said.contains("times in a row and is tried again in") {
         assert!(Instant::now() < until, "it never opened: {said}");
         said = format!("{:?}", broker.ask(&ask));
+    }
+}
+
+/// `FORGE_SERVER_KILLS` says how often (100; thousands to look for a window of
+/// microseconds).
+#[test]
+fn a_call_is_settled_however_close_it_comes_to_the_end_of_its_server() {
+    let kills = std::env::var("FORGE_SERVER_KILLS").map_or(100, |text| text.parse().unwrap());
+    let mut broker = Broker::with_config(&json!({"mcpServers": {
+        "test": {"command": test_server()},
+    }}));
+    let id = broker.child.id();
+    let limits = RunLimits { calls: CALLS_MAX, ..limits() };
+    let (answered, over) = (&AtomicU64::new(0), &AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let mut worker = broker.run(&["test.echo"], limits.clone());
+            scope.spawn(move || {
+                while !over.load(Ordering::Acquire) {
+                    let (code, _) = worker.call("test.echo", &json!({"text": "x"}));
+                    match code {
+                        None => drop(answered.fetch_add(1, Ordering::AcqRel)),
+                        Some(CallCode::OutcomeUnknown | CallCode::NoSuchTool) => {
+                            std::thread::sleep(Duration::from_millis(1));
+                        }
+                        Some(code) => panic!("{code:?}"),
+                    }
+                }
+            });
+        }
+        let _over = Over(over);
+        for kill in 0..kills {
+            let before = answered.load(Ordering::Acquire);
+            let until = Instant::now() + PATIENCE;
+            while answered.load(Ordering::Acquire) < before + 4 {
+                assert!(Instant::now() < until, "no call is settled any more");
+                std::thread::sleep(Duration::from_micros(200 + kill * 37 % 1_000));
+            }
+            for server in server_processes(id) {
+                let server = rustix::process::Pid::from_raw(server.try_into().unwrap()).unwrap();
+                let _ = rustix::process::kill_process(server, rustix::process::Signal::KILL);
+            }
+        }
+    });
+}
+
+/// Has the callers stop, whatever happens.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
     }
 }

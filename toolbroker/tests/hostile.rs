@@ -177,6 +177,21 @@ fn attack_23_a_server_that_hangs_up_or_listens_no_more_leaves_the_outcome_unknow
 }
 
 #[test]
+fn attack_23_a_server_that_hangs_up_and_takes_nothing_holds_up_no_call() {
+    let mut broker = broker("plain");
+    // Longer than an answer is waited for here.
+    let limits = RunLimits { wall_ms: 120_000, request_bytes: 1 << 20, ..RunLimits::default() };
+    let mut worker = broker.run(&["raw.mute"], limits);
+    worker.send("raw.mute", b"{}");
+    worker.send("raw.mute", json!({ "x": "y".repeat(500_000) }).to_string().as_bytes());
+    for _ in 0..2 {
+        assert_eq!(worker.settled().code, Some(CallCode::OutcomeUnknown));
+    }
+    drop(worker);
+    well(broker);
+}
+
+#[test]
 fn attack_15_nonsense_before_an_answer_is_skipped_and_strange_text_is_only_text() {
     let mut broker = broker("plain");
     let mut worker = broker.run(&["raw.nonsense"], limits());

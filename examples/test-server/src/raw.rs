@@ -11,6 +11,7 @@
 //! that would keep it from what it does.
 
 use std::io::{self, BufRead as _, Write};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -114,7 +115,7 @@ impl Server {
             _ => {
                 let word = if self.changed { "Deletes everything." } else { "Says something." };
                 let mut tools: Vec<Value> =
-                    ["wrong_ids", "flood", "half", "deaf", "nonsense", "many"]
+                    ["wrong_ids", "flood", "half", "deaf", "mute", "nonsense", "many"]
                         .iter()
                         .map(|name| tool(name, "Misbehaves."))
                         .collect();
@@ -168,12 +169,14 @@ impl Server {
                 );
                 self.writes(answer.as_bytes())?;
             }
-            "half" => {
-                self.out = None;
-                // SAFETY: nothing of this program writes there any more.
-                unsafe { libc::close(1) };
-            }
+            "half" => self.hangs_up(),
             "deaf" => return Ok(false),
+            "mute" => {
+                // Meanwhile more may be said to it than a pipe holds.
+                std::thread::sleep(Duration::from_millis(300));
+                self.hangs_up();
+                return Ok(false);
+            }
             "nonsense" => {
                 self.writes(b"\xff\xfe\xc0\n\n{}\n[]\nnull\n{\"jsonrpc\": \"2.0\"}\n")?;
                 self.writes(format!("{}\n", "[".repeat(100_000)).as_bytes())?;
@@ -191,6 +194,12 @@ impl Server {
             _ => self.answers(id, &text("said"))?,
         }
         Ok(true)
+    }
+
+    fn hangs_up(&mut self) {
+        self.out = None;
+        // SAFETY: nothing of this program writes there any more.
+        unsafe { libc::close(1) };
     }
 
     fn answers(&mut self, id: &Value, result: &Value) -> io::Result<()> {

@@ -8,9 +8,11 @@
 //! wait. While they do, nothing more is read; a server that does not take them
 //! either is hung up on.
 //!
-//! That its tools changed is counted here too: the library tells its handler
-//! at some time, which may be after the answer that came behind, and a call in
-//! between would go by a definition that the server has said is gone.
+//! What must not be missed is noted here too ([`Heard`]), before the library
+//! makes anything of it. It tells its handler at some time that tools changed,
+//! which may be after the answer that came behind, and a call in between would
+//! go by a definition that the server has said is gone. And not every request
+//! is told of the server's end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,6 +25,7 @@ use rmcp::model::{
 };
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
@@ -31,19 +34,58 @@ const WAITING_MAX: usize = 64;
 /// How long a server may leave so many of them waiting.
 const TAKEN_TIME_MAX: Duration = Duration::from_secs(5);
 
+/// What was heard of a server on its transport.
+#[derive(Debug, Default)]
+pub(super) struct Heard {
+    changes: AtomicU64,
+    over: watch::Sender<bool>,
+}
+
+impl Heard {
+    /// How often it said that its tools changed.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
+    }
+
+    /// Its tools may have changed.
+    pub(super) fn changed(&self) {
+        self.changes.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Whether nothing more comes from it.
+    pub(super) fn is_over(&self) -> bool {
+        *self.over.borrow()
+    }
+
+    /// Waits until nothing more comes from it.
+    pub(super) async fn over(&self) {
+        // It cannot fail: the sender is here.
+        let _ = self.over.subscribe().wait_for(|over| *over).await;
+    }
+
+    fn end(&self) {
+        self.over.send_replace(true);
+    }
+}
+
 /// A transport on which the server's own requests are declined.
 pub(super) struct Declined<T> {
     inner: T,
     answers: JoinSet<()>,
     /// When the server has to have taken one, while too many wait.
     until: Option<Instant>,
-    /// How often the server said that its tools changed.
-    changes: Arc<AtomicU64>,
+    heard: Arc<Heard>,
 }
 
 impl<T> Declined<T> {
-    pub(super) fn new(inner: T, changes: Arc<AtomicU64>) -> Self {
-        Self { inner, answers: JoinSet::new(), until: None, changes }
+    pub(super) fn new(inner: T, heard: Arc<Heard>) -> Self {
+        Self { inner, answers: JoinSet::new(), until: None, heard }
+    }
+}
+
+impl<T> Drop for Declined<T> {
+    fn drop(&mut self) {
+        self.heard.end();
     }
 }
 
@@ -74,19 +116,9 @@ impl<T: Transport<RoleClient>> Declined<T> {
         self.until = None;
         true
     }
-}
 
-impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
-    type Error = T::Error;
-
-    fn send(
-        &mut self,
-        message: TxJsonRpcMessage<RoleClient>,
-    ) -> impl Future<Output = Result<(), T::Error>> + Send + 'static {
-        self.inner.send(message)
-    }
-
-    async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+    /// The next message that is the library's to read.
+    async fn next(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
         loop {
             if !self.has_room().await {
                 tracing::warn!("a tool server asks and takes no answer: it is hung up on");
@@ -100,13 +132,34 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
             if let JsonRpcMessage::Notification(said) = &message
                 && matches!(said.notification, ServerNotification::ToolListChangedNotification(_))
             {
-                self.changes.fetch_add(1, Ordering::AcqRel);
+                self.heard.changed();
             }
             return Some(message);
         }
     }
+}
+
+impl<T: Transport<RoleClient>> Transport<RoleClient> for Declined<T> {
+    type Error = T::Error;
+
+    fn send(
+        &mut self,
+        message: TxJsonRpcMessage<RoleClient>,
+    ) -> impl Future<Output = Result<(), T::Error>> + Send + 'static {
+        self.inner.send(message)
+    }
+
+    async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+        let message = self.next().await;
+        if message.is_none() {
+            self.heard.end();
+        }
+        message
+    }
 
     fn close(&mut self) -> impl Future<Output = Result<(), T::Error>> + Send {
+        // Before what may wait for a server that takes nothing.
+        self.heard.end();
         self.answers.abort_all();
         self.inner.close()
     }

@@ -118,10 +118,17 @@ impl Hosted {
         if self.calls.send(callback).await.is_err() {
             return CallEnd::failed("Gone", "the caller that hosts this tool is gone");
         }
-        match answered.await {
-            Ok(Ok(result)) => CallEnd::Answered(result),
-            Ok(Err(error)) => CallEnd::Failed(Value::Object(error)),
-            Err(_) => CallEnd::Lost,
+        let answered = tokio::select! {
+            biased;
+            answered = answered => answered.ok(),
+            // What was put into the queue while that was taken away is never
+            // dropped as long as there are senders (tokio's issue 7714).
+            () = self.calls.closed() => None,
+        };
+        match answered {
+            Some(Ok(result)) => CallEnd::Answered(result),
+            Some(Err(error)) => CallEnd::Failed(Value::Object(error)),
+            None => CallEnd::Lost,
         }
     }
 }

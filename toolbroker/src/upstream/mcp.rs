@@ -21,6 +21,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 
 use super::breaker::Breaker;
+use super::declined::Heard;
 use super::http::{self, Fault, Mcp};
 use super::scrubs::Scrubs;
 use super::stdio::Process;
@@ -132,6 +133,7 @@ impl Session {
         self.lost.load(Ordering::Acquire)
             || self.service.is_closed()
             || self.service.is_transport_closed()
+            || self.heard().is_over()
             || matches!(&self.line, Line::Process(process) if process.has_exited())
     }
 
@@ -141,9 +143,29 @@ impl Session {
         Arc::clone(&self.tools.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    fn heard(&self) -> &Heard {
+        &self.service.service().heard
+    }
+
+    /// What comes of a request, no later than the server's end. Left to
+    /// itself a request may wait for ever: one that is put into the library's
+    /// queue while that is taken away (tokio's issue 7714), and any while the
+    /// library waits to say its last to a server that takes nothing.
+    async fn answered<T>(
+        &self,
+        request: impl Future<Output = Result<T, ServiceError>>,
+    ) -> Result<T, ServiceError> {
+        tokio::select! {
+            // An answer that came before the end counts.
+            biased;
+            answer = request => answer,
+            () = self.heard().over() => Err(ServiceError::TransportClosed),
+        }
+    }
+
     /// Whether its tools may have changed since they were listed.
     pub(super) fn is_stale(&self) -> bool {
-        let announced = self.service.service().changes.load(Ordering::Acquire);
+        let announced = self.heard().changes();
         let until = *self.list_until.lock().unwrap_or_else(PoisonError::into_inner);
         announced != self.listed_at_change.load(Ordering::Acquire)
             || until.is_some_and(|until| Instant::now() >= until)
@@ -161,15 +183,14 @@ impl Session {
         if subscription.as_ref().is_some_and(|task| !task.is_finished()) {
             return;
         }
-        let (peer, changes) =
-            (self.service.peer().clone(), Arc::clone(&self.service.service().changes));
-        *subscription = Some(tokio::spawn(follow_changes(peer, changes)).abort_handle());
+        let (peer, heard) = (self.service.peer().clone(), self.service.service().heard());
+        *subscription = Some(tokio::spawn(follow_changes(peer, heard)).abort_handle());
     }
 
     /// Asks for the list of tools, page by page, and takes it over.
     pub(super) async fn list(&self) -> Result<(), String> {
         self.subscribe();
-        let announced = self.service.service().changes.load(Ordering::Acquire);
+        let announced = self.heard().changes();
         let mut listed = Vec::new();
         let mut bytes = 0;
         let mut life_ms = None;
@@ -177,7 +198,8 @@ impl Session {
             let mut cursor = None;
             for _ in 0..PAGES_MAX {
                 let params = PaginatedRequestParams::default().with_cursor(cursor);
-                let page = self.service.list_tools(Some(params)).await.map_err(|error| {
+                let page = self.answered(self.service.list_tools(Some(params))).await;
+                let page = page.map_err(|error| {
                     let error = self.scrubs.text(&service_error(&error));
                     format!("tools/list failed: {}", crate::cut(&error, ERROR_TEXT_BYTES_MAX))
                 })?;
@@ -337,7 +359,7 @@ impl Session {
 
     async fn call_once(&self, params: CallToolRequestParams) -> Result<CallEnd, ServiceError> {
         let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
-        Ok(match self.service.call_tool_once(params).await {
+        Ok(match self.answered(self.service.call_tool_once(params)).await {
             Ok(CallToolResponse::Complete(result)) => {
                 let is_error = result.is_error == Some(true);
                 let content = serde_json::to_value(&result.content).unwrap_or(Value::Null);
@@ -376,7 +398,8 @@ impl Session {
     /// Reads one of its resources: its contents as a JSON list.
     pub(super) async fn read_resource(&self, uri: &str) -> CallEnd {
         let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
-        match self.service.read_resource_once(ReadResourceRequestParams::new(uri)).await {
+        let asked = self.service.read_resource_once(ReadResourceRequestParams::new(uri));
+        match self.answered(asked).await {
             Ok(ReadResourceResponse::Complete(result)) => {
                 CallEnd::Answered(serde_json::to_value(&result.contents).unwrap_or(Value::Null))
             }
@@ -434,13 +457,13 @@ impl std::io::Write for Count {
 /// Has a server announce changes, which are counted where they come in. The
 /// end of the subscription counts as one: what changes after it would be
 /// announced to nobody.
-async fn follow_changes(peer: Peer<RoleClient>, changes: Arc<AtomicU64>) {
+async fn follow_changes(peer: Peer<RoleClient>, heard: Arc<Heard>) {
     let filter = SubscriptionFilter::builder().tools_list_changed().build();
     if let Ok(mut subscription) = peer.listen(filter).await {
         while let Ok(Some(_)) = subscription.next().await {}
     }
     tokio::time::sleep(RESUBSCRIBE_AFTER).await;
-    changes.fetch_add(1, Ordering::AcqRel);
+    heard.changed();
 }
 
 /// What went wrong, without the debug output of whole messages.
@@ -479,14 +502,13 @@ pub(super) fn start_error(error: &ClientInitializeError) -> String {
 /// The client's side of MCP: declines whatever a server asks.
 #[derive(Debug, Default)]
 pub(super) struct Handler {
-    /// How often the server announced that its tools changed.
-    changes: Arc<AtomicU64>,
+    heard: Arc<Heard>,
 }
 
 impl Handler {
-    /// Where changes are counted.
-    pub(super) fn changes(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.changes)
+    /// Where is noted what the server says.
+    pub(super) fn heard(&self) -> Arc<Heard> {
+        Arc::clone(&self.heard)
     }
 }
 

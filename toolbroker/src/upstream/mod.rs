@@ -444,7 +444,7 @@ impl Upstream {
             }
         };
         let handler = Handler::default();
-        let transport = Declined::new(transport, handler.changes());
+        let transport = Declined::new(transport, handler.heard());
         let served = handler.serve_with_lifecycle(transport, lifecycle);
         match timeout_at(until, served).await {
             Ok(Ok(service)) => Ok(service),
