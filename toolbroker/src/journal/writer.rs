@@ -186,10 +186,10 @@ impl Journal {
         let over = |progress: &Progress| {
             progress.durable >= ticket || matches!(progress.standing, Standing::Failed(_))
         };
-        match progress.wait_for(over).await {
-            Ok(progress) if progress.durable >= ticket => Ok(()),
-            _ => self.working(),
-        }
+        // Not one expression: what is waited for holds a lock that `working`
+        // takes as well.
+        let durable = progress.wait_for(over).await.is_ok_and(|it| it.durable >= ticket);
+        if durable { Ok(()) } else { self.working() }
     }
 
     fn working(&self) -> Result<(), Unwritable> {
