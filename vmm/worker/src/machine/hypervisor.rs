@@ -93,6 +93,7 @@ impl Hypervisor {
             (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
             (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
             (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+            (Cap::X86MsrFilter, "KVM_CAP_X86_MSR_FILTER"),
         ] {
             if !kvm.check_extension(capability) {
                 return Err(HypervisorError::Capability(name).into());
