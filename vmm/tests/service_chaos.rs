@@ -154,6 +154,8 @@ struct Told {
     /// What was noted, and the client heard so.
     noted: Vec<String>,
     wrong: Option<String>,
+    /// Who was killed, and when.
+    killed: Vec<(Instant, Victim)>,
 }
 
 impl Found {
@@ -200,7 +202,7 @@ impl Found {
     }
 
     /// Waits until every client's runs end as they should, several times.
-    fn serves(&self) {
+    fn serves(&self, service: &Service) {
         let before: Vec<u64> = self.good.iter().map(|it| it.load(Ordering::Acquire)).collect();
         let until = Instant::now() + RECOVERY_TIME_MAX;
         loop {
@@ -208,9 +210,16 @@ impl Found {
             if now.zip(&before).all(|(now, before)| now >= before + 2) {
                 return;
             }
-            let told = self.told();
-            assert!(told.wrong.is_none(), "{}", told.wrong.as_deref().unwrap_or_default());
-            assert!(Instant::now() < until, "no service since the kill: {:#?}", told.ends);
+            let mut told = self.told();
+            let wrong = told.wrong.take().or_else(|| {
+                let late = Instant::now() >= until;
+                late.then(|| format!("no service since the kill: {:#?}", told.ends))
+            });
+            if let Some(wrong) = wrong {
+                let last = told.killed.iter().rev().take(5);
+                let last: Vec<_> = last.map(|(at, victim)| (at.elapsed(), victim)).collect();
+                panic!("{wrong}\nlast killed: {last:?}\n{}", service.last_calls());
+            }
             drop(told);
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -321,6 +330,16 @@ impl Service {
         self.child = Self::serve(&self.copies);
     }
 
+    /// What its journal says of the last calls.
+    fn last_calls(&self) -> String {
+        let listed = Command::new(self.copies.path("forge-vmm"))
+            .args(["journal", "list", "--state", "state", "--last", "10"])
+            .current_dir(self.copies.folder())
+            .output()
+            .unwrap();
+        String::from_utf8_lossy(&listed.stdout).into_owned()
+    }
+
     /// That every process there is of it belongs to the service that runs.
     fn has_no_strays(&self) {
         processes::wait_for("that all processes are the service's", || {
@@ -357,15 +376,16 @@ fn whoever_is_killed_nothing_is_left_and_no_record_is_lost() {
             let (found, socket) = (&found, &socket);
             scope.spawn(move || found.load(socket, client));
         }
-        found.serves();
+        found.serves(&service);
         for round in 0..rounds {
             std::thread::sleep(Duration::from_millis(dice.throw(60) as u64));
             // Each of them in the first rounds, then as it comes.
             let victim = VICTIMS.get(round as usize).copied();
             let victim = victim.unwrap_or_else(|| VICTIMS[dice.throw(VICTIMS.len())]);
             let began = Instant::now();
+            found.told().killed.push((began, victim));
             service.kill(victim, &outside, &mut dice);
-            found.serves();
+            found.serves(&service);
             slowest = slowest.max(began.elapsed());
             service.has_no_strays();
             *killed.entry(victim).or_default() += 1;
