@@ -13,7 +13,6 @@ use forge_protocol::frame::{self, Kind};
 use forge_protocol::service::{
     Callback as CallbackFrame, CallbackSettled, HostedTool, HostedTools,
 };
-use rmcp::model::JsonObject;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
@@ -65,7 +64,7 @@ struct Unclaimed {
     hosts: HashMap<u64, Hosted>,
 }
 
-type Answer = oneshot::Sender<Result<Value, JsonObject>>;
+type Answer = oneshot::Sender<Result<Vec<u8>, Vec<u8>>>;
 
 impl Hosting {
     fn unclaimed(&self) -> MutexGuard<'_, Unclaimed> {
@@ -142,7 +141,9 @@ async fn serve(stream: UnixStream, mut calls: mpsc::Receiver<Callback>) -> Resul
                 let callback = CallbackFrame { number: 0, callback: next, tool, arguments };
                 let mut bytes = Vec::new();
                 if frame::try_write_message(Kind::Callback, &callback, &mut bytes).is_err() {
-                    let _ = answer.send(Err(failure("the arguments are too large as they are sent")));
+                    let why = "the arguments are too large as they are sent";
+                    let error = json!({ "name": "BadCaller", "message": why });
+                    let _ = answer.send(Err(error.to_string().into_bytes()));
                     continue;
                 }
                 out.insert(next, answer);
@@ -155,26 +156,10 @@ async fn serve(stream: UnixStream, mut calls: mpsc::Receiver<Callback>) -> Resul
                     .map_err(|error| LinkError::Payload { kind: frame.kind, error })?;
                 // One that is not out was given up, or never was.
                 if let Some(answer) = out.remove(&callback) {
-                    let _ = answer.send(settled(result));
+                    // Read where nobody else waits for it.
+                    let _ = answer.send(result);
                 }
             }
         }
     }
-}
-
-fn settled(result: Result<Vec<u8>, Vec<u8>>) -> Result<Value, JsonObject> {
-    match result {
-        Ok(result) => {
-            serde_json::from_slice(&result).map_err(|_| failure("the caller's answer is no JSON"))
-        }
-        Err(error) => Err(serde_json::from_slice(&error)
-            .unwrap_or_else(|_| failure("the caller's error is no JSON object"))),
-    }
-}
-
-fn failure(message: &str) -> JsonObject {
-    let mut error = JsonObject::new();
-    error.insert("name".into(), json!("BadCaller"));
-    error.insert("message".into(), json!(message));
-    error
 }

@@ -86,16 +86,20 @@ async fn a_caller_is_called_back_with_arguments_that_passed_the_chain() {
             served += 1;
             let n = arguments["n"].as_i64().unwrap();
             let outcome = match n {
-                13 => Err(json!({"name": "Unlucky"}).as_object().unwrap().clone()),
-                n => Ok(json!(2 * n)),
+                13 => Err(r#"{"name": "Unlucky"}"#.to_owned()),
+                7 => Ok(format!("[{}0]", "0,".repeat(1 << 20))),
+                n => Ok((2 * n).to_string()),
             };
-            let _ = answer.send(outcome);
+            let _ = answer.send(outcome.map(String::into_bytes).map_err(String::into_bytes));
         }
         served
     });
     assert_eq!(call(&run, "app.twice", json!({"n": 21})).await, (None, json!(42)));
     let (code, error) = call(&run, "app.twice", json!({"n": 13})).await;
     assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Unlucky")));
+    let (code, why) = call(&run, "app.twice", json!({"n": 7})).await;
+    assert_eq!(code, Some(CallCode::BadResponse));
+    assert!(why["violations"][0].as_str().unwrap().contains("values"), "{why}");
     for (tool, request, expected) in [
         ("app.twice", json!({"n": "x"}), CallCode::BadRequest),
         ("app.other", json!({"n": 1}), CallCode::Denied),
@@ -104,7 +108,7 @@ async fn a_caller_is_called_back_with_arguments_that_passed_the_chain() {
         assert_eq!(call(&run, tool, request).await.0, Some(expected), "{tool}");
     }
     drop(run);
-    assert_eq!(host.await.unwrap(), 2, "what is refused is not called back");
+    assert_eq!(host.await.unwrap(), 3, "what is refused is not called back");
 }
 
 #[tokio::test]

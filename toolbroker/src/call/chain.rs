@@ -341,9 +341,10 @@ impl Dispatched {
     pub(super) fn is_small(&self) -> bool {
         match &self.end {
             CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
-                self.tool.checks_result_soon(response)
+                self.tool.checks_result_soon(response) && is_short(response)
             }
-            CallEnd::Content(_) | CallEnd::Failed(_) | CallEnd::Lost => true,
+            CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
+            CallEnd::TooMany | CallEnd::Lost => true,
         }
     }
 
@@ -369,6 +370,7 @@ impl Dispatched {
                     Err(_) => Err(Misfit::Result(response)),
                 }
             }
+            CallEnd::TooMany => Err(Misfit::TooMany),
             CallEnd::Content(_) if tool.spec().output_schema.is_some() => Err(Misfit::NoResult),
             CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
             other => Ok(other),
@@ -426,7 +428,7 @@ impl Fitting {
                 let violations = vec!["the result: there is none beside its text".to_owned()];
                 Err(CallFailure::BadResponse { violations })
             }
-            Err(Misfit::TooMany) => {
+            Ok(CallEnd::TooMany) | Err(Misfit::TooMany) => {
                 let violations = vec![format!("the result: it has more than {VALUES_MAX} values")];
                 Err(CallFailure::BadResponse { violations })
             }
@@ -451,6 +453,22 @@ impl Fitting {
         }
         Redacted { facts, outcome, redacted: removed > 0 }
     }
+}
+
+/// Whether credentials are soon looked for in all its text.
+fn is_short(value: &Value) -> bool {
+    fn rest(value: &Value, left: usize) -> Option<usize> {
+        let left = left.checked_sub(1)?;
+        match value {
+            Value::String(text) => left.checked_sub(text.len()),
+            Value::Array(items) => items.iter().try_fold(left, |left, item| rest(item, left)),
+            Value::Object(fields) => fields
+                .iter()
+                .try_fold(left, |left, (key, value)| rest(value, left.checked_sub(key.len())?)),
+            Value::Null | Value::Bool(_) | Value::Number(_) => Some(left),
+        }
+    }
+    rest(value, IN_PLACE_BYTES_MAX).is_some()
 }
 
 fn of_size(run: &Run, body: Vec<u8>) -> Result<Vec<u8>, CallFailure> {

@@ -38,7 +38,7 @@ use crate::config::Endpoint;
 use crate::definition::{DefinitionError, Listed, Tool};
 use crate::upstream::http::{BodyError, Client, body_within};
 use crate::upstream::scrubs::Scrubs;
-use crate::upstream::{Breaker, CallEnd, TOOLS_MAX};
+use crate::upstream::{Breaker, CallEnd, TOOLS_MAX, has_few_values};
 
 /// A larger document is a wrong file.
 const DOCUMENT_BYTES_MAX: u64 = 16 * 1024 * 1024;
@@ -500,7 +500,9 @@ impl Api {
         }
         match body {
             Err(BodyError::Broken(_)) => CallEnd::Lost,
-            Ok(body) if status.is_success() => CallEnd::Answered(answer(body, is_json)),
+            Ok(body) if status.is_success() => {
+                answer(body, is_json).map_or(CallEnd::TooMany, CallEnd::Answered)
+            }
             Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
                 "name": "AnswerTooLarge",
                 "message": format!(
@@ -516,15 +518,21 @@ impl Api {
 }
 
 /// A successful answer: JSON as it is, text as a string, nothing as null.
-/// Bytes that are no text lose what is none.
-fn answer(body: Vec<u8>, is_json: bool) -> Value {
+/// Bytes that are no text lose what is none. `None` if it is JSON of more values
+/// than the broker keeps in memory.
+fn answer(body: Vec<u8>, is_json: bool) -> Option<Value> {
     if body.is_empty() {
-        return Value::Null;
+        return Some(Value::Null);
     }
-    if is_json && let Ok(value) = serde_json::from_slice(&body) {
-        return value;
+    if is_json {
+        if !has_few_values(&body) {
+            return None;
+        }
+        if let Ok(value) = serde_json::from_slice(&body) {
+            return Some(value);
+        }
     }
-    Value::String(String::from_utf8_lossy(&body).into_owned())
+    Some(Value::String(String::from_utf8_lossy(&body).into_owned()))
 }
 
 /// An answer that is no success, as the tool's own error.
@@ -541,7 +549,7 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
     });
     if !body.is_empty() {
         // Whole, since what is cut through is not known as a credential.
-        error["data"] = answer(body, is_json && !status.is_redirection());
+        error["data"] = answer(body, is_json && !status.is_redirection()).into();
     }
     CallEnd::Failed(error)
 }

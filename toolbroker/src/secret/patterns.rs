@@ -73,12 +73,19 @@ pub(super) fn find(text: &[u8]) -> Vec<Range<usize>> {
     let Some(patterns) = &*PATTERNS_BUILT else { return Vec::new() };
     let mut found = Vec::new();
     for number in &patterns.any.matches(text) {
+        let mut last_pem = 0;
         for captures in patterns.each[number].captures_iter(text) {
             let Some(whole) = captures.name("s").or_else(|| captures.get(0)) else { continue };
-            let end = match PATTERNS[number].0 == PEM {
-                true => end_of_pem(text, whole.end()),
-                false => whole.end(),
-            };
+            let mut end = whole.end();
+            if PATTERNS[number].0 == PEM {
+                // One that begins in another ends with it. Looked for anew, the
+                // end of many would take their number times the text.
+                if whole.start() < last_pem {
+                    continue;
+                }
+                end = end_of_pem(text, end);
+                last_pem = end;
+            }
             found.push(whole.start()..end);
         }
     }
@@ -173,6 +180,17 @@ mod tests {
         let key = format!("{begin}\nMHcCAQ\n-----END EC PRIVATE KEY-----");
         assert_eq!(removed(&format!("x {key} y")), std::slice::from_ref(&key));
         assert_eq!(removed(&format!("x {begin}\nMHc")), [format!("{begin}\nMHc")], "cut off");
+    }
+
+    #[test]
+    fn keys_that_begin_and_never_end_are_one() {
+        let begin = format!("-----BEGIN {} KEY-----\n", "PRIVATE");
+        let end = format!("-----END {} KEY-----", "PRIVATE");
+        let many = begin.repeat(40_000);
+        assert_eq!(find(many.as_bytes()), std::slice::from_ref(&(0..many.len())));
+        let (first, second) = (format!("{many}{end}"), format!("{begin}{end}"));
+        let two = format!("{first} and {second}");
+        assert_eq!(removed(&two), [first, second]);
     }
 
     #[test]

@@ -161,6 +161,8 @@ impl Scrubber {
             laid_out.extend_from_slice(all[*text].as_bytes());
         }
         let mut removed = 0;
+        // By text.
+        let mut more: BTreeMap<usize, Vec<Range<usize>>> = BTreeMap::new();
         for part in self.find_known(&laid_out) {
             // Which texts it reaches into.
             let first = starts.partition_point(|start| *start <= part.start) - 1;
@@ -171,17 +173,19 @@ impl Scrubber {
                 }
                 let text = row[position];
                 let own = part.start.max(*start) - start..(part.end - start).min(all[text].len());
-                let covered =
-                    found[text].iter().any(|it| it.start <= own.start && own.end <= it.end);
+                let before = found[text].partition_point(|it| it.start <= own.start);
+                let covered = before > 0 && own.end <= found[text][before - 1].end;
                 if own.is_empty() || covered {
                     continue;
                 }
                 is_new = true;
-                let mut more = std::mem::take(&mut found[text]);
-                more.push(own);
-                found[text] = joined(more);
+                more.entry(text).or_default().push(own);
             }
             removed += u32::from(is_new);
+        }
+        for (text, mut more) in more {
+            more.append(&mut found[text]);
+            found[text] = joined(more);
         }
         removed
     }

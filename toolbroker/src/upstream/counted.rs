@@ -1,5 +1,5 @@
-//! A server's standard output, in which no message has more values than the
-//! broker keeps in memory.
+//! A server's words, in which no message has more values than the broker keeps
+//! in memory: on its standard output, and wherever JSON of a stranger is parsed.
 //!
 //! A value that takes two bytes of JSON takes a hundred in memory, on its way
 //! from text to what a program is told. A message is bounded in bytes, and so
@@ -35,21 +35,32 @@ impl Line {
     /// Counts what parts values from each other. `false` if there are too
     /// many.
     fn passes(&mut self, bytes: &[u8]) -> bool {
-        for byte in bytes {
-            match byte {
-                b'\n' => *self = Self::default(),
-                _ if self.escaped => self.escaped = false,
-                b'\\' if self.in_string => self.escaped = true,
-                b'"' => self.in_string = !self.in_string,
-                b',' | b':' | b'[' | b'{' if !self.in_string => self.values += 1,
-                _ => {}
+        bytes.iter().all(|byte| match byte {
+            b'\n' => {
+                *self = Self::default();
+                true
             }
-            if self.values > VALUES_MAX {
-                return false;
-            }
-        }
-        true
+            _ => self.takes(*byte),
+        })
     }
+
+    fn takes(&mut self, byte: u8) -> bool {
+        match byte {
+            _ if self.escaped => self.escaped = false,
+            b'\\' if self.in_string => self.escaped = true,
+            b'"' => self.in_string = !self.in_string,
+            b',' | b':' | b'[' | b'{' if !self.in_string => self.values += 1,
+            _ => {}
+        }
+        self.values <= VALUES_MAX
+    }
+}
+
+/// Whether a text of JSON, on however many lines, has no more values than
+/// [`VALUES_MAX`].
+pub(crate) fn has_few_values(json: &[u8]) -> bool {
+    let mut all = Line::default();
+    json.iter().all(|byte| all.takes(*byte))
 }
 
 impl<R> Counted<R> {
@@ -88,6 +99,8 @@ mod tests {
         assert!(passes(&format!("\"{}\"", half.repeat(3))));
         assert!(passes(&format!("\"a\\\"{}\"", half.repeat(3))));
         assert!(!passes(&format!("\"a\\\\\"{}", half.repeat(3))));
+        assert!(has_few_values(half.as_bytes()));
+        assert!(!has_few_values(format!("{half}\n{half}").as_bytes()), "a line ends nothing here");
         // In pieces as in one.
         let mut line = Line::default();
         assert!(line.passes(b"\"a\\") && line.passes(format!("\"{}", half.repeat(3)).as_bytes()));

@@ -16,7 +16,7 @@ use rmcp::model::JsonObject;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{CallEnd, TOOLS_MAX};
+use super::{CallEnd, TOOLS_MAX, has_few_values};
 use crate::definition::{DefinitionError, Listed, Tool};
 
 /// Calls that may wait for the caller to take them.
@@ -37,9 +37,10 @@ pub struct Callback {
     pub tool: ToolName,
     /// Arguments that fit the tool's schema.
     pub arguments: JsonObject,
-    /// Where the answer goes: the result, or the tool's own error, an object.
-    /// It is closed when nobody waits any more.
-    pub answer: oneshot::Sender<Result<Value, JsonObject>>,
+    /// Where the answer goes: the result, or the tool's own error, an object,
+    /// as JSON that nobody has looked at. It is closed when nobody waits any
+    /// more.
+    pub answer: oneshot::Sender<Result<Vec<u8>, Vec<u8>>>,
 }
 
 /// Why a caller cannot host what it wants to.
@@ -126,8 +127,15 @@ impl Hosted {
             () = self.calls.closed() => None,
         };
         match answered {
-            Some(Ok(result)) => CallEnd::Answered(result),
-            Some(Err(error)) => CallEnd::Failed(Value::Object(error)),
+            Some(Ok(said) | Err(said)) if !has_few_values(&said) => CallEnd::TooMany,
+            Some(Ok(result)) => match serde_json::from_slice(&result) {
+                Ok(result) => CallEnd::Answered(result),
+                Err(_) => CallEnd::failed("BadCaller", "the caller's answer is no JSON"),
+            },
+            Some(Err(error)) => match serde_json::from_slice(&error) {
+                Ok(error) => CallEnd::Failed(Value::Object(error)),
+                Err(_) => CallEnd::failed("BadCaller", "the caller's error is no JSON object"),
+            },
             None => CallEnd::Lost,
         }
     }

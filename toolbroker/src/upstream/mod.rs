@@ -37,7 +37,7 @@ pub(crate) mod scrubs;
 mod stdio;
 
 pub(crate) use self::breaker::Breaker;
-pub(crate) use self::counted::VALUES_MAX;
+pub(crate) use self::counted::{VALUES_MAX, has_few_values};
 pub(crate) use self::mcp::TOOLS_MAX;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -114,6 +114,9 @@ pub enum CallEnd {
     Cleaned(Value),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
+    /// The tool answered with JSON of more values than [`VALUES_MAX`], which
+    /// nobody has parsed.
+    TooMany,
     /// The tool failed: its error as a JSON object.
     Failed(Value),
     /// The server was lost before it answered.
