@@ -127,10 +127,15 @@ impl OAuth {
         };
         held.at = Some(at.clone());
         let token = self.fetch(&at).await?;
-        self.scrubs.learn(&token.value);
+        self.scrubs.learn(&self.client(), &token.value);
         let value = token.value.clone();
         held.token = Some(token);
         Ok(value)
+    }
+
+    /// Whose tokens these are, however often it is made anew.
+    fn client(&self) -> String {
+        format!("{} {}", self.server, self.config.client_id)
     }
 
     /// The server does not take this token.
