@@ -28,7 +28,7 @@ const AT_ONCE_MAX: usize = 16;
 #[derive(Debug)]
 struct Files {
     roots: BTreeMap<String, Arc<Root>>,
-    turns: Semaphore,
+    turns: Arc<Semaphore>,
 }
 
 /// `fs.read` and `fs.list` if there is a root, `fs.write` if there is one to
@@ -43,7 +43,7 @@ pub(super) fn plans(roots: Vec<Root>) -> Vec<Plan> {
     let writable: Vec<&Root> = roots.iter().filter(|root| root.is_writable()).collect();
     let written = (!writable.is_empty()).then(|| told(&writable));
     let roots = roots.into_iter().map(|root| (root.name().to_owned(), Arc::new(root))).collect();
-    let files = Arc::new(Files { roots, turns: Semaphore::new(AT_ONCE_MAX) });
+    let files = Arc::new(Files { roots, turns: Arc::new(Semaphore::new(AT_ONCE_MAX)) });
 
     let path = |what: &str| {
         let mut properties = JsonObject::new();
@@ -163,10 +163,15 @@ impl Files {
             Failure::new("not_found", format!("there is no such root; there are: {names}"))
         })?;
         let path = Path::parse(below)?;
-        let Ok(_turn) = self.turns.acquire().await else {
+        let Ok(turn) = Arc::clone(&self.turns).acquire_owned().await else {
             return Err(Failure::new("failed", "the broker is shutting down"));
         };
-        match tokio::task::spawn_blocking(move || step(&root, &path, &arguments)).await {
+        let work = move || {
+            // The thread's own: it works on where nobody waits any more.
+            let _turn = turn;
+            step(&root, &path, &arguments)
+        };
+        match tokio::task::spawn_blocking(work).await {
             Ok(outcome) => outcome,
             Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
             Err(_) => Err(Failure::new("failed", "the broker is shutting down")),
@@ -199,4 +204,34 @@ fn write(root: &Root, path: &Path, arguments: &JsonObject) -> Result<Value, Fail
     let content = bytes_of(arguments)?;
     root.write(path, &content, existing)?;
     Ok(json!({ "bytes": content.len() }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Duration;
+
+    #[tokio::test]
+    async fn a_call_that_is_given_up_keeps_its_turn_while_its_thread_works() {
+        static IS_OVER: AtomicBool = AtomicBool::new(false);
+        fn slow(_: &Root, _: &Path, _: &JsonObject) -> Result<Value, Failure> {
+            while !IS_OVER.load(Ordering::Acquire) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Ok(Value::Null)
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::open("in".into(), folder.path(), false, Vec::new(), 100).unwrap();
+        let roots = BTreeMap::from([("in".to_owned(), Arc::new(root))]);
+        let files = Files { roots, turns: Arc::new(Semaphore::new(AT_ONCE_MAX)) };
+        let arguments = JsonObject::from_iter([("path".to_owned(), json!("in/x"))]);
+        let soon = Duration::from_millis(1);
+        let given_up = tokio::time::timeout(soon, files.carry_out(slow, arguments)).await;
+        assert!(given_up.is_err());
+        assert_eq!(files.turns.available_permits(), AT_ONCE_MAX - 1);
+        IS_OVER.store(true, Ordering::Release);
+        let all = files.turns.acquire_many(AT_ONCE_MAX.try_into().unwrap()).await;
+        assert!(all.is_ok(), "it is given back with the thread");
+    }
 }
