@@ -246,7 +246,7 @@ impl Shared {
     }
 
     /// Starts a process and hands it what it needs.
-    fn open(&self) -> io::Result<(Child, UnixStream)> {
+    fn open(&self, options: &Options) -> io::Result<(Child, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut command = Command::new("/proc/self/exe");
         command
@@ -270,7 +270,7 @@ impl Shared {
                 ours.send_with_fd(&[word][..], descriptor.as_raw_fd())
                     .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
             }
-            (&ours).write_all(&line(&self.options())?)
+            (&ours).write_all(&line(options)?)
         };
         match hand() {
             Ok(()) => Ok((child, ours)),
@@ -302,7 +302,10 @@ impl Shared {
                 std::thread::sleep(LASTING);
             }
             since = Instant::now();
-            match self.open().and_then(|(child, ours)| Ok((child, ours.try_clone()?, ours))) {
+            // Held until it stands where whoever changes them looks for it.
+            let options = self.options();
+            let opened = self.open(&options);
+            match opened.and_then(|(child, ours)| Ok((child, ours.try_clone()?, ours))) {
                 Ok((child, ours, for_reading)) => {
                     let mut now = self.now();
                     *now = Some((child, ours));
@@ -343,7 +346,7 @@ impl Door {
             now: Mutex::default(),
         });
         let unopened = |source| CliError::File { path: "the HTTP door".into(), source };
-        let (child, ours) = shared.open().map_err(unopened)?;
+        let (child, ours) = shared.open(&shared.options()).map_err(unopened)?;
         let for_reading = ours.try_clone().map_err(unopened)?;
         *shared.now() = Some((child, ours));
         let (end, ended) = mpsc::channel();
@@ -361,7 +364,7 @@ impl Door {
     pub(crate) fn reload(&self, config: DoorConfig) {
         let mut options = self.shared.options();
         *options = config.options;
-        // One that is being started takes them from there.
+        // One that is started from here on takes them from there.
         if let (Some((_, control)), Ok(line)) = (&*self.shared.now(), line(&options))
             && let Err(error) = { control }.write_all(&line)
         {

@@ -233,18 +233,19 @@ pub(crate) async fn events(
         })?,
     };
     let (sender, receiver) = mpsc::channel(UNSENT_MAX);
-    tokio::spawn(stream(kept, last, sender, door, caller.permit));
+    tokio::spawn(stream(kept, last, sender, door, caller));
     let kind = HeaderValue::from_static("text/event-stream");
     Ok(([(header::CONTENT_TYPE, kind)], Body::from_stream(Feed(receiver))).into_response())
 }
 
-/// Sends a run's events until its end, or until nobody takes them.
+/// Sends a run's events until its end, or until nobody takes them. Whoever asked
+/// has its tenant and its permit for as long.
 async fn stream(
     kept: Arc<Kept>,
     mut last: u64,
     sender: mpsc::Sender<Bytes>,
     door: Arc<Door>,
-    _permit: OwnedSemaphorePermit,
+    _caller: Caller,
 ) {
     let mut changed = kept.events.subscribe();
     let mut closing = door.closing.subscribe();
