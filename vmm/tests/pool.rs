@@ -14,13 +14,14 @@ mod support;
 mod processes;
 
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::Authority;
 use forge_protocol::ending::{Ending, RejectKind};
-use forge_protocol::limits::RunLimits;
+use forge_protocol::limits::{OUTPUT_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
@@ -48,6 +49,7 @@ fn main() -> ExitCode {
             a_vm_is_put_back_soon_after_its_run_though_nothing_follows,
             an_order_of_any_kind_ends_a_workers_rest,
             a_cancelled_run_is_given_no_worker,
+            a_deadline_in_the_middle_of_an_event_is_a_deadline,
             a_vm_that_is_fresh_serves_one_run,
             a_vm_is_destroyed_when_its_result_has_been_told,
             a_prepared_program_answers_as_an_unprepared_one,
@@ -430,6 +432,38 @@ fn a_cancelled_run_is_given_no_worker() {
     }
     let after: Vec<i32> = workers(&pool).iter().map(|it| it.pid).collect();
     assert_eq!(after, before);
+}
+
+/// More is told than the link takes, and whoever is told takes longer than the
+/// run may.
+fn a_deadline_in_the_middle_of_an_event_is_a_deadline() {
+    let pool = pool(1, 1, Reuse::Fresh);
+    let outputs = "(drop (call $output (i32.const 0) (i32.const 1000000)))".repeat(3);
+    let module = forge_module(
+        r#"(memory (export "memory") 16)"#,
+        &format!("{outputs} (loop (br 0)) (i32.const 0)"),
+    );
+    let limits = RunLimits {
+        wall_ms: 500,
+        fuel: u64::MAX,
+        output_bytes: OUTPUT_BYTES_MAX,
+        ..RunLimits::default()
+    };
+    let job = job(signed(&module), limits);
+    let job = Job { deadline: deadline_in(Duration::from_millis(500)), ..job };
+    let heard = AtomicUsize::new(0);
+    let tell = |what| {
+        if let RunEvent::Output(bytes) = what {
+            assert!(bytes.iter().all(|byte| *byte == 0), "nothing else is told as output");
+            heard.fetch_add(bytes.len(), Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(800));
+        }
+    };
+    let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: Some(&tell) };
+    let patience = Patience::until(Instant::now() + Duration::from_secs(20));
+    let report = pool.carry_out(&task, patience).unwrap().report;
+    assert_eq!(report.fate, Fate::Deadline);
+    assert!(heard.into_inner() > 0);
 }
 
 fn an_order_of_any_kind_ends_a_workers_rest() {

@@ -165,8 +165,10 @@ impl Counterpart {
             match send_once(socket, unsent) {
                 Ok(sent) => unsent = &unsent[sent..],
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {
-                    // The time of who is not heard goes on all the same.
-                    if self.stop.raised().is_some() {
+                    // The time of who is not heard goes on all the same. A frame
+                    // that is begun is ended: behind it comes the report.
+                    let is_begun = unsent.len() < bytes.len();
+                    if !is_begun && self.stop.raised().is_some() {
                         return Err(Verdict::Stopped);
                     }
                 }
