@@ -41,6 +41,8 @@ use crate::worker;
 
 /// How much longer than its deadline a worker may take to say so.
 const WORKER_GRACE: Duration = Duration::from_secs(2);
+/// How often it is looked whether runs in an engine of former keys are over.
+const UNDER_WAY_LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// A run's report and the artifacts it left.
 #[derive(Debug)]
@@ -163,10 +165,18 @@ impl Supervisor {
             std::mem::replace(&mut *place, engine)
         };
         // Its end waits for what its pool is at, which may take a minute, and the
-        // caller has others to listen to.
+        // caller has others to listen to. So has whoever waits for the last run
+        // that is under way in it.
         let old_pool = std::thread::Builder::new().name("old-pool".into());
-        // Where there is no thread for that, it ends here and now.
-        let _ = old_pool.spawn(move || drop(old));
+        let end = move || {
+            while Arc::strong_count(&old) > 1 {
+                std::thread::sleep(UNDER_WAY_LOOK_EVERY);
+            }
+            drop(old);
+        };
+        // Where there is no thread for that, it ends here and now, or with the
+        // last of those runs.
+        let _ = old_pool.spawn(end);
         Ok(())
     }
 

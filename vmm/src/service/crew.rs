@@ -55,7 +55,7 @@ impl Crew {
     /// Tries again to have a thread where there was none to be had.
     pub(super) fn look(&self) {
         let state = lock(&self.0.state);
-        if state.threads == 0 && !state.waiting.is_empty() {
+        if state.waiting.len() > state.idle && state.threads < self.0.most {
             self.start(state);
         }
     }
