@@ -156,7 +156,7 @@ async fn serve(stream: UnixStream, mut calls: mpsc::Receiver<Callback>) -> Resul
                     .map_err(|error| LinkError::Payload { kind: frame.kind, error })?;
                 // One that is not out was given up, or never was.
                 if let Some(answer) = out.remove(&callback) {
-                    // Read where nobody else waits for it.
+                    // As it came: its call reads it, and no other link waits.
                     let _ = answer.send(result);
                 }
             }

@@ -362,7 +362,7 @@ impl Dispatched {
             | CallEnd::Failed(said)
                 if values_of(&said) > VALUES_MAX =>
             {
-                Err(Misfit::TooMany)
+                Ok(CallEnd::TooMany)
             }
             CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
                 match tool.check_result(&response) {
@@ -370,7 +370,6 @@ impl Dispatched {
                     Err(_) => Err(Misfit::Result(response)),
                 }
             }
-            CallEnd::TooMany => Err(Misfit::TooMany),
             CallEnd::Content(_) if tool.spec().output_schema.is_some() => Err(Misfit::NoResult),
             CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
             other => Ok(other),
@@ -395,8 +394,6 @@ pub(super) struct Fitting {
 enum Misfit {
     /// There is none to hold against it.
     NoResult,
-    /// It has more values than anybody looks through.
-    TooMany,
     /// This one does not fit.
     Result(Value),
 }
@@ -428,7 +425,7 @@ impl Fitting {
                 let violations = vec!["the result: there is none beside its text".to_owned()];
                 Err(CallFailure::BadResponse { violations })
             }
-            Ok(CallEnd::TooMany) | Err(Misfit::TooMany) => {
+            Ok(CallEnd::TooMany) => {
                 let violations = vec![format!("the result: it has more than {VALUES_MAX} values")];
                 Err(CallFailure::BadResponse { violations })
             }

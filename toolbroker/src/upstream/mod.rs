@@ -114,8 +114,8 @@ pub enum CallEnd {
     Cleaned(Value),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
-    /// The tool answered with JSON of more values than [`VALUES_MAX`], which
-    /// nobody has parsed.
+    /// The tool answered with more values than [`VALUES_MAX`], which nobody
+    /// looks through.
     TooMany,
     /// The tool failed: its error as a JSON object.
     Failed(Value),
