@@ -438,6 +438,7 @@ fn a_cancelled_run_is_given_no_worker() {
 /// run may.
 fn a_deadline_in_the_middle_of_an_event_is_a_deadline() {
     let pool = pool(1, 1, Reuse::Fresh);
+    fill(&pool);
     let outputs = "(drop (call $output (i32.const 0) (i32.const 1000000)))".repeat(3);
     let module = forge_module(
         r#"(memory (export "memory") 16)"#,
@@ -463,9 +464,7 @@ fn a_deadline_in_the_middle_of_an_event_is_a_deadline() {
     let patience = Patience::until(Instant::now() + Duration::from_secs(20));
     let report = pool.carry_out(&task, patience).unwrap().report;
     assert_eq!(report.fate, Fate::Deadline);
-    if heard.into_inner() == 0 {
-        eprintln!("nothing was told in 3 s: so slow a host says nothing of this");
-    }
+    assert!(heard.into_inner() > 0);
 }
 
 fn an_order_of_any_kind_ends_a_workers_rest() {
