@@ -65,6 +65,7 @@ fn main() -> ExitCode {
             status_is_short_for_a_person_and_whole_with_json,
             a_question_too_large_for_the_toolbroker_is_refused,
             a_client_that_reads_nothing_holds_up_nobody,
+            a_client_that_takes_no_refusal_has_no_thread_for_each,
             runs_one_after_another_wake_no_second_thread,
             a_frame_that_comes_drop_by_drop_holds_no_thread,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
@@ -559,6 +560,42 @@ fn a_client_that_reads_nothing_holds_up_nobody() {
     }
     drop(deaf);
     service.serves();
+}
+
+fn a_client_that_takes_no_refusal_has_no_thread_for_each() {
+    const REFUSED: u64 = 1000;
+    let desk = desk();
+    let config = "[service]\nprincipal_runs_max = 1\n";
+    fs::write(desk.path("forge.toml"), config).unwrap();
+    let service = desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
+    let mut deaf = stranger(&service);
+    send(&mut deaf, Kind::Hello, &Hello::ours(Role::Client));
+    send(&mut deaf, Kind::Submit, &Submit { number: REFUSED, order: endless() });
+    let mut client = service.client();
+    eventually("it has its one run", || standing(&mut client)["runs"]["running"] == 1);
+    let mut bytes = Vec::new();
+    for number in 0..REFUSED {
+        frame::write_message(Kind::Submit, &Submit { number, order: endless() }, &mut bytes);
+    }
+    let mut asking = deaf.socket().try_clone().unwrap();
+    let asks = std::thread::spawn(move || asking.write_all(&bytes));
+    let mut before = 0;
+    eventually("no more of it is read", || {
+        let refused = standing(&mut client)["runs"]["ended"]["refused"].as_u64().unwrap_or(0);
+        std::thread::sleep(Duration::from_millis(300));
+        refused > 64 && refused == std::mem::replace(&mut before, refused)
+    });
+    let threads = standing(&mut client)["threads"].as_u64().unwrap();
+    assert!((64..100).contains(&threads), "{threads} threads, {before} refused");
+    // It still hears all of them, and only then of its run.
+    for _ in 0..REFUSED {
+        let frame = deaf.receive(|kind| kind == Kind::Finished, patience()).unwrap();
+        let Finished { number, result } = codec::decode(&frame.payload).unwrap();
+        assert_ne!(number, REFUSED);
+        assert_eq!(report(&result)["kind"], "too_many_runs");
+    }
+    asks.join().unwrap().unwrap();
+    assert_eq!(standing(&mut client)["runs"]["running"], 1);
 }
 
 /// How often a connection was handed to a thread that did not read it.

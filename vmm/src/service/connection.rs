@@ -12,7 +12,7 @@ use std::net::Shutdown;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use forge_protocol::codec::{self, BorrowDecode, Encode};
@@ -44,6 +44,9 @@ const FLOW_PATIENCE: Duration = Duration::from_millis(1);
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
 /// One that does not take, or send, one whole frame in this time is, too.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
+/// Ends that its client has not taken, each with a thread that sends it, before
+/// nothing more of a connection is read.
+const UNTAKEN_MAX: usize = 64;
 /// What is read at once, in bytes.
 const READ_BYTES: usize = 64 * 1024;
 /// What most reports fit in, in bytes.
@@ -70,6 +73,9 @@ pub(super) struct Connection {
     reading: Mutex<Reading>,
     writing: Mutex<()>,
     live: Mutex<Live>,
+    /// Ends that are being sent.
+    untaken: Mutex<usize>,
+    taken_one: Condvar,
 }
 
 /// What was received and not taken yet.
@@ -153,6 +159,8 @@ impl Connection {
             reading: Mutex::default(),
             writing: Mutex::default(),
             live: Mutex::default(),
+            untaken: Mutex::default(),
+            taken_one: Condvar::new(),
         });
         // There is room for it in a socket that nothing was sent on. Over
         // AF_VSOCK the other side says how much room there is: one that says
@@ -195,6 +203,7 @@ impl Connection {
     pub(super) fn attend(self: &Arc<Self>) {
         let Some(service) = self.service.upgrade() else { return };
         loop {
+            self.await_taker();
             match self.read() {
                 Ok(work) if !self.peer.speaks() => {
                     // That is refused, and nobody reads what follows.
@@ -239,6 +248,27 @@ impl Connection {
         let fd = self.socket.as_raw_fd();
         // It fails for one that was closed meanwhile, which nobody reads.
         let _ = service.watch.once(fd, self.number, ControlOperation::Modify);
+    }
+
+    /// Waits until the client has taken enough of what it is owed. One that asks
+    /// on and takes nothing would have a thread for everything that it asks.
+    fn await_taker(&self) {
+        let untaken = lock(&self.untaken);
+        // Each is sent in a bounded time, or the connection closes.
+        let waited = self.taken_one.wait_while(untaken, |untaken| *untaken >= UNTAKEN_MAX);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Sends the end of a run or the answer to a question.
+    fn send_end<T: Encode>(&self, kind: Kind, end: &T) -> io::Result<()> {
+        *lock(&self.untaken) += 1;
+        let sent = self.send(kind, end);
+        let mut untaken = lock(&self.untaken);
+        if *untaken == UNTAKEN_MAX {
+            self.taken_one.notify_all();
+        }
+        *untaken -= 1;
+        sent
     }
 
     /// Reads until there is something that takes its time.
@@ -420,13 +450,13 @@ impl Connection {
                 let mut bytes = Vec::with_capacity(REPORT_BYTES);
                 serde_json::to_writer(&mut bytes, &report).map_err(io::Error::from).and_then(|()| {
                     let result = Finish { report: bytes, artifacts };
-                    self.send(Kind::Finished, &Finished { number, result })
+                    self.send_end(Kind::Finished, &Finished { number, result })
                 })
             }
             Work::Question { number, question, cancel } => {
                 let reply = service.answer(question, &self.peer, &cancel);
                 lock(&self.live).leave_question(number, cancel);
-                self.send(Kind::Answered, &Answered { number, reply })
+                self.send_end(Kind::Answered, &Answered { number, reply })
             }
         };
         if let Err(error) = sent {
@@ -479,6 +509,11 @@ impl Connection {
             }
         }
         Ok(())
+    }
+
+    /// Whether it is the operator's.
+    pub(super) fn is_operators(&self) -> bool {
+        self.peer.is_operator()
     }
 
     /// Whose connection it is, unless the operator's.

@@ -21,13 +21,13 @@ pub(super) struct Crew(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    most: usize,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
+    most: usize,
     /// Connections that nobody attends to yet.
     waiting: VecDeque<Arc<Connection>>,
     idle: usize,
@@ -37,17 +37,28 @@ struct State {
 
 impl Crew {
     pub(super) fn new(most: usize) -> Self {
-        Self(Arc::new(Shared { most, state: Mutex::default(), changed: Condvar::new() }))
+        let state = Mutex::new(State { most, ..State::default() });
+        Self(Arc::new(Shared { state, changed: Condvar::new() }))
+    }
+
+    /// From now on so many; who is there stays.
+    pub(super) fn resize(&self, most: usize) {
+        lock(&self.0.state).most = most;
     }
 
     /// Has a thread attend to a connection that somebody has to read.
     pub(super) fn attend(&self, connection: Arc<Connection>) {
         let mut state = lock(&self.0.state);
-        state.waiting.push_back(connection);
+        // It may be there to see what all the others do, or to end it.
+        if connection.is_operators() {
+            state.waiting.push_front(connection);
+        } else {
+            state.waiting.push_back(connection);
+        }
         state.handed += 1;
         if state.idle >= state.waiting.len() {
             self.0.changed.notify_one();
-        } else if state.threads < self.0.most {
+        } else if state.threads < state.most {
             self.start(state);
         }
     }
@@ -55,7 +66,7 @@ impl Crew {
     /// Tries again to have a thread where there was none to be had.
     pub(super) fn look(&self) {
         let state = lock(&self.0.state);
-        if state.waiting.len() > state.idle && state.threads < self.0.most {
+        if state.waiting.len() > state.idle && state.threads < state.most {
             self.start(state);
         }
     }

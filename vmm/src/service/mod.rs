@@ -74,8 +74,9 @@ const CONNECTIONS_MAX: usize = 1024;
 const OPERATORS_OWN: usize = 64;
 /// The event loop's number for the timer of [`Awake`]; connections count from 0.
 const AWAKE: u64 = u64::MAX - 3;
-/// Threads that read and carry out. A connection beyond waits for one.
-const THREADS_MAX: usize = 1024;
+/// Threads beside those of runs: they read, and answer what clients ask. A
+/// connection beyond waits for one.
+const OTHER_THREADS_MAX: usize = 512;
 
 /// What all connections share.
 #[derive(Debug)]
@@ -126,7 +127,7 @@ impl Service {
         }
         Ok(Arc::new(Self {
             supervisor,
-            crew: Crew::new(THREADS_MAX),
+            crew: Crew::new(threads_max(&options)),
             watch,
             awake,
             gate: Gate::new(options.bounds),
@@ -147,6 +148,7 @@ impl Service {
     fn reload(&self, Reloaded { trust, options }: Reloaded) -> io::Result<()> {
         self.supervisor.trust(trust)?;
         self.gate.rebind(options.bounds);
+        self.crew.resize(threads_max(&options));
         *self.options.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(options);
         // Whoever lost somebody to speak for is cut off, and what runs for it ends.
         let principals = &self.options().principals;
@@ -260,6 +262,12 @@ impl Service {
     fn is_drained(&self) -> bool {
         self.gate.is_draining() && !self.is_busy()
     }
+}
+
+/// Each run that is here has a thread, so that none of those that wait keeps a
+/// question or a drain from being read.
+fn threads_max(options: &ServiceOptions) -> usize {
+    options.bounds.here_max() + OTHER_THREADS_MAX
 }
 
 /// The event loop's descriptors, each under a number.
