@@ -152,7 +152,7 @@ fn prove_process() -> ProcessProof {
         let started = Instant::now();
         let ram_bytes = machine::ram_bytes(&RunLimits::default()) as u64;
         let order = Fork { ram_bytes, touch_bytes: 0, reuse: Reuse::Fresh };
-        let forked = zygote.fork(order).map_err(|error| error.to_string())?;
+        let forked = zygote.fork(order, Patience::default()).map_err(|error| error.to_string())?;
         let mut worker = forked.map_err(|failure| failure.message)?;
         let patience = Patience::until(started + READY_TIME_MAX);
         worker.await_ready(patience).map_err(|failure| failure.message)?;

@@ -42,6 +42,7 @@ fn main() -> ExitCode {
         claims![
             an_empty_pool_is_a_cold_start_and_no_error,
             time_lost_before_a_worker_has_the_run_is_the_runs,
+            nobody_waits_longer_than_it_can_for_a_zygote_that_stands_still,
             a_killed_zygote_is_replaced_and_runs_go_on,
             workers_killed_while_they_stand_ready_cost_no_run,
             a_worker_killed_in_its_run_costs_that_run_alone,
@@ -233,20 +234,43 @@ fn time_lost_before_a_worker_has_the_run_is_the_runs() {
     // None is made for a run that nobody waits for any more.
     let patience = Patience::until(Instant::now());
     assert_eq!(pool.carry_out(&task, patience).unwrap_err(), Fate::Deadline);
-    // A worker that is not there in time is no failure of a worker.
+}
+
+fn nobody_waits_longer_than_it_can_for_a_zygote_that_stands_still() {
+    let pool = pool(0, 0, Reuse::Fresh);
+    try_run(&pool, "somebody", &echo(), false).unwrap();
     let zygote = pool.zygote().unwrap();
     // SAFETY: a plain system call; the process is the pool's.
     let signal = |signal| assert_eq!(unsafe { libc::kill(zygote, signal) }, 0);
     signal(libc::SIGSTOP);
-    let (pool, task) = (&pool, &task);
-    let late = std::thread::scope(|scope| {
-        let patience = Patience::until(Instant::now() + Duration::from_millis(200));
-        let run = scope.spawn(move || pool.carry_out(task, patience));
-        std::thread::sleep(Duration::from_millis(400));
-        signal(libc::SIGCONT);
-        run.join().unwrap()
+    let (job, cancel) = (echo(), Cancel::new().unwrap());
+    let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
+    std::thread::scope(|scope| {
+        let (pool, task, cancel) = (&pool, &task, &cancel);
+        let late = |patience| move || pool.carry_out(task, patience).unwrap_err();
+        let soon = || Patience::until(Instant::now() + Duration::from_millis(200));
+        // One of them has asked it for a worker, the others wait for their turn.
+        let runs: Vec<_> = (0..3).map(|_| scope.spawn(late(soon()))).collect();
+        for run in runs {
+            assert_eq!(run.join().unwrap(), Fate::Deadline);
+        }
+        // The answer is still owed.
+        let runs: Vec<_> = (0..2)
+            .map(|_| scope.spawn(late(Patience { until: None, cancel: Some(cancel) })))
+            .collect();
+        std::thread::sleep(Duration::from_millis(50));
+        cancel.raise();
+        for run in runs {
+            match run.join().unwrap() {
+                Fate::Vm(failure) => assert_eq!(failure.kind, VmFailureKind::Cancelled),
+                other => panic!("{other:?}"),
+            }
+        }
     });
-    assert_eq!(late.map(|done| done.report.fate).unwrap_or_else(|fate| fate), Fate::Deadline);
+    signal(libc::SIGCONT);
+    try_run(&pool, "somebody", &echo(), false).unwrap();
+    assert_eq!(pool.zygote().unwrap(), zygote, "it was slow, not lost");
+    eventually("the worker that nobody waited for is gone", || workers(&pool).is_empty());
 }
 
 fn the_pool_grows_after_cold_starts_up_to_its_maximum() {

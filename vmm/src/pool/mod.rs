@@ -18,11 +18,13 @@
 //! |---|---|
 //! | `executable` | what that process executes |
 //! | `shelves` | the workers that stand ready, by what they can be used for |
+//! | `turn` | a lock for which nobody waits longer than it can |
 //! | [`zygote`] | the process that workers are forked from, from outside |
 //! | [`worker`] | one worker, from outside |
 
 mod executable;
 mod shelves;
+mod turn;
 pub mod worker;
 pub mod zygote;
 
@@ -47,6 +49,7 @@ use crate::machine;
 use crate::trace::now_ns;
 pub use shelves::{Key, ProgramKey, Stands};
 use shelves::{Missing, Shelves};
+use turn::Turn;
 use worker::{Lost, Run, Tell, Worker};
 use zygote::Zygote;
 
@@ -160,7 +163,7 @@ struct Shared {
     setup: ZygoteSetup,
     options: PoolOptions,
     usual_ram_bytes: usize,
-    zygote: Mutex<Option<Zygote>>,
+    zygote: Turn<Option<Zygote>>,
     /// Of the last zygote.
     hardening: Mutex<Option<Hardening>>,
     shelves: Mutex<Shelves>,
@@ -187,7 +190,7 @@ impl Pool {
             setup: ZygoteSetup { tier: options.tier, trust },
             options,
             usual_ram_bytes: machine::ram_bytes(&RunLimits::default()),
-            zygote: Mutex::new(None),
+            zygote: Turn::new(None),
             hardening: Mutex::new(None),
             shelves: Mutex::new(Shelves::new(options)),
             changed: Condvar::new(),
@@ -239,7 +242,7 @@ impl Pool {
     /// The zygote's process id, while there is one.
     #[must_use]
     pub fn zygote(&self) -> Option<libc::pid_t> {
-        self.shared.lock_zygote().as_ref().map(Zygote::id)
+        self.shared.zygote.take(Patience::default()).ok()?.as_ref().map(Zygote::id)
     }
 
     /// A worker of its own for whoever measures or tests: made now, and on no
@@ -248,7 +251,7 @@ impl Pool {
     /// # Errors
     /// [`VmFailure`]: the host can make no VM.
     pub fn make(&self, touched: bool) -> Result<Worker, VmFailure> {
-        self.shared.make(self.shared.usual_ram_bytes, touched)
+        self.shared.make(self.shared.usual_ram_bytes, touched, Patience::default())
     }
 
     /// Starts the first zygote, if none ever stood. What every run needs is
@@ -259,7 +262,7 @@ impl Pool {
         if self.shared.lock_hardening().is_some() {
             return;
         }
-        let mut zygote = self.shared.lock_zygote();
+        let Ok(mut zygote) = self.shared.zygote.take(Patience::default()) else { return };
         if zygote.is_none() {
             *zygote = self.shared.start_zygote().ok();
         }
@@ -294,6 +297,11 @@ impl Pool {
                 Ok(done) => return Ok(done),
             }
         }
+        // None that was not made in time is no failure of a worker.
+        let unmade = |failure: VmFailure| match failure.kind {
+            VmFailureKind::WorkerLost if patience.is_over() => Fate::Deadline,
+            _ => Fate::Vm(failure),
+        };
         let mut lost = None;
         for attempt in 1..=ATTEMPTS {
             if patience.is_over() {
@@ -307,7 +315,7 @@ impl Pool {
             let ready = if attempt < ATTEMPTS { self.shared.take(&key) } else { None };
             let worker = match ready {
                 Some(worker) => worker,
-                None => self.shared.make(key.ram_bytes, false).map_err(Fate::Vm)?,
+                None => self.shared.make(key.ram_bytes, false, patience).map_err(unmade)?,
             };
             match self.shared.use_worker(&key, worker, Run::Whole(task.job), task, patience) {
                 // It was lost while nobody looked; another can do the same.
@@ -340,7 +348,9 @@ impl Pool {
                 let unprepared = self.shared.take(&Key { program: None, ..key.clone() });
                 let mut worker = match unprepared {
                     Some(worker) => worker,
-                    None => self.shared.make(key.ram_bytes, false).map_err(Lost::Before)?,
+                    None => {
+                        self.shared.make(key.ram_bytes, false, patience).map_err(Lost::Before)?
+                    }
                 };
                 worker.prepare(&prepare, patience).map_err(Lost::Before)?;
                 worker
@@ -373,10 +383,6 @@ fn internal(message: impl Into<String>) -> VmFailure {
 impl Shared {
     fn shelves(&self) -> MutexGuard<'_, Shelves> {
         self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_zygote(&self) -> MutexGuard<'_, Option<Zygote>> {
-        self.zygote.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_hardening(&self) -> MutexGuard<'_, Option<Hardening>> {
@@ -478,19 +484,27 @@ impl Shared {
         Ok((report, vm, [taken, handed, reported]))
     }
 
-    /// Forks a worker. It may not stand ready yet.
-    fn make(&self, ram_bytes: usize, touched: bool) -> Result<Worker, VmFailure> {
+    /// Forks a worker, as long as patience lasts. It may not stand ready yet.
+    ///
+    /// A zygote that has to be started first is there for all runs, and has the
+    /// time that it needs.
+    fn make(
+        &self,
+        ram_bytes: usize,
+        touched: bool,
+        patience: Patience<'_>,
+    ) -> Result<Worker, VmFailure> {
         let reuse = if self.options.ready_max > 0 { self.options.reuse } else { Reuse::Fresh };
         let touch_bytes = if touched && reuse == Reuse::Fresh { TOUCH_BYTES } else { 0 };
         let order = Fork { ram_bytes: ram_bytes as u64, touch_bytes, reuse };
-        let mut zygote = self.lock_zygote();
+        let mut zygote = self.zygote.take(patience).map_err(|error| worker::lost(&error))?;
         let mut lost = None;
         for _ in 0..2 {
             let alive = match zygote.take() {
                 Some(zygote) => zygote,
                 None => self.start_zygote()?,
             };
-            match zygote.insert(alive).fork(order) {
+            match zygote.insert(alive).fork(order, patience) {
                 Ok(made) => return made,
                 Err(error) => {
                     tracing::warn!(%error, "the zygote is gone; another is started");
@@ -553,12 +567,12 @@ impl Shared {
         let patience = Patience::until(Instant::now() + READY_TIME_MAX);
         match missing {
             Missing::Standing => {
-                let mut worker = self.make(self.usual_ram_bytes, true)?;
+                let mut worker = self.make(self.usual_ram_bytes, true, patience)?;
                 worker.await_ready(patience)?;
                 Ok(worker)
             }
             Missing::Prepared(key, order) => {
-                let mut worker = self.make(key.ram_bytes, true)?;
+                let mut worker = self.make(key.ram_bytes, true, patience)?;
                 worker.prepare(order, patience)?;
                 Ok(worker)
             }

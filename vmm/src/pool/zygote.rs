@@ -15,7 +15,7 @@ use forge_protocol::worker::{
 };
 
 use super::executable;
-use super::worker::Worker;
+use super::worker::{self, Worker};
 use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned};
 use crate::link::{Link, Patience};
 use crate::machine::MachineError;
@@ -31,6 +31,8 @@ pub struct Zygote {
     process: Spawned,
     link: Link,
     hardening: Hardening,
+    /// When it was asked for a worker that nobody waited for.
+    owes: Option<Instant>,
     /// Removed when the process has ended.
     _group: Option<Group>,
 }
@@ -92,7 +94,8 @@ impl Zygote {
             procfs: false,
             landlock_abi: None,
         };
-        let mut zygote = Self { process, link: Link::new(ours), hardening, _group: group };
+        let mut zygote =
+            Self { process, link: Link::new(ours), hardening, owes: None, _group: group };
         // Before it knows what to do, so that it has made nothing yet.
         if let Some(group) = &zygote._group {
             group.attach(zygote.id()).map_err(|error| cannot_start(io::Error::other(error)))?;
@@ -104,7 +107,8 @@ impl Zygote {
             message: format!("the zygote was lost while it began: {error}"),
         };
         zygote.link.send(&bytes, None, Patience::default()).map_err(lost)?;
-        let ready: ZygoteReady = zygote.answer(Kind::ZygoteReady).map_err(lost)?;
+        let until = Patience::until(Instant::now() + ANSWER_TIME_MAX);
+        let ready: ZygoteReady = zygote.answer(Kind::ZygoteReady, until).map_err(lost)?;
         let Jailed { procfs, landlock_abi } = ready?;
         zygote.hardening = Hardening { procfs, landlock_abi, ..zygote.hardening.clone() };
         Ok(zygote)
@@ -122,11 +126,24 @@ impl Zygote {
         self.process.pid
     }
 
-    /// Has it fork a worker. The worker may not stand ready yet.
+    /// Has it fork a worker, as long as patience lasts. The worker may not stand
+    /// ready yet.
     ///
     /// # Errors
-    /// The outer error: the zygote is gone. The inner one: it cannot.
-    pub fn fork(&mut self, mut order: Fork) -> io::Result<Result<Worker, VmFailure>> {
+    /// The outer error: the zygote is gone. The inner one: it cannot, or has not
+    /// in time.
+    pub fn fork(
+        &mut self,
+        mut order: Fork,
+        patience: Patience<'_>,
+    ) -> io::Result<Result<Worker, VmFailure>> {
+        if let Some(asked) = self.owes {
+            match self.forked(asked, patience)? {
+                // Nobody has that worker's socket any more, so it ends.
+                Ok(_) => drop(self.link.take_passed()),
+                Err(late) => return Ok(Err(worker::lost(&late))),
+            }
+        }
         // It would not find what a run wrote.
         if !self.hardening.procfs {
             order.reuse = Reuse::Fresh;
@@ -141,8 +158,10 @@ impl Zygote {
         frame::write_message(Kind::Fork, &order, &mut bytes);
         self.link.send(&bytes, Some(theirs.as_fd()), Patience::default())?;
         drop(theirs);
-        if let Err(failure) = self.answer::<Zygoted>(Kind::Zygoted)? {
-            return Ok(Err(failure));
+        match self.forked(Instant::now(), patience)? {
+            Ok(Ok(_)) => {}
+            Ok(Err(failure)) => return Ok(Err(failure)),
+            Err(late) => return Ok(Err(worker::lost(&late))),
         }
         // The worker ends as its socket does.
         let Some(process) = self.link.take_passed() else {
@@ -152,9 +171,38 @@ impl Zygote {
         Ok(Ok(Worker::new(ours, process)))
     }
 
-    fn answer<T: for<'a> codec::BorrowDecode<'a, ()>>(&mut self, kind: Kind) -> io::Result<T> {
-        let until = Patience::until(Instant::now() + ANSWER_TIME_MAX);
-        let frame = self.link.receive(|got| got == kind, until)?;
+    /// What became of the worker that it was asked for then.
+    ///
+    /// # Errors
+    /// The outer error: the zygote is gone. The inner one: patience was over
+    /// first, and it still owes the answer.
+    fn forked(
+        &mut self,
+        asked: Instant,
+        patience: Patience<'_>,
+    ) -> io::Result<Result<Zygoted, io::Error>> {
+        self.owes = Some(asked);
+        let last = asked + ANSWER_TIME_MAX;
+        let until = patience.until.map_or(last, |until| until.min(last));
+        match self.answer(Kind::Zygoted, Patience { until: Some(until), ..patience }) {
+            Ok(answer) => {
+                self.owes = None;
+                Ok(Ok(answer))
+            }
+            Err(error) => match error.kind() {
+                io::ErrorKind::ConnectionAborted => Ok(Err(error)),
+                io::ErrorKind::TimedOut if Instant::now() < last => Ok(Err(error)),
+                _ => Err(error),
+            },
+        }
+    }
+
+    fn answer<T: for<'a> codec::BorrowDecode<'a, ()>>(
+        &mut self,
+        kind: Kind,
+        patience: Patience<'_>,
+    ) -> io::Result<T> {
+        let frame = self.link.receive(|got| got == kind, patience)?;
         codec::decode(&frame.payload)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
     }
