@@ -45,8 +45,9 @@ const SEND_PATIENCE: Duration = Duration::from_secs(10);
 /// One that does not take, or send, one whole frame in this time is, too.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 /// Ends that its client has not taken, each with a thread that sends it, before
-/// nothing more of a connection is read.
-const UNTAKEN_MAX: usize = 64;
+/// nothing more of a connection is read. All connections of one user together
+/// have fewer threads so than there are beside those of runs.
+const UNTAKEN_MAX: usize = 8;
 /// What is read at once, in bytes.
 const READ_BYTES: usize = 64 * 1024;
 /// What most reports fit in, in bytes.
@@ -254,7 +255,11 @@ impl Connection {
     /// on and takes nothing would have a thread for everything that it asks.
     fn await_taker(&self) {
         let untaken = lock(&self.untaken);
-        // Each is sent in a bounded time, or the connection closes.
+        if *untaken >= UNTAKEN_MAX {
+            // It is not for the client to send the rest of a frame now.
+            *lock(&self.begun) = None;
+        }
+        // All are sent in a bounded time, or the connection closes.
         let waited = self.taken_one.wait_while(untaken, |untaken| *untaken >= UNTAKEN_MAX);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
@@ -492,8 +497,10 @@ impl Connection {
     fn send<T: Encode>(&self, kind: Kind, message: &T) -> io::Result<()> {
         let mut bytes = Vec::new();
         frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
-        let _writing = lock(&self.writing);
+        // Those that were there before are in this time, too: a client that takes
+        // little by little has no more of it for having more to take.
         let until = Instant::now() + FRAME_TIME_MAX;
+        let _writing = lock(&self.writing);
         let mut unsent = &bytes[..];
         while !unsent.is_empty() {
             match send_once(self.socket.as_raw_fd(), unsent) {

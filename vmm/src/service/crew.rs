@@ -1,8 +1,8 @@
 //! The threads that read connections and carry out what comes.
 //!
 //! A thread that is free waits a while for the next connection before it
-//! ends. There are at most so many; a connection beyond waits for one that
-//! becomes free.
+//! ends. There are at most so many, and some more for the operator alone; a
+//! connection beyond waits for one that becomes free.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::connection::Connection;
-use super::lock;
+use super::{OPERATORS_OWN, lock};
 
 /// How long a thread without work stays.
 const LINGER: Duration = Duration::from_secs(10);
@@ -41,24 +41,27 @@ impl Crew {
         Self(Arc::new(Shared { state, changed: Condvar::new() }))
     }
 
-    /// From now on so many; who is there stays.
-    pub(super) fn resize(&self, most: usize) {
-        lock(&self.0.state).most = most;
+    /// So many, if that is more than before: those that are there may all have
+    /// something to do.
+    pub(super) fn grow(&self, most: usize) {
+        let mut state = lock(&self.0.state);
+        state.most = state.most.max(most);
     }
 
     /// Has a thread attend to a connection that somebody has to read.
     pub(super) fn attend(&self, connection: Arc<Connection>) {
         let mut state = lock(&self.0.state);
-        // It may be there to see what all the others do, or to end it.
-        if connection.is_operators() {
-            state.waiting.push_front(connection);
+        // The operator may be there to see what all the others do, or to end it.
+        let place = if connection.is_operators() {
+            state.waiting.iter().take_while(|before| before.is_operators()).count()
         } else {
-            state.waiting.push_back(connection);
-        }
+            state.waiting.len()
+        };
+        state.waiting.insert(place, connection);
         state.handed += 1;
         if state.idle >= state.waiting.len() {
             self.0.changed.notify_one();
-        } else if state.threads < state.most {
+        } else if state.has_room() {
             self.start(state);
         }
     }
@@ -66,7 +69,7 @@ impl Crew {
     /// Tries again to have a thread where there was none to be had.
     pub(super) fn look(&self) {
         let state = lock(&self.0.state);
-        if state.waiting.len() > state.idle && state.threads < state.most {
+        if state.waiting.len() > state.idle && state.has_room() {
             self.start(state);
         }
     }
@@ -97,6 +100,14 @@ impl Crew {
     /// How many threads there are.
     pub(super) fn threads(&self) -> usize {
         lock(&self.0.state).threads
+    }
+}
+
+impl State {
+    /// Whether there may be another thread for whoever waits first.
+    fn has_room(&self) -> bool {
+        let own = self.waiting.front().is_some_and(|first| first.is_operators());
+        self.threads < self.most + if own { OPERATORS_OWN } else { 0 }
     }
 }
 

@@ -1,11 +1,6 @@
 //! Who may run now: so many runs at once, so many that wait for their turn and
 //! so long, and of one principal so many of both together.
 //!
-//! A run that has run gives its place up and is still here, with its thread and
-//! its result, until its client took its end. Of those there are at most as many
-//! as run: clients that take nothing are in the way of new runs before they cost
-//! the host its memory.
-//!
 //! Whoever cannot run is told at once, and when to come again. A place that
 //! becomes free goes to the waiting principal that has the fewest runs under
 //! way, the longest waiting first: a flood of one tenant's runs stands in
@@ -35,8 +30,6 @@ struct State {
     next_ticket: u64,
     /// Of principals that have any, until the ends of their runs are sent.
     tenants: HashMap<String, Tenant>,
-    /// Runs of all of them.
-    here: usize,
     /// How long a run takes lately, in microseconds.
     usual_us: u64,
 }
@@ -92,7 +85,6 @@ impl Gate {
             called: HashSet::new(),
             next_ticket: 0,
             tenants: HashMap::new(),
-            here: 0,
             usual_us: 0,
         }))
     }
@@ -122,11 +114,9 @@ impl Gate {
             return Err(Denied::TooManyRuns { limit, retry_after_ms });
         }
         let is_free = state.running < state.bounds.runs_max && state.waiting.is_empty();
-        let is_full = !is_free && state.waiting.len() >= state.bounds.queue_max;
-        if is_full || state.here >= state.bounds.here_max() {
+        if !is_free && state.waiting.len() >= state.bounds.queue_max {
             return Err(state.overloaded());
         }
-        state.here += 1;
         state.tenants.entry(principal.to_owned()).or_default().here += 1;
         let stay = Stay { gate: self, principal: principal.to_owned() };
         if is_free {
@@ -274,7 +264,6 @@ impl Drop for Pass<'_> {
 impl Drop for Stay<'_> {
     fn drop(&mut self) {
         let mut state = lock(&self.gate.0);
-        state.here -= 1;
         if let Some(tenant) = state.tenants.get_mut(&self.principal) {
             tenant.here -= 1;
             if tenant.here == 0 {
@@ -314,20 +303,6 @@ mod tests {
         drop(first);
         drop(gate.enter("b", None, &cancel()).unwrap());
         assert!(lock(&gate.0).tenants.is_empty(), "nothing is kept of those that left");
-    }
-
-    #[test]
-    fn ends_that_no_client_takes_are_in_the_way_of_new_runs() {
-        let gate = gate(2, 1, 9);
-        let has_run = |name| gate.enter(name, None, &cancel()).map(|(stay, _)| stay);
-        let mut untaken: Vec<_> = (0..5).map(|_| has_run("a").unwrap()).collect();
-        assert_eq!(gate.load(), (0, 0));
-        let refused = has_run("b").unwrap_err();
-        assert!(matches!(refused, Denied::Overloaded { retry_after_ms: 1.. }), "{refused:?}");
-        untaken.pop();
-        drop(has_run("b").unwrap());
-        drop(untaken);
-        assert_eq!(lock(&gate.0).here, 0);
     }
 
     #[test]

@@ -69,14 +69,14 @@ use status::Counts;
 
 /// Connections at a time. One more is closed at once.
 const CONNECTIONS_MAX: usize = 1024;
-/// Of these, the ones that only the operator may take: others may be many, and
-/// none of them can keep a drain or a door out.
+/// Of these, the ones that only the operator may take, and as many threads on
+/// top: others may be many, and none of them can keep a drain or a door out.
 const OPERATORS_OWN: usize = 64;
 /// The event loop's number for the timer of [`Awake`]; connections count from 0.
 const AWAKE: u64 = u64::MAX - 3;
 /// Threads beside those of runs: they read, and answer what clients ask. A
 /// connection beyond waits for one.
-const OTHER_THREADS_MAX: usize = 512;
+const OTHER_THREADS_MAX: usize = 1024;
 
 /// What all connections share.
 #[derive(Debug)]
@@ -148,7 +148,7 @@ impl Service {
     fn reload(&self, Reloaded { trust, options }: Reloaded) -> io::Result<()> {
         self.supervisor.trust(trust)?;
         self.gate.rebind(options.bounds);
-        self.crew.resize(threads_max(&options));
+        self.crew.grow(threads_max(&options));
         *self.options.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(options);
         // Whoever lost somebody to speak for is cut off, and what runs for it ends.
         let principals = &self.options().principals;
@@ -264,10 +264,10 @@ impl Service {
     }
 }
 
-/// Each run that is here has a thread, so that none of those that wait keeps a
-/// question or a drain from being read.
+/// Each run that runs or waits has a thread, so that none of them keeps a
+/// question or another's order from being read.
 fn threads_max(options: &ServiceOptions) -> usize {
-    options.bounds.here_max() + OTHER_THREADS_MAX
+    options.bounds.runs_max + options.bounds.queue_max + OTHER_THREADS_MAX
 }
 
 /// The event loop's descriptors, each under a number.

@@ -54,13 +54,6 @@ impl Bounds {
         let principal_runs_max = principal_runs_max.unwrap_or_else(|| (all - all / 4).max(1));
         Self { runs_max, queue_max, queue_wait, principal_runs_max }
     }
-
-    /// The runs of all principals together: those that run, those that wait,
-    /// and as many as run whose ends are on their way to their clients.
-    #[must_use]
-    pub(super) fn here_max(&self) -> usize {
-        2 * self.runs_max + self.queue_max
-    }
 }
 
 /// What a service goes by. All of it can be loaded again.
