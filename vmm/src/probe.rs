@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fork, Reuse, Tier, ZygoteSetup};
+use forge_protocol::worker::{Fork, Reuse, Tier, VmFailure, ZygoteSetup};
 use serde::Serialize;
 
 use crate::cpu_latency;
@@ -153,7 +153,7 @@ fn prove_process() -> ProcessProof {
         let ram_bytes = machine::ram_bytes(&RunLimits::default()) as u64;
         let order = Fork { ram_bytes, touch_bytes: 0, reuse: Reuse::Fresh };
         let forked = zygote.fork(order, Patience::default()).map_err(|error| error.to_string())?;
-        let mut worker = forked.map_err(|failure| failure.message)?;
+        let mut worker = forked.map_err(|unmade| VmFailure::from(unmade).message)?;
         let patience = Patience::until(started + READY_TIME_MAX);
         worker.await_ready(patience).map_err(|failure| failure.message)?;
         Ok(started.elapsed().as_micros() as u64)

@@ -51,7 +51,7 @@ pub use shelves::{Key, ProgramKey, Stands};
 use shelves::{Missing, Shelves};
 use turn::Turn;
 use worker::{Lost, Run, Tell, Worker};
-use zygote::Zygote;
+use zygote::{Unmade, Zygote};
 
 /// How long a worker may take to stand ready. It takes a millisecond; this is
 /// for hosts that emulate everything.
@@ -251,18 +251,19 @@ impl Pool {
     /// # Errors
     /// [`VmFailure`]: the host can make no VM.
     pub fn make(&self, touched: bool) -> Result<Worker, VmFailure> {
-        self.shared.make(self.shared.usual_ram_bytes, touched, Patience::default())
+        let made = self.shared.make(self.shared.usual_ram_bytes, touched, Patience::default());
+        made.map_err(VmFailure::from)
     }
 
     /// Starts the first zygote, if none ever stood. What every run needs is
-    /// not made in the time of one. If it cannot be started, the next run says
-    /// so.
-    pub fn stand_by(&self) {
+    /// not made in the time of one, unless patience is over before. If it cannot
+    /// be started, the next run says so.
+    pub fn stand_by(&self, patience: Patience<'_>) {
         // A zygote that was lost since is started by whoever needs it.
         if self.shared.lock_hardening().is_some() {
             return;
         }
-        let Ok(mut zygote) = self.shared.zygote.take(Patience::default()) else { return };
+        let Ok(mut zygote) = self.shared.zygote.take(patience) else { return };
         if zygote.is_none() {
             *zygote = self.shared.start_zygote().ok();
         }
@@ -297,11 +298,6 @@ impl Pool {
                 Ok(done) => return Ok(done),
             }
         }
-        // None that was not made in time is no failure of a worker.
-        let unmade = |failure: VmFailure| match failure.kind {
-            VmFailureKind::WorkerLost if patience.is_over() => Fate::Deadline,
-            _ => Fate::Vm(failure),
-        };
         let mut lost = None;
         for attempt in 1..=ATTEMPTS {
             if patience.is_over() {
@@ -315,7 +311,14 @@ impl Pool {
             let ready = if attempt < ATTEMPTS { self.shared.take(&key) } else { None };
             let worker = match ready {
                 Some(worker) => worker,
-                None => self.shared.make(key.ram_bytes, false, patience).map_err(unmade)?,
+                None => {
+                    self.shared.make(key.ram_bytes, false, patience).map_err(|it| match it {
+                        Unmade::Late(error) if error.kind() == io::ErrorKind::TimedOut => {
+                            Fate::Deadline
+                        }
+                        unmade => Fate::Vm(unmade.into()),
+                    })?
+                }
             };
             match self.shared.use_worker(&key, worker, Run::Whole(task.job), task, patience) {
                 // It was lost while nobody looked; another can do the same.
@@ -349,7 +352,8 @@ impl Pool {
                 let mut worker = match unprepared {
                     Some(worker) => worker,
                     None => {
-                        self.shared.make(key.ram_bytes, false, patience).map_err(Lost::Before)?
+                        let made = self.shared.make(key.ram_bytes, false, patience);
+                        made.map_err(|unmade| Lost::Before(unmade.into()))?
                     }
                 };
                 worker.prepare(&prepare, patience).map_err(Lost::Before)?;
@@ -493,16 +497,16 @@ impl Shared {
         ram_bytes: usize,
         touched: bool,
         patience: Patience<'_>,
-    ) -> Result<Worker, VmFailure> {
+    ) -> Result<Worker, Unmade> {
         let reuse = if self.options.ready_max > 0 { self.options.reuse } else { Reuse::Fresh };
         let touch_bytes = if touched && reuse == Reuse::Fresh { TOUCH_BYTES } else { 0 };
         let order = Fork { ram_bytes: ram_bytes as u64, touch_bytes, reuse };
-        let mut zygote = self.zygote.take(patience).map_err(|error| worker::lost(&error))?;
+        let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
         let mut lost = None;
         for _ in 0..2 {
             let alive = match zygote.take() {
                 Some(zygote) => zygote,
-                None => self.start_zygote()?,
+                None => self.start_zygote().map_err(Unmade::Failed)?,
             };
             match zygote.insert(alive).fork(order, patience) {
                 Ok(made) => return made,
@@ -515,7 +519,8 @@ impl Shared {
                 }
             }
         }
-        Err(internal(lost.map_or_else(String::new, |error| format!("the zygote is gone: {error}"))))
+        let why = lost.map_or_else(String::new, |error| format!("the zygote is gone: {error}"));
+        Err(Unmade::Failed(internal(why)))
     }
 
     /// The filling thread: ends what is spent, makes what is missing, lets go

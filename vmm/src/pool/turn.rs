@@ -13,7 +13,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// A value that one thread at a time has, each in its turn.
 #[derive(Debug)]
 pub(super) struct Turn<T> {
-    /// Locked by whoever has the turn, so nobody waits here.
+    /// Locked by whoever has the turn: nobody waits here for longer than another
+    /// takes to give its own back.
     value: Mutex<T>,
     is_taken: Mutex<bool>,
     given_back: Condvar,

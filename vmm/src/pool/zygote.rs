@@ -24,6 +24,9 @@ use crate::worker::zygote::KVM_DESCRIPTOR;
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long an answer is looked for that has been owed for longer than that: it
+/// may have come when nobody looked.
+const OWED_TIME: Duration = Duration::from_secs(1);
 
 /// A zygote process and the socket to it.
 #[derive(Debug)]
@@ -35,6 +38,31 @@ pub struct Zygote {
     owes: Option<Instant>,
     /// Removed when the process has ended.
     _group: Option<Group>,
+}
+
+/// Why there is no worker.
+#[derive(Debug)]
+pub enum Unmade {
+    /// Patience was over before: `TimedOut`, or `ConnectionAborted` where the
+    /// run is wanted no more.
+    Late(io::Error),
+    /// It cannot be made.
+    Failed(VmFailure),
+}
+
+impl From<Unmade> for VmFailure {
+    fn from(unmade: Unmade) -> Self {
+        match unmade {
+            Unmade::Failed(failure) => failure,
+            Unmade::Late(error) if error.kind() == io::ErrorKind::ConnectionAborted => {
+                worker::lost(&error)
+            }
+            Unmade::Late(_) => Self {
+                kind: VmFailureKind::Unavailable,
+                message: "no worker was made in time: the zygote says nothing".into(),
+            },
+        }
+    }
 }
 
 impl Zygote {
@@ -136,13 +164,17 @@ impl Zygote {
         &mut self,
         mut order: Fork,
         patience: Patience<'_>,
-    ) -> io::Result<Result<Worker, VmFailure>> {
+    ) -> io::Result<Result<Worker, Unmade>> {
         if let Some(asked) = self.owes {
             match self.forked(asked, patience)? {
                 // Nobody has that worker's socket any more, so it ends.
                 Ok(_) => drop(self.link.take_passed()),
-                Err(late) => return Ok(Err(worker::lost(&late))),
+                Err(late) => return Ok(Err(Unmade::Late(late))),
             }
+        }
+        // Another would be made for nobody.
+        if patience.is_cancelled() {
+            return Ok(Err(Unmade::Late(io::ErrorKind::ConnectionAborted.into())));
         }
         // It would not find what a run wrote.
         if !self.hardening.procfs {
@@ -152,7 +184,7 @@ impl Zygote {
         // the end of every run.
         let (ours, theirs) = match UnixStream::pair() {
             Ok(pair) => pair,
-            Err(error) => return Ok(Err(unavailable("no socket for a worker", &error))),
+            Err(error) => return Ok(Err(lacks("no socket for a worker", &error))),
         };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Fork, &order, &mut bytes);
@@ -160,13 +192,13 @@ impl Zygote {
         drop(theirs);
         match self.forked(Instant::now(), patience)? {
             Ok(Ok(_)) => {}
-            Ok(Err(failure)) => return Ok(Err(failure)),
-            Err(late) => return Ok(Err(worker::lost(&late))),
+            Ok(Err(failure)) => return Ok(Err(Unmade::Failed(failure))),
+            Err(late) => return Ok(Err(Unmade::Late(late))),
         }
         // The worker ends as its socket does.
         let Some(process) = self.link.take_passed() else {
             let error = io::Error::from_raw_os_error(libc::EMFILE);
-            return Ok(Err(unavailable("no descriptor of a worker", &error)));
+            return Ok(Err(lacks("no descriptor of a worker", &error)));
         };
         Ok(Ok(Worker::new(ours, process)))
     }
@@ -182,7 +214,7 @@ impl Zygote {
         patience: Patience<'_>,
     ) -> io::Result<Result<Zygoted, io::Error>> {
         self.owes = Some(asked);
-        let last = asked + ANSWER_TIME_MAX;
+        let last = (asked + ANSWER_TIME_MAX).max(Instant::now() + OWED_TIME);
         let until = patience.until.map_or(last, |until| until.min(last));
         match self.answer(Kind::Zygoted, Patience { until: Some(until), ..patience }) {
             Ok(answer) => {
@@ -215,8 +247,9 @@ fn cannot_start(error: io::Error) -> VmFailure {
     }
 }
 
-fn unavailable(what: &str, error: &io::Error) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
+fn lacks(what: &str, error: &io::Error) -> Unmade {
+    let message = format!("{what}: {error}");
+    Unmade::Failed(VmFailure { kind: VmFailureKind::Unavailable, message })
 }
 
 impl Drop for Zygote {
@@ -224,5 +257,80 @@ impl Drop for Zygote {
         // With it ends everything in its namespaces.
         let _ = self.process.kill();
         let _ = self.process.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::FromRawFd as _;
+    use std::process::Command;
+
+    use super::*;
+
+    /// A zygote by its socket alone, and the other end; behind it is a process
+    /// that ends with it.
+    #[allow(clippy::zombie_processes, reason = "waited for as a zygote is")]
+    fn zygote() -> (Zygote, Link) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let child = Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = child.id() as libc::pid_t;
+        // SAFETY: a plain system call; the process is a child of ours.
+        let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+        assert!(pidfd >= 0);
+        // SAFETY: the descriptor is new, and nobody else's.
+        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd as i32) };
+        let hardening = Hardening {
+            vm: false,
+            namespaces: false,
+            empty_root: false,
+            seccomp: false,
+            identity: None,
+            cgroup: Vec::new(),
+            procfs: true,
+            landlock_abi: None,
+        };
+        let process = Spawned { pid, pidfd };
+        let link = Link::new(ours);
+        (Zygote { process, link, hardening, owes: None, _group: None }, Link::new(theirs))
+    }
+
+    fn answer(theirs: &mut Link, answer: &Zygoted) {
+        theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
+        theirs.take_passed().unwrap();
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Zygoted, answer, &mut bytes);
+        let process = File::open("/dev/null").unwrap();
+        theirs.send(&bytes, Some(process.as_fd()), Patience::default()).unwrap();
+    }
+
+    #[test]
+    fn an_answer_that_came_while_nobody_looked_is_found_however_late() {
+        let (mut zygote, mut theirs) = zygote();
+        let order = Fork { ram_bytes: 0, touch_bytes: 0, reuse: Reuse::Fresh };
+        let soon = Patience::until(Instant::now() + Duration::from_millis(5));
+        assert!(matches!(zygote.fork(order, soon), Ok(Err(Unmade::Late(_)))));
+        answer(&mut theirs, &Ok(()));
+        // And nobody came for a long time.
+        zygote.owes = zygote.owes.and_then(|asked| asked.checked_sub(2 * ANSWER_TIME_MAX));
+        assert!(zygote.owes.is_some());
+        let second = std::thread::spawn(move || {
+            let failure = VmFailure { kind: VmFailureKind::Internal, message: "second".into() };
+            answer(&mut theirs, &Err(failure));
+            theirs
+        });
+        match zygote.fork(order, Patience::default()).unwrap() {
+            Err(Unmade::Failed(failure)) => assert_eq!(failure.message, "second"),
+            other => panic!("{other:?}"),
+        }
+        let mut theirs = second.join().unwrap();
+        // One that has been silent for that long is gone.
+        let soon = Patience::until(Instant::now() + Duration::from_millis(5));
+        assert!(matches!(zygote.fork(order, soon), Ok(Err(Unmade::Late(_)))));
+        zygote.owes = zygote.owes.and_then(|asked| asked.checked_sub(ANSWER_TIME_MAX));
+        assert_eq!(
+            zygote.fork(order, Patience::default()).unwrap_err().kind(),
+            io::ErrorKind::TimedOut
+        );
+        theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
     }
 }
