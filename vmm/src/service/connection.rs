@@ -45,11 +45,13 @@ const SEND_PATIENCE: Duration = Duration::from_secs(10);
 /// One that does not take, or send, one whole frame in this time is, too.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 /// Ends that its client has not taken, each with a thread that sends it, before
-/// nothing more of a connection is read. All connections of one user together
-/// have fewer threads so than there are beside those of runs.
+/// nothing more of a connection is read. What one user is refused, on all its
+/// connections, has fewer threads so than there are beside those of runs.
 const UNTAKEN_MAX: usize = 8;
 /// What is read at once, in bytes.
 const READ_BYTES: usize = 64 * 1024;
+/// What is sent at once, in bytes.
+const SEND_BYTES: usize = 64 * 1024;
 /// What most reports fit in, in bytes.
 const REPORT_BYTES: usize = 2 * 1024;
 /// Cancel handles that are kept for what comes next.
@@ -497,13 +499,13 @@ impl Connection {
     fn send<T: Encode>(&self, kind: Kind, message: &T) -> io::Result<()> {
         let mut bytes = Vec::new();
         frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
-        // Those that were there before are in this time, too: a client that takes
-        // little by little has no more of it for having more to take.
-        let until = Instant::now() + FRAME_TIME_MAX;
         let _writing = lock(&self.writing);
+        let until = Instant::now() + FRAME_TIME_MAX;
         let mut unsent = &bytes[..];
         while !unsent.is_empty() {
-            match send_once(self.socket.as_raw_fd(), unsent) {
+            // The kernel's patience begins anew with each piece of what it sends.
+            let part = &unsent[..unsent.len().min(SEND_BYTES)];
+            match send_once(self.socket.as_raw_fd(), part) {
                 Ok(sent) => unsent = &unsent[sent..],
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {

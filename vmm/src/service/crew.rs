@@ -28,8 +28,10 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     most: usize,
-    /// Connections that nobody attends to yet.
-    waiting: VecDeque<Arc<Connection>>,
+    /// Connections that nobody attends to yet: the operator's, which come first,
+    /// and all others.
+    operators: VecDeque<Arc<Connection>>,
+    others: VecDeque<Arc<Connection>>,
     idle: usize,
     threads: usize,
     handed: u64,
@@ -51,17 +53,16 @@ impl Crew {
     /// Has a thread attend to a connection that somebody has to read.
     pub(super) fn attend(&self, connection: Arc<Connection>) {
         let mut state = lock(&self.0.state);
-        // The operator may be there to see what all the others do, or to end it.
-        let place = if connection.is_operators() {
-            state.waiting.iter().take_while(|before| before.is_operators()).count()
+        if connection.is_operators() {
+            state.operators.push_back(connection);
         } else {
-            state.waiting.len()
-        };
-        state.waiting.insert(place, connection);
+            state.others.push_back(connection);
+        }
         state.handed += 1;
-        if state.idle >= state.waiting.len() {
+        if state.idle > 0 {
             self.0.changed.notify_one();
-        } else if state.has_room() {
+        }
+        if state.wants_thread() {
             self.start(state);
         }
     }
@@ -69,7 +70,7 @@ impl Crew {
     /// Tries again to have a thread where there was none to be had.
     pub(super) fn look(&self) {
         let state = lock(&self.0.state);
-        if state.waiting.len() > state.idle && state.has_room() {
+        if state.wants_thread() {
             self.start(state);
         }
     }
@@ -89,7 +90,7 @@ impl Crew {
 
     /// Whether a connection waits for a thread.
     pub(super) fn is_short(&self) -> bool {
-        !lock(&self.0.state).waiting.is_empty()
+        lock(&self.0.state).waiting() > 0
     }
 
     /// How often a connection was handed to a thread.
@@ -104,10 +105,23 @@ impl Crew {
 }
 
 impl State {
-    /// Whether there may be another thread for whoever waits first.
-    fn has_room(&self) -> bool {
-        let own = self.waiting.front().is_some_and(|first| first.is_operators());
-        self.threads < self.most + if own { OPERATORS_OWN } else { 0 }
+    fn waiting(&self) -> usize {
+        self.operators.len() + self.others.len()
+    }
+
+    /// Whether more wait than have a thread, and there may be another for one
+    /// of them.
+    fn wants_thread(&self) -> bool {
+        let most = self.most + if self.operators.is_empty() { 0 } else { OPERATORS_OWN };
+        self.waiting() > self.idle && self.threads < most
+    }
+
+    /// The next connection for a thread that has nothing to do. Those that are
+    /// there on top are for the operator's alone, whoever made them necessary.
+    fn next(&mut self) -> Option<Arc<Connection>> {
+        let next = self.operators.pop_front();
+        let busy = self.threads - self.idle;
+        if next.is_some() || busy > self.most { next } else { self.others.pop_front() }
     }
 }
 
@@ -127,7 +141,7 @@ impl Shared {
     fn next(&self) -> Option<Arc<Connection>> {
         let mut state = lock(&self.state);
         loop {
-            if let Some(connection) = state.waiting.pop_front() {
+            if let Some(connection) = state.next() {
                 return Some(connection);
             }
             state.idle += 1;
@@ -138,10 +152,47 @@ impl Shared {
                 (state, out.timed_out())
             };
             state.idle -= 1;
-            if timed_out && state.waiting.is_empty() {
-                state.threads -= 1;
-                return None;
+            if timed_out {
+                // Whoever came just now is not left to nobody.
+                let next = state.next();
+                if next.is_none() {
+                    state.threads -= 1;
+                }
+                return next;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::Weak;
+
+    use super::super::peer::Peer;
+    use super::*;
+
+    #[test]
+    fn threads_on_top_are_for_the_operators_connections_alone() {
+        let (_client, ours) = UnixStream::pair().unwrap();
+        let connects = |number, peer| {
+            let socket = ours.try_clone().unwrap();
+            Connection::accept(Weak::new(), number, socket, peer).unwrap()
+        };
+        let mut state = State { most: 2, threads: 2, ..State::default() };
+        state.others.push_back(connects(1, Peer::Stranger));
+        assert!(!state.wants_thread());
+        let operators = connects(2, Peer::Operator);
+        state.operators.push_back(Arc::clone(&operators));
+        assert!(state.wants_thread());
+        state.threads += 1;
+        assert!(Arc::ptr_eq(&state.next().unwrap(), &operators));
+        // It is done with that.
+        assert!(state.next().is_none());
+        state.idle += 1;
+        assert!(state.next().is_some(), "another is, and took no thread of the operator's");
+        state.threads = state.most + OPERATORS_OWN;
+        state.operators.push_back(operators);
+        assert!(!state.wants_thread());
     }
 }
