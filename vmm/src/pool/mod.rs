@@ -311,14 +311,7 @@ impl Pool {
             let ready = if attempt < ATTEMPTS { self.shared.take(&key) } else { None };
             let worker = match ready {
                 Some(worker) => worker,
-                None => {
-                    self.shared.make(key.ram_bytes, false, patience).map_err(|it| match it {
-                        Unmade::Late(error) if error.kind() == io::ErrorKind::TimedOut => {
-                            Fate::Deadline
-                        }
-                        unmade => Fate::Vm(unmade.into()),
-                    })?
-                }
+                None => self.shared.make(key.ram_bytes, false, patience)?,
             };
             match self.shared.use_worker(&key, worker, Run::Whole(task.job), task, patience) {
                 // It was lost while nobody looked; another can do the same.

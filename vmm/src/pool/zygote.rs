@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::worker::{
-    Fork, Jailed, Reuse, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
+    Fate, Fork, Jailed, Reuse, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
 use super::executable;
@@ -61,6 +61,16 @@ impl From<Unmade> for VmFailure {
                 kind: VmFailureKind::Unavailable,
                 message: "no worker was made in time: the zygote says nothing".into(),
             },
+        }
+    }
+}
+
+/// What becomes of the run that was to have it.
+impl From<Unmade> for Fate {
+    fn from(unmade: Unmade) -> Self {
+        match unmade {
+            Unmade::Late(error) if error.kind() == io::ErrorKind::TimedOut => Self::Deadline,
+            unmade => Self::Vm(unmade.into()),
         }
     }
 }

@@ -271,10 +271,11 @@ impl Connection {
         *lock(&self.untaken) += 1;
         let sent = self.send(kind, end);
         let mut untaken = lock(&self.untaken);
-        if *untaken == UNTAKEN_MAX {
-            self.taken_one.notify_all();
-        }
         *untaken -= 1;
+        // Whoever reads next waits for that, and nobody else.
+        if *untaken + 1 == UNTAKEN_MAX {
+            self.taken_one.notify_one();
+        }
         sent
     }
 
