@@ -3,8 +3,9 @@
 //! A task reads the connection and hands each frame to whoever has its
 //! number; another writes what they send. Both end with the last handle.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::path::Path;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -67,6 +68,8 @@ pub enum RunMessage {
 #[derive(Debug)]
 pub struct Run {
     messages: mpsc::Receiver<RunMessage>,
+    /// What came while something was sent, and is the next.
+    taken: VecDeque<RunMessage>,
     canceller: Canceller,
     finished: bool,
 }
@@ -136,7 +139,7 @@ impl Client {
         self.shared.wait(|waiting| waiting.runs.insert(number, sender))?;
         place.send(bytes);
         let canceller = Canceller { number, outgoing: self.outgoing.clone() };
-        Ok(Run { messages, canceller, finished: false })
+        Ok(Run { messages, taken: VecDeque::new(), canceller, finished: false })
     }
 
     /// Submits a run and waits for its end.
@@ -222,7 +225,10 @@ impl Run {
     /// The next that the service says. `None` after the end, or if the
     /// service is gone.
     pub async fn next(&mut self) -> Option<RunMessage> {
-        let message = self.messages.recv().await;
+        let message = match self.taken.pop_front() {
+            Some(message) => Some(message),
+            None => self.messages.recv().await,
+        };
         self.finished |= matches!(message, None | Some(RunMessage::Finished(_)));
         message
     }
@@ -242,17 +248,39 @@ impl Run {
         Err(std::io::Error::new(std::io::ErrorKind::ConnectionAborted, gone).into())
     }
 
-    /// Answers a callback.
+    /// Answers a callback. What comes of the run meanwhile is kept for
+    /// [`Self::next`].
     ///
     /// # Errors
     /// [`ClientError`] if the service is gone, or the answer is too large for it:
     /// the callback waits for another then.
     pub async fn settle(
-        &self,
+        &mut self,
         callback: u32,
         result: Result<Vec<u8>, Vec<u8>>,
     ) -> Result<(), ClientError> {
-        self.canceller.settle(callback, result).await
+        let canceller = self.canceller();
+        self.taking_on(canceller.settle(callback, result)).await
+    }
+
+    /// Cancels the run. Its end comes all the same, and says so. What comes
+    /// before is kept for [`Self::next`].
+    pub async fn cancel(&mut self) {
+        let canceller = self.canceller();
+        self.taking_on(canceller.cancel()).await;
+    }
+
+    /// Sends something, and takes what comes of the run meanwhile: a service
+    /// reads no further while too much of what it said is not taken.
+    async fn taking_on<T>(&mut self, sending: impl Future<Output = T>) -> T {
+        let mut sending = pin!(sending);
+        loop {
+            tokio::select! {
+                biased;
+                sent = &mut sending => return sent,
+                Some(message) = self.messages.recv() => self.taken.push_back(message),
+            }
+        }
     }
 
     /// What cancels it, and settles its callbacks, from elsewhere.
@@ -263,13 +291,15 @@ impl Run {
 }
 
 impl Canceller {
-    /// Cancels the run. Its end comes all the same, and says so.
+    /// Cancels the run. Its end comes all the same, and says so. Whoever takes
+    /// the run's messages goes on taking them meanwhile, or uses [`Run::cancel`].
     pub async fn cancel(&self) {
         let _ =
             self.outgoing.send(wire::message(Kind::Cancel, &Cancel { number: self.number })).await;
     }
 
-    /// Answers a callback.
+    /// Answers a callback. Whoever takes the run's messages goes on taking them
+    /// meanwhile, or uses [`Run::settle`].
     ///
     /// # Errors
     /// [`ClientError`] if the service is gone.
@@ -397,5 +427,72 @@ impl Reader {
             let bytes = self.socket.read(self.unread.room()).await?;
             self.unread.filled(bytes)?;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use forge_protocol::broker::Authority;
+    use forge_protocol::frame::write_message;
+    use forge_protocol::handshake::{Hello, Role};
+    use forge_protocol::limits::RunLimits;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    fn order() -> Order {
+        Order {
+            program: Vec::new(),
+            input: Vec::new(),
+            principal: String::new(),
+            session: None,
+            authority: Authority::Tools(Vec::new()),
+            limits: RunLimits::default(),
+            prepare: false,
+            events: true,
+            hosted: None,
+        }
+    }
+
+    /// A service that reads nothing until all that it has to say is taken.
+    async fn says_before_it_reads(mut socket: UnixStream, said: Vec<u8>) {
+        let mut hello = Vec::new();
+        write_message(Kind::Hello, &Hello::ours(Role::Supervisor), &mut hello);
+        socket.write_all(&hello).await.unwrap();
+        // The client's greeting and the start of its order.
+        socket.read_exact(&mut [0; 64]).await.unwrap();
+        socket.write_all(&said).await.unwrap();
+        let mut rest = vec![0; 1 << 20];
+        while socket.read(&mut rest).await.is_ok_and(|bytes| bytes > 0) {}
+    }
+
+    #[tokio::test]
+    async fn who_answers_a_callback_takes_meanwhile_what_comes_and_loses_none_of_it() {
+        const EVENTS: usize = 4 * UNTAKEN_MAX;
+        let (service, socket) = UnixStream::pair().unwrap();
+        let mut said = Vec::new();
+        for n in 0..EVENTS {
+            let what = RunEvent::Output(n.to_le_bytes().repeat(1 << 10));
+            write_message(Kind::Event, &Event { number: 1, what }, &mut said);
+        }
+        let service = tokio::spawn(says_before_it_reads(service, said));
+        let talk = async {
+            let client = Client::over(socket).await.unwrap();
+            let mut run = client.submit(&order()).await.unwrap();
+            for callback in 0..4 * UNSENT_MAX as u32 {
+                run.settle(callback, Ok(vec![0; 16 << 10])).await.unwrap();
+            }
+            for n in 0..EVENTS {
+                let Some(RunMessage::Event(RunEvent::Output(output))) = run.next().await else {
+                    panic!("event {n} is missing");
+                };
+                assert_eq!(output[..8], n.to_le_bytes());
+            }
+        };
+        let talked = tokio::time::timeout(Duration::from_secs(30), talk).await;
+        talked.expect("the two wait for each other");
+        service.await.unwrap();
     }
 }

@@ -186,7 +186,7 @@ async fn carried_out(
     match finish {
         Some(finish) => Ok(finish),
         None => {
-            run.canceller().cancel().await;
+            run.cancel().await;
             let ended = tokio::time::timeout(CANCEL_TIME_MAX, run.finish()).await;
             ended.map_err(|_| RunError::Cancelled)?.map_err(RunError::Service)
         }
