@@ -721,6 +721,8 @@ fn a_signal_drains_and_a_second_ends_at_once() {
                 let refused = report(&client.run(&submit(ECHO, "1")).await.unwrap());
                 assert_eq!(refused["kind"], "draining");
                 assert!(refused.get("retry_after_ms").is_none(), "{refused:#}");
+                let pid = service.child.id() as i32;
+                eventually("it does nothing but wait for the run", || !is_busy(pid));
                 signal(&service, libc::SIGTERM);
                 assert!(run.finish().await.is_err(), "nobody is left to tell its end");
             } else {

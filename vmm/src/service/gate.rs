@@ -176,13 +176,16 @@ impl Gate {
         tenants
     }
 
-    /// Takes no more runs; those that wait are told.
-    pub(super) fn drain(&self) {
+    /// Takes no more runs; those that wait are told. Whether it took any before.
+    pub(super) fn drain(&self) -> bool {
         let mut state = lock(&self.0);
-        state.draining = true;
+        if std::mem::replace(&mut state.draining, true) {
+            return false;
+        }
         for waiting in &state.waiting {
             waiting.wake.nudge();
         }
+        true
     }
 
     pub(super) fn is_draining(&self) -> bool {

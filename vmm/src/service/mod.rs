@@ -242,8 +242,10 @@ impl Service {
 
     /// Takes no more runs.
     fn drain(&self) {
-        self.gate.drain();
-        let _ = self.wake.write(1);
+        // The loop is woken once: with a signal there, it drains at each turn.
+        if self.gate.drain() {
+            let _ = self.wake.write(1);
+        }
     }
 
     /// Ends what still runs.
