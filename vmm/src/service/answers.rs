@@ -6,48 +6,84 @@ use std::sync::Mutex;
 use forge_protocol::broker::{RefusalKind, Reply as BrokerReply, Request};
 use forge_protocol::service::{Question, Reply};
 
-use super::peer::Peer;
+use super::peer::{Peer, Who};
 use super::{Service, lock};
 use crate::broker::BrokerError;
 use crate::cancel::Cancel;
 use crate::link::Patience;
 
 /// Questions of one principal that may wait for tool servers at the same time,
-/// over all its connections. What the broker answers by itself is not counted.
+/// over all its connections.
 const OF_ONE_MAX: usize = 16;
-/// The same of all principals. Each holds a thread, for as long as a tool
-/// server takes that has to start first.
+/// Questions of one user or machine that the broker answers by itself. It may
+/// be one that says nothing.
+const OF_ONE_PEER_MAX: usize = 64;
+/// The same of all. Each holds a thread, for as long as a tool server takes that
+/// has to start first.
 const OF_ALL_MAX: usize = 256;
 
-/// Whose questions wait for tool servers, perhaps.
+/// Whose questions are counted together.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Asker {
+    /// Tool servers may have to start for its questions.
+    Principal(String),
+    /// Whoever has a grant may look at it and narrow it.
+    Peer(Who),
+}
+
+impl Asker {
+    /// Who asks this, unless no question of theirs waits for the broker.
+    fn of(question: &Question, peer: &Peer) -> Option<Self> {
+        match question {
+            Question::SearchTools { principal, .. } | Question::ListTools { principal } => {
+                Some(Self::Principal(principal.clone()))
+            }
+            Question::IssueGrant(request) => Some(Self::Principal(request.principal.clone())),
+            // The operator does not keep itself out.
+            Question::AttenuateGrant(_) | Question::InspectGrant { .. } => {
+                peer.who().map(Self::Peer)
+            }
+            Question::Status | Question::Metrics | Question::Drain => None,
+        }
+    }
+
+    fn questions_max(&self) -> usize {
+        match self {
+            Self::Principal(_) => OF_ONE_MAX,
+            Self::Peer(_) => OF_ONE_PEER_MAX,
+        }
+    }
+}
+
+/// Whose questions wait for the broker.
 #[derive(Debug, Default)]
-pub(super) struct Questions(Mutex<HashMap<String, usize>>);
+pub(super) struct Questions(Mutex<HashMap<Asker, usize>>);
 
 /// One of them. Dropped when it is answered.
 struct Place<'a> {
     questions: &'a Questions,
-    principal: &'a str,
+    asker: Asker,
 }
 
 impl Questions {
-    /// A place for a principal's question, if there is one.
-    fn enter<'a>(&'a self, principal: &'a str) -> Option<Place<'a>> {
+    /// A place for a question, if there is one.
+    fn enter(&self, asker: Asker) -> Option<Place<'_>> {
         let mut asked = lock(&self.0);
-        let of_one = asked.get(principal).copied().unwrap_or(0);
-        if of_one >= OF_ONE_MAX || asked.values().sum::<usize>() >= OF_ALL_MAX {
+        let of_one = asked.get(&asker).copied().unwrap_or(0);
+        if of_one >= asker.questions_max() || asked.values().sum::<usize>() >= OF_ALL_MAX {
             return None;
         }
-        asked.insert(principal.to_owned(), of_one + 1);
-        Some(Place { questions: self, principal })
+        asked.insert(asker.clone(), of_one + 1);
+        Some(Place { questions: self, asker })
     }
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
         let mut asked = lock(&self.questions.0);
-        match asked.get_mut(self.principal) {
+        match asked.get_mut(&self.asker) {
             Some(count) if *count > 1 => *count -= 1,
-            _ => drop(asked.remove(self.principal)),
+            _ => drop(asked.remove(&self.asker)),
         }
     }
 }
@@ -70,22 +106,6 @@ fn forbidden(message: &str) -> Reply {
     Reply::Refused { kind: RefusalKind::Forbidden, message: message.to_owned() }
 }
 
-/// Whose question it is, where that matters.
-fn asker(question: &Question) -> Option<&str> {
-    match question {
-        Question::SearchTools { principal, .. } | Question::ListTools { principal } => {
-            Some(principal)
-        }
-        Question::IssueGrant(request) => Some(&request.principal),
-        // Whoever has a grant may look at it and narrow it.
-        Question::AttenuateGrant(_)
-        | Question::InspectGrant { .. }
-        | Question::Status
-        | Question::Metrics
-        | Question::Drain => None,
-    }
-}
-
 impl Service {
     /// Answers a question. May take as long as the broker does, unless it is
     /// cancelled. The start of a tool server that it waited for goes on then:
@@ -97,20 +117,20 @@ impl Service {
                  cids over vsock",
             );
         }
-        if let Some(asker) = asker(&question)
-            && !peer.speaks_for(asker)
+        let asker = Asker::of(&question, peer);
+        if let Some(Asker::Principal(name)) = &asker
+            && !peer.speaks_for(name)
         {
             return forbidden(
                 "this client may not speak for the principal that it names: forge.toml, \
                  [principals.<name>] uids, or cids over vsock",
             );
         }
-        let whose = asker(&question).map(str::to_owned);
-        let place = whose.as_deref().map(|whose| self.questions.enter(whose));
+        let place = asker.map(|asker| self.questions.enter(asker));
         if matches!(place, Some(None)) {
             return Reply::Refused {
                 kind: RefusalKind::Overloaded,
-                message: "too many questions are unanswered, of this principal or of all: wait \
+                message: "too many questions are unanswered, of this client's or of all: wait \
                           for one"
                     .to_owned(),
             };
@@ -151,17 +171,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_principals_questions_are_bounded_and_leave_places_for_others() {
-        let questions = Questions::default();
-        let mut of_one: Vec<_> = (0..OF_ONE_MAX).map(|_| questions.enter("a").unwrap()).collect();
-        assert!(questions.enter("a").is_none());
-        assert!(questions.enter("b").is_some());
-        of_one.pop();
-        drop(questions.enter("a").expect("one was answered"));
-        let names: Vec<String> = (0..OF_ALL_MAX).map(|it| it.to_string()).collect();
-        let others: Vec<_> = names.iter().map_while(|name| questions.enter(name)).collect();
-        assert_eq!(of_one.len() + others.len(), OF_ALL_MAX);
-        drop((of_one, others));
-        assert!(lock(&questions.0).is_empty(), "who asks nothing takes no room");
+    fn what_one_asks_is_bounded_and_leaves_places_for_others() {
+        let name = |name: usize| Asker::Principal(name.to_string());
+        for one in [name(0), Asker::Peer(Who::User(7))] {
+            let questions = Questions::default();
+            let most = one.questions_max();
+            let mut of_one: Vec<_> =
+                (0..most).map(|_| questions.enter(one.clone()).unwrap()).collect();
+            assert!(questions.enter(one.clone()).is_none());
+            assert!(questions.enter(name(1)).is_some());
+            assert!(questions.enter(Asker::Peer(Who::User(8))).is_some());
+            of_one.pop();
+            drop(questions.enter(one).expect("one was answered"));
+            let others: Vec<_> =
+                (1..=OF_ALL_MAX).map_while(|it| questions.enter(name(it))).collect();
+            assert_eq!(of_one.len() + others.len(), OF_ALL_MAX);
+            drop((of_one, others));
+            assert!(lock(&questions.0).is_empty(), "who asks nothing takes no room");
+        }
+    }
+
+    #[test]
+    fn a_question_of_which_a_grant_is_all_that_counts_is_counted_with_its_client() {
+        let question = Question::InspectGrant { token: Vec::new() };
+        let who = Who::Machine(3);
+        let speaker = Peer::Speaker { who, principals: Vec::new() };
+        assert_eq!(Asker::of(&question, &speaker), Some(Asker::Peer(who)));
+        assert_eq!(Asker::of(&question, &Peer::Operator), None);
+        assert_eq!(Asker::of(&Question::Status, &speaker), None);
     }
 }

@@ -24,7 +24,7 @@ pub(super) enum Peer {
 }
 
 /// Whose connections are counted together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Who {
     /// A user of this host.
     User(u32),
