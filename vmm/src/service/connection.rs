@@ -368,9 +368,11 @@ impl Connection {
                 let mut bytes = Vec::new();
                 frame::try_write_message(Kind::CallbackSettled, &settled, &mut bytes)
                     .map_err(breach)?;
-                // The broker reads as long as the run is open.
+                // The broker reads as long as the run is open. What is there of an
+                // answer that it did not take is the beginning of no other.
                 if let Err(error) = (&*host).write_all(&bytes) {
                     tracing::debug!(%error, "nobody waits for a client's answer");
+                    let _ = host.shutdown(Shutdown::Both);
                 }
                 Ok(None)
             }
@@ -476,20 +478,31 @@ impl Connection {
     /// Has a thread pass on the calls of tools that the client hosts for a
     /// run, until the run is over.
     fn host(&self, number: u64, calls: UnixStream) {
+        let host = Arc::new(calls);
+        if let Some(Doing::Run { host: place, .. }) = lock(&self.live).numbers.get_mut(&number) {
+            *place = Some(Arc::clone(&host));
+        }
         let connection = self.itself.clone();
-        let passes_on = calls.set_write_timeout(Some(SEND_PATIENCE)).and_then(|()| {
-            let incoming = calls.try_clone()?;
+        let calls = Arc::clone(&host);
+        let passes_on = host.set_write_timeout(Some(SEND_PATIENCE)).and_then(|()| {
+            let link = Link::new(calls.try_clone()?);
             let thread = std::thread::Builder::new().name("host".into());
-            thread.spawn(move || pass_on(&connection, number, incoming))
+            thread.spawn(move || pass_on(&connection, number, &calls, link))
         });
         if let Err(error) = passes_on {
-            // The run's calls of these tools fail as the link closes.
             tracing::error!(%error, "a client's own tools cannot be called");
-            return;
+            // The run's calls of these tools fail.
+            let _ = host.shutdown(Shutdown::Both);
         }
-        if let Some(Doing::Run { host, .. }) = lock(&self.live).numbers.get_mut(&number) {
-            *host = Some(Arc::new(calls));
-        }
+    }
+
+    /// Passes one call on, unless its run has ended: the run's end is the last
+    /// that its client hears of the number, which then may be another's.
+    fn pass_on(&self, number: u64, host: &Arc<UnixStream>, call: &Frame) -> io::Result<()> {
+        let callback: Callback = decode(call)?;
+        self.send_if(Kind::Callback, &Callback { number, ..callback }, || {
+            lock(&self.live).is_hosted_by(number, host)
+        })
     }
 
     /// Sends one frame, whole.
@@ -498,9 +511,22 @@ impl Connection {
     /// What the kernel said; `TimedOut` for a client that does not take it.
     /// The connection is of no use then.
     fn send<T: Encode>(&self, kind: Kind, message: &T) -> io::Result<()> {
+        self.send_if(kind, message, || true)
+    }
+
+    /// The same, if that is still wanted when it is this frame's turn.
+    fn send_if<T: Encode>(
+        &self,
+        kind: Kind,
+        message: &T,
+        is_wanted: impl FnOnce() -> bool,
+    ) -> io::Result<()> {
         let mut bytes = Vec::new();
         frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
         let _writing = lock(&self.writing);
+        if !is_wanted() {
+            return Ok(());
+        }
         let until = Instant::now() + FRAME_TIME_MAX;
         let mut unsent = &bytes[..];
         while !unsent.is_empty() {
@@ -558,14 +584,10 @@ impl Connection {
 }
 
 /// Passes the broker's calls on to the client.
-fn pass_on(connection: &Weak<Connection>, number: u64, calls: UnixStream) {
-    let mut link = Link::new(calls);
-    while let Ok(frame) = link.receive(|kind| kind == Kind::Callback, Patience::default()) {
+fn pass_on(connection: &Weak<Connection>, number: u64, host: &Arc<UnixStream>, mut calls: Link) {
+    while let Ok(call) = calls.receive(|kind| kind == Kind::Callback, Patience::default()) {
         let Some(connection) = connection.upgrade() else { return };
-        let passed = decode(&frame).and_then(|callback: Callback| {
-            connection.send(Kind::Callback, &Callback { number, ..callback })
-        });
-        if let Err(error) = passed {
+        if let Err(error) = connection.pass_on(number, host, &call) {
             tracing::debug!(%error, "a client takes no calls");
             connection.close();
             return;
@@ -600,6 +622,12 @@ impl Live {
         Ok(())
     }
 
+    /// Whether the run of this number is there, and this is its link.
+    fn is_hosted_by(&self, number: u64, link: &Arc<UnixStream>) -> bool {
+        let doing = self.numbers.get(&number);
+        matches!(doing, Some(Doing::Run { host: Some(host), .. }) if Arc::ptr_eq(host, link))
+    }
+
     fn leave_run(&mut self, number: u64, cancel: Arc<Cancel>) {
         if let Some(Doing::Run { host: Some(host), .. }) = self.numbers.remove(&number) {
             let _ = host.shutdown(Shutdown::Both);
@@ -625,6 +653,8 @@ impl Live {
 
 #[cfg(test)]
 mod tests {
+    use forge_protocol::name::ToolName;
+
     use super::*;
 
     #[test]
@@ -651,5 +681,52 @@ mod tests {
         let last = std::iter::repeat_with(reads).find(|it| *it != Err(io::ErrorKind::WouldBlock));
         assert_eq!(last, Some(Ok(Kind::Hello)));
         assert!(!connection.is_overdue(Instant::now() + far));
+    }
+    #[test]
+    fn a_call_that_waits_behind_its_runs_end_is_passed_to_nobody() {
+        let (client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let mut heard = Link::new(client);
+        heard.receive(|kind| kind == Kind::Hello, Patience::default()).unwrap();
+        let call = |n| {
+            let (tool, arguments) = (ToolName::parse("app.twice").unwrap(), b"{}".to_vec());
+            Callback { number: 0, callback: n, tool, arguments }
+        };
+        let hosts = || {
+            let (mut broker, calls) = UnixStream::pair().unwrap();
+            connection.host(1, calls);
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Callback, &call(7), &mut bytes);
+            broker.write_all(&bytes).unwrap();
+            broker
+        };
+        let passes_on = || Arc::strong_count(&connection) > 1;
+        let leaves = |cancel| lock(&connection.live).leave_run(1, cancel);
+        let first = connection.enter_run(1).unwrap();
+        let _broker = hosts();
+        let frame = heard.receive(|kind| kind == Kind::Callback, Patience::default()).unwrap();
+        assert_eq!(decode::<Callback>(&frame).unwrap(), Callback { number: 1, ..call(7) });
+        leaves(first);
+        while passes_on() {
+            std::thread::yield_now();
+        }
+
+        // The second call is on its way when its run ends, and the number is
+        // another run's before its turn has come.
+        let second = connection.enter_run(1).unwrap();
+        let writing = lock(&connection.writing);
+        let _broker = hosts();
+        while !passes_on() {
+            std::thread::yield_now();
+        }
+        leaves(second);
+        let _third = connection.enter_run(1).unwrap();
+        drop(writing);
+        while passes_on() {
+            std::thread::yield_now();
+        }
+        connection.send(Kind::Cancel, &CancelRun { number: 0 }).unwrap();
+        let frame = heard.receive(|_| true, Patience::default()).unwrap();
+        assert_eq!(frame.kind, Kind::Cancel, "the call came after its run's end");
     }
 }
