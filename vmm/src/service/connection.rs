@@ -115,6 +115,20 @@ enum Work {
     Question { number: u64, question: Question, cancel: Arc<Cancel> },
 }
 
+/// An end is being sent. Dropped when it is, or cannot be.
+struct Untaken<'a>(&'a Connection);
+
+impl Drop for Untaken<'_> {
+    fn drop(&mut self) {
+        let mut untaken = lock(&self.0.untaken);
+        *untaken -= 1;
+        // Whoever reads next waits for that, and nobody else.
+        if *untaken + 1 == UNTAKEN_MAX {
+            self.0.taken_one.notify_one();
+        }
+    }
+}
+
 /// How reading ended.
 enum Pause {
     /// Nothing came for a while.
@@ -269,14 +283,8 @@ impl Connection {
     /// Sends the end of a run or the answer to a question.
     fn send_end<T: Encode>(&self, kind: Kind, end: &T) -> io::Result<()> {
         *lock(&self.untaken) += 1;
-        let sent = self.send(kind, end);
-        let mut untaken = lock(&self.untaken);
-        *untaken -= 1;
-        // Whoever reads next waits for that, and nobody else.
-        if *untaken + 1 == UNTAKEN_MAX {
-            self.taken_one.notify_one();
-        }
-        sent
+        let _untaken = Untaken(self);
+        self.send(kind, end)
     }
 
     /// Reads until there is something that takes its time.

@@ -48,6 +48,8 @@ impl Crew {
     pub(super) fn grow(&self, most: usize) {
         let mut state = lock(&self.0.state);
         state.most = state.most.max(most);
+        // What was for the operator alone may be for others now.
+        self.0.changed.notify_all();
     }
 
     /// Has a thread attend to a connection that somebody has to read.
