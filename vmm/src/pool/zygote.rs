@@ -141,7 +141,11 @@ impl Zygote {
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
         let lost = |error: io::Error| VmFailure {
-            kind: VmFailureKind::WorkerLost,
+            // Another that says nothing would be waited for as long.
+            kind: match error.kind() {
+                io::ErrorKind::TimedOut => VmFailureKind::Unavailable,
+                _ => VmFailureKind::WorkerLost,
+            },
             message: format!("the zygote was lost while it began: {error}"),
         };
         zygote.link.send(&bytes, None, Patience::default()).map_err(lost)?;
@@ -185,6 +189,9 @@ impl Zygote {
         // Another would be made for nobody.
         if patience.is_cancelled() {
             return Ok(Err(Unmade::Late(io::ErrorKind::ConnectionAborted.into())));
+        }
+        if patience.is_over() {
+            return Ok(Err(Unmade::Late(io::ErrorKind::TimedOut.into())));
         }
         // It would not find what a run wrote.
         if !self.hardening.procfs {
