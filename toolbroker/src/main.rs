@@ -10,6 +10,7 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use forge_protocol::RunId;
@@ -29,6 +30,8 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 /// Threads that talk with tool servers.
 const SERVER_THREADS: usize = 2;
+/// How long what blocks a thread may take on when all else has ended.
+const LAST_WORK_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The command line as it is written.
 #[derive(Parser)]
@@ -236,7 +239,12 @@ fn main() -> ExitCode {
             .enable_all()
             .build()
             .map_err(Error::Host)?;
-        links.block_on(run(args, servers.handle()))
+        let ended = links.block_on(run(args, servers.handle()));
+        // A file that is being written is written. A name that is still looked
+        // up has its thread for as long as libc likes.
+        servers.shutdown_timeout(LAST_WORK_TIME_MAX);
+        links.shutdown_timeout(LAST_WORK_TIME_MAX);
+        ended
     });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

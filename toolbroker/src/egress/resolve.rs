@@ -1,10 +1,14 @@
 //! Names to addresses.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, ToSocketAddrs as _};
 use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::watch;
 
 /// A resolution under way.
 pub type Resolving<'a> = Pin<Box<dyn Future<Output = io::Result<Vec<IpAddr>>> + Send + 'a>>;
@@ -17,15 +21,104 @@ pub trait Resolver: fmt::Debug + Send + Sync {
 }
 
 /// The host's own resolver, with its `hosts` file and name servers.
-#[derive(Debug)]
-pub struct SystemResolver;
+///
+/// It has one thread for each name at most, however many ask for it. A lookup
+/// ends when libc says so, whoever has given it up, and its thread is one of
+/// those that files and checks of calls need as well: runs that ask a dead name
+/// server and go must not leave a thread each.
+#[derive(Clone, Debug, Default)]
+pub struct SystemResolver {
+    under_way: Arc<Mutex<HashMap<String, Lookup>>>,
+}
+
+/// What becomes of a lookup, for all who wait for it.
+type Lookup = watch::Receiver<Option<Result<Vec<IpAddr>, io::ErrorKind>>>;
+
+impl SystemResolver {
+    fn under_way(&self) -> MutexGuard<'_, HashMap<String, Lookup>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lookup of this name that is under way, or one that begins now.
+    fn look_up(
+        &self,
+        host: &str,
+        find: impl FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
+    ) -> Lookup {
+        let mut under_way = self.under_way();
+        if let Some(lookup) = under_way.get(host) {
+            return lookup.clone();
+        }
+        let (found, lookup) = watch::channel(None);
+        under_way.insert(host.to_owned(), lookup.clone());
+        let (resolver, host) = (self.clone(), host.to_owned());
+        tokio::task::spawn_blocking(move || {
+            let addresses = find(&host);
+            // Whoever asks from now on has another: names may change.
+            resolver.under_way().remove(&host);
+            found.send_replace(Some(addresses.map_err(|error| error.kind())));
+        });
+        lookup
+    }
+}
+
+/// Asks libc.
+fn find(host: &str) -> io::Result<Vec<IpAddr>> {
+    // The port belongs to the interface and is not used.
+    Ok((host, 0).to_socket_addrs()?.map(|address| address.ip()).collect())
+}
+
+async fn outcome(mut lookup: Lookup) -> io::Result<Vec<IpAddr>> {
+    let found = lookup.wait_for(Option::is_some).await.map_err(io::Error::other)?;
+    match &*found {
+        Some(Ok(addresses)) => Ok(addresses.clone()),
+        Some(Err(kind)) => Err((*kind).into()),
+        None => Err(io::ErrorKind::Other.into()),
+    }
+}
 
 impl Resolver for SystemResolver {
     fn resolve<'a>(&'a self, host: &'a str) -> Resolving<'a> {
-        Box::pin(async move {
-            // The port belongs to the interface and is not used.
-            let addresses = tokio::net::lookup_host((host, 0)).await?;
-            Ok(addresses.map(|address| address.ip()).collect())
-        })
+        Box::pin(outcome(self.look_up(host, find)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_name_whose_server_says_nothing_has_one_thread_however_many_give_it_up() {
+        let resolver = SystemResolver::default();
+        let (begins, begun) = mpsc::channel();
+        let (answer, answers) = mpsc::channel::<()>();
+        let answers = Arc::new(Mutex::new(answers));
+        let dead = || {
+            let (begins, answers) = (begins.clone(), Arc::clone(&answers));
+            resolver.look_up("dead.example", move |_| {
+                begins.send(()).unwrap();
+                answers.lock().unwrap().recv().unwrap();
+                Ok(vec![[192, 0, 2, 1].into()])
+            })
+        };
+        for _ in 0..50 {
+            let given_up = tokio::time::timeout(Duration::from_millis(1), outcome(dead())).await;
+            assert!(given_up.is_err());
+        }
+        // Other names have their own.
+        let local = resolver.resolve("::1").await.unwrap();
+        assert_eq!(local, [IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])]);
+        let last = dead();
+        answer.send(()).unwrap();
+        assert_eq!(outcome(last).await.unwrap(), [IpAddr::from([192, 0, 2, 1])]);
+        assert_eq!(begun.try_iter().count(), 1);
+        // What is over is no answer for whoever asks later.
+        answer.send(()).unwrap();
+        outcome(dead()).await.unwrap();
+        assert_eq!(begun.try_iter().count(), 1);
+        assert!(resolver.under_way().is_empty());
     }
 }
