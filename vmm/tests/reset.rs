@@ -44,6 +44,7 @@ fn main() -> ExitCode {
             a_prepared_guest_is_put_back_to_where_its_program_is_loaded,
             a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is,
             a_run_that_stopped_halfway_left_registers_that_the_proof_sees,
+            a_rounding_mode_that_a_run_left_is_found_and_put_back,
             not_even_in_ring_0_can_a_guest_write_an_msr_that_no_reset_puts_back,
             no_byte_of_a_run_is_in_ram_after_the_reset,
             a_run_that_changed_too_much_is_refused_a_reset,
@@ -548,6 +549,32 @@ fn a_run_that_stopped_halfway_left_registers_that_the_proof_sees() {
     }
     vm.reset(&to).unwrap();
     vm.prove(&to).unwrap();
+}
+
+fn a_rounding_mode_that_a_run_left_is_found_and_put_back() {
+    const MXCSR: usize = 24 / 4;
+    const XSTATE_BV: usize = 512 / 4;
+    const ROUND_UP: u32 = 0x4000;
+    let mut guest = Vm::new();
+    let to = guest.guest.mark(&guest.pages).unwrap();
+    let [vm, vcpu] = guest.guest.descriptors().map(|fd| {
+        // SAFETY: duplicates a descriptor of the guest's.
+        unsafe { libc::dup(fd) }
+    });
+    // SAFETY: it is a VM's, and nobody else's.
+    let vm = unsafe { Kvm::new().unwrap().create_vmfd_from_rawfd(vm) }.unwrap();
+    // SAFETY: it is its vCPU's, and nobody else's.
+    let vcpu = unsafe { vm.create_vcpu_from_rawfd(vcpu) }.unwrap();
+    let mut area = vcpu.get_xsave().unwrap();
+    area.region[MXCSR] ^= ROUND_UP;
+    area.region[XSTATE_BV] |= 0b11;
+    // SAFETY: as much as KVM wrote, which is all that it reads.
+    unsafe { vcpu.set_xsave(&area) }.unwrap();
+    let failure = guest.prove(&to).unwrap_err();
+    assert!(failure.message.contains("x87 and SSE: MXCSR "), "{}", failure.message);
+    guest.reset(&to).unwrap();
+    guest.prove(&to).unwrap();
+    assert_eq!(vcpu.get_xsave().unwrap().region[MXCSR], area.region[MXCSR] ^ ROUND_UP);
 }
 
 fn not_even_in_ring_0_can_a_guest_write_an_msr_that_no_reset_puts_back() {

@@ -163,8 +163,8 @@ pub const WORKER: &[Rule] = &[
         "resets a guest, without KVM_CAP_SYNC_REGS",
     )
     .elsewhere(),
-    ioctl("ioctl KVM_GET_FPU", ior::<kvm::kvm_fpu>(K, 0x8C), "a snapshot; proof of a reset"),
-    ioctl("ioctl KVM_SET_FPU", iow::<kvm::kvm_fpu>(K, 0x8D), "resets a guest"),
+    ioctl("ioctl KVM_GET_XSAVE", ior::<kvm::kvm_xsave>(K, 0xA4), "a snapshot; proof of a reset"),
+    ioctl("ioctl KVM_SET_XSAVE", iow::<kvm::kvm_xsave>(K, 0xA5), "resets a guest"),
     ioctl("ioctl KVM_GET_XCRS", ior::<kvm::kvm_xcrs>(K, 0xA6), "a snapshot"),
     ioctl("ioctl KVM_GET_MSRS", iowr::<kvm::kvm_msrs>(K, 0x88), "a snapshot"),
     ioctl("ioctl KVM_GET_DEBUGREGS", ior::<kvm::kvm_debugregs>(K, 0xA1), "a snapshot"),

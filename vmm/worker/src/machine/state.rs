@@ -12,9 +12,12 @@
 //! When a reset is proven everything is compared; put back each time is what
 //! a guest could change.
 
+use std::fmt;
+use std::sync::Arc;
+
 use kvm_bindings::{
-    Msrs, kvm_debugregs, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sync_regs,
-    kvm_vcpu_events, kvm_xcrs,
+    Msrs, kvm_debugregs, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sync_regs, kvm_vcpu_events,
+    kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{
     MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, SyncReg, VcpuFd, VmFd,
@@ -56,7 +59,7 @@ pub(super) fn deny_msrs(vm: &VmFd) -> Result<(), MachineError> {
 pub(super) struct CpuState {
     regs: kvm_regs,
     sregs: kvm_sregs,
-    fpu: kvm_fpu,
+    extended: Extended,
     rest: Rest,
     /// Whether KVM takes registers from the page it shares.
     syncs: bool,
@@ -69,6 +72,48 @@ struct Rest {
     debug: kvm_debugregs,
     events: kvm_vcpu_events,
     msrs: Msrs,
+}
+
+/// x87 and SSE as XSAVE lays them out (Intel SDM 1, 13.4). KVM_GET_FPU and
+/// KVM_SET_FPU have all of it but MXCSR, in which a program that left the
+/// interpreter could leave its rounding mode and its masks to the next.
+#[derive(Clone)]
+struct Extended(Arc<kvm_xsave>);
+
+/// Words of it that are looked at by name.
+const MXCSR: usize = 24 / 4;
+const XSTATE_BV: usize = 512 / 4;
+/// In XSTATE_BV: what is here of x87 and of SSE counts.
+const X87_AND_SSE: u32 = 0b11;
+
+impl Extended {
+    fn read(vcpu: &VcpuFd) -> Result<Self, MachineError> {
+        let mut area = vcpu.get_xsave().map_err(failed("KVM_GET_XSAVE"))?;
+        // A CPU may say of registers at their first values that they are not in
+        // use. KVM has written those values down, and they are to be put back.
+        area.region[XSTATE_BV] |= X87_AND_SSE;
+        Ok(Self(Arc::new(area)))
+    }
+
+    fn write(&self, vcpu: &VcpuFd) -> Result<(), MachineError> {
+        // SAFETY: KVM reads as much as it wrote when this was read, 4096 bytes:
+        // more only in a process that has asked for more (arch_prctl(2),
+        // ARCH_REQ_XCOMP_GUEST_PERM), and none here does.
+        unsafe { vcpu.set_xsave(&self.0) }.map_err(failed("KVM_SET_XSAVE"))
+    }
+}
+
+impl PartialEq for Extended {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.region == other.0.region
+    }
+}
+
+impl fmt::Debug for Extended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let region = &self.0.region;
+        write!(f, "MXCSR {:x}, {:x?}", region[MXCSR], &region[..XSTATE_BV])
+    }
 }
 
 fn failed(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> MachineError {
@@ -115,7 +160,7 @@ impl CpuState {
         Ok(Self {
             regs: vcpu.get_regs().map_err(failed("KVM_GET_REGS"))?,
             sregs: vcpu.get_sregs().map_err(failed("KVM_GET_SREGS"))?,
-            fpu: vcpu.get_fpu().map_err(failed("KVM_GET_FPU"))?,
+            extended: Extended::read(vcpu)?,
             rest: Rest::read(vcpu, msrs)?,
             syncs,
         })
@@ -137,7 +182,7 @@ impl CpuState {
             let events = &self.rest.events;
             vcpu.set_vcpu_events(events).map_err(failed("KVM_SET_VCPU_EVENTS"))?;
         }
-        vcpu.set_fpu(&self.fpu).map_err(failed("KVM_SET_FPU"))
+        self.extended.write(vcpu)
     }
 
     /// What a vCPU has that differs from this, by name.
@@ -150,8 +195,8 @@ impl CpuState {
         if now.sregs != self.sregs {
             found.push(format!("segments: {:x?}, not {:x?}", now.sregs, self.sregs));
         }
-        if now.fpu != self.fpu {
-            found.push(format!("x87 and SSE: {:x?}, not {:x?}", now.fpu, self.fpu));
+        if now.extended != self.extended {
+            found.push(format!("x87 and SSE: {:?}, not {:?}", now.extended, self.extended));
         }
         let (now_msrs, msrs) = (now.rest.msrs.as_slice(), self.rest.msrs.as_slice());
         if now_msrs.len() != msrs.len() {
