@@ -6,22 +6,26 @@
 mod support;
 
 use std::fmt::Write as _;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
-use forge_protocol::guest::Ended;
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::guest::{Ended, Settled};
 use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
 use forge_protocol::platform::{DATA, DESCRIPTORS, STACK, STACK_TOP, TrapFrame};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Report, VmFailure, VmFailureKind};
+use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::deadline_in;
 use forge_vmm::machine::{
     self, Bus, Death, Exit, Hypervisor, Image, Machine, StopReason, Watchdog, vcpu::panicked,
 };
-use forge_vmm::worker::{Board, Guest};
+use forge_vmm::worker::{Board, BrokerLink, Guest};
 use support::{forge_module, job, run, run_granted, serve, signed, signer};
 
 fn main() -> ExitCode {
@@ -35,6 +39,7 @@ fn main() -> ExitCode {
             an_endless_loop_with_huge_fuel_ends_by_the_deadline,
             growing_past_the_memory_limit_fails_in_the_program_and_costs_the_host_nothing,
             a_program_may_use_all_the_memory_it_may_have,
+            a_program_may_leave_as_many_answers_untaken_as_it_may_have_calls_in_flight,
             deep_recursion_is_a_trap_and_no_crash,
             the_largest_programs_compile_within_the_guests_memory,
             the_guest_refuses_an_untrusted_program_again,
@@ -198,6 +203,50 @@ fn a_program_may_use_all_the_memory_it_may_have() {
     let report = run(wat, limits.clone());
     assert_eq!(ending(&report), &Ending::Returned(pages as i32));
     assert_eq!(ended(&report).memory_peak_bytes, limits.memory_bytes);
+}
+
+fn a_program_may_leave_as_many_answers_untaken_as_it_may_have_calls_in_flight() {
+    const CALLS: u32 = 64;
+    const ANSWER_BYTES: usize = 4 << 20;
+    // The one that is waited for settles last, behind all others' answers.
+    let body = format!(
+        r#"(local $last i32) (local $left i32)
+           (local.set $left (i32.const {CALLS}))
+           (loop $more
+               (local.set $last
+                   (call $call_async (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 2)))
+               (br_if $more (local.tee $left (i32.sub (local.get $left) (i32.const 1)))))
+           (i32.ne (call $wait (local.get $last)) (i32.const {ANSWER_BYTES}))"#
+    );
+    let fields = r#"(import "tool" "test.echo" (func (param i32 i32) (result i32)))
+        (memory (export "memory") 1) (data (i32.const 0) "test.echo{}")"#;
+    let limits = RunLimits {
+        calls_in_flight: CALLS,
+        response_bytes: ANSWER_BYTES as u32,
+        ..RunLimits::default()
+    };
+    let mut job = job(signed(&forge_module(fields, &body)), limits);
+    job.start.granted = vec![ToolName::parse("test.echo").unwrap()];
+    job.brokered = true;
+    let (broker, theirs) = UnixStream::pair().unwrap();
+    let answers = std::thread::spawn(move || {
+        let mut broker = Link::new(broker);
+        let patience = Patience::default();
+        let body = vec![b'1'; ANSWER_BYTES];
+        for id in 0..CALLS {
+            broker.receive(|kind| kind == Kind::Call, patience)?;
+            let body = body.clone();
+            let settled = Settled { id, code: None, duration_ns: 1, body, redacted: false };
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Settled, &settled, &mut bytes);
+            broker.send(&bytes, None, patience)?;
+        }
+        std::io::Result::Ok(())
+    });
+    let trust = TrustKeys::new([signer().trust_key()]).unwrap();
+    let report = forge_vmm::worker::serve(&job, &trust, Some(BrokerLink::new(theirs)));
+    assert_eq!(*ending(&report), Ending::Returned(0));
+    answers.join().unwrap().unwrap();
 }
 
 fn deep_recursion_is_a_trap_and_no_crash() {

@@ -94,7 +94,8 @@ pub enum MachineError {
 ///
 /// The interpreter grows linear memory by copying it to a place twice as
 /// large, so for a moment both are there; compiled code takes some twelve
-/// times the module's size; the rest is buffers for one message each way.
+/// times the module's size; answers that no `wait` has taken are held, one of
+/// each call in flight; the rest is buffers for one message each way.
 #[must_use]
 pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
     use forge_protocol::platform::{LARGE_PAGE_BYTES, RAM_START};
@@ -103,11 +104,12 @@ pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
     let messages = 2
         * (u64::from(limits.input_bytes)
             + u64::from(limits.request_bytes)
-            + u64::from(limits.response_bytes) * 2
+            + u64::from(limits.response_bytes)
             + u64::from(limits.output_bytes)
             + u64::from(limits.artifact_bytes));
+    let held = (u64::from(limits.calls_in_flight) + 1) * u64::from(limits.response_bytes);
     let stack = 2 * u64::from(limits.stack_bytes);
-    let heap = memory + program + messages + stack + LARGE_PAGE_BYTES;
+    let heap = memory + program + messages + held + stack + LARGE_PAGE_BYTES;
     let before = DATA - RAM_START;
     (before + heap).next_multiple_of(LARGE_PAGE_BYTES) as usize
 }
