@@ -13,7 +13,8 @@ use forge_protocol::abi::CallCode;
 use forge_protocol::ending::LimitKind;
 use forge_protocol::guest::{Settled, Start};
 use forge_protocol::limits::{
-    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits,
+    ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
+    RunLimits,
 };
 use forge_protocol::name::ToolName;
 use wasmi::{Memory, StoreLimits};
@@ -26,8 +27,6 @@ use crate::trap::Stop;
 
 /// The level that lines written to WASI's standard error get: info.
 const STDERR_LEVEL: u8 = 2;
-/// The least important log level: trace.
-const LOG_LEVEL_MAX: i32 = 4;
 
 /// The state behind a program's imports.
 pub(crate) struct Host<S> {
@@ -230,6 +229,14 @@ impl<S: Stream> Host<S> {
     pub(crate) fn log(&mut self, level: i32, bytes: &[u8]) -> Result<(), Stop> {
         let record_bytes_max = LOG_RECORD_BYTES_MAX as usize;
         let mut bytes = &bytes[..bytes.len().min(record_bytes_max)];
+        let room = self.limits.log_bytes.saturating_sub(self.log_bytes);
+        // Of what is cut within a character, less than three bytes are lost, and
+        // nothing that is replaced becomes shorter: that is not looked at.
+        const CUT_BYTES_MAX: u32 = 3;
+        if LOG_RECORD_OVERHEAD_BYTES + bytes.len() as u32 > room.saturating_add(CUT_BYTES_MAX) {
+            self.logs_dropped += 1;
+            return Ok(());
+        }
         if let Err(error) = core::str::from_utf8(bytes)
             && error.error_len().is_none()
         {
@@ -240,16 +247,28 @@ impl<S: Stream> Host<S> {
         // Replacing what is no UTF-8 may have made it longer.
         let text = &text[..text.floor_char_boundary(record_bytes_max)];
         let cost = LOG_RECORD_OVERHEAD_BYTES + text.len() as u32;
-        if cost > self.limits.log_bytes.saturating_sub(self.log_bytes) {
+        if cost > room {
             self.logs_dropped += 1;
             return Ok(());
         }
         self.log_bytes += cost;
-        Ok(self.link.log(level.clamp(0, LOG_LEVEL_MAX) as u8, text)?)
+        Ok(self.link.log(level.clamp(0, LOG_LEVEL_MAX.into()) as u8, text)?)
     }
 
     /// Appends to standard error, whose lines are log records.
     pub(crate) fn stderr(&mut self, bytes: &[u8]) -> Result<(), Stop> {
+        if self.limits.log_bytes.saturating_sub(self.log_bytes) < LOG_RECORD_OVERHEAD_BYTES {
+            // Not even an empty record fits: of lines, how many they are.
+            let lines = bytes.iter().filter(|byte| **byte == b'\n').count();
+            self.logs_dropped += lines as u64;
+            let rest = bytes.rsplit(|byte| *byte == b'\n').next().unwrap_or_default();
+            if lines > 0 {
+                self.stderr.clear();
+            }
+            let room = (LOG_RECORD_BYTES_MAX as usize).saturating_sub(self.stderr.len());
+            self.stderr.extend_from_slice(&rest[..rest.len().min(room)]);
+            return Ok(());
+        }
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
             let (text, is_whole) = match piece.strip_suffix(b"\n") {
                 Some(text) => (text, true),

@@ -35,7 +35,7 @@ use crate::ending::Ending;
 use crate::frame::{self, Assembler, Frame, FrameError, Kind};
 use crate::handshake::{HandshakeError, Hello, Refusal, Role};
 use crate::limits::{
-    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
+    ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
     MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits,
 };
 use crate::name::ToolName;
@@ -471,6 +471,9 @@ impl GuestSession {
     /// [`SessionError::Misuse`] outside a run.
     pub fn output(&mut self, bytes: &[u8]) -> Result<(), SessionError> {
         self.must_run("output outside a run")?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
         frame::write_raw(Kind::Output, bytes, &mut self.transmit);
         Ok(())
     }
@@ -706,6 +709,10 @@ impl HostSession {
                 return Ok(());
             }
             Kind::Call => HostEvent::Call(self.called(message(&frame)?)?),
+            // No bound would count it.
+            Kind::Output if frame.payload.is_empty() => {
+                return Err(FrameError::Unexpected { kind: Kind::Output }.into());
+            }
             Kind::Output => {
                 self.output_bytes += frame.payload.len() as u64;
                 over("output_bytes", self.output_bytes, self.limits.output_bytes.into())?;
@@ -713,6 +720,8 @@ impl HostSession {
             }
             Kind::Log => {
                 let log: Log = message(&frame)?;
+                over("log_record_bytes", log.text.len() as u64, LOG_RECORD_BYTES_MAX.into())?;
+                over("log_level", log.level.into(), LOG_LEVEL_MAX.into())?;
                 // Empty records would else be free for the guest, not for us.
                 self.log_bytes += log.text.len() as u64 + u64::from(LOG_RECORD_OVERHEAD_BYTES);
                 over("log_bytes", self.log_bytes, self.limits.log_bytes.into())?;
@@ -1115,6 +1124,30 @@ mod tests {
             guest.artifact("a", "b", b"").unwrap();
         }
         assert!(exchange(&mut guest, &mut host).is_err());
+    }
+
+    #[test]
+    fn a_guest_cannot_send_what_no_bound_of_its_run_counts() {
+        let said = |bytes: &[u8]| {
+            let (_, mut host) = running();
+            host.receive(bytes).unwrap_err()
+        };
+        let log = |level: u8, text: &str| {
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Log, &(level, text), &mut bytes);
+            said(&bytes)
+        };
+        let over = |error: SessionError| match error {
+            SessionError::Peer(Misbehaviour::Over(over)) => over.what,
+            other => panic!("{other}"),
+        };
+        assert_eq!(over(log(LOG_LEVEL_MAX + 1, "")), "log_level");
+        let long = "a".repeat(LOG_RECORD_BYTES_MAX as usize + 1);
+        assert_eq!(over(log(0, &long)), "log_record_bytes");
+        let mut empty = Vec::new();
+        frame::write_raw(Kind::Output, b"", &mut empty);
+        let unexpected = FrameError::Unexpected { kind: Kind::Output };
+        assert_eq!(said(&empty), unexpected.into());
     }
 
     #[test]

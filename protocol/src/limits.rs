@@ -29,6 +29,8 @@ pub const ARTIFACT_NAME_BYTES_MAX: u32 = 256;
 pub const LOG_BYTES_MAX: u32 = MIB;
 /// One log record, in bytes; a longer one is cut.
 pub const LOG_RECORD_BYTES_MAX: u32 = 4 * KIB;
+/// The least important level of a log record: trace.
+pub const LOG_LEVEL_MAX: u8 = 4;
 /// What each log record costs beside its text, in bytes of the log's bound, so
 /// that empty records are not free.
 pub const LOG_RECORD_OVERHEAD_BYTES: u32 = 16;
