@@ -794,3 +794,28 @@ fn a_line_of_standard_error_may_come_in_pieces() {
     let lines: Vec<_> = report.logs.iter().map(|log| &*log.text).collect();
     assert_eq!(lines, ["ab", "cde"]);
 }
+
+#[test]
+fn lines_that_find_the_log_full_are_counted_however_they_come() {
+    const LINES: u32 = 60_000;
+    // All at once, and in pieces of a thousand.
+    for piece in [LINES, 1_000] {
+        let body = format!(
+            r#"(local $left i32)
+               (local.set $left (i32.const {}))
+               (memory.fill (i32.const 64) (i32.const 10) (i32.const {piece}))
+               (i32.store (i32.const 0) (i32.const 64))
+               (i32.store (i32.const 4) (i32.const {piece}))
+               (loop $more
+                   (drop (call $fd_write (i32.const 2) (i32.const 0) (i32.const 1) (i32.const 8)))
+                   (br_if $more (local.tee $left (i32.sub (local.get $left) (i32.const 1)))))"#,
+            LINES / piece
+        );
+        let mut room = 0;
+        let report = Run::of(&command("", &body)).limits(|limits| room = limits.log_bytes).go();
+        let fit = room / forge_protocol::limits::LOG_RECORD_OVERHEAD_BYTES;
+        assert!(fit < LINES);
+        assert_eq!(report.logs.len() as u32, fit);
+        assert_eq!(report.ended().logs_dropped, u64::from(LINES - fit));
+    }
+}

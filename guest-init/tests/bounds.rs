@@ -330,6 +330,21 @@ fn copies_are_charged_by_what_is_copied() {
         Run::of(&program(&[], "", &body)).go().ended().fuel_used
     };
     assert_eq!(fuel(1_000) - fuel(0), 8_000);
+    // Each byte of standard error may be a line of the log.
+    let fuel = |length: u32| {
+        let data = format!(
+            r#"(data (i32.const 0) "\00\01\00\00{}")"#,
+            length.to_le_bytes().map(|byte| format!("\\{byte:02x}")).concat()
+        );
+        let body = "(drop (call $fd_write (i32.const 2) (i32.const 0) (i32.const 1) \
+                    (i32.const 8))) (i32.const 0)";
+        Run::of(&program(&[], &data, body)).go().ended().fuel_used
+    };
+    assert_eq!(fuel(6_400) - fuel(0), 6_400 + 100);
+    let fuel = |length: u32| {
+        let body = format!("(call $random (i32.const 0) (i32.const {length})) (i32.const 0)");
+        Run::of(&program(&[], "", &body)).go().ended().fuel_used
+    };
     // Also where wasmi holds less of the run's fuel than that at once.
     assert_eq!(fuel(60_000) - fuel(0), 480_000);
 }

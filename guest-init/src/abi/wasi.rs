@@ -169,6 +169,10 @@ fn fd_write<S: Stream>(
     let total = check_iovecs(&mut caller, iovecs, count)?;
     // More than a `size` can tell is an invalid array, not a short write.
     let Ok(total) = u32::try_from(total) else { return Ok(EINVAL) };
+    if fd == STDERR {
+        // Any byte may end a line, and each line is a record.
+        charge(&mut caller, total.into())?;
+    }
     let (memory, host) = parts(&mut caller)?;
     let memory = &*memory;
     let array = range(memory, iovecs, count.wrapping_mul(IOVEC_BYTES as i32))?;
