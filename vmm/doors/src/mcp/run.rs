@@ -1,11 +1,12 @@
 //! `run_program`.
 
 use std::collections::HashMap;
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use forge_client::{ClientError, RunMessage};
+use forge_client::{ClientError, Run, RunMessage};
 use forge_protocol::broker::Authority;
 use forge_protocol::guest::Artifact;
 use forge_protocol::limits::{INPUT_BYTES_MAX, RunLimits};
@@ -159,14 +160,29 @@ async fn carried_out(
     if context.ct.is_cancelled() || door.0.closing.is_cancelled() {
         return Err(RunError::Cancelled);
     }
-    let mut run = door.0.service.submit(&order).await?;
+    let run = door.0.service.submit(&order).await?;
     drop(order);
-    let mut progress = progress_token.map(|token| Progress::start(token, context.peer.clone()));
+    let progress = progress_token.map(|token| Progress::start(token, context.peer.clone()));
+    let given_up = async {
+        tokio::select! {
+            () = context.ct.cancelled() => {}
+            () = door.0.closing.cancelled() => {}
+        }
+    };
+    attended(run, progress, given_up).await
+}
+
+/// Tells of a run until its end, or cancels it when it is given up.
+async fn attended(
+    mut run: Run,
+    mut progress: Option<Progress>,
+    given_up: impl Future<Output = ()>,
+) -> Result<Finish, RunError> {
+    let mut given_up = pin!(given_up);
     let finish = loop {
         let message = tokio::select! {
             message = run.next() => message,
-            () = context.ct.cancelled() => break None,
-            () = door.0.closing.cancelled() => break None,
+            () = &mut given_up => break None,
         };
         match message {
             Some(RunMessage::Event(event)) => {
@@ -180,12 +196,19 @@ async fn carried_out(
             None => return Err(RunError::Lost),
         }
     };
-    if let Some(progress) = progress {
-        progress.end().await;
-    }
     match finish {
-        Some(finish) => Ok(finish),
+        Some(finish) => {
+            if let Some(progress) = progress {
+                progress.end().await;
+            }
+            Ok(finish)
+        }
         None => {
+            // Nobody is told of it any more. What the service says of the run is
+            // taken meanwhile: what it says to all others comes behind that.
+            if let Some(progress) = progress {
+                progress.task.abort();
+            }
             run.cancel().await;
             let ended = tokio::time::timeout(CANCEL_TIME_MAX, run.finish()).await;
             ended.map_err(|_| RunError::Cancelled)?.map_err(RunError::Service)
@@ -312,8 +335,61 @@ fn told(event: &RunEvent, calls: &mut HashMap<u32, String>) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use forge_client::Client;
+    use forge_protocol::frame::{self, Kind};
     use forge_protocol::guest::Log;
+    use forge_protocol::handshake::{Hello, Role};
+    use forge_protocol::service::Finished;
     use serde_json::json;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::UnixStream;
+
+    /// A service that ends its one run when it is cancelled: with the last frame
+    /// that comes.
+    async fn serves(mut socket: UnixStream) {
+        let mut said = Vec::new();
+        frame::write_message(Kind::Hello, &Hello::ours(Role::Supervisor), &mut said);
+        socket.write_all(&said).await.unwrap();
+        let (mut heard, mut cancel) = (Vec::new(), Vec::new());
+        let cancelled = forge_protocol::service::Cancel { number: 1 };
+        frame::write_message(Kind::Cancel, &cancelled, &mut cancel);
+        while !heard.ends_with(&cancel) {
+            assert!(socket.read_buf(&mut heard).await.unwrap() > 0);
+        }
+        let result = Finish { report: b"{}".to_vec(), artifacts: Vec::new() };
+        said.clear();
+        frame::write_message(Kind::Finished, &Finished { number: 1, result }, &mut said);
+        socket.write_all(&said).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_cancelled_run_waits_for_no_client_that_takes_no_progress() {
+        let order = Order {
+            program: Vec::new(),
+            input: Vec::new(),
+            principal: "a".into(),
+            session: None,
+            authority: Authority::Tools(Vec::new()),
+            limits: RunLimits::default(),
+            prepare: false,
+            events: true,
+            hosted: None,
+        };
+        let mut took = Duration::MAX;
+        // A busy host may take its time, but not always.
+        for _ in 0..5 {
+            let (ours, service) = UnixStream::pair().unwrap();
+            tokio::spawn(serves(service));
+            let run = Client::over(ours).await.unwrap().submit(&order).await.unwrap();
+            let task = tokio::spawn(std::future::pending());
+            let progress = Progress { messages: mpsc::channel(1).0, task, calls: HashMap::new() };
+            let began = Instant::now();
+            let end = attended(run, Some(progress), async {}).await.unwrap();
+            assert_eq!(end.report, b"{}");
+            took = took.min(began.elapsed());
+        }
+        assert!(took < PROGRESS_TIME_MAX, "{took:?}");
+    }
 
     #[test]
     fn null_is_an_input_and_an_array_is_no_object() {
