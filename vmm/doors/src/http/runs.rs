@@ -54,7 +54,7 @@ async fn waited(
         if let RunMessage::Finished(finish) = message {
             let events = Events::default();
             let kept = over(&caller.tenant, events, finish)?;
-            return answer(&kept, StatusCode::OK);
+            return answer_over(&kept, StatusCode::OK);
         }
     }
     Err(Problem::gone())
@@ -82,7 +82,7 @@ async fn begun(
             RunMessage::Callback(_) => {}
             RunMessage::Finished(finish) => {
                 let kept = over(&caller.tenant, events, finish)?;
-                return answer(&kept, StatusCode::ACCEPTED);
+                return answer_over(&kept, StatusCode::ACCEPTED);
             }
         }
     };
@@ -111,19 +111,30 @@ async fn follow(mut run: Run, kept: Arc<Kept>, tenant: Arc<Tenant>, _slot: Owned
     tenant.ended(&kept, Instant::now());
 }
 
-/// Keeps a run that is over already.
+/// Keeps a run that is over already, if it took place: what was refused, however
+/// often, must not push out the ends of runs.
 pub(crate) fn over(tenant: &Tenant, events: Events, finish: Finish) -> Result<Arc<Kept>, Problem> {
     let end = End::of(finish).ok_or_else(Problem::gone)?;
-    let id = end.head.run_id.clone();
+    let (id, took_place) = (end.head.run_id.clone(), refusal(&end).is_none());
     events.end(end);
     let kept = Arc::new(Kept { id, canceller: None, events });
-    tenant.keep(Arc::clone(&kept));
-    tenant.ended(&kept, Instant::now());
+    if took_place {
+        tenant.keep(Arc::clone(&kept));
+        tenant.ended(&kept, Instant::now());
+    }
     Ok(kept)
 }
 
-/// How a run stands. One that had no room or no host did not take place, and
-/// that is a problem; any other end is its report.
+/// How a run ended that was over at once. One that had no room or no host did
+/// not take place, and that is a problem.
+fn answer_over(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
+    match kept.events.ended() {
+        Some(Ended::Reported(end)) => refused(&end).map_or_else(|| answer(kept, submitted), Err),
+        _ => answer(kept, submitted),
+    }
+}
+
+/// How a run stands. Any end that it has is its report.
 fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
     let place = |name: header::HeaderName| {
         HeaderValue::try_from(format!("/v1/runs/{}", kept.id)).ok().map(|value| (name, value))
@@ -135,9 +146,6 @@ fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
         return Ok(response);
     };
     let Ended::Reported(end) = ended else { return Err(Problem::gone()) };
-    if let Some(problem) = refused(&end) {
-        return Err(problem);
-    }
     if submitted == StatusCode::ACCEPTED {
         let body = json!({ "run_id": kept.id, "status": end.head.status });
         let mut response = answer_json(submitted, &body);
@@ -150,15 +158,20 @@ fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
     Ok(response)
 }
 
-/// Why a run did not take place, if it did not.
-pub(crate) fn refused(end: &End) -> Option<Problem> {
-    let status = match (end.head.status.as_str(), end.head.kind.as_str()) {
+/// The status of a run that did not take place, if it did not.
+fn refusal(end: &End) -> Option<StatusCode> {
+    match (end.head.status.as_str(), end.head.kind.as_str()) {
         ("refused", "draining" | "broker_away") | ("unavailable", _) => {
-            StatusCode::SERVICE_UNAVAILABLE
+            Some(StatusCode::SERVICE_UNAVAILABLE)
         }
-        ("refused", _) => StatusCode::TOO_MANY_REQUESTS,
-        _ => return None,
-    };
+        ("refused", _) => Some(StatusCode::TOO_MANY_REQUESTS),
+        _ => None,
+    }
+}
+
+/// Why it did not.
+fn refused(end: &End) -> Option<Problem> {
+    let status = refusal(end)?;
     let problem = Problem::new(status, &end.head.kind, end.head.reason.clone());
     Some(problem.with_report(end.raw_report()))
 }
@@ -300,6 +313,7 @@ fn line(number: u64, event: &Happened) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::tenant::Tenants;
 
     #[test]
     fn an_artifacts_type_cannot_leave_its_header() {
@@ -314,12 +328,14 @@ mod tests {
         }
     }
 
+    fn finish(status: &str, kind: &str) -> Finish {
+        let report = json!({ "run_id": "1", "status": status, "kind": kind, "reason": "why" });
+        Finish { report: report.to_string().into(), artifacts: Vec::new() }
+    }
+
     #[test]
     fn a_run_that_did_not_take_place_is_a_problem_and_any_other_end_is_none() {
-        let end = |status: &str, kind: &str| {
-            let report = json!({ "run_id": "1", "status": status, "kind": kind, "reason": "why" });
-            End::of(Finish { report: report.to_string().into(), artifacts: Vec::new() }).unwrap()
-        };
+        let end = |status: &str, kind: &str| End::of(finish(status, kind)).unwrap();
         let status = |it: &str, kind: &str| refused(&end(it, kind)).map(|it| it.body().status());
         assert_eq!(status("refused", "queue_full"), Some(429));
         assert_eq!(status("refused", "draining"), Some(503));
@@ -327,6 +343,22 @@ mod tests {
         assert_eq!(status("unavailable", "kvm"), Some(503));
         for ended in ["ok", "failed", "trap", "rejected", "limit", "cancelled", "internal"] {
             assert_eq!(status(ended, "x"), None, "{ended}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_did_not_take_place_is_kept_for_nobody() {
+        for (status, kind, answered) in [
+            ("refused", "too_many_runs", None),
+            ("unavailable", "kvm", None),
+            ("trap", "x", Some(200)),
+        ] {
+            let tenant = Tenants::default().named("a".into());
+            let over = over(&tenant, Events::default(), finish(status, kind)).unwrap();
+            let found = tenant.find(&over.id).ok();
+            assert_eq!(found.is_some(), answered.is_some(), "{status}");
+            let answer = answer_over(&over, StatusCode::OK).ok();
+            assert_eq!(answer.map(|it| it.status().as_u16()), answered, "{status}");
         }
     }
 }
