@@ -54,6 +54,7 @@ fn main() -> ExitCode {
             who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks,
             a_socket_ends_with_its_token,
             searches_that_clients_left_keep_no_place,
+            questions_of_many_principals_wait_their_turn_and_readiness_for_none,
             a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin,
             what_does_not_fit_is_refused_by_its_kind_before_it_is_read,
             what_is_no_request_harms_nobody,
@@ -839,6 +840,44 @@ fn searches_that_clients_left_keep_no_place() {
     eventually("one waits again", || waits(&ask(), &mut head));
     // Then the start of the server fails, and they are free in any case.
     assert!(began.elapsed() < Duration::from_secs(30), "the places came free by themselves");
+}
+
+fn questions_of_many_principals_wait_their_turn_and_readiness_for_none() {
+    let tokens = ["token-a", "token-b", "token-c", "token-d", "token-e"];
+    let mut config = String::from("[http]\nlisten = '127.0.0.1:0'\n[roles.all]\ntools = ['*']\n");
+    for token in tokens {
+        let hash = String::from(TokenHash::of(token.as_bytes()));
+        config += &format!("[principals.{token}]\nroles = ['all']\ntoken_sha256 = ['{hash}']\n");
+    }
+    let desk = desk_with(&config);
+    let stuck = r#"{"mcpServers": {"stuck": {"command": "/bin/sleep", "args": ["60"]}}}"#;
+    desk.write("mcp.json", stuck);
+    let service = desk.open_without_vm();
+    let search = json!({ "intent": "any" });
+    let ask = |token| {
+        let request = Request::new("POST", "/v1/tools/search").by(Some(token)).json(&search);
+        let mut stream = service.connect();
+        stream.write_all(&request.bytes()).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        stream
+    };
+    let waits = |stream: &TcpStream| stream.peek(&mut [0]).is_err();
+    let (last, first) = tokens.split_last().unwrap();
+    let mut asked = Vec::new();
+    for token in first {
+        let streams: Vec<_> = (0..17).map(|_| ask(token)).collect();
+        // That is one more than it may have, so all the others are on their way.
+        eventually("one is refused", || streams.iter().any(|stream| !waits(stream)));
+        asked.extend(streams);
+    }
+    let last = ask(last);
+    for _ in 0..2 {
+        // What was said before is good for some time.
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(service.ask(Request::new("GET", "/readyz").by(None)).status, 200);
+    }
+    assert!(waits(&last), "it waits as the others do");
+    assert_eq!(asked.iter().filter(|stream| waits(stream)).count(), 4 * 16);
 }
 
 fn a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin() {

@@ -93,6 +93,7 @@ struct Reading {
 #[derive(Debug, Default)]
 struct Live {
     numbers: HashMap<u64, Doing>,
+    /// Those that may wait for somebody.
     questions: usize,
     spare: Vec<Arc<Cancel>>,
 }
@@ -106,6 +107,7 @@ enum Doing {
     },
     Question {
         cancel: Arc<Cancel>,
+        is_counted: bool,
     },
 }
 
@@ -386,7 +388,7 @@ impl Connection {
             }
             _ => {
                 let Query { number, question } = decode(frame)?;
-                if let Some(cancel) = self.enter_question(number)? {
+                if let Some(cancel) = self.enter_question(number, &question)? {
                     return Ok(Some(Work::Question { number, question, cancel }));
                 }
                 let reply = Reply::Refused {
@@ -423,18 +425,22 @@ impl Connection {
         Ok(cancel)
     }
 
-    /// Takes a number for a question; `None` if there are too many.
-    fn enter_question(&self, number: u64) -> io::Result<Option<Arc<Cancel>>> {
+    /// Takes a number for a question; `None` if there are too many. How the
+    /// service stands is answered at once, whoever waits for the broker, and is
+    /// none of them.
+    fn enter_question(&self, number: u64, question: &Question) -> io::Result<Option<Arc<Cancel>>> {
         let mut live = lock(&self.live);
         live.check(number)?;
-        if live.questions >= QUESTIONS_MAX {
+        let is_counted = !matches!(question, Question::Status);
+        if is_counted && live.questions >= QUESTIONS_MAX {
             return Ok(None);
         }
         // Where no descriptor is left, that is one too many as well: the runs of
         // this connection go on.
         let Ok(cancel) = live.cancel() else { return Ok(None) };
-        live.questions += 1;
-        self.enter(&mut live, number, Doing::Question { cancel: Arc::clone(&cancel) });
+        live.questions += usize::from(is_counted);
+        let doing = Doing::Question { cancel: Arc::clone(&cancel), is_counted };
+        self.enter(&mut live, number, doing);
         Ok(Some(cancel))
     }
 
@@ -606,7 +612,7 @@ fn pass_on(connection: &Weak<Connection>, number: u64, host: &Arc<UnixStream>, m
 impl Doing {
     fn cancel(&self) -> &Cancel {
         match self {
-            Self::Run { cancel, .. } | Self::Question { cancel } => cancel,
+            Self::Run { cancel, .. } | Self::Question { cancel, .. } => cancel,
         }
     }
 }
@@ -644,8 +650,9 @@ impl Live {
     }
 
     fn leave_question(&mut self, number: u64, cancel: Arc<Cancel>) {
-        self.numbers.remove(&number);
-        self.questions -= 1;
+        if let Some(Doing::Question { is_counted: true, .. }) = self.numbers.remove(&number) {
+            self.questions -= 1;
+        }
         self.spare(cancel);
     }
 
@@ -690,6 +697,23 @@ mod tests {
         assert_eq!(last, Some(Ok(Kind::Hello)));
         assert!(!connection.is_overdue(Instant::now() + far));
     }
+
+    #[test]
+    fn how_the_service_stands_may_be_asked_beside_as_many_questions_as_there_may_be() {
+        let (_client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let enter = |number, question| connection.enter_question(number, &question).unwrap();
+        let most = QUESTIONS_MAX as u64;
+        let asked: Vec<_> = (0..most).map(|it| enter(it, Question::Metrics).unwrap()).collect();
+        assert!(enter(most, Question::Metrics).is_none());
+        let standing = enter(most, Question::Status).unwrap();
+        let leave = |number, cancel| lock(&connection.live).leave_question(number, cancel);
+        leave(most, standing);
+        assert!(enter(most, Question::Metrics).is_none(), "it had no place to give back");
+        (0..).zip(asked).for_each(|(number, cancel)| leave(number, cancel));
+        assert!(enter(0, Question::Metrics).is_some());
+    }
+
     #[test]
     fn a_call_that_waits_behind_its_runs_end_is_passed_to_nobody() {
         let (client, ours) = UnixStream::pair().unwrap();

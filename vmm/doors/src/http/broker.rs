@@ -42,9 +42,12 @@ async fn read<T: DeserializeOwned>(caller: &Caller, request: Request) -> Result<
     order::object("the body", &body)
 }
 
-/// Dropped before, as it is when the caller leaves, the question is cancelled.
+/// Asks once there is a place among everybody's questions: in turn, so that
+/// none who asks again and again is before others each time. Dropped before, as
+/// it is when the caller leaves, the question is cancelled.
 async fn ask(door: &Door, caller: &Caller, question: Question) -> Result<Reply, Problem> {
     let _place = caller.tenant.question()?;
+    let _turn = door.questions.acquire().await;
     Ok(door.client.ask(question).await?)
 }
 

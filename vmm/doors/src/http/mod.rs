@@ -47,12 +47,13 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use forge_client::{Client, ClientError};
+use forge_protocol::limits;
 use futures_core::Stream;
 use hyper_util::service::TowerToHyperService;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
-use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
 pub use access::{Access, Principal};
 
@@ -65,6 +66,9 @@ use crate::web::{self, Listener, TokenHash};
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
 /// How often what was kept for long enough is forgotten.
 const SWEEP_EVERY: Duration = Duration::from_secs(30);
+/// Questions of all principals that are with the service at a time; more wait.
+/// What it takes of one connection beyond that is for those who operate it.
+const QUESTIONS_MAX: usize = limits::QUESTIONS_MAX - 8;
 
 /// The OpenAPI document of this door.
 pub const DOCUMENT: &str = include_str!("openapi.json");
@@ -86,6 +90,7 @@ struct Door {
     client: Client,
     options: watch::Receiver<Options>,
     tenants: Tenants,
+    questions: Semaphore,
     counters: health::Counters,
     readiness: health::Readiness,
     /// Whether the door is being closed.
@@ -138,6 +143,7 @@ pub async fn serve(
         client: client.clone(),
         options,
         tenants: Tenants::default(),
+        questions: Semaphore::new(QUESTIONS_MAX),
         counters: health::Counters::default(),
         readiness: health::Readiness::default(),
         closing: watch::Sender::new(false),

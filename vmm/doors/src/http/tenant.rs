@@ -18,7 +18,7 @@ use super::problem::Problem;
 /// that is waited for and a stream of events are each one.
 const REQUESTS_MAX: usize = 256;
 /// Questions to the service among them. All principals share what the service
-/// answers at once.
+/// takes up at once, and wait for their turn.
 const QUESTIONS_MAX: usize = 16;
 /// WebSockets among them: each may have one message of a client's in memory,
 /// whole or not.
