@@ -926,6 +926,7 @@ fn what_does_not_fit_is_refused_by_its_kind_before_it_is_read() {
     ] {
         let refused = service.ask(Request::new(method, path));
         assert_eq!((refused.status, refused.kind()), (status, kind), "{method} {path}");
+        assert_eq!(refused.header("upgrade"), (status == 426).then_some("websocket"));
     }
     let long = "x".repeat(INTENT_BYTES_MAX as usize + 1);
     let large = "x".repeat(600 * 1024);

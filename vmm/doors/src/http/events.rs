@@ -40,6 +40,8 @@ pub(crate) struct Head {
     pub(crate) status: String,
     pub(crate) kind: String,
     pub(crate) reason: String,
+    #[serde(default)]
+    pub(crate) retry_after_ms: Option<u64>,
 }
 
 impl End {

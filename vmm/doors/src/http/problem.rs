@@ -9,8 +9,11 @@ use forge_protocol::limits::REASON_BYTES_MAX;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-/// After how many seconds one who was refused for lack of room may try again.
-const RETRY_AFTER_S: u32 = 1;
+use super::events::End;
+
+/// After how many seconds one who was refused for lack of room may try again,
+/// where nobody said more.
+const RETRY_AFTER_S: u64 = 1;
 
 /// Why there is no other answer.
 #[derive(Debug)]
@@ -19,6 +22,7 @@ pub(crate) struct Problem {
     kind: String,
     detail: String,
     report: Option<Box<RawValue>>,
+    retry_after_s: u64,
 }
 
 /// As it is sent.
@@ -34,7 +38,8 @@ pub(crate) struct Body<'a> {
 
 impl Problem {
     pub(crate) fn new(status: StatusCode, kind: &str, detail: impl Into<String>) -> Self {
-        Self { status, kind: kind.into(), detail: cut(detail.into()), report: None }
+        let (kind, detail) = (kind.into(), cut(detail.into()));
+        Self { status, kind, detail, report: None, retry_after_s: RETRY_AFTER_S }
     }
 
     /// The request is not what it has to be.
@@ -65,9 +70,12 @@ impl Problem {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", detail)
     }
 
-    /// With the report of a run that did not take place.
-    pub(crate) fn with_report(self, report: Box<RawValue>) -> Self {
-        Self { report: Some(report), ..self }
+    /// With the report of a run that did not take place, and when it says to
+    /// come again.
+    pub(crate) fn with_report(self, end: &End) -> Self {
+        let said = end.head.retry_after_ms.map(|ms| ms.div_ceil(1000));
+        let retry_after_s = said.unwrap_or_default().max(RETRY_AFTER_S);
+        Self { report: Some(end.raw_report()), retry_after_s, ..self }
     }
 
     /// As JSON.
@@ -104,7 +112,13 @@ impl IntoResponse for Problem {
                 headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             }
             StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
-                headers.insert(header::RETRY_AFTER, RETRY_AFTER_S.into());
+                headers.insert(header::RETRY_AFTER, self.retry_after_s.into());
+            }
+            // RFC 9110, 15.5.22: what to upgrade to; and 7.8: as an option of this
+            // connection.
+            StatusCode::UPGRADE_REQUIRED => {
+                headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
+                headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
             }
             _ => {}
         }

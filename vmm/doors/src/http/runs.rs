@@ -173,7 +173,7 @@ fn refusal(end: &End) -> Option<StatusCode> {
 fn refused(end: &End) -> Option<Problem> {
     let status = refusal(end)?;
     let problem = Problem::new(status, &end.head.kind, end.head.reason.clone());
-    Some(problem.with_report(end.raw_report()))
+    Some(problem.with_report(end))
 }
 
 /// `GET /v1/runs/{id}`
@@ -344,6 +344,26 @@ mod tests {
         for ended in ["ok", "failed", "trap", "rejected", "limit", "cancelled", "internal"] {
             assert_eq!(status(ended, "x"), None, "{ended}");
         }
+    }
+
+    #[test]
+    fn who_is_refused_is_told_to_come_again_when_the_report_says() {
+        for (said, seconds) in [
+            (json!(null), "1"),
+            (json!(0), "1"),
+            (json!(1), "1"),
+            (json!(1001), "2"),
+            (json!(10_000), "10"),
+        ] {
+            let mut finish = finish("refused", "too_many_runs");
+            let mut report: serde_json::Value = serde_json::from_slice(&finish.report).unwrap();
+            report["retry_after_ms"] = said;
+            finish.report = report.to_string().into();
+            let answer = refused(&End::of(finish).unwrap()).unwrap().into_response();
+            assert_eq!(answer.headers()[header::RETRY_AFTER], seconds);
+        }
+        let none = refused(&End::of(finish("refused", "draining")).unwrap()).unwrap();
+        assert_eq!(none.into_response().headers()[header::RETRY_AFTER], "1");
     }
 
     #[test]
