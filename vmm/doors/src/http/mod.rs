@@ -35,7 +35,7 @@ mod socket;
 mod tenant;
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -60,7 +60,7 @@ pub use access::{Access, Principal};
 use problem::Problem;
 use tenant::{Tenant, Tenants};
 
-use crate::web::{self, Listener, TokenHash};
+use crate::web::{self, Held, Listener, TokenHash};
 
 /// How long a body may take to arrive.
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
@@ -95,6 +95,20 @@ struct Door {
     readiness: health::Readiness,
     /// Whether the door is being closed.
     closing: watch::Sender<bool>,
+}
+
+impl Door {
+    fn new(client: Client, options: watch::Receiver<Options>) -> Self {
+        Self {
+            client,
+            options,
+            tenants: Tenants::default(),
+            questions: Semaphore::new(QUESTIONS_MAX),
+            counters: health::Counters::default(),
+            readiness: health::Readiness::default(),
+            closing: watch::Sender::new(false),
+        }
+    }
 }
 
 macro_rules! routes {
@@ -139,15 +153,7 @@ pub async fn serve(
 ) -> Result<(), ClientError> {
     let client = Client::over(service).await?;
     let mut changes = options.clone();
-    let door = Arc::new(Door {
-        client: client.clone(),
-        options,
-        tenants: Tenants::default(),
-        questions: Semaphore::new(QUESTIONS_MAX),
-        counters: health::Counters::default(),
-        readiness: health::Readiness::default(),
-        closing: watch::Sender::new(false),
-    });
+    let door = Arc::new(Door::new(client.clone(), options));
     tokio::spawn(sweep(Arc::downgrade(&door)));
     let service = TowerToHyperService::new(router(Arc::clone(&door)));
     let connections = Arc::clone(&door.counters.connections);
@@ -176,13 +182,19 @@ fn router(door: Arc<Door>) -> Router {
         .with_state(door)
 }
 
-/// Around every request: host and origin before, safe headers after.
-async fn guarded(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
+/// Around every request: host and origin before, safe headers after. Its place
+/// among those under way is given back when its answer is sent.
+async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
+    let place = Place::default();
+    request.extensions_mut().insert(place.clone());
     let checked = guard::check(request.uri(), request.headers(), &door.options.borrow().hosts);
     let mut response = match checked {
         Ok(()) => next.run(request).await,
         Err(problem) => problem.into_response(),
     };
+    if let Some(caller) = place.0.get() {
+        response = response.map(|body| Body::new(Held::new(body, caller.clone())));
+    }
     door.counters.answered(response.status());
     let headers = response.headers_mut();
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
@@ -191,10 +203,15 @@ async fn guarded(State(door): State<Arc<Door>>, request: Request, next: Next) ->
 }
 
 /// Who asks, and its place among the requests under way.
+#[derive(Clone)]
 struct Caller {
     tenant: Arc<Tenant>,
-    permit: OwnedSemaphorePermit,
+    permit: Arc<OwnedSemaphorePermit>,
 }
+
+/// Where a request's caller is once that is known.
+#[derive(Clone, Default)]
+struct Place(Arc<OnceLock<Caller>>);
 
 impl FromRequestParts<Arc<Door>> for Caller {
     type Rejection = Problem;
@@ -205,8 +222,12 @@ impl FromRequestParts<Arc<Door>> for Caller {
     ) -> Result<Self, Self::Rejection> {
         let principal = door.options.borrow().access.principal(&parts.headers)?;
         let tenant = door.tenants.named(principal);
-        let permit = tenant.request()?;
-        Ok(Self { tenant, permit })
+        let permit = Arc::new(tenant.request()?);
+        let caller = Self { tenant, permit };
+        if let Some(place) = parts.extensions.get::<Place>() {
+            let _ = place.0.set(caller.clone());
+        }
+        Ok(caller)
     }
 }
 
@@ -299,9 +320,41 @@ async fn sweep(door: std::sync::Weak<Door>) {
 mod tests {
     use std::collections::BTreeSet;
 
+    use forge_protocol::frame::{self, Kind};
+    use forge_protocol::handshake::{Hello, Role};
+    use hyper::service::Service as _;
     use serde_json::Value;
+    use tokio::io::AsyncWriteExt as _;
 
     use super::*;
+
+    #[tokio::test]
+    async fn a_request_is_under_way_until_its_answer_is_sent() {
+        let (ours, mut service) = UnixStream::pair().unwrap();
+        let mut hello = Vec::new();
+        frame::write_message(Kind::Hello, &Hello::ours(Role::Supervisor), &mut hello);
+        service.write_all(&hello).await.unwrap();
+        let access = Access::Anybody("a".into());
+        let options = Options { access, hosts: Vec::new(), metrics_token: None };
+        let door = Door::new(Client::over(ours).await.unwrap(), watch::channel(options).1);
+        let door = TowerToHyperService::new(router(Arc::new(door)));
+        let ask = || {
+            let request = Request::get("/v1/runs/00").header(header::HOST, "localhost");
+            door.call(request.body(Body::empty()).unwrap())
+        };
+        let mut unsent = Vec::new();
+        loop {
+            let answer = ask().await.unwrap();
+            if answer.status() == StatusCode::TOO_MANY_REQUESTS {
+                break;
+            }
+            assert_eq!(answer.status(), StatusCode::NOT_FOUND);
+            unsent.push(answer);
+            assert!(unsent.len() < 1024, "an answer that nobody takes has no place");
+        }
+        unsent.pop();
+        assert_eq!(ask().await.unwrap().status(), StatusCode::NOT_FOUND);
+    }
 
     #[test]
     fn the_document_has_every_route_and_no_other() {

@@ -246,20 +246,13 @@ pub(crate) async fn events(
         })?,
     };
     let (sender, receiver) = mpsc::channel(UNSENT_MAX);
-    tokio::spawn(stream(kept, last, sender, door, caller));
+    tokio::spawn(stream(kept, last, sender, door));
     let kind = HeaderValue::from_static("text/event-stream");
     Ok(([(header::CONTENT_TYPE, kind)], Body::from_stream(Feed(receiver))).into_response())
 }
 
-/// Sends a run's events until its end, or until nobody takes them. Whoever asked
-/// has its tenant and its permit for as long.
-async fn stream(
-    kept: Arc<Kept>,
-    mut last: u64,
-    sender: mpsc::Sender<Bytes>,
-    door: Arc<Door>,
-    _caller: Caller,
-) {
+/// Sends a run's events until its end, or until nobody takes them.
+async fn stream(kept: Arc<Kept>, mut last: u64, sender: mpsc::Sender<Bytes>, door: Arc<Door>) {
     let mut changed = kept.events.subscribe();
     let mut closing = door.closing.subscribe();
     loop {

@@ -145,7 +145,7 @@ pub(crate) async fn open(
     })?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
     let Caller { tenant, permit } = caller;
-    let permits = [permit, tenant.socket()?];
+    let permits = (permit, tenant.socket()?);
     let mut token = HeaderMap::new();
     for value in headers.get_all(header::AUTHORIZATION) {
         token.append(header::AUTHORIZATION, value.clone());
@@ -168,7 +168,7 @@ struct Talk {
     runs: HashMap<u32, Canceller>,
     /// Told when the client takes so little that a run was given up.
     stuck: Arc<Notify>,
-    _permits: [OwnedSemaphorePermit; 2],
+    _permits: (Arc<OwnedSemaphorePermit>, OwnedSemaphorePermit),
 }
 
 impl Talk {

@@ -10,14 +10,12 @@
 //! Deliberately absent is TLS: it listens on loopback, or behind a proxy.
 
 use std::convert::Infallible;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Full};
-use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::body::{Bytes, Incoming};
 use hyper::header::{self, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
@@ -29,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::sessions::Sessions;
 use super::{Door, MESSAGE_BYTES_MAX, REQUESTS_MAX};
-use crate::web::{self, Listener, TokenHash};
+use crate::web::{self, Held, Listener, TokenHash};
 
 /// The one path that is served.
 const PATH: &str = "/mcp";
@@ -60,7 +58,7 @@ struct Entrance {
     open: Arc<Semaphore>,
 }
 
-type Answer = Response<Held>;
+type Answer = Response<Held<BoxBody<Bytes, Infallible>, Option<OwnedSemaphorePermit>>>;
 
 /// Serves until it is told to end. What runs then is cancelled.
 pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Output = ()>) {
@@ -125,7 +123,7 @@ async fn answer(request: Request<Incoming>, entrances: &[(Vec<TokenHash>, Entran
         {
             no_room("too many sessions are open: end one, with DELETE")
         }
-        Ok(response) => response.map(|body| Held { body, _permit: Some(permit) }),
+        Ok(response) => response.map(|body| Held::new(body, Some(permit))),
         Err(_) => refuse(StatusCode::REQUEST_TIMEOUT, "the request took too long"),
     }
 }
@@ -139,33 +137,7 @@ fn no_room(what: &'static str) -> Answer {
 
 fn refuse(status: StatusCode, what: &'static str) -> Answer {
     let body = Full::new(Bytes::from_static(what.as_bytes())).boxed();
-    let mut response = Response::new(Held { body, _permit: None });
+    let mut response = Response::new(Held::new(body, None));
     *response.status_mut() = status;
     response
-}
-
-/// A body, and its principal's room for answers until it is sent.
-struct Held {
-    body: BoxBody<Bytes, Infallible>,
-    _permit: Option<OwnedSemaphorePermit>,
-}
-
-impl Body for Held {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
 }

@@ -1,11 +1,13 @@
-//! What doors that speak HTTP/1.1 share: connections with their bounds, and
-//! bearer tokens. What is asked and answered is each door's own.
+//! What doors that speak HTTP/1.1 share: connections with their bounds, bodies
+//! that hold a place, and bearer tokens. What is asked and answered is each door's own.
 
+mod held;
 pub(crate) mod listen;
 pub(crate) mod token;
 
 use tokio::sync::watch;
 
+pub(crate) use held::Held;
 pub use listen::Listener;
 pub use token::{NoTokenHash, TokenHash};
 
