@@ -193,6 +193,18 @@ pub(crate) async fn cancel(caller: Caller, Named(id): Named<String>) -> Result<R
     answer(&kept, StatusCode::OK)
 }
 
+/// The content of an artifact where it is kept.
+struct Content {
+    end: Arc<End>,
+    number: usize,
+}
+
+impl AsRef<[u8]> for Content {
+    fn as_ref(&self) -> &[u8] {
+        self.end.artifacts.get(self.number).map_or(&[], |artifact| &artifact.content)
+    }
+}
+
 /// `GET /v1/runs/{id}/artifacts/{n}`
 pub(crate) async fn artifact(
     caller: Caller,
@@ -202,8 +214,9 @@ pub(crate) async fn artifact(
     let missing = |what: &str| Problem::not_found(what);
     let ended = kept.events.ended().ok_or_else(|| missing("the run is not over"))?;
     let Ended::Reported(end) = ended else { return Err(Problem::gone()) };
-    let artifact = number.parse().ok().and_then(|number: usize| end.artifacts.get(number));
-    let artifact = artifact.ok_or_else(|| missing("the run left no such artifact"))?;
+    let missing_artifact = || missing("the run left no such artifact");
+    let number: usize = number.parse().map_err(|_| missing_artifact())?;
+    let artifact = end.artifacts.get(number).ok_or_else(missing_artifact)?;
     let disposition = format!("attachment; filename=\"{}\"", artifact.file_name());
     let headers = [
         (header::CONTENT_TYPE, media_type(&artifact.media_type)),
@@ -213,7 +226,8 @@ pub(crate) async fn artifact(
             Some(HeaderValue::from_static("sandbox; default-src 'none'")),
         ),
     ];
-    let mut response = Bytes::copy_from_slice(&artifact.content).into_response();
+    let content = Content { end: Arc::clone(&end), number };
+    let mut response = Bytes::from_owner(content).into_response();
     for (name, value) in headers {
         if let Some(value) = value {
             response.headers_mut().insert(name, value);
@@ -274,8 +288,11 @@ async fn stream(kept: Arc<Kept>, mut last: u64, sender: mpsc::Sender<Bytes>, doo
                 }
             }
             Next::End(number, Ended::Reported(end)) => {
-                let data = String::from_utf8_lossy(&end.report).into_owned();
-                let _ = sender.send(line(number, &Happened { name: "finished", data })).await;
+                for piece in last_line(number, &end) {
+                    if sender.send(piece).await.is_err() {
+                        return;
+                    }
+                }
                 return;
             }
             Next::End(_, Ended::Lost) => return,
@@ -303,8 +320,17 @@ fn line(number: u64, event: &Happened) -> Bytes {
     format!("id: {number}\nevent: {name}\ndata: {data}\n\n").into()
 }
 
+/// The last event, around the report as it is kept: that may be large, and its
+/// followers many.
+fn last_line(number: u64, end: &End) -> [Bytes; 3] {
+    let head = format!("id: {number}\nevent: finished\ndata: ");
+    [head.into(), end.report.clone(), Bytes::from_static(b"\n\n")]
+}
+
 #[cfg(test)]
 mod tests {
+    use forge_protocol::guest::Artifact;
+
     use super::*;
     use crate::http::tenant::Tenants;
 
@@ -337,6 +363,19 @@ mod tests {
         for ended in ["ok", "failed", "trap", "rejected", "limit", "cancelled", "internal"] {
             assert_eq!(status(ended, "x"), None, "{ended}");
         }
+    }
+
+    #[test]
+    fn who_takes_a_report_or_an_artifact_takes_what_is_kept() {
+        let (name, media_type) = ("x".into(), "text/csv".into());
+        let artifacts = vec![Artifact { name, media_type, content: b"1,2".to_vec() }];
+        let end = Arc::new(End::of(Finish { artifacts, ..finish("ok", "") }).unwrap());
+        let [head, report, tail] = last_line(4, &end);
+        assert_eq!((&*head, &*tail), (&b"id: 4\nevent: finished\ndata: "[..], &b"\n\n"[..]));
+        assert_eq!(report.as_ptr(), end.report.as_ptr());
+        let content = |number| Bytes::from_owner(Content { end: Arc::clone(&end), number });
+        assert_eq!(content(0).as_ptr(), end.artifacts[0].content.as_ptr());
+        assert_eq!((&*content(0), &*content(1)), (&b"1,2"[..], &b""[..]));
     }
 
     #[test]
