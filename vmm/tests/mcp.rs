@@ -59,6 +59,7 @@ fn main() -> ExitCode {
             http_refuses_strangers_other_hosts_and_other_pages,
             a_session_and_a_handle_are_of_no_use_to_another_principal,
             a_session_beyond_its_principals_room_is_told_so_and_another_principals_is_not,
+            streams_that_every_session_has_open_leave_room_for_requests,
             a_door_without_known_principals_does_not_open,
         ],
     )
@@ -785,6 +786,22 @@ impl Http {
         stream.read_to_string(&mut answer).unwrap();
         answer
     }
+
+    /// The stream of what a session of Alice's says unasked, with its status.
+    fn stream(&self, session: &str) -> (TcpStream, String) {
+        let mut stream = TcpStream::connect(&self.1).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let (name, value) = ALICE;
+        let request = format!(
+            "GET /mcp HTTP/1.1\r\nHost: {}\r\nAccept: text/event-stream\r\n{name}: {value}\r\n\
+             Mcp-Session-Id: {session}\r\n\r\n",
+            self.1
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut status = [0; 12];
+        stream.read_exact(&mut status).unwrap();
+        (stream, String::from_utf8(status.into()).unwrap())
+    }
 }
 
 impl Drop for Http {
@@ -894,6 +911,19 @@ fn a_session_beyond_its_principals_room_is_told_so_and_another_principals_is_not
     assert!(http.post(&[BOB], &initialize()).starts_with("HTTP/1.1 200"));
     let listed = request("tools/list", json!({}));
     let answer = http.post(&[ALICE, ("Mcp-Session-Id", &sessions[0])], &listed);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+fn streams_that_every_session_has_open_leave_room_for_requests() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let sessions: Vec<String> =
+        (0..64).map(|_| session(&http.post(&[ALICE], &initialize()))).collect();
+    let streams: Vec<_> = sessions.iter().map(|session| http.stream(session)).collect();
+    assert!(streams.iter().all(|(_, status)| status == "HTTP/1.1 200"), "{streams:?}");
+    assert_eq!(http.stream(&sessions[0]).1, "HTTP/1.1 503", "one more than there may be");
+    let answer =
+        http.post(&[ALICE, ("Mcp-Session-Id", &sessions[0])], &request("tools/list", json!({})));
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 

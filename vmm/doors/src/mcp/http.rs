@@ -18,14 +18,14 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{self, HeaderValue};
 use hyper::service::service_fn;
-use hyper::{Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use rmcp::transport::StreamableHttpService;
 use rmcp::transport::streamable_http_server::StreamableHttpServerConfig;
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use super::sessions::Sessions;
+use super::sessions::{SESSIONS_MAX, Sessions};
 use super::{Door, MESSAGE_BYTES_MAX, REQUESTS_MAX};
 use crate::web::{self, Held, Listener, TokenHash};
 
@@ -56,6 +56,9 @@ struct Entrance {
     sessions: Arc<Sessions>,
     /// Answers that are not sent to their end.
     open: Arc<Semaphore>,
+    /// Streams of what sessions say unasked. They last as long as their clients
+    /// like, and take no answer's place.
+    streams: Arc<Semaphore>,
 }
 
 type Answer = Response<Held<BoxBody<Bytes, Infallible>, Option<OwnedSemaphorePermit>>>;
@@ -79,7 +82,8 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
         let own = Arc::clone(&sessions);
         let service = StreamableHttpService::new(move || Ok(door.clone()), own, config.clone());
         let open = Arc::new(Semaphore::new(REQUESTS_MAX));
-        entrances.push((tokens, Entrance { service, sessions, open }));
+        let streams = Arc::new(Semaphore::new(SESSIONS_MAX));
+        entrances.push((tokens, Entrance { service, sessions, open, streams }));
     }
     let entrances = Arc::new(entrances);
     let service = service_fn(move |request| {
@@ -110,7 +114,9 @@ async fn answer(request: Request<Incoming>, entrances: &[(Vec<TokenHash>, Entran
     if request.uri().path() != PATH {
         return refuse(StatusCode::NOT_FOUND, "only /mcp is here");
     }
-    let Ok(permit) = Arc::clone(&entrance.open).try_acquire_owned() else {
+    let is_stream = request.method() == Method::GET;
+    let places = if is_stream { &entrance.streams } else { &entrance.open };
+    let Ok(permit) = Arc::clone(places).try_acquire_owned() else {
         return no_room("too much at once");
     };
     let begins = !request.headers().contains_key(HEADER_SESSION_ID);

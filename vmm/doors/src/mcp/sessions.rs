@@ -11,7 +11,7 @@ use rmcp::transport::streamable_http_server::session::{
 
 /// Sessions that one principal may have. One that nothing comes on ends after
 /// five minutes.
-const SESSIONS_MAX: usize = 64;
+pub(super) const SESSIONS_MAX: usize = 64;
 
 pub(super) struct Sessions(LocalSessionManager);
 
