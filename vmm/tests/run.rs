@@ -43,6 +43,8 @@ fn main() -> ExitCode {
             an_environment_credential_is_not_in_the_workers_environment,
             a_grant_opens_what_it_names_and_nothing_else,
             artifacts_are_written_and_never_over_anything,
+            a_file_that_cannot_be_made_is_told_before_anything_runs,
+            a_file_that_cannot_be_written_takes_no_result_away,
             input_comes_from_a_file_or_standard_input,
             no_process_is_left_behind,
             a_group_in_the_configuration_holds_what_a_run_starts,
@@ -560,6 +562,48 @@ fn artifacts_are_written_and_never_over_anything() {
         assert_eq!(report["artifacts"][0]["bytes"], 3);
         assert_eq!(report["artifacts"][0]["path"], expected);
         assert_eq!(fs::read(desk.path(expected)).unwrap(), b"1,2");
+    }
+}
+
+fn a_file_that_cannot_be_made_is_told_before_anything_runs() {
+    let desk = Desk::new();
+    let (log, server) = (desk.path("calls"), executables::folder().join("forge-test-server"));
+    // A server may write what its command line names, if it is there.
+    fs::write(&log, "").unwrap();
+    fs::set_permissions(&log, fs::Permissions::from_mode(0o666)).unwrap();
+    let servers = json!({"mcpServers": {"test": {"command": server, "args": ["--log", log]}}});
+    desk.write("mcp.json", servers.to_string());
+    desk.write("program.wat", calls("test.echo", r#"{"text":"x"}"#));
+    let run = |more: &[&str]| {
+        let all = ["run", "--sign-with", "signer.pem", "--timeout", "30s", "--allow", "test.echo"];
+        desk.forge(&[&all[..], &TOOLS, more, &["program.wat"]].concat())
+    };
+    for more in [["--trace", "nowhere/trace.json"], ["--artifacts", "mcp.json/out"]] {
+        let output = run(&more);
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains(more[1]), "{}", text(&output.stderr));
+        assert_eq!(fs::read_to_string(&log).unwrap(), "", "{more:?}: it ran");
+    }
+    // It would have called.
+    assert_eq!(run(&["--trace", "trace.json"]).status.code(), Some(0));
+    assert_ne!(fs::read_to_string(&log).unwrap(), "");
+}
+
+fn a_file_that_cannot_be_written_takes_no_result_away() {
+    let artifact = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "a.csvtext/csv1,2")"#,
+        "(call $artifact (i32.const 0) (i32.const 5) (i32.const 5) (i32.const 8)
+            (i32.const 13) (i32.const 3))",
+    );
+    let desk = Desk::new();
+    for (wat, status, code, more) in [
+        (HELLO, "ok", 1, &["--trace", "/dev/full"][..]),
+        // Not even root makes a file there.
+        (&artifact, "ok", 1, &["--artifacts", "/proc/self"]),
+        (ENDLESS, "limit", 4, &["--trace", "/dev/full", "--fuel", "1000"]),
+    ] {
+        let (exit, report) = desk.run(wat, more);
+        assert_eq!((exit, &report["status"]), (code, &json!(status)), "{more:?}: {report:#}");
     }
 }
 

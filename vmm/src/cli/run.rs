@@ -1,5 +1,6 @@
 //! `forge-vmm run`.
 
+use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,7 +19,7 @@ use forge_vmm::supervisor::{RunResult, Supervisor, SupervisorOptions};
 
 use super::args::RunArgs;
 use super::config::{self, GrantKey};
-use super::{CliError, complain, print_json, program, progress, serve};
+use super::{CliError, Exit, complain, print_json, program, progress, serve};
 
 /// Runs a program.
 pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
@@ -47,6 +48,15 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         Authority::Grant(_) => GrantKey::Lasting,
         Authority::Tools(_) => GrantKey::Passing,
     };
+    // Where they cannot be, nothing has happened yet.
+    if let Some(folder) = &args.artifacts {
+        fs::create_dir_all(folder).map_err(failed(folder))?;
+    }
+    let trace_at = args
+        .trace
+        .as_deref()
+        .map(|path| File::create(path).map(|file| (path, file)).map_err(failed(path)));
+    let trace_at = trace_at.transpose()?;
     let mut retrieved = Vec::new();
     // A program that may call nothing needs no broker.
     let broker = match (&authority, &args.intent) {
@@ -89,18 +99,28 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     // What is left to do comes after the result is printed.
     let RunResult { mut report, artifacts, trace, upkeep: _upkeep } = supervisor.run(&order);
     report.retrieved = retrieved.iter().map(retrieved_report).collect();
-    if let Some(path) = &args.trace {
-        let at = |source| CliError::File { path: path.display().to_string(), source };
-        std::fs::write(path, trace.to_json().to_string()).map_err(at)?;
+    let mut kept = Ok(());
+    if let Some((path, mut file)) = trace_at {
+        kept = file.write_all(trace.to_json().to_string().as_bytes()).map_err(failed(path));
     }
     if let Some(folder) = &args.artifacts {
-        write_artifacts(folder, &artifacts, &mut report)?;
+        kept = kept.and(write_artifacts(folder, &artifacts, &mut report));
     }
     let printed = if args.json { print_json(&report) } else { print(&report) };
+    if let Err(error) = &kept {
+        complain(error);
+    }
     // The broker stops its servers after the user has the result.
     drop(supervisor);
     printed?;
-    Ok(ExitCode::from(report.status.exit_code()))
+    Ok(match (kept, report.status) {
+        (Err(_), Status::Ok) => Exit::Failed.into(),
+        (_, status) => ExitCode::from(status.exit_code()),
+    })
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> CliError {
+    move |source| CliError::File { path: path.display().to_string(), source }
 }
 
 /// Finds the tools that the run is to be granted.
@@ -213,32 +233,49 @@ fn write_artifacts(
     artifacts: &[Artifact],
     report: &mut RunReport,
 ) -> Result<(), CliError> {
-    let failed = |path: &Path| {
-        let path = path.display().to_string();
-        move |source| CliError::File { path, source }
-    };
-    std::fs::create_dir_all(folder).map_err(failed(folder))?;
     for (artifact, entry) in artifacts.iter().zip(&mut report.artifacts) {
-        let path = new_file(folder, &artifact.file_name());
-        std::fs::OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .and_then(|mut file| file.write_all(&artifact.content))
-            .map_err(failed(&path))?;
+        let (path, mut file) = new_file(folder, &artifact.file_name())?;
+        file.write_all(&artifact.content).map_err(failed(&path))?;
         progress(&format!("artifact {} → {}", shown(&artifact.name), path.display()));
         entry.path = Some(path.display().to_string());
     }
     Ok(())
 }
 
-/// The first name of its kind that is not taken.
-fn new_file(folder: &Path, name: &str) -> PathBuf {
+/// A file of the first name of its kind that is not taken.
+fn new_file(folder: &Path, name: &str) -> Result<(PathBuf, File), CliError> {
     let mut path = folder.join(name);
     let mut number = 2u64;
-    while path.symlink_metadata().is_ok() {
-        path = folder.join(format!("{number}-{name}"));
-        number += 1;
+    loop {
+        match File::create_new(&path) {
+            // Another run may have taken it just now.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                path = folder.join(format!("{number}-{name}"));
+                number += 1;
+            }
+            Err(error) => return Err(failed(&path)(error)),
+            Ok(file) => return Ok((path, file)),
+        }
     }
-    path
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_one_name_that_are_made_at_once_are_each_a_file_of_their_own() {
+        let folder = std::env::temp_dir().join(format!("forge-new-file-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let make = || (0..64).map(|_| new_file(&folder, "a").unwrap().0).collect::<Vec<_>>();
+        let mut made = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(make)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        made.sort();
+        made.dedup();
+        assert_eq!(made.len(), 4 * 64);
+        fs::remove_dir_all(&folder).unwrap();
+    }
 }
