@@ -45,6 +45,7 @@ fn main() -> ExitCode {
             artifacts_are_written_and_never_over_anything,
             a_file_that_cannot_be_made_is_told_before_anything_runs,
             a_file_that_cannot_be_written_takes_no_result_away,
+            a_reader_that_leaves_changes_no_exit_code,
             input_comes_from_a_file_or_standard_input,
             no_process_is_left_behind,
             a_group_in_the_configuration_holds_what_a_run_starts,
@@ -604,6 +605,29 @@ fn a_file_that_cannot_be_written_takes_no_result_away() {
     ] {
         let (exit, report) = desk.run(wat, more);
         assert_eq!((exit, &report["status"]), (code, &json!(status)), "{more:?}: {report:#}");
+    }
+}
+
+fn a_reader_that_leaves_changes_no_exit_code() {
+    let desk = Desk::new();
+
+    desk.write("hello.wat", HELLO);
+    desk.write("trap.wat", HELLO.replace("(i32.const 0)))", "(unreachable)))"));
+    let run = ["run", "--sign-with", "signer.pem", "--timeout", "30s"];
+    let cases: [(&[&str], i32, &str); 6] = [
+        (&[&run[..], &["hello.wat"]].concat(), 0, ""),
+        (&[&run[..], &["trap.wat"]].concat(), 1, "trap: "),
+        (&[&run[..], &["--json", "trap.wat"]].concat(), 1, ""),
+        (&["check", "hello.wat"], 3, ""),
+        (&["check", "--json", "hello.wat"], 3, ""),
+        (&["inspect", "hello.wat"], 0, ""),
+    ];
+    for (arguments, code, said) in cases {
+        let (_, left) = std::io::pipe().unwrap();
+        let output = desk.command().args(arguments).stdout(left).output().unwrap();
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
+        assert!(stderr.contains(said), "{arguments:?}: {stderr}");
     }
 }
 

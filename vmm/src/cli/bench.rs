@@ -12,7 +12,7 @@ use forge_vmm::bench::{self, Progress, Results, plot};
 use serde::Serialize;
 
 use super::args::BenchArgs;
-use super::{CliError, Exit, complain, print_json, read_file};
+use super::{CliError, Exit, complain, out, print_json, read_file};
 
 /// What `--json` prints: the results, and what moved if that was asked.
 #[derive(Serialize)]
@@ -201,7 +201,7 @@ fn headline(results: &Results) -> String {
 }
 
 fn print(results: &Results) -> io::Result<()> {
-    let mut out = io::stdout().lock();
+    let mut out = out();
     writeln!(out, "{}", headline(results))?;
     writeln!(
         out,
@@ -233,7 +233,7 @@ fn print(results: &Results) -> io::Result<()> {
 }
 
 fn print_moved(old: &Results, new: &Results, moved: &[Moved]) -> io::Result<()> {
-    let mut out = io::stdout().lock();
+    let mut out = out();
     writeln!(out, "\nold: {}\nnew: {}", headline(old), headline(new))?;
     if old.host != new.host {
         writeln!(out, "The hosts differ: only ratios to floors mean anything.")?;

@@ -1,7 +1,7 @@
 //! `forge-vmm grant`.
 
 use std::fs;
-use std::io::{self, Write as _};
+use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::process::ExitCode;
@@ -17,7 +17,7 @@ use super::args::{
     GrantArgs, GrantAttenuateArgs, GrantCommand, GrantInspectArgs, GrantIssueArgs, GrantTerms,
 };
 use super::config::{self, GrantKey};
-use super::{CliError, Exit, print_json};
+use super::{CliError, Exit, out, print_json};
 
 /// Issues a grant, narrows it, or looks into it.
 pub(crate) fn grant(args: GrantArgs) -> Result<ExitCode, CliError> {
@@ -77,7 +77,7 @@ fn write(broker: &Broker, request: &Request, output: &Path) -> Result<ExitCode, 
         .open(output)
         .and_then(|mut file| file.write_all(&token))
         .map_err(|source| CliError::File { path: output.display().to_string(), source })?;
-    writeln!(io::stdout().lock(), "{}  {} bytes", output.display(), token.len())?;
+    writeln!(out(), "{}  {} bytes", output.display(), token.len())?;
     Ok(Exit::Ok.into())
 }
 
@@ -116,7 +116,7 @@ fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
     if args.json {
         print_json(&claims)?;
     } else {
-        let mut out = io::stdout().lock();
+        let mut out = out();
         writeln!(out, "principal  {}", shown_whole(&claims.principal))?;
         if let Some(session) = &claims.session {
             writeln!(out, "session    {}", shown_whole(session))?;

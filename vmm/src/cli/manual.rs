@@ -1,20 +1,20 @@
 //! What a package installs beside the command: completions and manual pages,
 //! both from the flags themselves.
 
-use std::io::{self, Write as _};
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::CommandFactory as _;
 
 use super::args::{Args, CompletionsArgs, ManArgs};
-use super::{CliError, Exit};
+use super::{CliError, Exit, out};
 
 /// Prints a shell's completions.
 pub(crate) fn completions(args: &CompletionsArgs) -> Result<ExitCode, CliError> {
     // Into memory first: the library does not expect a reader that leaves.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Args::command(), "forge-vmm", &mut script);
-    io::stdout().lock().write_all(&script)?;
+    out().write_all(&script)?;
     Ok(Exit::Ok.into())
 }
 

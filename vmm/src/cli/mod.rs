@@ -133,7 +133,7 @@ pub(crate) fn main() -> ExitCode {
     };
     match done {
         Ok(code) => code,
-        // Whoever reads us has read enough.
+        // Whoever watches us has seen enough.
         Err(CliError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
             Exit::Ok.into()
         }
@@ -179,9 +179,34 @@ pub(crate) fn progress(what: &str) {
     }
 }
 
+/// Standard output. Whoever reads it may have read enough: what is left is for
+/// nobody then, and a command ends as it would have.
+pub(crate) struct Out(io::StdoutLock<'static>);
+
+/// Takes standard output, to write a result to it.
+pub(crate) fn out() -> Out {
+    Out(io::stdout().lock())
+}
+
+impl io::Write for Out {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self.0.write(bytes) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(bytes.len()),
+            written => written,
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self.0.flush() {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            flushed => flushed,
+        }
+    }
+}
+
 /// Writes one JSON object to standard output.
 pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<(), CliError> {
-    let mut out = io::stdout().lock();
+    let mut out = out();
     serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from)?;
     writeln!(out)?;
     Ok(())

@@ -17,12 +17,12 @@ use serde::Serialize;
 
 use super::args::{CheckArgs, InspectArgs, KeygenArgs, SignArgs};
 use super::config::{self, GrantKey};
-use super::{CliError, Exit, print_json, read_file};
+use super::{CliError, Exit, out, print_json, read_file};
 
 /// Makes a key pair.
 pub(crate) fn keygen(args: &KeygenArgs) -> Result<ExitCode, CliError> {
     let (private, public) = keys::generate(&args.out)?;
-    let mut out = io::stdout().lock();
+    let mut out = out();
     writeln!(out, "{}  sign with it; keep it secret", private.display())?;
     writeln!(out, "{}  give it to whoever runs your programs", public.display())?;
     Ok(Exit::Ok.into())
@@ -35,7 +35,7 @@ pub(crate) fn sign(args: &SignArgs) -> Result<ExitCode, CliError> {
     std::fs::write(&args.output, &signed)
         .map_err(|source| CliError::File { path: args.output.display().to_string(), source })?;
     writeln!(
-        io::stdout().lock(),
+        out(),
         "{}  {} bytes, signed by {}",
         args.output.display(),
         signed.len(),
@@ -156,7 +156,7 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<ExitCode, CliError> {
 }
 
 fn print_inspection(inspection: &Inspection, shape: &Shape) -> io::Result<()> {
-    let mut out = io::stdout().lock();
+    let mut out = out();
     writeln!(out, "size        {} bytes, {} functions", inspection.size_bytes, shape.functions)?;
     writeln!(out, "signature   {}", inspection.signature)?;
     if let Some(signer) = &inspection.signer {
@@ -260,7 +260,7 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     if args.json {
         print_json(&checked)?;
     } else {
-        let mut out = io::stdout().lock();
+        let mut out = out();
         for violation in &checked.violations {
             writeln!(out, "{}: {}", violation.kind, violation.message)?;
         }

@@ -19,7 +19,7 @@ use forge_vmm::supervisor::{RunResult, Supervisor, SupervisorOptions};
 
 use super::args::RunArgs;
 use super::config::{self, GrantKey};
-use super::{CliError, Exit, complain, print_json, program, progress, serve};
+use super::{CliError, Exit, complain, out, print_json, program, progress, serve};
 
 /// Runs a program.
 pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
@@ -197,9 +197,8 @@ pub(super) fn show<'a>(
     status: Status,
     reason: &str,
 ) -> Result<(), CliError> {
-    let mut out = io::stdout().lock();
-    out.write_all(output)?;
-    out.flush()?;
+    let mut out = out();
+    let written = out.write_all(output).and_then(|()| out.flush());
     for (level, text) in logs {
         let levels = ["error", "warn", "info", "debug", "trace"];
         let level = usize::try_from(level).ok().and_then(|level| levels.get(level));
@@ -212,7 +211,7 @@ pub(super) fn show<'a>(
     if status != Status::Ok {
         complain(&format!("{}: {reason}", status.as_str()));
     }
-    Ok(())
+    Ok(written?)
 }
 
 fn decoded_output(report: &RunReport) -> Vec<u8> {

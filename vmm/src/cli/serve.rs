@@ -24,7 +24,7 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
-use super::{CliError, Exit, print_json, progress, top};
+use super::{CliError, Exit, out, print_json, progress, top};
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
@@ -142,7 +142,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<ExitCode, CliError> {
         print_json(&status)?;
         return Ok(Exit::Ok.into());
     }
-    io::stdout().lock().write_all(top::frame(&args.service, &status, None).as_bytes())?;
+    out().write_all(top::frame(&args.service, &status, None).as_bytes())?;
     Ok(Exit::Ok.into())
 }
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use forge_vmm::probe::{Jail, Probe, Standing};
 
 use super::args::ProbeArgs;
-use super::{CliError, Exit, print_json, progress};
+use super::{CliError, Exit, out, print_json, progress};
 
 /// Says what this host can do.
 pub(crate) fn probe(args: &ProbeArgs) -> Result<ExitCode, CliError> {
@@ -45,7 +45,7 @@ fn print_jail(out: &mut impl io::Write, jail: &Jail) -> io::Result<()> {
 }
 
 fn print(probe: &Probe) -> io::Result<()> {
-    let mut out = io::stdout().lock();
+    let mut out = out();
     for finding in &probe.findings {
         let mark = match finding.standing {
             Standing::Ok => "ok     ",

@@ -24,7 +24,7 @@ use super::args::{
     ToolsApproveArgs, ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs, ToolsSearchArgs,
 };
 use super::config::{self, GrantKey};
-use super::{CliError, Exit, complain, print_json, progress};
+use super::{CliError, Exit, complain, out, print_json, progress};
 
 /// How long a call from the command line may take.
 const CALL_TIME_MAX: Duration = Duration::from_secs(30);
@@ -110,7 +110,7 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
             unavailable: unavailable.iter().map(gone).collect(),
         })?;
     } else {
-        let mut out = io::stdout().lock();
+        let mut out = out();
         for tool in &tools {
             let first = tool.spec.description.lines().next().unwrap_or_default();
             let blocked = match tool.standing {
@@ -160,7 +160,7 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
             unavailable: unavailable.iter().map(gone).collect(),
         })?;
     } else {
-        let mut out = io::stdout().lock();
+        let mut out = out();
         for tool in &tools {
             let ToolSpec { name, description, input_schema, .. } = &tool.spec;
             writeln!(out, "{:.3}  {}", score(tool), shown_whole(name.as_str()))?;
@@ -247,7 +247,7 @@ fn review(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
 }
 
 fn show_review(tool: &ReviewedTool) -> Result<(), CliError> {
-    let mut out = io::stdout().lock();
+    let mut out = out();
     let (standing, name) = (tool.standing.as_str(), shown_whole(tool.name.as_str()));
     let ToolWord { effect, cost, advice } = &tool.word;
     writeln!(out, "{standing:<8}  {name}  effect {}, cost {cost}", effect.as_str())?;
@@ -284,7 +284,7 @@ fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
     for tool in &tools {
         show_review(tool)?;
     }
-    writeln!(io::stdout().lock(), "{approved} approved")?;
+    writeln!(out(), "{approved} approved")?;
     Ok(if args.all { said(&unavailable) } else { Exit::Ok }.into())
 }
 
@@ -317,7 +317,7 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     let settled = exchange(&mut link, &call).map_err(|e| CliError::Broker(BrokerError::Lost(e)))?;
     // As with a run: first the journal, then the result.
     broker.sync()?;
-    let mut out = io::stdout().lock();
+    let mut out = out();
     out.write_all(&settled.body)?;
     if !settled.body.is_empty() {
         writeln!(out)?;

@@ -6,7 +6,7 @@
 //! is started.
 
 use std::collections::BTreeSet;
-use std::io::{self, Write as _};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::fault::{Fault, sifted, tables};
 use super::{LowBroker, LowTrust, LowUser, LowVm, McpConfig, pool, read_text, service};
 use crate::cli::args::{ConfigArgs, ConfigCheckArgs, ConfigCommand};
-use crate::cli::{CliError, Exit, door, print_json};
+use crate::cli::{CliError, Exit, door, out, print_json};
 
 /// What `config init` prints. A setting follows its `#` at once, a sentence
 /// after a blank: without the `#` before settings, the file is checked as good
@@ -36,7 +36,7 @@ struct Told {
 pub(crate) fn config(args: &ConfigArgs) -> Result<ExitCode, CliError> {
     match &args.command {
         ConfigCommand::Init => {
-            io::stdout().lock().write_all(COMMENTED.as_bytes())?;
+            out().write_all(COMMENTED.as_bytes())?;
             Ok(Exit::Ok.into())
         }
         ConfigCommand::Check(args) => check(args),
@@ -65,7 +65,7 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
     if args.json {
         print_json(&faults)?;
     } else {
-        let mut out = io::stdout().lock();
+        let mut out = out();
         for Told { file, fault } in &faults {
             writeln!(out, "{}: {fault}", file.display())?;
         }
