@@ -14,7 +14,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Output, Stdio};
+use std::process::{Child, Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use executables::FORGE;
@@ -64,6 +64,7 @@ fn main() -> ExitCode {
             text_is_told_how_to_become_a_signed_module,
             an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
             a_journal_that_is_not_there_is_said,
+            a_door_is_loaded_again_with_all_or_not_at_all,
             a_private_key_that_others_can_read_is_refused,
             wasmsign2_signs_for_us_and_verifies_ours,
         ],
@@ -142,6 +143,16 @@ impl Desk {
 impl Drop for Desk {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A process that ends with its test, however that does.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 
@@ -959,6 +970,71 @@ fn a_journal_that_is_not_there_is_said() {
         assert!(said.contains("typo/journal: there is no journal"), "{said}");
         assert!(!desk.path("typo").exists(), "a reader made it");
     }
+}
+
+fn a_door_is_loaded_again_with_all_or_not_at_all() {
+    use forge_doors::web::TokenHash;
+    use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+    use std::os::unix::net::UnixStream;
+    let desk = Desk::new();
+    executables::folder();
+    let configure = |trust: &str, http: &str, token: &str| {
+        let hash = String::from(TokenHash::of(token.as_bytes()));
+        let principal = format!("[principals.alice]\ntoken_sha256 = ['{hash}']");
+        desk.write("forge.toml", format!("[trust]\nkeys = ['{trust}']\n{http}\n{principal}"));
+    };
+    let http = "[http]\nlisten = './http.sock'";
+    configure("signer.pub", http, "first-token");
+    let mut service = desk
+        .command()
+        .args(["serve", "--socket", "socket", "--config", "forge.toml"])
+        .args(["--ready", "0", "--ready-max", "0"])
+        .env("FORGE_LOG", "info")
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map(Ended)
+        .unwrap();
+    let mut said = BufReader::new(service.0.stderr.take().unwrap()).lines();
+    let mut says = |what: &str| {
+        let mut lines = said.by_ref().map(Result::unwrap);
+        assert!(lines.any(|line| line.contains(what)), "the service never says {what:?}");
+    };
+    let asks = |token: &str| {
+        let mut stream = UnixStream::connect(desk.path("http.sock")).unwrap();
+        let request = format!(
+            "GET /v1/tools HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\
+             authorization: Bearer {token}\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer.split(' ').nth(1).unwrap().to_owned()
+    };
+    let hangup = |service: &Ended| {
+        // SAFETY: a plain system call; the process is a child of ours.
+        assert_eq!(unsafe { libc::kill(service.0.id() as i32, libc::SIGHUP) }, 0);
+    };
+    says("serving at");
+    assert_eq!((&*asks("first-token"), &*asks("second-token")), ("200", "401"));
+
+    configure("nowhere.pub", http, "second-token");
+    hangup(&service);
+    says("is not loaded again");
+    // It would have been told by now, and have heard soon.
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!((&*asks("first-token"), &*asks("second-token")), ("200", "401"));
+
+    // Whoever takes the table away may have taken the token back with it.
+    configure("signer.pub", "", "first-token");
+    hangup(&service);
+    says("was loaded again");
+    support::eventually("the door knows nobody", || asks("first-token") == "401");
+
+    configure("signer.pub", http, "second-token");
+    hangup(&service);
+    says("was loaded again");
+    support::eventually("it is open again", || asks("second-token") == "200");
 }
 
 fn a_tool_server_that_is_installed_below_the_home_is_started() {

@@ -360,10 +360,13 @@ impl Door {
     }
 
     /// From now on the operator decides this. Where it listens, and as whom,
-    /// stays.
-    pub(crate) fn reload(&self, config: DoorConfig) {
+    /// stays. Without a configuration it knows nobody: what opened it before
+    /// may have been taken back with it.
+    pub(crate) fn reload(&self, config: Option<DoorConfig>) {
+        let nobodys =
+            Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
         let mut options = self.shared.options();
-        *options = config.options;
+        *options = config.map_or(nobodys, |config| config.options);
         // One that is started from here on takes them from there.
         if let (Some((_, control)), Ok(line)) = (&*self.shared.now(), line(&options))
             && let Err(error) = { control }.write_all(&line)

@@ -100,10 +100,12 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         let load = || {
             let options = config::service(config)?.options;
             let http = door::configured(config, &options.principals)?;
-            if let (Some(door), Some(http)) = (&door, http) {
+            let trust = trust_keys(&args)?;
+            // Last: where anything is wrong, nothing changes.
+            if let Some(door) = &door {
                 door.reload(http);
             }
-            Ok(Reloaded { trust: trust_keys(&args)?, options })
+            Ok(Reloaded { trust, options })
         };
         load().map_err(|error: CliError| error.to_string())
     };
