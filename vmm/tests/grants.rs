@@ -13,6 +13,7 @@ mod executables;
 use std::fs;
 use std::ops::Deref;
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
 use std::process::ExitCode;
 
 use desk::{Desk, text};
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
         ],
         claims![
             a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all,
+            a_grants_file_is_its_owners_alone_and_whole_or_as_it_was,
             a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character,
         ],
     )
@@ -202,6 +204,40 @@ fn a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all() {
 
     let nothing = desk.forge(&["grant", "attenuate", "whole.grant", "-o", "narrow.grant"]);
     assert_eq!(nothing.status.code(), Some(3), "{}", text(&nothing.stderr));
+}
+
+fn a_grants_file_is_its_owners_alone_and_whole_or_as_it_was() {
+    let desk = Shop::new();
+    let whole = desk.path("whole.grant");
+    fs::write(&whole, "").unwrap();
+    fs::set_permissions(&whole, fs::Permissions::from_mode(0o644)).unwrap();
+    desk.issue(&["--allow", "test.slow"]);
+    assert_eq!(fs::metadata(&whole).unwrap().permissions().mode() & 0o777, 0o600);
+
+    let (token, beside) = (fs::read(&whole).unwrap(), fs::read_dir(desk.folder()).unwrap().count());
+    let narrows = ["grant", "attenuate", "whole.grant", "--calls", "1", "-o", "whole.grant"];
+    let mut command = desk.command(&narrows);
+    let no_room = || {
+        let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: two plain system calls. A disk without room sends no signal.
+        unsafe {
+            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+            libc::setrlimit(libc::RLIMIT_FSIZE, &none);
+        }
+        Ok(())
+    };
+    // SAFETY: the closure makes two system calls between fork and exec.
+    let output = unsafe { command.pre_exec(no_room) }.output().unwrap();
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("whole.grant: File too large"), "{stderr}");
+    assert_eq!(fs::read(&whole).unwrap(), token);
+    assert_eq!(fs::read_dir(desk.folder()).unwrap().count(), beside);
+
+    std::os::unix::fs::symlink("whole.grant", desk.path("link.grant")).unwrap();
+    desk.done(&["grant", "attenuate", "whole.grant", "--calls", "1", "-o", "link.grant"]);
+    assert!(desk.path("link.grant").is_symlink());
+    assert_ne!(fs::read(&whole).unwrap(), token);
 }
 
 fn a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character() {

@@ -1,7 +1,8 @@
 //! `forge-vmm grant`.
 
+use std::ffi::OsString;
 use std::fs;
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::process::ExitCode;
@@ -68,17 +69,34 @@ fn write(broker: &Broker, request: &Request, output: &Path) -> Result<ExitCode, 
         Reply::Grant(token) => Ok(token),
         other => Err(other),
     })?;
-    // Whoever holds a grant may use it as its principal.
-    fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(output)
-        .and_then(|mut file| file.write_all(&token))
+    keep(output, &token)
         .map_err(|source| CliError::File { path: output.display().to_string(), source })?;
     writeln!(out(), "{}  {} bytes", output.display(), token.len())?;
     Ok(Exit::Ok.into())
+}
+
+/// Whoever holds a grant may use it as its principal: the file is its owner's
+/// alone, and what was there before stays until the new one is whole.
+fn keep(output: &Path, token: &[u8]) -> io::Result<()> {
+    if fs::metadata(output).is_ok_and(|there| !there.is_file()) {
+        // A pipe, or a terminal.
+        return fs::write(output, token);
+    }
+    // Behind a link it is the file that is replaced.
+    let output = fs::canonicalize(output).unwrap_or_else(|_| output.to_owned());
+    let mut name = OsString::from(".");
+    name.push(output.file_name().unwrap_or_default());
+    name.push(format!(".{}", std::process::id()));
+    let beside = output.with_file_name(name);
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside)?;
+    let kept = file
+        .write_all(token)
+        .and_then(|()| file.sync_all())
+        .and_then(|()| fs::rename(&beside, &output));
+    if kept.is_err() {
+        let _ = fs::remove_file(&beside);
+    }
+    kept
 }
 
 #[derive(Serialize)]
