@@ -83,7 +83,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
             ..PoolOptions::default()
         },
     };
-    let supervisor = Supervisor::new(options, broker)?;
+    let supervisor = Supervisor::new(options, broker).map_err(CliError::Host)?;
     progress("running");
     let order = Order {
         program,

@@ -70,7 +70,8 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     };
     let supervisor_options =
         SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool };
-    let supervisor = Arc::new(Supervisor::new(supervisor_options, Some(broker))?);
+    let supervisor =
+        Arc::new(Supervisor::new(supervisor_options, Some(broker)).map_err(CliError::Host)?);
     let failed = |source| CliError::File { path: path.display().to_string(), source };
     let passed_at = at.as_ref().and_then(|at| at.local_addr().ok()?.as_pathname().map(Into::into));
     let server = match at {
