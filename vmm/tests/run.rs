@@ -65,6 +65,7 @@ fn main() -> ExitCode {
             an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
             a_journal_that_is_not_there_is_said,
             a_door_is_loaded_again_with_all_or_not_at_all,
+            what_a_service_refuses_is_no_wrong_usage,
             a_private_key_that_others_can_read_is_refused,
             wasmsign2_signs_for_us_and_verifies_ours,
         ],
@@ -1035,6 +1036,31 @@ fn a_door_is_loaded_again_with_all_or_not_at_all() {
     hangup(&service);
     says("was loaded again");
     support::eventually("it is open again", || asks("second-token") == "200");
+}
+
+fn what_a_service_refuses_is_no_wrong_usage() {
+    let desk = Desk::new();
+    executables::folder();
+    desk.write("hello.wat", HELLO);
+    let service = desk
+        .command()
+        .args(["serve", "--socket", "socket", "--trust", "signer.pub"])
+        .args(["--ready", "0", "--ready-max", "0"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map(Ended)
+        .unwrap();
+    support::eventually("the service listens", || {
+        std::os::unix::net::UnixStream::connect(desk.path("socket")).is_ok()
+    });
+    let intent = "x".repeat(forge_protocol::limits::INTENT_BYTES_MAX as usize + 1);
+    let run = ["run", "--service", "socket", "--sign-with", "signer.pem", "--intent", &intent];
+    let refused = desk.forge(&[&run[..], &["hello.wat"]].concat());
+    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused.stderr));
+    drop(service);
+    let gone = desk.forge(&[&run[..], &["hello.wat"]].concat());
+    assert_eq!(gone.status.code(), Some(2), "{}", text(&gone.stderr));
 }
 
 fn a_tool_server_that_is_installed_below_the_home_is_started() {

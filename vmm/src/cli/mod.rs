@@ -24,6 +24,7 @@ use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use forge_protocol::broker::RefusalKind;
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys::KeyFileError;
 
@@ -37,6 +38,7 @@ pub(crate) enum Exit {
     Usage = 2,
     Rejected = 3,
     Unavailable = 5,
+    Refused = 7,
     Internal = 70,
 }
 
@@ -64,6 +66,9 @@ pub(crate) enum CliError {
     /// A program that cannot be used.
     #[error("{0}")]
     Program(String),
+    /// A service said no.
+    #[error("{message}")]
+    Refused { kind: RefusalKind, message: String },
     /// This host refuses what it should give: threads, sockets, randomness.
     #[error("this host: {0}")]
     Host(io::Error),
@@ -91,6 +96,16 @@ impl CliError {
                 | BrokerError::Protocol(_)
                 | BrokerError::Away { .. }
                 | BrokerError::Cancelled => Exit::Internal,
+            },
+            // As a run that is refused so.
+            Self::Refused { kind, .. } => match kind {
+                RefusalKind::NoSuchTool
+                | RefusalKind::BadGrant
+                | RefusalKind::BadRequest
+                | RefusalKind::Forbidden
+                | RefusalKind::NotReviewed => Exit::Rejected,
+                RefusalKind::Overloaded => Exit::Refused,
+                RefusalKind::Internal | RefusalKind::Journal => Exit::Internal,
             },
             Self::Host(_) => Exit::Unavailable,
             Self::Output(_) => Exit::Failed,

@@ -1,6 +1,7 @@
 //! `forge-vmm serve`, and what is asked of a service: `run --service`,
 //! `status`, `drain`.
 
+use std::fmt;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -127,11 +128,19 @@ fn trust_keys(args: &ServeArgs) -> Result<TrustKeys, CliError> {
     Ok(trust)
 }
 
+/// Why a service did not do what it was asked.
+fn undone(place: impl fmt::Display, error: ClientError) -> CliError {
+    match error {
+        ClientError::Refused { kind, message } => CliError::Refused { kind, message },
+        gone => CliError::File { path: place.to_string(), source: io::Error::other(gone) },
+    }
+}
+
 /// Asks a service.
 fn ask(socket: &Path, question: Question) -> Result<Reply, CliError> {
-    Client::connect(socket).and_then(|mut client| client.ask(question)).map_err(|error| {
-        CliError::File { path: socket.display().to_string(), source: io::Error::other(error) }
-    })
+    Client::connect(socket)
+        .and_then(|mut client| client.ask(question))
+        .map_err(|error| undone(socket.display(), error))
 }
 
 /// Says how a service stands.
@@ -178,16 +187,16 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         return Err(CliError::Usage("--service says where".into()));
     };
     let at = |source| CliError::File { path: place.to_string(), source };
-    let gone = |error: ClientError| at(io::Error::other(error));
-    let mut client = place.connect().map_err(gone)?;
+    let undone = |error| undone(place, error);
+    let mut client = place.connect().map_err(undone)?;
     let mut retrieved = Vec::new();
     if let Some(intent) = &args.intent {
         progress("searching tools");
-        retrieved = retrieve(&mut client, args, intent).map_err(gone)?;
+        retrieved = retrieve(&mut client, args, intent).map_err(undone)?;
         let names = retrieved.iter().map(|tool| tool.spec.name.clone());
         order.authority = Authority::Tools(names.collect());
     }
-    let Finish { report, .. } = client.run(&order).map_err(gone)?;
+    let Finish { report, .. } = client.run(&order).map_err(undone)?;
     let unreadable = |error: serde_json::Error| at(error.into());
     let mut report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
     if !retrieved.is_empty() {
