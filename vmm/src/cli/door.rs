@@ -15,7 +15,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
@@ -38,6 +38,9 @@ pub(crate) const COMMAND: &str = "door";
 
 /// How long a door may take to end: what it takes to close, and a little.
 const END_TIME_MAX: Duration = Duration::from_secs(8);
+/// How long a process may be there that has closed its end of descriptor 0:
+/// the kernel closes it when the process ends, and little before it is gone.
+const HUNG_UP_TIME_MAX: Duration = Duration::from_secs(1);
 /// A door that lasted shorter than this is not started again at once.
 const LASTING: Duration = Duration::from_secs(1);
 /// CPUs of the host for each thread of a door. It waits for others, most of
@@ -289,8 +292,10 @@ impl Shared {
         loop {
             // It says nothing: this waits for its end.
             let _ = io::copy(&mut control, &mut io::sink());
-            if let Some((mut child, _)) = self.now().take() {
-                let status = child.wait();
+            // Whoever tells it something, or ends it, is not kept by its end.
+            let taken = self.now().take();
+            if let Some((child, _)) = taken {
+                let status = end_of(child);
                 if !self.ending.load(Ordering::Acquire) {
                     tracing::warn!(?status, "the HTTP door ended, and is opened again");
                 }
@@ -398,6 +403,19 @@ impl Drop for Door {
             let _ = keeper.join();
         }
     }
+}
+
+/// Waits for a door that has hung up, and ends one that stays all the same.
+fn end_of(mut child: Child) -> io::Result<ExitStatus> {
+    let until = Instant::now() + HUNG_UP_TIME_MAX;
+    while Instant::now() < until {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    child.kill()?;
+    child.wait()
 }
 
 /// Options as they are sent.
@@ -545,6 +563,34 @@ mod tests {
             assert!(refused.contains(said), "{refused}");
             assert!(!refused.contains("hunter2"), "{refused}");
         }
+    }
+
+    #[test]
+    fn a_door_that_hangs_up_and_stays_keeps_nobody_waiting_and_is_ended() {
+        let path = std::env::temp_dir().join(format!("forge-door-{}", std::process::id()));
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let for_reading = ours.try_clone().unwrap();
+        let stays = Command::new("sleep").arg("60").spawn().unwrap();
+        let options =
+            Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
+        let shared = Shared {
+            listener: Listener::bind(&Place::Path(path.clone())).unwrap(),
+            user: None,
+            options: Mutex::new(options),
+            service: path,
+            ending: AtomicBool::new(true),
+            now: Mutex::new(Some((stays, ours))),
+        };
+        let begun = Instant::now();
+        drop(theirs);
+        std::thread::scope(|scope| {
+            scope.spawn(|| shared.keep(for_reading));
+            while shared.now().is_some() {
+                std::thread::yield_now();
+            }
+            assert!(begun.elapsed() < HUNG_UP_TIME_MAX, "its end was waited for");
+        });
+        assert!(begun.elapsed() < END_TIME_MAX, "it was not ended");
     }
 
     #[test]
