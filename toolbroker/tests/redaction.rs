@@ -8,6 +8,7 @@
 mod support;
 
 use forge_protocol::limits::RunLimits;
+use forge_toolbroker::secret::{Scrubber, Secret};
 use serde_json::{Value, json};
 use support::{Broker, CANARY, test_server};
 
@@ -118,4 +119,25 @@ fn attack_21_instructions_in_a_result_change_no_grant() {
     assert_eq!((code, said), (None, json!({ "text": text })), "it is data");
     let (code, _) = worker.call("test.echo_env", &json!({}));
     assert_eq!(code, Some(forge_protocol::abi::CallCode::Denied));
+}
+
+/// The most memory that this process ever had, in MiB.
+fn peak_mib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() / 1024
+}
+
+#[test]
+fn attack_23_many_fields_far_within_each_other_take_no_more_memory_than_others() {
+    let members = (0..30_000).map(|it| (format!("{it:x}"), json!("x")));
+    let mut said = Value::Object(members.collect());
+    for _ in 0..250 {
+        said = json!({ "a": said });
+    }
+    let scrubber = Scrubber::new(Secret::new(CANARY.to_owned()));
+    let before = peak_mib();
+    assert_eq!(scrubber.json_counted(said).removed, 0);
+    let took = peak_mib() - before;
+    assert!(took < 40, "{took} MiB");
 }

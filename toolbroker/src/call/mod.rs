@@ -52,7 +52,7 @@ use std::sync::Arc;
 
 use forge_protocol::guest::{Call, Settled};
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout_at;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument as _;
@@ -65,6 +65,11 @@ use crate::metrics::Metrics;
 use crate::registry::{Carrier, Found, Registry};
 use crate::telemetry::{RunSpan, Span, Spans};
 
+/// Large results that are held against their schemas and cleared of credentials
+/// at the same time. Each takes several times its size meanwhile, and none
+/// waits for anything but a processor: more at once would end no sooner.
+const LARGE_RESULTS_MAX: usize = 8;
+
 /// Carries calls out.
 #[derive(Clone, Debug)]
 pub struct Dispatcher {
@@ -72,6 +77,7 @@ pub struct Dispatcher {
     books: Books,
     /// Where servers are talked with.
     home: Handle,
+    large_results: Arc<Semaphore>,
     /// Everything from the intent on, to be waited for at the end.
     dispatched: TaskTracker,
 }
@@ -106,7 +112,8 @@ impl Dispatcher {
         home: Handle,
     ) -> Self {
         let books = Books { journal, metrics, spans: None };
-        Self { registry, books, home, dispatched: TaskTracker::new() }
+        let large_results = Arc::new(Semaphore::new(LARGE_RESULTS_MAX));
+        Self { registry, books, home, large_results, dispatched: TaskTracker::new() }
     }
 
     /// The same, which tells a collector of its runs and calls.
@@ -211,6 +218,7 @@ impl Dispatcher {
         let effect = checked.effect();
         let (deliver, delivered) = oneshot::channel();
         let (books, registry) = (self.books.clone(), Arc::clone(&self.registry));
+        let large_results = Arc::clone(&self.large_results);
         let called = async move {
             let settled = match checked.intended(&books).await {
                 Ok(intended) => match carrier.in_place() {
@@ -234,7 +242,7 @@ impl Dispatcher {
                                 .redacted(Some(&registry.scrubber()))
                                 .recorded(&books)
                         };
-                        if small { ended() } else { beside(ended).await }
+                        if small { ended() } else { in_turn(&large_results, ended).await }
                     }
                 },
                 Err(refused) => refused.recorded(&books).await,
@@ -283,6 +291,16 @@ async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) ->
     }
 }
 
+/// The same, when there is a turn for it.
+async fn in_turn<T: Send + 'static>(
+    turns: &Semaphore,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    // Turns are never closed.
+    let _turn = turns.acquire().await;
+    beside(work).await
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -294,6 +312,29 @@ mod tests {
     use forge_protocol::broker::{GrantClaims, GrantedTool};
     use forge_protocol::limits::RunLimits;
     use forge_protocol::name::ToolName;
+
+    #[test]
+    fn large_results_are_cleared_a_few_at_a_time_and_all_of_them_are() {
+        use std::sync::atomic::{AtomicUsize, Ordering};
+        let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+        let turns = Arc::new(Semaphore::new(2));
+        let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let waits: Vec<_> = (0..20)
+            .map(|_| {
+                let (turns, now, most) = (Arc::clone(&turns), Arc::clone(&now), Arc::clone(&most));
+                let work = move || {
+                    most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                    now.fetch_sub(1, Ordering::SeqCst);
+                };
+                runtime.spawn(async move { in_turn(&turns, work).await })
+            })
+            .collect();
+        for wait in waits {
+            runtime.block_on(wait).unwrap();
+        }
+        assert_eq!(most.load(Ordering::SeqCst), 2);
+    }
 
     #[test]
     fn a_built_in_whose_definition_is_not_the_granted_one_is_denied() {

@@ -105,8 +105,8 @@ impl Scrubber {
     /// As [`Scrubber::json`], and says whether there was one.
     #[must_use]
     pub fn json_counted(&self, value: Value) -> Scrubbed<Value> {
-        let mut texts = Texts::default();
-        texts.collect(&value, &mut Vec::new(), 0);
+        let mut texts = Texts { in_rows: self.known.is_some(), ..Texts::default() };
+        texts.collect(&value, 0, 0);
         let mut found: Vec<Vec<Range<usize>>> =
             texts.all.iter().map(|text| self.find(text.as_bytes())).collect();
         let mut removed: u32 = found.iter().map(|found| count(found)).sum();
@@ -239,37 +239,40 @@ fn replaced(text: &str, found: &[Range<usize>]) -> String {
 #[derive(Default)]
 struct Texts {
     all: Vec<String>,
+    /// Whether anything is looked for that can be split over them.
+    in_rows: bool,
     /// Strings, in their order.
     values: Vec<usize>,
-    /// Those of the same field, whichever item of a list it is in.
-    by_field: BTreeMap<Vec<u64>, Vec<usize>>,
+    /// Those of the same field, whichever item of a list it is in. The field
+    /// is the hash of its path: a server chooses how long paths are, and how
+    /// many.
+    by_field: BTreeMap<u64, Vec<usize>>,
 }
 
 impl Texts {
-    fn collect(&mut self, value: &Value, field: &mut Vec<u64>, depth: usize) {
+    fn collect(&mut self, value: &Value, field: u64, depth: usize) {
         if depth > DEPTH_MAX {
             return;
         }
         match value {
             Value::String(text) => {
-                self.values.push(self.all.len());
-                self.by_field.entry(field.clone()).or_default().push(self.all.len());
+                if self.in_rows {
+                    self.values.push(self.all.len());
+                    self.by_field.entry(field).or_default().push(self.all.len());
+                }
                 self.all.push(text.clone());
             }
             Value::Number(number) => self.all.push(number.to_string()),
             Value::Array(items) => {
-                field.push(0);
+                let field = within(field, None);
                 for item in items {
                     self.collect(item, field, depth + 1);
                 }
-                field.pop();
             }
             Value::Object(fields) => {
                 for (key, value) in fields {
                     self.all.push(key.clone());
-                    field.push(hash(key));
-                    self.collect(value, field, depth + 1);
-                    field.pop();
+                    self.collect(value, within(field, Some(key)), depth + 1);
                 }
             }
             Value::Null | Value::Bool(_) => {}
@@ -277,12 +280,13 @@ impl Texts {
     }
 }
 
-/// Tells fields apart; two that collide are looked at together, no more.
-fn hash(key: &str) -> u64 {
+/// The field of this key within another, or of a list's items. Two that
+/// collide are looked at together, no more.
+fn within(field: u64, key: Option<&str>) -> u64 {
     use std::hash::{DefaultHasher, Hash as _, Hasher as _};
     let mut hasher = DefaultHasher::new();
-    key.hash(&mut hasher);
-    hasher.finish() | 1
+    (field, key).hash(&mut hasher);
+    hasher.finish()
 }
 
 fn rebuilt<'a>(
