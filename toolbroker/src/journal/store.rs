@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, Transaction, TransactionBehavior, params};
 
 use super::record::{CallFacts, Close, Event, Record, now_us};
@@ -214,6 +215,16 @@ impl Store {
             )
             .and_then(|_| self.connection.close().map_err(|(_, source)| source))
             .map_err(|source| database(&self.slot.file, source))
+    }
+
+    /// Leaves the file as a broker does that dies: its session is open, and
+    /// its log is there for the next one to see ([`Slot::take`]).
+    pub fn leave(self) {
+        // Otherwise closing it would take the log away.
+        let kept = DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE;
+        if let Err(error) = self.connection.set_db_config(kept, true) {
+            tracing::warn!(%error, "the journal's log may not be kept");
+        }
     }
 }
 

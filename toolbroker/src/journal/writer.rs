@@ -63,6 +63,8 @@ struct State {
     /// The writer waits for a first record.
     idle: bool,
     closing: bool,
+    /// Something that has happened was not taken.
+    dropped: bool,
 }
 
 /// What the writer has done.
@@ -145,9 +147,13 @@ impl Journal {
 
     /// Records something that has happened. It goes with the next commit.
     pub fn append(&self, record: Record) {
-        if self.working().is_err() && lock(&self.0.state).pending.len() >= PENDING_RECORDS_MAX {
-            tracing::error!(run = %record.run, "a record is dropped: the journal cannot be written");
-            return;
+        if self.working().is_err() {
+            let mut state = lock(&self.0.state);
+            if state.pending.len() >= PENDING_RECORDS_MAX {
+                state.dropped = true;
+                tracing::error!(run = %record.run, "a record is dropped: the journal cannot be written");
+                return;
+            }
         }
         self.append_always(record);
     }
@@ -199,8 +205,8 @@ impl Journal {
         }
     }
 
-    /// Commits what is left and closes the file. Nothing may be recorded
-    /// after that.
+    /// Commits what is left and closes the file; if that fails, it leaves the
+    /// file as a broker that died would. Nothing may be recorded after that.
     pub fn close(&self) {
         lock(&self.0.state).closing = true;
         self.0.changed.notify_one();
@@ -250,11 +256,20 @@ impl Writer {
                     }
                 }
             }
-            if closing {
+            // What had no room in this batch comes with the next.
+            if closing && (!batch.is_empty() || lock(&self.shared.state).pending.is_empty()) {
                 break;
             }
         }
-        if let Some(Err(error)) = self.store.take().map(Store::close) {
+        let Some(store) = self.store.take() else { return };
+        let dropped = lock(&self.shared.state).dropped;
+        if dropped || !batch.is_empty() {
+            // As if this broker had died: whoever opens the file next says
+            // of each call without an end that it is unknown.
+            let records = batch.len();
+            tracing::error!(records, dropped, "the journal is left open: it lacks records");
+            store.leave();
+        } else if let Err(error) = store.close() {
             tracing::error!(%error, "the journal was not closed in good order");
         }
     }
@@ -327,4 +342,75 @@ impl Writer {
 /// What the locks guard is whole between any two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::journal::{CallFacts, Event};
+    use forge_protocol::RunId;
+    use forge_protocol::name::ToolName;
+
+    fn recorded(event: Event) -> Record {
+        Record::now(RunId([1; 16]), event)
+    }
+
+    fn intent() -> Record {
+        recorded(Event::Intent(CallFacts {
+            call: 0,
+            principal: "alice".into(),
+            tool: ToolName::parse("shop.order").unwrap(),
+            definition_sha256: None,
+            effect: None,
+            arguments_sha256: None,
+            held_by_caller: false,
+        }))
+    }
+
+    fn outcome() -> Record {
+        let event =
+            Event::Outcome { call: 0, code: None, took_us: 1, response_bytes: 1, redacted: false };
+        recorded(event)
+    }
+
+    /// How a journal's call is left by a broker, and what the next says of it.
+    fn left_after(last: impl FnOnce(&Journal, &std::path::Path)) -> Vec<String> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("journal-00.sqlite");
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let place = Place::Folder(folder.path().into());
+        let journal = Journal::new(place, Arc::new(Metrics::default()));
+        runtime.block_on(journal.intend(intent(), true)).unwrap();
+        last(&journal, &file);
+        drop(Store::open(folder.path()).unwrap());
+        let read = rusqlite::Connection::open(file).unwrap();
+        let mut kinds = read.prepare("SELECT kind FROM records ORDER BY seq").unwrap();
+        let kinds = kinds.query_map([], |row| row.get(0)).unwrap();
+        kinds.collect::<Result<_, _>>().unwrap()
+    }
+
+    #[test]
+    fn an_outcome_that_the_last_commit_loses_is_unknown_to_the_next_broker() {
+        let left = left_after(|journal, file| {
+            let away = file.with_extension("away");
+            std::fs::rename(file, &away).unwrap();
+            journal.append(outcome());
+            journal.close();
+            std::fs::rename(&away, file).unwrap();
+            assert!(file.with_extension("sqlite-wal").exists(), "the next takes this file first");
+        });
+        assert_eq!(left, ["intent", "unknown"]);
+    }
+
+    #[test]
+    fn what_is_left_is_committed_before_the_file_is_closed() {
+        let left = left_after(|journal, _| {
+            // More than one batch has room for.
+            for _ in 0..PENDING_RECORDS_MAX + 10 {
+                journal.append(outcome());
+            }
+            journal.close();
+        });
+        assert_eq!(left.len(), 1 + PENDING_RECORDS_MAX + 10);
+    }
 }
