@@ -14,6 +14,8 @@
 //! says when the next try is. Half open, one caller tries and all others still
 //! fail at once. Each failure in a row doubles the wait, and no wait is the
 //! same as another's, so that many brokers do not come back in one moment.
+//! Calls that fail together are one failure: what was under way when the
+//! server failed says nothing of it afterwards.
 //! Deliberately absent are rates and time windows: one answer closes it.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
@@ -40,6 +42,8 @@ pub struct Breaker(Mutex<State>);
 struct State {
     /// In a row.
     failures: u32,
+    /// How many were ever counted.
+    counted: u64,
     retry_at: Instant,
     /// Whether somebody tries it out just now, after it was open.
     probed: bool,
@@ -52,6 +56,8 @@ struct State {
 pub struct Admission {
     breaker: Arc<Breaker>,
     is_probe: bool,
+    /// How many failures were counted when it was given.
+    counted: u64,
 }
 
 impl Breaker {
@@ -78,8 +84,9 @@ impl Breaker {
     /// # Errors
     /// [`UpstreamError::BackOff`].
     pub fn enter(self: &Arc<Self>) -> Result<Admission, UpstreamError> {
-        let is_probe = self.state().enter(Instant::now())?;
-        Ok(Admission { breaker: Arc::clone(self), is_probe })
+        let mut state = self.state();
+        let is_probe = state.enter(Instant::now())?;
+        Ok(Admission { breaker: Arc::clone(self), is_probe, counted: state.counted })
     }
 
     /// The server answered: whatever was before is forgotten.
@@ -96,7 +103,7 @@ impl Breaker {
 /// The machine itself: the clock and the dice are its caller's.
 impl State {
     fn new(now: Instant) -> Self {
-        Self { failures: 0, retry_at: now, probed: false, reason: String::new() }
+        Self { failures: 0, counted: 0, retry_at: now, probed: false, reason: String::new() }
     }
 
     /// Whether whoever enters now tries it out for all others.
@@ -113,9 +120,26 @@ impl State {
 
     fn failed(&mut self, now: Instant, random: u32, reason: String) {
         self.failures = self.failures.saturating_add(1);
-        self.probed = false;
+        self.counted += 1;
         self.reason = reason;
         self.retry_at = now + jittered(wait(self.failures), random);
+    }
+
+    /// Somebody failed who was let in when so many were counted.
+    fn failed_since(
+        &mut self,
+        counted: u64,
+        is_probe: bool,
+        now: Instant,
+        random: u32,
+        reason: String,
+    ) {
+        if is_probe {
+            self.probed = false;
+        }
+        if counted == self.counted {
+            self.failed(now, random, reason);
+        }
     }
 
     fn check(&self, now: Instant) -> Result<(), UpstreamError> {
@@ -146,17 +170,23 @@ impl Admission {
         self.breaker.answered();
     }
 
-    /// The server failed.
+    /// The server failed. It counts if no failure did since this was given.
     pub fn failed(mut self, reason: String) {
+        self.fail(reason);
         self.is_probe = false;
-        self.breaker.failed(reason);
+    }
+
+    fn fail(&self, reason: String) {
+        let (counted, is_probe) = (self.counted, self.is_probe);
+        let mut state = self.breaker.state();
+        state.failed_since(counted, is_probe, Instant::now(), random(), reason);
     }
 }
 
 impl Drop for Admission {
     fn drop(&mut self) {
         if self.is_probe {
-            self.breaker.failed("no answer came while somebody waited".to_owned());
+            self.fail("no answer came while somebody waited".to_owned());
         }
     }
 }
@@ -184,8 +214,9 @@ fn random() -> u32 {
 mod tests {
     use super::*;
 
+    /// Whoever was let in last fails.
     fn fail(state: &mut State, now: Instant) {
-        state.failed(now, u32::MAX, "down".into());
+        state.failed_since(state.counted, state.probed, now, u32::MAX, "down".into());
     }
 
     #[test]
@@ -258,6 +289,34 @@ mod tests {
         breaker.answered();
         breaker.failed("once".into());
         breaker.check().unwrap();
+    }
+
+    #[test]
+    fn calls_that_fail_together_are_one_failure() {
+        let breaker = Breaker::new();
+        for failures in 1..=OPENS_AFTER {
+            let together: Vec<_> = (0..64).map(|_| breaker.enter().unwrap()).collect();
+            for call in together {
+                call.failed("it was cut off".into());
+            }
+            assert_eq!(breaker.state().failures, failures);
+        }
+        assert!(breaker.state().retry_at <= Instant::now() + WAIT_MIN);
+    }
+
+    #[test]
+    fn what_was_under_way_before_a_probe_does_not_let_in_another() {
+        let breaker = Breaker::new();
+        let before = breaker.enter().unwrap();
+        breaker.state().failures = OPENS_AFTER;
+        breaker.failed("down".into());
+        breaker.state().retry_at = Instant::now();
+        let probe = breaker.enter().unwrap();
+        before.failed("it was cut off".into());
+        assert!(breaker.enter().is_err(), "a second one beside the probe");
+        assert_eq!(breaker.state().failures, OPENS_AFTER + 1);
+        probe.failed("down".into());
+        assert_eq!(breaker.state().failures, OPENS_AFTER + 2);
     }
 
     #[test]
