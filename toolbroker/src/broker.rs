@@ -43,6 +43,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::task::TaskTracker;
 
 use crate::attenuation::{self, attenuate};
+use crate::beside;
 use crate::call::{Dispatcher, Run, Taken};
 use crate::config::Config;
 use crate::constraint::{Constraint, WrittenError, parse_where};
@@ -350,7 +351,9 @@ impl Broker {
                     let server = crate::cut(&tools.server, 128);
                     return Err(HostingError::Configured { server }.into());
                 }
-                Ok(Reply::Hosting { host: self.hosting.host(tools, stream)? })
+                let hosting = Arc::clone(&self.hosting);
+                let host = beside(move || hosting.host(tools, stream)).await?;
+                Ok(Reply::Hosting { host })
             }
             Request::OpenHostedRun { run, host } => {
                 let stream = descriptor.ok_or(Refused::NoRunLink)?;
@@ -648,15 +651,6 @@ fn with_hosted(grant: &Grant, hosted: &Hosted) -> Result<Grant, Refused> {
         return Err(Refused::OverLimit(OverLimit { what: "tools", got, limit }));
     }
     Ok(Grant::new(claims)?)
-}
-
-/// Takes its time, beside everything else.
-async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(done) => done,
-        // Only a panic of ours ends it without an answer.
-        Err(error) => std::panic::resume_unwind(error.into_panic()),
-    }
 }
 
 /// The constraints of a request, each with its tool.

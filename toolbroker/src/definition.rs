@@ -35,8 +35,10 @@ const VIOLATIONS_MAX: usize = 5;
 const VIOLATION_BYTES_MAX: usize = 512;
 /// How often a pattern of a schema may step back on one string.
 const PATTERN_BACKTRACK_MAX: usize = 100_000;
-/// A compiled pattern, in bytes.
-const PATTERN_BYTES_MAX: usize = 1024 * 1024;
+/// What one compiled pattern may take, in bytes: all patterns of a schema get
+/// the first of these that is enough for each. The last is what `^.{0,1000}$`
+/// takes.
+const PATTERN_BYTES: [usize; 4] = [4 * 1024, 32 * 1024, 256 * 1024, 1024 * 1024];
 
 /// A tool that can be granted and called.
 #[derive(Debug)]
@@ -52,6 +54,21 @@ pub struct Tool {
 struct Schema {
     validator: Validator,
     cost: Cost,
+}
+
+/// Room for the compiled patterns of all tools that one stranger offers, so
+/// that what they take together is bounded and not each alone.
+#[derive(Debug)]
+pub struct PatternRoom {
+    bytes: usize,
+}
+
+impl PatternRoom {
+    /// Room of so many bytes.
+    #[must_use]
+    pub fn new(bytes: usize) -> Self {
+        Self { bytes }
+    }
 }
 
 /// Why a tool that a server lists is not offered.
@@ -93,6 +110,18 @@ impl Tool {
     /// # Errors
     /// [`DefinitionError`]: this tool cannot be offered.
     pub fn new(server: &str, listed: Listed) -> Result<Self, DefinitionError> {
+        Self::within(&mut PatternRoom::new(usize::MAX), server, listed)
+    }
+
+    /// The same of one of many tools, whose patterns take from this room.
+    ///
+    /// # Errors
+    /// [`DefinitionError`]: this tool cannot be offered.
+    pub fn within(
+        room: &mut PatternRoom,
+        server: &str,
+        listed: Listed,
+    ) -> Result<Self, DefinitionError> {
         let name =
             ToolName::parse(&format!("{server}.{}", listed.name)).map_err(DefinitionError::Name)?;
         let input_schema = Value::Object(listed.input_schema);
@@ -117,8 +146,8 @@ impl Tool {
             .finalize()
             .into();
 
-        let arguments = Schema::compile(&input_schema).map_err(DefinitionError::Schema)?;
-        let result = output_schema.as_ref().map(Schema::compile).transpose();
+        let arguments = Schema::compile(&input_schema, room).map_err(DefinitionError::Schema)?;
+        let result = output_schema.as_ref().map(|it| Schema::compile(it, room)).transpose();
         let result = result.map_err(DefinitionError::OutputSchema)?;
         let spec = ToolSpec {
             name,
@@ -195,21 +224,37 @@ impl Tool {
 impl Schema {
     /// Compiles a schema that may refer to nothing outside itself. Draft
     /// 2020-12 holds where `$schema` names no other.
-    fn compile(schema: &Value) -> Result<Self, String> {
+    fn compile(schema: &Value, room: &mut PatternRoom) -> Result<Self, String> {
         let cost = Cost::of(schema)?;
+        let mut why = String::new();
+        for pattern_bytes in PATTERN_BYTES {
+            let bytes = cost.patterns_max().saturating_mul(pattern_bytes);
+            if bytes > room.bytes {
+                return Err("its patterns have no room beside those of the other tools".to_owned());
+            }
+            match Self::validator(schema, pattern_bytes) {
+                Ok(validator) => {
+                    room.bytes -= bytes;
+                    return Ok(Self { validator, cost });
+                }
+                // Too little for a pattern, or something else that stays.
+                Err(error) => why = error,
+            }
+        }
+        Err(why)
+    }
+
+    fn validator(schema: &Value, pattern_bytes: usize) -> Result<Validator, String> {
         let names_a_draft = schema.get("$schema").is_some();
         let mut options = jsonschema::options().offline().with_pattern_options(
             PatternOptions::fancy_regex()
                 .backtrack_limit(PATTERN_BACKTRACK_MAX)
-                .size_limit(PATTERN_BYTES_MAX),
+                .size_limit(pattern_bytes),
         );
         if !names_a_draft {
             options = options.with_draft(Draft::Draft202012);
         }
-        let validator = options
-            .build(schema)
-            .map_err(|why| crate::cut(&why.to_string(), VIOLATION_BYTES_MAX))?;
-        Ok(Self { validator, cost })
+        options.build(schema).map_err(|why| crate::cut(&why.to_string(), VIOLATION_BYTES_MAX))
     }
 
     /// Holds a value, called `whole`, against the schema, on a stack that is
@@ -380,6 +425,21 @@ mod tests {
         let text = format!("{}b", "a".repeat(40));
         assert!(tool.check(&json!({"x": text})).is_err());
         assert!(started.elapsed() < std::time::Duration::from_secs(30));
+    }
+
+    #[test]
+    fn large_patterns_of_one_list_take_from_one_room_and_small_ones_hardly_any() {
+        let large = || listed(json!({"properties": {"x": {"pattern": "^.{1,255}$"}}}));
+        let small = || listed(json!({"properties": {"x": {"pattern": "^[a-z0-9-]{1,8}$"}}}));
+        let mut room = PatternRoom::new(2 * 1024 * 1024);
+        let mut offer = |listed| Tool::within(&mut room, "shop", listed);
+        offer(large()).unwrap();
+        for _ in 0..50 {
+            offer(small()).unwrap();
+        }
+        let refused = offer(large()).unwrap_err().to_string();
+        assert!(refused.contains("no room beside"), "{refused}");
+        offer(small()).unwrap();
     }
 
     /// A tool whose schema has these definitions, and takes an `x` that is

@@ -84,3 +84,12 @@ pub(crate) fn cut(text: &str, bytes_max: usize) -> String {
     }
     cut
 }
+
+/// Does long work in a thread that nobody else waits for.
+pub(crate) async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        // Only a panic of ours ends it without an outcome.
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    }
+}

@@ -140,3 +140,17 @@ fn a_caller_takes_no_reserved_name_and_hosts_no_tool_twice() {
         Listed { input_schema: json!({"type": 7}).as_object().unwrap().clone(), ..listed("x") };
     assert!(matches!(Hosted::new("app", vec![bad]), Err(HostError::Tool { .. })));
 }
+
+#[test]
+fn what_a_caller_hosts_is_bounded_before_anything_is_compiled_and_in_all() {
+    let with = |at: usize, pattern: &str| {
+        let schema = json!({"properties": {"x": {"pattern": pattern}}});
+        Listed { input_schema: schema.as_object().unwrap().clone(), ..listed(&format!("t{at}")) }
+    };
+    let host =
+        |count, pattern| Hosted::new("app", (0..count).map(|at| with(at, pattern)).collect());
+    assert!(matches!(host(257, "("), Err(HostError::TooMany { got: 257 })));
+    host(256, "^[a-z]{1,8}$").unwrap();
+    let refused = host(64, "^.{1,255}$").unwrap_err().to_string();
+    assert!(refused.contains("no room beside"), "{refused}");
+}

@@ -58,6 +58,7 @@ use tokio_util::task::TaskTracker;
 use tracing::Instrument as _;
 
 use self::chain::{Books, Checked, Granted, Identified, Pinned, Refused, unheard};
+use crate::beside;
 use crate::builtin::Work;
 use crate::definition::Effect;
 use crate::journal::{Close, Event, Journal, Record};
@@ -279,15 +280,6 @@ impl Dispatcher {
             beside(|| pinned.checked()).await
         };
         Ok((checked?, carrier))
-    }
-}
-
-/// Does long work in a thread that nobody else waits for.
-async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(done) => done,
-        // Only a panic of ours ends it without an outcome.
-        Err(error) => std::panic::resume_unwind(error.into_panic()),
     }
 }
 

@@ -11,16 +11,20 @@
 
 use std::sync::Arc;
 
+use forge_protocol::limits::GRANTED_TOOLS_MAX;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName, is_server_name};
 use rmcp::model::JsonObject;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{CallEnd, TOOLS_MAX, has_few_values};
-use crate::definition::{DefinitionError, Listed, Tool};
+use super::{CallEnd, has_few_values};
+use crate::definition::{DefinitionError, Listed, PatternRoom, Tool};
 
 /// Calls that may wait for the caller to take them.
 const CALLS_WAITING_MAX: usize = 64;
+/// What the compiled patterns of one caller's tools may take, in bytes: there
+/// are many callers, and each comes unasked.
+const PATTERN_ROOM_BYTES: usize = 32 * 1024 * 1024;
 
 /// A caller's tools.
 #[derive(Debug)]
@@ -55,7 +59,7 @@ pub enum HostError {
         server: String,
     },
     /// Too many tools.
-    #[error("a caller may host {TOOLS_MAX} tools, not {got}")]
+    #[error("a caller may host {GRANTED_TOOLS_MAX} tools, not {got}")]
     TooMany {
         /// How many.
         got: usize,
@@ -89,13 +93,15 @@ impl Hosted {
         if !is_server_name(server) || RESERVED_SERVERS.contains(&server) {
             return Err(HostError::Server { server: crate::cut(server, 128) });
         }
-        if listed.len() > TOOLS_MAX {
+        // More could not be granted.
+        if listed.len() > GRANTED_TOOLS_MAX {
             return Err(HostError::TooMany { got: listed.len() });
         }
+        let mut room = PatternRoom::new(PATTERN_ROOM_BYTES);
         let mut tools = Vec::with_capacity(listed.len());
         for listed in listed {
             let name = crate::cut(&listed.name, 128);
-            let tool = Tool::new(server, listed)
+            let tool = Tool::within(&mut room, server, listed)
                 .map_err(|source| HostError::Tool { tool: name, source })?;
             tools.push(Arc::new(tool));
         }

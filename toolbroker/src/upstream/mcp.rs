@@ -26,7 +26,7 @@ use super::http::{self, Fault, Mcp};
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Upstream};
-use crate::definition::{Listed, Tool};
+use crate::definition::{Listed, PatternRoom, Tool};
 
 /// How long a listing may take once the server is up.
 const LIST_TIME_MAX: Duration = Duration::from_secs(10);
@@ -47,6 +47,9 @@ pub(crate) const TOOLS_MAX: usize = 2_000;
 const PAGES_MAX: usize = 200;
 /// Bytes of JSON that its list may have, all pages together.
 const LIST_BYTES_MAX: usize = 32 * 1024 * 1024;
+/// What the compiled patterns of its tools may take, in bytes: 256 of the
+/// largest, or 65,000 as most are.
+const PATTERN_ROOM_BYTES: usize = 256 * 1024 * 1024;
 
 /// What carries a session.
 #[derive(Debug)]
@@ -224,38 +227,9 @@ impl Session {
             Err(format!("tools/list took more than {} s", LIST_TIME_MAX.as_secs()))
         })?;
 
-        let mut tools: Vec<Arc<Tool>> = Vec::with_capacity(listed.len());
-        for tool in listed {
-            let name = tool.name.into_owned();
-            // Names are in grants, records and logs: no scrubbed one stands
-            // for the tool.
-            let shown = self.scrubs.text(&name);
-            if shown != name {
-                let tool = crate::cut(&shown, 256);
-                tracing::warn!(server = self.server, ?tool, "tool left out: a credential's name");
-                continue;
-            }
-            let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());
-            let advice = advice.map(|text| self.scrubs.text(&text));
-            let listed = Listed {
-                name: name.clone(),
-                description: tool.description.map(|text| self.scrubs.text(&text)),
-                input_schema: self.clean(tool.input_schema),
-                output_schema: tool.output_schema.map(|schema| self.clean(schema)),
-            };
-            let tool = Tool::new(&self.server, listed);
-            match tool.map(|tool| tool.with_advice(advice.as_deref())) {
-                Ok(tool) if tools.iter().any(|other| other.name() == tool.name()) => {
-                    tracing::warn!(server = self.server, tool = ?name, "tool listed twice");
-                }
-                Ok(tool) => tools.push(Arc::new(tool)),
-                Err(error) => {
-                    let (tool, error) = (crate::cut(&name, 256), error.to_string());
-                    tracing::warn!(server = self.server, ?tool, ?error, "tool left out");
-                }
-            }
-        }
-        tools.sort_by(|a, b| a.name().cmp(b.name()));
+        let (server, scrubs) = (self.server.clone(), Arc::clone(&self.scrubs));
+        // Long work, if the server wants it to be.
+        let tools = crate::beside(move || offered(&server, &scrubs, listed)).await;
         *self.tools.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(tools);
         self.listed_at_change.store(announced, Ordering::Release);
         // A list that was given no time to live is good until it changes.
@@ -263,11 +237,6 @@ impl Session {
         *self.list_until.lock().unwrap_or_else(PoisonError::into_inner) =
             life.map(|life| Instant::now() + life.clamp(LIST_LIFE_MIN, LIST_LIFE_MAX));
         Ok(())
-    }
-
-    fn clean(&self, schema: Arc<JsonObject>) -> JsonObject {
-        let clean = |(key, value)| (key, self.scrubs.json(value));
-        Arc::unwrap_or_clone(schema).into_iter().map(clean).collect()
     }
 
     /// Calls a tool and waits for its end, however long. Dropping the future
@@ -430,6 +399,48 @@ impl Drop for Session {
             task.abort();
         }
     }
+}
+
+/// Those of a server's tools that can be offered, by name.
+fn offered(server: &str, scrubs: &Scrubs, listed: Vec<rmcp::model::Tool>) -> Vec<Arc<Tool>> {
+    let clean = |schema: Arc<JsonObject>| -> JsonObject {
+        let clean = |(key, value)| (key, scrubs.json(value));
+        Arc::unwrap_or_clone(schema).into_iter().map(clean).collect()
+    };
+    let mut room = PatternRoom::new(PATTERN_ROOM_BYTES);
+    let mut tools: Vec<Arc<Tool>> = Vec::with_capacity(listed.len());
+    for tool in listed {
+        let name = tool.name.into_owned();
+        // Names are in grants, records and logs: no scrubbed one stands
+        // for the tool.
+        let shown = scrubs.text(&name);
+        if shown != name {
+            let tool = crate::cut(&shown, 256);
+            tracing::warn!(server, ?tool, "tool left out: a credential's name");
+            continue;
+        }
+        let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());
+        let advice = advice.map(|text| scrubs.text(&text));
+        let listed = Listed {
+            name: name.clone(),
+            description: tool.description.map(|text| scrubs.text(&text)),
+            input_schema: clean(tool.input_schema),
+            output_schema: tool.output_schema.map(clean),
+        };
+        let tool = Tool::within(&mut room, server, listed);
+        match tool.map(|tool| tool.with_advice(advice.as_deref())) {
+            Ok(tool) if tools.iter().any(|other| other.name() == tool.name()) => {
+                tracing::warn!(server, tool = ?name, "tool listed twice");
+            }
+            Ok(tool) => tools.push(Arc::new(tool)),
+            Err(error) => {
+                let (tool, error) = (crate::cut(&name, 256), error.to_string());
+                tracing::warn!(server, ?tool, ?error, "tool left out");
+            }
+        }
+    }
+    tools.sort_by(|a, b| a.name().cmp(b.name()));
+    tools
 }
 
 /// What a tool takes in a list, in bytes, or nearly.
