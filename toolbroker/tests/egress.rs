@@ -343,6 +343,30 @@ async fn a_post_that_is_redirected_by_303_becomes_a_get_without_its_body() {
     assert!(!heard[1].contains("sent") && !heard[1].contains("content-type"), "{heard:?}");
 }
 
+#[tokio::test]
+async fn a_post_whose_redirect_leads_nowhere_is_told_as_done() {
+    for (status, location) in [
+        ("303 See Other", "/admin"),
+        ("307 Temporary Redirect", "http://10.0.0.1/"),
+        ("302 Found", "/v1/"),
+    ] {
+        let server =
+            Server::new(move |_| answer(status, &format!("location: {location}\r\n"), b""));
+        let mut only = rule("127.0.0.1", server.port);
+        only.path_prefix = "/v1/".into();
+        let client = client(vec![only], &Names::new(&[&[]]));
+        let url = format!("http://127.0.0.1:{}/v1/", server.port);
+        let Fetched::Failed(error) = request(&client, Method::Post, url.clone()).await else {
+            panic!("{location}")
+        };
+        assert_eq!(error.code(), "redirect_failed", "{error}");
+        let done = format!("answered POST with {}, so what it did stands", &status[..3]);
+        assert!(error.to_string().contains(&done), "{error}");
+        // A look has done nothing.
+        assert_ne!(refusal(&client, url).await, "redirect_failed");
+    }
+}
+
 // What a program may set, and what it sees
 
 #[tokio::test]

@@ -178,6 +178,15 @@ pub enum FetchError {
     /// Redirects without end.
     #[error("more than {REDIRECTS_MAX} redirects")]
     Redirects,
+    /// A request that may change something was answered with a redirect, and
+    /// no answer came of that.
+    #[error("{answered}, so what it did stands; the redirect led to no answer: {error}")]
+    Redirected {
+        /// Which request, and with what.
+        answered: String,
+        /// What became of the redirect.
+        error: Box<FetchError>,
+    },
     /// The server did not speak HTTP as it was asked to.
     #[error("the answer cannot be used: {0}")]
     Answer(String),
@@ -204,6 +213,7 @@ impl FetchError {
             Self::TooLate(_) => "too_late",
             Self::TooLarge { .. } => "too_large",
             Self::Redirects => "too_many_redirects",
+            Self::Redirected { .. } => "redirect_failed",
             Self::Answer(_) => "bad_answer",
             Self::Broken { .. } => "broken",
         }
@@ -213,6 +223,7 @@ impl FetchError {
     fn leaves_open(&self) -> bool {
         match self {
             Self::TooLate(_) | Self::Broken { .. } | Self::Answer(_) => true,
+            Self::Redirected { error, .. } => error.leaves_open(),
             Self::Refused(_)
             | Self::Address { .. }
             | Self::Header { .. }
@@ -277,6 +288,21 @@ impl Client {
 
     /// `sent` is set once something that may change the world is on its way.
     async fn follow(&self, request: Request, sent: &AtomicBool) -> Result<Response, FetchError> {
+        let mut answered = None;
+        self.hops(request, sent, &mut answered).await.map_err(|error| match answered {
+            Some(answered) => FetchError::Redirected { answered, error: Box::new(error) },
+            None => error,
+        })
+    }
+
+    /// `answered` says which request that may change the world was answered
+    /// with a redirect.
+    async fn hops(
+        &self,
+        request: Request,
+        sent: &AtomicBool,
+        answered: &mut Option<String>,
+    ) -> Result<Response, FetchError> {
         let Request { method, url, headers, body } = request;
         if !method.changes() && !body.is_empty() {
             return Err(FetchError::Request("GET and HEAD have no body"));
@@ -296,10 +322,14 @@ impl Client {
             let request = message(&destination, &headers, body.clone())?;
             let method = destination.method();
             let exchange = self.exchange(&destination, request, sent).await?;
-            let location = match exchange.redirects_to() {
-                Some(location) => location?,
-                None => return self.collect(&destination, exchange).await,
+            let Some(location) = exchange.redirects_to() else {
+                return self.collect(&destination, exchange).await;
             };
+            if method.changes() {
+                let (host, status) = (&destination.rule().host, exchange.status());
+                *answered = Some(format!("{host} answered {} with {status}", method.as_str()));
+            }
+            let location = location?;
             // 303 always asks for a look; browsers made the same of 301 and
             // 302 after a POST (RFC 9110, 15.4).
             let next_method = match (exchange.status(), method) {
