@@ -13,7 +13,7 @@ use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-use crate::builtin::{Builtin, Builtins, InPlace, Work};
+use crate::builtin::{Builtin, Builtins, Caller, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
 use crate::definition::{Effect, Tool};
 use crate::egress::Policy;
@@ -191,6 +191,11 @@ impl Registry {
     #[must_use]
     pub fn builtin(&self, name: &ToolName) -> Option<&Builtin> {
         self.builtins.get(name)
+    }
+
+    /// A run is over: what built-in tools kept for it alone is forgotten.
+    pub(crate) fn forget_run(&self, caller: &Caller) {
+        self.builtins.forget_run(caller);
     }
 
     /// All tools of these servers and the built-in ones, by name, and the

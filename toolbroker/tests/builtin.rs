@@ -195,6 +195,16 @@ fn a_stash_is_a_runs_own_and_a_groups_is_its_members() {
     assert_eq!(bob.call("stash.get", &elsewhere).0, Some(CallCode::BadRequest));
     assert_eq!(bob.call("stash.delete", &key).1, json!({ "deleted": true }));
     assert_eq!(first.call("stash.list", &json!({ "group": "team" })).1["entries"], json!([]));
+    // Nothing of a run's own is left for one that comes under its number.
+    drop(first);
+    let until = std::time::Instant::now() + support::PATIENCE;
+    let is_there = |broker: &mut Broker| {
+        let mut again = run_of(broker, "alice", 1, &tools);
+        again.call("stash.get", &json!({ "key": "k" })).1["found"] == true
+    };
+    while is_there(&mut broker) {
+        assert!(std::time::Instant::now() < until, "it is kept");
+    }
 }
 
 #[test]

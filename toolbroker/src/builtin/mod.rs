@@ -36,6 +36,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Instant;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -44,6 +45,7 @@ use forge_protocol::name::ToolName;
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
 
+use self::stash::Stash;
 use crate::config::BuiltinsConfig;
 use crate::definition::{Effect, Listed, Tool};
 use crate::upstream::{CallEnd, Upstream};
@@ -198,39 +200,50 @@ impl Builtin {
 
 /// All built-ins, by name.
 #[derive(Debug)]
-pub struct Builtins(Vec<Builtin>);
+pub struct Builtins {
+    all: Vec<Builtin>,
+    stash: Option<Arc<Stash>>,
+}
 
 impl Builtins {
     /// Compiles the definitions of what is configured. `servers` are the tool
     /// servers, whose resources `resource.read` reads.
     #[must_use]
-    pub fn new(config: BuiltinsConfig, servers: &BTreeMap<String, Arc<Upstream>>) -> Self {
-        let mut all: Vec<Builtin> =
-            plans(config, servers).into_iter().filter_map(compiled).collect();
+    pub fn new(mut config: BuiltinsConfig, servers: &BTreeMap<String, Arc<Upstream>>) -> Self {
+        let stash = config.stash.take();
+        let stash = stash.map(|terms| Arc::new(Stash::new(terms, Box::new(Instant::now))));
+        let plans = plans(config, servers).into_iter().chain(stash.iter().flat_map(stash::plans));
+        let mut all: Vec<Builtin> = plans.filter_map(compiled).collect();
         all.sort_by(|a, b| a.tool.name().cmp(b.tool.name()));
-        Self(all)
+        Self { all, stash }
+    }
+
+    /// A run is over: what only it could see is forgotten.
+    pub(crate) fn forget_run(&self, caller: &Caller) {
+        if let Some(stash) = &self.stash {
+            stash.forget_run(caller);
+        }
     }
 
     /// The built-in of this name.
     #[must_use]
     pub fn get(&self, name: &ToolName) -> Option<&Builtin> {
-        let found = self.0.binary_search_by(|builtin| builtin.tool.name().cmp(name)).ok()?;
-        self.0.get(found)
+        let found = self.all.binary_search_by(|builtin| builtin.tool.name().cmp(name)).ok()?;
+        self.all.get(found)
     }
 
     /// All of them, by name.
     pub fn iter(&self) -> impl Iterator<Item = &Builtin> {
-        self.0.iter()
+        self.all.iter()
     }
 }
 
 fn plans(config: BuiltinsConfig, servers: &BTreeMap<String, Arc<Upstream>>) -> Vec<Plan> {
-    let BuiltinsConfig { http, fs, keys, stash, resource } = config;
+    let BuiltinsConfig { http, fs, keys, stash: _, resource } = config;
     let mut plans = vec![crypto::hash()];
     plans.extend(keys::plans(keys));
     plans.extend(http.map(http::fetch));
     plans.extend(fs::plans(fs));
-    plans.extend(stash.into_iter().flat_map(stash::plans));
     plans.extend(resource.map(|sources| resource::read(sources, servers)));
     plans
 }

@@ -8,8 +8,9 @@
 //!
 //! A caller's own scope follows from its connection; a group has to be named
 //! in the call and is refused to everybody outside. Every entry ends: after
-//! its time, or with the broker. All sizes are bounded, per scope and in all,
-//! and what is full refuses: nobody's entry is thrown out for another's.
+//! its time, with the run that is its scope, or with the broker. All sizes are
+//! bounded, per scope, per principal and in all, and what is full refuses:
+//! nobody's entry is thrown out for another's.
 //! Deliberately absent are the disk and a clock of its own.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -49,10 +50,20 @@ pub struct Terms {
     pub groups: BTreeMap<String, BTreeSet<String>>,
 }
 
+impl Terms {
+    /// Keys and values that one principal put into any scope, in bytes: half
+    /// of all, so that none fills the stash for the others, but as much as one
+    /// scope may hold.
+    fn principal_bytes_max(&self) -> usize {
+        (self.total_bytes_max / 2).max(self.bytes_max)
+    }
+}
+
 /// Tells the time.
 type Clock = Box<dyn Fn() -> Instant + Send + Sync>;
 
-struct Stash {
+/// All notes.
+pub(super) struct Stash {
     terms: Terms,
     clock: Clock,
     held: Mutex<Held>,
@@ -80,6 +91,8 @@ struct Held {
     ends: BTreeMap<(Instant, u64), (Scope, Arc<str>)>,
     next: u64,
     bytes: usize,
+    /// By who put it there.
+    bytes_of: HashMap<Arc<str>, usize>,
 }
 
 #[derive(Default)]
@@ -92,6 +105,8 @@ struct Entry {
     /// JSON, as text: parsed, a small text can be a large value.
     value: String,
     end: (Instant, u64),
+    /// Who put it there.
+    principal: Arc<str>,
 }
 
 fn entry_bytes(key: &str, value: &str) -> usize {
@@ -105,6 +120,12 @@ impl Held {
         let bytes = entry_bytes(key, &entry.value);
         shelf.bytes -= bytes;
         self.bytes -= bytes;
+        if let Some(all) = self.bytes_of.get_mut(&entry.principal) {
+            *all -= bytes;
+            if *all == 0 {
+                self.bytes_of.remove(&entry.principal);
+            }
+        }
         self.ends.remove(&entry.end);
         if shelf.entries.is_empty() {
             self.shelves.remove(scope);
@@ -126,14 +147,30 @@ impl Held {
 }
 
 impl Stash {
-    fn new(terms: Terms, clock: Clock) -> Self {
+    /// An empty one.
+    pub(super) fn new(terms: Terms, clock: Clock) -> Self {
         Self { terms, clock, held: Mutex::default() }
     }
 
+    /// Forgets what a run that is over kept for itself alone.
+    pub(super) fn forget_run(&self, caller: &Caller) {
+        if caller.session.is_some() {
+            return;
+        }
+        let scope = own(caller);
+        self.with(|held, _| {
+            let shelf = held.shelves.get(&scope);
+            let keys: Vec<Arc<str>> =
+                shelf.into_iter().flat_map(|shelf| shelf.entries.keys().cloned()).collect();
+            for key in keys {
+                held.remove(&scope, &key);
+            }
+        });
+    }
+
     fn scope(&self, caller: &Caller, arguments: &JsonObject) -> Result<Scope, Failure> {
-        let principal = &caller.principal;
         if let Some(group) = text(arguments, "group") {
-            let member = |members: &BTreeSet<String>| members.contains(principal.as_ref());
+            let member = |members: &BTreeSet<String>| members.contains(caller.principal.as_ref());
             if !self.terms.groups.get(group).is_some_and(member) {
                 return Err(Failure::new(
                     "not_allowed",
@@ -142,11 +179,7 @@ impl Stash {
             }
             return Ok(Scope::Group(group.into()));
         }
-        let principal = Arc::clone(principal);
-        Ok(match &caller.session {
-            Some(session) => Scope::Session { principal, session: Arc::clone(session) },
-            None => Scope::Run { principal, run: caller.run },
-        })
+        Ok(own(caller))
     }
 
     /// Does something with what is there now.
@@ -173,6 +206,7 @@ impl Stash {
                 None => (0, 0),
             };
             let mut all_bytes = held.bytes;
+            let mut principal_bytes = held.bytes_of.get(&caller.principal).copied().unwrap_or(0);
             // What it takes the place of makes room; it stays if there is
             // too little.
             let old = held.shelves.get(&scope).and_then(|shelf| shelf.entries.get(key));
@@ -181,12 +215,18 @@ impl Stash {
                 entries -= 1;
                 scope_bytes -= freed;
                 all_bytes -= freed;
+                if old.principal == caller.principal {
+                    principal_bytes -= freed;
+                }
             }
             if entries >= self.terms.entries_max {
                 return full("entries at most:", self.terms.entries_max);
             }
             if scope_bytes + bytes > self.terms.bytes_max {
                 return full("bytes at most:", self.terms.bytes_max);
+            }
+            if principal_bytes + bytes > self.terms.principal_bytes_max() {
+                return full("bytes of one principal at most:", self.terms.principal_bytes_max());
             }
             if all_bytes + bytes > self.terms.total_bytes_max {
                 return full("bytes for all programs at most:", self.terms.total_bytes_max);
@@ -196,10 +236,12 @@ impl Stash {
             let end = (now + lifetime, held.next);
             held.next += 1;
             held.bytes += bytes;
+            let principal = Arc::clone(&caller.principal);
+            *held.bytes_of.entry(Arc::clone(&principal)).or_default() += bytes;
             held.ends.insert(end, (scope.clone(), Arc::clone(&key)));
             let shelf = held.shelves.entry(scope).or_default();
             shelf.bytes += bytes;
-            shelf.entries.insert(key, Entry { value, end });
+            shelf.entries.insert(key, Entry { value, end, principal });
             Ok(json!({ "expires_in_s": lifetime.as_secs() }))
         })
     }
@@ -256,6 +298,15 @@ impl Stash {
     }
 }
 
+/// The scope that a caller has without naming one.
+fn own(caller: &Caller) -> Scope {
+    let principal = Arc::clone(&caller.principal);
+    match &caller.session {
+        Some(session) => Scope::Session { principal, session: Arc::clone(session) },
+        None => Scope::Run { principal, run: caller.run },
+    }
+}
+
 fn key_of(arguments: &JsonObject) -> Result<&str, Failure> {
     match text(arguments, "key") {
         Some(key) if (1..=KEY_BYTES_MAX).contains(&key.len()) => Ok(key),
@@ -264,8 +315,8 @@ fn key_of(arguments: &JsonObject) -> Result<&str, Failure> {
 }
 
 /// `stash.put`, `stash.get`, `stash.delete` and `stash.list`.
-pub(super) fn plans(terms: Terms) -> Vec<Plan> {
-    let groups: Vec<&String> = terms.groups.keys().collect();
+pub(super) fn plans(stash: &Arc<Stash>) -> Vec<Plan> {
+    let groups: Vec<&String> = stash.terms.groups.keys().collect();
     let scoped = |mut properties: JsonObject, required: &[&str]| {
         if !groups.is_empty() {
             let description = "The group's stash in place of one's own.";
@@ -295,7 +346,7 @@ pub(super) fn plans(terms: Terms) -> Vec<Plan> {
     };
     let mut put_arguments = keyed();
     put_arguments.insert("value".into(), json!({ "description": "Any JSON." }));
-    let lifetime_s = terms.lifetime.as_secs();
+    let lifetime_s = stash.terms.lifetime.as_secs();
     put_arguments.insert(
         "ttl_s".into(),
         json!({
@@ -344,9 +395,8 @@ pub(super) fn plans(terms: Terms) -> Vec<Plan> {
             ),
         ),
     ];
-    let stash = Arc::new(Stash::new(terms, Box::new(Instant::now)));
     let work = |name: &str| {
-        let stash = Arc::clone(&stash);
+        let stash = Arc::clone(stash);
         match name {
             "put" => Work::in_place(move |caller, arguments| stash.put(caller, arguments)),
             "get" => Work::in_place(move |caller, arguments| stash.get(caller, arguments)),
@@ -432,6 +482,7 @@ mod tests {
                 count += shelf.entries.len();
             }
             assert_eq!((total, count), (held.bytes, held.ends.len()));
+            assert_eq!(held.bytes_of.values().sum::<usize>(), total);
         }
     }
 
@@ -503,6 +554,45 @@ mod tests {
         assert!(!desk.has(&alice, "long"));
         desk.audit();
         assert_eq!(desk.stash.held.lock().unwrap().bytes, 0);
+    }
+
+    #[test]
+    fn what_a_run_kept_for_itself_ends_with_it_and_nothing_else_does() {
+        let desk = Desk::new();
+        let (alone, other) = (caller("alice", None, 1), caller("alice", None, 2));
+        let in_session = caller("alice", Some("s"), 1);
+        for caller in [&alone, &other, &in_session] {
+            desk.put(caller, json!({ "key": "k", "value": 1 })).unwrap();
+        }
+        desk.put(&alone, json!({ "key": "k", "value": 1, "group": "team" })).unwrap();
+        desk.stash.forget_run(&alone);
+        desk.stash.forget_run(&in_session);
+        assert!(!desk.has(&alone, "k"));
+        assert!(desk.has(&other, "k") && desk.has(&in_session, "k"));
+        let group = json!({ "key": "k", "group": "team" });
+        assert_eq!(desk.get(&other, group).unwrap()["found"], true);
+        desk.audit();
+    }
+
+    #[test]
+    fn one_principal_does_not_fill_the_stash_for_others() {
+        let desk = Desk::new();
+        let put = |principal: &str, run: u8, group: bool| {
+            let mut entry = json!({ "key": format!("{run}"), "value": "x".repeat(600) });
+            if group {
+                entry["group"] = "team".into();
+            }
+            desk.put(&caller(principal, None, run), entry)
+        };
+        // Whichever run it is, and in a group as well.
+        put("alice", 1, false).unwrap();
+        put("alice", 2, true).unwrap();
+        assert_eq!(put("alice", 3, false), Err("full"));
+        assert_eq!(put("alice", 3, true), Err("full"));
+        // What takes the place of another's is one's own from there on.
+        put("bob", 2, true).unwrap();
+        put("alice", 3, false).unwrap();
+        desk.audit();
     }
 
     #[test]

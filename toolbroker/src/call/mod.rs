@@ -149,10 +149,12 @@ impl Dispatcher {
         self.dispatched.wait().await;
     }
 
-    /// Records that a run's link is closed, if it made a call.
+    /// Records that a run's link is closed, if it made a call, and forgets
+    /// what was kept for it alone.
     pub fn closed(&self, run: &Run, how: Close) {
         self.books.metrics.run_closed();
         if run.has_called() {
+            self.registry.forget_run(run.caller());
             let closed = Record::now(run.id(), Event::Closed { how });
             if let Some(spans) = &self.books.spans {
                 let (run, ended_unix_ns, took) =
