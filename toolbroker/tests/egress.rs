@@ -470,6 +470,26 @@ async fn a_server_that_dribbles_its_answer_is_given_up_and_nothing_of_it_kept() 
 }
 
 #[tokio::test]
+async fn a_request_that_waits_for_the_turns_of_others_is_not_late() {
+    let server = Server::new(|_| {
+        std::thread::sleep(Duration::from_secs(1));
+        ok(b"slow")
+    });
+    let mut slow = policy(vec![rule("127.0.0.1", server.port)]);
+    slow.time_max = Duration::from_millis(2_500);
+    let client = Arc::new(Client::new(slow, Names::new(&[&[]])));
+    let mut all = tokio::task::JoinSet::new();
+    // Four times as many as have a turn at once.
+    for _ in 0..256 {
+        let (client, url) = (Arc::clone(&client), format!("http://127.0.0.1:{}/", server.port));
+        all.spawn(async move { get(&client, url).await.map(|response| response.status) });
+    }
+    for status in all.join_all().await {
+        assert_eq!(status, Ok(200));
+    }
+}
+
+#[tokio::test]
 async fn a_compressed_answer_that_nobody_asked_for_is_refused() {
     for header in
         ["content-encoding: gzip", "content-encoding: br", "transfer-encoding: gzip, chunked"]

@@ -273,6 +273,10 @@ impl Client {
 
     /// Makes one request. Dropping the future closes its connection.
     pub async fn fetch(&self, request: Request) -> Fetched {
+        // Its time begins with its turn: whoever waits for others is not late.
+        let Ok(_turn) = self.room.acquire().await else {
+            return Fetched::Failed(FetchError::Request("the broker is shutting down"));
+        };
         let sent = AtomicBool::new(false);
         let time_max = self.policy.time_max;
         let outcome = match timeout(time_max, self.follow(request, &sent)).await {
@@ -310,9 +314,6 @@ impl Client {
         let mut destination = admit(&self.policy.rules, method, &url, None)?;
         let mut headers = program_headers(&headers)?;
         let mut body = Bytes::from(body);
-        let Ok(_turn) = self.room.acquire().await else {
-            return Err(FetchError::Request("the broker is shutting down"));
-        };
         for _ in 0..=REDIRECTS_MAX {
             if let Some(name) =
                 headers.keys().find(|name| !destination.rule().program_may_send(name))
