@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use forge_client::{Client, ClientError, Run};
+use forge_protocol::limits::QUESTIONS_MAX;
 use forge_protocol::service::{Order, Question, Reply};
 use tokio::net::UnixStream;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, Semaphore};
 
 /// A connection to a service. One that listens is connected to again when it
 /// was lost.
@@ -13,6 +14,9 @@ use tokio::sync::Mutex;
 pub struct ServiceLink {
     socket: Option<PathBuf>,
     client: Mutex<Client>,
+    /// As many as a service answers at once on one connection. Sessions of all
+    /// principals share it, and wait for their turn.
+    questions: Semaphore,
 }
 
 impl ServiceLink {
@@ -22,7 +26,7 @@ impl ServiceLink {
     /// [`ClientError`].
     pub async fn at(socket: PathBuf) -> Result<Self, ClientError> {
         let client = Client::connect(&socket).await?;
-        Ok(Self { socket: Some(socket), client: Mutex::new(client) })
+        Ok(Self::of(Some(socket), client))
     }
 
     /// The service at the other end of this connection.
@@ -31,10 +35,16 @@ impl ServiceLink {
     /// [`ClientError`].
     pub async fn over(connection: UnixStream) -> Result<Self, ClientError> {
         let client = Client::over(connection).await?;
-        Ok(Self { socket: None, client: Mutex::new(client) })
+        Ok(Self::of(None, client))
+    }
+
+    fn of(socket: Option<PathBuf>, client: Client) -> Self {
+        let questions = Semaphore::new(QUESTIONS_MAX);
+        Self { socket, client: Mutex::new(client), questions }
     }
 
     pub(super) async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
+        let _turn = self.questions.acquire().await;
         self.client().await?.ask(question).await
     }
 
