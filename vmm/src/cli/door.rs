@@ -198,6 +198,24 @@ impl Listener {
         }
     }
 
+    /// Whether this may be decided here. What was configured was held against
+    /// the place beside it, which may be another by now.
+    fn admits(&self, options: &Options) -> Result<(), CliError> {
+        let is_of_this_host = match self {
+            Self::Tcp(listener) => {
+                listener.local_addr().is_ok_and(|address| address.ip().is_loopback())
+            }
+            Self::Unix(..) => true,
+        };
+        if is_of_this_host || matches!(options.access, Access::Tokens(_)) {
+            return Ok(());
+        }
+        Err(CliError::Usage(format!(
+            "[http] without tokens: the door listens at {} until the service is started again",
+            self.place(),
+        )))
+    }
+
     fn place(&self) -> String {
         match self {
             Self::Tcp(listener) => match listener.local_addr() {
@@ -367,17 +385,23 @@ impl Door {
     /// From now on the operator decides this. Where it listens, and as whom,
     /// stays. Without a configuration it knows nobody: what opened it before
     /// may have been taken back with it.
-    pub(crate) fn reload(&self, config: Option<DoorConfig>) {
+    ///
+    /// # Errors
+    /// [`CliError::Usage`]: it would be open to everybody where it listens.
+    pub(crate) fn reload(&self, config: Option<DoorConfig>) -> Result<(), CliError> {
         let nobodys =
             Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
+        let new = config.map_or(nobodys, |config| config.options);
+        self.shared.listener.admits(&new)?;
         let mut options = self.shared.options();
-        *options = config.map_or(nobodys, |config| config.options);
+        *options = new;
         // One that is started from here on takes them from there.
         if let (Some((_, control)), Ok(line)) = (&*self.shared.now(), line(&options))
             && let Err(error) = { control }.write_all(&line)
         {
             tracing::warn!(%error, "the HTTP door is not told of its new options");
         }
+        Ok(())
     }
 
     /// Where it listens, for a reader.
@@ -563,6 +587,19 @@ mod tests {
             assert!(refused.contains(said), "{refused}");
             assert!(!refused.contains("hunter2"), "{refused}");
         }
+    }
+
+    #[test]
+    fn a_door_that_the_world_reaches_is_not_opened_to_everybody_while_it_stands() {
+        let options = |access| Options { access, hosts: Vec::new(), metrics_token: None };
+        let admits = |ip: [u8; 4], access| {
+            let place = Place::Address(SocketAddr::from((ip, 0)));
+            Listener::bind(&place).unwrap().admits(&options(access)).is_ok()
+        };
+        let everywhere = [0, 0, 0, 0];
+        assert!(admits(everywhere, Access::Tokens(Vec::new())));
+        assert!(!admits(everywhere, Access::Anybody("local".into())));
+        assert!(admits([127, 0, 0, 1], Access::Anybody("local".into())));
     }
 
     #[test]

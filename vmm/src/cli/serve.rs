@@ -105,7 +105,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
             let trust = trust_keys(&args)?;
             // Last: where anything is wrong, nothing changes.
             if let Some(door) = &door {
-                door.reload(http);
+                door.reload(http)?;
             }
             Ok(Reloaded { trust, options })
         };
