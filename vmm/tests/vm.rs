@@ -228,6 +228,8 @@ fn a_program_may_leave_as_many_answers_untaken_as_it_may_have_calls_in_flight() 
     let mut job = job(signed(&forge_module(fields, &body)), limits);
     job.start.granted = vec![ToolName::parse("test.echo").unwrap()];
     job.brokered = true;
+    // A quarter of a gigabyte, also on an emulated CPU.
+    job.deadline = deadline_in(Duration::from_secs(300));
     let (broker, theirs) = UnixStream::pair().unwrap();
     let answers = std::thread::spawn(move || {
         let mut broker = Link::new(broker);

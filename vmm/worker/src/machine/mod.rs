@@ -43,6 +43,8 @@ use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 
+use forge_protocol::limits::RunLimits;
+
 use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA};
 use kvm_ioctls::VmFd;
 use mapping::Code;
@@ -90,14 +92,21 @@ pub enum MachineError {
     Image(&'static str),
 }
 
-/// How much RAM a guest gets for these limits, in bytes.
+/// How much RAM a guest gets for these limits, in bytes: never less than for the
+/// default ones. Machines of that size stand ready, and a run that may use less
+/// is given one of them as well.
+#[must_use]
+pub fn ram_bytes(limits: &RunLimits) -> usize {
+    needed_bytes(limits).max(needed_bytes(&RunLimits::default()))
+}
+
+/// How much of it these limits take.
 ///
 /// The interpreter grows linear memory by copying it to a place twice as
 /// large, so for a moment both are there; compiled code takes some twelve
 /// times the module's size; answers that no `wait` has taken are held, one of
 /// each call in flight; the rest is buffers for one message each way.
-#[must_use]
-pub fn ram_bytes(limits: &forge_protocol::limits::RunLimits) -> usize {
+fn needed_bytes(limits: &RunLimits) -> usize {
     use forge_protocol::platform::{LARGE_PAGE_BYTES, RAM_START};
     let memory = 3 * limits.memory_bytes;
     let program = 14 * u64::from(limits.program_bytes);
@@ -214,3 +223,23 @@ impl Machine {
 
 /// What an access to the bus says about going on.
 pub type Go = ControlFlow<()>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_may_use_less_fits_the_machines_that_stand_ready() {
+        let usual = RunLimits::default();
+        let less = [
+            RunLimits { memory_bytes: 1 << 20, ..usual.clone() },
+            RunLimits { calls_in_flight: 1, ..usual.clone() },
+            RunLimits { response_bytes: 1, ..usual.clone() },
+        ];
+        for less in less {
+            assert_eq!(ram_bytes(&less), ram_bytes(&usual), "{less:?}");
+        }
+        let more = RunLimits { calls_in_flight: 64, ..usual.clone() };
+        assert!(ram_bytes(&more) > ram_bytes(&usual));
+    }
+}
