@@ -42,6 +42,8 @@ pub(crate) struct Head {
     pub(crate) reason: String,
     #[serde(default)]
     pub(crate) retry_after_ms: Option<u64>,
+    #[serde(default)]
+    pub(crate) tool_calls: Vec<serde::de::IgnoredAny>,
 }
 
 impl End {

@@ -158,8 +158,12 @@ fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
     Ok(response)
 }
 
-/// The status of a run that did not take place, if it did not.
+/// The status of a run that did not take place, if it did not. One that has
+/// made calls did, whatever its host refused after that.
 fn refusal(end: &End) -> Option<StatusCode> {
+    if !end.head.tool_calls.is_empty() {
+        return None;
+    }
     match (end.head.status.as_str(), end.head.kind.as_str()) {
         ("refused", "draining" | "broker_away") | ("unavailable", _) => {
             Some(StatusCode::SERVICE_UNAVAILABLE)
