@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
@@ -76,7 +76,8 @@ fn write(broker: &Broker, request: &Request, output: &Path) -> Result<ExitCode, 
 }
 
 /// Whoever holds a grant may use it as its principal: the file is its owner's
-/// alone, and what was there before stays until the new one is whole.
+/// alone, and what was there before stays until the new one is whole, if its
+/// folder lets it.
 fn keep(output: &Path, token: &[u8]) -> io::Result<()> {
     if fs::metadata(output).is_ok_and(|there| !there.is_file()) {
         // A pipe, or a terminal.
@@ -88,15 +89,27 @@ fn keep(output: &Path, token: &[u8]) -> io::Result<()> {
     name.push(output.file_name().unwrap_or_default());
     name.push(format!(".{}", std::process::id()));
     let beside = output.with_file_name(name);
-    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside)?;
-    let kept = file
-        .write_all(token)
-        .and_then(|()| file.sync_all())
+    let replaced = fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&beside)
+        .and_then(|mut file| file.write_all(token).and_then(|()| file.sync_all()))
         .and_then(|()| fs::rename(&beside, &output));
-    if kept.is_err() {
-        let _ = fs::remove_file(&beside);
+    let Err(error) = replaced else { return Ok(()) };
+    let _ = fs::remove_file(&beside);
+    // A folder that takes no file, or a file that is mounted there.
+    let stays = matches!(
+        error.kind(),
+        io::ErrorKind::PermissionDenied
+            | io::ErrorKind::ReadOnlyFilesystem
+            | io::ErrorKind::ResourceBusy
+    );
+    if !stays || !output.is_file() {
+        return Err(error);
     }
-    kept
+    fs::set_permissions(&output, fs::Permissions::from_mode(0o600))?;
+    fs::write(&output, token)
 }
 
 #[derive(Serialize)]
