@@ -618,16 +618,17 @@ mod tests {
             ending: AtomicBool::new(true),
             now: Mutex::new(Some((stays, ours))),
         };
-        let begun = Instant::now();
+        // It would be there for twice as long.
+        let until = Instant::now() + Duration::from_secs(30);
         drop(theirs);
         std::thread::scope(|scope| {
             scope.spawn(|| shared.keep(for_reading));
             while shared.now().is_some() {
                 std::thread::yield_now();
             }
-            assert!(begun.elapsed() < HUNG_UP_TIME_MAX, "its end was waited for");
+            assert!(Instant::now() < until, "its end was waited for");
         });
-        assert!(begun.elapsed() < END_TIME_MAX, "it was not ended");
+        assert!(Instant::now() < until, "it was not ended");
     }
 
     #[test]
