@@ -285,7 +285,8 @@ impl Dispatcher {
     }
 }
 
-/// The same, when there is a turn for it.
+/// Does long work in a thread that nobody else waits for, when there is a turn
+/// for it.
 async fn in_turn<T: Send + 'static>(
     turns: &Semaphore,
     work: impl FnOnce() -> T + Send + 'static,
