@@ -22,6 +22,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Fate;
+use forge_vmm::bench::memory::available_kib;
 use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::{Run, Worker};
@@ -34,12 +35,6 @@ fn main() -> ExitCode {
 
 fn density() -> usize {
     std::env::var("FORGE_DENSITY").map_or(100, |count| count.parse().unwrap())
-}
-
-fn available_kib() -> i64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")).unwrap();
-    line.trim().strip_suffix(" kB").unwrap().parse().unwrap()
 }
 
 /// As many descriptors as this process may have.
@@ -77,7 +72,7 @@ fn many_vms_wait_in_a_tool_call_at_once() {
     let patience = Patience::until(Instant::now() + time);
 
     let mut waiting: Vec<(Worker, Link, Call)> = Vec::with_capacity(count);
-    let mut before = 0;
+    let mut before = 0.0;
     for _ in 0..count {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut worker = pool.make(false).unwrap();
@@ -90,10 +85,10 @@ fn many_vms_wait_in_a_tool_call_at_once() {
         waiting.push((worker, broker, call));
         if waiting.len() == 1 {
             // The first makes what all have in common.
-            before = available_kib();
+            before = available_kib().unwrap();
         }
     }
-    let kib = before - available_kib();
+    let kib = before - available_kib().unwrap();
     for (number, (worker, broker, call)) in waiting.iter_mut().enumerate().rev() {
         // Each has an answer of its own.
         let body = format!("{{\"number\":{number}}}").into_bytes();
@@ -108,7 +103,7 @@ fn many_vms_wait_in_a_tool_call_at_once() {
     }
     assert_eq!(waiting.len(), count);
     eprintln!(
-        "{count} VMs waited at once and finished; {} KiB of each beyond the first",
-        kib / (count as i64 - 1).max(1)
+        "{count} VMs waited at once and finished; {:.0} KiB of each beyond the first",
+        kib / (count as f64 - 1.0).max(1.0)
     );
 }

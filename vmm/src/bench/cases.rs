@@ -14,6 +14,7 @@ use forge_protocol::service::Order;
 use forge_protocol::worker::{Job, Reuse, Tier};
 
 use super::fixture::{self, PRINCIPAL, Served};
+use super::memory::available_kib;
 use super::program::Program;
 use super::quiet::wait_for_quiet;
 use super::{Case, Entry, Figure, Formula, Measure, toolcall};
@@ -424,12 +425,4 @@ fn measure_waiting(pool: &Pool, program: &mut Program, count: usize) -> Result<f
         }
     }
     Ok(kib)
-}
-
-/// What the kernel says is available, in KiB.
-fn available_kib() -> Result<f64, String> {
-    let text = std::fs::read_to_string("/proc/meminfo").map_err(said)?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let figure = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.parse().ok());
-    figure.ok_or_else(|| "/proc/meminfo does not say what is available".into())
 }

@@ -23,6 +23,7 @@
 //! | [`formula`] | what a case's ratio is to, as data |
 //! | [`stats`] | percentiles, and how sure a median is |
 //! | [`disturbance`] | how much others kept it from running |
+//! | [`memory`] | what the machine could still give, for what a waiting VM takes |
 //! | `quiet` | waiting until what a sample left under way is done |
 //! | [`compare`] | two results: what moved beyond noise |
 //! | [`plot`] | the distributions as a picture |
@@ -35,6 +36,7 @@ pub mod exec;
 mod fixture;
 pub mod floors;
 pub mod formula;
+pub mod memory;
 pub mod overload;
 pub mod plot;
 pub mod program;
