@@ -89,9 +89,10 @@ pub unsafe fn instantiating(is: bool) {
 ///
 /// # Safety
 /// Called once; `start..end` is mapped, writable, zero and used by nothing
-/// else.
-pub(crate) unsafe fn claim(start: u64, end: u64) {
+/// else; from `later` on it is there once `ask` has been called.
+pub(crate) unsafe fn claim(start: u64, later: u64, end: u64, ask: fn()) {
+    let [from, later, to] = [start, later, end].map(|address| address as *mut u8);
     // SAFETY: the caller's contract; nothing has allocated yet.
-    let claimed = GLOBAL.with(|heap| unsafe { heap.claim(start as *mut u8, end as *mut u8) });
+    let claimed = GLOBAL.with(|heap| unsafe { heap.claim(from, later, to, ask) });
     assert!(claimed, "no room for a heap between {start:#x} and {end:#x}");
 }

@@ -5,8 +5,11 @@
 //! stage and no firmware.
 
 use forge_protocol::platform::{
-    ARCHIVE, BOOT_INFO, BootInfo, DATA, PAGE_BYTES, STACK_TOP, VSOCK_QUEUES,
+    ARCHIVE, BOOT_INFO, BootInfo, DATA, PAGE_BYTES, RAM_AT_START_BYTES, RAM_START, STACK_TOP,
+    VSOCK_QUEUES,
 };
+
+use crate::mmio::Control;
 
 core::arch::global_asm!(
     r#"
@@ -63,12 +66,17 @@ fn boot_info() -> BootInfo {
     }
 }
 
+/// Where the RAM ends that is there from the start.
+fn end_at_start(info: &BootInfo) -> u64 {
+    info.ram_end.min(RAM_START + RAM_AT_START_BYTES)
+}
+
 /// Touches the memory that the VMM named for it
 /// ([`BootInfo::touch_bytes`]): each page is then mapped before it is needed.
 /// To be called once the guest has greeted.
 pub fn touch() {
     let info = boot_info();
-    let end = DATA.saturating_add(info.touch_bytes).min(info.ram_end);
+    let end = DATA.saturating_add(info.touch_bytes).min(end_at_start(&info));
     for page in (DATA..end).step_by(PAGE_BYTES as usize) {
         // SAFETY: the page is mapped writable, and what is there stays: one
         // instruction reads and writes back, in the only thread there is.
@@ -81,9 +89,10 @@ extern "C" fn start() -> ! {
     assert!(symbols == [STACK_TOP, VSOCK_QUEUES + PAGE_BYTES], "link.ld is not platform.rs");
     let info = boot_info();
     let heap_start = (&raw const forge_heap_start) as u64;
+    let later = end_at_start(&info);
     // SAFETY: called once, here, with the RAM above the image, which is zero
     // and which nothing else uses.
-    unsafe { crate::allocator::claim(heap_start, info.ram_end) };
+    unsafe { crate::allocator::claim(heap_start, later, info.ram_end, Control::all_ram) };
     // SAFETY: the VMM placed this many bytes there, mapped them read-only and
     // never writes them again.
     let archive =

@@ -5,13 +5,16 @@
 //! lies above is known to be zero: a zeroed block that reaches up there need
 //! not be written there.
 //!
+//! The upper part of RAM is not there until somebody asks for it, which the
+//! heap does before it gives talc the first of it.
+//!
 //! There are two arenas. Small blocks lie together in the lower one, so that
 //! what a run touches is compact; large ones, of which often only some pages
 //! are used, lie above, and so do small ones for which there is no room.
 //!
 //! ```text
-//!  start          boundary                                      end
-//!  | small blocks … |   | large blocks …      |                  |
+//!  start          boundary                              later   end
+//!  | small blocks … |   | large blocks …      |           ┆       |
 //!                 top ▲                   top ▲    zero, talc knows nothing of it
 //! ```
 //!
@@ -55,6 +58,10 @@ struct Fresh {
     start: *mut u8,
     /// Where it ends.
     end: *mut u8,
+    /// From here on it is there once it has been asked for; `end` if it has.
+    later: *mut u8,
+    /// Asks for it.
+    ask: fn(),
     /// `top` before it was moved last.
     before: usize,
 }
@@ -64,6 +71,14 @@ impl Fresh {
     fn boundary(&self, address: usize) -> *mut u8 {
         let target = address.next_multiple_of(PAGE_BYTES).min(self.end as usize);
         self.start.wrapping_add(target - self.start as usize)
+    }
+
+    /// Has what lies below `target` be there: talc writes where its part ends.
+    fn reach(&mut self, target: *mut u8) {
+        if target > self.later {
+            (self.ask)();
+            self.later = self.end;
+        }
     }
 
     /// Gives talc memory so that it has `bytes` free at its end.
@@ -78,6 +93,7 @@ impl Fresh {
                     .ok_or(())?;
                 let target = talc.source.boundary(target);
                 talc.source.before = start as usize;
+                talc.source.reach(target);
                 // SAFETY: the arena is ours (`Arena::new`), and nothing of it
                 // was given before.
                 let top = unsafe { talc.claim(start, target as usize - start as usize) };
@@ -92,6 +108,7 @@ impl Fresh {
                     return Err(());
                 }
                 talc.source.before = top.as_ptr() as usize;
+                talc.source.reach(target);
                 // SAFETY: what lies between is of the arena and was not given
                 // before.
                 let moved = unsafe { talc.extend(top, target) };
@@ -122,15 +139,16 @@ struct Arena {
 
 impl Arena {
     const fn empty() -> Self {
-        let fresh = Fresh { top: None, start: null_mut(), end: null_mut(), before: 0 };
-        Self { talc: Talc::new(fresh) }
+        let (start, end, later) = (null_mut(), null_mut(), null_mut());
+        let ask = || ();
+        Self { talc: Talc::new(Fresh { top: None, start, end, later, ask, before: 0 }) }
     }
 
     /// # Safety
     /// As [`Heap::claim`].
-    unsafe fn claim(&mut self, start: *mut u8, end: *mut u8) {
+    unsafe fn claim(&mut self, start: *mut u8, later: *mut u8, end: *mut u8, ask: fn()) {
         let fresh = &mut self.talc.source;
-        (fresh.start, fresh.end) = (start, end);
+        (fresh.start, fresh.later, fresh.end, fresh.ask) = (start, later, end, ask);
     }
 
     fn top(&self) -> usize {
@@ -231,17 +249,23 @@ impl Heap {
     ///
     /// # Safety
     /// Called once; `start..end` is valid, all zero, and used by nothing else
-    /// from here on.
-    pub(crate) unsafe fn claim(&mut self, start: *mut u8, end: *mut u8) -> bool {
-        let bytes = (end as usize).saturating_sub(start as usize);
-        if bytes < 2 * SMALL_ARENA_BYTES {
+    /// from here on; what is not below `later` is so once `ask` was called.
+    pub(crate) unsafe fn claim(
+        &mut self,
+        start: *mut u8,
+        later: *mut u8,
+        end: *mut u8,
+        ask: fn(),
+    ) -> bool {
+        let bytes = (later as usize).saturating_sub(start as usize);
+        if bytes < 2 * SMALL_ARENA_BYTES || later > end {
             return false;
         }
         self.boundary = start.wrapping_add(SMALL_ARENA_BYTES);
         // SAFETY: the caller's contract; the two stretches are apart.
         unsafe {
-            self.small.claim(start, self.boundary);
-            self.large.claim(self.boundary, end);
+            self.small.claim(start, self.boundary, self.boundary, ask);
+            self.large.claim(self.boundary, later, end, ask);
         }
         true
     }

@@ -35,6 +35,11 @@ impl Control {
         Self::write(control::PANIC, message_bytes);
     }
 
+    /// All of RAM is there when this returns.
+    pub(crate) fn all_ram() {
+        Self::write(control::ALL_RAM, 0);
+    }
+
     pub(crate) fn exit() {
         Self::write(control::EXIT, 0);
     }

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::alloc::Layout;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 
 #[path = "../src/heap.rs"]
@@ -12,6 +13,20 @@ mod heap;
 use heap::Heap;
 
 const PAGE: usize = 4096;
+
+thread_local! {
+    /// How often this thread's heap has asked for the rest of its memory.
+    static ASKED: Cell<usize> = const { Cell::new(0) };
+    /// Where that begins, and how much it is.
+    static LATER: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+}
+
+/// What a heap asks by, which must not have touched what it asks for.
+fn ask() {
+    let (start, bytes) = LATER.get();
+    assert!(holds(start, bytes, 0), "touched before it was asked for");
+    ASKED.set(ASKED.get() + 1);
+}
 
 /// RAM: zero, page-aligned, and looked at only through pointers.
 struct Ram {
@@ -29,9 +44,17 @@ impl Ram {
     }
 
     fn heap(&self) -> Heap {
+        self.heap_with_later(self.layout.size() / 2)
+    }
+
+    /// Of which so many bytes are there from the start.
+    fn heap_with_later(&self, bytes: usize) -> Heap {
         let mut heap = Heap::new();
+        ASKED.set(0);
+        LATER.set((self.start as usize + bytes, self.layout.size() - bytes));
+        let [later, end] = [bytes, self.layout.size()].map(|at| self.start.wrapping_add(at));
         // SAFETY: zero, and nothing else's.
-        assert!(unsafe { heap.claim(self.start, self.start.wrapping_add(self.layout.size())) });
+        assert!(unsafe { heap.claim(self.start, later, end, ask) });
         heap
     }
 
@@ -279,6 +302,42 @@ fn a_block_at_the_end_grows_where_it_is() {
             assert_eq!(heap.realloc(block, layout, bytes), block);
             layout = Layout::from_size_align(bytes, 1).unwrap();
         }
+    }
+}
+
+#[test]
+fn the_upper_part_is_asked_for_once_and_before_it_is_touched() {
+    const START: usize = 4 << 20;
+    const LARGE: Layout = Layout::new::<[u8; 50_000]>();
+    let ram = Ram::new(32 << 20);
+    // Block by block, by one that grows where it is, and by the first block.
+    for (blocks, bytes) in [(200, 50_000), (1, 8 << 20), (0, 8 << 20)] {
+        let mut heap = ram.heap_with_later(START);
+        let wanted = Layout::from_size_align(bytes, 8).unwrap();
+        let mut end = 0;
+        // SAFETY: the sizes are not zero; the blocks are live.
+        unsafe {
+            for _ in 0..blocks {
+                let block = heap.alloc(LARGE);
+                fill(block as usize, LARGE, 1);
+                end = block as usize + LARGE.size() - ram.start as usize;
+                assert!(ASKED.get() == 1 || end <= START, "a block where nothing is yet");
+                if blocks == 1 {
+                    assert_eq!(ASKED.get(), 0, "asked without need");
+                    assert_eq!(heap.realloc(block, LARGE, bytes), block);
+                    end = block as usize + bytes - ram.start as usize;
+                }
+            }
+            if blocks == 0 {
+                end = heap.alloc(wanted) as usize + bytes - ram.start as usize;
+            }
+            assert!(end > START && ASKED.get() == 1, "{blocks}: {end}, asked {}", ASKED.get());
+            // There is room up to the end then, and nobody asks again.
+            assert!(!heap.alloc(Layout::from_size_align(16 << 20, 8).unwrap()).is_null());
+        }
+        assert_eq!(ASKED.get(), 1);
+        // For the next heap.
+        fill(ram.start as usize, ram.layout, 0);
     }
 }
 

@@ -16,6 +16,8 @@
 //!    STACK      the stack's lower part        ring 3, read and write
 //!  0x0060_0000  DATA: the stack's upper part, VSOCK_QUEUES, data, heap
 //!                                             ring 3, read and write
+//!    + RAM_AT_START_BYTES (of RAM): from here on the heap is there once the
+//!               guest has asked for it, see [`control::ALL_RAM`]
 //! ```
 //!
 //! Nothing is both writable and executable. What the guest writes lies
@@ -48,6 +50,11 @@ pub const CODE_BYTES: u64 = LARGE_PAGE_BYTES;
 
 /// Where RAM starts.
 pub const RAM_START: u64 = CODE + CODE_BYTES;
+/// How much of RAM is there from the start, in bytes. What lies above is mapped
+/// like it, and is not to be touched before [`control::ALL_RAM`] was written: KVM
+/// takes memory and time for each page that a VM may have, and most runs need
+/// none of those.
+pub const RAM_AT_START_BYTES: u64 = 14 << 20;
 /// PML4, PDPT, PD, the two page tables of the stretches that are mapped by
 /// small pages, and the further directories of a large RAM.
 pub const PAGE_TABLES: u64 = RAM_START;
@@ -79,6 +86,9 @@ pub const STACK_TOP: u64 = DATA + 6 * PAGE_BYTES;
 /// leave of it is the driver's.
 pub const VSOCK_QUEUES: u64 = STACK_TOP;
 
+// Nothing but heap is there later.
+const _: () = assert!(DATA + LARGE_PAGE_BYTES <= RAM_START + RAM_AT_START_BYTES);
+const _: () = assert!(RAM_AT_START_BYTES.is_multiple_of(LARGE_PAGE_BYTES));
 // Code and data must start where large pages do.
 const _: () = assert!(CODE.is_multiple_of(LARGE_PAGE_BYTES));
 const _: () = assert!(DATA.is_multiple_of(LARGE_PAGE_BYTES));
@@ -160,6 +170,10 @@ pub mod control {
     pub const PANIC: u64 = 0x04;
     /// The guest is done, and its last frame is sent. The VM ends.
     pub const EXIT: u64 = 0x08;
+    /// Have all of RAM from here on, not its first
+    /// [`RAM_AT_START_BYTES`](super::RAM_AT_START_BYTES) alone. To write it again
+    /// changes nothing; the value does not matter.
+    pub const ALL_RAM: u64 = 0x0c;
 }
 
 /// The queues of the vsock device. The VMM hands the device over as firmware

@@ -176,9 +176,11 @@ fn everything(role: Role, without: &str) -> Result<(), Trouble> {
 
 fn work(zygote: &mut Zygote) -> Result<(), Trouble> {
     // A VM for one run.
-    let (mut worker, _process) = zygote.fork(46 * 4096, Reuse::Fresh)?;
-    run(&mut worker, &plain(HELLO), Some(returned))?;
-    worker.leave()?;
+    for body in [HELLO, GROWING] {
+        let (mut worker, _process) = zygote.fork(46 * 4096, Reuse::Fresh)?;
+        run(&mut worker, &plain(body), Some(returned))?;
+        worker.leave()?;
+    }
     // One that is reset, and every reset proven.
     let (mut worker, process) = zygote.fork(0, Reuse::Reset { prove_one_in: 1 })?;
     // It resets itself before the next run, also while it is
@@ -252,8 +254,8 @@ const MUCH: &str = r#"
     (drop (call $output (i32.const 65536) (i32.const 1000000)))
     (call $log (i32.const 2) (i32.const 0) (i32.const 5))
     (i32.const 0)"#;
-/// Memory that grows when it is large already, which the allocator moves by
-/// its pages.
+/// Memory that grows when it is large already, which the allocator of a process
+/// moves by its pages, and for which a guest asks for the rest of its RAM.
 const GROWING: &str = "(drop (memory.grow (i32.const 20))) (drop (memory.grow (i32.const 200)))
     (i32.const 0)";
 const MEMORY: &str = r#"(memory (export "memory") 1) (data (i32.const 0) "hello")"#;

@@ -17,7 +17,7 @@ use std::time::Duration;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::platform::{
-    CODE, CONTROL_MMIO, LARGE_PAGE_BYTES, PAGE_BYTES, PAGE_TABLES, RAM_START,
+    CODE, CONTROL_MMIO, LARGE_PAGE_BYTES, PAGE_BYTES, PAGE_TABLES, RAM_AT_START_BYTES, RAM_START,
 };
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, VmFailure, VmFailureKind};
@@ -262,6 +262,18 @@ fn mixture() -> Vec<(&'static str, Job)> {
                     (drop (memory.grow (i32.const 5)))
                     (i32.store (i32.const 393212) (i32.const 9))
                     (memory.size)))"#,
+            ),
+        ),
+        (
+            "memory for which all of RAM is needed",
+            job(
+                signed(
+                    r#"(module (memory (export "memory") 200)
+                    (func (export "forge_run") (result i32)
+                        (i32.store (i32.const 13107196) (i32.const 9))
+                        (i32.load (i32.const 13107196))))"#,
+                ),
+                RunLimits { memory_bytes: 16 << 20, ..limits() },
             ),
         ),
         (
@@ -591,7 +603,7 @@ fn not_even_in_ring_0_can_a_guest_write_an_msr_that_no_reset_puts_back() {
         if marked {
             guest.guest.mark(&guest.pages).unwrap();
         }
-        let at = RAM_START + base().ram_bytes() as u64 - PAGE_BYTES;
+        let at = RAM_START + RAM_AT_START_BYTES - PAGE_BYTES;
         guest.guest.memory().write_slice(CODE, GuestAddress(at)).unwrap();
         // The guest has no ring 0 to speak of. A second vCPU of its VM has all
         // rights: it stands in real mode, as a CPU does that was switched on.

@@ -33,6 +33,7 @@ fn main() -> ExitCode {
         claims![
             a_program_runs_and_its_output_comes_back,
             a_run_without_tool_calls_takes_one_exit,
+            a_run_that_needs_all_of_ram_asks_for_it_by_one_exit,
             megabytes_go_both_ways,
             artifacts_and_logs_come_back,
             an_endless_loop_ends_by_fuel,
@@ -100,6 +101,17 @@ fn a_run_without_tool_calls_takes_one_exit() {
     );
     assert_eq!(ending(&report), &Ending::Returned(0));
     assert_eq!(report.vm_exits, 1);
+}
+
+fn a_run_that_needs_all_of_ram_asks_for_it_by_one_exit() {
+    // More than there is at the start, written from end to end.
+    let wat = r#"(module (memory (export "memory") 256)
+        (func (export "forge_run") (result i32)
+            (memory.fill (i32.const 0) (i32.const 7) (i32.const 16777216))
+            (i32.load8_u (i32.const 16777215))))"#;
+    let report = run(wat, RunLimits::default());
+    assert_eq!(ending(&report), &Ending::Returned(7));
+    assert_eq!(report.vm_exits, 2, "one for the memory, one for the end");
 }
 
 fn megabytes_go_both_ways() {

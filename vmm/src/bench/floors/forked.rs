@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use forge_protocol::limits::RunLimits;
+use forge_protocol::platform::{CODE_BYTES, RAM_AT_START_BYTES};
 use kvm_ioctls::Kvm;
 
 use super::bare::{GUEST_PAGES, bare};
@@ -101,7 +102,7 @@ impl ForkedFloor {
         let child = fork_child(|| {
             // SAFETY: an option that takes numbers alone.
             unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
-            let slot_bytes = machine::ram_bytes(&RunLimits::default());
+            let slot_bytes = (CODE_BYTES + RAM_AT_START_BYTES) as usize;
             let Ok(bare) = bare(kvm, slot_bytes, GUEST_PAGES) else { return };
             let mut keep = [tell.as_raw_fd(), bare.vm.as_raw_fd(), bare.vcpu.as_raw_fd()];
             if jail.enter(&mut keep, address_space_bytes()).is_ok() {

@@ -175,6 +175,11 @@ pub const WORKER: &[Rule] = &[
         "resets a guest, without KVM_CAP_SYNC_REGS",
     )
     .elsewhere(),
+    ioctl(
+        "ioctl KVM_SET_USER_MEMORY_REGION",
+        iow::<kvm::kvm_userspace_memory_region>(K, 0x46),
+        "a guest asks for the rest of its RAM",
+    ),
     ioctl("ioctl PAGEMAP_SCAN", PAGEMAP_SCAN, "finds the pages a run wrote, to reset them"),
     always(libc::SYS_pread64, "pread64", "the page map, where the kernel cannot scan it")
         .elsewhere(),

@@ -5,9 +5,13 @@
 //! read-only because the host's mapping is; else they are two, and code's is
 //! read-only. The VMM itself reads and writes RAM alone, so no descriptor of a
 //! guest can make it write code.
+//!
+//! Of RAM the VM has the first `RAM_AT_START_BYTES`, and the rest once its guest
+//! asks for it.
 
 use forge_protocol::platform::{
-    ARCHIVE, ARCHIVE_BYTES_MAX, BOOT_INFO, BootInfo, CODE, CODE_BYTES, DATA, RAM_START,
+    ARCHIVE, ARCHIVE_BYTES_MAX, BOOT_INFO, BootInfo, CODE, CODE_BYTES, CONTROL_MMIO, DATA,
+    RAM_AT_START_BYTES, RAM_START, control,
 };
 use kvm_bindings::{KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::VmFd;
@@ -16,6 +20,7 @@ use vm_memory::{
 };
 
 use super::mapping::Code;
+use super::vcpu::{Bus, Go};
 use super::{MachineError, cpu, mapping, paging};
 
 /// Maps RAM for a guest that boots. Untouched pages cost nothing.
@@ -54,35 +59,101 @@ pub(super) fn fill(
     Ok(())
 }
 
-/// Gives the VM its memory, in as few slots as it takes: the kernel waits for
-/// its readers at each.
+/// The slot of code, and of the RAM at the start if that lies behind it.
+const CODE_SLOT: u32 = 0;
+/// The slot of the RAM at the start where it lies elsewhere.
+const RAM_SLOT: u32 = 1;
+/// The slot of the rest of RAM.
+const REST_SLOT: u32 = 2;
+
+/// Gives the VM the memory that it has from the start, in as few slots as it
+/// takes: the kernel waits for its readers at each.
 pub(super) fn hand_over(vm: &VmFd, code: &Code, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
     let of_code = kvm_userspace_memory_region {
-        slot: 0,
+        slot: CODE_SLOT,
         flags: KVM_MEM_READONLY,
         guest_phys_addr: CODE,
         memory_size: CODE_BYTES,
         userspace_addr: code.bytes().as_ptr() as u64,
     };
     if code.is_below(ram) {
-        let ram_bytes: u64 = ram.iter().map(|region| region.len()).sum();
-        let memory_size = CODE_BYTES + ram_bytes;
+        let memory_size = CODE_BYTES + RAM_AT_START_BYTES.min(bytes(ram));
         return set_slot(vm, kvm_userspace_memory_region { flags: 0, memory_size, ..of_code });
     }
     set_slot(vm, of_code)?;
-    for (slot, region) in (1..).zip(ram.iter()) {
-        set_slot(
-            vm,
-            kvm_userspace_memory_region {
-                slot,
-                flags: 0,
-                guest_phys_addr: region.start_addr().0,
-                memory_size: region.len(),
-                userspace_addr: region.as_ptr() as u64,
-            },
-        )?;
+    set_ram_slot(vm, RAM_SLOT, ram, 0, RAM_AT_START_BYTES.min(bytes(ram)))
+}
+
+/// Gives the VM the RAM that it has not had from the start.
+fn hand_over_rest(vm: &VmFd, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
+    match bytes(ram) {
+        all if all > RAM_AT_START_BYTES => {
+            set_ram_slot(vm, REST_SLOT, ram, RAM_AT_START_BYTES, all - RAM_AT_START_BYTES)
+        }
+        _ => Ok(()),
     }
-    Ok(())
+}
+
+/// How much RAM that is.
+pub(super) fn bytes(ram: &GuestMemoryMmap) -> u64 {
+    ram.iter().map(|region| region.len()).sum()
+}
+
+/// Makes a slot of this stretch of RAM, which is one mapping.
+fn set_ram_slot(
+    vm: &VmFd,
+    slot: u32,
+    ram: &GuestMemoryMmap,
+    from: u64,
+    memory_size: u64,
+) -> Result<(), MachineError> {
+    let guest_phys_addr = RAM_START + from;
+    let start = ram
+        .get_host_address(GuestAddress(guest_phys_addr))
+        .map_err(|_| MachineError::Image("RAM does not start where it should"))?;
+    let userspace_addr = start as u64;
+    set_slot(
+        vm,
+        kvm_userspace_memory_region {
+            slot,
+            flags: 0,
+            guest_phys_addr,
+            memory_size,
+            userspace_addr,
+        },
+    )
+}
+
+/// Stands before the bus while a guest runs, and gives the VM the rest of its
+/// RAM when it asks.
+pub(super) struct OnRequest<'a, B> {
+    pub(super) bus: &'a mut B,
+    pub(super) vm: &'a VmFd,
+    pub(super) ram: &'a GuestMemoryMmap,
+    /// Whether the VM has it.
+    pub(super) has_all: &'a mut bool,
+    /// Why it could not be had.
+    pub(super) refused: Option<MachineError>,
+}
+
+impl<B: Bus> Bus for OnRequest<'_, B> {
+    fn read(&mut self, address: u64, data: &mut [u8]) -> Go {
+        self.bus.read(address, data)
+    }
+
+    fn write(&mut self, address: u64, data: &[u8]) -> Go {
+        if address != CONTROL_MMIO + control::ALL_RAM {
+            return self.bus.write(address, data);
+        }
+        if !*self.has_all
+            && let Err(error) = hand_over_rest(self.vm, self.ram)
+        {
+            self.refused = Some(error);
+            return Go::Break(());
+        }
+        *self.has_all = true;
+        Go::Continue(())
+    }
 }
 
 fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), MachineError> {

@@ -49,9 +49,7 @@ use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA};
 use kvm_ioctls::VmFd;
 use mapping::Code;
 use snapshot::RESET_PAGES_MAX;
-use vm_memory::{
-    Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
-};
+use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
 
 /// Why a machine cannot be made. The host is at fault, or lacks something.
 #[derive(Debug, thiserror::Error)]
@@ -136,6 +134,8 @@ pub struct Machine {
     base: Option<Arc<Base>>,
     /// Whether KVM refuses its guest all MSRs.
     has_no_msrs: bool,
+    /// Whether the VM has more than the RAM that it has from the start.
+    has_all_ram: bool,
 }
 
 impl Machine {
@@ -159,11 +159,12 @@ impl Machine {
         let vcpu = vcpu::Vcpu::create(&vm)?;
         vcpu.tell_cpuid(hypervisor)?;
         cpu::set_up(vcpu.fd(), image.entry())?;
-        Ok(Self { vcpu, vm, ram, code, base: None, has_no_msrs: false })
+        let (has_no_msrs, has_all_ram) = (false, false);
+        Ok(Self { vcpu, vm, ram, code, base: None, has_no_msrs, has_all_ram })
     }
 
     fn ram_bytes(&self) -> usize {
-        self.ram.iter().map(|region| region.len() as usize).sum()
+        memory::bytes(&self.ram) as usize
     }
 
     /// The guest's RAM, for the device.
@@ -176,7 +177,12 @@ impl Machine {
     /// A machine whose bus broke can be run again: it goes on behind the
     /// access that broke.
     pub fn run(&mut self, bus: &mut impl Bus, stop: &Stop) -> Exit {
-        self.vcpu.run(bus, stop, &self.ram)
+        let Self { vcpu, vm, ram, has_all_ram: has_all, .. } = self;
+        let mut bus = memory::OnRequest { bus, vm, ram, has_all, refused: None };
+        match (vcpu.run(&mut bus, stop, ram), bus.refused) {
+            (_, Some(error)) => Exit::Died(Death::NoMemory { reason: error.to_string() }),
+            (exit, None) => exit,
+        }
     }
 
     /// Has the kernel put this much memory from `DATA` on in place, so that the

@@ -210,7 +210,8 @@ impl Machine {
         // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
         // caller's name: now, while the caller may still have threads.
         vcpu.settle()?;
-        Ok(Self { vcpu, vm, ram, code, base: Some(Arc::clone(base)), has_no_msrs: false })
+        let base = Some(Arc::clone(base));
+        Ok(Self { vcpu, vm, ram, code, base, has_no_msrs: false, has_all_ram: false })
     }
 
     /// Marks where the machine stands now, to be put back to it. Its guest has

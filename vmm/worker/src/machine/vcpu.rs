@@ -60,6 +60,11 @@ pub enum Death {
         /// Its name and details.
         what: String,
     },
+    /// It asked for the rest of its RAM, and the host has none.
+    NoMemory {
+        /// What the kernel said.
+        reason: String,
+    },
     /// KVM_RUN itself failed.
     Host {
         /// The error number.
@@ -119,6 +124,9 @@ impl std::fmt::Display for Death {
                 write!(f, "the CPU refused to enter the guest, reason {reason:#x}")
             }
             Self::Unexpected { what } => write!(f, "unexpected VM exit: {what}"),
+            Self::NoMemory { reason } => {
+                write!(f, "the host gives the guest no more memory: {reason}")
+            }
             Self::Host { errno } => {
                 let error = std::io::Error::from_raw_os_error(*errno);
                 write!(f, "KVM_RUN failed: {error}")
