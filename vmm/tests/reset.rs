@@ -18,6 +18,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::platform::{
     CODE, CONTROL_MMIO, LARGE_PAGE_BYTES, PAGE_BYTES, PAGE_TABLES, RAM_AT_START_BYTES, RAM_START,
+    control,
 };
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, VmFailure, VmFailureKind};
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
             whatever_ran_a_reset_is_proven_and_the_next_run_is_as_in_a_fresh_vm,
             pages_beyond_the_bases_file_are_every_vms_and_are_put_back,
             a_guest_whose_page_tables_allow_it_still_cannot_write_its_code,
+            all_of_ram_is_there_once_it_was_asked_for_and_for_guests_of_that_base,
             a_prepared_guest_is_put_back_to_where_its_program_is_loaded,
             a_byte_that_changed_behind_the_resets_back_is_found_wherever_it_is,
             a_run_that_stopped_halfway_left_registers_that_the_proof_sees,
@@ -429,6 +431,42 @@ impl Bus for Last {
     fn write(&mut self, address: u64, _: &[u8]) -> Go {
         self.0 = address;
         Go::Break(())
+    }
+}
+
+fn all_of_ram_is_there_once_it_was_asked_for_and_for_guests_of_that_base() {
+    const RAM_BYTES: usize = 20 << 20;
+    let later = RAM_START + RAM_AT_START_BYTES;
+    // mov dword [address], 7, one after the other; the last two for ever
+    let store = |address: u64| {
+        [&[0xc7, 0x04, 0x25][..], &(address as u32).to_le_bytes(), &[7, 0, 0, 0]].concat()
+    };
+    let stores = [later, CONTROL_MMIO + control::ALL_RAM, CONTROL_MMIO, later, CONTROL_MMIO];
+    let code = [stores.map(store).concat(), vec![0xeb, 0xe8]].concat();
+    let hypervisor = Hypervisor::open().unwrap();
+    let (watchdog, pages) = (Watchdog::new().unwrap(), PageMap::open().unwrap());
+    let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
+    let image = Image::with_entry_code(&code).unwrap();
+    let mut machine = Machine::new(&hypervisor, &image, &[], RAM_BYTES).unwrap();
+    let mut run = |machine: &mut Machine| {
+        let mut last = Last(0);
+        assert_eq!(machine.run(&mut last, watchdog.stop()), Exit::Bus);
+        last.0
+    };
+    // Before it has asked, nothing is there.
+    assert_eq!(run(&mut machine), later);
+    assert_eq!(run(&mut machine), CONTROL_MMIO);
+    let base = Arc::new(Base::capture(machine, &hypervisor, &pages).unwrap());
+    let mut machine = Machine::from_base(&hypervisor, &base).unwrap();
+    let to = machine.checkpoint(&pages).unwrap();
+    for _ in 0..2 {
+        // The store before it reached RAM.
+        assert_eq!(run(&mut machine), CONTROL_MMIO);
+        let mut word = [0; 4];
+        machine.memory().read_slice(&mut word, GuestAddress(later)).unwrap();
+        assert_eq!(word, [7, 0, 0, 0]);
+        machine.reset(&to, &pages).unwrap();
+        assert_eq!(machine.differences(&to, &pages).unwrap(), Vec::<String>::new());
     }
 }
 

@@ -85,7 +85,7 @@ pub(super) fn hand_over(vm: &VmFd, code: &Code, ram: &GuestMemoryMmap) -> Result
 }
 
 /// Gives the VM the RAM that it has not had from the start.
-fn hand_over_rest(vm: &VmFd, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
+pub(super) fn hand_over_rest(vm: &VmFd, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
     match bytes(ram) {
         all if all > RAM_AT_START_BYTES => {
             set_ram_slot(vm, REST_SLOT, ram, RAM_AT_START_BYTES, all - RAM_AT_START_BYTES)

@@ -53,6 +53,8 @@ pub struct Base {
     cpu: CpuState,
     code: Arc<Code>,
     ram_bytes: usize,
+    /// Its machine had all of RAM, and its guest does not ask again.
+    has_all_ram: bool,
     /// Memory for the first machine that starts in this process or in a fork
     /// of it: mapped, and not touched.
     ready: Mutex<Option<Ready>>,
@@ -114,9 +116,9 @@ impl Base {
             libc::MAP_SHARED | libc::MAP_NORESERVE,
         )
         .map_err(|error| MachineError::Base(io::Error::other(error)))?;
-        let ram_bytes = machine.ram_bytes();
-        let ready = Mutex::new(None);
-        let mut base = Self { file, view, beyond, cpu, code: machine.code, ram_bytes, ready };
+        let (ram_bytes, has_all_ram) = (machine.ram_bytes(), machine.has_all_ram);
+        let (code, ready) = (machine.code, Mutex::new(None));
+        let mut base = Self { file, view, beyond, cpu, code, ram_bytes, has_all_ram, ready };
         base.get_ready()?;
         Ok(base)
     }
@@ -203,6 +205,9 @@ impl Machine {
         }
         let vm = hypervisor.create_vm()?;
         memory::hand_over(&vm, &code, &ram)?;
+        if base.has_all_ram {
+            memory::hand_over_rest(&vm, &ram)?;
+        }
         // What the CPU can do the base has asked already and keeps: no guest of
         // it asks again, and to set CPUID takes as long as to make the vCPU.
         let mut vcpu = vcpu::Vcpu::create(&vm)?;
@@ -210,8 +215,8 @@ impl Machine {
         // KVM starts a kernel thread for a VM at its first KVM_RUN, in the
         // caller's name: now, while the caller may still have threads.
         vcpu.settle()?;
-        let base = Some(Arc::clone(base));
-        Ok(Self { vcpu, vm, ram, code, base, has_no_msrs: false, has_all_ram: false })
+        let (base, has_all_ram) = (Some(Arc::clone(base)), base.has_all_ram);
+        Ok(Self { vcpu, vm, ram, code, base, has_no_msrs: false, has_all_ram })
     }
 
     /// Marks where the machine stands now, to be put back to it. Its guest has
