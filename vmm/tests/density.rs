@@ -22,7 +22,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Fate;
-use forge_vmm::bench::memory::available_kib;
+use forge_vmm::bench::memory::{available_kib, wait_until_given_back};
 use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::{Run, Worker};
@@ -72,6 +72,7 @@ fn many_vms_wait_in_a_tool_call_at_once() {
     let patience = Patience::until(Instant::now() + time);
 
     let mut waiting: Vec<(Worker, Link, Call)> = Vec::with_capacity(count);
+    wait_until_given_back().unwrap();
     let mut before = 0.0;
     for _ in 0..count {
         let (ours, theirs) = UnixStream::pair().unwrap();

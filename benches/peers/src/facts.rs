@@ -80,9 +80,7 @@ pub fn of(name: &str) -> Option<Facts> {
         "hyperlight_cold"
         | "hyperlight_from_snapshot"
         | "hyperlight_restore"
-        | "hyperlight_restore_call" => {
-            Some(Facts { reset_proven: true, ..HYPERLIGHT })
-        }
+        | "hyperlight_restore_call" => Some(Facts { reset_proven: true, ..HYPERLIGHT }),
         "hyperlight_call" | "hyperlight_call_host" | "hyperlight_memory" => Some(HYPERLIGHT),
         // A new store has a new memory.
         "wasmtime_compile" | "wasmtime_instantiate" => {

@@ -2,8 +2,9 @@
 //! program is checked, parsed or run in it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use forge_vmm::bench::memory::{available_kib, wait_until_given_back};
 use forge_vmm::bench::{Case, Entry, Figure, Measure, stats};
 use hyperlight_host::func::Registerable as _;
 use hyperlight_host::sandbox::snapshot::Snapshot;
@@ -172,15 +173,14 @@ fn density() -> Result<Box<dyn Figure>, String> {
 
 impl Figure for Density {
     fn measure(&mut self) -> Result<f64, String> {
-        // The kernel gives back late what earlier VMs had.
-        std::thread::sleep(Duration::from_secs(1));
+        wait_until_given_back()?;
         let mut alive = vec![one_more(&self.snapshot)?];
-        let (own, available) = (memory::own_kib()?, memory::available_kib()?);
+        let (own, available) = (memory::own_kib()?, available_kib()?);
         for _ in 0..ALIVE {
             alive.push(one_more(&self.snapshot)?);
         }
         let own = memory::own_kib()? - own;
-        let fell = available - memory::available_kib()?;
+        let fell = available - available_kib()?;
         self.available_kib.push(fell / ALIVE as f64);
         Ok(own / ALIVE as f64)
     }
@@ -188,7 +188,7 @@ impl Figure for Density {
     fn note(&self) -> Option<String> {
         let kib = stats::median(&self.available_kib);
         Some(format!(
-            "PSS of this process; MemAvailable fell by {kib:.0} KiB each, kernel included"
+            "PSS of this process; what is available fell by {kib:.0} KiB each, kernel included"
         ))
     }
 }

@@ -1,4 +1,4 @@
-//! What the kernel says about memory.
+//! What the kernel says about this process's memory.
 
 fn field(path: &str, name: &str) -> Result<f64, String> {
     let text = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
@@ -10,9 +10,4 @@ fn field(path: &str, name: &str) -> Result<f64, String> {
 /// This process's memory, shared pages by their share, in KiB.
 pub fn own_kib() -> Result<f64, String> {
     field("/proc/self/smaps_rollup", "Pss:")
-}
-
-/// What the machine could still give, in KiB.
-pub fn available_kib() -> Result<f64, String> {
-    field("/proc/meminfo", "MemAvailable:")
 }

@@ -14,7 +14,7 @@ use forge_protocol::service::Order;
 use forge_protocol::worker::{Job, Reuse, Tier};
 
 use super::fixture::{self, PRINCIPAL, Served};
-use super::memory::available_kib;
+use super::memory::{available_kib, wait_until_given_back};
 use super::program::Program;
 use super::quiet::wait_for_quiet;
 use super::{Case, Entry, Figure, Formula, Measure, toolcall};
@@ -385,6 +385,7 @@ fn measure_waiting(pool: &Pool, program: &mut Program, count: usize) -> Result<f
     let tool = ToolName::parse("crypto.hash").map_err(said)?;
     let patience = Patience::until(Instant::now() + Duration::from_secs(120));
     let mut waiting: Vec<(Worker, Link, Call)> = Vec::with_capacity(count);
+    wait_until_given_back()?;
     // The first makes what all have in common.
     let mut before = 0.0;
     for index in 0..=count {

@@ -1,6 +1,34 @@
 //! How much memory the machine could still give, told so that what ran before
 //! does not move it.
 
+use std::time::{Duration, Instant};
+
+/// From one look to the next while memory is given back.
+const INTERVAL: Duration = Duration::from_millis(100);
+/// What others move between two looks, in KiB.
+const STILL_KIB: f64 = 1024.0;
+/// How long it may go on: others have reasons of their own.
+const TIME_MAX: Duration = Duration::from_secs(10);
+
+/// Waits until what ended before has given its memory back: the kernel frees
+/// much of a VM later than the VM. What came back in the middle of a measurement
+/// would count against what is taken there.
+///
+/// # Errors
+/// As [`available_kib`].
+pub fn wait_until_given_back() -> Result<(), String> {
+    let until = Instant::now() + TIME_MAX;
+    let mut available = available_kib()?;
+    let mut still = 0;
+    while still < 2 && Instant::now() < until {
+        std::thread::sleep(INTERVAL);
+        let now = available_kib()?;
+        still = if (now - available).abs() < STILL_KIB { still + 1 } else { 0 };
+        available = now;
+    }
+    Ok(())
+}
+
 /// What is available, in KiB: the kernel's own MemAvailable and the free pages
 /// that each CPU keeps on lists of its own.
 ///
