@@ -448,7 +448,7 @@ fn all_of_ram_is_there_once_it_was_asked_for_and_for_guests_of_that_base() {
     let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
     let image = Image::with_entry_code(&code).unwrap();
     let mut machine = Machine::new(&hypervisor, &image, &[], RAM_BYTES).unwrap();
-    let mut run = |machine: &mut Machine| {
+    let run = |machine: &mut Machine| {
         let mut last = Last(0);
         assert_eq!(machine.run(&mut last, watchdog.stop()), Exit::Bus);
         last.0
