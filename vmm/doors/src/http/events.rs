@@ -12,7 +12,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use axum::body::Bytes;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use forge_protocol::guest::Artifact;
 use forge_protocol::service::{Finish, RunEvent};
 use serde::Deserialize;
 use serde_json::json;
@@ -33,6 +32,15 @@ pub(crate) struct End {
     pub(crate) artifacts: Vec<Artifact>,
 }
 
+/// Something that a run left. Its content is its own: whoever takes that keeps
+/// nothing else of the run.
+#[derive(Debug)]
+pub(crate) struct Artifact {
+    pub(crate) file_name: String,
+    pub(crate) media_type: String,
+    pub(crate) content: Bytes,
+}
+
 /// What the door reads of a report.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Head {
@@ -50,7 +58,12 @@ impl End {
     /// `None` if that is no report.
     pub(crate) fn of(finish: Finish) -> Option<Self> {
         let head = serde_json::from_slice(&finish.report).ok()?;
-        Some(Self { report: finish.report.into(), head, artifacts: finish.artifacts })
+        let artifacts = finish.artifacts.into_iter().map(|artifact| Artifact {
+            file_name: artifact.file_name(),
+            media_type: artifact.media_type,
+            content: artifact.content.into(),
+        });
+        Some(Self { report: finish.report.into(), head, artifacts: artifacts.collect() })
     }
 
     /// The report, to be put into another object.

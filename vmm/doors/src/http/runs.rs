@@ -197,18 +197,6 @@ pub(crate) async fn cancel(caller: Caller, Named(id): Named<String>) -> Result<R
     answer(&kept, StatusCode::OK)
 }
 
-/// The content of an artifact where it is kept.
-struct Content {
-    end: Arc<End>,
-    number: usize,
-}
-
-impl AsRef<[u8]> for Content {
-    fn as_ref(&self) -> &[u8] {
-        self.end.artifacts.get(self.number).map_or(&[], |artifact| &artifact.content)
-    }
-}
-
 /// `GET /v1/runs/{id}/artifacts/{n}`
 pub(crate) async fn artifact(
     caller: Caller,
@@ -221,7 +209,7 @@ pub(crate) async fn artifact(
     let missing_artifact = || missing("the run left no such artifact");
     let number: usize = number.parse().map_err(|_| missing_artifact())?;
     let artifact = end.artifacts.get(number).ok_or_else(missing_artifact)?;
-    let disposition = format!("attachment; filename=\"{}\"", artifact.file_name());
+    let disposition = format!("attachment; filename=\"{}\"", artifact.file_name);
     let headers = [
         (header::CONTENT_TYPE, media_type(&artifact.media_type)),
         (header::CONTENT_DISPOSITION, HeaderValue::try_from(disposition).ok()),
@@ -230,8 +218,7 @@ pub(crate) async fn artifact(
             Some(HeaderValue::from_static("sandbox; default-src 'none'")),
         ),
     ];
-    let content = Content { end: Arc::clone(&end), number };
-    let mut response = Bytes::from_owner(content).into_response();
+    let mut response = artifact.content.clone().into_response();
     for (name, value) in headers {
         if let Some(value) = value {
             response.headers_mut().insert(name, value);
@@ -369,17 +356,42 @@ mod tests {
         }
     }
 
+    fn left(contents: &[&'static [u8]]) -> Finish {
+        let artifact = |content: &&[u8]| Artifact {
+            name: "x".into(),
+            media_type: "text/csv".into(),
+            content: content.to_vec(),
+        };
+        Finish { artifacts: contents.iter().map(artifact).collect(), ..finish("ok", "") }
+    }
+
     #[test]
-    fn who_takes_a_report_or_an_artifact_takes_what_is_kept() {
-        let (name, media_type) = ("x".into(), "text/csv".into());
-        let artifacts = vec![Artifact { name, media_type, content: b"1,2".to_vec() }];
-        let end = Arc::new(End::of(Finish { artifacts, ..finish("ok", "") }).unwrap());
+    fn who_takes_a_report_takes_what_is_kept() {
+        let end = End::of(finish("ok", "")).unwrap();
         let [head, report, tail] = last_line(4, &end);
         assert_eq!((&*head, &*tail), (&b"id: 4\nevent: finished\ndata: "[..], &b"\n\n"[..]));
         assert_eq!(report.as_ptr(), end.report.as_ptr());
-        let content = |number| Bytes::from_owner(Content { end: Arc::clone(&end), number });
-        assert_eq!(content(0).as_ptr(), end.artifacts[0].content.as_ptr());
-        assert_eq!((&*content(0), &*content(1)), (&b"1,2"[..], &b""[..]));
+    }
+
+    #[tokio::test]
+    async fn who_takes_an_artifact_takes_what_is_kept_and_keeps_nothing_beside_it() {
+        let tenant = Tenants::default().named("a".into());
+        let finish = left(&[b"1,2", b"3,4"]);
+        let kept_at = finish.artifacts[1].content.as_ptr();
+        let kept = over(&tenant, Events::default(), finish).unwrap();
+        let ask = |number: &str| {
+            let permit = Arc::new(tenant.request().unwrap());
+            let caller = Caller { tenant: Arc::clone(&tenant), permit };
+            artifact(caller, Named((kept.id.clone(), number.to_owned())))
+        };
+        assert!(ask("2").await.is_err());
+        let response = ask("1").await.unwrap();
+        let Some(Ended::Reported(end)) = kept.events.ended() else { panic!("it is over") };
+        let whole = Arc::downgrade(&end);
+        drop((kept, tenant, end));
+        assert!(whole.upgrade().is_none(), "the whole end waits for one artifact's reader");
+        let content = axum::body::to_bytes(response.into_body(), 3).await.unwrap();
+        assert_eq!((&*content, content.as_ptr()), (&b"3,4"[..], kept_at));
     }
 
     #[test]
