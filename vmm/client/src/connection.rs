@@ -3,6 +3,7 @@
 //! A task reads the connection and hands each frame to whoever has its
 //! number; another writes what they send. Both end with the last handle.
 
+use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::pin::pin;
@@ -47,9 +48,16 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Waiting {
     runs: HashMap<u64, mpsc::Sender<RunMessage>>,
-    questions: HashMap<u64, oneshot::Sender<Reply>>,
+    questions: HashMap<u64, Asker>,
     /// Why nothing more comes.
     over: Option<String>,
+}
+
+/// Who asked, perhaps gone by now, and what is held until the answer is in.
+#[derive(Debug)]
+struct Asker {
+    held: Box<dyn Any + Send>,
+    answer: oneshot::Sender<Reply>,
 }
 
 /// What the service says of a run.
@@ -156,11 +164,28 @@ impl Client {
     /// # Errors
     /// [`ClientError`]; a refusal is one.
     pub async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
+        self.ask_holding(question, ()).await
+    }
+
+    /// Asks, and holds something until the service has answered or is gone, even
+    /// if this is dropped before: a question that is cancelled counts there until
+    /// then. So a permit that is held bounds what the service has to answer, and
+    /// not only what somebody waits for. Where nothing was sent, it is dropped at
+    /// once.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub async fn ask_holding(
+        &self,
+        question: Question,
+        held: impl Send + 'static,
+    ) -> Result<Reply, ClientError> {
         let place = self.place().await?;
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let bytes = wire::bounded(Kind::Query, &Query { number, question })?;
-        let (sender, answered) = oneshot::channel();
-        self.shared.wait(|waiting| waiting.questions.insert(number, sender))?;
+        let (answer, answered) = oneshot::channel();
+        let asker = Asker { held: Box::new(held), answer };
+        self.shared.wait(|waiting| waiting.questions.insert(number, asker))?;
         place.send(bytes);
         let canceller = Canceller { number, outgoing: self.outgoing.clone() };
         let mut asked = Unanswered(Some(canceller));
@@ -375,7 +400,10 @@ async fn read_all(mut reader: Reader, shared: Arc<Shared>, writing: tokio::task:
     let mut waiting = shared.waiting();
     waiting.over = Some(reason);
     waiting.runs.clear();
-    waiting.questions.clear();
+    let asked = std::mem::take(&mut waiting.questions);
+    // What is held is not ours, and its end may ask for the lock again.
+    drop(waiting);
+    drop(asked);
 }
 
 /// Gives a frame to whoever has its number. Nobody may: a run can be dropped.
@@ -383,8 +411,10 @@ async fn hand_over(frame: &Frame, shared: &Shared) -> Result<(), ClientError> {
     let (number, message) = match frame.kind {
         Kind::Answered => {
             let Answered { number, reply } = wire::decode(frame)?;
-            if let Some(asker) = shared.waiting().questions.remove(&number) {
-                let _ = asker.send(reply);
+            let asker = shared.waiting().questions.remove(&number);
+            if let Some(Asker { held, answer }) = asker {
+                drop(held);
+                let _ = answer.send(reply);
             }
             return Ok(());
         }
@@ -435,6 +465,7 @@ mod tests {
     use std::time::Duration;
 
     use forge_protocol::broker::Authority;
+    use forge_protocol::codec::Encode;
     use forge_protocol::frame::write_message;
     use forge_protocol::handshake::{Hello, Role};
     use forge_protocol::limits::RunLimits;
@@ -466,6 +497,42 @@ mod tests {
         socket.write_all(&said).await.unwrap();
         let mut rest = vec![0; 1 << 20];
         while socket.read(&mut rest).await.is_ok_and(|bytes| bytes > 0) {}
+    }
+
+    async fn say<T: Encode>(service: &mut UnixStream, kind: Kind, message: &T) {
+        service.write_all(&wire::message(kind, message)).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_a_question_holds_is_held_until_the_service_has_answered_or_is_gone() {
+        let (mut service, socket) = UnixStream::pair().unwrap();
+        say(&mut service, Kind::Hello, &Hello::ours(Role::Supervisor)).await;
+        let client = Client::over(socket).await.unwrap();
+        let held = Arc::new(());
+        let leave = async || {
+            let asking = client.ask_holding(Question::Metrics, Arc::clone(&held));
+            // Sent, and cancelled.
+            tokio::time::timeout(Duration::ZERO, asking).await.unwrap_err();
+        };
+        let given_back = async |left: usize| {
+            let back = async {
+                while Arc::strong_count(&held) > 1 + left {
+                    tokio::task::yield_now().await;
+                }
+            };
+            tokio::time::timeout(Duration::from_secs(30), back).await.unwrap();
+        };
+        leave().await;
+        leave().await;
+        leave().await;
+        assert_eq!(Arc::strong_count(&held), 1 + 3);
+        let refused = Reply::Refused { kind: RefusalKind::Overloaded, message: "cancelled".into() };
+        say(&mut service, Kind::Answered, &Answered { number: 2, reply: refused }).await;
+        given_back(2).await;
+        drop(service);
+        given_back(0).await;
+        client.ask_holding(Question::Metrics, Arc::clone(&held)).await.unwrap_err();
+        assert_eq!(Arc::strong_count(&held), 1);
     }
 
     #[tokio::test]

@@ -19,6 +19,8 @@
 pub mod http;
 #[cfg(feature = "mcp")]
 pub mod mcp;
+#[cfg(all(test, any(feature = "http", feature = "mcp")))]
+mod mock;
 #[cfg(any(feature = "http", feature = "mcp"))]
 mod object;
 #[cfg(feature = "web")]

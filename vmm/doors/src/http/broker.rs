@@ -44,11 +44,12 @@ async fn read<T: DeserializeOwned>(caller: &Caller, request: Request) -> Result<
 
 /// Asks once there is a place among everybody's questions: in turn, so that
 /// none who asks again and again is before others each time. Dropped before, as
-/// it is when the caller leaves, the question is cancelled.
+/// it is when the caller leaves, the question is cancelled. The service has no
+/// room for another until it has answered that too, and the place is held so long.
 async fn ask(door: &Door, caller: &Caller, question: Question) -> Result<Reply, Problem> {
-    let _place = caller.tenant.question()?;
-    let _turn = door.questions.acquire().await;
-    Ok(door.client.ask(question).await?)
+    let place = caller.tenant.question()?;
+    let turn = Arc::clone(&door.questions).acquire_owned().await;
+    Ok(door.client.ask_holding(question, (place, turn)).await?)
 }
 
 fn strange(_: Reply) -> Problem {
@@ -288,4 +289,37 @@ fn shown(claims: &GrantClaims) -> Value {
         "cost_max": claims.cost_max,
         "tools": tools.collect::<Vec<_>>(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::QUESTIONS_MAX;
+    use super::super::tests::door;
+    use super::*;
+
+    #[tokio::test]
+    async fn a_caller_who_leaves_gives_its_turn_back_when_the_service_has_answered() {
+        let (mut service, door) = door().await;
+        let leave = async |principal: &str| {
+            let tenant = door.tenants.named(principal.into());
+            let permit = Arc::new(tenant.request().unwrap());
+            let caller = Caller { tenant, permit };
+            let asking = ask(&door, &caller, Question::ListTools { principal: "a".into() });
+            // Sent if it is its turn, and cancelled.
+            tokio::time::timeout(Duration::ZERO, asking).await
+        };
+        // The last has to wait for its turn, and leaves nothing behind.
+        for number in 0..=QUESTIONS_MAX {
+            assert!(leave(&(number / 16).to_string()).await.is_err());
+        }
+        assert_eq!(door.questions.available_permits(), 0);
+        let problem = leave("0").await.unwrap().unwrap_err();
+        assert_eq!(problem.body().status(), 429, "each has its own bound");
+        service.answer(1, Reply::Draining).await;
+        let turn = door.questions.acquire();
+        let turn = tokio::time::timeout(Duration::from_secs(30), turn).await.unwrap();
+        drop(turn);
+        assert!(leave("0").await.is_err(), "its place is free too");
+        assert_eq!(door.questions.available_permits(), 0);
+    }
 }

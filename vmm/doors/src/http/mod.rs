@@ -90,7 +90,7 @@ struct Door {
     client: Client,
     options: watch::Receiver<Options>,
     tenants: Tenants,
-    questions: Semaphore,
+    questions: Arc<Semaphore>,
     counters: health::Counters,
     readiness: health::Readiness,
     /// Whether the door is being closed.
@@ -103,7 +103,7 @@ impl Door {
             client,
             options,
             tenants: Tenants::default(),
-            questions: Semaphore::new(QUESTIONS_MAX),
+            questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             counters: health::Counters::default(),
             readiness: health::Readiness::default(),
             closing: watch::Sender::new(false),
@@ -320,23 +320,24 @@ async fn sweep(door: std::sync::Weak<Door>) {
 mod tests {
     use std::collections::BTreeSet;
 
-    use forge_protocol::frame::{self, Kind};
-    use forge_protocol::handshake::{Hello, Role};
     use hyper::service::Service as _;
     use serde_json::Value;
-    use tokio::io::AsyncWriteExt as _;
 
     use super::*;
+    use crate::mock;
+
+    /// A door for everybody, and its service.
+    pub(super) async fn door() -> (mock::Service, Door) {
+        let (service, socket) = mock::Service::new().await;
+        let access = Access::Anybody("a".into());
+        let options = Options { access, hosts: Vec::new(), metrics_token: None };
+        let client = Client::over(socket).await.unwrap();
+        (service, Door::new(client, watch::channel(options).1))
+    }
 
     #[tokio::test]
     async fn a_request_is_under_way_until_its_answer_is_sent() {
-        let (ours, mut service) = UnixStream::pair().unwrap();
-        let mut hello = Vec::new();
-        frame::write_message(Kind::Hello, &Hello::ours(Role::Supervisor), &mut hello);
-        service.write_all(&hello).await.unwrap();
-        let access = Access::Anybody("a".into());
-        let options = Options { access, hosts: Vec::new(), metrics_token: None };
-        let door = Door::new(Client::over(ours).await.unwrap(), watch::channel(options).1);
+        let (_service, door) = door().await;
         let door = TowerToHyperService::new(router(Arc::new(door)));
         let ask = || {
             let request = Request::get("/v1/runs/00").header(header::HOST, "localhost");

@@ -1,6 +1,7 @@
 //! The service behind the door.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use forge_client::{Client, ClientError, Run};
 use forge_protocol::limits::QUESTIONS_MAX;
@@ -16,7 +17,7 @@ pub struct ServiceLink {
     client: Mutex<Client>,
     /// As many as a service answers at once on one connection. Sessions of all
     /// principals share it, and wait for their turn.
-    questions: Semaphore,
+    questions: Arc<Semaphore>,
 }
 
 impl ServiceLink {
@@ -39,13 +40,20 @@ impl ServiceLink {
     }
 
     fn of(socket: Option<PathBuf>, client: Client) -> Self {
-        let questions = Semaphore::new(QUESTIONS_MAX);
+        let questions = Arc::new(Semaphore::new(QUESTIONS_MAX));
         Self { socket, client: Mutex::new(client), questions }
     }
 
-    pub(super) async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
-        let _turn = self.questions.acquire().await;
-        self.client().await?.ask(question).await
+    /// Asks in turn. The turn, and the door's own place, are given back when the
+    /// service has answered, also a question that is cancelled meanwhile: it has
+    /// no room for another before.
+    pub(super) async fn ask(
+        &self,
+        question: Question,
+        place: impl Send + 'static,
+    ) -> Result<Reply, ClientError> {
+        let turn = Arc::clone(&self.questions).acquire_owned().await;
+        self.client().await?.ask_holding(question, (place, turn)).await
     }
 
     pub(super) async fn submit(&self, order: &Order) -> Result<Run, ClientError> {

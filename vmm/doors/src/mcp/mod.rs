@@ -79,7 +79,7 @@ struct Inner {
     handles: Mutex<Handles>,
     /// Places for questions that are not answered. All doors of a service share
     /// one connection to it.
-    questions: Semaphore,
+    questions: Arc<Semaphore>,
     /// Runs that are not over, those included that nobody waits for any more.
     runs: Semaphore,
     closing: CancellationToken,
@@ -96,7 +96,7 @@ impl Door {
             principal,
             session: format!("mcp-{}", handles::random_name()?),
             handles: Mutex::default(),
-            questions: Semaphore::new(QUESTIONS_MAX),
+            questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             runs: Semaphore::new(REQUESTS_MAX),
             closing: CancellationToken::new(),
         })))
@@ -110,8 +110,8 @@ impl Door {
     /// Asks the service, once there is a place for it. Dropped before, the
     /// question is cancelled.
     async fn ask(&self, question: Question) -> Result<Reply, ClientError> {
-        let _place = self.0.questions.acquire().await;
-        self.0.service.ask(question).await
+        let place = Arc::clone(&self.0.questions).acquire_owned().await;
+        self.0.service.ask(question, place).await
     }
 
     fn handles(&self) -> MutexGuard<'_, Handles> {
@@ -134,4 +134,42 @@ fn one_line(text: &str, chars_max: usize) -> String {
         line.push('…');
     }
     line
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::mock;
+
+    #[tokio::test]
+    async fn who_leaves_gives_its_places_back_when_the_service_has_answered() {
+        let (mut service, socket) = mock::Service::new().await;
+        let link = Arc::new(ServiceLink::over(socket).await.unwrap());
+        let door = || {
+            let principal = Principal { name: "a".into(), signer: None };
+            Door::new(Arc::clone(&link), principal).unwrap()
+        };
+        let leave = async |door: &Door| {
+            let asking = door.ask(Question::ListTools { principal: "a".into() });
+            // Sent if it is its turn, and cancelled.
+            tokio::time::timeout(Duration::ZERO, asking).await.unwrap_err();
+        };
+        let doors: Vec<_> = (0..4).map(|_| door()).collect();
+        for door in &doors {
+            for _ in 0..=QUESTIONS_MAX {
+                leave(door).await;
+            }
+            assert_eq!(door.0.questions.available_permits(), 0);
+        }
+        let other = door();
+        leave(&other).await;
+        assert_eq!(other.0.questions.available_permits(), QUESTIONS_MAX, "it was not sent");
+        service.answer(1, Reply::Draining).await;
+        let place = doors[0].0.questions.acquire();
+        drop(tokio::time::timeout(Duration::from_secs(30), place).await.unwrap());
+        leave(&other).await;
+        assert_eq!(other.0.questions.available_permits(), QUESTIONS_MAX - 1, "it was its turn");
+    }
 }
