@@ -1,6 +1,7 @@
 //! What clients ask, and the answers.
 
 use std::collections::HashMap;
+use std::mem::discriminant;
 use std::sync::Mutex;
 
 use forge_protocol::broker::{RefusalKind, Reply as BrokerReply, Request};
@@ -18,8 +19,9 @@ const OF_ONE_MAX: usize = 16;
 /// Questions of one user or machine that the broker answers by itself. It may
 /// be one that says nothing.
 const OF_ONE_PEER_MAX: usize = 64;
-/// The same of all. Each holds a thread, for as long as a tool server takes that
-/// has to start first.
+/// The same of all principals, and as many again of all users and machines: those
+/// who look at grants keep nobody's search out. Each holds a thread, for as long
+/// as a tool server takes that has to start first.
 const OF_ALL_MAX: usize = 256;
 
 /// Whose questions are counted together.
@@ -70,7 +72,10 @@ impl Questions {
     fn enter(&self, asker: Asker) -> Option<Place<'_>> {
         let mut asked = lock(&self.0);
         let of_one = asked.get(&asker).copied().unwrap_or(0);
-        if of_one >= asker.questions_max() || asked.values().sum::<usize>() >= OF_ALL_MAX {
+        let kind = discriminant(&asker);
+        let of_its_kind = asked.iter().filter(|(other, _)| discriminant(*other) == kind);
+        let of_all: usize = of_its_kind.map(|(_, count)| count).sum();
+        if of_one >= asker.questions_max() || of_all >= OF_ALL_MAX {
             return None;
         }
         asked.insert(asker.clone(), of_one + 1);
@@ -170,24 +175,44 @@ impl Service {
 mod tests {
     use super::*;
 
+    fn principal(name: usize) -> Asker {
+        Asker::Principal(name.to_string())
+    }
+
+    fn user(uid: usize) -> Asker {
+        Asker::Peer(Who::User(uid as u32))
+    }
+
     #[test]
     fn what_one_asks_is_bounded_and_leaves_places_for_others() {
-        let name = |name: usize| Asker::Principal(name.to_string());
-        for one in [name(0), Asker::Peer(Who::User(7))] {
-            let questions = Questions::default();
+        for of_kind in [principal, user] {
+            let (one, questions) = (of_kind(0), Questions::default());
             let most = one.questions_max();
             let mut of_one: Vec<_> =
                 (0..most).map(|_| questions.enter(one.clone()).unwrap()).collect();
             assert!(questions.enter(one.clone()).is_none());
-            assert!(questions.enter(name(1)).is_some());
-            assert!(questions.enter(Asker::Peer(Who::User(8))).is_some());
+            assert!(questions.enter(principal(1)).is_some());
+            assert!(questions.enter(user(1)).is_some());
             of_one.pop();
             drop(questions.enter(one).expect("one was answered"));
             let others: Vec<_> =
-                (1..=OF_ALL_MAX).map_while(|it| questions.enter(name(it))).collect();
+                (1..=OF_ALL_MAX).map_while(|it| questions.enter(of_kind(it))).collect();
             assert_eq!(of_one.len() + others.len(), OF_ALL_MAX);
             drop((of_one, others));
             assert!(lock(&questions.0).is_empty(), "who asks nothing takes no room");
+        }
+    }
+
+    #[test]
+    fn neither_looks_at_grants_nor_searches_of_many_keep_the_other_out() {
+        type OfKind = fn(usize) -> Asker;
+        for (of_kind, other) in [(principal as OfKind, user as OfKind), (user, principal)] {
+            let questions = Questions::default();
+            let all: Vec<_> =
+                (0..OF_ALL_MAX).map(|it| questions.enter(of_kind(it / 16)).unwrap()).collect();
+            assert!(questions.enter(of_kind(OF_ALL_MAX)).is_none());
+            assert!(questions.enter(other(0)).is_some());
+            drop(all);
         }
     }
 
