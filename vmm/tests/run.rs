@@ -45,6 +45,7 @@ fn main() -> ExitCode {
             artifacts_are_written_and_never_over_anything,
             a_file_that_cannot_be_made_is_told_before_anything_runs,
             a_file_that_cannot_be_written_takes_no_result_away,
+            a_result_that_cannot_be_written_takes_no_exit_code_away,
             a_reader_that_leaves_changes_no_exit_code,
             input_comes_from_a_file_or_standard_input,
             no_process_is_left_behind,
@@ -122,6 +123,24 @@ impl Desk {
 
     fn forge(&self, arguments: &[&str]) -> Output {
         self.command().args(arguments).output().unwrap()
+    }
+
+    /// A service that listens at `socket`.
+    fn serve(&self) -> Ended {
+        executables::folder();
+        let service = self
+            .command()
+            .args(["serve", "--socket", "socket", "--trust", "signer.pub"])
+            .args(["--ready", "0", "--ready-max", "0"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map(Ended)
+            .unwrap();
+        support::eventually("the service listens", || {
+            std::os::unix::net::UnixStream::connect(self.path("socket")).is_ok()
+        });
+        service
     }
 
     /// `run`, of a program in text, with `--json`.
@@ -620,6 +639,29 @@ fn a_file_that_cannot_be_written_takes_no_result_away() {
     }
 }
 
+fn a_result_that_cannot_be_written_takes_no_exit_code_away() {
+    let desk = Desk::new();
+    let _service = desk.serve();
+    desk.write("hello.wat", HELLO);
+    desk.write("endless.wat", ENDLESS);
+    desk.write("calls.wat", calls("test.never", "{}"));
+    let run = ["run", "--sign-with", "signer.pem", "--timeout", "30s"];
+    for (program, code) in
+        [(&["hello.wat"][..], 1), (&["endless.wat", "--fuel", "1000"], 4), (&["calls.wat"], 3)]
+    {
+        for how in [&[][..], &["--json"], &["--service=socket"], &["--service=socket", "--json"]] {
+            let all = [&run[..], how, program].concat();
+            let full = fs::File::options().write(true).open("/dev/full").unwrap();
+            let output = desk.command().args(&all).stdout(full).output().unwrap();
+            let stderr = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(code), "{all:?}: {stderr}");
+            // Without a report, those that end badly have nothing to write there.
+            let is_written = code == 1 || how.contains(&"--json");
+            assert_eq!(stderr.contains("standard output: "), is_written, "{all:?}: {stderr}");
+        }
+    }
+}
+
 fn a_reader_that_leaves_changes_no_exit_code() {
     let desk = Desk::new();
 
@@ -1040,20 +1082,8 @@ fn a_door_is_loaded_again_with_all_or_not_at_all() {
 
 fn what_a_service_refuses_is_no_wrong_usage() {
     let desk = Desk::new();
-    executables::folder();
     desk.write("hello.wat", HELLO);
-    let service = desk
-        .command()
-        .args(["serve", "--socket", "socket", "--trust", "signer.pub"])
-        .args(["--ready", "0", "--ready-max", "0"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map(Ended)
-        .unwrap();
-    support::eventually("the service listens", || {
-        std::os::unix::net::UnixStream::connect(desk.path("socket")).is_ok()
-    });
+    let service = desk.serve();
     let intent = "x".repeat(forge_protocol::limits::INTENT_BYTES_MAX as usize + 1);
     let run = ["run", "--service", "socket", "--sign-with", "signer.pem", "--intent", &intent];
     let refused = desk.forge(&[&run[..], &["hello.wat"]].concat());

@@ -107,16 +107,26 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         kept = kept.and(write_artifacts(folder, &artifacts, &mut report));
     }
     let printed = if args.json { print_json(&report) } else { print(&report) };
-    if let Err(error) = &kept {
-        complain(error);
-    }
+    let code = ended(report.status, [printed, kept]);
     // The broker stops its servers after the user has the result.
     drop(supervisor);
-    printed?;
-    Ok(match (kept, report.status) {
-        (Err(_), Status::Ok) => Exit::Failed.into(),
-        (_, status) => ExitCode::from(status.exit_code()),
-    })
+    Ok(code)
+}
+
+/// How the command ends after a run: as the run did, unless that went well and
+/// something of what it left could not be written.
+pub(super) fn ended(
+    status: Status,
+    written: impl IntoIterator<Item = Result<(), CliError>>,
+) -> ExitCode {
+    let mut code = ExitCode::from(status.exit_code());
+    for error in written.into_iter().filter_map(Result::err) {
+        complain(&error);
+        if status == Status::Ok {
+            code = Exit::Failed.into();
+        }
+    }
+    code
 }
 
 fn failed(path: &Path) -> impl Fn(io::Error) -> CliError {

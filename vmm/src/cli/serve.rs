@@ -204,8 +204,8 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         report["retrieved"] = serde_json::to_value(retrieved).map_err(unreadable)?;
     }
     let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;
-    if args.json {
-        print_json(&report)?;
+    let printed = if args.json {
+        print_json(&report)
     } else {
         let text = report["output"].as_str().unwrap_or_default();
         let output = match report["output_encoding"].as_str() {
@@ -220,7 +220,7 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         });
         let reason = report["reason"].as_str().unwrap_or_default();
         let log_dropped = report["log_dropped"].as_u64().unwrap_or_default();
-        super::run::show(&output, logs, log_dropped, status, reason)?;
-    }
-    Ok(ExitCode::from(status.exit_code()))
+        super::run::show(&output, logs, log_dropped, status, reason)
+    };
+    Ok(super::run::ended(status, [printed]))
 }
