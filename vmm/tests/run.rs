@@ -1024,14 +1024,15 @@ fn a_door_is_loaded_again_with_all_or_not_at_all() {
     let configure = |trust: &str, http: &str, token: &str| {
         let hash = String::from(TokenHash::of(token.as_bytes()));
         let principal = format!("[principals.alice]\ntoken_sha256 = ['{hash}']");
-        desk.write("forge.toml", format!("[trust]\nkeys = ['{trust}']\n{http}\n{principal}"));
+        let trust = format!("[vm]\nisolation = 'process'\n[trust]\nkeys = ['{trust}']");
+        desk.write("forge.toml", format!("{trust}\n{http}\n{principal}"));
     };
     let http = "[http]\nlisten = './http.sock'";
     configure("signer.pub", http, "first-token");
     let mut service = desk
         .command()
         .args(["serve", "--socket", "socket", "--config", "forge.toml"])
-        .args(["--ready", "0", "--ready-max", "0"])
+        .args(["--ready", "0", "--ready-max", "1"])
         .env("FORGE_LOG", "info")
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -1061,12 +1062,24 @@ fn a_door_is_loaded_again_with_all_or_not_at_all() {
     says("serving at");
     assert_eq!((&*asks("first-token"), &*asks("second-token")), ("200", "401"));
 
+    let nothing_changed = || {
+        // It would have been told by now, and have heard soon.
+        std::thread::sleep(Duration::from_millis(200));
+        assert_eq!((&*asks("first-token"), &*asks("second-token")), ("200", "401"));
+    };
     configure("nowhere.pub", http, "second-token");
     hangup(&service);
     says("is not loaded again");
-    // It would have been told by now, and have heard soon.
-    std::thread::sleep(Duration::from_millis(200));
-    assert_eq!((&*asks("first-token"), &*asks("second-token")), ("200", "401"));
+    nothing_changed();
+
+    // All of it is good, but the host has no thread for the new keys' pool.
+    configure("signer.pub", http, "second-token");
+    let pid = service.0.id() as i32;
+    bound_memory(pid, mapped_bytes(pid) + (1 << 20));
+    hangup(&service);
+    says("is not loaded again");
+    bound_memory(pid, libc::RLIM_INFINITY);
+    nothing_changed();
 
     // Whoever takes the table away may have taken the token back with it.
     configure("signer.pub", "", "first-token");
@@ -1078,6 +1091,20 @@ fn a_door_is_loaded_again_with_all_or_not_at_all() {
     hangup(&service);
     says("was loaded again");
     support::eventually("it is open again", || asks("second-token") == "200");
+}
+
+/// What a process has mapped, in bytes.
+fn mapped_bytes(pid: i32) -> u64 {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).unwrap();
+    statm.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096
+}
+
+/// Lets a process map no more than that: a thread's stack needs 2 MiB.
+fn bound_memory(pid: i32, bytes: u64) {
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a plain system call that reads a whole limit.
+    let set = unsafe { libc::prlimit(pid, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) };
+    assert_eq!(set, 0);
 }
 
 fn what_a_service_refuses_is_no_wrong_usage() {

@@ -382,17 +382,25 @@ impl Door {
         Ok(Self { shared, place, keeper, ended })
     }
 
-    /// From now on the operator decides this. Where it listens, and as whom,
-    /// stays. Without a configuration it knows nobody: what opened it before
-    /// may have been taken back with it.
+    /// What has the operator decide this from then on. Where the door listens,
+    /// and as whom, stays. Without a configuration it knows nobody: what opened
+    /// it before may have been taken back with it.
     ///
     /// # Errors
     /// [`CliError::Usage`]: it would be open to everybody where it listens.
-    pub(crate) fn reload(&self, config: Option<DoorConfig>) -> Result<(), CliError> {
+    pub(crate) fn reload(
+        &self,
+        config: Option<DoorConfig>,
+    ) -> Result<impl FnOnce() + '_, CliError> {
         let nobodys =
             Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
         let new = config.map_or(nobodys, |config| config.options);
         self.shared.listener.admits(&new)?;
+        Ok(|| self.tell(new))
+    }
+
+    /// Has it go by these from now on.
+    fn tell(&self, new: Options) {
         let mut options = self.shared.options();
         *options = new;
         // One that is started from here on takes them from there.
@@ -401,7 +409,6 @@ impl Door {
         {
             tracing::warn!(%error, "the HTTP door is not told of its new options");
         }
-        Ok(())
     }
 
     /// Where it listens, for a reader.

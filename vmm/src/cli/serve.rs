@@ -103,11 +103,14 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
             let options = config::service(config)?.options;
             let http = door::configured(config, &options.principals)?;
             let trust = trust_keys(&args)?;
-            // Last: where anything is wrong, nothing changes.
-            if let Some(door) = &door {
-                door.reload(http)?;
-            }
-            Ok(Reloaded { trust, options })
+            let tell = door.as_ref().map(|door| door.reload(http)).transpose()?;
+            // Last: where anything fails, nothing changes.
+            let then = || {
+                if let Some(tell) = tell {
+                    tell();
+                }
+            };
+            Ok((Reloaded { trust, options }, then))
         };
         load().map_err(|error: CliError| error.to_string())
     };

@@ -144,7 +144,7 @@ impl Service {
         Arc::clone(&self.options.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Goes by these from now on.
+    /// Goes by these from now on. Where that fails, nothing changed.
     fn reload(&self, Reloaded { trust, options }: Reloaded) -> io::Result<()> {
         self.supervisor.trust(trust)?;
         self.gate.rebind(options.bounds);

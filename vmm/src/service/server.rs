@@ -192,15 +192,16 @@ impl Server {
     }
 
     /// Serves until a signal or a client ends it, or the socket fails. `load`
-    /// loads the configuration again.
+    /// loads the configuration again, and says what else is to be done once the
+    /// service goes by it.
     ///
     /// # Errors
     /// What the kernel said.
-    pub fn serve(
+    pub fn serve<Then: FnOnce()>(
         &self,
         supervisor: &Arc<Supervisor>,
         options: ServiceOptions,
-        load: impl Fn() -> Result<Reloaded, String>,
+        load: impl Fn() -> Result<(Reloaded, Then), String>,
     ) -> io::Result<()> {
         let wake = self.signals.try_clone()?;
         let service = Service::new(Arc::clone(supervisor), options, wake)?;
@@ -396,9 +397,13 @@ impl Service {
         let _ = self.wake.write(1);
     }
 
-    fn load_again(&self, load: &impl Fn() -> Result<Reloaded, String>) {
+    fn load_again<Then: FnOnce()>(&self, load: &impl Fn() -> Result<(Reloaded, Then), String>) {
         notify(Standing::Reloading);
-        let loaded = load().and_then(|new| self.reload(new).map_err(|error| error.to_string()));
+        let loaded = load().and_then(|(new, then)| {
+            self.reload(new).map_err(|error| error.to_string())?;
+            then();
+            Ok(())
+        });
         match loaded {
             Ok(()) => tracing::info!("the configuration was loaded again"),
             // It goes on as it was.
