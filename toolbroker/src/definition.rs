@@ -20,9 +20,10 @@ pub use forge_protocol::broker::Effect;
 use forge_protocol::broker::ToolSpec;
 use forge_protocol::name::{NameError, ToolName};
 use jsonschema::{Draft, PatternOptions, Validator};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
+use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns};
 use crate::schema_cost::{Cost, Plan};
 
 /// One tool's description and schemas together, in bytes of canonical JSON.
@@ -35,10 +36,16 @@ const VIOLATIONS_MAX: usize = 5;
 const VIOLATION_BYTES_MAX: usize = 512;
 /// How often a pattern of a schema may step back on one string.
 const PATTERN_BACKTRACK_MAX: usize = 100_000;
-/// What one compiled pattern may take, in bytes: all patterns of a schema get
-/// the first of these that is enough for each. The last is what `^.{0,1000}$`
-/// takes.
-const PATTERN_BYTES: [usize; 4] = [4 * 1024, 32 * 1024, 256 * 1024, 1024 * 1024];
+/// What one engine of a compiled pattern may take, in bytes: what
+/// `^.{0,1000}$` takes.
+const PATTERN_ENGINE_BYTES_MAX: usize = 1024 * 1024;
+/// A pattern counts with the first of these that is enough for each of its
+/// engines.
+const PATTERN_ENGINE_BYTES: [usize; 4] =
+    [4 * 1024, 32 * 1024, 256 * 1024, PATTERN_ENGINE_BYTES_MAX];
+/// Members of one schema's data that are called as patterns are and are none.
+/// Each is tried in every size.
+const NONES_MAX: usize = 16;
 
 /// A tool that can be granted and called.
 #[derive(Debug)]
@@ -226,30 +233,50 @@ impl Schema {
     /// 2020-12 holds where `$schema` names no other.
     fn compile(schema: &Value, room: &mut PatternRoom) -> Result<Self, String> {
         let cost = Cost::of(schema)?;
-        let mut why = String::new();
-        for pattern_bytes in PATTERN_BYTES {
-            let bytes = cost.patterns_max().saturating_mul(pattern_bytes);
-            if bytes > room.bytes {
-                return Err("its patterns have no room beside those of the other tools".to_owned());
+        let (mut bytes, mut nones) = (0_usize, Vec::new());
+        for pattern in patterns(schema) {
+            match Self::bytes_of(pattern)? {
+                Some(taken) => bytes = bytes.saturating_add(taken),
+                // Perhaps data with such a member, and never compiled. If not,
+                // compiling the schema says so.
+                None => nones.push(pattern),
             }
-            match Self::validator(schema, pattern_bytes) {
-                Ok(validator) => {
-                    room.bytes -= bytes;
-                    return Ok(Self { validator, cost });
-                }
-                // Too little for a pattern, or something else that stays.
-                Err(error) => why = error,
+            if bytes > room.bytes || nones.len() > NONES_MAX {
+                return Err(match nones.first() {
+                    None => "its patterns have no room beside those of the other tools".to_owned(),
+                    Some(none) => of_pattern(none, "it is none, or too large"),
+                });
             }
         }
-        Err(why)
+        let validator = Self::validator(schema, PATTERN_ENGINE_BYTES_MAX)?;
+        room.bytes -= bytes;
+        Ok(Self { validator, cost })
     }
 
-    fn validator(schema: &Value, pattern_bytes: usize) -> Result<Validator, String> {
+    /// What a pattern takes, with engines of the least size that is enough for
+    /// each of its own; `None` if it is no pattern or none is enough. It is
+    /// compiled by itself: what one needs says nothing of the others.
+    fn bytes_of(pattern: &str) -> Result<Option<usize>, String> {
+        for engine_bytes in PATTERN_ENGINE_BYTES {
+            let bytes = compiled_bytes_max(pattern, engine_bytes)
+                .map_err(|why| of_pattern(pattern, why))?;
+            if bytes > PATTERN_BYTES_MAX {
+                let why = "it is none, or has too many parts for their size";
+                return Err(of_pattern(pattern, why));
+            }
+            if Self::validator(&json!({ "pattern": pattern }), engine_bytes).is_ok() {
+                return Ok(Some(bytes));
+            }
+        }
+        Ok(None)
+    }
+
+    fn validator(schema: &Value, engine_bytes: usize) -> Result<Validator, String> {
         let names_a_draft = schema.get("$schema").is_some();
         let mut options = jsonschema::options().offline().with_pattern_options(
             PatternOptions::fancy_regex()
                 .backtrack_limit(PATTERN_BACKTRACK_MAX)
-                .size_limit(pattern_bytes),
+                .size_limit(engine_bytes),
         );
         if !names_a_draft {
             options = options.with_draft(Draft::Draft202012);
@@ -296,6 +323,11 @@ impl Schema {
     }
 }
 
+/// What is wrong with a pattern.
+fn of_pattern(pattern: &str, why: &str) -> String {
+    format!("its pattern {:?}: {why}", crate::cut(pattern, 128))
+}
+
 /// JSON in the one form that the digest is taken over; see the file's head.
 fn canonical_json(value: &Value) -> String {
     fn write(value: &Value, out: &mut String) {
@@ -336,7 +368,6 @@ fn canonical_json(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn listed(schema: Value) -> Listed {
         let Value::Object(input_schema) = schema else { unreachable!("test schemas are objects") };
@@ -440,6 +471,63 @@ mod tests {
         let refused = offer(large()).unwrap_err().to_string();
         assert!(refused.contains("no room beside"), "{refused}");
         offer(small()).unwrap();
+    }
+
+    #[test]
+    fn attack_21_a_pattern_of_many_lookaheads_is_refused_before_it_is_compiled() {
+        let many: String = (0..700).map(|at| format!("(?=.{{0,900}}a{at})")).collect();
+        let schema = json!({"properties": {"x": {"pattern": format!("^{many}")}}});
+        let started = std::time::Instant::now();
+        let refused = Tool::new("shop", listed(schema)).unwrap_err().to_string();
+        assert!(refused.contains("too many parts"), "{refused}");
+        assert!(started.elapsed() < std::time::Duration::from_secs(10));
+        let few = r"^(?=.*[a-z])(?=.*[A-Z])(?=.*\d)(?=.*[^\da-zA-Z]).{8,64}$";
+        let tool = tool(json!({"properties": {"x": {"pattern": few}}}));
+        assert!(tool.check(&json!({"x": "aB3-aB3-"})).is_ok());
+        assert!(tool.check(&json!({"x": "ab3-ab3-"})).is_err());
+    }
+
+    #[test]
+    fn attack_21_a_pattern_without_any_bound_is_refused_before_it_is_compiled() {
+        for (pattern, why) in [
+            (r"(?=x)(a\g<1>\g<1>\g<1>|b)", "calls a group"),
+            ("(?<=(?:.{0,1000}){0,1000})x", "lookbehind"),
+        ] {
+            let schema = json!({"properties": {"x": {"pattern": pattern}}});
+            let refused = Tool::new("shop", listed(schema)).unwrap_err().to_string();
+            assert!(refused.contains(why), "{refused}");
+        }
+    }
+
+    #[test]
+    fn one_pattern_takes_its_room_once_however_many_refer_to_it() {
+        let mut named = Map::new();
+        named.insert("a".into(), json!({"pattern": "^.{1,500}$"}));
+        let refers = json!({"anyOf": vec![json!({"$ref": "#/$defs/a"}); 32], "format": "email"});
+        let schema = json!({"$defs": named, "properties": {"x": refers}});
+        let mut room = PatternRoom::new(1024 * 1024);
+        Tool::within(&mut room, "shop", listed(schema)).unwrap();
+    }
+
+    #[test]
+    fn an_invalid_pattern_among_many_is_told_as_invalid() {
+        let mut named: Map<String, Value> = (0..20)
+            .map(|at| (format!("a{at}"), json!({"pattern": format!("^.{{{at},99}}$")})))
+            .collect();
+        named.insert("b".into(), json!({"pattern": "^(a"}));
+        let schema = json!({"properties": named});
+        for bytes in [usize::MAX, 4 * 1024] {
+            let mut room = PatternRoom::new(bytes);
+            let refused = Tool::within(&mut room, "shop", listed(schema.clone()));
+            let refused = refused.unwrap_err().to_string();
+            assert!(refused.contains("^(a"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn data_that_looks_like_a_pattern_is_none() {
+        let x = json!({"type": "object", "default": {"pattern": "*.rs"}});
+        tool(json!({"properties": {"x": x}}));
     }
 
     /// A tool whose schema has these definitions, and takes an `x` that is

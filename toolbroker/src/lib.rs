@@ -55,6 +55,7 @@ pub mod journal;
 pub mod link;
 pub mod metrics;
 pub mod openapi;
+mod pattern_cost;
 pub mod policy;
 #[allow(unsafe_code)]
 pub mod process;

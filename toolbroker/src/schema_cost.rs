@@ -82,11 +82,6 @@ impl Cost {
         Graph::of(schema)?.cost()
     }
 
-    /// How many patterns it has at most, all its references in place.
-    pub(crate) fn patterns_max(&self) -> usize {
-        usize::try_from(self.weight / PATTERN_WEIGHT).unwrap_or(usize::MAX)
-    }
-
     /// How to hold `instance` against the schema; `None` if that would be
     /// too much work.
     pub(crate) fn plan(&self, instance: &Value) -> Option<Plan> {

@@ -1,0 +1,224 @@
+//! What the patterns of a schema may take once they are compiled, known before
+//! they are.
+//!
+//! The validator compiles each text once, however many places refer to it, and
+//! takes a bound on its size. That is a bound on each *engine*, though, of
+//! which a pattern with lookarounds has one for every part that is looked for
+//! without stepping back. Two things have no bound there at all: what a group
+//! that is called as a subroutine (`\g<1>`) makes of a pattern, each call in
+//! place of itself, and a lookbehind of varying length. ECMA 262 does not know
+//! the first, and most engines do not know the second; neither is taken.
+//!
+//! All of it looks at the text alone and errs on the safe side.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+/// What one pattern may take while it is compiled, all its engines together.
+/// One engine of the largest size has always its room.
+pub(crate) const PATTERN_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// What a byte of a pattern with several engines takes beside them, at most:
+/// two instructions.
+const BYTES_OF_EACH: usize = 256;
+
+/// All that a schema may have for patterns, each once. Data that looks like
+/// one counts too: a reference may lead there.
+pub(crate) fn patterns(schema: &Value) -> BTreeSet<&str> {
+    let mut found = BTreeSet::new();
+    let mut waiting = vec![schema];
+    while let Some(value) = waiting.pop() {
+        match value {
+            Value::Array(items) => waiting.extend(items),
+            Value::Object(members) => {
+                for (key, member) in members {
+                    match (key.as_str(), member) {
+                        ("pattern", Value::String(text)) => {
+                            found.insert(text.as_str());
+                        }
+                        ("patternProperties", Value::Object(by_pattern)) => {
+                            found.extend(by_pattern.keys().map(String::as_str));
+                        }
+                        _ => {}
+                    }
+                    waiting.push(member);
+                }
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// What a pattern takes at most whose engines have at most `engine_bytes`
+/// each.
+///
+/// # Errors
+/// Why that has no bound.
+pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usize, &'static str> {
+    if has_one_engine(text) {
+        return Ok(engine_bytes);
+    }
+    if text.contains(r"\g") || text.contains("?P>") {
+        return Err("it calls a group");
+    }
+    if has_varying_lookbehind(text) {
+        return Err("it has a lookbehind of varying length");
+    }
+    let engines = engines_max(text).saturating_mul(engine_bytes);
+    Ok(engines.saturating_add(text.len().saturating_mul(BYTES_OF_EACH)))
+}
+
+/// Whether nothing in it is beyond a regular expression: it has groups of the
+/// plain kinds alone, and escapes that mean one character.
+fn has_one_engine(text: &str) -> bool {
+    let mut rest = text;
+    while let Some(at) = rest.find(['\\', '(']) {
+        let (opens, after) = (rest.as_bytes()[at] == b'(', &rest[at + 1..]);
+        let next = after.chars().next();
+        rest = match next {
+            Some('?') if opens => {
+                let plain = after.starts_with("?:")
+                    || after.strip_prefix("?<").is_some_and(|name| !name.starts_with(['=', '!']));
+                if !plain {
+                    return false;
+                }
+                after
+            }
+            Some('*') if opens => return false,
+            _ if opens => after,
+            Some(escaped) if is_one_character(escaped) => &after[escaped.len_utf8()..],
+            _ => return false,
+        };
+    }
+    true
+}
+
+/// Whether `\` and this mean exactly one character.
+fn is_one_character(escaped: char) -> bool {
+    matches!(escaped, 'd' | 'D' | 's' | 'S' | 'w' | 'W' | 'n' | 'r' | 't' | 'f' | 'v')
+        || escaped.is_ascii_punctuation() && !matches!(escaped, '<' | '>')
+}
+
+/// How many engines a pattern is made of at most: two for every sequence, at
+/// its beginning and its end, and a sequence is the whole, a group or one of
+/// several alternatives; one for every class and escape; and one that seeks.
+fn engines_max(text: &str) -> usize {
+    let count = |bytes: [u8; 2]| text.bytes().filter(|byte| bytes.contains(byte)).count();
+    2 + 2 * count([b'(', b'|']) + count([b'[', b'\\']) + 1
+}
+
+/// Whether a lookbehind may match texts of different lengths. One that is not
+/// written in the simplest way counts.
+fn has_varying_lookbehind(text: &str) -> bool {
+    let bodies = ["?<=", "?<!"].into_iter().flat_map(|opens| text.match_indices(opens));
+    let mut bodies = bodies.map(|(at, opens)| &text[at + opens.len()..]).peekable();
+    // Where white space means nothing, a comment may hide where it ends.
+    bodies.peek().is_some() && (may_ignore_space(text) || bodies.any(|body| !is_fixed(body)))
+}
+
+/// Whether a group of flags sets `x`.
+fn may_ignore_space(text: &str) -> bool {
+    text.match_indices("(?").any(|(at, opens)| {
+        let flags = text[at + opens.len()..].bytes();
+        flags.take_while(|it| it.is_ascii_alphabetic() || *it == b'-').any(|it| it == b'x')
+    })
+}
+
+/// Whether all up to the group's end are alternatives of single characters.
+fn is_fixed(body: &str) -> bool {
+    let mut characters = body.chars();
+    while let Some(character) = characters.next() {
+        let fixed = match character {
+            ')' => return true,
+            '\\' => characters.next().is_some_and(is_one_character),
+            '[' => is_class(&mut characters),
+            other => !matches!(other, '(' | '{' | '}' | '*' | '+' | '?'),
+        };
+        if !fixed {
+            return false;
+        }
+    }
+    false
+}
+
+/// Whether this is the rest of a class without classes in it.
+fn is_class(characters: &mut std::str::Chars<'_>) -> bool {
+    let mut is_first = true;
+    while let Some(character) = characters.next() {
+        let plain = match character {
+            // The first one may be meant as itself.
+            ']' => return !is_first,
+            '^' => true,
+            '\\' => characters.next().is_some_and(is_one_character),
+            other => other != '[',
+        };
+        if !plain {
+            return false;
+        }
+        is_first &= character == '^';
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_pattern_is_found_once_wherever_it_is() {
+        let schema = json!({
+            "$defs": {"a": {"pattern": "^a+"}, "b": {"default": {"pattern": "^b+"}}},
+            "patternProperties": {"^c+": {"anyOf": [{"pattern": "^a+"}]}},
+            "properties": {"pattern": {"type": "string"}},
+        });
+        let found: Vec<&str> = patterns(&schema).into_iter().collect();
+        assert_eq!(found, ["^a+", "^b+", "^c+"]);
+    }
+
+    #[test]
+    fn a_plain_pattern_takes_what_its_one_engine_takes() {
+        for text in [
+            "^.{1,255}$",
+            r"^\(?\d{3}\)?-\d{4}$",
+            r"^(?:a|b)+(c|(?<year>\d{4}))$",
+            r"^[\w.+-]+@[\w-]+\.[\w.]+$",
+            r"C:\\g.*",
+        ] {
+            assert_eq!(compiled_bytes_max(text, 1024), Ok(1024), "{text}");
+        }
+        for text in [r"\bfoo\b", "a(?=b)", "(?i)a", r"(a)\1", "(?>a)", r"(*FAIL)a", "a\\"] {
+            assert!(compiled_bytes_max(text, 1024).unwrap() > 1024, "{text}");
+        }
+    }
+
+    #[test]
+    fn every_lookahead_counts() {
+        const MIB: usize = 1024 * 1024;
+        let bytes = |count| compiled_bytes_max(&"(?=.{0,900}a)".repeat(count), MIB).unwrap();
+        assert!(bytes(1_000) > 1_000 * MIB);
+        assert!(bytes(4) < PATTERN_BYTES_MAX);
+    }
+
+    #[test]
+    fn what_no_size_bounds_is_not_taken() {
+        for text in [
+            r"(?=x)(a\g<1>\g<1>\g<1>)",
+            r"(?=x)(?<a>(?P>a)|b)",
+            "(?<=.{0,1000})x",
+            "(?<=(?:a{1,1000}){1,1000})x",
+            "(?<!a|b+)x",
+            "(?<=[)]a+)x",
+            r"(?<=\R)x",
+            "(?x)( ?<=a #)\n.{0,1000}{0,1000})",
+            "(?<=[]a]b+)x",
+            "(?<=a",
+        ] {
+            assert!(compiled_bytes_max(text, 1024).is_err(), "{text}");
+        }
+        for text in ["(?<!-)$", "(?<=a|bb)x", r"(?<![^\s\]])x", r"(?<!\()x", r"(?<=\d\d:)x"] {
+            assert!(compiled_bytes_max(text, 1024).is_ok(), "{text}");
+        }
+    }
+}
