@@ -314,7 +314,7 @@ impl Intended {
             () = facts.run.cancelled() => CallEnd::Lost,
             called = timeout_at(until, calling) => called.unwrap_or(CallEnd::Lost),
         };
-        Dispatched { facts, tool, sent, end }
+        Dispatched::ended(facts, tool, sent, end)
     }
 
     /// Carries a tool of the broker's own out, in this thread.
@@ -322,7 +322,7 @@ impl Intended {
         let Self { facts, tool, effect: _, arguments } = self;
         let sent = Instant::now();
         let end = work.carry_out(facts.run.caller(), &arguments);
-        Dispatched { facts, tool, sent, end }
+        Dispatched::ended(facts, tool, sent, end)
     }
 }
 
@@ -331,11 +331,18 @@ impl Intended {
 pub(super) struct Dispatched {
     facts: Facts,
     tool: Arc<Tool>,
-    sent: Instant,
+    /// From its dispatch until it was there.
+    took: Duration,
     end: CallEnd,
 }
 
 impl Dispatched {
+    /// It is there now: what it waits for from here on is not its tool.
+    fn ended(mut facts: Facts, tool: Arc<Tool>, sent: Instant, end: CallEnd) -> Self {
+        facts.steps.answered = Some(facts.began.elapsed());
+        Self { facts, tool, took: sent.elapsed(), end }
+    }
+
     /// Whether what came back is so soon looked through that others can wait
     /// for it.
     pub(super) fn is_small(&self) -> bool {
@@ -350,10 +357,9 @@ impl Dispatched {
 
     /// Holds a result against the tool's own output schema.
     pub(super) fn fitting(self, books: &Books) -> Fitting {
-        let Self { mut facts, tool, sent, end } = self;
-        books.metrics.dispatched(sent.elapsed());
+        let Self { facts, tool, took, end } = self;
+        books.metrics.dispatched(took);
         let cleaned = matches!(end, CallEnd::Cleaned(_));
-        facts.steps.answered = Some(facts.began.elapsed());
         let end = match end {
             // To look through it would take many times its own memory.
             CallEnd::Answered(said)
@@ -607,6 +613,62 @@ pub(super) fn unheard(run: &Run, call: u32, began: Instant, failure: &CallFailur
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::definition::Listed;
+    use crate::grant::Grant;
+    use crate::journal::Place;
+    use forge_protocol::RunId;
+    use forge_protocol::broker::GrantClaims;
+    use forge_protocol::limits::RunLimits;
+
+    /// A call of alice's that was answered just now.
+    fn answered(response: Value) -> Dispatched {
+        let claims = GrantClaims {
+            principal: "alice".into(),
+            tools: Vec::new(),
+            expires_unix_s: 0,
+            calls_max: None,
+            cost_max: None,
+            session: None,
+        };
+        let grant = Arc::new(Grant::new(claims).unwrap());
+        let run = Arc::new(Run::new(RunId([0; 16]), [0; 32], grant, RunLimits::default()));
+        let listed = Listed {
+            name: "find".into(),
+            description: None,
+            input_schema: JsonObject::new(),
+            output_schema: None,
+        };
+        let tool = Arc::new(Tool::new("shop", listed).unwrap());
+        let call = CallFacts {
+            call: 0,
+            principal: Arc::clone(run.principal()),
+            held_by_caller: false,
+            tool: tool.name().clone(),
+            definition_sha256: None,
+            effect: None,
+            arguments_sha256: None,
+        };
+        let began = Instant::now();
+        let facts = Facts { run, call, began, steps: Steps::default() };
+        Dispatched::ended(facts, tool, began, CallEnd::Answered(response))
+    }
+
+    #[test]
+    fn what_a_result_waits_for_here_is_not_its_tools_time() {
+        let metrics = Arc::new(Metrics::default());
+        let dispatched = answered(Value::Null);
+        let answered = dispatched.facts.began.elapsed();
+        std::thread::sleep(Duration::from_millis(5));
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
+        let books = Books { journal, metrics: Arc::clone(&metrics), spans: None };
+        let fitting = dispatched.fitting(&books);
+        assert!(fitting.facts.steps.answered.unwrap() <= answered);
+        let text = metrics.text();
+        let sum =
+            text.lines().find_map(|line| line.strip_prefix("forge_call_dispatch_seconds_sum "));
+        assert!(sum.unwrap().parse::<f64>().unwrap() <= answered.as_secs_f64(), "{text}");
+    }
 
     #[test]
     fn a_request_that_is_no_json_object_is_a_bad_request() {
