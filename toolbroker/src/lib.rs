@@ -66,6 +66,7 @@ mod schema_cost;
 pub mod secret;
 pub mod stranger;
 pub mod telemetry;
+mod turns;
 pub mod upstream;
 pub mod verified;
 

@@ -2,42 +2,25 @@
 //! guarding is in [`egress`](crate::egress); here a program's arguments
 //! become a request, and an answer a result.
 
-use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
 
 use super::{Failure, Plan, Work, named_bytes, text};
 use crate::definition::Effect;
 use crate::egress::rule::{Method, URL_BYTES_MAX};
 use crate::egress::{Client, Fetched, Policy, Request, Response, SystemResolver};
 use crate::secret::Scrubbed;
+use crate::turns::Turns;
 use crate::upstream::CallEnd;
 
 /// Requests of one principal on their way at the same time: a quarter of all,
 /// so that none keeps the others waiting.
 const PRINCIPAL_IN_FLIGHT_MAX: usize = 16;
-
-/// Turns of each principal that has a request on its way.
-#[derive(Default)]
-struct Turns(Mutex<HashMap<Arc<str>, Weak<Semaphore>>>);
-
-impl Turns {
-    fn of(&self, principal: &Arc<str>) -> Arc<Semaphore> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(turns) = all.get(principal).and_then(Weak::upgrade) {
-            return turns;
-        }
-        all.retain(|_, turns| turns.strong_count() > 0);
-        let turns = Arc::new(Semaphore::new(PRINCIPAL_IN_FLIGHT_MAX));
-        all.insert(Arc::clone(principal), Arc::downgrade(&turns));
-        turns
-    }
-}
 
 /// `http.fetch`, under this policy.
 pub(super) fn fetch(policy: Policy) -> Plan {
@@ -62,7 +45,7 @@ pub(super) fn fetch(policy: Policy) -> Plan {
         properties["body_base64"] = json!({ "type": "string", "contentEncoding": "base64" });
     }
     let client = Arc::new(Client::new(policy, Arc::new(SystemResolver::default())));
-    let turns = Turns::default();
+    let turns = Turns::new(PRINCIPAL_IN_FLIGHT_MAX);
     Plan {
         server: "http",
         name: "fetch",
@@ -148,24 +131,4 @@ fn result_of(response: Response) -> Value {
         response.headers.into_iter().map(|(name, value)| (name, value.into())).collect();
     let (name, body) = named_bytes(response.body, "body", "body_base64");
     json!({ "status": response.status, "headers": headers, name: body })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_principal_has_its_own_turns_and_leaves_nothing_behind() {
-        let turns = Turns::default();
-        let (alice, bob): (Arc<str>, Arc<str>) = ("alice".into(), "bob".into());
-        let of_alice = turns.of(&alice);
-        let taken: Vec<_> =
-            std::iter::from_fn(|| Arc::clone(&of_alice).try_acquire_owned().ok()).collect();
-        assert_eq!(taken.len(), PRINCIPAL_IN_FLIGHT_MAX);
-        assert!(turns.of(&alice).try_acquire().is_err(), "they are the same ones");
-        assert!(turns.of(&bob).try_acquire().is_ok());
-        drop((of_alice, taken));
-        let _bob = turns.of(&bob);
-        assert_eq!(turns.0.lock().unwrap().len(), 1);
-    }
 }

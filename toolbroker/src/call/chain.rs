@@ -229,6 +229,11 @@ fn in_time(run: &Run) -> Result<(), CallFailure> {
     if is_over { Err(CallFailure::DeadlinePassed) } else { Ok(()) }
 }
 
+/// When a dispatched call of the run is given up.
+fn heard_until(run: &Run) -> Instant {
+    run.deadline() + AFTERMATH_MAX
+}
+
 /// What is parsed here is what is checked and what is sent, so that a server
 /// that reads JSON otherwise never sees other arguments than were checked.
 fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
@@ -300,7 +305,6 @@ impl Intended {
         let key =
             (effect == Effect::Write).then(|| format!("{}-{}", facts.run.id(), facts.call.call));
         let sent = Instant::now();
-        let until = facts.run.deadline() + AFTERMATH_MAX;
         let calling = async {
             match carrier {
                 Carrier::Server(connection) => connection.call(&tool, arguments, key).await,
@@ -312,7 +316,7 @@ impl Intended {
         let end = tokio::select! {
             biased;
             () = facts.run.cancelled() => CallEnd::Lost,
-            called = timeout_at(until, calling) => called.unwrap_or(CallEnd::Lost),
+            called = timeout_at(heard_until(&facts.run), calling) => called.unwrap_or(CallEnd::Lost),
         };
         Dispatched::ended(facts, tool, sent, end)
     }
@@ -353,6 +357,22 @@ impl Dispatched {
             CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
             CallEnd::TooMany | CallEnd::Lost => true,
         }
+    }
+
+    /// Waits for a turn to look through what came back. When its run is over,
+    /// nobody waits for that any more: there is no turn then, and it ends as
+    /// one whose answer never came.
+    pub(super) async fn turn<T>(&mut self, turns: impl AsyncFnOnce(&Arc<str>) -> T) -> Option<T> {
+        let run = &self.facts.run;
+        let turn = tokio::select! {
+            biased;
+            () = run.cancelled() => None,
+            turn = timeout_at(heard_until(run), turns(run.principal())) => turn.ok(),
+        };
+        if turn.is_none() {
+            self.end = CallEnd::Lost;
+        }
+        turn
     }
 
     /// Holds a result against the tool's own output schema.
@@ -668,6 +688,21 @@ mod tests {
         let sum =
             text.lines().find_map(|line| line.strip_prefix("forge_call_dispatch_seconds_sum "));
         assert!(sum.unwrap().parse::<f64>().unwrap() <= answered.as_secs_f64(), "{text}");
+    }
+
+    #[tokio::test]
+    async fn a_result_whose_run_is_over_waits_for_no_turn() {
+        let mut result = answered(Value::String("a".repeat(100_000)));
+        assert!(!result.is_small());
+        let run = Arc::clone(&result.facts.run);
+        let waits = result.turn(async |_: &Arc<str>| std::future::pending::<()>().await);
+        let cancels = async { run.cancel() };
+        let (turn, ()) =
+            tokio::time::timeout(Duration::from_secs(10), async { tokio::join!(waits, cancels) })
+                .await
+                .unwrap();
+        assert_eq!(turn, None);
+        assert!(matches!(result.end, CallEnd::Lost) && result.is_small());
     }
 
     #[test]

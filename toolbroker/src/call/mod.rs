@@ -52,7 +52,7 @@ use std::sync::Arc;
 
 use forge_protocol::guest::{Call, Settled};
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::timeout_at;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument as _;
@@ -65,11 +65,14 @@ use crate::journal::{Close, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::{Carrier, Found, Registry};
 use crate::telemetry::{RunSpan, Span, Spans};
+use crate::turns::Turns;
 
 /// Large results that are held against their schemas and cleared of credentials
 /// at the same time. Each takes several times its size meanwhile, and none
 /// waits for anything but a processor: more at once would end no sooner.
 const LARGE_RESULTS_MAX: usize = 8;
+/// The same of one principal, so that none keeps the others waiting.
+const PRINCIPAL_LARGE_RESULTS_MAX: usize = 2;
 
 /// Carries calls out.
 #[derive(Clone, Debug)]
@@ -78,7 +81,7 @@ pub struct Dispatcher {
     books: Books,
     /// Where servers are talked with.
     home: Handle,
-    large_results: Arc<Semaphore>,
+    large_results: Arc<LargeResults>,
     /// Everything from the intent on, to be waited for at the end.
     dispatched: TaskTracker,
 }
@@ -113,7 +116,7 @@ impl Dispatcher {
         home: Handle,
     ) -> Self {
         let books = Books { journal, metrics, spans: None };
-        let large_results = Arc::new(Semaphore::new(LARGE_RESULTS_MAX));
+        let large_results = Arc::new(LargeResults::default());
         Self { registry, books, home, large_results, dispatched: TaskTracker::new() }
     }
 
@@ -237,15 +240,22 @@ impl Dispatcher {
                         beside(carried).await
                     }
                     None => {
-                        let dispatched = intended.dispatched(&carrier).await;
-                        let small = dispatched.is_small();
+                        let mut dispatched = intended.dispatched(&carrier).await;
+                        let turn = match dispatched.is_small() {
+                            true => None,
+                            false => dispatched.turn(async |of| large_results.turn(of).await).await,
+                        };
                         let ended = move || {
                             dispatched
                                 .fitting(&books)
                                 .redacted(Some(&registry.scrubber()))
                                 .recorded(&books)
                         };
-                        if small { ended() } else { in_turn(&large_results, ended).await }
+                        match turn {
+                            // Long work for a thread that nobody else waits for.
+                            Some(_turn) => beside(ended).await,
+                            None => ended(),
+                        }
                     }
                 },
                 Err(refused) => refused.recorded(&books).await,
@@ -285,15 +295,38 @@ impl Dispatcher {
     }
 }
 
-/// Does long work in a thread that nobody else waits for, when there is a turn
-/// for it.
-async fn in_turn<T: Send + 'static>(
-    turns: &Semaphore,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> T {
-    // Turns are never closed.
-    let _turn = turns.acquire().await;
-    beside(work).await
+/// A turn to look through a large result, until it is dropped.
+#[derive(Debug)]
+struct Turn {
+    _own: Option<OwnedSemaphorePermit>,
+    _any: Option<OwnedSemaphorePermit>,
+}
+
+/// Where such turns are waited for.
+#[derive(Debug)]
+struct LargeResults {
+    of_each: Turns,
+    of_all: Arc<Semaphore>,
+}
+
+impl Default for LargeResults {
+    fn default() -> Self {
+        Self {
+            of_each: Turns::new(PRINCIPAL_LARGE_RESULTS_MAX),
+            of_all: Arc::new(Semaphore::new(LARGE_RESULTS_MAX)),
+        }
+    }
+}
+
+impl LargeResults {
+    /// Waits for the principal's own turn first: while it waits for that, it
+    /// is before nobody.
+    async fn turn(&self, principal: &Arc<str>) -> Turn {
+        // Turns are never closed.
+        let own = self.of_each.of(principal).acquire_owned().await;
+        let any = Arc::clone(&self.of_all).acquire_owned().await;
+        Turn { _own: own.ok(), _any: any.ok() }
+    }
 }
 
 #[cfg(test)]
@@ -307,28 +340,30 @@ mod tests {
     use forge_protocol::broker::{GrantClaims, GrantedTool};
     use forge_protocol::limits::RunLimits;
     use forge_protocol::name::ToolName;
+    use std::time::Duration;
 
-    #[test]
-    fn large_results_are_cleared_a_few_at_a_time_and_all_of_them_are() {
-        use std::sync::atomic::{AtomicUsize, Ordering};
-        let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
-        let turns = Arc::new(Semaphore::new(2));
-        let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-        let waits: Vec<_> = (0..20)
-            .map(|_| {
-                let (turns, now, most) = (Arc::clone(&turns), Arc::clone(&now), Arc::clone(&most));
-                let work = move || {
-                    most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                    std::thread::sleep(std::time::Duration::from_millis(5));
-                    now.fetch_sub(1, Ordering::SeqCst);
-                };
-                runtime.spawn(async move { in_turn(&turns, work).await })
-            })
-            .collect();
-        for wait in waits {
-            runtime.block_on(wait).unwrap();
+    #[tokio::test]
+    async fn a_principal_whose_turns_are_all_taken_holds_up_no_other() {
+        let turns = LargeResults::default();
+        let name = |name: &str| Arc::<str>::from(name);
+        let now = async |of: &str| {
+            // A turn that is there is there at the first look.
+            tokio::time::timeout(Duration::ZERO, turns.turn(&name(of))).await.ok()
+        };
+        let mut taken: Vec<Turn> = Vec::new();
+        let alice = name("alice");
+        let mut waits: Vec<_> = (0..20).map(|_| Box::pin(turns.turn(&alice))).collect();
+        for wait in &mut waits {
+            taken.extend(tokio::time::timeout(Duration::ZERO, wait).await.ok());
         }
-        assert_eq!(most.load(Ordering::SeqCst), 2);
+        assert_eq!(taken.len(), PRINCIPAL_LARGE_RESULTS_MAX);
+        for of in ["bob", "bob", "carol", "carol", "dave", "dave"] {
+            taken.push(now(of).await.expect(of));
+        }
+        assert_eq!(taken.len(), LARGE_RESULTS_MAX);
+        assert!(now("erin").await.is_none());
+        drop(taken);
+        assert!(now("erin").await.is_some());
     }
 
     #[test]
