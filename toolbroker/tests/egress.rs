@@ -343,28 +343,82 @@ async fn a_post_that_is_redirected_by_303_becomes_a_get_without_its_body() {
     assert!(!heard[1].contains("sent") && !heard[1].contains("content-type"), "{heard:?}");
 }
 
+/// What becomes of a POST that is answered with a redirect, as it is told.
+async fn redirected(status: &'static str, location: &'static str) -> String {
+    let server = Server::new(move |_| answer(status, &format!("location: {location}\r\n"), b""));
+    let mut only = rule("127.0.0.1", server.port);
+    only.path_prefix = "/v1/".into();
+    let client = client(vec![only], &Names::new(&[&[]]));
+    let url = format!("http://127.0.0.1:{}/v1/", server.port);
+    let Fetched::Failed(error) = request(&client, Method::Post, url.clone()).await else {
+        panic!("{location}")
+    };
+    assert_eq!(error.code(), "redirect_failed", "{error}");
+    // A look has done nothing.
+    assert_ne!(refusal(&client, url).await, "redirect_failed");
+    error.to_string()
+}
+
 #[tokio::test]
-async fn a_post_whose_redirect_leads_nowhere_is_told_as_done() {
-    for (status, location) in [
-        ("303 See Other", "/admin"),
-        ("307 Temporary Redirect", "http://10.0.0.1/"),
-        ("302 Found", "/v1/"),
-    ] {
-        let server =
-            Server::new(move |_| answer(status, &format!("location: {location}\r\n"), b""));
-        let mut only = rule("127.0.0.1", server.port);
-        only.path_prefix = "/v1/".into();
-        let client = client(vec![only], &Names::new(&[&[]]));
-        let url = format!("http://127.0.0.1:{}/v1/", server.port);
-        let Fetched::Failed(error) = request(&client, Method::Post, url.clone()).await else {
-            panic!("{location}")
-        };
-        assert_eq!(error.code(), "redirect_failed", "{error}");
+async fn a_post_whose_redirect_to_look_leads_nowhere_is_told_as_done() {
+    for (status, location) in
+        [("303 See Other", "/admin"), ("302 Found", "/v1/"), ("301 Moved Permanently", "/\u{e9}")]
+    {
+        let told = redirected(status, location).await;
         let done = format!("answered POST with {}, so what it did stands", &status[..3]);
-        assert!(error.to_string().contains(&done), "{error}");
-        // A look has done nothing.
-        assert_ne!(refusal(&client, url).await, "redirect_failed");
+        assert!(told.contains(&done), "{told}");
     }
+}
+
+#[tokio::test]
+async fn a_post_that_is_not_sent_on_is_told_as_that() {
+    for (status, location) in [
+        ("307 Temporary Redirect", "http://10.0.0.1/"),
+        ("308 Permanent Redirect", "/admin"),
+        ("308 Permanent Redirect", "/v1/"),
+    ] {
+        let told = redirected(status, location).await;
+        let asks = format!(
+            "answered POST with {}, which asks for the same request elsewhere, and it was not \
+             sent there",
+            &status[..3]
+        );
+        assert!(told.contains(&asks) && !told.contains("stands"), "{told}");
+    }
+}
+
+#[tokio::test]
+async fn a_look_that_fails_leaves_nothing_open_of_the_post_before_it() {
+    // Cut off, and never answered.
+    for waits in [Duration::ZERO, Duration::from_secs(5)] {
+        let server = Server::new(move |head| {
+            if head.starts_with("POST") {
+                return answer("303 See Other", "location: /seen\r\n", b"");
+            }
+            std::thread::sleep(waits);
+            Vec::new()
+        });
+        let mut policy = policy(vec![rule("127.0.0.1", server.port)]);
+        policy.time_max = Duration::from_secs(2);
+        let client = Client::new(policy, Names::new(&[&[]]));
+        let url = format!("http://127.0.0.1:{}/", server.port);
+        let looked = request(&client, Method::Post, url).await;
+        let Fetched::Failed(error) = looked else { panic!("{looked:?}") };
+        assert_eq!(error.code(), "redirect_failed", "{error}");
+        assert!(error.to_string().contains("what it did stands"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_post_that_was_sent_on_and_not_answered_is_lost() {
+    let server = Server::new(|head| match head.starts_with("POST /seen") {
+        true => Vec::new(),
+        false => answer("307 Temporary Redirect", "location: /seen\r\n", b""),
+    });
+    let url = format!("http://127.0.0.1:{}/", server.port);
+    let sent = request(&local(server.port), Method::Post, url).await;
+    let Fetched::Lost(error) = sent else { panic!("{sent:?}") };
+    assert_eq!(error.code(), "broken", "{error}");
 }
 
 // What a program may set, and what it sees

@@ -2,8 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use http_body_util::{BodyExt as _, Full};
@@ -178,13 +177,24 @@ pub enum FetchError {
     /// Redirects without end.
     #[error("more than {REDIRECTS_MAX} redirects")]
     Redirects,
-    /// A request that may change something was answered with a redirect, and
-    /// no answer came of that.
+    /// A request that may change something was answered with a redirect to
+    /// look elsewhere, and no answer came of that.
     #[error("{answered}, so what it did stands; the redirect led to no answer: {error}")]
     Redirected {
         /// Which request, and with what.
         answered: String,
         /// What became of the redirect.
+        error: Box<FetchError>,
+    },
+    /// A request that may change something was answered with a redirect to
+    /// send it elsewhere, and it was not sent there.
+    #[error(
+        "{answered}, which asks for the same request elsewhere, and it was not sent there: {error}"
+    )]
+    NotSentOn {
+        /// Which request, and with what.
+        answered: String,
+        /// Why not.
         error: Box<FetchError>,
     },
     /// The server did not speak HTTP as it was asked to.
@@ -213,7 +223,7 @@ impl FetchError {
             Self::TooLate(_) => "too_late",
             Self::TooLarge { .. } => "too_large",
             Self::Redirects => "too_many_redirects",
-            Self::Redirected { .. } => "redirect_failed",
+            Self::Redirected { .. } | Self::NotSentOn { .. } => "redirect_failed",
             Self::Answer(_) => "bad_answer",
             Self::Broken { .. } => "broken",
         }
@@ -223,7 +233,6 @@ impl FetchError {
     fn leaves_open(&self) -> bool {
         match self {
             Self::TooLate(_) | Self::Broken { .. } | Self::Answer(_) => true,
-            Self::Redirected { error, .. } => error.leaves_open(),
             Self::Refused(_)
             | Self::Address { .. }
             | Self::Header { .. }
@@ -232,7 +241,52 @@ impl FetchError {
             | Self::Unreachable { .. }
             | Self::Tls { .. }
             | Self::TooLarge { .. }
-            | Self::Redirects => false,
+            | Self::Redirects
+            // It was answered.
+            | Self::Redirected { .. }
+            | Self::NotSentOn { .. } => false,
+        }
+    }
+}
+
+/// How far a request has come, to be asked also when its time was up.
+#[derive(Debug, Default)]
+struct Progress(Mutex<Stage>);
+
+#[derive(Debug, Default)]
+enum Stage {
+    /// Nothing was sent that may change the world.
+    #[default]
+    Harmless,
+    /// Such a request is on its way, or was answered for good.
+    Sent,
+    /// Such a request was answered with a redirect.
+    Redirected {
+        /// Which one, and with what.
+        answered: String,
+        /// Whether the redirect asks to send it again, so that it has done
+        /// nothing.
+        asks_again: bool,
+    },
+}
+
+impl Progress {
+    fn is_now(&self, stage: Stage) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = stage;
+    }
+
+    /// How a request ends that came so far and has no answer.
+    fn failed(self, error: FetchError) -> Fetched {
+        match self.0.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Stage::Sent if error.leaves_open() => Fetched::Lost(error),
+            Stage::Harmless | Stage::Sent => Fetched::Failed(error),
+            Stage::Redirected { answered, asks_again } => {
+                let error = Box::new(error);
+                Fetched::Failed(match asks_again {
+                    true => FetchError::NotSentOn { answered, error },
+                    false => FetchError::Redirected { answered, error },
+                })
+            }
         }
     }
 }
@@ -277,36 +331,17 @@ impl Client {
         let Ok(_turn) = self.room.acquire().await else {
             return Fetched::Failed(FetchError::Request("the broker is shutting down"));
         };
-        let sent = AtomicBool::new(false);
+        let progress = Progress::default();
         let time_max = self.policy.time_max;
-        let outcome = match timeout(time_max, self.follow(request, &sent)).await {
-            Ok(outcome) => outcome,
-            Err(_) => Err(FetchError::TooLate(time_max)),
-        };
-        match outcome {
-            Ok(response) => Fetched::Response(response),
-            Err(error) if sent.into_inner() && error.leaves_open() => Fetched::Lost(error),
-            Err(error) => Fetched::Failed(error),
+        match timeout(time_max, self.follow(request, &progress)).await {
+            Ok(Ok(response)) => Fetched::Response(response),
+            Ok(Err(error)) => progress.failed(error),
+            Err(_) => progress.failed(FetchError::TooLate(time_max)),
         }
     }
 
-    /// `sent` is set once something that may change the world is on its way.
-    async fn follow(&self, request: Request, sent: &AtomicBool) -> Result<Response, FetchError> {
-        let mut answered = None;
-        self.hops(request, sent, &mut answered).await.map_err(|error| match answered {
-            Some(answered) => FetchError::Redirected { answered, error: Box::new(error) },
-            None => error,
-        })
-    }
-
-    /// `answered` says which request that may change the world was answered
-    /// with a redirect.
-    async fn hops(
-        &self,
-        request: Request,
-        sent: &AtomicBool,
-        answered: &mut Option<String>,
-    ) -> Result<Response, FetchError> {
+    /// Sends a request, and where its answers redirect it.
+    async fn follow(&self, request: Request, progress: &Progress) -> Result<Response, FetchError> {
         let Request { method, url, headers, body } = request;
         if !method.changes() && !body.is_empty() {
             return Err(FetchError::Request("GET and HEAD have no body"));
@@ -322,15 +357,10 @@ impl Client {
             }
             let request = message(&destination, &headers, body.clone())?;
             let method = destination.method();
-            let exchange = self.exchange(&destination, request, sent).await?;
+            let exchange = self.exchange(&destination, request, progress).await?;
             let Some(location) = exchange.redirects_to() else {
                 return self.collect(&destination, exchange).await;
             };
-            if method.changes() {
-                let (host, status) = (&destination.rule().host, exchange.status());
-                *answered = Some(format!("{host} answered {} with {status}", method.as_str()));
-            }
-            let location = location?;
             // 303 always asks for a look; browsers made the same of 301 and
             // 302 after a POST (RFC 9110, 15.4).
             let next_method = match (exchange.status(), method) {
@@ -338,6 +368,13 @@ impl Client {
                 (303, _) | (301 | 302, Method::Post) => Method::Get,
                 _ => method,
             };
+            if method.changes() {
+                let (host, status) = (&destination.rule().host, exchange.status());
+                let answered = format!("{host} answered {} with {status}", method.as_str());
+                let asks_again = next_method == method;
+                progress.is_now(Stage::Redirected { answered, asks_again });
+            }
+            let location = location?;
             if next_method != method {
                 body = Bytes::new();
                 headers.remove(header::CONTENT_TYPE);
@@ -362,14 +399,14 @@ impl Client {
         &self,
         destination: &Destination<'_>,
         request: hyper::Request<Full<Bytes>>,
-        sent: &AtomicBool,
+        progress: &Progress,
     ) -> Result<Exchange, FetchError> {
         let stream = self.connect(destination).await?;
         match destination.rule().scheme {
-            Scheme::Http => Exchange::begin(stream, destination, request, sent).await,
+            Scheme::Http => Exchange::begin(stream, destination, request, progress).await,
             Scheme::Https => {
                 let stream = self.secure(destination, stream).await?;
-                Exchange::begin(stream, destination, request, sent).await
+                Exchange::begin(stream, destination, request, progress).await
             }
         }
     }
@@ -545,7 +582,7 @@ impl Exchange {
         stream: S,
         destination: &Destination<'_>,
         request: hyper::Request<Full<Bytes>>,
-        sent: &AtomicBool,
+        progress: &Progress,
     ) -> Result<Self, FetchError> {
         let host = destination.rule().host.to_string();
         let broken = |_| FetchError::Broken { host: host.clone() };
@@ -562,7 +599,7 @@ impl Exchange {
             }
         }));
         if destination.method().changes() {
-            sent.store(true, Ordering::Relaxed);
+            progress.is_now(Stage::Sent);
         }
         let response = sender.send_request(request).await.map_err(|error| {
             if error.is_parse() {
