@@ -44,7 +44,7 @@ pub(super) fn fetch(policy: Policy) -> Plan {
         properties["body"] = json!({ "type": "string", "description": "As text in UTF-8." });
         properties["body_base64"] = json!({ "type": "string", "contentEncoding": "base64" });
     }
-    let client = Arc::new(Client::new(policy, Arc::new(SystemResolver::default())));
+    let client = Arc::new(Client::new(policy, Arc::new(SystemResolver::shared())));
     let turns = Turns::new(PRINCIPAL_IN_FLIGHT_MAX);
     Plan {
         server: "http",

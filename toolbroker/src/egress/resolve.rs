@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::io;
-use std::net::{IpAddr, ToSocketAddrs as _};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
 
@@ -35,6 +35,14 @@ pub struct SystemResolver {
 type Lookup = watch::Receiver<Option<Result<Vec<IpAddr>, io::ErrorKind>>>;
 
 impl SystemResolver {
+    /// The one that all of this process share: a name has one thread at most
+    /// whichever client asks for it.
+    #[must_use]
+    pub fn shared() -> Self {
+        static SHARED: LazyLock<SystemResolver> = LazyLock::new(SystemResolver::default);
+        SHARED.clone()
+    }
+
     fn under_way(&self) -> MutexGuard<'_, HashMap<String, Lookup>> {
         self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -46,7 +54,10 @@ impl SystemResolver {
         find: impl FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
     ) -> Lookup {
         let mut under_way = self.under_way();
-        if let Some(lookup) = under_way.get(host) {
+        // One that ended without an outcome, with its event loop, is none.
+        if let Some(lookup) = under_way.get(host)
+            && lookup.has_changed().is_ok()
+        {
             return lookup.clone();
         }
         let (found, lookup) = watch::channel(None);
@@ -83,6 +94,19 @@ impl Resolver for SystemResolver {
     }
 }
 
+/// For clients whose place is configured: they connect to whatever the name
+/// has, and reqwest sets the port.
+impl reqwest::dns::Resolve for SystemResolver {
+    fn resolve(&self, name: reqwest::dns::Name) -> reqwest::dns::Resolving {
+        let lookup = self.look_up(name.as_str(), find);
+        Box::pin(async move {
+            let addresses = outcome(lookup).await?.into_iter();
+            let addresses = addresses.map(|address| SocketAddr::new(address, 0));
+            Ok(Box::new(addresses) as reqwest::dns::Addrs)
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
@@ -109,7 +133,7 @@ mod tests {
             assert!(given_up.is_err());
         }
         // Other names have their own.
-        let local = resolver.resolve("::1").await.unwrap();
+        let local = Resolver::resolve(&resolver, "::1").await.unwrap();
         assert_eq!(local, [IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])]);
         let last = dead();
         answer.send(()).unwrap();
@@ -120,5 +144,35 @@ mod tests {
         outcome(dead()).await.unwrap();
         assert_eq!(begun.try_iter().count(), 1);
         assert!(resolver.under_way().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_client_of_a_server_waits_for_the_lookup_that_is_under_way() {
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (answer, answers) = mpsc::channel::<()>();
+        // No name server knows the name.
+        let _under_way = SystemResolver::shared().look_up("slow.invalid", move |_| {
+            answers.recv().unwrap();
+            Ok(vec![[127, 0, 0, 1].into()])
+        });
+        let client = crate::upstream::http::plain_client(Default::default()).unwrap();
+        let mut asked = Box::pin(client.get(format!("http://slow.invalid:{port}/")).send());
+        let early = tokio::time::timeout(Duration::from_millis(300), &mut asked).await;
+        assert!(early.is_err(), "{early:?}");
+        answer.send(()).unwrap();
+        tokio::select! {
+            connected = listener.accept() => assert!(connected.is_ok()),
+            ended = asked => panic!("{ended:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_lookup_without_an_outcome_keeps_nobody_from_the_next() {
+        let resolver = SystemResolver::default();
+        let broken = resolver.look_up("name", |_| panic!("no outcome"));
+        assert!(outcome(broken).await.is_err());
+        let next = resolver.look_up("name", |_| Ok(Vec::new()));
+        assert!(outcome(next).await.is_ok());
     }
 }

@@ -35,6 +35,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::oauth::{OAuth, TokenError};
 use super::scrubs::Scrubs;
 use crate::config::Endpoint;
+use crate::egress::SystemResolver;
 use crate::secret::Secret;
 
 /// How long a connection may take to stand.
@@ -74,6 +75,9 @@ pub(crate) fn plain_client(headers: HeaderMap) -> Result<reqwest::Client, String
         .retry(reqwest::retry::never())
         .no_proxy()
         .referer(false)
+        // The one that comes with it has a thread for every lookup, and runs
+        // that ask a dead name server and go would leave a thread each.
+        .dns_resolver(SystemResolver::shared())
         .connect_timeout(CONNECT_TIME_MAX)
         .pool_idle_timeout(IDLE_TIME_MAX)
         .tcp_nodelay(true)
