@@ -72,7 +72,9 @@ pub struct Builtin {
 /// How a built-in is carried out.
 #[derive(Clone, Debug)]
 pub enum Work {
-    /// Microseconds, in the calling thread.
+    /// Microseconds, without IO, in one go. Which thread does it is its
+    /// caller's to say: the link's own, where there is no effect and nothing
+    /// else to wait for.
     InPlace(InPlace),
     /// With IO, on the event loop of the servers.
     Waits(Waits),
@@ -81,7 +83,7 @@ pub enum Work {
 /// A call under way. Dropping it gives the call up as far as that goes.
 pub type Pending = Pin<Box<dyn Future<Output = CallEnd> + Send>>;
 
-/// What is done in place. The arguments fit the tool's schema.
+/// What is done in one go. The arguments fit the tool's schema.
 #[derive(Clone)]
 pub struct InPlace(Arc<AtOnce>);
 
