@@ -489,9 +489,12 @@ mod tests {
 
     #[test]
     fn attack_21_a_pattern_without_any_bound_is_refused_before_it_is_compiled() {
+        let refers = |group| format!("({})", format!("\\{group}").repeat(8));
+        let refers: String = (1..16).map(refers).collect();
         for (pattern, why) in [
-            (r"(?=x)(a\g<1>\g<1>\g<1>|b)", "calls a group"),
-            ("(?<=(?:.{0,1000}){0,1000})x", "lookbehind"),
+            (format!("(?i)(){refers}"), "refers to its groups"),
+            (r"(?=x)(a\g<1>\g<1>\g<1>|b)".to_owned(), "calls a group"),
+            ("(?<=(?:.{0,1000}){0,1000})x".to_owned(), "lookbehind"),
         ] {
             let schema = json!({"properties": {"x": {"pattern": pattern}}});
             let refused = Tool::new("shop", listed(schema)).unwrap_err().to_string();

@@ -4,10 +4,12 @@
 //! The validator compiles each text once, however many places refer to it, and
 //! takes a bound on its size. That is a bound on each *engine*, though, of
 //! which a pattern with lookarounds has one for every part that is looked for
-//! without stepping back. Two things have no bound there at all: what a group
-//! that is called as a subroutine (`\g<1>`) makes of a pattern, each call in
-//! place of itself, and a lookbehind of varying length. ECMA 262 does not know
-//! the first, and most engines do not know the second; neither is taken.
+//! without stepping back. Three things have no bound there at all. A group
+//! that is called as a subroutine (`\g<1>`) stands in place of each call, and a
+//! lookbehind may be of any length that varies: ECMA 262 does not know the
+//! first, and most engines do not know the second; neither is taken. And the
+//! group that a backreference refers to stands in its place while a prefix is
+//! looked for, with all backreferences of its own: so there are few of them.
 //!
 //! All of it looks at the text alone and errs on the safe side.
 
@@ -21,6 +23,10 @@ pub(crate) const PATTERN_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// What a byte of a pattern with several engines takes beside them, at most:
 /// two instructions.
 const BYTES_OF_EACH: usize = 256;
+
+/// Backreferences of one pattern. However they are spread over groups that
+/// refer to each other, they stand for some 100,000 (e to the power of 32/e).
+const BACKREFERENCES_MAX: usize = 32;
 
 /// All that a schema may have for patterns, each once. Data that looks like
 /// one counts too: a reference may lead there.
@@ -63,7 +69,10 @@ pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usiz
         return Err("it calls a group");
     }
     if has_varying_lookbehind(text) {
-        return Err("it has a lookbehind of varying length");
+        return Err("it has a lookbehind whose length may vary");
+    }
+    if backreferences_max(text) > BACKREFERENCES_MAX {
+        return Err("it refers to its groups too often");
     }
     let engines = engines_max(text).saturating_mul(engine_bytes);
     Ok(engines.saturating_add(text.len().saturating_mul(BYTES_OF_EACH)))
@@ -108,6 +117,11 @@ fn engines_max(text: &str) -> usize {
     2 + 2 * count([b'(', b'|']) + count([b'[', b'\\']) + 1
 }
 
+fn backreferences_max(text: &str) -> usize {
+    let refers = |next: &str| next.starts_with(|it: char| it.is_ascii_digit() || it == 'k');
+    text.split('\\').skip(1).filter(|next| refers(next)).count() + text.matches("?P=").count()
+}
+
 /// Whether a lookbehind may match texts of different lengths. One that is not
 /// written in the simplest way counts.
 fn has_varying_lookbehind(text: &str) -> bool {
@@ -125,7 +139,8 @@ fn may_ignore_space(text: &str) -> bool {
     })
 }
 
-/// Whether all up to the group's end are alternatives of single characters.
+/// Whether all up to the group's end are alternatives of single characters,
+/// each as often as it says.
 fn is_fixed(body: &str) -> bool {
     let mut characters = body.chars();
     while let Some(character) = characters.next() {
@@ -133,13 +148,19 @@ fn is_fixed(body: &str) -> bool {
             ')' => return true,
             '\\' => characters.next().is_some_and(is_one_character),
             '[' => is_class(&mut characters),
-            other => !matches!(other, '(' | '{' | '}' | '*' | '+' | '?'),
+            '{' => is_count(&mut characters),
+            other => !matches!(other, '(' | '}' | '*' | '+' | '?'),
         };
         if !fixed {
             return false;
         }
     }
     false
+}
+
+/// Whether this is the rest of `{n}`.
+fn is_count(characters: &mut std::str::Chars<'_>) -> bool {
+    characters.find(|it| !it.is_ascii_digit()) == Some('}')
 }
 
 /// Whether this is the rest of a class without classes in it.
@@ -214,10 +235,17 @@ mod tests {
             "(?x)( ?<=a #)\n.{0,1000}{0,1000})",
             "(?<=[]a]b+)x",
             "(?<=a",
+            "(?<=a{2,3})b",
+            "(?<=a{2}?)b",
+            &format!("(a){}", r"\1".repeat(33)),
+            &format!("(?<a>b){}", r"\k<a>".repeat(33)),
+            &format!("(?<a>b){}", "(?P=a)".repeat(33)),
         ] {
             assert!(compiled_bytes_max(text, 1024).is_err(), "{text}");
         }
-        for text in ["(?<!-)$", "(?<=a|bb)x", r"(?<![^\s\]])x", r"(?<!\()x", r"(?<=\d\d:)x"] {
+        for text in
+            ["(?<!-)$", "(?<=a|bb)x", r"(?<![^\s\]])x", r"(?<!\()x", r"(?<=\d{2}:)x", r"(a)\1\1"]
+        {
             assert!(compiled_bytes_max(text, 1024).is_ok(), "{text}");
         }
     }
