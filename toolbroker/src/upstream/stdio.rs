@@ -283,7 +283,7 @@ impl StderrLog {
     fn line(&mut self, line: &[u8]) {
         let line = self.scrubber.text(&String::from_utf8_lossy(line));
         // Escaped here once, so that it is safe wherever it is shown.
-        let line = line.trim_end().escape_debug().to_string();
+        let line = escaped(line.trim_end());
         if self.logged_bytes <= STDERR_BYTES_MAX {
             self.logged_bytes += line.len().max(1);
             if self.logged_bytes > STDERR_BYTES_MAX {
@@ -298,6 +298,18 @@ impl StderrLog {
         }
         kept.push_back(crate::cut(&line, 256));
     }
+}
+
+/// Text that no terminal takes for a command. Quotes are none.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '\'' | '"' => escaped.push(character),
+            other => escaped.extend(other.escape_debug()),
+        }
+    }
+    escaped
 }
 
 #[cfg(test)]
@@ -315,12 +327,12 @@ mod tests {
             logged_bytes: 0,
         };
         let mut flood = vec![b'a'; 100_000];
-        flood.extend_from_slice(b"\n\x1b[31mred hunter2\nlast");
+        flood.extend_from_slice(b"\n\x1b[31mred hunter2\nit's the \"last\"");
         log.follow(flood.as_slice()).await;
         let kept: Vec<String> = last_words.lock().unwrap().iter().cloned().collect();
         assert_eq!(kept.len(), 3);
         assert!(kept[0].len() <= 256);
         assert_eq!(kept[1], "\\u{1b}[31mred [credential removed]");
-        assert_eq!(kept[2], "last");
+        assert_eq!(kept[2], "it's the \"last\"");
     }
 }

@@ -124,8 +124,12 @@ fn retrieval(args: &BenchArgs) -> Result<ExitCode, CliError> {
 
 fn unknown(what: &str) -> CliError {
     let all = bench::entries();
-    let mut groups: Vec<&str> = all.iter().map(|entry| entry.group).collect();
-    groups.dedup();
+    let mut groups: Vec<&str> = Vec::new();
+    for entry in &all {
+        if !groups.contains(&entry.group) {
+            groups.push(entry.group);
+        }
+    }
     let names: Vec<&str> = all.iter().map(|entry| entry.name).collect();
     CliError::Usage(format!(
         "there is nothing to measure called {what:?}; there are all, the groups {}, and each of {}",

@@ -84,7 +84,7 @@ impl CliError {
             Self::Program(_) => Exit::Rejected,
             Self::Broker(error) => match error {
                 BrokerError::Configuration => Exit::Usage,
-                BrokerError::Refused { .. } => Exit::Rejected,
+                BrokerError::Refused { kind, .. } => of_refusal(*kind),
                 BrokerError::Missing(_) | BrokerError::Start(_) | BrokerError::StartAs { .. } => {
                     Exit::Unavailable
                 }
@@ -97,19 +97,23 @@ impl CliError {
                 | BrokerError::Away { .. }
                 | BrokerError::Cancelled => Exit::Internal,
             },
-            // As a run that is refused so.
-            Self::Refused { kind, .. } => match kind {
-                RefusalKind::NoSuchTool
-                | RefusalKind::BadGrant
-                | RefusalKind::BadRequest
-                | RefusalKind::Forbidden
-                | RefusalKind::NotReviewed => Exit::Rejected,
-                RefusalKind::Overloaded => Exit::Refused,
-                RefusalKind::Internal | RefusalKind::Journal => Exit::Internal,
-            },
+            Self::Refused { kind, .. } => of_refusal(*kind),
             Self::Host(_) => Exit::Unavailable,
             Self::Output(_) => Exit::Failed,
         }
+    }
+}
+
+/// As a run ends that is refused so, whoever refused it.
+fn of_refusal(kind: RefusalKind) -> Exit {
+    match kind {
+        RefusalKind::NoSuchTool
+        | RefusalKind::BadGrant
+        | RefusalKind::BadRequest
+        | RefusalKind::Forbidden
+        | RefusalKind::NotReviewed => Exit::Rejected,
+        RefusalKind::Overloaded => Exit::Refused,
+        RefusalKind::Internal | RefusalKind::Journal => Exit::Internal,
     }
 }
 
