@@ -9,10 +9,10 @@
 
 mod support;
 
+use std::fs::File;
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
@@ -69,21 +69,23 @@ fn must(command: &mut Command) {
 }
 
 /// Installs a package from npm, once; returns its program. Two tests want the
-/// same one, and run side by side.
+/// same one and run side by side, in processes of their own.
 fn npm(cache: &Path, package: &str, program: &str) -> PathBuf {
-    static INSTALLING: Mutex<()> = Mutex::new(());
-    let _alone = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
+    let alone = File::create(cache.join(format!("{program}.lock"))).unwrap();
+    alone.lock().unwrap();
     let folder = cache.join(program);
-    let binary = folder.join("node_modules/.bin").join(program);
-    if !binary.exists() {
+    if !folder.exists() {
+        // Elsewhere first: what was broken off is not there.
+        let making = cache.join(format!("{program}.making"));
         must(
             Command::new("npm")
                 .args(["install", "--no-audit", "--no-fund", "--prefix"])
-                .arg(&folder)
+                .arg(&making)
                 .arg(package),
         );
+        std::fs::rename(making, &folder).unwrap();
     }
-    binary
+    folder.join("node_modules/.bin").join(program)
 }
 
 /// Installs a package from PyPI into an environment of its own, once.
