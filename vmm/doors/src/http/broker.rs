@@ -45,11 +45,13 @@ async fn read<T: DeserializeOwned>(caller: &Caller, request: Request) -> Result<
 /// Asks once there is a place among everybody's questions: in turn, so that
 /// none who asks again and again is before others each time. Dropped before, as
 /// it is when the caller leaves, the question is cancelled. The service has no
-/// room for another until it has answered that too, and the place is held so long.
+/// room for another until it has answered that too, and the place is held so long;
+/// the tenant with it, which is forgotten only when none of its places is taken.
 async fn ask(door: &Door, caller: &Caller, question: Question) -> Result<Reply, Problem> {
     let place = caller.tenant.question()?;
     let turn = Arc::clone(&door.questions).acquire_owned().await;
-    Ok(door.client.ask_holding(question, (place, turn)).await?)
+    let tenant = Arc::clone(&caller.tenant);
+    Ok(door.client.ask_holding(question, (place, turn, tenant)).await?)
 }
 
 fn strange(_: Reply) -> Problem {
@@ -313,6 +315,7 @@ mod tests {
             assert!(leave(&(number / 16).to_string()).await.is_err());
         }
         assert_eq!(door.questions.available_permits(), 0);
+        door.tenants.sweep(std::time::Instant::now());
         let problem = leave("0").await.unwrap().unwrap_err();
         assert_eq!(problem.body().status(), 429, "each has its own bound");
         service.answer(1, Reply::Draining).await;
