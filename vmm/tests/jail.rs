@@ -29,7 +29,7 @@ use forge_vmm::jail::cgroup::Parent;
 use forge_vmm::jail::namespaces::NOBODYS_ID;
 use forge_vmm::jail::seccomp::EXIT_FORBIDDEN;
 use forge_vmm::jail::{
-    Group, GroupLimits, Identity, Namespaces, Place, Role, Spawned, descriptors, spawn,
+    Group, GroupLimits, Identity, Namespaces, Place, Role, Spawned, descriptors, slot, spawn,
 };
 use inmate::{ALL, FILTER, LANDLOCK, LIMITS, Layers, NAMESPACES, NONE, PRIVILEGES, PROCESS, TREE};
 use libtest_mimic::{Arguments, Trial};
@@ -72,6 +72,7 @@ fn main() -> ExitCode {
         a_worker_cannot_leave_a_file_larger_than_nothing,
         a_worker_gets_no_more_address_space_than_allowed,
         a_worker_cannot_make_an_undeclared_kvm_request,
+        a_worker_cannot_set_a_slot_of_memory_but_the_one_that_is_sealed,
         a_worker_cannot_enter_by_the_32_bit_door,
         a_forbidden_call_is_reported_by_its_number,
         every_privilege_is_given_up_for_good,
@@ -511,6 +512,21 @@ fn a_worker_cannot_make_an_undeclared_kvm_request() {
         // And one that is declared gets there inside, too.
         assert_eq!(outcome(starter, ALL, "run_vcpu", &[]), no_kvm);
     }
+}
+
+fn a_worker_cannot_set_a_slot_of_memory_but_the_one_that_is_sealed() {
+    let (no_kvm, forbidden) =
+        (Outcome::Refused(libc::ENOTTY), Outcome::Forbidden(libc::SYS_ioctl as i32));
+    let sealed = slot::ADDRESS;
+    let at =
+        |layers, address: u64| outcome(Starter::Me, layers, "set_slot", &[&address.to_string()]);
+    for other in [0, 4096, sealed + 4096, sealed | 1, sealed ^ 1 << 45] {
+        assert_eq!(at(NONE, other), no_kvm);
+        assert_eq!(at(ALL, other), forbidden, "{other:x}");
+    }
+    // Where nothing can be sealed, not that one either.
+    let expected = if slot::is_supported() { no_kvm } else { forbidden };
+    assert_eq!(at(ALL, sealed), expected);
 }
 
 fn a_worker_cannot_enter_by_the_32_bit_door() {

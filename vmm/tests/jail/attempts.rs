@@ -35,6 +35,7 @@ pub fn find(name: &str) -> Attempt {
         ("duplicate", duplicate),
         ("create_vm", create_vm),
         ("run_vcpu", run_vcpu),
+        ("set_slot", set_slot),
         ("by_int_80", by_int_80),
         ("signal_sibling", signal_sibling),
         ("read_parents_memory", read_parents_memory),
@@ -245,6 +246,12 @@ fn create_vm(_: &[String]) -> Result<(), i32> {
 
 fn run_vcpu(_: &[String]) -> Result<(), i32> {
     call!(libc::SYS_ioctl, 1, 0xAE80, 0).map(drop)
+}
+
+/// By a description at this address.
+fn set_slot(words: &[String]) -> Result<(), i32> {
+    let address: u64 = words[0].parse().unwrap();
+    call!(libc::SYS_ioctl, 1, 0x4020_AE46, address).map(drop)
 }
 
 fn by_int_80(_: &[String]) -> Result<(), i32> {

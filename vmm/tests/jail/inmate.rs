@@ -165,6 +165,10 @@ fn rule(role: &str, index: usize, how: &str) -> ! {
         When::Always => {}
         When::Is(at, value) => arguments[usize::from(at)] = value.into(),
         When::Without(at, _) => arguments[usize::from(at)] = 0,
+        When::At(at, value, address) => {
+            arguments[usize::from(at)] = value.into();
+            arguments[usize::from(at) + 1] = address as i64;
+        }
     }
     // `rt_sigreturn` takes what is on the stack for registers, and faults by
     // it. Rust's handler of that would make calls of its own.

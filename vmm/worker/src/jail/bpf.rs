@@ -36,6 +36,8 @@ enum To {
 enum Step {
     /// Loads the low half of an argument.
     Load(u8),
+    /// Loads the high half of an argument.
+    LoadHigh(u8),
     /// Compares by this jump.
     Test { jump: u32, with: u32, yes: To, no: To },
 }
@@ -76,6 +78,9 @@ pub(super) fn compile(rules: &[Rule]) -> Option<Vec<libc::sock_filter>> {
         };
         program.push(match step {
             Step::Load(argument) => load(ARGUMENTS + ARGUMENT_BYTES * u32::from(argument)),
+            Step::LoadHigh(argument) => {
+                load(ARGUMENTS + ARGUMENT_BYTES * u32::from(argument) + ARGUMENT_BYTES / 2)
+            }
             Step::Test { jump: code, with, yes, no } => {
                 let code = libc::BPF_JMP | code | libc::BPF_K;
                 jump(code, with, reach(yes).ok()?, reach(no).ok()?)
@@ -114,7 +119,9 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
     let mut steps = vec![is_number(To::On(0))];
     let mut loaded = None;
     for (at, when) in whens.iter().enumerate() {
-        let otherwise = if at + 1 == whens.len() { To::Trap } else { To::On(0) };
+        let is_last = at + 1 == whens.len();
+        let otherwise = if is_last { To::Trap } else { To::On(0) };
+        let mut of_the_address = Vec::new();
         let (argument, test) = match *when {
             When::Always => continue,
             When::Is(argument, with) => {
@@ -123,11 +130,27 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
             When::Without(argument, with) => {
                 (argument, Step::Test { jump: libc::BPF_JSET, with, yes: otherwise, no: To::Allow })
             }
+            When::At(argument, with, address) => {
+                let is = |half: u64, yes| {
+                    let with = half as u32;
+                    Step::Test { jump: libc::BPF_JEQ, with, yes, no: To::Trap }
+                };
+                // No other rule is about the same value: elsewhere it is refused.
+                of_the_address = vec![
+                    Step::LoadHigh(argument + 1),
+                    is(address >> 32, To::On(0)),
+                    Step::Load(argument + 1),
+                    is(address, To::Allow),
+                ];
+                let no = if is_last { To::Trap } else { To::On(of_the_address.len()) };
+                (argument, Step::Test { jump: libc::BPF_JEQ, with, yes: To::On(0), no })
+            }
         };
         if loaded.replace(argument) != Some(argument) {
             steps.push(Step::Load(argument));
         }
         steps.push(test);
+        steps.extend(of_the_address);
     }
     steps
 }
@@ -149,14 +172,25 @@ mod tests {
         let mut chains: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
         for rule in rules {
             let chain = chains.entry(rule.number).or_default();
-            let (argument, operator, value) = match rule.when {
+            let (low, whole) = (SeccompCmpArgLen::Dword, SeccompCmpArgLen::Qword);
+            let is = SeccompCmpOp::Eq;
+            let conditions = match rule.when {
                 When::Always => continue,
-                When::Is(argument, value) => (argument, SeccompCmpOp::Eq, value.into()),
-                When::Without(argument, bits) => (argument, SeccompCmpOp::MaskedEq(bits.into()), 0),
+                When::Is(argument, value) => vec![(argument, low, is, value.into())],
+                When::Without(argument, bits) => {
+                    vec![(argument, low, SeccompCmpOp::MaskedEq(bits.into()), 0)]
+                }
+                When::At(argument, value, address) => {
+                    vec![
+                        (argument, low, is.clone(), value.into()),
+                        (argument + 1, whole, is, address),
+                    ]
+                }
             };
-            let length = SeccompCmpArgLen::Dword;
-            let condition = SeccompCondition::new(argument, length, operator, value).unwrap();
-            chain.push(SeccompRule::new(vec![condition]).unwrap());
+            let conditions = conditions.into_iter().map(|(argument, length, operator, value)| {
+                SeccompCondition::new(argument, length, operator, value).unwrap()
+            });
+            chain.push(SeccompRule::new(conditions.collect()).unwrap());
         }
         let (no, yes) = (SeccompAction::Trap, SeccompAction::Allow);
         let filter = SeccompFilter::new(chains, no, yes, TargetArch::x86_64).unwrap();
@@ -200,7 +234,19 @@ mod tests {
     /// Arguments beside and at each value that a table looks for.
     fn arguments(rules: &[Rule]) -> Vec<[u64; 6]> {
         let mut values = vec![0u64, 1, u64::from(u32::MAX), u64::MAX, 1 << 32];
+        let mut pairs = Vec::new();
         for rule in rules {
+            if let When::At(argument, value, address) = rule.when {
+                let halves = [address, address ^ 1, address ^ 1 << 32, address & 0xffff_ffff, 0];
+                for (value, address) in
+                    halves.into_iter().flat_map(|half| [(value, half), (value ^ 1, half)])
+                {
+                    let mut pair = [0; 6];
+                    pair[usize::from(argument)] = value.into();
+                    pair[usize::from(argument) + 1] = address;
+                    pairs.push(pair);
+                }
+            }
             if let When::Is(_, value) | When::Without(_, value) = rule.when {
                 let value = u64::from(value);
                 values.extend([value, value + 1, value.wrapping_sub(1), value | 1 << 40, !value]);
@@ -209,7 +255,7 @@ mod tests {
         }
         values.sort_unstable();
         values.dedup();
-        values.into_iter().map(|value| [value; 6]).collect()
+        values.into_iter().map(|value| [value; 6]).chain(pairs).collect()
     }
 
     #[test]

@@ -27,6 +27,7 @@
 //! | [`seccomp`] | the system-call filters, and a report of what they stop |
 //! | [`rules`] | their tables: each call with its reason |
 //! | `bpf` | a table as a program for the kernel |
+//! | [`slot`] | the only slot of memory that a worker can still give its VM |
 //! | [`worker`] | what each worker puts on for itself |
 //! | [`cgroup`] | memory, processes and CPU time, by cgroup v2 |
 //! | [`hardening`] | what is on, and what is weaker on this host |
@@ -41,6 +42,7 @@ pub mod namespaces;
 pub mod privileges;
 pub mod rules;
 pub mod seccomp;
+pub mod slot;
 pub mod tree;
 pub mod worker;
 
@@ -50,5 +52,6 @@ pub use namespaces::{Identity, Namespaces, Place, SpawnError, Spawned, spawn};
 pub use privileges::{AddressSpace, Limits};
 pub use rules::Role;
 pub use seccomp::Filter;
+pub use slot::SealedSlot;
 pub use tree::Tree;
 pub use worker::{WorkerJail, WorkerJailError};

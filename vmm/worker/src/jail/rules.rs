@@ -10,6 +10,8 @@
 
 use kvm_bindings as kvm;
 
+use super::slot;
+
 /// Whose filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -33,6 +35,15 @@ impl Role {
             Self::Worker => WORKER,
             Self::Process => PROCESS,
         }
+    }
+
+    /// Those that this kernel can hold a process to. A rule about something sealed
+    /// is none where nothing can be.
+    #[must_use]
+    pub fn enforceable(self) -> Vec<Rule> {
+        let seals = slot::is_supported();
+        let kept = |rule: &&Rule| seals || !matches!(rule.when, When::At(..));
+        self.rules().iter().filter(kept).copied().collect()
     }
 }
 
@@ -68,6 +79,9 @@ pub enum When {
     Is(u8, u32),
     /// The argument of this index has none of these bits.
     Without(u8, u32),
+    /// The argument of this index is this, and the next is this address, at which
+    /// this kernel lets a process seal what is there ([`slot`]).
+    At(u8, u32, u64),
 }
 
 /// `_IO` and its kin (`asm-generic/ioctl.h`).
@@ -86,6 +100,8 @@ const fn iowr<T>(kind: u8, number: u8) -> u32 {
 
 /// The KVM ioctls' letter.
 const K: u8 = 0xAE;
+/// `KVM_SET_USER_MEMORY_REGION`.
+pub(super) const SET_SLOT: u32 = iow::<kvm::kvm_userspace_memory_region>(K, 0x46);
 /// `PAGEMAP_SCAN` with its `struct pm_scan_arg` of twelve words
 /// (`linux/fs.h`).
 const PAGEMAP_SCAN: u32 = iowr::<[u64; 12]>(b'f', 16);
@@ -175,11 +191,13 @@ pub const WORKER: &[Rule] = &[
         "resets a guest, without KVM_CAP_SYNC_REGS",
     )
     .elsewhere(),
-    ioctl(
-        "ioctl KVM_SET_USER_MEMORY_REGION",
-        iow::<kvm::kvm_userspace_memory_region>(K, 0x46),
-        "a guest asks for the rest of its RAM",
-    ),
+    Rule {
+        number: libc::SYS_ioctl,
+        name: "ioctl KVM_SET_USER_MEMORY_REGION, what is sealed",
+        when: When::At(1, SET_SLOT, slot::ADDRESS),
+        reason: "a guest asks for the rest of its RAM, where the kernel can seal memory",
+        elsewhere: false,
+    },
     ioctl("ioctl PAGEMAP_SCAN", PAGEMAP_SCAN, "finds the pages a run wrote, to reset them"),
     always(libc::SYS_pread64, "pread64", "the page map, where the kernel cannot scan it")
         .elsewhere(),
@@ -303,9 +321,10 @@ pub const ZYGOTE: &[Rule] = &[
         "mprotect, to read alone",
         2,
         libc::PROT_READ as u32,
-        "the guest's code, where its file has no large page; it adds no right to write or execute",
-    )
-    .elsewhere(),
+        "a worker's last slot; the guest's code, where its file has no large page; it adds no \
+         right to write or execute",
+    ),
+    always(libc::SYS_mseal, "mseal", "a worker's last slot; it takes rights away"),
     always(libc::SYS_mremap, "mremap", "the allocator grows blocks").elsewhere(),
     always(libc::SYS_brk, "brk", "the allocator's small blocks"),
     always(libc::SYS_madvise, "madvise", "guest memory: large pages, not in a dump"),
@@ -356,10 +375,13 @@ mod tests {
                 assert!(!rule.reason.is_empty(), "{}", rule.name);
                 for other in &rules[at + 1..] {
                     if other.number == rule.number {
+                        let value = |when| match when {
+                            When::Is(at, value) | When::At(at, value, _) => Some((at, value)),
+                            _ => None,
+                        };
+                        let values = [rule, other].map(|rule| value(rule.when));
                         assert!(
-                            matches!(rule.when, When::Is(..))
-                                && matches!(other.when, When::Is(..))
-                                && rule.when != other.when,
+                            values[0].is_some() && values[1].is_some() && values[0] != values[1],
                             "{} and {}: one makes the other superfluous",
                             rule.name,
                             other.name
@@ -411,5 +433,6 @@ mod tests {
         ] {
             assert_eq!(request(name), Some(When::Is(1, number)), "{name}");
         }
+        assert_eq!(SET_SLOT, 0x4020_AE46);
     }
 }

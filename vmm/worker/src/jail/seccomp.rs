@@ -56,7 +56,7 @@ impl Filter {
     /// # Errors
     /// If our own tables are wrong.
     pub fn compile(role: Role) -> Result<Self, FilterError> {
-        Self::of(role.rules())
+        Self::of(&role.enforceable())
     }
 
     /// The same with one rule of the role's table taken out, to show what
@@ -65,10 +65,10 @@ impl Filter {
     /// # Errors
     /// As [`Self::compile`].
     pub fn compile_without(role: Role, index: usize) -> Result<Self, FilterError> {
-        let mut rules = role.rules().to_vec();
-        if index < rules.len() {
-            rules.remove(index);
-        }
+        let without = role.rules().get(index);
+        let same = |rule: &Rule| without.is_some_and(|it| it.name == rule.name);
+        let mut rules = role.enforceable();
+        rules.retain(|rule| !same(rule));
         Self::of(&rules)
     }
 

@@ -22,6 +22,7 @@ use vm_memory::{
 use super::mapping::Code;
 use super::vcpu::{Bus, Go};
 use super::{MachineError, cpu, mapping, paging};
+use crate::jail::SealedSlot;
 
 /// Maps RAM for a guest that boots. Untouched pages cost nothing.
 pub(super) fn map(bytes: usize) -> Result<GuestMemoryMmap, MachineError> {
@@ -81,16 +82,30 @@ pub(super) fn hand_over(vm: &VmFd, code: &Code, ram: &GuestMemoryMmap) -> Result
         return set_slot(vm, kvm_userspace_memory_region { flags: 0, memory_size, ..of_code });
     }
     set_slot(vm, of_code)?;
-    set_ram_slot(vm, RAM_SLOT, ram, 0, RAM_AT_START_BYTES.min(bytes(ram)))
+    set_slot(vm, ram_slot(RAM_SLOT, ram, 0, RAM_AT_START_BYTES.min(bytes(ram)))?)
 }
 
-/// Gives the VM the RAM that it has not had from the start.
-pub(super) fn hand_over_rest(vm: &VmFd, ram: &GuestMemoryMmap) -> Result<(), MachineError> {
-    match bytes(ram) {
-        all if all > RAM_AT_START_BYTES => {
-            set_ram_slot(vm, REST_SLOT, ram, RAM_AT_START_BYTES, all - RAM_AT_START_BYTES)
-        }
-        _ => Ok(()),
+/// Gives the VM the RAM that it has not had from the start, by a description that
+/// was sealed if there is one.
+pub(super) fn hand_over_rest(
+    vm: &VmFd,
+    ram: &GuestMemoryMmap,
+    sealed: Option<&SealedSlot>,
+) -> Result<(), MachineError> {
+    match (sealed, rest(ram)?) {
+        (_, None) => Ok(()),
+        (None, Some(rest)) => set_slot(vm, rest),
+        (Some(sealed), Some(_)) => sealed.give(vm).map_err(not_set),
+    }
+}
+
+/// The slot of the RAM that a VM does not have from the start.
+pub(super) fn rest(
+    ram: &GuestMemoryMmap,
+) -> Result<Option<kvm_userspace_memory_region>, MachineError> {
+    match bytes(ram).checked_sub(RAM_AT_START_BYTES) {
+        None | Some(0) => Ok(None),
+        Some(bytes) => ram_slot(REST_SLOT, ram, RAM_AT_START_BYTES, bytes).map(Some),
     }
 }
 
@@ -99,29 +114,19 @@ pub(super) fn bytes(ram: &GuestMemoryMmap) -> u64 {
     ram.iter().map(|region| region.len()).sum()
 }
 
-/// Makes a slot of this stretch of RAM, which is one mapping.
-fn set_ram_slot(
-    vm: &VmFd,
+/// A slot of this stretch of RAM, which is one mapping.
+fn ram_slot(
     slot: u32,
     ram: &GuestMemoryMmap,
     from: u64,
     memory_size: u64,
-) -> Result<(), MachineError> {
+) -> Result<kvm_userspace_memory_region, MachineError> {
     let guest_phys_addr = RAM_START + from;
     let start = ram
         .get_host_address(GuestAddress(guest_phys_addr))
         .map_err(|_| MachineError::Image("RAM does not start where it should"))?;
     let userspace_addr = start as u64;
-    set_slot(
-        vm,
-        kvm_userspace_memory_region {
-            slot,
-            flags: 0,
-            guest_phys_addr,
-            memory_size,
-            userspace_addr,
-        },
-    )
+    Ok(kvm_userspace_memory_region { slot, flags: 0, guest_phys_addr, memory_size, userspace_addr })
 }
 
 /// Stands before the bus while a guest runs, and gives the VM the rest of its
@@ -130,6 +135,7 @@ pub(super) struct OnRequest<'a, B> {
     pub(super) bus: &'a mut B,
     pub(super) vm: &'a VmFd,
     pub(super) ram: &'a GuestMemoryMmap,
+    pub(super) sealed: Option<&'a SealedSlot>,
     /// Whether the VM has it.
     pub(super) has_all: &'a mut bool,
     /// Why it could not be had.
@@ -146,7 +152,7 @@ impl<B: Bus> Bus for OnRequest<'_, B> {
             return self.bus.write(address, data);
         }
         if !*self.has_all
-            && let Err(error) = hand_over_rest(self.vm, self.ram)
+            && let Err(error) = hand_over_rest(self.vm, self.ram, self.sealed)
         {
             self.refused = Some(error);
             return Go::Break(());
@@ -160,6 +166,9 @@ fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Machin
     // SAFETY: `Machine` keeps code and RAM mapped as long as the VM; the kernel
     // and the guest write RAM, and this process accesses it only through
     // vm-memory's volatile copies. Nobody writes code.
-    unsafe { vm.set_user_memory_region(region) }
-        .map_err(|source| MachineError::Kvm { call: "KVM_SET_USER_MEMORY_REGION", source })
+    unsafe { vm.set_user_memory_region(region) }.map_err(not_set)
+}
+
+fn not_set(source: kvm_ioctls::Error) -> MachineError {
+    MachineError::Kvm { call: "KVM_SET_USER_MEMORY_REGION", source }
 }

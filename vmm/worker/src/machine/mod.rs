@@ -45,6 +45,7 @@ use std::sync::Arc;
 
 use forge_protocol::limits::RunLimits;
 
+use crate::jail::SealedSlot;
 use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA};
 use kvm_ioctls::VmFd;
 use mapping::Code;
@@ -73,6 +74,9 @@ pub enum MachineError {
         /// What the kernel said.
         reason: String,
     },
+    /// What a machine's last slot is described by cannot be sealed.
+    #[error("a VM's last slot of memory cannot be sealed: {0}")]
+    Sealed(std::io::Error),
     /// The base that machines start from cannot be made or mapped.
     #[error("the base snapshot cannot be used: {0}")]
     Base(std::io::Error),
@@ -136,6 +140,8 @@ pub struct Machine {
     has_no_msrs: bool,
     /// Whether the VM has more than the RAM that it has from the start.
     has_all_ram: bool,
+    /// Of the rest of RAM, if this process will be held to what is sealed.
+    last_slot: Option<SealedSlot>,
 }
 
 impl Machine {
@@ -160,7 +166,26 @@ impl Machine {
         vcpu.tell_cpuid(hypervisor)?;
         cpu::set_up(vcpu.fd(), image.entry())?;
         let (has_no_msrs, has_all_ram) = (false, false);
-        Ok(Self { vcpu, vm, ram, code, base: None, has_no_msrs, has_all_ram })
+        let (base, last_slot) = (None, None);
+        Ok(Self { vcpu, vm, ram, code, base, has_no_msrs, has_all_ram, last_slot })
+    }
+
+    /// Makes ready for a filter under which this process sets no slot but the
+    /// one of the rest of RAM ([`SealedSlot`]). Where the kernel seals nothing
+    /// that filter allows none, and the machine has the rest at once.
+    ///
+    /// # Errors
+    /// [`MachineError`].
+    pub fn seal_slots(&mut self) -> Result<(), MachineError> {
+        let Some(rest) = memory::rest(&self.ram)?.filter(|_| !self.has_all_ram) else {
+            return Ok(());
+        };
+        self.last_slot = SealedSlot::new(rest).map_err(MachineError::Sealed)?;
+        if self.last_slot.is_none() {
+            memory::hand_over_rest(&self.vm, &self.ram, None)?;
+            self.has_all_ram = true;
+        }
+        Ok(())
     }
 
     fn ram_bytes(&self) -> usize {
@@ -177,8 +202,9 @@ impl Machine {
     /// A machine whose bus broke can be run again: it goes on behind the
     /// access that broke.
     pub fn run(&mut self, bus: &mut impl Bus, stop: &Stop) -> Exit {
-        let Self { vcpu, vm, ram, has_all_ram: has_all, .. } = self;
-        let mut bus = memory::OnRequest { bus, vm, ram, has_all, refused: None };
+        let Self { vcpu, vm, ram, has_all_ram: has_all, last_slot, .. } = self;
+        let sealed = last_slot.as_ref();
+        let mut bus = memory::OnRequest { bus, vm, ram, sealed, has_all, refused: None };
         match (vcpu.run(&mut bus, stop, ram), bus.refused) {
             (_, Some(error)) => Exit::Died(Death::NoMemory { reason: error.to_string() }),
             (exit, None) => exit,

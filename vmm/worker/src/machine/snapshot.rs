@@ -206,7 +206,7 @@ impl Machine {
         let vm = hypervisor.create_vm()?;
         memory::hand_over(&vm, &code, &ram)?;
         if base.has_all_ram {
-            memory::hand_over_rest(&vm, &ram)?;
+            memory::hand_over_rest(&vm, &ram, None)?;
         }
         // What the CPU can do the base has asked already and keeps: no guest of
         // it asks again, and to set CPUID takes as long as to make the vCPU.
@@ -216,7 +216,7 @@ impl Machine {
         // caller's name: now, while the caller may still have threads.
         vcpu.settle()?;
         let (base, has_all_ram) = (Some(Arc::clone(base)), base.has_all_ram);
-        Ok(Self { vcpu, vm, ram, code, base, has_no_msrs: false, has_all_ram })
+        Ok(Self { vcpu, vm, ram, code, base, has_no_msrs: false, has_all_ram, last_slot: None })
     }
 
     /// Marks where the machine stands now, to be put back to it. Its guest has

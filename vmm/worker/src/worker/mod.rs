@@ -107,6 +107,7 @@ impl From<MachineError> for VmFailure {
             MachineError::Kvm { .. }
             | MachineError::Hypervisor(_)
             | MachineError::Memory { .. }
+            | MachineError::Sealed(_)
             | MachineError::Base(_)
             | MachineError::PageMap(_)
             | MachineError::TooChanged { .. } => VmFailureKind::Unavailable,
@@ -209,6 +210,14 @@ impl Guest {
         drop(armed);
         self.timing.boot_ns = elapsed_ns(started);
         self.stands(exit)
+    }
+
+    /// Makes ready for a worker's filter.
+    ///
+    /// # Errors
+    /// [`VmFailure`]: the host cannot.
+    pub fn seal_slots(&mut self) -> Result<(), VmFailure> {
+        Ok(self.machine.seal_slots()?)
     }
 
     /// Marks where the guest stands, to be put back to it.

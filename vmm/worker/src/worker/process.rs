@@ -317,6 +317,7 @@ impl Worker {
                 Some(Reset { to, pages, prove_one_in, done: 0 })
             }
         };
+        guest.seal_slots()?;
         guest.note(|at| at.ready = now_ns());
         Ok(Self { guest, watchdog, reset })
     }
