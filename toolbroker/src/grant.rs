@@ -658,6 +658,18 @@ pub(crate) mod tests {
         }
     }
 
+    /// Claims of alice's that grant nothing, to begin others from.
+    pub(crate) fn claims_of_nothing() -> GrantClaims {
+        GrantClaims {
+            principal: "alice".into(),
+            tools: Vec::new(),
+            expires_unix_s: 0,
+            calls_max: None,
+            cost_max: None,
+            session: None,
+        }
+    }
+
     fn terms() -> Terms {
         Terms {
             principal: "alice".into(),

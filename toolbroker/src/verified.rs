@@ -146,8 +146,8 @@ fn in_time(grant: Arc<Grant>, now: SystemTime) -> Result<Arc<Grant>, GrantError>
 mod tests {
     use super::*;
     use crate::grant::Terms;
-    use crate::grant::tests::attenuated;
-    use forge_protocol::broker::{GrantClaims, GrantedTool};
+    use crate::grant::tests::{attenuated, claims_of_nothing};
+    use forge_protocol::broker::GrantedTool;
     use forge_protocol::name::ToolName;
 
     fn at(seconds: u64) -> SystemTime {
@@ -236,19 +236,8 @@ mod tests {
         assert_eq!(count(&verified), TOKENS_MAX);
         assert!(verified.known(&first, at(0)).is_some(), "used all the time");
         assert!(verified.known(&second, at(0)).is_none(), "not used for longest");
-        verified.remember([1; 32], TOKEN_BYTES_MAX, Standing::Settled(Arc::new(empty())));
+        let empty = Grant::new(claims_of_nothing()).unwrap();
+        verified.remember([1; 32], TOKEN_BYTES_MAX, Standing::Settled(Arc::new(empty)));
         assert_eq!(count(&verified), 1, "a bound on bytes too");
-    }
-
-    fn empty() -> Grant {
-        let claims = GrantClaims {
-            principal: "alice".into(),
-            tools: Vec::new(),
-            expires_unix_s: 0,
-            calls_max: None,
-            cost_max: None,
-            session: None,
-        };
-        Grant::new(claims).unwrap()
     }
 }

@@ -635,22 +635,14 @@ mod tests {
     use super::*;
     use crate::definition::Listed;
     use crate::grant::Grant;
+    use crate::grant::tests::claims_of_nothing;
     use crate::journal::Place;
     use forge_protocol::RunId;
-    use forge_protocol::broker::GrantClaims;
     use forge_protocol::limits::RunLimits;
 
     /// A call of alice's that was answered just now.
     fn answered(response: Value) -> Dispatched {
-        let claims = GrantClaims {
-            principal: "alice".into(),
-            tools: Vec::new(),
-            expires_unix_s: 0,
-            calls_max: None,
-            cost_max: None,
-            session: None,
-        };
-        let grant = Arc::new(Grant::new(claims).unwrap());
+        let grant = Arc::new(Grant::new(claims_of_nothing()).unwrap());
         let run = Arc::new(Run::new(RunId([0; 16]), [0; 32], grant, RunLimits::default()));
         let listed = Listed {
             name: "find".into(),

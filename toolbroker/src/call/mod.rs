@@ -334,6 +334,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::grant::Grant;
+    use crate::grant::tests::claims_of_nothing;
     use crate::journal::Place;
     use forge_protocol::RunId;
     use forge_protocol::abi::CallCode;
@@ -378,16 +379,13 @@ mod tests {
         let dispatcher = Dispatcher::new(registry, journal, metrics, runtime.handle().clone());
         let ask = |definition_sha256| {
             let claims = GrantClaims {
-                principal: "alice".into(),
                 tools: vec![GrantedTool {
                     name: name.clone(),
                     definition_sha256,
                     constraints: vec!["/text^=a".to_owned()],
                 }],
-                expires_unix_s: 0,
                 calls_max: Some(1),
-                cost_max: None,
-                session: None,
+                ..claims_of_nothing()
             };
             let grant = Arc::new(Grant::new(claims).unwrap());
             let run = Run::new(RunId([0; 16]), [0; 32], grant, RunLimits::default());

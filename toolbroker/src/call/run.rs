@@ -213,17 +213,11 @@ impl Run {
 mod tests {
     use super::*;
     use crate::budget::Spent;
+    use crate::grant::tests::claims_of_nothing;
     use forge_protocol::broker::GrantClaims;
 
     fn run(limits: RunLimits, calls_max: Option<u32>) -> Run {
-        let claims = GrantClaims {
-            principal: "alice".into(),
-            tools: Vec::new(),
-            expires_unix_s: 0,
-            calls_max,
-            cost_max: None,
-            session: None,
-        };
+        let claims = GrantClaims { calls_max, ..claims_of_nothing() };
         Run::new(RunId([0; 16]), [0; 32], Arc::new(Grant::new(claims).unwrap()), limits)
     }
 
