@@ -224,7 +224,8 @@ impl Host<'_> {
         let flavour = ["kvm_intel", "kvm_amd", "kvm_pvm"]
             .into_iter()
             .find(|module| self.path("/sys/module").join(module).is_dir());
-        let device = self.path("/dev/kvm").exists();
+        let device = self.path("/dev/kvm");
+        let opened = fs::File::options().read(true).write(true).open(&device);
         let what = match flavour {
             Some("kvm_intel") => "kvm_intel: hardware virtualisation (VT-x)",
             Some("kvm_amd") => "kvm_amd: hardware virtualisation (AMD-V)",
@@ -232,7 +233,14 @@ impl Host<'_> {
             None => "no KVM module",
         };
         let found = Finding::ok("kvm", what);
-        match (device, flavour) {
+        if let (true, Err(error)) = (device.exists(), &opened) {
+            return Finding::ok("kvm", format!("{what}, but /dev/kvm cannot be opened: {error}")).or(
+                Standing::Missing,
+                "no program can run in a VM",
+                "let this user open /dev/kvm to read and write: usermod -aG kvm USER, and log in again",
+            );
+        }
+        match (opened.is_ok(), flavour) {
             (true, Some("kvm_pvm")) => found.or(
                 Standing::Advice,
                 "a VM exit costs some 25 us here, and 1 to 2 us on hardware",
@@ -506,6 +514,17 @@ mod tests {
         let all = findings(&tree.0, Some(5));
         let not_ok: Vec<_> = all.iter().filter(|f| f.standing != Standing::Ok).collect();
         assert!(not_ok.is_empty(), "{not_ok:#?}");
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_opened_is_missing_and_told_why() {
+        // Nobody opens a folder to write.
+        let files = [("dev/kvm/a", ""), ("sys/module/kvm_amd/parameters/nested", "0")];
+        let tree = Tree::new("closed", &files);
+        assert_eq!(tree.standing("kvm"), Standing::Missing);
+        let all = findings(&tree.0, Some(5));
+        let kvm = all.iter().find(|finding| finding.name == "kvm").unwrap();
+        assert!(kvm.found.contains("Is a directory"), "{}", kvm.found);
     }
 
     #[test]
