@@ -517,16 +517,14 @@ fn a_worker_cannot_make_an_undeclared_kvm_request() {
 fn a_worker_cannot_set_a_slot_of_memory_but_the_one_that_is_sealed() {
     let (no_kvm, forbidden) =
         (Outcome::Refused(libc::ENOTTY), Outcome::Forbidden(libc::SYS_ioctl as i32));
-    let sealed = slot::ADDRESS;
-    let at =
-        |layers, address: u64| outcome(Starter::Me, layers, "set_slot", &[&address.to_string()]);
-    for other in [0, 4096, sealed + 4096, sealed | 1, sealed ^ 1 << 45] {
-        assert_eq!(at(NONE, other), no_kvm);
-        assert_eq!(at(ALL, other), forbidden, "{other:x}");
+    let at = |layers, bits: u64| outcome(Starter::Me, layers, "set_slot", &[&bits.to_string()]);
+    for bits in [1, 4096, 1 << 31, 1 << 32, 1 << 63] {
+        assert_eq!(at(NONE, bits), no_kvm);
+        assert_eq!(at(ALL, bits), forbidden, "{bits:x}");
     }
     // Where nothing can be sealed, not that one either.
     let expected = if slot::is_supported() { no_kvm } else { forbidden };
-    assert_eq!(at(ALL, sealed), expected);
+    assert_eq!(at(ALL, 0), expected);
 }
 
 fn a_worker_cannot_enter_by_the_32_bit_door() {

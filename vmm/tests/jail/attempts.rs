@@ -3,6 +3,8 @@
 use std::ffi::CString;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use forge_vmm::jail::slot;
+
 /// Returns the error's number, if it is refused.
 pub type Attempt = fn(&[String]) -> Result<(), i32>;
 
@@ -248,10 +250,10 @@ fn run_vcpu(_: &[String]) -> Result<(), i32> {
     call!(libc::SYS_ioctl, 1, 0xAE80, 0).map(drop)
 }
 
-/// By a description at this address.
+/// By a description at the address of the sealed one with these bits changed.
 fn set_slot(words: &[String]) -> Result<(), i32> {
-    let address: u64 = words[0].parse().unwrap();
-    call!(libc::SYS_ioctl, 1, 0x4020_AE46, address).map(drop)
+    let bits: u64 = words[0].parse().unwrap();
+    call!(libc::SYS_ioctl, 1, 0x4020_AE46, slot::address() ^ bits).map(drop)
 }
 
 fn by_int_80(_: &[String]) -> Result<(), i32> {

@@ -12,7 +12,7 @@ use std::time::Instant;
 use forge_vmm::jail::rules::{Rule, When};
 use forge_vmm::jail::{
     AddressSpace, Filter, Identity, Limits, Namespaces, Place, Role, WorkerJail, landlock,
-    privileges, seccomp, tree,
+    privileges, seccomp, slot, tree,
 };
 
 use crate::attempts;
@@ -165,9 +165,9 @@ fn rule(role: &str, index: usize, how: &str) -> ! {
         When::Always => {}
         When::Is(at, value) => arguments[usize::from(at)] = value.into(),
         When::Without(at, _) => arguments[usize::from(at)] = 0,
-        When::At(at, value, address) => {
+        When::Sealed(at, value) => {
             arguments[usize::from(at)] = value.into();
-            arguments[usize::from(at) + 1] = address as i64;
+            arguments[usize::from(at) + 1] = slot::address() as i64;
         }
     }
     // `rt_sigreturn` takes what is on the stack for registers, and faults by

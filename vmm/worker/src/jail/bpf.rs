@@ -11,6 +11,7 @@
 //! which end the process.
 
 use super::rules::{Rule, When};
+use super::slot;
 
 /// Where a call's number, its architecture and its arguments are
 /// (`struct seccomp_data`, `linux/seccomp.h`), in bytes.
@@ -130,7 +131,8 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
             When::Without(argument, with) => {
                 (argument, Step::Test { jump: libc::BPF_JSET, with, yes: otherwise, no: To::Allow })
             }
-            When::At(argument, with, address) => {
+            When::Sealed(argument, with) => {
+                let address = slot::address();
                 let is = |half: u64, yes| {
                     let with = half as u32;
                     Step::Test { jump: libc::BPF_JEQ, with, yes, no: To::Trap }
@@ -180,7 +182,8 @@ mod tests {
                 When::Without(argument, bits) => {
                     vec![(argument, low, SeccompCmpOp::MaskedEq(bits.into()), 0)]
                 }
-                When::At(argument, value, address) => {
+                When::Sealed(argument, value) => {
+                    let address = slot::address();
                     vec![
                         (argument, low, is.clone(), value.into()),
                         (argument + 1, whole, is, address),
@@ -236,7 +239,8 @@ mod tests {
         let mut values = vec![0u64, 1, u64::from(u32::MAX), u64::MAX, 1 << 32];
         let mut pairs = Vec::new();
         for rule in rules {
-            if let When::At(argument, value, address) = rule.when {
+            if let When::Sealed(argument, value) = rule.when {
+                let address = slot::address();
                 let halves = [address, address ^ 1, address ^ 1 << 32, address & 0xffff_ffff, 0];
                 for (value, address) in
                     halves.into_iter().flat_map(|half| [(value, half), (value ^ 1, half)])

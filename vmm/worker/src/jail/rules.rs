@@ -42,7 +42,7 @@ impl Role {
     #[must_use]
     pub fn enforceable(self) -> Vec<Rule> {
         let seals = slot::is_supported();
-        let kept = |rule: &&Rule| seals || !matches!(rule.when, When::At(..));
+        let kept = |rule: &&Rule| seals || !matches!(rule.when, When::Sealed(..));
         self.rules().iter().filter(kept).copied().collect()
     }
 }
@@ -79,9 +79,9 @@ pub enum When {
     Is(u8, u32),
     /// The argument of this index has none of these bits.
     Without(u8, u32),
-    /// The argument of this index is this, and the next is this address, at which
-    /// this kernel lets a process seal what is there ([`slot`]).
-    At(u8, u32, u64),
+    /// The argument of this index is this, and the next is the address of what is
+    /// sealed ([`slot::address`]), all 64 bits of it.
+    Sealed(u8, u32),
 }
 
 /// `_IO` and its kin (`asm-generic/ioctl.h`).
@@ -194,7 +194,7 @@ pub const WORKER: &[Rule] = &[
     Rule {
         number: libc::SYS_ioctl,
         name: "ioctl KVM_SET_USER_MEMORY_REGION, what is sealed",
-        when: When::At(1, SET_SLOT, slot::ADDRESS),
+        when: When::Sealed(1, SET_SLOT),
         reason: "a guest asks for the rest of its RAM, where the kernel can seal memory",
         elsewhere: false,
     },
@@ -376,7 +376,7 @@ mod tests {
                 for other in &rules[at + 1..] {
                     if other.number == rule.number {
                         let value = |when| match when {
-                            When::Is(at, value) | When::At(at, value, _) => Some((at, value)),
+                            When::Is(at, value) | When::Sealed(at, value) => Some((at, value)),
                             _ => None,
                         };
                         let values = [rule, other].map(|rule| value(rule.when));

@@ -9,11 +9,14 @@
 //! moved, mapped over or made writable again until the process ends.
 //!
 //! Where the kernel seals no memory, workers set no slot
-//! ([`super::rules::When::At`]).
+//! ([`super::rules::When::Sealed`]).
 
+use std::cell::UnsafeCell;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use forge_protocol::platform::PAGE_BYTES;
 use kvm_bindings::kvm_userspace_memory_region;
@@ -21,9 +24,25 @@ use kvm_ioctls::VmFd;
 
 use super::rules::SET_SLOT;
 
-/// Where the description lies, in each worker: where nothing else is ever mapped,
-/// far from the executable and from where the kernel places mappings.
-pub const ADDRESS: u64 = 0x1000_0000_0000;
+const BYTES: usize = PAGE_BYTES as usize;
+
+/// One page of the executable's own data: where a fork has it, and its page
+/// tables are there already.
+#[repr(C, align(4096))]
+struct Page(UnsafeCell<MaybeUninit<[u8; BYTES]>>);
+
+// SAFETY: whoever sets `TAKEN` alone writes to it.
+unsafe impl Sync for Page {}
+
+static PAGE: Page = Page(UnsafeCell::new(MaybeUninit::uninit()));
+/// Whether this process has written to the page, or tried to.
+static TAKEN: AtomicBool = AtomicBool::new(false);
+
+/// Where the description lies, in this process and its forks.
+#[must_use]
+pub fn address() -> u64 {
+    PAGE.0.get() as u64
+}
 
 /// A description that nothing changes any more.
 #[derive(Debug)]
@@ -50,32 +69,24 @@ impl SealedSlot {
     /// # Errors
     /// What the kernel said: for one, that this process has one already.
     pub fn new(of: kvm_userspace_memory_region) -> io::Result<Option<Self>> {
-        const BYTES: usize = PAGE_BYTES as usize;
-        let address = ptr::without_provenance_mut(ADDRESS as usize);
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: takes an address that nobody uses, or fails.
-        let page = match unsafe { libc::mmap(address, BYTES, rights, flags, -1, 0) } {
-            libc::MAP_FAILED => return Err(io::Error::last_os_error()),
-            page => page,
+        if TAKEN.swap(true, Ordering::Relaxed) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let page = PAGE.0.get();
+        let slot = NonNull::new(page.cast::<kvm_userspace_memory_region>());
+        let slot = slot.ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: the page is large enough, aligned, still writable, and nobody
+        // else's.
+        unsafe { slot.write(of) };
+        // SAFETY: nobody writes to the page any more.
+        let sealed = match unsafe { libc::mprotect(page.cast(), BYTES, libc::PROT_READ) } {
+            0 => seal(page.cast(), BYTES),
+            _ => Err(io::Error::last_os_error()),
         };
-        let sealed = (page == address).then_some(()).ok_or(io::ErrorKind::Unsupported.into());
-        let sealed = sealed.and_then(|()| {
-            // SAFETY: just mapped, writable, and large enough.
-            unsafe { page.cast::<kvm_userspace_memory_region>().write(of) };
-            // SAFETY: the page is ours alone.
-            match unsafe { libc::mprotect(page, BYTES, libc::PROT_READ) } {
-                0 => seal(page, BYTES),
-                _ => Err(io::Error::last_os_error()),
-            }
-        });
-        match (sealed, NonNull::new(page.cast())) {
-            (Ok(()), Some(slot)) => Ok(Some(Self(slot))),
-            (sealed, _) => {
-                // SAFETY: the page is ours alone, and nobody knows of it.
-                unsafe { libc::munmap(page, BYTES) };
-                if is_supported() { sealed.map(|()| None) } else { Ok(None) }
-            }
+        match sealed {
+            Ok(()) => Ok(Some(Self(slot))),
+            Err(error) if is_supported() => Err(error),
+            Err(_) => Ok(None),
         }
     }
 
@@ -111,7 +122,7 @@ mod tests {
         }
         let of = |memory_size| kvm_userspace_memory_region { memory_size, ..Default::default() };
         let slot = SealedSlot::new(of(1)).unwrap().unwrap();
-        let (page, bytes) = (slot.0.as_ptr().cast::<libc::c_void>(), PAGE_BYTES as usize);
+        let (page, bytes) = (slot.0.as_ptr().cast::<libc::c_void>(), BYTES);
         let both = libc::PROT_READ | libc::PROT_WRITE;
         let fixed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let refused = |changed: bool, by: &str| {
@@ -131,6 +142,6 @@ mod tests {
             assert_eq!(slot.0.as_ptr().read().memory_size, 1);
         }
         let again = SealedSlot::new(of(2)).unwrap_err();
-        assert_eq!(again.raw_os_error(), Some(libc::EEXIST));
+        assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
     }
 }
