@@ -302,13 +302,13 @@ impl StderrLog {
 
 /// Text that no terminal takes for a command. Quotes are none.
 fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for character in text.chars() {
-        match character {
-            '\'' | '"' => escaped.push(character),
-            other => escaped.extend(other.escape_debug()),
-        }
+    let (mut escaped, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(at) = rest.find(['\'', '"']) {
+        escaped.extend(rest[..at].escape_debug());
+        escaped.push_str(&rest[at..=at]);
+        rest = &rest[at + 1..];
     }
+    escaped.extend(rest.escape_debug());
     escaped
 }
 
@@ -327,12 +327,14 @@ mod tests {
             logged_bytes: 0,
         };
         let mut flood = vec![b'a'; 100_000];
-        flood.extend_from_slice(b"\n\x1b[31mred hunter2\nit's the \"last\"");
+        flood.extend_from_slice(
+            b"\n\x1b[31mred hunter2\nit's the \xe2\x9a\xa0\xef\xb8\x8f \"last\"",
+        );
         log.follow(flood.as_slice()).await;
         let kept: Vec<String> = last_words.lock().unwrap().iter().cloned().collect();
         assert_eq!(kept.len(), 3);
         assert!(kept[0].len() <= 256);
         assert_eq!(kept[1], "\\u{1b}[31mred [credential removed]");
-        assert_eq!(kept[2], "it's the \"last\"");
+        assert_eq!(kept[2], "it's the \u{26a0}\u{fe0f} \"last\"");
     }
 }
