@@ -366,8 +366,9 @@ impl Dispatched {
         let run = &self.facts.run;
         let turn = tokio::select! {
             biased;
-            () = run.cancelled() => None,
+            // A turn that is free is taken: the tool did answer.
             turn = timeout_at(heard_until(run), turns(run.principal())) => turn.ok(),
+            () = run.cancelled() => None,
         };
         if turn.is_none() {
             self.end = CallEnd::Lost;
