@@ -68,13 +68,28 @@ struct Schema {
 #[derive(Debug)]
 pub struct PatternRoom {
     bytes: usize,
+    /// What may still be compiled to see what it takes, whatever comes of it.
+    tried_bytes: usize,
 }
+
+/// How often its room a stranger's patterns may take, one after the other, to see
+/// what each takes.
+const TRIES: usize = 8;
 
 impl PatternRoom {
     /// Room of so many bytes.
     #[must_use]
     pub fn new(bytes: usize) -> Self {
-        Self { bytes }
+        let tried_bytes = bytes.saturating_mul(TRIES).max(PATTERN_BYTES_MAX);
+        Self { bytes, tried_bytes }
+    }
+
+    /// Takes what one try takes.
+    fn try_bytes(&mut self, bytes: usize) -> Result<(), String> {
+        let left = self.tried_bytes.checked_sub(bytes);
+        self.tried_bytes =
+            left.ok_or("its patterns were not looked at: those of the other tools took too much")?;
+        Ok(())
     }
 }
 
@@ -235,17 +250,23 @@ impl Schema {
         let cost = Cost::of(schema)?;
         let (mut bytes, mut nones) = (0_usize, Vec::new());
         for pattern in patterns(schema) {
-            match Self::bytes_of(pattern)? {
+            match Self::bytes_of(pattern, room)? {
                 Some(taken) => bytes = bytes.saturating_add(taken),
                 // Perhaps data with such a member, and never compiled. If not,
                 // compiling the schema says so.
                 None => nones.push(pattern),
             }
-            if bytes > room.bytes || nones.len() > NONES_MAX {
-                return Err(match nones.first() {
-                    None => "its patterns have no room beside those of the other tools".to_owned(),
-                    Some(none) => of_pattern(none, "it is none, or too large"),
-                });
+            if nones.len() > NONES_MAX {
+                return Err(of_pattern(nones[0], "it is none, or too large"));
+            }
+            if bytes > room.bytes {
+                let mut why =
+                    "its patterns have no room beside those of the other tools".to_owned();
+                if let Some(none) = nones.first() {
+                    why.push_str("; and of ");
+                    why.push_str(&of_pattern(none, "it is none, or too large"));
+                }
+                return Err(why);
             }
         }
         let validator = Self::validator(schema, PATTERN_ENGINE_BYTES_MAX)?;
@@ -256,7 +277,7 @@ impl Schema {
     /// What a pattern takes, with engines of the least size that is enough for
     /// each of its own; `None` if it is no pattern or none is enough. It is
     /// compiled by itself: what one needs says nothing of the others.
-    fn bytes_of(pattern: &str) -> Result<Option<usize>, String> {
+    fn bytes_of(pattern: &str, room: &mut PatternRoom) -> Result<Option<usize>, String> {
         for engine_bytes in PATTERN_ENGINE_BYTES {
             let bytes = compiled_bytes_max(pattern, engine_bytes)
                 .map_err(|why| of_pattern(pattern, why))?;
@@ -264,6 +285,7 @@ impl Schema {
                 let why = "it is none, or has too many parts for their size";
                 return Err(of_pattern(pattern, why));
             }
+            room.try_bytes(bytes)?;
             if Self::validator(&json!({ "pattern": pattern }), engine_bytes).is_ok() {
                 return Ok(Some(bytes));
             }
@@ -481,6 +503,9 @@ mod tests {
         let refused = Tool::new("shop", listed(schema)).unwrap_err().to_string();
         assert!(refused.contains("too many parts"), "{refused}");
         assert!(started.elapsed() < std::time::Duration::from_secs(10));
+        let kept: String = (1..700).map(|at| format!(".{{1,{at}}}+")).collect();
+        let refused = Tool::new("shop", listed(json!({"pattern": kept}))).unwrap_err().to_string();
+        assert!(refused.contains("too many parts"), "{refused}");
         let few = r"^(?=.*[a-z])(?=.*[A-Z])(?=.*\d)(?=.*[^\da-zA-Z]).{8,64}$";
         let tool = tool(json!({"properties": {"x": {"pattern": few}}}));
         assert!(tool.check(&json!({"x": "aB3-aB3-"})).is_ok());
@@ -495,6 +520,7 @@ mod tests {
             (format!("(?i)(){refers}"), "refers to its groups"),
             (r"(?=x)(a\g<1>\g<1>\g<1>|b)".to_owned(), "calls a group"),
             ("(?<=(?:.{0,1000}){0,1000})x".to_owned(), "lookbehind"),
+            (r"\s".repeat(10_000), "escapes"),
         ] {
             let schema = json!({"properties": {"x": {"pattern": pattern}}});
             let refused = Tool::new("shop", listed(schema)).unwrap_err().to_string();
@@ -525,6 +551,19 @@ mod tests {
             let refused = refused.unwrap_err().to_string();
             assert!(refused.contains("^(a"), "{refused}");
         }
+    }
+
+    #[test]
+    fn attack_21_patterns_that_are_none_are_not_looked_at_without_end() {
+        let mut room = PatternRoom::new(1024 * 1024);
+        let mut offer = |at: usize| {
+            let none = json!({"pattern": format!("^(?:a{{9999}}){{{at}}}")});
+            Tool::within(&mut room, "shop", listed(json!({"properties": {"x": none}})))
+        };
+        let refused: Vec<String> =
+            (1000..1020).map(|at| offer(at).unwrap_err().to_string()).collect();
+        assert!(refused[0].contains("9999"), "{refused:?}");
+        assert!(refused[19].contains("took too much"), "{refused:?}");
     }
 
     #[test]

@@ -11,6 +11,10 @@
 //! group that a backreference refers to stands in its place while a prefix is
 //! looked for, with all backreferences of its own: so there are few of them.
 //!
+//! Before any of that the validator translates the text to its engines' own
+//! language: one escape at a time, and reads all of it again for each. So their
+//! number is bounded, by how long the text is.
+//!
 //! All of it looks at the text alone and errs on the safe side.
 
 use std::collections::BTreeSet;
@@ -23,6 +27,11 @@ pub(crate) const PATTERN_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// What a byte of a pattern with several engines takes beside them, at most:
 /// two instructions.
 const BYTES_OF_EACH: usize = 256;
+
+/// What an escape is translated to, at most, in bytes.
+const TRANSLATED_BYTES_MAX: usize = 200;
+/// What is read in all while a text is translated, in bytes.
+const TRANSLATION_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// Backreferences of one pattern. However they are spread over groups that
 /// refer to each other, they stand for some 100,000 (e to the power of 32/e).
@@ -62,6 +71,11 @@ pub(crate) fn patterns(schema: &Value) -> BTreeSet<&str> {
 /// # Errors
 /// Why that has no bound.
 pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usize, &'static str> {
+    let escapes = text.matches('\\').count();
+    let translated = text.len().saturating_add(escapes.saturating_mul(TRANSLATED_BYTES_MAX));
+    if escapes.saturating_mul(translated) > TRANSLATION_BYTES_MAX {
+        return Err("it has too many escapes");
+    }
     if has_one_engine(text) {
         return Ok(engine_bytes);
     }
@@ -69,7 +83,7 @@ pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usiz
         return Err("it calls a group");
     }
     if has_varying_lookbehind(text) {
-        return Err("it has a lookbehind whose length may vary");
+        return Err("it has a lookbehind that is not plainly of one length");
     }
     if backreferences_max(text) > BACKREFERENCES_MAX {
         return Err("it refers to its groups too often");
@@ -79,8 +93,12 @@ pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usiz
 }
 
 /// Whether nothing in it is beyond a regular expression: it has groups of the
-/// plain kinds alone, and escapes that mean one character.
+/// plain kinds alone, escapes that mean one character, and no quantifier that
+/// keeps what it took (`a++`).
 fn has_one_engine(text: &str) -> bool {
+    if text.as_bytes().windows(2).any(|two| b"*+?}".contains(&two[0]) && two[1] == b'+') {
+        return false;
+    }
     let mut rest = text;
     while let Some(at) = rest.find(['\\', '(']) {
         let (opens, after) = (rest.as_bytes()[at] == b'(', &rest[at + 1..]);
@@ -111,10 +129,11 @@ fn is_one_character(escaped: char) -> bool {
 
 /// How many engines a pattern is made of at most: two for every sequence, at
 /// its beginning and its end, and a sequence is the whole, a group or one of
-/// several alternatives; one for every class and escape; and one that seeks.
+/// several alternatives; one for every class, escape and quantifier that keeps
+/// what it took, whatever stands before its `+`; and one that seeks.
 fn engines_max(text: &str) -> usize {
-    let count = |bytes: [u8; 2]| text.bytes().filter(|byte| bytes.contains(byte)).count();
-    2 + 2 * count([b'(', b'|']) + count([b'[', b'\\']) + 1
+    let count = |bytes: &[u8]| text.bytes().filter(|byte| bytes.contains(byte)).count();
+    2 + 2 * count(b"(|") + count(b"[\\+") + 1
 }
 
 fn backreferences_max(text: &str) -> usize {
@@ -209,7 +228,19 @@ mod tests {
         ] {
             assert_eq!(compiled_bytes_max(text, 1024), Ok(1024), "{text}");
         }
-        for text in [r"\bfoo\b", "a(?=b)", "(?i)a", r"(a)\1", "(?>a)", r"(*FAIL)a", "a\\"] {
+        for text in [
+            r"\bfoo\b",
+            "a(?=b)",
+            "(?i)a",
+            r"(a)\1",
+            "(?>a)",
+            r"(*FAIL)a",
+            "a\\",
+            "a++",
+            "a*+",
+            "a?+",
+            "a{2}+",
+        ] {
             assert!(compiled_bytes_max(text, 1024).unwrap() > 1024, "{text}");
         }
     }
@@ -220,6 +251,8 @@ mod tests {
         let bytes = |count| compiled_bytes_max(&"(?=.{0,900}a)".repeat(count), MIB).unwrap();
         assert!(bytes(1_000) > 1_000 * MIB);
         assert!(bytes(4) < PATTERN_BYTES_MAX);
+        let kept: String = (0..1_000).map(|at| format!(".{{1,{at}}}+")).collect();
+        assert!(compiled_bytes_max(&kept, MIB).unwrap() > 1_000 * MIB);
     }
 
     #[test]
@@ -240,6 +273,7 @@ mod tests {
             &format!("(a){}", r"\1".repeat(33)),
             &format!("(?<a>b){}", r"\k<a>".repeat(33)),
             &format!("(?<a>b){}", "(?P=a)".repeat(33)),
+            &r"\s".repeat(300),
         ] {
             assert!(compiled_bytes_max(text, 1024).is_err(), "{text}");
         }
