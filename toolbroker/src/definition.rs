@@ -23,7 +23,7 @@ use jsonschema::{Draft, PatternOptions, Validator};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
-use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns};
+use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns, translation_bytes_max};
 use crate::schema_cost::{Cost, Plan};
 
 /// One tool's description and schemas together, in bytes of canonical JSON.
@@ -87,8 +87,8 @@ impl PatternRoom {
     /// Takes what one try takes.
     fn try_bytes(&mut self, bytes: usize) -> Result<(), String> {
         let left = self.tried_bytes.checked_sub(bytes);
-        self.tried_bytes =
-            left.ok_or("its patterns were not looked at: those of the other tools took too much")?;
+        self.tried_bytes = left
+            .ok_or("it takes too much to look at its patterns and those of the tools beside it")?;
         Ok(())
     }
 }
@@ -285,7 +285,7 @@ impl Schema {
                 let why = "it is none, or has too many parts for their size";
                 return Err(of_pattern(pattern, why));
             }
-            room.try_bytes(bytes)?;
+            room.try_bytes(bytes.saturating_add(translation_bytes_max(pattern)))?;
             if Self::validator(&json!({ "pattern": pattern }), engine_bytes).is_ok() {
                 return Ok(Some(bytes));
             }
@@ -563,7 +563,15 @@ mod tests {
         let refused: Vec<String> =
             (1000..1020).map(|at| offer(at).unwrap_err().to_string()).collect();
         assert!(refused[0].contains("9999"), "{refused:?}");
-        assert!(refused[19].contains("took too much"), "{refused:?}");
+        assert!(refused[19].contains("takes too much"), "{refused:?}");
+        // Each is small, and long to translate.
+        let mut room = PatternRoom::new(1024 * 1024);
+        let properties: Map<String, Value> = (0..100)
+            .map(|at| (format!("a{at}"), json!({"pattern": format!("{}{at}", r"\s".repeat(280))})))
+            .collect();
+        let refused = Tool::within(&mut room, "shop", listed(json!({"properties": properties})));
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("takes too much"), "{refused}");
     }
 
     #[test]

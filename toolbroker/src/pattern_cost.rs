@@ -71,9 +71,7 @@ pub(crate) fn patterns(schema: &Value) -> BTreeSet<&str> {
 /// # Errors
 /// Why that has no bound.
 pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usize, &'static str> {
-    let escapes = text.matches('\\').count();
-    let translated = text.len().saturating_add(escapes.saturating_mul(TRANSLATED_BYTES_MAX));
-    if escapes.saturating_mul(translated) > TRANSLATION_BYTES_MAX {
+    if translation_bytes_max(text) > TRANSLATION_BYTES_MAX {
         return Err("it has too many escapes");
     }
     if has_one_engine(text) {
@@ -90,6 +88,14 @@ pub(crate) fn compiled_bytes_max(text: &str, engine_bytes: usize) -> Result<usiz
     }
     let engines = engines_max(text).saturating_mul(engine_bytes);
     Ok(engines.saturating_add(text.len().saturating_mul(BYTES_OF_EACH)))
+}
+
+/// What is read in all, at most, while the text is translated: each time it is
+/// compiled.
+pub(crate) fn translation_bytes_max(text: &str) -> usize {
+    let escapes = text.matches('\\').count();
+    let translated = text.len().saturating_add(escapes.saturating_mul(TRANSLATED_BYTES_MAX));
+    escapes.saturating_mul(translated)
 }
 
 /// Whether nothing in it is beyond a regular expression: it has groups of the
