@@ -232,14 +232,15 @@ impl Host<'_> {
             Some(_) => "kvm_pvm: software virtualisation, shadow paging, ring 0 emulated",
             None => "no KVM module",
         };
-        let found = Finding::ok("kvm", what);
-        if let (true, Err(error)) = (device.exists(), &opened) {
-            return Finding::ok("kvm", format!("{what}, but /dev/kvm cannot be opened: {error}")).or(
-                Standing::Missing,
-                "no program can run in a VM",
-                "let this user open /dev/kvm to read and write: usermod -aG kvm USER, and log in again",
-            );
-        }
+        let denied = opened
+            .as_ref()
+            .is_err_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied);
+        let found = match &opened {
+            Err(error) if device.exists() => {
+                Finding::ok("kvm", format!("{what}, but /dev/kvm cannot be opened: {error}"))
+            }
+            _ => Finding::ok("kvm", what),
+        };
         match (opened.is_ok(), flavour) {
             (true, Some("kvm_pvm")) => found.or(
                 Standing::Advice,
@@ -248,6 +249,11 @@ impl Host<'_> {
             ),
             (true, Some(_)) => found,
             (true, None) => Finding::ok("kvm", "/dev/kvm of an unknown flavour"),
+            (false, _) if denied => found.or(
+                Standing::Missing,
+                "no program can run in a VM",
+                "let this user open /dev/kvm: usermod -aG kvm USER, and log in again",
+            ),
             (false, _) => found.or(
                 Standing::Missing,
                 "no program can run in a VM",
