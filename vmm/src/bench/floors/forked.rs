@@ -158,12 +158,14 @@ pub(super) fn throughput() -> Result<Box<dyn Figure>, String> {
         Beside::fork(move || {
             let mut runs = 0;
             let mut ending = VecDeque::with_capacity(ENDING);
+            while ending.len() < ENDING {
+                ending.push_back(floor.live()?);
+            }
             let until = Instant::now() + THROUGHPUT_TIME;
             while Instant::now() < until {
-                if ending.len() == ENDING && ending.pop_front().is_some() {
-                    runs += 1;
-                }
                 ending.push_back(floor.live()?);
+                ending.pop_front();
+                runs += 1;
             }
             Ok(runs)
         })
