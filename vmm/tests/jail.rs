@@ -649,6 +649,10 @@ fn every_rule_of_the_filters_is_what_allows_its_call() {
         for (index, rule) in role.rules().iter().enumerate() {
             let index = index.to_string();
             let name = rule.name;
+            if !role.enforceable().iter().any(|it| it.name == name) {
+                eprintln!("SKIPPED: this kernel holds nobody to the rule {name}");
+                continue;
+            }
             let (status, said) = rule_outcome(word, &index, "with");
             assert_ne!(status.code(), Some(EXIT_FORBIDDEN), "{word}: {name}: {said}");
             assert_ne!(status.signal(), Some(libc::SIGSYS), "{word}: {name}: {said}");

@@ -22,6 +22,7 @@ use forge_protocol::platform::{
 };
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, VmFailure, VmFailureKind};
+use forge_vmm::jail::SealedSlot;
 use forge_vmm::machine::snapshot::{BASE_FILE_BYTES, RESET_PAGES_MAX};
 use forge_vmm::machine::{
     self, Base, Bus, Death, Exit, Hypervisor, Image, Machine, PageMap, Watchdog, deadline_in,
@@ -457,7 +458,11 @@ fn all_of_ram_is_there_once_it_was_asked_for_and_for_guests_of_that_base() {
     assert_eq!(run(&mut machine), later);
     assert_eq!(run(&mut machine), CONTROL_MMIO);
     let base = Arc::new(Base::capture(machine, &hypervisor, &pages).unwrap());
-    let first = Machine::from_base(&hypervisor, &base).unwrap();
+    let mut first = Machine::from_base(&hypervisor, &base).unwrap();
+    // It needs no slot, and still leaves no place for the description of one.
+    first.seal_slots().unwrap();
+    // SAFETY: of nothing, and given to no VM.
+    assert!(unsafe { SealedSlot::new(Default::default()) }.is_err());
     // Where the booted guest's RAM lay, right behind the base's code, the second's
     // would lie; elsewhere it has a slot more.
     let _taken = [(); 16].map(|()| MmapRegion::<()>::new(RAM_BYTES).unwrap());

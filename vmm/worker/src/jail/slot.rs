@@ -66,9 +66,13 @@ impl SealedSlot {
     /// Writes a description down and seals it, for as long as this process
     /// lives. `None` if this kernel seals no memory.
     ///
+    /// # Safety
+    /// What it describes is memory of this process that the kernel and a guest may
+    /// write, as long as the VM lives that it is given to; or nothing.
+    ///
     /// # Errors
     /// What the kernel said: for one, that this process has one already.
-    pub fn new(of: kvm_userspace_memory_region) -> io::Result<Option<Self>> {
+    pub unsafe fn new(of: kvm_userspace_memory_region) -> io::Result<Option<Self>> {
         if TAKEN.swap(true, Ordering::Relaxed) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
@@ -97,7 +101,7 @@ impl SealedSlot {
     pub fn give(&self, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
         let vm: RawFd = vm.as_raw_fd();
         // SAFETY: the kernel reads a whole description, which is mapped as long as
-        // this process lives; whoever wrote it keeps what it describes mapped.
+        // this process lives; what it describes was promised when it was written.
         match unsafe { libc::ioctl(vm, SET_SLOT.into(), self.0.as_ptr()) } {
             0 => Ok(()),
             _ => Err(kvm_ioctls::Error::last()),
@@ -121,7 +125,8 @@ mod tests {
             return;
         }
         let of = |memory_size| kvm_userspace_memory_region { memory_size, ..Default::default() };
-        let slot = SealedSlot::new(of(1)).unwrap().unwrap();
+        // SAFETY: it is given to no VM, here and below.
+        let slot = unsafe { SealedSlot::new(of(1)) }.unwrap().unwrap();
         let (page, bytes) = (slot.0.as_ptr().cast::<libc::c_void>(), BYTES);
         let both = libc::PROT_READ | libc::PROT_WRITE;
         let fixed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
@@ -141,7 +146,8 @@ mod tests {
             refused(moved != libc::MAP_FAILED, "mremap");
             assert_eq!(slot.0.as_ptr().read().memory_size, 1);
         }
-        let again = SealedSlot::new(of(2)).unwrap_err();
+        // SAFETY: the same.
+        let again = unsafe { SealedSlot::new(of(2)) }.unwrap_err();
         assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
     }
 }

@@ -67,6 +67,15 @@ const RAM_SLOT: u32 = 1;
 /// The slot of the rest of RAM.
 const REST_SLOT: u32 = 2;
 
+/// A slot of nothing in the place of that.
+pub(super) const NO_REST: kvm_userspace_memory_region = kvm_userspace_memory_region {
+    slot: REST_SLOT,
+    flags: 0,
+    guest_phys_addr: 0,
+    memory_size: 0,
+    userspace_addr: 0,
+};
+
 /// Gives the VM the memory that it has from the start, in as few slots as it
 /// takes: the kernel waits for its readers at each.
 pub(super) fn hand_over(vm: &VmFd, code: &Code, ram: &GuestMemoryMmap) -> Result<(), MachineError> {

@@ -177,11 +177,11 @@ impl Machine {
     /// # Errors
     /// [`MachineError`].
     pub fn seal_slots(&mut self) -> Result<(), MachineError> {
-        let Some(rest) = memory::rest(&self.ram)?.filter(|_| !self.has_all_ram) else {
-            return Ok(());
-        };
-        self.last_slot = SealedSlot::new(rest).map_err(MachineError::Sealed)?;
-        if self.last_slot.is_none() {
+        // Whatever the machine has already: the filter allows what lies there.
+        let rest = memory::rest(&self.ram)?.unwrap_or(memory::NO_REST);
+        // SAFETY: as of any slot of RAM, which stays mapped as long as the VM.
+        self.last_slot = unsafe { SealedSlot::new(rest) }.map_err(MachineError::Sealed)?;
+        if self.last_slot.is_none() && !self.has_all_ram {
             memory::hand_over_rest(&self.vm, &self.ram, None)?;
             self.has_all_ram = true;
         }
