@@ -155,6 +155,7 @@ impl Dispatcher {
     /// Records that a run's link is closed, if it made a call, and forgets
     /// what was kept for it alone.
     pub fn closed(&self, run: &Run, how: Close) {
+        run.close();
         self.books.metrics.run_closed();
         if run.has_called() {
             self.registry.forget_run(run.caller());
@@ -224,18 +225,19 @@ impl Dispatcher {
         let effect = checked.effect();
         let (deliver, delivered) = oneshot::channel();
         let (books, registry) = (self.books.clone(), Arc::clone(&self.registry));
-        let large_results = Arc::clone(&self.large_results);
+        let (large_results, of) = (Arc::clone(&self.large_results), Arc::clone(&run));
         let called = async move {
             let settled = match checked.intended(&books).await {
                 Ok(intended) => match carrier.in_place() {
                     // Long work for a thread that nobody else waits for.
                     Some(work) => {
                         let carried = move || {
-                            intended
-                                .carried_out(&work)
-                                .fitting(&books)
-                                .redacted(None)
-                                .recorded(&books)
+                            let carried = intended.carried_out(&work);
+                            // What it kept for its run was forgotten before.
+                            if of.is_closed() {
+                                registry.forget_run(of.caller());
+                            }
+                            carried.fitting(&books).redacted(None).recorded(&books)
                         };
                         beside(carried).await
                     }
@@ -365,6 +367,61 @@ mod tests {
         assert!(now("erin").await.is_none());
         drop(taken);
         assert!(now("erin").await.is_some());
+    }
+
+    #[tokio::test]
+    async fn what_a_run_keeps_for_itself_after_its_end_is_forgotten_as_well() {
+        let (folder, home) = (tempfile::tempdir().unwrap(), Handle::current());
+        let file = folder.path().join("forge.toml");
+        std::fs::write(&file, "[builtins.stash]\n").unwrap();
+        let config = Config::load(None, Some(&file), &|_| None).unwrap();
+        let registry = Arc::new(Registry::new(config, &home));
+        let metrics = Arc::new(Metrics::default());
+        let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(registry, journal, metrics, home);
+        let names = ["stash.put", "stash.get"].map(|name| ToolName::parse(name).unwrap());
+        let run = || {
+            let granted = |name: &ToolName| GrantedTool {
+                name: name.clone(),
+                definition_sha256: dispatcher.registry.builtin(name).unwrap().tool().sha256(),
+                constraints: Vec::new(),
+            };
+            let tools = names.iter().map(granted).collect();
+            let grant = Grant::new(GrantClaims { tools, ..claims_of_nothing() }).unwrap();
+            Arc::new(Run::new(RunId([1; 16]), [0; 32], Arc::new(grant), RunLimits::default()))
+        };
+        let call = |run: &Arc<Run>, tool: usize, request: &str| {
+            let request = request.as_bytes().to_vec();
+            dispatcher.take(run, Call { id: 0, waits: true, tool: names[tool].clone(), request })
+        };
+        let is_kept = async || {
+            let got = match call(&run(), 1, r#"{"key":"k"}"#) {
+                Taken::Settled(settled) => settled,
+                Taken::Pending(pending) => dispatcher.carry_out(pending).await,
+            };
+            String::from_utf8(got.body).unwrap().contains(r#""found":true"#)
+        };
+        let put = r#"{"key":"k","value":1}"#;
+
+        let open = run();
+        let Taken::Pending(pending) = call(&open, 0, put) else { panic!("it waited for nobody") };
+        assert_eq!(dispatcher.carry_out(pending).await.code, None);
+        assert!(is_kept().await);
+        dispatcher.closed(&open, Close::Closed);
+        assert!(!is_kept().await);
+
+        let late = run();
+        let Taken::Pending(pending) = call(&late, 0, put) else { panic!("it waited for nobody") };
+        // One step: it is dispatched, and this thread, which begins it, has not.
+        tokio::select! {
+            biased;
+            _ = dispatcher.carry_out(pending) => panic!("it is settled"),
+            () = std::future::ready(()) => {}
+        }
+        assert!(!dispatcher.dispatched.is_empty());
+        dispatcher.closed(&late, Close::Dropped);
+        dispatcher.drain().await;
+        assert!(!is_kept().await);
     }
 
     #[test]

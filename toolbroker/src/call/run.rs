@@ -37,6 +37,7 @@ pub struct Run {
     limits: RunLimits,
     budget: Budget,
     has_called: AtomicBool,
+    is_closed: AtomicBool,
     opened: Instant,
     deadline: Instant,
     /// Tools that the run's caller hosts itself.
@@ -73,6 +74,7 @@ impl Run {
             limits,
             budget: Budget::new(calls_max, claims.cost_max),
             has_called: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
             opened,
             deadline,
             hosted: None,
@@ -201,6 +203,16 @@ impl Run {
     /// Whether it made a call.
     pub(super) fn has_called(&self) -> bool {
         self.has_called.load(Ordering::Acquire)
+    }
+
+    /// Its link is closed. Calls that are dispatched may be under way.
+    pub(super) fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+    }
+
+    /// Whether its link is closed.
+    pub(super) fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
     }
 
     /// Takes one call of this cost from the budget.
