@@ -223,9 +223,9 @@ impl Supervisor {
     ///
     /// # Errors
     /// [`BrokerError`].
-    pub fn metrics(&self) -> Result<String, BrokerError> {
+    pub fn metrics(&self, patience: Patience<'_>) -> Result<String, BrokerError> {
         let Some(keeper) = &self.broker else { return Ok(String::new()) };
-        keeper.with(Patience::default(), Broker::metrics).map(|(text, _)| text)
+        keeper.with(patience, |broker| broker.metrics(patience)).map(|(text, _)| text)
     }
 
     /// How the broker stands, if there is to be one.

@@ -67,7 +67,8 @@ fn keeper(brokers: &Brokers) -> Keeper {
 fn ask(keeper: &Keeper) -> Result<(String, Arc<Broker>), BrokerError> {
     let mut answer = None;
     eventually("there is a broker", || {
-        answer = Some(keeper.with(Patience::default(), Broker::metrics));
+        answer =
+            Some(keeper.with(Patience::default(), |broker| broker.metrics(Patience::default())));
         !matches!(answer, Some(Err(BrokerError::Away { .. })))
     });
     answer.unwrap()
@@ -125,6 +126,8 @@ fn a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits() {
     cancel.raise();
     let patience = Patience { until: None, cancel: Some(&cancel) };
     let error = broker.open_run_for(run, None, patience).unwrap_err();
+    assert!(matches!(error, BrokerError::Cancelled), "{error}");
+    let error = broker.metrics(patience).unwrap_err();
     assert!(matches!(error, BrokerError::Cancelled), "{error}");
 }
 

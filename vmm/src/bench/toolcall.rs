@@ -206,7 +206,7 @@ impl Authorise {
     /// Seconds that all calls together took to be allowed, and how many there
     /// were: the broker's own figures, which end where its journal begins.
     fn counted(&self) -> Result<(f64, f64), String> {
-        let text = self.broker.metrics().map_err(said)?;
+        let text = self.broker.metrics(Patience::default()).map_err(said)?;
         let value = |what: &str| {
             let name = format!("forge_call_authorisation_seconds_{what} ");
             let line = text.lines().find_map(|line| line.strip_prefix(&name));

@@ -483,8 +483,8 @@ impl Broker {
     ///
     /// # Errors
     /// [`BrokerError`].
-    pub fn metrics(&self) -> Result<String, BrokerError> {
-        match self.exchange(Request::Metrics, None, WORD_TIME_MAX, Patience::default())? {
+    pub fn metrics(&self, patience: Patience<'_>) -> Result<String, BrokerError> {
+        match self.exchange(Request::Metrics, None, WORD_TIME_MAX, patience)? {
             Reply::Metrics(text) => Ok(text),
             other => Err(BrokerError::Protocol(format!("{other:?} for metrics"))),
         }

@@ -140,6 +140,7 @@ impl Service {
                     .to_owned(),
             };
         }
+        let patience = Patience { until: None, cancel: Some(cancel) };
         let request = match question {
             Question::SearchTools { principal, intent, k } => {
                 Request::SearchTools { principal, intent, k }
@@ -154,13 +155,13 @@ impl Service {
                     "only the operator may ask this: the service's own user, or root",
                 );
             }
-            Question::Metrics => return self.metrics(),
+            Question::Metrics => return self.metrics(patience),
             Question::Drain => {
                 self.drain();
                 return Reply::Draining;
             }
         };
-        match self.supervisor.ask(&request, Patience { until: None, cancel: Some(cancel) }) {
+        match self.supervisor.ask(&request, patience) {
             Ok(BrokerReply::Found { tools, unavailable }) => Reply::Found { tools, unavailable },
             Ok(BrokerReply::Tools { tools, unavailable }) => Reply::Tools { tools, unavailable },
             Ok(BrokerReply::Grant(token)) => Reply::Grant(token),

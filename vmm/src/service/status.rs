@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::latency::Latencies;
 use super::{Service, lock};
+use crate::link::Patience;
 use crate::report::{RunReport, Status};
 
 /// Principals that a status names, of those with the most runs.
@@ -107,9 +108,9 @@ impl Service {
         status
     }
 
-    /// What the broker counts, and what is counted here.
-    pub(super) fn metrics(&self) -> Reply {
-        let (mut text, answers) = match self.supervisor.metrics() {
+    /// What the broker counts, as far as patience lasts, and what is counted here.
+    pub(super) fn metrics(&self, patience: Patience<'_>) -> Reply {
+        let (mut text, answers) = match self.supervisor.metrics(patience) {
             Ok(text) => (text, true),
             Err(error) => {
                 tracing::warn!(%error, "the toolbroker tells no metrics");
