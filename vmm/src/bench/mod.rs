@@ -198,6 +198,14 @@ pub struct Outcome {
     pub samples: Vec<f64>,
 }
 
+impl Outcome {
+    /// Its tail: p99 over p50, unless that is nothing, as a difference may be.
+    #[must_use]
+    pub fn tail(&self) -> Option<f64> {
+        (self.p50 > 0.0).then(|| self.p99 / self.p50)
+    }
+}
+
 /// A whole bench.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Results {

@@ -148,11 +148,11 @@ fn row(svg: &mut String, axis: &Axis, outcome: &Outcome, base: f64) {
         line(svg, class, (x, base + 3.0), (x, base - BAR_MAX - 2.0));
     }
     let left = WIDTH - FIGURES_WIDTH + 18.0;
-    let spread = outcome.p99 / outcome.p50;
+    let tail = outcome.tail().map(|tail| format!("×{tail:.1}")).unwrap_or_default();
     let figures = [
         (left, "strong", time(outcome.p50)),
         (left + 78.0, "figures", time(outcome.p99)),
-        (left + 156.0, "figures", format!("×{spread:.1}")),
+        (left + 156.0, "figures", tail),
     ];
     for (x, class, what) in figures {
         text(svg, class, "start", x, base - 6.0, &what);
@@ -266,6 +266,16 @@ mod tests {
         let svg = latency(&results).unwrap();
         assert!(svg.contains("&lt;script&gt;&amp; "));
         assert!(!svg.contains("<script>"));
+    }
+
+    #[test]
+    fn a_case_whose_median_is_nothing_has_no_tail() {
+        let mut results = results();
+        results.results[0].p50 = 0.0;
+        assert_eq!(results.results[0].tail(), None);
+        let svg = latency(&results).unwrap();
+        assert_eq!(svg.matches(">×").count(), 1, "the other's alone");
+        assert!(!svg.contains("inf") && !svg.contains("NaN"), "{svg}");
     }
 
     #[test]

@@ -215,7 +215,7 @@ fn print(results: &Results) -> io::Result<()> {
     for result in &results.results {
         write!(
             out,
-            "{:<24} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7.2}",
+            "{:<24} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7}",
             result.name,
             result.unit,
             result.n,
@@ -223,7 +223,7 @@ fn print(results: &Results) -> io::Result<()> {
             figure(result.p90),
             figure(result.p99),
             figure(result.max),
-            result.p99 / result.p50,
+            result.tail().map_or_else(|| "-".into(), |tail| format!("{tail:.2}")),
         )?;
         match (result.ratio, &result.ratio_of) {
             (Some(ratio), Some(floors)) => writeln!(out, "  {ratio:.2} x ({floors})")?,
@@ -262,7 +262,7 @@ fn print_moved(old: &Results, new: &Results, moved: &[Moved]) -> io::Result<()> 
             figure(moved.new),
             ratio(moved.old_ratio),
             ratio(moved.new_ratio),
-            format!("{:+.1} %", (moved.change - 1.0) * 100.0),
+            change(moved.change),
             moved.verdict,
         )?;
     }
@@ -279,6 +279,11 @@ fn print_moved(old: &Results, new: &Results, moved: &[Moved]) -> io::Result<()> 
         }
     }
     Ok(())
+}
+
+/// By how much. From nothing it is by no part of that.
+fn change(change: f64) -> String {
+    if change.is_finite() { format!("{:+.1} %", (change - 1.0) * 100.0) } else { "-".into() }
 }
 
 /// A figure with about four digits.
