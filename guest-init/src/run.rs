@@ -72,13 +72,13 @@ pub(crate) fn serve<S: Stream + 'static>(
     end(store, outcome, fuel, load_ticks, run_ticks)
 }
 
-/// Has the hash function ask what this CPU can do, which it does when it is
+/// Has both hash functions ask what this CPU can do, which each does when it is
 /// used first, and keeps. The question leaves the guest, three times, and takes
-/// as long as a check of a signature. Asked before the greeting, it is
-/// asked once for all guests that start from one base.
+/// 14 us where KVM runs in software. Asked before the greeting, it is asked once
+/// for all guests that start from one base.
 fn learn_the_cpu() {
-    use sha2::{Digest as _, Sha256};
-    core::hint::black_box(Sha256::digest([]));
+    use sha2::{Digest as _, Sha256, Sha512};
+    core::hint::black_box((Sha256::digest([]), Sha512::digest([])));
 }
 
 /// The end of a program that was refused.
