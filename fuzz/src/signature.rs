@@ -4,6 +4,8 @@
 //! The one trusted key signs [`MODULES`] and, within one check, the input
 //! itself; so whatever else verifies is a forgery.
 
+use std::sync::LazyLock;
+
 use forge_protocol::signature::{CORE_HEADER, SignatureError, SignedParts, SignerKey, TrustKeys};
 
 use super::{Outcome, Seed, accepted, refused};
@@ -30,6 +32,13 @@ fn signer() -> SignerKey {
     SignerKey::from_secret(&[7; 32])
 }
 
+fn trust() -> TrustKeys {
+    TrustKeys::new([signer().trust_key()]).expect("one key")
+}
+
+/// The same key, with tables.
+static WITH_TABLES: LazyLock<TrustKeys> = LazyLock::new(|| trust().with_tables());
+
 /// A signed module's signature, and what it covers.
 fn taken_apart(signed: &[u8]) -> (&[u8], &[u8]) {
     let covered_at = CORE_HEADER.len() + SECTION_BYTES;
@@ -37,11 +46,14 @@ fn taken_apart(signed: &[u8]) -> (&[u8], &[u8]) {
 }
 
 /// Nothing verifies but what was signed, with the signature it was given; and
-/// whatever has a sound structure can be signed, and not be changed then.
+/// whatever has a sound structure can be signed, and not be changed then. Keys
+/// with tables say the same of it.
 pub fn check(data: &[u8]) -> Outcome {
     let signer = signer();
-    let trust = TrustKeys::new([signer.trust_key()]).expect("one key");
+    let trust = trust();
     let verified = trust.verify(data);
+    let by_tables = WITH_TABLES.verify(data).map(|proof| proof.sha256());
+    assert_eq!(by_tables, verified.map(|proof| proof.sha256()), "tables say another thing");
     if let Ok(parts) = SignedParts::scan(data) {
         assert!(data.ends_with(parts.covered()), "covered is not the rest of the module");
         for section in [SECOND_SIGNATURE, DELIMITER] {
@@ -74,6 +86,7 @@ pub fn check(data: &[u8]) -> Outcome {
         let mut flipped = signed.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
         assert!(trust.verify(&flipped).is_err(), "bit {bit} can be flipped");
+        assert!(WITH_TABLES.verify(&flipped).is_err(), "bit {bit} can be flipped, by tables");
         assert!(trust.verify(&signed[..signed.len() - 1]).is_err(), "the end can be cut off");
     } else {
         assert_ne!(verified.err(), Some(SignatureError::HashMismatch), "sound, and not signable");

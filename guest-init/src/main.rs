@@ -19,10 +19,13 @@ fn main(boot_archive: &'static [u8]) -> ! {
             // The supervisor checked them; a guest without its keys is none.
             _ => panic!("{name} in the boot archive is no trust key"),
         });
-    let trust = match TrustKeys::new(keys) {
+    let mut trust = match TrustKeys::new(keys) {
         Ok(trust) => trust,
         Err(error) => panic!("the boot archive has {error}"),
     };
+    if archive::entries(boot_archive).any(|(name, _)| name == archive::TABLES) {
+        trust = trust.with_tables();
+    }
     let link = Link { stream: vsock::Stream::take_over(), has_greeted: false };
     if let Err(error) = forge_guest_init::serve(link, &trust, forge_guest_kernel::ticks) {
         panic!("{error}");

@@ -286,6 +286,9 @@ pub mod archive {
 
     /// Entries below this name are trust keys, 32 bytes each.
     pub const TRUST_PREFIX: &str = "trust/";
+    /// An empty entry that is there if the guest is to make tables of its trust
+    /// keys before it greets: others will start from where it stands then.
+    pub const TABLES: &str = "tables";
 
     const MAGIC: &[u8; 6] = b"070701";
     const HEADER_BYTES: usize = 110;

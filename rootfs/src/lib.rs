@@ -17,13 +17,17 @@ pub static GUEST_ELF: &[u8] = include_bytes!(env!("FORGE_GUEST_ELF"));
 /// SHA-256 of [`GUEST_ELF`], in hex: which guest a result came from.
 pub const GUEST_SHA256: &str = env!("FORGE_GUEST_SHA256");
 
-/// Makes the boot archive: the operator's trust keys, in the order given.
-/// Language runtimes will join them.
+/// Makes the boot archive: the operator's trust keys, in the order given, and
+/// whether the guest makes tables of them, as was done here. Language runtimes
+/// will join them.
 #[must_use]
 pub fn boot_archive(trust: &TrustKeys) -> Vec<u8> {
     let mut builder = archive::Builder::default();
     for (index, key) in trust.as_slice().iter().enumerate() {
         builder.add(&format!("{}{index}", archive::TRUST_PREFIX), &key.to_bytes());
+    }
+    if trust.have_tables() {
+        builder.add(archive::TABLES, &[]);
     }
     builder.finish()
 }
@@ -57,5 +61,8 @@ mod tests {
         let bytes = boot_archive(&trust);
         let entries: Vec<_> = archive::entries(&bytes).collect();
         assert_eq!(entries, [("trust/0", &KEY[..])]);
+        let bytes = boot_archive(&trust.with_tables());
+        let entries: Vec<_> = archive::entries(&bytes).collect();
+        assert_eq!(entries, [("trust/0", &KEY[..]), ("tables", &[])]);
     }
 }

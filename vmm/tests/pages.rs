@@ -108,10 +108,10 @@ fn a_guest_boots_in_one_exit() {
 }
 
 /// What a guest has touched that waits, and what a small run touches beside.
-fn small_run() -> (BTreeSet<i64>, BTreeSet<i64>, Report) {
+fn small_run(trust: impl FnOnce(TrustKeys) -> TrustKeys) -> (BTreeSet<i64>, BTreeSet<i64>, Report) {
     let bench = Bench::new();
     let mut program = Program::new().unwrap();
-    let mut guest = bench.boot(&program.trust);
+    let mut guest = bench.boot(&trust(program.trust.clone()));
     let booted = touched(guest.memory());
     let job = program.next_job();
     let report = guest.run(&job, None, &bench.watchdog);
@@ -120,21 +120,36 @@ fn small_run() -> (BTreeSet<i64>, BTreeSet<i64>, Report) {
     (booted, run, report)
 }
 
+type Way = (&'static str, fn(TrustKeys) -> TrustKeys);
+
+/// How trust keys come: to a guest that boots for one run, and to one that will be
+/// a base.
+const WAYS: [Way; 2] = [("keys", |keys| keys), ("tables", TrustKeys::with_tables)];
+
 fn within(pages: &BTreeSet<i64>, range: Range<i64>) -> usize {
     pages.range(range).count()
 }
 
 fn what_a_guest_and_a_small_run_write_lies_together() {
-    let (booted, run, report) = small_run();
-    assert_eq!(report.vm_exits, 1);
-    // Below DATA: page tables, descriptors, boot info, archive; the VMM's.
-    assert!(within(&run, i64::MIN..0) == 0, "a run reaches below DATA:{}", spans(&run));
-    assert!(within(&booted, 0..16) <= 6, "booting touched{}", spans(&booted));
-    assert!(within(&booted, 16..i64::MAX) == 0, "booting touched{}", spans(&booted));
-    // The stack, the queues, data, what is received, and small blocks.
-    assert!(within(&run, 0..24) <= 14, "a small run touched{}", spans(&run));
-    // Large blocks: the linear memory.
-    assert!(within(&run, 24..i64::MAX) <= LINEAR_PAGES, "a small run touched{}", spans(&run));
+    for (what, trust) in WAYS {
+        let (booted, run, report) = small_run(trust);
+        let (booted_spans, run_spans) = (spans(&booted), spans(&run));
+        assert_eq!(report.vm_exits, 1);
+        // Below DATA: page tables, descriptors, boot info, archive; the VMM's.
+        assert!(within(&run, i64::MIN..0) == 0, "{what}: a run reaches below DATA:{run_spans}");
+        // A table and the base point's take 10 KB.
+        let tables = if what == "tables" { 4 } else { 0 };
+        assert!(within(&booted, 0..16) <= 6 + tables, "{what}: booting touched{booted_spans}");
+        assert!(within(&booted, 16..i64::MAX) == 0, "{what}: booting touched{booted_spans}");
+        // The stack, the queues, data, what is received, and small blocks: what
+        // is put in place before a run.
+        let in_place = if what == "tables" { 22 } else { 20 };
+        assert!(within(&run, 0..in_place) <= 14, "{what}: a small run touched{run_spans}");
+        assert!(within(&run, in_place..24) == 0, "{what}: a small run touched{run_spans}");
+        // Large blocks: the linear memory.
+        let linear = within(&run, 24..i64::MAX);
+        assert!(linear <= LINEAR_PAGES, "{what}: a small run touched{run_spans}");
+    }
 }
 
 /// What a program with one page of linear memory touches of it and around it.
@@ -219,9 +234,11 @@ fn a_guest_touches_what_it_is_told_to_once_it_has_greeted() {
     assert_eq!(within(&after, 0..300), 300, "{}", spans(&after));
     assert_eq!(within(&after, 300..i64::MAX), 0, "{}", spans(&after));
     if std::env::var_os("FORGE_PRINT_PAGES").is_some() {
-        let (booted, run, report) = small_run();
-        eprintln!("booted: {} pages:{}", booted.len(), spans(&booted));
-        eprintln!("a small run: {} more:{}", run.len(), spans(&run));
-        eprintln!("its exits: {}", report.vm_exits);
+        for (what, trust) in WAYS {
+            let (booted, run, report) = small_run(trust);
+            eprintln!("{what}: booted: {} pages:{}", booted.len(), spans(&booted));
+            eprintln!("a small run: {} more:{}", run.len(), spans(&run));
+            eprintln!("its exits: {}", report.vm_exits);
+        }
     }
 }

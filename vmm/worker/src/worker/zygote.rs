@@ -235,6 +235,8 @@ impl Zygote {
             kind: VmFailureKind::Internal,
             message: format!("a trust key: {error}"),
         })?;
+        // Once, for all that start from here.
+        let trust = trust.with_tables();
         // Before /proc is gone, as what makings are taken from it.
         text::move_to_large_pages();
         let mut makings = match setup.tier {
