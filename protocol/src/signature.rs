@@ -270,7 +270,7 @@ impl TrustKeys {
     #[must_use]
     pub fn with_tables(self) -> Self {
         let first = self.keys.iter().take(KEYS_WITH_TABLES_MAX);
-        let combs = Some(Combs::of(first.map(|TrustKey(key)| key)));
+        let combs = Some(Combs::of(first.map(|TrustKey(key)| *key)));
         Self { combs, ..self }
     }
 
@@ -323,14 +323,13 @@ impl TrustKeys {
 
     /// The first key that the signature is by.
     fn signer(&self, message: &[u8], signature: &Signature) -> Option<TrustKey> {
-        let is_by = |index: usize, TrustKey(key): &TrustKey| {
+        let is_by = |TrustKey(key): &TrustKey| {
             let by_table = self.combs.as_ref();
             by_table
-                .and_then(|combs| combs.verify(index, key, message, signature))
+                .and_then(|combs| combs.verify(key, message, signature))
                 .unwrap_or_else(|| key.verify_strict(message, signature).is_ok())
         };
-        let found = self.keys.iter().enumerate().find(|(index, key)| is_by(*index, key));
-        found.map(|(_, key)| *key)
+        self.keys.iter().find(|key| is_by(key)).copied()
     }
 }
 
