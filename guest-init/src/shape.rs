@@ -8,8 +8,8 @@
 //! wasmi's own `EnforcedLimits` cannot be chosen singly, and its strict set
 //! refuses sound modules with many small functions.
 //!
-//! Nothing is validated here beyond that it parses, with the parser wasmi
-//! uses and every proposal it knows.
+//! Nothing is validated here beyond that what is counted parses, with the parser
+//! wasmi uses and every proposal it knows; wasmi reads all of it.
 
 use core::fmt;
 
@@ -77,8 +77,8 @@ impl From<BinaryReaderError> for ShapeError {
 /// Checks a module's counts.
 ///
 /// # Errors
-/// [`ShapeError`]: the first count that is over its bound, or where the module
-/// does not parse.
+/// [`ShapeError`]: the first count that is over its bound, or where what is
+/// counted does not parse.
 pub fn check(module: &[u8]) -> Result<(), ShapeError> {
     let mut grows = 0;
     for payload in Parser::new(0).parse_all(module) {

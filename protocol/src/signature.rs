@@ -265,8 +265,9 @@ impl TrustKeys {
     }
 
     /// The same keys, with tables of the first few: [`Self::verify`] finds the
-    /// same and takes about half the time. To make them takes as long as a
-    /// check, so they are for who makes many, or has others make them.
+    /// same and takes about half the time. To make them takes as long as some
+    /// checks (40 us a key, and 40), so they are for who makes many, or has others
+    /// make them.
     #[must_use]
     pub fn with_tables(self) -> Self {
         let first = self.keys.iter().take(KEYS_WITH_TABLES_MAX);
@@ -689,6 +690,27 @@ mod tests {
         );
         let stranger = SignerKey::from_secret(&[8; 32]).sign(MODULE).unwrap();
         assert_eq!(trust().verify(&stranger).unwrap_err(), SignatureError::Untrusted);
+    }
+
+    #[test]
+    fn keys_with_tables_and_keys_beyond_find_the_same_signer() {
+        let signers: Vec<_> = (1..=KEYS_WITH_TABLES_MAX as u8 + 2)
+            .map(|n| SignerKey::from_secret(&[n; 32]))
+            .collect();
+        let trust = TrustKeys::new(signers.iter().map(SignerKey::trust_key)).unwrap();
+        let tables = trust.clone().with_tables();
+        assert!(!trust.have_tables() && tables.have_tables());
+        assert_eq!(tables.as_slice(), trust.as_slice());
+        let told = alloc::format!("{:?}", tables.combs);
+        assert_eq!(told, alloc::format!("Some(Combs of {KEYS_WITH_TABLES_MAX} keys)"));
+        for signer in signers {
+            let signed = signer.sign(MODULE).unwrap();
+            for keys in [&trust, &tables] {
+                assert_eq!(keys.verify(&signed).unwrap().signer(), signer.trust_key());
+            }
+        }
+        let stranger = SignerKey::from_secret(&[77; 32]).sign(MODULE).unwrap();
+        assert_eq!(tables.verify(&stranger).unwrap_err(), SignatureError::Untrusted);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! compares it with the signature's `R`. Most of it is 252 doublings of a point
 //! that nobody has seen before the signature came. But `B` is a constant and `A`
 //! is configuration: a [`Comb`] holds sums of their multiples by powers of two,
-//! and leaves 50 doublings.
+//! and leaves a doubling for each of its columns.
 //!
 //! ```text
 //!  a scalar's bits, [TEETH] rows of [COLUMNS]:   the point for a column
@@ -144,6 +144,7 @@ fn sum(terms: [(&Comb, &Scalar); 2]) -> EdwardsPoint {
 mod tests {
     use curve25519_dalek::constants::EIGHT_TORSION;
     use curve25519_dalek::edwards::CompressedEdwardsY;
+    use curve25519_dalek::traits::IsIdentity as _;
     use proptest::prelude::*;
 
     use super::*;
@@ -158,17 +159,17 @@ mod tests {
         strict
     }
 
-    fn k(r: &EdwardsPoint, key: &VerifyingKey, message: &[u8]) -> Scalar {
+    fn k(r: CompressedEdwardsY, key: &VerifyingKey, message: &[u8]) -> Scalar {
         let hash = Sha512::new()
-            .chain_update(r.compress().as_bytes())
+            .chain_update(r.as_bytes())
             .chain_update(key.as_bytes())
             .chain_update(message)
             .finalize();
         Scalar::from_bytes_mod_order_wide(&hash.into())
     }
 
-    fn signature(r: &EdwardsPoint, s: &Scalar) -> [u8; 64] {
-        Signature::from_components(r.compress().to_bytes(), s.to_bytes()).to_bytes()
+    fn signature(r: CompressedEdwardsY, s: &Scalar) -> [u8; 64] {
+        Signature::from_components(r.to_bytes(), s.to_bytes()).to_bytes()
     }
 
     fn key_of(point: &EdwardsPoint) -> VerifyingKey {
@@ -201,8 +202,9 @@ mod tests {
         ) {
             let key = key_of(&(EdwardsPoint::mul_base(&secret) + EIGHT_TORSION[of_key]));
             let r = EdwardsPoint::mul_base(&nonce) + EIGHT_TORSION[of_r];
-            let s = nonce + k(&r, &key, &message) * secret;
-            let good = both(&key, &message, &signature(&r, &s));
+            let r = r.compress();
+            let s = nonce + k(r, &key, &message) * secret;
+            let good = both(&key, &message, &signature(r, &s));
             prop_assert!(good || of_key != 0 || of_r != 0, "what is signed verifies");
         }
 
@@ -257,31 +259,44 @@ mod tests {
     }
 
     #[test]
-    fn an_r_of_small_order_or_in_another_encoding_is_refused() {
+    fn an_r_of_small_order_is_refused_also_where_the_equation_holds() {
+        let secret = Scalar::from(77u64);
+        let mut held = [0; 2];
+        for of_key in EIGHT_TORSION {
+            let key = key_of(&(EdwardsPoint::mul_base(&secret) + of_key));
+            for (number, r) in (0..32u8).flat_map(|n| EIGHT_TORSION.map(|r| (n, r))) {
+                // sB - kA is -k times the key's part of small order then, and that is
+                // `R` for some messages.
+                let k = k(r.compress(), &key, &[number]);
+                held[usize::from(!r.is_identity())] += u32::from(-(of_key * k) == r);
+                assert!(!both(&key, &[number], &signature(r.compress(), &(k * secret))));
+            }
+        }
+        assert!(held.iter().all(|count| *count > 10), "{held:?}");
+    }
+
+    /// The field's modulus is 2^255 - 19, so these are y of 0 and 1 once more, with
+    /// each sign, and y of 1 and -1 with the sign that they have not. They stand
+    /// for points of small order; of those of another order that have a second
+    /// encoding nobody knows a signature.
+    #[test]
+    fn an_r_of_small_order_in_another_encoding_is_refused() {
         let secret = Scalar::from(77u64);
         let key = key_of(&EdwardsPoint::mul_base(&secret));
-        for r in EIGHT_TORSION {
-            // sB - kA is the neutral point, which is `R` for one of the eight.
-            let s = k(&r, &key, b"message") * secret;
-            assert!(!both(&key, b"message", &signature(&r, &s)));
-        }
-        // The field's modulus is 2^255 - 19, so these are y of 0 and 1 once more,
-        // with each sign.
-        for low in [0xed, 0xee] {
-            for high in [0x7f, 0xff] {
-                let mut encoding = [0xff; 32];
-                (encoding[0], encoding[31]) = (low, high);
-                let mut bytes = [0; 64];
-                bytes[..32].copy_from_slice(&encoding);
-                let hash = Sha512::new()
-                    .chain_update(encoding)
-                    .chain_update(key.as_bytes())
-                    .chain_update(b"message")
-                    .finalize();
-                let k = Scalar::from_bytes_mod_order_wide(&hash.into());
-                bytes[32..].copy_from_slice((k * secret).as_bytes());
-                assert!(!both(&key, b"message", &bytes));
-            }
+        for (low, middle, high) in [
+            (0xed, 0xff, 0x7f),
+            (0xed, 0xff, 0xff),
+            (0xee, 0xff, 0x7f),
+            (0xee, 0xff, 0xff),
+            (0x01, 0x00, 0x80),
+            (0xec, 0xff, 0xff),
+        ] {
+            let mut encoding = [middle; 32];
+            (encoding[0], encoding[31]) = (low, high);
+            let r = CompressedEdwardsY(encoding);
+            assert!(r.decompress().unwrap().is_small_order());
+            let s = k(r, &key, b"message") * secret;
+            assert!(!both(&key, b"message", &signature(r, &s)));
         }
     }
 
@@ -291,7 +306,7 @@ mod tests {
             let key = key_of(&point);
             for r in [point, EdwardsPoint::mul_base(&Scalar::from(5u64))] {
                 for s in [Scalar::ZERO, Scalar::from(5u64)] {
-                    assert!(!both(&key, b"message", &signature(&r, &s)));
+                    assert!(!both(&key, b"message", &signature(r.compress(), &s)));
                 }
             }
         }
@@ -301,9 +316,9 @@ mod tests {
             (bytes[0], bytes[31]) = (0xee, 0x7f);
             bytes
         });
-        if let Ok(key) = VerifyingKey::from_bytes(identity_again.as_bytes()) {
-            assert!(!both(&key, b"message", &signature(&EdwardsPoint::identity(), &Scalar::ZERO)));
-        }
+        let key = VerifyingKey::from_bytes(identity_again.as_bytes()).unwrap();
+        let r = EdwardsPoint::identity().compress();
+        assert!(!both(&key, b"message", &signature(r, &Scalar::ZERO)));
     }
 
     #[test]

@@ -49,8 +49,9 @@ use board::Verdict;
 
 /// What a small run touches of its memory, from the start of the stack on.
 const RUN_BYTES: usize = 20 * 4096;
-/// The same in a guest that starts from a base, whose tables of trust keys lie
-/// before some of it.
+/// The same in a guest that starts from a base, whose tables lie before some of
+/// it: of one trust key. Each further one with a table moves a page or two out of
+/// this, which the run that writes them then waits for.
 const RUN_BYTES_OF_BASE: usize = 22 * 4096;
 /// How long a guest may take to its greeting. It takes about a millisecond;
 /// this is for hosts that emulate everything.

@@ -235,7 +235,8 @@ impl Zygote {
             kind: VmFailureKind::Internal,
             message: format!("a trust key: {error}"),
         })?;
-        // Once, for all that start from here.
+        // A worker without a VM checks by these; a guest that becomes a base makes
+        // its own.
         let trust = trust.with_tables();
         // Before /proc is gone, as what makings are taken from it.
         text::move_to_large_pages();
