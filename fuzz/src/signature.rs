@@ -52,7 +52,7 @@ pub fn check(data: &[u8]) -> Outcome {
     let signer = signer();
     let trust = trust();
     let verified = trust.verify(data);
-    let said = [&trust, &WITH_TABLES]
+    let said = [&trust, &*WITH_TABLES]
         .map(|keys| keys.verify(data).map(|proof| (proof.sha256(), proof.signer())));
     assert_eq!(said[0], said[1], "tables say another thing");
     if let Ok(parts) = SignedParts::scan(data) {
