@@ -9,14 +9,14 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::os::unix::fs::FileExt as _;
 use std::process::ExitCode;
 
 use forge_protocol::ending::Ending;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA, PAGE_BYTES, RAM_START};
-use forge_protocol::signature::TrustKeys;
+use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Report};
 use forge_vmm::bench::program::Program;
 use forge_vmm::machine::{self, Exit, Hypervisor, Image, Machine, Watchdog};
@@ -120,39 +120,55 @@ fn small_run(trust: impl FnOnce(TrustKeys) -> TrustKeys) -> (BTreeSet<i64>, BTre
     (booted, run, report)
 }
 
-type Way = (&'static str, fn(TrustKeys) -> TrustKeys);
+/// How trust keys come to a guest.
+struct Way {
+    name: &'static str,
+    trust: fn(TrustKeys) -> TrustKeys,
+    /// How many pages from DATA on it has touched once it waits.
+    booted: RangeInclusive<usize>,
+}
 
-/// How trust keys come: to a guest that boots for one run, and to one that will be
-/// a base.
-const WAYS: [Way; 2] = [("keys", |keys| keys), ("tables", TrustKeys::with_tables)];
+/// To a guest that boots for one run, and to two that will be bases. The base
+/// point's table and one key's take 10 KB, each further one 5.
+const WAYS: [Way; 3] = [
+    Way { name: "keys", trust: |keys| keys, booted: 1..=6 },
+    Way { name: "tables", trust: TrustKeys::with_tables, booted: 8..=10 },
+    Way {
+        name: "four tables",
+        trust: |keys| {
+            let more = (1..=3).map(|number| SignerKey::from_secret(&[number; 32]).trust_key());
+            TrustKeys::new(keys.as_slice().iter().copied().chain(more)).unwrap().with_tables()
+        },
+        booted: 11..=14,
+    },
+];
 
 fn within(pages: &BTreeSet<i64>, range: Range<i64>) -> usize {
     pages.range(range).count()
 }
 
 fn what_a_guest_and_a_small_run_write_lies_together() {
-    for (what, trust) in WAYS {
+    for Way { name, trust, booted: expected } in WAYS {
         let (booted, run, report) = small_run(trust);
         let (booted_spans, run_spans) = (spans(&booted), spans(&run));
         assert_eq!(report.vm_exits, 1);
         // Below DATA: page tables, descriptors, boot info, archive; the VMM's.
-        assert!(within(&run, i64::MIN..0) == 0, "{what}: a run reaches below DATA:{run_spans}");
-        // A table and the base point's take 10 KB.
-        let expected = if what == "tables" { 8..=10 } else { 1..=6 };
-        let of_boot = within(&booted, 0..16);
-        assert!(expected.contains(&of_boot), "{what}: booting touched{booted_spans}");
-        assert!(within(&booted, 16..i64::MAX) == 0, "{what}: booting touched{booted_spans}");
+        assert!(within(&run, i64::MIN..0) == 0, "{name}: a run reaches below DATA:{run_spans}");
+        let from_data = within(&booted, 0..i64::MAX);
+        assert!(expected.contains(&from_data), "{name}: booting touched{booted_spans}");
         // The stack, the queues, data, what is received, and small blocks: what
-        // is put in place before a run.
-        let in_place = if what == "tables" { 22 } else { 20 };
-        assert!(within(&run, 0..in_place) <= 14, "{what}: a small run touched{run_spans}");
-        assert!(within(&run, in_place..24) == 0, "{what}: a small run touched{run_spans}");
-        // Large blocks: the linear memory.
-        let linear = within(&run, 24..i64::MAX);
-        assert!(linear <= LINEAR_PAGES, "{what}: a small run touched{run_spans}");
+        // is put in place before a run, seven pages behind what is there already.
+        let in_place = booted.last().unwrap() + 1 + 7;
+        assert!(within(&run, 0..in_place) <= 14, "{name}: a small run touched{run_spans}");
+        assert!(within(&run, in_place..LARGE) == 0, "{name}: a small run touched{run_spans}");
+        // The linear memory.
+        let linear = within(&run, LARGE..i64::MAX);
+        assert!(linear <= LINEAR_PAGES, "{name}: a small run touched{run_spans}");
     }
 }
 
+/// Large blocks lie behind this page.
+const LARGE: i64 = 32;
 /// What a program with one page of linear memory touches of it and around it.
 const LINEAR_PAGES: usize = 5;
 
@@ -178,7 +194,7 @@ fn a_large_linear_memory_touches_what_the_program_does() {
     ends_with(&report, 7);
     let more: BTreeSet<i64> = touched(guest.memory()).difference(&before).copied().collect();
     // Its first and its last page, and the one it wrote to.
-    assert!(within(&more, 24..i64::MAX) <= 5, "{}", spans(&more));
+    assert!(within(&more, LARGE..i64::MAX) <= LINEAR_PAGES, "{}", spans(&more));
     assert!(more.len() < 20, "{}", spans(&more));
 }
 
@@ -235,9 +251,9 @@ fn a_guest_touches_what_it_is_told_to_once_it_has_greeted() {
     assert_eq!(within(&after, 0..300), 300, "{}", spans(&after));
     assert_eq!(within(&after, 300..i64::MAX), 0, "{}", spans(&after));
     if std::env::var_os("FORGE_PRINT_PAGES").is_some() {
-        for (what, trust) in WAYS {
+        for Way { name, trust, .. } in WAYS {
             let (booted, run, report) = small_run(trust);
-            eprintln!("{what}: booted: {} pages:{}", booted.len(), spans(&booted));
+            eprintln!("{name}: booted: {} pages:{}", booted.len(), spans(&booted));
             eprintln!("a small run: {} more:{}", run.len(), spans(&run));
             eprintln!("its exits: {}", report.vm_exits);
         }

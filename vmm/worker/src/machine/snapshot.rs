@@ -53,6 +53,8 @@ pub struct Base {
     cpu: CpuState,
     code: Arc<Code>,
     ram_bytes: usize,
+    /// From `DATA` to the end of what its guest wrote of the file.
+    written_bytes: usize,
     /// Its machine had all of RAM, and its guest does not ask again.
     has_all_ram: bool,
     /// Memory for the first machine that starts in this process or in a fork
@@ -95,7 +97,7 @@ impl Base {
         machine.vcpu.settle()?;
         let cpu = CpuState::read(machine.vcpu.fd(), hypervisor)?;
         let file = sealed::file(c"forge-base", BASE_FILE_BYTES).map_err(MachineError::Base)?;
-        let mut beyond = Vec::new();
+        let (mut beyond, mut written_bytes) = (Vec::new(), 0);
         for offset in machine.private_pages(pages)?.into_iter().flat_map(|r| r.step_by(PAGE)) {
             let page = machine.page(offset)?;
             if *page == ZEROS {
@@ -103,6 +105,7 @@ impl Base {
             }
             if offset < BASE_FILE_BYTES {
                 file.write_all_at(&page[..], offset as u64).map_err(MachineError::Base)?;
+                written_bytes = (offset + PAGE).saturating_sub((DATA - RAM_START) as usize);
             } else {
                 beyond.push((offset, page));
             }
@@ -117,8 +120,17 @@ impl Base {
         )
         .map_err(|error| MachineError::Base(io::Error::other(error)))?;
         let (ram_bytes, has_all_ram) = (machine.ram_bytes(), machine.has_all_ram);
-        let (code, ready) = (machine.code, Mutex::new(None));
-        let mut base = Self { file, view, beyond, cpu, code, ram_bytes, has_all_ram, ready };
+        let mut base = Self {
+            file,
+            view,
+            beyond,
+            cpu,
+            code: machine.code,
+            ram_bytes,
+            written_bytes,
+            has_all_ram,
+            ready: Mutex::new(None),
+        };
         base.get_ready()?;
         Ok(base)
     }
@@ -159,6 +171,13 @@ impl Base {
     #[must_use]
     pub fn ram_bytes(&self) -> usize {
         self.ram_bytes
+    }
+
+    /// How much memory from `DATA` on lies before what the base's guest has not
+    /// written, in bytes.
+    #[must_use]
+    pub fn written_bytes(&self) -> usize {
+        self.written_bytes
     }
 
     /// How many pages machines have in common, and how many each needs a copy

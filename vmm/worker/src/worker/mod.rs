@@ -49,10 +49,9 @@ use board::Verdict;
 
 /// What a small run touches of its memory, from the start of the stack on.
 const RUN_BYTES: usize = 20 * 4096;
-/// The same in a guest that starts from a base, whose tables lie before some of
-/// it: of one trust key. Each further one with a table moves a page or two out of
-/// this, which the run that writes them then waits for.
-const RUN_BYTES_OF_BASE: usize = 22 * 4096;
+/// What of that lies behind what a guest has written when it waits. Where that ends
+/// moves with the tables of trust keys.
+const RUN_BYTES_BEYOND: usize = 7 * 4096;
 /// How long a guest may take to its greeting. It takes about a millisecond;
 /// this is for hosts that emulate everything.
 pub(crate) const BOOT_TIME_MAX: Duration = Duration::from_secs(30);
@@ -193,7 +192,7 @@ impl Guest {
     ) -> Result<Self, VmFailure> {
         let started = Instant::now();
         let machine = Machine::from_base(hypervisor, &base.machine)?;
-        machine.populate(RUN_BYTES_OF_BASE);
+        machine.populate(base.machine.written_bytes() + RUN_BYTES_BEYOND);
         let wiring = base.wiring.fork(machine.memory().clone());
         let board = Board::of(wiring, watchdog.stop().clone());
         let timing = Timing { vm_ns: elapsed_ns(started), ..Timing::default() };
