@@ -199,6 +199,23 @@ pub struct RunReport {
     pub timing_us: TimingReport,
 }
 
+impl RunReport {
+    /// Logs that the run ended, and how. At `info`: who submits runs must not
+    /// choose how much is logged by default. Its reason may be a program's words.
+    pub(crate) fn log(&self, principal: &str) {
+        tracing::info!(
+            run = self.run_id,
+            ?principal,
+            program = self.program_sha256,
+            status = self.status.as_str(),
+            kind = self.kind,
+            calls = self.tool_calls.len(),
+            total_us = self.timing_us.total,
+            "run ended"
+        );
+    }
+}
+
 /// A tool that was found for a run's intent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RetrievedReport {

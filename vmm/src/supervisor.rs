@@ -198,7 +198,9 @@ impl Supervisor {
 
     /// Carries out one run. However it ends, there is a report.
     pub fn run(&self, request: &Order) -> RunResult {
-        self.run_for(request, &Attendance::default())
+        let result = self.run_for(request, &Attendance::default());
+        result.report.log(&request.principal);
+        result
     }
 
     /// Asks the broker, and waits for its answer for as long as there is
@@ -234,7 +236,8 @@ impl Supervisor {
         self.broker.as_ref().map(Keeper::standing)
     }
 
-    /// The same as [`Self::run`] for somebody who attends the run.
+    /// The same as [`Self::run`] for somebody who attends the run. That it ended
+    /// is theirs to log.
     pub fn run_for(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
         self.attended(request, attendance).in_tier(self.tier())
     }
@@ -499,7 +502,11 @@ fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     };
     report.status = Status::Internal;
     report.kind = kind;
-    report.reason = format!("the run made calls, and its result is held back: {error}");
+    report.reason = format!(
+        "the run made calls, and its result is held back, since what they did may not be on the \
+         disk yet; `forge-vmm journal list --run {}` has what is: {error}",
+        report.run_id
+    );
     (report.output, report.output_encoding) = encode_output(&[]);
     report.artifacts.clear();
     report.log.clear();

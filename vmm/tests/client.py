@@ -2,7 +2,8 @@
 
 Written against docs/protocol.md: it knows nothing of the Rust code. It runs a
 program and streams its events, cancels one, and hosts tools for two. Told to,
-it dies when one of them is called.
+it dies when one of them is called. FOLDER has the signed programs that it submits
+(echo, endless, hosted, joins), as hosted.rs writes them for it.
 
     python3 client.py SOCKET FOLDER [dies]
 """

@@ -43,6 +43,8 @@ fn main() -> ExitCode {
             an_environment_credential_is_not_in_the_workers_environment,
             a_grant_opens_what_it_names_and_nothing_else,
             artifacts_are_written_and_never_over_anything,
+            what_a_person_would_miss_of_a_run_is_said,
+            every_run_has_a_line_in_the_log_at_info,
             a_file_that_cannot_be_made_is_told_before_anything_runs,
             a_file_that_cannot_be_written_takes_no_result_away,
             a_result_that_cannot_be_written_takes_no_exit_code_away,
@@ -595,6 +597,71 @@ fn artifacts_are_written_and_never_over_anything() {
         assert_eq!(report["artifacts"][0]["path"], expected);
         assert_eq!(fs::read(desk.path(expected)).unwrap(), b"1,2");
     }
+}
+
+fn what_a_person_would_miss_of_a_run_is_said() {
+    let desk = Desk::with_tools();
+    let said = |wat: &str, arguments: &[&str]| {
+        desk.write("program.wat", wat);
+        let run = ["run", "--sign-with", "signer.pem", "--timeout", "30s"];
+        let output = desk.forge(&[&run[..], arguments, &["program.wat"]].concat());
+        (output.status.code(), text(&output.stderr))
+    };
+    let in_vain = calls("test.echo", r#"{"other":1}"#);
+    let (code, stderr) = said(&in_vain, &with_tools(&["--allow", "test.echo"]));
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("call of test.echo: bad_request\n"), "{stderr}");
+    let leaves = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "a")"#,
+        "(call $artifact (i32.const 0) (i32.const 1) (i32.const 0) (i32.const 1)
+            (i32.const 0) (i32.const 1))",
+    );
+    let (code, stderr) = said(&leaves, &[]);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("artifacts not kept: 1; --artifacts DIR"), "{stderr}");
+    let (code, stderr) = said(&leaves, &["--artifacts", "out"]);
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+}
+
+fn every_run_has_a_line_in_the_log_at_info() {
+    executables::folder();
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("other.wasm", wat::parse_str(HELLO).unwrap());
+    let sign = ["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"];
+    assert!(desk.forge(&sign).status.success());
+    // A run's line, in the log of whoever carries it out.
+    let check = |log: &str, runs: &[&str]| {
+        let lines: Vec<&str> = log.lines().filter(|line| line.contains("run ended")).collect();
+        assert_eq!(lines.len(), runs.len(), "{log}");
+        for (line, status) in lines.iter().zip(runs) {
+            let status = format!("status=\"{status}\"");
+            assert!(line.contains(&status) && line.contains("principal=\"local\""), "{line}");
+        }
+    };
+    for (program, status) in [("hello.wasm", "ok"), ("other.wasm", "rejected")] {
+        let mut command = desk.command();
+        command.env("FORGE_LOG", "info").args(["run", "--trust", "signer.pub", program]);
+        check(&text(&command.output().unwrap().stderr), &[status]);
+    }
+    let log = desk.path("log");
+    let mut service = desk
+        .command()
+        .env("FORGE_LOG", "info")
+        .args(["serve", "--socket", "socket", "--trust", "signer.pub", "--ready", "0"])
+        .stderr(fs::File::create(&log).unwrap())
+        .spawn()
+        .map(Ended)
+        .unwrap();
+    support::eventually("the service listens", || {
+        std::os::unix::net::UnixStream::connect(desk.path("socket")).is_ok()
+    });
+    for program in ["hello.wasm", "other.wasm"] {
+        desk.forge(&["run", "--service", "socket", program]);
+    }
+    assert!(desk.forge(&["drain", "--service", "socket"]).status.success());
+    service.0.wait().unwrap();
+    check(&fs::read_to_string(&log).unwrap(), &["ok", "rejected"]);
 }
 
 fn a_file_that_cannot_be_made_is_told_before_anything_runs() {
@@ -1154,10 +1221,11 @@ fn usage_errors_exit_2_and_say_what_to_do() {
     desk.write("hello.wat", HELLO);
     desk.write("typo.toml", "[trust]\nkeyz = []\n");
     desk.write("bytes", [0xff, 0xfe]);
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["run"], "Usage"),
         (&["run", "--isolation", "none", "hello.wat"], "possible values: vm"),
         (&["run", "hello.wat"], "--trust"),
+        (&["run", "--prepare", "--trust", "signer.pub", "hello.wat"], "--service"),
         (&["run", "--trust", "nowhere.pub", "hello.wat"], "nowhere.pub"),
         (&["run", "--trust", "bytes", "hello.wat"], "BEGIN PUBLIC KEY"),
         (&["run", "--sign-with", "signer.pem", "--input", "{", "hello.wat"], "not JSON"),

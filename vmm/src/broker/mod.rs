@@ -68,11 +68,11 @@ pub enum BrokerError {
     #[error("the toolbroker refuses its configuration; its message is above")]
     Configuration,
     /// The control link broke. The broker says why on its standard error.
-    #[error("the toolbroker is gone ({0}); its message is above")]
+    #[error("the toolbroker is gone ({0})")]
     Lost(io::Error),
     /// The control link broke before all of the request was sent, so that no
     /// broker has looked at it.
-    #[error("the toolbroker is gone and has not seen the request ({0}); its message is above")]
+    #[error("the toolbroker was gone before this could be asked ({0})")]
     Unsent(String),
     /// The answer took too long. The link goes on.
     #[error("the toolbroker gave no answer within {} s", .0.as_secs())]

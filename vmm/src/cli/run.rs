@@ -23,6 +23,10 @@ use super::{CliError, Exit, complain, out, print_json, program, progress, serve}
 
 /// Runs a program.
 pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
+    if args.prepare && args.service.is_none() {
+        // What conflicts with a flag that is given, clap does not ask for.
+        return Err(CliError::Usage("--prepare is for --service: one run prepares nothing".into()));
+    }
     let limits = limits(&args);
     config::check_named(&args.broker)?;
     let input = config::json_argument("--input", &args.input)?;
@@ -105,6 +109,8 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     }
     if let Some(folder) = &args.artifacts {
         kept = kept.and(write_artifacts(folder, &artifacts, &mut report));
+    } else if !artifacts.is_empty() && !args.json {
+        complain(&format!("artifacts not kept: {}; --artifacts DIR keeps them", artifacts.len()));
     }
     let printed = if args.json { print_json(&report) } else { print(&report) };
     let code = ended(report.status, [printed, kept]);
@@ -194,34 +200,65 @@ fn program_and_trust(args: &RunArgs) -> Result<(Vec<u8>, TrustKeys), CliError> {
 }
 
 fn print(report: &RunReport) -> Result<(), CliError> {
-    let logs = report.log.iter().map(|log| (u64::from(log.level), log.text.as_str()));
-    show(&decoded_output(report), logs, report.log_dropped, report.status, &report.reason)
+    Shown {
+        output: decoded_output(report),
+        logs: report.log.iter().map(|log| (log.level.into(), log.text.as_str())).collect(),
+        log_dropped: report.log_dropped,
+        calls: report.tool_calls.iter().map(|call| (call.tool.as_str(), call.status)).collect(),
+        status: report.status,
+        reason: &report.reason,
+    }
+    .print()
 }
 
-/// The output to standard output; what the program logged, and how it ended,
-/// if badly, to standard error.
-pub(super) fn show<'a>(
-    output: &[u8],
-    logs: impl Iterator<Item = (u64, &'a str)>,
-    log_dropped: u64,
-    status: Status,
-    reason: &str,
-) -> Result<(), CliError> {
-    let mut out = out();
-    let written = out.write_all(output).and_then(|()| out.flush());
-    for (level, text) in logs {
-        let levels = ["error", "warn", "info", "debug", "trace"];
-        let level = usize::try_from(level).ok().and_then(|level| levels.get(level));
-        let (level, text) = (level.unwrap_or(&"log"), shown_whole(text));
-        let _ = writeln!(io::stderr(), "[{level}] {text}");
+/// So many failed calls of a run are shown one by one.
+const CALLS_SHOWN: usize = 8;
+
+/// What a person is shown of a report.
+pub(super) struct Shown<'a> {
+    pub(super) output: Vec<u8>,
+    /// Level and text of each record.
+    pub(super) logs: Vec<(u64, &'a str)>,
+    pub(super) log_dropped: u64,
+    /// Tool and status of each call.
+    pub(super) calls: Vec<(&'a str, &'a str)>,
+    pub(super) status: Status,
+    pub(super) reason: &'a str,
+}
+
+impl Shown<'_> {
+    /// The output to standard output; what the program logged, and how it ended,
+    /// if badly, to standard error.
+    ///
+    /// # Errors
+    /// If standard output takes no more.
+    pub(super) fn print(self) -> Result<(), CliError> {
+        let Self { output, logs, log_dropped, calls, status, reason } = self;
+        let mut out = out();
+        let written = out.write_all(&output).and_then(|()| out.flush());
+        for (level, text) in logs {
+            let levels = ["error", "warn", "info", "debug", "trace"];
+            let level = usize::try_from(level).ok().and_then(|level| levels.get(level));
+            let (level, text) = (level.unwrap_or(&"log"), shown_whole(text));
+            let _ = writeln!(io::stderr(), "[{level}] {text}");
+        }
+        if log_dropped > 0 {
+            complain(&format!("the run's log was full: {log_dropped} more records were dropped"));
+        }
+        if status != Status::Ok {
+            // A program need not say which of its calls came to nothing.
+            let mut failed = calls.iter().filter(|(_, status)| *status != "ok");
+            for (tool, status) in failed.by_ref().take(CALLS_SHOWN) {
+                complain(&format!("call of {}: {status}", shown_whole(tool)));
+            }
+            match failed.count() {
+                0 => {}
+                more => complain(&format!("{more} more calls failed: --json has all")),
+            }
+            complain(&format!("{}: {reason}", status.as_str()));
+        }
+        Ok(written?)
     }
-    if log_dropped > 0 {
-        complain(&format!("the run's log was full: {log_dropped} more records were dropped"));
-    }
-    if status != Status::Ok {
-        complain(&format!("{}: {reason}", status.as_str()));
-    }
-    Ok(written?)
 }
 
 fn decoded_output(report: &RunReport) -> Vec<u8> {

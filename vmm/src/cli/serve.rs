@@ -25,6 +25,7 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
+use super::run::Shown;
 use super::{CliError, Exit, out, print_json, progress, top};
 
 /// Serves until it is ended.
@@ -217,13 +218,23 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
             }
             _ => text.into(),
         };
-        let logs = report["log"].as_array().into_iter().flatten();
-        let logs = logs.map(|log| {
-            (log["level"].as_u64().unwrap_or(u64::MAX), log["text"].as_str().unwrap_or_default())
-        });
-        let reason = report["reason"].as_str().unwrap_or_default();
-        let log_dropped = report["log_dropped"].as_u64().unwrap_or_default();
-        super::run::show(&output, logs, log_dropped, status, reason)
+        let of = |list: &str| report[list].as_array().into_iter().flatten();
+        fn words(value: &serde_json::Value) -> &str {
+            value.as_str().unwrap_or_default()
+        }
+        let shown = Shown {
+            output,
+            logs: of("log")
+                .map(|log| (log["level"].as_u64().unwrap_or(u64::MAX), words(&log["text"])))
+                .collect(),
+            log_dropped: report["log_dropped"].as_u64().unwrap_or_default(),
+            calls: of("tool_calls")
+                .map(|call| (words(&call["tool"]), words(&call["status"])))
+                .collect(),
+            status,
+            reason: words(&report["reason"]),
+        };
+        shown.print()
     };
     Ok(super::run::ended(status, [printed]))
 }

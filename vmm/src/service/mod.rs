@@ -174,6 +174,7 @@ impl Service {
         // Whoever refused it knows nothing of that.
         let result = result.in_tier(self.supervisor.tier());
         self.counts.ended(&result.report);
+        result.report.log(&order.principal);
         (result, stay)
     }
 

@@ -23,6 +23,12 @@ impl Fault {
         Self { field: Some(field.into()), problem: problem.into() }
     }
 
+    /// Whether it is one of this table's.
+    pub(crate) fn is_within(&self, table: &str) -> bool {
+        let field = self.field.as_deref().unwrap_or_default();
+        field.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    }
+
     fn of_file(problem: impl Into<String>) -> Self {
         Self { field: None, problem: problem.into() }
     }
@@ -103,8 +109,24 @@ const MISSING: &str = "this field is missing";
 /// comes before them, and may hold anything.
 fn known(message: &str) -> String {
     let expected = message.rsplit_once(", expected ").map_or("", |(_, expected)| expected);
-    let names: Vec<_> = expected.split('`').skip(1).step_by(2).collect();
+    let mut names: Vec<_> = expected.split('`').skip(1).step_by(2).collect();
+    // A field that belongs to one of several forms is named for each.
+    let mut named = std::collections::HashSet::new();
+    names.retain(|name| named.insert(*name));
     names.join(", ")
+}
+
+/// What a reader expected, in the words of whoever writes the file.
+fn in_words(expected: &str) -> &str {
+    match expected {
+        "u8" => "a whole number from 0 to 255",
+        "u16" => "a whole number from 0 to 65535",
+        "u32" => "a whole number from 0 to 4294967295",
+        "u64" | "usize" => "a whole number from 0 on",
+        "i64" => "a whole number",
+        "f32" | "f64" => "a number",
+        other => other,
+    }
 }
 
 /// What a reader of declared fields said, without the value it may quote.
@@ -130,6 +152,7 @@ fn fault_of(table: &str, mut error: toml::de::Error) -> Fault {
             message.strip_prefix(beginning).and_then(|rest| rest.rsplit_once(", expected "))
         {
             let kind = found.split(['`', '"']).next().unwrap_or_default().trim();
+            let expected = in_words(expected);
             return Fault::at(within, format!("expected {expected}, found {kind}"));
         }
     }
@@ -147,6 +170,10 @@ mod tests {
         let message = "unknown variant `a`b`secret`, expected one of `this`, `that`";
         assert_eq!(known(message), "this, that");
         assert_eq!(known("unknown field `a`, expected `this`"), "this");
+        assert_eq!(
+            known("unknown field `a`, expected one of `this`, `that`, `this`"),
+            "this, that"
+        );
         assert_eq!(known("unknown field `a`, there are no fields"), "");
     }
 
@@ -188,7 +215,7 @@ mod tests {
         assert_eq!(
             told("number = 'hunter2'\nzzz = 'hunter2'\nwithin.flag = 'hunter2'"),
             [
-                "t.number: expected u16, found string",
+                "t.number: expected a whole number from 0 to 65535, found string",
                 "t.within.flag: expected a boolean, found string",
                 "t.zzz: unknown field; known here are needed, number, within",
                 "t.needed: this field is missing",
@@ -201,7 +228,8 @@ mod tests {
                 "t.within.word: must be one of this, that"
             ]
         );
-        assert_eq!(told("needed = 'x'\nnumber = 70000"), ["t.number: expected u16, found integer"]);
+        let beyond = "t.number: expected a whole number from 0 to 65535, found integer";
+        assert_eq!(told("needed = 'x'\nnumber = 70000"), [beyond]);
     }
 
     #[test]
