@@ -264,9 +264,7 @@ impl Pool {
             return;
         }
         let Ok(mut zygote) = self.shared.zygote.take(patience) else { return };
-        if zygote.is_none() {
-            *zygote = self.shared.start_zygote().ok();
-        }
+        let _ = self.shared.standing(&mut zygote, patience);
     }
 
     /// Carries out a run, as long as patience lasts.
@@ -402,15 +400,36 @@ impl Shared {
         }
     }
 
-    fn start_zygote(&self) -> Result<Zygote, VmFailure> {
-        let start = || Zygote::start(&self.setup, self.options.group.as_ref());
+    /// A zygote that stands, as long as patience lasts; started if there is none.
+    /// One that does not stand yet goes on, for whoever comes next.
+    fn standing<'a>(
+        &self,
+        place: &'a mut Option<Zygote>,
+        patience: Patience<'_>,
+    ) -> Result<&'a mut Zygote, Unmade> {
         // One that is lost while it begins is no word on this host.
-        let zygote = start().or_else(|failure| match failure.kind {
-            VmFailureKind::WorkerLost => start(),
-            _ => Err(failure),
-        })?;
-        *self.lock_hardening() = Some(zygote.hardening().clone());
-        Ok(zygote)
+        for again in [true, false] {
+            let mut zygote = match place.take() {
+                Some(zygote) if zygote.stands() => return Ok(place.insert(zygote)),
+                Some(zygote) => zygote,
+                None => Zygote::begin(&self.setup, self.options.group.as_ref())
+                    .map_err(Unmade::Failed)?,
+            };
+            match zygote.stand(patience) {
+                Ok(()) => {
+                    *self.lock_hardening() = Some(zygote.hardening().clone());
+                    return Ok(place.insert(zygote));
+                }
+                Err(Unmade::Failed(failure))
+                    if again && failure.kind == VmFailureKind::WorkerLost => {}
+                Err(Unmade::Failed(failure)) => return Err(Unmade::Failed(failure)),
+                Err(late) => {
+                    *place = Some(zygote);
+                    return Err(late);
+                }
+            }
+        }
+        Err(Unmade::Failed(internal("no zygote was tried")))
     }
 
     /// A worker from the shelves. What takes its place is made when its run is
@@ -482,9 +501,6 @@ impl Shared {
     }
 
     /// Forks a worker, as long as patience lasts. It may not stand ready yet.
-    ///
-    /// A zygote that has to be started first is there for all runs, and has the
-    /// time that it needs.
     fn make(
         &self,
         ram_bytes: usize,
@@ -497,11 +513,7 @@ impl Shared {
         let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
         let mut lost = None;
         for _ in 0..2 {
-            let alive = match zygote.take() {
-                Some(zygote) => zygote,
-                None => self.start_zygote().map_err(Unmade::Failed)?,
-            };
-            match zygote.insert(alive).fork(order, patience) {
+            match self.standing(&mut zygote, patience)?.fork(order, patience) {
                 Ok(made) => return made,
                 Err(error) => {
                     tracing::warn!(%error, "the zygote is gone; another is started");
@@ -580,7 +592,39 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use forge_protocol::frame::{self, Kind};
+    use forge_protocol::worker::ZygoteReady;
+
     use super::*;
+    use crate::cancel::Cancel;
+
+    #[test]
+    fn a_run_waits_no_longer_than_it_can_for_a_zygote_that_begins() {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
+        let (zygote, mut theirs) = zygote::tests::beginning();
+        let id = zygote.id();
+        *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
+        let make = |patience| pool.shared.make(pool.shared.usual_ram_bytes, false, patience);
+        let soon = Patience::until(Instant::now() + Duration::from_millis(5));
+        match make(soon) {
+            Err(Unmade::Late(error)) => assert_eq!(error.kind(), io::ErrorKind::TimedOut),
+            other => panic!("{other:?}"),
+        }
+        let cancel = Cancel::new().unwrap();
+        cancel.raise();
+        pool.stand_by(Patience { until: None, cancel: Some(&cancel) });
+        // It goes on, and what it says then is heard by whoever comes next.
+        assert_eq!(pool.zygote(), Some(id));
+        let failure = VmFailure { kind: VmFailureKind::Unavailable, message: "no VM here".into() };
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::ZygoteReady, &ZygoteReady::Err(failure), &mut bytes);
+        theirs.send(&bytes, None, Patience::default()).unwrap();
+        match make(Patience::default()) {
+            Err(Unmade::Failed(failure)) => assert_eq!(failure.message, "no VM here"),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(pool.zygote(), None);
+    }
 
     #[test]
     fn a_reset_that_was_disproven_is_counted_and_other_losses_are_not() {

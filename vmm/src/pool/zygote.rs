@@ -34,6 +34,8 @@ pub struct Zygote {
     process: Spawned,
     link: Link,
     hardening: Hardening,
+    /// When it began, until it has said that it stands.
+    begins: Option<Instant>,
     /// When it was asked for a worker that nobody waited for.
     owes: Option<Instant>,
     /// Removed when the process has ended.
@@ -76,23 +78,34 @@ impl From<Unmade> for Fate {
 }
 
 impl Zygote {
-    /// Starts one, in a group of its own with these limits.
+    /// Starts one, in a group of its own with these limits, and waits until it
+    /// stands.
     ///
     /// # Errors
     /// [`VmFailure`]: it cannot be started, or finds that this host cannot run
     /// VMs or keep the limits; `WorkerLost` if it ended before it said so.
     pub fn start(setup: &ZygoteSetup, limits: Option<&GroupLimits>) -> Result<Self, VmFailure> {
+        let mut zygote = Self::begin(setup, limits)?;
+        zygote.stand(Patience::default())?;
+        Ok(zygote)
+    }
+
+    /// The same without waiting: it stands a little later ([`Self::stand`]).
+    ///
+    /// # Errors
+    /// [`VmFailure`]: it cannot be started.
+    pub fn begin(setup: &ZygoteSetup, limits: Option<&GroupLimits>) -> Result<Self, VmFailure> {
         let file = executable::file().map_err(cannot_start)?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        Self::start_as(Path::new(&path), &[], setup, limits)
+        Self::begin_as(Path::new(&path), &[], setup, limits)
     }
 
     /// The same from another executable that becomes a zygote by these
     /// arguments. Anybody has to be allowed to execute it.
     ///
     /// # Errors
-    /// As [`Self::start`].
-    pub fn start_as(
+    /// As [`Self::begin`].
+    pub fn begin_as(
         executable: &Path,
         arguments: &[&OsStr],
         setup: &ZygoteSetup,
@@ -132,31 +145,50 @@ impl Zygote {
             procfs: false,
             landlock_abi: None,
         };
-        let mut zygote =
-            Self { process, link: Link::new(ours), hardening, owes: None, _group: group };
+        let mut zygote = Self {
+            process,
+            link: Link::new(ours),
+            hardening,
+            begins: Some(Instant::now()),
+            owes: None,
+            _group: group,
+        };
         // Before it knows what to do, so that it has made nothing yet.
         if let Some(group) = &zygote._group {
             group.attach(zygote.id()).map_err(|error| cannot_start(io::Error::other(error)))?;
         }
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
-        let lost = |error: io::Error| VmFailure {
-            // Another that says nothing would be waited for as long.
-            kind: match error.kind() {
-                io::ErrorKind::TimedOut => VmFailureKind::Unavailable,
-                _ => VmFailureKind::WorkerLost,
-            },
-            message: format!("the zygote was lost while it began: {error}"),
-        };
-        zygote.link.send(&bytes, None, Patience::default()).map_err(lost)?;
-        let until = Patience::until(Instant::now() + ANSWER_TIME_MAX);
-        let ready: ZygoteReady = zygote.answer(Kind::ZygoteReady, until).map_err(lost)?;
-        let Jailed { procfs, landlock_abi } = ready?;
-        zygote.hardening = Hardening { procfs, landlock_abi, ..zygote.hardening.clone() };
+        zygote.link.send(&bytes, None, Patience::default()).map_err(lost_early)?;
         Ok(zygote)
     }
 
-    /// What is on of its jail.
+    /// Whether it has said that it stands.
+    #[must_use]
+    pub fn stands(&self) -> bool {
+        self.begins.is_none()
+    }
+
+    /// Waits until it stands, as long as patience lasts. Whoever comes after
+    /// that waits on.
+    ///
+    /// # Errors
+    /// [`Unmade::Failed`]: it is of no use, as with [`Self::start`].
+    pub fn stand(&mut self, patience: Patience<'_>) -> Result<(), Unmade> {
+        let Some(begun) = self.begins else { return Ok(()) };
+        match self.owed::<ZygoteReady>(Kind::ZygoteReady, begun, patience) {
+            Ok(Ok(ready)) => {
+                let Jailed { procfs, landlock_abi } = ready.map_err(Unmade::Failed)?;
+                self.hardening = Hardening { procfs, landlock_abi, ..self.hardening.clone() };
+                self.begins = None;
+                Ok(())
+            }
+            Ok(Err(late)) => Err(Unmade::Late(late)),
+            Err(error) => Err(Unmade::Failed(lost_early(error))),
+        }
+    }
+
+    /// What is on of its jail, once it stands.
     #[must_use]
     pub fn hardening(&self) -> &Hardening {
         &self.hardening
@@ -168,8 +200,8 @@ impl Zygote {
         self.process.pid
     }
 
-    /// Has it fork a worker, as long as patience lasts. The worker may not stand
-    /// ready yet.
+    /// Has it fork a worker, once it stands and as long as patience lasts. The
+    /// worker may not stand ready yet.
     ///
     /// # Errors
     /// The outer error: the zygote is gone. The inner one: it cannot, or has not
@@ -179,6 +211,9 @@ impl Zygote {
         mut order: Fork,
         patience: Patience<'_>,
     ) -> io::Result<Result<Worker, Unmade>> {
+        if let Err(unmade) = self.stand(patience) {
+            return Ok(Err(unmade));
+        }
         if let Some(asked) = self.owes {
             match self.forked(asked, patience)? {
                 // Nobody has that worker's socket any more, so it ends.
@@ -231,13 +266,27 @@ impl Zygote {
         patience: Patience<'_>,
     ) -> io::Result<Result<Zygoted, io::Error>> {
         self.owes = Some(asked);
-        let last = (asked + ANSWER_TIME_MAX).max(Instant::now() + OWED_TIME);
+        let answer = self.owed(Kind::Zygoted, asked, patience)?;
+        if answer.is_ok() {
+            self.owes = None;
+        }
+        Ok(answer)
+    }
+
+    /// An answer that it has owed since then.
+    ///
+    /// # Errors
+    /// As [`Self::forked`].
+    fn owed<T: for<'a> codec::BorrowDecode<'a, ()>>(
+        &mut self,
+        kind: Kind,
+        since: Instant,
+        patience: Patience<'_>,
+    ) -> io::Result<Result<T, io::Error>> {
+        let last = (since + ANSWER_TIME_MAX).max(Instant::now() + OWED_TIME);
         let until = patience.until.map_or(last, |until| until.min(last));
-        match self.answer(Kind::Zygoted, Patience { until: Some(until), ..patience }) {
-            Ok(answer) => {
-                self.owes = None;
-                Ok(Ok(answer))
-            }
+        match self.answer(kind, Patience { until: Some(until), ..patience }) {
+            Ok(answer) => Ok(Ok(answer)),
             Err(error) => match error.kind() {
                 io::ErrorKind::ConnectionAborted => Ok(Err(error)),
                 io::ErrorKind::TimedOut if Instant::now() < last => Ok(Err(error)),
@@ -254,6 +303,18 @@ impl Zygote {
         let frame = self.link.receive(|got| got == kind, patience)?;
         codec::decode(&frame.payload)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
+    }
+}
+
+/// It was lost before it stood.
+fn lost_early(error: io::Error) -> VmFailure {
+    VmFailure {
+        // Another that says nothing would be waited for as long.
+        kind: match error.kind() {
+            io::ErrorKind::TimedOut => VmFailureKind::Unavailable,
+            _ => VmFailureKind::WorkerLost,
+        },
+        message: format!("the zygote was lost while it began: {error}"),
     }
 }
 
@@ -278,7 +339,7 @@ impl Drop for Zygote {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::os::fd::FromRawFd as _;
     use std::process::Command;
 
@@ -308,7 +369,15 @@ mod tests {
         };
         let process = Spawned { pid, pidfd };
         let link = Link::new(ours);
-        (Zygote { process, link, hardening, owes: None, _group: None }, Link::new(theirs))
+        let zygote = Zygote { process, link, hardening, begins: None, owes: None, _group: None };
+        (zygote, Link::new(theirs))
+    }
+
+    /// One that has not said yet that it stands.
+    pub(in super::super) fn beginning() -> (Zygote, Link) {
+        let (mut zygote, theirs) = zygote();
+        zygote.begins = Some(Instant::now());
+        (zygote, theirs)
     }
 
     fn answer(theirs: &mut Link, answer: &Zygoted) {
