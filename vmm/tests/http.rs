@@ -53,6 +53,7 @@ fn main() -> ExitCode {
         claims![
             who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks,
             a_socket_ends_with_its_token,
+            a_socket_says_goodbye_to_who_does_and_to_who_breaks_the_protocol,
             searches_that_clients_left_keep_no_place,
             questions_of_many_principals_wait_their_turn_and_readiness_for_none,
             a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin,
@@ -699,6 +700,25 @@ fn a_socket_ends_with_its_token() {
     }
     let more: Vec<_> = std::iter::from_fn(|| service.socket(BOB)).take(40).collect();
     assert_eq!(more.len(), 31, "a principal has 32");
+}
+
+fn a_socket_says_goodbye_to_who_does_and_to_who_breaks_the_protocol() {
+    let desk = desk();
+    let service = desk.open_without_vm();
+    let goodbye = |mut socket: tungstenite::WebSocket<TcpStream>| loop {
+        match socket.read() {
+            Ok(Message::Close(frame)) => return frame.map(|frame| u16::from(frame.code)),
+            Ok(Message::Ping(_)) => {}
+            other => panic!("no goodbye: {other:?}"),
+        }
+    };
+    let mut socket = service.socket(ALICE).unwrap();
+    socket.close(None).unwrap();
+    assert_eq!(goodbye(socket), None);
+    let mut socket = service.socket(ALICE).unwrap();
+    // A text without a mask.
+    socket.get_mut().write_all(b"\x81\x01a").unwrap();
+    assert_eq!(goodbye(socket), Some(1002));
 }
 
 fn a_program_calls_a_tool_of_the_client_itself() {

@@ -50,13 +50,18 @@ fn main() -> ExitCode {
             a_service_that_stands_already_serves_the_door,
             artifacts_ride_along,
             http_serves_both_eras_to_who_has_a_token,
+            an_id_that_is_in_use_is_refused_over_http_and_its_first_request_answered,
         ],
         claims![
             senseless_lines_are_answered_and_harm_nothing,
             a_flood_of_requests_is_answered_without_a_reader,
             wrong_arguments_are_results_that_say_what_is_wrong,
             the_resources_teach_the_abi,
+            params_that_cannot_be_read_are_said_to_be,
             http_refuses_strangers_other_hosts_and_other_pages,
+            what_is_no_message_is_400_over_http_with_an_error_of_json_rpc,
+            a_stream_begins_without_data_only_for_who_knows_that,
+            a_session_that_is_not_there_cannot_be_ended,
             a_session_and_a_handle_are_of_no_use_to_another_principal,
             a_session_beyond_its_principals_room_is_told_so_and_another_principals_is_not,
             streams_that_every_session_has_open_leave_room_for_requests,
@@ -646,6 +651,27 @@ fn senseless_lines_are_answered_and_harm_nothing() {
     assert!(client.leave().success());
 }
 
+fn params_that_cannot_be_read_are_said_to_be() {
+    let desk = desk();
+    let mut client = desk.client(&[]);
+    let hello = client.ask("initialize", json!({"protocolVersion": 5}));
+    let answer = client.answer(hello);
+    assert_eq!(answer["error"]["code"], -32602, "{answer}");
+    client.greet();
+    for (method, params) in [
+        ("tools/call", json!({})),
+        ("tools/call", json!({"name": 5})),
+        ("tools/call", json!({"name": "run_program", "arguments": [1]})),
+        ("resources/read", json!({"uri": 5})),
+    ] {
+        let id = client.ask(method, params);
+        let answer = client.answer(id);
+        assert_eq!(answer["error"]["code"], -32602, "{answer}");
+        assert!(answer["error"]["message"].as_str().unwrap().contains(method), "{answer}");
+    }
+    assert_eq!(names(&client.result("tools/list", json!({}))).len(), 2);
+}
+
 fn a_flood_of_requests_is_answered_without_a_reader() {
     const REQUESTS: u64 = 2_000;
     let desk = desk();
@@ -766,8 +792,11 @@ impl Http {
 
     /// Status, headers and body of one answer, as they came.
     fn post(&self, headers: &[(&str, &str)], message: &Value) -> String {
-        let body = message.to_string();
-        let mut request = format!("POST /mcp HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
+        self.send("POST", headers, &message.to_string())
+    }
+
+    fn send(&self, method: &str, headers: &[(&str, &str)], body: &str) -> String {
+        let mut request = format!("{method} /mcp HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
         let host = headers.iter().any(|(name, _)| *name == "Host");
         let usual = [
             ("Content-Type", "application/json"),
@@ -880,6 +909,80 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
     let refused = std::panic::catch_unwind(|| http.post(&[ALICE], &long));
     assert!(refused.is_err() || refused.is_ok_and(|it| it.starts_with("HTTP/1.1 413")));
     assert!(http.post(&[ALICE], &initialize()).starts_with("HTTP/1.1 200"));
+}
+
+fn what_is_no_message_is_400_over_http_with_an_error_of_json_rpc() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let numbered = r#"{"jsonrpc":"1.0","id":3,"method":"ping"}"#;
+    for (body, code, id) in [
+        ("{bad", -32700, None),
+        ("", -32700, None),
+        ("[]", -32600, None),
+        (numbered, -32600, Some(3)),
+    ] {
+        let answer = http.send("POST", &[ALICE], body);
+        assert!(answer.starts_with("HTTP/1.1 400 "), "{body}: {answer}");
+        let said = answer.split("\r\n\r\n").nth(1).unwrap();
+        let said: Value = serde_json::from_str(&said[said.find('{').unwrap()..]).unwrap();
+        assert_eq!((&said["error"]["code"], said["id"].as_i64()), (&json!(code), id), "{said}");
+    }
+    let other = [ALICE, ("Content-Type", "text/plain")];
+    assert!(http.send("POST", &other, "{bad").starts_with("HTTP/1.1 4"));
+}
+
+fn a_stream_begins_without_data_only_for_who_knows_that() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    // An event without data is a line of its own.
+    let is_primed = |answer: &str| {
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        answer.lines().any(|line| line.trim_end() == "data:")
+    };
+    for (version, expected) in [("2025-06-18", false), ("2025-11-25", true)] {
+        let mut hello = initialize();
+        hello["params"]["protocolVersion"] = version.into();
+        let greeted = http.post(&[ALICE], &hello);
+        assert!(!is_primed(&greeted), "{greeted}");
+        let session = session(&greeted);
+        let headers = [ALICE, ("Mcp-Session-Id", &*session), ("MCP-Protocol-Version", version)];
+        let answer = http.post(&headers, &request("tools/list", json!({})));
+        assert_eq!(is_primed(&answer), expected, "{answer}");
+        assert!(answer.contains("run_program"), "{answer}");
+    }
+}
+
+fn an_id_that_is_in_use_is_refused_over_http_and_its_first_request_answered() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let session = session(&http.post(&[ALICE], &initialize()));
+    let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    let limits = json!({"timeout_ms": 3000, "fuel": u64::MAX});
+    let program = "(module (memory (export \"memory\") 1) (func (export \"forge_run\") (result i32) \
+                   (loop (br 0)) (unreachable)))";
+    let arguments = json!({"program": program, "limits": limits});
+    let run = request("tools/call", json!({"name": "run_program", "arguments": arguments}));
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| http.post(&headers, &run));
+        support::eventually("the second is refused", || {
+            // The first may not be there yet.
+            http.post(&headers, &request("tools/list", json!({}))).contains("not answered yet")
+        });
+        let first = first.join().unwrap();
+        assert!(first.contains("deadline"), "{first}");
+    });
+    let answer = http.post(&headers, &request("tools/list", json!({})));
+    assert!(answer.contains("run_program"), "{answer}");
+}
+
+fn a_session_that_is_not_there_cannot_be_ended() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let session = session(&http.post(&[ALICE], &initialize()));
+    let end = |who| http.send("DELETE", &[who, ("Mcp-Session-Id", &*session)], "");
+    assert!(end(BOB).starts_with("HTTP/1.1 404 "), "another's");
+    assert!(end(ALICE).starts_with("HTTP/1.1 202 "));
+    assert!(end(ALICE).starts_with("HTTP/1.1 404 "), "it has ended");
 }
 
 fn a_session_and_a_handle_are_of_no_use_to_another_principal() {

@@ -181,7 +181,8 @@ impl Talk {
             let message = tokio::select! {
                 message = socket.recv() => match message {
                     Some(Ok(message)) => message,
-                    Some(Err(_)) | None => break None,
+                    Some(Err(_)) => break Some((1002, "this is no frame that is taken here")),
+                    None => break None,
                 },
                 Some(Unsent { said: Said { text, over }, .. }) = said.recv() => {
                     if let Some(number) = over {
@@ -215,7 +216,11 @@ impl Talk {
             heard = tokio::time::Instant::now();
             let answered = match message {
                 Message::Text(text) => self.hear(text.as_str()).await,
-                Message::Close(_) => break None,
+                Message::Close(_) => {
+                    // The answer to it (RFC 6455, 5.5.1) is sent by reading on.
+                    let _ = tokio::time::timeout(SEND_TIME_MAX, socket.recv()).await;
+                    break None;
+                }
                 Message::Ping(_) | Message::Pong(_) => continue,
                 Message::Binary(_) => break Some((1003, "messages are text")),
             };

@@ -3,9 +3,10 @@
 use std::fmt::Display;
 
 use rmcp::model::{
-    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, Implementation,
-    ListResourcesResult, ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams,
-    ReadResourceResponse, ServerCapabilities, ServerConfig, Tool,
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, CustomRequest,
+    CustomResult, ErrorCode, Implementation, InitializeRequestParams, ListResourcesResult,
+    ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams, ReadResourceResponse,
+    ServerCapabilities, ServerConfig, Tool,
 };
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer, ServerHandler};
@@ -13,7 +14,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::{Door, run, search, teach};
+use super::{Door, one_line, run, search, teach};
 
 impl ServerHandler for Door {
     fn get_info(&self) -> ServerConfig {
@@ -68,6 +69,18 @@ impl ServerHandler for Door {
         Ok(ListResourcesResult::with_all_items(teach::resources()))
     }
 
+    async fn on_custom_request(
+        &self,
+        request: CustomRequest,
+        _: RequestContext<RoleServer>,
+    ) -> Result<CustomResult, ErrorData> {
+        Err(unreadable(&request).unwrap_or_else(|| {
+            let what =
+                format!("there is no method {:?}", one_line(&request.method, METHOD_CHARS_MAX));
+            ErrorData::new(ErrorCode::METHOD_NOT_FOUND, what, None)
+        }))
+    }
+
     async fn read_resource(
         &self,
         request: ReadResourceRequestParams,
@@ -78,6 +91,28 @@ impl ServerHandler for Door {
             None => Err(ErrorData::resource_not_found("there is no such resource", None)),
         }
     }
+}
+
+/// A method's name in a refusal, in characters.
+const METHOD_CHARS_MAX: usize = 100;
+
+/// rmcp takes a request whose params it cannot read for one of a method that it
+/// does not know. What is wrong with them, if it is a method that is known here.
+pub(super) fn unreadable(request: &CustomRequest) -> Option<ErrorData> {
+    fn read<T: DeserializeOwned>(params: &Value) -> Result<(), serde_json::Error> {
+        T::deserialize(params).map(drop)
+    }
+    let params = request.params.clone().unwrap_or_default();
+    let read = match &*request.method {
+        "initialize" => read::<InitializeRequestParams>(&params),
+        "tools/call" => read::<CallToolRequestParams>(&params),
+        "resources/read" => read::<ReadResourceRequestParams>(&params),
+        "tools/list" | "resources/list" => read::<Option<PaginatedRequestParams>>(&params),
+        _ => return None,
+    };
+    let why = read.err().map_or_else(String::new, |error| format!(": {error}"));
+    let what = format!("the params of {} cannot be read{why}", request.method);
+    Some(ErrorData::invalid_params(what, None))
 }
 
 /// A model can mend its arguments if it is told, so what is wrong with them is

@@ -14,13 +14,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http_body_util::combinators::BoxBody;
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{self, HeaderValue};
+use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
+use rmcp::model::ClientJsonRpcMessage;
 use rmcp::transport::StreamableHttpService;
 use rmcp::transport::streamable_http_server::StreamableHttpServerConfig;
+use rmcp::transport::streamable_http_server::session::SessionManager as _;
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
@@ -61,6 +63,55 @@ struct Entrance {
     streams: Arc<Semaphore>,
 }
 
+impl Entrance {
+    /// Whether the session is there that a request names. One that names none is
+    /// rmcp's to refuse.
+    async fn has_session(&self, headers: &HeaderMap) -> bool {
+        let Some(id) = headers.get(HEADER_SESSION_ID) else { return true };
+        let Ok(id) = id.to_str() else { return false };
+        self.sessions.has_session(&id.into()).await.unwrap_or(false)
+    }
+
+    /// Has rmcp answer. What it cannot read it takes for another media type.
+    async fn handle(&self, request: Request<Incoming>) -> Response<BoxBody<Bytes, Infallible>> {
+        if request.method() != Method::POST {
+            return self.service.handle(request).await;
+        }
+        let (head, body) = request.into_parts();
+        let body = match Limited::new(body, MESSAGE_BYTES_MAX).collect().await {
+            Ok(body) => body.to_bytes(),
+            Err(error) if error.is::<LengthLimitError>() => {
+                let what = format!("a message has at most {MESSAGE_BYTES_MAX} bytes");
+                return text(StatusCode::PAYLOAD_TOO_LARGE, what);
+            }
+            Err(error) => return text(StatusCode::BAD_REQUEST, format!("the body: {error}")),
+        };
+        let is_json = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| {
+            let kind = kind.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
+            kind.trim_ascii().eq_ignore_ascii_case(b"application/json")
+        });
+        let request = Request::from_parts(head, Full::new(body.clone()));
+        let response = self.service.handle(request).await;
+        if response.status() != StatusCode::UNSUPPORTED_MEDIA_TYPE || !is_json {
+            return response;
+        }
+        let Err(error) = serde_json::from_slice::<ClientJsonRpcMessage>(&body) else {
+            return response;
+        };
+        let said = serde_json::to_string(&super::no_message(&body, &error)).unwrap_or_default();
+        let mut response = text(StatusCode::BAD_REQUEST, said);
+        let kind = HeaderValue::from_static("application/json");
+        response.headers_mut().insert(header::CONTENT_TYPE, kind);
+        response
+    }
+}
+
+fn text(status: StatusCode, what: String) -> Response<BoxBody<Bytes, Infallible>> {
+    let mut response = Response::new(Full::new(Bytes::from(what)).boxed());
+    *response.status_mut() = status;
+    response
+}
+
 type Answer = Response<Held<BoxBody<Bytes, Infallible>, Option<OwnedSemaphorePermit>>>;
 
 /// Serves until it is told to end. What runs then is cancelled.
@@ -73,6 +124,8 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
         .with_allowed_origins(LOOPBACK_ORIGINS.map(str::to_owned).into_iter().chain(origins))
         .enforce_origin_validation()
         .with_max_request_body_bytes(MESSAGE_BYTES_MAX)
+        // Sessions have events without data for clients that know them.
+        .with_sse_retry(None)
         .with_cancellation_token(closing.clone());
     let mut entrances = Vec::new();
     let mut open_doors = Vec::new();
@@ -120,7 +173,10 @@ async fn answer(request: Request<Incoming>, entrances: &[(Vec<TokenHash>, Entran
         return no_room("too much at once");
     };
     let begins = !request.headers().contains_key(HEADER_SESSION_ID);
-    match tokio::time::timeout(ANSWER_TIME_MAX, entrance.service.handle(request)).await {
+    if request.method() == Method::DELETE && !entrance.has_session(request.headers()).await {
+        return refuse(StatusCode::NOT_FOUND, "there is no such session");
+    }
+    match tokio::time::timeout(ANSWER_TIME_MAX, entrance.handle(request)).await {
         // rmcp takes a session that there is no room for as a fault of its own.
         Ok(response)
             if begins

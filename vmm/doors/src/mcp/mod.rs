@@ -38,6 +38,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use forge_client::ClientError;
 use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::SignerKey;
+use rmcp::ErrorData;
+use rmcp::model::{RequestId, ServerJsonRpcMessage};
+use serde::Deserialize;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
@@ -117,6 +120,24 @@ impl Door {
     fn handles(&self) -> MutexGuard<'_, Handles> {
         self.0.handles.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// What is said to bytes that are no message of MCP.
+fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
+    /// What is no message but has an id.
+    #[derive(Deserialize)]
+    struct Numbered {
+        id: Option<RequestId>,
+    }
+    let (error, id) = match error.classify() {
+        serde_json::error::Category::Data => {
+            let numbered = serde_json::from_slice::<Numbered>(bytes);
+            let error = ErrorData::invalid_request("this is no message of MCP", None);
+            (error, numbered.ok().and_then(|it| it.id))
+        }
+        _ => (ErrorData::parse_error(format!("this is no JSON: {error}"), None), None),
+    };
+    ServerJsonRpcMessage::error(error, id)
 }
 
 /// Text of a program or a tool as one short line: without characters that

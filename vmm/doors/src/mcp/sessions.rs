@@ -1,7 +1,18 @@
 //! Sessions of one principal over HTTP: rmcp's own, and no more than so many.
+//!
+//! rmcp takes a second request of an id that is not answered, and loses the first
+//! one's answer; and it begins each stream with an event without data, which
+//! clients before 2025-11-25 take for a message. Neither is so here.
+
+use std::collections::{HashMap, HashSet};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 
 use futures_core::Stream;
-use rmcp::model::{ClientJsonRpcMessage, ServerJsonRpcMessage};
+use rmcp::model::{
+    ClientJsonRpcMessage, ErrorData, ProtocolVersion, RequestId, ServerJsonRpcMessage, ServerResult,
+};
 use rmcp::transport::streamable_http_server::session::local::{
     LocalSessionManager, LocalSessionManagerError,
 };
@@ -13,7 +24,81 @@ use rmcp::transport::streamable_http_server::session::{
 /// five minutes.
 pub(super) const SESSIONS_MAX: usize = 64;
 
-pub(super) struct Sessions(LocalSessionManager);
+pub(super) struct Sessions {
+    sessions: LocalSessionManager,
+    known: Mutex<HashMap<SessionId, Known>>,
+}
+
+/// What is known of one.
+#[derive(Clone, Default)]
+struct Known {
+    /// Its client knows events without data.
+    is_primed: bool,
+    open: Arc<Mutex<HashSet<RequestId>>>,
+}
+
+/// A request that is not answered.
+struct Open {
+    id: RequestId,
+    of: Arc<Mutex<HashSet<RequestId>>>,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        lock(&self.of).remove(&self.id);
+    }
+}
+
+/// What the locks guard is whole between any two statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a session says on one stream.
+struct Told {
+    /// Said first, and nothing after it.
+    refusal: Option<ServerSseMessage>,
+    stream: Option<Pin<Box<dyn Stream<Item = ServerSseMessage> + Send + Sync>>>,
+    is_primed: bool,
+    /// The request that it answers.
+    _open: Option<Open>,
+}
+
+impl Told {
+    fn over(
+        stream: impl Stream<Item = ServerSseMessage> + Send + Sync + 'static,
+        is_primed: bool,
+        open: Option<Open>,
+    ) -> Self {
+        Self { refusal: None, stream: Some(Box::pin(stream)), is_primed, _open: open }
+    }
+
+    fn refused(error: ErrorData) -> Self {
+        let refusal = ServerSseMessage::from_message(ServerJsonRpcMessage::error(error, None));
+        Self { refusal: Some(refusal), stream: None, is_primed: false, _open: None }
+    }
+}
+
+impl Stream for Told {
+    type Item = ServerSseMessage;
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<ServerSseMessage>> {
+        if let Some(refusal) = self.refusal.take() {
+            return Poll::Ready(Some(refusal));
+        }
+        let is_primed = self.is_primed;
+        let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
+        loop {
+            match stream.as_mut().poll_next(context) {
+                Poll::Ready(Some(event)) if event.message.is_none() && !is_primed => {}
+                said => return said,
+            }
+        }
+    }
+}
 
 /// Why a session does not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -26,12 +111,16 @@ pub(super) enum SessionsError {
 
 impl Sessions {
     pub(super) fn new(sessions: LocalSessionManager) -> Self {
-        Self(sessions)
+        Self { sessions, known: Mutex::default() }
+    }
+
+    fn known(&self, id: &SessionId) -> Known {
+        lock(&self.known).get(id).cloned().unwrap_or_default()
     }
 
     /// Whether there is no room for another.
     pub(super) async fn is_full(&self) -> bool {
-        self.0.sessions.read().await.len() >= SESSIONS_MAX
+        self.sessions.sessions.read().await.len() >= SESSIONS_MAX
     }
 }
 
@@ -45,7 +134,13 @@ impl SessionManager for Sessions {
         if self.is_full().await {
             return Err(SessionsError::Full);
         }
-        Ok(self.0.create_session().await?)
+        let (id, transport) = self.sessions.create_session().await?;
+        // Those that ended by themselves.
+        let there = self.sessions.sessions.read().await;
+        let mut known = lock(&self.known);
+        known.retain(|id, _| there.contains_key(id));
+        known.insert(id.clone(), Known::default());
+        Ok((id, transport))
     }
 
     async fn initialize_session(
@@ -53,15 +148,23 @@ impl SessionManager for Sessions {
         id: &SessionId,
         message: Message,
     ) -> Result<ServerJsonRpcMessage, SessionsError> {
-        Ok(self.0.initialize_session(id, message).await?)
+        let answer = self.sessions.initialize_session(id, message).await?;
+        if let ServerJsonRpcMessage::Response(response) = &answer
+            && let ServerResult::InitializeResult(initialized) = &response.result
+            && let Some(known) = lock(&self.known).get_mut(id)
+        {
+            known.is_primed = initialized.protocol_version >= ProtocolVersion::V_2025_11_25;
+        }
+        Ok(answer)
     }
 
     async fn has_session(&self, id: &SessionId) -> Result<bool, SessionsError> {
-        Ok(self.0.has_session(id).await?)
+        Ok(self.sessions.has_session(id).await?)
     }
 
     async fn close_session(&self, id: &SessionId) -> Result<(), SessionsError> {
-        Ok(self.0.close_session(id).await?)
+        lock(&self.known).remove(id);
+        Ok(self.sessions.close_session(id).await?)
     }
 
     async fn create_stream(
@@ -69,18 +172,32 @@ impl SessionManager for Sessions {
         id: &SessionId,
         message: Message,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
-        Ok(self.0.create_stream(id, message).await?)
+        let known = self.known(id);
+        let open = match &message {
+            ClientJsonRpcMessage::Request(request) => {
+                if !lock(&known.open).insert(request.id.clone()) {
+                    // Nobody could tell the two answers apart.
+                    let what = "a request of this id is not answered yet";
+                    return Ok(Told::refused(ErrorData::invalid_request(what, None)));
+                }
+                Some(Open { id: request.id.clone(), of: known.open })
+            }
+            _ => None,
+        };
+        let stream = self.sessions.create_stream(id, message).await?;
+        Ok(Told::over(stream, known.is_primed, open))
     }
 
     async fn accept_message(&self, id: &SessionId, message: Message) -> Result<(), SessionsError> {
-        Ok(self.0.accept_message(id, message).await?)
+        Ok(self.sessions.accept_message(id, message).await?)
     }
 
     async fn create_standalone_stream(
         &self,
         id: &SessionId,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
-        Ok(self.0.create_standalone_stream(id).await?)
+        let stream = self.sessions.create_standalone_stream(id).await?;
+        Ok(Told::over(stream, self.known(id).is_primed, None))
     }
 
     async fn resume(
@@ -88,6 +205,7 @@ impl SessionManager for Sessions {
         id: &SessionId,
         last_event_id: String,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
-        Ok(self.0.resume(id, last_event_id).await?)
+        let stream = self.sessions.resume(id, last_event_id).await?;
+        Ok(Told::over(stream, self.known(id).is_primed, None))
     }
 }

@@ -12,19 +12,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use rmcp::model::{
-    ClientJsonRpcMessage, ClientNotification, ErrorCode, ErrorData, RequestId, ServerJsonRpcMessage,
+    ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, ErrorData, RequestId,
+    ServerJsonRpcMessage,
 };
 use rmcp::service::ServerInitializeError;
 use rmcp::transport::Transport;
 use rmcp::{RoleServer, ServiceExt as _};
-use serde::Deserialize;
 use tokio::io::{
     AsyncBufRead, AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader,
 };
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX};
+use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 
 /// How long a client that is leaving may take for its last answers.
 const LAST_WRITE_TIME_MAX: Duration = Duration::from_secs(2);
@@ -266,15 +266,18 @@ impl Outlet {
         if line.is_empty() {
             return Ok(None);
         }
-        let message = serde_json::from_slice(line).map_err(|error| match error.classify() {
-            serde_json::error::Category::Data => {
-                let id = id_of(line);
-                refuse(ErrorCode::INVALID_REQUEST, "this is no message of MCP".into(), id)
-            }
-            _ => refuse(ErrorCode::PARSE_ERROR, format!("this is no JSON: {error}"), None),
-        })?;
+        let message = serde_json::from_slice(line)
+            .map_err(|error| Outgoing::new(&super::no_message(line, &error)))?;
         match &message {
-            ClientJsonRpcMessage::Request(request) => self.opened(&request.id, line.len())?,
+            ClientJsonRpcMessage::Request(request) => {
+                // Before the handshake nobody else would say so.
+                if let ClientRequest::CustomRequest(custom) = &request.request
+                    && let Some(ErrorData { code, message, .. }) = handler::unreadable(custom)
+                {
+                    return Err(refuse(code, message.into_owned(), Some(request.id.clone())));
+                }
+                self.opened(&request.id, line.len())?;
+            }
             ClientJsonRpcMessage::Notification(notification) => {
                 if let ClientNotification::CancelledNotification(cancelled) =
                     &notification.notification
@@ -323,15 +326,6 @@ impl Outlet {
 
 fn refuse(code: ErrorCode, what: String, id: Option<RequestId>) -> Outgoing {
     Outgoing::new(&ServerJsonRpcMessage::error(ErrorData::new(code, what, None), id))
-}
-
-/// The id of something that is no message but has one.
-fn id_of(line: &[u8]) -> Option<RequestId> {
-    #[derive(Deserialize)]
-    struct Numbered {
-        id: Option<RequestId>,
-    }
-    serde_json::from_slice::<Numbered>(line).ok()?.id
 }
 
 #[cfg(test)]
