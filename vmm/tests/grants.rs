@@ -29,6 +29,7 @@ fn main() -> ExitCode {
         ],
         claims![
             a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all,
+            check_says_what_of_a_grant_would_keep_a_program_from_running,
             a_grants_file_is_its_owners_alone_and_whole_or_as_it_was,
             a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character,
         ],
@@ -119,6 +120,17 @@ fn a_programs_call_outside_its_constraint_is_denied_and_costs_the_server_nothing
     assert_eq!(why["constraint"], "/ms<=5", "{why}");
     assert_eq!(desk.calls(), Vec::<String>::new());
 
+    // A tool would get 5.0.
+    let nearly = r#"{"ms":4.99999999999999999999999}"#;
+    let (code, report) = desk.run("test.slow", nearly, &["--grant", "whole.grant"]);
+    assert_eq!(
+        (code, &report["tool_calls"][0]["status"]),
+        (0, &json!("bad_request")),
+        "{report:#}"
+    );
+    assert!(report["output"].as_str().unwrap().contains("at byte 6 of"), "{report:#}");
+    assert_eq!(desk.calls(), Vec::<String>::new());
+
     let (_, report) = desk.run("test.slow", r#"{"ms":5}"#, &["--grant", "whole.grant"]);
     assert_eq!(report["tool_calls"][0]["status"], "ok", "{report:#}");
     assert_eq!(desk.calls(), ["slow", "slow ended"]);
@@ -204,6 +216,37 @@ fn a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all() {
 
     let nothing = desk.forge(&["grant", "attenuate", "whole.grant", "-o", "narrow.grant"]);
     assert_eq!(nothing.status.code(), Some(3), "{}", text(&nothing.stderr));
+}
+
+fn check_says_what_of_a_grant_would_keep_a_program_from_running() {
+    let desk = Shop::new();
+    desk.issue(&["--allow", "test.echo", "--session", "s-1"]);
+    desk.write("program.wat", calls("test.echo", "{}"));
+    desk.write("signer.pub", support::signer().trust_key().to_pem());
+    desk.done(&["sign", "--key", "signer.pem", "program.wat", "-o", "program.wasm"]);
+    let check = |more: &[&str]| -> Vec<String> {
+        let command = ["check", "--json", "--trust", "signer.pub", "--grant", "whole.grant"];
+        let output = desk.forge(&[&command[..], more, &["program.wasm"]].concat());
+        let said: Value = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|_| panic!("{}", text(&output.stderr)));
+        let violations = said["violations"].as_array().unwrap();
+        assert_eq!(output.status.success(), violations.is_empty(), "{said}");
+        violations.iter().map(|it| format!("{}: {}", it["kind"], it["message"])).collect()
+    };
+    assert_eq!(check(&["--session", "s-1"]), Vec::<String>::new());
+    for (more, said) in [(&[][..], "session"), (&["--session", "s-1", "--principal", "bob"], "bob")]
+    {
+        let violations = check(more);
+        assert_eq!(violations.len(), 1, "{violations:?}");
+        assert!(violations[0].starts_with("\"grant\"") && violations[0].contains(said));
+    }
+    let mut token = fs::read(desk.path("whole.grant")).unwrap();
+    let middle = token.len() / 2;
+    token[middle] ^= 1;
+    desk.write("whole.grant", token);
+    let violations = check(&[]);
+    assert_eq!(violations.len(), 1, "{violations:?}");
+    assert!(violations[0].starts_with("\"grant\""), "{violations:?}");
 }
 
 fn a_grants_file_is_its_owners_alone_and_whole_or_as_it_was() {

@@ -24,6 +24,7 @@ use tokio::time::{Instant, timeout_at};
 use super::failure::{CallFailure, tool_error};
 use super::run::Run;
 use crate::builtin::InPlace;
+use crate::constraint::first_changed;
 use crate::definition::{Effect, Tool};
 use crate::journal::{CallFacts, Event, Journal, Record};
 use crate::metrics::Metrics;
@@ -238,7 +239,10 @@ fn heard_until(run: &Run) -> Instant {
 /// that reads JSON otherwise never sees other arguments than were checked.
 fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
     match serde_json::from_slice(request) {
-        Ok(Value::Object(arguments)) => Ok(arguments),
+        Ok(Value::Object(arguments)) => match first_changed(request) {
+            None => Ok(arguments),
+            Some(at) => Err(CallFailure::InexactNumber { at }),
+        },
         Ok(_) => Err(CallFailure::NotAnObject { why: "it is another JSON value".into() }),
         Err(error) => Err(CallFailure::NotAnObject { why: error.to_string() }),
     }

@@ -44,6 +44,15 @@ pub enum CallFailure {
         /// What it is.
         why: String,
     },
+    /// A number in the request would reach the tool as another.
+    #[error(
+        "the number at byte {at} of the request is neither an integer of 64 bits nor as a double \
+         is written: the tool would get another; send it as text, if the tool takes that"
+    )]
+    InexactNumber {
+        /// Where it begins.
+        at: usize,
+    },
     /// The request is not what the schema asks.
     #[error("the arguments do not fit the tool's schema: {}", violations.join("; "))]
     BadArguments {
@@ -104,7 +113,9 @@ impl CallFailure {
             | Self::DefinitionChanged { .. }
             | Self::OutsideGrant { .. } => CallCode::Denied,
             Self::NoSuchTool(_) => CallCode::NoSuchTool,
-            Self::NotAnObject { .. } | Self::BadArguments { .. } => CallCode::BadRequest,
+            Self::NotAnObject { .. } | Self::InexactNumber { .. } | Self::BadArguments { .. } => {
+                CallCode::BadRequest
+            }
             Self::RequestTooLarge { .. } => CallCode::RequestTooLarge,
             Self::ToolFailed { .. } => CallCode::ToolFailed,
             Self::BudgetSpent(_) => CallCode::BudgetSpent,

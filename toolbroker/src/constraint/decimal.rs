@@ -3,7 +3,10 @@
 //! JSON writes numbers in decimal, and most decimals have no binary form: a
 //! comparison over floats says that 0.1 + 0.2 is over 0.3. So a number is
 //! compared as it is written, digit by digit. What cannot be held exactly is
-//! refused and not rounded. Deliberately absent is arithmetic.
+//! refused and not rounded. That begins where arguments are read: values of JSON
+//! are held as integers of 64 bits or doubles here, as in most servers, and a
+//! number that would become another by that is refused whatever is granted.
+//! Deliberately absent is arithmetic.
 
 use std::cmp::Ordering;
 
@@ -123,6 +126,52 @@ impl PartialEq for Decimal {
 
 impl Eq for Decimal {}
 
+/// Shorter numbers without an exponent are doubles of at most 15 digits, which
+/// all come back as they were written.
+const SHORT_BYTES: usize = 15;
+
+/// The first byte of a number in this text of JSON that is held as another.
+pub(crate) fn first_changed(json: &[u8]) -> Option<usize> {
+    let (mut at, mut in_string) = (0, false);
+    while let Some(byte) = json.get(at) {
+        match byte {
+            b'\\' if in_string => at += 1,
+            b'"' => in_string = !in_string,
+            b'-' | b'0'..=b'9' if !in_string => {
+                let number = json[at..].iter().take_while(|byte| {
+                    matches!(byte, b'-' | b'+' | b'.' | b'e' | b'E' | b'0'..=b'9')
+                });
+                let bytes = &json[at..at + number.count()];
+                if !std::str::from_utf8(bytes).is_ok_and(is_held) {
+                    return Some(at);
+                }
+                at += bytes.len();
+                continue;
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+    None
+}
+
+/// Whether a number of JSON is an integer of 64 bits, or as some double is
+/// written: with the fewest digits that name it, or with 17.
+fn is_held(text: &str) -> bool {
+    if text.len() <= SHORT_BYTES && !text.contains(['e', 'E']) {
+        return true;
+    }
+    if text.parse::<i64>().is_ok() || text.parse::<u64>().is_ok() {
+        return true;
+    }
+    let (Some(written), Ok(double)) = (Decimal::parse(text), text.parse::<f64>()) else {
+        return false;
+    };
+    let is_written = |shown: String| Decimal::parse(&shown) == Some(written);
+    double.is_finite()
+        && (is_written(format!("{double:e}")) || is_written(format!("{double:.16e}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,6 +208,55 @@ mod tests {
             for (j, b) in ascending.iter().enumerate() {
                 assert_eq!(number(a).cmp(&number(b)), i.cmp(&j), "{a} and {b}");
             }
+        }
+    }
+
+    #[test]
+    fn numbers_that_would_become_others_are_found_and_no_others() {
+        for held in [
+            "0",
+            "-0",
+            "-0.0",
+            "7",
+            "1e2",
+            "1E+2",
+            "0.1",
+            "-19.99",
+            "1e308",
+            "5e-324",
+            "18446744073709551615",
+            "-9223372036854775808",
+            "9007199254740993",
+            // As languages write a double: the fewest digits, or 17.
+            "0.30000000000000004",
+            "0.10000000000000001",
+            "1.7976931348623157e308",
+            "3.1415926535897931",
+            "1e23",
+            "123456789012345680000",
+            "0.000000000000000000000000001",
+        ] {
+            assert_eq!(first_changed(held.as_bytes()), None, "{held}");
+            let value: serde_json::Value = serde_json::from_str(held).unwrap();
+            // What is held is sent on, and is the same number still.
+            let sent: f64 = value.to_string().parse().unwrap();
+            assert_eq!(sent.to_bits() << 1, held.parse::<f64>().unwrap().to_bits() << 1, "{held}");
+        }
+        for changed in [
+            "18446744073709551616",
+            "-9223372036854775809",
+            "12345678901234567890123",
+            "4.99999999999999999999999",
+            "0.30000000000000001",
+            "9007199254740992.7",
+            "9007199254740993.0",
+            "1e-400",
+            "123456789.123456789123",
+        ] {
+            assert_eq!(first_changed(changed.as_bytes()), Some(0), "{changed}");
+            let within = format!(r#"{{"a\\":"1e-400 \" 1e-400","b":[1,{changed}]}}"#);
+            let at = within.rfind(changed);
+            assert_eq!(first_changed(within.as_bytes()), at, "{within}");
         }
     }
 

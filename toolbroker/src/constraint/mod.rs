@@ -48,6 +48,7 @@ use regex::Regex;
 use serde_json::Value;
 
 use self::decimal::Decimal;
+pub(crate) use self::decimal::first_changed;
 pub use self::written::{WrittenError, parse_where};
 
 /// The longest string a pattern is matched against, in bytes. With

@@ -320,6 +320,9 @@ pub(crate) struct CheckArgs {
     /// The grant it would run under
     #[arg(long, value_name = "FILE")]
     pub(crate) grant: Option<PathBuf>,
+    /// The session that the run would belong to
+    #[arg(long, value_name = "NAME")]
+    pub(crate) session: Option<String>,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

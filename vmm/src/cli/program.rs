@@ -5,13 +5,14 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use forge_protocol::abi::{Forge, Import};
-use forge_protocol::broker::{Authority, Reply, Request};
+use forge_protocol::broker::{Authority, RefusalKind, Reply, Request};
 use forge_protocol::ending::Ending;
 use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
 use forge_vmm::admission::{self, Shape, shown, shown_whole};
+use forge_vmm::broker::BrokerError;
 use forge_vmm::keys;
 use serde::Serialize;
 
@@ -211,6 +212,9 @@ struct CheckedViolation {
     message: String,
 }
 
+/// The kind of what is wrong with a grant, as in a report.
+const GRANT: &str = "grant";
+
 /// Says everything in a program and its grant that would keep it from running.
 pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     config::check_named(&args.broker)?;
@@ -231,18 +235,48 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         add("too_large", format!("the program has {} bytes, the limit is {limit}", bytes.len()));
     }
     let granted = match config::authority(args.allow, args.grant.as_deref())? {
-        Authority::Tools(tools) => tools,
+        Authority::Tools(tools) => Some(tools),
         Authority::Grant(token) => {
             let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
             let request = Request::InspectGrant { token };
             let claims = config::ask(&broker, &request, |reply| match reply {
                 Reply::Claims(claims) => Ok(claims),
                 other => Err(other),
-            })?;
-            claims.tools.into_iter().map(|tool| tool.name).collect()
+            });
+            match claims {
+                Ok(claims) => {
+                    let (principal, session) = (&args.broker.principal, &args.session);
+                    if claims.principal != *principal {
+                        let owner = &claims.principal;
+                        add(
+                            GRANT,
+                            format!("it is {owner:?}'s, and {principal:?} would present it"),
+                        );
+                    }
+                    if let Some(bound) = &claims.session
+                        && claims.session != *session
+                    {
+                        add(
+                            GRANT,
+                            format!("it is good in the session {bound:?} alone (--session)"),
+                        );
+                    }
+                    Some(claims.tools.into_iter().map(|tool| tool.name).collect())
+                }
+                Err(CliError::Broker(BrokerError::Refused {
+                    kind: RefusalKind::BadGrant,
+                    message,
+                })) => {
+                    add(GRANT, message);
+                    None
+                }
+                Err(error) => return Err(error),
+            }
         }
     };
     if let Ok(shape) = Shape::read(&bytes) {
+        // What a grant that is not good was for is not known.
+        let granted = granted.unwrap_or_else(|| shape.tools().cloned().collect());
         for violation in shape.violations(&granted, &limits) {
             add(violation.kind.as_str(), violation.message);
         }
