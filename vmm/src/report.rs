@@ -2,7 +2,7 @@
 
 use base64::Engine as _;
 use forge_protocol::abi::CallCode;
-use forge_protocol::ending::Ending;
+use forge_protocol::ending::{Ending, LimitKind};
 use forge_protocol::guest::{Artifact, Ended};
 use forge_protocol::worker::{CallRecord, Fate, Tier, Timing, VmFailure, VmFailureKind};
 use serde::{Deserialize, Serialize};
@@ -270,6 +270,13 @@ impl Outcome {
                 Status::Trap,
                 kind.as_str(),
                 format!("the program trapped: {}", printable(detail)),
+            ),
+            Ending::Limit { kind: kind @ LimitKind::Artifacts, limit } => Self::new(
+                Status::Limit,
+                kind.as_str(),
+                format!(
+                    "the program left more artifacts, or larger ones, than its limit of {limit}"
+                ),
             ),
             Ending::Limit { kind, limit } => Self::new(
                 Status::Limit,

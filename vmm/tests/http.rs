@@ -975,6 +975,9 @@ fn what_does_not_fit_is_refused_by_its_kind_before_it_is_read() {
     };
     let announced = Answer::of(&service.raw(head("content-length: 999999999").as_bytes()));
     assert_eq!((announced.status, announced.kind()), (413, "too_large"));
+    let encoded = head("content-encoding: gzip\r\ncontent-length: 0");
+    let encoded = Answer::of(&service.raw(encoded.as_bytes()));
+    assert_eq!((encoded.status, encoded.kind()), (415, "media_type"));
     let mut chunked = head("transfer-encoding: chunked").into_bytes();
     chunked.extend_from_slice(b"2000000\r\n");
     chunked.resize(chunked.len() + 0x200_0000, b' ');

@@ -1221,10 +1221,11 @@ fn usage_errors_exit_2_and_say_what_to_do() {
     desk.write("hello.wat", HELLO);
     desk.write("typo.toml", "[trust]\nkeyz = []\n");
     desk.write("bytes", [0xff, 0xfe]);
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["run"], "Usage"),
         (&["run", "--isolation", "none", "hello.wat"], "possible values: vm"),
         (&["run", "hello.wat"], "--trust"),
+        (&["run", "--principal", "", "--trust", "signer.pub", "hello.wat"], "1 to 256 bytes"),
         (&["run", "--prepare", "--trust", "signer.pub", "hello.wat"], "--service"),
         (&["run", "--trust", "nowhere.pub", "hello.wat"], "nowhere.pub"),
         (&["run", "--trust", "bytes", "hello.wat"], "BEGIN PUBLIC KEY"),

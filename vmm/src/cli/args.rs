@@ -78,8 +78,14 @@ pub(crate) struct BrokerArgs {
     #[arg(long, value_name = "DIR", env = "FORGE_STATE")]
     pub(crate) state: Option<PathBuf>,
     /// Who asks
-    #[arg(long, value_name = "NAME", default_value = "local")]
+    #[arg(long, value_name = "NAME", default_value = "local", value_parser = principal)]
     pub(crate) principal: String,
+}
+
+/// A principal's name, as the toolbroker takes it.
+fn principal(name: &str) -> Result<String, String> {
+    let fits = !name.is_empty() && name.len() <= 256 && !name.chars().any(char::is_control);
+    if fits { Ok(name.to_owned()) } else { Err("it has 1 to 256 bytes, none of control".into()) }
 }
 
 #[derive(Debug, ClapArgs)]

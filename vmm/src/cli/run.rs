@@ -30,7 +30,15 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let limits = limits(&args);
     config::check_named(&args.broker)?;
     let input = config::json_argument("--input", &args.input)?;
-    let (program, trust) = program_and_trust(&args)?;
+    let (program, trust) = match program_and_trust(&args) {
+        // What is no module cannot be signed, and is refused as if it were not.
+        Err(CliError::Program(why)) if args.json => {
+            let refused = RunResult::unstarted(Status::Rejected, "signature", why);
+            print_json(&refused.report)?;
+            return Ok(ExitCode::from(Status::Rejected.exit_code()));
+        }
+        read => read?,
+    };
     let mut authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
     if args.service.is_some() {
         let (principal, session) = (args.broker.principal.clone(), args.session.clone());
@@ -54,7 +62,10 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     };
     // Where they cannot be, nothing has happened yet.
     if let Some(folder) = &args.artifacts {
-        fs::create_dir_all(folder).map_err(failed(folder))?;
+        fs::create_dir_all(folder).map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists => failed(folder)(io::ErrorKind::NotADirectory.into()),
+            _ => failed(folder)(error),
+        })?;
     }
     let trace_at = args
         .trace

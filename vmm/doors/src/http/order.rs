@@ -159,11 +159,20 @@ pub(crate) async fn read(
 }
 
 pub(crate) fn unsupported(fitting: &str) -> Problem {
-    Problem::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "media_type", format!("send {fitting}"))
+    Problem::new(
+        StatusCode::UNSUPPORTED_MEDIA_TYPE,
+        "media_type",
+        format!("send {fitting}, and no Content-Encoding"),
+    )
 }
 
-/// The media type of a request's body, in lower case, without parameters.
+/// The media type of a request's body, in lower case, without parameters; none
+/// of one that is encoded beside that.
 pub(crate) fn media_type(headers: &HeaderMap) -> String {
+    let encodings = headers.get_all(header::CONTENT_ENCODING);
+    if encodings.iter().any(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        return String::new();
+    }
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     value.unwrap_or_default().split(';').next().unwrap_or_default().trim().to_ascii_lowercase()
 }

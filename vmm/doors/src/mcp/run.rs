@@ -1,6 +1,7 @@
 //! `run_program`.
 
 use std::collections::HashMap;
+use std::num::NonZero;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
@@ -59,8 +60,8 @@ fn no_input() -> Value {
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Limits {
-    timeout_ms: Option<u64>,
-    fuel: Option<u64>,
+    timeout_ms: Option<NonZero<u64>>,
+    fuel: Option<NonZero<u64>>,
     memory_bytes: Option<u64>,
     calls: Option<u32>,
 }
@@ -70,8 +71,8 @@ impl From<Limits> for RunLimits {
         let Limits { timeout_ms, fuel, memory_bytes, calls } = limits;
         let default = Self::default();
         Self {
-            wall_ms: timeout_ms.unwrap_or(default.wall_ms),
-            fuel: fuel.unwrap_or(default.fuel),
+            wall_ms: timeout_ms.map_or(default.wall_ms, NonZero::get),
+            fuel: fuel.map_or(default.fuel, NonZero::get),
             memory_bytes: memory_bytes.unwrap_or(default.memory_bytes),
             calls: calls.unwrap_or(default.calls),
             ..default
