@@ -85,7 +85,11 @@ pub(crate) struct BrokerArgs {
 /// A principal's name, as the toolbroker takes it.
 fn principal(name: &str) -> Result<String, String> {
     let fits = !name.is_empty() && name.len() <= 256 && !name.chars().any(char::is_control);
-    if fits { Ok(name.to_owned()) } else { Err("it has 1 to 256 bytes, none of control".into()) }
+    if fits {
+        Ok(name.to_owned())
+    } else {
+        Err("a name has 1 to 256 bytes and no control characters".into())
+    }
 }
 
 #[derive(Debug, ClapArgs)]
