@@ -796,6 +796,13 @@ impl Http {
     }
 
     fn send(&self, method: &str, headers: &[(&str, &str)], body: &str) -> String {
+        let mut answer = String::new();
+        self.begin(method, headers, body).read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    /// Asks, and leaves the answer to be read.
+    fn begin(&self, method: &str, headers: &[(&str, &str)], body: &str) -> TcpStream {
         let mut request = format!("{method} /mcp HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
         let host = headers.iter().any(|(name, _)| *name == "Host");
         let usual = [
@@ -811,9 +818,7 @@ impl Http {
         let mut stream = TcpStream::connect(&self.1).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream.write_all(format!("{request}\r\n{body}").as_bytes()).unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        stream
     }
 
     /// The stream of what a session of Alice's says unasked, with its status.
@@ -928,7 +933,13 @@ fn what_is_no_message_is_400_over_http_with_an_error_of_json_rpc() {
         assert_eq!((&said["error"]["code"], said["id"].as_i64()), (&json!(code), id), "{said}");
     }
     let other = [ALICE, ("Content-Type", "text/plain")];
-    assert!(http.send("POST", &other, "{bad").starts_with("HTTP/1.1 4"));
+    // With two of it, the first counts.
+    let typed = http.send("POST", &other, "{bad");
+    assert!(typed.starts_with("HTTP/1.1 400 "), "{typed}");
+    let session = session(&http.post(&[ALICE], &initialize()));
+    let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    let answer = http.post(&headers, &request("tools/call", json!({"name": 5})));
+    assert!(answer.contains("-32602") && answer.contains("tools/call"), "{answer}");
 }
 
 fn a_stream_begins_without_data_only_for_who_knows_that() {
@@ -962,17 +973,28 @@ fn an_id_that_is_in_use_is_refused_over_http_and_its_first_request_answered() {
                    (loop (br 0)) (unreachable)))";
     let arguments = json!({"program": program, "limits": limits});
     let run = request("tools/call", json!({"name": "run_program", "arguments": arguments}));
-    std::thread::scope(|scope| {
-        let first = scope.spawn(|| http.post(&headers, &run));
-        support::eventually("the second is refused", || {
-            // The first may not be there yet.
-            http.post(&headers, &request("tools/list", json!({}))).contains("not answered yet")
-        });
-        let first = first.join().unwrap();
-        assert!(first.contains("deadline"), "{first}");
-    });
-    let answer = http.post(&headers, &request("tools/list", json!({})));
+    let mut first = http.begin("POST", &headers, &run.to_string());
+    // Its stream has begun: it is under way.
+    let mut status = [0; 12];
+    first.read_exact(&mut status).unwrap();
+    assert_eq!(&status, b"HTTP/1.1 200");
+    let second = http.post(&headers, &request("tools/list", json!({})));
+    assert!(second.contains("not answered yet"), "{second}");
+    let mut answer = String::new();
+    first.read_to_string(&mut answer).unwrap();
+    assert!(answer.contains("deadline"), "{answer}");
+    let listed = request("tools/list", json!({}));
+    let answer = http.post(&headers, &listed);
     assert!(answer.contains("run_program"), "{answer}");
+    // One that was broken off goes on, and its answer is for nobody else.
+    let mut first = http.begin("POST", &headers, &run.to_string());
+    first.read_exact(&mut status).unwrap();
+    drop(first);
+    let second = http.post(&headers, &listed);
+    assert!(second.contains("not answered yet"), "{second}");
+    let mut other = listed;
+    other["id"] = 2.into();
+    assert!(http.post(&headers, &other).contains("run_program"));
 }
 
 fn a_session_that_is_not_there_cannot_be_ended() {

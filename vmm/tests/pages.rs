@@ -19,7 +19,7 @@ use forge_protocol::platform::{BOOT_INFO, BootInfo, DATA, PAGE_BYTES, RAM_START}
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Report};
 use forge_vmm::bench::program::Program;
-use forge_vmm::machine::{self, Exit, Hypervisor, Image, Machine, Watchdog};
+use forge_vmm::machine::{self, Exit, Hypervisor, Image, Machine, PageMap, Watchdog};
 use forge_vmm::worker::{Board, Guest};
 use support::{job, signed, signer};
 use vm_memory::{
@@ -34,6 +34,7 @@ fn main() -> ExitCode {
         claims![
             a_guest_boots_in_one_exit,
             what_a_guest_and_a_small_run_write_lies_together,
+            what_a_small_run_of_a_bases_guest_touches_was_put_in_place,
             a_large_linear_memory_touches_what_the_program_does,
             memory_that_was_used_before_is_zero_to_a_program,
             a_guest_touches_what_it_is_told_to_once_it_has_greeted,
@@ -164,6 +165,21 @@ fn what_a_guest_and_a_small_run_write_lies_together() {
         // The linear memory.
         let linear = within(&run, LARGE..i64::MAX);
         assert!(linear <= LINEAR_PAGES, "{name}: a small run touched{run_spans}");
+    }
+}
+
+fn what_a_small_run_of_a_bases_guest_touches_was_put_in_place() {
+    let bench = Bench::new();
+    for Way { name, trust, .. } in WAYS {
+        let mut program = Program::new().unwrap();
+        let booted = bench.boot(&trust(program.trust.clone()));
+        let base = booted.into_base(&bench.hypervisor, &PageMap::open().unwrap()).unwrap();
+        let mut guest = Guest::from_base(&bench.hypervisor, &base, &bench.watchdog).unwrap();
+        let before = touched(guest.memory());
+        let job = program.next_job();
+        Program::check(&job, &guest.run(&job, None, &bench.watchdog)).unwrap();
+        let more: BTreeSet<i64> = touched(guest.memory()).difference(&before).copied().collect();
+        assert!(within(&more, 0..LARGE) == 0, "{name}: a small run touched{}", spans(&more));
     }
 }
 

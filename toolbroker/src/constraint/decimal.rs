@@ -156,7 +156,8 @@ pub(crate) fn first_changed(json: &[u8]) -> Option<usize> {
 }
 
 /// Whether a number of JSON is an integer of 64 bits, or as some double is
-/// written: with the fewest digits that name it, or with 17.
+/// written: with the fewest digits that name it, or, where it has a point or an
+/// exponent, rounded to as many as there are.
 fn is_held(text: &str) -> bool {
     if text.len() <= SHORT_BYTES && !text.contains(['e', 'E']) {
         return true;
@@ -168,8 +169,10 @@ fn is_held(text: &str) -> bool {
         return false;
     };
     let is_written = |shown: String| Decimal::parse(&shown) == Some(written);
+    let behind_first = written.digits().unsigned_abs().saturating_sub(1) as usize;
     double.is_finite()
-        && (is_written(format!("{double:e}")) || is_written(format!("{double:.16e}")))
+        && (is_written(format!("{double:e}"))
+            || text.contains(['.', 'e', 'E']) && is_written(format!("{double:.behind_first$e}")))
 }
 
 #[cfg(test)]
@@ -227,7 +230,12 @@ mod tests {
             "18446744073709551615",
             "-9223372036854775808",
             "9007199254740993",
-            // As languages write a double: the fewest digits, or 17.
+            // As languages write a double: the fewest digits, or so many.
+            "2.08223050489476864E17",
+            "4.9E-324",
+            "1234567890123.449951",
+            "0.10000000000000000555",
+            "100000000000000000.000",
             "0.30000000000000004",
             "0.10000000000000001",
             "1.7976931348623157e308",

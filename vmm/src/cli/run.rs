@@ -31,11 +31,10 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     config::check_named(&args.broker)?;
     let input = config::json_argument("--input", &args.input)?;
     let (program, trust) = match program_and_trust(&args) {
-        // What is no module cannot be signed, and is refused as if it were not.
+        // What is no module cannot be signed either.
         Err(CliError::Program(why)) if args.json => {
-            let refused = RunResult::unstarted(Status::Rejected, "signature", why);
-            print_json(&refused.report)?;
-            return Ok(ExitCode::from(Status::Rejected.exit_code()));
+            let refused = RunResult::unstarted(Status::Rejected, "invalid", why);
+            return Ok(ended(Status::Rejected, [print_json(&refused.report)]));
         }
         read => read?,
     };

@@ -513,7 +513,17 @@ impl Shared {
         let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
         let mut lost = None;
         for _ in 0..2 {
-            match self.standing(&mut zygote, patience)?.fork(order, patience) {
+            let standing = self.standing(&mut zygote, patience).map_err(|unmade| match unmade {
+                // Where none ever stood that is a word on this host, and not on the run.
+                Unmade::Late(error)
+                    if error.kind() == io::ErrorKind::TimedOut
+                        && self.lock_hardening().is_none() =>
+                {
+                    Unmade::Failed(Unmade::Late(error).into())
+                }
+                unmade => unmade,
+            });
+            match standing?.fork(order, patience) {
                 Ok(made) => return made,
                 Err(error) => {
                     tracing::warn!(%error, "the zygote is gone; another is started");
@@ -607,9 +617,21 @@ mod tests {
         let make = |patience| pool.shared.make(pool.shared.usual_ram_bytes, false, patience);
         let soon = Patience::until(Instant::now() + Duration::from_millis(5));
         match make(soon) {
+            // None ever stood here.
+            Err(Unmade::Failed(failure)) => assert_eq!(failure.kind, VmFailureKind::Unavailable),
+            other => panic!("{other:?}"),
+        }
+        *pool.shared.lock_hardening() = pool
+            .shared
+            .zygote
+            .take(soon)
+            .ok()
+            .and_then(|it| Some(it.as_ref()?.hardening().clone()));
+        match make(Patience::until(Instant::now() + Duration::from_millis(5))) {
             Err(Unmade::Late(error)) => assert_eq!(error.kind(), io::ErrorKind::TimedOut),
             other => panic!("{other:?}"),
         }
+        *pool.shared.lock_hardening() = None;
         let cancel = Cancel::new().unwrap();
         cancel.raise();
         pool.stand_by(Patience { until: None, cancel: Some(&cancel) });

@@ -170,7 +170,8 @@ pub(crate) fn unsupported(fitting: &str) -> Problem {
 /// of one that is encoded beside that.
 pub(crate) fn media_type(headers: &HeaderMap) -> String {
     let encodings = headers.get_all(header::CONTENT_ENCODING);
-    if encodings.iter().any(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {
+    let is_none = |name: &[u8]| name.is_empty() || name.eq_ignore_ascii_case(b"identity");
+    if !encodings.iter().all(|encoding| is_none(encoding.as_bytes().trim_ascii())) {
         return String::new();
     }
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());

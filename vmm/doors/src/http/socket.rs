@@ -177,6 +177,7 @@ impl Talk {
         let mut options = self.door.options.clone();
         let mut ping = tokio::time::interval(PING_EVERY);
         let mut heard = tokio::time::Instant::now();
+        let mut is_closed = false;
         let goodbye = loop {
             let message = tokio::select! {
                 message = socket.recv() => match message {
@@ -217,8 +218,7 @@ impl Talk {
             let answered = match message {
                 Message::Text(text) => self.hear(text.as_str()).await,
                 Message::Close(_) => {
-                    // The answer to it (RFC 6455, 5.5.1) is sent by reading on.
-                    let _ = tokio::time::timeout(SEND_TIME_MAX, socket.recv()).await;
+                    is_closed = true;
                     break None;
                 }
                 Message::Ping(_) | Message::Pong(_) => continue,
@@ -233,6 +233,10 @@ impl Talk {
         };
         // Its tasks see that nobody listens, and cancel their runs.
         drop(said);
+        if is_closed {
+            // The answer to that (RFC 6455, 5.5.1) is sent by reading on.
+            let _ = tokio::time::timeout(SEND_TIME_MAX, socket.recv()).await;
+        }
         if let Some((code, reason)) = goodbye {
             let frame = CloseFrame { code, reason: reason.into() };
             send(&mut socket, Message::Close(Some(frame))).await;

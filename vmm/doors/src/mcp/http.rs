@@ -90,19 +90,15 @@ impl Entrance {
             let kind = kind.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
             kind.trim_ascii().eq_ignore_ascii_case(b"application/json")
         });
-        let request = Request::from_parts(head, Full::new(body.clone()));
-        let response = self.service.handle(request).await;
-        if response.status() != StatusCode::UNSUPPORTED_MEDIA_TYPE || !is_json {
+        // Read twice and held once: rmcp has the bytes alone while a request lasts.
+        if is_json && let Err(error) = serde_json::from_slice::<ClientJsonRpcMessage>(&body) {
+            let said = serde_json::to_string(&super::no_message(&body, &error));
+            let mut response = text(StatusCode::BAD_REQUEST, said.unwrap_or_default());
+            let kind = HeaderValue::from_static("application/json");
+            response.headers_mut().insert(header::CONTENT_TYPE, kind);
             return response;
         }
-        let Err(error) = serde_json::from_slice::<ClientJsonRpcMessage>(&body) else {
-            return response;
-        };
-        let said = serde_json::to_string(&super::no_message(&body, &error)).unwrap_or_default();
-        let mut response = text(StatusCode::BAD_REQUEST, said);
-        let kind = HeaderValue::from_static("application/json");
-        response.headers_mut().insert(header::CONTENT_TYPE, kind);
-        response
+        self.service.handle(Request::from_parts(head, Full::new(body))).await
     }
 }
 

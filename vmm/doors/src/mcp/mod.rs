@@ -44,6 +44,7 @@ use serde::Deserialize;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+use crate::object::Object;
 use handles::Handles;
 use link::ServiceLink;
 
@@ -131,9 +132,9 @@ fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
     }
     let (error, id) = match error.classify() {
         serde_json::error::Category::Data => {
-            let numbered = serde_json::from_slice::<Numbered>(bytes);
+            let numbered = serde_json::from_slice::<Object<Numbered>>(bytes);
             let error = ErrorData::invalid_request("this is no message of MCP", None);
-            (error, numbered.ok().and_then(|it| it.id))
+            (error, numbered.ok().and_then(|Object(it)| it.id))
         }
         _ => (ErrorData::parse_error(format!("this is no JSON: {error}"), None), None),
     };

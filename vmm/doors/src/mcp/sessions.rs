@@ -24,6 +24,9 @@ use rmcp::transport::streamable_http_server::session::{
 /// five minutes.
 pub(super) const SESSIONS_MAX: usize = 64;
 
+/// Requests of one session whose answer nobody was given.
+const OPEN_MAX: usize = 1024;
+
 pub(super) struct Sessions {
     sessions: LocalSessionManager,
     known: Mutex<HashMap<SessionId, Known>>,
@@ -34,19 +37,10 @@ pub(super) struct Sessions {
 struct Known {
     /// Its client knows events without data.
     is_primed: bool,
+    /// Requests whose answer nobody was given. One whose client went away is
+    /// among them until it is fetched: it goes on, and rmcp would give its answer
+    /// to another of its id.
     open: Arc<Mutex<HashSet<RequestId>>>,
-}
-
-/// A request that is not answered.
-struct Open {
-    id: RequestId,
-    of: Arc<Mutex<HashSet<RequestId>>>,
-}
-
-impl Drop for Open {
-    fn drop(&mut self) {
-        lock(&self.of).remove(&self.id);
-    }
 }
 
 /// What the locks guard is whole between any two statements.
@@ -59,23 +53,23 @@ struct Told {
     /// Said first, and nothing after it.
     refusal: Option<ServerSseMessage>,
     stream: Option<Pin<Box<dyn Stream<Item = ServerSseMessage> + Send + Sync>>>,
-    is_primed: bool,
+    of: Known,
     /// The request that it answers.
-    _open: Option<Open>,
+    answers: Option<RequestId>,
 }
 
 impl Told {
     fn over(
         stream: impl Stream<Item = ServerSseMessage> + Send + Sync + 'static,
-        is_primed: bool,
-        open: Option<Open>,
+        of: Known,
+        answers: Option<RequestId>,
     ) -> Self {
-        Self { refusal: None, stream: Some(Box::pin(stream)), is_primed, _open: open }
+        Self { refusal: None, stream: Some(Box::pin(stream)), of, answers }
     }
 
     fn refused(error: ErrorData) -> Self {
         let refusal = ServerSseMessage::from_message(ServerJsonRpcMessage::error(error, None));
-        Self { refusal: Some(refusal), stream: None, is_primed: false, _open: None }
+        Self { refusal: Some(refusal), stream: None, of: Known::default(), answers: None }
     }
 }
 
@@ -89,13 +83,26 @@ impl Stream for Told {
         if let Some(refusal) = self.refusal.take() {
             return Poll::Ready(Some(refusal));
         }
-        let is_primed = self.is_primed;
-        let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
+        let Self { stream: Some(stream), of, answers, .. } = &mut *self else {
+            return Poll::Ready(None);
+        };
         loop {
-            match stream.as_mut().poll_next(context) {
-                Poll::Ready(Some(event)) if event.message.is_none() && !is_primed => {}
-                said => return said,
+            let said = stream.as_mut().poll_next(context);
+            let answered = match &said {
+                Poll::Ready(Some(event)) => match event.message.as_deref() {
+                    None if !of.is_primed => continue,
+                    Some(ServerJsonRpcMessage::Response(response)) => Some(&response.id),
+                    Some(ServerJsonRpcMessage::Error(error)) => error.id.as_ref(),
+                    _ => None,
+                },
+                // It was cancelled.
+                Poll::Ready(None) => answers.as_ref(),
+                Poll::Pending => None,
+            };
+            if let Some(id) = answered {
+                lock(&of.open).remove(id);
             }
+            return said;
         }
     }
 }
@@ -134,12 +141,14 @@ impl SessionManager for Sessions {
         if self.is_full().await {
             return Err(SessionsError::Full);
         }
+        {
+            // Those that ended by themselves.
+            let there = self.sessions.sessions.read().await;
+            lock(&self.known).retain(|id, _| there.contains_key(id));
+        }
         let (id, transport) = self.sessions.create_session().await?;
-        // Those that ended by themselves.
-        let there = self.sessions.sessions.read().await;
-        let mut known = lock(&self.known);
-        known.retain(|id, _| there.contains_key(id));
-        known.insert(id.clone(), Known::default());
+        // rmcp ends what it was given: nothing may be waited for from here on.
+        lock(&self.known).insert(id.clone(), Known::default());
         Ok((id, transport))
     }
 
@@ -173,19 +182,27 @@ impl SessionManager for Sessions {
         message: Message,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let known = self.known(id);
-        let open = match &message {
-            ClientJsonRpcMessage::Request(request) => {
-                if !lock(&known.open).insert(request.id.clone()) {
-                    // Nobody could tell the two answers apart.
-                    let what = "a request of this id is not answered yet";
-                    return Ok(Told::refused(ErrorData::invalid_request(what, None)));
-                }
-                Some(Open { id: request.id.clone(), of: known.open })
-            }
+        let answers = match &message {
+            ClientJsonRpcMessage::Request(request) => Some(request.id.clone()),
             _ => None,
         };
+        if let Some(id) = &answers {
+            let mut open = lock(&known.open);
+            let refusal = if open.contains(id) {
+                // Nobody could tell the two answers apart.
+                Some("a request of this id is not answered yet")
+            } else if open.len() >= OPEN_MAX {
+                Some("too many requests of this session were broken off: begin another")
+            } else {
+                open.insert(id.clone());
+                None
+            };
+            if let Some(what) = refusal {
+                return Ok(Told::refused(ErrorData::invalid_request(what, None)));
+            }
+        }
         let stream = self.sessions.create_stream(id, message).await?;
-        Ok(Told::over(stream, known.is_primed, open))
+        Ok(Told::over(stream, known, answers))
     }
 
     async fn accept_message(&self, id: &SessionId, message: Message) -> Result<(), SessionsError> {
@@ -197,7 +214,7 @@ impl SessionManager for Sessions {
         id: &SessionId,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let stream = self.sessions.create_standalone_stream(id).await?;
-        Ok(Told::over(stream, self.known(id).is_primed, None))
+        Ok(Told::over(stream, self.known(id), None))
     }
 
     async fn resume(
@@ -206,6 +223,6 @@ impl SessionManager for Sessions {
         last_event_id: String,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let stream = self.sessions.resume(id, last_event_id).await?;
-        Ok(Told::over(stream, self.known(id).is_primed, None))
+        Ok(Told::over(stream, self.known(id), None))
     }
 }

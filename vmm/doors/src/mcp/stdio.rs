@@ -270,13 +270,14 @@ impl Outlet {
             .map_err(|error| Outgoing::new(&super::no_message(line, &error)))?;
         match &message {
             ClientJsonRpcMessage::Request(request) => {
+                self.opened(&request.id, line.len())?;
                 // Before the handshake nobody else would say so.
                 if let ClientRequest::CustomRequest(custom) = &request.request
                     && let Some(ErrorData { code, message, .. }) = handler::unreadable(custom)
                 {
+                    self.answered(&request.id);
                     return Err(refuse(code, message.into_owned(), Some(request.id.clone())));
                 }
-                self.opened(&request.id, line.len())?;
             }
             ClientJsonRpcMessage::Notification(notification) => {
                 if let ClientNotification::CancelledNotification(cancelled) =
