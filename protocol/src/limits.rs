@@ -59,6 +59,8 @@ pub const CONSTRAINTS_BYTES_MAX: u32 =
     (CONSTRAINTS_MAX * (CONSTRAINT_BYTES_MAX + TOOL_NAME_BYTES_MAX + 8)) as u32;
 /// The name of a caller's session, in bytes.
 pub const SESSION_BYTES_MAX: usize = 128;
+/// A principal's name, in bytes.
+pub const PRINCIPAL_BYTES_MAX: usize = 256;
 /// Tool descriptions as the broker lists them, in bytes of one answer.
 pub const TOOL_LIST_BYTES_MAX: u32 = 32 * MIB;
 /// Definitions of the tools that a client hosts for one run, in bytes.

@@ -39,7 +39,7 @@ use biscuit_auth::builder::{self, Algorithm, AuthorizerBuilder, Fact};
 use biscuit_auth::{AuthorizerLimits, Biscuit, KeyPair, PublicKey, error};
 use forge_protocol::broker::{GrantClaims, GrantedTool};
 use forge_protocol::limits::{
-    CONSTRAINTS_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, SESSION_BYTES_MAX,
+    CONSTRAINTS_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 
@@ -61,8 +61,6 @@ const ITERATIONS_MAX: u64 = 100;
 const VERIFY_TIME_MAX: Duration = Duration::from_secs(2);
 /// The longest a grant may be good for: ten years.
 pub(crate) const VALID_S_MAX: u64 = 10 * 365 * 24 * 60 * 60;
-/// A principal's name, in bytes.
-const PRINCIPAL_BYTES_MAX: usize = 256;
 
 /// Why a grant is not issued or not accepted.
 #[derive(Debug, thiserror::Error)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use forge_protocol::limits::FOUND_TOOLS_MAX;
+use forge_protocol::limits::{FOUND_TOOLS_MAX, PRINCIPAL_BYTES_MAX};
 use forge_protocol::name::ToolName;
 use forge_vmm::isolation::Isolation;
 use serde::Deserialize;
@@ -84,11 +84,13 @@ pub(crate) struct BrokerArgs {
 
 /// A principal's name, as the toolbroker takes it.
 fn principal(name: &str) -> Result<String, String> {
-    let fits = !name.is_empty() && name.len() <= 256 && !name.chars().any(char::is_control);
+    let fits = !name.is_empty()
+        && name.len() <= PRINCIPAL_BYTES_MAX
+        && !name.chars().any(char::is_control);
     if fits {
         Ok(name.to_owned())
     } else {
-        Err("a name has 1 to 256 bytes and no control characters".into())
+        Err(format!("a name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"))
     }
 }
 

@@ -15,7 +15,8 @@ use forge_vmm::broker::{Broker, BrokerOptions};
 use serde::Serialize;
 
 use super::args::{
-    GrantArgs, GrantAttenuateArgs, GrantCommand, GrantInspectArgs, GrantIssueArgs, GrantTerms,
+    BrokerArgs, GrantArgs, GrantAttenuateArgs, GrantCommand, GrantInspectArgs, GrantIssueArgs,
+    GrantTerms,
 };
 use super::config::{self, GrantKey};
 use super::{CliError, Exit, out, print_json};
@@ -136,14 +137,20 @@ fn token(grant: &Path) -> Result<Vec<u8>, CliError> {
     }
 }
 
-fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
-    let token = token(&args.grant)?;
-    let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
-    let claims = config::ask(&broker, &Request::InspectGrant { token }, |reply| match reply {
+/// What a grant says.
+///
+/// # Errors
+/// Among others, that it is not good: [`RefusalKind::BadGrant`](forge_protocol::broker::RefusalKind).
+pub(super) fn claims(broker: &BrokerArgs, token: Vec<u8>) -> Result<GrantClaims, CliError> {
+    let broker = config::start_broker(broker, GrantKey::Lasting)?;
+    config::ask(&broker, &Request::InspectGrant { token }, |reply| match reply {
         Reply::Claims(claims) => Ok(claims),
         other => Err(other),
-    })?;
-    let claims = shown(&claims);
+    })
+}
+
+fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
+    let claims = shown(&claims(&args.broker, token(&args.grant)?)?);
     if args.json {
         print_json(&claims)?;
     } else {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use forge_protocol::abi::{Forge, Import};
-use forge_protocol::broker::{Authority, RefusalKind, Reply, Request};
+use forge_protocol::broker::{Authority, GrantClaims, RefusalKind};
 use forge_protocol::ending::Ending;
 use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
@@ -17,8 +17,7 @@ use forge_vmm::keys;
 use serde::Serialize;
 
 use super::args::{CheckArgs, InspectArgs, KeygenArgs, SignArgs};
-use super::config::{self, GrantKey};
-use super::{CliError, Exit, out, print_json, read_file};
+use super::{CliError, Exit, config, grant, out, print_json, read_file};
 
 /// Makes a key pair.
 pub(crate) fn keygen(args: &KeygenArgs) -> Result<ExitCode, CliError> {
@@ -215,6 +214,21 @@ struct CheckedViolation {
 /// The kind of what is wrong with a grant, as in a report.
 const GRANT: &str = "grant";
 
+/// Why a good grant is of no use to this principal in this session.
+fn misfits(
+    claims: &GrantClaims,
+    principal: &str,
+    session: Option<&str>,
+) -> impl Iterator<Item = String> {
+    let owner = &claims.principal;
+    let anothers = (owner != principal)
+        .then(|| format!("it is {owner:?}'s, and {principal:?} would present it"));
+    let bound = claims.session.as_deref().filter(|bound| session != Some(*bound));
+    let elsewhere =
+        bound.map(|bound| format!("it is good in the session {bound:?} alone (--session)"));
+    anothers.into_iter().chain(elsewhere)
+}
+
 /// Says everything in a program and its grant that would keep it from running.
 pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     config::check_named(&args.broker)?;
@@ -236,43 +250,21 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     }
     let granted = match config::authority(args.allow, args.grant.as_deref())? {
         Authority::Tools(tools) => Some(tools),
-        Authority::Grant(token) => {
-            let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
-            let request = Request::InspectGrant { token };
-            let claims = config::ask(&broker, &request, |reply| match reply {
-                Reply::Claims(claims) => Ok(claims),
-                other => Err(other),
-            });
-            match claims {
-                Ok(claims) => {
-                    let (principal, session) = (&args.broker.principal, &args.session);
-                    if claims.principal != *principal {
-                        let owner = &claims.principal;
-                        add(
-                            GRANT,
-                            format!("it is {owner:?}'s, and {principal:?} would present it"),
-                        );
-                    }
-                    if let Some(bound) = &claims.session
-                        && claims.session != *session
-                    {
-                        add(
-                            GRANT,
-                            format!("it is good in the session {bound:?} alone (--session)"),
-                        );
-                    }
-                    Some(claims.tools.into_iter().map(|tool| tool.name).collect())
-                }
-                Err(CliError::Broker(BrokerError::Refused {
-                    kind: RefusalKind::BadGrant,
-                    message,
-                })) => {
-                    add(GRANT, message);
-                    None
-                }
-                Err(error) => return Err(error),
+        Authority::Grant(token) => match grant::claims(&args.broker, token) {
+            Ok(claims) => {
+                misfits(&claims, &args.broker.principal, args.session.as_deref())
+                    .for_each(|misfit| add(GRANT, misfit));
+                Some(claims.tools.into_iter().map(|tool| tool.name).collect())
             }
-        }
+            Err(CliError::Broker(BrokerError::Refused {
+                kind: RefusalKind::BadGrant,
+                message,
+            })) => {
+                add(GRANT, message);
+                None
+            }
+            Err(error) => return Err(error),
+        },
     };
     if let Ok(shape) = Shape::read(&bytes) {
         // What a grant that is not good was for is not known.
