@@ -53,13 +53,6 @@ fn well(mut broker: Broker) -> String {
     log
 }
 
-/// The most memory that the process ever had, in MiB.
-fn peak_mib(broker: &Broker) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", broker.child.id())).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() / 1024
-}
-
 /// The text of a result without structure.
 fn text(said: &Value) -> &str {
     said[0]["text"].as_str().unwrap()
@@ -71,7 +64,7 @@ fn attack_23_a_list_of_tools_without_end_is_given_up_before_it_fills_the_memory(
     let (_, unavailable) = listed(&mut broker);
     let [(server, why)] = unavailable.as_slice() else { panic!("{unavailable:?}") };
     assert!(server == "raw" && why.contains("MiB"), "{why}");
-    assert!(peak_mib(&broker) < 512, "{} MiB", peak_mib(&broker));
+    assert!(broker.peak_mib() < 512, "{} MiB", broker.peak_mib());
     well(broker);
 }
 
@@ -141,7 +134,7 @@ fn attack_23_a_flood_of_requests_and_notifications_takes_no_memory_and_holds_up_
     assert_eq!(worker.settled().id, echo, "the other server is not held up");
     let flood = worker.settled();
     assert!(flood.code.is_none() || flood.code == Some(CallCode::OutcomeUnknown), "{flood:?}");
-    assert!(peak_mib(&broker) < 100, "{} MiB", peak_mib(&broker));
+    assert!(broker.peak_mib() < 100, "{} MiB", broker.peak_mib());
     drop(worker);
     well(broker);
 }
@@ -152,7 +145,7 @@ fn attack_23_a_result_of_millions_of_values_takes_no_more_memory_than_others() {
     let mut worker = broker.run(&["raw.many"], limits());
     let (code, why) = worker.call("raw.many", &json!({}));
     assert_eq!(code, Some(CallCode::OutcomeUnknown), "{why}");
-    assert!(peak_mib(&broker) < 128, "{} MiB", peak_mib(&broker));
+    assert!(broker.peak_mib() < 128, "{} MiB", broker.peak_mib());
     drop(worker);
     well(broker);
 }

@@ -243,6 +243,26 @@ fn a_server_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_again() 
 }
 
 #[test]
+fn attack_23_an_answer_over_http_of_millions_of_values_takes_no_more_memory_than_others() {
+    for era in [Era::Session, Era::Modern] {
+        let mcp = Mcp::new(era);
+        let web = mcp.serve();
+        let mut broker = broker(&web, "");
+        let mut worker = broker.run(&["web.many", "web.many_sse", "web.echo"], limits());
+        for name in ["many", "many_sse"] {
+            let (code, error) = worker.call(&format!("web.{name}"), &json!({}));
+            assert_eq!(code, Some(CallCode::BadResponse), "{name}: {error}");
+            assert!(error.to_string().contains("values"), "{name}: {error}");
+            assert_eq!(mcp.calls(name), 1, "{name} is not repeated");
+            // It did answer, so its session goes on.
+            let (code, said) = worker.call("web.echo", &json!({}));
+            assert_eq!(code, None, "after {name}: {said}");
+        }
+        assert!(broker.peak_mib() < 128, "{} MiB", broker.peak_mib());
+    }
+}
+
+#[test]
 fn a_server_that_hangs_holds_up_nothing_but_its_call() {
     let mcp = Mcp::new(Era::Session);
     let web = mcp.serve();

@@ -11,6 +11,7 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use rmcp::model::{ErrorCode, ErrorData, RequestId, ServerJsonRpcMessage};
 use tokio::io::{AsyncRead, ReadBuf};
 
 /// Values of one message, and of one result. The largest response a run may
@@ -61,6 +62,22 @@ impl Line {
 pub(crate) fn has_few_values(json: &[u8]) -> bool {
     let mut all = Line::default();
     json.iter().all(|byte| all.takes(*byte))
+}
+
+/// Says of an answer in whose place it stands that it has too many. Of the codes
+/// that JSON-RPC leaves to implementations.
+const TOO_MANY: ErrorCode = ErrorCode(-32_077);
+
+/// What a request is told in the place of an answer of too many values.
+pub(super) fn too_many(id: RequestId) -> ServerJsonRpcMessage {
+    let error = ErrorData::new(TOO_MANY, format!("more than {VALUES_MAX} values"), None);
+    ServerJsonRpcMessage::error(error, Some(id))
+}
+
+/// Whether an error is that. A server that says so by itself has as little of an
+/// answer.
+pub(super) fn is_too_many(error: &ErrorData) -> bool {
+    error.code == TOO_MANY
 }
 
 impl<R> Counted<R> {

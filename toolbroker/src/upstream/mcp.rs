@@ -21,10 +21,12 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 
 use super::breaker::Breaker;
+use super::counted::is_too_many;
 use super::declined::Heard;
-use super::http::{self, Fault, Mcp};
+use super::http::SendError;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
+use super::streamable::{self, ExchangeError, Fault, Mcp};
 use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Upstream};
 use crate::definition::{Listed, PatternRoom, Tool};
 
@@ -299,19 +301,18 @@ impl Session {
             // The request may or may not have reached the server.
             return Attempt::Ended(self.failed("it was lost before it answered".into()));
         };
-        let why = self.scrubs.text(&http::fault_text(&fault));
+        let why = self.scrubs.text(&streamable::fault_text(&fault));
         let refused = |name: &str| Attempt::Ended(CallEnd::failed(name, &why));
-        match (&*fault, http::status_of(&fault)) {
+        match (&*fault, streamable::status_of(&fault)) {
             (Fault::SessionExpired, _) => Attempt::SessionGone,
             // A request that was refused was not carried out.
             (_, Some(300..=499)) => refused("Refused"),
-            (Fault::Io(_), None) => {
+            (Fault::Client(ExchangeError::Send(error)), _) if error.is_unsent() => {
                 let _ = self.failed(why.clone());
-                refused("Unauthorized")
-            }
-            (Fault::Client(error), None) if error.is_connect() => {
-                let _ = self.failed(why.clone());
-                refused("Unreachable")
+                refused(match error {
+                    SendError::Token(_) => "Unauthorized",
+                    SendError::Http(_) => "Unreachable",
+                })
             }
             // What a server does that answers otherwise is not known.
             _ => Attempt::Ended(self.failed(why)),
@@ -354,6 +355,7 @@ impl Session {
             }
             Ok(CallToolResponse::Task(_)) => failed("the tool answers with a task: not supported"),
             Ok(_) => failed("the tool answers in a way this broker does not know"),
+            Err(ServiceError::McpError(error)) if is_too_many(&error) => CallEnd::TooMany,
             Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
                 "error": error.message,
                 "code": error.code.0,
@@ -373,6 +375,7 @@ impl Session {
                 CallEnd::Answered(serde_json::to_value(&result.contents).unwrap_or(Value::Null))
             }
             Ok(_) => failed("the resource asks its reader for input, and a run has none"),
+            Err(ServiceError::McpError(error)) if is_too_many(&error) => CallEnd::TooMany,
             Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
                 "error": error.message,
                 "code": error.code.0,
@@ -481,7 +484,7 @@ async fn follow_changes(peer: Peer<RoleClient>, heard: Arc<Heard>) {
 fn service_error(error: &ServiceError) -> String {
     match error {
         ServiceError::TransportSend(error) => match error.error.downcast_ref::<Fault>() {
-            Some(fault) => http::fault_text(fault),
+            Some(fault) => streamable::fault_text(fault),
             None => "it takes no messages any more".into(),
         },
         ServiceError::TransportClosed => "the connection closed before the answer".into(),
@@ -495,7 +498,7 @@ pub(super) fn start_error(error: &ClientInitializeError) -> String {
         ClientInitializeError::ConnectionClosed(_) => "it closed its standard output".into(),
         ClientInitializeError::TransportError { error, .. } => {
             match error.error.downcast_ref::<Fault>() {
-                Some(fault) => http::fault_text(fault),
+                Some(fault) => streamable::fault_text(fault),
                 None => "it closed its standard input".into(),
             }
         }

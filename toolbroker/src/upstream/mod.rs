@@ -10,6 +10,8 @@
 //! | [`stdio`] | a process and its standard streams |
 //! | [`counted`] | how many values a message has |
 //! | [`http`] | the way to a server over HTTP |
+//! | [`streamable`] | MCP on it |
+//! | [`events`] | how much a stream of events has |
 //! | [`oauth`] | access tokens for it |
 //! | [`declined`] | what a server asks of us: nothing is carried out |
 //! | [`breaker`] | when a server that failed is tried again |
@@ -29,12 +31,14 @@
 mod breaker;
 mod counted;
 mod declined;
+mod events;
 pub mod hosted;
 pub(crate) mod http;
 mod mcp;
 pub(crate) mod oauth;
 pub(crate) mod scrubs;
 mod stdio;
+mod streamable;
 
 pub(crate) use self::breaker::Breaker;
 pub(crate) use self::counted::{VALUES_MAX, has_few_values};
@@ -404,7 +408,7 @@ impl Upstream {
             Source::Http(endpoint) => {
                 let client = http::Client::new(endpoint, &self.scrubs, true)
                     .map_err(|reason| UpstreamError::Start { reason })?;
-                let http = http::Mcp::new(client);
+                let http = streamable::Mcp::new(client);
                 match self.handshake(http.transport(endpoint), until).await {
                     Ok(service) => Session::new(self, service, Line::Http(http)),
                     Err(reason) => return Err(self.refusal(reason)),

@@ -78,6 +78,13 @@ fn workspace_binary(package: &str) -> PathBuf {
 }
 
 impl Broker {
+    /// The most memory that its process ever had, in MiB.
+    pub fn peak_mib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        line.split_whitespace().next().unwrap().parse::<u64>().unwrap() / 1024
+    }
+
     /// A broker with one test server `test` that holds the canary.
     pub fn with_test_server() -> (Self, TestServer) {
         Self::with_server_args(&[])

@@ -350,6 +350,8 @@ async fn handle(
                 tool("endless", "Never ends."),
                 tool("endless_sse", "Never ends, as a stream."),
                 tool("malformed_sse", "Talks nonsense."),
+                tool("many", "Says very much."),
+                tool("many_sse", "Says very much, as a stream."),
                 tool("redirect", "Sends elsewhere."),
                 tool("refuse", "Refuses."),
                 tool("fail", "Fails by itself."),
@@ -405,6 +407,8 @@ async fn call(mcp: &Mcp, era: Era, id: &Value, seen: &Seen) -> Response {
         "endless" => json_body(endless("[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[")),
         "endless_sse" => stream(endless("data: x\n")),
         "malformed_sse" => stream("data: {no json\n\nevent: \nx\n\n".into()),
+        "many" => json_body(many(id).into()),
+        "many_sse" => stream(format!("data: {}\n\n", many(id)).into()),
         "redirect" => {
             let elsewhere = mcp.get().elsewhere.clone();
             (StatusCode::TEMPORARY_REDIRECT, [("location", elsewhere)]).into_response()
@@ -413,4 +417,12 @@ async fn call(mcp: &Mcp, era: Era, id: &Value, seen: &Seen) -> Response {
         "fail" => reply(id, json!({"content": [], "isError": true, "resultType": "complete"})),
         _ => reply(id, said),
     }
+}
+
+/// An answer of some million values.
+fn many(id: &Value) -> String {
+    let values = "[],".repeat(3_000_000);
+    format!(
+        r#"{{"jsonrpc":"2.0","id":{id},"result":{{"content":[],"structuredContent":{{"x":[{values}0]}}}}}}"#
+    )
 }

@@ -1,0 +1,319 @@
+//! MCP's streamable HTTP, on [`Client`].
+//!
+//! rmcp keeps the session and says what to ask; the asking is here. A server's
+//! answer is bounded before anything is made of it: a body of JSON and one event
+//! of a stream in bytes and in values, what is said of a refusal in bytes.
+//!
+//! Deliberately absent is any repetition: a request is sent once, but for an
+//! access token that was refused ([`Client::send`]).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_core::stream::BoxStream;
+use reqwest::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Method, RequestBuilder, Response, StatusCode};
+use rmcp::model::{
+    ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage,
+};
+use rmcp::transport::common::client_side_sse::{ExponentialBackoff, SseRetryPolicy};
+use rmcp::transport::streamable_http_client::{
+    HttpStatusError, SseError, StreamableHttpClient, StreamableHttpClientTransport,
+    StreamableHttpClientTransportConfig, StreamableHttpError, StreamableHttpPostResponse,
+};
+use sse_stream::Sse;
+use tokio::sync::{Mutex, watch};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::counted::{has_few_values, too_many};
+use super::events::events;
+use super::http::{BodyError, Client, SendError, body_within};
+use crate::config::Endpoint;
+
+/// Two requests for one server's stream of events have at least this between
+/// them, whatever the server says about coming back.
+const STREAM_EVERY_MIN: Duration = Duration::from_millis(500);
+/// The longest wait before a broken stream is asked for again.
+const STREAM_RETRY_MAX: Duration = Duration::from_secs(60);
+/// How often a broken stream is asked for again, in a row.
+const STREAM_RETRIES_MAX: usize = 10;
+/// How long the end of a session may take.
+const DELETE_TIME_MAX: Duration = Duration::from_secs(2);
+/// Requests to one server that may wait for an answer at the same time.
+const REQUESTS_MAX: usize = 64;
+/// An answer's most bytes, as one of JSON or as one event.
+const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// The most bytes of what a server says with a status that is no success.
+const REFUSAL_BYTES_MAX: usize = 64 * 1024;
+
+/// The session that a request is of.
+const SESSION: HeaderName = HeaderName::from_static("mcp-session-id");
+/// The last event that was seen of a stream that broke.
+const LAST_EVENT: HeaderName = HeaderName::from_static("last-event-id");
+const JSON: &str = "application/json";
+const EVENTS: &str = "text/event-stream";
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ExchangeError {
+    #[error(transparent)]
+    Send(#[from] SendError),
+    #[error(transparent)]
+    Body(#[from] BodyError),
+}
+
+/// What rmcp's transport ends with.
+pub(super) type Fault = StreamableHttpError<ExchangeError>;
+
+/// The way to one server.
+#[derive(Clone, Debug)]
+pub(super) struct Mcp(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    client: Client,
+    /// Sessions that were given and not yet given back.
+    sessions: watch::Sender<usize>,
+    /// When the next stream may be asked for.
+    stream_at: Mutex<Instant>,
+}
+
+impl Mcp {
+    pub(super) fn new(client: Client) -> Self {
+        let (sessions, _) = watch::channel(0);
+        Self(Arc::new(Shared { client, sessions, stream_at: Mutex::new(Instant::now()) }))
+    }
+
+    /// A transport to the server.
+    pub(super) fn transport(&self, endpoint: &Endpoint) -> StreamableHttpClientTransport<Self> {
+        let mut retry = ExponentialBackoff::default();
+        retry.max_times = Some(STREAM_RETRIES_MAX);
+        retry.max_delay = Some(STREAM_RETRY_MAX);
+        let mut config = StreamableHttpClientTransportConfig::with_uri(endpoint.url.as_str())
+            // A lost session is made anew here, since the new one may have
+            // other tools, and each call is held against what was granted.
+            .reinit_on_expired_session(false)
+            .max_concurrent_requests(REQUESTS_MAX);
+        config.retry_config = Arc::new(retry) as Arc<dyn SseRetryPolicy>;
+        StreamableHttpClientTransport::with_client(self.clone(), config)
+    }
+
+    /// Waits until the session is given back.
+    pub(super) async fn ended(&self) {
+        let mut sessions = self.0.sessions.subscribe();
+        let _ = timeout(DELETE_TIME_MAX, sessions.wait_for(|open| *open == 0)).await;
+    }
+
+    /// Sends a request of this session.
+    async fn send(
+        &self,
+        request: RequestBuilder,
+        session: Option<&str>,
+        headers: HashMap<HeaderName, HeaderValue>,
+    ) -> Result<Response, Fault> {
+        let mut request = request.headers(headers.into_iter().collect::<HeaderMap>());
+        if let Some(session) = session {
+            request = request.header(SESSION, session);
+        }
+        self.0.client.send(request).await.map_err(|error| Fault::Client(error.into()))
+    }
+
+    fn request(&self, method: Method, uri: &str) -> RequestBuilder {
+        self.0.client.http().request(method, uri)
+    }
+}
+
+impl StreamableHttpClient for Mcp {
+    type Error = ExchangeError;
+
+    async fn post_message(
+        &self,
+        uri: Arc<str>,
+        message: ClientJsonRpcMessage,
+        session: Option<Arc<str>>,
+        _: Option<String>,
+        headers: HashMap<HeaderName, HeaderValue>,
+    ) -> Result<StreamableHttpPostResponse, Fault> {
+        let request = self
+            .request(Method::POST, &uri)
+            .header(ACCEPT, format!("{JSON}, {EVENTS}"))
+            .header(CONTENT_TYPE, JSON)
+            .body(serde_json::to_vec(&message)?);
+        let response = self.send(request, session.as_deref(), headers).await?;
+        let (id, is_discovery) = match message {
+            ClientJsonRpcMessage::Request(asked) => {
+                (Some(asked.id), matches!(asked.request, ClientRequest::DiscoverRequest(_)))
+            }
+            _ => (None, false),
+        };
+        let status = response.status();
+        if status == StatusCode::NOT_FOUND && session.is_some() {
+            return Err(Fault::SessionExpired);
+        }
+        if !status.is_success() {
+            let begins = is_discovery && session.is_none();
+            return refusal(response, id.filter(|_| begins)).await;
+        }
+        let answer = answer(response, id).await?;
+        if let StreamableHttpPostResponse::Json(_, Some(_))
+        | StreamableHttpPostResponse::Sse(_, Some(_)) = answer
+            && session.is_none()
+        {
+            self.0.sessions.send_modify(|open| *open += 1);
+        }
+        Ok(answer)
+    }
+
+    async fn delete_session(
+        &self,
+        uri: Arc<str>,
+        session: Arc<str>,
+        _: Option<String>,
+        headers: HashMap<HeaderName, HeaderValue>,
+    ) -> Result<(), Fault> {
+        let request = self.request(Method::DELETE, &uri);
+        let ended = self.send(request, Some(&session), headers).await;
+        self.0.sessions.send_modify(|open| *open = open.saturating_sub(1));
+        match ended?.status() {
+            // A server need not let its sessions be ended.
+            StatusCode::METHOD_NOT_ALLOWED => Ok(()),
+            status if status.is_success() => Ok(()),
+            status => Err(refused(status)),
+        }
+    }
+
+    async fn get_stream(
+        &self,
+        uri: Arc<str>,
+        session: Option<Arc<str>>,
+        last_event: Option<String>,
+        _: Option<String>,
+        headers: HashMap<HeaderName, HeaderValue>,
+    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Fault> {
+        let turn = {
+            let mut next = self.0.stream_at.lock().await;
+            let turn = (*next).max(Instant::now());
+            *next = turn + STREAM_EVERY_MIN;
+            turn
+        };
+        sleep_until(turn).await;
+        let mut request = self.request(Method::GET, &uri).header(ACCEPT, EVENTS);
+        if let Some(last_event) = last_event {
+            request = request.header(LAST_EVENT, last_event);
+        }
+        let response = self.send(request, session.as_deref(), headers).await?;
+        match response.status() {
+            StatusCode::METHOD_NOT_ALLOWED => Err(Fault::ServerDoesNotSupportSse),
+            status if !status.is_success() => Err(refused(status)),
+            _ if is(&response, EVENTS) => Ok(events(response, ANSWER_BYTES_MAX, None)),
+            _ => Err(Fault::UnexpectedContentType(content_type(&response))),
+        }
+    }
+}
+
+/// What a server answers that took a message. `asked` is the message's id, if it
+/// is a request.
+async fn answer(
+    response: Response,
+    asked: Option<RequestId>,
+) -> Result<StreamableHttpPostResponse, Fault> {
+    if matches!(response.status(), StatusCode::ACCEPTED | StatusCode::NO_CONTENT) {
+        return Ok(StreamableHttpPostResponse::Accepted);
+    }
+    let session = response.headers().get(SESSION);
+    let session = session.and_then(|id| id.to_str().ok()).map(str::to_owned);
+    if is(&response, EVENTS) {
+        let events = events(response, ANSWER_BYTES_MAX, asked);
+        return Ok(StreamableHttpPostResponse::Sse(events, session));
+    }
+    // To what is no request nothing is to be said.
+    let Some(asked) = asked else { return Ok(StreamableHttpPostResponse::Accepted) };
+    if !is(&response, JSON) {
+        return Err(Fault::UnexpectedContentType(content_type(&response)));
+    }
+    let body = body_within(response, ANSWER_BYTES_MAX).await;
+    let body = body.map_err(|error| Fault::Client(error.into()))?;
+    let message = match has_few_values(&body) {
+        true => serde_json::from_slice(&body).map_err(|error| {
+            Fault::UnexpectedServerResponse(format!("it is no message of MCP: {error}").into())
+        })?,
+        false => too_many(asked),
+    };
+    Ok(StreamableHttpPostResponse::Json(message, session))
+}
+
+/// What comes of a status that is no success: the server's own error, if it says
+/// one. `discovery` is the id of the request that a session of the newer protocol
+/// begins with: whatever a server says to that which knows no such request, it
+/// may know the older one.
+async fn refusal(
+    response: Response,
+    discovery: Option<RequestId>,
+) -> Result<StreamableHttpPostResponse, Fault> {
+    let status = response.status();
+    // It is about a credential, and not about what was asked.
+    if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+        return Err(refused(status));
+    }
+    let said = match is(&response, JSON) {
+        true => body_within(response, REFUSAL_BYTES_MAX).await.unwrap_or_default(),
+        false => Vec::new(),
+    };
+    let said = serde_json::from_slice(&said).ok();
+    let message = match (said, discovery.filter(|_| status.is_client_error())) {
+        (Some(ServerJsonRpcMessage::Error(said)), Some(id)) => {
+            ServerJsonRpcMessage::error(said.error, Some(id))
+        }
+        (_, Some(id)) => {
+            let error = ErrorData::invalid_request(format!("it answers {status}"), None);
+            ServerJsonRpcMessage::error(error, Some(id))
+        }
+        (Some(said @ ServerJsonRpcMessage::Error(_)), None) => said,
+        _ => return Err(refused(status)),
+    };
+    Ok(StreamableHttpPostResponse::Json(message, None))
+}
+
+fn refused(status: StatusCode) -> Fault {
+    HttpStatusError::new(status.as_u16(), None).into()
+}
+
+fn content_type(response: &Response) -> Option<String> {
+    let value = response.headers().get(CONTENT_TYPE)?;
+    Some(String::from_utf8_lossy(value.as_bytes()).into_owned())
+}
+
+/// Whether a response is of this media type, whatever its parameters.
+fn is(response: &Response, media_type: &str) -> bool {
+    content_type(response).is_some_and(|found| {
+        found.split(';').next().is_some_and(|it| it.trim().eq_ignore_ascii_case(media_type))
+    })
+}
+
+/// The status a server answered with, if the fault is that it was no good one.
+pub(super) fn status_of(fault: &Fault) -> Option<u16> {
+    match fault {
+        Fault::SessionExpired => Some(404),
+        Fault::HttpStatus(error) => Some(error.status),
+        _ => None,
+    }
+}
+
+/// A fault in words, without the address.
+pub(super) fn fault_text(fault: &Fault) -> String {
+    match status_of(fault) {
+        Some(401) => "it answers 401 (unauthorized): the credential under `headers` or `oauth` \
+                      is missing or refused; a login in a browser is not possible here"
+            .into(),
+        Some(403) => "it answers 403 (forbidden): the credential does not allow this".into(),
+        Some(status @ 300..=399) => {
+            format!("it answers {status}, a redirect; none is followed: configure its target")
+        }
+        Some(status) => format!("it answers {status}"),
+        None => match fault {
+            Fault::Client(error) => error.to_string(),
+            other => other.to_string(),
+        },
+    }
+}
