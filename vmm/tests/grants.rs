@@ -30,6 +30,7 @@ fn main() -> ExitCode {
         claims![
             a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all,
             check_says_what_of_a_grant_would_keep_a_program_from_running,
+            a_grant_is_looked_for_where_it_was_issued_and_nothing_is_made_elsewhere,
             a_grants_file_is_its_owners_alone_and_whole_or_as_it_was,
             a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character,
         ],
@@ -247,6 +248,26 @@ fn check_says_what_of_a_grant_would_keep_a_program_from_running() {
     let violations = check(&[]);
     assert_eq!(violations.len(), 1, "{violations:?}");
     assert!(violations[0].starts_with("\"grant\""), "{violations:?}");
+}
+
+fn a_grant_is_looked_for_where_it_was_issued_and_nothing_is_made_elsewhere() {
+    let desk = Shop::new();
+    desk.issue(&["--allow", "test.echo"]);
+    desk.write("program.wat", calls("test.echo", "{}"));
+    let (state, grant) = (["--state", "mistyped"], ["--grant", "whole.grant"]);
+    let commands = [
+        [&["grant", "inspect", "whole.grant"][..], &state].concat(),
+        [&["check", "program.wat"][..], &grant, &state].concat(),
+        [&["run", "--sign-with", "signer.pem", "program.wat"][..], &grant, &state].concat(),
+    ];
+    for command in commands {
+        let output = desk.forge(&command);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{command:?}: {said}");
+        assert!(said.contains("mistyped") && said.contains("--state"), "{command:?}: {said}");
+        assert!(!desk.path("mistyped").exists(), "{command:?}");
+    }
+    desk.done(&["grant", "inspect", "whole.grant"]);
 }
 
 fn a_grants_file_is_its_owners_alone_and_whole_or_as_it_was() {

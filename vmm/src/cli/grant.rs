@@ -142,7 +142,7 @@ fn token(grant: &Path) -> Result<Vec<u8>, CliError> {
 /// # Errors
 /// Among others, that it is not good: [`RefusalKind::BadGrant`](forge_protocol::broker::RefusalKind).
 pub(super) fn claims(broker: &BrokerArgs, token: Vec<u8>) -> Result<GrantClaims, CliError> {
-    let broker = config::start_broker(broker, GrantKey::Lasting)?;
+    let broker = config::start_broker(broker, GrantKey::Kept)?;
     config::ask(&broker, &Request::InspectGrant { token }, |reply| match reply {
         Reply::Claims(claims) => Ok(claims),
         other => Err(other),

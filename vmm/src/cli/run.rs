@@ -56,7 +56,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     }
     let tier = config::tier(args.isolation, args.broker.config.as_deref())?;
     let key = match authority {
-        Authority::Grant(_) => GrantKey::Lasting,
+        Authority::Grant(_) => GrantKey::Kept,
         Authority::Tools(_) => GrantKey::Passing,
     };
     // Where they cannot be, nothing has happened yet.

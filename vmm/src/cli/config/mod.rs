@@ -193,8 +193,11 @@ fn broker_user(config: Option<&Path>) -> Result<Option<BrokerUser>, CliError> {
 /// Whether a command needs the broker's lasting grant key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GrantKey {
-    /// It signs or verifies grants that outlive the broker.
+    /// It signs grants that outlive the broker, and is made where there is none.
     Lasting,
+    /// It verifies grants that outlived theirs: where nothing was kept, none was
+    /// issued.
+    Kept,
     /// The grants it needs live as long as the broker.
     Passing,
 }
@@ -215,13 +218,22 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
     let user = broker_user(args.config.as_deref())?;
     let state = match (key, &args.state) {
         (_, Some(path)) => Some(path.clone()),
-        (GrantKey::Lasting, None) => Some(default_state()?),
+        (GrantKey::Lasting | GrantKey::Kept, None) => Some(default_state()?),
         // Reviews of tools are kept there too. A broker with a user of its
         // own cannot use this user's folder, and a host may have none at all:
         // then each broker sees its tools for the first time.
         (GrantKey::Passing, None) if user.is_none() => default_state().ok(),
         (GrantKey::Passing, None) => None,
     };
+    if let (GrantKey::Kept, Some(state)) = (key, &state)
+        && state.try_exists().is_ok_and(|is_there| !is_there)
+    {
+        let state = state.display();
+        return Err(CliError::Usage(format!(
+            "no grant was issued with the state folder {state}, which is not there: --state is \
+             the one that `grant issue` or `serve` was given"
+        )));
+    }
     progress("starting the toolbroker");
     Ok(Broker::start(&BrokerOptions {
         mcp_config: args.mcp_config.clone(),
