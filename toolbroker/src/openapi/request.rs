@@ -5,7 +5,10 @@
 //! byte but the unreserved ones is percent-encoded, so that `/`, `?`, `#` and
 //! `..` stay inside their parameter; a path segment that would still be `.`
 //! or `..`, or nothing, is refused, since whoever reads the address would
-//! climb with it. In a header only what a header can carry is taken. When the
+//! climb with it. In a header only what a header can carry is taken. Whoever
+//! reads a list parts it where it is joined, percent-encoded or not, so no item
+//! has that character; and a member of an object whose members stand in the
+//! query by themselves has the name of no other parameter. When the
 //! address is put together it is parsed once more and must be byte for byte
 //! what was meant: the same scheme, host, port and base path, the path and
 //! query as written.
@@ -146,7 +149,13 @@ impl Parameter {
         match (self.style, value) {
             (Style::Json, value) => Ok(write(&value.to_string())),
             (Style::Joined(between), Value::Array(items)) => {
-                let parts = items.iter().map(|item| self.scalar(item).map(|it| write(&it)));
+                let parts = items.iter().map(|item| match self.scalar(item)? {
+                    it if it.contains(between) => Err(format!(
+                        "{:?}: an item of this list cannot have {between:?} in it",
+                        self.key
+                    )),
+                    it => Ok(write(&it)),
+                });
                 let parts: Result<Vec<String>, String> = parts.collect();
                 // A comma parts path segments and headers as it stands.
                 let between = match (self.place, between) {
@@ -175,6 +184,12 @@ impl Parameter {
         format!("a part of the {}", self.place.as_str())
     }
 
+    /// The members of a value of its that stand in the query by themselves.
+    fn own_names<'a>(&self, value: &'a Value) -> impl Iterator<Item = &'a String> {
+        let stand = self.place == Place::Query && matches!(self.style, Style::Exploded);
+        value.as_object().filter(|_| stand).into_iter().flat_map(Map::keys)
+    }
+
     /// Its pairs in the query.
     fn pairs(&self, value: &Value, out: &mut Vec<String>) -> Result<(), String> {
         let mut pair = |name: &str, value: &Value| {
@@ -185,6 +200,12 @@ impl Parameter {
         match (self.style, value) {
             (Style::Exploded, Value::Array(items)) => {
                 items.iter().try_for_each(|it| pair(&name, it))
+            }
+            // Servers read structure out of brackets, wherever they stand in a name.
+            (Style::Exploded | Style::DeepObject, Value::Object(members))
+                if let Some(key) = members.keys().find(|key| key.contains(['[', ']'])) =>
+            {
+                Err(format!("{:?}: the name {key:?} cannot have a bracket", self.key))
             }
             (Style::Exploded, Value::Object(members)) => {
                 members.iter().try_for_each(|(key, it)| pair(&percent(key), it))
@@ -370,7 +391,10 @@ impl Request {
             };
             match parameter.place {
                 Place::Path => {}
-                Place::Query => parameter.pairs(value, &mut query)?,
+                Place::Query => {
+                    self.check_names(parameter, value, arguments)?;
+                    parameter.pairs(value, &mut query)?;
+                }
                 Place::Header => headers.push(header(parameter, value)?),
             }
         }
@@ -382,6 +406,35 @@ impl Request {
             request = request.header(CONTENT_TYPE, body.kind.clone()).body(value.to_string());
         }
         Ok(request)
+    }
+
+    /// Refuses a member that would stand in the query under the name of another
+    /// parameter, given or not, or of another one's member: a server takes one of
+    /// the two, and what the schema and a grant say of that parameter was held
+    /// against the other.
+    fn check_names(
+        &self,
+        parameter: &Parameter,
+        value: &Value,
+        arguments: &JsonObject,
+    ) -> Result<(), String> {
+        for key in parameter.own_names(value) {
+            let taken = |other: &Parameter| {
+                let name = other.name.split('[').next().unwrap_or_default();
+                let value = arguments.get(&other.key).unwrap_or(&Value::Null);
+                // Some servers do not tell letters' case apart.
+                other.place == Place::Query && name.eq_ignore_ascii_case(key)
+                    || other.own_names(value).any(|it| it.eq_ignore_ascii_case(key))
+            };
+            let mut others = self.parameters.iter().filter(|it| it.key != parameter.key);
+            if let Some(other) = others.find(|it| taken(it)) {
+                return Err(format!(
+                    "{:?}: its member {key:?} would be read as a part of {:?}",
+                    parameter.key, other.key
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// The address, or a refusal if it is any other than meant.
@@ -498,15 +551,74 @@ mod tests {
         assert_eq!(of(json!({"explode": false}), list.clone()).unwrap(), "q=a%26b%3Dc,2");
         assert_eq!(of(json!({"style": "pipeDelimited"}), list.clone()).unwrap(), "q=a%26b%3Dc%7C2");
         assert_eq!(of(json!({"style": "spaceDelimited"}), list).unwrap(), "q=a%26b%3Dc%202");
-        let object = json!({"a]": "x", "b": true});
+        let object = json!({"a&": "x", "b": true});
         assert_eq!(
             of(json!({"style": "deepObject"}), object.clone()).unwrap(),
-            "q%5Ba%5D%5D=x&q%5Bb%5D=true"
+            "q%5Ba%26%5D=x&q%5Bb%5D=true"
         );
-        assert_eq!(of(json!({}), object.clone()).unwrap(), "a%5D=x&b=true");
+        assert_eq!(of(json!({}), object.clone()).unwrap(), "a%26=x&b=true");
+        let json = json!({"content": {"application/json": {}}, "schema": null});
+        assert_eq!(of(json, json!({"a]": "x"})).unwrap(), "q=%7B%22a%5D%22%3A%22x%22%7D");
+        for extra in [json!({}), json!({"style": "deepObject"})] {
+            assert!(of(extra, json!({"a][b": "x"})).unwrap_err().contains("bracket"));
+        }
         assert_eq!(of(json!({}), Value::Null).unwrap(), "");
         assert!(of(json!({}), json!([["nested"]])).is_err());
         assert!(of(json!({"explode": false}), object).is_err());
+    }
+
+    #[test]
+    fn no_argument_says_what_another_parameter_is() {
+        let parameters = json!([
+            {"name": "limit", "in": "query", "schema": {}},
+            {"name": "sort[by]", "in": "query", "schema": {}},
+            {"name": "filter", "in": "query", "schema": {}},
+            {"name": "more", "in": "query", "schema": {}},
+            {"name": "id", "in": "path", "required": true, "schema": {}},
+        ]);
+        let of = |mut arguments: Value| {
+            arguments["id"] = 1.into();
+            let request = build("/a/{id}", &parameters, &arguments);
+            request.map(|it| it.url().query().unwrap_or_default().to_owned())
+        };
+        // Its own name is its own, and what is no parameter of the query is free.
+        let free = json!({"limit": 5, "filter": {"filter": 1, "id": 2, "other": 3}});
+        assert_eq!(of(free).unwrap(), "limit=5&filter=1&id=2&other=3");
+        for arguments in [
+            json!({"limit": 5, "filter": {"limit": 100}}),
+            json!({"filter": {"limit": 100}}),
+            json!({"limit": 5, "filter": {"LIMIT": 100}}),
+            json!({"filter": {"sort": 100}}),
+            json!({"filter": {"x": 1}, "more": {"x": 2}}),
+        ] {
+            let refused = of(arguments.clone()).unwrap_err();
+            assert!(refused.contains("would be read as a part of"), "{arguments}: {refused}");
+        }
+        assert!(of(json!({"limit": 5, "filter": {"limit[]": 100}})).is_err());
+    }
+
+    #[test]
+    fn an_item_of_a_list_is_one_item() {
+        let of = |place: &str, extra: Value, list: Value| {
+            let mut parameter = json!({"name": "ids", "in": place, "required": true, "schema": {}});
+            parameter.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            let path = if place == "path" { "/a/{ids}" } else { "/a" };
+            build(path, &json!([parameter]), &json!({"ids": list}))
+        };
+        let joined = [
+            ("header", json!({}), ','),
+            ("path", json!({}), ','),
+            ("query", json!({"explode": false}), ','),
+            ("query", json!({"style": "pipeDelimited"}), '|'),
+            ("query", json!({"style": "spaceDelimited"}), ' '),
+        ];
+        for (place, extra, between) in joined {
+            of(place, extra.clone(), json!(["1", "2"])).unwrap();
+            let refused = of(place, extra, json!([format!("1{between}2")])).unwrap_err();
+            assert!(refused.contains("an item of this list"), "{place}: {refused}");
+        }
+        // Each under its name: nothing parts them.
+        of("query", json!({}), json!(["1,2", "3|4"])).unwrap();
     }
 
     #[test]
