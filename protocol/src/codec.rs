@@ -21,6 +21,11 @@ pub(crate) mod by_hand {
 /// How much more memory than bytes a message may claim for its containers: an
 /// element of one byte on the wire is a struct of some words in memory.
 const CLAIM_FACTOR: usize = 64;
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
+/// What a message may claim is rounded up to one of these, since bincode takes its
+/// limit as a type; more than the last it may not.
+const CLAIM_BYTES: [usize; 6] = [64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 512 * MIB];
 
 /// Why bytes are not the message they should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,21 +78,23 @@ pub fn encode_into<T: Encode>(message: &T, out: &mut Vec<u8>) {
 ///
 /// # Errors
 /// [`CodecError::Malformed`] or [`CodecError::Leftover`]. What is allocated on
-/// the way is bounded by the length of `bytes`, whatever they claim.
+/// the way is bounded by the length of `bytes`, whatever they claim: by 64 KiB or
+/// 1,024 times as much, and by 256 times of what has more than 256 KiB.
 pub fn decode<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, CodecError> {
-    const KIB: usize = 1024;
-    const MIB: usize = 1024 * KIB;
-    let claim_bytes = bytes.len().saturating_mul(CLAIM_FACTOR);
-    // bincode takes its limit as a type, so there are steps.
-    if claim_bytes <= 64 * KIB {
-        decode_within::<T, { 64 * KIB }>(bytes)
-    } else if claim_bytes <= MIB {
-        decode_within::<T, MIB>(bytes)
-    } else if claim_bytes <= 16 * MIB {
-        decode_within::<T, { 16 * MIB }>(bytes)
-    } else {
-        decode_within::<T, { 512 * MIB }>(bytes)
+    match claim(bytes.len()) {
+        0 => decode_within::<T, { CLAIM_BYTES[0] }>(bytes),
+        1 => decode_within::<T, { CLAIM_BYTES[1] }>(bytes),
+        2 => decode_within::<T, { CLAIM_BYTES[2] }>(bytes),
+        3 => decode_within::<T, { CLAIM_BYTES[3] }>(bytes),
+        4 => decode_within::<T, { CLAIM_BYTES[4] }>(bytes),
+        _ => decode_within::<T, { CLAIM_BYTES[5] }>(bytes),
     }
+}
+
+/// Which of [`CLAIM_BYTES`] a message of so many bytes may claim.
+fn claim(bytes: usize) -> usize {
+    let needed = bytes.saturating_mul(CLAIM_FACTOR);
+    CLAIM_BYTES.iter().position(|step| needed <= *step).unwrap_or(CLAIM_BYTES.len() - 1)
 }
 
 fn decode_within<'a, T: BorrowDecode<'a, ()>, const CLAIM_BYTES_MAX: usize>(
@@ -123,14 +130,22 @@ mod tests {
     }
 
     #[test]
-    fn what_a_small_message_claims_is_bounded_by_its_length() {
-        // Five bytes that claim a vector of 60 MiB; a legal one of this size
-        // is a megabyte at most.
-        let bytes = [252u8, 0, 0, 0xc0, 3];
-        assert_eq!(decode::<Vec<u8>>(&bytes), Err(CodecError::Malformed));
-        let mut large = Vec::new();
-        encode_into(&vec![7u8; 200 << 20], &mut large);
-        assert_eq!(decode::<Vec<u8>>(&large).map(|vector| vector.len()), Ok(200 << 20));
+    fn what_a_message_claims_is_bounded_by_its_length() {
+        for bytes in [1, KIB, 16 * KIB + 1, 256 * KIB, 256 * KIB + 1, 300_000, MIB + 1, 4 * MIB] {
+            let claimed = CLAIM_BYTES[claim(bytes)];
+            assert!(claimed >= CLAIM_FACTOR * bytes, "{bytes}");
+            let factor = if bytes > 256 * KIB { 256 } else { 1024 };
+            assert!(claimed <= (64 * KIB).max(factor * bytes), "{bytes}");
+        }
+        // All of these are there, and would take 2 MiB from a thousand bytes.
+        let large = vec![None::<[u64; 256]>; 1_000];
+        let mut bytes = Vec::new();
+        encode_into(&large, &mut bytes);
+        assert!(bytes.len() < 1_010);
+        assert_eq!(decode::<Vec<Option<[u64; 256]>>>(&bytes), Err(CodecError::Malformed));
+        bytes.clear();
+        encode_into(&vec![7u8; 200 << 20], &mut bytes);
+        assert_eq!(decode::<Vec<u8>>(&bytes).map(|vector| vector.len()), Ok(200 << 20));
     }
 
     #[test]
