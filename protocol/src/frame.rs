@@ -23,10 +23,33 @@ use crate::limits::{
 /// The size of a [`Header`] on the wire.
 pub const HEADER_BYTES: usize = 8;
 
-/// What a frame carries. The number is its byte on the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Kind {
+/// One list of kinds, so that none is an enum's alone and unknown on the wire.
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $name:ident = $byte:literal,)*) => {
+        /// What a frame carries. The number is its byte on the wire.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum Kind {
+            $($(#[$doc])* $name = $byte,)*
+        }
+
+        impl Kind {
+            /// Every kind, for tables and tests.
+            pub const ALL: &[Self] = &[$(Self::$name),*];
+
+            /// The kind with this byte.
+            #[must_use]
+            pub const fn from_byte(byte: u8) -> Option<Self> {
+                match byte {
+                    $($byte => Some(Self::$name),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+kinds! {
     /// [`crate::handshake::Hello`], first on every link, from both sides.
     Hello = 0x01,
     /// [`crate::handshake::Refusal`]: no common version; the link ends.
@@ -106,50 +129,6 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Every kind, for tables and tests.
-    pub const ALL: [Self; 34] = [
-        Self::Hello,
-        Self::Refuse,
-        Self::Start,
-        Self::Program,
-        Self::Input,
-        Self::Load,
-        Self::Loaded,
-        Self::Call,
-        Self::Settled,
-        Self::Output,
-        Self::Log,
-        Self::Artifact,
-        Self::Ended,
-        Self::Request,
-        Self::Reply,
-        Self::Job,
-        Self::Report,
-        Self::Ready,
-        Self::Prepare,
-        Self::ZygoteSetup,
-        Self::Fork,
-        Self::Zygoted,
-        Self::Forbidden,
-        Self::PreparedJob,
-        Self::ZygoteReady,
-        Self::Tell,
-        Self::Submit,
-        Self::Finished,
-        Self::Event,
-        Self::Cancel,
-        Self::Query,
-        Self::Answered,
-        Self::Callback,
-        Self::CallbackSettled,
-    ];
-
-    /// The kind with this byte.
-    #[must_use]
-    pub fn from_byte(byte: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| *kind as u8 == byte)
-    }
-
     /// The largest payload a frame of this kind may have, in bytes.
     #[must_use]
     pub const fn payload_bytes_max(self) -> u32 {
@@ -186,8 +165,13 @@ impl Kind {
             Self::Submit => {
                 Self::Job.payload_bytes_max() + GRANT_BYTES_MAX + HOSTED_TOOLS_BYTES_MAX
             }
-            // A report's text is at most twice as long as JSON.
-            Self::Finished => 3 * Self::Report.payload_bytes_max(),
+            // The report as JSON, where a byte of text may be six (`\u0001`), and
+            // the artifacts as they are.
+            Self::Finished => {
+                const TEXT: u32 = OUTPUT_BYTES_MAX + crate::limits::LOG_BYTES_MAX * 2;
+                const _: () = assert!(6 * TEXT <= 2 * Kind::Report.payload_bytes_max());
+                3 * Self::Report.payload_bytes_max()
+            }
             Self::Report => {
                 OUTPUT_BYTES_MAX
                     + crate::limits::ARTIFACTS_MAX * (ARTIFACT_BYTES_MAX + 1024)
@@ -483,12 +467,13 @@ mod tests {
 
     #[test]
     fn every_kind_has_its_own_byte() {
+        let bytes: Vec<u8> = Kind::ALL.iter().map(|kind| *kind as u8).collect();
+        assert!(bytes.is_sorted_by(|one, next| one < next), "{bytes:x?}");
+        let known: Vec<u8> =
+            (0..=u8::MAX).filter(|byte| Kind::from_byte(*byte).is_some()).collect();
+        assert_eq!(known, bytes);
         for kind in Kind::ALL {
-            assert_eq!(Kind::from_byte(kind as u8), Some(kind));
+            assert_eq!(Kind::from_byte(*kind as u8), Some(*kind));
         }
-        let mut bytes: Vec<u8> = Kind::ALL.iter().map(|kind| *kind as u8).collect();
-        bytes.dedup();
-        assert_eq!(bytes.len(), Kind::ALL.len());
-        assert!(bytes.is_sorted());
     }
 }
