@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use super::record::Record;
+use super::record::{Event, Record};
 use super::store::{JournalError, Store};
 use crate::metrics::Metrics;
 
@@ -26,8 +26,10 @@ use crate::metrics::Metrics;
 const GATHER: Duration = Duration::from_millis(10);
 /// Records that end a wait for more.
 const BATCH_RECORDS: usize = 4_096;
-/// Records that wait for the disk at most. Intents beyond that wait, and
-/// records of calls that were refused because the disk fails are dropped.
+/// Records that wait for the disk at most. Intents beyond that wait, and while
+/// the disk fails what is no outcome is dropped: how the calls ended that were
+/// dispatched before is never, and there are no more of those than there were
+/// calls in flight, since none is dispatched meanwhile.
 const PENDING_RECORDS_MAX: usize = 65_536;
 /// From a failed commit to the next try.
 const RETRY: Duration = Duration::from_secs(1);
@@ -63,7 +65,7 @@ struct State {
     /// The writer waits for a first record.
     idle: bool,
     closing: bool,
-    /// Something that has happened was not taken.
+    /// Something was not taken.
     dropped: bool,
 }
 
@@ -147,7 +149,7 @@ impl Journal {
 
     /// Records something that has happened. It goes with the next commit.
     pub fn append(&self, record: Record) {
-        if self.working().is_err() {
+        if self.working().is_err() && !matches!(record.event, Event::Outcome { .. }) {
             let mut state = lock(&self.0.state);
             if state.pending.len() >= PENDING_RECORDS_MAX {
                 state.dropped = true;
@@ -355,8 +357,8 @@ mod tests {
         Record::now(RunId([1; 16]), event)
     }
 
-    fn intent() -> Record {
-        recorded(Event::Intent(CallFacts {
+    fn facts() -> CallFacts {
+        CallFacts {
             call: 0,
             principal: "alice".into(),
             tool: ToolName::parse("shop.order").unwrap(),
@@ -364,7 +366,11 @@ mod tests {
             effect: None,
             arguments_sha256: None,
             held_by_caller: false,
-        }))
+        }
+    }
+
+    fn intent() -> Record {
+        recorded(Event::Intent(facts()))
     }
 
     fn outcome() -> Record {
@@ -400,6 +406,36 @@ mod tests {
             assert!(file.with_extension("sqlite-wal").exists(), "the next takes this file first");
         });
         assert_eq!(left, ["intent", "unknown"]);
+    }
+
+    #[test]
+    fn an_outcome_is_kept_however_much_is_refused_while_the_disk_fails() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let refusal = || {
+            recorded(Event::Refusal {
+                call: CallFacts { call: 1, ..facts() },
+                code: forge_protocol::abi::CallCode::Denied,
+            })
+        };
+        let left = left_after(|journal, file| {
+            let away = file.with_extension("away");
+            std::fs::rename(file, &away).unwrap();
+            journal.append(refusal());
+            assert!(runtime.block_on(journal.sync()).is_err());
+            for _ in 0..2 * PENDING_RECORDS_MAX {
+                journal.append(refusal());
+            }
+            assert!(lock(&journal.0.state).pending.len() <= PENDING_RECORDS_MAX);
+            journal.append(outcome());
+            std::fs::rename(&away, file).unwrap();
+            while runtime.block_on(journal.sync()).is_err() {
+                std::thread::sleep(RETRY / 10);
+            }
+            journal.close();
+        });
+        assert_eq!((left[0].as_str(), left.len() > PENDING_RECORDS_MAX), ("intent", true));
+        assert!(left.iter().any(|kind| kind == "outcome"), "{:?}", left.last());
+        assert!(left.iter().all(|kind| kind != "unknown"));
     }
 
     #[test]
