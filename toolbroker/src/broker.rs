@@ -607,6 +607,7 @@ impl Broker {
                 let tools = self.pin(&principal, names).await?;
                 let valid_s = (limits.wall_ms / 1000).saturating_add(RUN_GRANT_SLACK_S);
                 let (principal, calls_max, cost_max) = (principal.clone(), None, None);
+                let session = session.clone();
                 let terms = Terms { principal, tools, valid_s, calls_max, cost_max, session };
                 Arc::new(Grant::new(terms.claims(SystemTime::now())?)?)
             }
@@ -619,7 +620,7 @@ impl Broker {
             None => grant,
         };
         let claims = grant.claims().clone();
-        let run = Run::new(run_id, program_sha256, grant, limits);
+        let run = Run::new(run_id, program_sha256, grant, limits).in_session(session.as_deref());
         let run = Arc::new(match hosted {
             Some(hosted) => run.hosting(hosted),
             None => run,

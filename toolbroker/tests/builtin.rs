@@ -208,6 +208,35 @@ fn a_stash_is_a_runs_own_and_a_groups_is_its_members() {
 }
 
 #[test]
+fn a_stash_is_of_the_session_that_a_run_is_opened_in_whether_its_grant_names_one_or_not() {
+    let mut broker = Broker::with_forge_toml(STASH_AND_KEYS);
+    let tools = ["stash.put", "stash.get"];
+    let Reply::Grant(token) = broker.ask(&Request::IssueGrant(grant_request(&tools))) else {
+        panic!("no grant");
+    };
+    let mut open = |run: u8, session: Option<&str>, granted: bool| {
+        let names = tools.iter().map(|tool| name(tool)).collect();
+        let authority =
+            if granted { Authority::Grant(token.clone()) } else { Authority::Tools(names) };
+        let mut request = run_request("alice", authority, limits());
+        request.run_id = forge_protocol::RunId([run; 16]);
+        request.session = session.map(str::to_owned);
+        broker.open(request).unwrap().0
+    };
+    let (put, key) = (json!({ "key": "k", "value": "v" }), json!({ "key": "k" }));
+    assert_eq!(open(1, Some("s-17"), true).call("stash.put", &put).0, None);
+    for (run, session, granted, found) in [
+        (2, Some("s-17"), true, true),
+        (3, Some("s-17"), false, true),
+        (4, Some("s-18"), true, false),
+        (5, None, true, false),
+    ] {
+        let got = open(run, session, granted).call("stash.get", &key);
+        assert_eq!(got.1["found"], found, "{session:?} {granted}: {got:?}");
+    }
+}
+
+#[test]
 fn a_key_signs_for_whom_it_is_and_is_never_told() {
     let mut broker = Broker::with_forge_toml(STASH_AND_KEYS);
     let tools = ["crypto.hmac", "crypto.verify"];

@@ -84,6 +84,15 @@ impl Run {
         }
     }
 
+    /// The same run in this session, which a grant may leave open.
+    #[must_use]
+    pub fn in_session(mut self, session: Option<&str>) -> Self {
+        if let Some(session) = session {
+            self.caller.session = Some(session.into());
+        }
+        self
+    }
+
     /// The same run, whose caller hosts these tools itself. What may be
     /// called is the grant's to say, as ever.
     #[must_use]
