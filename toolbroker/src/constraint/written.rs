@@ -7,6 +7,7 @@ use forge_protocol::name::{NameError, ToolName};
 use regex::RegexBuilder;
 
 use super::decimal::Decimal;
+use super::decimal::first_changed;
 use super::{Constraint, PATTERN_BYTES_MAX, PATTERN_NEST_MAX, Test};
 
 /// Why a text is no constraint, and where.
@@ -180,6 +181,10 @@ fn equals(value: &str) -> Result<Test, (usize, Wrong)> {
         let number = Decimal::parse(trimmed).ok_or((begins, Wrong::NoNumber))?;
         return Ok(Test::EqualsNumber(number));
     }
+    // Within a list or an object numbers are compared as arguments are held.
+    if let Some(at) = first_changed(trimmed.as_bytes()) {
+        return Err((begins + at, Wrong::NoNumber));
+    }
     serde_json::from_str(trimmed).map(Test::Equals).map_err(|wrong| {
         // A text without line breaks: the column is a place in bytes, from 1.
         let column = begins + wrong.column().saturating_sub(1);
@@ -237,6 +242,8 @@ mod tests {
             ("shop.order:/größe=klein", 19),
             ("shop.order:/a=\"b", 16),
             ("shop.order:/a=[1,]", 18),
+            ("shop.order:/a=[1, 9007199254740993.0]", 19),
+            ("shop.order:/a={\"p\":0.30000000000000001}", 20),
             ("shop.order:/a~2b=1", 14),
             ("shop.order:/x/a%4=1", 16),
             ("shop.order:/a^b=1", 14),
