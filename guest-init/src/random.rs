@@ -10,8 +10,8 @@
 //! never on how it divided its requests. The 55 bytes hashed for a block are
 //! the most that SHA-256 takes in one compression.
 //!
-//! Whoever knows the seed knows every byte. The host draws it, and it is in
-//! the journal; programs must not make long-lived secrets from it.
+//! Whoever knows the seed knows every byte, and the host draws it: programs must
+//! not make long-lived secrets from it.
 
 use sha2::{Digest, Sha256};
 

@@ -3,8 +3,8 @@
 //!
 //! It gets a minimal environment with its own credentials and no descriptor of
 //! ours; its process group dies with its connection; what it writes is bounded,
-//! cut and scrubbed. Deliberately absent are a user of its own, namespaces and
-//! resource limits.
+//! cut and scrubbed. Its user, its namespaces and its limits are
+//! [`crate::stranger`]'s.
 
 use std::collections::VecDeque;
 use std::io;

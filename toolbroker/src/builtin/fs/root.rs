@@ -310,7 +310,11 @@ impl Root {
             });
         }
         // The name, too, is on the disk before the program hears of it.
-        fsync(&folder).map_err(|error| failed(&error.into()))
+        fsync(&folder).map_err(|error| {
+            tracing::warn!(%error, "a folder of the tool fs cannot be synced");
+            let message = "the file is written, but may be gone if this host fails now";
+            Failure::new("failed", message)
+        })
     }
 
     fn check_pattern(&self, path: &Path) -> Result<(), Failure> {
