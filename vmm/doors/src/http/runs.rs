@@ -15,7 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use super::events::{End, Ended, Events, Happened, Next, happened};
 use super::order::{self, Asked, RUN_BYTES_MAX};
 use super::problem::Problem;
-use super::tenant::{Kept, Tenant};
+use super::tenant::{Kept, Slot, Tenant};
 use super::{Caller, Door, Feed, Named, answer_json, read_body};
 use crate::web::is_set;
 
@@ -48,6 +48,7 @@ async fn waited(
     order: Order,
     room: OwnedSemaphorePermit,
 ) -> Result<Response, Problem> {
+    let _number = caller.tenant.number()?;
     let mut run = door.client.submit(&order).await?;
     drop((order, room));
     while let Some(message) = run.next().await {
@@ -94,7 +95,7 @@ async fn begun(
 }
 
 /// Keeps what happens in a run until it is over.
-async fn follow(mut run: Run, kept: Arc<Kept>, tenant: Arc<Tenant>, _slot: OwnedSemaphorePermit) {
+async fn follow(mut run: Run, kept: Arc<Kept>, tenant: Arc<Tenant>, _slot: Slot) {
     let mut end = None;
     while let Some(message) = run.next().await {
         match message {

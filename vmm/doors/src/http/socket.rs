@@ -38,7 +38,7 @@ use super::events::{Events, happened};
 use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
 use super::problem::{self, Problem};
 use super::runs;
-use super::tenant::{Kept, Tenant};
+use super::tenant::{Kept, Slot, Tenant};
 use super::{Caller, Door};
 use crate::object::Object;
 use crate::web::is_set;
@@ -341,7 +341,7 @@ struct Carried {
     tenant: Arc<Tenant>,
     sender: mpsc::Sender<Unsent>,
     stuck: Arc<Notify>,
-    _slot: OwnedSemaphorePermit,
+    _slot: Slot,
 }
 
 impl Carried {

@@ -2,13 +2,17 @@
 //! and how much it may have under way here.
 //!
 //! All of it is bounded for each principal on its own, so none can fill what
-//! another needs; and principals are the operator's to name.
+//! another needs; and principals are the operator's to name. The one thing that
+//! they share are the numbers of the door's connection to the service: there a
+//! principal has as many as are left at most ([`Numbers`]).
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forge_client::Canceller;
+use forge_client::protocol::limits;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::events::Events;
@@ -38,6 +42,43 @@ const ENDED_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// How long an ended run is kept.
 pub(crate) const KEPT_TIME: Duration = Duration::from_secs(600);
 
+/// Runs of all principals that can be with the service at a time. What it takes of
+/// one connection beyond that is for questions.
+const NUMBERS_MAX: usize = limits::NUMBERS_MAX - limits::QUESTIONS_MAX;
+
+/// The numbers that are left. A principal that has as many as are left gets no
+/// other: one alone has half of all at most, and where several have runs that come
+/// and go, each has as many as are left.
+#[derive(Debug)]
+struct Numbers(AtomicUsize);
+
+impl Default for Numbers {
+    fn default() -> Self {
+        Self(AtomicUsize::new(NUMBERS_MAX))
+    }
+}
+
+/// A run's number; given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Number {
+    left: Arc<Numbers>,
+    held: Arc<AtomicUsize>,
+}
+
+impl Drop for Number {
+    fn drop(&mut self) {
+        self.held.fetch_sub(1, Ordering::Relaxed);
+        self.left.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A place for a run that nobody waits for.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    _running: OwnedSemaphorePermit,
+    _number: Number,
+}
+
 /// A run that can be asked for by its id.
 #[derive(Debug)]
 pub(crate) struct Kept {
@@ -57,6 +98,8 @@ pub(crate) struct Tenant {
     bodies: Arc<Semaphore>,
     unsent: Arc<Semaphore>,
     running: Arc<Semaphore>,
+    left: Arc<Numbers>,
+    held: Arc<AtomicUsize>,
     runs: Mutex<Runs>,
 }
 
@@ -73,9 +116,11 @@ fn kib(bytes: usize) -> u32 {
 }
 
 impl Tenant {
-    fn new(name: String) -> Self {
+    fn new(name: String, left: Arc<Numbers>) -> Self {
         Self {
             name,
+            left,
+            held: Arc::default(),
             requests: Arc::new(Semaphore::new(REQUESTS_MAX)),
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             sockets: Arc::new(Semaphore::new(SOCKETS_MAX)),
@@ -123,11 +168,26 @@ impl Tenant {
         Arc::clone(&self.unsent).try_acquire_many_owned(kib(bytes)).ok()
     }
 
+    /// A number for a run.
+    pub(crate) fn number(&self) -> Result<Number, Problem> {
+        let held = self.held.load(Ordering::Relaxed);
+        let take = |left: usize| if left > held { left.checked_sub(1) } else { None };
+        let taken = self.left.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
+        taken.map_err(|_| {
+            Problem::overloaded(format!(
+                "{held} runs of this principal are under way, as many as there is room left for"
+            ))
+        })?;
+        self.held.fetch_add(1, Ordering::Relaxed);
+        Ok(Number { left: Arc::clone(&self.left), held: Arc::clone(&self.held) })
+    }
+
     /// A place for a run that nobody waits for.
-    pub(crate) fn run(&self) -> Result<OwnedSemaphorePermit, Problem> {
-        Arc::clone(&self.running).try_acquire_owned().map_err(|_| {
+    pub(crate) fn run(&self) -> Result<Slot, Problem> {
+        let running = Arc::clone(&self.running).try_acquire_owned().map_err(|_| {
             Problem::overloaded(format!("{RUNNING_MAX} runs of this principal are under way"))
-        })
+        })?;
+        Ok(Slot { _running: running, _number: self.number()? })
     }
 
     fn runs(&self) -> MutexGuard<'_, Runs> {
@@ -182,17 +242,22 @@ impl Runs {
 
 /// All principals that came by.
 #[derive(Debug, Default)]
-pub(crate) struct Tenants(Mutex<HashMap<String, Arc<Tenant>>>);
+pub(crate) struct Tenants {
+    all: Mutex<HashMap<String, Arc<Tenant>>>,
+    numbers: Arc<Numbers>,
+}
 
 impl Tenants {
     fn all(&self) -> MutexGuard<'_, HashMap<String, Arc<Tenant>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The one of this name.
     pub(crate) fn named(&self, name: String) -> Arc<Tenant> {
         let mut all = self.all();
-        let tenant = all.entry(name).or_insert_with_key(|name| Arc::new(Tenant::new(name.clone())));
+        let tenant = all.entry(name).or_insert_with_key(|name| {
+            Arc::new(Tenant::new(name.clone(), Arc::clone(&self.numbers)))
+        });
         Arc::clone(tenant)
     }
 
@@ -225,7 +290,7 @@ mod tests {
 
     #[test]
     fn an_ended_run_is_kept_for_its_time_and_no_longer() {
-        let (tenant, now) = (Tenant::new("a".into()), Instant::now());
+        let (tenant, now) = (Tenant::new("a".into(), Arc::default()), Instant::now());
         end(&tenant, "1", 0, now);
         end(&tenant, "2", 0, now + Duration::from_secs(1));
         assert!(!tenant.sweep(now + KEPT_TIME - Duration::from_nanos(1)));
@@ -237,7 +302,7 @@ mod tests {
 
     #[test]
     fn ended_runs_are_bounded_by_number_and_size_and_the_last_stays() {
-        let (tenant, now) = (Tenant::new("a".into()), Instant::now());
+        let (tenant, now) = (Tenant::new("a".into(), Arc::default()), Instant::now());
         for number in 0..=ENDED_MAX {
             end(&tenant, &number.to_string(), 0, now);
         }
@@ -256,6 +321,29 @@ mod tests {
         end(&tenants.named("alice".into()), "1", 0, now);
         assert!(tenants.named("alice".into()).find("1").is_ok());
         assert!(tenants.named("bob".into()).find("1").is_err());
+    }
+
+    #[test]
+    fn a_principal_has_no_more_runs_than_it_leaves_to_others() {
+        let tenants = Tenants::default();
+        let mut held = Vec::new();
+        for others in 1..8 {
+            let tenant = tenants.named(others.to_string());
+            let mine: Vec<_> = std::iter::from_fn(|| tenant.number().ok()).collect();
+            assert!(mine.len() >= NUMBERS_MAX >> others, "{others}: {}", mine.len());
+            let next = tenants.named("next".into());
+            assert!(next.number().is_ok());
+            assert_eq!(tenant.number().unwrap_err().body().status(), 429);
+            held.push(mine);
+        }
+        // No question is ever without one.
+        assert!(
+            held.iter().map(Vec::len).sum::<usize>() + limits::QUESTIONS_MAX <= limits::NUMBERS_MAX
+        );
+        drop(held);
+        let all =
+            std::iter::from_fn(|| tenants.named("1".into()).number().ok()).collect::<Vec<_>>();
+        assert_eq!(all.len(), NUMBERS_MAX / 2);
     }
 
     #[test]
