@@ -13,8 +13,8 @@ use super::worker::Worker;
 
 /// After so long without a cold start the pool keeps one worker less.
 const SHRINK_AFTER: Duration = Duration::from_secs(10);
-/// Programs that VMs are kept prepared for. The one used longest ago goes
-/// first.
+/// Programs that VMs are kept prepared for. Of the tenant that has most of them
+/// the one used longest ago goes first, so that nobody's many take another's few.
 const PROGRAMS_MAX: usize = 16;
 
 /// Whose VM it is and what it has.
@@ -190,12 +190,21 @@ impl Shelves {
         }
         let order = Arc::new(order);
         self.programs.push_front(Program { key: key.clone(), order: Arc::clone(&order) });
-        if let Some(forgotten) = self.programs.get(PROGRAMS_MAX) {
-            let key = forgotten.key.clone();
-            self.programs.truncate(PROGRAMS_MAX);
-            self.owned.retain(|(of, _)| *of != key);
+        if self.programs.len() > PROGRAMS_MAX
+            && let Some(forgotten) = self.least_missed().and_then(|at| self.programs.remove(at))
+        {
+            self.owned.retain(|(of, _)| *of != forgotten.key);
         }
         order
+    }
+
+    /// The place of the program that goes first.
+    fn least_missed(&self) -> Option<usize> {
+        let of_its_tenant = |at: &usize| {
+            let tenant = &self.programs[*at].key.tenant;
+            self.programs.iter().filter(|program| program.key.tenant == *tenant).count()
+        };
+        (0..self.programs.len()).max_by_key(of_its_tenant)
     }
 
     /// What should stand ready and does not.
@@ -207,11 +216,15 @@ impl Shelves {
         if self.options.reuse != Reuse::Fresh {
             return None;
         }
-        let unready = |program: &&Program| {
-            let ready = self.owned.iter().filter(|(key, _)| *key == program.key).count();
-            ready < self.options.ready_min.max(1)
-        };
-        let program = self.programs.iter().find(unready)?;
+        let ready =
+            |program: &Program| self.owned.iter().filter(|(key, _)| *key == program.key).count();
+        // One for each program; more only as long as there may be more VMs.
+        let has_room = self.owned.len() < self.options.ready_max;
+        let none = self.programs.iter().find(|program| ready(program) == 0);
+        let program = none.or_else(|| {
+            let few = |program: &&Program| has_room && ready(program) < self.options.ready_min;
+            self.programs.iter().find(few)
+        })?;
         Some(Missing::Prepared(program.key.clone(), Arc::clone(&program.order)))
     }
 
@@ -275,6 +288,7 @@ mod tests {
         Key { tenant: tenant.into(), ram_bytes: 1 << 20, program: None }
     }
 
+    /// Of tenant `a`.
     fn prepared(number: u8) -> (Key, Prepare) {
         let limits = RunLimits::default();
         let program = ProgramKey { digest: [number; 32], signer: [0; 32], limits: limits.clone() };
@@ -401,7 +415,8 @@ mod tests {
         for number in numbers.clone() {
             let (key, order) = prepared(number);
             shelves.keep_prepared(&key, order);
-            assert_eq!(fill(&mut shelves), 2);
+            // Two as long as there are no more than may stand, then one.
+            assert_eq!(fill(&mut shelves), if number < 2 { 2 } else { 1 });
         }
         // 0 is used again; so the next one takes the place of 1.
         assert!(shelves.take(&prepared(0).0, true).is_some());
@@ -412,6 +427,21 @@ mod tests {
         for number in numbers.filter(|number| *number != 1).chain([100]) {
             assert!(shelves.take(&prepared(number).0, true).is_some(), "{number}");
         }
+    }
+
+    #[test]
+    fn a_tenants_many_programs_take_no_other_tenants_few() {
+        let mut shelves = shelves(1, 4, Reuse::Fresh);
+        let (key, order) = prepared(200);
+        let others = Key { tenant: "b".into(), ..key };
+        shelves.keep_prepared(&others, order);
+        for number in 0..3 * PROGRAMS_MAX as u8 {
+            let (key, order) = prepared(number);
+            shelves.keep_prepared(&key, order);
+            fill(&mut shelves);
+            assert!(shelves.owned.len() <= PROGRAMS_MAX);
+        }
+        assert!(shelves.take(&others, true).is_some());
     }
 
     #[test]
