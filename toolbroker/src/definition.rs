@@ -24,7 +24,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
 use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns, translation_bytes_max};
-use crate::schema_cost::{Cost, Plan};
+use crate::schema_cost::{Cost, Plan, compiled_places_bytes_max};
 
 /// One tool's description and schemas together, in bytes of canonical JSON.
 const DEFINITION_BYTES_MAX: usize = 256 * 1024;
@@ -34,6 +34,9 @@ const ADVICE_BYTES_MAX: usize = 1024;
 const VIOLATIONS_MAX: usize = 5;
 /// One of them, in bytes; more is cut.
 const VIOLATION_BYTES_MAX: usize = 512;
+/// What one compiled schema may take without its patterns, in bytes. The largest
+/// definition takes less, unless its names are long and what they name is large.
+const SCHEMA_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// How often a pattern of a schema may step back on one string.
 const PATTERN_BACKTRACK_MAX: usize = 100_000;
 /// What one engine of a compiled pattern may take, in bytes: what
@@ -63,10 +66,10 @@ struct Schema {
     cost: Cost,
 }
 
-/// Room for the compiled patterns of all tools that one stranger offers, so
-/// that what they take together is bounded and not each alone.
+/// Room for what is compiled of all tools that one stranger offers, patterns and
+/// schemas, so that what they take together is bounded and not each alone.
 #[derive(Debug)]
-pub struct PatternRoom {
+pub struct CompiledRoom {
     bytes: usize,
     /// What may still be compiled to see what it takes, whatever comes of it.
     tried_bytes: usize,
@@ -76,7 +79,7 @@ pub struct PatternRoom {
 /// what each takes.
 const TRIES: usize = 8;
 
-impl PatternRoom {
+impl CompiledRoom {
     /// Room of so many bytes.
     #[must_use]
     pub fn new(bytes: usize) -> Self {
@@ -132,7 +135,7 @@ impl Tool {
     /// # Errors
     /// [`DefinitionError`]: this tool cannot be offered.
     pub fn new(server: &str, listed: Listed) -> Result<Self, DefinitionError> {
-        Self::within(&mut PatternRoom::new(usize::MAX), server, listed)
+        Self::within(&mut CompiledRoom::new(usize::MAX), server, listed)
     }
 
     /// The same of one of many tools, whose patterns take from this room.
@@ -140,7 +143,7 @@ impl Tool {
     /// # Errors
     /// [`DefinitionError`]: this tool cannot be offered.
     pub fn within(
-        room: &mut PatternRoom,
+        room: &mut CompiledRoom,
         server: &str,
         listed: Listed,
     ) -> Result<Self, DefinitionError> {
@@ -246,7 +249,7 @@ impl Tool {
 impl Schema {
     /// Compiles a schema that may refer to nothing outside itself. Draft
     /// 2020-12 holds where `$schema` names no other.
-    fn compile(schema: &Value, room: &mut PatternRoom) -> Result<Self, String> {
+    fn compile(schema: &Value, room: &mut CompiledRoom) -> Result<Self, String> {
         let cost = Cost::of(schema)?;
         let (mut bytes, mut nones) = (0_usize, Vec::new());
         for pattern in patterns(schema) {
@@ -269,15 +272,25 @@ impl Schema {
                 return Err(why);
             }
         }
+        let places = compiled_places_bytes_max(schema);
+        if places > SCHEMA_BYTES_MAX {
+            let limit = SCHEMA_BYTES_MAX / (1024 * 1024);
+            return Err(format!(
+                "it would take more than {limit} MiB compiled: long names with much below them"
+            ));
+        }
+        let bytes = bytes.saturating_add(places);
+        let left = room.bytes.checked_sub(bytes);
+        let left = left.ok_or("compiled it has no room beside the other tools")?;
         let validator = Self::validator(schema, PATTERN_ENGINE_BYTES_MAX)?;
-        room.bytes -= bytes;
+        room.bytes = left;
         Ok(Self { validator, cost })
     }
 
     /// What a pattern takes, with engines of the least size that is enough for
     /// each of its own; `None` if it is no pattern or none is enough. It is
     /// compiled by itself: what one needs says nothing of the others.
-    fn bytes_of(pattern: &str, room: &mut PatternRoom) -> Result<Option<usize>, String> {
+    fn bytes_of(pattern: &str, room: &mut CompiledRoom) -> Result<Option<usize>, String> {
         for engine_bytes in PATTERN_ENGINE_BYTES {
             let bytes = compiled_bytes_max(pattern, engine_bytes)
                 .map_err(|why| of_pattern(pattern, why))?;
@@ -484,7 +497,7 @@ mod tests {
     fn large_patterns_of_one_list_take_from_one_room_and_small_ones_hardly_any() {
         let large = || listed(json!({"properties": {"x": {"pattern": "^.{1,255}$"}}}));
         let small = || listed(json!({"properties": {"x": {"pattern": "^[a-z0-9-]{1,8}$"}}}));
-        let mut room = PatternRoom::new(2 * 1024 * 1024);
+        let mut room = CompiledRoom::new(2 * 1024 * 1024);
         let mut offer = |listed| Tool::within(&mut room, "shop", listed);
         offer(large()).unwrap();
         for _ in 0..50 {
@@ -493,6 +506,33 @@ mod tests {
         let refused = offer(large()).unwrap_err().to_string();
         assert!(refused.contains("no room beside"), "{refused}");
         offer(small()).unwrap();
+    }
+
+    #[test]
+    fn attack_21_a_schema_of_long_names_with_much_below_them_is_refused() {
+        let leaf = json!({"type": "string"});
+        let named = |names: usize, leaf: &Value| -> Value {
+            (0..names).map(|at| (format!("a{at}"), leaf.clone())).collect::<Map<_, _>>().into()
+        };
+        let under = |length: usize, names: usize| {
+            let below = json!({"type": "object", "properties": named(names, &leaf)});
+            listed(json!({"properties": {"P".repeat(length): below}}))
+        };
+        let refused = Tool::new("shop", under(100_000, 4_000)).unwrap_err().to_string();
+        assert!(refused.contains("MiB compiled"), "{refused}");
+        // Neither by itself is much.
+        Tool::new("shop", under(100_000, 10)).unwrap();
+        Tool::new("shop", under(10, 4_000)).unwrap();
+        // Nor are they many times.
+        let mut room = CompiledRoom::new(32 * 1024 * 1024);
+        let offered = (0..100).filter(|_| {
+            let mut schema = leaf.clone();
+            for _ in 0..50 {
+                schema = json!({"properties": {"x".repeat(70): schema}});
+            }
+            Tool::within(&mut room, "shop", listed(schema)).is_ok()
+        });
+        assert!((20..80).contains(&offered.count()));
     }
 
     #[test]
@@ -534,7 +574,7 @@ mod tests {
         named.insert("a".into(), json!({"pattern": "^.{1,500}$"}));
         let refers = json!({"anyOf": vec![json!({"$ref": "#/$defs/a"}); 32], "format": "email"});
         let schema = json!({"$defs": named, "properties": {"x": refers}});
-        let mut room = PatternRoom::new(1024 * 1024);
+        let mut room = CompiledRoom::new(1024 * 1024 + 64 * 1024);
         Tool::within(&mut room, "shop", listed(schema)).unwrap();
     }
 
@@ -546,7 +586,7 @@ mod tests {
         named.insert("b".into(), json!({"pattern": "^(a"}));
         let schema = json!({"properties": named});
         for bytes in [usize::MAX, 4 * 1024] {
-            let mut room = PatternRoom::new(bytes);
+            let mut room = CompiledRoom::new(bytes);
             let refused = Tool::within(&mut room, "shop", listed(schema.clone()));
             let refused = refused.unwrap_err().to_string();
             assert!(refused.contains("^(a"), "{refused}");
@@ -555,7 +595,7 @@ mod tests {
 
     #[test]
     fn attack_21_patterns_that_are_none_are_not_looked_at_without_end() {
-        let mut room = PatternRoom::new(1024 * 1024);
+        let mut room = CompiledRoom::new(1024 * 1024);
         let mut offer = |at: usize| {
             let none = json!({"pattern": format!("^(?:a{{9999}}){{{at}}}")});
             Tool::within(&mut room, "shop", listed(json!({"properties": {"x": none}})))
@@ -565,7 +605,7 @@ mod tests {
         assert!(refused[0].contains("9999"), "{refused:?}");
         assert!(refused[19].contains("takes too much"), "{refused:?}");
         // Each is small, and long to translate.
-        let mut room = PatternRoom::new(1024 * 1024);
+        let mut room = CompiledRoom::new(1024 * 1024);
         let properties: Map<String, Value> = (0..100)
             .map(|at| (format!("a{at}"), json!({"pattern": format!("{}{at}", r"\s".repeat(280))})))
             .collect();

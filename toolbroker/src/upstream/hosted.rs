@@ -18,13 +18,13 @@ use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
 use super::{CallEnd, has_few_values};
-use crate::definition::{DefinitionError, Listed, PatternRoom, Tool};
+use crate::definition::{CompiledRoom, DefinitionError, Listed, Tool};
 
 /// Calls that may wait for the caller to take them.
 const CALLS_WAITING_MAX: usize = 64;
-/// What the compiled patterns of one caller's tools may take, in bytes: there
-/// are many callers, and each comes unasked.
-const PATTERN_ROOM_BYTES: usize = 32 * 1024 * 1024;
+/// What is compiled of one caller's tools may take so much, in bytes: there are
+/// many callers, and each comes unasked.
+const COMPILED_ROOM_BYTES: usize = 32 * 1024 * 1024;
 
 /// A caller's tools.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ impl Hosted {
         if listed.len() > GRANTED_TOOLS_MAX {
             return Err(HostError::TooMany { got: listed.len() });
         }
-        let mut room = PatternRoom::new(PATTERN_ROOM_BYTES);
+        let mut room = CompiledRoom::new(COMPILED_ROOM_BYTES);
         let mut tools = Vec::with_capacity(listed.len());
         for listed in listed {
             let name = crate::cut(&listed.name, 128);

@@ -28,7 +28,7 @@ use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
 use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Upstream};
-use crate::definition::{Listed, PatternRoom, Tool};
+use crate::definition::{CompiledRoom, Listed, Tool};
 
 /// How long a listing may take once the server is up.
 const LIST_TIME_MAX: Duration = Duration::from_secs(10);
@@ -49,9 +49,9 @@ pub(crate) const TOOLS_MAX: usize = 2_000;
 const PAGES_MAX: usize = 200;
 /// Bytes of JSON that its list may have, all pages together.
 const LIST_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// What the compiled patterns of its tools may take, in bytes: 256 of the
-/// largest, or 65,000 as most are.
-const PATTERN_ROOM_BYTES: usize = 256 * 1024 * 1024;
+/// What is compiled of its tools may take so much, in bytes: 256 of the largest
+/// patterns, or 65,000 as most are.
+const COMPILED_ROOM_BYTES: usize = 256 * 1024 * 1024;
 
 /// What carries a session.
 #[derive(Debug)]
@@ -410,7 +410,7 @@ fn offered(server: &str, scrubs: &Scrubs, listed: Vec<rmcp::model::Tool>) -> Vec
         let clean = |(key, value)| (key, scrubs.json(value));
         Arc::unwrap_or_clone(schema).into_iter().map(clean).collect()
     };
-    let mut room = PatternRoom::new(PATTERN_ROOM_BYTES);
+    let mut room = CompiledRoom::new(COMPILED_ROOM_BYTES);
     let mut tools: Vec<Arc<Tool>> = Vec::with_capacity(listed.len());
     for tool in listed {
         let name = tool.name.into_owned();
