@@ -142,9 +142,12 @@ fn attack_23_a_flood_of_requests_and_notifications_takes_no_memory_and_holds_up_
 #[test]
 fn attack_23_a_result_of_millions_of_values_takes_no_more_memory_than_others() {
     let mut broker = broker("plain");
-    let mut worker = broker.run(&["raw.many"], limits());
+    let mut worker = broker.run(&["raw.many", "raw.wrong_ids"], limits());
     let (code, why) = worker.call("raw.many", &json!({}));
-    assert_eq!(code, Some(CallCode::OutcomeUnknown), "{why}");
+    assert_eq!(code, Some(CallCode::BadResponse), "{why}");
+    // Nobody else's call ends with it: the server is the same.
+    let (code, said) = worker.call("raw.wrong_ids", &json!({}));
+    assert_eq!((code, text(&said)), (None, "its own"));
     assert!(broker.peak_mib() < 128, "{} MiB", broker.peak_mib());
     drop(worker);
     well(broker);
@@ -166,6 +169,39 @@ fn attack_23_a_server_that_hangs_up_or_listens_no_more_leaves_the_outcome_unknow
     );
     assert_eq!(worker.call("raw.deaf", &much).0, Some(CallCode::OutcomeUnknown));
     drop(worker);
+    well(broker);
+}
+
+#[test]
+fn attack_23_a_server_that_listens_no_more_is_not_kept_everything_for() {
+    let mut broker = broker("plain");
+    let limits = RunLimits {
+        wall_ms: 6_000,
+        request_bytes: 1 << 20,
+        calls_in_flight: 64,
+        ..RunLimits::default()
+    };
+    let much = json!({ "x": "y".repeat(1_000_000) }).to_string();
+    let mut workers: Vec<_> = (0..2).map(|_| broker.run(&["raw.deaf"], limits.clone())).collect();
+    for worker in &mut workers {
+        for _ in 0..48 {
+            worker.send("raw.deaf", much.as_bytes());
+        }
+    }
+    let mut refused = 0;
+    for worker in &mut workers {
+        for _ in 0..48 {
+            let settled = worker.settled();
+            let why = String::from_utf8_lossy(&settled.body).into_owned();
+            if settled.code == Some(CallCode::ToolFailed) {
+                assert!(why.contains("takes nothing"), "{why}");
+                refused += 1;
+            }
+        }
+    }
+    // What waits for it has 64 MiB, of the 96 MB that were asked for.
+    assert!((1..=40).contains(&refused), "{refused}");
+    drop(workers);
     well(broker);
 }
 

@@ -263,6 +263,37 @@ fn attack_23_an_answer_over_http_of_millions_of_values_takes_no_more_memory_than
 }
 
 #[test]
+fn an_exchange_that_is_over_is_the_end_of_its_call_whatever_was_said() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    for (name, code, says) in [
+        ("garbled", CallCode::BadResponse, "no JSON"),
+        ("nobodys", CallCode::BadResponse, "another request"),
+        ("puzzled", CallCode::ToolFailed, "pardon?"),
+    ] {
+        let mut worker = broker.run(&[&format!("web.{name}"), "web.echo"], limits());
+        let (got, error) = worker.call(&format!("web.{name}"), &json!({}));
+        assert_eq!(got, Some(code), "{name}: {error}");
+        assert!(error.to_string().contains(says), "{name}: {error}");
+        assert_eq!(worker.call("web.echo", &json!({})).0, None, "after {name}");
+    }
+}
+
+#[test]
+fn a_server_that_asks_very_much_at_once_is_answered_and_heard() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker = broker.run(&["web.asks_sse"], limits());
+    let (code, said) = worker.call("web.asks_sse", &json!({}));
+    assert_eq!(code, None, "{said}");
+    mcp.wait_until("every question was answered", |inner| {
+        inner.seen.iter().filter(|it| it.body["result"].is_object()).count() == 1_000
+    });
+}
+
+#[test]
 fn a_server_that_hangs_holds_up_nothing_but_its_call() {
     let mcp = Mcp::new(Era::Session);
     let web = mcp.serve();

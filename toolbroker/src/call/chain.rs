@@ -32,7 +32,7 @@ use crate::registry::Carrier;
 use crate::schema_cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
 use crate::telemetry::{CallSpan, Span, Spans, Steps};
-use crate::upstream::{CallEnd, VALUES_MAX};
+use crate::upstream::{CallEnd, Unusable, VALUES_MAX};
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays
@@ -359,7 +359,7 @@ impl Dispatched {
                 self.tool.checks_result_soon(response) && is_short(response)
             }
             CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
-            CallEnd::TooMany | CallEnd::Lost => true,
+            CallEnd::Unusable(_) | CallEnd::Lost => true,
         }
     }
 
@@ -393,7 +393,7 @@ impl Dispatched {
             | CallEnd::Failed(said)
                 if values_of(&said) > VALUES_MAX =>
             {
-                Ok(CallEnd::TooMany)
+                Ok(CallEnd::Unusable(Unusable::TooMany))
             }
             CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
                 match tool.check_result(&response) {
@@ -456,10 +456,7 @@ impl Fitting {
                 let violations = vec!["the result: there is none beside its text".to_owned()];
                 Err(CallFailure::BadResponse { violations })
             }
-            Ok(CallEnd::TooMany) => {
-                let violations = vec![format!("the result: it has more than {VALUES_MAX} values")];
-                Err(CallFailure::BadResponse { violations })
-            }
+            Ok(CallEnd::Unusable(why)) => Err(CallFailure::Unusable(why)),
             // What is said of it quotes it and is cut: so it is said of what is
             // left, or a part of a credential would be left where it is cut.
             Err(Misfit::Result(response)) => {

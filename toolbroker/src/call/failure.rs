@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::budget::Spent;
 use crate::constraint::Violation;
 use crate::registry::LookupError;
-use crate::upstream::ERROR_TEXT_BYTES_MAX;
+use crate::upstream::{ERROR_TEXT_BYTES_MAX, Unusable};
 
 /// Why a call gave no response.
 #[derive(Debug, thiserror::Error)]
@@ -91,6 +91,9 @@ pub enum CallFailure {
         /// The violations, with their places, scrubbed.
         violations: Vec<String>,
     },
+    /// The tool answered, and nothing can be made of that.
+    #[error("the tool answered, but {0}")]
+    Unusable(Unusable),
     /// The journal does not take the intent.
     #[error("the call cannot be recorded, so it was not made: the operator's log says why")]
     NotRecorded,
@@ -122,7 +125,7 @@ impl CallFailure {
             Self::DeadlinePassed => CallCode::DeadlinePassed,
             Self::DeadlineAfterDispatch | Self::Lost => CallCode::OutcomeUnknown,
             Self::ResponseTooLarge { .. } => CallCode::ResponseTooLarge,
-            Self::BadResponse { .. } => CallCode::BadResponse,
+            Self::BadResponse { .. } | Self::Unusable(_) => CallCode::BadResponse,
             Self::NotRecorded => CallCode::NotRecorded,
         }
     }

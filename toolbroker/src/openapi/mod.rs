@@ -38,7 +38,7 @@ use crate::config::Endpoint;
 use crate::definition::{DefinitionError, Listed, Tool};
 use crate::upstream::http::{BodyError, Client, body_within};
 use crate::upstream::scrubs::Scrubs;
-use crate::upstream::{Breaker, CallEnd, TOOLS_MAX, has_few_values};
+use crate::upstream::{Breaker, CallEnd, TOOLS_MAX, Unusable, has_few_values};
 
 /// A larger document is a wrong file.
 const DOCUMENT_BYTES_MAX: u64 = 16 * 1024 * 1024;
@@ -501,7 +501,8 @@ impl Api {
         match body {
             Err(BodyError::Broken(_)) => CallEnd::Lost,
             Ok(body) if status.is_success() => {
-                answer(body, is_json).map_or(CallEnd::TooMany, CallEnd::Answered)
+                let too_many = CallEnd::Unusable(Unusable::TooMany);
+                answer(body, is_json).map_or(too_many, CallEnd::Answered)
             }
             Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
                 "name": "AnswerTooLarge",

@@ -5,8 +5,8 @@
 //! Left to the MCP library, each would be a task and an answer that waits for
 //! the server to read it, and a server that asks without end and reads nothing
 //! would choose how much memory the broker has. Here only so many answers
-//! wait. While they do, nothing more is read; a server that does not take them
-//! either is hung up on.
+//! wait, and behind them the numbers of so many questions. While those do, nothing
+//! more is read; a server that does not take the answers either is hung up on.
 //!
 //! What must not be missed is noted here too ([`Heard`]), before the library
 //! makes anything of it. It tells its handler at some time that tools changed,
@@ -14,6 +14,7 @@
 //! go by a definition that the server has said is gone. And not every request
 //! is told of the server's end.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -27,10 +28,16 @@ use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until};
 
 /// Answers that wait to be taken.
 const WAITING_MAX: usize = 64;
+/// Questions that wait for theirs. What comes in one piece is read whole, or its
+/// rest would keep the answers from being sent.
+const UNANSWERED_MAX: usize = 4_096;
+/// The longest number of a question that waits, in bytes. One with a longer is not
+/// answered.
+const NUMBER_BYTES_MAX: usize = 128;
 /// How long a server may leave so many of them waiting.
 const TAKEN_TIME_MAX: Duration = Duration::from_secs(5);
 
@@ -72,14 +79,22 @@ impl Heard {
 pub(super) struct Declined<T> {
     inner: T,
     answers: JoinSet<()>,
+    unanswered: VecDeque<Asked>,
     /// When the server has to have taken one, while too many wait.
     until: Option<Instant>,
     heard: Arc<Heard>,
 }
 
+/// A question of a server's.
+struct Asked {
+    id: RequestId,
+    is_ping: bool,
+}
+
 impl<T> Declined<T> {
     pub(super) fn new(inner: T, heard: Arc<Heard>) -> Self {
-        Self { inner, answers: JoinSet::new(), until: None, heard }
+        let (answers, unanswered) = (JoinSet::new(), VecDeque::new());
+        Self { inner, answers, unanswered, until: None, heard }
     }
 }
 
@@ -90,43 +105,62 @@ impl<T> Drop for Declined<T> {
 }
 
 impl<T: Transport<RoleClient>> Declined<T> {
-    fn answer(&mut self, id: RequestId, request: &ServerRequest) {
-        let answer = match request {
-            ServerRequest::PingRequest(_) => JsonRpcMessage::response(ClientResult::empty(()), id),
-            _ => {
-                let error = ErrorData::new(ErrorCode::METHOD_NOT_FOUND, "not of this client", None);
-                JsonRpcMessage::error(error, Some(id))
-            }
+    fn answer(&mut self, Asked { id, is_ping }: Asked) {
+        let answer = if is_ping {
+            JsonRpcMessage::response(ClientResult::empty(()), id)
+        } else {
+            let error = ErrorData::new(ErrorCode::METHOD_NOT_FOUND, "not of this client", None);
+            JsonRpcMessage::error(error, Some(id))
         };
         let sent = self.inner.send(answer);
         // Where it cannot be sent, the server is gone, which others notice.
         self.answers.spawn(async move { drop(sent.await) });
     }
 
-    /// Waits until there is room for another answer. `false` if the server
-    /// takes none. May be given up and begun again.
-    async fn has_room(&mut self) -> bool {
-        while self.answers.try_join_next().is_some() {}
-        while self.answers.len() >= WAITING_MAX {
+    /// Sends the answers that there is room for. Whether they are all.
+    fn answer_some(&mut self) -> bool {
+        while self.answers.try_join_next().is_some() {
+            self.until = None;
+        }
+        while self.answers.len() < WAITING_MAX {
+            let Some(asked) = self.unanswered.pop_front() else { return true };
+            self.answer(asked);
+        }
+        self.unanswered.is_empty()
+    }
+
+    /// What comes next, while answers are taken. May be given up and begun again.
+    async fn heard_next(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+        loop {
+            if self.answer_some() {
+                self.until = None;
+                return self.inner.receive().await;
+            }
             let until = *self.until.get_or_insert_with(|| Instant::now() + TAKEN_TIME_MAX);
-            if timeout_at(until, self.answers.join_next()).await.is_err() {
-                return false;
+            let is_full = self.unanswered.len() >= UNANSWERED_MAX;
+            tokio::select! {
+                biased;
+                _ = self.answers.join_next() => self.until = None,
+                message = self.inner.receive(), if !is_full => return message,
+                () = sleep_until(until), if is_full => {
+                    tracing::warn!("a tool server asks and takes no answer: it is hung up on");
+                    return None;
+                }
             }
         }
-        self.until = None;
-        true
     }
 
     /// The next message that is the library's to read.
     async fn next(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
         loop {
-            if !self.has_room().await {
-                tracing::warn!("a tool server asks and takes no answer: it is hung up on");
-                return None;
-            }
-            let message = self.inner.receive().await?;
+            let message = self.heard_next().await?;
             if let JsonRpcMessage::Request(asked) = message {
-                self.answer(asked.id, &asked.request);
+                let is_ping = matches!(asked.request, ServerRequest::PingRequest(_));
+                let is_long =
+                    matches!(&asked.id, RequestId::String(id) if id.len() > NUMBER_BYTES_MAX);
+                if !is_long {
+                    self.unanswered.push_back(Asked { id: asked.id, is_ping });
+                }
                 continue;
             }
             if let JsonRpcMessage::Notification(said) = &message

@@ -18,7 +18,7 @@ use rmcp::model::RequestId;
 use rmcp::transport::streamable_http_client::SseError;
 use sse_stream::{Sse, SseStream};
 
-use super::counted::{VALUES_MAX, has_few_values, too_many};
+use super::unusable::{Unusable, VALUES_MAX, has_few_values};
 
 /// The events of a response, each of at most `bytes_max` bytes. If they answer
 /// a request, `asked` is its id.
@@ -124,7 +124,8 @@ impl<S: Stream<Item = Result<Sse, SseError>>> Stream for Counted<S> {
             return Poll::Ready(Some(Ok(event)));
         }
         tracing::warn!("an event of a tool server has more than {VALUES_MAX} values");
-        let error = this.asked.take().and_then(|id| serde_json::to_string(&too_many(id)).ok());
+        let answer = this.asked.take().map(|asked| Unusable::TooMany.answer(asked));
+        let error = answer.and_then(|answer| serde_json::to_string(&answer).ok());
         Poll::Ready(Some(match error {
             Some(error) => Ok(Sse { data: Some(error), ..event }),
             None => {

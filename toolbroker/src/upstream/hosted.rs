@@ -17,7 +17,7 @@ use rmcp::model::JsonObject;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{CallEnd, has_few_values};
+use super::{CallEnd, Unusable, has_few_values};
 use crate::definition::{CompiledRoom, DefinitionError, Listed, Tool};
 
 /// Calls that may wait for the caller to take them.
@@ -133,7 +133,9 @@ impl Hosted {
             () = self.calls.closed() => None,
         };
         match answered {
-            Some(Ok(said) | Err(said)) if !has_few_values(&said) => CallEnd::TooMany,
+            Some(Ok(said) | Err(said)) if !has_few_values(&said) => {
+                CallEnd::Unusable(Unusable::TooMany)
+            }
             Some(Ok(result)) => match serde_json::from_slice(&result) {
                 Ok(result) => CallEnd::Answered(result),
                 Err(_) => CallEnd::failed("BadCaller", "the caller's answer is no JSON"),

@@ -5,6 +5,7 @@
 //! (on a server's own accord, or for a subscription, which the protocol of
 //! 2026-07-28 wants), or by the time it gave the list to live.
 
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError, Weak};
 use std::time::Duration;
@@ -21,13 +22,12 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 
 use super::breaker::Breaker;
-use super::counted::is_too_many;
 use super::declined::Heard;
 use super::http::SendError;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Upstream};
+use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, Upstream};
 use crate::definition::{CompiledRoom, Listed, Tool};
 
 /// How long a listing may take once the server is up.
@@ -294,7 +294,14 @@ impl Session {
                 self.breaker.answered();
                 return Attempt::Ended(end);
             }
-            Err(ServiceError::TransportSend(error)) => error.error.downcast::<Fault>().ok(),
+            Err(ServiceError::TransportSend(error)) => match error.error.downcast::<io::Error>() {
+                // Of a process that takes nothing: not a byte of it was written.
+                Ok(full) if full.kind() == io::ErrorKind::WouldBlock => {
+                    return Attempt::Ended(CallEnd::failed("Busy", &full.to_string()));
+                }
+                Ok(_) => None,
+                Err(error) => error.downcast::<Fault>().ok(),
+            },
             Err(_) => None,
         };
         let Some(fault) = fault else {
@@ -322,6 +329,8 @@ impl Session {
     /// Takes note of a failure of the server, once for each session.
     fn failed(&self, reason: String) -> CallEnd {
         if !self.lose() {
+            let why = crate::cut(&reason, ERROR_TEXT_BYTES_MAX);
+            tracing::warn!(server = self.server, reason = ?why, "tool server lost");
             self.breaker.failed(reason);
         }
         CallEnd::Lost
@@ -355,7 +364,9 @@ impl Session {
             }
             Ok(CallToolResponse::Task(_)) => failed("the tool answers with a task: not supported"),
             Ok(_) => failed("the tool answers in a way this broker does not know"),
-            Err(ServiceError::McpError(error)) if is_too_many(&error) => CallEnd::TooMany,
+            Err(ServiceError::McpError(error)) if let Some(why) = Unusable::of(&error) => {
+                CallEnd::Unusable(why)
+            }
             Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
                 "error": error.message,
                 "code": error.code.0,
@@ -375,7 +386,9 @@ impl Session {
                 CallEnd::Answered(serde_json::to_value(&result.contents).unwrap_or(Value::Null))
             }
             Ok(_) => failed("the resource asks its reader for input, and a run has none"),
-            Err(ServiceError::McpError(error)) if is_too_many(&error) => CallEnd::TooMany,
+            Err(ServiceError::McpError(error)) if let Some(why) = Unusable::of(&error) => {
+                CallEnd::Unusable(why)
+            }
             Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
                 "error": error.message,
                 "code": error.code.0,

@@ -8,7 +8,8 @@
 //! |---|---|
 //! | [`mcp`] | a session of MCP: tools and calls |
 //! | [`stdio`] | a process and its standard streams |
-//! | [`counted`] | how many values a message has |
+//! | [`lines`] | the messages on them |
+//! | [`unusable`] | answers of which nothing is made |
 //! | [`http`] | the way to a server over HTTP |
 //! | [`streamable`] | MCP on it |
 //! | [`events`] | how much a stream of events has |
@@ -29,20 +30,22 @@
 //! them. Which era a server is of is remembered for its next start.
 
 mod breaker;
-mod counted;
 mod declined;
 mod events;
 pub mod hosted;
 pub(crate) mod http;
+mod lines;
 mod mcp;
 pub(crate) mod oauth;
 pub(crate) mod scrubs;
 mod stdio;
 mod streamable;
+mod unusable;
 
 pub(crate) use self::breaker::Breaker;
-pub(crate) use self::counted::{VALUES_MAX, has_few_values};
 pub(crate) use self::mcp::TOOLS_MAX;
+pub use self::unusable::Unusable;
+pub(crate) use self::unusable::{VALUES_MAX, has_few_values};
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -118,9 +121,8 @@ pub enum CallEnd {
     Cleaned(Value),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
-    /// The tool answered with more values than [`VALUES_MAX`], which nobody
-    /// looks through.
-    TooMany,
+    /// The tool answered, and nothing can be made of that.
+    Unusable(Unusable),
     /// The tool failed: its error as a JSON object.
     Failed(Value),
     /// The server was lost before it answered.
@@ -377,9 +379,9 @@ impl Upstream {
                 Err(reason) => reason,
             }
         };
-        tracing::warn!(server = self.name, reason = ?reason, "tool server lost");
-        // A call that was lost with it has told the breaker already.
+        // A call that was lost with it has said so already, and told the breaker.
         if !session.lose() {
+            tracing::warn!(server = self.name, reason = ?reason, "tool server lost");
             if session.since.elapsed() >= HEALTHY_AFTER {
                 self.breaker.answered();
             }

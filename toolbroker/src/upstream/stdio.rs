@@ -16,15 +16,14 @@ use rmcp::RoleClient;
 use rmcp::model::{ClientRequest, ErrorCode, ErrorData, JsonRpcMessage, RequestId};
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
-use rmcp::transport::async_rw::AsyncRwTransport;
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
-use tokio::process::{Child, ChildStdin, ChildStdout};
+use tokio::process::{Child, ChildStdout};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
-use super::counted::Counted;
+use super::lines::Lines;
 use crate::config::StdioConfig;
 use crate::secret::Scrubber;
 use crate::stranger;
@@ -35,8 +34,6 @@ const DISCOVER_TIME_MAX: Duration = Duration::from_secs(4);
 /// How long a server may take to end by itself, and again after SIGTERM.
 const STOP_TIME_MAX: Duration = Duration::from_secs(1);
 
-/// One message from a server, in bytes; a longer one is dropped.
-const MESSAGE_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// One line of a server's standard error that is kept, in bytes.
 const STDERR_LINE_BYTES_MAX: usize = 2 * 1024;
 /// All of it that is logged in one process's life, in bytes.
@@ -78,13 +75,14 @@ pub(super) fn spawn(
     };
     let process =
         Process::watch(name, child, scrubber).ok_or_else(|| failed("it ended at once".into()))?;
-    Ok((StdioTransport::new(stdout, stdin), process))
+    let inner = Lines::new(name, stdout, stdin);
+    Ok((StdioTransport { inner, discover: Discover::Settled }, process))
 }
 
 /// A server's standard streams, with the answer to `server/discover` written
 /// for servers that give none.
 pub(super) struct StdioTransport {
-    inner: AsyncRwTransport<RoleClient, Counted<ChildStdout>, ChildStdin>,
+    inner: Lines<ChildStdout>,
     discover: Discover,
 }
 
@@ -97,16 +95,8 @@ enum Discover {
     GivenUp { id: RequestId },
 }
 
-impl StdioTransport {
-    fn new(stdout: ChildStdout, stdin: ChildStdin) -> Self {
-        let inner = AsyncRwTransport::new(Counted::new(stdout), stdin)
-            .with_max_line_length(MESSAGE_BYTES_MAX);
-        Self { inner, discover: Discover::Settled }
-    }
-}
-
 /// Which request a message from the server answers.
-fn answers(message: &RxJsonRpcMessage<RoleClient>) -> Option<&RequestId> {
+pub(super) fn answers(message: &RxJsonRpcMessage<RoleClient>) -> Option<&RequestId> {
     match message {
         JsonRpcMessage::Response(response) => Some(&response.id),
         JsonRpcMessage::Error(error) => error.id.as_ref(),

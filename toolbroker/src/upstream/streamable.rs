@@ -26,9 +26,10 @@ use sse_stream::Sse;
 use tokio::sync::{Mutex, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::counted::{has_few_values, too_many};
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within};
+use super::stdio::answers;
+use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values};
 use crate::config::Endpoint;
 
 /// Two requests for one server's stream of events have at least this between
@@ -42,8 +43,6 @@ const STREAM_RETRIES_MAX: usize = 10;
 const DELETE_TIME_MAX: Duration = Duration::from_secs(2);
 /// Requests to one server that may wait for an answer at the same time.
 const REQUESTS_MAX: usize = 64;
-/// An answer's most bytes, as one of JSON or as one event.
-const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// The most bytes of what a server says with a status that is no success.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
 
@@ -152,8 +151,7 @@ impl StreamableHttpClient for Mcp {
             return Err(Fault::SessionExpired);
         }
         if !status.is_success() {
-            let begins = is_discovery && session.is_none();
-            return refusal(response, id.filter(|_| begins)).await;
+            return refusal(response, id, is_discovery && session.is_none()).await;
         }
         let answer = answer(response, id).await?;
         if let StreamableHttpPostResponse::Json(_, Some(_))
@@ -206,7 +204,7 @@ impl StreamableHttpClient for Mcp {
         match response.status() {
             StatusCode::METHOD_NOT_ALLOWED => Err(Fault::ServerDoesNotSupportSse),
             status if !status.is_success() => Err(refused(status)),
-            _ if is(&response, EVENTS) => Ok(events(response, ANSWER_BYTES_MAX, None)),
+            _ if is(&response, EVENTS) => Ok(events(response, MESSAGE_BYTES_MAX, None)),
             _ => Err(Fault::UnexpectedContentType(content_type(&response))),
         }
     }
@@ -224,7 +222,7 @@ async fn answer(
     let session = response.headers().get(SESSION);
     let session = session.and_then(|id| id.to_str().ok()).map(str::to_owned);
     if is(&response, EVENTS) {
-        let events = events(response, ANSWER_BYTES_MAX, asked);
+        let events = events(response, MESSAGE_BYTES_MAX, asked);
         return Ok(StreamableHttpPostResponse::Sse(events, session));
     }
     // To what is no request nothing is to be said.
@@ -232,46 +230,54 @@ async fn answer(
     if !is(&response, JSON) {
         return Err(Fault::UnexpectedContentType(content_type(&response)));
     }
-    let body = body_within(response, ANSWER_BYTES_MAX).await;
+    let body = body_within(response, MESSAGE_BYTES_MAX).await;
     let body = body.map_err(|error| Fault::Client(error.into()))?;
-    let message = match has_few_values(&body) {
-        true => serde_json::from_slice(&body).map_err(|error| {
-            Fault::UnexpectedServerResponse(format!("it is no message of MCP: {error}").into())
-        })?,
-        false => too_many(asked),
-    };
-    Ok(StreamableHttpPostResponse::Json(message, session))
+    Ok(StreamableHttpPostResponse::Json(answer_to(asked, &body), session))
+}
+
+/// The answer in a body. Nothing else comes on this exchange, so whatever is no
+/// answer to what was asked is the end of that all the same; an error is its
+/// error, whatever id it has: a server that could not read a request does not
+/// know which it was.
+fn answer_to(asked: RequestId, body: &[u8]) -> ServerJsonRpcMessage {
+    if !has_few_values(body) {
+        return Unusable::TooMany.answer(asked);
+    }
+    match serde_json::from_slice(body) {
+        Ok(ServerJsonRpcMessage::Error(said)) => {
+            ServerJsonRpcMessage::error(said.error, Some(asked))
+        }
+        Ok(said) if answers(&said) == Some(&asked) => said,
+        Ok(_) => Unusable::Another.answer(asked),
+        Err(error) => Unusable::unread(&error).answer(asked),
+    }
 }
 
 /// What comes of a status that is no success: the server's own error, if it says
-/// one. `discovery` is the id of the request that a session of the newer protocol
-/// begins with: whatever a server says to that which knows no such request, it
-/// may know the older one.
+/// one. `asked` is the id of what was asked, if it was a request. `begins` says
+/// that it is the one that a session of the newer protocol begins with: whatever a
+/// server says to that which knows no such request, it may know the older one.
 async fn refusal(
     response: Response,
-    discovery: Option<RequestId>,
+    asked: Option<RequestId>,
+    begins: bool,
 ) -> Result<StreamableHttpPostResponse, Fault> {
     let status = response.status();
     // It is about a credential, and not about what was asked.
-    if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
-        return Err(refused(status));
-    }
+    let is_about_us = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+    let Some(asked) = asked.filter(|_| !is_about_us) else { return Err(refused(status)) };
     let said = match is(&response, JSON) {
         true => body_within(response, REFUSAL_BYTES_MAX).await.unwrap_or_default(),
         false => Vec::new(),
     };
-    let said = serde_json::from_slice(&said).ok();
-    let message = match (said, discovery.filter(|_| status.is_client_error())) {
-        (Some(ServerJsonRpcMessage::Error(said)), Some(id)) => {
-            ServerJsonRpcMessage::error(said.error, Some(id))
+    let error = match serde_json::from_slice(&said) {
+        Ok(ServerJsonRpcMessage::Error(said)) => said.error,
+        _ if begins && status.is_client_error() => {
+            ErrorData::invalid_request(format!("it answers {status}"), None)
         }
-        (_, Some(id)) => {
-            let error = ErrorData::invalid_request(format!("it answers {status}"), None);
-            ServerJsonRpcMessage::error(error, Some(id))
-        }
-        (Some(said @ ServerJsonRpcMessage::Error(_)), None) => said,
         _ => return Err(refused(status)),
     };
+    let message = ServerJsonRpcMessage::error(error, Some(asked));
     Ok(StreamableHttpPostResponse::Json(message, None))
 }
 

@@ -351,6 +351,10 @@ async fn handle(
                 tool("endless_sse", "Never ends, as a stream."),
                 tool("malformed_sse", "Talks nonsense."),
                 tool("many", "Says very much."),
+                tool("asks_sse", "Asks very much, as a stream, and answers."),
+                tool("garbled", "Says what is no JSON."),
+                tool("nobodys", "Answers somebody else."),
+                tool("puzzled", "Cannot tell what it was asked."),
                 tool("many_sse", "Says very much, as a stream."),
                 tool("redirect", "Sends elsewhere."),
                 tool("refuse", "Refuses."),
@@ -369,7 +373,8 @@ async fn handle(
             reply(&id, result)
         }
         "tools/call" => call(&mcp, era, &id, &seen).await,
-        _ if id.is_null() => StatusCode::ACCEPTED.into_response(),
+        // What is no request: a notification, or an answer.
+        _ if id.is_null() || rpc.is_empty() => StatusCode::ACCEPTED.into_response(),
         _ => failure(StatusCode::OK, &id, -32601, "no such method"),
     }
 }
@@ -408,6 +413,14 @@ async fn call(mcp: &Mcp, era: Era, id: &Value, seen: &Seen) -> Response {
         "endless_sse" => stream(endless("data: x\n")),
         "malformed_sse" => stream("data: {no json\n\nevent: \nx\n\n".into()),
         "many" => json_body(many(id).into()),
+        "garbled" => json_body(format!(r#"{{"jsonrpc":"2.0","id":{id},"result":NaN}}"#).into()),
+        "nobodys" => reply(&json!(4711), said),
+        "puzzled" => failure(StatusCode::BAD_REQUEST, &json!("server-error"), -32600, "pardon?"),
+        "asks_sse" => {
+            let asked = |number| json!({"jsonrpc": "2.0", "id": number, "method": "ping"});
+            let asked: String = (0..1_000).map(|number| event(&asked(number))).collect();
+            stream((asked + &event(&message)).into())
+        }
         "many_sse" => stream(format!("data: {}\n\n", many(id)).into()),
         "redirect" => {
             let elsewhere = mcp.get().elsewhere.clone();

@@ -25,6 +25,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use forge_protocol::broker::RefusalKind;
+use forge_vmm::admission;
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys::KeyFileError;
 
@@ -185,9 +186,11 @@ fn start_logging() {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
 }
 
-/// Says what went wrong.
+/// Says what went wrong. Much of that quotes others: tool servers, programs, files.
 pub(crate) fn complain(what: &dyn std::fmt::Display) {
-    let _ = writeln!(io::stderr(), "forge-vmm: {what}");
+    let what = what.to_string();
+    let lines: Vec<String> = what.split('\n').map(admission::shown_whole).collect();
+    let _ = writeln!(io::stderr(), "forge-vmm: {}", lines.join("\n"));
 }
 
 /// Says what is being done, to a person who watches.
