@@ -162,7 +162,12 @@ fn local(port: u16) -> Client {
 }
 
 async fn request(client: &Client, method: Method, url: String) -> Fetched {
-    client.fetch(Request { method, url, headers: Vec::new(), body: Vec::new() }).await
+    client
+        .room()
+        .await
+        .unwrap()
+        .fetch(Request { method, url, headers: Vec::new(), body: Vec::new() })
+        .await
 }
 
 async fn get(client: &Client, url: String) -> Result<Response, &'static str> {
@@ -319,7 +324,9 @@ async fn credentials_and_a_programs_headers_do_not_cross_to_another_origin() {
     let url = format!("http://127.0.0.1:{}/", first.port);
     let headers = vec![("X-Mine".into(), "m".into()), ("Accept".into(), "a/b".into())];
     let asked = Request { method: Method::Get, url, headers, body: Vec::new() };
-    let Fetched::Response(response) = client.fetch(asked).await else { panic!("no response") };
+    let Fetched::Response(response) = client.room().await.unwrap().fetch(asked).await else {
+        panic!("no response")
+    };
     assert_eq!(response.body, b"other");
     let (first, other) = (first.heard()[0].clone(), other.heard()[0].clone());
     assert!(first.contains("authorization: Bearer hunter2-token") && first.contains("x-mine: m"));
@@ -336,7 +343,10 @@ async fn a_post_that_is_redirected_by_303_becomes_a_get_without_its_body() {
     let url = format!("http://127.0.0.1:{}/", server.port);
     let headers = vec![("content-type".into(), "text/plain".into())];
     let asked = Request { method: Method::Post, url, headers, body: b"sent".to_vec() };
-    let Fetched::Response(response) = local(server.port).fetch(asked).await else { panic!() };
+    let Fetched::Response(response) = local(server.port).room().await.unwrap().fetch(asked).await
+    else {
+        panic!()
+    };
     assert_eq!(response.body, b"seen");
     let heard = server.heard();
     assert!(heard[0].ends_with("sent") && heard[1].starts_with("GET /seen"), "{heard:?}");
@@ -441,7 +451,10 @@ async fn no_header_of_a_program_frames_routes_or_authenticates() {
         let url = format!("http://127.0.0.1:{}/", server.port);
         let headers = vec![(name.to_owned(), "x".to_owned())];
         let asked = Request { method: Method::Get, url, headers, body: Vec::new() };
-        let Fetched::Failed(error) = local(server.port).fetch(asked).await else { panic!() };
+        let Fetched::Failed(error) = local(server.port).room().await.unwrap().fetch(asked).await
+        else {
+            panic!()
+        };
         assert_eq!(error.code(), "header_not_allowed", "{name}");
     }
     assert!(server.heard().is_empty());

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::{Failure, Plan, Work, named_bytes, text};
 use crate::definition::Effect;
 use crate::egress::rule::{Method, URL_BYTES_MAX};
-use crate::egress::{Client, Fetched, Policy, Request, Response, SystemResolver};
+use crate::egress::{Client, Fetched, Policy, Request, Response, Room, SystemResolver};
 use crate::secret::Scrubbed;
 use crate::turns::Turns;
 use crate::upstream::CallEnd;
@@ -77,21 +77,26 @@ pub(super) fn fetch(policy: Policy) -> Plan {
         }),
         work: Work::waits(move |caller, arguments| {
             let (client, turns) = (Arc::clone(&client), turns.of(&caller.principal));
+            let caller = caller.clone();
             async move {
-                // Turns are never closed.
-                let _turn = turns.acquire().await;
-                carry_out(&client, &arguments).await
+                let turns = async { (turns.acquire_owned().await, client.room().await) };
+                match caller.turn(turns).await {
+                    // Turns are never closed.
+                    Ok((_turn, Some(room))) => carry_out(&client, &arguments, room).await,
+                    Ok((_, None)) => Failure::new("failed", "the broker is shutting down").into(),
+                    Err(failure) => failure.into(),
+                }
             }
         }),
     }
 }
 
-async fn carry_out(client: &Client, arguments: &JsonObject) -> CallEnd {
+async fn carry_out(client: &Client, arguments: &JsonObject, room: Room<'_>) -> CallEnd {
     let request = match request_of(arguments) {
         Ok(request) => request,
         Err(failure) => return failure.into(),
     };
-    match client.fetch(request).await {
+    match room.fetch(request).await {
         Fetched::Response(response) => {
             let redacted = response.redacted;
             let Scrubbed { left, removed } = client.scrubber().json_counted(result_of(response));

@@ -184,7 +184,12 @@ mod tests {
     use forge_protocol::RunId;
 
     fn caller(principal: &str) -> Caller {
-        Caller { principal: principal.into(), run: RunId([0; 16]), session: None }
+        Caller {
+            principal: principal.into(),
+            run: RunId([0; 16]),
+            session: None,
+            deadline: tokio::time::Instant::now(),
+        }
     }
 
     fn arguments(value: Value) -> JsonObject {

@@ -59,6 +59,18 @@ pub struct Caller {
     pub run: RunId,
     /// Which session of the principal's, if the run belongs to one.
     pub session: Option<Arc<str>>,
+    /// When the run's time is over.
+    pub deadline: tokio::time::Instant,
+}
+
+impl Caller {
+    /// Waits for a turn, as long as the run lasts: what nobody waits for any more
+    /// is not begun.
+    async fn turn<T>(&self, turn: impl Future<Output = T>) -> Result<T, Failure> {
+        tokio::time::timeout_at(self.deadline, turn).await.map_err(|_| {
+            Failure::new("busy", "the run was over before others made room: nothing was begun")
+        })
+    }
 }
 
 /// One built-in tool.

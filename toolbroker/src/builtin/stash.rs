@@ -491,6 +491,7 @@ mod tests {
             principal: principal.into(),
             run: RunId([run; 16]),
             session: session.map(Into::into),
+            deadline: tokio::time::Instant::now(),
         }
     }
 

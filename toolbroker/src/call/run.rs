@@ -69,6 +69,7 @@ impl Run {
                 principal: claims.principal.as_str().into(),
                 run: id,
                 session: claims.session.as_deref().map(Arc::from),
+                deadline,
             },
             program_sha256,
             limits,

@@ -15,7 +15,7 @@ use rustls::{ClientConfig, crypto};
 use rustls_platform_verifier::Verifier;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_util::task::AbortOnDropHandle;
@@ -301,6 +301,27 @@ pub struct Client {
     room: Semaphore,
 }
 
+/// Room for one request.
+#[derive(Debug)]
+pub struct Room<'a> {
+    client: &'a Client,
+    _turn: SemaphorePermit<'a>,
+}
+
+impl Room<'_> {
+    /// Makes the request. Its time begins with its turn: whoever waits for others
+    /// is not late. Dropping the future closes its connection.
+    pub async fn fetch(self, request: Request) -> Fetched {
+        let progress = Progress::default();
+        let time_max = self.client.policy.time_max;
+        match timeout(time_max, self.client.follow(request, &progress)).await {
+            Ok(Ok(response)) => Fetched::Response(response),
+            Ok(Err(error)) => progress.failed(error),
+            Err(_) => progress.failed(FetchError::TooLate(time_max)),
+        }
+    }
+}
+
 impl Client {
     /// A client under a policy.
     #[must_use]
@@ -325,19 +346,10 @@ impl Client {
         &self.scrubber
     }
 
-    /// Makes one request. Dropping the future closes its connection.
-    pub async fn fetch(&self, request: Request) -> Fetched {
-        // Its time begins with its turn: whoever waits for others is not late.
-        let Ok(_turn) = self.room.acquire().await else {
-            return Fetched::Failed(FetchError::Request("the broker is shutting down"));
-        };
-        let progress = Progress::default();
-        let time_max = self.policy.time_max;
-        match timeout(time_max, self.follow(request, &progress)).await {
-            Ok(Ok(response)) => Fetched::Response(response),
-            Ok(Err(error)) => progress.failed(error),
-            Err(_) => progress.failed(FetchError::TooLate(time_max)),
-        }
+    /// Waits for room for one request. `None` once the broker is shutting down.
+    pub async fn room(&self) -> Option<Room<'_>> {
+        let turn = self.room.acquire().await.ok()?;
+        Some(Room { client: self, _turn: turn })
     }
 
     /// Sends a request, and where its answers redirect it.

@@ -25,6 +25,6 @@ mod resolve;
 pub mod rule;
 
 pub use self::client::{
-    Client, FetchError, Fetched, Policy, REDIRECTS_MAX, Request, Response, tls,
+    Client, FetchError, Fetched, Policy, REDIRECTS_MAX, Request, Response, Room, tls,
 };
 pub use self::resolve::{Resolver, Resolving, SystemResolver};

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use self::root::{Existing, Path};
-use super::{Failure, Plan, Work, bytes_of, named_bytes, text, with_bytes};
+use super::{Caller, Failure, Plan, Work, bytes_of, named_bytes, text, with_bytes};
 use crate::definition::Effect;
 
 /// Calls that look at files at the same time; each has a thread while it
@@ -148,13 +148,18 @@ impl Files {
     /// Work on a thread that may wait for a disk.
     fn work(self: &Arc<Self>, step: Step) -> Work {
         let files = Arc::clone(self);
-        Work::waits(move |_, arguments| {
-            let files = Arc::clone(&files);
-            async move { files.carry_out(step, arguments).await.into() }
+        Work::waits(move |caller, arguments| {
+            let (files, caller) = (Arc::clone(&files), caller.clone());
+            async move { files.carry_out(&caller, step, arguments).await.into() }
         })
     }
 
-    async fn carry_out(&self, step: Step, arguments: JsonObject) -> Result<Value, Failure> {
+    async fn carry_out(
+        &self,
+        caller: &Caller,
+        step: Step,
+        arguments: JsonObject,
+    ) -> Result<Value, Failure> {
         let path = text(&arguments, "path").unwrap_or_default();
         let (name, below) = path.split_once('/').unwrap_or((path, ""));
         let root = self.roots.get(name).cloned().ok_or_else(|| {
@@ -163,7 +168,7 @@ impl Files {
             Failure::new("not_found", format!("there is no such root; there are: {names}"))
         })?;
         let path = Path::parse(below)?;
-        let Ok(turn) = Arc::clone(&self.turns).acquire_owned().await else {
+        let Ok(turn) = caller.turn(Arc::clone(&self.turns).acquire_owned()).await? else {
             return Err(Failure::new("failed", "the broker is shutting down"));
         };
         let work = move || {
@@ -227,11 +232,22 @@ mod tests {
         let files = Files { roots, turns: Arc::new(Semaphore::new(AT_ONCE_MAX)) };
         let arguments = JsonObject::from_iter([("path".to_owned(), json!("in/x"))]);
         let soon = Duration::from_millis(1);
-        let given_up = tokio::time::timeout(soon, files.carry_out(slow, arguments)).await;
+        let caller = Caller {
+            principal: "alice".into(),
+            run: forge_protocol::RunId([0; 16]),
+            session: None,
+            deadline: tokio::time::Instant::now() + Duration::from_secs(60),
+        };
+        let calling = files.carry_out(&caller, slow, arguments.clone());
+        let given_up = tokio::time::timeout(soon, calling).await;
         assert!(given_up.is_err());
         assert_eq!(files.turns.available_permits(), AT_ONCE_MAX - 1);
         IS_OVER.store(true, Ordering::Release);
         let all = files.turns.acquire_many(AT_ONCE_MAX.try_into().unwrap()).await;
         assert!(all.is_ok(), "it is given back with the thread");
+        // Who gets none before its run is over begins nothing.
+        let caller = Caller { deadline: tokio::time::Instant::now() + soon, ..caller };
+        let refused = files.carry_out(&caller, slow, arguments).await.unwrap_err();
+        assert_eq!(refused.code, "busy");
     }
 }
