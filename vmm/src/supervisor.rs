@@ -489,8 +489,9 @@ impl From<Refused> for Outcome {
 }
 
 /// A run that is over, and of which nobody knows whether what its calls did is
-/// on the disk: nothing that came of them is told. That it made them is, where
-/// the broker was lost and its journal has them.
+/// on the disk: nothing that came of them is told any more, beyond what whoever
+/// asked for its events has heard. That it made them is, where the broker was lost
+/// and its journal has them.
 fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     let RunResult { mut report, trace, upkeep, .. } = result;
     let kind = match error {
