@@ -99,7 +99,7 @@ async fn a_caller_is_called_back_with_arguments_that_passed_the_chain() {
     assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Unlucky")));
     let (code, why) = call(&run, "app.twice", json!({"n": 7})).await;
     assert_eq!(code, Some(CallCode::BadResponse));
-    assert!(why["violations"][0].as_str().unwrap().contains("values"), "{why}");
+    assert!(why["error"].as_str().unwrap().contains("values"), "{why}");
     for (tool, request, expected) in [
         ("app.twice", json!({"n": "x"}), CallCode::BadRequest),
         ("app.other", json!({"n": 1}), CallCode::Denied),
