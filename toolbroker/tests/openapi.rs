@@ -57,6 +57,14 @@ async fn handle(
         "/v1/die" => broken("[".into()).into_response(),
         "/v1/down" => StatusCode::SERVICE_UNAVAILABLE.into_response(),
         "/v1/text" => Body::from("plain words").into_response(),
+        "/v1/garbled" => ([("content-type", "application/json")], "{\"x\": NaN}").into_response(),
+        "/v1/marked" => {
+            ([("content-type", "application/json")], "\u{feff}{\"x\": 1}").into_response()
+        }
+        "/v1/zipped" => {
+            let headers = [("content-type", "application/json"), ("content-encoding", "gzip")];
+            (headers, "\u{1f}").into_response()
+        }
         "/v1/nothing" => StatusCode::NO_CONTENT.into_response(),
         "/v1/hang" => std::future::pending().await,
         _ => axum::Json(said()).into_response(),
@@ -101,7 +109,8 @@ impl Interface {
                 "/endless": simple("endless"), "/endless-error": simple("endless_error"),
                 "/long-error": simple("long_error"), "/many": simple("many"),
                 "/die": {"post": {"operationId": "die"}}, "/down": simple("down"),
-                "/text": simple("text"), "/nothing": simple("nothing"), "/hang": simple("hang"),
+                "/text": simple("text"), "/nothing": simple("nothing"),
+                "/garbled": simple("garbled"), "/marked": simple("marked"), "/zipped": simple("zipped"), "/hang": simple("hang"),
             },
             "components": {"schemas": {"Part": {"type": "object", "required": ["stock"],
                 "properties": {"stock": {"type": "integer", "minimum": 0}},
@@ -185,9 +194,17 @@ fn arguments_that_do_not_fit_cost_the_interface_not_one_byte() {
 fn answers_are_json_text_or_nothing() {
     let interface = Interface::new("");
     let mut broker = interface.broker();
-    let mut worker = broker.run(&["parts.text", "parts.nothing"], limits());
+    let names = ["parts.text", "parts.nothing", "parts.marked", "parts.garbled", "parts.zipped"];
+    let mut worker = broker.run(&names, limits());
     assert_eq!(worker.call("parts.text", &json!({})), (None, json!("plain words")));
     assert_eq!(worker.call("parts.nothing", &json!({})), (None, Value::Null));
+    assert_eq!(worker.call("parts.marked", &json!({})), (None, json!({"x": 1})));
+    // What says that it is JSON does not come as something else.
+    for (name, says) in [("parts.garbled", "no JSON"), ("parts.zipped", "encoding")] {
+        let (code, why) = worker.call(name, &json!({}));
+        assert_eq!(code, Some(CallCode::BadResponse), "{name}: {why}");
+        assert!(why["error"].as_str().unwrap().contains(says), "{name}: {why}");
+    }
 }
 
 #[test]
@@ -230,7 +247,7 @@ fn attack_23_an_answer_of_very_many_values_is_not_looked_through() {
     let mut worker = broker.run(&["parts.many", "parts.text"], limits);
     let (code, why) = worker.call("parts.many", &json!({}));
     assert_eq!(code, Some(CallCode::BadResponse), "{why}");
-    assert!(why["violations"][0].as_str().unwrap().contains("values"), "{why}");
+    assert!(why["error"].as_str().unwrap().contains("values"), "{why}");
     assert_eq!(worker.call("parts.text", &json!({})).0, None);
 }
 

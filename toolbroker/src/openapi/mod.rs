@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
-use reqwest::header::CONTENT_TYPE;
+use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use reqwest::{Method, StatusCode};
 use rmcp::model::JsonObject;
 use serde_json::{Map, Value, json};
@@ -484,6 +484,10 @@ impl Api {
             .get(CONTENT_TYPE)
             .and_then(|value| value.to_str().ok())
             .is_some_and(request::is_json);
+        // None was asked for.
+        let encoding = response.headers().get(CONTENT_ENCODING);
+        let is_encoded =
+            encoding.is_some_and(|it| !it.as_bytes().eq_ignore_ascii_case(b"identity"));
         let limit =
             if status.is_success() { RESPONSE_BYTES_MAX as usize } else { ERROR_BODY_BYTES_MAX };
         let body = body_within(response, limit).await;
@@ -500,9 +504,9 @@ impl Api {
         }
         match body {
             Err(BodyError::Broken(_)) => CallEnd::Lost,
+            Ok(_) if status.is_success() && is_encoded => CallEnd::Unusable(Unusable::Encoded),
             Ok(body) if status.is_success() => {
-                let too_many = CallEnd::Unusable(Unusable::TooMany);
-                answer(body, is_json).map_or(too_many, CallEnd::Answered)
+                answer(body, is_json).map_or_else(CallEnd::Unusable, CallEnd::Answered)
             }
             Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
                 "name": "AnswerTooLarge",
@@ -519,21 +523,26 @@ impl Api {
 }
 
 /// A successful answer: JSON as it is, text as a string, nothing as null.
-/// Bytes that are no text lose what is none. `None` if it is JSON of more values
-/// than the broker keeps in memory.
-fn answer(body: Vec<u8>, is_json: bool) -> Option<Value> {
+/// Bytes that are no text lose what is none.
+///
+/// # Errors
+/// Why nothing is made of what says that it is JSON.
+fn answer(body: Vec<u8>, is_json: bool) -> Result<Value, Unusable> {
     if body.is_empty() {
-        return Some(Value::Null);
+        return Ok(Value::Null);
     }
-    if is_json {
-        if !has_few_values(&body) {
-            return None;
-        }
-        if let Ok(value) = serde_json::from_slice(&body) {
-            return Some(value);
-        }
+    if !is_json {
+        return Ok(text(&body));
     }
-    Some(Value::String(String::from_utf8_lossy(&body).into_owned()))
+    if !has_few_values(&body) {
+        return Err(Unusable::TooMany);
+    }
+    let body = body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&body);
+    serde_json::from_slice(body).map_err(|_| Unusable::NoJson)
+}
+
+fn text(body: &[u8]) -> Value {
+    String::from_utf8_lossy(body).into_owned().into()
 }
 
 /// An answer that is no success, as the tool's own error.
@@ -550,7 +559,12 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
     });
     if !body.is_empty() {
         // Whole, since what is cut through is not known as a credential.
-        error["data"] = answer(body, is_json && !status.is_redirection()).into();
+        let is_json = is_json && !status.is_redirection();
+        error["data"] = match has_few_values(&body) && is_json {
+            true => serde_json::from_slice(&body).unwrap_or_else(|_| text(&body)),
+            false if is_json => Value::Null,
+            false => text(&body),
+        };
     }
     CallEnd::Failed(error)
 }

@@ -40,14 +40,17 @@ pub enum Unusable {
     /// It is JSON and no answer of MCP.
     #[error("with no message of MCP")]
     NoMessage,
+    /// It is compressed, or encoded otherwise.
+    #[error("in an encoding that was not asked for")]
+    Encoded,
     /// It says that it answers something else.
     #[error("with the answer to another request")]
     Another,
 }
 
 impl Unusable {
-    const ALL: [Self; 5] =
-        [Self::TooMany, Self::TooLong, Self::NoJson, Self::NoMessage, Self::Another];
+    const ALL: [Self; 6] =
+        [Self::TooMany, Self::TooLong, Self::NoJson, Self::NoMessage, Self::Encoded, Self::Another];
 
     /// What the MCP library is given in the place of the answer to `asked`.
     pub(super) fn answer(self, asked: RequestId) -> RxJsonRpcMessage<RoleClient> {
