@@ -47,10 +47,17 @@ struct Shared {
 /// Who waits for what, by number.
 #[derive(Debug, Default)]
 struct Waiting {
-    runs: HashMap<u64, mpsc::Sender<RunMessage>>,
+    runs: HashMap<u64, Entry>,
     questions: HashMap<u64, Asker>,
     /// Why nothing more comes.
     over: Option<String>,
+}
+
+/// Who hears of a run, perhaps gone by now, and what is held until it is over.
+#[derive(Debug)]
+struct Entry {
+    held: Box<dyn Any + Send>,
+    sender: mpsc::Sender<RunMessage>,
 }
 
 /// Who asked, perhaps gone by now, and what is held until the answer is in.
@@ -139,12 +146,27 @@ impl Client {
     /// # Errors
     /// [`ClientError`] if the service is gone.
     pub async fn submit(&self, order: &Order) -> Result<Run, ClientError> {
+        self.submit_holding(order, ()).await
+    }
+
+    /// Submits, and holds something until the service has said that the run is over
+    /// or is gone, even if the run is dropped before: there it counts until then, as
+    /// a question does ([`Self::ask_holding`]).
+    ///
+    /// # Errors
+    /// As [`Self::submit`].
+    pub async fn submit_holding(
+        &self,
+        order: &Order,
+        held: impl Send + 'static,
+    ) -> Result<Run, ClientError> {
         let place = self.place().await?;
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         // `Submit` without a copy of the program.
         let bytes = wire::bounded(Kind::Submit, &(number, order))?;
         let (sender, messages) = mpsc::channel(UNTAKEN_MAX);
-        self.shared.wait(|waiting| waiting.runs.insert(number, sender))?;
+        let entry = Entry { held: Box::new(held), sender };
+        self.shared.wait(|waiting| waiting.runs.insert(number, entry))?;
         place.send(bytes);
         let canceller = Canceller { number, outgoing: self.outgoing.clone() };
         Ok(Run { messages, taken: VecDeque::new(), canceller, finished: false })
@@ -399,11 +421,11 @@ async fn read_all(mut reader: Reader, shared: Arc<Shared>, writing: tokio::task:
     writing.abort();
     let mut waiting = shared.waiting();
     waiting.over = Some(reason);
-    waiting.runs.clear();
+    let runs = std::mem::take(&mut waiting.runs);
     let asked = std::mem::take(&mut waiting.questions);
     // What is held is not ours, and its end may ask for the lock again.
     drop(waiting);
-    drop(asked);
+    drop((runs, asked));
 }
 
 /// Gives a frame to whoever has its number. Nobody may: a run can be dropped.
@@ -432,9 +454,13 @@ async fn hand_over(frame: &Frame, shared: &Shared) -> Result<(), ClientError> {
         }
     };
     let run = if frame.kind == Kind::Finished {
-        shared.waiting().runs.remove(&number)
+        let entry = shared.waiting().runs.remove(&number);
+        entry.map(|Entry { held, sender }| {
+            drop(held);
+            sender
+        })
     } else {
-        shared.waiting().runs.get(&number).cloned()
+        shared.waiting().runs.get(&number).map(|entry| entry.sender.clone())
     };
     if let Some(run) = run {
         let _ = run.send(message).await;

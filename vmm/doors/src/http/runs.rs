@@ -15,7 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use super::events::{End, Ended, Events, Happened, Next, happened};
 use super::order::{self, Asked, RUN_BYTES_MAX};
 use super::problem::Problem;
-use super::tenant::{Kept, Slot, Tenant};
+use super::tenant::{Kept, Tenant};
 use super::{Caller, Door, Feed, Named, answer_json, read_body};
 use crate::web::is_set;
 
@@ -48,8 +48,8 @@ async fn waited(
     order: Order,
     room: OwnedSemaphorePermit,
 ) -> Result<Response, Problem> {
-    let _number = caller.tenant.number()?;
-    let mut run = door.client.submit(&order).await?;
+    let number = caller.tenant.number()?;
+    let mut run = door.client.submit_holding(&order, number).await?;
     drop((order, room));
     while let Some(message) = run.next().await {
         if let RunMessage::Finished(finish) = message {
@@ -68,8 +68,9 @@ async fn begun(
     order: Order,
     room: OwnedSemaphorePermit,
 ) -> Result<Response, Problem> {
-    let slot = caller.tenant.run()?;
-    let mut run = door.client.submit(&Order { events: true, ..order }).await?;
+    let (slot, number) = (caller.tenant.run()?, caller.tenant.number()?);
+    let order = Order { events: true, ..order };
+    let mut run = door.client.submit_holding(&order, number).await?;
     drop(room);
     let events = Events::default();
     let id = loop {
@@ -95,7 +96,7 @@ async fn begun(
 }
 
 /// Keeps what happens in a run until it is over.
-async fn follow(mut run: Run, kept: Arc<Kept>, tenant: Arc<Tenant>, _slot: Slot) {
+async fn follow(mut run: Run, kept: Arc<Kept>, tenant: Arc<Tenant>, _slot: OwnedSemaphorePermit) {
     let mut end = None;
     while let Some(message) = run.next().await {
         match message {

@@ -38,7 +38,7 @@ use super::events::{Events, happened};
 use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
 use super::problem::{self, Problem};
 use super::runs;
-use super::tenant::{Kept, Slot, Tenant};
+use super::tenant::{Kept, Tenant};
 use super::{Caller, Door};
 use crate::object::Object;
 use crate::web::is_set;
@@ -287,8 +287,8 @@ impl Talk {
         }
         let mut order = run.asked(&self.tenant.name, hosted)?.order;
         order.events = events;
-        let slot = self.tenant.run()?;
-        let run = self.door.client.submit(&order).await?;
+        let (slot, number_held) = (self.tenant.run()?, self.tenant.number()?);
+        let run = self.door.client.submit_holding(&order, number_held).await?;
         self.runs.insert(number, run.canceller());
         let carried = Carried {
             number,
@@ -341,7 +341,7 @@ struct Carried {
     tenant: Arc<Tenant>,
     sender: mpsc::Sender<Unsent>,
     stuck: Arc<Notify>,
-    _slot: Slot,
+    _slot: OwnedSemaphorePermit,
 }
 
 impl Carried {

@@ -72,13 +72,6 @@ impl Drop for Number {
     }
 }
 
-/// A place for a run that nobody waits for.
-#[derive(Debug)]
-pub(crate) struct Slot {
-    _running: OwnedSemaphorePermit,
-    _number: Number,
-}
-
 /// A run that can be asked for by its id.
 #[derive(Debug)]
 pub(crate) struct Kept {
@@ -168,7 +161,7 @@ impl Tenant {
         Arc::clone(&self.unsent).try_acquire_many_owned(kib(bytes)).ok()
     }
 
-    /// A number for a run.
+    /// A number for a run, to be held until the service has said that it is over.
     pub(crate) fn number(&self) -> Result<Number, Problem> {
         let held = self.held.load(Ordering::Relaxed);
         let take = |left: usize| if left > held { left.checked_sub(1) } else { None };
@@ -182,12 +175,11 @@ impl Tenant {
         Ok(Number { left: Arc::clone(&self.left), held: Arc::clone(&self.held) })
     }
 
-    /// A place for a run that nobody waits for.
-    pub(crate) fn run(&self) -> Result<Slot, Problem> {
-        let running = Arc::clone(&self.running).try_acquire_owned().map_err(|_| {
+    /// A place for a run that nobody waits for, beside its number.
+    pub(crate) fn run(&self) -> Result<OwnedSemaphorePermit, Problem> {
+        Arc::clone(&self.running).try_acquire_owned().map_err(|_| {
             Problem::overloaded(format!("{RUNNING_MAX} runs of this principal are under way"))
-        })?;
-        Ok(Slot { _running: running, _number: self.number()? })
+        })
     }
 
     fn runs(&self) -> MutexGuard<'_, Runs> {
