@@ -146,7 +146,7 @@ fn limits() -> RunLimits {
 fn an_operation_is_called_with_its_arguments_where_they_belong() {
     let interface = Interface::new("");
     let mut broker = interface.broker();
-    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 13);
+    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 16);
     let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits());
     let arguments = json!({"id": "a/../b?c", "fields": ["x", "y&z=1"], "X-Trace": "t-1"});
     let (code, said) = worker.call("parts.getPart", &arguments);

@@ -486,8 +486,10 @@ impl Api {
             .is_some_and(request::is_json);
         // None was asked for.
         let encoding = response.headers().get(CONTENT_ENCODING);
-        let is_encoded =
-            encoding.is_some_and(|it| !it.as_bytes().eq_ignore_ascii_case(b"identity"));
+        let is_encoded = encoding.is_some_and(|it| {
+            let compressions = ["gzip", "x-gzip", "deflate", "compress", "br", "zstd"];
+            compressions.iter().any(|known| it.as_bytes().eq_ignore_ascii_case(known.as_bytes()))
+        });
         let limit =
             if status.is_success() { RESPONSE_BYTES_MAX as usize } else { ERROR_BODY_BYTES_MAX };
         let body = body_within(response, limit).await;
@@ -504,7 +506,9 @@ impl Api {
         }
         match body {
             Err(BodyError::Broken(_)) => CallEnd::Lost,
-            Ok(_) if status.is_success() && is_encoded => CallEnd::Unusable(Unusable::Encoded),
+            Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
+                CallEnd::Unusable(Unusable::Encoded)
+            }
             Ok(body) if status.is_success() => {
                 answer(body, is_json).map_or_else(CallEnd::Unusable, CallEnd::Answered)
             }

@@ -70,6 +70,8 @@ pub(super) struct Parameter {
     pub(super) place: Place,
     pub(super) required: bool,
     style: Style,
+    /// Whether its value may be a list, as far as its schema says at first sight.
+    may_be_list: bool,
 }
 
 impl Parameter {
@@ -139,9 +141,14 @@ impl Parameter {
         if let (Some(text), Value::Object(schema)) = (text("description"), &mut schema) {
             schema.entry("description").or_insert_with(|| text.into());
         }
+        let may_be_list = match schema.get("type") {
+            Some(Value::String(only)) => only == "array",
+            Some(Value::Array(some)) => some.iter().any(|it| it == "array"),
+            _ => true,
+        };
         let (name, key) = (name.to_owned(), name.to_owned());
         let required = required || place == Place::Path;
-        Ok(Some((Self { name, key, place, required, style }, schema)))
+        Ok(Some((Self { name, key, place, required, style, may_be_list }, schema)))
     }
 
     /// The value as one text, with `write` for each part of it.
@@ -165,6 +172,11 @@ impl Parameter {
                 };
                 Ok(parts?.join(&between))
             }
+            (Style::Joined(between), Value::String(text))
+                if self.may_be_list && text.contains(between) =>
+            {
+                Err(format!("{:?}: this would be read as a list: give one", self.key))
+            }
             (_, value) => Ok(write(&self.scalar(value)?)),
         }
     }
@@ -184,10 +196,17 @@ impl Parameter {
         format!("a part of the {}", self.place.as_str())
     }
 
-    /// The members of a value of its that stand in the query by themselves.
-    fn own_names<'a>(&self, value: &'a Value) -> impl Iterator<Item = &'a String> {
-        let stand = self.place == Place::Query && matches!(self.style, Style::Exploded);
-        value.as_object().filter(|_| stand).into_iter().flat_map(Map::keys)
+    /// The names under which members of a value of its stand in the query, as
+    /// servers tell them apart.
+    fn own_names(&self, value: &Value) -> Vec<String> {
+        let members = value.as_object().into_iter().flat_map(Map::keys);
+        match (self.place, self.style) {
+            (Place::Query, Style::Exploded) => members.map(|key| folded(key)).collect(),
+            (Place::Query, Style::DeepObject) => {
+                members.map(|key| folded(&format!("{}[{key}]", self.name))).collect()
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// Its pairs in the query.
@@ -201,11 +220,15 @@ impl Parameter {
             (Style::Exploded, Value::Array(items)) => {
                 items.iter().try_for_each(|it| pair(&name, it))
             }
-            // Servers read structure out of brackets, wherever they stand in a name.
+            // Servers read structure out of brackets, wherever they stand in a name, and
+            // some end a name at a control character.
             (Style::Exploded | Style::DeepObject, Value::Object(members))
-                if let Some(key) = members.keys().find(|key| key.contains(['[', ']'])) =>
+                if let Some(key) = members
+                    .keys()
+                    .find(|key| key.contains(|c: char| c == '[' || c == ']' || c.is_control())) =>
             {
-                Err(format!("{:?}: the name {key:?} cannot have a bracket", self.key))
+                let what = "a bracket or a control character";
+                Err(format!("{:?}: the name {key:?} cannot have {what}", self.key))
             }
             (Style::Exploded, Value::Object(members)) => {
                 members.iter().try_for_each(|(key, it)| pair(&percent(key), it))
@@ -221,6 +244,12 @@ impl Parameter {
             }
         }
     }
+}
+
+/// A name as the most careless server reads it: letters' case does not count, nor
+/// white space before it, and a point or a blank is an underscore.
+fn folded(name: &str) -> String {
+    name.trim().to_lowercase().replace(['.', ' '], "_")
 }
 
 /// Whether a media type is JSON.
@@ -420,11 +449,10 @@ impl Request {
     ) -> Result<(), String> {
         for key in parameter.own_names(value) {
             let taken = |other: &Parameter| {
-                let name = other.name.split('[').next().unwrap_or_default();
+                let name = folded(&other.name);
                 let value = arguments.get(&other.key).unwrap_or(&Value::Null);
-                // Some servers do not tell letters' case apart.
-                other.place == Place::Query && name.eq_ignore_ascii_case(key)
-                    || other.own_names(value).any(|it| it.eq_ignore_ascii_case(key))
+                let is_its = name == key || name.split('[').next() == Some(&key);
+                other.place == Place::Query && is_its || other.own_names(value).contains(&key)
             };
             let mut others = self.parameters.iter().filter(|it| it.key != parameter.key);
             if let Some(other) = others.find(|it| taken(it)) {
@@ -572,6 +600,9 @@ mod tests {
         let parameters = json!([
             {"name": "limit", "in": "query", "schema": {}},
             {"name": "sort[by]", "in": "query", "schema": {}},
+            {"name": "sort", "in": "query", "style": "deepObject", "schema": {}},
+            {"name": "sorting", "in": "query", "style": "deepObject", "schema": {}},
+            {"name": "max_price", "in": "query", "schema": {}},
             {"name": "filter", "in": "query", "schema": {}},
             {"name": "more", "in": "query", "schema": {}},
             {"name": "id", "in": "path", "required": true, "schema": {}},
@@ -588,6 +619,9 @@ mod tests {
             json!({"limit": 5, "filter": {"limit": 100}}),
             json!({"filter": {"limit": 100}}),
             json!({"limit": 5, "filter": {"LIMIT": 100}}),
+            json!({"limit": 5, "filter": {" limit": 100}}),
+            json!({"max_price": 5, "filter": {"max.price": 100}}),
+            json!({"sort[by]": "a", "sorting": {"x": 1}, "sort": {"by": "b"}}),
             json!({"filter": {"sort": 100}}),
             json!({"filter": {"x": 1}, "more": {"x": 2}}),
         ] {
@@ -595,6 +629,7 @@ mod tests {
             assert!(refused.contains("would be read as a part of"), "{arguments}: {refused}");
         }
         assert!(of(json!({"limit": 5, "filter": {"limit[]": 100}})).is_err());
+        assert!(of(json!({"limit": 5, "filter": {"limit\u{0}x": 100}})).is_err());
     }
 
     #[test]
@@ -617,6 +652,10 @@ mod tests {
             let refused = of(place, extra, json!([format!("1{between}2")])).unwrap_err();
             assert!(refused.contains("an item of this list"), "{place}: {refused}");
         }
+        // Nor is a text a list, where one is expected or may be.
+        assert!(of("header", json!({}), json!("1,2")).unwrap_err().contains("as a list"));
+        let text = json!({"schema": {"type": "string"}});
+        assert_eq!(of("header", text, json!("a, b")).unwrap().headers()["ids"], "a, b");
         // Each under its name: nothing parts them.
         of("query", json!({}), json!(["1,2", "3|4"])).unwrap();
     }
