@@ -34,8 +34,8 @@ const ADVICE_BYTES_MAX: usize = 1024;
 const VIOLATIONS_MAX: usize = 5;
 /// One of them, in bytes; more is cut.
 const VIOLATION_BYTES_MAX: usize = 512;
-/// What one compiled schema may take without its patterns, in bytes. The largest
-/// definition takes less, unless its names are long and what they name is large.
+/// What one compiled schema may take without its patterns, in bytes: of 30,000
+/// parts, or fewer with long names above them.
 const SCHEMA_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// How often a pattern of a schema may step back on one string.
 const PATTERN_BACKTRACK_MAX: usize = 100_000;
@@ -276,7 +276,8 @@ impl Schema {
         if places > SCHEMA_BYTES_MAX {
             let limit = SCHEMA_BYTES_MAX / (1024 * 1024);
             return Err(format!(
-                "it would take more than {limit} MiB compiled: long names with much below them"
+                "it would take more than {limit} MiB compiled: it has too many parts, or long names \
+                 with much below them"
             ));
         }
         let bytes = bytes.saturating_add(places);

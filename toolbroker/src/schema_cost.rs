@@ -42,6 +42,9 @@ const PATTERN_WEIGHT: u64 = 1_000;
 /// What a schema weighs that is not in this one: those that the validator
 /// knows are the drafts' own.
 const FOREIGN_WEIGHT: u64 = 5_000;
+/// What it keeps for one value, or [`TEXT_BYTES`] of a text, that an instance is
+/// compared with.
+const DATA_BYTES: usize = 160;
 /// What the validator keeps for one value of a schema beside its place, in bytes.
 const PLACE_BYTES: usize = 512;
 /// Bytes of a text that weigh as much as one more value.
@@ -131,9 +134,14 @@ pub(crate) fn compiled_places_bytes_max(schema: &Value) -> usize {
         match value {
             // An index has few digits.
             Value::Array(items) => items.iter().for_each(|it| add(it, place_bytes + 6, sum)),
-            Value::Object(members) => {
-                members.iter().for_each(|(key, it)| add(it, place_bytes + key.len() + 1, sum));
-            }
+            Value::Object(members) => members.iter().for_each(|(key, it)| match it {
+                // Data, of which no part has a place. (A list is no schema, so that
+                // this is not a property of that name.)
+                Value::Array(_) if matches!(key.as_str(), "enum" | "required" | "examples") => {
+                    *sum = sum.saturating_add(DATA_BYTES * Size::of(it).values as usize);
+                }
+                it => add(it, place_bytes + key.len() + 1, sum),
+            }),
             _ => {}
         }
     }
