@@ -231,7 +231,7 @@ fn tools_are_listed_again_when_the_server_says_that_they_changed() {
 fn a_server_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_again() {
     let mcp = Mcp::new(Era::Session);
     let web = mcp.serve();
-    for name in ["die", "die_sse", "malformed_sse", "endless", "endless_sse"] {
+    for name in ["die", "die_sse", "malformed_sse"] {
         let mut broker = broker(&web, "");
         let tool = format!("web.{name}");
         let mut worker = broker.run(&[&tool, "web.echo"], limits());
@@ -269,6 +269,10 @@ fn an_exchange_that_is_over_is_the_end_of_its_call_whatever_was_said() {
     let mut broker = broker(&web, "");
     for (name, code, says) in [
         ("garbled", CallCode::BadResponse, "no JSON"),
+        ("garbled_sse", CallCode::BadResponse, "no JSON"),
+        ("endless", CallCode::BadResponse, "16 MiB"),
+        ("endless_sse", CallCode::BadResponse, "16 MiB"),
+        ("puzzled_sse", CallCode::ToolFailed, "pardon?"),
         ("nobodys", CallCode::BadResponse, "another request"),
         ("puzzled", CallCode::ToolFailed, "pardon?"),
     ] {
@@ -277,7 +281,12 @@ fn an_exchange_that_is_over_is_the_end_of_its_call_whatever_was_said() {
         assert_eq!(got, Some(code), "{name}: {error}");
         assert!(error.to_string().contains(says), "{name}: {error}");
         assert_eq!(worker.call("web.echo", &json!({})).0, None, "after {name}");
+        assert_eq!(mcp.calls(name), 1, "{name} is never repeated");
     }
+    let mut worker = broker.run(&["web.texted"], limits());
+    assert_eq!(worker.call("web.texted", &json!({})).0, None, "its number as a text");
+    // All in one session.
+    assert!(mcp.get().seen.iter().filter(|it| it.body["method"] == "initialize").count() == 1);
 }
 
 #[test]

@@ -113,7 +113,8 @@ impl<T: Transport<RoleClient>> Declined<T> {
             JsonRpcMessage::error(error, Some(id))
         };
         let sent = self.inner.send(answer);
-        // Where it cannot be sent, the server is gone, which others notice.
+        // Where it cannot be sent, the server is gone, which others notice, or takes
+        // nothing.
         self.answers.spawn(async move { drop(sent.await) });
     }
 

@@ -2,38 +2,45 @@
 //! bytes or values than the broker keeps in memory.
 //!
 //! It distrusts the server. Bytes are counted as they come, from one empty line
-//! to the next; values once an event is whole, and before anybody parses it.
-//! An event of too many values on the stream that answers a request is that
-//! request's end, as an error in the place of the event; on any other stream it
-//! is the end of the stream, since nobody knows what it was to be.
+//! to the next; values once an event is whole, and before the MCP library parses
+//! it. In the place of an answer of which nothing can be made comes the error that
+//! ends its request ([`Unusable`]); an event of no use that answers nothing is left
+//! out. An event of too many bytes is the last of its stream, and no other
+//! stream of that session is asked for: it would begin with the same.
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
 use futures_core::Stream;
 use futures_core::stream::BoxStream;
 use reqwest::Response;
-use rmcp::model::RequestId;
+use rmcp::RoleClient;
+use rmcp::model::{JsonRpcMessage, RequestId};
+use rmcp::service::RxJsonRpcMessage;
 use rmcp::transport::streamable_http_client::SseError;
 use sse_stream::{Sse, SseStream};
 
-use super::unusable::{Unusable, VALUES_MAX, has_few_values};
+use super::unusable::{Scan, Unusable, is_same};
 
 /// The events of a response, each of at most `bytes_max` bytes. If they answer
-/// a request, `asked` is its id.
+/// a request, `asked` is its id. `is_too_large` is set by an event that is.
 pub(super) fn events(
     response: Response,
     bytes_max: usize,
     asked: Option<RequestId>,
+    is_too_large: Arc<AtomicBool>,
 ) -> BoxStream<'static, Result<Sse, SseError>> {
     let bytes = Bounded {
         inner: Box::pin(response.bytes_stream()),
         event: Event { bytes_max, ..Event::default() },
         is_over: false,
+        is_too_large: Arc::clone(&is_too_large),
     };
     let inner = Box::pin(SseStream::from_bytes_stream(bytes));
-    Box::pin(Counted { inner, asked, is_over: false })
+    Box::pin(Answers { inner, asked, is_over: false, is_too_large })
 }
 
 /// What was seen of one event.
@@ -71,6 +78,7 @@ struct Bounded<S> {
     inner: Pin<Box<S>>,
     event: Event,
     is_over: bool,
+    is_too_large: Arc<AtomicBool>,
 }
 
 impl<S, B, E> Stream for Bounded<S>
@@ -91,6 +99,7 @@ where
             Some(Ok(_)) => {
                 let limit = this.event.bytes_max;
                 tracing::warn!("an event of a tool server has more than {limit} bytes");
+                this.is_too_large.store(true, Ordering::Release);
                 Err(io::Error::from(io::ErrorKind::InvalidData))
             }
             Some(Err(error)) => Err(io::Error::other(error)),
@@ -101,43 +110,95 @@ where
     }
 }
 
-/// Events of few values.
-struct Counted<S> {
+/// Events that the MCP library can read.
+struct Answers<S> {
     inner: Pin<Box<S>>,
     asked: Option<RequestId>,
     is_over: bool,
+    is_too_large: Arc<AtomicBool>,
 }
 
-impl<S: Stream<Item = Result<Sse, SseError>>> Stream for Counted<S> {
+impl<S> Answers<S> {
+    /// What comes in the place of an event; `None` if it is left out.
+    fn read(&mut self, event: Sse) -> Option<Sse> {
+        let Some(data) = event.data.as_deref().filter(|data| !data.trim().is_empty()) else {
+            return Some(event);
+        };
+        let mut scan = Scan::default();
+        scan.see(data.as_bytes());
+        let why = if scan.has_too_many() {
+            Unusable::TooMany
+        } else {
+            match serde_json::from_str::<RxJsonRpcMessage<RoleClient>>(data) {
+                Ok(message) => return Some(self.pass(message, event)),
+                // A notification that this release does not know.
+                Err(_) if scan.has_method() => return Some(event),
+                Err(error) => Unusable::unread(&error),
+            }
+        };
+        tracing::warn!(%why, "an event of a tool server is of no use");
+        let asked = self.asked.take().or_else(|| scan.answers());
+        asked.map(|asked| instead(&why.answer(asked), event))
+    }
+
+    /// An error is that of what was asked, whatever id it has: a server that could
+    /// not read a request does not know which it was.
+    fn pass(&mut self, message: RxJsonRpcMessage<RoleClient>, event: Sse) -> Sse {
+        match (message, &self.asked) {
+            (JsonRpcMessage::Response(said), Some(asked)) if is_same(&said.id, asked) => {
+                self.asked = None;
+                event
+            }
+            (JsonRpcMessage::Error(said), Some(_)) => {
+                let answer = RxJsonRpcMessage::<RoleClient>::error(said.error, self.asked.take());
+                instead(&answer, event)
+            }
+            _ => event,
+        }
+    }
+}
+
+fn instead(message: &RxJsonRpcMessage<RoleClient>, event: Sse) -> Sse {
+    // It is a map of texts and numbers.
+    Sse { data: serde_json::to_string(message).ok(), ..event }
+}
+
+impl<S: Stream<Item = Result<Sse, SseError>>> Stream for Answers<S> {
     type Item = Result<Sse, SseError>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
-        if this.is_over {
-            return Poll::Ready(None);
-        }
-        let event = match ready!(this.inner.as_mut().poll_next(context)) {
-            Some(Ok(event)) => event,
-            other => return Poll::Ready(other),
-        };
-        if event.data.as_ref().is_none_or(|data| has_few_values(data.as_bytes())) {
-            return Poll::Ready(Some(Ok(event)));
-        }
-        tracing::warn!("an event of a tool server has more than {VALUES_MAX} values");
-        let answer = this.asked.take().map(|asked| Unusable::TooMany.answer(asked));
-        let error = answer.and_then(|answer| serde_json::to_string(&answer).ok());
-        Poll::Ready(Some(match error {
-            Some(error) => Ok(Sse { data: Some(error), ..event }),
-            None => {
-                this.is_over = true;
-                Err(SseError::Body(io::Error::from(io::ErrorKind::InvalidData).into()))
+        loop {
+            if this.is_over {
+                return Poll::Ready(None);
             }
-        }))
+            match ready!(this.inner.as_mut().poll_next(context)) {
+                Some(Ok(event)) => {
+                    if let Some(event) = this.read(event) {
+                        return Poll::Ready(Some(Ok(event)));
+                    }
+                }
+                Some(Err(error)) => {
+                    this.is_over = true;
+                    let is_too_large = this.is_too_large.load(Ordering::Acquire);
+                    let asked = this.asked.take().filter(|_| is_too_large);
+                    let answer = asked.map(|asked| Unusable::TooLong.answer(asked));
+                    return Poll::Ready(Some(match answer {
+                        Some(answer) => Ok(instead(&answer, Sse::default())),
+                        None => Err(error),
+                    }));
+                }
+                None => return Poll::Ready(None),
+            }
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
+    use super::super::unusable::VALUES_MAX;
     use super::*;
 
     fn passes(bytes_max: usize, text: &str) -> bool {
@@ -172,7 +233,9 @@ mod tests {
             }
         }
         let events = data.iter().rev().map(|data| Sse::default().data(*data)).collect();
-        let mut stream = Counted { inner: Box::pin(Ready(events)), asked, is_over: false };
+        let inner = Box::pin(Ready(events));
+        let is_too_large = Arc::default();
+        let mut stream = Answers { inner, asked, is_over: false, is_too_large };
         let mut context = Context::from_waker(std::task::Waker::noop());
         let mut out = Vec::new();
         while let Poll::Ready(Some(event)) = Pin::new(&mut stream).poll_next(&mut context) {
@@ -181,17 +244,51 @@ mod tests {
         out
     }
 
+    fn answer(id: &str, rest: &str) -> String {
+        format!(r#"{{"jsonrpc":"2.0","id":{id},{rest}}}"#)
+    }
+
+    /// Which request each of them ends, and why if that is ours to say.
+    fn ended(got: Vec<Result<Sse, SseError>>) -> Vec<(Value, Option<Unusable>)> {
+        let read = |event: Result<Sse, SseError>| {
+            let said: Value = serde_json::from_str(&event.ok()?.data?).ok()?;
+            let error = serde_json::from_value(said["error"].clone()).ok();
+            Some((said["id"].clone(), error.and_then(|error| Unusable::of(&error))))
+        };
+        got.into_iter().filter_map(read).collect()
+    }
+
     #[test]
-    fn an_event_of_too_many_values_ends_its_request_or_else_its_stream() {
-        let many = format!("[{}0]", "0,".repeat(VALUES_MAX as usize));
-        let got = out(Some(RequestId::Number(7)), &["[1]", &many, "[2]", &many, "[3]"]);
-        let said: Vec<_> = got.iter().map(|event| event.as_ref().ok()?.data.as_deref()).collect();
-        assert_eq!((said[0], said[2], said.len()), (Some("[1]"), Some("[2]"), 4));
-        let error: serde_json::Value = serde_json::from_str(said[1].unwrap()).unwrap();
-        assert_eq!(error["id"], 7);
-        // Its request has ended; whose this one is nobody knows.
-        assert_eq!(said[3], None);
-        let got = out(None, &["[1]", &many, "[2]"]);
-        assert!(got[0].is_ok() && got[1].is_err() && got.len() == 2);
+    fn an_answer_of_no_use_ends_its_request_and_not_its_stream() {
+        let many = format!("\"result\":[{}0]", "0,".repeat(VALUES_MAX as usize));
+        let asked = || Some(RequestId::Number(7));
+        let good = answer("1", "\"result\":{}");
+        for (said, why) in [
+            (answer("7", &many), Unusable::TooMany),
+            (answer("7", "\"result\":NaN"), Unusable::NoJson),
+            (answer("7", "\"what\":1"), Unusable::NoMessage),
+            ("{no json".to_owned(), Unusable::NoJson),
+        ] {
+            let got = ended(out(asked(), &[&good, &said, &good]));
+            assert_eq!(got, [(json!(1), None), (json!(7), Some(why)), (json!(1), None)], "{why}");
+        }
+        // On another stream by what is legible, if anything is.
+        let got = out(None, &[&answer("9", &many), &many, "{no json", &good]);
+        assert_eq!(got.len(), 2, "what answers nothing is left out");
+        assert_eq!(ended(got), [(json!(9), Some(Unusable::TooMany)), (json!(1), None)]);
+    }
+
+    #[test]
+    fn an_error_is_that_of_what_was_asked_and_what_is_no_answer_passes() {
+        let error = r#""error":{"code":-32600,"message":"pardon?"}"#;
+        for id in ["null", "\"server-error\"", "7"] {
+            let got = ended(out(Some(RequestId::Number(7)), &["", &answer(id, error)]));
+            assert_eq!(got, [(json!(7), None)], "{id}");
+        }
+        let ping = answer("\"server-error\"", "\"method\":\"ping\"");
+        let unknown = r#"{"jsonrpc":"2.0","method":"notifications/unheard-of","params":7}"#;
+        let got = out(Some(RequestId::Number(7)), &["", &ping, unknown]);
+        let said: Vec<_> = got.iter().map(|it| it.as_ref().unwrap().data.as_deref()).collect();
+        assert_eq!(said, [Some(""), Some(ping.as_str()), Some(unknown)]);
     }
 }

@@ -294,14 +294,12 @@ impl Session {
                 self.breaker.answered();
                 return Attempt::Ended(end);
             }
-            Err(ServiceError::TransportSend(error)) => match error.error.downcast::<io::Error>() {
-                // Of a process that takes nothing: not a byte of it was written.
-                Ok(full) if full.kind() == io::ErrorKind::WouldBlock => {
-                    return Attempt::Ended(CallEnd::failed("Busy", &full.to_string()));
+            Err(ServiceError::TransportSend(error)) => {
+                if let Some(end) = busy(&*error.error) {
+                    return Attempt::Ended(end);
                 }
-                Ok(_) => None,
-                Err(error) => error.downcast::<Fault>().ok(),
-            },
+                error.error.downcast::<Fault>().ok()
+            }
             Err(_) => None,
         };
         let Some(fault) = fault else {
@@ -395,6 +393,7 @@ impl Session {
                 "data": error.data,
             })),
             Err(ServiceError::UnexpectedResponse) => failed("the answer is no resource"),
+            Err(ServiceError::TransportSend(error)) if let Some(end) = busy(&*error.error) => end,
             Err(_) => self.failed("it was lost before it answered".into()),
         }
     }
@@ -406,6 +405,13 @@ impl Session {
             Line::Http(http) => http.ended().await,
         }
     }
+}
+
+/// The end of a call to a process that takes nothing: not a byte of it was written.
+fn busy(error: &(dyn std::error::Error + Send + Sync + 'static)) -> Option<CallEnd> {
+    let full = error.downcast_ref::<io::Error>()?;
+    let is_full = full.kind() == io::ErrorKind::WouldBlock;
+    is_full.then(|| CallEnd::failed("Busy", &full.to_string()))
 }
 
 impl Drop for Session {

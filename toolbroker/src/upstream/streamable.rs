@@ -9,6 +9,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_core::stream::BoxStream;
@@ -19,8 +20,9 @@ use rmcp::model::{
 };
 use rmcp::transport::common::client_side_sse::{ExponentialBackoff, SseRetryPolicy};
 use rmcp::transport::streamable_http_client::{
-    HttpStatusError, SseError, StreamableHttpClient, StreamableHttpClientTransport,
-    StreamableHttpClientTransportConfig, StreamableHttpError, StreamableHttpPostResponse,
+    AuthRequiredError, HttpStatusError, SseError, StreamableHttpClient,
+    StreamableHttpClientTransport, StreamableHttpClientTransportConfig, StreamableHttpError,
+    StreamableHttpPostResponse,
 };
 use sse_stream::Sse;
 use tokio::sync::{Mutex, watch};
@@ -29,7 +31,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within};
 use super::stdio::answers;
-use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values};
+use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
 use crate::config::Endpoint;
 
 /// Two requests for one server's stream of events have at least this between
@@ -76,12 +78,16 @@ struct Shared {
     sessions: watch::Sender<usize>,
     /// When the next stream may be asked for.
     stream_at: Mutex<Instant>,
+    /// Whether a stream had an event that was too large: the next would begin with
+    /// it again, and the MCP library asks for it without end.
+    is_too_large: Arc<AtomicBool>,
 }
 
 impl Mcp {
     pub(super) fn new(client: Client) -> Self {
         let (sessions, _) = watch::channel(0);
-        Self(Arc::new(Shared { client, sessions, stream_at: Mutex::new(Instant::now()) }))
+        let (stream_at, is_too_large) = (Mutex::new(Instant::now()), Arc::default());
+        Self(Arc::new(Shared { client, sessions, stream_at, is_too_large }))
     }
 
     /// A transport to the server.
@@ -153,7 +159,7 @@ impl StreamableHttpClient for Mcp {
         if !status.is_success() {
             return refusal(response, id, is_discovery && session.is_none()).await;
         }
-        let answer = answer(response, id).await?;
+        let answer = answer(response, id, &self.0.is_too_large).await?;
         if let StreamableHttpPostResponse::Json(_, Some(_))
         | StreamableHttpPostResponse::Sse(_, Some(_)) = answer
             && session.is_none()
@@ -189,6 +195,9 @@ impl StreamableHttpClient for Mcp {
         _: Option<String>,
         headers: HashMap<HeaderName, HeaderValue>,
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Fault> {
+        if self.0.is_too_large.load(Ordering::Acquire) {
+            return Err(Fault::ServerDoesNotSupportSse);
+        }
         let turn = {
             let mut next = self.0.stream_at.lock().await;
             let turn = (*next).max(Instant::now());
@@ -203,8 +212,15 @@ impl StreamableHttpClient for Mcp {
         let response = self.send(request, session.as_deref(), headers).await?;
         match response.status() {
             StatusCode::METHOD_NOT_ALLOWED => Err(Fault::ServerDoesNotSupportSse),
+            // Not asked for again and again: the credential is no better then.
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                Err(Fault::AuthRequired(AuthRequiredError::new(String::new())))
+            }
             status if !status.is_success() => Err(refused(status)),
-            _ if is(&response, EVENTS) => Ok(events(response, MESSAGE_BYTES_MAX, None)),
+            _ if is(&response, EVENTS) => {
+                let is_too_large = Arc::clone(&self.0.is_too_large);
+                Ok(events(response, MESSAGE_BYTES_MAX, None, is_too_large))
+            }
             _ => Err(Fault::UnexpectedContentType(content_type(&response))),
         }
     }
@@ -215,6 +231,7 @@ impl StreamableHttpClient for Mcp {
 async fn answer(
     response: Response,
     asked: Option<RequestId>,
+    is_too_large: &Arc<AtomicBool>,
 ) -> Result<StreamableHttpPostResponse, Fault> {
     if matches!(response.status(), StatusCode::ACCEPTED | StatusCode::NO_CONTENT) {
         return Ok(StreamableHttpPostResponse::Accepted);
@@ -222,7 +239,7 @@ async fn answer(
     let session = response.headers().get(SESSION);
     let session = session.and_then(|id| id.to_str().ok()).map(str::to_owned);
     if is(&response, EVENTS) {
-        let events = events(response, MESSAGE_BYTES_MAX, asked);
+        let events = events(response, MESSAGE_BYTES_MAX, asked, Arc::clone(is_too_large));
         return Ok(StreamableHttpPostResponse::Sse(events, session));
     }
     // To what is no request nothing is to be said.
@@ -230,9 +247,12 @@ async fn answer(
     if !is(&response, JSON) {
         return Err(Fault::UnexpectedContentType(content_type(&response)));
     }
-    let body = body_within(response, MESSAGE_BYTES_MAX).await;
-    let body = body.map_err(|error| Fault::Client(error.into()))?;
-    Ok(StreamableHttpPostResponse::Json(answer_to(asked, &body), session))
+    let message = match body_within(response, MESSAGE_BYTES_MAX).await {
+        Ok(body) => answer_to(asked, &body),
+        Err(BodyError::TooLarge { .. }) => Unusable::TooLong.answer(asked),
+        Err(error) => return Err(Fault::Client(error.into())),
+    };
+    Ok(StreamableHttpPostResponse::Json(message, session))
 }
 
 /// The answer in a body. Nothing else comes on this exchange, so whatever is no
@@ -247,7 +267,7 @@ fn answer_to(asked: RequestId, body: &[u8]) -> ServerJsonRpcMessage {
         Ok(ServerJsonRpcMessage::Error(said)) => {
             ServerJsonRpcMessage::error(said.error, Some(asked))
         }
-        Ok(said) if answers(&said) == Some(&asked) => said,
+        Ok(said) if answers(&said).is_some_and(|id| is_same(id, &asked)) => said,
         Ok(_) => Unusable::Another.answer(asked),
         Err(error) => Unusable::unread(&error).answer(asked),
     }
@@ -264,8 +284,9 @@ async fn refusal(
 ) -> Result<StreamableHttpPostResponse, Fault> {
     let status = response.status();
     // It is about a credential, and not about what was asked.
-    let is_about_us = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
-    let Some(asked) = asked.filter(|_| !is_about_us) else { return Err(refused(status)) };
+    if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+        return Err(refused(status));
+    }
     let said = match is(&response, JSON) {
         true => body_within(response, REFUSAL_BYTES_MAX).await.unwrap_or_default(),
         false => Vec::new(),
@@ -277,8 +298,14 @@ async fn refusal(
         }
         _ => return Err(refused(status)),
     };
-    let message = ServerJsonRpcMessage::error(error, Some(asked));
-    Ok(StreamableHttpPostResponse::Json(message, None))
+    Ok(match asked {
+        Some(asked) => {
+            let message = ServerJsonRpcMessage::error(error, Some(asked));
+            StreamableHttpPostResponse::Json(message, None)
+        }
+        // A server that understood what was told, and did not want it.
+        None => StreamableHttpPostResponse::Accepted,
+    })
 }
 
 fn refused(status: StatusCode) -> Fault {
@@ -301,6 +328,7 @@ fn is(response: &Response, media_type: &str) -> bool {
 pub(super) fn status_of(fault: &Fault) -> Option<u16> {
     match fault {
         Fault::SessionExpired => Some(404),
+        Fault::AuthRequired(_) => Some(401),
         Fault::HttpStatus(error) => Some(error.status),
         _ => None,
     }

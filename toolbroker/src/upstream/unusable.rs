@@ -71,6 +71,15 @@ impl Unusable {
     }
 }
 
+/// Whether an id in an answer is that of what was asked. Some servers give back a
+/// number as a text.
+pub(super) fn is_same(id: &RequestId, asked: &RequestId) -> bool {
+    match (id, asked) {
+        (RequestId::String(id), RequestId::Number(asked)) => id.parse() == Ok(*asked),
+        (id, asked) => id == asked,
+    }
+}
+
 /// What is seen of a message while it comes.
 #[derive(Debug, Default)]
 pub(super) struct Scan {

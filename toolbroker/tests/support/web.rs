@@ -353,6 +353,9 @@ async fn handle(
                 tool("many", "Says very much."),
                 tool("asks_sse", "Asks very much, as a stream, and answers."),
                 tool("garbled", "Says what is no JSON."),
+                tool("garbled_sse", "Says what is no JSON, as a stream."),
+                tool("puzzled_sse", "Cannot tell what it was asked, as a stream."),
+                tool("texted", "Gives numbers back as texts."),
                 tool("nobodys", "Answers somebody else."),
                 tool("puzzled", "Cannot tell what it was asked."),
                 tool("many_sse", "Says very much, as a stream."),
@@ -414,6 +417,15 @@ async fn call(mcp: &Mcp, era: Era, id: &Value, seen: &Seen) -> Response {
         "malformed_sse" => stream("data: {no json\n\nevent: \nx\n\n".into()),
         "many" => json_body(many(id).into()),
         "garbled" => json_body(format!(r#"{{"jsonrpc":"2.0","id":{id},"result":NaN}}"#).into()),
+        "garbled_sse" => {
+            let said = format!(r#"{{"jsonrpc":"2.0","id":{id},"result":NaN}}"#);
+            stream(format!("data: {said}\n\n").into())
+        }
+        "puzzled_sse" => {
+            let error = json!({"code": -32600, "message": "pardon?"});
+            stream(event(&json!({"jsonrpc": "2.0", "id": "server-error", "error": error})).into())
+        }
+        "texted" => reply(&id.to_string().into(), said),
         "nobodys" => reply(&json!(4711), said),
         "puzzled" => failure(StatusCode::BAD_REQUEST, &json!("server-error"), -32600, "pardon?"),
         "asks_sse" => {
