@@ -207,7 +207,7 @@ impl Pool {
         Ok(Self { shared, filler })
     }
 
-    /// Whether everything stands ready that is to: nothing is being made.
+    /// Whether everything stands ready that is to: nothing is being made or ended.
     #[must_use]
     pub fn is_full(&self) -> bool {
         !self.shared.shelves().has_work()
@@ -548,6 +548,7 @@ impl Shared {
                 drop(shelves);
                 drop(spent);
                 shelves = self.shelves();
+                shelves.ended();
                 continue;
             }
             let Some(missing) = shelves.missing() else {

@@ -83,6 +83,8 @@ pub(super) struct Shelves {
     last_cold: Option<Instant>,
     /// Their runs are over, and they are to be ended.
     spent: Vec<Worker>,
+    /// Whether some of these are being ended.
+    is_ending: bool,
     closing: bool,
 }
 
@@ -96,6 +98,7 @@ impl Shelves {
             target: options.ready_min.min(options.ready_max),
             last_cold: None,
             spent: Vec::new(),
+            is_ending: false,
             closing: false,
         }
     }
@@ -165,9 +168,15 @@ impl Shelves {
         None
     }
 
-    /// The workers to be ended.
+    /// The workers to be ended: they have been when [`Self::ended`] is called.
     pub(super) fn take_spent(&mut self) -> Vec<Worker> {
+        self.is_ending = !self.spent.is_empty();
         std::mem::take(&mut self.spent)
+    }
+
+    /// Those that were taken to be ended are.
+    pub(super) fn ended(&mut self) {
+        self.is_ending = false;
     }
 
     /// Whether the next who comes for this use would find nothing, and somebody
@@ -180,7 +189,7 @@ impl Shelves {
 
     /// Whether there is anything to make or to end.
     pub(super) fn has_work(&self) -> bool {
-        !self.spent.is_empty() || self.missing().is_some()
+        self.is_ending || !self.spent.is_empty() || self.missing().is_some()
     }
 
     /// Keeps VMs prepared with a program from now on.
@@ -404,6 +413,8 @@ mod tests {
         assert!(shelves.spend(worker()).is_some(), "two wait");
         assert!(shelves.has_work());
         assert_eq!(shelves.take_spent().len(), 2);
+        assert!(shelves.has_work(), "they are being ended");
+        shelves.ended();
         assert!(!shelves.has_work());
     }
 
