@@ -213,7 +213,8 @@ impl Tenant {
     fn sweep(&self, now: Instant) -> bool {
         let mut runs = self.runs();
         runs.forget(now);
-        runs.by_id.is_empty()
+        // A run whose client has left may still be with the service, and counts.
+        runs.by_id.is_empty() && self.held.load(Ordering::Relaxed) == 0
     }
 }
 
@@ -336,6 +337,17 @@ mod tests {
         let all =
             std::iter::from_fn(|| tenants.named("1".into()).number().ok()).collect::<Vec<_>>();
         assert_eq!(all.len(), NUMBERS_MAX / 2);
+    }
+
+    #[test]
+    fn a_principal_with_a_run_under_way_is_not_forgotten() {
+        let tenants = Tenants::default();
+        let number = tenants.named("a".into()).number().unwrap();
+        tenants.sweep(Instant::now());
+        assert_eq!(tenants.named("a".into()).held.load(Ordering::Relaxed), 1);
+        drop(number);
+        tenants.sweep(Instant::now());
+        assert!(tenants.all().is_empty());
     }
 
     #[test]
