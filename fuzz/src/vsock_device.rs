@@ -14,9 +14,9 @@
 //! ```
 
 use forge_protocol::platform::{GUEST_CID, HOST_CID, HOST_PORT};
-use forge_vmm::vsock::connection::{BUFFER_BYTES, op};
-use forge_vmm::vsock::device::Device;
-use forge_vmm::vsock::muxer::{CONNECTIONS_MAX, ConnectionId, Event, Muxer};
+use forge_worker::vsock::connection::{BUFFER_BYTES, op};
+use forge_worker::vsock::device::Device;
+use forge_worker::vsock::muxer::{CONNECTIONS_MAX, ConnectionId, Event, Muxer};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::{Outcome, Seed, accepted, choice, refused};
