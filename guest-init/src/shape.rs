@@ -11,11 +11,13 @@
 //! Nothing is validated here beyond that what is counted parses, with the parser
 //! wasmi uses and every proposal it knows; wasmi reads all of it.
 
+use alloc::vec::Vec;
 use core::fmt;
 
 use forge_protocol::limits::OverLimit;
 use wasmparser::{
-    BinaryReaderError, CompositeInnerType, ElementItems, FunctionBody, Operator, Parser, Payload,
+    BinaryReaderError, BlockType, CompositeInnerType, ElementItems, FunctionBody, Operator, Parser,
+    Payload,
 };
 
 /// Types.
@@ -47,6 +49,10 @@ pub const DATA_SEGMENTS_MAX: u32 = 10_000;
 /// `memory.grow` and `table.grow` operators in all functions together; why,
 /// see [`crate::engine`]. Compilers emit one or two, in the allocator.
 pub const GROWS_MAX: u32 = 128;
+/// Values beyond the first that all branches together carry to their labels. Each
+/// may be an instruction of its own, where the branch itself takes two bytes.
+/// Compilers have labels with one value, or none.
+pub const BRANCH_VALUES_MAX: u32 = 200_000;
 
 /// Why a module's shape is refused.
 #[derive(Debug)]
@@ -81,6 +87,8 @@ impl From<BinaryReaderError> for ShapeError {
 /// counted does not parse.
 pub fn check(module: &[u8]) -> Result<(), ShapeError> {
     let mut grows = 0;
+    let mut widest = 0;
+    let mut branches_at_most = 0;
     for payload in Parser::new(0).parse_all(module) {
         match payload? {
             Payload::TypeSection(types) => {
@@ -92,6 +100,7 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
                             within("parameters of one type", params, TYPE_VALUES_MAX)?;
                             let results = func.results().len() as u32;
                             within("results of one type", results, TYPE_VALUES_MAX)?;
+                            widest = widest.max(params).max(results);
                         }
                     }
                 }
@@ -132,11 +141,113 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
                 within("locals of one function", locals_of(&body)?, LOCALS_MAX)?;
                 grows += grows_of(&body)?;
                 within("growing operators", grows, GROWS_MAX)?;
+                branches_at_most += branches_at_most_of(&body);
             }
             _ => {}
         }
     }
+    // They are counted one by one only where they could be too many.
+    if branches_at_most * u64::from(widest.saturating_sub(1)) > BRANCH_VALUES_MAX.into() {
+        within("values carried by branches", branch_values(module)?, BRANCH_VALUES_MAX)?;
+    }
     Ok(())
+}
+
+/// No fewer than a function has branches, each target of a `br_table` being one.
+fn branches_at_most_of(body: &FunctionBody<'_>) -> u64 {
+    let bytes = body.as_bytes();
+    let branches = |byte: &&u8| matches!(byte, 0x0c | 0x0d | 0x0f);
+    let count = match bytes.contains(&0x0e) {
+        true => bytes.len(),
+        false => bytes.iter().filter(branches).count(),
+    };
+    count as u64
+}
+
+/// Parameters and results of a type.
+type Arity = (u32, u32);
+
+/// The values beyond the first that a module's branches carry.
+fn branch_values(module: &[u8]) -> Result<u64, BinaryReaderError> {
+    let mut types: Vec<Arity> = Vec::new();
+    let mut functions = Vec::new().into_iter();
+    let mut values = 0;
+    for payload in Parser::new(0).parse_all(module) {
+        match payload? {
+            Payload::TypeSection(section) => {
+                for group in section {
+                    types.extend(group?.types().map(|sub| match &sub.composite_type.inner {
+                        CompositeInnerType::Func(func) => {
+                            (func.params().len() as u32, func.results().len() as u32)
+                        }
+                        _ => (0, 0),
+                    }));
+                }
+            }
+            Payload::FunctionSection(section) => {
+                let indices: Result<Vec<u32>, _> = section.into_iter().collect();
+                functions = indices?.into_iter();
+            }
+            Payload::CodeSectionEntry(body) => {
+                // What is not there, wasmi refuses.
+                let of = |index: u32| types.get(index as usize).copied().unwrap_or_default();
+                let results = functions.next().map_or(0, |index| of(index).1);
+                values += branch_values_of(&body, of, results)?;
+            }
+            _ => {}
+        }
+    }
+    Ok(values)
+}
+
+fn branch_values_of(
+    body: &FunctionBody<'_>,
+    of: impl Fn(u32) -> Arity,
+    results: u32,
+) -> Result<u64, BinaryReaderError> {
+    let arity = |block: BlockType| match block {
+        BlockType::Empty => (0, 0),
+        BlockType::Type(_) => (0, 1),
+        BlockType::FuncType(index) => of(index),
+    };
+    // What a branch to each label carries, the innermost last.
+    let mut labels = alloc::vec![results];
+    let mut values = 0;
+    let mut operators = body.get_operators_reader()?;
+    while !operators.eof() {
+        let mut carries = |label: Option<&u32>| {
+            values += u64::from(label.map_or(0, |values| values.saturating_sub(1)));
+        };
+        let at = |labels: &[u32], depth: u32| labels.len().checked_sub(depth as usize + 1);
+        match operators.read()? {
+            Operator::Block { blockty } | Operator::If { blockty } => {
+                let (params, results) = arity(blockty);
+                carries(Some(&params));
+                labels.push(results);
+            }
+            Operator::Loop { blockty } => {
+                let (params, _) = arity(blockty);
+                carries(Some(&params));
+                labels.push(params);
+            }
+            Operator::End => {
+                labels.pop();
+            }
+            Operator::Br { relative_depth } | Operator::BrIf { relative_depth } => {
+                carries(at(&labels, relative_depth).and_then(|at| labels.get(at)));
+            }
+            Operator::BrTable { targets } => {
+                carries(at(&labels, targets.default()).and_then(|at| labels.get(at)));
+                for target in targets.targets() {
+                    let target = target?;
+                    carries(at(&labels, target).and_then(|at| labels.get(at)));
+                }
+            }
+            Operator::Return => carries(Some(&results)),
+            _ => {}
+        }
+    }
+    Ok(values)
 }
 
 /// How many local variables a function declares.
@@ -171,7 +282,11 @@ fn grows_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
     Ok(grows)
 }
 
-fn within(what: &'static str, got: impl Into<u64>, limit: u32) -> Result<(), ShapeError> {
+/// Holds a count to its bound.
+///
+/// # Errors
+/// [`ShapeError::Over`].
+pub fn within(what: &'static str, got: impl Into<u64>, limit: u32) -> Result<(), ShapeError> {
     let (got, limit) = (got.into(), limit.into());
     if got > limit {
         return Err(ShapeError::Over(OverLimit { what, got, limit }));
@@ -184,7 +299,6 @@ mod tests {
     use super::*;
     use alloc::format;
     use alloc::string::String;
-    use alloc::vec::Vec;
 
     fn check_text(text: &str) -> Result<(), OverLimit> {
         match check(&wat::parse_str(text).unwrap()) {
@@ -197,6 +311,17 @@ mod tests {
     /// Two growing operators.
     const GROWS: &str = "(func (drop (memory.grow (i32.const 0)))
         (drop (table.grow 0 (ref.null func) (i32.const 0))))";
+
+    /// A module with so many branches that carry 101 values each.
+    fn branching(count: u32) -> String {
+        let values = " (i32.const 0)".repeat(101);
+        let branches = "(br_if 0 (i32.const 0))".repeat(count as usize);
+        let drops = "(drop)".repeat(101);
+        let results = " i32".repeat(101);
+        format!("(module (func (block (result{results}) {values} {branches}) {drops}))")
+    }
+
+    const BRANCHES_MAX: u32 = BRANCH_VALUES_MAX / 100;
 
     /// A module whose body is `piece`, `count` times.
     fn repeated(piece: &str, count: u32) -> String {
@@ -228,6 +353,7 @@ mod tests {
             ),
             (repeated("(data \"\")", DATA_SEGMENTS_MAX + 1), "data segments"),
             (repeated(GROWS, GROWS_MAX / 2 + 1), "growing operators"),
+            (branching(BRANCHES_MAX + 1), "values carried by branches"),
         ] {
             assert_eq!(check_text(&module).unwrap_err().what, what);
         }
@@ -248,6 +374,7 @@ mod tests {
             repeated("(table 100000 funcref)", TABLES_MAX),
             repeated("(data \"\")", DATA_SEGMENTS_MAX),
             repeated(GROWS, GROWS_MAX / 2),
+            branching(BRANCHES_MAX),
         ] {
             assert_eq!(check_text(&module), Ok(()));
         }

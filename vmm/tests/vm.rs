@@ -43,6 +43,7 @@ fn main() -> ExitCode {
             a_program_may_leave_as_many_answers_untaken_as_it_may_have_calls_in_flight,
             deep_recursion_is_a_trap_and_no_crash,
             the_largest_programs_compile_within_the_guests_memory,
+            branches_that_carry_very_many_values_are_refused_before_they_fill_the_memory,
             the_guest_refuses_an_untrusted_program_again,
             the_guest_refuses_an_import_that_is_not_granted_again,
             a_call_without_a_broker_is_denied,
@@ -310,6 +311,32 @@ fn the_largest_programs_compile_within_the_guests_memory() {
         let report = serve(&job(program, limits.clone()));
         assert_eq!(ending(&report), &Ending::Returned(0), "{body}");
     }
+}
+
+/// 50 functions whose branches carry 128 values each, so many of them in each.
+fn branching_module(branches: usize) -> Vec<u8> {
+    let (types, values) = (" i64".repeat(128), "(i64.const 0)".repeat(128));
+    let branches = "(br_if 0 (local.get 0))".repeat(branches);
+    let function =
+        format!("(func (param i32) (result{types}) (block (result{types}) {values} {branches}))");
+    wat::parse_str(format!(
+        "(module (memory (export \"memory\") 1) {}
+            (func (export \"forge_run\") (result i32) (i32.const 0)))",
+        function.repeat(50)
+    ))
+    .unwrap()
+}
+
+/// Each of them is some KiB in the interpreter, and four bytes in the module.
+fn branches_that_carry_very_many_values_are_refused_before_they_fill_the_memory() {
+    let compiled = |branches| {
+        let program = signer().sign(&branching_module(branches)).unwrap();
+        let report = serve(&job(program, RunLimits::default()));
+        ending(&report).clone()
+    };
+    assert_eq!(compiled(31), Ending::Returned(0));
+    let Ending::Rejected { kind: RejectKind::TooLarge, detail } = compiled(800) else { panic!() };
+    assert!(detail.contains("carried by branches"), "{detail}");
 }
 
 // What admission refuses, the guest refuses too
