@@ -228,6 +228,7 @@ impl<S: Stream> Host<S> {
     /// Writes a log record, cut to its bound, or drops it if the log is full.
     pub(crate) fn log(&mut self, level: i32, bytes: &[u8]) -> Result<(), Stop> {
         let record_bytes_max = LOG_RECORD_BYTES_MAX as usize;
+        let is_cut = bytes.len() > record_bytes_max;
         let mut bytes = &bytes[..bytes.len().min(record_bytes_max)];
         let room = self.limits.log_bytes.saturating_sub(self.log_bytes);
         // Of what is cut within a character, less than three bytes are lost, and
@@ -237,7 +238,8 @@ impl<S: Stream> Host<S> {
             self.logs_dropped += 1;
             return Ok(());
         }
-        if let Err(error) = core::str::from_utf8(bytes)
+        if is_cut
+            && let Err(error) = core::str::from_utf8(bytes)
             && error.error_len().is_none()
         {
             // Cut within a character.

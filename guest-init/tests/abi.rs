@@ -417,6 +417,20 @@ fn a_record_cut_within_a_character_ends_before_it() {
 }
 
 #[test]
+fn a_record_that_ends_within_a_character_keeps_what_is_left_of_it() {
+    let text = program(
+        &[],
+        r#"(data (i32.const 0) "ab\e2\82")"#,
+        "(call $log (i32.const 2) (i32.const 0) (i32.const 4))
+        (call $log (i32.const 2) (i32.const 2) (i32.const 2))
+        (i32.const 0)",
+    );
+    let report = Run::of(&text).go();
+    let texts: Vec<&str> = report.logs.iter().map(|log| &*log.text).collect();
+    assert_eq!(texts, ["ab\u{fffd}", "\u{fffd}"]);
+}
+
+#[test]
 fn log_records_past_the_bound_are_dropped_and_counted() {
     let text = program(
         &[],
@@ -721,6 +735,22 @@ fn a_wasi_command_reads_its_input_and_writes_output_and_log() {
     assert_eq!(report.output_text(), "input\0hello there");
     let lines: Vec<_> = report.logs.iter().map(|log| (log.level, &*log.text)).collect();
     assert_eq!(lines, [(2, "one"), (2, "two"), (2, "three!")]);
+}
+
+#[test]
+fn to_read_costs_what_is_copied_and_not_what_there_is_room_for() {
+    let fuel = |input: &str, room: u32| {
+        let body = format!(
+            "(i32.store (i32.const 16) (i32.const 1000)) (i32.store (i32.const 20) (i32.const {room}))
+            (drop (call $fd_read (i32.const 0) (i32.const 16) (i32.const 1) (i32.const 0)))"
+        );
+        let report = Run::of(&command("", &body)).input(input).go();
+        returned(&report, 0);
+        report.ended().fuel_used
+    };
+    assert_eq!(fuel("", 60_000), fuel("", 0));
+    assert_eq!(fuel(&"x".repeat(640), 60_000), fuel("", 0) + 10);
+    assert_eq!(fuel(&"x".repeat(640), 64), fuel("", 0) + 1);
 }
 
 #[test]

@@ -123,8 +123,8 @@ fn fd_fdstat_get<S: Stream>(
     Ok(SUCCESS)
 }
 
-/// Checks an `iovec` array and each stretch of memory it names, and charges
-/// for walking it and copying them.
+/// Checks an `iovec` array and each stretch of memory it names, charges for
+/// walking it, and says how many bytes they have. To copy them costs more.
 fn check_iovecs<S: Stream>(
     caller: &mut Caller<'_, Host<S>>,
     iovecs: i32,
@@ -142,7 +142,6 @@ fn check_iovecs<S: Stream>(
         let (pointer, length) = iovec_at(iovec);
         total += range(memory, pointer, length)?.len() as u64;
     }
-    charge(caller, total / COPY_BYTES_PER_FUEL)?;
     Ok(total)
 }
 
@@ -167,6 +166,7 @@ fn fd_write<S: Stream>(
         return Ok(EBADF);
     }
     let total = check_iovecs(&mut caller, iovecs, count)?;
+    charge(&mut caller, total / COPY_BYTES_PER_FUEL)?;
     // More than a `size` can tell is an invalid array, not a short write.
     let Ok(total) = u32::try_from(total) else { return Ok(EINVAL) };
     if fd == STDERR {
@@ -195,7 +195,10 @@ fn fd_read<S: Stream>(
     if fd != STDIN {
         return Ok(EBADF);
     }
-    check_iovecs(&mut caller, iovecs, count)?;
+    let total = check_iovecs(&mut caller, iovecs, count)?;
+    let host = caller.data();
+    let given = total.min((host.input.len() - host.input_given) as u64);
+    charge(&mut caller, given / COPY_BYTES_PER_FUEL)?;
     let (memory, host) = parts(&mut caller)?;
     let array = range(memory, iovecs, count.wrapping_mul(IOVEC_BYTES as i32))?;
     let given_before = host.input_given;
