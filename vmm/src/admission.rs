@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use forge_guest_init::shape::{self, ShapeError};
 use forge_protocol::abi::{Import, Signature, Value};
 use forge_protocol::ending::RejectKind;
 use forge_protocol::limits::{OverLimit, RunLimits};
@@ -74,11 +75,17 @@ impl Shape {
     /// Reads what a module declares.
     ///
     /// # Errors
-    /// A violation of kind `Invalid` if it does not parse so far.
+    /// A violation: of kind `Invalid` if it does not parse so far, `TooLarge` if it
+    /// declares more than a guest takes.
     pub fn read(module: &[u8]) -> Result<Self, Violation> {
-        read_shape(module).map_err(|error| Violation {
-            kind: RejectKind::Invalid,
-            message: format!("the module is invalid: {error}"),
+        read_shape(module).map_err(|error| match error {
+            ShapeError::Malformed(error) => Violation {
+                kind: RejectKind::Invalid,
+                message: format!("the module is invalid: {error}"),
+            },
+            ShapeError::Over(over) => {
+                Violation { kind: RejectKind::TooLarge, message: format!("the module's {over}") }
+            }
         })
     }
 
@@ -165,8 +172,8 @@ pub struct Admission {
     known: Mutex<VecDeque<Arc<Admitted>>>,
 }
 
-/// Programs that are remembered, and how large they may be, in bytes: what
-/// one declares takes a few times its size.
+/// Programs that are remembered, and how large they may be, in bytes. What one
+/// declares is mostly smaller than it, and at its bounds some MiB.
 const KNOWN_MAX: usize = 64;
 const KNOWN_BYTES_MAX: usize = 64 * 1024;
 
@@ -255,13 +262,16 @@ fn within(program: &[u8], limits: &RunLimits) -> Result<(), Violation> {
     Err(Violation { kind: RejectKind::TooLarge, message: over.to_string() })
 }
 
-fn read_shape(module: &[u8]) -> wasmparser::Result<Shape> {
+/// Declarations are bounded here as in the guest: three bytes of a module are an
+/// export, and what is made of one takes a hundred times as much.
+fn read_shape(module: &[u8]) -> Result<Shape, ShapeError> {
     let mut shape = Shape::default();
     let mut types: Vec<Option<FuncType>> = Vec::new();
     let mut functions: Vec<u32> = Vec::new();
     for payload in Parser::new(0).parse_all(module) {
         match payload? {
             Payload::TypeSection(section) => {
+                shape::within("types", section.count(), shape::TYPES_MAX)?;
                 for group in section {
                     for sub in group?.types() {
                         types.push(match &sub.composite_type.inner {
@@ -272,6 +282,7 @@ fn read_shape(module: &[u8]) -> wasmparser::Result<Shape> {
                 }
             }
             Payload::ImportSection(section) => {
+                shape::within("imports", section.count(), shape::IMPORTS_MAX)?;
                 for import in section {
                     let import = import?;
                     let ty = match import.ty {
@@ -290,6 +301,7 @@ fn read_shape(module: &[u8]) -> wasmparser::Result<Shape> {
                 }
             }
             Payload::FunctionSection(section) => {
+                shape::within("functions", section.count(), shape::FUNCTIONS_MAX)?;
                 shape.functions = section.count();
                 for index in section {
                     functions.push(index?);
@@ -303,6 +315,7 @@ fn read_shape(module: &[u8]) -> wasmparser::Result<Shape> {
                 }
             }
             Payload::ExportSection(section) => {
+                shape::within("exports", section.count(), shape::EXPORTS_MAX)?;
                 for export in section {
                     let export = export?;
                     let function = |index: u32| {
@@ -353,21 +366,24 @@ fn has_type(found: &FuncType, expected: &Signature) -> bool {
         && found.results().iter().copied().eq(expected.result.iter().map(value))
 }
 
-/// A function type in the text format.
+/// A function type in the text format, of a long list the beginning.
 fn type_text(ty: &FuncType) -> String {
     let mut text = String::from("(func");
     for (part, values) in [("param", ty.params()), ("result", ty.results())] {
         if !values.is_empty() {
             text.push_str(&format!(" ({part}"));
-            for value in values {
+            for value in values.iter().take(TYPE_VALUES_SHOWN) {
                 text.push_str(&format!(" {value}"));
             }
-            text.push(')');
+            text.push_str(if values.len() > TYPE_VALUES_SHOWN { " …)" } else { ")" });
         }
     }
     text.push(')');
     text
 }
+
+/// Parameters, or results, of a type that are shown.
+const TYPE_VALUES_SHOWN: usize = 16;
 
 /// A name that a module gave, made safe to print, and cut.
 #[must_use]
@@ -446,6 +462,31 @@ mod tests {
         );
         assert_eq!(found.len(), 6, "{found:#?}");
         assert!(found[2].contains("is (func (param i32)), the ABI has"), "{}", found[2]);
+    }
+
+    #[test]
+    fn a_module_that_declares_more_than_a_guest_takes_is_refused_while_it_is_read() {
+        let exports = |count: u32| {
+            let names = (0..count).map(|at| format!("(export \"{at}\" (func 0))"));
+            let wide = " externref".repeat(128);
+            format!("(module (func (param{wide})) {})", names.collect::<String>())
+        };
+        let read = |text: &str| Shape::read(&wat::parse_str(text).unwrap());
+        let refused = read(&exports(shape::EXPORTS_MAX + 1)).unwrap_err();
+        assert_eq!(refused.kind, RejectKind::TooLarge);
+        assert!(refused.message.contains("exports"), "{}", refused.message);
+        // And what is made of one is small however it is typed.
+        let found = read(&exports(shape::EXPORTS_MAX)).unwrap().exports;
+        let bytes = |it: &ExportFound| it.signature.as_ref().map_or(0, String::len);
+        assert!(found.iter().map(bytes).max() < Some(256));
+        for (what, text) in [
+            ("imports", "(import \"a\" \"b\" (func))".repeat(1_001)),
+            ("types", "(type (func (param i64)))".repeat(10_001)),
+            ("functions", "(func)".repeat(20_001)),
+        ] {
+            let refused = read(&format!("(module {text})")).unwrap_err();
+            assert!(refused.message.contains(what), "{}", refused.message);
+        }
     }
 
     #[test]

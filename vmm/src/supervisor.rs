@@ -39,6 +39,8 @@ use crate::report::{
 use crate::trace::{Supervised, Trace, now_ns};
 use crate::worker;
 
+/// Violations of one program that are told one by one.
+const VIOLATIONS_TOLD: usize = 16;
 /// How much longer than its deadline a worker may take to say so.
 const WORKER_GRACE: Duration = Duration::from_secs(2);
 /// How often it is looked whether runs in an engine of former keys are over.
@@ -459,7 +461,12 @@ impl From<Refused> for Outcome {
         match refused {
             Refused::Violations(violations) => {
                 let kind = violations.first().map_or("invalid", |v| v.kind.as_str());
-                let messages: Vec<_> = violations.into_iter().map(|v| v.message).collect();
+                let more = violations.len().saturating_sub(VIOLATIONS_TOLD);
+                let mut messages: Vec<_> =
+                    violations.into_iter().take(VIOLATIONS_TOLD).map(|v| v.message).collect();
+                if more > 0 {
+                    messages.push(format!("and {more} more"));
+                }
                 Self::new(Status::Rejected, kind, messages.join("; "))
             }
             Refused::Over(over) => Self::new(Status::Rejected, "too_large", over.to_string()),
