@@ -138,9 +138,17 @@ async fn serve(stream: UnixStream, mut calls: mpsc::Receiver<Callback>) -> Resul
                 // Nobody waits any more for some of them.
                 out.retain(|_, answer| !answer.is_closed());
                 let arguments = Value::Object(arguments).to_string().into_bytes();
-                let callback = CallbackFrame { number: 0, callback: next, tool, arguments };
+                // The service puts its client's number there, whatever its length.
+                let mut callback =
+                    CallbackFrame { number: u64::MAX, callback: next, tool, arguments };
                 let mut bytes = Vec::new();
-                if frame::try_write_message(Kind::Callback, &callback, &mut bytes).is_err() {
+                let fits = frame::try_write_message(Kind::Callback, &callback, &mut bytes);
+                bytes.clear();
+                callback.number = 0;
+                if fits
+                    .and_then(|()| frame::try_write_message(Kind::Callback, &callback, &mut bytes))
+                    .is_err()
+                {
                     let why = "the arguments are too large as they are sent";
                     let error = json!({ "name": "BadCaller", "message": why });
                     let _ = answer.send(Err(error.to_string().into_bytes()));
