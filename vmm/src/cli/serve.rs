@@ -15,6 +15,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
+use forge_vmm::jail::privileges;
 use forge_vmm::keys;
 use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::PoolOptions;
@@ -26,7 +27,7 @@ use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
 use super::run::Shown;
-use super::{CliError, Exit, out, print_json, progress, top};
+use super::{CliError, Exit, complain, out, print_json, progress, top};
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
@@ -34,6 +35,10 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     // Before anything is started that could inherit it.
     let listener = systemd::passed_listener().map_err(passed)?;
     let trust = trust_keys(&args)?;
+    // A run takes four, a client one.
+    if let Err(error) = privileges::raise_descriptors() {
+        complain(&format!("descriptors stay as few as they are: {error}"));
+    }
     let ServiceConfig { socket, mode, vsock, options } =
         config::service(args.broker.config.as_deref())?;
     let (server, at) = match listener {

@@ -56,6 +56,8 @@ const SEND_BYTES: usize = 64 * 1024;
 const REPORT_BYTES: usize = 2 * 1024;
 /// Cancel handles that are kept for what comes next.
 const SPARE_MAX: usize = 4;
+/// When a run that found no descriptor may come again, in milliseconds.
+const RETRY_AFTER_MS: u64 = 1_000;
 
 /// One client.
 #[derive(Debug)]
@@ -356,8 +358,12 @@ impl Connection {
             Kind::Hello => self.greet(decode(frame)?).map(|()| None),
             Kind::Submit => {
                 let Submit { number, order } = decode(frame)?;
-                let cancel = self.enter_run(number)?;
-                Ok(Some(Work::Run { number, order: Box::new(order), cancel }))
+                if let Some(cancel) = self.enter_run(number)? {
+                    return Ok(Some(Work::Run { number, order: Box::new(order), cancel }));
+                }
+                let why = "the service has no descriptor left: raise its limit on open files";
+                self.finish(number, RunResult::refused("overloaded", why, Some(RETRY_AFTER_MS)))?;
+                Ok(None)
             }
             Kind::Cancel => {
                 let CancelRun { number } = decode(frame)?;
@@ -415,14 +421,15 @@ impl Connection {
         }
     }
 
-    /// Takes a number for a run.
-    fn enter_run(&self, number: u64) -> io::Result<Arc<Cancel>> {
+    /// Takes a number for a run; `None` if there is no descriptor for it: the
+    /// others of this connection go on.
+    fn enter_run(&self, number: u64) -> io::Result<Option<Arc<Cancel>>> {
         let mut live = lock(&self.live);
         live.check(number)?;
-        let cancel = live.cancel()?;
+        let Ok(cancel) = live.cancel() else { return Ok(None) };
         let doing = Doing::Run { cancel: Arc::clone(&cancel), host: None };
         self.enter(&mut live, number, doing);
-        Ok(cancel)
+        Ok(Some(cancel))
     }
 
     /// Takes a number for a question; `None` if there are too many. How the
@@ -466,16 +473,10 @@ impl Connection {
                 let host = |calls| self.host(number, calls);
                 let attendance = Attendance { cancel: Some(&cancel), tell, host: Some(&host) };
                 let (result, _stay) = service.run(&order, &self.peer, &cancel, &attendance);
-                // The pool's upkeep comes after the answer.
-                let RunResult { report, artifacts, upkeep: _upkeep, .. } = result;
                 drop(order);
                 // The number is free before the client can know it.
                 lock(&self.live).leave_run(number, cancel);
-                let mut bytes = Vec::with_capacity(REPORT_BYTES);
-                serde_json::to_writer(&mut bytes, &report).map_err(io::Error::from).and_then(|()| {
-                    let result = Finish { report: bytes, artifacts };
-                    self.send_end(Kind::Finished, &Finished { number, result })
-                })
+                self.finish(number, result)
             }
             Work::Question { number, question, cancel } => {
                 let reply = service.answer(question, &self.peer, &cancel);
@@ -487,6 +488,16 @@ impl Connection {
             tracing::debug!(%error, "a client takes no answer");
             self.close();
         }
+    }
+
+    /// Tells how a run ended.
+    fn finish(&self, number: u64, result: RunResult) -> io::Result<()> {
+        // The pool's upkeep comes after the answer.
+        let RunResult { report, artifacts, upkeep: _upkeep, .. } = result;
+        let mut bytes = Vec::with_capacity(REPORT_BYTES);
+        serde_json::to_writer(&mut bytes, &report)?;
+        let result = Finish { report: bytes, artifacts };
+        self.send_end(Kind::Finished, &Finished { number, result })
     }
 
     /// Has a thread pass on the calls of tools that the client hosts for a
@@ -734,7 +745,7 @@ mod tests {
         };
         let passes_on = || Arc::strong_count(&connection) > 1;
         let leaves = |cancel| lock(&connection.live).leave_run(1, cancel);
-        let first = connection.enter_run(1).unwrap();
+        let first = connection.enter_run(1).unwrap().unwrap();
         let _broker = hosts();
         let frame = heard.receive(|kind| kind == Kind::Callback, Patience::default()).unwrap();
         assert_eq!(decode::<Callback>(&frame).unwrap(), Callback { number: 1, ..call(7) });
@@ -745,14 +756,14 @@ mod tests {
 
         // The second call is on its way when its run ends, and the number is
         // another run's before its turn has come.
-        let second = connection.enter_run(1).unwrap();
+        let second = connection.enter_run(1).unwrap().unwrap();
         let writing = lock(&connection.writing);
         let _broker = hosts();
         while !passes_on() {
             std::thread::yield_now();
         }
         leaves(second);
-        let _third = connection.enter_run(1).unwrap();
+        let _third = connection.enter_run(1).unwrap().unwrap();
         drop(writing);
         while passes_on() {
             std::thread::yield_now();

@@ -143,6 +143,20 @@ impl AddressSpace {
     }
 }
 
+/// Lets the calling process have as many descriptors as it may, and what it
+/// starts. Shells commonly begin with 1,024, for the sake of `select`.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn raise_descriptors() -> Result<(), PrivilegeError> {
+    let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `now` is writable.
+    checked("RLIMIT_NOFILE", unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut now) })?;
+    let to = libc::rlimit { rlim_cur: now.rlim_max, ..now };
+    // SAFETY: `to` is readable.
+    checked("RLIMIT_NOFILE", unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const to) })
+}
+
 impl Limits {
     /// Puts the limits on, and those that are the same for everybody.
     ///
