@@ -28,7 +28,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use super::sessions::{SESSIONS_MAX, Sessions};
-use super::{Door, MESSAGE_BYTES_MAX, REQUESTS_MAX};
+use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX};
 use crate::web::{self, Held, Listener, TokenHash};
 
 /// The one path that is served.
@@ -37,6 +37,9 @@ const PATH: &str = "/mcp";
 const HEADER_SESSION_ID: &str = "mcp-session-id";
 /// Pages of this host. They need a token like everybody else.
 const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*"];
+/// Up to so many bytes a message is small: there is always room for it, so that
+/// what cancels a large one is heard.
+const SMALL_MESSAGE_BYTES: usize = 64 * 1024;
 /// How long a request's body may take to come, and its answer to begin.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(120);
 
@@ -61,6 +64,9 @@ struct Entrance {
     /// Streams of what sessions say unasked. They last as long as their clients
     /// like, and take no answer's place.
     streams: Arc<Semaphore>,
+    /// Bytes of large messages that are not answered to their end: as values they
+    /// take many times that.
+    room: Arc<Semaphore>,
 }
 
 impl Entrance {
@@ -72,8 +78,13 @@ impl Entrance {
         self.sessions.has_session(&id.into()).await.unwrap_or(false)
     }
 
-    /// Has rmcp answer. What it cannot read it takes for another media type.
-    async fn handle(&self, request: Request<Incoming>) -> Response<BoxBody<Bytes, Infallible>> {
+    /// Has rmcp answer. What it cannot read it takes for another media type. `held`
+    /// gets what is to be kept until the answer is sent to its end.
+    async fn handle(
+        &self,
+        request: Request<Incoming>,
+        held: &mut Vec<OwnedSemaphorePermit>,
+    ) -> Response<BoxBody<Bytes, Infallible>> {
         if request.method() != Method::POST {
             return self.service.handle(request).await;
         }
@@ -86,6 +97,18 @@ impl Entrance {
             }
             Err(error) => return text(StatusCode::BAD_REQUEST, format!("the body: {error}")),
         };
+        if body.len() > SMALL_MESSAGE_BYTES {
+            let room = Arc::clone(&self.room).try_acquire_many_owned(body.len() as u32);
+            let Ok(room) = room else {
+                let what = format!(
+                    "too much at once: large messages have {REQUEST_BYTES_MAX} bytes together"
+                );
+                let mut refusal = text(StatusCode::SERVICE_UNAVAILABLE, what);
+                refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+                return refusal;
+            };
+            held.push(room);
+        }
         let is_json = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| {
             let kind = kind.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
             kind.trim_ascii().eq_ignore_ascii_case(b"application/json")
@@ -108,7 +131,7 @@ fn text(status: StatusCode, what: String) -> Response<BoxBody<Bytes, Infallible>
     response
 }
 
-type Answer = Response<Held<BoxBody<Bytes, Infallible>, Option<OwnedSemaphorePermit>>>;
+type Answer = Response<Held<BoxBody<Bytes, Infallible>, Vec<OwnedSemaphorePermit>>>;
 
 /// Serves until it is told to end. What runs then is cancelled.
 pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Output = ()>) {
@@ -132,7 +155,8 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
         let service = StreamableHttpService::new(move || Ok(door.clone()), own, config.clone());
         let open = Arc::new(Semaphore::new(REQUESTS_MAX));
         let streams = Arc::new(Semaphore::new(SESSIONS_MAX));
-        entrances.push((tokens, Entrance { service, sessions, open, streams }));
+        let room = Arc::new(Semaphore::new(REQUEST_BYTES_MAX));
+        entrances.push((tokens, Entrance { service, sessions, open, streams, room }));
     }
     let entrances = Arc::new(entrances);
     let service = service_fn(move |request| {
@@ -172,7 +196,8 @@ async fn answer(request: Request<Incoming>, entrances: &[(Vec<TokenHash>, Entran
     if request.method() == Method::DELETE && !entrance.has_session(request.headers()).await {
         return refuse(StatusCode::NOT_FOUND, "there is no such session");
     }
-    match tokio::time::timeout(ANSWER_TIME_MAX, entrance.handle(request)).await {
+    let mut held = vec![permit];
+    match tokio::time::timeout(ANSWER_TIME_MAX, entrance.handle(request, &mut held)).await {
         // rmcp takes a session that there is no room for as a fault of its own.
         Ok(response)
             if begins
@@ -181,7 +206,7 @@ async fn answer(request: Request<Incoming>, entrances: &[(Vec<TokenHash>, Entran
         {
             no_room("too many sessions are open: end one, with DELETE")
         }
-        Ok(response) => response.map(|body| Held::new(body, Some(permit))),
+        Ok(response) => response.map(|body| Held::new(body, held)),
         Err(_) => refuse(StatusCode::REQUEST_TIMEOUT, "the request took too long"),
     }
 }
@@ -195,7 +220,7 @@ fn no_room(what: &'static str) -> Answer {
 
 fn refuse(status: StatusCode, what: &'static str) -> Answer {
     let body = Full::new(Bytes::from_static(what.as_bytes())).boxed();
-    let mut response = Response::new(Held::new(body, None));
+    let mut response = Response::new(Held::new(body, Vec::new()));
     *response.status_mut() = status;
     response
 }

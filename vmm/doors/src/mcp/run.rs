@@ -131,7 +131,10 @@ async fn carried_out(
     // Held until the run is over, not until somebody has stopped waiting.
     let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
     let Arguments { program, language, input, grant, limits: Object(limits) } = arguments;
-    let input = input.to_string().into_bytes();
+    // The values are gone before the run begins: they take many times their text.
+    let text = input.to_string().into_bytes();
+    drop(input);
+    let input = text;
     // What came within the bound of a message may be larger written again.
     if input.len() > INPUT_BYTES_MAX as usize {
         return Err(RunError::Input(input.len()));
