@@ -54,6 +54,7 @@ fn main() -> ExitCode {
             who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks,
             a_socket_ends_with_its_token,
             a_socket_says_goodbye_to_who_does_and_to_who_breaks_the_protocol,
+            a_socket_gets_the_report_of_its_run_and_a_goodbye_when_the_service_ends,
             searches_that_clients_left_keep_no_place,
             questions_of_many_principals_wait_their_turn_and_readiness_for_none,
             a_host_that_is_no_name_of_the_door_is_refused_and_so_is_a_page_of_another_origin,
@@ -459,9 +460,13 @@ fn a_run_that_nobody_waits_for_is_asked_for_and_followed() {
     // One that has the first three gets the rest.
     let rest = follow(&["-H", "last-event-id: 3"]);
     assert_eq!(rest, all[all.find("id: 4").unwrap()..]);
-    let wrong = service
-        .ask(Request::new("GET", &format!("/v1/runs/{id}/events")).with("last-event-id", "three"));
+    let from = |id: &str, last: &str| {
+        let path = format!("/v1/runs/{id}/events");
+        service.ask(Request::new("GET", &path).with("last-event-id", last))
+    };
+    let wrong = from(&id, "three");
     assert_eq!((wrong.status, wrong.kind()), (422, "bad_request"));
+    assert_eq!(from(&id, "4").status, 204, "it has all there is, and need not come back");
 }
 
 fn a_run_is_cancelled_by_its_id() {
@@ -644,6 +649,7 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
         say(&mut socket, said);
         let problem = hear(&mut socket);
         assert_eq!(problem["problem"]["number"], number, "{problem:#}");
+        assert_eq!(problem["problem"]["over"], true, "nothing has this number: {problem:#}");
     }
     // Two at once; one never ends.
     say(&mut socket, json!({ "submit": { "number": 1, "run": endless() } }));
@@ -652,7 +658,13 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
     assert_eq!(finished["finished"]["number"], 2, "{finished:#}");
     assert_eq!(finished["finished"]["report"]["output"], "{}");
     say(&mut socket, json!({ "submit": { "number": 1, "run": order(&program(ECHO)) } }));
-    assert_eq!(hear(&mut socket)["problem"]["number"], 1);
+    let refused = hear(&mut socket);
+    let of = |problem: &Value| {
+        (problem["problem"]["number"].clone(), problem["problem"]["over"].clone())
+    };
+    assert_eq!(of(&refused), (json!(1), json!(false)), "the first of this number goes on");
+    say(&mut socket, json!({ "settle": { "number": 1, "callback": 0 } }));
+    assert_eq!(of(&hear(&mut socket)), (json!(1), json!(false)));
     say(&mut socket, json!({ "cancel": { "number": 1 } }));
     let cancelled = hear(&mut socket);
     assert_eq!(cancelled["finished"]["report"]["status"], "cancelled", "{cancelled:#}");
@@ -719,6 +731,32 @@ fn a_socket_says_goodbye_to_who_does_and_to_who_breaks_the_protocol() {
     // A text without a mask.
     socket.get_mut().write_all(b"\x81\x01a").unwrap();
     assert_eq!(goodbye(socket), Some(1002));
+}
+
+fn a_socket_gets_the_report_of_its_run_and_a_goodbye_when_the_service_ends() {
+    let desk = desk();
+    let mut service = desk.open(&["--ready", "0", "--ready-max", "0"]);
+    let mut socket = service.socket(ALICE).unwrap();
+    let mut run = endless();
+    run["limits"]["wall_ms"] = json!(1500);
+    let submit = json!({ "submit": { "number": 1, "run": run } });
+    socket.send(Message::text(submit.to_string())).unwrap();
+    eventually("its run is carried out", || service.busy_workers().len() == 1);
+    service.signal(service.child.id() as i32, libc::SIGTERM);
+    let mut told = Vec::new();
+    loop {
+        match socket.read().unwrap() {
+            Message::Text(text) => told.push(serde_json::from_str::<Value>(&text).unwrap()),
+            Message::Close(frame) => {
+                assert_eq!(frame.map(|frame| u16::from(frame.code)), Some(1001));
+                break;
+            }
+            _ => {}
+        }
+    }
+    let [finished] = told.as_slice() else { panic!("{told:#?}") };
+    assert_eq!(finished["finished"]["report"]["kind"], "deadline", "{finished:#}");
+    assert!(service.child.wait().unwrap().success());
 }
 
 fn a_program_calls_a_tool_of_the_client_itself() {
@@ -947,6 +985,7 @@ fn what_does_not_fit_is_refused_by_its_kind_before_it_is_read() {
         let refused = service.ask(Request::new(method, path));
         assert_eq!((refused.status, refused.kind()), (status, kind), "{method} {path}");
         assert_eq!(refused.header("upgrade"), (status == 426).then_some("websocket"));
+        assert_eq!(refused.header("sec-websocket-version"), (status == 426).then_some("13"));
     }
     let long = "x".repeat(INTENT_BYTES_MAX as usize + 1);
     let large = "x".repeat(600 * 1024);

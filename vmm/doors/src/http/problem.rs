@@ -119,6 +119,8 @@ impl IntoResponse for Problem {
             StatusCode::UPGRADE_REQUIRED => {
                 headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
                 headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+                // RFC 6455, 4.2.2: the versions that are understood.
+                headers.insert(header::SEC_WEBSOCKET_VERSION, HeaderValue::from_static("13"));
             }
             _ => {}
         }

@@ -252,6 +252,13 @@ pub(crate) async fn events(
             Problem::bad_request("Last-Event-ID is the id of an event of this run: a number")
         })?,
     };
+    if let Next::End(number, _) = kept.events.after(last)
+        && last >= number
+    {
+        // It has the end already. By anything else an `EventSource` would come back
+        // for it again and again.
+        return Ok(StatusCode::NO_CONTENT.into_response());
+    }
     let (sender, receiver) = mpsc::channel(UNSENT_MAX);
     tokio::spawn(stream(kept, last, sender, door));
     let kind = HeaderValue::from_static("text/event-stream");

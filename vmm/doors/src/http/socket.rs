@@ -1,8 +1,8 @@
 //! `/v1/runs/ws`: runs over a WebSocket, with tools that the client hosts.
 //!
 //! Every message is a JSON object with one field, which says what it is. The
-//! client numbers its runs; a number is free again when its `finished` or
-//! `problem` came. Closing the socket cancels its runs.
+//! client numbers its runs; a number is free again when its `finished` came, or a
+//! `problem` that is `over`. Closing the socket cancels its runs.
 //!
 //! ```text
 //!   client                                    door
@@ -22,9 +22,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
+use axum::extract::{Extension, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::Response;
 use forge_client::{Canceller, Run, RunMessage};
@@ -33,6 +33,7 @@ use forge_protocol::service::Callback;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc};
+use tokio::time::timeout;
 
 use super::events::{Events, happened};
 use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
@@ -42,6 +43,7 @@ use super::tenant::{Kept, Tenant};
 use super::{Caller, Door};
 use crate::object::Object;
 use crate::web::is_set;
+use crate::web::listen::Standing;
 
 /// Runs of one socket at the same time.
 const RUNS_MAX: usize = 16;
@@ -50,6 +52,8 @@ const UNSENT_MAX: usize = 4096;
 /// How long a client may take for one message. Nothing else is looked at
 /// meanwhile.
 const SEND_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long what is known of runs may still be told when the door closes.
+const REST_TIME_MAX: Duration = Duration::from_secs(3);
 /// How often a silent client is asked whether it is there; one that said
 /// nothing for twice that long is not.
 const PING_EVERY: Duration = Duration::from_secs(30);
@@ -103,10 +107,27 @@ struct Cancel {
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case")]
 enum ToClient<'a> {
-    Event { number: u32, event: &'static str, data: &'a RawValue },
-    Callback { number: u32, callback: u32, tool: &'a str, arguments: &'a RawValue },
-    Finished { number: u32, report: &'a RawValue },
-    Problem { number: Option<u32>, problem: problem::Body<'a> },
+    Event {
+        number: u32,
+        event: &'static str,
+        data: &'a RawValue,
+    },
+    Callback {
+        number: u32,
+        callback: u32,
+        tool: &'a str,
+        arguments: &'a RawValue,
+    },
+    Finished {
+        number: u32,
+        report: &'a RawValue,
+    },
+    /// `over` says whether the number is free now.
+    Problem {
+        number: Option<u32>,
+        over: bool,
+        problem: problem::Body<'a>,
+    },
 }
 
 impl ToClient<'_> {
@@ -115,8 +136,8 @@ impl ToClient<'_> {
     }
 }
 
-fn complaint(number: Option<u32>, problem: &Problem) -> Said {
-    Said { text: ToClient::Problem { number, problem: problem.body() }.text(), over: None }
+fn complaint(number: Option<u32>, over: bool, problem: &Problem) -> String {
+    ToClient::Problem { number, over, problem: problem.body() }.text()
 }
 
 /// What a run's task has for the socket.
@@ -136,16 +157,22 @@ struct Unsent {
 pub(crate) async fn open(
     State(door): State<Arc<Door>>,
     caller: Caller,
+    Extension(standing): Extension<Arc<Standing>>,
     headers: HeaderMap,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Problem> {
     let upgrade = upgrade.map_err(|error| {
         let detail = format!("open a WebSocket (RFC 6455, version 13) here: {error}");
-        Problem::new(StatusCode::UPGRADE_REQUIRED, "bad_request", detail)
+        let status = match error {
+            // It did ask for one.
+            WebSocketUpgradeRejection::WebSocketKeyHeaderMissing(_) => StatusCode::BAD_REQUEST,
+            _ => StatusCode::UPGRADE_REQUIRED,
+        };
+        Problem::new(status, "bad_request", detail)
     })?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
     let Caller { tenant, permit } = caller;
-    let permits = (permit, tenant.socket()?);
+    let permits = (permit, tenant.socket()?, standing);
     let mut token = HeaderMap::new();
     for value in headers.get_all(header::AUTHORIZATION) {
         token.append(header::AUTHORIZATION, value.clone());
@@ -168,7 +195,8 @@ struct Talk {
     runs: HashMap<u32, Canceller>,
     /// Told when the client takes so little that a run was given up.
     stuck: Arc<Notify>,
-    _permits: (Arc<OwnedSemaphorePermit>, OwnedSemaphorePermit),
+    /// Its places among requests under way, sockets and connections.
+    _permits: (Arc<OwnedSemaphorePermit>, OwnedSemaphorePermit, Arc<Standing>),
 }
 
 impl Talk {
@@ -185,11 +213,8 @@ impl Talk {
                     Some(Err(_)) => break Some((1002, "this is no frame that is taken here")),
                     None => break None,
                 },
-                Some(Unsent { said: Said { text, over }, .. }) = said.recv() => {
-                    if let Some(number) = over {
-                        self.runs.remove(&number);
-                    }
-                    if !send(&mut socket, Message::Text(text.into())).await {
+                Some(Unsent { said, .. }) = said.recv() => {
+                    if !self.say(&mut socket, said).await {
                         break None;
                     }
                     continue;
@@ -205,7 +230,10 @@ impl Talk {
                 () = self.stuck.notified() => {
                     break Some((1008, "too much waits to be taken by this principal's clients"));
                 }
-                () = is_set(&mut closing) => break Some((1001, "the door closes")),
+                () = is_set(&mut closing) => {
+                    let _ = timeout(REST_TIME_MAX, self.rest(&mut socket, &mut said)).await;
+                    break Some((1001, "the door closes"));
+                }
                 // Without anybody who could change them, the door closes.
                 Ok(()) = options.changed() => {
                     if self.speaks_still() {
@@ -225,7 +253,8 @@ impl Talk {
                 Message::Binary(_) => break Some((1003, "messages are text")),
             };
             if let Err((number, problem)) = answered {
-                let Said { text, .. } = complaint(number, &problem);
+                let over = number.is_none_or(|number| !self.runs.contains_key(&number));
+                let text = complaint(number, over, &problem);
                 if !send(&mut socket, Message::Text(text.into())).await {
                     break None;
                 }
@@ -235,12 +264,28 @@ impl Talk {
         drop(said);
         if is_closed {
             // The answer to that (RFC 6455, 5.5.1) is sent by reading on.
-            let _ = tokio::time::timeout(SEND_TIME_MAX, socket.recv()).await;
+            let _ = timeout(SEND_TIME_MAX, socket.recv()).await;
         }
         if let Some((code, reason)) = goodbye {
             let frame = CloseFrame { code, reason: reason.into() };
             send(&mut socket, Message::Close(Some(frame))).await;
         }
+    }
+
+    /// Tells one thing of a run. Whether the client took it.
+    async fn say(&mut self, socket: &mut WebSocket, Said { text, over }: Said) -> bool {
+        if let Some(number) = over {
+            self.runs.remove(&number);
+        }
+        send(socket, Message::Text(text.into())).await
+    }
+
+    /// Tells what is known of its runs, until all are over or nobody listens.
+    async fn rest(&mut self, socket: &mut WebSocket, said: &mut mpsc::Receiver<Unsent>) {
+        while !self.runs.is_empty()
+            && let Some(Unsent { said, .. }) = said.recv().await
+            && self.say(socket, said).await
+        {}
     }
 
     /// Whether its token speaks for the same principal now.
@@ -331,7 +376,7 @@ fn number_of(text: &str) -> Option<u32> {
 
 /// Whether the client takes it, in the time there is for one message.
 async fn send(socket: &mut WebSocket, message: Message) -> bool {
-    tokio::time::timeout(SEND_TIME_MAX, socket.send(message)).await.is_ok_and(|sent| sent.is_ok())
+    timeout(SEND_TIME_MAX, socket.send(message)).await.is_ok_and(|sent| sent.is_ok())
 }
 
 /// One run of a socket.
@@ -401,8 +446,8 @@ impl Carried {
             Ok(Some(super::events::Ended::Reported(end))) => {
                 ToClient::Finished { number, report: raw(&end.report) }.text()
             }
-            Ok(_) => complaint(Some(number), &Problem::gone()).text,
-            Err(problem) => complaint(Some(number), &problem).text,
+            Ok(_) => complaint(Some(number), true, &Problem::gone()),
+            Err(problem) => complaint(Some(number), true, &problem),
         };
         Said { text, over: Some(number) }
     }

@@ -14,11 +14,12 @@ use std::time::Duration;
 
 use hyper::body::{Body, Incoming};
 use hyper::server::conn::http1;
-use hyper::service::HttpService;
+use hyper::service::{Service, service_fn};
+use hyper::{Request, Response};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, Sleep};
 
 use super::is_set;
@@ -75,22 +76,41 @@ pub(crate) struct Connections {
     pub(crate) refused: AtomicU64,
 }
 
+/// One connection that is open: a place among all. Requests have it in their
+/// extensions, so that what a connection becomes keeps it.
+#[derive(Debug)]
+pub(crate) struct Standing {
+    connections: Arc<Connections>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Standing {
+    fn new(connections: Arc<Connections>, place: OwnedSemaphorePermit) -> Self {
+        connections.open.fetch_add(1, Ordering::Relaxed);
+        Self { connections, _place: place }
+    }
+}
+
+impl Drop for Standing {
+    fn drop(&mut self) {
+        self.connections.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Answers whoever connects until `end` is there. Then calls `close`, for
 /// answers that would not end by themselves, and lets what is known already
 /// still go out.
-pub(crate) async fn serve<S>(
+pub(crate) async fn serve<S, B>(
     listener: Listener,
     service: S,
     connections: Arc<Connections>,
     end: impl Future<Output = ()>,
     close: impl FnOnce(),
 ) where
-    S: HttpService<Incoming> + Clone + Send + 'static,
+    S: Service<Request<Incoming>, Response = Response<B>> + Clone + Send + 'static,
     S::Future: Send,
-    S::ResBody: Send,
-    <S::ResBody as Body>::Data: Send,
-    <S::ResBody as Body>::Error: Into<Box<dyn Error + Send + Sync>>,
     S::Error: Into<Box<dyn Error + Send + Sync>>,
+    B: Body<Data: Send, Error: Into<Box<dyn Error + Send + Sync>>> + Send + 'static,
 {
     let closing = watch::Sender::new(false);
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
@@ -117,13 +137,17 @@ pub(crate) async fn serve<S>(
             tokio::spawn(refuse(stream));
             continue;
         };
-        let connection = http
-            .serve_connection(TokioIo::new(Patient::new(stream)), service.clone())
-            .with_upgrades();
-        let connections = Arc::clone(&connections);
+        let standing = Arc::new(Standing::new(Arc::clone(&connections), place));
+        let (service, of_request) = (service.clone(), Arc::clone(&standing));
+        let service = service_fn(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(Arc::clone(&of_request));
+            service.call(request)
+        });
+        let connection =
+            http.serve_connection(TokioIo::new(Patient::new(stream)), service).with_upgrades();
         let mut closing = closing.subscribe();
         tokio::spawn(async move {
-            connections.open.fetch_add(1, Ordering::Relaxed);
+            let _standing = standing;
             let mut connection = std::pin::pin!(connection);
             let ended = tokio::select! {
                 ended = connection.as_mut() => ended,
@@ -135,8 +159,6 @@ pub(crate) async fn serve<S>(
             if let Err(error) = ended {
                 tracing::debug!(%error, "a connection ends");
             }
-            connections.open.fetch_sub(1, Ordering::Relaxed);
-            drop(place);
         });
     }
     drop(listener);
