@@ -177,8 +177,8 @@ impl HiArgs {
             _ => Issuer::ephemeral(),
         };
         let reviews = Reviews::open(config.review, args.state.as_deref())?;
-        let files: Vec<&Path> =
-            [&args.mcp_config, &args.config].into_iter().flatten().map(PathBuf::as_path).collect();
+        let mut files = config.builtins.credential_files();
+        files.extend([&args.mcp_config, &args.config].into_iter().flatten().cloned());
         let uids = config.server_uids.clone().unwrap_or(stranger::UIDS);
         stranger::settle(&mut config.servers, &uids, args.state.as_deref(), &files)?;
         let journal = journal(args.journal, args.state, &lookup);

@@ -219,12 +219,17 @@ fn a_server_cannot_read_the_brokers_own_files_even_in_a_folder_it_was_given() {
     let token = folder.path().join("token");
     std::fs::write(&token, CANARY).unwrap();
     std::fs::set_permissions(&token, PermissionsExt::from_mode(0o600)).unwrap();
+    let hook = folder.path().join("hook");
+    std::fs::write(&hook, CANARY.repeat(2)).unwrap();
+    std::fs::set_permissions(&hook, PermissionsExt::from_mode(0o600)).unwrap();
     std::fs::write(folder.path().join("beside"), CANARY).unwrap();
     let (at, server) = (folder.path().to_owned(), test_server());
     let text = format!(
         "[servers.other]\ncommand = {server:?}\nargs = [\"--hostile\"]\nwrite = [{at:?}]\n\
          [servers.own]\ncommand = {server:?}\nargs = [\"--hostile\"]\n\
-         [servers.own.credentials]\nTEST_TOKEN = {{ file = {token:?} }}\n"
+         [servers.own.credentials]\nTEST_TOKEN = {{ file = {token:?} }}\n\
+         [builtins.crypto.keys.hook]\nalgorithm = \"hmac-sha256\"\n\
+         secret = {{ file = {hook:?} }}\n"
     );
     let config = at.join("forge.toml");
     std::fs::write(&config, text).unwrap();
@@ -235,7 +240,7 @@ fn a_server_cannot_read_the_brokers_own_files_even_in_a_folder_it_was_given() {
     let mut worker = broker.run(&["other.attack"], limits());
     let of = |name: &str| at.join(name).display().to_string();
     assert!(attacked(&mut worker, "other", "file", &of("beside"), CANARY).0, "it was given");
-    for (name, needle) in [("token", CANARY), ("forge.toml", "servers")] {
+    for (name, needle) in [("token", CANARY), ("hook", CANARY), ("forge.toml", "servers")] {
         assert!(!attacked(&mut worker, "other", "file", &of(name), needle).0, "{name}");
         assert!(outside("file", &of(name), needle), "{name}");
     }
@@ -378,6 +383,26 @@ fn what_is_granted_and_not_there_is_named() {
         forge_protocol::broker::Reply::Tools { unavailable, .. } => {
             assert_eq!(unavailable.len(), 1);
             assert!(unavailable[0].1.contains("/nonexistent/folder"), "{unavailable:?}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn an_argument_that_the_server_may_not_read_is_named_when_it_does_not_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().canonicalize().unwrap().join("server.sh");
+    std::fs::write(&script, "exit 0\n").unwrap();
+    let file = folder.path().join("forge.toml");
+    let text = format!("[servers.own]\ncommand = \"sh\"\nargs = [{script:?}]\n");
+    std::fs::write(&file, text).unwrap();
+    let mut broker = Broker::spawn(folder, &["--config".into(), file.display().to_string()]);
+    broker.say_hello();
+    match broker.ask(&forge_protocol::broker::Request::ListTools { principal: "alice".into() }) {
+        forge_protocol::broker::Reply::Tools { unavailable, .. } => {
+            let why = &unavailable[0].1;
+            let named = format!("its arguments name {}", script.display());
+            assert!(why.contains(&named) && why.contains("`read`"), "{why}");
         }
         other => panic!("{other:?}"),
     }

@@ -9,6 +9,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use base64::Engine as _;
@@ -31,6 +32,8 @@ pub struct Key {
     pub verifies: bool,
     /// Whose programs; everybody's who is granted the tool if `None`.
     pub principals: Option<BTreeSet<String>>,
+    /// The files that it came from, which are nobody else's to read.
+    pub files: Vec<PathBuf>,
 }
 
 /// A key by its algorithm.
@@ -202,8 +205,13 @@ mod tests {
         let public = unhex("3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c");
         let public = VerifyingKey::from_bytes(&public.unwrap().try_into().unwrap()).unwrap();
         let principals = Some(BTreeSet::from(["alice".to_owned()]));
-        let key =
-            |material, signs, verifies, principals| Key { material, signs, verifies, principals };
+        let key = |material, signs, verifies, principals| Key {
+            material,
+            signs,
+            verifies,
+            principals,
+            files: Vec::new(),
+        };
         Arc::new(BTreeMap::from([
             ("both".to_owned(), key(Material::Hmac(hmac.clone()), true, true, None)),
             ("checks".to_owned(), key(Material::Hmac(hmac.clone()), false, true, None)),

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -20,6 +20,7 @@ use crate::builtin::keys::{Key, Material, unhex};
 use crate::builtin::resource::{Source, Sources, is_canonical};
 use crate::builtin::stash::Terms;
 use crate::egress::Policy;
+use crate::secret::Secret;
 
 /// What lists may have, so that definitions stay of a size.
 pub(super) const ITEMS_MAX: usize = 64;
@@ -47,6 +48,13 @@ pub struct BuiltinsConfig {
 }
 
 impl BuiltinsConfig {
+    /// The files that credentials of built-in tools came from.
+    #[must_use]
+    pub fn credential_files(&self) -> Vec<PathBuf> {
+        let sent = self.http.iter().flat_map(Policy::credentials).flat_map(Secret::files);
+        sent.chain(self.keys.values().flat_map(|key| &key.files)).cloned().collect()
+    }
+
     /// That every server named here is there. It may stand in another file,
     /// so this comes after both are read.
     pub(super) fn check_servers(
@@ -202,6 +210,7 @@ fn roots(table: &Node<'_>) -> Result<Vec<Root>, ConfigError> {
 
 fn key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Key, ConfigError> {
     let algorithm = entry.needed("algorithm")?;
+    let mut files = Vec::new();
     let (material, may_sign) = match algorithm.text()? {
         "ed25519" => {
             known(entry, &["algorithm", "public_key", "uses", "principals"])?;
@@ -211,7 +220,8 @@ fn key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Key, ConfigError> {
             known(entry, &["algorithm", "secret", "encoding", "uses", "principals"])?;
             let algorithm =
                 if name == "hmac-sha256" { hmac::HMAC_SHA256 } else { hmac::HMAC_SHA512 };
-            let bytes = hmac_key(entry, lookup)?;
+            let (bytes, from) = hmac_key(entry, lookup)?;
+            files = from;
             (Material::Hmac(hmac::Key::new(algorithm, &bytes)), true)
         }
         _ => return Err(wrong(&algorithm, "must be hmac-sha256, hmac-sha512 or ed25519")),
@@ -232,7 +242,7 @@ fn key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Key, ConfigError> {
         Some(principals) => Some(principals_of(&principals)?),
         None => None,
     };
-    Ok(Key { material, signs, verifies, principals })
+    Ok(Key { material, signs, verifies, principals, files })
 }
 
 fn public_key(node: &Node<'_>) -> Result<VerifyingKey, ConfigError> {
@@ -246,7 +256,8 @@ fn public_key(node: &Node<'_>) -> Result<VerifyingKey, ConfigError> {
     }
 }
 
-fn hmac_key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Vec<u8>, ConfigError> {
+/// A key, and the files that it came from.
+fn hmac_key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<(Vec<u8>, Vec<PathBuf>), ConfigError> {
     let node = entry.needed("secret")?;
     let secret = credential(&node, &[], lookup)?;
     let text = secret.expose();
@@ -264,7 +275,7 @@ fn hmac_key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Vec<u8>, ConfigError
         let why = format!("its value has fewer than {HMAC_KEY_BYTES_MIN} bytes: make a longer key");
         return Err(wrong(&node, why));
     }
-    Ok(bytes)
+    Ok((bytes, secret.files().to_vec()))
 }
 
 fn principals_of(node: &Node<'_>) -> Result<BTreeSet<String>, ConfigError> {

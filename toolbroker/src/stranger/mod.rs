@@ -144,8 +144,9 @@ pub enum SettleError {
 }
 
 /// Gives each server its user and its home, and hides from all of them what
-/// is the broker's: its `state`, the `files` it was configured with and every
-/// file that a credential came from. A home is kept in the `state` where there
+/// is the broker's: its `state`, the `files` that its configuration and its
+/// built-in tools' credentials came from, and those of the servers' credentials. A
+/// home is kept in the `state` where there
 /// is one, and new at each start where there is none.
 ///
 /// # Errors
@@ -154,11 +155,11 @@ pub fn settle(
     servers: &mut BTreeMap<String, ServerConfig>,
     uids: &Range<u32>,
     state: Option<&Path>,
-    files: &[&Path],
+    files: &[PathBuf],
 ) -> Result<(), SettleError> {
     let own: Vec<PathBuf> = files
         .iter()
-        .map(|file| (*file).to_owned())
+        .cloned()
         .chain(state.map(Path::to_owned))
         .chain(servers.values().flat_map(|server| &server.scrub).flat_map(|it| it.files()).cloned())
         .collect();
@@ -225,15 +226,37 @@ pub fn command(server: &StdioConfig) -> io::Result<Command> {
     Ok(command)
 }
 
-fn order(server: &StdioConfig, program: &Path, host: &Host) -> io::Result<Order> {
+/// The first file that its command line names and that it may not read: what a
+/// server that did not start was probably missing.
+#[must_use]
+pub fn unseen(server: &StdioConfig) -> Option<PathBuf> {
+    let (program, here) = (program::find(&server.command).ok()?, here(server).ok()?);
+    let view = view(server, &program, &here, own_home().as_deref()).ok()?;
+    server.args.iter().find_map(|word| view.missing(word, &here))
+}
+
+/// The broker's own home.
+fn own_home() -> Option<PathBuf> {
+    std::env::var_os("HOME").map(PathBuf::from).filter(|home| home.is_absolute())
+}
+
+/// Where the server runs.
+fn here(server: &StdioConfig) -> io::Result<PathBuf> {
+    match &server.cwd {
+        Some(cwd) => std::path::absolute(cwd),
+        None => std::env::current_dir(),
+    }
+}
+
+/// What the server sees of the host's files.
+fn view(
+    server: &StdioConfig,
+    program: &Path,
+    here: &Path,
+    home: Option<&Path>,
+) -> io::Result<View> {
     static SYSTEM: LazyLock<View> = LazyLock::new(View::of_system);
-    let Jail { read, write, named, network, limits, place } = &server.jail;
-    let own_home = std::env::var_os("HOME").map(PathBuf::from).filter(|home| home.is_absolute());
-    let home = own_home.as_deref();
-    let here = match &server.cwd {
-        Some(cwd) => std::path::absolute(cwd)?,
-        None => std::env::current_dir()?,
-    };
+    let Jail { read, write, named, .. } = &server.jail;
     let mut view = SYSTEM.clone();
     view.add_program(program, home);
     let granted = |path: &Path, outcome: io::Result<()>| {
@@ -249,14 +272,22 @@ fn order(server: &StdioConfig, program: &Path, host: &Host) -> io::Result<Order>
         granted(path, view.add_write(path))?;
     }
     if server.cwd.is_some() {
-        let added = if *named { view.add_write(&here) } else { view.add_read(&here) };
-        granted(&here, added)?;
+        let added = if *named { view.add_write(here) } else { view.add_read(here) };
+        granted(here, added)?;
     }
     if *named {
         for word in &server.args {
-            view.add_named(word, &here, home);
+            view.add_named(word, here, home);
         }
     }
+    Ok(view)
+}
+
+fn order(server: &StdioConfig, program: &Path, host: &Host) -> io::Result<Order> {
+    let Jail { network, limits, place, .. } = &server.jail;
+    let (here, own_home) = (here(server)?, own_home());
+    let view = view(server, program, &here, own_home.as_deref())?;
+    let home = own_home.as_deref();
     let home = home.filter(|home| View::may_be_granted(home)).unwrap_or(Path::new(HOME));
     let mut links = view.links;
     // A home that is a link is one in there, too.

@@ -107,24 +107,34 @@ impl View {
     /// folder or a file of data to read and write, a program's text with its
     /// project to read.
     pub(super) fn add_named(&mut self, word: &str, cwd: &Path, home: Option<&Path>) {
-        let value = word.split_once('=').filter(|_| word.starts_with('-')).map_or(word, |it| it.1);
-        if value.is_empty() || value.starts_with('-') {
-            return;
-        }
-        let path = cwd.join(value);
-        let Ok(metadata) = path.metadata() else { return };
-        // A bare word is a name of something more often than a folder here.
-        let is_path = value.contains('/') || (metadata.is_file() && value.contains('.'));
-        if !is_path {
-            return;
-        }
+        let Some((path, is_file)) = named(word, cwd) else { return };
         let is_code =
             path.extension().and_then(|it| it.to_str()).is_some_and(|it| CODE.contains(&it));
-        let _ = match is_code && metadata.is_file() {
+        let _ = match is_code && is_file {
             true => self.add_read(&project(&path, home)),
             false => self.add_write(&path),
         };
     }
+
+    /// What a word of a command line names that is there and not shown.
+    pub(super) fn missing(&self, word: &str, cwd: &Path) -> Option<PathBuf> {
+        let path = named(word, cwd)?.0.canonicalize().ok()?;
+        let mut shown = self.system.iter().chain(&self.read).chain(&self.write);
+        (!shown.any(|shown| path.starts_with(shown))).then_some(path)
+    }
+}
+
+/// The path that a word of a command line names, if there is one, and whether it
+/// is a file's.
+fn named(word: &str, cwd: &Path) -> Option<(PathBuf, bool)> {
+    let value = word.split_once('=').filter(|_| word.starts_with('-')).map_or(word, |it| it.1);
+    if value.is_empty() || value.starts_with('-') {
+        return None;
+    }
+    let path = cwd.join(value);
+    let is_file = path.metadata().ok()?.is_file();
+    // A bare word is a name of something more often than a folder here.
+    (value.contains('/') || (is_file && value.contains('.'))).then_some((path, is_file))
 }
 
 /// The folder of a project that this file is in, or the file.
@@ -237,8 +247,10 @@ mod tests {
             "app/dist/index.js".into(),
             "alone/tool.py".into(),
         ];
+        assert_eq!(view.missing("alone/tool.py", &at), Some(at.join("alone/tool.py")));
         for word in words {
             view.add_named(&word, &at, None);
+            assert_eq!(view.missing(&word, &at), None, "{word}");
         }
         assert_eq!(view.write, [at.join("data"), at.join("db.sqlite")].into());
         assert_eq!(view.read, [at.join("app"), at.join("alone")].into());
