@@ -498,6 +498,28 @@ mod tests {
     }
 
     #[test]
+    fn what_is_secret_is_taken_out_wherever_an_mcp_json_puts_it() {
+        let servers = mcp(r#"{"mcpServers": {
+                "a": {"url": "https://a.example/mcp", "headers": {
+                      "Cookie": "session-id=S3CRETVALUE; theme=dark-as-night",
+                      "X-Api-Key": "correct horse battery staple"}},
+                "b": {"url": "https://b.example/${GH_TOKEN}/mcp"},
+                "c": {"command": "x", "args": ["--api-key=${GH_TOKEN}", "${HOME}"]}
+            }}"#)
+        .unwrap();
+        let scrubbed = |server: &str| -> Vec<String> {
+            servers[server].scrub.iter().map(|it| it.expose().to_owned()).collect()
+        };
+        let a = scrubbed("a");
+        for secret in ["S3CRETVALUE", "dark-as-night", "correct horse battery staple"] {
+            assert!(a.iter().any(|it| it == secret), "{secret}: {a:?}");
+        }
+        assert!(!a.iter().any(|it| it == "session-id"), "{a:?}");
+        assert_eq!(scrubbed("b"), ["gh-hunter2-token"]);
+        assert_eq!(scrubbed("c"), ["gh-hunter2-token"]);
+    }
+
+    #[test]
     fn a_forge_toml_is_read_and_the_supervisors_tables_are_left_alone() {
         let servers = forge(
             r#"

@@ -3,6 +3,7 @@
 //! A server is a program (`command`), an MCP server over HTTP (`url`) or an
 //! HTTP interface with an OpenAPI document (`openapi`).
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
@@ -178,14 +179,41 @@ pub(super) fn mcp_server(
     if let Some(other) = foreign.iter().find_map(|key| entry.field(key)) {
         return Err(other.wrong(Problem::Mixed));
     }
+    // A variable's value is as secret in an argument or a path.
+    let found = RefCell::new(Vec::new());
+    let looked_up = |variable: &str| {
+        let value = lookup(variable)?;
+        if is_guessed_secret(variable, &value) {
+            found.borrow_mut().push(value.clone());
+        }
+        Some(value)
+    };
     let expanded =
-        |node: &Node<'_>| expand(node.text()?, lookup).map_err(|problem| node.wrong(problem));
-    if is_http {
-        return mcp_http(entry, expanded).map(Some);
+        |node: &Node<'_>| expand(node.text()?, &looked_up).map_err(|problem| node.wrong(problem));
+    let mut server = match is_http {
+        true => mcp_http(entry, expanded)?,
+        false => mcp_stdio(entry, expanded)?,
+    };
+    for value in found.take() {
+        if !server.scrub.iter().any(|known| known.expose() == value) {
+            server.scrub.push(secret(entry, value)?);
+        }
     }
+    Ok(Some(server))
+}
+
+fn secret(node: &Node<'_>, value: String) -> Result<Secret, ConfigError> {
+    Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))
+}
+
+/// An entry of `mcpServers` with a program.
+fn mcp_stdio(
+    entry: &Node<'_>,
+    expanded: impl Fn(&Node<'_>) -> Result<String, ConfigError>,
+) -> Result<ServerConfig, ConfigError> {
     let mut scrub = Vec::new();
     let mut server = StdioConfig {
-        command: command(&entry.needed("command")?, expanded)?,
+        command: command(&entry.needed("command")?, &expanded)?,
         args: Vec::new(),
         cwd: None,
         env: BTreeMap::new(),
@@ -210,14 +238,14 @@ pub(super) fn mcp_server(
                 // No secret, and no value to hold: leave the variable out.
                 continue;
             }
-            let value = Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))?;
+            let value = secret(&node, value)?;
             if guessed {
                 scrub.push(value.clone());
             }
             server.env.insert(variable.to_owned(), value);
         }
     }
-    Ok(Some(ServerConfig { source: Source::Stdio(server), scrub }))
+    Ok(ServerConfig { source: Source::Stdio(server), scrub })
 }
 
 /// An entry of `mcpServers` with an address.
@@ -228,9 +256,6 @@ fn mcp_http(
     let at = entry.needed("url")?;
     let url = url(&at, &expanded(&at)?, false)?;
     let mut scrub = Vec::new();
-    let secret = |node: &Node<'_>, value: String| {
-        Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))
-    };
     // Where everything is one string, keys stand in addresses too.
     for (key, value) in url.query_pairs() {
         if is_guessed_secret(&key, &value) {
@@ -241,10 +266,10 @@ fn mcp_http(
     if let Some(listed) = entry.field("headers") {
         for (name, node) in listed.children()? {
             let value = expanded(&node)?;
-            // `Bearer …`: what is secret is the second word.
-            let bare = value.split_once(' ').map_or(value.as_str(), |(_, bare)| bare);
-            if is_guessed_secret(name, bare) {
-                scrub.push(secret(&node, bare.to_owned())?);
+            if names_credential(name) {
+                for part in secret_parts(&value) {
+                    scrub.push(secret(&node, part.to_owned())?);
+                }
             }
             headers.push(header(&node, name, secret(&node, value)?)?);
         }
@@ -451,6 +476,24 @@ fn check_variable(variable: &str, node: &Node<'_>) -> Result<(), ConfigError> {
 /// short one is not, on the strength of its name alone.
 fn is_guessed_secret(name: &str, value: &str) -> bool {
     !is_short(value) && names_credential(name)
+}
+
+/// What is secret of a header's value: all of it but the scheme, and each part,
+/// since a server that tells it may tell one cookie alone.
+fn secret_parts(value: &str) -> Vec<&str> {
+    const SCHEMES: [&str; 6] = ["Bearer", "Basic", "Digest", "Token", "ApiKey", "Key"];
+    let is_scheme = |word: &str| SCHEMES.iter().any(|scheme| word.eq_ignore_ascii_case(scheme));
+    let bare = value.split_once(' ').filter(|(word, _)| is_scheme(word)).map_or(value, |it| it.1);
+    let mut parts = vec![bare.trim()];
+    for part in bare.split([' ', ';', ',']) {
+        // A cookie's name is none.
+        let value = part.split_once('=').map_or(part, |(_, value)| value);
+        parts.extend([part, value.trim_matches('"')]);
+    }
+    parts.retain(|part| !is_short(part));
+    parts.sort_unstable();
+    parts.dedup();
+    parts
 }
 
 fn names_credential(variable: &str) -> bool {
