@@ -547,7 +547,8 @@ impl Broker {
     ) -> Result<Vec<GrantedTool>, Refused> {
         let names: BTreeSet<ToolName> = names.into_iter().collect();
         self.check_visible(principal, names.iter())?;
-        let tools = self.registry.find_all(names).await?;
+        let tools = self.registry.find_all(names).await;
+        let tools = tools.map_err(|error| error.told_to(principal, &self.policy))?;
         self.check_reviewed(&tools).await?;
         Ok(tools
             .iter()
@@ -594,7 +595,8 @@ impl Broker {
                 // grant too.
                 self.check_visible(&principal, claims.tools.iter().map(|tool| &tool.name))?;
                 let names = claims.tools.iter().map(|tool| tool.name.clone());
-                let current = self.registry.find_all(names).await?;
+                let current = self.registry.find_all(names).await;
+                let current = current.map_err(|error| error.told_to(&principal, &self.policy))?;
                 for (granted, current) in claims.tools.iter().zip(&current) {
                     if granted.definition_sha256 != current.sha256() {
                         return Err(Refused::DefinitionChanged { tool: granted.name.clone() });

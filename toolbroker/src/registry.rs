@@ -16,7 +16,8 @@ use tokio::task::JoinSet;
 use crate::builtin::{Builtin, Builtins, Caller, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
 use crate::definition::{Effect, Tool};
-use crate::egress::Policy;
+use crate::egress;
+use crate::policy::Policy;
 use crate::secret::Scrubber;
 use crate::upstream::scrubs::Scrubs;
 use crate::upstream::{Connection, Upstream, UpstreamError};
@@ -95,6 +96,36 @@ pub enum LookupError {
     },
 }
 
+impl LookupError {
+    /// The same without the name of anything that this principal may not see: a
+    /// suggestion tells that it exists.
+    #[must_use]
+    pub fn told_to(mut self, principal: &str, policy: &Policy) -> Self {
+        match &mut self {
+            Self::NoServer { closest, .. } => {
+                closest.take_if(|server| !policy.sees_server(principal, server));
+            }
+            Self::NoTool { closest, .. } => {
+                let sees = |name: &str| {
+                    ToolName::parse(name).is_ok_and(|name| policy.visible(principal, &name))
+                };
+                closest.take_if(|tool| !sees(tool));
+            }
+            Self::Unavailable { .. } => {}
+        }
+        self
+    }
+
+    /// The same for a program, which has the tools of its grant and no others.
+    #[must_use]
+    pub fn told_to_a_program(mut self) -> Self {
+        if let Self::NoServer { closest, .. } | Self::NoTool { closest, .. } = &mut self {
+            *closest = None;
+        }
+        self
+    }
+}
+
 fn did_you_mean(closest: &Option<String>) -> String {
     closest.as_ref().map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
 }
@@ -131,7 +162,7 @@ impl Registry {
         // does not tell it either.
         let secrets = config.servers.values().flat_map(|server| server.scrub.iter().cloned());
         // And those that the broker itself sends somewhere.
-        let sent = config.builtins.http.iter().flat_map(Policy::credentials).cloned();
+        let sent = config.builtins.http.iter().flat_map(egress::Policy::credentials).cloned();
         let scrubs = Scrubs::new(secrets.chain(sent).collect());
         let servers: BTreeMap<String, Arc<Upstream>> = config
             .servers
@@ -348,6 +379,30 @@ mod tests {
         let names = ["shop.find_parts", "shop.get_stock"];
         assert_eq!(closest("shop.find_part", names.into_iter()), Some("shop.find_parts".into()));
         assert_eq!(closest("zzz", names.into_iter()), None);
+    }
+
+    #[test]
+    fn what_a_principal_may_not_see_is_not_suggested_to_it() {
+        let pattern = crate::policy::Pattern::parse("shop.get_*").unwrap();
+        let policy = Policy::of([("alice".to_owned(), vec![pattern])].into());
+        let tool = |closest: &str| LookupError::NoTool {
+            tool: "shop.get_x".into(),
+            closest: Some(closest.into()),
+        };
+        let server = |closest: &str| LookupError::NoServer {
+            server: "shops".into(),
+            closest: Some(closest.into()),
+        };
+        for (error, shown) in [
+            (tool("shop.get_stock"), true),
+            (tool("shop.delete_customer"), false),
+            (server("shop"), true),
+            (server("hops"), false),
+        ] {
+            let told = error.told_to("alice", &policy);
+            assert_eq!(told.to_string().contains("did you mean"), shown, "{told}");
+            assert!(!told.told_to_a_program().to_string().contains("did you mean"));
+        }
     }
 
     #[tokio::test]

@@ -282,7 +282,10 @@ impl Dispatcher {
         let found = self.registry.find(granted.tool(), run.hosted());
         let Found { tool, carrier, effect, cost } = match timeout_at(run.deadline(), found).await {
             Ok(Ok(found)) => found,
-            Ok(Err(error)) => return Err(granted.refused(CallFailure::NoSuchTool(error))),
+            Ok(Err(error)) => {
+                let failure = CallFailure::NoSuchTool(error.told_to_a_program());
+                return Err(granted.refused(failure));
+            }
             Err(_) => return Err(granted.refused(CallFailure::DeadlinePassed)),
         };
         let small = granted.is_small(&tool);
