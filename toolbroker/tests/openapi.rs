@@ -55,7 +55,7 @@ async fn handle(
         "/v1/endless" => ([("content-type", "application/json")], endless("[")).into_response(),
         "/v1/endless-error" => (StatusCode::BAD_REQUEST, endless("x")).into_response(),
         "/v1/die" => broken("[".into()).into_response(),
-        "/v1/down" => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+        "/v1/down" => (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "7")]).into_response(),
         "/v1/text" => Body::from("plain words").into_response(),
         "/v1/garbled" => ([("content-type", "application/json")], "{\"x\": NaN}").into_response(),
         "/v1/marked" => {
@@ -108,7 +108,8 @@ impl Interface {
                 "/redirect": simple("redirect"), "/missing": simple("missing"),
                 "/endless": simple("endless"), "/endless-error": simple("endless_error"),
                 "/long-error": simple("long_error"), "/many": simple("many"),
-                "/die": {"post": {"operationId": "die"}}, "/down": simple("down"),
+                "/die": {"post": {"operationId": "die"}},
+                "/cancel": {"post": {"operationId": "cancel"}}, "/down": simple("down"),
                 "/text": simple("text"), "/nothing": simple("nothing"),
                 "/garbled": simple("garbled"), "/marked": simple("marked"), "/zipped": simple("zipped"), "/hang": simple("hang"),
             },
@@ -146,8 +147,9 @@ fn limits() -> RunLimits {
 fn an_operation_is_called_with_its_arguments_where_they_belong() {
     let interface = Interface::new("");
     let mut broker = interface.broker();
-    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 16);
-    let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits());
+    assert_eq!(broker.tools().iter().filter(|it| it.name.server() == "parts").count(), 17);
+    let all = ["parts.getPart", "parts.putPart", "parts.cancel"];
+    let mut worker = broker.run(&all, limits());
     let arguments = json!({"id": "a/../b?c", "fields": ["x", "y&z=1"], "X-Trace": "t-1"});
     let (code, said) = worker.call("parts.getPart", &arguments);
     assert_eq!(code, None, "{said}");
@@ -156,7 +158,10 @@ fn an_operation_is_called_with_its_arguments_where_they_belong() {
     let (code, said) = worker.call("parts.putPart", &json!({"id": "7", "body": {"stock": 3}}));
     assert_eq!(code, None, "{said}");
     assert_eq!((said["method"].as_str(), &said["body"]), (Some("PUT"), &json!({"stock": 3})));
+    assert_eq!(worker.call("parts.cancel", &json!({})).0, None);
     let seen = interface.seen();
+    assert_eq!(seen[2].header("content-length"), Some("0"), "some servers answer 411 else");
+    assert_eq!(seen[0].header("content-length"), None);
     assert_eq!(seen[0].header("x-trace"), Some("t-1"));
     assert_eq!(seen[1].header("content-type"), Some("application/json"));
     assert!(seen.iter().all(|it| it.header("x-api-key") == Some(CANARY)));

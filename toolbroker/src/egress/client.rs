@@ -549,6 +549,13 @@ fn program_headers(asked: &[(String, String)]) -> Result<HeaderMap, FetchError> 
     Ok(headers)
 }
 
+/// Whether a request of this method says how long its body is even if there is
+/// none (RFC 9110, section 8.6): some servers answer 411 otherwise, and the HTTP
+/// library says nothing of its own.
+pub(crate) fn says_length(method: &hyper::Method) -> bool {
+    [hyper::Method::POST, hyper::Method::PUT, hyper::Method::PATCH].contains(method)
+}
+
 /// The request for one hop: the program's headers, the rule's, and ours.
 fn message(
     destination: &Destination<'_>,
@@ -565,8 +572,12 @@ fn message(
     let mut request = hyper::Request::new(Full::new(body));
     *request.method_mut() = destination.method().into();
     *request.uri_mut() = target;
+    let is_empty = request.body().is_end_stream() && says_length(request.method());
     let all = request.headers_mut();
     all.insert(header::HOST, host);
+    if is_empty {
+        all.insert(header::CONTENT_LENGTH, 0.into());
+    }
     let own = concat!("forge-toolbroker/", env!("CARGO_PKG_VERSION"));
     all.insert(header::USER_AGENT, HeaderValue::from_static(own));
     all.insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));

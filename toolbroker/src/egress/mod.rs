@@ -24,6 +24,7 @@ mod client;
 mod resolve;
 pub mod rule;
 
+pub(crate) use self::client::says_length;
 pub use self::client::{
     Client, FetchError, Fetched, Policy, REDIRECTS_MAX, Request, Response, Room, tls,
 };

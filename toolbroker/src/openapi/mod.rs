@@ -36,7 +36,7 @@ use self::request::{Body, Parameter, Path as Template, Request};
 use self::schema::Resolver;
 use crate::config::Endpoint;
 use crate::definition::{DefinitionError, Listed, Tool};
-use crate::upstream::http::{BodyError, Client, body_within};
+use crate::upstream::http::{BodyError, Client, body_within, retry_after};
 use crate::upstream::scrubs::Scrubs;
 use crate::upstream::{Breaker, CallEnd, TOOLS_MAX, Unusable, has_few_values};
 
@@ -492,6 +492,7 @@ impl Api {
         });
         let limit =
             if status.is_success() { RESPONSE_BYTES_MAX as usize } else { ERROR_BODY_BYTES_MAX };
+        let retry_after = retry_after(&response).filter(|_| !status.is_success());
         let body = body_within(response, limit).await;
         match (&body, status) {
             // Whoever stands before the server says that it is not there.
@@ -521,7 +522,14 @@ impl Api {
                 ),
                 "code": status.as_u16(),
             })),
-            other => error(&operation.request, status, other.unwrap_or_default(), is_json),
+            other => {
+                let mut error =
+                    error(&operation.request, status, other.unwrap_or_default(), is_json);
+                if let Some(when) = retry_after {
+                    error["retryAfter"] = when.into();
+                }
+                CallEnd::Failed(error)
+            }
         }
     }
 }
@@ -550,7 +558,7 @@ fn text(body: &[u8]) -> Value {
 }
 
 /// An answer that is no success, as the tool's own error.
-fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) -> CallEnd {
+fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) -> Value {
     let (name, hint) = if status.is_redirection() {
         ("Redirect", "; no redirect is followed")
     } else {
@@ -570,7 +578,7 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
             false => text(&body),
         };
     }
-    CallEnd::Failed(error)
+    error
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@
 
 use std::fmt;
 
-use reqwest::header::{CONTENT_TYPE, HeaderName, HeaderValue};
+use reqwest::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue};
 use reqwest::{Method, RequestBuilder, Url};
 use rmcp::model::JsonObject;
 use serde_json::{Map, Value};
@@ -23,6 +23,7 @@ use serde_json::{Map, Value};
 use super::Refusal;
 use super::schema::Resolver;
 use crate::config::{Endpoint, is_own_header};
+use crate::egress::says_length;
 use crate::upstream::oauth::percent;
 
 /// One address, in bytes.
@@ -116,9 +117,8 @@ impl Parameter {
         let (schema, is_json) = match given.get("content").and_then(Value::as_object) {
             None => (given.get("schema"), false),
             Some(content) => {
-                let json = content.iter().find(|(kind, _)| is_json(kind));
-                let (_, json) =
-                    json.ok_or_else(|| unsupported("is written otherwise than JSON"))?;
+                let (_, json) = json_of(content)
+                    .ok_or_else(|| unsupported("is written otherwise than JSON"))?;
                 (json.get("schema"), true)
             }
         };
@@ -141,11 +141,7 @@ impl Parameter {
         if let (Some(text), Value::Object(schema)) = (text("description"), &mut schema) {
             schema.entry("description").or_insert_with(|| text.into());
         }
-        let may_be_list = match schema.get("type") {
-            Some(Value::String(only)) => only == "array",
-            Some(Value::Array(some)) => some.iter().any(|it| it == "array"),
-            _ => true,
-        };
+        let may_be_list = may_be_list(&schema);
         let (name, key) = (name.to_owned(), name.to_owned());
         let required = required || place == Place::Path;
         Ok(Some((Self { name, key, place, required, style, may_be_list }, schema)))
@@ -258,6 +254,43 @@ pub(super) fn is_json(kind: &str) -> bool {
     essence == "application/json" || essence.ends_with("+json")
 }
 
+/// The JSON among several ways to write the same: plain, if there is a choice, a
+/// range of types only if there is none, and so with a patch that is a list of
+/// steps, which is another value than all others are.
+fn json_of(content: &Map<String, Value>) -> Option<(&str, &Value)> {
+    let rank = |kind: &str| {
+        let essence = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+        match essence.as_str() {
+            "application/json" => 0,
+            "application/json-patch+json" => 2,
+            other if other.contains('*') => 3,
+            _ => 1,
+        }
+    };
+    let json = content.iter().filter(|(kind, _)| is_json(kind));
+    json.min_by_key(|(kind, _)| rank(kind)).map(|(kind, media)| (kind.as_str(), media))
+}
+
+/// Whether a value of this schema may be a list. What is not seen to be none may
+/// be one.
+fn may_be_list(schema: &Value) -> bool {
+    let Some(schema) = schema.as_object() else { return *schema != Value::Bool(false) };
+    let is_array = |it: &Value| it == "array";
+    let here = match schema.get("type") {
+        Some(Value::Array(some)) => some.iter().any(is_array),
+        Some(only) => is_array(only),
+        None => true,
+    };
+    let listed = |word| schema.get(word).and_then(Value::as_array);
+    let values = schema.get("const").map(std::slice::from_ref);
+    here && listed("allOf").is_none_or(|all| all.iter().all(may_be_list))
+        && listed("anyOf").is_none_or(|some| some.iter().any(may_be_list))
+        && listed("oneOf").is_none_or(|some| some.iter().any(may_be_list))
+        && values
+            .or(listed("enum").map(Vec::as_slice))
+            .is_none_or(|it| it.iter().any(Value::is_array))
+}
+
 /// A JSON body.
 #[derive(Debug)]
 pub(super) struct Body {
@@ -275,10 +308,12 @@ impl Body {
         let required = given.get("required") == Some(&Value::Bool(true));
         let content = given.get("content").and_then(Value::as_object);
         let content = content.ok_or(Refusal::Malformed("`requestBody`"))?;
-        let Some((kind, media)) = content.iter().find(|(kind, _)| is_json(kind)) else {
+        let Some((kind, media)) = json_of(content) else {
             let why = "its body is not JSON".to_owned();
             return if required { Err(Refusal::Unsupported(why)) } else { Ok(None) };
         };
+        // A range is what a server takes, and no type that a body could have.
+        let kind = if kind.contains('*') { "application/json" } else { kind };
         let kind = HeaderValue::from_str(kind).map_err(|_| Refusal::Malformed("`requestBody`"))?;
         let schema = match media.get("schema") {
             Some(schema) => resolver.schema(schema)?,
@@ -433,6 +468,8 @@ impl Request {
         }
         if let (Some(body), Some(value)) = (&self.body, arguments.get("body")) {
             request = request.header(CONTENT_TYPE, body.kind.clone()).body(value.to_string());
+        } else if says_length(&self.method) {
+            request = request.header(CONTENT_LENGTH, 0);
         }
         Ok(request)
     }
@@ -670,6 +707,43 @@ mod tests {
             assert!(refused.contains("X-H") && !refused.contains("Authorization"), "{refused}");
         }
         assert!(of(&"x".repeat(HEADER_BYTES_MAX + 1)).is_err());
+    }
+
+    #[test]
+    fn a_text_with_a_comma_is_sent_where_it_can_be_no_list() {
+        let text = json!({"type": "string"});
+        for (schema, sent) in [
+            (json!({"anyOf": [text, {"type": "null"}]}), true),
+            (json!({"allOf": [{"enum": ["de, en", "de"]}], "default": "de"}), true),
+            (json!({"oneOf": [text, {"type": "array"}]}), false),
+            (json!({"anyOf": [text, {}]}), false),
+            (json!({"minLength": 1}), false),
+        ] {
+            let parameters = json!([{"name": "X-H", "in": "header", "schema": schema}]);
+            let request = build("/a", &parameters, &json!({"X-H": "de, en"}));
+            assert_eq!(request.is_ok(), sent, "{schema}: {request:?}");
+        }
+    }
+
+    #[test]
+    fn of_several_kinds_of_json_a_body_is_the_plain_one() {
+        let of = |kinds: &[&str]| {
+            let content: Map<String, Value> =
+                kinds.iter().map(|kind| ((*kind).to_owned(), json!({}))).collect();
+            let given = json!({"content": content});
+            let document = json!({});
+            let mut resolver = Resolver::new(&document, false);
+            let (body, _) = Body::read(given.as_object().unwrap(), &mut resolver).unwrap()?;
+            Some(body.kind.to_str().unwrap().to_owned())
+        };
+        let plain = Some("application/json".to_owned());
+        assert_eq!(of(&["application/*+json", "application/json", "text/json"]), plain);
+        assert_eq!(of(&["application/*+json", "text/xml"]), plain);
+        let patches = ["application/json-patch+json", "application/merge-patch+json"];
+        assert_eq!(of(&patches).as_deref(), Some(patches[1]));
+        assert_eq!(of(&patches[..1]).as_deref(), Some(patches[0]));
+        assert_eq!(of(&["application/hal+json", "text/xml"]).unwrap(), "application/hal+json");
+        assert_eq!(of(&["text/xml"]), None);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{RequestBuilder, Response, StatusCode};
 
 use super::oauth::{OAuth, TokenError};
@@ -176,6 +176,13 @@ pub(crate) fn explain(error: &reqwest::Error) -> String {
         Some(cause) => format!("{what}: {}", crate::cut(&cause.to_string(), 256)),
         None => what.to_owned(),
     }
+}
+
+/// When a server that refuses wants to be asked again, in its own words: seconds
+/// or a date.
+pub(crate) fn retry_after(response: &Response) -> Option<String> {
+    let value = response.headers().get(RETRY_AFTER)?.to_str().ok()?;
+    (value.len() <= 64).then(|| value.to_owned())
 }
 
 /// Why a body is not taken.

@@ -29,7 +29,7 @@ use tokio::sync::{Mutex, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::events::events;
-use super::http::{BodyError, Client, SendError, body_within};
+use super::http::{BodyError, Client, SendError, body_within, retry_after};
 use super::stdio::answers;
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
 use crate::config::Endpoint;
@@ -179,11 +179,12 @@ impl StreamableHttpClient for Mcp {
         let request = self.request(Method::DELETE, &uri);
         let ended = self.send(request, Some(&session), headers).await;
         self.0.sessions.send_modify(|open| *open = open.saturating_sub(1));
-        match ended?.status() {
+        let ended = ended?;
+        match ended.status() {
             // A server need not let its sessions be ended.
             StatusCode::METHOD_NOT_ALLOWED => Ok(()),
             status if status.is_success() => Ok(()),
-            status => Err(refused(status)),
+            _ => Err(refused(&ended)),
         }
     }
 
@@ -216,7 +217,7 @@ impl StreamableHttpClient for Mcp {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
                 Err(Fault::AuthRequired(AuthRequiredError::new(String::new())))
             }
-            status if !status.is_success() => Err(refused(status)),
+            status if !status.is_success() => Err(refused(&response)),
             _ if is(&response, EVENTS) => {
                 let is_too_large = Arc::clone(&self.0.is_too_large);
                 Ok(events(response, MESSAGE_BYTES_MAX, None, is_too_large))
@@ -285,8 +286,9 @@ async fn refusal(
     let status = response.status();
     // It is about a credential, and not about what was asked.
     if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
-        return Err(refused(status));
+        return Err(refused(&response));
     }
+    let waits = refused(&response);
     let said = match is(&response, JSON) {
         true => body_within(response, REFUSAL_BYTES_MAX).await.unwrap_or_default(),
         false => Vec::new(),
@@ -296,7 +298,7 @@ async fn refusal(
         _ if begins && status.is_client_error() => {
             ErrorData::invalid_request(format!("it answers {status}"), None)
         }
-        _ => return Err(refused(status)),
+        _ => return Err(waits),
     };
     Ok(match asked {
         Some(asked) => {
@@ -308,8 +310,8 @@ async fn refusal(
     })
 }
 
-fn refused(status: StatusCode) -> Fault {
-    HttpStatusError::new(status.as_u16(), None).into()
+fn refused(response: &Response) -> Fault {
+    HttpStatusError::new(response.status().as_u16(), retry_after(response)).into()
 }
 
 fn content_type(response: &Response) -> Option<String> {
@@ -344,7 +346,12 @@ pub(super) fn fault_text(fault: &Fault) -> String {
         Some(status @ 300..=399) => {
             format!("it answers {status}, a redirect; none is followed: configure its target")
         }
-        Some(status) => format!("it answers {status}"),
+        Some(status) => match fault {
+            Fault::HttpStatus(HttpStatusError { retry_after: Some(when), .. }) => {
+                format!("it answers {status}, to be asked again after: {}", when.escape_debug())
+            }
+            _ => format!("it answers {status}"),
+        },
         None => match fault {
             Fault::Client(error) => error.to_string(),
             other => other.to_string(),
