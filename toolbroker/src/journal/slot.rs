@@ -16,11 +16,17 @@ use std::os::unix::fs::{
     DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::OFlags;
 
 /// Brokers that may write into one folder at a time.
 pub const SLOTS_MAX: u32 = 64;
+
+/// How often a lock that is held is tried again, and after how long each time. A
+/// reader holds one for the time of a system call.
+const READERS_WAITED_FOR: u32 = 3;
+const READER_TIME: Duration = Duration::from_millis(2);
 
 /// A journal file that is this process's alone while this value lives.
 #[derive(Debug)]
@@ -61,6 +67,18 @@ fn open_own(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
+/// Takes a lock that a reader may hold for a moment ([`files`]): a file that a
+/// dead broker left open is not to be passed over for that.
+fn taken_from_readers(lock: &File) -> Result<(), TryLockError> {
+    for _ in 0..READERS_WAITED_FOR {
+        match lock.try_lock() {
+            Err(TryLockError::WouldBlock) => std::thread::sleep(READER_TIME),
+            outcome => return outcome,
+        }
+    }
+    lock.try_lock()
+}
+
 fn foreign(path: &Path, what: &str) -> io::Error {
     let name = path.file_name().unwrap_or_default().display();
     io::Error::other(format!("{name} {what}, so the journal is not written there: remove it"))
@@ -88,7 +106,7 @@ impl Slot {
                 break;
             }
             let lock = open_own(&lock)?;
-            match lock.try_lock() {
+            match taken_from_readers(&lock) {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => continue,
                 Err(TryLockError::Error(error)) => return Err(error),
@@ -175,6 +193,21 @@ mod tests {
         let left = second.file.clone();
         drop((first, second));
         assert_eq!(Slot::take(folder.path()).unwrap().file, left);
+    }
+
+    #[test]
+    fn a_reader_that_looks_at_that_moment_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        drop(Slot::take(folder.path()).unwrap());
+        let lock = File::open(named(folder.path(), 0, "lock")).unwrap();
+        lock.lock_shared().unwrap();
+        let reader = std::thread::spawn(move || {
+            std::thread::sleep(READER_TIME);
+            drop(lock);
+        });
+        let slot = Slot::take(folder.path()).unwrap();
+        reader.join().unwrap();
+        assert_eq!(slot.file, named(&folder.path().canonicalize().unwrap(), 0, "sqlite"));
     }
 
     #[test]
