@@ -143,6 +143,10 @@ impl State {
     }
 
     fn check(&self, now: Instant) -> Result<(), UpstreamError> {
+        // What answered since it failed is not waited for.
+        if self.failures == 0 {
+            return Ok(());
+        }
         let wait = self.retry_at.saturating_duration_since(now);
         if self.probed || !wait.is_zero() {
             return Err(UpstreamError::BackOff {
@@ -269,6 +273,17 @@ mod tests {
         state.answered();
         assert!(!state.enter(later).unwrap());
         assert!(!state.enter(later).unwrap());
+    }
+
+    #[test]
+    fn one_answer_and_all_is_as_before_however_long_the_wait_was() {
+        let now = Instant::now();
+        let mut state = State::new(now);
+        (0..10).for_each(|_| fail(&mut state, now));
+        assert!(state.enter(now).is_err());
+        // Of one that was asked before all that.
+        state.answered();
+        assert!(!state.enter(now).unwrap());
     }
 
     #[test]
