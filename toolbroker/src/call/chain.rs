@@ -311,7 +311,9 @@ impl Intended {
         let sent = Instant::now();
         let calling = async {
             match carrier {
-                Carrier::Server(connection) => connection.call(&tool, arguments, key).await,
+                Carrier::Server(connection) => {
+                    connection.call(&tool, arguments, key, facts.run.deadline()).await
+                }
                 Carrier::Builtin(builtin) => builtin.carry_out(facts.run.caller(), arguments).await,
             }
         };

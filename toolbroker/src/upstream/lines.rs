@@ -5,20 +5,22 @@
 //! given up before its first byte was written is never sent, so that a server
 //! which was busy does not carry out what nobody waits for any more. A line is
 //! bounded in bytes and in values; an answer of which nothing can be made ends
-//! its request, and no other ([`Unusable`]).
+//! its request, and no other ([`Unusable`]); and so does the error of a server that
+//! could not read its request, if there is only one.
 
 use std::collections::VecDeque;
-use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{fmt, io};
 
 use rmcp::RoleClient;
-use rmcp::model::{ClientNotification, JsonRpcMessage, RequestId};
+use rmcp::model::{ClientNotification, ErrorCode, JsonRpcMessage, RequestId};
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::AbortHandle;
 
+use super::stdio::answers;
 use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable};
 
 /// What may wait to be written, in bytes: a server that takes nothing gets no
@@ -34,6 +36,8 @@ pub(super) struct Lines<R> {
     writer: AbortHandle,
     incoming: BufReader<R>,
     line: Line,
+    /// What it was asked and has not answered.
+    asked: Vec<RequestId>,
     complaints: u32,
 }
 
@@ -209,6 +213,7 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             writer,
             incoming: BufReader::new(stdout),
             line: Line::default(),
+            asked: Vec::new(),
             complaints: 0,
         }
     }
@@ -230,7 +235,36 @@ impl<R: AsyncRead + Unpin> Lines<R> {
         }
     }
 
-    fn complain(&mut self, why: Unusable) {
+    /// Nobody waits for an answer to `asked` any more.
+    pub(super) fn forget(&mut self, asked: &RequestId) {
+        self.asked.retain(|it| it != asked);
+    }
+
+    /// Of an error that names no request, the only one there is, if the error says
+    /// that no request could be read: so a server answers that does not know the id
+    /// (JSON-RPC 2.0, section 5).
+    fn attributed(
+        &mut self,
+        mut message: RxJsonRpcMessage<RoleClient>,
+    ) -> RxJsonRpcMessage<RoleClient> {
+        if let JsonRpcMessage::Error(error) = &mut message
+            && error.id.is_none()
+        {
+            self.complain("an error that names no request");
+            let unread = [ErrorCode::PARSE_ERROR, ErrorCode::INVALID_REQUEST];
+            if let [only] = self.asked.as_slice()
+                && unread.contains(&error.error.code)
+            {
+                error.id = Some(only.clone());
+            }
+        }
+        if let Some(id) = answers(&message) {
+            self.forget(id);
+        }
+        message
+    }
+
+    fn complain(&mut self, why: impl fmt::Display) {
         self.complaints = self.complaints.saturating_add(1);
         if self.complaints <= COMPLAINTS_MAX {
             let server = &self.server;
@@ -247,6 +281,14 @@ impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for Lines<R> {
         message: TxJsonRpcMessage<RoleClient>,
     ) -> impl Future<Output = io::Result<()>> + Send + 'static {
         let put = self.outbox.put(&message);
+        match &message {
+            JsonRpcMessage::Request(request) if put.is_ok() => self.asked.push(request.id.clone()),
+            message => {
+                if let Some(Some(given_up)) = cancelled(message) {
+                    self.forget(given_up);
+                }
+            }
+        }
         async move {
             match put? {
                 Some(written) => written.await.map_err(|_| over()),
@@ -259,12 +301,12 @@ impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for Lines<R> {
         loop {
             let line = self.line().await?;
             match line.message() {
-                Ok(Some(message)) => return Some(message),
+                Ok(Some(message)) => return Some(self.attributed(message)),
                 Ok(None) => {}
                 Err(why) => {
                     self.complain(why);
                     if let Some(asked) = line.scan.answers() {
-                        return Some(why.answer(asked));
+                        return Some(self.attributed(why.answer(asked)));
                     }
                 }
             }
@@ -356,6 +398,28 @@ mod tests {
             assert!(written.await.is_err());
         }
         assert!(lines.send(call(9, "late")).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn an_error_that_names_no_request_ends_the_only_one_and_none_of_two() {
+        let no_id =
+            "{\"jsonrpc\":\"2.0\",\"id\":null,\"error\":{\"code\":-32700,\"message\":\"?\"}}\n";
+        for (asked, given_up, ended) in [
+            (vec![7], None, Some(7)),
+            (vec![7, 8], None, None),
+            (vec![7, 8], Some(7), Some(8)),
+            (vec![], None, None),
+        ] {
+            let mut lines = Lines::new("x", no_id.as_bytes(), tokio::io::sink());
+            for id in asked {
+                lines.send(call(id, "")).await.unwrap();
+            }
+            if let Some(id) = given_up {
+                lines.send(self::given_up(id)).await.unwrap();
+            }
+            let Some(JsonRpcMessage::Error(error)) = lines.receive().await else { panic!() };
+            assert_eq!(error.id, ended.map(RequestId::Number));
+        }
     }
 
     #[tokio::test]

@@ -244,12 +244,13 @@ impl Session {
     /// Calls a tool and waits for its end, however long. Dropping the future
     /// tells the server that nobody waits any more. A server that forgot the
     /// session, and so did nothing, is asked once more in a new one, if the
-    /// tool is still the same there.
+    /// tool is still the same there and `until` is not over.
     pub(super) async fn call(
         &self,
         tool: &Tool,
         arguments: JsonObject,
         idempotency_key: Option<String>,
+        until: Instant,
     ) -> CallEnd {
         let mut params =
             CallToolRequestParams::new(tool.name().tool().to_owned()).with_arguments(arguments);
@@ -277,6 +278,11 @@ impl Session {
         let now = connection.tool(tool.name());
         if now.is_none_or(|now| now.sha256() != tool.sha256()) {
             return gone("the session ended, and in the next one this is another tool");
+        }
+        // The other may have taken its time, and what it does last may still be
+        // waited for.
+        if Instant::now() >= until {
+            return gone("the session ended, and the run's time with it");
         }
         match session.attempt(params).await {
             Attempt::Ended(end) => end,
@@ -526,6 +532,10 @@ pub(super) fn start_error(error: &ClientInitializeError) -> String {
         }
         // The older protocol is the last that was tried.
         ClientInitializeError::LegacyFallbackFailed { fallback, .. } => start_error(fallback),
+        ClientInitializeError::ExpectedInitResponse(_)
+        | ClientInitializeError::ExpectedInitResult(_) => {
+            "it answers the first request with what is no answer to it".into()
+        }
         // Cut once it is scrubbed: what is cut through is not known as a
         // credential.
         other => other.to_string(),

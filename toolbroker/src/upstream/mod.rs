@@ -70,6 +70,7 @@ use self::scrubs::Scrubs;
 use crate::config::{ServerConfig, Source};
 use crate::definition::Tool;
 use crate::openapi::Api;
+use crate::stranger;
 
 /// From a server's start to its list of tools.
 const START_TIME_MAX: Duration = Duration::from_secs(30);
@@ -204,15 +205,16 @@ impl Connection {
     /// tells the other side that nobody waits any more, as far as it can be
     /// told. An idempotency key goes along where there is a place for it: a
     /// server that knows it carries the same call out once, however often it
-    /// is sent.
+    /// is sent. None is sent a second time after `until`, the end of its run.
     pub async fn call(
         &self,
         tool: &Tool,
         arguments: JsonObject,
         idempotency_key: Option<String>,
+        until: Instant,
     ) -> CallEnd {
         match self {
-            Self::Mcp(session) => session.call(tool, arguments, idempotency_key).await,
+            Self::Mcp(session) => session.call(tool, arguments, idempotency_key, until).await,
             Self::Api(api) => api.call(tool, &arguments).await,
             Self::Hosted(hosted) => hosted.call(tool, arguments).await,
         }
@@ -427,6 +429,10 @@ impl Upstream {
         let version = session.version();
         if let Some(version) = &version {
             self.legacy.store(version.has_initialize(), Ordering::Release);
+            if !ProtocolVersion::KNOWN_VERSIONS.contains(version) {
+                let version = crate::cut(version.as_str(), 64);
+                tracing::warn!(server = self.name, ?version, "of this version nothing is known");
+            }
         }
         tracing::info!(
             server = self.name,
@@ -467,13 +473,24 @@ impl Upstream {
         UpstreamError::Start { reason: crate::cut(&reason, ERROR_TEXT_BYTES_MAX) }
     }
 
-    /// An error with the server's last words, which say more than ours.
+    /// An error with the server's last words, which say more than ours, and with
+    /// what it was probably missing.
     async fn not_started(&self, process: &stdio::Process, reason: &str) -> UpstreamError {
+        let mut reason = reason.to_owned();
         let last_words = process.last_words().await;
-        if last_words.is_empty() {
-            return self.refusal(reason.to_owned());
+        if !last_words.is_empty() {
+            reason = format!("{reason}; it said: {}", last_words.join(" / "));
         }
-        self.refusal(format!("{reason}; it said: {}", last_words.join(" / ")))
+        if let Source::Stdio(config) = &self.source
+            && let Some(path) = stranger::unseen(config)
+        {
+            let path = path.display();
+            reason = format!(
+                "{reason}; its arguments name {path}, which it may not read: put it, or its \
+                 folder, under `read`"
+            );
+        }
+        self.refusal(reason)
     }
 
     /// Stops the server, whatever it does, and starts it no more.

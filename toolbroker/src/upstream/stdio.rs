@@ -129,6 +129,7 @@ impl Transport<RoleClient> for StdioTransport {
                         () = sleep_until(*until) => {
                             let id = id.clone();
                             self.discover = Discover::GivenUp { id: id.clone() };
+                            self.inner.forget(&id);
                             let silent = "no answer: taken for a server of the older protocol";
                             let error =
                                 ErrorData::new(ErrorCode::METHOD_NOT_FOUND, silent, None);
