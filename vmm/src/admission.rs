@@ -174,7 +174,7 @@ pub struct Admission {
 
 /// Programs that are remembered, and how large they may be, in bytes. What one
 /// declares is mostly smaller than it, and at its bounds some MiB.
-const KNOWN_MAX: usize = 64;
+pub(crate) const KNOWN_MAX: usize = 64;
 const KNOWN_BYTES_MAX: usize = 64 * 1024;
 
 impl Admission {

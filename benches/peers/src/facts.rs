@@ -73,8 +73,11 @@ pub fn of(name: &str) -> Option<Facts> {
             // Before the run; its digest and signer are looked up in the run.
             Some(Facts { signature_checked: false, ..SERVED })
         }
-        "cold" | "warm" | "warm_reset" | "toolcall_null" | "throughput_reset"
-        | "throughput_fresh" | "density" => Some(SERVED),
+        // What a run has besides its calls is taken out of it.
+        "toolcall_null" => Some(Facts { signature_checked: false, ..SERVED }),
+        "cold" | "warm" | "warm_reset" | "throughput_reset" | "throughput_fresh" | "density" => {
+            Some(SERVED)
+        }
         // A new VM, or one whose memory and registers were put back by
         // Hyperlight's own tested restore.
         "hyperlight_cold"

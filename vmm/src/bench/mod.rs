@@ -436,7 +436,15 @@ fn rate(entries: &[Entry], results: &mut [Outcome]) {
             };
             block / beside.unwrap_or(whole)
         });
-        result.ratio_interval = stats::interval(&of_blocks.collect::<Vec<f64>>());
+        let interval = stats::interval(&of_blocks.collect::<Vec<f64>>());
+        // So it is as uncertain as its floors are.
+        let at = |end: usize| {
+            let of = |name: &str| Some(stats::interval(&floor(name)?.2)?[end]);
+            formula.value(of).filter(|_| result.unit != "us").unwrap_or(whole)
+        };
+        let (least, most) = (at(0).min(at(1)), at(0).max(at(1)));
+        result.ratio_interval =
+            interval.map(|[low, high]| [low * whole / most, high * whole / least]);
     }
 }
 

@@ -175,6 +175,8 @@ pub struct Program {
     pub signed: Vec<u8>,
     /// The key it is trusted by.
     pub trust: TrustKeys,
+    /// The same module under other names, signed.
+    others: Vec<Vec<u8>>,
     round: u64,
 }
 
@@ -185,6 +187,22 @@ impl Program {
     /// What failed, for a reader.
     pub fn new() -> Result<Self, String> {
         Self::signed(&module().map_err(|error| error.to_string())?)
+    }
+
+    /// The usual one under so many names, one after the other: to whoever remembers
+    /// fewer programs, each is one that never came before.
+    ///
+    /// # Errors
+    /// As for [`Program::new`].
+    pub fn under_names(count: u8) -> Result<Self, String> {
+        let module = module().map_err(|error| error.to_string())?;
+        let mut program = Self::signed(&module)?;
+        // A custom section `n` with a number.
+        let named = (1..count).map(|name| [&module[..], &[0, 3, 1, b'n', name]].concat());
+        let signer = SignerKey::from_secret(&SECRET);
+        let others: Result<_, _> = named.map(|module| signer.sign(&module)).collect();
+        program.others = others.map_err(|error| error.to_string())?;
+        Ok(program)
     }
 
     /// The one that computes for some tens of milliseconds; it answers
@@ -218,12 +236,14 @@ impl Program {
         let signed = signer.sign(module).map_err(|error| error.to_string())?;
         let trust =
             TrustKeys::new([signer.trust_key()]).map_err(|error: KeyError| error.to_string())?;
-        Ok(Self { signed, trust, round: 0 })
+        Ok(Self { signed, trust, others: Vec::new(), round: 0 })
     }
 
     /// The next run: another input each time.
     pub fn next_job(&mut self) -> Job {
         self.round += 1;
+        let name = self.round as usize % (self.others.len() + 1);
+        let program = name.checked_sub(1).map_or(&self.signed, |other| &self.others[other]);
         let limits = RunLimits::default();
         Job {
             deadline: deadline_in(Duration::from_millis(limits.wall_ms)),
@@ -234,7 +254,7 @@ impl Program {
                 start_unix_ns: 0,
                 granted: Vec::new(),
             },
-            program: self.signed.clone(),
+            program: program.clone(),
             input: format!("{{\"round\":{}}}", self.round).into_bytes(),
             brokered: false,
         }
@@ -280,5 +300,17 @@ mod tests {
         let program = Program::new().unwrap();
         assert!(program.signed.len() > 1024);
         program.trust.verify(&program.signed).unwrap();
+    }
+
+    #[test]
+    fn under_names_each_is_another_program_that_is_trusted() {
+        let mut program = Program::under_names(128).unwrap();
+        let mut seen = std::collections::HashSet::new();
+        for _ in 0..128 {
+            let job = program.next_job();
+            program.trust.verify(&job.program).unwrap();
+            assert!(seen.insert(job.program));
+        }
+        assert!(seen.contains(&program.next_job().program));
     }
 }
