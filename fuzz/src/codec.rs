@@ -18,15 +18,17 @@ use forge_protocol::guest::{Artifact, Call, Ended, Load, Log, Settled, Start};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::service;
 use forge_protocol::worker::{
-    CallRecord, CallSettled, Deadline, Fate, Job, Report, Timing, VmFailure, VmFailureKind,
+    CallRecord, CallSettled, Deadline, Fate, Fork, Job, Prepare, PreparedJob, Report, Reuse, Tier,
+    Timing, VmFailure, VmFailureKind, ZygoteSetup,
 };
 
 use super::{Outcome, Seed, accepted, choice, refused};
 
 /// What decodes is one message and no more, and survives being sent on.
 pub fn check(mut data: &[u8]) -> Outcome {
-    let types: [fn(&[u8]) -> Outcome; 13] = [
+    let types: [fn(&[u8]) -> Outcome; 25] = [
         survives::<Hello>,
         survives::<Refusal>,
         survives::<Start>,
@@ -40,6 +42,18 @@ pub fn check(mut data: &[u8]) -> Outcome {
         survives::<Job>,
         survives::<Report>,
         survives::<Load>,
+        survives::<service::Submit>,
+        survives::<service::Event>,
+        survives::<service::Finished>,
+        survives::<service::Cancel>,
+        survives::<service::Callback>,
+        survives::<service::CallbackSettled>,
+        survives::<service::Query>,
+        survives::<service::Answered>,
+        survives::<Prepare>,
+        survives::<PreparedJob>,
+        survives::<ZygoteSetup>,
+        survives::<Fork>,
     ];
     let survives = types[usize::from(choice(&mut data)) % types.len()];
     survives(data)
@@ -71,6 +85,70 @@ fn input(place: u8, message: &impl Encode) -> Vec<u8> {
     let mut bytes = vec![place];
     codec::encode_into(message, &mut bytes);
     bytes
+}
+
+/// What clients and a service tell each other, which any user of the host may send.
+fn of_clients(tool: &ToolName) -> Vec<Seed> {
+    let order = service::Order {
+        program: b"\0asm".to_vec(),
+        input: b"{}".to_vec(),
+        principal: "operator".into(),
+        session: Some("s".into()),
+        authority: Authority::Tools(vec![tool.clone()]),
+        limits: RunLimits::default(),
+        prepare: true,
+        events: true,
+        hosted: Some(service::HostedTools {
+            server: "app".into(),
+            tools: vec![service::HostedTool {
+                name: "greet".into(),
+                description: "greets".into(),
+                input_schema: "{}".into(),
+                output_schema: Some("{}".into()),
+            }],
+        }),
+    };
+    let event = |what| service::Event { number: 300, what };
+    let query = |question| service::Query { number: 300, question };
+    let answered = |reply| service::Answered { number: 300, reply };
+    let settled = |result| service::CallbackSettled { number: 300, callback: 1, result };
+    let artifact =
+        Artifact { name: "a.txt".into(), media_type: "text/plain".into(), content: b"x".to_vec() };
+    let finish = service::Finish { report: b"{}".to_vec(), artifacts: vec![artifact] };
+    let called = service::RunEvent::Called { call: 1, tool: tool.clone() };
+    let ended = service::RunEvent::Settled {
+        call: 1,
+        code: Some(CallCode::OutcomeUnknown),
+        duration_ns: 9,
+    };
+    let callback = service::Callback {
+        number: 300,
+        callback: 1,
+        tool: tool.clone(),
+        arguments: b"{}".to_vec(),
+    };
+    let search = service::Question::SearchTools {
+        principal: "operator".into(),
+        intent: "find a part".into(),
+        k: 5,
+    };
+    let refused =
+        service::Reply::Refused { kind: RefusalKind::Overloaded, message: "later".into() };
+    vec![
+        accepted("submit", input(13, &service::Submit { number: 300, order })),
+        accepted("event-called", input(14, &event(called))),
+        accepted("event-settled", input(14, &event(ended))),
+        accepted("event-output", input(14, &event(service::RunEvent::Output(b"x".to_vec())))),
+        accepted("finished", input(15, &service::Finished { number: 300, result: finish })),
+        accepted("cancel", input(16, &service::Cancel { number: u64::MAX })),
+        accepted("callback", input(17, &callback)),
+        accepted("callback-result", input(18, &settled(Ok(b"{}".to_vec())))),
+        accepted("callback-error", input(18, &settled(Err(b"{}".to_vec())))),
+        accepted("query-search", input(19, &query(search))),
+        accepted("query-status", input(19, &query(service::Question::Status))),
+        accepted("answered-grant", input(20, &answered(service::Reply::Grant(vec![1, 2])))),
+        accepted("answered-refused", input(20, &answered(refused))),
+    ]
 }
 
 /// Messages of every type, with every field in use.
@@ -191,7 +269,21 @@ pub fn seeds() -> Vec<Seed> {
     let failure = VmFailure { kind: VmFailureKind::Crash, message: "page fault".into() };
     let trap = Ending::Trap { kind: TrapKind::Unreachable, detail: "unreachable".into() };
     let rejected = Ending::Rejected { kind: RejectKind::Import, detail: "tool a.b".into() };
-    vec![
+    let prepared = PreparedJob {
+        start: start.clone(),
+        input: b"{}".to_vec(),
+        deadline: Deadline { monotonic_ns: 5_000_000_000 },
+        brokered: true,
+    };
+    let setup = ZygoteSetup { tier: Tier::Process, trust: vec![[7; 32]] };
+    let reuse = Reuse::Reset { prove_one_in: 16 };
+    let fork = Fork { ram_bytes: 64 << 20, touch_bytes: 4096, reuse };
+    let mut seeds = of_clients(&tool);
+    seeds.extend([
+        accepted("prepare", input(21, &Prepare { load: load.clone(), program: vec![0] })),
+        accepted("prepared-job", input(22, &prepared)),
+        accepted("zygote-setup", input(23, &setup)),
+        accepted("fork", input(24, &fork)),
         accepted("hello", input(0, &hello)),
         accepted("refusal", input(1, &Refusal(hello))),
         accepted("load", input(12, &load)),
@@ -253,5 +345,6 @@ pub fn seeds() -> Vec<Seed> {
         // A vector that claims 2^40 bytes.
         refused("length-bomb", vec![4, 0, 0, 0, 253, 0, 0, 0, 0, 0, 1, 0, 0]),
         refused("bad-tool-name", vec![3, 0, 1, 3, b'A', b'.', b'b', 0]),
-    ]
+    ]);
+    seeds
 }
