@@ -150,13 +150,19 @@ impl Parent {
     /// # Errors
     /// [`CgroupError`], if this is not possible here.
     pub fn own() -> Result<Self, CgroupError> {
-        // Asked again it is the leaf that this process is in.
+        // Asked again it is the leaf that this process is in, also if the first
+        // time came to nothing afterwards.
+        static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
         static OWN: Mutex<Option<Parent>> = Mutex::new(None);
         let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(parent) = &*own {
             return Ok(parent.clone());
         }
-        let path = own_group(Path::new("/"))?;
+        let mut found = PATH.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = match &*found {
+            Some(path) => path.clone(),
+            None => found.insert(own_group(Path::new("/"))?).clone(),
+        };
         let parent = Self { path, own: true, missing: Vec::new() }.prepare()?;
         Ok(own.insert(parent).clone())
     }
