@@ -202,7 +202,7 @@ impl Admission {
             return Ok(admitted);
         }
         drop(known);
-        let admitted = Arc::new(admit(program, &self.trust, limits)?);
+        let admitted = Arc::new(admitted(program, digest, &self.trust)?);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.truncate(KNOWN_MAX - 1);
         known.push_front(Arc::clone(&admitted));
@@ -217,12 +217,17 @@ impl Admission {
 /// signature is good.
 pub fn admit(program: &[u8], trust: &TrustKeys, limits: &RunLimits) -> Result<Admitted, Violation> {
     within(program, limits)?;
+    admitted(program, Sha256::digest(program).into(), trust)
+}
+
+/// The same for one that is not too large, and with its digest.
+fn admitted(program: &[u8], digest: [u8; 32], trust: &TrustKeys) -> Result<Admitted, Violation> {
     let verified = trust.verify(program).map_err(|error| Violation {
         kind: RejectKind::Signature,
         message: unverified(program, error),
     })?;
     Ok(Admitted {
-        digest: Sha256::digest(program).into(),
+        digest,
         sha256: verified.sha256(),
         signer: verified.signer(),
         shape: Shape::read(verified.bytes())?,

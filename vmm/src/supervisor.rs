@@ -130,6 +130,8 @@ struct Engine {
 impl Engine {
     fn new(trust: TrustKeys, options: PoolOptions) -> io::Result<Arc<Self>> {
         let pool = Arc::new(Pool::new(&trust, options)?);
+        // Who keeps VMs ready expects many programs.
+        let trust = if options.ready_max > 0 { trust.with_tables() } else { trust };
         Ok(Arc::new(Self { admission: Admission::new(trust), pool }))
     }
 }
