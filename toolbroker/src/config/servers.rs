@@ -179,14 +179,11 @@ pub(super) fn mcp_server(
     if let Some(other) = foreign.iter().find_map(|key| entry.field(key)) {
         return Err(other.wrong(Problem::Mixed));
     }
-    // A variable's value is as secret in an argument or a path. `AUTH_URL` and
-    // `KEY_FILE` say where something is: their values are in innocent results too.
+    // A variable's value is as secret in an argument or a path.
     let found = RefCell::new(Vec::new());
-    let is_place =
-        |value: &str| value.starts_with('/') || (value.contains("://") && !value.contains('@'));
     let looked_up = |variable: &str| {
         let value = lookup(variable)?;
-        if is_guessed_secret(variable, &value) && !is_place(&value) {
+        if is_guessed_secret(variable, &value) {
             found.borrow_mut().push(value.clone());
         }
         Some(value)
