@@ -731,6 +731,14 @@ fn a_socket_says_goodbye_to_who_does_and_to_who_breaks_the_protocol() {
     // A text without a mask.
     socket.get_mut().write_all(b"\x81\x01a").unwrap();
     assert_eq!(goodbye(socket), Some(1002));
+    // One that is no UTF-8, and the head of one that is too large; both with a mask.
+    let mut socket = service.socket(ALICE).unwrap();
+    socket.get_mut().write_all(b"\x81\x81\0\0\0\0\xff").unwrap();
+    assert_eq!(goodbye(socket), Some(1007));
+    let mut socket = service.socket(ALICE).unwrap();
+    let head = [&b"\x81\xff"[..], &(18u64 << 20).to_be_bytes(), &[0; 4]].concat();
+    socket.get_mut().write_all(&head).unwrap();
+    assert_eq!(goodbye(socket), Some(1009));
 }
 
 fn a_socket_gets_the_report_of_its_run_and_a_goodbye_when_the_service_ends() {

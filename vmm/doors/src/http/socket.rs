@@ -130,6 +130,15 @@ enum ToClient<'a> {
     },
 }
 
+/// The goodbye to who sent what cannot be read (RFC 6455, 7.4.1).
+fn unreadable(error: axum::Error) -> (u16, &'static str) {
+    match error.into_inner().downcast_ref() {
+        Some(tungstenite::Error::Capacity(_)) => (1009, "a message has at most 17 MiB"),
+        Some(tungstenite::Error::Utf8(_)) => (1007, "a text is no UTF-8"),
+        _ => (1002, "this is no frame that is taken here"),
+    }
+}
+
 impl ToClient<'_> {
     fn text(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()
@@ -210,7 +219,7 @@ impl Talk {
             let message = tokio::select! {
                 message = socket.recv() => match message {
                     Some(Ok(message)) => message,
-                    Some(Err(_)) => break Some((1002, "this is no frame that is taken here")),
+                    Some(Err(error)) => break Some(unreadable(error)),
                     None => break None,
                 },
                 Some(Unsent { said, .. }) = said.recv() => {
