@@ -486,6 +486,7 @@ impl From<Refused> for Outcome {
                     },
                     BrokerError::Away { .. } => (Status::Refused, "broker_away"),
                     BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
+                    BrokerError::NoLink(_) => (Status::Unavailable, "host"),
                     BrokerError::OutOfTime => (Status::Limit, "deadline"),
                     error if error.ends_the_link() => (Status::Internal, "broker_lost"),
                     _ => (Status::Internal, "broker"),

@@ -64,6 +64,9 @@ pub enum BrokerError {
         /// Why not.
         source: io::Error,
     },
+    /// There is no socket for a run's calls.
+    #[error("no connection to the toolbroker can be made: {0}")]
+    NoLink(io::Error),
     /// It refuses its configuration, and has said why on standard error.
     #[error("the toolbroker refuses its configuration; its message is above")]
     Configuration,
@@ -429,7 +432,7 @@ impl Broker {
             None => Request::OpenRun(run),
             Some(host) => Request::OpenHostedRun { run, host },
         };
-        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
+        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::NoLink)?;
         match self.exchange(request, Some(theirs), REQUEST_TIME_MAX, patience)? {
             Reply::Opened(claims) => Ok((claims, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for an opened run"))),
@@ -446,7 +449,7 @@ impl Broker {
         tools: HostedTools,
         patience: Patience<'_>,
     ) -> Result<(u64, UnixStream), BrokerError> {
-        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::Start)?;
+        let (ours, theirs) = UnixStream::pair().map_err(BrokerError::NoLink)?;
         match self.exchange(Request::Host(tools), Some(theirs), REQUEST_TIME_MAX, patience)? {
             Reply::Hosting { host } => Ok((host, ours)),
             other => Err(BrokerError::Protocol(format!("{other:?} for hosted tools"))),

@@ -86,9 +86,10 @@ impl CliError {
             Self::Broker(error) => match error {
                 BrokerError::Configuration => Exit::Usage,
                 BrokerError::Refused { kind, .. } => of_refusal(*kind),
-                BrokerError::Missing(_) | BrokerError::Start(_) | BrokerError::StartAs { .. } => {
-                    Exit::Unavailable
-                }
+                BrokerError::Missing(_)
+                | BrokerError::Start(_)
+                | BrokerError::StartAs { .. }
+                | BrokerError::NoLink(_) => Exit::Unavailable,
                 BrokerError::Lost(_)
                 | BrokerError::Unsent(_)
                 | BrokerError::NoAnswer(_)
