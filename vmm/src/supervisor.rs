@@ -128,11 +128,10 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(trust: TrustKeys, options: PoolOptions) -> io::Result<Arc<Self>> {
-        let pool = Arc::new(Pool::new(&trust, options)?);
+    fn new(trust: TrustKeys, pool: Pool) -> Arc<Self> {
         // Who keeps VMs ready expects many programs.
-        let trust = if options.ready_max > 0 { trust.with_tables() } else { trust };
-        Ok(Arc::new(Self { admission: Admission::new(trust), pool }))
+        let trust = if pool.stands().ready_max > 0 { trust.with_tables() } else { trust };
+        Arc::new(Self { admission: Admission::new(trust), pool: Arc::new(pool) })
     }
 }
 
@@ -152,7 +151,8 @@ impl Supervisor {
     /// If the host has no thread left.
     pub fn new(options: SupervisorOptions, broker: Option<Broker>) -> io::Result<Self> {
         let SupervisorOptions { trust, maxima, pool } = options;
-        let engine = RwLock::new(Engine::new(trust, pool)?);
+        let first = Pool::new(&trust, pool)?;
+        let engine = RwLock::new(Engine::new(trust, first));
         let broker = broker.map(Keeper::of).transpose()?;
         Ok(Self { maxima, broker, options: pool, engine })
     }
@@ -163,7 +163,8 @@ impl Supervisor {
     /// # Errors
     /// If the host has no thread left for a pool. Nothing changed then.
     pub fn trust(&self, trust: TrustKeys) -> io::Result<()> {
-        let engine = Engine::new(trust, self.options)?;
+        let pool = self.pool().successor(&trust)?;
+        let engine = Engine::new(trust, pool);
         let old = {
             let mut place = self.engine.write().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(&mut *place, engine)

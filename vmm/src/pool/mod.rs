@@ -58,7 +58,8 @@ use zygote::{Unmade, Zygote};
 const READY_TIME_MAX: Duration = Duration::from_secs(30);
 /// How long the filling thread waits after it failed.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
-/// How often the filling thread looks for what nobody misses.
+/// How often the filling thread looks for what nobody misses, and for what has
+/// something to say.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How often a run is given to another worker if one was lost before it
 /// began.
@@ -136,8 +137,9 @@ pub struct Upkeep {
 
 impl Drop for Upkeep {
     fn drop(&mut self) {
-        drop(self.ended.take());
+        let ended = self.ended.take();
         if let Some(shared) = self.shared.upgrade() {
+            shared.end(ended);
             shared.resume_filling();
         }
     }
@@ -168,7 +170,8 @@ struct Shared {
     hardening: Mutex<Option<Hardening>>,
     shelves: Mutex<Shelves>,
     changed: Condvar,
-    resets_disproven: AtomicU64,
+    /// Of this pool and those that it succeeded.
+    resets_disproven: Arc<AtomicU64>,
 }
 
 /// The pool.
@@ -185,6 +188,23 @@ impl Pool {
     /// # Errors
     /// If no thread can be started.
     pub fn new(trust: &TrustKeys, options: PoolOptions) -> io::Result<Self> {
+        Self::counting(trust, options, Arc::default())
+    }
+
+    /// One that trusts other keys and counts on where this one has got to.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn successor(&self, trust: &TrustKeys) -> io::Result<Self> {
+        let Shared { options, resets_disproven, .. } = &*self.shared;
+        Self::counting(trust, *options, Arc::clone(resets_disproven))
+    }
+
+    fn counting(
+        trust: &TrustKeys,
+        options: PoolOptions,
+        resets_disproven: Arc<AtomicU64>,
+    ) -> io::Result<Self> {
         let trust = trust.as_slice().iter().map(|key| key.to_bytes()).collect();
         let shared = Arc::new(Shared {
             setup: ZygoteSetup { tier: options.tier, trust },
@@ -194,7 +214,7 @@ impl Pool {
             hardening: Mutex::new(None),
             shelves: Mutex::new(Shelves::new(options)),
             changed: Condvar::new(),
-            resets_disproven: AtomicU64::new(0),
+            resets_disproven,
         });
         let filler = match options.ready_max {
             0 => None,
@@ -233,7 +253,8 @@ impl Pool {
     }
 
     /// How many resets were found by their proof to have left something
-    /// behind. No run was given such a VM; one is enough to doubt the others.
+    /// behind, in this pool and those that it succeeded. No run was given such a
+    /// VM; one is enough to doubt the others.
     #[must_use]
     pub fn resets_disproven(&self) -> u64 {
         self.shared.resets_disproven.load(Ordering::Relaxed)
@@ -368,6 +389,10 @@ impl Drop for Pool {
         if let Some(filler) = self.filler.take() {
             let _ = filler.join();
         }
+        let mut shelves = self.shared.shelves();
+        let left = [shelves.take_spent(), shelves.take_speaking()];
+        drop(shelves);
+        self.shared.end(left.into_iter().flatten());
     }
 }
 
@@ -397,6 +422,15 @@ impl Shared {
                 tracing::error!(reason = failure.message, "a worker was lost between two runs");
             }
             _ => {}
+        }
+    }
+
+    /// Ends workers that nobody needs, and hears what they have to say.
+    fn end(&self, workers: impl IntoIterator<Item = Worker>) {
+        for worker in workers {
+            if worker.speaks() {
+                self.note_lost(&worker.last_word());
+            }
         }
     }
 
@@ -542,20 +576,25 @@ impl Shared {
     /// what is not missed.
     fn fill(&self) {
         let mut shelves = self.shelves();
+        let mut looked = Instant::now();
         while !shelves.is_closing() {
             let spent = shelves.take_spent();
             if !spent.is_empty() {
                 drop(shelves);
-                drop(spent);
+                self.end(spent);
                 shelves = self.shelves();
                 shelves.ended();
                 continue;
             }
             let Some(missing) = shelves.missing() else {
-                let unmissed = shelves.let_go(Instant::now());
-                if unmissed.is_some() {
+                let mut unneeded = Vec::from_iter(shelves.let_go(Instant::now()));
+                if looked.elapsed() >= LOOK_EVERY {
+                    unneeded.extend(shelves.take_speaking());
+                    looked = Instant::now();
+                }
+                if !unneeded.is_empty() {
                     drop(shelves);
-                    drop(unmissed);
+                    self.end(unneeded);
                     shelves = self.shelves();
                     continue;
                 }
@@ -658,5 +697,33 @@ mod tests {
         assert_eq!(pool.resets_disproven(), 0);
         lost(VmFailureKind::NotReset);
         assert_eq!(pool.resets_disproven(), 1);
+    }
+
+    #[test]
+    fn a_disproven_reset_is_counted_though_its_worker_gets_no_other_run() {
+        let trust = TrustKeys::new([]).unwrap();
+        let reuse = Reuse::Reset { prove_one_in: 1 };
+        let options = PoolOptions { ready_max: 2, reuse, ..PoolOptions::default() };
+        let pool = Pool::new(&trust, options).unwrap();
+        let key = Key { tenant: "a".into(), ram_bytes: 1 << 20, program: None };
+        let stands = |pool: &Pool| {
+            let (worker, theirs) = worker::tests::standing();
+            assert!(pool.shared.shelves().give_back(&key, worker).is_none());
+            theirs
+        };
+        // One that is well, and one that is not: within a second somebody looks.
+        let _well = stands(&pool);
+        worker::tests::say(&mut stands(&pool), &worker::tests::not_reset());
+        let until = Instant::now() + Duration::from_secs(20);
+        while pool.stands().owned > 1 || pool.resets_disproven() == 0 {
+            assert!(Instant::now() < until, "nobody looked");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(pool.stands().owned, 1);
+        // One that is dropped before, and what a pool counted that is no more.
+        let next = pool.successor(&trust).unwrap();
+        worker::tests::say(&mut stands(&pool), &worker::tests::not_reset());
+        drop(pool);
+        assert_eq!(next.resets_disproven(), 2);
     }
 }

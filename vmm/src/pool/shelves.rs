@@ -179,6 +179,15 @@ impl Shelves {
         self.is_ending = false;
     }
 
+    /// Takes those that speak while they stand there: a VM that was put back, and
+    /// is not as it was, says so without being asked.
+    pub(super) fn take_speaking(&mut self) -> Vec<Worker> {
+        let mut speaking: Vec<_> = self.standing.extract_if(.., |worker| worker.speaks()).collect();
+        let owned = self.owned.extract_if(.., |(_, worker)| worker.speaks());
+        speaking.extend(owned.map(|(_, worker)| worker));
+        speaking
+    }
+
     /// Whether the next who comes for this use would find nothing, and somebody
     /// could make something before.
     pub(super) fn is_bare(&self, key: &Key) -> bool {
@@ -202,7 +211,8 @@ impl Shelves {
         if self.programs.len() > PROGRAMS_MAX
             && let Some(forgotten) = self.least_missed().and_then(|at| self.programs.remove(at))
         {
-            self.owned.retain(|(of, _)| *of != forgotten.key);
+            let owned = self.owned.extract_if(.., |(of, _)| *of == forgotten.key);
+            self.spent.extend(owned.map(|(_, worker)| worker));
         }
         order
     }

@@ -196,14 +196,31 @@ impl Worker {
         })
     }
 
+    /// Whether it has something to say, which one that stands ready has not: it
+    /// has ended, or is about to.
+    #[must_use]
+    pub fn speaks(&self) -> bool {
+        self.ready && self.link.has_something()
+    }
+
+    /// Why one that speaks unasked is of no further use.
+    #[must_use]
+    pub fn last_word(mut self) -> VmFailure {
+        let patience = Patience::until(Instant::now() + LAST_WORD_TIME_MAX);
+        self.receive_last_word(patience).unwrap_or_else(|error| lost(&error))
+    }
+
+    fn receive_last_word(&mut self, patience: Patience<'_>) -> io::Result<VmFailure> {
+        self.link.receive(is_last_word, patience).map(|frame| last_word(&frame))
+    }
+
     /// Why nobody is there any more: it may have said so before it ended.
     fn why_it_ended(&mut self, error: &io::Error) -> VmFailure {
         let patience = Patience::until(Instant::now() + LAST_WORD_TIME_MAX);
         if let Err(failure) = self.await_ready(patience) {
             return failure;
         }
-        let said = self.link.receive(is_last_word, patience);
-        said.map_or_else(|_| lost(error), |frame| last_word(&frame))
+        self.receive_last_word(patience).unwrap_or_else(|_| lost(error))
     }
 
     /// Waits for the report of the run that it was given.
@@ -302,7 +319,7 @@ impl Drop for Worker {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::fs::File;
     use std::io::{Read as _, Write as _};
 
@@ -331,19 +348,19 @@ mod tests {
     }
 
     /// One that has carried out a run, after which its VM is put back.
-    fn standing() -> (Worker, UnixStream) {
+    pub(in super::super) fn standing() -> (Worker, UnixStream) {
         let (mut worker, theirs) = unused();
         worker.runs = 1;
         (worker, theirs)
     }
 
-    fn say(socket: &mut UnixStream, ready: &Ready) {
+    pub(in super::super) fn say(socket: &mut UnixStream, ready: &Ready) {
         let mut bytes = Vec::new();
         frame::write_message(Kind::Ready, ready, &mut bytes);
         socket.write_all(&bytes).unwrap();
     }
 
-    fn not_reset() -> Ready {
+    pub(in super::super) fn not_reset() -> Ready {
         Err(VmFailure { kind: VmFailureKind::NotReset, message: "page 7 differs".into() })
     }
 

@@ -118,6 +118,16 @@ impl Link {
         }
     }
 
+    /// Whether anything is there to be received, be it the peer's end.
+    #[must_use]
+    pub fn has_something(&self) -> bool {
+        let mut polled =
+            libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one valid pollfd; it does not wait.
+        let found = unsafe { libc::poll(&raw mut polled, 1, 0) };
+        self.at < self.buffer.len() || found > 0
+    }
+
     /// The descriptor that came with what was received.
     pub fn take_passed(&mut self) -> Option<OwnedFd> {
         self.passed.take()
