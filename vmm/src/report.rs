@@ -202,7 +202,7 @@ pub struct RunReport {
 impl RunReport {
     /// Logs that the run ended, and how. At `info`: who submits runs must not
     /// choose how much is logged by default. Its reason may be a program's words.
-    pub(crate) fn log(&self, principal: &str) {
+    pub fn log(&self, principal: &str) {
         tracing::info!(
             run = self.run_id,
             ?principal,

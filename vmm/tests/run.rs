@@ -51,6 +51,7 @@ fn main() -> ExitCode {
             a_reader_that_leaves_changes_no_exit_code,
             input_comes_from_a_file_or_standard_input,
             no_process_is_left_behind,
+            a_run_that_is_interrupted_is_cancelled_and_reports_what_it_called,
             a_group_in_the_configuration_holds_what_a_run_starts,
             probe_proves_that_a_guest_boots,
         ],
@@ -64,6 +65,7 @@ fn main() -> ExitCode {
             what_has_no_end_or_is_no_text_is_refused,
             a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
+            an_empty_variable_names_no_state_folder,
             text_is_told_how_to_become_a_signed_module,
             an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
             a_journal_that_is_not_there_is_said,
@@ -802,6 +804,38 @@ fn no_process_is_left_behind() {
     }
 }
 
+fn a_run_that_is_interrupted_is_cancelled_and_reports_what_it_called() {
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        let desk = Desk::with_tools();
+        desk.write("program.wat", calls("test.never", "{}"));
+        let run = desk
+            .command()
+            .args(["run", "--json", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"])
+            .args(["--allow", "test.never", "--timeout", "30s", "program.wat"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        wait_for("the call", || {
+            let journal = desk.forge(&["journal", "list"]);
+            text(&journal.stdout).contains("test.never").then_some(())
+        });
+        // SAFETY: sends a signal to a process that this test started.
+        unsafe { libc::kill(run.id() as i32, signal) };
+        let output = run.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(7));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(
+            (&report["status"], &report["kind"]),
+            (&json!("cancelled"), &json!("cancelled"))
+        );
+        let calls = report["tool_calls"].as_array().unwrap();
+        assert_eq!((calls.len(), &calls[0]["tool"]), (1, &json!("test.never")), "{report:#}");
+        let journal = desk.forge(&["journal", "list"]);
+        assert!(text(&journal.stdout).contains("unknown"), "{}", text(&journal.stdout));
+    }
+}
+
 fn probe_proves_that_a_guest_boots() {
     let output = Desk::new().forge(&["probe", "--json"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
@@ -1241,6 +1275,16 @@ fn usage_errors_exit_2_and_say_what_to_do() {
         assert!(stderr.contains(said), "{arguments:?} said {stderr:?}, not {said:?}");
         assert_eq!(text(&output.stdout), "");
     }
+}
+
+fn an_empty_variable_names_no_state_folder() {
+    let desk = Desk::new();
+    let mut command = desk.command();
+    command.env("FORGE_STATE", "").env_remove("XDG_STATE_HOME").env("HOME", &desk.0);
+    let output = command.args(["grant", "issue", "--allow", "crypto.hash", "-o", "g"]).output();
+    let output = output.unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(desk.path(".local/state/forge-vmm").is_dir(), "it is where it is without");
 }
 
 fn a_private_key_that_others_can_read_is_refused() {
