@@ -301,3 +301,22 @@ fn a_person_reads_file_field_and_reason_and_the_status_is_that_of_a_wrong_config
     desk.write("forge.toml", b"");
     assert_eq!(desk.forge(&["config", "check"]).stdout, b"forge.toml: good\n");
 }
+
+#[test]
+fn a_file_of_tool_servers_is_checked_without_a_configuration() {
+    let desk = Desk::new();
+    let check = |text: &str| {
+        desk.write("mcp.json", text.as_bytes());
+        let output = desk.forge(&["config", "check", "--mcp-config", "mcp.json"]);
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let good = check(r#"{"mcpServers": {"a": {"command": "/bin/true"}}}"#);
+    assert_eq!(good, (Some(0), "mcp.json: good\n".into()));
+    let (code, told) = check(r#"{"mcpServers": {"a": {"command": "/bin/true", "argz": []}}}"#);
+    assert_eq!(code, Some(2));
+    assert!(told.starts_with("mcp.json: mcpServers.a.argz: unknown field"), "{told}");
+    // Both are, where both are named.
+    let both = ["config", "check", "--config", "forge.toml", "--mcp-config", "mcp.json"];
+    let said = String::from_utf8(desk.forge(&both).stderr).unwrap();
+    assert!(said.contains("forge.toml"), "{said}");
+}

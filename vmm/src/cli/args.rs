@@ -75,7 +75,7 @@ pub(crate) struct BrokerArgs {
     /// Where the key that signs grants, the reviews of tools and the journal
     /// of calls are kept
     /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
-    #[arg(long, value_name = "DIR", env = "FORGE_STATE")]
+    #[arg(long, value_name = "DIR", env = super::STATE)]
     pub(crate) state: Option<PathBuf>,
     /// Who asks
     #[arg(long, value_name = "NAME", default_value = "local", value_parser = principal)]
@@ -240,8 +240,9 @@ pub(crate) enum ConfigCommand {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct ConfigCheckArgs {
     /// The project's own configuration
-    #[arg(long, value_name = "FILE", default_value = "forge.toml")]
-    pub(crate) config: PathBuf,
+    /// [default: forge.toml, unless --mcp-config alone is given]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
     /// Tool servers, in the mcpServers JSON that MCP clients use
     #[arg(long, value_name = "FILE")]
     pub(crate) mcp_config: Option<PathBuf>,
@@ -504,7 +505,7 @@ pub(crate) enum JournalCommand {
 pub(crate) struct JournalListArgs {
     /// The state folder whose journal to read
     /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
-    #[arg(long, value_name = "DIR", env = "FORGE_STATE")]
+    #[arg(long, value_name = "DIR", env = super::STATE)]
     pub(crate) state: Option<PathBuf>,
     /// Only this run's, by the run_id of its report
     #[arg(long, value_name = "ID")]

@@ -119,10 +119,18 @@ fn of_refusal(kind: RefusalKind) -> Exit {
     }
 }
 
+/// The variable that names the state folder.
+const STATE: &str = "FORGE_STATE";
+
 /// The whole command.
 pub(crate) fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|first| first == door::COMMAND) {
         return be_door();
+    }
+    if std::env::var_os(STATE).is_some_and(|folder| folder.is_empty()) {
+        // Empty is as good as unset, as of other variables that name folders.
+        // SAFETY: this is the only thread yet.
+        unsafe { std::env::remove_var(STATE) };
     }
     let args = match Args::try_parse() {
         Ok(args) => args,

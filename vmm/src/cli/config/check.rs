@@ -44,11 +44,16 @@ pub(crate) fn config(args: &ConfigArgs) -> Result<ExitCode, CliError> {
 }
 
 fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
-    let file = args.config.as_path();
+    let file = match (&args.config, &args.mcp_config) {
+        (Some(file), _) => file.as_path(),
+        (None, None) => Path::new("forge.toml"),
+        // All of that is the toolbroker's.
+        (None, Some(file)) => return tell(args, file, &brokers(None, Some(file), None)?),
+    };
     let faults = match tables(&read_text(file)?) {
         Ok(all) => {
             let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")));
-            let theirs = brokers(args, user)?;
+            let theirs = brokers(Some(file), args.mcp_config.as_deref(), user)?;
             let mut known = BTreeSet::new();
             let ours = ours.into_iter().map(|fault| Told { file: file.to_owned(), fault });
             // What both read, both complain of: the toolbroker says it better.
@@ -61,12 +66,17 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         }
         Err(fault) => vec![Told { file: file.to_owned(), fault }],
     };
+    tell(args, file, &faults)
+}
+
+/// Prints what is wrong, or that this file is good.
+fn tell(args: &ConfigCheckArgs, file: &Path, faults: &[Told]) -> Result<ExitCode, CliError> {
     let is_good = faults.is_empty();
     if args.json {
         print_json(&faults)?;
     } else {
         let mut out = out();
-        for Told { file, fault } in &faults {
+        for Told { file, fault } in faults {
             writeln!(out, "{}: {fault}", file.display())?;
         }
         if is_good {
@@ -141,7 +151,8 @@ fn supervisors(
 
 /// What the toolbroker finds.
 fn brokers(
-    args: &ConfigCheckArgs,
+    config: Option<&Path>,
+    mcp_config: Option<&Path>,
     user: Option<forge_vmm::broker::BrokerUser>,
 ) -> Result<Vec<Told>, CliError> {
     let broker = Broker::executable().map_err(BrokerError::Start)?;
@@ -149,9 +160,11 @@ fn brokers(
         return Err(BrokerError::Missing(broker).into());
     }
     let mut command = Command::new(&broker);
-    command.arg("check").arg("--config").arg(&args.config);
-    if let Some(file) = &args.mcp_config {
-        command.arg("--mcp-config").arg(file);
+    command.arg("check");
+    for (flag, file) in [("--config", config), ("--mcp-config", mcp_config)] {
+        if let Some(file) = file {
+            command.arg(flag).arg(file);
+        }
     }
     let uid = user.as_ref().map(forge_vmm::broker::BrokerUser::uid);
     if let Some(user) = user {
