@@ -41,7 +41,8 @@ const END_TIME_MAX: Duration = Duration::from_secs(8);
 /// How long a process may be there that has closed its end of descriptor 0:
 /// the kernel closes it when the process ends, and little before it is gone.
 const HUNG_UP_TIME_MAX: Duration = Duration::from_secs(1);
-/// A door that lasted shorter than this is not started again at once.
+/// A door that lasted shorter than this is not started again at once; nor is one
+/// that its service hung up on, as that is mostly about to end.
 const LASTING: Duration = Duration::from_secs(1);
 /// CPUs of the host for each thread of a door. It waits for others, most of
 /// its time; of two threads on two CPUs each request wakes one for nothing.
@@ -303,6 +304,16 @@ impl Shared {
         }
     }
 
+    /// Waits a while, unless it is to end: who says so unparks this thread.
+    fn rest(&self) {
+        let until = Instant::now() + LASTING;
+        while !self.ending.load(Ordering::Acquire)
+            && let Some(left) = until.checked_duration_since(Instant::now())
+        {
+            std::thread::park_timeout(left);
+        }
+    }
+
     /// Keeps a door open until it is to end.
     fn keep(&self, first: UnixStream) {
         let mut control = first;
@@ -312,17 +323,16 @@ impl Shared {
             let _ = io::copy(&mut control, &mut io::sink());
             // Whoever tells it something, or ends it, is not kept by its end.
             let taken = self.now().take();
-            if let Some((child, _)) = taken {
-                let status = end_of(child);
-                if !self.ending.load(Ordering::Acquire) {
-                    tracing::warn!(?status, "the HTTP door ended, and is opened again");
-                }
+            let status = taken.map(|(child, _)| end_of(child));
+            let hung_up = matches!(&status, Some(Ok(status)) if status.success());
+            if hung_up || since.elapsed() < LASTING {
+                self.rest();
             }
             if self.ending.load(Ordering::Acquire) {
                 return;
             }
-            if since.elapsed() < LASTING {
-                std::thread::sleep(LASTING);
+            if let Some(status) = status {
+                tracing::warn!(?status, "the HTTP door ended, and is opened again");
             }
             since = Instant::now();
             // Held until it stands where whoever changes them looks for it.
@@ -421,6 +431,9 @@ impl Drop for Door {
     /// Closes it: answers that are known still go out.
     fn drop(&mut self) {
         self.shared.ending.store(true, Ordering::Release);
+        if let Some(keeper) = &self.keeper {
+            keeper.thread().unpark();
+        }
         if let Some((_, control)) = &*self.shared.now() {
             let _ = control.shutdown(std::net::Shutdown::Write);
         }

@@ -151,13 +151,18 @@ pub async fn serve(
     service: UnixStream,
     options: watch::Receiver<Options>,
 ) -> Result<(), ClientError> {
-    let client = Client::over(service).await?;
     let mut changes = options.clone();
+    let unwanted = async { while changes.changed().await.is_ok() {} };
+    tokio::pin!(unwanted);
+    let client = tokio::select! {
+        client = Client::over(service) => client?,
+        // A service that is about to end accepts nobody any more.
+        () = &mut unwanted => return Ok(()),
+    };
     let door = Arc::new(Door::new(client.clone(), options));
     tokio::spawn(sweep(Arc::downgrade(&door)));
     let service = TowerToHyperService::new(router(Arc::clone(&door)));
     let connections = Arc::clone(&door.counters.connections);
-    let unwanted = async { while changes.changed().await.is_ok() {} };
     let end = async {
         tokio::select! {
             () = client.closed() => {}
@@ -355,6 +360,20 @@ mod tests {
         }
         unsent.pop();
         assert_eq!(ask().await.unwrap().status(), StatusCode::NOT_FOUND);
+    }
+
+    #[tokio::test]
+    async fn a_door_that_its_service_does_not_take_ends_when_it_is_to() {
+        // One that is about to end accepts nobody: no hello comes.
+        let (service, _deaf) = UnixStream::pair().unwrap();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let access = Access::Tokens(Vec::new());
+        let options = Options { access, hosts: Vec::new(), metrics_token: None };
+        let (wanted, options) = watch::channel(options);
+        drop(wanted);
+        let served = serve(Listener::Tcp(listener), service, options);
+        let ended = tokio::time::timeout(Duration::from_secs(20), served).await;
+        ended.expect("it waits for its service").unwrap();
     }
 
     #[test]
