@@ -133,7 +133,11 @@ fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
     let (error, id) = match error.classify() {
         serde_json::error::Category::Data => {
             let numbered = serde_json::from_slice::<Object<Numbered>>(bytes);
-            let error = ErrorData::invalid_request("this is no message of MCP", None);
+            let what = match bytes.trim_ascii_start().first() {
+                Some(b'[') => "batches are not taken: send each message by itself",
+                _ => "this is no message of MCP",
+            };
+            let error = ErrorData::invalid_request(what, None);
             (error, numbered.ok().and_then(|Object(it)| it.id))
         }
         _ => (ErrorData::parse_error(format!("this is no JSON: {error}"), None), None),
@@ -164,6 +168,16 @@ mod tests {
 
     use super::*;
     use crate::mock;
+
+    #[test]
+    fn a_batch_is_told_that_it_is_one() {
+        let told = |text: &str| {
+            let error = serde_json::from_str::<Object<serde_json::Value>>(text).unwrap_err();
+            serde_json::to_string(&no_message(text.as_bytes(), &error)).unwrap()
+        };
+        assert!(told(r#" [{"id": 1}]"#).contains("send each message by itself"));
+        assert!(told("7").contains("no message of MCP"));
+    }
 
     #[tokio::test]
     async fn who_leaves_gives_its_places_back_when_the_service_has_answered() {
