@@ -86,7 +86,7 @@ impl core::fmt::Display for SignatureError {
             }
             Self::Unsigned => write!(f, "the program is not signed"),
             Self::Malformed { offset } => {
-                write!(f, "the module's sections are malformed at byte {offset}")
+                write!(f, "the module's sections are malformed, or cut off, at byte {offset}")
             }
             Self::TooMany { what, limit } => {
                 write!(f, "the module has more {what} than the {limit} that are looked at")
@@ -615,9 +615,20 @@ impl SignerKey {
         // The content has 117 bytes, still one LEB byte.
         signed.extend_from_slice(&[0, content.len() as u8]);
         signed.extend_from_slice(&content);
+        let before = signed.len();
         signed.extend_from_slice(sections);
-        SignedParts::scan(&signed)?;
-        Ok(signed)
+        // What is wrong is said of the module as it came.
+        let as_it_came = |offset: usize| offset - before + (module.len() - sections.len());
+        match SignedParts::scan(&signed) {
+            Ok(_) => Ok(signed),
+            Err(SignatureError::Malformed { offset }) if offset >= before => {
+                Err(SignatureError::Malformed { offset: as_it_came(offset) })
+            }
+            Err(SignatureError::Partial { offset }) if offset >= before => {
+                Err(SignatureError::Partial { offset: as_it_came(offset) })
+            }
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -652,6 +663,30 @@ mod tests {
         assert_eq!(proof.signer(), signer().trust_key());
         assert_eq!(proof.sha256(), <[u8; 32]>::from(Sha256::digest(&MODULE[8..])));
         assert_eq!(proof.bytes(), signed);
+    }
+
+    #[test]
+    fn what_cannot_be_signed_is_said_by_its_place_in_the_module_as_it_came() {
+        // A second section that is cut off, with and without a signature before it.
+        let cut = [MODULE, &[1, 9, 0]].concat();
+        let offset = match signer().sign(&cut) {
+            Err(SignatureError::Malformed { offset }) => offset,
+            other => panic!("{other:?}"),
+        };
+        assert!((MODULE.len()..=cut.len()).contains(&offset), "{offset}");
+        let signed = [&signer().sign(MODULE).unwrap()[..], &[1, 9, 0]].concat();
+        let refused = SignerKey::from_secret(&[9; 32]).sign(&signed);
+        let offset = offset + signed.len() - cut.len();
+        assert_eq!(refused, Err(SignatureError::Malformed { offset }));
+        // A delimiter behind it.
+        let mut delimited = MODULE.to_vec();
+        delimited.extend_from_slice(&[0, 20, 19]);
+        delimited.extend_from_slice(DELIMITER_NAME);
+        let delimited = match signer().sign(&delimited) {
+            Err(SignatureError::Partial { offset }) => offset,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(delimited, MODULE.len());
     }
 
     #[test]
