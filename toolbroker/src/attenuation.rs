@@ -104,6 +104,9 @@ pub fn attenuate(
     // A block too many, or too much in all of them, is said now and not when
     // the grant is presented.
     check_shape(&bytes)?;
+    if narrowing.session.is_some() && is_of_several_sessions(&bytes)? {
+        return Err(GrantError::BoundAlready);
+    }
     Ok(bytes)
 }
 
@@ -180,6 +183,28 @@ fn granted_names(token: &[u8]) -> Result<BTreeSet<String>, GrantError> {
         }
     });
     Ok(names.collect())
+}
+
+/// Whether a token is bound to more than one session, unverified: nobody could
+/// present it. A text has one symbol in all blocks of a token.
+fn is_of_several_sessions(token: &[u8]) -> Result<bool, GrantError> {
+    use schema::term::Content;
+    let token = schema::Biscuit::decode(token).map_err(undecodable)?;
+    let mut symbols = Symbols::default();
+    let mut sessions = BTreeSet::new();
+    for signed in std::iter::once(&token.authority).chain(&token.blocks) {
+        let block = schema::Block::decode(signed.block.as_slice()).map_err(undecodable)?;
+        symbols.0.extend(block.symbols);
+        for predicate in block.facts.iter().map(|fact| &fact.predicate) {
+            if symbols.get(predicate.name) == Some("session")
+                && let Some(Content::String(text)) =
+                    predicate.terms.first().and_then(|term| term.content.as_ref())
+            {
+                sessions.insert(*text);
+            }
+        }
+    }
+    Ok(sessions.len() > 1)
 }
 
 /// Refuses appended blocks that hold what they may not, or whose evaluation
@@ -481,6 +506,12 @@ mod tests {
         let constraints = vec![(name("shop.fnd"), constraint)];
         let other = refused(Narrowing { constraints, ..Narrowing::default() });
         assert!(matches!(other, GrantError::NotInGrant { .. }), "{other}");
+        let bound = Narrowing { session: Some("s-1".into()), ..Narrowing::default() };
+        let token_of_one = attenuate(&token, &bound, now()).unwrap();
+        assert!(attenuate(&token_of_one, &bound, now()).is_ok(), "it is the same");
+        let other = Narrowing { session: Some("s-2".into()), ..Narrowing::default() };
+        let refused = attenuate(&token_of_one, &other, now()).unwrap_err();
+        assert!(matches!(refused, GrantError::BoundAlready), "{refused}");
         let forged = attenuate(b"no token", &Narrowing::default(), now()).unwrap_err();
         assert!(matches!(forged, GrantError::Forged(_)), "{forged}");
     }

@@ -143,6 +143,7 @@ impl Refused {
                 | GrantError::Session
                 | GrantError::NotInGrant { .. }
                 | GrantError::NothingToNarrow
+                | GrantError::BoundAlready
                 | GrantError::Validity { .. } => RefusalKind::BadRequest,
                 GrantError::TooLarge { .. }
                 | GrantError::Forged(_)

@@ -151,6 +151,9 @@ pub enum GrantError {
         /// The tool.
         tool: ToolName,
     },
+    /// A narrowing to a session of a grant that is another's.
+    #[error("the grant is bound to another session already, and would be good in neither")]
+    BoundAlready,
     /// A narrowing that takes nothing away.
     #[error("nothing is said that would narrow the grant")]
     NothingToNarrow,
