@@ -252,7 +252,8 @@ impl Host<'_> {
             (false, _) if denied => found.or(
                 Standing::Missing,
                 "no program can run in a VM",
-                "let this user open /dev/kvm: usermod -aG kvm USER, and log in again",
+                "let this user open /dev/kvm: usermod -aG kvm USER, and log in again; where \
+                 `ls -l /dev/kvm` shows another group or mode, chgrp kvm and chmod 660 first",
             ),
             (false, _) => found.or(
                 Standing::Missing,

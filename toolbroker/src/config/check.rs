@@ -224,7 +224,9 @@ impl Taken {
     fn explains(&self, field: &str, problem: &Problem) -> bool {
         match problem {
             Problem::Missing => self.fields.contains(field),
-            Problem::NoRole { .. } => self.fields.iter().any(|gone| gone.starts_with("roles")),
+            Problem::NoRole { .. } | Problem::NoRoles => {
+                self.fields.iter().any(|gone| gone.starts_with("roles"))
+            }
             // A table or a list of which something is gone.
             _ => {
                 let below = format!("{field}.");

@@ -229,6 +229,9 @@ pub enum Problem {
         /// The roles there are.
         known: String,
     },
+    /// There are no roles.
+    #[error("there are no roles: add this one as [roles.<name>]")]
+    NoRoles,
     /// The value is none of those possible.
     #[error("must be one of {0}")]
     OneOf(&'static str),
@@ -695,7 +698,16 @@ mod tests {
             (forge, "[roles.a]\ntools = ['hunter2']", "roles.a.tools.0"),
             (forge, "[roles.a]\ntool = []", "roles.a.tool"),
             (forge, "[roles.a]", "roles.a.tools"),
-            (forge, "[principals.p]\nroles = ['hunter2']", "principals.p.roles.0: no role"),
+            (
+                forge,
+                "[principals.p]\nroles = ['hunter2']",
+                "principals.p.roles.0: there are no roles",
+            ),
+            (
+                forge,
+                "[roles.clerk]\ntools = ['*']\n[principals.p]\nroles = ['hunter2']",
+                "principals.p.roles.0: no role has this name; known are clerk: add",
+            ),
             (forge, "[servers.a]\ncommand = 'x'\n\nK = hunter2", "line 4"),
             (forge, "[servers.a]\ncommand = 'x'\ncommand = 'hunter2'", "line 3"),
             (forge, "[servers.a]\ncommand = \"a\\u0000hunter2\"", "servers.a.command"),

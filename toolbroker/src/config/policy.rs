@@ -40,6 +40,9 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
         let mut patterns = Vec::new();
         for item in principal.needed("roles")?.items()? {
             let role = tools_of.get(item.text()?).ok_or_else(|| {
+                if tools_of.is_empty() {
+                    return item.wrong(Problem::NoRoles);
+                }
                 let known = tools_of.keys().copied().collect::<Vec<_>>().join(", ");
                 item.wrong(Problem::NoRole { known: crate::cut(&known, 512) })
             })?;

@@ -10,6 +10,7 @@ use super::bare::ExitFloor;
 use super::process::{fork_child, wait_for};
 use super::{Case, said};
 use crate::link::{Patience, wait};
+use crate::machine::Hypervisor;
 
 const PING_BYTES: usize = 64;
 
@@ -60,6 +61,8 @@ fn await_ping(socket: &mut UnixStream, bytes: &mut [u8; PING_BYTES]) -> io::Resu
 impl Row {
     /// We and a worker.
     fn to_worker() -> Result<Self, String> {
+        // Where there is no KVM, here is where that can be said.
+        Hypervisor::open().map_err(said)?;
         let (socket, mut ours) = UnixStream::pair().map_err(said)?;
         let child = fork_child(move || {
             if let Ok(mut guest) = ExitFloor::new() {

@@ -24,7 +24,10 @@ pub enum HypervisorError {
     )]
     Missing,
     /// The device is there and may not be opened.
-    #[error("/dev/kvm may not be opened by this user: add it to the group that owns it (kvm)")]
+    #[error(
+        "/dev/kvm may not be opened by this user: `ls -l /dev/kvm` shows who may read and write it, \
+         which should be the group kvm, with the user in it (usermod -aG kvm USER)"
+    )]
     Forbidden,
     /// Opening it failed otherwise.
     #[error("/dev/kvm cannot be opened: {0}")]
