@@ -820,8 +820,11 @@ fn a_run_that_is_interrupted_is_cancelled_and_reports_what_it_called() {
             let journal = desk.forge(&["journal", "list"]);
             text(&journal.stdout).contains("test.never").then_some(())
         });
-        // SAFETY: sends a signal to a process that this test started.
-        unsafe { libc::kill(run.id() as i32, signal) };
+        // Twice, as from `timeout`, which tells the command and then its group.
+        for _ in 0..2 {
+            // SAFETY: sends a signal to a process that this test started.
+            unsafe { libc::kill(run.id() as i32, signal) };
+        }
         let output = run.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(7));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();

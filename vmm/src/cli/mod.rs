@@ -9,6 +9,7 @@ mod bench;
 mod config;
 mod door;
 mod grant;
+mod interrupt;
 mod journal;
 mod manual;
 mod mcp;

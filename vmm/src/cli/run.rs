@@ -4,7 +4,6 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::OnceLock;
 
 use forge_protocol::broker::{Authority, FoundTool};
 use forge_protocol::guest::Artifact;
@@ -13,7 +12,6 @@ use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_vmm::admission::{shown, shown_whole};
 use forge_vmm::broker::Broker;
-use forge_vmm::cancel::Cancel;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::{RetrievedReport, RunReport, Status};
@@ -21,6 +19,7 @@ use forge_vmm::supervisor::{Attendance, RunResult, Supervisor, SupervisorOptions
 
 use super::args::RunArgs;
 use super::config::{self, GrantKey};
+use super::interrupt::Interruptible;
 use super::{CliError, Exit, complain, out, print_json, program, progress, serve};
 
 /// Runs a program.
@@ -112,8 +111,10 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         events: false,
         hosted: None,
     };
-    let attendance = Attendance { cancel: cancelled_by_signals()?, ..Attendance::default() };
-    let result = supervisor.run_for(&order, &attendance);
+    let interruptible = Interruptible::new()?;
+    let cancel = Some(interruptible.cancel());
+    let result = supervisor.run_for(&order, &Attendance { cancel, ..Attendance::default() });
+    drop(interruptible);
     result.report.log(&order.principal);
     // What is left to do comes after the result is printed.
     let RunResult { mut report, artifacts, trace, upkeep: _upkeep } = result;
@@ -132,45 +133,6 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     // The broker stops its servers after the user has the result.
     drop(supervisor);
     Ok(code)
-}
-
-/// Raised by a signal that ends this command.
-static CANCEL: OnceLock<Cancel> = OnceLock::new();
-
-/// From now on the first signal that would end this command cancels its run, so
-/// that the broker hears of it and the report says what was called. A second
-/// ends the command at once. What is ignored (`nohup`) stays so.
-fn cancelled_by_signals() -> Result<Option<&'static Cancel>, CliError> {
-    let cancel = Cancel::new().map_err(CliError::Host)?;
-    let cancel = CANCEL.get_or_init(|| cancel);
-    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        // SAFETY: all zero is a valid sigaction, with an empty mask.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction = cancel_run as extern "C" fn(_) as usize;
-        action.sa_flags = libc::SA_RESTART | libc::SA_RESETHAND;
-        // SAFETY: the action is whole, and its handler keeps to what handlers
-        // may do; the one before is put back as it was.
-        unsafe {
-            let mut before: libc::sigaction = std::mem::zeroed();
-            libc::sigaction(signal, &action, &mut before);
-            if before.sa_sigaction == libc::SIG_IGN {
-                libc::sigaction(signal, &before, std::ptr::null_mut());
-            }
-        }
-    }
-    Ok(Some(cancel))
-}
-
-/// The handler: reads, swaps and writes without a lock, and leaves `errno` as it
-/// was.
-extern "C" fn cancel_run(_: libc::c_int) {
-    // SAFETY: this thread's own errno.
-    let errno = unsafe { *libc::__errno_location() };
-    if let Some(cancel) = CANCEL.get() {
-        cancel.raise();
-    }
-    // SAFETY: as above.
-    unsafe { *libc::__errno_location() = errno };
 }
 
 /// How the command ends after a run: as the run did, unless that went well and
