@@ -61,6 +61,9 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// How often the filling thread looks for what nobody misses, and for what has
 /// something to say.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// How long it is listened to workers that are ended together. What an honest one
+/// says is there at once.
+const HEARD_TIME_MAX: Duration = Duration::from_millis(20);
 /// How often a run is given to another worker if one was lost before it
 /// began.
 const ATTEMPTS: usize = 3;
@@ -425,11 +428,14 @@ impl Shared {
         }
     }
 
-    /// Ends workers that nobody needs, and hears what they have to say.
+    /// Ends workers that nobody needs, and hears what they have to say. One whose
+    /// run is over and that is not put back has nothing to.
     fn end(&self, workers: impl IntoIterator<Item = Worker>) {
+        let until = Instant::now() + HEARD_TIME_MAX;
         for worker in workers {
-            if worker.speaks() {
-                self.note_lost(&worker.last_word());
+            let is_over = self.options.reuse == Reuse::Fresh && worker.runs() > 0;
+            if !is_over && worker.speaks() {
+                self.note_lost(&worker.last_word(until));
             }
         }
     }
@@ -562,7 +568,8 @@ impl Shared {
                 Err(error) => {
                     tracing::warn!(%error, "the zygote is gone; another is started");
                     // And its workers with it.
-                    self.shelves().clear();
+                    let gone = self.shelves().clear();
+                    self.end(gone);
                     lost = Some(error);
                     *zygote = None;
                 }
@@ -578,6 +585,17 @@ impl Shared {
         let mut shelves = self.shelves();
         let mut looked = Instant::now();
         while !shelves.is_closing() {
+            if looked.elapsed() >= LOOK_EVERY {
+                looked = Instant::now();
+                let speaking = shelves.take_speaking();
+                if !speaking.is_empty() {
+                    drop(shelves);
+                    tracing::warn!(workers = speaking.len(), "workers that stood ready have ended");
+                    self.end(speaking);
+                    shelves = self.shelves();
+                    continue;
+                }
+            }
             let spent = shelves.take_spent();
             if !spent.is_empty() {
                 drop(shelves);
@@ -587,14 +605,10 @@ impl Shared {
                 continue;
             }
             let Some(missing) = shelves.missing() else {
-                let mut unneeded = Vec::from_iter(shelves.let_go(Instant::now()));
-                if looked.elapsed() >= LOOK_EVERY {
-                    unneeded.extend(shelves.take_speaking());
-                    looked = Instant::now();
-                }
-                if !unneeded.is_empty() {
+                let unmissed = shelves.let_go(Instant::now());
+                if unmissed.is_some() {
                     drop(shelves);
-                    self.end(unneeded);
+                    self.end(unmissed);
                     shelves = self.shelves();
                     continue;
                 }

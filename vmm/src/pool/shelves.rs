@@ -116,11 +116,12 @@ impl Shelves {
         self.closing = true;
     }
 
-    /// Every worker is gone.
-    pub(super) fn clear(&mut self) {
-        self.standing.clear();
-        self.owned.clear();
-        self.spent.clear();
+    /// Every worker is gone: gives them back.
+    pub(super) fn clear(&mut self) -> Vec<Worker> {
+        let mut gone = std::mem::take(&mut self.spent);
+        gone.append(&mut self.standing);
+        gone.extend(self.owned.drain(..).map(|(_, worker)| worker));
+        gone
     }
 
     pub(super) fn is_closing(&self) -> bool {
@@ -291,7 +292,7 @@ mod tests {
 
     use super::*;
 
-    /// A worker without a process: shelves ask a worker nothing.
+    /// A worker without a process, and without a word.
     fn worker() -> Worker {
         let (socket, _) = UnixStream::pair().unwrap();
         Worker::new(socket, File::open("/dev/null").unwrap().into())

@@ -203,11 +203,19 @@ impl Worker {
         self.ready && self.link.has_something()
     }
 
-    /// Why one that speaks unasked is of no further use.
+    /// Why one that speaks unasked is of no further use. What it says is there,
+    /// whole, unless somebody has taken it over.
     #[must_use]
-    pub fn last_word(mut self) -> VmFailure {
-        let patience = Patience::until(Instant::now() + LAST_WORD_TIME_MAX);
-        self.receive_last_word(patience).unwrap_or_else(|error| lost(&error))
+    pub fn last_word(mut self, until: Instant) -> VmFailure {
+        let said = self.receive_last_word(Patience::until(until));
+        match said.unwrap_or_else(|error| lost(&error)) {
+            // It served no run, after which a reset could fail.
+            failure if failure.kind == VmFailureKind::NotReset && self.runs == 0 => VmFailure {
+                kind: VmFailureKind::Misbehaved,
+                message: "the worker tells of a reset that there was none of".into(),
+            },
+            failure => failure,
+        }
     }
 
     fn receive_last_word(&mut self, patience: Patience<'_>) -> io::Result<VmFailure> {
