@@ -808,8 +808,16 @@ fn a_run_that_is_interrupted_is_cancelled_and_reports_what_it_called() {
     for signal in [libc::SIGINT, libc::SIGTERM] {
         let desk = Desk::with_tools();
         desk.write("program.wat", calls("test.never", "{}"));
-        let run = desk
-            .command()
+        let mut command = desk.command();
+        // Whoever runs this in the background may have it ignored, and so would we.
+        // SAFETY: signal is async-signal-safe.
+        unsafe {
+            command.pre_exec(move || {
+                libc::signal(signal, libc::SIG_DFL);
+                Ok(())
+            })
+        };
+        let run = command
             .args(["run", "--json", "--sign-with", "signer.pem", "--mcp-config", "mcp.json"])
             .args(["--allow", "test.never", "--timeout", "30s", "program.wat"])
             .stdout(Stdio::piped())
