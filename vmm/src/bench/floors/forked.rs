@@ -11,6 +11,7 @@ use forge_protocol::platform::{CODE_BYTES, RAM_AT_START_BYTES};
 use kvm_ioctls::Kvm;
 
 use super::bare::{GUEST_PAGES, bare};
+use super::load::{Parsed, Signed};
 use super::process::{Beside, fork_child, wait_for};
 use super::{Case, Figure, said};
 use crate::bench::cases::THROUGHPUT_TIME;
@@ -81,10 +82,20 @@ impl JailFloor {
 /// floors: a process that has just been forked faults its memory in, its VM is
 /// the first that it makes, and it has to be heard.
 #[derive(Default)]
-struct ForkedFloor(Option<(Kvm, WorkerJail)>);
+struct ForkedFloor {
+    made: Option<(Kvm, WorkerJail)>,
+    load: Option<(Signed, Parsed)>,
+}
 
 pub(super) fn forked() -> Result<Box<dyn Case>, String> {
     let mut floor = ForkedFloor::default();
+    Ok(Box::new(Beside::fork(move || floor.sample())?))
+}
+
+/// The same, and a program made ready there without a guest.
+pub(super) fn cold() -> Result<Box<dyn Case>, String> {
+    let load = Some((Signed::new()?, Parsed::new()?));
+    let mut floor = ForkedFloor { made: None, load };
     Ok(Box::new(Beside::fork(move || floor.sample())?))
 }
 
@@ -107,7 +118,8 @@ impl ForkedFloor {
     }
 
     fn live(&mut self) -> Result<Ending, String> {
-        let (kvm, jail) = match &mut self.0 {
+        let load = &self.load;
+        let (kvm, jail) = match &mut self.made {
             Some(made) => &*made,
             none => {
                 let filter = Filters::compile().map_err(said)?.worker;
@@ -122,6 +134,11 @@ impl ForkedFloor {
             unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
             let slot_bytes = (CODE_BYTES + RAM_AT_START_BYTES) as usize;
             let Ok(bare) = bare(kvm, slot_bytes, GUEST_PAGES) else { return };
+            // Before the jail, in which a process cannot ask for more memory.
+            let loaded = load
+                .as_ref()
+                .map(|(signed, parsed)| signed.verify().and_then(|()| parsed.instantiate()));
+            let Ok(_kept) = loaded.transpose() else { return };
             let mut keep = [tell.as_raw_fd(), bare.vm.as_raw_fd(), bare.vcpu.as_raw_fd()];
             if jail.enter(&mut keep, address_space_bytes()).is_ok() {
                 let _ = tell.write_all(&[1]);

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use super::bare::ExitFloor;
+use super::load::{Parsed, Signed};
 use super::process::{fork_child, wait_for};
 use super::{Case, said};
 use crate::link::{Patience, wait};
@@ -58,9 +59,16 @@ fn await_ping(socket: &mut UnixStream, bytes: &mut [u8; PING_BYTES]) -> io::Resu
     socket.read_exact(bytes)
 }
 
+/// What a process of a row does with a ping that it got.
+type Work = Box<dyn Fn() -> Result<(), String>>;
+
+fn nothing() -> Work {
+    Box::new(|| Ok(()))
+}
+
 impl Row {
-    /// We and a worker.
-    fn to_worker() -> Result<Self, String> {
+    /// We and a worker, which does `work` before the exit.
+    fn to_worker(work: Work) -> Result<Self, String> {
         // Where there is no KVM, here is where that can be said.
         Hypervisor::open().map_err(said)?;
         let (socket, mut ours) = UnixStream::pair().map_err(said)?;
@@ -68,6 +76,7 @@ impl Row {
             if let Ok(mut guest) = ExitFloor::new() {
                 let mut bytes = [0; PING_BYTES];
                 while await_ping(&mut ours, &mut bytes).is_ok()
+                    && work().is_ok()
                     && guest.run(1).is_ok()
                     && ours.write_all(&bytes).is_ok()
                 {}
@@ -78,15 +87,16 @@ impl Row {
         Ok(Self { children: vec![child.map_err(said)?], socket })
     }
 
-    /// The same with one process more before the others, which passes on and
-    /// does nothing else.
-    fn with_one_more(mut self) -> Result<Self, String> {
+    /// The same with one process more before the others, which does `work` and
+    /// passes on.
+    fn with_one_more(mut self, work: Work) -> Result<Self, String> {
         let (socket, mut before) = UnixStream::pair().map_err(said)?;
         let mut after = std::mem::replace(&mut self.socket, socket);
         let others = after.try_clone().map_err(said)?;
         let child = fork_child(move || {
             let mut bytes = [0; PING_BYTES];
             while await_ping(&mut before, &mut bytes).is_ok()
+                && work().is_ok()
                 && after.write_all(&bytes).is_ok()
                 && await_ping(&mut after, &mut bytes).is_ok()
                 && before.write_all(&bytes).is_ok()
@@ -125,7 +135,16 @@ impl Drop for Row {
 struct HopsFloor(Row);
 
 pub(super) fn hops() -> Result<Box<dyn Case>, String> {
-    Ok(Box::new(HopsFloor(Row::to_worker()?.with_one_more()?)))
+    Ok(Box::new(HopsFloor(Row::to_worker(nothing())?.with_one_more(nothing())?)))
+}
+
+/// The same with what a warm run does with its program, once in the service and
+/// once in the worker, which also makes it ready.
+pub(super) fn warm() -> Result<Box<dyn Case>, String> {
+    let (ours, theirs, parsed) = (Signed::new()?, Signed::new()?, Parsed::new()?);
+    let load = move || theirs.verify().and_then(|()| parsed.instantiate()).map(drop);
+    let row = Row::to_worker(Box::new(load))?.with_one_more(Box::new(move || ours.verify()))?;
+    Ok(Box::new(HopsFloor(row)))
 }
 
 impl Case for HopsFloor {
@@ -142,8 +161,8 @@ struct DoorFloor {
 }
 
 pub(super) fn door() -> Result<Box<dyn Case>, String> {
-    let through = Row::to_worker()?.with_one_more()?;
-    Ok(Box::new(DoorFloor { bare: Row::to_worker()?, through }))
+    let through = Row::to_worker(nothing())?.with_one_more(nothing())?;
+    Ok(Box::new(DoorFloor { bare: Row::to_worker(nothing())?, through }))
 }
 
 impl Case for DoorFloor {

@@ -3,18 +3,14 @@
 mod bare;
 mod forked;
 mod hops;
+mod load;
 mod process;
 
 use std::fs::File;
 use std::io::Write as _;
 use std::time::Instant;
 
-use forge_guest_init::engine;
-use forge_protocol::limits::RunLimits;
-use wasmi::{Engine, Extern, Func, Instance, Module, Store};
-
 use super::fixture::Folder;
-use super::program::{self, Program};
 use super::{Case, Entry, Figure, Measure};
 
 pub(super) const ENTRIES: &[Entry] = &[
@@ -41,12 +37,30 @@ pub(super) const ENTRIES: &[Entry] = &[
         )
     },
     Entry {
+        group: "cold",
+        ..floor(
+            "floor_cold",
+            "floor_forked, and in that process the program's signature checked by tables of its \
+             key, the program parsed, compiled and instantiated",
+            forked::cold,
+        )
+    },
+    Entry {
         group: "warm",
         ..floor(
             "floor_hops",
             "64 bytes from process to process to a third, one bare VM exit there, and back the \
              same way",
             hops::hops,
+        )
+    },
+    Entry {
+        group: "warm",
+        ..floor(
+            "floor_warm",
+            "floor_hops, and on the way the program's signature checked by tables of its key in the \
+             second process and the third, the program parsed, compiled and instantiated in the third",
+            hops::warm,
         )
     },
     Entry {
@@ -58,11 +72,11 @@ pub(super) const ENTRIES: &[Entry] = &[
             hops::door,
         )
     },
-    floor("floor_verify", "check the program's signature on the host", verify),
+    floor("floor_verify", "check the program's signature on the host", load::verify),
     floor(
         "floor_parse",
         "parse, compile and instantiate the program with wasmi alone, on the host",
-        parse,
+        load::parse,
     ),
     Entry {
         name: "floor_throughput",
@@ -105,53 +119,5 @@ impl Case for FsyncFloor {
         self.file.write_all(&[7; FRAME_BYTES]).map_err(said)?;
         self.file.sync_data().map_err(said)?;
         Ok(started.elapsed().as_nanos() as u64)
-    }
-}
-
-struct VerifyFloor(Program);
-
-fn verify() -> Result<Box<dyn Case>, String> {
-    Ok(Box::new(VerifyFloor(Program::new()?)))
-}
-
-impl Case for VerifyFloor {
-    fn sample(&mut self) -> Result<u64, String> {
-        let started = Instant::now();
-        self.0.trust.verify(&self.0.signed).map_err(said)?;
-        Ok(started.elapsed().as_nanos() as u64)
-    }
-}
-
-struct ParseFloor {
-    module: Vec<u8>,
-    limits: RunLimits,
-}
-
-fn parse() -> Result<Box<dyn Case>, String> {
-    // Or glibc gives memory back after each sample, and the next one pays for
-    // page faults that a guest does not have.
-    // SAFETY: has no preconditions.
-    unsafe { libc::mallopt(libc::M_TRIM_THRESHOLD, 256 << 20) };
-    let module = program::module().map_err(said)?;
-    Ok(Box::new(ParseFloor { module, limits: RunLimits::default() }))
-}
-
-impl Case for ParseFloor {
-    fn sample(&mut self) -> Result<u64, String> {
-        let started = Instant::now();
-        let engine = Engine::new(&engine::config(&self.limits));
-        let module = Module::new(&engine, &self.module).map_err(said)?;
-        let mut store = Store::new(&engine, ());
-        let imports: Vec<Extern> = module
-            .imports()
-            .filter_map(|import| import.ty().func().cloned())
-            .map(|ty| Func::new(&mut store, ty, |_, _, _| Ok(())).into())
-            .collect();
-        let instance = Instance::new(&mut store, &module, &imports).map_err(said)?;
-        let ns = started.elapsed().as_nanos() as u64;
-        match instance.get_func(&store, "forge_run") {
-            Some(_) => Ok(ns),
-            None => Err("the instance has no forge_run".into()),
-        }
     }
 }
