@@ -39,10 +39,18 @@ pub struct ImportFound {
     pub module: String,
     /// Its own name.
     pub name: String,
-    /// Its type, in the text format.
-    pub signature: String,
+    /// Its type, if it is a function.
+    pub ty: Option<Arc<FuncType>>,
     /// What it is in the ABI, or why it is nothing.
     pub recognised: Result<Import, String>,
+}
+
+impl ImportFound {
+    /// Its type, in the text format.
+    #[must_use]
+    pub fn signature(&self) -> String {
+        self.ty.as_deref().map_or("(not a function)".into(), type_text)
+    }
 }
 
 /// An export, as the module declares it.
@@ -52,8 +60,16 @@ pub struct ExportFound {
     pub name: String,
     /// `func`, `memory`, `table` or `global`.
     pub kind: &'static str,
+    /// A function's type.
+    pub ty: Option<Arc<FuncType>>,
+}
+
+impl ExportFound {
     /// A function's type, in the text format.
-    pub signature: Option<String>,
+    #[must_use]
+    pub fn signature(&self) -> Option<String> {
+        self.ty.as_deref().map(type_text)
+    }
 }
 
 /// What a module declares.
@@ -104,15 +120,15 @@ impl Shape {
         let mut found = Vec::new();
         let mut add = |kind, message| found.push(Violation { kind, message });
         for import in &self.imports {
+            let why = match &import.recognised {
+                Err(why) => why,
+                Ok(Import::Tool(tool)) if !granted.contains(tool) => {
+                    "the grant does not name this tool"
+                }
+                Ok(_) => continue,
+            };
             let (module, name) = (shown(&import.module), shown(&import.name));
-            match &import.recognised {
-                Err(why) => add(RejectKind::Import, format!("import {module}.{name}: {why}")),
-                Ok(Import::Tool(tool)) if !granted.contains(tool) => add(
-                    RejectKind::Import,
-                    format!("import {module}.{name}: the grant does not name this tool"),
-                ),
-                Ok(_) => {}
-            }
+            add(RejectKind::Import, format!("import {module}.{name}: {why}"));
         }
         if self.has_start {
             let message = "the module has a start section; export _initialize instead".into();
@@ -122,13 +138,18 @@ impl Shape {
         if export("memory").is_none_or(|export| export.kind != "memory") {
             add(RejectKind::Export, "the module exports no memory named `memory`".into());
         }
-        let entries = [("forge_run", "(func (result i32))"), ("_start", "(func)")];
+        let entries = [
+            ("forge_run", Signature { params: &[], result: Some(Value::I32) }),
+            ("_start", Signature { params: &[], result: None }),
+        ];
         let exported = entries.map(|(name, expected)| (name, export(name), expected));
-        let fits = |found: &ExportFound, expected| found.signature.as_deref() == Some(expected);
+        let fits = |found: &ExportFound, expected| {
+            found.ty.as_deref().is_some_and(|ty| has_type(ty, expected))
+        };
         if !exported.iter().any(|(_, found, expected)| found.is_some_and(|it| fits(it, expected))) {
             let other = exported.iter().find_map(|(name, found, expected)| {
                 let found = (*found)?;
-                let is = found.signature.as_deref().unwrap_or(found.kind);
+                let is = found.signature().unwrap_or_else(|| found.kind.into());
                 Some(format!("the export `{name}` is {is}, the ABI has {expected}"))
             });
             let neither = "the module exports neither `forge_run` (func (result i32)) nor WASI's \
@@ -271,7 +292,7 @@ fn within(program: &[u8], limits: &RunLimits) -> Result<(), Violation> {
 /// export, and what is made of one takes a hundred times as much.
 fn read_shape(module: &[u8]) -> Result<Shape, ShapeError> {
     let mut shape = Shape::default();
-    let mut types: Vec<Option<FuncType>> = Vec::new();
+    let mut types: Vec<Option<Arc<FuncType>>> = Vec::new();
     let mut functions: Vec<u32> = Vec::new();
     for payload in Parser::new(0).parse_all(module) {
         match payload? {
@@ -280,7 +301,9 @@ fn read_shape(module: &[u8]) -> Result<Shape, ShapeError> {
                 for group in section {
                     for sub in group?.types() {
                         types.push(match &sub.composite_type.inner {
-                            wasmparser::CompositeInnerType::Func(func) => Some(func.clone()),
+                            wasmparser::CompositeInnerType::Func(func) => {
+                                Some(Arc::new(func.clone()))
+                            }
                             _ => None,
                         });
                     }
@@ -293,15 +316,15 @@ fn read_shape(module: &[u8]) -> Result<Shape, ShapeError> {
                     let ty = match import.ty {
                         TypeRef::Func(index) => {
                             functions.push(index);
-                            types.get(index as usize).and_then(Option::as_ref)
+                            types.get(index as usize).cloned().flatten()
                         }
                         _ => None,
                     };
                     shape.imports.push(ImportFound {
                         module: import.module.into(),
                         name: import.name.into(),
-                        signature: ty.map_or("(not a function)".into(), type_text),
-                        recognised: recognise(import.module, import.name, ty),
+                        recognised: recognise(import.module, import.name, ty.as_deref()),
+                        ty,
                     });
                 }
             }
@@ -325,7 +348,7 @@ fn read_shape(module: &[u8]) -> Result<Shape, ShapeError> {
                     let export = export?;
                     let function = |index: u32| {
                         let ty = *functions.get(index as usize)?;
-                        types.get(ty as usize)?.as_ref().map(type_text)
+                        types.get(ty as usize)?.clone()
                     };
                     shape.exports.push(ExportFound {
                         name: export.name.into(),
@@ -336,7 +359,7 @@ fn read_shape(module: &[u8]) -> Result<Shape, ShapeError> {
                             ExternalKind::Global => "global",
                             ExternalKind::Tag => "tag",
                         },
-                        signature: match export.kind {
+                        ty: match export.kind {
                             ExternalKind::Func => function(export.index),
                             _ => None,
                         },
@@ -482,7 +505,7 @@ mod tests {
         assert!(refused.message.contains("exports"), "{}", refused.message);
         // And what is made of one is small however it is typed.
         let found = read(&exports(shape::EXPORTS_MAX)).unwrap().exports;
-        let bytes = |it: &ExportFound| it.signature.as_ref().map_or(0, String::len);
+        let bytes = |it: &ExportFound| it.signature().map_or(0, |text| text.len());
         assert!(found.iter().map(bytes).max() < Some(256));
         for (what, text) in [
             ("imports", "(import \"a\" \"b\" (func))".repeat(1_001)),

@@ -129,7 +129,7 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<ExitCode, CliError> {
             .map(|import| InspectedImport {
                 module: import.module.clone(),
                 name: import.name.clone(),
-                signature: import.signature.clone(),
+                signature: import.signature(),
                 problem: import.recognised.as_ref().err().cloned(),
             })
             .collect(),
@@ -139,7 +139,7 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<ExitCode, CliError> {
             .map(|export| InspectedExport {
                 name: export.name.clone(),
                 kind: export.kind,
-                signature: export.signature.clone(),
+                signature: export.signature(),
             })
             .collect(),
         memory: shape
