@@ -18,6 +18,7 @@
 //! | [`link`] | the protocol session over a [`Stream`]; when bytes are sent |
 //! | `run` | one program and its run, from its arrival to its [`Ended`](forge_protocol::guest::Ended) |
 //! | [`shape`] | how large and complex a module may be, checked before wasmi |
+//! | `respelled` | code that wasmi translates wrongly, spelled otherwise |
 //! | `admission` | imports and exports against the ABI, tools against the grant |
 //! | [`engine`] | how wasmi is configured |
 //! | `host` | what a running program has: budgets, calls, input, memory |
@@ -39,6 +40,7 @@ pub mod engine;
 mod host;
 pub mod link;
 pub mod random;
+mod respelled;
 mod run;
 pub mod shape;
 mod trap;

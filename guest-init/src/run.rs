@@ -19,6 +19,7 @@ use crate::admission::{self, Admitted, Entry};
 use crate::engine;
 use crate::host::Host;
 use crate::link::{Link, ServeError, Stream};
+use crate::respelled;
 use crate::shape::{self, ShapeError};
 use crate::trap::{self, Stop, rejected};
 
@@ -35,10 +36,7 @@ pub(crate) fn serve<S: Stream + 'static>(
     let limits = load.limits;
     limits.within(&absolute_maxima()).map_err(ServeError::Order)?;
     let fuel = limits.fuel;
-    let prepared = prepare(&limits, &program, trust);
-    // The engine has its own form of it by now; a large program's heap is
-    // better used by its run.
-    drop(program);
+    let prepared = prepare(&limits, program, trust);
     link.may_go_on()?;
     let prepared = match prepared {
         Ok(prepared) => prepared,
@@ -130,33 +128,49 @@ struct Prepared {
     admitted: Admitted,
 }
 
-/// Verifies, bounds, compiles and admits a program, in this order.
-fn prepare(limits: &RunLimits, program: &[u8], trust: &TrustKeys) -> Result<Prepared, Ending> {
+/// Verifies, bounds, compiles and admits a program, in this order. The engine has
+/// its own form of it then, and its bytes are gone: a large program's heap is
+/// better used by its run.
+fn prepare(limits: &RunLimits, program: Vec<u8>, trust: &TrustKeys) -> Result<Prepared, Ending> {
     let verified = trust
-        .verify(program)
+        .verify(&program)
         .map_err(|why| rejected(RejectKind::Signature, alloc::format!("{why}")))?;
-    compile(limits, &verified)
+    match bounded(&verified)? {
+        None => compile(limits, &program),
+        Some(respelled) => {
+            drop(program);
+            compile(limits, &respelled)
+        }
+    }
 }
 
 /// Takes a [`VerifiedProgram`] and nothing else, so that no byte of a program
 /// nobody trusted signed reaches a WebAssembly parser.
-fn compile(limits: &RunLimits, program: &VerifiedProgram<'_>) -> Result<Prepared, Ending> {
-    compile_trusted(limits, program.bytes())
+fn bounded(program: &VerifiedProgram<'_>) -> Result<Option<Vec<u8>>, Ending> {
+    bounded_trusted(program.bytes())
 }
 
 /// See [`crate::check`].
 pub(crate) fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
-    compile_trusted(limits, module).map(|_| ())
+    let respelled = bounded_trusted(module)?;
+    compile(limits, respelled.as_deref().unwrap_or(module)).map(|_| ())
 }
 
-/// The same for bytes that the caller trusts.
-fn compile_trusted(limits: &RunLimits, module: &[u8]) -> Result<Prepared, Ending> {
+/// Holds bytes that the caller trusts to the bounds; gives them back if they have
+/// to be [`respelled`](mod@respelled).
+fn bounded_trusted(module: &[u8]) -> Result<Option<Vec<u8>>, Ending> {
+    let malformed = |error| rejected(RejectKind::Invalid, alloc::format!("{error}"));
     shape::check(module).map_err(|error| match error {
         ShapeError::Over(over) => {
             rejected(RejectKind::TooLarge, alloc::format!("the module's {over}"))
         }
-        ShapeError::Malformed(error) => rejected(RejectKind::Invalid, alloc::format!("{error}")),
+        ShapeError::Malformed(error) => malformed(error),
     })?;
+    respelled::respelled(module).map_err(malformed)
+}
+
+/// Compiles and admits bytes that are bounded.
+fn compile(limits: &RunLimits, module: &[u8]) -> Result<Prepared, Ending> {
     let engine = Engine::new(&engine::config(limits));
     let module = Module::new(&engine, module).map_err(|error| trap::not_compiled(&error))?;
     let admitted = admission::admit(&module)?;
