@@ -54,6 +54,11 @@ pub const GROWS_MAX: u32 = 128;
 /// Compilers have labels with one value, or none.
 pub const BRANCH_VALUES_MAX: u32 = 200_000;
 
+/// Blocks, loops and conditions inside one another. What is open takes 240 bytes of
+/// an engine, and its beginning two of a module. A `switch` has as many as it has
+/// cases, as compilers write it.
+pub const NESTING_MAX: u32 = 20_000;
+
 /// Why a module's shape is refused.
 #[derive(Debug)]
 pub enum ShapeError {
@@ -142,6 +147,7 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
                 grows += grows_of(&body)?;
                 within("growing operators", grows, GROWS_MAX)?;
                 branches_at_most += branches_at_most_of(&body);
+                within("nested blocks of one function", nesting_of(&body)?, NESTING_MAX)?;
             }
             _ => {}
         }
@@ -250,6 +256,29 @@ fn branch_values_of(
     Ok(values)
 }
 
+/// How many blocks of a function are open at most. They are counted one by one
+/// only where enough of its bytes could begin one.
+fn nesting_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
+    let begins = |byte: &&u8| matches!(byte, 0x02..=0x04);
+    let at_most = body.as_bytes().iter().filter(begins).count();
+    if at_most <= NESTING_MAX as usize {
+        return Ok(0);
+    }
+    let (mut open, mut most) = (0u32, 0);
+    let mut operators = body.get_operators_reader()?;
+    while !operators.eof() {
+        match operators.read()? {
+            Operator::Block { .. } | Operator::Loop { .. } | Operator::If { .. } => {
+                open += 1;
+                most = most.max(open);
+            }
+            Operator::End => open = open.saturating_sub(1),
+            _ => {}
+        }
+    }
+    Ok(most)
+}
+
 /// How many local variables a function declares.
 fn locals_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
     let mut locals = 0u32;
@@ -323,6 +352,12 @@ mod tests {
 
     const BRANCHES_MAX: u32 = BRANCH_VALUES_MAX / 100;
 
+    /// A module with so many blocks inside one another.
+    fn nested(count: u32) -> String {
+        let (begin, end) = ("block ".repeat(count as usize), "end ".repeat(count as usize));
+        format!("(module (func {begin} {end}))")
+    }
+
     /// A module whose body is `piece`, `count` times.
     fn repeated(piece: &str, count: u32) -> String {
         format!("(module {})", piece.repeat(count as usize))
@@ -354,6 +389,7 @@ mod tests {
             (repeated("(data \"\")", DATA_SEGMENTS_MAX + 1), "data segments"),
             (repeated(GROWS, GROWS_MAX / 2 + 1), "growing operators"),
             (branching(BRANCHES_MAX + 1), "values carried by branches"),
+            (nested(NESTING_MAX + 1), "nested blocks of one function"),
         ] {
             assert_eq!(check_text(&module).unwrap_err().what, what);
         }
@@ -374,6 +410,7 @@ mod tests {
             repeated("(table 100000 funcref)", TABLES_MAX),
             repeated("(data \"\")", DATA_SEGMENTS_MAX),
             repeated(GROWS, GROWS_MAX / 2),
+            nested(NESTING_MAX),
             branching(BRANCHES_MAX),
         ] {
             assert_eq!(check_text(&module), Ok(()));
