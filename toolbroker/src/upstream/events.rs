@@ -129,7 +129,7 @@ impl<S> Answers<S> {
         let why = if scan.has_too_many() {
             Unusable::TooMany
         } else {
-            match serde_json::from_str::<RxJsonRpcMessage<RoleClient>>(data) {
+            match crate::json::from_slice::<RxJsonRpcMessage<RoleClient>>(data.as_bytes()) {
                 Ok(message) => return Some(self.pass(message, event)),
                 // A notification that this release does not know.
                 Err(_) if scan.has_method() => return Some(event),
