@@ -23,10 +23,19 @@
 //! # What a later block may cost
 //! The library's bounds on facts, rounds and time are looked at only between
 //! rounds: one rule, or one check, that joins facts with each other runs for
-//! hours inside a single round. So the shape is bounded before anything is
-//! evaluated: no rules, one predicate in each query, few queries, and no
-//! operation that costs more than its own length. What is left is linear. A
-//! condition over two facts is written as two checks.
+//! hours inside a single round, and one that puts texts together keeps every
+//! text on the way. So the shape is bounded before anything is evaluated: no
+//! rules, few queries, and in each at most one predicate, of which the world
+//! holds one fact. Operations are those of a list, none of which makes a value
+//! larger than `true`; texts are no longer than a tool's name.
+//!
+//! What is left is one pass over the checks for each granted tool, and where a
+//! check fails the library prints it: an operation prints again all that it
+//! works on. So what is bounded are operations times values, [`WORK_MAX`] in
+//! all blocks together: at most 4 MiB of text for a tool. Texts are looked up
+//! in the order they came in, so that thousands of different ones cost some
+//! ten milliseconds for a tool; a deadline over all tools of a grant ends what
+//! that comes to. A condition over two facts is written as two checks.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -34,7 +43,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use biscuit_auth::builder::{self, BlockBuilder, Term};
 use biscuit_auth::format::schema;
 use biscuit_auth::{UnverifiedBiscuit, error};
-use forge_protocol::limits::{CONSTRAINTS_MAX, GRANT_BYTES_MAX};
+use forge_protocol::limits::{
+    CONSTRAINTS_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, TOOL_NAME_BYTES_MAX,
+};
 use forge_protocol::name::ToolName;
 use prost::Message as _;
 
@@ -45,12 +56,17 @@ use crate::grant::{GrantError, VALID_S_MAX, check_session, fact};
 const BLOCKS_MAX: usize = 16;
 /// Facts and queries in all appended blocks together, each.
 pub(crate) const APPENDED_MAX: usize = 64;
+/// Operations of an expression, times its values, in all appended blocks
+/// together. [`attenuate`] writes three operations over a set of tools.
+const WORK_MAX: usize = BLOCKS_MAX * 4 * GRANTED_TOOLS_MAX;
 /// The last second that a date in a token may name: the end of year 9999.
 const DATE_UNIX_S_MAX: u64 = 253_402_300_799;
 /// Symbols of a token's own begin here; below are those that every token has.
 const SYMBOLS_OWN_MIN: u64 = 1024;
 /// How many symbols every token has (Biscuit specification, "Symbol table").
 const SYMBOLS_COMMON: u64 = 28;
+/// The one of them that is `time`.
+const SYMBOL_TIME: u64 = 5;
 
 /// What a later block is to take away.
 #[derive(Clone, Debug, Default)]
@@ -216,7 +232,7 @@ pub(crate) fn check_shape(token: &[u8]) -> Result<(), GrantError> {
     }
     let decode = |block: &[u8]| schema::Block::decode(block).map_err(undecodable);
     let mut symbols = Symbols(decode(&token.authority.block)?.symbols);
-    let (mut facts, mut queries) = (0, 0);
+    let (mut facts, mut queries, mut work) = (0, 0, 0);
     for signed in &token.blocks {
         if signed.external_signature.is_some() {
             // Its symbols are its own, and nobody here trusts its signer.
@@ -231,18 +247,29 @@ pub(crate) fn check_shape(token: &[u8]) -> Result<(), GrantError> {
         for fact in &block.facts {
             check_fact(&fact.predicate, &symbols)?;
         }
-        for query in block.checks.iter().flat_map(|check| &check.queries) {
-            queries += 1;
-            if query.body.len() > 1 {
-                return Err(GrantError::Shape("has a check that joins predicates"));
+        for check in &block.checks {
+            if check.kind() == schema::check::Kind::Reject && check.queries.len() > 1 {
+                // biscuit-auth 6.0.0 lets it hold as soon as one of them does not
+                // match, so it would take nothing away.
+                return Err(GrantError::Shape(
+                    "has a `reject if` of several queries joined by `or`: write several of one each",
+                ));
             }
-            for op in query.expressions.iter().flat_map(|expression| &expression.ops) {
-                check_op(op)?;
+            // One that asks nothing fails, and is printed like any other.
+            queries += check.queries.len().max(1);
+            for query in &check.queries {
+                work += work_of(query, &symbols)?;
             }
         }
     }
     if facts > APPENDED_MAX || queries > APPENDED_MAX {
         return Err(GrantError::Shape("has too many facts or checks"));
+    }
+    if work > WORK_MAX {
+        return Err(GrantError::Shape(
+            "has too many operations or values in its checks: all blocks count together, and one \
+             set of tools, {…}.contains($tool), says it with the fewest",
+        ));
     }
     Ok(())
 }
@@ -271,16 +298,103 @@ fn check_fact(fact: &schema::Predicate, symbols: &Symbols) -> Result<(), GrantEr
     }
 }
 
-/// Closures nest loops; a regular expression is compiled anew for every fact.
-fn check_op(op: &schema::Op) -> Result<(), GrantError> {
-    use schema::op::Content;
-    use schema::op_binary::Kind;
-    match &op.content {
-        Some(Content::Closure(_)) => Err(GrantError::Shape("has a closure")),
-        Some(Content::Binary(binary)) if binary.kind == Kind::Regex as i32 => {
-            Err(GrantError::Shape("has a regular expression"))
+/// What a query may cost; it is refused if that is not bounded.
+fn work_of(query: &schema::Rule, symbols: &Symbols) -> Result<usize, GrantError> {
+    let stated = |predicate: &schema::Predicate| {
+        let name = predicate.name;
+        predicate.terms.len() == 1 && (name == SYMBOL_TIME || symbols.get(name) == Some("call"))
+    };
+    if query.body.len() > 1 {
+        return Err(GrantError::Shape(
+            "has a check that joins predicates: write several checks of one predicate each",
+        ));
+    }
+    // The library writes of a head with terms to our standard output.
+    if !query.body.iter().all(stated) || !query.head.terms.is_empty() {
+        return Err(GrantError::Shape(
+            "has a check over what is not stated: known are time($now) and call($tool)",
+        ));
+    }
+    let mut work = 0;
+    for term in query.body.iter().flat_map(|predicate| &predicate.terms) {
+        work += values_of(term, symbols)?;
+    }
+    for expression in &query.expressions {
+        let mut values = 1;
+        for op in &expression.ops {
+            values += check_op(op, symbols)?;
         }
-        Some(Content::Value(_) | Content::Unary(_) | Content::Binary(_)) | None => Ok(()),
+        work += values * expression.ops.len().max(1);
+    }
+    Ok(work)
+}
+
+/// How many values an operation brings. Allowed are those whose result is
+/// `true` or `false`, over values that [`values_of`] allows. Closures nest
+/// loops; a regular expression is compiled anew for every tool; texts that are
+/// added stay, each of them, and `+` is the same for numbers.
+fn check_op(op: &schema::Op, symbols: &Symbols) -> Result<usize, GrantError> {
+    use schema::op::Content;
+    use schema::op_binary::Kind as Binary;
+    use schema::op_unary::Kind as Unary;
+    const UNARY: [Unary; 2] = [Unary::Negate, Unary::Parens];
+    const BINARY: [Binary; 13] = [
+        Binary::LessThan,
+        Binary::GreaterThan,
+        Binary::LessOrEqual,
+        Binary::GreaterOrEqual,
+        Binary::Equal,
+        Binary::NotEqual,
+        Binary::HeterogeneousEqual,
+        Binary::HeterogeneousNotEqual,
+        Binary::Contains,
+        Binary::Prefix,
+        Binary::Suffix,
+        Binary::And,
+        Binary::Or,
+    ];
+    match &op.content {
+        Some(Content::Value(value)) => values_of(value, symbols),
+        Some(Content::Unary(unary)) if UNARY.iter().any(|kind| *kind as i32 == unary.kind) => Ok(0),
+        Some(Content::Binary(binary)) if BINARY.iter().any(|kind| *kind as i32 == binary.kind) => {
+            Ok(0)
+        }
+        Some(Content::Unary(_) | Content::Binary(_) | Content::Closure(_)) | None => {
+            Err(GrantError::Shape(
+                "has an operation that no check may hold: known are comparisons, `contains`, \
+                 `starts_with`, `ends_with`, `!` and parentheses; for `&&` write a comma, for `||` \
+                 write `or` and the predicate again",
+            ))
+        }
+    }
+}
+
+/// How many values a value of a check holds, itself among them. What is
+/// compared is a time or a tool's name.
+fn values_of(value: &schema::Term, symbols: &Symbols) -> Result<usize, GrantError> {
+    use schema::term::Content;
+    let short = |symbol: u64| match symbols.get(symbol) {
+        Some(text) if text.len() > TOOL_NAME_BYTES_MAX => {
+            Err(GrantError::Shape("has a text in a check that is longer than any tool's name"))
+        }
+        _ => Ok(1),
+    };
+    let all = |items: &[schema::Term]| {
+        items.iter().try_fold(1, |sum, item| Ok(sum + values_of(item, symbols)?))
+    };
+    match &value.content {
+        Some(Content::String(text)) => short(*text),
+        // Its name is printed too.
+        Some(Content::Variable(name)) => short((*name).into()),
+        Some(Content::Integer(_) | Content::Date(_) | Content::Bool(_)) => Ok(1),
+        Some(Content::Set(set)) => all(&set.set),
+        Some(Content::Array(array)) => all(&array.array),
+        Some(Content::Bytes(_) | Content::Null(_) | Content::Map(_)) | None => {
+            Err(GrantError::Shape(
+                "has a value in a check that is neither text, number, date, true or false, nor a \
+                 set or list of them",
+            ))
+        }
     }
 }
 
@@ -294,8 +408,10 @@ mod tests {
     use super::*;
     use crate::grant::tests::attenuated;
     use crate::grant::{Issuer, Terms};
+    use biscuit_auth::builder::{Binary, Check, CheckKind, Expression, Op, Predicate, Rule, Unary};
     use forge_protocol::broker::{GrantClaims, GrantedTool};
     use proptest::prelude::*;
+    use std::time::Instant;
 
     const TOOLS: [&str; 4] = ["shop.find", "shop.buy", "mail.send", "crypto.hash"];
 
@@ -528,6 +644,139 @@ mod tests {
         let narrowing = Narrowing { calls_max: Some(1), ..Narrowing::default() };
         let refused = attenuate(&token, &narrowing, now()).unwrap_err();
         assert!(matches!(refused, GrantError::Shape(_)), "{refused}");
+    }
+
+    /// The token with a block of these checks, which no source can say.
+    fn checked(token: &[u8], bodies: Vec<Vec<Predicate>>, ops: Vec<Op>) -> Vec<u8> {
+        let expressions = if ops.is_empty() { Vec::new() } else { vec![Expression { ops }] };
+        let query = |body: Vec<Predicate>| {
+            let head = Predicate::new("query".to_owned(), Vec::<Term>::new());
+            Rule::new(head, body, expressions.clone(), Vec::new())
+        };
+        let queries = bodies.into_iter().map(query).collect();
+        let check = Check { queries, kind: CheckKind::One };
+        let block = BlockBuilder::new().check(check).unwrap();
+        UnverifiedBiscuit::from(token).unwrap().append(block).unwrap().to_vec().unwrap()
+    }
+
+    /// A value, and as many of `op` to itself.
+    fn chain(value: &Term, op: &Binary, count: usize) -> Vec<Op> {
+        let mut ops = vec![Op::Value(value.clone())];
+        for _ in 0..count {
+            ops.extend([Op::Value(value.clone()), Op::Binary(op.clone())]);
+        }
+        ops
+    }
+
+    fn refused(issuer: &Issuer, token: &[u8]) -> GrantError {
+        let began = Instant::now();
+        let refused = claims(issuer, token).unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+        refused
+    }
+
+    #[test]
+    fn a_check_that_puts_texts_together_is_refused_at_once() {
+        let issuer = Issuer::ephemeral();
+        let token = issued(&issuer);
+        // Each sum would stay in memory: 30 KB, 60 KB, … 60 MB, together 60 GB.
+        for (text_bytes, why) in [(30_000, "longer than any"), (200, "has an operation that no")] {
+            let mut ops = chain(&builder::string(&"a".repeat(text_bytes)), &Binary::Add, 2_000);
+            ops.extend([Op::Value(builder::string("")), Op::Binary(Binary::NotEqual)]);
+            let token = checked(&token, vec![Vec::new()], ops);
+            assert!(token.len() <= GRANT_BYTES_MAX as usize, "{}", token.len());
+            let refused = refused(&issuer, &token);
+            assert!(refused.to_string().contains(why), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_check_with_too_many_operations_or_values_is_refused_at_once() {
+        let issuer = Issuer::ephemeral();
+        let token = issued(&issuer);
+        let parens = |value: Term, count: usize| {
+            let mut ops = vec![Op::Value(value)];
+            ops.extend(vec![Op::Unary(Unary::Parens); count]);
+            ops
+        };
+        let name = |n: usize| builder::string(&format!("{n:0>200}"));
+        let many = Term::Array(vec![name(0); 5_000]);
+        for ops in [
+            chain(&builder::boolean(true), &Binary::Or, 1_000),
+            parens(builder::boolean(true), 10_000),
+            parens(Term::Set((0..200).map(name).collect()), 500),
+            parens(many, 5),
+        ] {
+            let token = checked(&token, vec![Vec::new()], ops);
+            let refused = refused(&issuer, &token);
+            assert!(refused.to_string().contains("too many operations or values"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn what_the_command_line_writes_in_every_block_has_room() {
+        let issuer = Issuer::ephemeral();
+        let names: Vec<ToolName> =
+            (0..GRANTED_TOOLS_MAX).map(|n| name(&format!("shop.tool_{n}"))).collect();
+        let tool = |name: &ToolName| GrantedTool {
+            name: name.clone(),
+            definition_sha256: [7; 32],
+            constraints: Vec::new(),
+        };
+        let terms = Terms {
+            principal: "alice".into(),
+            tools: names.iter().map(tool).collect(),
+            valid_s: 1_000,
+            calls_max: None,
+            cost_max: None,
+            session: None,
+        };
+        let mut token = issuer.issue(&terms, now()).unwrap();
+        let narrowing = Narrowing { tools: names, ..Narrowing::default() };
+        for _ in 0..BLOCKS_MAX {
+            token = attenuate(&token, &narrowing, now()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_check_asks_only_for_what_the_broker_states_and_has_bounded_values() {
+        let issuer = Issuer::ephemeral();
+        let token = issued(&issuer);
+        let long = "a".repeat(TOOL_NAME_BYTES_MAX + 1);
+        for (source, why) in [
+            ("check if tool($n, $d), $n != \"x\";", "over what is not stated"),
+            ("check if principal($p);", "over what is not stated"),
+            ("check if call($t, $u);", "over what is not stated"),
+            (&format!("check if call($t), $t != \"{long}\";"), "longer than any tool's name"),
+            (&format!("check if call(\"{long}\");"), "longer than any tool's name"),
+            (&format!("check if call(${long});"), "longer than any tool's name"),
+            ("check if hex:00 == hex:00;", "has a value in a check"),
+            ("check if {\"a\": 1} == {\"a\": 1};", "has a value in a check"),
+            ("check if 1 + 1 == 2;", "has an operation"),
+            ("check if call($t), $t.length() < 9;", "has an operation"),
+            ("check if call($t), $t.type() == \"string\";", "has an operation"),
+            ("check if [1].get(0) == 1;", "has an operation"),
+            ("check if {1}.union({2}).contains(1);", "has an operation"),
+            ("check if call($t), $t == \"a\" || $t == \"b\";", "write `or`"),
+            ("reject if call(\"a.b\") or call(\"shop.buy\");", "several of one each"),
+        ] {
+            let refused = refused(&issuer, &attenuated(&issuer, &token, source));
+            assert!(refused.to_string().contains(why), "{source}: {refused}");
+        }
+        let nothing = checked(&token, Vec::new(), Vec::new());
+        assert!(matches!(refused(&issuer, &nothing), GrantError::NothingLeft(_)));
+        for source in [
+            "check if call($t), ($t == \"shop.buy\"), !$t.ends_with(\"nd\");",
+            "check if call($t), {\"shop.buy\"}.contains($t), $t.starts_with(\"shop.\");",
+            "check if call($t), [\"shop.buy\"].contains($t), $t !== \"x\";",
+            "reject if call(\"mail.send\");",
+            "check if time($t), $t >= 2020-01-01T00:00:00Z; check if call(\"shop.buy\");",
+        ] {
+            let claims = claims(&issuer, &attenuated(&issuer, &token, source));
+            let claims = claims.unwrap_or_else(|refused| panic!("{source}: {refused}"));
+            let names: Vec<&str> = claims.tools.iter().map(|tool| tool.name.as_str()).collect();
+            assert!(names.contains(&"shop.buy") && names.len() < TOOLS.len(), "{source} {names:?}");
+        }
     }
 
     #[test]
