@@ -27,9 +27,10 @@
 //! - Equality is that of JSON: members in any order, items in theirs, numbers
 //!   by value.
 //! - A prefix is a prefix of text. Nothing is normalised; a value with a `..`
-//!   segment is refused under a prefix, percent-encoded ones included, since
-//!   whoever resolves it leaves the place that the prefix names. A prefix of
-//!   a folder ends with its `/`, or it fits its neighbours too.
+//!   segment is refused under a prefix, however it is hidden from whom it is
+//!   resolved by ([`climbs`]), since that leaves the place that the prefix
+//!   names. A prefix of a folder ends with its `/`, or it fits its neighbours
+//!   too.
 //! - A pattern is of the `regex` crate: time linear in the value, whose
 //!   length is bounded all the same. `\d` is any digit of Unicode; `[0-9]` is
 //!   ten.
@@ -57,6 +58,9 @@ const MATCHED_BYTES_MAX: usize = 4 * 1024;
 /// A compiled pattern, in bytes; and what its lazy automaton may take beside
 /// it.
 const PATTERN_BYTES_MAX: usize = 96 * 1024;
+/// How often a value may be percent-encoded over itself before it is taken for
+/// a trick.
+const ENCODINGS_MAX: usize = 3;
 /// Nesting of a pattern.
 const PATTERN_NEST_MAX: u32 = 32;
 
@@ -110,7 +114,7 @@ pub enum Outside {
     NotExact,
     /// It is too long to be matched.
     TooLong,
-    /// It has a segment `..`.
+    /// It has a segment `..`, or is encoded so often that it may hide one.
     Climbs,
     /// It is another value.
     Other,
@@ -124,7 +128,7 @@ impl fmt::Display for Outside {
             Self::NoString => f.write_str("is no string"),
             Self::NotExact => f.write_str("has more digits than can be compared"),
             Self::TooLong => write!(f, "has more than {MATCHED_BYTES_MAX} bytes"),
-            Self::Climbs => f.write_str("has a `..` segment"),
+            Self::Climbs => f.write_str("has a `..` segment, or may hide one"),
             Self::Other => f.write_str("is another"),
         }
     }
@@ -251,35 +255,49 @@ fn same(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// Whether a segment of `text` is `..`, where `/` and `\` part segments, and
-/// all of them may be percent-encoded once.
+/// Whether a segment of `text` is `..` to anybody who might resolve it. Segments
+/// are parted by `/` and `\`, and end at `?`, `#` and, for some servers, `;`.
+/// Parsers of URLs drop tabs and line ends wherever they stand, and spaces at an
+/// end. All of it may be percent-encoded, several times over.
 fn climbs(text: &str) -> bool {
-    let decoded = |bytes: &[u8], at: usize| -> (u8, usize) {
-        let code = bytes.get(at..at + 3).map(|code| [code[0], code[1], code[2]]);
-        match code.map(|code| code.map(|byte| byte.to_ascii_lowercase())) {
-            Some([b'%', b'2', b'e']) => (b'.', 3),
-            Some([b'%', b'2', b'f'] | [b'%', b'5', b'c']) => (b'/', 3),
-            _ if bytes[at] == b'\\' => (b'/', 1),
-            _ => (bytes[at], 1),
+    let mut text = text.as_bytes().to_vec();
+    for _ in 0..=ENCODINGS_MAX {
+        text.retain(|byte| !byte.is_ascii_control());
+        let mut segments = text.split(|byte| matches!(byte, b'/' | b'\\'));
+        if segments.any(is_parent) {
+            return true;
         }
-    };
-    let bytes = text.as_bytes();
-    let (mut at, mut dots, mut others) = (0, 0_usize, false);
-    while at < bytes.len() {
-        let (byte, step) = decoded(bytes, at);
-        at += step;
-        match byte {
-            b'/' => {
-                if dots == 2 && !others {
-                    return true;
-                }
-                (dots, others) = (0, false);
+        let decoded = percent_decoded(&text);
+        if decoded.len() == text.len() {
+            return false;
+        }
+        text = decoded;
+    }
+    true
+}
+
+fn is_parent(segment: &[u8]) -> bool {
+    let mut parts = segment.split(|byte| matches!(byte, b'?' | b'#' | b';'));
+    parts.next().is_some_and(|name| name.trim_ascii() == b"..")
+}
+
+fn percent_decoded(text: &[u8]) -> Vec<u8> {
+    let digit = |at: usize| text.get(at).and_then(|byte| char::from(*byte).to_digit(16));
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut at = 0;
+    while at < text.len() {
+        match (text[at], digit(at + 1), digit(at + 2)) {
+            (b'%', Some(high), Some(low)) => {
+                decoded.push((high * 16 + low) as u8);
+                at += 3;
             }
-            b'.' => dots += 1,
-            _ => others = true,
+            (byte, ..) => {
+                decoded.push(byte);
+                at += 1;
+            }
         }
     }
-    dots == 2 && !others
+    decoded
 }
 
 #[cfg(test)]
@@ -347,13 +365,57 @@ mod tests {
 
     #[test]
     fn a_prefix_lets_nothing_climb() {
-        for text in
-            ["..", "a/..", "../a", "a/../b", "a\\..\\b", "a/%2e%2E/b", "a%2F..%5cb", "a/.%2e"]
-        {
-            assert!(climbs(text), "{text}");
+        for text in [
+            "..",
+            "a/..",
+            "../a",
+            "a/../b",
+            "a\\..\\b",
+            "a/%2e%2E/b",
+            "a%2F..%5cb",
+            "a/.%2e",
+            "a/.\t./b",
+            "a/.\n./b",
+            "a/.\r\n./b",
+            "a/\0../b",
+            "a/.%0a./b",
+            "a/..?x",
+            "a/..#x",
+            "a/..%3fx",
+            "a/.. ",
+            "a/ .. /b",
+            "a/..%20",
+            "a/..;/b",
+            "a/..;c=d/b",
+            "a/%252e%252e/b",
+            "a/%25252e%25252e/b",
+            "a/%2525252525252e",
+            "a/%252e%252e%255cb",
+        ] {
+            assert!(climbs(text), "{text:?}");
         }
-        for text in ["", "a", ".", "...", "a..b", "..a/b", "a/...", "a/.b/c.", "%2", "a%2"] {
-            assert!(!climbs(text), "{text}");
+        for text in [
+            "",
+            "a",
+            ".",
+            "...",
+            "a..b",
+            "..a/b",
+            "a/...",
+            "a/.b/c.",
+            "%2",
+            "a%2",
+            "v1.2..3",
+            "docs/...",
+            "docs/./a",
+            "docs/..gitignore",
+            "docs/a;b/c?d=1..2#e",
+            "100%25 of a/b",
+            "a b%20c%2520d",
+            "two lines\nand more\t...",
+            "Really?.. Yes; .. no",
+        ] {
+            assert!(!climbs(text), "{text:?}");
         }
     }
 
