@@ -32,7 +32,17 @@ const DEPTH_MAX: usize = 256;
 /// Removes credentials from text and JSON.
 #[derive(Clone, Default)]
 pub struct Scrubber {
-    known: Option<Arc<AhoCorasick>>,
+    known: Known,
+}
+
+/// The values that are looked for.
+#[derive(Clone, Default)]
+enum Known {
+    #[default]
+    None,
+    Some(Arc<AhoCorasick>),
+    /// Nobody can look for them: any text may be one.
+    Unsearchable,
 }
 
 impl std::fmt::Debug for Scrubber {
@@ -72,11 +82,14 @@ impl Scrubber {
         }
         let built = AhoCorasick::builder().match_kind(MatchKind::Standard).build(&all);
         match built {
-            Ok(known) => Self { known: Some(Arc::new(known)) },
+            Ok(known) => Self { known: Known::Some(Arc::new(known)) },
             Err(error) => {
                 // 64 KiB each, and as many as an operator writes down.
-                tracing::error!(%error, "bug: credentials too long to look for");
-                Self::default()
+                tracing::error!(
+                    %error,
+                    "credentials too many or too long to look for: all text is removed instead"
+                );
+                Self { known: Known::Unsearchable }
             }
         }
     }
@@ -105,12 +118,13 @@ impl Scrubber {
     /// As [`Scrubber::json`], and says whether there was one.
     #[must_use]
     pub fn json_counted(&self, value: Value) -> Scrubbed<Value> {
-        let mut texts = Texts { in_rows: self.known.is_some(), ..Texts::default() };
+        let in_rows = matches!(self.known, Known::Some(_));
+        let mut texts = Texts { in_rows, ..Texts::default() };
         texts.collect(&value, 0, 0);
         let mut found: Vec<Vec<Range<usize>>> =
             texts.all.iter().map(|text| self.find(text.as_bytes())).collect();
         let mut removed: u32 = found.iter().map(|found| count(found)).sum();
-        if self.known.is_some() {
+        if in_rows {
             // Split ones: only where there is more than one text to be split
             // over, and only what was not found in one alone.
             let rows = texts.by_field.values().chain(std::iter::once(&texts.values));
@@ -135,7 +149,11 @@ impl Scrubber {
     }
 
     fn find_known(&self, text: &[u8]) -> Vec<Range<usize>> {
-        let Some(known) = &self.known else { return Vec::new() };
+        let known = match &self.known {
+            Known::Some(known) => known,
+            Known::Unsearchable if !text.is_empty() => return vec![0..text.len()],
+            Known::None | Known::Unsearchable => return Vec::new(),
+        };
         let matches = |text: &[u8], meet: &mut dyn FnMut(Range<usize>)| {
             for found in known.find_overlapping_iter(text) {
                 meet(found.range());
@@ -446,6 +464,18 @@ mod tests {
             let Scrubbed { left, removed } = scrubber.json_counted(clean.clone());
             assert_eq!((left.to_string(), removed), (clean.to_string(), 0));
         }
+    }
+
+    #[test]
+    fn where_nothing_can_be_looked_for_no_text_is_left() {
+        let scrubber = Scrubber { known: Known::Unsearchable };
+        assert_eq!(scrubber.text(VALUE), REDACTED);
+        assert_eq!(scrubber.text(""), "");
+        let said = json!({"said": [VALUE, 12345, true, null, ""]});
+        assert_eq!(
+            scrubber.json_counted(said),
+            Scrubbed { left: json!({REDACTED: [REDACTED, REDACTED, true, null, ""]}), removed: 3 }
+        );
     }
 
     #[test]

@@ -24,8 +24,8 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
 use super::lines::Lines;
+use super::scrubs::Scrubs;
 use crate::config::StdioConfig;
-use crate::secret::Scrubber;
 use crate::stranger;
 
 /// How long an answer to `server/discover` may take. Some seconds, since a
@@ -48,7 +48,7 @@ const STDERR_LINES_KEPT: usize = 5;
 pub(super) fn spawn(
     name: &str,
     config: &StdioConfig,
-    scrubber: &Scrubber,
+    scrubs: &Arc<Scrubs>,
 ) -> Result<(StdioTransport, Process), UpstreamError> {
     let failed = |reason: String| UpstreamError::Spawn {
         command: config.command.display().to_string(),
@@ -74,7 +74,7 @@ pub(super) fn spawn(
         return Err(failed("its standard streams are not ours".into()));
     };
     let process =
-        Process::watch(name, child, scrubber).ok_or_else(|| failed("it ended at once".into()))?;
+        Process::watch(name, child, scrubs).ok_or_else(|| failed("it ended at once".into()))?;
     let inner = Lines::new(name, stdout, stdin);
     Ok((StdioTransport { inner, discover: Discover::Settled }, process))
 }
@@ -170,14 +170,14 @@ pub(super) struct Process {
 impl Process {
     /// Watches over a child that leads its own process group. `None` if it
     /// was reaped already.
-    fn watch(server: &str, mut child: Child, scrubber: &Scrubber) -> Option<Self> {
+    fn watch(server: &str, mut child: Child, scrubs: &Arc<Scrubs>) -> Option<Self> {
         let group = child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?))?;
         let last_words = Arc::default();
         let (fall_silent, silent) = watch::channel(false);
         if let Some(stderr) = child.stderr.take() {
             let log = StderrLog {
                 server: server.to_owned(),
-                scrubber: scrubber.clone(),
+                scrubs: Arc::clone(scrubs),
                 last_words: Arc::clone(&last_words),
                 logged_bytes: 0,
             };
@@ -244,7 +244,7 @@ impl Drop for Process {
 /// Follows a server's standard error, line by line, within bounds.
 struct StderrLog {
     server: String,
-    scrubber: Scrubber,
+    scrubs: Arc<Scrubs>,
     last_words: Arc<StdMutex<VecDeque<String>>>,
     logged_bytes: usize,
 }
@@ -272,7 +272,7 @@ impl StderrLog {
     }
 
     fn line(&mut self, line: &[u8]) {
-        let line = self.scrubber.text(&String::from_utf8_lossy(line));
+        let line = self.scrubs.text(&String::from_utf8_lossy(line));
         // Escaped here once, so that it is safe wherever it is shown.
         let line = escaped(line.trim_end());
         if self.logged_bytes <= STDERR_BYTES_MAX {
@@ -308,21 +308,38 @@ mod tests {
     use super::*;
     use crate::secret::Secret;
 
+    fn secret(text: &str) -> Secret {
+        Secret::new(text.to_owned()).unwrap()
+    }
+
+    fn log(scrubs: Arc<Scrubs>) -> StderrLog {
+        StderrLog { server: "x".into(), scrubs, last_words: Arc::default(), logged_bytes: 0 }
+    }
+
+    fn kept(last_words: &StdMutex<VecDeque<String>>) -> Vec<String> {
+        last_words.lock().unwrap().iter().cloned().collect()
+    }
+
+    #[test]
+    fn a_token_fetched_after_the_start_leaves_standard_error_too() {
+        let scrubs = Scrubs::new(Vec::new());
+        let mut log = log(Arc::clone(&scrubs));
+        log.line(b"before token-1");
+        scrubs.learn("a", &secret("token-1"));
+        log.line(b"after token-1");
+        assert_eq!(kept(&log.last_words), ["before token-1", "after [credential removed]"]);
+    }
+
     #[tokio::test]
     async fn a_flood_on_standard_error_is_bounded_escaped_and_scrubbed() {
-        let last_words = Arc::default();
-        let log = StderrLog {
-            server: "x".into(),
-            scrubber: Scrubber::new([Secret::new("hunter2".into()).unwrap()]),
-            last_words: Arc::clone(&last_words),
-            logged_bytes: 0,
-        };
+        let log = log(Scrubs::new(vec![secret("hunter2")]));
+        let last_words = Arc::clone(&log.last_words);
         let mut flood = vec![b'a'; 100_000];
         flood.extend_from_slice(
             b"\n\x1b[31mred hunter2\nit's the \xe2\x9a\xa0\xef\xb8\x8f \"last\"",
         );
         log.follow(flood.as_slice()).await;
-        let kept: Vec<String> = last_words.lock().unwrap().iter().cloned().collect();
+        let kept = kept(&last_words);
         assert_eq!(kept.len(), 3);
         assert!(kept[0].len() <= 256);
         assert_eq!(kept[1], "\\u{1b}[31mred [credential removed]");
