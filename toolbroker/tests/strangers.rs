@@ -373,6 +373,32 @@ fn a_server_keeps_its_home_and_sees_no_other() {
 }
 
 #[test]
+fn a_link_that_a_server_left_in_its_home_makes_nothing_outside_at_its_next_start() {
+    let home = std::env::var("HOME").unwrap();
+    let granted = tempfile::tempdir_in(&home).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    std::fs::create_dir(granted.path().join("bin")).unwrap();
+    let file = granted.path().join("bin/srv");
+    std::fs::write(&file, "as granted").unwrap();
+    let name = granted.path().file_name().unwrap();
+    for (planted, target) in [("", "folder"), ("bin", ""), ("bin/srv", "nologin")] {
+        let state = tempfile::tempdir().unwrap();
+        let kept = state.path().join("homes/own").join(name);
+        let at = if planted.is_empty() { kept } else { kept.join(planted) };
+        std::fs::create_dir_all(at.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(out.path().join(target), &at).unwrap();
+        let args = ["--state", state.path().to_str().unwrap()];
+        let (broker, mut worker) = start(&format!("read = [{file:?}]"), "", &args);
+        let path = file.display().to_string();
+        let (got, error) = attacked(&mut worker, "own", "file", &path, "as granted");
+        assert!(got, "{planted:?}: {error}");
+        drop(worker);
+        assert!(broker.finish().0.success());
+        assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 0, "{planted:?}");
+    }
+}
+
+#[test]
 fn what_is_granted_and_not_there_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let config = configured(folder.path(), "read = [\"/nonexistent/folder\"]", "");

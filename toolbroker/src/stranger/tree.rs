@@ -2,8 +2,10 @@
 //! empty file system in a mount namespace of its own. What is not in it does
 //! not exist for the server, whoever owns it.
 //!
-//! It distrusts paths: all are resolved before, so that nothing here follows a
-//! link, and the host's own tree is only read. Where root starts a server,
+//! It distrusts paths: all are resolved before, and walked here name by name
+//! from a descriptor, so that nothing follows a link, whoever put it there. A
+//! server writes to its home, which it keeps, and may still run while it is
+//! started again. The host's own tree is only read. Where root starts a server,
 //! whatever the operator grants to it is mounted with its owners shown
 //! through a map: what belongs to the broker's user belongs to the server in
 //! there, and to nobody else. Deliberately absent are copies of files, and
@@ -15,7 +17,10 @@ use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, mkdirat, openat, statat, symlinkat};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, fstat, mkdirat, openat, openat2, symlinkat,
+    unlinkat,
+};
 use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags,
@@ -56,6 +61,20 @@ const SAFE: MountAttrFlags =
     MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
 const READ_ONLY: MountAttrFlags = SAFE.union(MountAttrFlags::MOUNT_ATTR_RDONLY);
 
+/// How every name is resolved: to what it is itself.
+const RESOLVE: ResolveFlags =
+    ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::NO_MAGICLINKS);
+/// How often one name is looked up again, while somebody changes what it is.
+const TRIES_MAX: usize = 8;
+
+/// What becomes of a link where a folder or a file is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    IsRefused,
+    /// In the home, where all links are the server's.
+    IsReplaced,
+}
+
 impl Tree {
     /// Makes the tree the process's own, in a mount namespace that nobody
     /// else is in. `owners` is the map for what is granted, to the server's
@@ -83,13 +102,15 @@ impl Tree {
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
         mount_change("/", private).map_err(failed("making mounts private"))?;
         let root = tmpfs("64m", "0755").map_err(failed("making a root"))?;
-        attach(&root, CWD, "/".as_ref()).map_err(failed("mounting a root"))?;
+        open(Path::new("/"))
+            .and_then(|host| attach(&root, &host))
+            .map_err(failed("mounting a root"))?;
         let root = root.as_fd();
-        self.furnish().map_err(failed("preparing the home"))?;
+        self.furnish()?;
         self.scratch(root, owners, uid).map_err(failed("making scratch folders"))?;
         if procfs {
-            folder(root, "proc".as_ref())
-                .and_then(|()| attach(&proc()?, root, "proc".as_ref()))
+            folder(root, "proc".as_ref(), Link::IsRefused)
+                .and_then(|at| attach(&proc()?, &at))
                 .map_err(failed("mounting /proc"))?;
         }
         // From the outside in, so that what is mounted later lies on top.
@@ -103,11 +124,9 @@ impl Tree {
                 .map_err(|source| Failure::at("showing", path, source))?;
         }
         for (link, target) in &self.links {
-            let at = inside(link);
-            let made = parents(root, at).and_then(|()| Ok(symlinkat(target, root, at)?));
-            match made {
+            match make_link(root, inside(link), target, Link::IsRefused) {
                 // Below a folder that is shown, it is there already.
-                Err(error) if !is(&error, Errno::EXIST) && !is(&error, Errno::ROFS) => {
+                Err(error) if !is(&error, Errno::ROFS) => {
                     return Err(Failure::at("linking", link, error));
                 }
                 _ => {}
@@ -125,26 +144,24 @@ impl Tree {
 
     /// Makes places in the home for what is shown below it, such as a program
     /// that is installed there. Through the map nobody but the server could.
-    fn furnish(&self) -> io::Result<()> {
+    fn furnish(&self) -> Result<(), Failure> {
         let Some(from) = &self.home_from else { return Ok(()) };
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let home = openat(CWD, from, flags, Mode::empty())?;
+        let home = open(from).map_err(|source| Failure::at("opening the home", from, source))?;
+        let in_home = |path: &Path| {
+            let at = path.strip_prefix(&self.home).ok()?;
+            (!at.as_os_str().is_empty()).then(|| at.to_owned())
+        };
         for path in self.system.iter().chain(&self.read).chain(&self.write) {
-            if let Ok(at) = path.strip_prefix(&self.home)
-                && !at.as_os_str().is_empty()
-            {
-                place(home.as_fd(), at, path.is_dir())?;
+            if let Some(at) = in_home(path) {
+                place(home.as_fd(), &at, path.is_dir(), Link::IsReplaced).map_err(|source| {
+                    Failure::at("making a place in the home for", path, source)
+                })?;
             }
         }
         for (link, target) in &self.links {
-            if let Ok(at) = link.strip_prefix(&self.home)
-                && !at.as_os_str().is_empty()
-            {
-                parents(home.as_fd(), at)?;
-                match symlinkat(target, &home, at) {
-                    Ok(()) | Err(Errno::EXIST) => {}
-                    Err(error) => return Err(error.into()),
-                }
+            if let Some(at) = in_home(link) {
+                make_link(home.as_fd(), &at, target, Link::IsReplaced)
+                    .map_err(|source| Failure::at("linking in the home", link, source))?;
             }
         }
         Ok(())
@@ -158,11 +175,11 @@ impl Tree {
         uid: Option<u32>,
     ) -> io::Result<()> {
         let scratch = |at: &Path| -> io::Result<()> {
-            folder(root, at)?;
-            attach(&tmpfs(SCRATCH_BYTES_MAX, "1777")?, root, at)
+            let at = folder(root, at, Link::IsRefused)?;
+            attach(&tmpfs(SCRATCH_BYTES_MAX, "1777")?, &at)
         };
         scratch("tmp".as_ref())?;
-        folder(root, "dev/shm".as_ref())?;
+        folder(root, "dev/shm".as_ref(), Link::IsRefused)?;
         for device in DEVICES {
             let path = Path::new("/dev").join(device);
             if path.exists() {
@@ -227,31 +244,70 @@ fn show(
         shown = copy()?;
         sys::set_mount_attributes(shown.as_fd(), attributes, None)?;
     }
-    let at = inside(at);
-    place(root, at, from.is_dir())?;
-    attach(&shown, root, at)?;
+    let at = place(root, inside(at), from.is_dir(), Link::IsRefused)?;
+    attach(&shown, &at)?;
     Ok(mapped)
 }
 
-/// Something to mount on: a folder, or a file.
-fn place(root: BorrowedFd<'_>, at: &Path, is_folder: bool) -> io::Result<()> {
-    if is_folder {
-        return folder(root, at);
+/// Something to mount on: a folder, or a file. Made if it is not there, and so
+/// is every folder on the way to it.
+fn place(root: BorrowedFd<'_>, at: &Path, is_folder: bool, link: Link) -> io::Result<OwnedFd> {
+    let mut reached = root.try_clone_to_owned()?;
+    let mut names = at.iter().peekable();
+    while let Some(name) = names.next() {
+        let is_folder = is_folder || names.peek().is_some();
+        reached = step(reached.as_fd(), Path::new(name), is_folder, link)?;
     }
-    parents(root, at)?;
-    match openat(root, at, OFlags::CREATE | OFlags::CLOEXEC, Mode::from_raw_mode(0o444)) {
-        Ok(_) | Err(Errno::EXIST) => Ok(()),
-        // It is there, below something shown.
-        Err(_) if statat(root, at, AtFlags::SYMLINK_NOFOLLOW).is_ok() => Ok(()),
+    Ok(reached)
+}
+
+/// One name in a folder.
+fn step(folder: BorrowedFd<'_>, name: &Path, is_folder: bool, link: Link) -> io::Result<OwnedFd> {
+    let kind = if is_folder { OFlags::DIRECTORY } else { OFlags::empty() };
+    let mut tries = 0;
+    loop {
+        match openat2(folder, name, OFlags::PATH | OFlags::CLOEXEC | kind, Mode::empty(), RESOLVE) {
+            Ok(found) => return Ok(found),
+            Err(error @ (Errno::NOENT | Errno::LOOP)) if tries == TRIES_MAX => {
+                return Err(error.into());
+            }
+            Err(Errno::NOENT) => make(folder, name, is_folder)?,
+            Err(Errno::LOOP) if link == Link::IsReplaced => {
+                unlinkat(folder, name, AtFlags::empty())?;
+            }
+            Err(Errno::LOOP) => {
+                let name = name.display();
+                return Err(io::Error::other(format!("{name:?} is a link, and none is followed")));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        tries += 1;
+    }
+}
+
+/// A folder or an empty file, where nothing is.
+fn make(folder: BorrowedFd<'_>, name: &Path, is_folder: bool) -> io::Result<()> {
+    let made = if is_folder {
+        mkdirat(folder, name, Mode::from_raw_mode(0o755))
+    } else {
+        let new = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        openat2(folder, name, new, Mode::from_raw_mode(0o444), RESOLVE).map(drop)
+    };
+    match made {
+        // Somebody was faster: what it is is seen when it is opened.
+        Ok(()) | Err(Errno::EXIST) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Puts nothing in the place of a file or folder, if it is shown.
+/// Puts nothing in the place of a file or folder, if it is shown: under its own
+/// name, since what a link leads to is another.
 fn hide(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
-    let at = inside(path);
-    let Ok(found) = statat(root, at, AtFlags::SYMLINK_NOFOLLOW) else { return Ok(()) };
-    let nothing = if rustix::fs::FileType::from_raw_mode(found.st_mode).is_dir() {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let Ok(found) = openat2(root, inside(path), flags, Mode::empty(), RESOLVE) else {
+        return Ok(());
+    };
+    let nothing = if FileType::from_raw_mode(fstat(&found)?.st_mode).is_dir() {
         let empty = tmpfs("4k", "0755")?;
         sys::set_mount_attributes(empty.as_fd(), READ_ONLY.bits().into(), None)?;
         empty
@@ -259,28 +315,33 @@ fn hide(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
         let clone = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
         open_tree(CWD, "/dev/null", clone)?
     };
-    attach(&nothing, root, at)
+    attach(&nothing, &found)
 }
 
-fn attach(mount: &OwnedFd, to: BorrowedFd<'_>, at: &Path) -> io::Result<()> {
-    Ok(move_mount(mount, "", to, at, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
+/// A folder of the host's that is no server's to change.
+fn open(folder: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(openat(CWD, folder, flags, Mode::empty())?)
 }
 
-fn folder(root: BorrowedFd<'_>, at: &Path) -> io::Result<()> {
-    let mut path = PathBuf::new();
-    for part in at.components() {
-        path.push(part);
-        match mkdirat(root, &path, Mode::from_raw_mode(0o755)) {
-            Ok(()) | Err(Errno::EXIST) => {}
-            Err(_) if statat(root, &path, AtFlags::empty()).is_ok() => {}
-            Err(error) => return Err(error.into()),
-        }
+fn attach(mount: &OwnedFd, at: &OwnedFd) -> io::Result<()> {
+    let by_descriptor =
+        MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    Ok(move_mount(mount, "", at, "", by_descriptor)?)
+}
+
+fn folder(root: BorrowedFd<'_>, at: &Path, link: Link) -> io::Result<OwnedFd> {
+    place(root, at, true, link)
+}
+
+/// A link, where nothing is yet.
+fn make_link(root: BorrowedFd<'_>, at: &Path, target: &Path, link: Link) -> io::Result<()> {
+    let (Some(parent), Some(name)) = (at.parent(), at.file_name()) else { return Ok(()) };
+    let parent = folder(root, parent, link)?;
+    match symlinkat(target, &parent, name) {
+        Ok(()) | Err(Errno::EXIST) => Ok(()),
+        Err(error) => Err(error.into()),
     }
-    Ok(())
-}
-
-fn parents(root: BorrowedFd<'_>, at: &Path) -> io::Result<()> {
-    at.parent().map_or(Ok(()), |parent| folder(root, parent))
 }
 
 fn tmpfs(bytes_max: &str, mode: &str) -> io::Result<OwnedFd> {
@@ -333,4 +394,63 @@ pub(super) fn owners(uid: u32) -> io::Result<OwnedFd> {
     drop(held);
     let _ = rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty());
     Ok(namespace?.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// The operator's home with a program in it, a server's home in its place,
+    /// and a folder that is neither's.
+    fn desk(folder: &Path) -> Tree {
+        let (home, kept, out) = (folder.join("home"), folder.join("kept"), folder.join("out"));
+        for made in [&home.join("npm/bin"), &kept, &out] {
+            std::fs::create_dir_all(made).unwrap();
+        }
+        std::fs::write(home.join("npm/bin/srv"), "").unwrap();
+        Tree {
+            read: vec![home.join("npm/bin/srv")],
+            links: BTreeMap::from([(home.join("a/link"), "npm".into())]),
+            home,
+            home_from: Some(kept),
+            ..Tree::default()
+        }
+    }
+
+    #[test]
+    fn a_link_that_a_server_left_in_its_home_is_replaced_and_nothing_made_where_it_leads() {
+        for planted in ["npm", "npm/bin", "npm/bin/srv", "a"] {
+            for target in ["out", "out/dangling"] {
+                let folder = tempfile::tempdir().unwrap();
+                let tree = desk(folder.path());
+                let kept = folder.path().join("kept");
+                std::fs::create_dir_all(kept.join(planted).parent().unwrap()).unwrap();
+                symlink(folder.path().join(target), kept.join(planted)).unwrap();
+                tree.furnish().unwrap();
+                let out = std::fs::read_dir(folder.path().join("out")).unwrap().count();
+                assert_eq!(out, 0, "{planted} -> {target}");
+                assert!(kept.join("npm/bin/srv").symlink_metadata().unwrap().is_file());
+                assert_eq!(kept.join("a/link").read_link().unwrap(), Path::new("npm"));
+                // What is there stays.
+                tree.furnish().unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_link_elsewhere_is_no_place_and_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let tree = desk(folder.path());
+        let kept = folder.path().join("kept");
+        symlink(folder.path().join("out"), kept.join("npm")).unwrap();
+        let root = open(&kept).unwrap();
+        for (at, is_folder) in [("npm/bin/srv", false), ("npm/bin", true), ("npm", true)] {
+            let refused = place(root.as_fd(), at.as_ref(), is_folder, Link::IsRefused).unwrap_err();
+            assert!(refused.to_string().contains("\"npm\" is a link"), "{refused}");
+        }
+        assert!(make_link(root.as_fd(), "npm/x".as_ref(), &tree.home, Link::IsRefused).is_err());
+        assert!(place(root.as_fd(), "../out/x".as_ref(), true, Link::IsReplaced).is_err());
+        assert_eq!(std::fs::read_dir(folder.path().join("out")).unwrap().count(), 0);
+    }
 }
