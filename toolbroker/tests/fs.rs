@@ -87,6 +87,7 @@ fn no_path_leads_out_of_a_root() {
         ("docs/../private/key.md", "bad_request"),
         ("docs//private/key.md", "bad_request"),
         ("docs/./a.md", "bad_request"),
+        ("docs/a.md/", "bad_request"),
         ("docs/folder/key.md", "not_allowed"),
         ("docs/link.md", "not_allowed"),
         ("docs/hard.md", "not_allowed"),

@@ -184,7 +184,18 @@ impl Files {
     }
 }
 
-fn read(root: &Root, path: &Path, _: &JsonObject) -> Result<Value, Failure> {
+/// That a path ends in a file's name: what ends in a slash is a folder's.
+fn check_file_name(arguments: &JsonObject) -> Result<(), Failure> {
+    match text(arguments, "path") {
+        Some(path) if path.ends_with('/') => {
+            Err(Failure::bad_request("the path ends in a slash, and not in a file's name"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn read(root: &Root, path: &Path, arguments: &JsonObject) -> Result<Value, Failure> {
+    check_file_name(arguments)?;
     let (name, content) = named_bytes(root.read(path)?, "text", "base64");
     Ok(json!({ name: content }))
 }
@@ -202,6 +213,7 @@ fn list(root: &Root, path: &Path, _: &JsonObject) -> Result<Value, Failure> {
 }
 
 fn write(root: &Root, path: &Path, arguments: &JsonObject) -> Result<Value, Failure> {
+    check_file_name(arguments)?;
     let existing = match text(arguments, "mode") {
         Some("overwrite") => Existing::IsReplaced,
         _ => Existing::Stays,

@@ -49,7 +49,9 @@ const LISTED_MAX: usize = 1_000;
 /// How the name begins of a file that is not whole yet.
 const UNFINISHED: &str = ".forge-unfinished-";
 /// The permissions of a new file, before the umask.
-const NEW_FILE: u32 = 0o644;
+const NEW_FILE: Mode = Mode::from_raw_mode(0o644);
+/// Those of one that is to get another's, until it has them.
+const NOBODYS_FILE: Mode = Mode::from_raw_mode(0o600);
 /// File systems whose files are doors into the kernel and other processes
 /// (`linux/magic.h`).
 const KERNEL_FILE_SYSTEMS: [u64; 4] = [
@@ -100,7 +102,8 @@ pub(super) enum Existing {
 }
 
 impl Path {
-    /// Reads what stands behind the root's name; empty for the root itself.
+    /// Reads what stands behind the root's name; empty for the root itself. A
+    /// folder's may end in a slash.
     pub(super) fn parse(text: &str) -> Result<Self, Failure> {
         let wrong = |why: &str| Err(Failure::bad_request(format!("the path {why}")));
         let text = text.strip_suffix('/').unwrap_or(text);
@@ -285,13 +288,15 @@ impl Root {
             Err(failure) if failure.code == "not_found" => {}
             Err(failure) => return Err(failure),
         }
-        let (unfinished, file) = new_file(folder.as_fd())?;
+        let (unfinished, file) =
+            new_file(folder.as_fd(), permissions.map_or(NEW_FILE, |_| NOBODYS_FILE))?;
         let written = (|| {
             let mut file = File::from(file);
-            file.write_all(content)?;
+            // Before there is anything in it to read.
             if let Some(permissions) = permissions {
                 fchmod(&file, permissions)?;
             }
+            file.write_all(content)?;
             file.sync_all()?;
             match existing {
                 Existing::IsReplaced => renameat(&folder, &unfinished, &folder, name)?,
@@ -366,13 +371,13 @@ impl Root {
 }
 
 /// A new file with a name that nobody can guess, in a folder of a root.
-fn new_file(folder: BorrowedFd<'_>) -> Result<(String, OwnedFd), Failure> {
+fn new_file(folder: BorrowedFd<'_>, permissions: Mode) -> Result<(String, OwnedFd), Failure> {
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let mut tries = 0;
     loop {
         // Randomly keyed anew each time.
         let name = format!("{UNFINISHED}{:016x}", RandomState::new().build_hasher().finish());
-        match openat2(folder, &name, flags, Mode::from_raw_mode(NEW_FILE), RESOLVE) {
+        match openat2(folder, &name, flags, permissions, RESOLVE) {
             Ok(file) => return Ok((name, file)),
             Err(Errno::EXIST | Errno::AGAIN | Errno::INTR) if tries < TRIES_MAX => tries += 1,
             Err(error) => return Err(failed(&error.into())),
@@ -600,6 +605,35 @@ mod tests {
         std::fs::set_permissions(&file, PermissionsExt::from_mode(0o4640)).unwrap();
         desk.write("x", Existing::IsReplaced).unwrap();
         assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o7777, 0o640);
+    }
+
+    #[test]
+    fn what_replaces_a_file_is_never_open_to_more_than_the_file_was() {
+        let desk = Desk::new(&["**"]);
+        let file = desk.at("in/x");
+        std::fs::write(&file, "x").unwrap();
+        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let watch = scope.spawn(|| {
+                let mut seen = 0;
+                while !is_over.load(std::sync::atomic::Ordering::Acquire) {
+                    for entry in std::fs::read_dir(desk.at("in")).unwrap().flatten() {
+                        // It may be gone by now.
+                        let Ok(stat) = entry.path().symlink_metadata() else { continue };
+                        if stat.is_file() {
+                            seen |= stat.permissions().mode();
+                        }
+                    }
+                }
+                seen
+            });
+            for _ in 0..200 {
+                desk.write("x", Existing::IsReplaced).unwrap();
+            }
+            is_over.store(true, std::sync::atomic::Ordering::Release);
+            assert_eq!(watch.join().unwrap() & 0o777, 0o600);
+        });
     }
 
     #[test]
