@@ -94,6 +94,18 @@ pub enum LookupError {
         /// Why not.
         source: UpstreamError,
     },
+    /// The same as programs are told it: paths and a server's last words are the
+    /// operator's to read.
+    #[error(
+        "the tool server {server:?} cannot be used now{}; the operator's log says why",
+        again_in(*wait_ms)
+    )]
+    Away {
+        /// The server.
+        server: String,
+        /// Until it is tried again, if that is known.
+        wait_ms: Option<u128>,
+    },
 }
 
 impl LookupError {
@@ -111,23 +123,38 @@ impl LookupError {
                 };
                 closest.take_if(|tool| !sees(tool));
             }
-            Self::Unavailable { .. } => {}
+            Self::Unavailable { .. } | Self::Away { .. } => {}
         }
         self
     }
 
-    /// The same for a program, which has the tools of its grant and no others.
+    /// The same for a program, which has the tools of its grant and no others,
+    /// and is a stranger to their servers.
     #[must_use]
-    pub fn told_to_a_program(mut self) -> Self {
-        if let Self::NoServer { closest, .. } | Self::NoTool { closest, .. } = &mut self {
-            *closest = None;
+    pub fn told_to_a_program(self) -> Self {
+        match self {
+            Self::NoServer { server, .. } => Self::NoServer { server, closest: None },
+            Self::NoTool { tool, .. } => Self::NoTool { tool, closest: None },
+            Self::Unavailable { server, source } => {
+                let wait_ms = match source {
+                    UpstreamError::BackOff { wait_ms, .. } => Some(wait_ms),
+                    UpstreamError::Spawn { .. }
+                    | UpstreamError::Start { .. }
+                    | UpstreamError::Stopped => None,
+                };
+                Self::Away { server, wait_ms }
+            }
+            Self::Away { .. } => self,
         }
-        self
     }
 }
 
 fn did_you_mean(closest: &Option<String>) -> String {
     closest.as_ref().map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
+}
+
+fn again_in(wait_ms: Option<u128>) -> String {
+    wait_ms.map(|ms| format!(", and is tried again in {ms} ms")).unwrap_or_default()
 }
 
 fn unavailable(name: &ToolName, source: UpstreamError) -> LookupError {
@@ -402,6 +429,26 @@ mod tests {
             let told = error.told_to("alice", &policy);
             assert_eq!(told.to_string().contains("did you mean"), shown, "{told}");
             assert!(!told.told_to_a_program().to_string().contains("did you mean"));
+        }
+    }
+
+    #[test]
+    fn a_program_hears_when_a_server_is_tried_again_and_not_why_it_failed() {
+        let reason = "it said: no /home/op/key";
+        let (command, reason) = ("/opt/shop".to_owned(), reason.to_owned());
+        for (source, again) in [
+            (UpstreamError::Spawn { command, reason: reason.clone() }, false),
+            (UpstreamError::Start { reason: reason.clone() }, false),
+            (UpstreamError::BackOff { failures: 2, wait_ms: 500, reason }, true),
+            (UpstreamError::Stopped, false),
+        ] {
+            let why = source.to_string();
+            let error = LookupError::Unavailable { server: "shop".into(), source };
+            assert!(error.to_string().contains(&why), "{error}");
+            let told = error.told_to_a_program().to_string();
+            assert!(told.starts_with("the tool server \"shop\" cannot be used now"), "{told}");
+            assert!(!told.contains(&why) && !told.contains('/'), "{told}");
+            assert_eq!(told.contains("in 500 ms"), again, "{told}");
         }
     }
 

@@ -17,9 +17,9 @@ use forge_protocol::frame::{self, Header, Kind};
 use forge_protocol::guest::Call;
 use forge_protocol::handshake::{Hello, Role};
 use forge_protocol::limits::RunLimits;
-use serde_json::json;
+use serde_json::{Value, json};
 use support::{
-    Broker, CANARY, grant_request, inventory_server, name, receive, run_request, send,
+    Broker, CANARY, PATIENCE, grant_request, inventory_server, name, receive, run_request, send,
     server_processes, test_server,
 };
 
@@ -34,6 +34,13 @@ fn grant_for(broker: &mut Broker, tools: &[&str], valid_s: u64) -> Vec<u8> {
         Reply::Grant(token) => token,
         other => panic!("{other:?}"),
     }
+}
+
+/// A broker with a server `raw` that breaks the protocol.
+fn with_raw_server(list: &str) -> Broker {
+    Broker::with_config(&json!({"mcpServers": {
+        "raw": {"command": test_server(), "args": ["--raw", list]},
+    }}))
 }
 
 fn refusal(reply: Reply) -> (RefusalKind, String) {
@@ -357,6 +364,89 @@ fn a_definition_that_changes_during_a_run_denies_the_call() {
     assert!(why["error"].as_str().unwrap().contains("changed"), "{why}");
     assert_eq!(worker.call("test.slow", &json!({"ms": 1})).0, None, "only the changed one");
     assert_eq!(server.calls(), ["echo", "change", "slow", "slow ended"]);
+}
+
+#[test]
+fn a_definition_that_changes_and_is_not_announced_blocks_a_grant_once_the_list_is_old() {
+    let mut broker = with_raw_server("quiet");
+    let token = grant_for(&mut broker, &["raw.turn", "raw.turned"], 600);
+    let open = |broker: &mut Broker| {
+        broker.open(run_request("alice", Authority::Grant(token.clone()), limits()))
+    };
+    let (mut worker, _) = open(&mut broker).unwrap();
+    assert_eq!(worker.call("raw.turn", &json!({})).0, None);
+    assert_eq!(worker.call("raw.turned", &json!({})).0, None, "not listed for each call");
+    let until = Instant::now() + PATIENCE;
+    let (kind, message) = loop {
+        match open(&mut broker) {
+            Err(refused) => break refused,
+            Ok(_) => assert!(Instant::now() < until, "never listed again"),
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    assert_eq!(kind, RefusalKind::BadGrant);
+    assert!(message.contains("raw.turned") && message.contains("changed"), "{message}");
+    // The session is the one that it was.
+    assert_eq!(worker.call("raw.turned", &json!({})).0, Some(CallCode::Denied));
+    assert_eq!(worker.call("raw.turn", &json!({})).0, None);
+}
+
+#[test]
+fn a_tool_whose_schema_is_none_is_left_out_by_name_and_costs_no_other() {
+    let mut broker = with_raw_server("odd");
+    let tools = broker.tools();
+    let names: Vec<&str> =
+        tools.iter().filter_map(|tool| tool.name.as_str().strip_prefix("raw.")).collect();
+    assert_eq!(names, ["gives"]);
+    let (_, log) = broker.finish();
+    for name in ["without", "null", "boolean"] {
+        let told = log.lines().find(|line| line.contains(&format!("tool=\"{name}\"")));
+        assert!(told.is_some_and(|line| line.contains("inputSchema")), "{name}: {told:?}");
+    }
+    assert_eq!(log.matches("tool left out").count(), 6, "{log}");
+}
+
+#[test]
+fn blocks_of_an_unknown_type_reach_the_program_beside_the_others() {
+    let mut broker = with_raw_server("odd");
+    let mut worker = broker.run(&["raw.gives"], limits());
+    let (text, chart) = (json!({"type": "text", "text": "good"}), json!({"type": "chart", "x": 1}));
+    let content = json!([text, chart]);
+    let mut given = |result: Value| worker.call("raw.gives", &json!({ "result": result }));
+    assert_eq!(given(json!({ "content": content })), (None, content.clone()));
+    let (code, why) = given(json!({ "content": content, "isError": true }));
+    assert_eq!(code, Some(CallCode::ToolFailed));
+    assert_eq!((&why["message"], &why["content"]), (&json!("good"), &content));
+    // What is structured counts, unless it is nothing.
+    let structured = json!({ "content": content, "structuredContent": {"a": 1} });
+    assert_eq!(given(structured), (None, json!({"a": 1})));
+    for content in [content, json!([text])] {
+        let nothing = json!({ "content": content, "structuredContent": null });
+        assert_eq!(given(nothing), (None, content));
+    }
+}
+
+#[test]
+fn a_result_that_is_none_is_a_bad_response() {
+    let mut broker = with_raw_server("odd");
+    let mut worker = broker.run(&["raw.gives"], limits());
+    for result in [
+        json!({}),
+        json!(null),
+        json!(7),
+        json!({"content": null}),
+        json!({"content": "plain"}),
+        json!({"content": ["plain"]}),
+        json!({"content": [{"text": "of no type"}]}),
+        json!({"content": [{"type": "text"}]}),
+        json!({"content": [{"type": "chart"}], "isError": "yes"}),
+        json!({"content": [], "isError": "yes"}),
+        json!({"what": 1}),
+    ] {
+        let (code, why) = worker.call("raw.gives", &json!({ "result": result }));
+        assert_eq!(code, Some(CallCode::BadResponse), "{result}: {why}");
+        assert!(why["error"].as_str().unwrap().contains("no tool result"), "{result}: {why}");
+    }
 }
 
 #[test]

@@ -16,6 +16,7 @@ use url::Url;
 use super::{Failure, Plan, Work, text};
 use crate::definition::Effect;
 use crate::egress::rule::{URL_BYTES_MAX, is_plain_path};
+use crate::registry::LookupError;
 use crate::upstream::{CallEnd, Upstream};
 
 /// What the operator allows.
@@ -102,7 +103,10 @@ async fn carry_out(
     };
     let connection = match upstream.connection().await {
         Ok(connection) => connection,
-        Err(error) => return Failure::new("unavailable", error.to_string()).into(),
+        Err(source) => {
+            let error = LookupError::Unavailable { server: server.to_owned(), source };
+            return Failure::new("unavailable", error.told_to_a_program().to_string()).into();
+        }
     };
     match connection.read_resource(uri).await {
         CallEnd::Answered(contents) => {

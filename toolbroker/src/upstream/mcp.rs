@@ -3,7 +3,12 @@
 //!
 //! A list counts until the server says that it changed: with a notification
 //! (on a server's own accord, or for a subscription, which the protocol of
-//! 2026-07-28 wants), or by the time it gave the list to live.
+//! 2026-07-28 wants), or by the time it gave the list to live. Not every server
+//! says so, and one that gave no time is asked again after a while.
+//!
+//! What the library cannot read of a list or a result it hands over as it came,
+//! and it is read here, tool by tool and block by block: one that is none costs
+//! no other.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,13 +16,17 @@ use std::sync::{Arc, Mutex as StdMutex, PoisonError, Weak};
 use std::time::Duration;
 
 use rmcp::model::{
-    CallToolRequestParams, CallToolResponse, ClientCapabilities, ClientConfig, Implementation,
-    JsonObject, PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams,
-    ReadResourceResponse, RequestMetaObject, SubscriptionFilter,
+    CallToolRequest, CallToolRequestParams, CallToolResult, CancelledNotificationParam,
+    ClientCapabilities, ClientConfig, ClientRequest, ContentBlock, CustomResult, Implementation,
+    JsonObject, ListToolsRequest, ListToolsResult, PaginatedRequestParams, ProtocolVersion,
+    ReadResourceRequestParams, ReadResourceResponse, RequestId, RequestMetaObject, ServerResult,
+    SubscriptionFilter,
 };
-use rmcp::service::{ClientInitializeError, RunningService, ServiceError};
+use rmcp::service::{ClientInitializeError, PeerRequestOptions, RunningService, ServiceError};
 use rmcp::{ClientHandler, Peer, RoleClient};
+use serde::Deserialize as _;
 use serde_json::{Value, json};
+use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 
@@ -32,6 +41,9 @@ use crate::definition::{CompiledRoom, Listed, Tool};
 
 /// How long a listing may take once the server is up.
 const LIST_TIME_MAX: Duration = Duration::from_secs(10);
+/// A list that was given no time to live is good for so long, and one that was
+/// read before and could not be read again.
+const LIST_LIFE: Duration = Duration::from_secs(60);
 /// A list is good for at least this long, whatever time it was given.
 const LIST_LIFE_MIN: Duration = Duration::from_secs(10);
 /// The longest life of a list that is reckoned with.
@@ -42,6 +54,9 @@ const RESUBSCRIBE_AFTER: Duration = Duration::from_secs(30);
 /// Where a call's idempotency key stands in its `_meta`. MCP has no name of its
 /// own for it.
 const IDEMPOTENCY_KEY: &str = "forge-vmm/idempotency-key";
+
+/// The types of content that the library reads.
+const KNOWN_BLOCKS: [&str; 5] = ["text", "image", "audio", "resource", "resource_link"];
 
 /// Tools one server may list.
 pub(crate) const TOOLS_MAX: usize = 2_000;
@@ -73,15 +88,24 @@ pub struct Session {
     /// Who can start it again.
     upstream: Weak<Upstream>,
     tools: StdMutex<Arc<Vec<Arc<Tool>>>>,
+    /// What was last said of the tools that are not among them.
+    left_out: StdMutex<Vec<LeftOut>>,
     /// How many changes the server had announced when its tools were listed.
     listed_at_change: AtomicU64,
     /// Set before a caller hears that its call was lost, so that its next one
     /// is not sent the same way.
     lost: AtomicBool,
     pub(super) since: Instant,
-    /// When the list of tools is too old, if ever.
-    list_until: StdMutex<Option<Instant>>,
+    /// When the list of tools is too old.
+    list_until: StdMutex<Instant>,
     subscription: StdMutex<Option<AbortHandle>>,
+}
+
+/// A tool that is not offered, and why.
+#[derive(Debug, PartialEq, Eq)]
+struct LeftOut {
+    tool: String,
+    why: String,
 }
 
 /// How one attempt at a call ended.
@@ -106,10 +130,11 @@ impl Session {
             breaker: Arc::clone(&upstream.breaker),
             upstream: Arc::downgrade(upstream),
             tools: StdMutex::default(),
+            left_out: StdMutex::default(),
             listed_at_change: AtomicU64::new(0),
             lost: AtomicBool::new(false),
             since: Instant::now(),
-            list_until: StdMutex::default(),
+            list_until: StdMutex::new(Instant::now()),
             subscription: StdMutex::default(),
         }
     }
@@ -168,12 +193,45 @@ impl Session {
         }
     }
 
+    /// Sends a request; its result, as it came. Dropping the future tells the
+    /// server that nobody waits any more.
+    async fn asked(&self, request: ClientRequest) -> Result<ServerResult, ServiceError> {
+        self.answered(async {
+            let options = PeerRequestOptions::no_options();
+            let handle = self.service.send_cancellable_request(request, options).await?;
+            let peer = self.service.peer().clone();
+            let mut waiting = Waiting { peer, asked: Some(handle.id.clone()) };
+            let answer = handle.await_response().await;
+            waiting.asked = None;
+            answer
+        })
+        .await
+    }
+
     /// Whether its tools may have changed since they were listed.
     pub(super) fn is_stale(&self) -> bool {
-        let announced = self.heard().changes();
         let until = *self.list_until.lock().unwrap_or_else(PoisonError::into_inner);
-        announced != self.listed_at_change.load(Ordering::Acquire)
-            || until.is_some_and(|until| Instant::now() >= until)
+        self.has_announced() || Instant::now() >= until
+    }
+
+    /// Whether it said that its tools changed since they were listed.
+    fn has_announced(&self) -> bool {
+        self.heard().changes() != self.listed_at_change.load(Ordering::Acquire)
+    }
+
+    /// Lets a list that is too old, and could not be read again, count a little
+    /// longer. Whether it does: not one of which the server said that it changed,
+    /// and none of a session that is over.
+    pub(super) fn keeps_its_list(&self) -> bool {
+        if self.is_closed() || self.has_announced() {
+            return false;
+        }
+        self.list_lives(LIST_LIFE);
+        true
+    }
+
+    fn list_lives(&self, life: Duration) {
+        *self.list_until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now() + life;
     }
 
     /// Asks a server of the newer protocol to say when its tools change, if
@@ -197,28 +255,24 @@ impl Session {
         self.subscribe();
         let announced = self.heard().changes();
         let mut listed = Vec::new();
+        let mut left_out = Vec::new();
         let mut bytes = 0;
         let mut life_ms = None;
         let pages = async {
             let mut cursor = None;
             for _ in 0..PAGES_MAX {
-                let params = PaginatedRequestParams::default().with_cursor(cursor);
-                let page = self.answered(self.service.list_tools(Some(params))).await;
-                let page = page.map_err(|error| {
-                    let error = self.scrubs.text(&service_error(&error));
-                    format!("tools/list failed: {}", crate::cut(&error, ERROR_TEXT_BYTES_MAX))
-                })?;
-                bytes += page.tools.iter().map(bytes_of).sum::<usize>();
+                let page = self.page(cursor, &mut left_out).await?;
+                bytes += page.bytes;
                 if bytes > LIST_BYTES_MAX {
                     let limit = LIST_BYTES_MAX / (1024 * 1024);
                     return Err(format!("its list of tools has more than {limit} MiB"));
                 }
-                listed.extend(page.tools);
-                life_ms = page.ttl_ms.or(life_ms);
-                if listed.len() > TOOLS_MAX {
+                listed.extend(page.list.tools);
+                life_ms = page.list.ttl_ms.or(life_ms);
+                if listed.len() + left_out.len() > TOOLS_MAX {
                     return Err(format!("it lists more than {TOOLS_MAX} tools"));
                 }
-                cursor = page.next_cursor;
+                cursor = page.list.next_cursor;
                 if cursor.is_none() {
                     return Ok(());
                 }
@@ -231,14 +285,61 @@ impl Session {
 
         let (server, scrubs) = (self.server.clone(), Arc::clone(&self.scrubs));
         // Long work, if the server wants it to be.
-        let tools = crate::beside(move || offered(&server, &scrubs, listed)).await;
+        let (tools, left_out) = crate::beside(move || {
+            let tools = offered(&server, &scrubs, listed, &mut left_out);
+            (tools, left_out)
+        })
+        .await;
         *self.tools.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(tools);
+        self.warn_of(left_out);
         self.listed_at_change.store(announced, Ordering::Release);
-        // A list that was given no time to live is good until it changes.
-        let life = life_ms.filter(|ms| *ms > 0).map(Duration::from_millis);
-        *self.list_until.lock().unwrap_or_else(PoisonError::into_inner) =
-            life.map(|life| Instant::now() + life.clamp(LIST_LIFE_MIN, LIST_LIFE_MAX));
+        self.list_lives(life(life_ms));
         Ok(())
+    }
+
+    /// One page of its list. What is no tool in it is left out.
+    async fn page(
+        &self,
+        cursor: Option<String>,
+        left_out: &mut Vec<LeftOut>,
+    ) -> Result<Page, String> {
+        let failed = |error: &ServiceError| {
+            let error = self.scrubs.text(&service_error(error));
+            format!("tools/list failed: {}", crate::cut(&error, ERROR_TEXT_BYTES_MAX))
+        };
+        let params = PaginatedRequestParams::default().with_cursor(cursor);
+        let request = ListToolsRequest::with_param(params);
+        match self.asked(ClientRequest::ListToolsRequest(request)).await {
+            Ok(ServerResult::ListToolsResult(list)) => {
+                Ok(Page { bytes: list.tools.iter().map(bytes_of).sum(), list })
+            }
+            Ok(ServerResult::CustomResult(CustomResult(page))) => {
+                Page::read(page, &self.scrubs, left_out)
+                    .ok_or_else(|| failed(&ServiceError::UnexpectedResponse))
+            }
+            Ok(_) => Err(failed(&ServiceError::UnexpectedResponse)),
+            Err(error) => {
+                // It has forgotten the session, and with it whatever was listed.
+                if let ServiceError::TransportSend(error) = &error
+                    && let Some(Fault::SessionExpired) = error.error.downcast_ref()
+                {
+                    self.lose();
+                }
+                Err(failed(&error))
+            }
+        }
+    }
+
+    /// Says which tools are left out, where that is news: a list is read again and
+    /// again.
+    fn warn_of(&self, left_out: Vec<LeftOut>) {
+        let mut last = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
+        if *last != left_out {
+            for LeftOut { tool, why } in &left_out {
+                tracing::warn!(server = self.server, ?tool, ?why, "tool left out");
+            }
+            *last = left_out;
+        }
     }
 
     /// Calls a tool and waits for its end, however long. Dropping the future
@@ -259,7 +360,7 @@ impl Session {
             meta.insert(IDEMPOTENCY_KEY.to_owned(), key.into());
             params.meta = Some(meta);
         }
-        match self.attempt(params.clone()).await {
+        match self.attempt(tool, params.clone()).await {
             Attempt::Ended(end) => return end,
             Attempt::SessionGone => self.lose(),
         };
@@ -284,7 +385,7 @@ impl Session {
         if Instant::now() >= until {
             return gone("the session ended, and the run's time with it");
         }
-        match session.attempt(params).await {
+        match session.attempt(tool, params).await {
             Attempt::Ended(end) => end,
             Attempt::SessionGone => {
                 session.lose();
@@ -293,8 +394,8 @@ impl Session {
         }
     }
 
-    async fn attempt(&self, params: CallToolRequestParams) -> Attempt {
-        let outcome = self.call_once(params).await;
+    async fn attempt(&self, tool: &Tool, params: CallToolRequestParams) -> Attempt {
+        let outcome = self.call_once(tool, params).await;
         let fault = match outcome {
             Ok(end) => {
                 self.breaker.answered();
@@ -340,34 +441,31 @@ impl Session {
         CallEnd::Lost
     }
 
-    async fn call_once(&self, params: CallToolRequestParams) -> Result<CallEnd, ServiceError> {
+    async fn call_once(
+        &self,
+        tool: &Tool,
+        params: CallToolRequestParams,
+    ) -> Result<CallEnd, ServiceError> {
         let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
-        Ok(match self.answered(self.service.call_tool_once(params)).await {
-            Ok(CallToolResponse::Complete(result)) => {
-                let is_error = result.is_error == Some(true);
-                let content = serde_json::to_value(&result.content).unwrap_or(Value::Null);
-                if is_error {
-                    let text: Vec<&str> = result
-                        .content
-                        .iter()
-                        .filter_map(|block| block.as_text().map(|text| text.text.as_str()))
-                        .collect();
-                    let mut error = json!({ "error": text.join("\n"), "content": content });
-                    if let Some(structured) = result.structured_content {
-                        error["structuredContent"] = structured;
-                    }
-                    return Ok(CallEnd::Failed(error));
-                }
-                match result.structured_content {
-                    Some(structured) => CallEnd::Answered(structured),
-                    None => CallEnd::Content(content),
-                }
+        let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
+        let promised = tool.spec().output_schema.is_some();
+        Ok(match self.asked(request).await {
+            Ok(ServerResult::CallToolResult(mut result)) => {
+                let blocks = std::mem::take(&mut result.content);
+                let content = blocks.iter().map(|block| json!(block)).collect();
+                end_of(result, content, promised)
             }
-            Ok(CallToolResponse::InputRequired(_)) => {
+            Ok(ServerResult::CustomResult(CustomResult(said))) => match result_of(said) {
+                Some((result, content)) => end_of(result, content, promised),
+                None => CallEnd::Unusable(Unusable::NoResult),
+            },
+            Ok(ServerResult::InputRequiredResult(_)) => {
                 failed("the tool asks its user for input, and a run has none")
             }
-            Ok(CallToolResponse::Task(_)) => failed("the tool answers with a task: not supported"),
-            Ok(_) => failed("the tool answers in a way this broker does not know"),
+            Ok(ServerResult::CreateTaskResult(_)) => {
+                failed("the tool answers with a task: not supported")
+            }
+            Ok(_) => CallEnd::Unusable(Unusable::NoResult),
             Err(ServiceError::McpError(error)) if let Some(why) = Unusable::of(&error) => {
                 CallEnd::Unusable(why)
             }
@@ -376,7 +474,6 @@ impl Session {
                 "code": error.code.0,
                 "data": error.data,
             })),
-            Err(ServiceError::UnexpectedResponse) => failed("the answer is no tool result"),
             Err(error) => return Err(error),
         })
     }
@@ -420,6 +517,95 @@ fn busy(error: &(dyn std::error::Error + Send + Sync + 'static)) -> Option<CallE
     is_full.then(|| CallEnd::failed("Busy", &full.to_string()))
 }
 
+/// A request that somebody waits for. Dropped with its id, the server is told
+/// that nobody does any more.
+struct Waiting {
+    peer: Peer<RoleClient>,
+    asked: Option<RequestId>,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // Without a runtime there is no session either.
+        let (Some(asked), Ok(runtime)) = (self.asked.take(), Handle::try_current()) else { return };
+        let peer = self.peer.clone();
+        let why = Some("nobody waits for it any more".to_owned());
+        runtime.spawn(async move {
+            // Where it cannot be told, the server is gone.
+            let _ = peer.notify_cancelled(CancelledNotificationParam::new(Some(asked), why)).await;
+        });
+    }
+}
+
+/// How a call ended, by its result and the blocks of its content. `promised` says
+/// that the tool has a schema for what is structured, which may be `null` then.
+fn end_of(result: CallToolResult, content: Vec<Value>, promised: bool) -> CallEnd {
+    let structured = result.structured_content.filter(|it| promised || !it.is_null());
+    if result.is_error == Some(true) {
+        let is_text = |block: &&Value| block["type"] == "text";
+        let text: Vec<&str> =
+            content.iter().filter(is_text).filter_map(|block| block["text"].as_str()).collect();
+        let mut error = json!({ "error": text.join("\n"), "content": content });
+        if let Some(structured) = structured {
+            error["structuredContent"] = structured;
+        }
+        return CallEnd::Failed(error);
+    }
+    structured.map_or_else(|| CallEnd::Content(content.into()), CallEnd::Answered)
+}
+
+/// A result that the library cannot read, and the blocks of its content: those of a
+/// type that it does not know stay as they are.
+fn result_of(mut said: Value) -> Option<(CallToolResult, Vec<Value>)> {
+    let content = said.get_mut("content")?.as_array_mut()?;
+    let blocks: Option<Vec<Value>> = std::mem::take(content)
+        .into_iter()
+        .map(|block| match ContentBlock::deserialize(&block) {
+            Ok(known) => Some(json!(known)),
+            Err(_) if !KNOWN_BLOCKS.contains(&block["type"].as_str()?) => Some(block),
+            Err(_) => None,
+        })
+        .collect();
+    Some((CallToolResult::deserialize(said).ok()?, blocks?))
+}
+
+/// How long a list is good for that was given this time to live.
+fn life(given_ms: Option<u64>) -> Duration {
+    given_ms.map_or(LIST_LIFE, |ms| Duration::from_millis(ms).clamp(LIST_LIFE_MIN, LIST_LIFE_MAX))
+}
+
+/// A page of a list of tools.
+struct Page {
+    list: ListToolsResult,
+    /// What it takes.
+    bytes: usize,
+}
+
+impl Page {
+    /// Reads one that the library cannot, tool by tool.
+    fn read(mut page: Value, scrubs: &Scrubs, left_out: &mut Vec<LeftOut>) -> Option<Self> {
+        let tools = std::mem::take(page.get_mut("tools")?.as_array_mut()?);
+        let mut list = ListToolsResult::deserialize(page).ok()?;
+        let mut bytes = 0;
+        for tool in tools {
+            bytes += bytes_of(&tool);
+            match rmcp::model::Tool::deserialize(&tool) {
+                Ok(tool) => list.tools.push(tool),
+                Err(error) => {
+                    let name = scrubs.text(tool["name"].as_str().unwrap_or_default());
+                    let why = match &tool["inputSchema"] {
+                        Value::Object(_) => scrubs.text(&error.to_string()),
+                        _ => "its inputSchema is no object".to_owned(),
+                    };
+                    let (tool, why) = (crate::cut(&name, 256), crate::cut(&why, 256));
+                    left_out.push(LeftOut { tool, why });
+                }
+            }
+        }
+        Some(Self { list, bytes })
+    }
+}
+
 impl Drop for Session {
     fn drop(&mut self) {
         let subscription = self.subscription.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -430,7 +616,12 @@ impl Drop for Session {
 }
 
 /// Those of a server's tools that can be offered, by name.
-fn offered(server: &str, scrubs: &Scrubs, listed: Vec<rmcp::model::Tool>) -> Vec<Arc<Tool>> {
+fn offered(
+    server: &str,
+    scrubs: &Scrubs,
+    listed: Vec<rmcp::model::Tool>,
+    left_out: &mut Vec<LeftOut>,
+) -> Vec<Arc<Tool>> {
     let clean = |schema: Arc<JsonObject>| -> JsonObject {
         let clean = |(key, value)| (key, scrubs.json(value));
         Arc::unwrap_or_clone(schema).into_iter().map(clean).collect()
@@ -443,8 +634,8 @@ fn offered(server: &str, scrubs: &Scrubs, listed: Vec<rmcp::model::Tool>) -> Vec
         // for the tool.
         let shown = scrubs.text(&name);
         if shown != name {
-            let tool = crate::cut(&shown, 256);
-            tracing::warn!(server, ?tool, "tool left out: a credential's name");
+            let (tool, why) = (crate::cut(&shown, 256), "a credential's name".to_owned());
+            left_out.push(LeftOut { tool, why });
             continue;
         }
         let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());
@@ -458,12 +649,12 @@ fn offered(server: &str, scrubs: &Scrubs, listed: Vec<rmcp::model::Tool>) -> Vec
         let tool = Tool::within(&mut room, server, listed);
         match tool.map(|tool| tool.with_advice(advice.as_deref())) {
             Ok(tool) if tools.iter().any(|other| other.name() == tool.name()) => {
-                tracing::warn!(server, tool = ?name, "tool listed twice");
+                left_out.push(LeftOut { tool: name, why: "it is listed twice".to_owned() });
             }
             Ok(tool) => tools.push(Arc::new(tool)),
             Err(error) => {
-                let (tool, error) = (crate::cut(&name, 256), error.to_string());
-                tracing::warn!(server, ?tool, ?error, "tool left out");
+                let (tool, why) = (crate::cut(&name, 256), error.to_string());
+                left_out.push(LeftOut { tool, why });
             }
         }
     }
@@ -472,7 +663,7 @@ fn offered(server: &str, scrubs: &Scrubs, listed: Vec<rmcp::model::Tool>) -> Vec
 }
 
 /// What a tool takes in a list, in bytes, or nearly.
-fn bytes_of(tool: &rmcp::model::Tool) -> usize {
+fn bytes_of(tool: &impl serde::Serialize) -> usize {
     let mut count = Count(0);
     // Writing what was read a moment ago does not fail.
     let _ = serde_json::to_writer(&mut count, tool);
@@ -559,5 +750,18 @@ impl ClientHandler for Handler {
     fn get_info(&self) -> ClientConfig {
         let own = Implementation::new("forge-toolbroker", env!("CARGO_PKG_VERSION"));
         ClientConfig::new(ClientCapabilities::default(), own)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_is_good_for_the_time_it_was_given_and_never_for_ever() {
+        assert_eq!(life(None), LIST_LIFE);
+        assert_eq!(life(Some(30_000)), Duration::from_secs(30));
+        assert_eq!(life(Some(0)), LIST_LIFE_MIN);
+        assert_eq!(life(Some(u64::MAX)), LIST_LIFE_MAX);
     }
 }

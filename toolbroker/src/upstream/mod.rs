@@ -1,8 +1,8 @@
 //! The servers that tools come from: processes that speak MCP on their
 //! standard streams, MCP servers over HTTP, HTTP interfaces with an OpenAPI
 //! document, and callers that host tools themselves. A server is started (or
-//! asked) when first needed, kept warm, listed again when it says so, tried
-//! again after it failed, and stopped.
+//! asked) when first needed, kept warm, listed again when it says so or its list
+//! is old, tried again after it failed, and stopped.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -378,6 +378,11 @@ impl Upstream {
         } else {
             match session.list().await {
                 Ok(()) => return true,
+                // It was never said to be another, and the next try is not far.
+                Err(reason) if session.keeps_its_list() => {
+                    tracing::warn!(server = self.name, ?reason, "its old list of tools counts on");
+                    return true;
+                }
                 Err(reason) => reason,
             }
         };
@@ -402,8 +407,7 @@ impl Upstream {
                     .map_err(|reason| UpstreamError::Start { reason });
             }
             Source::Stdio(config) => {
-                let (transport, process) =
-                    stdio::spawn(&self.name, config, &self.scrubs.scrubber())?;
+                let (transport, process) = stdio::spawn(&self.name, config, &self.scrubs)?;
                 match self.handshake(transport, until).await {
                     Ok(service) => Session::new(self, service, Line::Process(process)),
                     Err(reason) => return Err(self.not_started(&process, &reason).await),

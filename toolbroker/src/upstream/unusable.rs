@@ -46,11 +46,21 @@ pub enum Unusable {
     /// It says that it answers something else.
     #[error("with the answer to another request")]
     Another,
+    /// It is an answer of MCP, and no tool's.
+    #[error("with no tool result")]
+    NoResult,
 }
 
 impl Unusable {
-    const ALL: [Self; 6] =
-        [Self::TooMany, Self::TooLong, Self::NoJson, Self::NoMessage, Self::Encoded, Self::Another];
+    const ALL: [Self; 7] = [
+        Self::TooMany,
+        Self::TooLong,
+        Self::NoJson,
+        Self::NoMessage,
+        Self::Encoded,
+        Self::Another,
+        Self::NoResult,
+    ];
 
     /// What the MCP library is given in the place of the answer to `asked`.
     pub(super) fn answer(self, asked: RequestId) -> RxJsonRpcMessage<RoleClient> {
