@@ -22,6 +22,7 @@ use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Report, Tier, Timing};
+use serde::de::IgnoredAny;
 
 use crate::admission::{Admission, Admitted, Violation};
 use crate::broker::{Broker, BrokerError};
@@ -43,6 +44,9 @@ use crate::worker;
 const VIOLATIONS_TOLD: usize = 16;
 /// How much longer than its deadline a worker may take to say so.
 const WORKER_GRACE: Duration = Duration::from_secs(2);
+/// How much longer than its deadline a run may wait for what its calls did to be
+/// on the disk.
+const SYNC_GRACE: Duration = Duration::from_secs(10);
 /// How often it is looked whether runs in an engine of former keys are over.
 const UNDER_WAY_LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -140,7 +144,15 @@ enum Refused {
     Violations(Vec<Violation>),
     Broker(BrokerError),
     Over(OverLimit),
+    Input(String),
     Host(io::Error),
+}
+
+/// Whether a run's input is JSON. It is looked at and not read.
+fn json(input: &[u8]) -> Result<(), String> {
+    // What is skipped is not looked at as text.
+    let text = std::str::from_utf8(input).map_err(|error| error.to_string())?;
+    serde_json::from_str(text).map(|IgnoredAny| ()).map_err(|error| error.to_string())
 }
 
 impl Supervisor {
@@ -279,6 +291,7 @@ impl Supervisor {
         if input_bytes > limit {
             return Err(Refused::Over(OverLimit { what: "input_bytes", got: input_bytes, limit }));
         }
+        json(&request.input).map_err(Refused::Input)?;
         admission
             .admit(&request.program, &request.limits)
             .map_err(|violation| Refused::Violations(vec![violation]))
@@ -338,8 +351,8 @@ impl Supervisor {
             prepared: request.prepare.then_some(admitted),
             tell: attendance.tell,
         };
-        let until = until.and_then(|until| until.checked_add(WORKER_GRACE));
-        let patience = Patience { until, ..patience };
+        let after = |grace| until.and_then(|until| until.checked_add(grace));
+        let patience = Patience { until: after(WORKER_GRACE), ..patience };
         let (mut report, vm, upkeep, is_told) = match pool.carry_out(&task, patience) {
             Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
@@ -364,7 +377,14 @@ impl Supervisor {
             // What its calls did is on the disk before anybody hears of it. A
             // run without calls asks nobody.
             if !report.calls.is_empty() {
-                unknown = broker.sync().err();
+                // Whoever wants the run no more has heard of no result yet. What
+                // has none anyway is waited for a while all the same.
+                let patience = if is_told {
+                    Patience { until: after(SYNC_GRACE), ..patience }
+                } else {
+                    Patience::until(Instant::now() + SYNC_GRACE)
+                };
+                unknown = broker.sync_for(patience).err();
             }
             if !is_told && let Some(error) = unknown.take() {
                 // It has no result that could be held back.
@@ -472,6 +492,9 @@ impl From<Refused> for Outcome {
                 }
                 Self::new(Status::Rejected, kind, messages.join("; "))
             }
+            Refused::Input(why) => {
+                Self::new(Status::Rejected, "bad_request", format!("the input is not JSON: {why}"))
+            }
             Refused::Over(over) => Self::new(Status::Rejected, "too_large", over.to_string()),
             Refused::Broker(error) => {
                 let (status, kind) = match &error {
@@ -505,14 +528,15 @@ impl From<Refused> for Outcome {
 /// and its journal has them.
 fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     let RunResult { mut report, trace, upkeep, .. } = result;
-    let kind = match error {
-        error if error.ends_the_link() => "broker_lost",
-        _ => {
-            report.tool_calls.clear();
-            "journal"
-        }
+    let (status, kind) = match error {
+        BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
+        error if error.ends_the_link() => (Status::Internal, "broker_lost"),
+        _ => (Status::Internal, "journal"),
     };
-    report.status = Status::Internal;
+    if kind != "broker_lost" {
+        report.tool_calls.clear();
+    }
+    report.status = status;
     report.kind = kind;
     report.reason = format!(
         "the run made calls, and its result is held back, since what they did may not be on the \
@@ -618,4 +642,19 @@ fn reported(
     };
     let trace = Trace { supervised: at, timing };
     RunResult { report: public, artifacts: report.artifacts, trace, upkeep: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_input_is_one_json_value_in_utf_8() {
+        for input in ["{}", " null\n", "1e999", "\"\u{e9}\"", "[[[]]]"] {
+            assert!(json(input.as_bytes()).is_ok(), "{input}");
+        }
+        for input in [&b""[..], b"{", b"1 2", b"\xff", b"\"\xff\"", b"nul", b"{}x"] {
+            assert!(json(input).is_err(), "{input:?}");
+        }
+    }
 }

@@ -81,6 +81,7 @@ fn main() -> ExitCode {
             another_user_speaks_for_its_principal_alone,
             a_service_holds_idle_cpus_ready_while_runs_come,
             an_order_that_no_service_takes_is_refused_before_it_is_sent,
+            an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted,
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
@@ -1152,6 +1153,25 @@ fn an_order_that_no_service_takes_is_refused_before_it_is_sent() {
         refused(client.run(&large).await.unwrap_err());
         client.ask(Question::Status).await.unwrap();
     });
+}
+
+fn an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let mut client = service.client();
+    let mut refused = |order: &Order, why: &str| {
+        let report = run(&mut client, order);
+        let how = (&report["status"], &report["kind"]);
+        assert_eq!(how, (&"rejected".into(), &"bad_request".into()), "{report:#}");
+        assert!(report["reason"].as_str().unwrap().contains(why), "{report:#}");
+    };
+    for input in [&b""[..], b"{", b"{} {}", b"\"\xff\""] {
+        refused(&Order { input: input.into(), ..submit(ECHO, "1") }, "not JSON");
+    }
+    for principal in ["", "a\nb", &"x".repeat(10_000)] {
+        refused(&Order { principal: principal.into(), ..submit(ECHO, "1") }, "1 to 256 bytes");
+    }
+    assert_eq!(run(&mut client, &submit(ECHO, " null "))["output"], " null ");
 }
 
 // The socket

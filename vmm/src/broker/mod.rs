@@ -462,7 +462,15 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`]; the journal may not be there.
     pub fn sync(&self) -> Result<(), BrokerError> {
-        match self.exchange(Request::Sync, None, REQUEST_TIME_MAX, Patience::default())? {
+        self.sync_for(Patience::default())
+    }
+
+    /// The same for somebody whose patience may end before.
+    ///
+    /// # Errors
+    /// [`BrokerError`].
+    pub fn sync_for(&self, patience: Patience<'_>) -> Result<(), BrokerError> {
+        match self.exchange(Request::Sync, None, REQUEST_TIME_MAX, patience)? {
             Reply::Synced => Ok(()),
             other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
         }

@@ -12,7 +12,6 @@ use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::num::NonZero;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -25,6 +24,7 @@ use forge_doors::http::{self, Access, Options, Principal};
 use forge_doors::web::{self, TokenHash};
 use forge_vmm::broker::BrokerUser;
 use forge_vmm::jail::{Limits, landlock, privileges};
+use forge_vmm::service::SocketFile;
 use forge_vmm::service::options::Principals;
 use serde::Deserialize;
 use tokio::sync::watch;
@@ -166,7 +166,7 @@ impl LowHttp {
 #[derive(Debug)]
 enum Listener {
     Tcp(TcpListener),
-    Unix(UnixListener, PathBuf),
+    Unix(SocketFile, UnixListener),
 }
 
 impl Listener {
@@ -174,19 +174,8 @@ impl Listener {
         match place {
             Place::Address(address) => TcpListener::bind(address).map(Self::Tcp),
             Place::Path(path) => {
-                let listener = match UnixListener::bind(path) {
-                    Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                        let is_socket = path.symlink_metadata()?.file_type().is_socket();
-                        if !is_socket || UnixStream::connect(path).is_ok() {
-                            return Err(error);
-                        }
-                        std::fs::remove_file(path)?;
-                        UnixListener::bind(path)?
-                    }
-                    bound => bound?,
-                };
-                std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-                Ok(Self::Unix(listener, path.clone()))
+                let (listener, file) = SocketFile::bind(path, 0o600)?;
+                Ok(Self::Unix(file, listener))
             }
         }
     }
@@ -195,7 +184,7 @@ impl Listener {
     fn rider(&self) -> (u8, BorrowedFd<'_>) {
         match self {
             Self::Tcp(listener) => (b't', listener.as_fd()),
-            Self::Unix(listener, _) => (b'u', listener.as_fd()),
+            Self::Unix(_, listener) => (b'u', listener.as_fd()),
         }
     }
 
@@ -223,15 +212,7 @@ impl Listener {
                 Ok(address) => format!("http://{address}"),
                 Err(error) => error.to_string(),
             },
-            Self::Unix(_, path) => path.display().to_string(),
-        }
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Self::Unix(_, path) = self {
-            let _ = std::fs::remove_file(path);
+            Self::Unix(file, _) => file.path().display().to_string(),
         }
     }
 }

@@ -27,7 +27,7 @@ use vmm_sys_util::epoll::ControlOperation;
 
 use super::options::Principals;
 use super::peer::{Peer, Who};
-use super::{Service, lock};
+use super::{Busy, Service, lock};
 use crate::cancel::Cancel;
 use crate::link::{Link, Patience, send_once, wait};
 use crate::pool::worker::Tell;
@@ -225,16 +225,16 @@ impl Connection {
         let Some(service) = self.service.upgrade() else { return };
         loop {
             self.await_taker();
-            match self.read() {
-                Ok(work) if !self.peer.speaks() => {
+            match self.read(&service) {
+                Ok((work, busy)) if !self.peer.speaks() => {
                     // That is refused, and nobody reads what follows.
-                    self.carry_out(&service, work);
+                    self.carry_out(&service, work, busy);
                     self.close();
                     return;
                 }
-                Ok(work) => {
+                Ok((work, busy)) => {
                     self.leave(&service, false);
-                    self.carry_out(&service, work);
+                    self.carry_out(&service, work, busy);
                     // Whoever waits for a thread comes first.
                     if service.crew.is_short() || !self.take() {
                         return;
@@ -292,11 +292,12 @@ impl Connection {
     }
 
     /// Reads until there is something that takes its time.
-    fn read(&self) -> Result<Work, Pause> {
+    fn read<'a>(&self, service: &'a Service) -> Result<(Work, Busy<'a>), Pause> {
         loop {
-            match self.read_frame().and_then(|frame| self.understand(&frame)) {
-                Ok(None) => {}
-                Ok(Some(work)) => return Ok(work),
+            let read = self.read_frame(|| service.busy());
+            match read.and_then(|(frame, busy)| Ok((self.understand(&frame)?, busy))) {
+                Ok((None, _)) => {}
+                Ok((Some(work), busy)) => return Ok((work, busy)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Err(Pause::Idle);
                 }
@@ -310,7 +311,9 @@ impl Connection {
         }
     }
 
-    fn read_frame(&self) -> io::Result<Frame> {
+    /// The next frame. What is taken off the socket counts as under way before it
+    /// is: a service that drains must not end over it.
+    fn read_frame<Busy>(&self, busy: impl Fn() -> Busy) -> io::Result<(Frame, Busy)> {
         let greeted = self.has_greeted();
         let awaits = |kind: Kind| {
             let awaited = match kind {
@@ -322,6 +325,7 @@ impl Connection {
         };
         let mut reading = lock(&self.reading);
         let Reading { assembler, buffer, unread } = &mut *reading;
+        let mut under_way = None;
         loop {
             while unread.start < unread.end {
                 let mut input = &buffer[unread.clone()];
@@ -329,7 +333,7 @@ impl Connection {
                 unread.start = unread.end - input.len();
                 if let Some(frame) = frame {
                     *lock(&self.begun) = None;
-                    return Ok(frame);
+                    return Ok((frame, under_way.unwrap_or_else(busy)));
                 }
             }
             buffer.resize(READ_BYTES, 0);
@@ -343,6 +347,7 @@ impl Connection {
             // Not by the read itself, which also wakes when the client takes
             // its answer.
             wait(self.socket.as_raw_fd(), libc::POLLIN, Patience::until(until)).map_err(idle)?;
+            under_way.get_or_insert_with(&busy);
             match (&self.socket).read(buffer) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(bytes) => *unread = 0..bytes,
@@ -459,8 +464,7 @@ impl Connection {
         live.numbers.insert(number, doing);
     }
 
-    fn carry_out(&self, service: &Service, work: Work) {
-        let _busy = service.busy();
+    fn carry_out(&self, service: &Service, work: Work, _busy: Busy<'_>) {
         let sent = match work {
             Work::Run { number, order, cancel } => {
                 let tell = |what| {
@@ -687,7 +691,8 @@ mod tests {
     fn a_frame_has_one_time_for_all_of_it_from_its_first_byte() {
         let (mut client, ours) = UnixStream::pair().unwrap();
         let connection = Connection::accept(Weak::new(), 0, ours, Peer::Stranger).unwrap();
-        let reads = || connection.read_frame().map(|frame| frame.kind).map_err(|e| e.kind());
+        let reads =
+            || connection.read_frame(|| ()).map(|(frame, ())| frame.kind).map_err(|e| e.kind());
         let mut hello = Vec::new();
         frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut hello);
         let far = Duration::from_secs(3600);
@@ -707,6 +712,30 @@ mod tests {
         let last = std::iter::repeat_with(reads).find(|it| *it != Err(io::ErrorKind::WouldBlock));
         assert_eq!(last, Some(Ok(Kind::Hello)));
         assert!(!connection.is_overdue(Instant::now() + far));
+    }
+
+    #[test]
+    fn what_is_off_the_socket_counts_as_under_way_and_a_silent_client_does_not() {
+        let (mut client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let unread = || {
+            let mut bytes = 0;
+            // SAFETY: the kernel writes one int there.
+            unsafe { libc::ioctl(connection.socket.as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
+            bytes
+        };
+        let counted = std::cell::Cell::new(0);
+        let count = || {
+            counted.set(counted.get() + 1);
+            unread()
+        };
+        assert!(connection.read_frame(count).is_err());
+        assert_eq!(counted.get(), 0);
+        let mut hello = Vec::new();
+        frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut hello);
+        client.write_all(&hello).unwrap();
+        let (_, before) = connection.read_frame(count).unwrap();
+        assert_eq!((counted.get(), before), (1, hello.len() as i32), "it was read before");
     }
 
     #[test]

@@ -16,6 +16,7 @@
 //! | `gate` | who may run now |
 //! | [`options`] | how much it takes, and who may speak for whom |
 //! | `peer` | who is at the other end |
+//! | `socket_file` | a socket's place among the files |
 //! | `answers` | what clients ask |
 //! | `status` | how the service stands |
 //! | [`systemd`] | what a service manager says and wants to hear |
@@ -40,17 +41,20 @@ mod latency;
 pub mod options;
 mod peer;
 pub mod server;
+mod socket_file;
 mod status;
 pub mod systemd;
 
 pub use arrival::{VsockAddress, VsockListener};
 pub use options::ServiceOptions;
 pub use server::{Reloaded, Server, serve_connection};
+pub use socket_file::SocketFile;
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use forge_protocol::limits::PRINCIPAL_BYTES_MAX;
 use forge_protocol::service::Order;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
@@ -186,6 +190,12 @@ impl Service {
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let principal = &order.principal;
+        if !is_name(principal) {
+            let reason = format!(
+                "a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"
+            );
+            return (RunResult::unstarted(Status::Rejected, "bad_request", reason), None);
+        }
         if !peer.speaks_for(principal) {
             let reason = "this client may not speak for the principal that it names: \
                           forge.toml, [principals.<name>] uids, or cids over vsock";
@@ -265,6 +275,12 @@ impl Service {
     fn is_drained(&self) -> bool {
         self.gate.is_draining() && !self.is_busy()
     }
+}
+
+/// Whether this names a principal, as the toolbroker has it, which is not asked
+/// for every run.
+fn is_name(principal: &str) -> bool {
+    (1..=PRINCIPAL_BYTES_MAX).contains(&principal.len()) && !principal.chars().any(char::is_control)
 }
 
 /// Each run that runs or waits has a thread, so that none of them keeps a

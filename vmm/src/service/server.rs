@@ -4,9 +4,8 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -19,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::arrival::{Arrival, VsockListener};
 use super::connection::Connection;
 use super::options::ServiceOptions;
+use super::socket_file::SocketFile;
 use super::systemd::{Standing, notify};
 use super::{AWAKE, CONNECTIONS_MAX, OPERATORS_OWN, Service, lock};
 use crate::supervisor::Supervisor;
@@ -106,9 +106,10 @@ impl Ending {
 /// A service that listens.
 #[derive(Debug)]
 pub struct Server {
+    /// Its own to remove, while it listens still; a socket that was passed is
+    /// somebody else's.
+    _file: Option<SocketFile>,
     listener: UnixListener,
-    /// Its own to remove; a socket that was passed is somebody else's.
-    path: Option<PathBuf>,
     vsock: Option<VsockListener>,
     signals: EventFd,
 }
@@ -126,38 +127,16 @@ impl Server {
     /// process alone. A socket that a dead service left there is replaced.
     ///
     /// # Errors
-    /// `AddrInUse` if a service answers there already or something else lies
-    /// there; else what the kernel said.
+    /// As [`SocketFile::bind`].
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
-        match UnixListener::bind(path) {
-            Ok(listener) => Self::at(listener, path, mode),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                let what = if !path.symlink_metadata()?.file_type().is_socket() {
-                    "in use by what is no socket: move it away, or listen elsewhere"
-                } else if UnixStream::connect(path).is_ok() {
-                    "in use: a service listens there; drain it, or listen elsewhere"
-                } else {
-                    ""
-                };
-                if !what.is_empty() {
-                    return Err(io::Error::new(error.kind(), what));
-                }
-                std::fs::remove_file(path)?;
-                Self::at(UnixListener::bind(path)?, path, mode)
-            }
-            Err(error) => Err(error),
-        }
+        let (listener, file) = SocketFile::bind(path, mode)?;
+        Self::over(listener, Some(file))
     }
 
-    fn at(listener: UnixListener, path: &Path, mode: u32) -> io::Result<Self> {
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-        Self::over(listener, Some(path.to_owned()))
-    }
-
-    fn over(listener: UnixListener, path: Option<PathBuf>) -> io::Result<Self> {
+    fn over(listener: UnixListener, file: Option<SocketFile>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let signals = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Self { listener, path, vsock: None, signals })
+        Ok(Self { _file: file, listener, vsock: None, signals })
     }
 
     /// Listens at this one too, for machines that speak for a principal
@@ -280,18 +259,26 @@ fn accept(
                 io::ErrorKind::WouldBlock => return Ok(()),
                 // The client left, or a signal came.
                 io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
-                _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
-                    // It waits at the door until there is a descriptor.
+                _ if ends_the_socket(&error) => return Err(error),
+                _ => {
+                    // It waits at the door until there is a descriptor, or what
+                    // else the host has too little of.
                     tracing::warn!(%error, "a client has to wait");
                     std::thread::sleep(Duration::from_millis(10));
                     return Ok(());
                 }
-                _ => return Err(error),
             },
         }
     }
     // The loop hears again of who still waits.
     Ok(())
+}
+
+/// Whether nobody comes by this socket any more. All else that accept(2) says is
+/// of the host or of one client, and passes.
+fn ends_the_socket(error: &io::Error) -> bool {
+    let ends = [libc::EBADF, libc::EINVAL, libc::ENOTSOCK, libc::EOPNOTSUPP];
+    error.raw_os_error().is_some_and(|code| ends.contains(&code))
 }
 
 /// Serves the client at the other end of this socket, and no other: until it
@@ -335,9 +322,6 @@ impl Drop for Server {
     fn drop(&mut self) {
         let event = self.signals.as_raw_fd();
         let _ = SIGNALLED.compare_exchange(event, -1, Ordering::AcqRel, Ordering::Relaxed);
-        if let Some(path) = &self.path {
-            let _ = std::fs::remove_file(path);
-        }
     }
 }
 
@@ -423,6 +407,26 @@ impl Service {
             .collect();
         for connection in slow {
             connection.close();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_that_is_short_of_something_ends_no_service() {
+        let ends = |code| ends_the_socket(&io::Error::from_raw_os_error(code));
+        for code in [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::ENOBUFS, libc::EPERM] {
+            assert!(!ends(code), "{code}");
+        }
+        for code in [libc::EPROTO, libc::ENETDOWN, libc::EHOSTUNREACH, libc::ETIMEDOUT] {
+            assert!(!ends(code), "{code}");
+        }
+        assert!(!ends_the_socket(&io::Error::other("of this process")));
+        for code in [libc::EBADF, libc::EINVAL, libc::ENOTSOCK, libc::EOPNOTSUPP] {
+            assert!(ends(code), "{code}");
         }
     }
 }
