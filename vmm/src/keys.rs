@@ -4,7 +4,7 @@
 use std::fmt;
 use std::fs;
 use std::io::{self, Write as _};
-use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use forge_protocol::signature::{KeyError, SignerKey, TrustKey, TrustKeys};
@@ -103,15 +103,18 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> KeyFileError {
     move |source| KeyFileError::Io { path, source }
 }
 
-/// Reads a file as text. One that is no text is no key either, and its parser
-/// says so better than a complaint about UTF-8.
-fn read(path: &Path) -> Result<String, KeyFileError> {
+/// Reads a file as text, and what the file is that was read. One that is no text
+/// is no key either, and its parser says so better than a complaint about UTF-8.
+fn read(path: &Path) -> Result<(String, fs::Metadata), KeyFileError> {
     use io::Read as _;
     let mut bytes = Vec::new();
-    fs::File::open(path)
-        .and_then(|file| file.take(KEY_FILE_BYTES_MAX).read_to_end(&mut bytes))
-        .map_err(io_error(path))?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    let read = fs::File::open(path).and_then(|file| {
+        let metadata = file.metadata()?;
+        file.take(KEY_FILE_BYTES_MAX).read_to_end(&mut bytes)?;
+        Ok(metadata)
+    });
+    let metadata = read.map_err(io_error(path))?;
+    Ok((String::from_utf8_lossy(&bytes).into_owned(), metadata))
 }
 
 /// Reads public keys and collects them.
@@ -121,7 +124,7 @@ fn read(path: &Path) -> Result<String, KeyFileError> {
 pub fn read_trust(paths: &[PathBuf]) -> Result<TrustKeys, KeyFileError> {
     let mut keys = Vec::new();
     for path in paths {
-        let pem = read(path)?;
+        let (pem, _) = read(path)?;
         if let Some(half @ Half::Private) = Half::of(&pem) {
             return Err(KeyFileError::OtherHalf { path: path.clone(), half });
         }
@@ -137,14 +140,14 @@ pub fn read_trust(paths: &[PathBuf]) -> Result<TrustKeys, KeyFileError> {
 /// # Errors
 /// [`KeyFileError`], naming the file.
 pub fn read_signer(path: &Path) -> Result<SignerKey, KeyFileError> {
-    let pem = read(path)?;
+    let (pem, metadata) = read(path)?;
     // What is no private key may be as open as it likes.
     if let Some(half @ Half::Public) = Half::of(&pem) {
         return Err(KeyFileError::OtherHalf { path: path.to_owned(), half });
     }
     let signer = SignerKey::from_pem(&pem)
         .map_err(|source| KeyFileError::Key { path: path.to_owned(), source })?;
-    let mode = fs::metadata(path).map_err(io_error(path))?.permissions().mode() & 0o777;
+    let mode = metadata.mode() & 0o777;
     if mode & 0o077 != 0 {
         return Err(KeyFileError::Exposed { path: path.to_owned(), mode });
     }
