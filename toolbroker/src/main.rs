@@ -20,6 +20,7 @@ use forge_toolbroker::grant::{Issuer, RootKeyError};
 use forge_toolbroker::journal::{JournalError, Place, read};
 use forge_toolbroker::review::{ReviewError, Reviews};
 use forge_toolbroker::{link, process, stranger};
+use rustix::fs::FileType;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -288,6 +289,17 @@ fn check(mcp_config: Option<&Path>, config: Option<&Path>) -> Result<(), Error> 
     written.and_then(|()| writeln!(out)).map_err(Error::Output)
 }
 
+/// Whoever reads the supervisor's standard error from a pipe waits for the end of
+/// all who have it, and calls that are waited for still are of no run any more.
+fn leave_standard_error() {
+    let is_pipe = rustix::fs::fstat(std::io::stderr())
+        .is_ok_and(|it| FileType::from_raw_mode(it.st_mode) == FileType::Fifo);
+    // Where it cannot be left, it is kept: nothing else depends on it.
+    if is_pipe && let Ok(null) = std::fs::File::options().write(true).open("/dev/null") {
+        let _ = rustix::stdio::dup2_stderr(&null);
+    }
+}
+
 /// What `FORGE_LOG` asks for, `warn` by default.
 fn log_filter() -> EnvFilter {
     EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"))
@@ -303,6 +315,9 @@ async fn run(args: LowArgs, servers: &Handle) -> Result<(), Error> {
         _ = terminated.recv() => Ok(()),
         _ = interrupted.recv() => Ok(()),
     };
+    if served.is_ok() {
+        leave_standard_error();
+    }
     broker.shut_down().await;
     Ok(served?)
 }
