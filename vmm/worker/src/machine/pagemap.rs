@@ -124,6 +124,8 @@ impl PageMap {
                 end: range.end as u64,
                 regions: regions.as_mut_ptr() as u64,
                 regions_count: REGIONS as u64,
+                // The shared page of zeros is of a page that was read alone: the
+                // zygote sees to it that none is put in the place of another.
                 category_inverted: IS_FILE | IS_ZERO_PAGE,
                 category_mask: IS_FILE | IS_ZERO_PAGE,
                 category_any_of: IS_PRESENT | IS_SWAPPED,

@@ -121,6 +121,7 @@ pub fn serve(filters: Filters) -> io::Result<()> {
     // SAFETY: a C string of at most 15 bytes.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"forge-zygote".as_ptr()) };
     ask_for_short_turns();
+    keep_pages_apart();
     // Children are not waited for: their process descriptors are with the
     // supervisor, which sees them end.
     // SAFETY: changes what becomes of ended children, of whom there are none.
@@ -168,6 +169,25 @@ fn ask_for_short_turns() {
     attributes.sched_runtime = TURN_NS;
     // SAFETY: reads the same. What the kernel refuses stays as it was.
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+}
+
+/// Has the kernel merge no page of this process and its workers, who inherit it,
+/// with another (KSM). A service manager may have asked for that (`MemoryKSM=`);
+/// but a page that a run left full of zeros would then be the shared page of zeros,
+/// which a reset does not take for one that was written, and what it held before
+/// would not be put back.
+fn keep_pages_apart() {
+    // SAFETY: takes numbers alone. A kernel without it (before 6.4, or without KSM)
+    // refuses, and merges nothing that nobody named.
+    unsafe {
+        libc::prctl(
+            libc::PR_SET_MEMORY_MERGE,
+            0 as libc::c_ulong,
+            0 as libc::c_ulong,
+            0 as libc::c_ulong,
+            0 as libc::c_ulong,
+        )
+    };
 }
 
 fn receive(link: &mut Link, kind: Kind) -> io::Result<Option<Frame>> {
