@@ -62,6 +62,7 @@ fn main() -> ExitCode {
             what_is_no_message_is_400_over_http_with_an_error_of_json_rpc,
             a_stream_begins_without_data_only_for_who_knows_that,
             a_session_that_is_not_there_cannot_be_ended,
+            a_hangup_ends_no_session_over_http,
             a_session_and_a_handle_are_of_no_use_to_another_principal,
             a_session_beyond_its_principals_room_is_told_so_and_another_principals_is_not,
             streams_that_every_session_has_open_leave_room_for_requests,
@@ -1005,6 +1006,17 @@ fn a_session_that_is_not_there_cannot_be_ended() {
     assert!(end(BOB).starts_with("HTTP/1.1 404 "), "another's");
     assert!(end(ALICE).starts_with("HTTP/1.1 202 "));
     assert!(end(ALICE).starts_with("HTTP/1.1 404 "), "it has ended");
+}
+
+fn a_hangup_ends_no_session_over_http() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let session = session(&http.post(&[ALICE], &initialize()));
+    // SAFETY: a plain system call; the process is a child of ours.
+    assert_eq!(unsafe { libc::kill(http.0.id() as i32, libc::SIGHUP) }, 0);
+    let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    let answer = http.post(&headers, &request("ping", json!({})));
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
 fn a_session_and_a_handle_are_of_no_use_to_another_principal() {

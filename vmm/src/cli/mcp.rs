@@ -22,7 +22,7 @@ use forge_vmm::pool::PoolOptions;
 use forge_vmm::service;
 use forge_vmm::service::options::Principals;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::args::McpArgs;
 use super::config::{self, GrantKey, McpConfig};
@@ -161,6 +161,7 @@ async fn serve(link: ServiceLink, clients: Clients) -> Result<(), CliError> {
             let at = |source| CliError::File { path: address.to_string(), source };
             let listener = tokio::net::TcpListener::bind(address).await.map_err(at)?;
             let address = listener.local_addr().map_err(at)?;
+            tokio::spawn(outlast(signal(SignalKind::hangup()).map_err(CliError::Host)?));
             let _ = writeln!(io::stderr(), "forge-vmm: serving MCP at http://{address}/mcp");
             let options = HttpOptions { doors, hosts, origins };
             http::serve(Listener::Tcp(listener), options, signalled).await;
@@ -179,6 +180,14 @@ fn signalled() -> io::Result<impl Future<Output = ()> + Send + 'static> {
             _ = interrupt.recv() => {}
         }
     })
+}
+
+/// Takes note of SIGHUP, and no more: it would end every session. Over stdio it
+/// ends the process, whose only client's terminal is gone.
+async fn outlast(mut hangup: Signal) {
+    while hangup.recv().await.is_some() {
+        tracing::warn!("SIGHUP is ignored: what is configured is read at the start alone");
+    }
 }
 
 /// A supervisor and a broker of this process's own, for one connection.

@@ -117,9 +117,11 @@ pub(crate) async fn metrics(
             }
         }
     }
-    let Reply::Metrics(mut text) = door.client.ask(Question::Metrics).await? else {
-        return Err(Problem::gone());
-    };
+    // In turn: who scrapes often takes nobody's place for a question. How the
+    // service stands is asked by one at a time, and is no question there.
+    let turn = Arc::clone(&door.operators_questions).acquire_owned().await;
+    let asked = door.client.ask_holding(Question::Metrics, turn).await?;
+    let Reply::Metrics(mut text) = asked else { return Err(Problem::gone()) };
     text.push_str(&door.counters.text());
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
@@ -129,4 +131,29 @@ pub(crate) async fn metrics(
 pub(crate) async fn document() -> Response {
     let kind = HeaderValue::from_static("application/json");
     ([(header::CONTENT_TYPE, kind)], super::DOCUMENT).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::OPERATORS_QUESTIONS_MAX;
+    use super::super::tests::door;
+    use super::*;
+
+    #[tokio::test]
+    async fn scrapes_wait_for_their_turn_and_take_no_principals_place() {
+        let (mut service, door) = door().await;
+        let door = Arc::new(door);
+        let scrape = || metrics(State(Arc::clone(&door)), HeaderMap::new());
+        // Each is sent, if it is its turn, and cancelled.
+        for _ in 0..2 * OPERATORS_QUESTIONS_MAX {
+            assert!(tokio::time::timeout(Duration::ZERO, scrape()).await.is_err());
+        }
+        assert_eq!(door.operators_questions.available_permits(), 0);
+        assert_eq!(door.questions.available_permits(), super::super::QUESTIONS_MAX);
+        service.answer(1, Reply::Draining).await;
+        let turn = door.operators_questions.acquire();
+        drop(tokio::time::timeout(Duration::from_secs(30), turn).await.unwrap());
+        assert!(tokio::time::timeout(Duration::ZERO, scrape()).await.is_err());
+        assert_eq!(door.operators_questions.available_permits(), 0, "it was its turn");
+    }
 }

@@ -66,9 +66,11 @@ use crate::web::{self, Held, Listener, TokenHash};
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
 /// How often what was kept for long enough is forgotten.
 const SWEEP_EVERY: Duration = Duration::from_secs(30);
-/// Questions of all principals that are with the service at a time; more wait.
-/// What it takes of one connection beyond that is for those who operate it.
-const QUESTIONS_MAX: usize = limits::QUESTIONS_MAX - 8;
+/// Questions of those who operate the service that are with it at a time; more
+/// wait.
+const OPERATORS_QUESTIONS_MAX: usize = 8;
+/// The same of all principals: all else that it takes of one connection.
+const QUESTIONS_MAX: usize = limits::QUESTIONS_MAX - OPERATORS_QUESTIONS_MAX;
 
 /// The OpenAPI document of this door.
 pub const DOCUMENT: &str = include_str!("openapi.json");
@@ -91,6 +93,7 @@ struct Door {
     options: watch::Receiver<Options>,
     tenants: Tenants,
     questions: Arc<Semaphore>,
+    operators_questions: Arc<Semaphore>,
     counters: health::Counters,
     readiness: health::Readiness,
     /// Whether the door is being closed.
@@ -104,6 +107,7 @@ impl Door {
             options,
             tenants: Tenants::default(),
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
+            operators_questions: Arc::new(Semaphore::new(OPERATORS_QUESTIONS_MAX)),
             counters: health::Counters::default(),
             readiness: health::Readiness::default(),
             closing: watch::Sender::new(false),

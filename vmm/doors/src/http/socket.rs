@@ -54,8 +54,8 @@ const UNSENT_MAX: usize = 4096;
 const SEND_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long what is known of runs may still be told when the door closes.
 const REST_TIME_MAX: Duration = Duration::from_secs(3);
-/// How often a silent client is asked whether it is there; one that said
-/// nothing for twice that long is not.
+/// How often a silent client is asked whether it is there; one of which nothing
+/// came for twice that long is not.
 const PING_EVERY: Duration = Duration::from_secs(30);
 
 /// What a client says.
@@ -181,7 +181,7 @@ pub(crate) async fn open(
     })?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
     let Caller { tenant, permit } = caller;
-    let permits = (permit, tenant.socket()?, standing);
+    let permits = (permit, tenant.socket()?);
     let mut token = HeaderMap::new();
     for value in headers.get_all(header::AUTHORIZATION) {
         token.append(header::AUTHORIZATION, value.clone());
@@ -189,7 +189,7 @@ pub(crate) async fn open(
     Ok(upgrade.on_upgrade(move |socket| async move {
         let (sender, said) = mpsc::channel(UNSENT_MAX);
         let (runs, stuck) = (HashMap::new(), Arc::new(Notify::new()));
-        let talk = Talk { door, tenant, token, sender, runs, stuck, _permits: permits };
+        let talk = Talk { door, tenant, token, sender, runs, stuck, standing, _permits: permits };
         talk.converse(socket, said).await;
     }))
 }
@@ -204,8 +204,10 @@ struct Talk {
     runs: HashMap<u32, Canceller>,
     /// Told when the client takes so little that a run was given up.
     stuck: Arc<Notify>,
-    /// Its places among requests under way, sockets and connections.
-    _permits: (Arc<OwnedSemaphorePermit>, OwnedSemaphorePermit, Arc<Standing>),
+    /// Its place among connections, and what has come on it.
+    standing: Arc<Standing>,
+    /// Its places among requests under way and sockets.
+    _permits: (Arc<OwnedSemaphorePermit>, OwnedSemaphorePermit),
 }
 
 impl Talk {
@@ -214,6 +216,7 @@ impl Talk {
         let mut options = self.door.options.clone();
         let mut ping = tokio::time::interval(PING_EVERY);
         let mut heard = tokio::time::Instant::now();
+        let mut heard_bytes = self.standing.heard_bytes();
         let mut is_closed = false;
         let goodbye = loop {
             let message = tokio::select! {
@@ -229,6 +232,11 @@ impl Talk {
                     continue;
                 }
                 _ = ping.tick() => {
+                    // A client that is at a long message cannot say anything else.
+                    let so_far = self.standing.heard_bytes();
+                    if std::mem::replace(&mut heard_bytes, so_far) != so_far {
+                        heard = tokio::time::Instant::now();
+                    }
                     if heard.elapsed() > 2 * PING_EVERY
                         || !send(&mut socket, Message::Ping(Default::default())).await
                     {
@@ -251,7 +259,7 @@ impl Talk {
                     break Some((1008, "this token speaks for the principal no more"));
                 }
             };
-            heard = tokio::time::Instant::now();
+            (heard, heard_bytes) = (tokio::time::Instant::now(), self.standing.heard_bytes());
             let answered = match message {
                 Message::Text(text) => self.hear(text.as_str()).await,
                 Message::Close(_) => {

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http_body_util::combinators::BoxBody;
-use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
-use hyper::body::{Bytes, Incoming};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -40,7 +40,9 @@ const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*",
 /// Up to so many bytes a message is small: there is always room for it, so that
 /// what cancels a large one is heard.
 const SMALL_MESSAGE_BYTES: usize = 64 * 1024;
-/// How long a request's body may take to come, and its answer to begin.
+/// How long a request's body may take to come: it has its room meanwhile.
+const BODY_TIME_MAX: Duration = Duration::from_secs(30);
+/// How long that and the beginning of its answer may take together.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(120);
 
 /// Who may ask, and from where.
@@ -89,26 +91,14 @@ impl Entrance {
             return self.service.handle(request).await;
         }
         let (head, body) = request.into_parts();
-        let body = match Limited::new(body, MESSAGE_BYTES_MAX).collect().await {
-            Ok(body) => body.to_bytes(),
-            Err(error) if error.is::<LengthLimitError>() => {
-                let what = format!("a message has at most {MESSAGE_BYTES_MAX} bytes");
-                return text(StatusCode::PAYLOAD_TOO_LARGE, what);
+        let body = match tokio::time::timeout(BODY_TIME_MAX, read(body, &self.room, held)).await {
+            Ok(Ok(body)) => body,
+            Ok(Err(unread)) => return unread.answer(),
+            Err(_) => {
+                let what = format!("the body took more than {} s", BODY_TIME_MAX.as_secs());
+                return text(StatusCode::REQUEST_TIMEOUT, what);
             }
-            Err(error) => return text(StatusCode::BAD_REQUEST, format!("the body: {error}")),
         };
-        if body.len() > SMALL_MESSAGE_BYTES {
-            let room = Arc::clone(&self.room).try_acquire_many_owned(body.len() as u32);
-            let Ok(room) = room else {
-                let what = format!(
-                    "too much at once: large messages have {REQUEST_BYTES_MAX} bytes together"
-                );
-                let mut refusal = text(StatusCode::SERVICE_UNAVAILABLE, what);
-                refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-                return refusal;
-            };
-            held.push(room);
-        }
         let is_json = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| {
             let kind = kind.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
             kind.trim_ascii().eq_ignore_ascii_case(b"application/json")
@@ -123,6 +113,68 @@ impl Entrance {
         }
         self.service.handle(Request::from_parts(head, Full::new(body))).await
     }
+}
+
+/// Why a body is not taken.
+#[derive(Debug)]
+enum Unread {
+    TooLarge,
+    NoRoom,
+    Broken(String),
+}
+
+impl Unread {
+    fn answer(self) -> Response<BoxBody<Bytes, Infallible>> {
+        match self {
+            Self::TooLarge => {
+                let what = format!("a message has at most {MESSAGE_BYTES_MAX} bytes");
+                text(StatusCode::PAYLOAD_TOO_LARGE, what)
+            }
+            Self::NoRoom => {
+                let what = format!(
+                    "too much at once: large messages have {REQUEST_BYTES_MAX} bytes together"
+                );
+                let mut refusal = text(StatusCode::SERVICE_UNAVAILABLE, what);
+                refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+                refusal
+            }
+            Self::Broken(why) => text(StatusCode::BAD_REQUEST, format!("the body: {why}")),
+        }
+    }
+}
+
+/// Reads a message. A large one has room before it is in memory: for all of it
+/// where its length is said, else for each piece as it comes.
+async fn read<B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin>(
+    mut body: B,
+    room: &Arc<Semaphore>,
+    held: &mut Vec<OwnedSemaphorePermit>,
+) -> Result<Bytes, Unread> {
+    let mut bytes = Vec::new();
+    let mut taken: Option<OwnedSemaphorePermit> = None;
+    let mut wanted = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+    let mut piece = Bytes::new();
+    loop {
+        if wanted > MESSAGE_BYTES_MAX {
+            return Err(Unread::TooLarge);
+        }
+        let has = taken.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        if wanted > SMALL_MESSAGE_BYTES.max(has) {
+            let more = Arc::clone(room).try_acquire_many_owned((wanted - has) as u32);
+            let more = more.map_err(|_| Unread::NoRoom)?;
+            match &mut taken {
+                Some(taken) => taken.merge(more),
+                None => taken = Some(more),
+            }
+        }
+        bytes.extend_from_slice(&piece);
+        let Some(frame) = body.frame().await else { break };
+        let frame = frame.map_err(|error| Unread::Broken(error.to_string()))?;
+        piece = frame.into_data().unwrap_or_default();
+        wanted = wanted.max(bytes.len() + piece.len());
+    }
+    held.extend(taken);
+    Ok(bytes.into())
 }
 
 fn text(status: StatusCode, what: String) -> Response<BoxBody<Bytes, Infallible>> {
@@ -223,4 +275,71 @@ fn refuse(status: StatusCode, what: &'static str) -> Answer {
     let mut response = Response::new(Held::new(body, Vec::new()));
     *response.status_mut() = status;
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use hyper::body::{Frame, SizeHint};
+
+    use super::*;
+
+    /// A body of pieces, whose length may be said, and what may be done before a
+    /// piece is given.
+    struct Pieces<F> {
+        left: usize,
+        said: Option<usize>,
+        before: F,
+    }
+
+    const PIECE_BYTES: usize = 64 * 1024;
+
+    impl<F: Fn(usize) + Unpin> Body for Pieces<F> {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            (self.before)(self.left);
+            Poll::Ready(self.left.checked_sub(1).map(|left| {
+                self.left = left;
+                Ok(Frame::data(Bytes::from(vec![b' '; PIECE_BYTES])))
+            }))
+        }
+
+        fn size_hint(&self) -> SizeHint {
+            self.said.map_or_else(SizeHint::new, |said| SizeHint::with_exact(said as u64))
+        }
+    }
+
+    #[tokio::test]
+    async fn a_large_message_has_room_before_it_is_read_and_a_small_one_needs_none() {
+        let room = Arc::new(Semaphore::new(8 * PIECE_BYTES));
+        let left = || room.available_permits() / PIECE_BYTES;
+        let before = |_| assert_eq!(left(), 5);
+        let mut held = Vec::new();
+        let large = Pieces { left: 3, said: Some(3 * PIECE_BYTES), before };
+        assert_eq!(read(large, &room, &mut held).await.unwrap().len(), 3 * PIECE_BYTES);
+        // It says nothing of its length: all that came of it has room.
+        let before = |unread| assert_eq!(left(), [1, 2, 3, 5, 5][unread]);
+        let large = Pieces { left: 4, said: None, before };
+        assert_eq!(read(large, &room, &mut held).await.unwrap().len(), 4 * PIECE_BYTES);
+        assert_eq!(left(), 1);
+        let unread = |_| panic!("it was read");
+        let large = Pieces { left: 2, said: Some(2 * PIECE_BYTES), before: unread };
+        assert!(matches!(read(large, &room, &mut held).await, Err(Unread::NoRoom)));
+        let large = Pieces { left: 9, said: None, before: |_| {} };
+        assert!(matches!(read(large, &room, &mut held).await, Err(Unread::NoRoom)));
+        assert_eq!(left(), 1, "what was refused keeps nothing");
+        let small = Pieces { left: 1, said: None, before: |_| {} };
+        assert!(read(small, &room, &mut held).await.is_ok());
+        let huge = Pieces { left: 1, said: Some(MESSAGE_BYTES_MAX + 1), before: unread };
+        assert!(matches!(read(huge, &room, &mut held).await, Err(Unread::TooLarge)));
+        drop(held);
+        assert_eq!(left(), 8);
+    }
 }

@@ -32,9 +32,15 @@ const PROGRESS_MAX: usize = 64;
 const PROGRESS_TIME_MAX: Duration = Duration::from_millis(500);
 /// A progress message of a program's or a tool's words, in characters.
 const PROGRESS_CHARS_MAX: usize = 200;
-/// Artifacts of one run that ride along, in bytes; others are named in the
-/// report.
+/// Artifacts of one run that ride along, in bytes; others are named.
 const ARTIFACT_BYTES_MAX: usize = 256 * 1024;
+/// The name of one that does not, in characters.
+const ARTIFACT_NAME_CHARS_MAX: usize = 100;
+/// An output that a result has twice, in bytes: whole in its text, and in the
+/// report. Clients bound what they take of a stream at once, at 1 MiB say.
+const OUTPUT_BYTES_TWICE_MAX: usize = 256 * 1024;
+/// What the text has of a larger one, in bytes.
+const OUTPUT_BYTES_SHOWN: usize = 4 * 1024;
 /// How long the end of a cancelled run is waited for.
 const CANCEL_TIME_MAX: Duration = Duration::from_secs(10);
 
@@ -224,10 +230,14 @@ async fn attended(
 /// end well. The report has the rest.
 fn text(report: &Value) -> String {
     let word = |field: &str| report[field].as_str().unwrap_or_default();
-    let output = match word("output_encoding") {
+    let mut output = match word("output_encoding") {
         "base64" => format!("(base64) {}", word("output")),
         _ => word("output").to_owned(),
     };
+    if output.len() > OUTPUT_BYTES_TWICE_MAX {
+        output.truncate(output.floor_char_boundary(OUTPUT_BYTES_SHOWN));
+        output.push_str("…\n(this is its beginning: structuredContent.output has the whole)");
+    }
     if report["status"] == "ok" {
         return output;
     }
@@ -254,13 +264,19 @@ fn text(report: &Value) -> String {
     text
 }
 
-/// The first artifacts, as far as there is room for them.
+/// The first artifacts, as far as there is room for them, and in words which
+/// there is none for.
 fn shown(report: &Value, artifacts: Vec<Artifact>) -> Vec<ContentBlock> {
     let run = report["run_id"].as_str().unwrap_or_default().to_owned();
     let mut room = ARTIFACT_BYTES_MAX;
-    let mut blocks = Vec::new();
+    let (mut blocks, mut left_out) = (Vec::new(), Vec::new());
     for (number, artifact) in artifacts.into_iter().enumerate() {
-        let Some(left) = room.checked_sub(artifact.content.len()) else { continue };
+        let bytes = artifact.content.len();
+        let Some(left) = room.checked_sub(bytes) else {
+            let name = one_line(&artifact.name, ARTIFACT_NAME_CHARS_MAX);
+            left_out.push(format!("{name} ({bytes} bytes)"));
+            continue;
+        };
         room = left;
         // The name is the program's: the report has it, the address does not.
         let uri = format!("forge://runs/{run}/artifacts/{number}");
@@ -269,6 +285,13 @@ fn shown(report: &Value, artifacts: Vec<Artifact>) -> Vec<ContentBlock> {
             Err(error) => ResourceContents::blob(STANDARD.encode(error.as_bytes()), uri),
         };
         blocks.push(ContentBlock::resource(contents.with_mime_type(artifact.media_type)));
+    }
+    if !left_out.is_empty() {
+        blocks.push(ContentBlock::text(format!(
+            "artifacts that are not here, since those of a run have {ARTIFACT_BYTES_MAX} bytes \
+             together here: {}",
+            left_out.join(", "),
+        )));
     }
     blocks
 }
@@ -454,9 +477,21 @@ mod tests {
             artifact(b"b".to_vec()),
         ];
         let blocks = serde_json::to_value(shown(&json!({"run_id": "7"}), artifacts)).unwrap();
-        assert_eq!(blocks.as_array().unwrap().len(), 2);
+        assert_eq!(blocks.as_array().unwrap().len(), 3);
         assert_eq!(blocks[0]["resource"]["blob"], "/w==");
         assert_eq!(blocks[1]["resource"]["text"], "b");
         assert_eq!(blocks[1]["resource"]["uri"], "forge://runs/7/artifacts/2");
+        let said = blocks[2]["text"].as_str().unwrap();
+        assert!(said.ends_with("together here: ../x (262144 bytes)"), "{said}");
+    }
+
+    #[test]
+    fn a_large_output_is_there_once() {
+        let report = |output: String| json!({"status": "ok", "output": output});
+        let whole = "é".repeat(OUTPUT_BYTES_TWICE_MAX / 2);
+        assert_eq!(text(&report(whole.clone())), whole);
+        let said = text(&report(format!("a{whole}")));
+        assert!(said.len() < OUTPUT_BYTES_SHOWN + 100 && said.starts_with("aéé"), "{said}");
+        assert!(said.ends_with("structuredContent.output has the whole)"), "{said}");
     }
 }

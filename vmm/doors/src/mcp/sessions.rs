@@ -43,6 +43,21 @@ struct Known {
     open: Arc<Mutex<HashSet<RequestId>>>,
 }
 
+/// A request that is open, unless it comes to nothing before it is with its
+/// session: then there is no answer that another of its id could be given.
+struct Opening<'a> {
+    of: &'a Known,
+    id: Option<RequestId>,
+}
+
+impl Drop for Opening<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = &self.id {
+            lock(&self.of.open).remove(id);
+        }
+    }
+}
+
 /// What the locks guard is whole between any two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -201,7 +216,10 @@ impl SessionManager for Sessions {
                 return Ok(Told::refused(ErrorData::invalid_request(what, None)));
             }
         }
+        let mut opening = Opening { of: &known, id: answers };
         let stream = self.sessions.create_stream(id, message).await?;
+        let answers = opening.id.take();
+        drop(opening);
         Ok(Told::over(stream, known, answers))
     }
 
@@ -224,5 +242,31 @@ impl SessionManager for Sessions {
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let stream = self.sessions.resume(id, last_event_id).await?;
         Ok(Told::over(stream, self.known(id), None))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_request_that_no_session_was_given_leaves_its_id_free() {
+        let sessions = Sessions::new(LocalSessionManager::default());
+        let (id, transport) = sessions.create_session().await.unwrap();
+        let known = sessions.known(&id);
+        let ask = || {
+            let request = json!({"jsonrpc": "2.0", "id": 7, "method": "ping"});
+            let message = serde_json::from_value(request).unwrap();
+            sessions.create_stream(&id, message)
+        };
+        // Its client leaves while the session has no ear for it.
+        let left = tokio::time::timeout(std::time::Duration::ZERO, ask()).await;
+        assert!(left.is_err() && lock(&known.open).is_empty());
+        // It is over.
+        drop(transport);
+        assert!(ask().await.is_err());
+        assert!(lock(&known.open).is_empty());
     }
 }

@@ -81,13 +81,20 @@ pub(crate) struct Connections {
 #[derive(Debug)]
 pub(crate) struct Standing {
     connections: Arc<Connections>,
+    /// Bytes that its client has sent.
+    heard: Arc<AtomicU64>,
     _place: OwnedSemaphorePermit,
 }
 
 impl Standing {
     fn new(connections: Arc<Connections>, place: OwnedSemaphorePermit) -> Self {
         connections.open.fetch_add(1, Ordering::Relaxed);
-        Self { connections, _place: place }
+        Self { connections, heard: Arc::default(), _place: place }
+    }
+
+    /// How many bytes have come, of whatever is not whole yet, too.
+    pub(crate) fn heard_bytes(&self) -> u64 {
+        self.heard.load(Ordering::Relaxed)
     }
 }
 
@@ -143,8 +150,8 @@ pub(crate) async fn serve<S, B>(
             request.extensions_mut().insert(Arc::clone(&of_request));
             service.call(request)
         });
-        let connection =
-            http.serve_connection(TokioIo::new(Patient::new(stream)), service).with_upgrades();
+        let stream = Patient::new(stream, Arc::clone(&standing.heard));
+        let connection = http.serve_connection(TokioIo::new(stream), service).with_upgrades();
         let mut closing = closing.subscribe();
         tokio::spawn(async move {
             let _standing = standing;
@@ -179,17 +186,19 @@ async fn refuse(mut stream: Box<dyn Stream>) {
     let _ = tokio::time::timeout(Duration::from_secs(1), stream.write_all(answer.as_bytes())).await;
 }
 
-/// A stream whose writes fail if they make no way for too long.
+/// A stream whose writes fail if they make no way for too long, and whose reads
+/// are counted.
 struct Patient {
     stream: Box<dyn Stream>,
+    heard: Arc<AtomicU64>,
     /// Set while a write waits.
     stalled: Option<Pin<Box<Sleep>>>,
     patience: Duration,
 }
 
 impl Patient {
-    fn new(stream: Box<dyn Stream>) -> Self {
-        Self { stream, stalled: None, patience: STALL_TIME_MAX }
+    fn new(stream: Box<dyn Stream>, heard: Arc<AtomicU64>) -> Self {
+        Self { stream, heard, stalled: None, patience: STALL_TIME_MAX }
     }
 
     /// What becomes of a write that came so far.
@@ -215,7 +224,10 @@ impl AsyncRead for Patient {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        self.heard.fetch_add((buffer.filled().len() - before) as u64, Ordering::Relaxed);
+        read
     }
 }
 
@@ -260,8 +272,8 @@ mod tests {
     #[tokio::test]
     async fn a_client_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
         let (near, mut far) = tokio::io::duplex(4);
-        let mut patient =
-            Patient { patience: Duration::from_millis(20), ..Patient::new(Box::new(near)) };
+        let patient = Patient::new(Box::new(near), Arc::default());
+        let mut patient = Patient { patience: Duration::from_millis(20), ..patient };
         patient.write_all(b"1234").await.unwrap();
         let error = patient.write_all(b"5").await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
@@ -277,5 +289,17 @@ mod tests {
         patient.write_all(&[b'x'; 100]).await.unwrap();
         drop(patient);
         assert_eq!(reading.await.unwrap().len(), 104);
+    }
+
+    #[tokio::test]
+    async fn what_comes_is_counted_as_it_comes() {
+        let (near, mut far) = tokio::io::duplex(4);
+        let heard = Arc::<AtomicU64>::default();
+        let mut patient = Patient::new(Box::new(near), Arc::clone(&heard));
+        for bytes in 1..4 {
+            far.write_all(b"x").await.unwrap();
+            patient.read_u8().await.unwrap();
+            assert_eq!(heard.load(Ordering::Relaxed), bytes);
+        }
     }
 }
