@@ -104,7 +104,12 @@ type Locals = [i32; 3];
 
 const NUMBERS: &[i32] = &[0, 0, 1, 2, 7, 31, 32, 255, 65_536, -1, -2, i32::MIN, i32::MAX];
 
-const UNARY: &[(&str, fn(i32) -> i32)] = &[
+/// An instruction of one operand, by its name.
+type Unary = (&'static str, fn(i32) -> i32);
+/// One of two.
+type Binary = (&'static str, fn(i32, i32) -> i32);
+
+const UNARY: &[Unary] = &[
     ("eqz", |a| (a == 0).into()),
     ("eqz", |a| (a == 0).into()),
     ("clz", |a| a.leading_zeros() as i32),
@@ -114,7 +119,7 @@ const UNARY: &[(&str, fn(i32) -> i32)] = &[
     ("extend16_s", |a| (a as i16).into()),
 ];
 
-const BINARY: &[(&str, fn(i32, i32) -> i32)] = &[
+const BINARY: &[Binary] = &[
     ("add", i32::wrapping_add),
     ("sub", i32::wrapping_sub),
     ("mul", i32::wrapping_mul),
@@ -206,7 +211,7 @@ fn expressions_of_many_instructions_compute_as_they_should() {
             let parameters: Locals = std::array::from_fn(|_| draw.of(NUMBERS));
             let (mut text, mut locals) = (String::new(), parameters);
             let expected = expression(&mut draw, 6, &mut text, &mut locals);
-            write!(functions, "(func $f{at} (param i32 i32 i32) (result i32) {text})\n").unwrap();
+            writeln!(functions, "(func $f{at} (param i32 i32 i32) (result i32) {text})").unwrap();
             let [a, b, c] = parameters.map(|it| format!("(i32.const {it})"));
             write!(
                 calls,

@@ -151,7 +151,9 @@ impl Scrubber {
     fn find_known(&self, text: &[u8]) -> Vec<Range<usize>> {
         let known = match &self.known {
             Known::Some(known) => known,
-            Known::Unsearchable if !text.is_empty() => return vec![0..text.len()],
+            Known::Unsearchable if !text.is_empty() => {
+                return std::iter::once(0..text.len()).collect();
+            }
             Known::None | Known::Unsearchable => return Vec::new(),
         };
         let matches = |text: &[u8], meet: &mut dyn FnMut(Range<usize>)| {
