@@ -25,10 +25,9 @@ pub(crate) fn from_slice<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
 }
 
 /// Whether the name may be there. Spelled otherwise, some of it is escaped by
-/// number.
+/// number; and what is no UTF-8 is no JSON.
 fn may_have(json: &[u8]) -> bool {
-    let has = |part: &[u8]| json.windows(part.len()).any(|window| window == part);
-    has(b"\\u") || has(RAW.as_bytes())
+    std::str::from_utf8(json).is_ok_and(|text| text.contains("\\u") || text.contains(RAW))
 }
 
 /// Any value without such an object. The rest of what is wrong with it is for who
