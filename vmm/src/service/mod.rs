@@ -190,16 +190,16 @@ impl Service {
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let principal = &order.principal;
+        if !peer.speaks_for(principal) {
+            let reason = "this client may not speak for the principal that it names: \
+                          forge.toml, [principals.<name>] uids, or cids over vsock";
+            return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
+        }
         if !is_name(principal) {
             let reason = format!(
                 "a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"
             );
             return (RunResult::unstarted(Status::Rejected, "bad_request", reason), None);
-        }
-        if !peer.speaks_for(principal) {
-            let reason = "this client may not speak for the principal that it names: \
-                          forge.toml, [principals.<name>] uids, or cids over vsock";
-            return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
         }
         let options = self.options();
         if options.pm_qos
