@@ -49,8 +49,10 @@ use regex::Regex;
 use serde_json::Value;
 
 use self::decimal::Decimal;
+
 pub(crate) use self::decimal::first_changed;
 pub use self::written::{WrittenError, parse_where};
+use crate::egress::rule::percent_decoded;
 
 /// The longest string a pattern is matched against, in bytes. With
 /// [`PATTERN_BYTES_MAX`] it bounds the time of one match.
@@ -279,25 +281,6 @@ fn climbs(text: &str) -> bool {
 fn is_parent(segment: &[u8]) -> bool {
     let mut parts = segment.split(|byte| matches!(byte, b'?' | b'#' | b';'));
     parts.next().is_some_and(|name| name.trim_ascii() == b"..")
-}
-
-fn percent_decoded(text: &[u8]) -> Vec<u8> {
-    let digit = |at: usize| text.get(at).and_then(|byte| char::from(*byte).to_digit(16));
-    let mut decoded = Vec::with_capacity(text.len());
-    let mut at = 0;
-    while at < text.len() {
-        match (text[at], digit(at + 1), digit(at + 2)) {
-            (b'%', Some(high), Some(low)) => {
-                decoded.push((high * 16 + low) as u8);
-                at += 3;
-            }
-            (byte, ..) => {
-                decoded.push(byte);
-                at += 1;
-            }
-        }
-    }
-    decoded
 }
 
 #[cfg(test)]

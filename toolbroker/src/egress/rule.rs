@@ -328,7 +328,9 @@ fn is_dot_segment(segment: &[u8]) -> bool {
     name == b"." || name == b".."
 }
 
-fn percent_decoded(text: &[u8]) -> Vec<u8> {
+/// What a percent-encoded text stands for (RFC 3986, 2.1). What is no such
+/// encoding stays.
+pub(crate) fn percent_decoded(text: &[u8]) -> Vec<u8> {
     let digit = |at: usize| text.get(at).and_then(|byte| char::from(*byte).to_digit(16));
     let mut decoded = Vec::with_capacity(text.len());
     let mut at = 0;
