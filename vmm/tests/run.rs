@@ -828,10 +828,14 @@ fn a_run_that_is_interrupted_is_cancelled_and_reports_what_it_called() {
             let journal = desk.forge(&["journal", "list"]);
             text(&journal.stdout).contains("test.never").then_some(())
         });
-        // Twice, as from `timeout`, which tells the command and then its group.
-        for _ in 0..2 {
-            // SAFETY: sends a signal to a process that this test started.
+        // More than once, as from `timeout`, which tells the command and then its
+        // group, and until after the run is over: half as long as it counts as one.
+        let first = Instant::now();
+        while first.elapsed() < Duration::from_millis(100) {
+            // SAFETY: sends a signal to a process that this test started, and has
+            // not waited for.
             unsafe { libc::kill(run.id() as i32, signal) };
+            std::thread::sleep(Duration::from_micros(500));
         }
         let output = run.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(7));

@@ -22,7 +22,9 @@ static CAME: AtomicU64 = AtomicU64::new(0);
 
 /// While this lives, the first signal that would end this command cancels its run,
 /// so that the broker hears of it and the report says what was called. Another
-/// ends the command at once. What was ignored (`nohup`) stays so.
+/// ends the command at once. What was ignored (`nohup`) stays so. After one came it
+/// stays as it is to the end of the process: the same word once more may come when
+/// the run is over, and must not keep the report from being told.
 pub(super) struct Interruptible {
     cancel: &'static Cancel,
     /// What was done with these before.
@@ -64,6 +66,9 @@ impl Interruptible {
 
 impl Drop for Interruptible {
     fn drop(&mut self) {
+        if CAME.load(Ordering::Acquire) != 0 {
+            return;
+        }
         for (signal, before) in &self.before {
             // SAFETY: the action is the one that was there.
             unsafe { libc::sigaction(*signal, before, std::ptr::null_mut()) };
