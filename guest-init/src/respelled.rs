@@ -1,17 +1,21 @@
 //! Code that wasmi translates wrongly, spelled otherwise.
 //!
-//! wasmi 2.0.0 drops a comparison with zero right before a `select` and has the
-//! `select` look at what was compared instead. Where that is a local variable it
-//! looks at another place: at what an earlier instruction left in a register
-//! (`try_fuse_select`, which keeps the comparison's result for the condition). So
+//! Two kinds of it, both of wasmi 2.0.0, and no configuration turns either off.
+//! When wasmi does one right, what is here of it goes; `tests/computes.rs` says when.
+//!
+//! **Comparisons before a `select`.** wasmi drops a comparison with zero right before
+//! a `select` and has the `select` look at what was compared instead. Where that is a
+//! local variable it looks at another place: at what an earlier instruction left in a
+//! register (`try_fuse_select`, which keeps the comparison's result for the
+//! condition). So
 //!
 //! ```text
 //!  local.get $x    i32.eqz    select
 //! ```
 //!
-//! picks either value. No configuration turns that off, and no comparison but
-//! `i32.eqz`, `i32.eq` and `i32.ne` is dropped. Here each of these right before a
-//! `select` becomes instructions with the same result that wasmi leaves alone:
+//! picks either value. No comparison but `i32.eqz`, `i32.eq` and `i32.ne` is dropped.
+//! Here each of these right before a `select` becomes instructions with the same
+//! result that wasmi leaves alone:
 //!
 //! | | becomes |
 //! |---|---|
@@ -20,16 +24,35 @@
 //! | `i32.ne` | `i32.xor`, `i32.const 1`, `i32.ge_u` |
 //!
 //! Compilers that optimise hardly ever emit the three there: they swap the values
-//! instead. When wasmi does it right this module goes; its test says when.
+//! instead.
+//!
+//! **Blocks with parameters.** A `local.get` is nothing to wasmi but a note of which
+//! variable is meant. Before a block it makes values of the notes that lie below the
+//! block's parameters, since what is in the block may be left out or done twice; but
+//! it leaves out as many notes as there are parameters, where it means as many operands
+//! (`PreservedAllLocalsIter`, `skip`). So the local variable in
+//!
+//! ```text
+//!  local.get $x    i32.const 1    loop (param i32) … local.set $x … end
+//! ```
+//!
+//! is read too late, or from a place that nothing was written to. Here an empty block
+//! goes before each block, loop or condition with parameters: it makes values of all.
+//! Compilers hardly ever emit parameters of blocks.
 
 use alloc::vec::Vec;
 use core::ops::Range;
 
-use wasmparser::{BinaryReaderError, FunctionBody, Operator, Parser, Payload};
+use wasmparser::{
+    BinaryReaderError, BlockType, CompositeInnerType, FunctionBody, Operator, Parser, Payload,
+    TypeSectionReader,
+};
 
 /// Opcodes (WebAssembly core specification, 5.4).
 mod op {
     pub(super) const NOP: u8 = 0x01;
+    pub(super) const BLOCK: u8 = 0x02;
+    pub(super) const IF: u8 = 0x04;
     pub(super) const END: u8 = 0x0b;
     pub(super) const DROP: u8 = 0x1a;
     pub(super) const SELECT: u8 = 0x1b;
@@ -47,41 +70,49 @@ const CODE_SECTION: u8 = 10;
 const EQZ: &[u8] = &[0x41, 1, 0x49];
 const EQ: &[u8] = &[0x73, 0x41, 1, 0x49];
 const NE: &[u8] = &[0x73, 0x41, 1, 0x4f];
+const EMPTY_BLOCK: &[u8] = &[op::BLOCK, op::EMPTY, op::END];
+
+/// Bytes of a module, and what they become.
+struct Other {
+    range: Range<usize>,
+    bytes: &'static [u8],
+}
 
 /// The module with such code spelled otherwise; `None` if it has none.
 ///
 /// # Errors
 /// The module does not parse.
 pub(crate) fn respelled(module: &[u8]) -> Result<Option<Vec<u8>>, BinaryReaderError> {
-    // Few programs have the bytes.
-    if !may_need(module) {
-        return Ok(None);
-    }
     let mut before = 0;
-    let mut section = None;
-    let mut code = Vec::new();
-    let mut is_other = false;
+    let mut with_parameters = WithParameters::default();
+    // The section of code with its header, how many functions it has, and these.
+    let mut code = None;
+    let mut bodies: Vec<(Range<usize>, Vec<Other>)> = Vec::new();
     for payload in Parser::new(0).parse_all(module) {
         match payload? {
             Payload::CodeSectionStart { count, range, .. } => {
-                leb(&mut code, count as usize);
-                section = Some(before..range.end);
+                code = Some((before..range.end, count));
             }
             Payload::CodeSectionEntry(body) => {
-                let found = comparisons(&body)?;
-                is_other |= !found.is_empty();
-                spell(&mut code, module, body.range(), &found);
+                bodies.push((body.range(), others(&body, &with_parameters)?));
             }
-            other => {
-                if let Some((_, range)) = other.as_section() {
-                    before = range.end;
-                } else if let Payload::Version { range, .. } = other {
-                    before = range.end;
-                }
+            Payload::TypeSection(types) => {
+                before = types.range().end;
+                with_parameters = WithParameters::of(types)?;
             }
+            Payload::Version { range, .. } => before = range.end,
+            other => before = other.as_section().map_or(before, |(_, range)| range.end),
         }
     }
-    let (true, Some(section)) = (is_other, section) else { return Ok(None) };
+    let Some((section, count)) = code else { return Ok(None) };
+    if bodies.iter().all(|(_, others)| others.is_empty()) {
+        return Ok(None);
+    }
+    let mut code = Vec::with_capacity(section.len());
+    leb(&mut code, count as usize);
+    for (body, others) in &bodies {
+        spell(&mut code, module, body.clone(), others);
+    }
     let mut spelled = Vec::with_capacity(module.len() - section.len() + code.len() + 6);
     spelled.extend_from_slice(&module[..section.start]);
     spelled.push(CODE_SECTION);
@@ -91,10 +122,42 @@ pub(crate) fn respelled(module: &[u8]) -> Result<Option<Vec<u8>>, BinaryReaderEr
     Ok(Some(spelled))
 }
 
+/// Which types have parameters, by their indices.
+#[derive(Default)]
+struct WithParameters(Vec<bool>);
+
+impl WithParameters {
+    fn of(types: TypeSectionReader<'_>) -> Result<Self, BinaryReaderError> {
+        let mut these = Vec::new();
+        for group in types {
+            these.extend(group?.types().map(|sub| match &sub.composite_type.inner {
+                CompositeInnerType::Func(func) => !func.params().is_empty(),
+                _ => false,
+            }));
+        }
+        Ok(Self(these))
+    }
+
+    fn has(&self, index: u32) -> bool {
+        self.0.get(index as usize).copied().unwrap_or(false)
+    }
+
+    /// Whether these bytes may begin a block of such a type: they do in one of the
+    /// places where they stand, if at all.
+    fn may_begin(&self, pair: &[u8]) -> bool {
+        match pair {
+            // What its index begins with, if that has more bytes than one.
+            [op::BLOCK..=op::IF, 0x80..=0xff] => true,
+            [op::BLOCK..=op::IF, index] => self.has(u32::from(*index)),
+            _ => false,
+        }
+    }
+}
+
 /// Whether these bytes may have a comparison that is dropped. What stands between
 /// it and its `select` has no effect: nothing, or what is dropped, or an empty
 /// block, or the end of one.
-fn may_need(bytes: &[u8]) -> bool {
+fn may_compare(bytes: &[u8]) -> bool {
     let mut last = op::NOP;
     bytes.iter().any(|byte| {
         let before = last;
@@ -106,19 +169,36 @@ fn may_need(bytes: &[u8]) -> bool {
     })
 }
 
-/// Where in the module such comparisons are, each of one byte, in order.
-fn comparisons(body: &FunctionBody<'_>) -> Result<Vec<usize>, BinaryReaderError> {
+/// What of a function is to be spelled otherwise, in order. Its operators are read
+/// one by one only where its bytes may have some of it.
+fn others(
+    body: &FunctionBody<'_>,
+    with_parameters: &WithParameters,
+) -> Result<Vec<Other>, BinaryReaderError> {
     let mut found = Vec::new();
-    if !may_need(body.as_bytes()) {
+    let bytes = body.as_bytes();
+    if !may_compare(bytes) && !bytes.windows(2).any(|pair| with_parameters.may_begin(pair)) {
         return Ok(found);
     }
     let mut last = None;
     let mut operators = body.get_operators_reader()?;
     while !operators.eof() {
         let (operator, at) = operators.read_with_offset()?;
+        let comparison = |bytes| Some(Other { range: at..at + 1, bytes });
         match operator {
-            Operator::I32Eqz | Operator::I32Eq | Operator::I32Ne => last = Some(at),
+            Operator::I32Eqz => last = comparison(EQZ),
+            Operator::I32Eq => last = comparison(EQ),
+            Operator::I32Ne => last = comparison(NE),
             Operator::Select | Operator::TypedSelect { .. } => found.extend(last.take()),
+            Operator::Block { blockty: BlockType::FuncType(index) }
+            | Operator::Loop { blockty: BlockType::FuncType(index) }
+            | Operator::If { blockty: BlockType::FuncType(index) }
+                if with_parameters.has(index) =>
+            {
+                // What is compared before it is found before it.
+                found.extend(last.take());
+                found.push(Other { range: at..at, bytes: EMPTY_BLOCK });
+            }
             // wasmi makes nothing of these by themselves.
             Operator::Nop
             | Operator::Block { .. }
@@ -136,19 +216,14 @@ fn comparisons(body: &FunctionBody<'_>) -> Result<Vec<usize>, BinaryReaderError>
 }
 
 /// Writes a function's body with its length before it.
-fn spell(code: &mut Vec<u8>, module: &[u8], body: Range<usize>, comparisons: &[usize]) {
-    let otherwise = |at: &usize| match module[*at] {
-        op::I32_EQZ => EQZ,
-        op::I32_EQ => EQ,
-        _ => NE,
-    };
-    let added: usize = comparisons.iter().map(|at| otherwise(at).len() - 1).sum();
+fn spell(code: &mut Vec<u8>, module: &[u8], body: Range<usize>, others: &[Other]) {
+    let added: usize = others.iter().map(|it| it.bytes.len() - it.range.len()).sum();
     leb(code, body.len() + added);
     let mut from = body.start;
-    for at in comparisons {
-        code.extend_from_slice(&module[from..*at]);
-        code.extend_from_slice(otherwise(at));
-        from = at + 1;
+    for other in others {
+        code.extend_from_slice(&module[from..other.range.start]);
+        code.extend_from_slice(other.bytes);
+        from = other.range.end;
     }
     code.extend_from_slice(&module[from..body.end]);
 }
@@ -180,9 +255,13 @@ mod tests {
                 (select (i32.const 5) (i32.const 7) (local.get 0))))",
             "(module (func (param i32) (result i32)
                 (if (result i32) (i32.eqz (local.get 0)) (then i32.const 5) (else i32.const 7))))",
+            "(module (func (param i32) (result i32 i32)
+                local.get 0 block (result i32 i32) i32.const 1 i32.const 2 end drop i32.add
+                i32.const 5 i32.const 7 select))",
             // The bytes, but not the instructions.
             "(module (memory 1) (data (i32.const 0) \"\\45\\1b\"))",
             "(module (memory 1) (func (result i32) (i32.load offset=3397 (i32.const 27))))",
+            "(module (memory 1) (func (param i32) (result i32) (i32.load (local.get 0))))",
         ] {
             assert_eq!(respelled(&bytes(text)).unwrap(), None, "{text}");
         }
@@ -212,5 +291,43 @@ mod tests {
         ] {
             assert_eq!(respelled(&around(from)).unwrap().unwrap(), around(to), "{from}");
         }
+    }
+
+    #[test]
+    fn an_empty_block_goes_before_each_block_with_parameters() {
+        let around = |before: &str| {
+            bytes(&format!(
+                "(module (type (func (param i32) (result i32))) (func (type 0)
+                    (local.get 0) (i32.const 1)
+                    {before} block (type 0) end
+                    {before} loop (type 0) end
+                    (local.get 0) {before} if (type 0) nop else nop end
+                    block end drop))"
+            ))
+        };
+        assert_eq!(respelled(&around("")).unwrap().unwrap(), around("block end"));
+        // Of a type whose index takes more than a byte, as well.
+        let far = |before: &str| {
+            let types = "(type (func))".repeat(200);
+            bytes(&format!(
+                "(module {types} (type $last (func (param i32) (result i32)))
+                (func (type $last) (local.get 0) {before} block (type $last) end))"
+            ))
+        };
+        assert_eq!(respelled(&far("")).unwrap().unwrap(), far("block end"));
+    }
+
+    #[test]
+    fn a_comparison_before_a_block_with_parameters_is_respelled_with_it() {
+        let module = |compare: &str, before: &str| {
+            bytes(&format!(
+                "(module (func (param i32) (result i32) (i32.const 5) (i32.const 7)
+                    (local.get 0) {compare} {before} block (param i32) (result i32) end select))"
+            ))
+        };
+        assert_eq!(
+            respelled(&module("i32.eqz", "")).unwrap().unwrap(),
+            module("i32.const 1 i32.lt_u", "block end")
+        );
     }
 }

@@ -83,7 +83,8 @@ fn a_select_by_a_comparison_with_zero_picks_what_a_condition_by_it_picks() {
     }
 }
 
-/// Numbers from a seed (Marsaglia, Xorshift RNGs).
+/// Numbers from a seed (Marsaglia, Xorshift RNGs). Its copy draws the same.
+#[derive(Clone)]
 struct Draw(u64);
 
 impl Draw {
@@ -100,7 +101,11 @@ impl Draw {
 }
 
 /// The local variables of an expression, and what they hold.
-type Locals = [i32; 3];
+type Locals = [i32; PARAMETERS];
+
+const PARAMETERS: usize = 3;
+/// How deep expressions are inside one another.
+const DEPTH: usize = 6;
 
 const NUMBERS: &[i32] = &[0, 0, 1, 2, 7, 31, 32, 255, 65_536, -1, -2, i32::MIN, i32::MAX];
 
@@ -156,7 +161,7 @@ fn expression(draw: &mut Draw, depth: usize, text: &mut String, locals: &mut Loc
         write!(text, " local.get {local}").unwrap();
         return locals[local];
     }
-    match draw.below(9) {
+    match draw.below(12) {
         0 | 1 => {
             let (name, compute) = draw.of(UNARY);
             let value = expression(draw, depth - 1, text, locals);
@@ -184,7 +189,7 @@ fn expression(draw: &mut Draw, depth: usize, text: &mut String, locals: &mut Loc
             locals[local] = value;
             value
         }
-        _ => {
+        8 => {
             let condition = expression(draw, depth - 1, text, locals);
             let mut others = *locals;
             text.push_str(" if (result i32)");
@@ -198,6 +203,49 @@ fn expression(draw: &mut Draw, depth: usize, text: &mut String, locals: &mut Loc
             *locals = others;
             second
         }
+        // The rest have a parameter: one is left out or not,
+        9 => {
+            let value = expression(draw, depth - 1, text, locals);
+            text.push_str(" block (param i32) (result i32)");
+            let leaves = expression(draw, depth - 1, text, locals);
+            text.push_str(" br_if 0");
+            let mut others = *locals;
+            let more = expression(draw, depth - 1, text, &mut others);
+            text.push_str(" i32.sub end");
+            if leaves != 0 {
+                return value;
+            }
+            *locals = others;
+            value.wrapping_sub(more)
+        }
+        // one has two arms,
+        10 => {
+            let value = expression(draw, depth - 1, text, locals);
+            let condition = expression(draw, depth - 1, text, locals);
+            let mut others = *locals;
+            text.push_str(" if (param i32) (result i32)");
+            let first = expression(draw, depth - 1, text, locals);
+            text.push_str(" i32.xor else");
+            let second = expression(draw, depth - 1, text, &mut others);
+            text.push_str(" i32.sub end");
+            if condition != 0 {
+                return value ^ first;
+            }
+            *locals = others;
+            value.wrapping_sub(second)
+        }
+        // and one is done twice, counted by a variable that only this depth has.
+        _ => {
+            let value = expression(draw, depth - 1, text, locals);
+            let counter = PARAMETERS + depth;
+            text.push_str(" loop (param i32) (result i32)");
+            let mut again = draw.clone();
+            let first = expression(draw, depth - 1, text, locals);
+            let second = expression(&mut again, depth - 1, &mut String::new(), locals);
+            write!(text, " i32.sub local.get {counter} i32.eqz local.tee {counter} br_if 0 end")
+                .unwrap();
+            value.wrapping_sub(first).wrapping_sub(second)
+        }
     }
 }
 
@@ -210,8 +258,13 @@ fn expressions_of_many_instructions_compute_as_they_should() {
         for at in 1..=EACH {
             let parameters: Locals = std::array::from_fn(|_| draw.of(NUMBERS));
             let (mut text, mut locals) = (String::new(), parameters);
-            let expected = expression(&mut draw, 6, &mut text, &mut locals);
-            writeln!(functions, "(func $f{at} (param i32 i32 i32) (result i32) {text})").unwrap();
+            let expected = expression(&mut draw, DEPTH, &mut text, &mut locals);
+            let counters = " i32".repeat(DEPTH + 1);
+            writeln!(
+                functions,
+                "(func $f{at} (param i32 i32 i32) (result i32) (local{counters}) {text})"
+            )
+            .unwrap();
             let [a, b, c] = parameters.map(|it| format!("(i32.const {it})"));
             write!(
                 calls,
