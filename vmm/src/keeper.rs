@@ -8,12 +8,16 @@
 //!
 //! A broker that is lost again soon is started later each time, and so is one
 //! that refuses its configuration: whoever mends that has nothing else to do.
-//! Deliberately absent is giving up, since runs that call nothing go on.
+//! Deliberately absent is giving up, since runs that call nothing go on. So is
+//! ending a broker that is there and says nothing: what it has in flight would be
+//! lost, and it may be its disk or a debugger that keeps it. That is said, and how
+//! an operator ends it.
 //! Grants that live as long as their broker end with it.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,7 +44,7 @@ pub struct BrokerStanding {
     pub pid: Option<u32>,
     /// How many were started after one was lost.
     pub restarts: u64,
-    /// Why it is not there.
+    /// Why it is not there, or what is wrong with one that is.
     pub reason: Option<String>,
 }
 
@@ -57,6 +61,9 @@ struct Shared {
     state: Mutex<State>,
     /// Told when there is a broker again, or will be none.
     changed: Condvar,
+    /// The process of a broker that gave no answer where it had to, until one is
+    /// given; 0 for none.
+    silent: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -93,7 +100,8 @@ impl Keeper {
         let (options, link) = (broker.options().clone(), broker.link()?);
         let broker = Ok(Arc::new(broker));
         let state = State { broker, leaving: Vec::new(), restarts: 0, ended: false };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let (state, changed, silent) = (Mutex::new(state), Condvar::new(), AtomicU32::new(0));
+        let shared = Arc::new(Shared { state, changed, silent });
         {
             let (shared, stop) = (Arc::clone(&shared), Arc::clone(&stop));
             let thread = std::thread::Builder::new().name("keeper".into());
@@ -107,7 +115,7 @@ impl Keeper {
     pub fn standing(&self) -> BrokerStanding {
         let state = self.shared.state();
         let (pid, reason) = match &state.broker {
-            Ok(broker) => (Some(broker.id()), None),
+            Ok(broker) => (Some(broker.id()), self.shared.silence_of(broker.id())),
             Err(away) => (None, Some(away.reason.clone())),
         };
         BrokerStanding { pid, restarts: state.restarts, reason }
@@ -138,7 +146,9 @@ impl Keeper {
         ask: impl Fn(&Broker) -> Result<T, BrokerError>,
     ) -> Result<(T, Arc<Broker>), BrokerError> {
         let broker = self.shared.broker(patience)?;
-        match ask(&broker) {
+        let answer = ask(&broker);
+        self.shared.heard(broker.id(), answer.as_ref().err());
+        match answer {
             Ok(answer) => Ok((answer, broker)),
             Err(error) => {
                 if error.ends_the_link() {
@@ -199,6 +209,25 @@ impl Shared {
             let waited = self.changed.wait_timeout(state, LOOK_EVERY);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Takes note of whether the broker answers. Of one that is lost, or that somebody
+    /// asked who had less time than an answer may take, nothing is known.
+    fn heard(&self, pid: u32, error: Option<&BrokerError>) {
+        let answered = matches!(error, None | Some(BrokerError::Refused { .. }));
+        if error.is_some_and(BrokerError::is_silence)
+            && self.silent.swap(pid, Ordering::Relaxed) != pid
+        {
+            tracing::error!("the toolbroker gives no answer: {}", what_to_do(pid));
+        } else if answered && self.silent.load(Ordering::Relaxed) == pid {
+            self.silent.store(0, Ordering::Relaxed);
+            tracing::warn!(pid, "the toolbroker answers again");
+        }
+    }
+
+    fn silence_of(&self, pid: u32) -> Option<String> {
+        let is_silent = self.silent.load(Ordering::Relaxed) == pid;
+        is_silent.then(|| format!("it gave no answer when it was asked last: {}", what_to_do(pid)))
     }
 
     /// This broker is lost, if it is the one that is there still; `None` is
@@ -275,6 +304,14 @@ impl Shared {
         // Nobody waits for it any longer.
         self.changed.notify_all();
     }
+}
+
+/// What an operator does about a broker that is there and says nothing.
+fn what_to_do(pid: u32) -> String {
+    format!(
+        "`kill -CONT {pid}` if it was stopped; `kill -KILL {pid}` has another started, and what \
+         its calls in flight did stays unknown"
+    )
 }
 
 /// Waits until this link is broken, or the time is over; `true` if it is to

@@ -51,6 +51,7 @@ fn main() -> ExitCode {
             a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits,
             a_large_request_to_a_broker_that_stands_still_holds_up_nobody,
             a_broker_whose_answer_nobody_took_still_takes_a_large_request,
+            a_broker_that_says_nothing_is_told_of_until_it_answers,
             a_request_that_cost_a_broker_its_life_is_not_given_to_the_next,
             a_broker_that_talks_nonsense_is_replaced_and_its_successor_not_asked,
             a_request_that_no_broker_has_seen_is_given_to_the_next,
@@ -145,6 +146,32 @@ impl Drop for Stopped {
     fn drop(&mut self) {
         signal_to(self.0, libc::SIGCONT);
     }
+}
+
+fn a_broker_that_says_nothing_is_told_of_until_it_answers() {
+    let brokers = Brokers::with("silent", &[Life::Answers, Life::Answers]);
+    let keeper = keeper(&brokers);
+    let pid = keeper.standing().pid.unwrap();
+    let stopped = Stopped::stop(pid as i32);
+    // Who has no time says nothing of the broker.
+    let soon = Patience::until(Instant::now() + Duration::from_millis(50));
+    let late = keeper.with(soon, |broker| broker.metrics(soon)).unwrap_err();
+    assert!(matches!(late, BrokerError::OutOfTime), "{late}");
+    assert_eq!(keeper.standing().reason, None);
+    let silence = ask(&keeper).unwrap_err();
+    assert!(matches!(silence, BrokerError::NoAnswer(_)), "{silence}");
+    let standing = keeper.standing();
+    assert_eq!((standing.pid, standing.restarts), (Some(pid), 0), "what it called goes on");
+    let reason = standing.reason.unwrap();
+    assert!(reason.contains(&format!("`kill -KILL {pid}`")), "{reason}");
+    drop(stopped);
+    ask(&keeper).unwrap();
+    assert_eq!(keeper.standing().reason, None);
+    // As an operator is told to do.
+    signal_to(pid as i32, libc::SIGSTOP);
+    signal_to(pid as i32, libc::SIGKILL);
+    wait_for("a successor", || keeper.standing().pid.filter(|_| keeper.standing().restarts == 1));
+    assert_eq!(keeper.standing().reason, None);
 }
 
 fn a_large_request_to_a_broker_that_stands_still_holds_up_nobody() {
@@ -275,6 +302,9 @@ fn a_broker_that_stands_still_costs_a_run_its_time_and_no_more() {
         }
         let Reply::Metrics(text) = client.ask(Question::Metrics).await.unwrap() else { panic!() };
         assert!(text.contains("\nforge_broker_up 0\n"), "{text}");
+        let said = status(&client).await["broker"]["reason"].as_str().map(str::to_owned);
+        let said = said.unwrap_or_default();
+        assert!(said.contains(&format!("`kill -CONT {broker}` if it was stopped")), "{said}");
         signal_to(broker, libc::SIGCONT);
         // What it had called comes to the disk first.
         let held = report(&calling.finish().await.unwrap());

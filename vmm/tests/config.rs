@@ -290,16 +290,111 @@ fn a_person_reads_file_field_and_reason_and_the_status_is_that_of_a_wrong_config
     let output = desk.forge(&["config", "check"]);
     assert_eq!(output.status.code(), Some(2));
     let told = String::from_utf8(output.stdout).unwrap();
-    assert!(told.starts_with("forge.toml: service.run_max: unknown field; known here are socket"));
+    assert!(
+        told.starts_with("forge.toml:2: service.run_max: unknown field; known here are socket")
+    );
     // As the service itself would.
     let served = desk.forge(&["serve", "--config", "forge.toml"]);
     assert_eq!(served.status.code(), Some(2));
     let said = String::from_utf8(served.stderr).unwrap();
-    assert!(said.contains("service.run_max: unknown field"), "{said}");
+    assert!(said.contains("forge.toml:2: service.run_max: unknown field"), "{said}");
     let absent = desk.forge(&["config", "check", "--config", "nowhere.toml"]);
     assert_eq!(absent.status.code(), Some(2));
     desk.write("forge.toml", b"");
     assert_eq!(desk.forge(&["config", "check"]).stdout, b"forge.toml: good\n");
+}
+
+/// What a person reads of this file.
+fn told(desk: &Desk, text: impl AsRef<[u8]>) -> String {
+    desk.write("forge.toml", text.as_ref());
+    let output = desk.forge(&["config", "check"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+}
+
+#[test]
+fn each_fault_is_told_with_its_line() {
+    let desk = Desk::new();
+    let text = told(
+        &desk,
+        "# a\n[service]\nruns_max = 'x'\n[tools]\n'a.b' = { cost = -1 }\n[service.vsock]\n\
+         cid = 1\n[builtins.http]\nallow = [\n  { host = 'a' },\n  { host = 'a:1' },\n]\n",
+    );
+    let lines: BTreeSet<&str> = text.lines().filter_map(|line| line.split(": ").next()).collect();
+    // Of what is missing, the table in which it is.
+    let expected = ["forge.toml:11", "forge.toml:3", "forge.toml:5", "forge.toml:6"];
+    assert_eq!(lines, BTreeSet::from(expected), "{text}");
+    desk.write("forge.toml", b"\n[service]\nruns_max = 0\n");
+    let output = desk.forge(&["config", "check", "--json"]);
+    let faults: Json = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(faults[0]["line"], 3, "{faults}");
+    // Whose value is of no use is told so by a command that needs it, too.
+    let served = desk.forge(&["mcp", "--config", "forge.toml"]);
+    let said = String::from_utf8(served.stderr).unwrap();
+    assert!(said.contains("forge.toml:3: service.runs_max: must be 1"), "{said}");
+}
+
+#[test]
+fn the_usual_mistakes_of_syntax_are_told_in_words_and_without_the_line() {
+    let desk = Desk::new();
+    for (text, said) in [
+        (&b"[service]\nruns_max = 1\nruns_max = 2\n"[..], "forge.toml:3: this key or table stands"),
+        (b"[pool]\nready = 1\n[pool]\nready = 2\n", "forge.toml:3: this key or table stands"),
+        (
+            b"[service]\nsocket = hunter2\n",
+            "forge.toml:2: this is not TOML here: a text has quotes",
+        ),
+        (b"[service]\nsocket = 'hunter2\n", "forge.toml:2: this is not TOML here"),
+        (b"[pool\nready = 1\n", "forge.toml:1: this is not TOML here: close the bracket"),
+        (b"\n[service]\nsocket = '\xff'\n", "forge.toml:3: this is no UTF-8 text"),
+    ] {
+        let told = told(&desk, text);
+        assert!(told.contains(said), "{told}, not {said}");
+        assert!(!told.contains("hunter2"), "{told}");
+    }
+}
+
+#[test]
+fn a_list_where_a_table_belongs_is_told_as_one_and_not_read_as_its_fields() {
+    let desk = Desk::new();
+    for text in ["pool = [2, 4]", "[[pool]]\nready = 1\n", "[[service]]\nruns_max = 1\n"] {
+        let told = told(&desk, text);
+        assert!(told.contains(": expected a table, found a list: [[…]] begins one"), "{told}");
+    }
+    let nested = told(&desk, "[[service.vsock]]\nport = 5000\n");
+    assert!(nested.contains("service.vsock: expected ") && nested.contains("table"), "{nested}");
+}
+
+#[test]
+fn a_name_that_no_request_can_have_is_refused_with_its_entry_and_what_to_write() {
+    let desk = Desk::new();
+    let door = "[http]\nlisten = '127.0.0.1:8080'\nprincipal = 'local'\n";
+    let good = "hosts = ['forge.example', '192.0.2.7', '[::1]']\n";
+    assert_eq!(desk.check(&format!("{door}{good}")), (vec![], 0));
+    let good = "[mcp]\nhosts = ['forge.example:8443']\norigins = ['https://a.example:*', 'null']\n";
+    assert_eq!(desk.check(good), (vec![], 0));
+    for (text, field, why) in [
+        ("hosts = ['a', 'https://hunter2']", "http.hosts.1", "a scheme: write the name alone"),
+        ("hosts = ['hunter2:8080']", "http.hosts.0", "a port: leave it out"),
+        ("hosts = ['hunter2/a']", "http.hosts.0", "a path: write the name alone"),
+        ("hosts = ['*.hunter2']", "http.hosts.0", "a *, and nothing stands for several names"),
+        ("hosts = ['hunter2 ']", "http.hosts.0", "is no host's name"),
+        ("[mcp]\nhosts = ['https://hunter2']", "mcp.hosts.0", "a scheme"),
+        ("[mcp]\norigins = ['hunter2']", "mcp.origins.0", "https://app.example:443"),
+        ("[mcp]\norigins = ['https://*.hunter2']", "mcp.origins.0", "stands for any port alone"),
+    ] {
+        let (faults, status) = desk.check(&format!("{door}{text}\n"));
+        assert_eq!((faults.len(), status), (1, 2), "{text}: {faults:?}");
+        assert_eq!(faults[0].0, field);
+        assert!(faults[0].1.contains(why) && !faults[0].1.contains("hunter2"), "{faults:?}");
+    }
+    // As the doors themselves would.
+    desk.write("forge.toml", b"[mcp]\nhosts = ['*.example']\n");
+    let refused = desk.forge(&["mcp", "--config", "forge.toml"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert!(
+        String::from_utf8_lossy(&refused.stderr).contains("forge.toml:2: mcp.hosts.0: has a *")
+    );
 }
 
 #[test]

@@ -32,6 +32,8 @@ fn main() -> ExitCode {
             check_says_what_of_a_grant_would_keep_a_program_from_running,
             a_grant_is_looked_for_where_it_was_issued_and_nothing_is_made_elsewhere,
             a_grants_file_is_its_owners_alone_and_whole_or_as_it_was,
+            a_grant_that_is_refused_is_told_by_its_file,
+            a_definition_that_nobody_approved_is_not_called_approved,
             a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character,
         ],
     )
@@ -302,6 +304,54 @@ fn a_grants_file_is_its_owners_alone_and_whole_or_as_it_was() {
     desk.done(&["grant", "attenuate", "whole.grant", "--calls", "1", "-o", "link.grant"]);
     assert!(desk.path("link.grant").is_symlink());
     assert_ne!(fs::read(&whole).unwrap(), token);
+}
+
+fn a_grant_that_is_refused_is_told_by_its_file() {
+    let desk = Shop::new();
+    desk.issue(&["--allow", "test.echo", "--principal", "bob"]);
+    desk.write("junk.grant", "junk");
+    desk.write("program.wat", calls("test.echo", "{}"));
+    desk.write("signer.pub", support::signer().trust_key().to_pem());
+    desk.done(&["sign", "--key", "signer.pem", "program.wat", "-o", "program.wasm"]);
+    let said = |arguments: &[&str]| {
+        let output = desk.forge(arguments);
+        assert_eq!(output.status.code(), Some(3), "{arguments:?}: {}", text(&output.stderr));
+        text(&output.stdout) + &text(&output.stderr)
+    };
+    let run = ["run", "--isolation", "process", "--trust", "signer.pub", "program.wasm"];
+    let servers = ["--mcp-config", "mcp.json"];
+    for (grant, why) in [("junk.grant", "this is no grant"), ("whole.grant", "bob")] {
+        let told = format!("{grant}: ");
+        let run = [&run[..], &servers, &["--grant", grant]].concat();
+        let report = said(&[&run[..], &["--json"]].concat());
+        for text in [
+            said(&run),
+            report,
+            said(&["check", "--trust", "signer.pub", "--grant", grant, "program.wasm"]),
+        ] {
+            assert!(text.contains(&told) && text.contains(why), "{text}");
+        }
+    }
+    for arguments in [
+        &["grant", "inspect", "junk.grant"][..],
+        &["grant", "attenuate", "junk.grant", "--calls", "1", "-o", "less.grant"],
+    ] {
+        let text = said(arguments);
+        assert!(text.contains("junk.grant: this is no grant"), "{text}");
+    }
+}
+
+fn a_definition_that_nobody_approved_is_not_called_approved() {
+    let desk = Shop::new();
+    let servers = ["--mcp-config", "mcp.json"];
+    // Its first use pins it.
+    desk.done(&[&["tools", "list"], &servers[..]].concat());
+    let shown = desk.done(&[&["tools", "review"], &servers[..]].concat());
+    let standing = |tool: &str| {
+        let line = shown.lines().find(|line| line.contains(tool));
+        line.and_then(|line| line.split_whitespace().next()).unwrap_or_default()
+    };
+    assert_eq!((standing("test.echo"), standing("crypto.hash")), ("pinned", "built-in"), "{shown}");
 }
 
 fn a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character() {

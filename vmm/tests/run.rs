@@ -65,6 +65,10 @@ fn main() -> ExitCode {
             what_has_no_end_or_is_no_text_is_refused,
             a_tool_server_that_is_installed_below_the_home_is_started,
             usage_errors_exit_2_and_say_what_to_do,
+            an_empty_intent_is_a_usage_error_that_says_what_to_give,
+            a_limit_over_its_bound_is_told_by_its_option,
+            a_state_folder_that_cannot_be_made_exits_2_before_anything_is_called,
+            arguments_that_are_nested_too_deeply_are_refused_before_they_are_sent,
             an_empty_variable_names_no_state_folder,
             text_is_told_how_to_become_a_signed_module,
             an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
@@ -1290,6 +1294,67 @@ fn usage_errors_exit_2_and_say_what_to_do() {
         assert!(stderr.contains(said), "{arguments:?} said {stderr:?}, not {said:?}");
         assert_eq!(text(&output.stdout), "");
     }
+}
+
+fn an_empty_intent_is_a_usage_error_that_says_what_to_give() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    for intent in ["", " \n"] {
+        let run = ["run", "--json", "--sign-with", "signer.pem", "--intent", intent, "hello.wat"];
+        for arguments in [&run[..], &["tools", "search", intent]] {
+            let output = desk.forge(arguments);
+            let stderr = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+            assert!(stderr.contains("say in a sentence or two what is to be done"), "{stderr}");
+            assert!(stderr.contains("--intent") || arguments[0] == "tools", "{stderr}");
+        }
+    }
+}
+
+fn a_limit_over_its_bound_is_told_by_its_option() {
+    let desk = Desk::new();
+    let _service = desk.serve();
+    for place in [["--isolation", "process"], ["--service", "socket"]] {
+        for (option, value, said) in [
+            ("--timeout", "100h", "--timeout: wall_ms is 360000000, the limit is "),
+            ("--memory", "99999999999", "--memory: memory_bytes is 99999999999, the limit is "),
+        ] {
+            let (code, report) = desk.run(HELLO, &[&place[..], &[option, value]].concat());
+            assert_eq!((code, &report["kind"]), (3, &json!("too_large")), "{report:#}");
+            let reason = report["reason"].as_str().unwrap();
+            assert!(reason.starts_with(said), "{reason}");
+        }
+    }
+}
+
+fn a_state_folder_that_cannot_be_made_exits_2_before_anything_is_called() {
+    let desk = Desk::new();
+    executables::folder();
+    let call = ["tools", "call", "crypto.hash", r#"{"algorithm": "sha256", "text": "x"}"#];
+    let nowhere = desk.forge(&[&call[..], &["--state", "/proc/forge/state"]].concat());
+    let stderr = text(&nowhere.stderr);
+    assert_eq!(nowhere.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("the state folder /proc/forge/state: "), "{stderr}");
+    let file = desk.forge(&[&call[..], &["--state", "signer.pem"]].concat());
+    assert_eq!(file.status.code(), Some(2));
+    let stderr = text(&file.stderr);
+    assert!(stderr.contains("the state folder signer.pem: not a directory"), "{stderr}");
+    let made = desk.forge(&[&call[..], &["--state", "deep/state"]].concat());
+    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+}
+
+fn arguments_that_are_nested_too_deeply_are_refused_before_they_are_sent() {
+    let desk = Desk::new();
+    executables::folder();
+    let nested = |deep: usize| format!("{{\"a\": {}{}}}", "[".repeat(deep), "]".repeat(deep));
+    let refused = desk.forge(&["tools", "call", "crypto.hash", &nested(127)]);
+    let stderr = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("nested more than 127 deep"), "{stderr}");
+    assert!(!stderr.contains("recursion limit"), "{stderr}");
+    // One less is the tool's to judge.
+    let judged = desk.forge(&["tools", "call", "crypto.hash", &nested(126)]);
+    assert_eq!(judged.status.code(), Some(1), "{}", text(&judged.stderr));
 }
 
 fn an_empty_variable_names_no_state_folder() {

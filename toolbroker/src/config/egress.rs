@@ -134,7 +134,8 @@ fn rule(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Rule, ConfigError> {
 /// makes of a program's.
 fn host(node: &Node<'_>) -> Result<Host, ConfigError> {
     let text = node.text()?;
-    let why = "must be a host's name or address alone, without scheme, port and path; an IPv6 \
+    let why = "must be a host's name or address alone, as api.example.com: the scheme, the port \
+               and the path have keys of their own, no * stands for several names, and an IPv6 \
                address stands in brackets";
     let host = Host::parse(text).map_err(|_| wrong(node, why))?;
     let in_url = Url::parse(&format!("https://{text}/")).ok();
@@ -263,6 +264,16 @@ mod tests {
         assert_eq!(header.whole().unwrap().to_str().unwrap(), "Bearer hunter2-token");
         assert!(header.is_credential);
         assert!(!format!("{policy:?}").contains("hunter2"), "{policy:?}");
+    }
+
+    #[test]
+    fn a_host_that_nothing_can_match_is_refused_with_what_to_write() {
+        for host in ["https://hunter2", "hunter2:80", "hunter2/", "*.hunter2", "hunter2.*"] {
+            let refused = load(&format!("host = '{host}'"), "").unwrap_err();
+            for said in ["allow.0.host: ", "alone, as api.example.com", "no * stands for several"] {
+                assert!(refused.contains(said), "{refused}");
+            }
+        }
     }
 
     #[test]

@@ -127,6 +127,9 @@ pub(super) fn syntax_of(error: &serde_json::Error) -> String {
         serde_json::error::Category::Eof => "the JSON ends too early".into(),
         // `Strict` makes no other data errors than a doubled key.
         serde_json::error::Category::Data => "a key stands twice in one object".into(),
+        _ if error.to_string().starts_with("recursion limit") => {
+            format!("lists and objects are nested more than 127 deep at column {}", error.column())
+        }
         _ => format!("this is not JSON at column {}", error.column()),
     }
 }
@@ -180,5 +183,25 @@ impl<'de> Deserialize<'de> for Strict {
             }
         }
         deserializer.deserialize_any(Reader).map(Strict)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_that_is_nested_too_deeply_is_told_as_that_and_not_as_no_json() {
+        let told = |text: &str| match serde_json::from_str::<Strict>(text) {
+            Ok(_) => "good".to_owned(),
+            Err(error) => syntax_of(&error),
+        };
+        let nested = |deep: usize| "[".repeat(deep) + &"]".repeat(deep);
+        assert_eq!(told(&nested(127)), "good");
+        assert_eq!(
+            told(&nested(128)),
+            "lists and objects are nested more than 127 deep at column 128"
+        );
+        assert_eq!(told("{ hunter2 }"), "this is not JSON at column 3");
     }
 }

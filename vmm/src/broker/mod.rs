@@ -115,6 +115,12 @@ impl BrokerError {
     pub(crate) fn ends_the_link(&self) -> bool {
         matches!(self, Self::Lost(_) | Self::Unsent(_) | Self::Protocol(_))
     }
+
+    /// Whether the broker did not answer what it answers at once, however much it
+    /// has to do: it was stopped, or hangs.
+    pub(crate) fn is_silence(&self) -> bool {
+        matches!(self, Self::NoAnswer(time) if *time <= WORD_TIME_MAX)
+    }
 }
 
 /// Why the broker cannot run as the user that is asked for.

@@ -94,6 +94,14 @@ fn principal(name: &str) -> Result<String, String> {
     }
 }
 
+/// What tools are searched for.
+fn intent(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() {
+        return Err("the intent is empty: say in a sentence or two what is to be done".into());
+    }
+    Ok(text.to_owned())
+}
+
 #[derive(Debug, ClapArgs)]
 pub(crate) struct RunArgs {
     /// A public key that programs are trusted by; may be given several times
@@ -114,7 +122,12 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME")]
     pub(crate) session: Option<String>,
     /// Grant exactly the tools that fit this intent best
-    #[arg(long, value_name = "TEXT", conflicts_with_all = ["allow", "grant"])]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        value_parser = intent,
+        conflicts_with_all = ["allow", "grant"]
+    )]
     pub(crate) intent: Option<String>,
     /// With --intent: how many tools
     #[arg(short, value_name = "N", default_value = "5", value_parser = hits(), requires = "intent")]
@@ -395,6 +408,7 @@ pub(crate) struct ToolsSearchArgs {
     #[arg(long)]
     pub(crate) json: bool,
     /// What is to be done, in words
+    #[arg(value_parser = intent)]
     pub(crate) intent: String,
 }
 

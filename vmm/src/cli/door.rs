@@ -115,6 +115,11 @@ pub(crate) fn faults(all: &toml::Table, folder: &Path, principals: &Principals) 
 impl LowHttp {
     fn resolve(self, folder: &Path, principals: &Principals) -> Result<DoorConfig, Fault> {
         let http = self;
+        for (at, host) in http.hosts.iter().enumerate() {
+            if let Some(why) = config::misnamed(host, config::Port::Refused) {
+                return Err(Fault::at(format!("http.hosts.{at}"), why));
+            }
+        }
         let place = if http.listen.contains('/') {
             Place::Path(folder.join(&http.listen))
         } else {

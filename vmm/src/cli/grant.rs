@@ -8,10 +8,12 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
-use forge_protocol::broker::{Authority, GrantClaims, GrantRequest, Narrowing, Reply, Request};
+use forge_protocol::broker::{
+    Authority, GrantClaims, GrantRequest, Narrowing, RefusalKind, Reply, Request,
+};
 use forge_protocol::hex::hex;
 use forge_vmm::admission::shown_whole;
-use forge_vmm::broker::{Broker, BrokerOptions};
+use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
 use serde::Serialize;
 
 use super::args::{
@@ -62,6 +64,18 @@ fn attenuate(args: GrantAttenuateArgs) -> Result<ExitCode, CliError> {
         session,
     });
     write(&Broker::start(&BrokerOptions::default())?, &request, &args.output)
+        .map_err(in_file(&args.grant))
+}
+
+/// Names the file of a grant that is refused: the broker knows none.
+fn in_file(grant: &Path) -> impl Fn(CliError) -> CliError {
+    move |error| match error {
+        CliError::Broker(BrokerError::Refused { kind: kind @ RefusalKind::BadGrant, message }) => {
+            let message = format!("{}: {message}", grant.display());
+            CliError::Broker(BrokerError::Refused { kind, message })
+        }
+        other => other,
+    }
 }
 
 /// Asks for a grant and writes it to a file.
@@ -137,20 +151,22 @@ fn token(grant: &Path) -> Result<Vec<u8>, CliError> {
     }
 }
 
-/// What a grant says.
+/// What the grant in a file says.
 ///
 /// # Errors
-/// Among others, that it is not good: [`RefusalKind::BadGrant`](forge_protocol::broker::RefusalKind).
-pub(super) fn claims(broker: &BrokerArgs, token: Vec<u8>) -> Result<GrantClaims, CliError> {
+/// Among others, that it is not good: [`RefusalKind::BadGrant`], with the file's name.
+pub(super) fn claims(broker: &BrokerArgs, grant: &Path) -> Result<GrantClaims, CliError> {
+    let token = token(grant)?;
     let broker = config::start_broker(broker, GrantKey::Kept)?;
     config::ask(&broker, &Request::InspectGrant { token }, |reply| match reply {
         Reply::Claims(claims) => Ok(claims),
         other => Err(other),
     })
+    .map_err(in_file(grant))
 }
 
 fn inspect(args: &GrantInspectArgs) -> Result<ExitCode, CliError> {
-    let claims = shown(&claims(&args.broker, token(&args.grant)?)?);
+    let claims = shown(&claims(&args.broker, &args.grant)?);
     if args.json {
         print_json(&claims)?;
     } else {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use forge_protocol::abi::{Forge, Import};
-use forge_protocol::broker::{Authority, GrantClaims, RefusalKind};
+use forge_protocol::broker::{GrantClaims, RefusalKind};
 use forge_protocol::ending::Ending;
 use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
@@ -248,12 +248,12 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         let limit = limits.program_bytes;
         add("too_large", format!("the program has {} bytes, the limit is {limit}", bytes.len()));
     }
-    let granted = match config::authority(args.allow, args.grant.as_deref())? {
-        Authority::Tools(tools) => Some(tools),
-        Authority::Grant(token) => match grant::claims(&args.broker, token) {
+    let granted = match &args.grant {
+        None => Some(args.allow),
+        Some(file) => match grant::claims(&args.broker, file) {
             Ok(claims) => {
                 misfits(&claims, &args.broker.principal, args.session.as_deref())
-                    .for_each(|misfit| add(GRANT, misfit));
+                    .for_each(|misfit| add(GRANT, format!("{}: {misfit}", file.display())));
                 Some(claims.tools.into_iter().map(|tool| tool.name).collect())
             }
             Err(CliError::Broker(BrokerError::Refused {

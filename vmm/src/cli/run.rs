@@ -118,6 +118,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     result.report.log(&order.principal);
     // What is left to do comes after the result is printed.
     let RunResult { mut report, artifacts, trace, upkeep: _upkeep } = result;
+    report.reason = in_words_of(args.grant.as_deref(), report.kind, report.reason);
     report.retrieved = retrieved.iter().map(retrieved_report).collect();
     let mut kept = Ok(());
     if let Some((path, mut file)) = trace_at {
@@ -133,6 +134,24 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     // The broker stops its servers after the user has the result.
     drop(supervisor);
     Ok(code)
+}
+
+/// The options of `run` by the names that limits have in a report. Fuel has no bound.
+const LIMITS: [(&str, &str); 2] = [("memory_bytes", "--memory"), ("wall_ms", "--timeout")];
+
+/// Why a run was refused, with the option or the file of this command line that it
+/// is about: who refused knows neither.
+pub(super) fn in_words_of(grant: Option<&Path>, kind: &str, reason: String) -> String {
+    let is_of = |name: &str| reason.strip_prefix(name).is_some_and(|rest| rest.starts_with(" is "));
+    let subject = match (kind, grant) {
+        ("too_large", _) => LIMITS.iter().find(|(name, _)| is_of(name)).map(|it| it.1.to_owned()),
+        ("grant", Some(file)) => Some(file.display().to_string()),
+        _ => None,
+    };
+    match subject {
+        Some(subject) => format!("{subject}: {reason}"),
+        None => reason,
+    }
 }
 
 /// How the command ends after a run: as the run did, unless that went well and

@@ -212,6 +212,10 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         let retrieved: Vec<_> = retrieved.iter().map(super::run::retrieved_report).collect();
         report["retrieved"] = serde_json::to_value(retrieved).map_err(unreadable)?;
     }
+    if let (Some(kind), Some(reason)) = (report["kind"].as_str(), report["reason"].as_str()) {
+        let reason = super::run::in_words_of(args.grant.as_deref(), kind, reason.to_owned());
+        report["reason"] = reason.into();
+    }
     let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;
     let printed = if args.json {
         print_json(&report)

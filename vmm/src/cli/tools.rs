@@ -15,6 +15,7 @@ use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::hex::hex;
 use forge_protocol::limits::{REQUEST_BYTES_MAX, RunLimits};
+use forge_protocol::name::RESERVED_SERVERS;
 use forge_vmm::admission::shown_whole;
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
@@ -28,6 +29,9 @@ use super::{CliError, Exit, complain, out, print_json, progress};
 
 /// How long a call from the command line may take.
 const CALL_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// How deep JSON is read, by the toolbroker as well.
+const DEPTH_MAX: usize = 127;
 
 /// Lists tools, finds some, reviews their definitions, or calls one.
 pub(crate) fn tools(args: ToolsArgs) -> Result<ExitCode, CliError> {
@@ -248,7 +252,7 @@ fn review(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
 
 fn show_review(tool: &ReviewedTool) -> Result<(), CliError> {
     let mut out = out();
-    let (standing, name) = (tool.standing.as_str(), shown_whole(tool.name.as_str()));
+    let (standing, name) = (word_of(tool), shown_whole(tool.name.as_str()));
     let ToolWord { effect, cost, advice } = &tool.word;
     writeln!(out, "{standing:<8}  {name}  effect {}, cost {cost}", effect.as_str())?;
     for line in tool.difference.lines() {
@@ -258,6 +262,16 @@ fn show_review(tool: &ReviewedTool) -> Result<(), CliError> {
         writeln!(out, "    its server says, unproven: {}", shown_whole(advice))?;
     }
     Ok(())
+}
+
+/// How a definition stands, for a person. Nobody need have approved one that is
+/// pinned: with `[review] mode = "first_use"` it is so from its first use on.
+fn word_of(tool: &ReviewedTool) -> &'static str {
+    match tool.standing {
+        Standing::Approved if RESERVED_SERVERS.contains(&tool.name.server()) => "built-in",
+        Standing::Approved => "pinned",
+        other => other.as_str(),
+    }
 }
 
 /// Approves what it shows: the definitions go by their digests from the one
@@ -298,6 +312,7 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
             request.len()
         )));
     }
+    check_depth(&request)?;
     let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
     let run_id = keys::random()
         .map(RunId)
@@ -329,6 +344,21 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
             complain(&format!("the call settled as {} ({})", code.as_str(), code as i32));
             Ok(Exit::Failed.into())
         }
+    }
+}
+
+/// Refuses arguments that nobody could read: what skips over JSON, as the check of
+/// a command line does, goes deeper than what reads it.
+fn check_depth(arguments: &[u8]) -> Result<(), CliError> {
+    match serde_json::from_slice::<serde_json::Value>(arguments) {
+        Err(error) if error.to_string().starts_with("recursion limit") => {
+            Err(CliError::Usage(format!(
+                "the arguments, column {}: lists and objects are nested more than {DEPTH_MAX} \
+                 deep here, and a tool call has no more: make them flatter",
+                error.column()
+            )))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -14,7 +14,7 @@ use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
 use serde::{Deserialize, Serialize};
 
-use super::fault::{Fault, sifted, tables};
+use super::fault::{self, Fault, Lines, sifted, tables};
 use super::{LowBroker, LowTrust, LowUser, LowVm, McpConfig, pool, read_text, service};
 use crate::cli::args::{ConfigArgs, ConfigCheckArgs, ConfigCommand};
 use crate::cli::{CliError, Exit, door, out, print_json};
@@ -24,10 +24,12 @@ use crate::cli::{CliError, Exit, door, out, print_json};
 /// by `vmm/tests/config.rs`, which finds every key there.
 const COMMENTED: &str = include_str!("commented.toml");
 
-/// A fault and the file it is in.
+/// A fault, the file it is in, and the line, if that is found.
 #[derive(Debug, Serialize, Deserialize)]
 struct Told {
     file: PathBuf,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    line: Option<usize>,
     #[serde(flatten)]
     fault: Fault,
 }
@@ -50,12 +52,13 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         // All of that is the toolbroker's.
         (None, Some(file)) => return tell(args, file, &brokers(None, Some(file), None)?),
     };
-    let faults = match tables(&read_text(file)?) {
+    let text = read_text(file)?;
+    let mut faults: Vec<_> = match tables(&text) {
         Ok(all) => {
             let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")));
             let theirs = brokers(Some(file), args.mcp_config.as_deref(), user)?;
             let mut known = BTreeSet::new();
-            let ours = ours.into_iter().map(|fault| Told { file: file.to_owned(), fault });
+            let ours = ours.into_iter().map(|fault| told(file, fault));
             // What both read, both complain of: the toolbroker says it better.
             let all = theirs.into_iter().chain(ours);
             all.filter(|told| {
@@ -64,9 +67,17 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
             })
             .collect()
         }
-        Err(fault) => vec![Told { file: file.to_owned(), fault }],
+        Err(fault) => vec![told(file, fault)],
     };
+    let lines = Lines::of(&text);
+    for told in faults.iter_mut().filter(|told| told.file == file) {
+        told.line = lines.of_fault(&told.fault);
+    }
     tell(args, file, &faults)
+}
+
+fn told(file: &Path, fault: Fault) -> Told {
+    Told { file: file.to_owned(), line: None, fault }
 }
 
 /// Prints what is wrong, or that this file is good.
@@ -76,8 +87,8 @@ fn tell(args: &ConfigCheckArgs, file: &Path, faults: &[Told]) -> Result<ExitCode
         print_json(&faults)?;
     } else {
         let mut out = out();
-        for Told { file, fault } in faults {
-            writeln!(out, "{}: {fault}", file.display())?;
+        for Told { file, line, fault } in faults {
+            writeln!(out, "{}: {fault}", fault::place(file, *line))?;
         }
         if is_good {
             writeln!(out, "{}: good", file.display())?;
@@ -117,7 +128,8 @@ fn supervisors(
     let _: LowVm = read(all, "vm", &mut faults);
     let pool: pool::LowPool = read(all, "pool", &mut faults);
     faults.extend(pool.faults());
-    let _: McpConfig = read(all, "mcp", &mut faults);
+    let mcp: McpConfig = read(all, "mcp", &mut faults);
+    faults.extend(mcp.faults());
     let low: service::LowService = read(all, "service", &mut faults);
     let mut principals = std::collections::BTreeMap::new();
     match all.get("principals").map(toml::Value::as_table) {

@@ -5,19 +5,23 @@
 //! |---|---|
 //! | [`check`] | what `config init` prints and `config check` finds |
 //! | [`fault`] | what is wrong with a table, without its values |
+//! | [`names`] | names and origins that no request can have |
 //! | [`pool`] | the VMs that stand ready |
 //! | [`service`] | how much a service takes, and who may speak for whom |
 
 pub(crate) mod check;
 mod fault;
+mod names;
 mod pool;
 mod service;
 
 pub(crate) use fault::{Fault, sifted, table, tables};
+pub(crate) use names::{Port, misnamed};
 pub(crate) use pool::pool;
 pub(crate) use service::{ServiceConfig, service};
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
@@ -93,6 +97,19 @@ pub(crate) struct McpConfig {
     pub(crate) origins: Vec<String>,
 }
 
+impl McpConfig {
+    /// Names and origins that no request can have.
+    fn faults(&self) -> Vec<Fault> {
+        let hosts = self.hosts.iter().map(|host| misnamed(host, Port::Allowed));
+        let origins = self.origins.iter().map(|origin| names::no_origin(origin));
+        let of = |list: &'static str, (at, why): (usize, Option<&str>)| {
+            why.map(|why| Fault::at(format!("mcp.{list}.{at}"), why))
+        };
+        let hosts = hosts.enumerate().filter_map(|entry| of("hosts", entry));
+        hosts.chain(origins.enumerate().filter_map(|entry| of("origins", entry))).collect()
+    }
+}
+
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LowVm {
@@ -145,8 +162,11 @@ fn read_config(path: &Path) -> Result<LowConfig, CliError> {
 
 /// A configuration file's text.
 pub(crate) fn read_text(path: &Path) -> Result<String, CliError> {
-    String::from_utf8(read_file(path)?)
-        .map_err(|_| CliError::Usage(format!("{}: is no UTF-8 text", path.display())))
+    String::from_utf8(read_file(path)?).map_err(|error| {
+        let before = &error.as_bytes()[..error.utf8_error().valid_up_to()];
+        let (file, line) = (path.display(), fault::line_after(before));
+        CliError::Usage(format!("{file}:{line}: this is no UTF-8 text: save the file as UTF-8"))
+    })
 }
 
 /// The trust keys that a configuration names, as paths.
@@ -180,14 +200,19 @@ pub(crate) fn tier(asked: Option<Isolation>, config: Option<&Path>) -> Result<Ti
 
 /// What a configuration says of `forge-vmm mcp`.
 pub(crate) fn mcp(config: Option<&Path>) -> Result<McpConfig, CliError> {
-    config.map_or(Ok(McpConfig::default()), |path| Ok(read_config(path)?.mcp))
+    let Some(path) = config else { return Ok(McpConfig::default()) };
+    let mcp = read_config(path)?.mcp;
+    match mcp.faults().into_iter().next() {
+        Some(fault) => Err(fault.of(path)),
+        None => Ok(mcp),
+    }
 }
 
 /// The user that a configuration names for the toolbroker.
 fn broker_user(config: Option<&Path>) -> Result<Option<BrokerUser>, CliError> {
     let Some(path) = config else { return Ok(None) };
     let user = read_config(path)?.broker.user.map(LowUser::resolve).transpose();
-    user.map_err(|error| CliError::Usage(format!("{}: broker.user: {error}", path.display())))
+    user.map_err(|error| Fault::at("broker.user", error.to_string()).of(path))
 }
 
 /// Whether a command needs the broker's lasting grant key.
@@ -234,6 +259,9 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
              the one that `grant issue` or `serve` was given"
         )));
     }
+    if let (Some(folder), None) = (&args.state, &user) {
+        make_state(folder)?;
+    }
     progress("starting the toolbroker");
     Ok(Broker::start(&BrokerOptions {
         mcp_config: args.mcp_config.clone(),
@@ -244,6 +272,18 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
         executable: None,
         user,
     })?)
+}
+
+/// Makes the state folder that somebody named. A broker makes it when it first
+/// writes there, and then calls have been made already.
+fn make_state(folder: &Path) -> Result<(), CliError> {
+    std::fs::create_dir_all(folder).map_err(|source| CliError::File {
+        path: format!("the state folder {}", folder.display()),
+        source: match source.kind() {
+            ErrorKind::AlreadyExists => ErrorKind::NotADirectory.into(),
+            _ => source,
+        },
+    })
 }
 
 /// The folder of the journal below a state folder.

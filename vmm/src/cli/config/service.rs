@@ -253,6 +253,15 @@ mod tests {
     }
 
     #[test]
+    fn a_user_of_two_principals_speaks_for_both_and_names_which() {
+        let text = "[principals.a]\nuids = [1001]\n[principals.b]\nuids = [1001, 1002]\n";
+        let principals = read(text).unwrap().options.principals;
+        // Each order names its principal, so none has to be guessed.
+        assert_eq!(principals.of_uid(1001), ["a", "b"]);
+        assert_eq!(principals.of_uid(1002), ["b"]);
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_field() {
         let hex = "ab".repeat(32);
         for (text, expected) in [
