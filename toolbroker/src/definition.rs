@@ -147,6 +147,23 @@ impl Tool {
         server: &str,
         listed: Listed,
     ) -> Result<Self, DefinitionError> {
+        let output_schema = listed.output_schema.clone().map(Value::Object);
+        let mut tool = Self::unheld(room, server, listed)?;
+        let result = output_schema.as_ref().map(|it| Schema::compile(it, room)).transpose();
+        tool.result = result.map_err(DefinitionError::OutputSchema)?;
+        Ok(tool)
+    }
+
+    /// The same, but its results are held against nothing: its output schema is
+    /// told, and no promise.
+    ///
+    /// # Errors
+    /// [`DefinitionError`]: this tool cannot be offered.
+    pub fn unheld(
+        room: &mut CompiledRoom,
+        server: &str,
+        listed: Listed,
+    ) -> Result<Self, DefinitionError> {
         let name =
             ToolName::parse(&format!("{server}.{}", listed.name)).map_err(DefinitionError::Name)?;
         let input_schema = Value::Object(listed.input_schema);
@@ -172,8 +189,6 @@ impl Tool {
             .into();
 
         let arguments = Schema::compile(&input_schema, room).map_err(DefinitionError::Schema)?;
-        let result = output_schema.as_ref().map(|it| Schema::compile(it, room)).transpose();
-        let result = result.map_err(DefinitionError::OutputSchema)?;
         let spec = ToolSpec {
             name,
             description: listed.description.unwrap_or_default(),
@@ -181,7 +196,7 @@ impl Tool {
             output_schema: output_schema.as_ref().map(canonical_json),
             definition_sha256,
         };
-        Ok(Self { spec, advice: None, arguments, result })
+        Ok(Self { spec, advice: None, arguments, result: None })
     }
 
     /// The same with what its server says of its effects (JSON), for a person

@@ -290,6 +290,36 @@ fn an_exchange_that_is_over_is_the_end_of_its_call_whatever_was_said() {
 }
 
 #[test]
+fn a_resource_that_is_none_is_a_bad_response() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let allow = "[builtins.resource]\nallow = [{ server = 'web', uri_prefix = 'test://' }]";
+    let mut broker = broker(&web, allow);
+    let mut worker = broker.run(&["resource.read"], limits());
+    let asked = json!({ "server": "web", "uri": "test://x" });
+    let (code, error) = worker.call("resource.read", &asked);
+    assert_eq!(code, Some(CallCode::BadResponse), "{error}");
+    assert!(error["error"].as_str().unwrap().contains("no resource"), "{error}");
+}
+
+#[test]
+fn a_program_hears_that_no_other_session_began_and_not_why() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker = broker.run(&["web.echo"], limits());
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    mcp.forget_sessions();
+    mcp.get().endless_list = true;
+    let (code, error) = worker.call("web.echo", &json!({}));
+    assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("SessionLost")));
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("cannot be used now") && !message.contains("pages"), "{message}");
+    let (_, log) = broker.finish();
+    assert!(log.contains("more than 200 pages"), "the operator hears it: {log}");
+}
+
+#[test]
 fn a_server_that_asks_very_much_at_once_is_answered_and_heard() {
     let mcp = Mcp::new(Era::Session);
     let web = mcp.serve();

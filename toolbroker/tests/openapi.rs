@@ -88,8 +88,12 @@ impl Interface {
     }
 
     fn broker(&self) -> Broker {
+        self.broker_of(&Self::document())
+    }
+
+    fn document() -> Value {
         let simple = |id: &str| json!({"get": {"operationId": id}});
-        let document = json!({
+        json!({
             "openapi": "3.0.3", "info": {"title": "Parts", "version": "1"},
             // Not followed: the operator says where.
             "servers": [{"url": "http://169.254.169.254/"}],
@@ -116,7 +120,10 @@ impl Interface {
             "components": {"schemas": {"Part": {"type": "object", "required": ["stock"],
                 "properties": {"stock": {"type": "integer", "minimum": 0}},
                 "additionalProperties": false}}},
-        });
+        })
+    }
+
+    fn broker_of(&self, document: &Value) -> Broker {
         let folder = tempfile::tempdir().unwrap();
         let api = folder.path().join("api.json");
         std::fs::write(&api, document.to_string()).unwrap();
@@ -164,7 +171,34 @@ fn an_operation_is_called_with_its_arguments_where_they_belong() {
     assert_eq!(seen[0].header("content-length"), None);
     assert_eq!(seen[0].header("x-trace"), Some("t-1"));
     assert_eq!(seen[1].header("content-type"), Some("application/json"));
+    assert!(seen.iter().all(|it| it.header("accept") == Some("application/json, */*;q=0.5")));
     assert!(seen.iter().all(|it| it.header("x-api-key") == Some(CANARY)));
+}
+
+#[test]
+fn what_is_left_out_of_an_operation_and_what_it_wants_in_the_query_is_in_the_log() {
+    let interface = Interface::new("");
+    let mut document = Interface::document();
+    document["security"] = json!([{"key": []}]);
+    document["components"]["securitySchemes"] =
+        json!({"key": {"type": "apiKey", "in": "query", "name": "appid"}});
+    document["paths"]["/upload"] = json!({"post": {
+        "operationId": "upload",
+        "requestBody": {"content": {"multipart/form-data": {"schema": {}}}},
+        "parameters": [{"name": "shape", "in": "header", "schema": {"type": "object"}}]}});
+    document["paths"]["/shape/{shape}"] = json!({"get": {"operationId": "shape", "parameters": [
+        {"name": "shape", "in": "path", "required": true, "schema": {"type": "object"}}]}});
+    let mut broker = interface.broker_of(&document);
+    let mut worker = broker.run(&["parts.upload"], limits());
+    assert_eq!(worker.call("parts.upload", &json!({})).0, None);
+    let (_, log) = broker.finish();
+    let has = |words: &[&str]| {
+        log.lines().any(|line| line.contains("WARN") && words.iter().all(|it| line.contains(it)))
+    };
+    assert!(has(&["POST /upload", "its body is not JSON"]), "{log}");
+    assert!(has(&["POST /upload", "shape", "cannot be written as a part of the header"]), "{log}");
+    assert!(has(&["GET /shape/{shape}", "operation left out", "a part of the path"]), "{log}");
+    assert!(has(&["appid", "operations=18", "`headers`"]), "{log}");
 }
 
 #[test]
@@ -321,6 +355,7 @@ fn an_interface_that_is_down_is_left_alone_and_the_refusal_says_so() {
         let (code, error) = worker.call("parts.down", &json!({}));
         if code == Some(CallCode::NoSuchTool) {
             assert_eq!(interface.seen().len(), before, "not one byte");
+            assert_eq!(error["name"], "Unavailable");
             break error["error"].as_str().unwrap().to_owned();
         }
         assert!(std::time::Instant::now() < until, "it never opened: {error}");
@@ -332,4 +367,8 @@ fn an_interface_that_is_down_is_left_alone_and_the_refusal_says_so() {
         assert!(std::time::Instant::now() < until, "never tried again");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
+    // What the refusal does not say the operator's log does.
+    let (_, log) = broker.finish();
+    let says = |line: &str| line.contains("interface left alone") && line.contains("503");
+    assert!(log.lines().any(says), "{log}");
 }

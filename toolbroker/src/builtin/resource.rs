@@ -16,8 +16,7 @@ use url::Url;
 use super::{Failure, Plan, Work, text};
 use crate::definition::Effect;
 use crate::egress::rule::{URL_BYTES_MAX, is_plain_path};
-use crate::registry::LookupError;
-use crate::upstream::{CallEnd, Upstream};
+use crate::upstream::{CallEnd, Upstream, told_to_a_program};
 
 /// What the operator allows.
 #[derive(Clone, Debug)]
@@ -104,8 +103,7 @@ async fn carry_out(
     let connection = match upstream.connection().await {
         Ok(connection) => connection,
         Err(source) => {
-            let error = LookupError::Unavailable { server: server.to_owned(), source };
-            return Failure::new("unavailable", error.told_to_a_program().to_string()).into();
+            return Failure::new("unavailable", told_to_a_program(server, source)).into();
         }
     };
     match connection.read_resource(uri).await {

@@ -139,6 +139,10 @@ impl CallFailure {
             Self::OutsideGrant { violation, .. } => {
                 json!({ "error": self.to_string(), "constraint": violation.constraint })
             }
+            // By its name a program tells it from a tool that is not there.
+            Self::NoSuchTool(LookupError::Unavailable { .. } | LookupError::Away { .. }) => {
+                json!({ "error": self.to_string(), "name": "Unavailable" })
+            }
             Self::BadArguments { violations } | Self::BadResponse { violations } => {
                 json!({ "error": self.to_string(), "violations": violations })
             }
@@ -201,6 +205,20 @@ mod tests {
             }
         }
         assert!(!failure.body(100).is_empty());
+    }
+
+    #[test]
+    fn a_program_tells_a_server_that_is_away_from_a_tool_that_is_not_there() {
+        let of = |error| {
+            let failure = CallFailure::NoSuchTool(error);
+            assert_eq!(failure.code(), CallCode::NoSuchTool);
+            serde_json::from_slice::<Value>(&failure.body(1_000)).unwrap()
+        };
+        let away = of(LookupError::Away { server: "shop".into(), wait_ms: Some(7) });
+        assert_eq!(away["name"], "Unavailable");
+        assert!(away["error"].as_str().unwrap().contains("in 7 ms"), "{away}");
+        let none = of(LookupError::NoTool { tool: "shop.x".into(), closest: None });
+        assert_eq!(none.get("name"), None);
     }
 
     #[test]

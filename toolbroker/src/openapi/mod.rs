@@ -7,17 +7,19 @@
 //! `security` are not followed. An operation that cannot be carried out
 //! exactly as it is described is left out with a reason, or refused if the
 //! configuration asks for it by name. See [`schema`] for what becomes of its
-//! schemas and [`request`] for how a call becomes a request.
+//! schemas, [`request`] for how a call becomes a request and [`response`] for
+//! what is made of what it says of answers.
 //!
 //! The tool's name is the operation's `operationId`, or else its method and
 //! path, as in `get_pets_id`. Its arguments are one object: each parameter
 //! under its name (`query_id` where a path has an `id` too), the body under
 //! `body`.
 //!
-//! Deliberately absent are YAML, cookies, bodies other than JSON, callbacks,
-//! and the schemas of responses.
+//! Deliberately absent are YAML, cookies, credentials in the query, bodies other
+//! than JSON and callbacks, and that an answer is held against its schema.
 
 mod request;
+mod response;
 mod schema;
 
 use std::collections::BTreeMap;
@@ -33,12 +35,16 @@ use rmcp::model::JsonObject;
 use serde_json::{Map, Value, json};
 
 use self::request::{Body, Parameter, Path as Template, Request};
+use self::response::{Answers, Told};
 use self::schema::Resolver;
 use crate::config::Endpoint;
-use crate::definition::{DefinitionError, Listed, Tool};
+use crate::definition::{CompiledRoom, DefinitionError, Listed, Tool};
 use crate::upstream::http::{BodyError, Client, body_within, retry_after};
 use crate::upstream::scrubs::Scrubs;
-use crate::upstream::{Breaker, CallEnd, TOOLS_MAX, Unusable, has_few_values};
+use crate::upstream::{
+    Admission, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, TOOLS_MAX, Unusable, has_few_values,
+    told_to_a_program,
+};
 
 /// A larger document is a wrong file.
 const DOCUMENT_BYTES_MAX: u64 = 16 * 1024 * 1024;
@@ -239,9 +245,11 @@ impl Plan {
             return Err(ApiError::TooMany { got: listed.len() });
         }
         let mut resolver = Resolver::new(document, is_3_0);
+        let mut told = Told::new(document, is_3_0);
         let mut operations: BTreeMap<String, Arc<Operation>> = BTreeMap::new();
+        let mut keys: BTreeMap<&str, usize> = BTreeMap::new();
         for it in listed {
-            let made = it.compile(server, &endpoint, &mut resolver);
+            let made = it.compile(server, &endpoint, &mut resolver, &mut told);
             let made = made.and_then(|made| match operations.contains_key(&it.name()) {
                 false => Ok(made),
                 true => Err(Refusal::Twice),
@@ -249,6 +257,9 @@ impl Plan {
             match made {
                 Ok(made) => {
                     operations.insert(it.name(), Arc::new(made));
+                    if let Some(key) = it.query_key(document, &resolver) {
+                        *keys.entry(key).or_default() += 1;
+                    }
                 }
                 Err(Refusal::Spent) => return Err(ApiError::TooLarge),
                 Err(why) if include.is_some() => {
@@ -262,6 +273,16 @@ impl Plan {
         }
         if operations.is_empty() {
             return Err(ApiError::Empty);
+        }
+        for (key, operations) in keys {
+            let key = crate::cut(key, 128);
+            tracing::warn!(
+                server,
+                ?key,
+                operations,
+                "operations want a key in the query, and none is sent there: credentials go into \
+                 `headers`, if the interface takes them so"
+            );
         }
         let mut operations: Vec<Arc<Operation>> = operations.into_values().collect();
         operations.sort_by(|a, b| a.tool.name().cmp(b.tool.name()));
@@ -342,11 +363,35 @@ impl<'a> Entry<'a> {
         description
     }
 
+    /// The query's key that it cannot be called without, as the document says.
+    fn query_key(&self, document: &'a Value, resolver: &Resolver<'a>) -> Option<&'a str> {
+        let schemes = document.get("components")?.get("securitySchemes")?;
+        let key = |scheme: &str| {
+            let scheme = resolver.object(schemes.get(scheme)?).ok()?;
+            let text = |key: &str| scheme.get(key).and_then(Value::as_str);
+            (text("type") == Some("apiKey") && text("in") == Some("query")).then_some(text("name")?)
+        };
+        let ways = self.operation.get("security").or_else(|| document.get("security"))?;
+        let mut found = None;
+        for way in ways.as_array()? {
+            // One without is enough.
+            found = Some(way.as_object()?.keys().find_map(|scheme| key(scheme))?);
+        }
+        found
+    }
+
+    /// Says that a part of it is not among its arguments.
+    fn warn_of(&self, server: &str, why: &str) {
+        let operation = self.shown();
+        tracing::warn!(server, ?operation, ?why, "left out of an operation");
+    }
+
     fn compile(
         &self,
         server: &str,
         endpoint: &Endpoint,
         resolver: &mut Resolver<'a>,
+        told: &mut Told<'a>,
     ) -> Result<Operation, Refusal> {
         if self.item.contains_key("$ref") {
             return Err(Refusal::Unsupported("its path is a reference".into()));
@@ -374,7 +419,13 @@ impl<'a> Entry<'a> {
         }
         let body = match self.operation.get("requestBody") {
             None => None,
-            Some(body) => Body::read(resolver.object(body)?, resolver)?,
+            Some(body) => {
+                let read = Body::read(resolver.object(body)?, resolver)?;
+                if read.is_none() {
+                    self.warn_of(server, "its body is not JSON");
+                }
+                read
+            }
         };
         // A name that stands in several places gets its place in front.
         let names: Vec<String> = parameters.iter().map(|it: &Parameter| it.name.clone()).collect();
@@ -386,7 +437,16 @@ impl<'a> Entry<'a> {
         }
         let mut properties = Map::new();
         let mut required = Vec::new();
+        let mut left_out = Vec::new();
         for (parameter, schema) in parameters.iter().zip(schemas) {
+            match parameter.unwritable(&schema) {
+                Some(why) if parameter.required => return Err(Refusal::Unsupported(why)),
+                Some(why) => {
+                    self.warn_of(server, &why);
+                    left_out.push(&parameter.key);
+                }
+                None => {}
+            }
             if properties.insert(parameter.key.clone(), schema).is_some() {
                 let why = format!("two arguments would be called {:?}", parameter.key);
                 return Err(Refusal::Unsupported(crate::cut(&why, 256)));
@@ -395,6 +455,8 @@ impl<'a> Entry<'a> {
                 required.push(Value::String(parameter.key.clone()));
             }
         }
+        // What nobody can give keeps its name all the same: no other argument has it.
+        properties.retain(|key, _| !left_out.contains(&key));
         let body = body.map(|(body, schema)| {
             properties.insert("body".into(), schema);
             if body.required {
@@ -411,16 +473,33 @@ impl<'a> Entry<'a> {
         let Value::Object(input_schema) = input_schema else {
             return Err(Refusal::Malformed("its schema"));
         };
-        let listed = Listed {
-            name: self.name(),
-            description: Some(self.description()),
-            input_schema,
-            output_schema: None,
-        };
-        let tool = Arc::new(Tool::new(server, listed).map_err(Refusal::Definition)?);
+        let answers = Answers::of(self.operation, resolver);
+        let tool = self.tool(server, input_schema, told.schema(&answers))?;
         let path = Template::parse(self.path, &parameters)?;
-        let request = Request::new(self.method.clone(), &endpoint.url, path, parameters, body)?;
-        Ok(Operation { tool, request })
+        let (method, accept) = (self.method.clone(), answers.accept());
+        let request = Request::new(method, &endpoint.url, path, parameters, body, accept)?;
+        Ok(Operation { tool: Arc::new(tool), request })
+    }
+
+    /// The tool itself, without the schema of its answers where there is no room
+    /// for both.
+    fn tool(
+        &self,
+        server: &str,
+        input_schema: JsonObject,
+        answers: Option<JsonObject>,
+    ) -> Result<Tool, Refusal> {
+        let made = |output_schema| {
+            let (name, description) = (self.name(), Some(self.description()));
+            let input_schema = input_schema.clone();
+            let listed = Listed { name, description, input_schema, output_schema };
+            Tool::unheld(&mut CompiledRoom::new(usize::MAX), server, listed)
+        };
+        let made = match made(answers) {
+            Err(DefinitionError::TooLarge { .. }) => made(None),
+            made => made,
+        };
+        made.map_err(Refusal::Definition)
     }
 }
 
@@ -467,13 +546,16 @@ impl Api {
         };
         let admission = match self.breaker.enter() {
             Ok(admission) => admission,
-            Err(error) => return CallEnd::failed("Unavailable", &error.to_string()),
+            Err(source) => {
+                let away = told_to_a_program(tool.name().server(), source);
+                return CallEnd::failed("Unavailable", &away);
+            }
         };
         let response = match self.client.send(request).await {
             Ok(response) => response,
             Err(error) => {
                 let why = self.scrubs.text(&error.to_string());
-                admission.failed(why.clone());
+                self.failed(tool, admission, why.clone());
                 let unsent = error.is_unsent();
                 return if unsent { CallEnd::failed("Unreachable", &why) } else { CallEnd::Lost };
             }
@@ -501,8 +583,8 @@ impl Api {
                 StatusCode::BAD_GATEWAY
                 | StatusCode::SERVICE_UNAVAILABLE
                 | StatusCode::GATEWAY_TIMEOUT,
-            ) => admission.failed(format!("it answers {status}")),
-            (Err(BodyError::Broken(why)), _) => admission.failed(why.clone()),
+            ) => self.failed(tool, admission, format!("it answers {status}")),
+            (Err(BodyError::Broken(why)), _) => self.failed(tool, admission, self.scrubs.text(why)),
             _ => admission.answered(),
         }
         match body {
@@ -530,6 +612,15 @@ impl Api {
                 }
                 CallEnd::Failed(error)
             }
+        }
+    }
+
+    /// Takes note of a failure. When from then on nobody asks it for a while, the
+    /// operator hears why, and programs do not.
+    fn failed(&self, tool: &Tool, admission: Admission, why: String) {
+        let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
+        if admission.failed(why) {
+            tracing::warn!(server = tool.name().server(), ?reason, "interface left alone");
         }
     }
 }
@@ -716,6 +807,132 @@ mod tests {
             let refused = plan(&document, &["a"]).unwrap_err().to_string();
             assert!(refused.contains(expected), "{expected}: {refused}");
         }
+    }
+
+    #[test]
+    fn a_parameter_that_no_argument_can_be_written_as_is_not_listed() {
+        let object = json!({"type": "object", "properties": {"a": {"type": "string"}}});
+        let given = |name: &str, place: &str, extra: Value| {
+            let mut parameter = json!({"name": name, "in": place, "schema": object});
+            parameter.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            parameter
+        };
+        let of = |parameters: &[Value]| {
+            plan(
+                &document(json!({"/a": {"get": {"operationId": "a", "parameters": parameters}}})),
+                &["a"],
+            )
+        };
+        let list = json!({"schema": {"type": "array", "items": object}});
+        let nullable = json!({"explode": false, "schema": {"type": ["object", "null"]}});
+        let cannot = [
+            given("joined", "query", json!({"explode": false})),
+            given("piped", "query", json!({"style": "pipeDelimited"})),
+            given("untyped", "header", json!({"schema": {"properties": {}}})),
+            given("either", "header", json!({"schema": {"anyOf": [object, {"enum": [{}]}]}})),
+            given("X-H", "header", json!({})),
+            given("list", "query", list),
+            given("nullable", "query", nullable),
+            given(
+                "no_object",
+                "query",
+                json!({"style": "deepObject", "schema": {"type": "string"}}),
+            ),
+        ];
+        let can = [
+            given("deep", "query", json!({"style": "deepObject"})),
+            given("exploded", "query", json!({})),
+            given("free", "query", json!({"explode": false, "schema": {}})),
+            given(
+                "json",
+                "query",
+                json!({"schema": null, "content": {"application/json": {"schema": object}}}),
+            ),
+            given("some", "header", json!({"schema": {"oneOf": [object, {"type": "string"}]}})),
+        ];
+        let plan = of(&[cannot.as_slice(), can.as_slice()].concat()).unwrap();
+        let schema = schema(&plan, 0);
+        let listed: Vec<&String> = schema["properties"].as_object().unwrap().keys().collect();
+        assert_eq!(listed, ["deep", "exploded", "free", "json", "some"]);
+        for mut parameter in cannot {
+            parameter["required"] = true.into();
+            let refused = of(std::slice::from_ref(&parameter)).unwrap_err().to_string();
+            let name = parameter["name"].as_str().unwrap();
+            assert!(refused.contains(name) && refused.contains("cannot be written"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_tool_tells_the_schema_of_its_answer_and_is_held_to_nothing() {
+        let part = json!({"$ref": "#/components/schemas/Part"});
+        let document = document(json!({"/a": {"get": {"operationId": "a", "responses": {
+            "200": {"content": {"application/json": {"schema": part}}}}}}}));
+        let plan = plan(&document, &["a"]).unwrap();
+        let tool = &plan.operations[0].tool;
+        let told: Value =
+            serde_json::from_str(tool.spec().output_schema.as_ref().unwrap()).unwrap();
+        assert_eq!(told["required"], json!(["id", "name"]), "what the server sets it answers with");
+        for other in [json!({"name": 7}), json!([]), Value::Null, json!("an error page")] {
+            assert_eq!(tool.check_result(&other), Ok(()));
+        }
+    }
+
+    #[test]
+    fn an_answers_schema_takes_no_room_from_its_tool() {
+        // Nearly all that a definition may have.
+        let input = json!({"description": "x".repeat(255 * 1024)});
+        let told = json!({"description": "x".repeat(8 * 1024)});
+        let json = |schema: &Value| json!({"application/json": {"schema": schema}});
+        let document = document(json!({"/a": {"post": {
+            "operationId": "a",
+            "requestBody": {"content": json(&input)},
+            "responses": {"200": {"content": json(&told)}}}}}));
+        let plan = plan(&document, &["a"]).unwrap();
+        assert_eq!(plan.operations[0].tool.spec().output_schema, None);
+    }
+
+    #[test]
+    fn a_key_in_the_query_is_wanted_where_no_way_goes_without() {
+        let mut document = document(json!({}));
+        let scheme = |place: &str| json!({"type": "apiKey", "in": place, "name": "api_key"});
+        document["components"]["securitySchemes"] =
+            json!({"query": scheme("query"), "header": scheme("header")});
+        document["security"] = json!([{"query": []}]);
+        let resolver = Resolver::new(&document, false);
+        let (item, path) = (Map::new(), "/a");
+        for (security, wanted) in [
+            (None, Some("api_key")),
+            (Some(json!([{"header": [], "query": []}])), Some("api_key")),
+            (Some(json!([{"header": []}, {"query": []}])), None),
+            (Some(json!([{}, {"query": []}])), None),
+            (Some(json!([])), None),
+            (Some(json!([{"unknown": []}])), None),
+            (Some(json!("query")), None),
+        ] {
+            let mut operation = Map::new();
+            operation.extend(security.map(|it| ("security".to_owned(), it)));
+            let operation: &'static Map<String, Value> = Box::leak(Box::new(operation));
+            let entry = Entry { path, method: Method::GET, item: &item, operation };
+            assert_eq!(entry.query_key(&document, &resolver), wanted, "{operation:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_program_hears_of_an_interface_that_is_left_alone_and_not_why() {
+        let document = document(json!({"/a": {"get": {"operationId": "a"}}}));
+        let plan = plan(&document, &["a"]).unwrap();
+        let breaker = Breaker::new();
+        let api = Api::new(&plan, &Scrubs::new(Vec::new()), Arc::clone(&breaker)).unwrap();
+        breaker.failed("at 10.1.2.3".into());
+        breaker.failed("at 10.1.2.3".into());
+        let tool = &api.tools()[0];
+        let CallEnd::Failed(told) = api.call(tool, &JsonObject::new()).await else {
+            panic!("it was asked");
+        };
+        assert_eq!(told["name"], "Unavailable");
+        let message = told["message"].as_str().unwrap();
+        assert!(message.contains("is tried again in") && message.contains("log"), "{message}");
+        assert!(!message.contains("10.1.2.3"), "{message}");
     }
 
     #[test]

@@ -15,7 +15,7 @@
 
 use std::fmt;
 
-use reqwest::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue};
+use reqwest::header::{ACCEPT, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue};
 use reqwest::{Method, RequestBuilder, Url};
 use rmcp::model::JsonObject;
 use serde_json::{Map, Value};
@@ -141,10 +141,25 @@ impl Parameter {
         if let (Some(text), Value::Object(schema)) = (text("description"), &mut schema) {
             schema.entry("description").or_insert_with(|| text.into());
         }
-        let may_be_list = may_be_list(&schema);
+        let may_be_list = may_be(&schema, &["array"]);
         let (name, key) = (name.to_owned(), name.to_owned());
         let required = required || place == Place::Path;
         Ok(Some((Self { name, key, place, required, style, may_be_list }, schema)))
+    }
+
+    /// Why it is no argument: what its schema asks for has no form in its style.
+    pub(super) fn unwritable(&self, schema: &Value) -> Option<String> {
+        let list = may_be(schema, &["array"])
+            && schema.get("items").is_none_or(|items| may_be(items, &SCALARS));
+        let object = may_be(schema, &["object"]);
+        let can = match self.style {
+            Style::Json => true,
+            Style::Joined(_) => list || may_be(schema, &SCALARS),
+            Style::Exploded => list || object || may_be(schema, &SCALARS),
+            Style::DeepObject => object,
+        };
+        let (name, written) = (crate::cut(&self.name, 128), self.written());
+        (!can).then(|| format!("its parameter {name:?} cannot be written as {written}"))
     }
 
     /// The value as one text, with `write` for each part of it.
@@ -271,24 +286,39 @@ fn json_of(content: &Map<String, Value>) -> Option<(&str, &Value)> {
     json.min_by_key(|(kind, _)| rank(kind)).map(|(kind, media)| (kind.as_str(), media))
 }
 
-/// Whether a value of this schema may be a list. What is not seen to be none may
-/// be one.
-fn may_be_list(schema: &Value) -> bool {
+/// Types of values that are one text.
+const SCALARS: [&str; 4] = ["string", "number", "integer", "boolean"];
+
+/// Whether a value of this schema may be of one of these types. What is not seen
+/// to be none may be one; but who describes members and no type means an object.
+fn may_be(schema: &Value, types: &[&str]) -> bool {
     let Some(schema) = schema.as_object() else { return *schema != Value::Bool(false) };
-    let is_array = |it: &Value| it == "array";
+    let is_one = |it: &Value| it.as_str().is_some_and(|it| types.contains(&it));
     let here = match schema.get("type") {
-        Some(Value::Array(some)) => some.iter().any(is_array),
-        Some(only) => is_array(only),
-        None => true,
+        Some(Value::Array(some)) => some.iter().any(is_one),
+        Some(only) => is_one(only),
+        None => types.contains(&"object") || !schema.contains_key("properties"),
     };
     let listed = |word| schema.get(word).and_then(Value::as_array);
     let values = schema.get("const").map(std::slice::from_ref);
-    here && listed("allOf").is_none_or(|all| all.iter().all(may_be_list))
-        && listed("anyOf").is_none_or(|some| some.iter().any(may_be_list))
-        && listed("oneOf").is_none_or(|some| some.iter().any(may_be_list))
+    let schema_may = |it: &Value| may_be(it, types);
+    here && listed("allOf").is_none_or(|all| all.iter().all(schema_may))
+        && listed("anyOf").is_none_or(|some| some.iter().any(schema_may))
+        && listed("oneOf").is_none_or(|some| some.iter().any(schema_may))
         && values
             .or(listed("enum").map(Vec::as_slice))
-            .is_none_or(|it| it.iter().any(Value::is_array))
+            .is_none_or(|it| it.iter().any(|value| types.contains(&type_of(value))))
+}
+
+fn type_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(_) => "number",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    }
 }
 
 /// A JSON body.
@@ -405,6 +435,8 @@ pub(super) struct Request {
     path: Path,
     parameters: Vec<Parameter>,
     body: Option<Body>,
+    /// What it asks for.
+    accept: HeaderValue,
 }
 
 impl fmt::Display for Request {
@@ -420,8 +452,9 @@ impl Request {
         path: Path,
         parameters: Vec<Parameter>,
         body: Option<Body>,
+        accept: HeaderValue,
     ) -> Result<Self, Refusal> {
-        let request = Self { method, base: base.clone(), path, parameters, body };
+        let request = Self { method, base: base.clone(), path, parameters, body, accept };
         // What is wrong with the path itself shows with any argument.
         let tried =
             request.path.fill(|_| Ok("x".into())).and_then(|path| request.address(&path, ""));
@@ -462,7 +495,9 @@ impl Request {
                 Place::Header => headers.push(header(parameter, value)?),
             }
         }
-        let mut request = http.request(self.method.clone(), self.address(&path, &query.join("&"))?);
+        let address = self.address(&path, &query.join("&"))?;
+        let request = http.request(self.method.clone(), address);
+        let mut request = request.header(ACCEPT, self.accept.clone());
         for (name, value) in headers {
             request = request.header(name, value);
         }
@@ -667,6 +702,18 @@ mod tests {
         }
         assert!(of(json!({"limit": 5, "filter": {"limit[]": 100}})).is_err());
         assert!(of(json!({"limit": 5, "filter": {"limit\u{0}x": 100}})).is_err());
+    }
+
+    #[test]
+    fn no_argument_says_what_a_parameter_is_that_is_left_out() {
+        let object = json!({"type": "object"});
+        let parameters = json!([
+            {"name": "gone", "in": "query", "explode": false, "schema": object},
+            {"name": "filter", "in": "query", "schema": object},
+        ]);
+        build("/a", &parameters, &json!({"filter": {"other": 1}})).unwrap();
+        let refused = build("/a", &parameters, &json!({"filter": {"gone": 1}})).unwrap_err();
+        assert!(refused.contains("would be read as a part of"), "{refused}");
     }
 
     #[test]

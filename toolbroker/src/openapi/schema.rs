@@ -4,8 +4,8 @@
 //! Local references are put in place; remote, dangling and cyclic ones are
 //! refused, and so is whatever grows beyond bounds. What 3.0 says in its own
 //! way (`nullable`, a boolean `exclusiveMinimum`) is said in JSON Schema's.
-//! What only describes a response (`readOnly` properties) or the document
-//! (`example`, `xml`, …) is left out.
+//! What only describes the other way (of arguments `readOnly` properties, of
+//! answers `writeOnly` ones) or the document (`example`, `xml`, …) is left out.
 
 use serde_json::{Map, Value};
 
@@ -39,7 +39,7 @@ const SINGLE: [&str; 12] = [
 ];
 /// Keywords whose value is a list of schemas.
 const LISTS: [&str; 4] = ["allOf", "anyOf", "oneOf", "prefixItems"];
-/// Keywords that say nothing about an argument.
+/// Keywords that say nothing about a value.
 const DROPPED: [&str; 10] = [
     "$schema",
     "$comment",
@@ -62,14 +62,22 @@ pub(super) struct Resolver<'a> {
     is_3_0: bool,
     nodes_left: usize,
     total_left: usize,
+    /// What marks a property that does not go this way.
+    other_way: &'static str,
     /// The references that are being followed.
     trail: Vec<&'a str>,
 }
 
 impl<'a> Resolver<'a> {
+    /// Of arguments.
     pub(super) fn new(document: &'a Value, is_3_0: bool) -> Self {
-        let (nodes_left, total_left) = (NODES_MAX, NODES_TOTAL_MAX);
-        Self { document, is_3_0, nodes_left, total_left, trail: Vec::new() }
+        let (nodes_left, total_left, other_way) = (NODES_MAX, NODES_TOTAL_MAX, "readOnly");
+        Self { document, is_3_0, nodes_left, total_left, other_way, trail: Vec::new() }
+    }
+
+    /// Of answers.
+    pub(super) fn of_answers(document: &'a Value, is_3_0: bool) -> Self {
+        Self { other_way: "writeOnly", ..Self::new(document, is_3_0) }
     }
 
     /// An object of the document, or the one that it refers to.
@@ -85,7 +93,7 @@ impl<'a> Resolver<'a> {
         Err(Refusal::TooLarge)
     }
 
-    /// The schema of one argument, on its own.
+    /// The schema of one argument or answer, on its own.
     pub(super) fn schema(&mut self, schema: &'a Value) -> Result<Value, Refusal> {
         self.nodes_left = NODES_MAX;
         self.trail.clear();
@@ -165,7 +173,7 @@ impl<'a> Resolver<'a> {
                 let map = value.as_object().ok_or(Refusal::Malformed("a schema"))?;
                 let mut schemas = Map::new();
                 for (name, schema) in map {
-                    if word != "properties" || !self.is_read_only(schema) {
+                    if word != "properties" || !self.goes_the_other_way(schema) {
                         schemas.insert(name.clone(), self.inline(schema, depth + 1)?);
                     }
                 }
@@ -189,7 +197,7 @@ impl<'a> Resolver<'a> {
         {
             required.retain(|name| {
                 let property = name.as_str().and_then(|name| properties.get(name));
-                !property.is_some_and(|schema| self.is_read_only(schema))
+                !property.is_some_and(|schema| self.goes_the_other_way(schema))
             });
         }
         if self.is_3_0 {
@@ -198,9 +206,9 @@ impl<'a> Resolver<'a> {
         Ok(Value::Object(out))
     }
 
-    /// Whether only the server sets it.
-    fn is_read_only(&self, schema: &'a Value) -> bool {
-        let marked = |it: &Map<String, Value>| it.get("readOnly") == Some(&Value::Bool(true));
+    /// Whether only the server sets it, or only whoever asks.
+    fn goes_the_other_way(&self, schema: &'a Value) -> bool {
+        let marked = |it: &Map<String, Value>| it.get(self.other_way) == Some(&Value::Bool(true));
         schema.as_object().is_some_and(marked) || self.object(schema).is_ok_and(marked)
     }
 }

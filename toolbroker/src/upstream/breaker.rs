@@ -125,7 +125,8 @@ impl State {
         self.retry_at = now + jittered(wait(self.failures), random);
     }
 
-    /// Somebody failed who was let in when so many were counted.
+    /// Somebody failed who was let in when so many were counted. Whether that
+    /// opened it.
     fn failed_since(
         &mut self,
         counted: u64,
@@ -133,13 +134,15 @@ impl State {
         now: Instant,
         random: u32,
         reason: String,
-    ) {
+    ) -> bool {
         if is_probe {
             self.probed = false;
         }
-        if counted == self.counted {
+        let counts = counted == self.counted;
+        if counts {
             self.failed(now, random, reason);
         }
+        counts && self.failures >= OPENS_AFTER
     }
 
     fn check(&self, now: Instant) -> Result<(), UpstreamError> {
@@ -175,15 +178,17 @@ impl Admission {
     }
 
     /// The server failed. It counts if no failure did since this was given.
-    pub fn failed(mut self, reason: String) {
-        self.fail(reason);
+    /// Whether it is left alone now because of that.
+    pub fn failed(mut self, reason: String) -> bool {
+        let opened = self.fail(reason);
         self.is_probe = false;
+        opened
     }
 
-    fn fail(&self, reason: String) {
+    fn fail(&self, reason: String) -> bool {
         let (counted, is_probe) = (self.counted, self.is_probe);
         let mut state = self.breaker.state();
-        state.failed_since(counted, is_probe, Instant::now(), random(), reason);
+        state.failed_since(counted, is_probe, Instant::now(), random(), reason)
     }
 }
 
@@ -317,6 +322,16 @@ mod tests {
             assert_eq!(breaker.state().failures, failures);
         }
         assert!(breaker.state().retry_at <= Instant::now() + WAIT_MIN);
+    }
+
+    #[test]
+    fn of_failures_that_are_one_one_opens_it() {
+        let breaker = Breaker::new();
+        let together = || -> Vec<_> { (0..8).map(|_| breaker.enter().unwrap()).collect() };
+        for opened in [0, 1] {
+            let told = together().into_iter().map(|call| call.failed("it was cut off".into()));
+            assert_eq!(told.filter(|opened| *opened).count(), opened);
+        }
     }
 
     #[test]

@@ -36,7 +36,7 @@ use super::http::SendError;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, Upstream};
+use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, Upstream, told_to_a_program};
 use crate::definition::{CompiledRoom, Listed, Tool};
 
 /// How long a listing may take once the server is up.
@@ -371,7 +371,10 @@ impl Session {
         // A box, since this may in principle come back here.
         let connection = match Box::pin(upstream.connection()).await {
             Ok(connection) => connection,
-            Err(error) => return gone(&format!("the session ended, and no other began: {error}")),
+            Err(source) => {
+                let away = told_to_a_program(&self.server, source);
+                return gone(&format!("the session ended, and no other began: {away}"));
+            }
         };
         let super::Connection::Mcp(session) = &*connection else {
             return gone("the session ended");
@@ -495,7 +498,7 @@ impl Session {
                 "code": error.code.0,
                 "data": error.data,
             })),
-            Err(ServiceError::UnexpectedResponse) => failed("the answer is no resource"),
+            Err(ServiceError::UnexpectedResponse) => CallEnd::Unusable(Unusable::NoResource),
             Err(ServiceError::TransportSend(error)) if let Some(end) = busy(&*error.error) => end,
             Err(_) => self.failed("it was lost before it answered".into()),
         }

@@ -42,7 +42,7 @@ mod stdio;
 mod streamable;
 mod unusable;
 
-pub(crate) use self::breaker::Breaker;
+pub(crate) use self::breaker::{Admission, Breaker};
 pub(crate) use self::mcp::TOOLS_MAX;
 pub use self::unusable::Unusable;
 pub(crate) use self::unusable::{VALUES_MAX, has_few_values};
@@ -62,7 +62,6 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
-use self::breaker::Admission;
 use self::declined::Declined;
 use self::hosted::Hosted;
 use self::mcp::{Handler, Line, Session, start_error};
@@ -70,6 +69,7 @@ use self::scrubs::Scrubs;
 use crate::config::{ServerConfig, Source};
 use crate::definition::Tool;
 use crate::openapi::Api;
+use crate::registry::LookupError;
 use crate::stranger;
 
 /// From a server's start to its list of tools.
@@ -110,6 +110,12 @@ pub enum UpstreamError {
     /// The broker is shutting down.
     #[error("the broker is shutting down")]
     Stopped,
+}
+
+/// What a program is told of a server that cannot be asked: why is the
+/// operator's to know.
+pub(crate) fn told_to_a_program(server: &str, source: UpstreamError) -> String {
+    LookupError::Unavailable { server: server.to_owned(), source }.told_to_a_program().to_string()
 }
 
 /// How a dispatched call ended. Nothing is scrubbed yet: the chain does that

@@ -85,6 +85,8 @@ pub(super) struct OAuth {
 struct Held {
     token: Option<Token>,
     at: Option<TokenEndpoint>,
+    /// Why the last try gave none, and when that was known.
+    failed: Option<(TokenError, Instant)>,
 }
 
 #[derive(Debug)]
@@ -112,15 +114,38 @@ impl OAuth {
         Self { config, server, is_resource, http, scrubs, held: Mutex::default() }
     }
 
-    /// A token that lasts. Whoever comes while it is fetched waits for it.
+    /// A token that lasts. Whoever comes while it is fetched waits for it, and
+    /// shares what becomes of that.
     pub(super) async fn token(&self) -> Result<Secret, TokenError> {
+        let came = Instant::now();
         let mut held = self.held.lock().await;
         if let Some(token) = &held.token
             && Instant::now() < token.renew_at
         {
             return Ok(token.value.clone());
         }
+        // Or each of them would ask in its turn, and wait as long again.
+        if let Some((error, at)) = &held.failed
+            && came <= *at
+        {
+            return Err(error.clone());
+        }
         held.token = None;
+        match self.renewed(&mut held).await {
+            Ok(token) => {
+                let value = token.value.clone();
+                held.token = Some(token);
+                Ok(value)
+            }
+            Err(error) => {
+                held.failed = Some((error.clone(), Instant::now()));
+                Err(error)
+            }
+        }
+    }
+
+    /// A new token, from where they are to be had, which is kept.
+    async fn renewed(&self, held: &mut Held) -> Result<Token, TokenError> {
         let at = match &held.at {
             Some(at) => at.clone(),
             None => self.find().await?,
@@ -128,9 +153,7 @@ impl OAuth {
         held.at = Some(at.clone());
         let token = self.fetch(&at).await?;
         self.scrubs.learn(&self.client(), &token.value);
-        let value = token.value.clone();
-        held.token = Some(token);
-        Ok(value)
+        Ok(token)
     }
 
     /// Whose tokens these are, however often it is made anew.
@@ -332,7 +355,57 @@ pub(crate) fn percent(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::http::plain_client;
     use super::*;
+    use axum::Router;
+    use axum::http::StatusCode;
+    use axum::routing::post;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use tokio::sync::Semaphore;
+    use tokio::task::JoinSet;
+
+    #[tokio::test]
+    async fn whoever_waits_for_a_token_that_is_not_had_shares_the_one_failure() {
+        let (asked, may_answer) = (Arc::new(AtomicUsize::new(0)), Arc::new(Semaphore::new(0)));
+        let (asked_there, may) = (Arc::clone(&asked), Arc::clone(&may_answer));
+        let refuse = move || async move {
+            asked_there.fetch_add(1, Ordering::AcqRel);
+            may.acquire().await.unwrap().forget();
+            StatusCode::SERVICE_UNAVAILABLE
+        };
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = Url::parse(&format!("http://{}/", listener.local_addr().unwrap())).unwrap();
+        let router = Router::new().route("/token", post(refuse));
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        let config = OAuthConfig {
+            client_id: "me".into(),
+            client_secret: Secret::new("a secret of mine".into()).unwrap(),
+            scopes: Vec::new(),
+            token_url: Some(url.join("token").unwrap()),
+            issuer: None,
+        };
+        let server = Endpoint { url, headers: Vec::new(), oauth: None };
+        let http = plain_client(Default::default()).unwrap();
+        let oauth = Arc::new(OAuth::new(config, &server, true, http, &Scrubs::new(Vec::new())));
+        let mut calls = JoinSet::new();
+        for _ in 0..8 {
+            let oauth = Arc::clone(&oauth);
+            calls.spawn(async move { oauth.token().await });
+        }
+        while asked.load(Ordering::Acquire) == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        // More than enough for all, if each asked.
+        may_answer.add_permits(8);
+        while let Some(ended) = calls.join_next().await {
+            assert!(matches!(ended.unwrap(), Err(TokenError::Refused { .. })));
+        }
+        assert_eq!(asked.load(Ordering::Acquire), 1);
+        // Whoever comes after it asks again.
+        may_answer.add_permits(1);
+        assert!(oauth.token().await.is_err());
+        assert_eq!(asked.load(Ordering::Acquire), 2);
+    }
 
     #[test]
     fn everything_but_unreserved_characters_is_encoded() {

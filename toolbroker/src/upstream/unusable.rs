@@ -49,10 +49,13 @@ pub enum Unusable {
     /// It is an answer of MCP, and no tool's.
     #[error("with no tool result")]
     NoResult,
+    /// It is an answer of MCP, and no resource's.
+    #[error("with no resource")]
+    NoResource,
 }
 
 impl Unusable {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::TooMany,
         Self::TooLong,
         Self::NoJson,
@@ -60,6 +63,7 @@ impl Unusable {
         Self::Encoded,
         Self::Another,
         Self::NoResult,
+        Self::NoResource,
     ];
 
     /// What the MCP library is given in the place of the answer to `asked`.

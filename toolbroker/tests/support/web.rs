@@ -376,6 +376,8 @@ async fn handle(
             reply(&id, result)
         }
         "tools/call" => call(&mcp, era, &id, &seen).await,
+        // What is no resource.
+        "resources/read" => reply(&id, json!({"contents": "none"})),
         // What is no request: a notification, or an answer.
         _ if id.is_null() || rpc.is_empty() => StatusCode::ACCEPTED.into_response(),
         _ => failure(StatusCode::OK, &id, -32601, "no such method"),
