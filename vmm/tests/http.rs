@@ -645,6 +645,7 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
         (json!("what"), Value::Null),
         (json!({ "submit": { "number": 3, "run": { "program": "*" } } }), json!(3)),
         (json!({ "settle": { "number": 4, "callback": 0 } }), json!(4)),
+        (json!({ "cancel": { "number": u64::MAX } }), json!(u64::MAX)),
     ] {
         say(&mut socket, said);
         let problem = hear(&mut socket);
@@ -1196,6 +1197,6 @@ fn a_configuration_that_lets_anybody_in_from_elsewhere_is_refused() {
         let refused = desk.opens(&["--ready", "0"]).wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert_eq!(refused.status.code(), Some(2), "{text}");
-        assert!(text.contains("forge.toml: ") && text.contains(said), "{text}");
+        assert!(text.contains("forge.toml:") && text.contains(said), "{text}");
     }
 }

@@ -59,6 +59,7 @@ fn main() -> ExitCode {
             the_resources_teach_the_abi,
             params_that_cannot_be_read_are_said_to_be,
             http_refuses_strangers_other_hosts_and_other_pages,
+            http_refuses_other_hosts_and_pages_before_it_reads_what_they_send,
             what_is_no_message_is_400_over_http_with_an_error_of_json_rpc,
             a_stream_begins_without_data_only_for_who_knows_that,
             a_session_that_is_not_there_cannot_be_ended,
@@ -804,7 +805,15 @@ impl Http {
 
     /// Asks, and leaves the answer to be read.
     fn begin(&self, method: &str, headers: &[(&str, &str)], body: &str) -> TcpStream {
-        let mut request = format!("{method} /mcp HTTP/1.1\r\nContent-Length: {}\r\n", body.len());
+        let length = body.len().to_string();
+        let mut stream = self.head(method, &[&[("Content-Length", &*length)], headers].concat());
+        stream.write_all(body.as_bytes()).unwrap();
+        stream
+    }
+
+    /// Sends the head of a request alone.
+    fn head(&self, method: &str, headers: &[(&str, &str)]) -> TcpStream {
+        let mut request = format!("{method} /mcp HTTP/1.1\r\n");
         let host = headers.iter().any(|(name, _)| *name == "Host");
         let usual = [
             ("Content-Type", "application/json"),
@@ -818,7 +827,7 @@ impl Http {
         }
         let mut stream = TcpStream::connect(&self.1).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.write_all(format!("{request}\r\n{body}").as_bytes()).unwrap();
+        stream.write_all(format!("{request}\r\n").as_bytes()).unwrap();
         stream
     }
 
@@ -917,15 +926,33 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
     assert!(http.post(&[ALICE], &initialize()).starts_with("HTTP/1.1 200"));
 }
 
+fn http_refuses_other_hosts_and_pages_before_it_reads_what_they_send() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    for (name, value) in [("Host", "rebound.example"), ("Origin", "https://evil.example")] {
+        // The body that is announced never comes.
+        let headers = [ALICE, (name, value), ("Expect", "100-continue"), ("Content-Length", "9")];
+        let mut stream = http.head("POST", &headers);
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut status = [0; 12];
+        stream.read_exact(&mut status).unwrap();
+        assert_eq!(std::str::from_utf8(&status), Ok("HTTP/1.1 403"), "{name}");
+    }
+}
+
 fn what_is_no_message_is_400_over_http_with_an_error_of_json_rpc() {
     let desk = desk();
     let http = Http::start(&desk);
     let numbered = r#"{"jsonrpc":"1.0","id":3,"method":"ping"}"#;
+    // What serde_json would read anew.
+    let raw = r#"{"jsonrpc":"2.0","id":4,"method":"tools/call","params":{"name":"run_program",
+        "arguments":{"program":"","input":{"$serde_json::private::RawValue":"[1]"}}}}"#;
     for (body, code, id) in [
         ("{bad", -32700, None),
         ("", -32700, None),
         ("[]", -32600, None),
         (numbered, -32600, Some(3)),
+        (raw, -32600, Some(4)),
     ] {
         let answer = http.send("POST", &[ALICE], body);
         assert!(answer.starts_with("HTTP/1.1 400 "), "{body}: {answer}");

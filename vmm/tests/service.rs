@@ -85,6 +85,7 @@ fn main() -> ExitCode {
             the_service_is_gone_with_all_it_started_however_it_ends,
         ],
         claims![
+            an_order_that_was_read_when_a_drain_began_is_answered,
             the_socket_is_the_operators_and_no_second_service_takes_it,
             a_stale_socket_is_replaced_and_anything_else_is_not,
         ],
@@ -660,6 +661,33 @@ fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
 }
 
 // Bounds
+
+fn an_order_that_was_read_when_a_drain_began_is_answered() {
+    let desk = desk();
+    // A few in one write: the service reads them at once, and each has a thread.
+    let mut said = Vec::new();
+    frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut said);
+    frame::write_message(Kind::Query, &Query { number: 0, question: Question::Drain }, &mut said);
+    let order = Order { program: Vec::new(), ..submit(ECHO, "1") };
+    for number in 1..=4 {
+        frame::write_message(Kind::Submit, &Submit { number, order: order.clone() }, &mut said);
+    }
+    // Whether the service ends before another thread has begun is a matter of luck.
+    for round in 0..40 {
+        let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+        let mut link = stranger(&service);
+        link.send(&said, None, patience()).unwrap();
+        let mut answered = Vec::new();
+        while let Ok(frame) = link.receive(|_| true, patience()) {
+            if frame.kind == Kind::Finished {
+                answered.push(codec::decode::<Finished>(&frame.payload).unwrap().number);
+            }
+        }
+        answered.sort_unstable();
+        assert_eq!(answered, [1, 2, 3, 4], "round {round}");
+        assert!(service.child.wait().unwrap().success());
+    }
+}
 
 fn a_flood_is_refused_at_once_and_a_second_principal_is_served() {
     let desk = desk();

@@ -18,6 +18,8 @@
 #[cfg(feature = "http")]
 pub mod http;
 #[cfg(feature = "mcp")]
+mod json;
+#[cfg(feature = "mcp")]
 pub mod mcp;
 #[cfg(all(test, any(feature = "http", feature = "mcp")))]
 mod mock;

@@ -1,5 +1,5 @@
-//! The service behind a door, in tests: it says what it is told to, and
-//! listens to nobody.
+//! The service behind a door, in tests: it says what it is told to, and hears
+//! what it is asked for.
 
 use forge_protocol::codec::Encode;
 use forge_protocol::frame::{self, Kind};
@@ -23,7 +23,23 @@ impl Service {
         self.say(Kind::Answered, &Answered { number, reply }).await;
     }
 
-    async fn say<T: Encode>(&mut self, kind: Kind, message: &T) {
+    /// Waits for the next frame of this kind.
+    #[cfg(feature = "http")]
+    pub(crate) async fn hear(&mut self, kind: Kind) {
+        use tokio::io::AsyncReadExt as _;
+        loop {
+            let mut header = [0; frame::HEADER_BYTES];
+            self.0.read_exact(&mut header).await.unwrap();
+            let header = frame::Header::from_bytes(header).unwrap();
+            let mut payload = vec![0; header.payload_bytes as usize];
+            self.0.read_exact(&mut payload).await.unwrap();
+            if header.kind == kind {
+                return;
+            }
+        }
+    }
+
+    pub(crate) async fn say<T: Encode>(&mut self, kind: Kind, message: &T) {
         let mut bytes = Vec::new();
         frame::write_message(kind, message, &mut bytes);
         self.0.write_all(&bytes).await.unwrap();

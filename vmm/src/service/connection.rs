@@ -89,6 +89,8 @@ struct Reading {
     assembler: Assembler,
     buffer: Vec<u8>,
     unread: std::ops::Range<usize>,
+    /// What is unread counts as under way while it is handed on.
+    handed: Option<Busy>,
 }
 
 /// What is going on, by the client's numbers.
@@ -255,9 +257,10 @@ impl Connection {
 
     /// Gives the reading up: to the event loop, or to another thread if there
     /// is something to read already.
-    fn leave(self: &Arc<Self>, service: &Service, is_idle: bool) {
+    fn leave(self: &Arc<Self>, service: &Arc<Service>, is_idle: bool) {
         let mut reading = lock(&self.reading);
         if !reading.unread.is_empty() {
+            reading.handed = Some(service.busy());
             service.crew.attend(Arc::clone(self));
             return;
         }
@@ -292,11 +295,12 @@ impl Connection {
     }
 
     /// Reads until there is something that takes its time.
-    fn read<'a>(&self, service: &'a Service) -> Result<(Work, Busy<'a>), Pause> {
+    fn read(&self, service: &Arc<Service>) -> Result<(Work, Busy), Pause> {
+        let mut under_way = lock(&self.reading).handed.take();
         loop {
-            let read = self.read_frame(|| service.busy());
+            let read = self.read_frame(under_way, || service.busy());
             match read.and_then(|(frame, busy)| Ok((self.understand(&frame)?, busy))) {
-                Ok((None, _)) => {}
+                Ok((None, busy)) => under_way = Some(busy),
                 Ok((Some(work), busy)) => return Ok((work, busy)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Err(Pause::Idle);
@@ -312,8 +316,13 @@ impl Connection {
     }
 
     /// The next frame. What is taken off the socket counts as under way before it
-    /// is: a service that drains must not end over it.
-    fn read_frame<Busy>(&self, busy: impl Fn() -> Busy) -> io::Result<(Frame, Busy)> {
+    /// is, and until all of it is understood: a service that drains must not end over
+    /// it. `under_way` is what counts of what is unread.
+    fn read_frame<Busy>(
+        &self,
+        mut under_way: Option<Busy>,
+        busy: impl Fn() -> Busy,
+    ) -> io::Result<(Frame, Busy)> {
         let greeted = self.has_greeted();
         let awaits = |kind: Kind| {
             let awaited = match kind {
@@ -324,8 +333,7 @@ impl Connection {
             awaited.then(|| kind.payload_bytes_max())
         };
         let mut reading = lock(&self.reading);
-        let Reading { assembler, buffer, unread } = &mut *reading;
-        let mut under_way = None;
+        let Reading { assembler, buffer, unread, .. } = &mut *reading;
         loop {
             while unread.start < unread.end {
                 let mut input = &buffer[unread.clone()];
@@ -339,6 +347,8 @@ impl Connection {
             buffer.resize(READ_BYTES, 0);
             let now = Instant::now();
             let until = if assembler.is_between_frames() {
+                // Nothing is off the socket and not understood.
+                under_way = None;
                 now + READ_PATIENCE
             } else {
                 let begun = *lock(&self.begun).get_or_insert(now);
@@ -464,7 +474,7 @@ impl Connection {
         live.numbers.insert(number, doing);
     }
 
-    fn carry_out(&self, service: &Service, work: Work, _busy: Busy<'_>) {
+    fn carry_out(&self, service: &Service, work: Work, _busy: Busy) {
         let sent = match work {
             Work::Run { number, order, cancel } => {
                 let tell = |what| {
@@ -691,8 +701,9 @@ mod tests {
     fn a_frame_has_one_time_for_all_of_it_from_its_first_byte() {
         let (mut client, ours) = UnixStream::pair().unwrap();
         let connection = Connection::accept(Weak::new(), 0, ours, Peer::Stranger).unwrap();
-        let reads =
-            || connection.read_frame(|| ()).map(|(frame, ())| frame.kind).map_err(|e| e.kind());
+        let reads = || {
+            connection.read_frame(None, || ()).map(|(frame, ())| frame.kind).map_err(|e| e.kind())
+        };
         let mut hello = Vec::new();
         frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut hello);
         let far = Duration::from_secs(3600);
@@ -729,13 +740,18 @@ mod tests {
             counted.set(counted.get() + 1);
             unread()
         };
-        assert!(connection.read_frame(count).is_err());
+        assert!(connection.read_frame(None, count).is_err());
         assert_eq!(counted.get(), 0);
         let mut hello = Vec::new();
         frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut hello);
         client.write_all(&hello).unwrap();
-        let (_, before) = connection.read_frame(count).unwrap();
+        let (_, before) = connection.read_frame(None, count).unwrap();
         assert_eq!((counted.get(), before), (1, hello.len() as i32), "it was read before");
+        // What came with it counts on.
+        client.write_all(&hello.repeat(2)).unwrap();
+        let (_, first) = connection.read_frame(None, count).unwrap();
+        let (_, second) = connection.read_frame(Some(first), count).unwrap();
+        assert_eq!((counted.get(), second), (2, first), "it counts as another");
     }
 
     #[test]

@@ -102,9 +102,10 @@ pub(crate) struct Service {
 }
 
 /// Something is under way whose end is to be sent. Dropped after that.
-struct Busy<'a>(&'a Service);
+#[derive(Debug)]
+struct Busy(Arc<Service>);
 
-impl Drop for Busy<'_> {
+impl Drop for Busy {
     fn drop(&mut self) {
         if self.0.busy.fetch_sub(1, Ordering::SeqCst) == 1 && self.0.gate.is_draining() {
             let _ = self.0.wake.write(1);
@@ -246,9 +247,9 @@ impl Service {
         }
     }
 
-    fn busy(&self) -> Busy<'_> {
+    fn busy(self: &Arc<Self>) -> Busy {
         self.busy.fetch_add(1, Ordering::SeqCst);
-        Busy(self)
+        Busy(Arc::clone(self))
     }
 
     /// Takes no more runs.

@@ -5,7 +5,9 @@ use std::slice;
 
 use axum::http::{HeaderMap, StatusCode};
 use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
 
+use super::Options;
 use super::problem::Problem;
 use crate::web::{TokenHash, token};
 
@@ -31,15 +33,66 @@ pub enum Access {
 impl Access {
     /// The principal of a request with these headers.
     pub(crate) fn principal(&self, headers: &HeaderMap) -> Result<String, Problem> {
-        let principals = match self {
-            Self::Anybody(name) => return Ok(name.clone()),
-            Self::Tokens(principals) => principals,
-        };
-        let hash = bearer(headers)?;
-        let found = token::holder(hash, principals.iter().map(|it| (&*it.tokens, it)));
-        found.map(|principal| principal.name.clone()).ok_or_else(|| {
+        if let Self::Anybody(name) = self {
+            return Ok(name.clone());
+        }
+        let token = bearer(headers)?;
+        self.holder(Some(token)).map(str::to_owned).ok_or_else(|| {
             Problem::new(StatusCode::UNAUTHORIZED, "unauthenticated", "nobody has this token")
         })
+    }
+
+    /// Whom one speaks for who has this token, or none.
+    fn holder(&self, token: Option<TokenHash>) -> Option<&str> {
+        match self {
+            Self::Anybody(name) => Some(name),
+            Self::Tokens(principals) => {
+                token::holder(token?, principals.iter().map(|it| (&*it.tokens, &*it.name)))
+            }
+        }
+    }
+}
+
+/// What a request came in with, which may be revoked while it is under way.
+#[derive(Clone, Debug)]
+pub(crate) struct Bearer {
+    principal: String,
+    token: Option<TokenHash>,
+    options: watch::Receiver<Options>,
+}
+
+impl Bearer {
+    /// Of a request with these headers, which speaks for this principal now.
+    pub(crate) fn new(
+        principal: String,
+        headers: &HeaderMap,
+        options: watch::Receiver<Options>,
+    ) -> Self {
+        Self { principal, token: bearer(headers).ok(), options }
+    }
+
+    /// One that nobody needs a token for.
+    #[cfg(test)]
+    pub(crate) fn anybodys(principal: &str) -> Self {
+        let access = Access::Anybody(principal.into());
+        let options = Options { access, hosts: Vec::new(), metrics_token: None };
+        Self::new(principal.into(), &HeaderMap::new(), watch::channel(options).1)
+    }
+
+    /// Whether it speaks for the same principal now.
+    pub(crate) fn speaks_still(&self) -> bool {
+        self.options.borrow().access.holder(self.token) == Some(&self.principal)
+    }
+
+    /// Waits until it does not.
+    pub(crate) async fn revoked(&self) {
+        let mut options = self.options.clone();
+        while self.speaks_still() {
+            if options.changed().await.is_err() {
+                // Without anybody who could change them, the door closes.
+                std::future::pending::<()>().await;
+            }
+        }
     }
 }
 

@@ -296,6 +296,7 @@ fn shown(claims: &GrantClaims) -> Value {
 #[cfg(test)]
 mod tests {
     use super::super::QUESTIONS_MAX;
+    use super::super::access::Bearer;
     use super::super::tests::door;
     use super::*;
 
@@ -305,7 +306,8 @@ mod tests {
         let leave = async |principal: &str| {
             let tenant = door.tenants.named(principal.into());
             let permit = Arc::new(tenant.request().unwrap());
-            let caller = Caller { tenant, permit };
+            let bearer = Bearer::anybodys(principal);
+            let caller = Caller { tenant, permit, bearer };
             let asking = ask(&door, &caller, Question::ListTools { principal: "a".into() });
             // Sent if it is its turn, and cancelled.
             tokio::time::timeout(Duration::ZERO, asking).await

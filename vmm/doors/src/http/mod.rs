@@ -57,6 +57,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
 pub use access::{Access, Principal};
 
+use access::Bearer;
 use problem::Problem;
 use tenant::{Tenant, Tenants};
 
@@ -192,13 +193,17 @@ fn router(door: Arc<Door>) -> Router {
 }
 
 /// Around every request: host and origin before, safe headers after. Its place
-/// among those under way is given back when its answer is sent.
+/// among those under way is given back when its answer is sent. One whose token is
+/// revoked before it is answered ends as if its client had left.
 async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
     let place = Place::default();
     request.extensions_mut().insert(place.clone());
     let checked = guard::check(request.uri(), request.headers(), &door.options.borrow().hosts);
     let mut response = match checked {
-        Ok(()) => next.run(request).await,
+        Ok(()) => tokio::select! {
+            response = next.run(request) => response,
+            problem = place.revoked(&door) => problem.into_response(),
+        },
         Err(problem) => problem.into_response(),
     };
     if let Some(caller) = place.0.get() {
@@ -216,11 +221,28 @@ async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next
 struct Caller {
     tenant: Arc<Tenant>,
     permit: Arc<OwnedSemaphorePermit>,
+    bearer: Bearer,
 }
 
 /// Where a request's caller is once that is known.
 #[derive(Clone, Default)]
 struct Place(Arc<OnceLock<Caller>>);
+
+impl Place {
+    /// Waits until its caller may ask no more: what that is told.
+    async fn revoked(&self, door: &Door) -> Problem {
+        let mut options = door.options.clone();
+        while options.changed().await.is_ok() {
+            if self.0.get().is_some_and(|caller| !caller.bearer.speaks_still()) {
+                let detail = "this token speaks for the principal no more; a run that it asked \
+                              for is cancelled";
+                return Problem::new(StatusCode::UNAUTHORIZED, "unauthenticated", detail);
+            }
+        }
+        // Without anybody who could change them, the door closes.
+        std::future::pending().await
+    }
+}
 
 impl FromRequestParts<Arc<Door>> for Caller {
     type Rejection = Problem;
@@ -230,9 +252,10 @@ impl FromRequestParts<Arc<Door>> for Caller {
         door: &Arc<Door>,
     ) -> Result<Self, Self::Rejection> {
         let principal = door.options.borrow().access.principal(&parts.headers)?;
+        let bearer = Bearer::new(principal.clone(), &parts.headers, door.options.clone());
         let tenant = door.tenants.named(principal);
         let permit = Arc::new(tenant.request()?);
-        let caller = Self { tenant, permit };
+        let caller = Self { tenant, permit, bearer };
         if let Some(place) = parts.extensions.get::<Place>() {
             let _ = place.0.set(caller.clone());
         }
@@ -328,7 +351,11 @@ async fn sweep(door: std::sync::Weak<Door>) {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
+    use std::future::poll_fn;
 
+    use forge_protocol::RunId;
+    use forge_protocol::frame::Kind;
+    use forge_protocol::service::{Event, RunEvent};
     use hyper::service::Service as _;
     use serde_json::Value;
 
@@ -378,6 +405,57 @@ mod tests {
         let served = serve(Listener::Tcp(listener), service, options);
         let ended = tokio::time::timeout(Duration::from_secs(20), served).await;
         ended.expect("it waits for its service").unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_a_token_asked_for_ends_when_it_is_revoked() {
+        let (mut service, socket) = mock::Service::new().await;
+        let tokens = vec![TokenHash::of(b"one"), TokenHash::of(b"other")];
+        let access = Access::Tokens(vec![Principal { name: "a".into(), tokens }]);
+        let options = Options { access, hosts: Vec::new(), metrics_token: None };
+        let (decided, options) = watch::channel(options);
+        let client = Client::over(socket).await.unwrap();
+        let door = TowerToHyperService::new(router(Arc::new(Door::new(client, options))));
+        let ask = |token: &str, method: &str, path: &str, body: &'static str| {
+            let request = Request::builder()
+                .method(method)
+                .uri(path)
+                .header(header::HOST, "localhost")
+                .header(header::AUTHORIZATION, format!("Bearer {token}"))
+                .header(header::CONTENT_TYPE, "application/json");
+            door.call(request.body(Body::from(body)).unwrap())
+        };
+        // One run that nobody waits for, and who follows it.
+        let begun = tokio::spawn(ask("one", "POST", "/v1/runs", r#"{"program":"","wait":false}"#));
+        service.hear(Kind::Submit).await;
+        let what = RunEvent::Admitted { run_id: RunId([7; 16]) };
+        service.say(Kind::Event, &Event { number: 1, what }).await;
+        let begun = begun.await.unwrap().unwrap();
+        assert_eq!(begun.status(), StatusCode::ACCEPTED);
+        let path = begun.headers()[header::LOCATION].to_str().unwrap().to_owned();
+        let followed = ask("one", "GET", &format!("{path}/events"), "").await.unwrap();
+        let mut events = followed.into_body().into_data_stream();
+        let mut next = async || poll_fn(|context| Pin::new(&mut events).poll_next(context)).await;
+        assert!(next().await.is_some(), "it was admitted");
+        // And one that is waited for by each token.
+        let waits = |token| tokio::spawn(ask(token, "POST", "/v1/runs", r#"{"program":""}"#));
+        let (one, other) = (waits("one"), waits("other"));
+        service.hear(Kind::Submit).await;
+        service.hear(Kind::Submit).await;
+        decided.send_modify(|options| {
+            let tokens = vec![TokenHash::of(b"other")];
+            options.access = Access::Tokens(vec![Principal { name: "a".into(), tokens }]);
+        });
+        let ends = async {
+            assert_eq!(one.await.unwrap().unwrap().status(), StatusCode::UNAUTHORIZED);
+            service.hear(Kind::Cancel).await;
+            service.hear(Kind::Cancel).await;
+            assert!(next().await.is_none(), "its stream goes on");
+        };
+        tokio::time::timeout(Duration::from_secs(5), ends).await.expect("something goes on");
+        assert!(!other.is_finished());
+        // The run is its principal's, and so is its end.
+        assert_eq!(ask("other", "GET", &path, "").await.unwrap().status(), StatusCode::OK);
     }
 
     #[test]

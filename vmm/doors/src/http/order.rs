@@ -416,6 +416,13 @@ mod tests {
     }
 
     #[test]
+    fn json_that_serde_json_would_read_anew_goes_on_as_it_came() {
+        let raw = r#"{"$serde_json::private::RawValue": "[1]"}"#;
+        let asked = asked(&format!(r#"{{"program": "", "input": {raw}}}"#)).unwrap();
+        assert_eq!(asked.order.input, raw.as_bytes());
+    }
+
+    #[test]
     fn a_body_that_names_another_principal_is_refused() {
         let refused = refusal(r#"{"program": "", "principal": "bob"}"#);
         assert_eq!(refused, (403, "forbidden".into()));

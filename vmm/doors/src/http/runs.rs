@@ -1,5 +1,6 @@
 //! Runs: submitted, waited for or followed, asked for, cancelled.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use forge_protocol::service::{Finish, Order, RunEvent};
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
+use super::access::Bearer;
 use super::events::{End, Ended, Events, Happened, Next, happened};
 use super::order::{self, Asked, RUN_BYTES_MAX};
 use super::problem::Problem;
@@ -91,26 +93,56 @@ async fn begun(
     let canceller = Some(run.canceller());
     let kept = Arc::new(Kept { id, canceller, events });
     caller.tenant.keep(Arc::clone(&kept));
-    tokio::spawn(follow(run, Arc::clone(&kept), Arc::clone(&caller.tenant), slot));
+    let follower = Follower {
+        run,
+        kept: Arc::clone(&kept),
+        tenant: Arc::clone(&caller.tenant),
+        bearer: caller.bearer.clone(),
+        _slot: slot,
+    };
+    tokio::spawn(follower.follow());
     answer(&kept, StatusCode::ACCEPTED)
 }
 
-/// Keeps what happens in a run until it is over.
-async fn follow(mut run: Run, kept: Arc<Kept>, tenant: Arc<Tenant>, _slot: OwnedSemaphorePermit) {
-    let mut end = None;
-    while let Some(message) = run.next().await {
-        match message {
-            RunMessage::Event(event) => kept.events.push(happened(&event)),
-            // It hosts no tools.
-            RunMessage::Callback(_) => {}
-            RunMessage::Finished(finish) => end = End::of(finish),
+/// A run that nobody waits for.
+struct Follower {
+    run: Run,
+    kept: Arc<Kept>,
+    tenant: Arc<Tenant>,
+    bearer: Bearer,
+    _slot: OwnedSemaphorePermit,
+}
+
+impl Follower {
+    /// Keeps what happens in it until it is over. It is cancelled with the token
+    /// that asked for it: its end comes all the same.
+    async fn follow(mut self) {
+        let mut end = None;
+        let mut revoked = pin!(self.bearer.revoked());
+        let mut is_cancelled = false;
+        loop {
+            let message = tokio::select! {
+                message = self.run.next() => message,
+                () = &mut revoked, if !is_cancelled => {
+                    is_cancelled = true;
+                    self.run.cancel().await;
+                    continue;
+                }
+            };
+            match message {
+                Some(RunMessage::Event(event)) => self.kept.events.push(happened(&event)),
+                // It hosts no tools.
+                Some(RunMessage::Callback(_)) => {}
+                Some(RunMessage::Finished(finish)) => end = End::of(finish),
+                None => break,
+            }
         }
+        match end {
+            Some(end) => self.kept.events.end(end),
+            None => self.kept.events.lose(),
+        }
+        self.tenant.ended(&self.kept, Instant::now());
     }
-    match end {
-        Some(end) => kept.events.end(end),
-        None => kept.events.lose(),
-    }
-    tenant.ended(&kept, Instant::now());
 }
 
 /// Keeps a run that is over already, if it took place: what was refused, however
@@ -260,13 +292,19 @@ pub(crate) async fn events(
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
     let (sender, receiver) = mpsc::channel(UNSENT_MAX);
-    tokio::spawn(stream(kept, last, sender, door));
+    tokio::spawn(stream(kept, last, sender, door, caller.bearer.clone()));
     let kind = HeaderValue::from_static("text/event-stream");
     Ok(([(header::CONTENT_TYPE, kind)], Body::from_stream(Feed(receiver))).into_response())
 }
 
-/// Sends a run's events until its end, or until nobody takes them.
-async fn stream(kept: Arc<Kept>, mut last: u64, sender: mpsc::Sender<Bytes>, door: Arc<Door>) {
+/// Sends a run's events until its end, or until nobody takes them or may.
+async fn stream(
+    kept: Arc<Kept>,
+    mut last: u64,
+    sender: mpsc::Sender<Bytes>,
+    door: Arc<Door>,
+    bearer: Bearer,
+) {
     let mut changed = kept.events.subscribe();
     let mut closing = door.closing.subscribe();
     loop {
@@ -303,6 +341,7 @@ async fn stream(kept: Arc<Kept>, mut last: u64, sender: mpsc::Sender<Bytes>, doo
                         sender.send(Bytes::from_static(b": alive\n\n")).await
                     }
                     () = sender.closed() => return,
+                    () = bearer.revoked() => return,
                     // Its last events may come with the end.
                     () = is_set(&mut closing), if kept.events.ended().is_none() => return,
                 };
@@ -390,7 +429,8 @@ mod tests {
         let kept = over(&tenant, Events::default(), finish).unwrap();
         let ask = |number: &str| {
             let permit = Arc::new(tenant.request().unwrap());
-            let caller = Caller { tenant: Arc::clone(&tenant), permit };
+            let bearer = Bearer::anybodys("a");
+            let caller = Caller { tenant: Arc::clone(&tenant), permit, bearer };
             artifact(caller, Named((kept.id.clone(), number.to_owned())))
         };
         assert!(ask("2").await.is_err());

@@ -19,24 +19,28 @@
 //! one that lets it grow further is cut off.
 
 use std::collections::HashMap;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::extract::{Extension, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::Response;
 use forge_client::{Canceller, Run, RunMessage};
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
 use forge_protocol::service::Callback;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Number;
 use serde_json::value::RawValue;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc};
 use tokio::time::timeout;
 
+use super::access::Bearer;
 use super::events::{Events, happened};
-use super::order::{HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
+use super::order::{self, HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
 use super::problem::{self, Problem};
 use super::runs;
 use super::tenant::{Kept, Tenant};
@@ -70,6 +74,7 @@ enum FromClient {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Submit {
+    #[serde(deserialize_with = "number")]
     number: u32,
     run: Object<RunBody>,
     #[serde(default)]
@@ -81,7 +86,9 @@ struct Submit {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Settle {
+    #[serde(deserialize_with = "number")]
     number: u32,
+    #[serde(deserialize_with = "callback")]
     callback: u32,
     #[serde(default, deserialize_with = "present")]
     result: Option<Box<RawValue>>,
@@ -100,7 +107,23 @@ struct ToolError {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Cancel {
+    #[serde(deserialize_with = "number")]
     number: u32,
+}
+
+fn number<'de, D: Deserializer<'de>>(field: D) -> Result<u32, D::Error> {
+    in_range("number", field)
+}
+
+fn callback<'de, D: Deserializer<'de>>(field: D) -> Result<u32, D::Error> {
+    in_range("callback", field)
+}
+
+/// A number that a client counts by. What is none is said of its field.
+fn in_range<'de, D: Deserializer<'de>>(name: &str, field: D) -> Result<u32, D::Error> {
+    u32::deserialize(field).map_err(|error| {
+        D::Error::custom(format!("{name} is an integer from 0 to {}: {error}", u32::MAX))
+    })
 }
 
 /// What the door says.
@@ -122,9 +145,10 @@ enum ToClient<'a> {
         number: u32,
         report: &'a RawValue,
     },
-    /// `over` says whether the number is free now.
+    /// `over` says whether the number is free now. That is as the client wrote it,
+    /// though it is out of range.
     Problem {
-        number: Option<u32>,
+        number: Option<Number>,
         over: bool,
         problem: problem::Body<'a>,
     },
@@ -145,7 +169,7 @@ impl ToClient<'_> {
     }
 }
 
-fn complaint(number: Option<u32>, over: bool, problem: &Problem) -> String {
+fn complaint(number: Option<Number>, over: bool, problem: &Problem) -> String {
     ToClient::Problem { number, over, problem: problem.body() }.text()
 }
 
@@ -167,7 +191,6 @@ pub(crate) async fn open(
     State(door): State<Arc<Door>>,
     caller: Caller,
     Extension(standing): Extension<Arc<Standing>>,
-    headers: HeaderMap,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Problem> {
     let upgrade = upgrade.map_err(|error| {
@@ -180,16 +203,12 @@ pub(crate) async fn open(
         Problem::new(status, "bad_request", detail)
     })?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
-    let Caller { tenant, permit } = caller;
+    let Caller { tenant, permit, bearer } = caller;
     let permits = (permit, tenant.socket()?);
-    let mut token = HeaderMap::new();
-    for value in headers.get_all(header::AUTHORIZATION) {
-        token.append(header::AUTHORIZATION, value.clone());
-    }
     Ok(upgrade.on_upgrade(move |socket| async move {
         let (sender, said) = mpsc::channel(UNSENT_MAX);
         let (runs, stuck) = (HashMap::new(), Arc::new(Notify::new()));
-        let talk = Talk { door, tenant, token, sender, runs, stuck, standing, _permits: permits };
+        let talk = Talk { door, tenant, bearer, sender, runs, stuck, standing, _permits: permits };
         talk.converse(socket, said).await;
     }))
 }
@@ -198,8 +217,7 @@ pub(crate) async fn open(
 struct Talk {
     door: Arc<Door>,
     tenant: Arc<Tenant>,
-    /// What it came in with: its `Authorization`.
-    token: HeaderMap,
+    bearer: Bearer,
     sender: mpsc::Sender<Unsent>,
     runs: HashMap<u32, Canceller>,
     /// Told when the client takes so little that a run was given up.
@@ -213,7 +231,8 @@ struct Talk {
 impl Talk {
     async fn converse(mut self, mut socket: WebSocket, mut said: mpsc::Receiver<Unsent>) {
         let mut closing = self.door.closing.subscribe();
-        let mut options = self.door.options.clone();
+        let bearer = self.bearer.clone();
+        let mut revoked = pin!(bearer.revoked());
         let mut ping = tokio::time::interval(PING_EVERY);
         let mut heard = tokio::time::Instant::now();
         let mut heard_bytes = self.standing.heard_bytes();
@@ -251,11 +270,7 @@ impl Talk {
                     let _ = timeout(REST_TIME_MAX, self.rest(&mut socket, &mut said)).await;
                     break Some((1001, "the door closes"));
                 }
-                // Without anybody who could change them, the door closes.
-                Ok(()) = options.changed() => {
-                    if self.speaks_still() {
-                        continue;
-                    }
+                () = &mut revoked => {
                     break Some((1008, "this token speaks for the principal no more"));
                 }
             };
@@ -270,7 +285,9 @@ impl Talk {
                 Message::Binary(_) => break Some((1003, "messages are text")),
             };
             if let Err((number, problem)) = answered {
-                let over = number.is_none_or(|number| !self.runs.contains_key(&number));
+                let run = number.as_ref().and_then(Number::as_u64);
+                let run = run.and_then(|number| u32::try_from(number).ok());
+                let over = run.is_none_or(|number| !self.runs.contains_key(&number));
                 let text = complaint(number, over, &problem);
                 if !send(&mut socket, Message::Text(text.into())).await {
                     break None;
@@ -305,23 +322,17 @@ impl Talk {
         {}
     }
 
-    /// Whether its token speaks for the same principal now.
-    fn speaks_still(&self) -> bool {
-        let principal = self.door.options.borrow().access.principal(&self.token);
-        principal.is_ok_and(|name| name == self.tenant.name)
-    }
-
     /// Does what the client says.
-    async fn hear(&mut self, text: &str) -> Result<(), (Option<u32>, Problem)> {
-        let said = super::order::json("the message", text.as_bytes());
+    async fn hear(&mut self, text: &str) -> Result<(), (Option<Number>, Problem)> {
+        let said = order::json("the message", text.as_bytes());
         match said.map_err(|problem| (number_of(text), problem))? {
             FromClient::Submit(Object(submit)) => {
                 let number = submit.number;
-                self.submit(*submit).await.map_err(|problem| (Some(number), problem))
+                self.submit(*submit).await.map_err(|problem| (Some(number.into()), problem))
             }
             FromClient::Settle(Object(settle)) => {
                 let number = settle.number;
-                self.settle(settle).await.map_err(|problem| (Some(number), problem))
+                self.settle(settle).await.map_err(|problem| (Some(number.into()), problem))
             }
             FromClient::Cancel(Object(Cancel { number })) => {
                 // One that is not there has ended meanwhile.
@@ -381,14 +392,16 @@ impl Talk {
     }
 }
 
-/// The client's number in what is no message of it.
-fn number_of(text: &str) -> Option<u32> {
+/// The client's number in what is no message of it: an integer that it can be told
+/// again as it is, in range or not.
+fn number_of(text: &str) -> Option<Number> {
     #[derive(Deserialize)]
     struct Numbered {
-        number: u32,
+        number: Number,
     }
     let mut said: HashMap<String, Numbered> = serde_json::from_str(text).ok()?;
-    said.drain().next().map(|(_, Numbered { number })| number)
+    let (_, Numbered { number }) = said.drain().next()?;
+    (number.is_i64() || number.is_u64()).then_some(number)
 }
 
 /// Whether the client takes it, in the time there is for one message.
@@ -463,8 +476,8 @@ impl Carried {
             Ok(Some(super::events::Ended::Reported(end))) => {
                 ToClient::Finished { number, report: raw(&end.report) }.text()
             }
-            Ok(_) => complaint(Some(number), true, &Problem::gone()),
-            Err(problem) => complaint(Some(number), true, &problem),
+            Ok(_) => complaint(Some(number.into()), true, &Problem::gone()),
+            Err(problem) => complaint(Some(number.into()), true, &problem),
         };
         Said { text, over: Some(number) }
     }
@@ -481,11 +494,42 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_said_of_the_number_that_it_came_under() {
-        assert_eq!(number_of(r#"{"submit": {"number": 3, "run": {"program": 1}}}"#), Some(3));
-        assert_eq!(number_of(r#"{"settled": {"number": 0}}"#), Some(0));
-        for text in [r#"{"submit": {"number": -1}}"#, r#"{"submit": {}}"#, "{}", "[]", "{"] {
-            assert_eq!(number_of(text), None, "{text}");
+        let number = |text: &str| number_of(text).map(|number| number.to_string());
+        let submitted = number(r#"{"submit": {"number": 3, "run": {"program": 1}}}"#);
+        assert_eq!(submitted.as_deref(), Some("3"));
+        assert_eq!(number(r#"{"settled": {"number": 0}}"#).as_deref(), Some("0"));
+        for text in [r#"{"submit": {"number": "1"}}"#, r#"{"submit": {}}"#, "{}", "[]", "{"] {
+            assert_eq!(number(text), None, "{text}");
         }
+    }
+
+    #[test]
+    fn a_number_out_of_range_is_told_as_it_is_with_the_field_and_its_range() {
+        let told = |number: &str, message: &str| {
+            let message = message.replace("NUMBER", number);
+            let problem = order::json::<FromClient>("the message", message.as_bytes());
+            let said = complaint(number_of(&message), true, &problem.err().unwrap());
+            assert!(said.contains("is an integer from 0 to 4294967295"), "{said}");
+            said
+        };
+        for message in [
+            r#"{"submit": {"number": NUMBER, "run": {"program": ""}}}"#,
+            r#"{"settle": {"number": NUMBER, "callback": 0, "result": 1}}"#,
+            r#"{"cancel": {"number": NUMBER}}"#,
+        ] {
+            for number in ["4294967296", "18446744073709551615", "-1", "-9223372036854775808"] {
+                let said = told(number, message);
+                assert!(said.contains(&format!(r#""number":{number},"over""#)), "{said}");
+                assert!(said.contains("number is an integer"), "{said}");
+            }
+            // There is no telling what it was.
+            for number in ["18446744073709551616", "1.5"] {
+                let said = told(number, message);
+                assert!(said.contains(r#""number":null"#), "{said}");
+            }
+        }
+        let said = told("4294967296", r#"{"settle": {"number": 1, "callback": NUMBER}}"#);
+        assert!(said.contains(r#""number":1,"#) && said.contains("callback is"), "{said}");
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! own, so that a session's id is of no use to another. rmcp speaks the
 //! protocol, in sessions or without as its version has it, and refuses hosts
 //! and origins that are not allowed: a name that an attacker points at
-//! loopback, and pages of browsers.
+//! loopback, and pages of browsers. It is asked that before a body is read as well.
 //!
 //! Deliberately absent is TLS: it listens on loopback, or behind a proxy.
 
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http_body_util::combinators::BoxBody;
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::{BodyExt as _, Empty, Full};
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::service::service_fn;
@@ -29,6 +29,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::sessions::{SESSIONS_MAX, Sessions};
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX};
+use crate::json;
 use crate::web::{self, Held, Listener, TokenHash};
 
 /// The one path that is served.
@@ -80,6 +81,25 @@ impl Entrance {
         self.sessions.has_session(&id.into()).await.unwrap_or(false)
     }
 
+    /// What rmcp says to the host and the origin of a request, if it refuses them:
+    /// it looks at both before anything else, and says of another method that it is
+    /// not allowed. So nothing is read for whom it refuses.
+    async fn refusal(
+        &self,
+        request: &Request<Incoming>,
+    ) -> Option<Response<BoxBody<Bytes, Infallible>>> {
+        let mut head = Request::new(Empty::<Bytes>::new());
+        *head.method_mut() = Method::OPTIONS;
+        *head.uri_mut() = request.uri().clone();
+        for name in [header::HOST, header::ORIGIN] {
+            if let Some(value) = request.headers().get(&name) {
+                head.headers_mut().insert(name, value.clone());
+            }
+        }
+        let said = self.service.handle(head).await;
+        (said.status() != StatusCode::METHOD_NOT_ALLOWED).then_some(said)
+    }
+
     /// Has rmcp answer. What it cannot read it takes for another media type. `held`
     /// gets what is to be kept until the answer is sent to its end.
     async fn handle(
@@ -89,6 +109,9 @@ impl Entrance {
     ) -> Response<BoxBody<Bytes, Infallible>> {
         if request.method() != Method::POST {
             return self.service.handle(request).await;
+        }
+        if let Some(refusal) = self.refusal(&request).await {
+            return refusal;
         }
         let (head, body) = request.into_parts();
         let body = match tokio::time::timeout(BODY_TIME_MAX, read(body, &self.room, held)).await {
@@ -104,7 +127,7 @@ impl Entrance {
             kind.trim_ascii().eq_ignore_ascii_case(b"application/json")
         });
         // Read twice and held once: rmcp has the bytes alone while a request lasts.
-        if is_json && let Err(error) = serde_json::from_slice::<ClientJsonRpcMessage>(&body) {
+        if is_json && let Err(error) = json::from_slice::<ClientJsonRpcMessage>(&body) {
             let said = serde_json::to_string(&super::no_message(&body, &error));
             let mut response = text(StatusCode::BAD_REQUEST, said.unwrap_or_default());
             let kind = HeaderValue::from_static("application/json");

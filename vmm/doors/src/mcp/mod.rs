@@ -39,11 +39,13 @@ use forge_client::ClientError;
 use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::SignerKey;
 use rmcp::ErrorData;
-use rmcp::model::{RequestId, ServerJsonRpcMessage};
+use rmcp::model::ServerJsonRpcMessage;
 use serde::Deserialize;
+use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+use crate::json;
 use crate::object::Object;
 use handles::Handles;
 use link::ServiceLink;
@@ -125,20 +127,21 @@ impl Door {
 
 /// What is said to bytes that are no message of MCP.
 fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
-    /// What is no message but has an id.
+    /// What is no message but has an id, as it is written there.
     #[derive(Deserialize)]
     struct Numbered {
-        id: Option<RequestId>,
+        id: Box<RawValue>,
     }
     let (error, id) = match error.classify() {
         serde_json::error::Category::Data => {
-            let numbered = serde_json::from_slice::<Object<Numbered>>(bytes);
-            let what = match bytes.trim_ascii_start().first() {
-                Some(b'[') => "batches are not taken: send each message by itself",
-                _ => "this is no message of MCP",
+            let numbered = serde_json::from_slice::<Object<Numbered>>(bytes).ok();
+            let id = numbered.and_then(|Object(it)| json::from_slice(it.id.get().as_bytes()).ok());
+            let what = match (bytes.trim_ascii_start().first(), json::check(bytes)) {
+                (Some(b'['), _) => "batches are not taken: send each message by itself".into(),
+                (_, Err(error)) => format!("this is no message of MCP: {error}"),
+                _ => "this is no message of MCP".into(),
             };
-            let error = ErrorData::invalid_request(what, None);
-            (error, numbered.ok().and_then(|Object(it)| it.id))
+            (ErrorData::invalid_request(what, None), id)
         }
         _ => (ErrorData::parse_error(format!("this is no JSON: {error}"), None), None),
     };

@@ -25,6 +25,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
+use crate::json;
 
 /// How long a client that is leaving may take for its last answers.
 const LAST_WRITE_TIME_MAX: Duration = Duration::from_secs(2);
@@ -266,7 +267,7 @@ impl Outlet {
         if line.is_empty() {
             return Ok(None);
         }
-        let message = serde_json::from_slice(line)
+        let message = json::from_slice(line)
             .map_err(|error| Outgoing::new(&super::no_message(line, &error)))?;
         match &message {
             ClientJsonRpcMessage::Request(request) => {
@@ -389,6 +390,27 @@ mod tests {
         assert!(refusal["id"].is_null(), "{refusal}");
         outlet.answered(&RequestId::Number(7));
         assert_eq!(refused(&outlet, &request(7, "")), None);
+    }
+
+    #[test]
+    fn no_text_in_a_message_is_read_as_json_whatever_its_name() {
+        let (outlet, _taken) = outlet();
+        for (name, id) in
+            [("$serde_json::private::RawValue", 1), ("\\u0024serde_json::private::RawValue", 2)]
+        {
+            let arguments = format!(r#"{{"program":"","input":{{"{name}":"[1]"}}}}"#);
+            let line = format!(
+                r#"{{"jsonrpc":"2.0","id":{id},"method":"tools/call","params":{{"name":"run_program","arguments":{arguments}}}}}"#
+            );
+            let refusal = refused(&outlet, &line).unwrap();
+            assert_eq!((&refusal["error"]["code"], &refusal["id"]), (&json!(-32600), &json!(id)));
+            let said = refusal["error"]["message"].as_str().unwrap();
+            assert!(said.contains("RawValue"), "{said}");
+        }
+        // An id is none either.
+        let line =
+            r#"{"jsonrpc":"2.0","id":{"$serde_json::private::RawValue":"7"},"method":"ping"}"#;
+        assert!(refused(&outlet, line).unwrap()["id"].is_null());
     }
 
     #[test]

@@ -13,9 +13,10 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use hyper::body::{Body, Incoming};
+use hyper::header::{self, HeaderMap, HeaderName, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
-use hyper::{Request, Response};
+use hyper::{Request, Response, StatusCode, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpListener, UnixListener};
@@ -29,6 +30,11 @@ const CONNECTIONS_MAX: usize = 1024;
 /// How long the head of a request may take, and how long a connection may be
 /// idle between two.
 const HEAD_TIME_MAX: Duration = Duration::from_secs(10);
+/// What clients are told of that: a second less, so that a request that is sent in
+/// that time is here before the connection ends.
+const IDLE_TOLD: &str = "timeout=9";
+const _: () = assert!(HEAD_TIME_MAX.as_secs() == 9 + 1);
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 /// Header fields of a request.
 const HEADERS_MAX: usize = 64;
 /// The head of a request, in bytes.
@@ -148,7 +154,16 @@ pub(crate) async fn serve<S, B>(
         let (service, of_request) = (service.clone(), Arc::clone(&standing));
         let service = service_fn(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&of_request));
-            service.call(request)
+            let stays = stays(&request);
+            let answer = service.call(request);
+            async move {
+                answer.await.map(|mut response| {
+                    if stays && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+                        tell_idle_time(response.headers_mut());
+                    }
+                    response
+                })
+            }
         });
         let stream = Patient::new(stream, Arc::clone(&standing.heard));
         let connection = http.serve_connection(TokioIo::new(stream), service).with_upgrades();
@@ -173,6 +188,21 @@ pub(crate) async fn serve<S, B>(
     closing.send_replace(true);
     let all = u32::try_from(CONNECTIONS_MAX).unwrap_or(u32::MAX);
     let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.acquire_many(all)).await;
+}
+
+/// Whether this request's connection stays for another by HTTP/1.1 (RFC 9112, 9.3).
+fn stays<B>(request: &Request<B>) -> bool {
+    let options = request.headers().get_all(header::CONNECTION);
+    let mut options = options.iter().flat_map(|it| it.as_bytes().split(|byte| *byte == b','));
+    request.version() == Version::HTTP_11
+        && !options.any(|option| option.trim_ascii().eq_ignore_ascii_case(b"close"))
+}
+
+/// Says how long a connection stays idle. If it is closed after this all the same,
+/// hyper adds that, and it is what counts.
+fn tell_idle_time(headers: &mut HeaderMap) {
+    headers.insert(KEEP_ALIVE, HeaderValue::from_static(IDLE_TOLD));
+    headers.append(header::CONNECTION, HeaderValue::from_static("keep-alive"));
 }
 
 /// Tells one that there is no room for it. It may take that or leave it.
@@ -289,6 +319,31 @@ mod tests {
         patient.write_all(&[b'x'; 100]).await.unwrap();
         drop(patient);
         assert_eq!(reading.await.unwrap().len(), 104);
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_stays_says_how_long() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let empty = service_fn(async |_: Request<Incoming>| {
+            Ok::<_, std::convert::Infallible>(Response::new(String::new()))
+        });
+        let end = std::future::pending();
+        tokio::spawn(serve(Listener::Tcp(listener), empty, Arc::default(), end, || {}));
+        let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+        let mut answer = async |head: &str| {
+            client.write_all(head.as_bytes()).await.unwrap();
+            let mut all = Vec::new();
+            while !all.ends_with(b"\r\n\r\n") {
+                assert!(client.read_buf(&mut all).await.unwrap() > 0);
+            }
+            String::from_utf8(all).unwrap()
+        };
+        let stays = answer("GET / HTTP/1.1\r\nhost: a\r\n\r\n").await;
+        assert!(stays.contains("\r\nkeep-alive: timeout=9\r\n"), "{stays}");
+        assert!(stays.contains("\r\nconnection: keep-alive\r\n"), "{stays}");
+        let ends = answer("GET / HTTP/1.1\r\nhost: a\r\nconnection: x, Close\r\n\r\n").await;
+        assert!(!ends.contains("keep-alive"), "{ends}");
     }
 
     #[tokio::test]
