@@ -3,19 +3,21 @@
 //! Two kinds of it, both of wasmi 2.0.0, and no configuration turns either off.
 //! When wasmi does one right, what is here of it goes; `tests/computes.rs` says when.
 //!
-//! **Comparisons before a `select`.** wasmi drops a comparison with zero right before
-//! a `select` and has the `select` look at what was compared instead. Where that is a
-//! local variable it looks at another place: at what an earlier instruction left in a
-//! register (`try_fuse_select`, which keeps the comparison's result for the
-//! condition). So
+//! **Comparisons before a `select`.** wasmi drops a comparison with zero if it is what
+//! it emitted last before a `select`, and has the `select` look at what was compared
+//! instead. Where that is a local variable it looks at another place: at what an
+//! earlier instruction left in a register (`try_fuse_select`, which keeps the
+//! comparison's result for the condition). So
 //!
 //! ```text
 //!  local.get $x    i32.eqz    select
 //! ```
 //!
-//! picks either value. No comparison but `i32.eqz`, `i32.eq` and `i32.ne` is dropped.
-//! Here each of these right before a `select` becomes instructions with the same
-//! result that wasmi leaves alone:
+//! picks either value. Between the two may be whatever emits nothing: constants and
+//! all that is computed of them ahead, be it another `select`. No comparison but
+//! `i32.eqz`, `i32.eq` and `i32.ne` is dropped. Here each of these becomes
+//! instructions with the same result that wasmi leaves alone, unless something is
+//! surely emitted between it and the next `select`:
 //!
 //! | | becomes |
 //! |---|---|
@@ -50,18 +52,21 @@ use wasmparser::{
 
 /// Opcodes (WebAssembly core specification, 5.4).
 mod op {
-    pub(super) const NOP: u8 = 0x01;
     pub(super) const BLOCK: u8 = 0x02;
     pub(super) const IF: u8 = 0x04;
     pub(super) const END: u8 = 0x0b;
-    pub(super) const DROP: u8 = 0x1a;
     pub(super) const SELECT: u8 = 0x1b;
     pub(super) const SELECT_TYPED: u8 = 0x1c;
     pub(super) const I32_EQZ: u8 = 0x45;
-    pub(super) const I32_EQ: u8 = 0x46;
     pub(super) const I32_NE: u8 = 0x47;
     /// The type of a block without values.
     pub(super) const EMPTY: u8 = 0x40;
+
+    /// Whether wasmi makes something of an instruction with this opcode whatever its
+    /// operands are: calls, `global.set`, loads and stores, `memory.grow`.
+    pub(super) fn is_emitted(opcode: u8) -> bool {
+        matches!(opcode, 0x10 | 0x11 | 0x24 | 0x28..=0x3e | 0x40)
+    }
 }
 
 /// The section of code (WebAssembly core specification, 5.5).
@@ -154,19 +159,11 @@ impl WithParameters {
     }
 }
 
-/// Whether these bytes may have a comparison that is dropped. What stands between
-/// it and its `select` has no effect: nothing, or what is dropped, or an empty
-/// block, or the end of one.
+/// Whether these bytes may have a comparison that is dropped.
 fn may_compare(bytes: &[u8]) -> bool {
-    let mut last = op::NOP;
-    bytes.iter().any(|byte| {
-        let before = last;
-        if !matches!(*byte, op::NOP | op::END) {
-            last = *byte;
-        }
-        matches!(*byte, op::SELECT | op::SELECT_TYPED)
-            && matches!(before, op::I32_EQZ | op::I32_EQ | op::I32_NE | op::DROP | op::EMPTY)
-    })
+    let selects = |byte: &u8| matches!(*byte, op::SELECT | op::SELECT_TYPED);
+    let compares = |byte: &u8| matches!(*byte, op::I32_EQZ..=op::I32_NE);
+    bytes.iter().any(selects) && bytes.iter().any(compares)
 }
 
 /// What of a function is to be spelled otherwise, in order. Its operators are read
@@ -176,42 +173,43 @@ fn others(
     with_parameters: &WithParameters,
 ) -> Result<Vec<Other>, BinaryReaderError> {
     let mut found = Vec::new();
-    let bytes = body.as_bytes();
+    let (bytes, start) = (body.as_bytes(), body.range().start);
     if !may_compare(bytes) && !bytes.windows(2).any(|pair| with_parameters.may_begin(pair)) {
         return Ok(found);
     }
-    let mut last = None;
+    // Comparisons after which wasmi may not have emitted anything, and whether the last
+    // is what the next instruction takes.
+    let (mut compared, mut is_taken) = (Vec::new(), false);
     let mut operators = body.get_operators_reader()?;
     while !operators.eof() {
         let (operator, at) = operators.read_with_offset()?;
-        let comparison = |bytes| Some(Other { range: at..at + 1, bytes });
+        let was_compared = core::mem::take(&mut is_taken);
+        let mut compares = |bytes| {
+            compared.push(Other { range: at..at + 1, bytes });
+            is_taken = true;
+        };
         match operator {
-            Operator::I32Eqz => last = comparison(EQZ),
-            Operator::I32Eq => last = comparison(EQ),
-            Operator::I32Ne => last = comparison(NE),
-            Operator::Select | Operator::TypedSelect { .. } => found.extend(last.take()),
+            Operator::I32Eqz => compares(EQZ),
+            Operator::I32Eq => compares(EQ),
+            Operator::I32Ne => compares(NE),
+            Operator::Select | Operator::TypedSelect { .. } => found.append(&mut compared),
+            // That takes it for good.
+            Operator::BrIf { .. } | Operator::If { blockty: BlockType::Empty } if was_compared => {
+                compared.pop();
+            }
             Operator::Block { blockty: BlockType::FuncType(index) }
             | Operator::Loop { blockty: BlockType::FuncType(index) }
             | Operator::If { blockty: BlockType::FuncType(index) }
                 if with_parameters.has(index) =>
             {
-                // What is compared before it is found before it.
-                found.extend(last.take());
                 found.push(Other { range: at..at, bytes: EMPTY_BLOCK });
             }
-            // wasmi makes nothing of these by themselves.
-            Operator::Nop
-            | Operator::Block { .. }
-            | Operator::End
-            | Operator::Drop
-            | Operator::LocalGet { .. }
-            | Operator::I32Const { .. }
-            | Operator::I64Const { .. }
-            | Operator::F32Const { .. }
-            | Operator::F64Const { .. } => {}
-            _ => last = None,
+            _ if op::is_emitted(bytes[at - start]) => compared.clear(),
+            // Whatever else may be computed ahead, and leave the comparison last.
+            _ => {}
         }
     }
+    found.sort_unstable_by_key(|other| other.range.start);
     Ok(found)
 }
 

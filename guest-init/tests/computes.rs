@@ -55,7 +55,21 @@ fn a_select_by_a_comparison_with_zero_picks_what_a_condition_by_it_picks() {
         "local.get $x i64.extend_i32_s i64.eqz",
         "block (result i32) local.get $x i32.eqz end",
     ];
-    let between = ["", "nop", "i32.const 9 drop", "local.get $x drop", "block end", "nop nop"];
+    let between = [
+        "",
+        "nop",
+        "i32.const 9 drop",
+        "local.get $x drop",
+        "block end",
+        "nop nop",
+        // Computed ahead, so that nothing is emitted.
+        "i64.const 1 i64.eqz drop",
+        "i32.const 3 i32.const 4 i32.mul drop",
+        "i32.const 4 i32.const 1 select",
+        "i32.const 4 i64.const 0 i64.eqz select",
+        "i32.const 1 i32.eqz if nop end",
+        "block i32.const 0 br_if 0 end",
+    ];
     let arms = [
         ("i32.const 5 i32.const 7", "select", ""),
         ("i32.const 5 i32.const 7", "select (result i32)", ""),
