@@ -43,7 +43,8 @@ impl Trace {
         let Supervised { started, admitted, opened, taken, handed, reported } = self.supervised;
         let Timing { load_ns, run_ns, at, .. } = self.timing;
         let Moments { forked, made, jailed, ready, arrived, begun, ended } = at;
-        let first = begun + load_ns;
+        // Claims of a worker, all of them.
+        let first = begun.saturating_add(load_ns);
         let spans = [
             (SUPERVISOR, "admission: size, signature, declarations", started, admitted),
             (SUPERVISOR, "broker: open the run, grant", admitted, opened),
@@ -56,7 +57,7 @@ impl Trace {
             (WORKER, "take the run in", arrived, begun),
             (WORKER, "KVM_RUN", begun, ended),
             (GUEST, "verify, parse, instantiate", begun, first),
-            (GUEST, "the program", first, first + run_ns),
+            (GUEST, "the program", first, first.saturating_add(run_ns)),
         ];
         spans.into_iter().filter(|(_, _, from, to)| *from != 0 && to >= from).collect()
     }
@@ -105,5 +106,13 @@ mod tests {
         );
         let json = Trace { supervised, timing }.to_json();
         assert_eq!(json["traceEvents"].as_array().map(Vec::len), Some(3 + spans.len()));
+    }
+
+    #[test]
+    fn a_worker_cannot_claim_a_time_that_is_no_time() {
+        let at = Moments { begun: u64::MAX, ..Moments::default() };
+        let timing = Timing { load_ns: u64::MAX, run_ns: u64::MAX, at, ..Timing::default() };
+        let spans = Trace { supervised: Supervised::default(), timing }.spans();
+        assert!(spans.contains(&(GUEST, "the program", u64::MAX, u64::MAX)));
     }
 }

@@ -54,6 +54,7 @@ fn main() -> ExitCode {
         a_worker_cannot_reach_an_abstract_socket,
         a_worker_cannot_make_a_vsock_socket,
         a_worker_cannot_send_out_of_band,
+        a_worker_cannot_pass_a_descriptor,
         a_worker_cannot_fork,
         a_worker_cannot_execute_anything,
         a_worker_cannot_start_a_thread,
@@ -351,6 +352,19 @@ fn a_worker_cannot_send_out_of_band() {
         for layers in [ALL, ALL | PROCESS] {
             let outcome = outcome(starter, layers, "out-of-band", &[]);
             assert_eq!(outcome, Outcome::Forbidden(libc::SYS_sendto as i32));
+        }
+    }
+}
+
+/// How many are under way at once is counted for all workers and their zygote
+/// together, which could make no more workers then.
+fn a_worker_cannot_pass_a_descriptor() {
+    for &starter in Starter::all() {
+        let no_socket = Outcome::Refused(libc::EBADF);
+        assert_eq!(outcome(starter, NONE, "pass_a_descriptor", &[]), no_socket);
+        for layers in [ALL, ALL | PROCESS] {
+            let outcome = outcome(starter, layers, "pass_a_descriptor", &[]);
+            assert_eq!(outcome, Outcome::Forbidden(libc::SYS_sendmsg as i32));
         }
     }
 }

@@ -6,7 +6,8 @@
 //! about are marked so in the table, and left out.
 //!
 //! This executable plays the zygote; the supervisor's part is played by hand,
-//! so that every word of a zygote and a worker is seen, the last one too.
+//! so that every word of a zygote and a worker is seen, the last one too. And
+//! what a zygote answers when the kernel has it pass on no descriptor.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -15,7 +16,8 @@ mod support;
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::io::{PipeReader, PipeWriter, Read as _, Write as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,18 +29,25 @@ use forge_protocol::frame::{self, Frame, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{
     Fate, Fork, Job, Prepare, PreparedJob, Ready, Report, Reuse, Tier, ZygoteReady, ZygoteSetup,
     Zygoted,
 };
-use forge_vmm::jail::{Filter, Place, Role, Spawned, spawn};
+use forge_vmm::jail::{Filter, Identity, Namespaces, Place, Role, Spawned, spawn};
 use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::{self, deadline_in};
+use forge_vmm::pool::{Pool, PoolOptions};
 use forge_vmm::worker::zygote::{Filters, KVM_DESCRIPTOR, serve};
-use support::{forge_module, job, signed, signer};
+use support::{eventually, forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
+    let plays: &[(&str, fn())] = &[("crowd", crowd), ("crowded_supervisor", crowded_supervisor)];
+    if let Some((_, play)) = plays.iter().find(|(name, _)| words == [*name]) {
+        play();
+        return ExitCode::SUCCESS;
+    }
     if let [role, index] = &words[..]
         && let Some(role) = Role::ALL.into_iter().find(|it| role == &format!("{it:?}"))
     {
@@ -56,7 +65,14 @@ fn main() -> ExitCode {
             Err(_) => ExitCode::FAILURE,
         };
     }
-    support::main(claims![no_seccomp_rule_is_redundant], claims![])
+    support::main(
+        claims![
+            no_seccomp_rule_is_redundant,
+            a_zygote_outlasts_its_user_having_too_many_descriptors_under_way,
+            a_zygote_outlasts_its_supervisor_having_too_many_descriptors_under_way,
+        ],
+        claims![],
+    )
 }
 
 /// What was said that was not to be.
@@ -118,7 +134,7 @@ struct Zygote {
 }
 
 impl Zygote {
-    fn start(role: Role, tier: Tier, without: &str) -> Result<Self, Trouble> {
+    fn start(place: Place, role: Role, tier: Tier, without: &str) -> Result<Self, Trouble> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let null =
             || OwnedFd::from(File::options().read(true).write(true).open("/dev/null").unwrap());
@@ -128,7 +144,7 @@ impl Zygote {
         let role = format!("{role:?}");
         let words = ["forge-rules-zygote", &role, without].map(OsStr::new);
         let executable = std::env::current_exe().unwrap();
-        let process = spawn(&executable, &words, descriptors, Place::best()).unwrap();
+        let process = spawn(&executable, &words, descriptors, place).unwrap();
         let mut zygote = Self { process, peer: Peer(Link::new(ours)) };
         let setup = ZygoteSetup { tier, trust: vec![signer().trust_key().to_bytes()] };
         zygote.peer.say(Kind::ZygoteSetup, &setup, None)?;
@@ -161,7 +177,7 @@ impl Zygote {
 fn everything(role: Role, without: &str) -> Result<(), Trouble> {
     // The zygote's table is both tiers', and VMs ask for more of it.
     let tier = if role == Role::Process { Tier::Process } else { Tier::Vm };
-    let mut zygote = Zygote::start(role, tier, without)?;
+    let mut zygote = Zygote::start(Place::best(), role, tier, without)?;
     let done = match tier {
         Tier::Vm => work(&mut zygote),
         Tier::Process => work_without_vms(&mut zygote),
@@ -374,4 +390,109 @@ fn no_seccomp_rule_is_redundant() {
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
     assert!(redundant.is_empty(), "nothing needs {redundant:#?}");
+}
+
+/// Users whom nobody else is.
+const CROWDED: u32 = 54_324;
+const CROWDED_SUPERVISOR: u32 = 54_325;
+/// More than a zygote's limit of open descriptors, which is the kernel's for
+/// those of its user that are under way, and what goes in one message.
+const UNDER_WAY: usize = 200;
+
+fn a_zygote_outlasts_its_user_having_too_many_descriptors_under_way() {
+    // SAFETY: has no preconditions.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("SKIPPED: it takes root to be another user, and ours has other processes");
+        return;
+    }
+    let identity = Identity::Id(CROWDED);
+    let place = Place { namespaces: Namespaces::New, identity };
+    let mut zygote = Zygote::start(place, Role::Process, Tier::Process, "none").unwrap();
+    let (crowd, ours, mut said) = play("crowd", CROWDED);
+    let mut word = [0; 5];
+    said.read_exact(&mut word).unwrap();
+    assert_eq!(&word, b"there");
+    let refused = zygote.fork(0, Reuse::Fresh).map(drop).unwrap_err();
+    assert!(refused.contains("Too many references"), "{refused}");
+    drop(ours);
+    assert!(crowd.wait().unwrap().success());
+    eventually("it makes workers again", || zygote.fork(0, Reuse::Fresh).is_ok());
+    zygote.leave().unwrap();
+}
+
+fn a_zygote_outlasts_its_supervisor_having_too_many_descriptors_under_way() {
+    // SAFETY: has no preconditions.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("SKIPPED: it takes root to be another user, and ours has other processes");
+        return;
+    }
+    let (supervisor, _ours, mut output) = play("crowded_supervisor", CROWDED_SUPERVISOR);
+    let mut said = String::new();
+    output.read_to_string(&mut said).unwrap();
+    assert!(supervisor.wait().unwrap().success(), "{said}");
+}
+
+/// Starts this executable as another user, for a part of its own: the process,
+/// and the far ends of its standard input and output.
+fn play(part: &str, user: u32) -> (Spawned, PipeWriter, PipeReader) {
+    let (input, ours) = std::io::pipe().unwrap();
+    let (said, output) = std::io::pipe().unwrap();
+    let descriptors =
+        vec![(input.into(), 0), (output.try_clone().unwrap().into(), 1), (output.into(), 2)];
+    let words = ["forge-rules-part", part].map(OsStr::new);
+    let place = Place { namespaces: Namespaces::Shared, identity: Identity::Id(user) };
+    let executable = std::env::current_exe().unwrap();
+    (spawn(&executable, &words, descriptors, place).unwrap(), ours, said)
+}
+
+/// Asks for workers while it has too many descriptors under way, and then again.
+fn crowded_supervisor() {
+    let trust = TrustKeys::new([signer().trust_key()]).unwrap();
+    let options = PoolOptions { tier: Tier::Process, ..PoolOptions::default() };
+    let pool = Pool::new(&trust, options).unwrap();
+    pool.make(false).unwrap();
+    let zygote = pool.zygote();
+    let limit = libc::rlimit { rlim_cur: UNDER_WAY as u64 / 2, rlim_max: UNDER_WAY as u64 / 2 };
+    // SAFETY: reads a limit, and lowers that of this process.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    let (one, other) = UnixStream::pair().unwrap();
+    send_many(&one);
+    let refused = pool.make(false).unwrap_err();
+    assert!(refused.message.contains("Too many references"), "{refused:?}");
+    drop((one, other));
+    eventually("it is given workers again", || pool.make(false).is_ok());
+    assert_eq!(pool.zygote(), zygote);
+}
+
+/// Has many descriptors under way until nobody wants them any more.
+fn crowd() {
+    let (one, _other) = UnixStream::pair().unwrap();
+    send_many(&one);
+    std::io::stdout().write_all(b"there").unwrap();
+    std::io::stdout().flush().unwrap();
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+/// Sends many descriptors in one message.
+fn send_many(socket: &UnixStream) {
+    let null = File::open("/dev/null").unwrap();
+    let passed = [null.as_raw_fd(); UNDER_WAY];
+    let byte = [0u8];
+    let mut part = libc::iovec { iov_base: byte.as_ptr().cast_mut().cast(), iov_len: 1 };
+    // Of words, and so aligned as a header is.
+    let mut control = [0u64; UNDER_WAY];
+    // SAFETY: all-zero is a valid msghdr; the room is larger than a header and
+    // so many descriptors, and what the message names outlives the call.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = libc::CMSG_LEN(size_of_val(&passed) as u32) as usize;
+        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        (*header).cmsg_level = libc::SOL_SOCKET;
+        (*header).cmsg_type = libc::SCM_RIGHTS;
+        (*header).cmsg_len = message.msg_controllen;
+        libc::CMSG_DATA(header).cast::<[RawFd; UNDER_WAY]>().write_unaligned(passed);
+        assert_eq!(libc::sendmsg(socket.as_raw_fd(), &raw const message, 0), 1);
+    }
 }

@@ -56,6 +56,11 @@ use zygote::{Unmade, Zygote};
 /// How long a worker may take to stand ready. It takes a millisecond; this is
 /// for hosts that emulate everything.
 const READY_TIME_MAX: Duration = Duration::from_secs(30);
+/// How long the filling thread waits for a VM that stands ready to load a program.
+/// The largest take 1.7 s. One may hang, and nothing else is made or ended
+/// meanwhile; a run that finds none that has it loaded has one load it in its own
+/// time.
+const PREPARE_TIME_MAX: Duration = Duration::from_secs(2);
 /// How long the filling thread waits after it failed.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// How often the filling thread looks for what nobody misses, and for what has
@@ -647,7 +652,8 @@ impl Shared {
             }
             Missing::Prepared(key, order) => {
                 let mut worker = self.make(key.ram_bytes, true, patience)?;
-                worker.prepare(order, patience)?;
+                worker.await_ready(patience)?;
+                worker.prepare(order, Patience::until(Instant::now() + PREPARE_TIME_MAX))?;
                 Ok(worker)
             }
         }
@@ -656,11 +662,17 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd as _;
+
+    use forge_protocol::codec::Encode;
     use forge_protocol::frame::{self, Kind};
-    use forge_protocol::worker::ZygoteReady;
+    use forge_protocol::guest::Load;
+    use forge_protocol::worker::{Jailed, Ready, Timing, ZygoteReady, Zygoted};
 
     use super::*;
     use crate::cancel::Cancel;
+    use crate::link::Link;
 
     #[test]
     fn a_run_waits_no_longer_than_it_can_for_a_zygote_that_begins() {
@@ -700,6 +712,40 @@ mod tests {
             other => panic!("{other:?}"),
         }
         assert_eq!(pool.zygote(), None);
+    }
+
+    fn say<T: Encode>(link: &mut Link, kind: Kind, message: &T, passed: Option<&File>) {
+        let mut bytes = Vec::new();
+        frame::write_message(kind, message, &mut bytes);
+        link.send(&bytes, passed.map(|file| file.as_fd()), Patience::default()).unwrap();
+    }
+
+    #[test]
+    fn a_program_that_hangs_while_it_is_prepared_keeps_the_pool_from_nothing_for_long() {
+        let options = PoolOptions { ready_max: 1, ..PoolOptions::default() };
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), options).unwrap();
+        let (zygote, mut theirs) = zygote::tests::beginning();
+        *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
+        let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
+        say(&mut theirs, Kind::ZygoteReady, &stands, None);
+        let limits = RunLimits::default();
+        let program = ProgramKey { digest: [1; 32], signer: [0; 32], limits: limits.clone() };
+        let key = Key { tenant: "a".into(), ram_bytes: 1 << 20, program: Some(program) };
+        let load = Load { limits, announce: true };
+        pool.shared.shelves().keep_prepared(&key, Prepare { load, program: vec![1] });
+        pool.shared.changed.notify_all();
+        theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
+        let mut worker = Link::new(UnixStream::from(theirs.take_passed().unwrap()));
+        let process = File::open("/dev/null").unwrap();
+        say(&mut theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
+        say(&mut worker, Kind::Ready, &Ready::Ok(Timing::default()), None);
+        worker.receive(|kind| kind == Kind::Prepare, Patience::default()).unwrap();
+        // It never says that it has it loaded; and it is not asked again.
+        let until = Instant::now() + READY_TIME_MAX / 3;
+        while !pool.is_full() {
+            assert!(Instant::now() < until, "the pool still waits for it");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     #[test]

@@ -240,7 +240,14 @@ impl Zygote {
         };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Fork, &order, &mut bytes);
-        self.link.send(&bytes, Some(theirs.as_fd()), Patience::default())?;
+        match self.link.send(&bytes, Some(theirs.as_fd()), Patience::default()) {
+            // All processes of this user have too many descriptors under way. It was
+            // asked for nothing then.
+            Err(error) if error.raw_os_error() == Some(libc::ETOOMANYREFS) => {
+                return Ok(Err(lacks("a worker's socket was not passed", &error)));
+            }
+            sent => sent?,
+        }
         drop(theirs);
         match self.forked(Instant::now(), patience)? {
             Ok(Ok(_)) => {}

@@ -105,8 +105,21 @@ impl Link {
         awaits: impl Fn(Kind) -> bool,
         patience: Patience<'_>,
     ) -> io::Result<Frame> {
+        self.receive_within(|kind| awaits(kind).then(|| kind.payload_bytes_max()), patience)
+    }
+
+    /// The same, of a payload that is bounded further: `None` for a kind that is not
+    /// awaited, and in bytes.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_within(
+        &mut self,
+        bound: impl Fn(Kind) -> Option<u32>,
+        patience: Patience<'_>,
+    ) -> io::Result<Frame> {
         loop {
-            if let Some(frame) = self.next(&awaits)? {
+            if let Some(frame) = self.next(&bound)? {
                 return Ok(frame);
             }
             wait(self.socket.as_raw_fd(), libc::POLLIN, patience)?;
@@ -133,10 +146,9 @@ impl Link {
         self.passed.take()
     }
 
-    fn next(&mut self, awaits: &impl Fn(Kind) -> bool) -> io::Result<Option<Frame>> {
+    fn next(&mut self, bound: &impl Fn(Kind) -> Option<u32>) -> io::Result<Option<Frame>> {
         while self.at < self.buffer.len() {
             let mut input = &self.buffer[self.at..];
-            let bound = |kind: Kind| awaits(kind).then(|| kind.payload_bytes_max());
             let frame = self.assembler.next(&mut input, bound);
             self.at = self.buffer.len() - input.len();
             match frame {
@@ -183,50 +195,54 @@ union ControlRoom {
 
 const _: () = assert!(ONE_DESCRIPTOR <= size_of::<ControlRoom>());
 
-/// One `sendmsg`, which waits as the socket does.
+/// One `sendto`, which waits as the socket does.
 ///
 /// # Errors
 /// What the kernel said.
 pub fn send_once(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
-    send_message(socket, bytes, None, 0)
+    send_plain(socket, bytes, 0)
 }
 
-/// One `sendmsg`, which does not wait whatever the socket does; `passed` rides
-/// along.
+/// One `sendto`, which does not wait whatever the socket does; a `sendmsg` if
+/// `passed` rides along, which no worker's filter allows.
 ///
 /// # Errors
 /// What the kernel said.
 pub fn send_now(socket: RawFd, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> io::Result<usize> {
-    send_message(socket, bytes, passed, libc::MSG_DONTWAIT)
+    match passed {
+        Some(passed) => send_with(socket, bytes, passed),
+        None => send_plain(socket, bytes, libc::MSG_DONTWAIT),
+    }
 }
 
-fn send_message(
-    socket: RawFd,
-    bytes: &[u8],
-    passed: Option<BorrowedFd<'_>>,
-    flags: libc::c_int,
-) -> io::Result<usize> {
+fn send_plain(socket: RawFd, bytes: &[u8], flags: libc::c_int) -> io::Result<usize> {
+    let flags = libc::MSG_NOSIGNAL | flags;
+    // SAFETY: the slice is readable for its whole length.
+    let sent = unsafe { libc::send(socket, bytes.as_ptr().cast(), bytes.len(), flags) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+fn send_with(socket: RawFd, bytes: &[u8], passed: BorrowedFd<'_>) -> io::Result<usize> {
     let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let mut control = ControlRoom { bytes: [0; 32] };
     // SAFETY: all-zero is a valid msghdr.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut part;
     message.msg_iovlen = 1;
-    if let Some(passed) = passed {
-        message.msg_control = (&raw mut control).cast();
-        // SAFETY: the room is large enough for one descriptor (asserted above),
-        // so there is a first header, and it is aligned.
-        unsafe {
-            message.msg_controllen = ONE_DESCRIPTOR;
-            let header = libc::CMSG_FIRSTHDR(&raw const message);
-            (*header).cmsg_level = libc::SOL_SOCKET;
-            (*header).cmsg_type = libc::SCM_RIGHTS;
-            (*header).cmsg_len = ONE_DESCRIPTOR;
-            libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(passed.as_raw_fd());
-        }
+    message.msg_control = (&raw mut control).cast();
+    // SAFETY: the room is large enough for one descriptor (asserted above),
+    // so there is a first header, and it is aligned.
+    unsafe {
+        message.msg_controllen = ONE_DESCRIPTOR;
+        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        (*header).cmsg_level = libc::SOL_SOCKET;
+        (*header).cmsg_type = libc::SCM_RIGHTS;
+        (*header).cmsg_len = ONE_DESCRIPTOR;
+        libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(passed.as_raw_fd());
     }
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
     // SAFETY: the message names memory that is valid for the call.
-    let sent = unsafe { libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL | flags) };
+    let sent = unsafe { libc::sendmsg(socket, &raw const message, flags) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 

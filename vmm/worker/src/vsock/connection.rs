@@ -234,7 +234,15 @@ impl Connection {
             self.outgoing.drain(..self.sent);
             self.sent = 0;
         }
+        // Not twice what it has: it may be large, and a worker's memory is bounded.
+        self.outgoing.reserve_exact(bytes.len());
         self.outgoing.extend_from_slice(bytes);
+    }
+
+    /// How many bytes are queued that the guest has not taken yet.
+    #[must_use]
+    pub fn unsent_bytes(&self) -> usize {
+        self.outgoing.len() - self.sent
     }
 
     /// Ends the connection once all that is queued is out.

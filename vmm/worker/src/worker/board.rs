@@ -230,7 +230,9 @@ impl Board {
                 // What the guest is answered goes out with the next order.
                 return self.end(Verdict::Ready);
             }
-            self.flush();
+            if let Err(verdict) = self.flush_within_bounds() {
+                return self.end(verdict);
+            }
             if !self.wiring.session.guest_waits() {
                 return Go::Continue(());
             }
@@ -243,7 +245,9 @@ impl Board {
     /// The guest has nothing to do until there is something to read.
     fn park(&mut self) -> Go {
         loop {
-            self.flush();
+            if let Err(verdict) = self.flush_within_bounds() {
+                return self.end(verdict);
+            }
             if self.wiring.device.guest_has_unread() {
                 return Go::Continue(());
             }
@@ -302,6 +306,21 @@ impl Board {
         }
         self.wiring.device.deliver();
     }
+
+    /// The same for a guest that makes calls, and may take no answer: what waits for
+    /// it is kept in this process, whose memory is bounded.
+    fn flush_within_bounds(&mut self) -> Result<(), Verdict> {
+        self.flush();
+        let connection = self.wiring.device.muxer().connection(STREAM);
+        let untaken = connection.map_or(0, |connection| connection.unsent_bytes());
+        let limit = self.counterpart.untaken_bytes_max();
+        if untaken > limit {
+            return Err(Verdict::Misbehaved(format!(
+                "the guest leaves {untaken} bytes untaken, and {limit} can be waiting for it"
+            )));
+        }
+        Ok(())
+    }
 }
 
 fn within(address: u64, page: u64) -> Option<u64> {
@@ -335,6 +354,77 @@ impl Bus for Board {
                 self.end(Verdict::Misbehaved("the guest left without ending its run".into()))
             }
             _ => self.end(Verdict::Misbehaved(format!("a write to nothing at {address:#x}"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use forge_protocol::RunId;
+    use forge_protocol::frame::{self, Kind};
+    use forge_protocol::guest::{Call, GuestSession, Load, Settled, Start};
+    use forge_protocol::limits::RunLimits;
+    use forge_protocol::name::ToolName;
+
+    use super::*;
+    use crate::link::{Link, Patience};
+    use crate::machine::{Watchdog, deadline_in};
+
+    const ANSWER_BYTES: usize = 64 * 1024;
+
+    fn job() -> Job {
+        let limits = RunLimits {
+            program_bytes: 7,
+            input_bytes: 2,
+            response_bytes: ANSWER_BYTES as u32,
+            calls_in_flight: 2,
+            ..RunLimits::default()
+        };
+        let run_id = RunId([0; 16]);
+        Job {
+            load: Load { limits, announce: false },
+            start: Start { run_id, seed: [0; 32], start_unix_ns: 0, granted: Vec::new() },
+            program: b"program".to_vec(),
+            input: b"{}".to_vec(),
+            deadline: deadline_in(std::time::Duration::from_secs(60)),
+            brokered: true,
+        }
+    }
+
+    #[test]
+    fn a_guest_that_takes_no_answer_gets_no_more_of_them() {
+        let watchdog = Watchdog::new().unwrap();
+        let mut board = Board::new(GuestMemoryMmap::new(), watchdog.stop().clone());
+        board.wiring.session.receive(GuestSession::new().transmit()).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        board.begin(&job(), Some(BrokerLink::new(theirs))).unwrap();
+        let mut broker = Link::new(ours);
+        // Each is answered before the next, so that no more than one is in flight.
+        let mut answered = 0;
+        let verdict = loop {
+            let body = vec![b'1'; ANSWER_BYTES];
+            let (id, code) = (answered, None);
+            let settled = Settled { id, code, duration_ns: 1, body, redacted: false };
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Settled, &settled, &mut bytes);
+            broker.send(&bytes, None, Patience::default()).unwrap();
+            let tool = ToolName::parse("a.b").unwrap();
+            let call = Call { id, waits: true, tool, request: Vec::new() };
+            bytes.clear();
+            frame::write_message(Kind::Call, &call, &mut bytes);
+            board.wiring.session.receive(&bytes).unwrap();
+            if board.serve().is_break() {
+                break board.take_verdict();
+            }
+            answered += 1;
+            assert!(answered < 50, "all answers are kept for it");
+        };
+        assert!(answered >= 2, "as many as it may have in flight");
+        match verdict {
+            Some(Verdict::Misbehaved(how)) => assert!(how.contains("untaken"), "{how}"),
+            other => panic!("{other:?}"),
         }
     }
 }

@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd as _, RawFd};
 use forge_protocol::abi::CallCode;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::guest::{Call, HostEvent, HostSession, Load, SessionError, Settled};
+use forge_protocol::limits::{MESSAGE_OVERHEAD_BYTES, RunLimits};
 use forge_protocol::service::{Event as RunEventMessage, RunEvent};
 use forge_protocol::worker::{
     CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
@@ -25,6 +26,7 @@ use crate::machine::Stop;
 pub(crate) struct Counterpart {
     broker: Option<BrokerLink>,
     response_bytes_max: usize,
+    untaken_bytes_max: usize,
     stop: Stop,
     record: Record,
     in_flight: Vec<CallRecord>,
@@ -38,6 +40,8 @@ impl Counterpart {
         Self {
             broker: None,
             response_bytes_max: 0,
+            // Before it has a program it is sent a greeting.
+            untaken_bytes_max: MESSAGE_OVERHEAD_BYTES as usize,
             stop,
             record: Record::default(),
             in_flight: Vec::new(),
@@ -47,8 +51,18 @@ impl Counterpart {
 
     /// Forgets the run, and not the program's limits.
     pub(crate) fn forget_run(&mut self) {
-        let response_bytes_max = self.response_bytes_max;
-        *self = Self { response_bytes_max, ..Self::new(self.stop.clone()) };
+        let Self { response_bytes_max, untaken_bytes_max, .. } = *self;
+        *self = Self { response_bytes_max, untaken_bytes_max, ..Self::new(self.stop.clone()) };
+    }
+
+    /// How many bytes may wait at most for the guest to take them.
+    pub(crate) fn untaken_bytes_max(&self) -> usize {
+        self.untaken_bytes_max
+    }
+
+    fn go_by(&mut self, limits: &RunLimits) {
+        self.response_bytes_max = limits.response_bytes as usize;
+        self.untaken_bytes_max = untaken_bytes_max(limits);
     }
 
     /// Has the next run tell what happens, as it happens, on this socket.
@@ -80,7 +94,7 @@ impl Counterpart {
     ) -> Result<(), VmFailure> {
         let load = Load { announce: true, ..order.load.clone() };
         session.load(&load, &order.program).map_err(misused)?;
-        self.response_bytes_max = load.limits.response_bytes as usize;
+        self.go_by(&load.limits);
         Ok(())
     }
 
@@ -96,7 +110,7 @@ impl Counterpart {
     ) -> Result<(), VmFailure> {
         session.load(&job.load, &job.program).map_err(misused)?;
         session.start(&job.start, &job.input).map_err(misused)?;
-        self.response_bytes_max = job.load.limits.response_bytes as usize;
+        self.go_by(&job.load.limits);
         self.broker = broker;
         Ok(())
     }
@@ -216,6 +230,18 @@ impl Counterpart {
         self.happened(|| RunEvent::Settled { call, code, duration_ns })?;
         Ok(session.settle(&settled)?)
     }
+}
+
+/// What may wait at most for a guest that keeps to its limits: a run's order, and
+/// the answers to the calls that it may have in flight, to which it counts those
+/// that it has not taken.
+fn untaken_bytes_max(limits: &RunLimits) -> usize {
+    let answer = u64::from(limits.response_bytes) + u64::from(MESSAGE_OVERHEAD_BYTES);
+    let answers = u64::from(limits.calls_in_flight).saturating_mul(answer);
+    // Messages around them: the host's greeting, Load and Start, and headers.
+    let around = u64::from(Kind::Start.payload_bytes_max() + MESSAGE_OVERHEAD_BYTES);
+    let order = u64::from(limits.program_bytes) + u64::from(limits.input_bytes) + around;
+    usize::try_from(answers.saturating_add(order)).unwrap_or(usize::MAX)
 }
 
 fn misused(error: SessionError) -> VmFailure {

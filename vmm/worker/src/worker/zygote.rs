@@ -146,9 +146,15 @@ pub fn serve(filters: Filters) -> io::Result<()> {
         let Some(socket) = link.take_passed() else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "a worker without a socket"));
         };
-        match zygote.fork(order, socket) {
-            Ok(process) => link.send(&forked, Some(process.as_fd()), Patience::default())?,
-            Err(failure) => say(&mut link, Kind::Zygoted, &Zygoted::Err(failure))?,
+        let told = zygote.fork(order, socket).and_then(|process| {
+            // It goes with the few bytes of its frame, or none of them do. The
+            // kernel refuses it while all processes of this user have too many
+            // under way: no reason to end, and every worker with it.
+            link.send(&forked, Some(process.as_fd()), Patience::default())
+                .map_err(|error| unavailable("the descriptor of a worker was not passed", &error))
+        });
+        if let Err(failure) = told {
+            say(&mut link, Kind::Zygoted, &Zygoted::Err(failure))?;
         }
     }
     Ok(())
