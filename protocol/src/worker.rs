@@ -10,7 +10,12 @@ use alloc::vec::Vec;
 
 use crate::abi::CallCode;
 use crate::codec::{Decode, Encode};
+use crate::frame::Kind;
 use crate::guest::{Artifact, Ended, Load, Log, Start};
+use crate::limits::{
+    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, MESSAGE_OVERHEAD_BYTES, OverLimit,
+    RunLimits,
+};
 use crate::name::ToolName;
 
 /// When a run's time is over: a moment of the host's monotonic clock
@@ -81,6 +86,52 @@ pub struct Report {
     pub vm_exits: u64,
     /// Where the time went.
     pub timing: Timing,
+}
+
+/// What a report has beside what the run left: how it ended, with a guest's last words,
+/// in bytes.
+const REPORT_OVERHEAD_BYTES: u32 = 16 * MESSAGE_OVERHEAD_BYTES;
+
+impl Report {
+    /// The largest report of a run with these limits, in bytes. It bounds what is
+    /// kept of a worker's claims before they are read.
+    #[must_use]
+    pub fn payload_bytes_max(limits: &RunLimits) -> u32 {
+        let artifact = limits.artifact_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES);
+        let most = limits
+            .output_bytes
+            .saturating_add(limits.artifacts.saturating_mul(artifact))
+            .saturating_add(limits.log_bytes.saturating_mul(2))
+            .saturating_add(limits.calls.saturating_mul(512))
+            .saturating_add(REPORT_OVERHEAD_BYTES);
+        most.min(Kind::Report.payload_bytes_max())
+    }
+
+    /// Holds it to the limits of its run, which the guest was held to: a worker that
+    /// lets more through is no longer ours.
+    ///
+    /// # Errors
+    /// [`OverLimit`]: the first that it passes.
+    pub fn check(&self, limits: &RunLimits) -> Result<(), OverLimit> {
+        let within = |what, got: usize, limit: u32| {
+            let (got, limit) = (got as u64, u64::from(limit));
+            if got > limit { Err(OverLimit { what, got, limit }) } else { Ok(()) }
+        };
+        within("output_bytes", self.output.len(), limits.output_bytes)?;
+        within("artifacts", self.artifacts.len(), limits.artifacts)?;
+        for Artifact { name, media_type, content } in &self.artifacts {
+            within("artifact_bytes", content.len(), limits.artifact_bytes)?;
+            let longest = name.len().max(media_type.len());
+            within("artifact_name_bytes", longest, ARTIFACT_NAME_BYTES_MAX)?;
+        }
+        let logged = |log: &Log| log.text.len() + LOG_RECORD_OVERHEAD_BYTES as usize;
+        within("log_bytes", self.logs.iter().map(logged).sum(), limits.log_bytes)?;
+        within("calls", self.calls.len(), limits.calls)?;
+        match &self.fate {
+            Fate::Vm(failure) => within("last words", failure.message.len(), REPORT_OVERHEAD_BYTES),
+            Fate::Ended(_) | Fate::Deadline => Ok(()),
+        }
+    }
 }
 
 /// How the run ended, as the worker saw it.

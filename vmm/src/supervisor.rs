@@ -9,6 +9,7 @@
 //! Whatever is refused is refused before a VM is made.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -363,8 +364,12 @@ impl Supervisor {
             Err(fate) => (worker::unserved(fate), Vm::Fresh, None, false),
         };
         let (mut unknown, mut untold) = (None, None);
-        if let Some(Opened { broker, .. }) = &opened {
-            if !is_told {
+        if let Some(Opened { broker, link }) = &opened {
+            if is_told {
+                // The run is over, whoever still has an end of its link: a worker
+                // that was taken over has.
+                let _ = link.shutdown(Shutdown::Both);
+            } else {
                 // Its tools hear of it. A broker that is lost tells nobody.
                 match broker.cancel_run(run_id) {
                     Ok(calls) => report.calls = calls,

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
+use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Event, RunEvent};
 use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
@@ -15,6 +16,9 @@ use crate::link::{Link, Patience};
 /// How long the last word of a worker that is gone may take. It is there
 /// already, or nowhere.
 const LAST_WORD_TIME_MAX: Duration = Duration::from_secs(1);
+/// What a client's number of a run takes in an event beyond a worker's, which knows
+/// none, in bytes.
+const NUMBER_BYTES: u32 = 16;
 
 /// A worker process and the socket to it. Dropped, it is killed: whatever it
 /// still does, it does for nobody.
@@ -25,6 +29,8 @@ pub struct Worker {
     /// It has said that its VM stands ready.
     ready: bool,
     runs: u64,
+    /// Of the program that it was given last.
+    limits: RunLimits,
 }
 
 /// Who hears what happens in a run.
@@ -92,7 +98,8 @@ fn last_word(frame: &Frame) -> VmFailure {
 
 impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
-        Self { link: Link::new(socket), process, ready: false, runs: 0 }
+        let (link, limits) = (Link::new(socket), RunLimits::default());
+        Self { link, process, ready: false, runs: 0, limits }
     }
 
     /// How many jobs it has carried out.
@@ -115,7 +122,8 @@ impl Worker {
         if self.ready {
             return Ok(());
         }
-        let frame = self.link.receive(is_last_word, patience).map_err(|error| lost(&error))?;
+        let bound = |kind| is_last_word(kind).then(|| kind.payload_bytes_max());
+        let frame = self.receive(bound, patience).map_err(|error| lost(&error))?;
         if frame.kind == Kind::Forbidden {
             return Err(last_word(&frame));
         }
@@ -130,6 +138,7 @@ impl Worker {
     /// Why it did not; the worker is of no use then.
     pub fn prepare(&mut self, order: &Prepare, patience: Patience<'_>) -> Result<(), VmFailure> {
         self.await_ready(patience)?;
+        self.limits = order.load.limits.clone();
         let mut bytes = Vec::with_capacity(order.program.len() + 1024);
         frame::write_message(Kind::Prepare, order, &mut bytes);
         self.send(&bytes, None, patience)?;
@@ -165,6 +174,7 @@ impl Worker {
         let mut bytes = Vec::new();
         match run {
             Run::Whole(job) => {
+                self.limits = job.load.limits.clone();
                 bytes.reserve(job.program.len() + job.input.len() + 1024);
                 frame::write_message(Kind::Job, job, &mut bytes);
             }
@@ -219,7 +229,25 @@ impl Worker {
     }
 
     fn receive_last_word(&mut self, patience: Patience<'_>) -> io::Result<VmFailure> {
-        self.link.receive(is_last_word, patience).map(|frame| last_word(&frame))
+        let bound = |kind| is_last_word(kind).then(|| kind.payload_bytes_max());
+        self.receive(bound, patience).map(|frame| last_word(&frame))
+    }
+
+    /// What it says next. Nothing that it could pass is wanted: kept here, its own end
+    /// of the link would hide that it is gone.
+    fn receive(
+        &mut self,
+        bound: impl Fn(Kind) -> Option<u32>,
+        patience: Patience<'_>,
+    ) -> io::Result<Frame> {
+        let frame = self.link.receive_within(bound, patience);
+        if self.link.take_passed().is_some() {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the worker passed a descriptor",
+            ));
+        }
+        frame
     }
 
     /// Why nobody is there any more: it may have said so before it ended.
@@ -255,20 +283,22 @@ impl Worker {
         // Told to nobody any more.
         let mut is_late = false;
         let frame = loop {
-            let awaits = |kind| match kind {
-                Kind::Report | Kind::Forbidden => true,
+            let report_bytes_max = Report::payload_bytes_max(&self.limits);
+            let may_be_put_back = !has_told && self.runs > 0;
+            let bound = |kind: Kind| match kind {
+                Kind::Report => Some(report_bytes_max),
+                Kind::Forbidden => Some(kind.payload_bytes_max()),
                 // Until it says otherwise it may be putting its VM back after
                 // the run before, and fail.
-                Kind::Ready => !has_told && self.runs > 0,
-                Kind::Event => tell.is_some(),
-                _ => false,
+                Kind::Ready => may_be_put_back.then(|| kind.payload_bytes_max()),
+                Kind::Event => tell.map(|_| kind.payload_bytes_max() - NUMBER_BYTES),
+                _ => None,
             };
-            let frame =
-                self.link.receive(awaits, patience).map_err(|error| match error.kind() {
-                    // So says the kernel of a peer that had not read everything.
-                    io::ErrorKind::ConnectionReset if !has_told => Lost::Before(lost(&error)),
-                    _ => Lost::During(lost(&error)),
-                })?;
+            let frame = self.receive(bound, patience).map_err(|error| match error.kind() {
+                // So says the kernel of a peer that had not read everything.
+                io::ErrorKind::ConnectionReset if !has_told => Lost::Before(lost(&error)),
+                _ => Lost::During(lost(&error)),
+            })?;
             match (frame.kind, tell) {
                 (Kind::Forbidden, _) => return Err(Lost::During(last_word(&frame))),
                 (Kind::Ready, _) => {
@@ -280,6 +310,9 @@ impl Worker {
                 (Kind::Event, Some(tell)) => {
                     has_told = true;
                     let Event { what, .. } = decode(&frame.payload).map_err(Lost::During)?;
+                    if let RunEvent::Admitted { .. } = what {
+                        return Err(Lost::During(misbehaved("it says that it admitted a run")));
+                    }
                     if !is_late {
                         tell(what);
                     }
@@ -299,15 +332,22 @@ impl Worker {
             }
         };
         self.runs += 1;
-        decode(&frame.payload).map_err(Lost::During)
+        let report: Report = decode(&frame.payload).map_err(Lost::During)?;
+        report.check(&self.limits).map_err(|over| Lost::During(misbehaved(over)))?;
+        Ok(report)
+    }
+}
+
+/// One that was taken over, or has a bug.
+fn misbehaved(how: impl std::fmt::Display) -> VmFailure {
+    VmFailure {
+        kind: VmFailureKind::Misbehaved,
+        message: format!("the worker says what none of ours would: {how}"),
     }
 }
 
 fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, VmFailure> {
-    codec::decode(payload).map_err(|error| VmFailure {
-        kind: VmFailureKind::Misbehaved,
-        message: format!("what the worker says cannot be read: {error}"),
-    })
+    codec::decode(payload).map_err(misbehaved)
 }
 
 impl Drop for Worker {
@@ -331,7 +371,8 @@ pub(super) mod tests {
     use std::fs::File;
     use std::io::{Read as _, Write as _};
 
-    use forge_protocol::worker::{Deadline, Fate, Timing};
+    use forge_protocol::guest::{Artifact, Log};
+    use forge_protocol::worker::{CallRecord, Deadline, Fate, Timing};
 
     use super::*;
 
@@ -430,9 +471,8 @@ pub(super) mod tests {
         assert!(matches!(lost, Lost::During(_)), "{lost:?}");
     }
 
-    #[test]
-    fn a_report_that_is_there_counts_however_long_whoever_is_told_takes() {
-        let report = Report {
+    fn report() -> Report {
+        Report {
             fate: Fate::Deadline,
             output: b"so far".to_vec(),
             artifacts: Vec::new(),
@@ -440,7 +480,92 @@ pub(super) mod tests {
             calls: Vec::new(),
             vm_exits: 1,
             timing: Timing::default(),
+        }
+    }
+
+    /// What is made of this that a worker says of a run.
+    fn made_of(bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> Result<Report, Lost> {
+        let (mut worker, theirs) = unused();
+        std::thread::scope(|scope| {
+            let sends = scope.spawn(|| {
+                let mut link = Link::new(theirs);
+                // It is not heard to the end where it says too much.
+                let _ = link.send(bytes, passed, Patience::default());
+            });
+            let made = worker.finish_telling(Patience::default(), Some(&|_| ()));
+            drop(worker);
+            sends.join().unwrap();
+            made
+        })
+    }
+
+    #[test]
+    fn a_report_that_passes_the_limits_of_its_run_is_none() {
+        let limits = RunLimits::default();
+        let whole = vec![1; limits.output_bytes as usize];
+        let said = |report: &Report| {
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Report, report, &mut bytes);
+            made_of(&bytes, None)
         };
+        assert_eq!(said(&Report { output: whole.clone(), ..report() }).unwrap().output, whole);
+        let longer = [&whole[..], &[1]].concat();
+        let log = Log { level: 0, text: "a".repeat(limits.log_bytes as usize) };
+        let artifact = Artifact {
+            name: "a".into(),
+            media_type: "b".into(),
+            content: vec![1; limits.artifact_bytes as usize + 1],
+        };
+        let call = CallRecord { id: 1, tool: "a.b".parse().unwrap(), settled: None };
+        let calls = vec![call; limits.calls as usize + 1];
+        for too_much in [
+            Report { output: longer, ..report() },
+            Report { logs: vec![log], ..report() },
+            Report { artifacts: vec![artifact], ..report() },
+            Report { calls, ..report() },
+            // That is refused by its length alone, before any of it is kept.
+            Report { output: vec![1; 1 << 26], ..report() },
+        ] {
+            let lost = said(&too_much).unwrap_err();
+            assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+        }
+    }
+
+    #[test]
+    fn an_event_that_no_client_could_be_sent_is_none() {
+        let said = |length: usize| {
+            let mut bytes = Vec::new();
+            let what = RunEvent::Output(vec![1; length]);
+            frame::write_message(Kind::Event, &Event { number: 0, what }, &mut bytes);
+            frame::write_message(Kind::Report, &report(), &mut bytes);
+            made_of(&bytes, None)
+        };
+        let most = Kind::Event.payload_bytes_max() as usize - NUMBER_BYTES as usize;
+        let around = 16;
+        assert!(said(most - around).is_ok());
+        let fits = |number| {
+            let what = RunEvent::Output(vec![1; most - around]);
+            let event = Event { number, what };
+            frame::try_write_message(Kind::Event, &event, &mut Vec::new()).is_ok()
+        };
+        assert!(fits(u64::MAX));
+        let lost = said(most).unwrap_err();
+        assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+    }
+
+    #[test]
+    fn a_worker_that_passes_a_descriptor_is_heard_no_more() {
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Report, &report(), &mut bytes);
+        assert_eq!(made_of(&bytes, None).unwrap(), report());
+        let null = File::open("/dev/null").unwrap();
+        let lost = made_of(&bytes, Some(null.as_fd())).unwrap_err();
+        assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+    }
+
+    #[test]
+    fn a_report_that_is_there_counts_however_long_whoever_is_told_takes() {
+        let report = report();
         let (mut worker, mut theirs) = unused();
         let mut bytes = Vec::new();
         for _ in 0..3 {

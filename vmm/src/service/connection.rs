@@ -116,12 +116,22 @@ enum Doing {
 }
 
 /// What a thread is to do that read of it.
-enum Work {
-    Run { number: u64, order: Box<Order>, cancel: Arc<Cancel> },
-    Question { number: u64, question: Question, cancel: Arc<Cancel> },
+enum Work<'a> {
+    Run {
+        number: u64,
+        order: Box<Order>,
+        cancel: Arc<Cancel>,
+    },
+    Question {
+        number: u64,
+        question: Question,
+        cancel: Arc<Cancel>,
+        /// Of one that is answered at once: nothing else bounds how many are.
+        untaken: Option<Untaken<'a>>,
+    },
 }
 
-/// An end is being sent. Dropped when it is, or cannot be.
+/// An end that its client is to take. Dropped when it is sent, or cannot be.
 struct Untaken<'a>(&'a Connection);
 
 impl Drop for Untaken<'_> {
@@ -287,15 +297,14 @@ impl Connection {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Sends the end of a run or the answer to a question.
-    fn send_end<T: Encode>(&self, kind: Kind, end: &T) -> io::Result<()> {
+    /// The end of a run or the answer to a question is to be sent now.
+    fn owe(&self) -> Untaken<'_> {
         *lock(&self.untaken) += 1;
-        let _untaken = Untaken(self);
-        self.send(kind, end)
+        Untaken(self)
     }
 
     /// Reads until there is something that takes its time.
-    fn read(&self, service: &Arc<Service>) -> Result<(Work, Busy), Pause> {
+    fn read(&self, service: &Arc<Service>) -> Result<(Work<'_>, Busy), Pause> {
         let mut under_way = lock(&self.reading).handed.take();
         loop {
             let read = self.read_frame(under_way, || service.busy());
@@ -368,7 +377,7 @@ impl Connection {
     }
 
     /// Does what is done at once; gives back what is not.
-    fn understand(&self, frame: &Frame) -> io::Result<Option<Work>> {
+    fn understand(&self, frame: &Frame) -> io::Result<Option<Work<'_>>> {
         match frame.kind {
             Kind::Hello => self.greet(decode(frame)?).map(|()| None),
             Kind::Submit => {
@@ -410,7 +419,8 @@ impl Connection {
             _ => {
                 let Query { number, question } = decode(frame)?;
                 if let Some(cancel) = self.enter_question(number, &question)? {
-                    return Ok(Some(Work::Question { number, question, cancel }));
+                    let untaken = matches!(question, Question::Status).then(|| self.owe());
+                    return Ok(Some(Work::Question { number, question, cancel, untaken }));
                 }
                 let reply = Reply::Refused {
                     kind: forge_protocol::broker::RefusalKind::Overloaded,
@@ -474,7 +484,7 @@ impl Connection {
         live.numbers.insert(number, doing);
     }
 
-    fn carry_out(&self, service: &Service, work: Work, _busy: Busy) {
+    fn carry_out(&self, service: &Service, work: Work<'_>, _busy: Busy) {
         let sent = match work {
             Work::Run { number, order, cancel } => {
                 let tell = |what| {
@@ -492,10 +502,11 @@ impl Connection {
                 lock(&self.live).leave_run(number, cancel);
                 self.finish(number, result)
             }
-            Work::Question { number, question, cancel } => {
+            Work::Question { number, question, cancel, untaken } => {
                 let reply = service.answer(question, &self.peer, &cancel);
                 lock(&self.live).leave_question(number, cancel);
-                self.send_end(Kind::Answered, &Answered { number, reply })
+                let _untaken = untaken.unwrap_or_else(|| self.owe());
+                self.send(Kind::Answered, &Answered { number, reply })
             }
         };
         if let Err(error) = sent {
@@ -511,7 +522,8 @@ impl Connection {
         let mut bytes = Vec::with_capacity(REPORT_BYTES);
         serde_json::to_writer(&mut bytes, &report)?;
         let result = Finish { report: bytes, artifacts };
-        self.send_end(Kind::Finished, &Finished { number, result })
+        let _untaken = self.owe();
+        self.send(Kind::Finished, &Finished { number, result })
     }
 
     /// Has a thread pass on the calls of tools that the client hosts for a
