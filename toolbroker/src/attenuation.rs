@@ -228,7 +228,9 @@ fn is_of_several_sessions(token: &[u8]) -> Result<bool, GrantError> {
 pub(crate) fn check_shape(token: &[u8]) -> Result<(), GrantError> {
     let token = schema::Biscuit::decode(token).map_err(undecodable)?;
     if token.blocks.len() > BLOCKS_MAX {
-        return Err(GrantError::Shape("is one too many"));
+        return Err(GrantError::Shape(
+            "is one too many: a grant has at most 16 of them, so have its issuer make a narrower one",
+        ));
     }
     let decode = |block: &[u8]| schema::Block::decode(block).map_err(undecodable);
     let mut symbols = Symbols(decode(&token.authority.block)?.symbols);
@@ -644,6 +646,11 @@ mod tests {
         let narrowing = Narrowing { calls_max: Some(1), ..Narrowing::default() };
         let refused = attenuate(&token, &narrowing, now()).unwrap_err();
         assert!(matches!(refused, GrantError::Shape(_)), "{refused}");
+        let told = refused.to_string();
+        assert!(
+            told.contains(&format!("at most {BLOCKS_MAX}")) && told.contains("issuer"),
+            "{told}"
+        );
     }
 
     /// The token with a block of these checks, which no source can say.

@@ -286,9 +286,7 @@ impl Broker {
                 }
             };
             questions.remove(&answer.id);
-            let mut frames = Vec::new();
-            frame::write_message(Kind::Reply, &answer, &mut frames);
-            sender.send(&frames).await?;
+            sender.send(&framed(&answer)).await?;
         }
     }
 
@@ -642,6 +640,19 @@ impl Broker {
     }
 }
 
+/// An answer as it is sent. What does not fit into a frame is refused: others
+/// have a say in how large it is.
+fn framed(answer: &Answer) -> Vec<u8> {
+    let mut frames = Vec::new();
+    if let Err(error) = frame::try_write_message(Kind::Reply, answer, &mut frames) {
+        tracing::error!(%error, "an answer is too large to be sent");
+        let message = format!("the answer is too large to be sent: {error}");
+        let reply = Reply::Refused { kind: RefusalKind::Internal, message };
+        frame::write_message(Kind::Reply, &Answer { id: answer.id, reply }, &mut frames);
+    }
+    frames
+}
+
 /// A run's grant, and the tools that its caller hosts.
 fn with_hosted(grant: &Grant, hosted: &Hosted) -> Result<Grant, Refused> {
     let mut claims = grant.claims().clone();
@@ -838,4 +849,22 @@ fn unheard(error: &LinkError) {
 
 fn over(what: &'static str, got: u64, limit: u64) -> Result<(), Misbehaviour> {
     if got > limit { Err(Misbehaviour::Over(OverLimit { what, got, limit })) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_that_fits_into_no_frame_is_refused_and_no_panic() {
+        let limit = Kind::Reply.payload_bytes_max() as usize;
+        let answer = Answer { id: 7, reply: Reply::Metrics("x".repeat(limit)) };
+        let frames = framed(&answer);
+        let Answer { id, reply } = codec::decode(&frames[HEADER_BYTES..]).unwrap();
+        let refused = matches!(reply, Reply::Refused { kind: RefusalKind::Internal, .. });
+        assert!(id == 7 && refused, "{reply:?}");
+        let answer = Answer { id: 7, reply: Reply::Metrics("x".repeat(limit / 2)) };
+        let sent: Answer = codec::decode(&framed(&answer)[HEADER_BYTES..]).unwrap();
+        assert_eq!(sent, answer);
+    }
 }

@@ -34,6 +34,8 @@ const ADVICE_BYTES_MAX: usize = 1024;
 const VIOLATIONS_MAX: usize = 5;
 /// One of them, in bytes; more is cut.
 const VIOLATION_BYTES_MAX: usize = 512;
+/// The place in the schema of one of them, in bytes; more is cut.
+const PLACE_BYTES_MAX: usize = 128;
 /// What one compiled schema may take without its patterns, in bytes: of 30,000
 /// parts, or fewer with long names above them.
 const SCHEMA_BYTES_MAX: usize = 16 * 1024 * 1024;
@@ -93,6 +95,24 @@ impl CompiledRoom {
         self.tried_bytes = left
             .ok_or("it takes too much to look at its patterns and those of the tools beside it")?;
         Ok(())
+    }
+}
+
+/// How a value does not fit a schema: at most five violations.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Violations {
+    /// What is wrong, and where in the value. They quote the value.
+    pub texts: Vec<String>,
+    /// The places in the schema that do not hold, as JSON pointers; none where to
+    /// look for them would be too much work. Nothing of the value is in them, not
+    /// even the name of a member, which whoever wrote the value may have chosen.
+    pub places: Vec<String>,
+}
+
+impl Violations {
+    /// The value as a whole.
+    fn whole(text: String) -> Self {
+        Self { texts: vec![text], places: Vec::new() }
     }
 }
 
@@ -241,8 +261,8 @@ impl Tool {
     /// Holds arguments against the input schema.
     ///
     /// # Errors
-    /// The violations, at most five, each with the place where it is.
-    pub fn check(&self, arguments: &Value) -> Result<(), Vec<String>> {
+    /// The violations, each with the place where it is.
+    pub fn check(&self, arguments: &Value) -> Result<(), Violations> {
         self.arguments.check(arguments, "the arguments")
     }
 
@@ -256,7 +276,7 @@ impl Tool {
     ///
     /// # Errors
     /// As [`Tool::check`]; the violations quote the result.
-    pub fn check_result(&self, result: &Value) -> Result<(), Vec<String>> {
+    pub fn check_result(&self, result: &Value) -> Result<(), Violations> {
         self.result.as_ref().map_or(Ok(()), |schema| schema.check(result, "the result"))
     }
 }
@@ -337,9 +357,10 @@ impl Schema {
 
     /// Holds a value, called `whole`, against the schema, on a stack that is
     /// large enough for both.
-    fn check(&self, value: &Value, whole: &str) -> Result<(), Vec<String>> {
+    fn check(&self, value: &Value, whole: &str) -> Result<(), Violations> {
         let Some(Plan { stack_bytes, names_places }) = self.cost.plan(value) else {
-            return Err(vec![format!("{whole}: too large to be held against the tool's schema")]);
+            let too_large = format!("{whole}: too large to be held against the tool's schema");
+            return Err(Violations::whole(too_large));
         };
         let validate = || self.validate(value, whole, names_places);
         let Some(stack_bytes) = stack_bytes else { return validate() };
@@ -348,31 +369,35 @@ impl Schema {
             match thread.spawn_scoped(scope, validate).map(|thread| thread.join()) {
                 Ok(Ok(checked)) => checked,
                 Ok(Err(panic)) => std::panic::resume_unwind(panic),
-                Err(_) => Err(vec![format!("{whole}: no thread to hold it against the schema")]),
+                Err(_) => {
+                    let none = format!("{whole}: no thread to hold it against the schema");
+                    Err(Violations::whole(none))
+                }
             }
         })
     }
 
-    fn validate(&self, value: &Value, whole: &str, names_places: bool) -> Result<(), Vec<String>> {
+    fn validate(&self, value: &Value, whole: &str, names_places: bool) -> Result<(), Violations> {
         if self.validator.is_valid(value) {
             return Ok(());
         }
         if !names_places {
-            return Err(vec![format!(
+            return Err(Violations::whole(format!(
                 "{whole}: not what the schema asks; to say where would take too much work"
-            )]);
+            )));
         }
-        let violations: Vec<String> = self
+        let (texts, places) = self
             .validator
             .iter_errors(value)
             .take(VIOLATIONS_MAX)
             .map(|violation| {
                 let place = violation.instance_path().to_string();
                 let place = if place.is_empty() { whole } else { &place };
-                crate::cut(&format!("{place}: {violation}"), VIOLATION_BYTES_MAX)
+                let text = crate::cut(&format!("{place}: {violation}"), VIOLATION_BYTES_MAX);
+                (text, crate::cut(violation.schema_path().as_str(), PLACE_BYTES_MAX))
             })
-            .collect();
-        Err(violations)
+            .unzip();
+        Err(Violations { texts, places })
     }
 }
 
@@ -473,7 +498,7 @@ mod tests {
             "additionalProperties": false,
         }));
         assert!(tool.check(&json!({"query": 1, "max": 1})).is_err());
-        let violations = tool.check(&json!({"max": 0, "more": true})).unwrap_err().join("\n");
+        let violations = tool.check(&json!({"max": 0, "more": true})).unwrap_err().texts.join("\n");
         assert!(violations.contains("/max"), "{violations}");
         assert!(violations.contains("query"), "{violations}");
         assert!(violations.contains("more"), "{violations}");
@@ -485,7 +510,8 @@ mod tests {
             "type": "object",
             "properties": {"a": {"type": "string", "pattern": "^b$"}},
         }));
-        let violations = tool.check(&json!({"a": "a".repeat(65_000)})).unwrap_err().join("\n");
+        let violations =
+            tool.check(&json!({"a": "a".repeat(65_000)})).unwrap_err().texts.join("\n");
         assert!(violations.contains("too much work"), "{violations}");
     }
 
@@ -721,7 +747,7 @@ mod tests {
         tool.check_result(&json!([1, 2, 3])).unwrap();
         let many: Vec<u32> = (0..1_000_000).collect();
         let violations = tool.check_result(&json!(many)).unwrap_err();
-        assert!(violations[0].contains("too large"), "{violations:?}");
+        assert!(violations.texts[0].contains("too large"), "{violations:?}");
     }
 
     #[test]

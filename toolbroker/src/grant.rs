@@ -677,6 +677,11 @@ pub(crate) mod tests {
         }
     }
 
+    /// A grant of alice's that grants nothing.
+    pub(crate) fn granting_nothing() -> std::sync::Arc<Grant> {
+        std::sync::Arc::new(Grant::new(claims_of_nothing()).unwrap())
+    }
+
     fn terms() -> Terms {
         Terms {
             principal: "alice".into(),

@@ -2,8 +2,9 @@
 //! exposition format 0.0.4).
 //!
 //! Labels come from the configuration and from fixed lists alone: a tool that
-//! no grant names is counted under the server `""`, so that no program
-//! chooses how many series there are. Counting is a few atomic additions; the
+//! no grant names is counted under the server `""`, and one that its caller hosts
+//! under `"(hosted)"`, so that neither program nor client chooses how many series
+//! there are. Counting is a few atomic additions; the
 //! text is made when somebody asks. Deliberately absent are the principal and
 //! the run, which are the journal's, and a port to be scraped at.
 
@@ -92,7 +93,8 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// A call settled. `server` is empty unless a grant names the tool.
+    /// A call settled. `server` is empty unless a grant names the tool, and never a
+    /// name of a program's or a client's choice: what is counted is not forgotten.
     pub fn settled(
         &self,
         server: &str,

@@ -79,6 +79,45 @@ fn a_built_in_is_held_against_its_schema() {
 }
 
 #[test]
+fn no_log_holds_an_argument_that_is_refused_and_the_program_is_told_which() {
+    const MARKER: &str = "marker-5e0c1d";
+    let mut broker = Broker::unconfigured();
+    let mut worker = broker.run(&["crypto.hash"], limits());
+    for wrong in [
+        json!({"algorithm": MARKER, "text": "abc"}),
+        json!({"algorithm": "sha256", "text": {MARKER: MARKER}}),
+        json!({"algorithm": "sha256", "text": "abc", MARKER: true}),
+        json!({"algorithm": format!("{MARKER}{}", "x".repeat(100_000)), "text": "abc"}),
+    ] {
+        let (code, why) = worker.call("crypto.hash", &wrong);
+        assert_eq!(code, Some(CallCode::BadRequest), "{why}");
+        assert!(why["violations"][0].as_str().unwrap().contains(MARKER), "{why}");
+    }
+    drop(worker);
+    let (_, log) = broker.finish();
+    assert!(!log.contains(MARKER), "{log}");
+    for place in ["/properties/algorithm/enum", "/properties/text/type", "/additionalProperties"] {
+        assert!(log.contains(&format!("schema at {place}")), "{place}: {log}");
+    }
+}
+
+#[test]
+fn a_request_that_is_nested_too_deep_is_told_how_deep_it_may_be() {
+    let mut broker = Broker::unconfigured();
+    let mut worker = broker.run(&["crypto.hash"], limits());
+    let nested = |deep: usize| {
+        format!("{{\"text\":{}{}}}", "[".repeat(deep - 1), "]".repeat(deep - 1)).into_bytes()
+    };
+    for (deep, told) in [(127, "do not fit"), (128, "nested more than 127 deep")] {
+        worker.send("crypto.hash", &nested(deep));
+        let settled = worker.settled();
+        assert_eq!(settled.code, Some(CallCode::BadRequest));
+        let why = String::from_utf8(settled.body).unwrap();
+        assert!(why.contains(told) && !why.contains("recursion"), "{deep}: {why}");
+    }
+}
+
+#[test]
 fn a_built_in_is_held_to_size_and_budget() {
     let mut broker = Broker::unconfigured();
     let few = RunLimits { calls: 2, request_bytes: 200_000, response_bytes: 100, ..limits() };

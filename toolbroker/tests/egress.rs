@@ -14,7 +14,9 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{Authority, GrantRequest, Reply, Request as Ask};
 use forge_protocol::limits::RunLimits;
+use forge_toolbroker::constraint::Violation;
 use forge_toolbroker::egress::address::AddressRange;
 use forge_toolbroker::egress::rule::{Method, OperatorHeader, Rule, Scheme};
 use forge_toolbroker::egress::{Client, Fetched, Policy, Request, Resolver, Resolving, Response};
@@ -161,12 +163,17 @@ fn local(port: u16) -> Client {
     client(vec![rule("127.0.0.1", port)], &Names::new(&[&[]]))
 }
 
+/// A grant without constraints.
+fn anywhere(_: Method, _: &url::Url) -> Result<(), Violation> {
+    Ok(())
+}
+
 async fn request(client: &Client, method: Method, url: String) -> Fetched {
     client
         .room()
         .await
         .unwrap()
-        .fetch(Request { method, url, headers: Vec::new(), body: Vec::new() })
+        .fetch(Request { method, url, headers: Vec::new(), body: Vec::new() }, anywhere)
         .await
 }
 
@@ -324,7 +331,8 @@ async fn credentials_and_a_programs_headers_do_not_cross_to_another_origin() {
     let url = format!("http://127.0.0.1:{}/", first.port);
     let headers = vec![("X-Mine".into(), "m".into()), ("Accept".into(), "a/b".into())];
     let asked = Request { method: Method::Get, url, headers, body: Vec::new() };
-    let Fetched::Response(response) = client.room().await.unwrap().fetch(asked).await else {
+    let Fetched::Response(response) = client.room().await.unwrap().fetch(asked, anywhere).await
+    else {
         panic!("no response")
     };
     assert_eq!(response.body, b"other");
@@ -343,7 +351,8 @@ async fn a_post_that_is_redirected_by_303_becomes_a_get_without_its_body() {
     let url = format!("http://127.0.0.1:{}/", server.port);
     let headers = vec![("content-type".into(), "text/plain".into())];
     let asked = Request { method: Method::Post, url, headers, body: b"sent".to_vec() };
-    let Fetched::Response(response) = local(server.port).room().await.unwrap().fetch(asked).await
+    let Fetched::Response(response) =
+        local(server.port).room().await.unwrap().fetch(asked, anywhere).await
     else {
         panic!()
     };
@@ -395,6 +404,33 @@ async fn a_post_that_is_not_sent_on_is_told_as_that() {
         );
         assert!(told.contains(&asks) && !told.contains("stands"), "{told}");
     }
+}
+
+#[tokio::test]
+async fn what_changes_something_is_not_steered_at_another_server() {
+    let other = Server::new(|_| ok(b"done"));
+    for (status, method) in [
+        ("307 Temporary Redirect", Method::Post),
+        ("308 Permanent Redirect", Method::Delete),
+        ("301 Moved Permanently", Method::Put),
+        ("302 Found", Method::Patch),
+    ] {
+        let to = format!("location: http://127.0.0.1:{}/x?secret=1\r\n", other.port);
+        let first = Server::new(move |_| answer(status, &to, b""));
+        let mut theirs = rule("127.0.0.1", other.port);
+        theirs.headers = vec![credential("authorization", "hunter2-token")];
+        let client = client(vec![rule("127.0.0.1", first.port), theirs], &Names::new(&[&[]]));
+        let url = format!("http://127.0.0.1:{}/", first.port);
+        let Fetched::Failed(error) = request(&client, method, url).await else {
+            panic!("{status}")
+        };
+        assert_eq!(error.code(), "redirect_failed", "{error}");
+        let told = error.to_string();
+        let place = format!("http://127.0.0.1:{}/x is of another scheme", other.port);
+        assert!(told.contains("was not sent there") && told.contains(&place), "{told}");
+        assert!(!told.contains("secret"), "{told}");
+    }
+    assert!(other.heard().is_empty(), "{:?}", other.heard());
 }
 
 #[tokio::test]
@@ -451,7 +487,8 @@ async fn no_header_of_a_program_frames_routes_or_authenticates() {
         let url = format!("http://127.0.0.1:{}/", server.port);
         let headers = vec![(name.to_owned(), "x".to_owned())];
         let asked = Request { method: Method::Get, url, headers, body: Vec::new() };
-        let Fetched::Failed(error) = local(server.port).room().await.unwrap().fetch(asked).await
+        let Fetched::Failed(error) =
+            local(server.port).room().await.unwrap().fetch(asked, anywhere).await
         else {
             panic!()
         };
@@ -479,25 +516,43 @@ async fn cookies_and_headers_that_are_not_listed_stay_with_the_broker() {
     assert!(!server.heard()[1].to_ascii_lowercase().contains("cookie"));
 }
 
-#[tokio::test]
-async fn a_credential_that_comes_back_is_removed_also_across_chunks() {
-    let server = Server::new(|head| {
+/// Says in two chunks what it was sent, `before` and after it this.
+fn echo_in_chunks(before: &'static [u8]) -> Server {
+    Server::new(move |head| {
         let token = head.split("Bearer ").nth(1).unwrap().lines().next().unwrap();
         let (first, second) = token.split_at(4);
-        let chunk = |text: &str| format!("{:x}\r\n{text}\r\n", text.len());
-        format!(
-            "HTTP/1.1 200 OK\r\netag: {token}\r\ntransfer-encoding: chunked\r\n\r\n{}{}0\r\n\r\n",
-            chunk(&format!("it is {first}")),
-            chunk(second)
-        )
-        .into_bytes()
-    });
-    let mut with = rule("127.0.0.1", server.port);
-    with.headers = vec![credential("authorization", "hunter2-token")];
-    let client = client(vec![with], &Names::new(&[&[]]));
-    let response = get(&client, format!("http://127.0.0.1:{}/", server.port)).await.unwrap();
-    assert_eq!(response.body, b"it is [credential removed]");
-    assert_eq!(response.headers, [("etag".to_owned(), "[credential removed]".to_owned())]);
+        let chunk =
+            |bytes: &[u8]| [format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
+        let first = chunk(&[before, first.as_bytes()].concat());
+        let head =
+            format!("HTTP/1.1 200 OK\r\netag: {token}\r\ntransfer-encoding: chunked\r\n\r\n");
+        [head.as_bytes(), &first, &chunk(second.as_bytes()), b"0\r\n\r\n"].concat()
+    })
+}
+
+#[test]
+fn a_credential_that_comes_back_is_removed_also_across_chunks() {
+    let server = echo_in_chunks(b"it is ");
+    let mut broker = Broker::with_forge_toml(&with_canary(server.port));
+    let mut worker = broker.run(&["http.fetch"], limits());
+    let url = format!("http://127.0.0.1:{}/", server.port);
+    let (code, said) = worker.call("http.fetch", &json!({"method": "GET", "url": url}));
+    assert_eq!((code, &said["body"]), (None, &json!("it is [credential removed]")));
+    assert_eq!(said["headers"], json!({"etag": "[credential removed]"}));
+}
+
+#[tokio::test]
+async fn a_text_is_looked_through_once_by_the_chain_and_bytes_before_they_are_encoded() {
+    for (before, cleared) in [(&b"it is "[..], false), (b"\xff\xfe", true)] {
+        let server = echo_in_chunks(before);
+        let mut with = rule("127.0.0.1", server.port);
+        with.headers = vec![credential("authorization", "hunter2-token")];
+        let client = client(vec![with], &Names::new(&[&[]]));
+        let url = format!("http://127.0.0.1:{}/", server.port);
+        let response = get(&client, url).await.unwrap();
+        let left = if cleared { &b"[credential removed]"[..] } else { b"hunter2-token" };
+        assert_eq!((response.body, response.redacted), ([before, left].concat(), cleared));
+    }
 }
 
 // Answers
@@ -680,6 +735,67 @@ async fn a_certificate_that_nobody_vouches_for_is_refused() {
 
 fn limits() -> RunLimits {
     RunLimits { wall_ms: 60_000, ..RunLimits::default() }
+}
+
+/// A rule for a server here, which is sent the canary.
+fn with_canary(port: u16) -> String {
+    format!(
+        "[builtins.http]\nallow = [{{ scheme = 'http', host = '127.0.0.1', port = {port}, \
+         methods = ['GET', 'POST'], addresses = ['127.0.0.1'], \
+         headers = {{ Authorization = {{ prefix = 'Bearer ', from_env = 'CANARY' }} }} }}]"
+    )
+}
+
+#[test]
+fn a_redirect_leads_nowhere_where_the_grants_constraints_do_not() {
+    let server = Server::new(|head| match head.split(' ').nth(1).unwrap() {
+        "/public/in" => answer("302 Found", "location: seen\r\n", b""),
+        "/public/out" => answer("302 Found", "location: /admin/users?key=k\r\n", b""),
+        "/public/later" => answer("307 Temporary Redirect", "location: out\r\n", b""),
+        "/public/done" => answer("303 See Other", "location: seen\r\n", b""),
+        path => ok(path.as_bytes()),
+    });
+    let mut broker = Broker::with_forge_toml(&with_canary(server.port));
+    let at = |path: &str| format!("http://127.0.0.1:{}{path}", server.port);
+    let mut narrowed = |constraints: &[String]| {
+        let request = GrantRequest {
+            constraints: constraints.iter().map(|it| format!("http.fetch:{it}")).collect(),
+            ..support::grant_request(&["http.fetch"])
+        };
+        let Reply::Grant(token) = broker.ask(&Ask::IssueGrant(request)) else { panic!("no grant") };
+        let run = support::run_request("alice", Authority::Grant(token), limits());
+        broker.open(run).unwrap().0
+    };
+    let public = format!("/url^={}", at("/public/"));
+    let mut worker = narrowed(std::slice::from_ref(&public));
+    let (code, said) =
+        worker.call("http.fetch", &json!({"method": "GET", "url": at("/public/in")}));
+    assert_eq!((code, &said["body"]), (None, &json!("/public/seen")), "{said}");
+    for path in ["/public/out", "/public/later"] {
+        let (code, why) = worker.call("http.fetch", &json!({"method": "GET", "url": at(path)}));
+        assert_eq!((code, &why["code"]), (Some(CallCode::ToolFailed), &json!("not_allowed")));
+        let told = why["error"].as_str().unwrap();
+        let place = format!("leads to {}, where this run's grant does not", at("/admin/users"));
+        assert!(told.contains(&place) && told.contains(&public), "{told}");
+        assert!(!told.contains("key=k"), "{told}");
+    }
+    // A redirect that changes the method is held against what is said of that.
+    let mut worker = narrowed(&["/method=\"POST\"".to_owned()]);
+    let (code, why) =
+        worker.call("http.fetch", &json!({"method": "POST", "url": at("/public/done")}));
+    assert_eq!((code, &why["code"]), (Some(CallCode::ToolFailed), &json!("redirect_failed")));
+    assert!(why["error"].as_str().unwrap().contains("what it did stands"), "{why}");
+    let heard = server.heard();
+    let paths: Vec<&str> = heard.iter().map(|head| head.split(' ').nth(1).unwrap()).collect();
+    let expected = [
+        "/public/in",
+        "/public/seen",
+        "/public/out",
+        "/public/later",
+        "/public/out",
+        "/public/done",
+    ];
+    assert_eq!(paths, expected);
 }
 
 #[test]

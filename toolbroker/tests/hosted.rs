@@ -42,9 +42,13 @@ fn alone(id: u8) -> Run {
         definition_sha256: tool.sha256(),
         constraints: Vec::new(),
     };
+    granting(id, vec![granted])
+}
+
+fn granting(id: u8, tools: Vec<GrantedTool>) -> Run {
     let claims = GrantClaims {
         principal: "alice".into(),
-        tools: vec![granted],
+        tools,
         expires_unix_s: 0,
         calls_max: None,
         cost_max: None,
@@ -61,12 +65,20 @@ fn run() -> (Arc<Run>, Receiver<Callback>) {
 }
 
 async fn call(run: &Arc<Run>, tool: &str, request: Value) -> (Option<CallCode>, Value) {
+    counted(run, tool, request, &Arc::default()).await
+}
+
+async fn counted(
+    run: &Arc<Run>,
+    tool: &str,
+    request: Value,
+    metrics: &Arc<Metrics>,
+) -> (Option<CallCode>, Value) {
     let home = Handle::current();
     let registry = Arc::new(Registry::new(Config::default(), &home));
     let folder = tempfile::tempdir().unwrap();
-    let metrics = Arc::new(Metrics::default());
-    let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
-    let dispatcher = Dispatcher::new(registry, journal, metrics, home);
+    let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(metrics));
+    let dispatcher = Dispatcher::new(registry, journal, Arc::clone(metrics), home);
     let tool = ToolName::parse(tool).unwrap();
     let call = Call { id: 0, waits: true, tool, request: request.to_string().into_bytes() };
     let Settled { code, body, .. } = match dispatcher.take(run, call) {
@@ -120,6 +132,31 @@ async fn a_caller_that_leaves_in_the_middle_leaves_the_outcome_unknown() {
     host.await.unwrap();
     let (code, error) = call(&run, "app.twice", json!({"n": 1})).await;
     assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Gone")));
+}
+
+#[tokio::test]
+async fn no_name_that_a_caller_gives_its_tools_is_a_label() {
+    let metrics = Arc::default();
+    for (at, server) in ["mine", "yours"].into_iter().enumerate() {
+        let (hosted, mut callbacks) = Hosted::new(server, vec![listed("twice")]).unwrap();
+        let tools = hosted.tools();
+        let granted = tools.iter().map(|tool| GrantedTool {
+            name: tool.name().clone(),
+            definition_sha256: tool.sha256(),
+            constraints: Vec::new(),
+        });
+        let run = granting(7, granted.collect()).hosting(hosted);
+        let host = async {
+            let Callback { answer, .. } = callbacks.recv().await.unwrap();
+            let _ = answer.send(Ok(b"2".to_vec()));
+        };
+        let (run, tool) = (Arc::new(run), format!("{server}.twice"));
+        let calling = counted(&run, &tool, json!({"n": 1}), &metrics);
+        assert_eq!(tokio::join!(calling, host).0, (None, json!(2)));
+        let text = metrics.text();
+        let counted = format!(r#"{{server="(hosted)",effect="write",end="ok"}} {}"#, at + 1);
+        assert!(text.contains(&counted) && !text.contains(server), "{text}");
+    }
 }
 
 #[tokio::test]

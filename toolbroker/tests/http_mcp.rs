@@ -302,6 +302,86 @@ fn a_resource_that_is_none_is_a_bad_response() {
     assert!(error["error"].as_str().unwrap().contains("no resource"), "{error}");
 }
 
+const RESOURCES: &str = "[builtins.resource]\nallow = [{ server = 'web', uri_prefix = 'test://' }]";
+
+/// A resource that may be kept for an hour.
+fn resource(text: &str) -> (u16, Value) {
+    let contents = json!([{ "uri": "test://x", "text": text }]);
+    let kept = json!({ "resultType": "complete", "ttlMs": 3_600_000, "cacheScope": "public" });
+    let mut result = kept;
+    result["contents"] = contents;
+    (200, result)
+}
+
+fn reads(mcp: &Mcp) -> usize {
+    mcp.get().seen.iter().filter(|it| it.body["method"] == "resources/read").count()
+}
+
+#[test]
+fn every_read_of_a_resource_is_sent_and_none_is_answered_from_memory() {
+    for era in [Era::Session, Era::Modern] {
+        let mcp = Mcp::new(era);
+        mcp.get().resources = vec![resource("one"), resource("two"), (403, Value::Null)];
+        let web = mcp.serve();
+        let mut broker = broker(&web, RESOURCES);
+        let mut worker = broker.run(&["resource.read"], limits());
+        let asked = json!({ "server": "web", "uri": "test://x" });
+        for text in ["one", "two"] {
+            let (code, said) = worker.call("resource.read", &asked);
+            assert_eq!(code, None, "{era:?}: {said}");
+            assert_eq!(said["contents"][0]["text"], text, "{era:?}");
+        }
+        let (code, error) = worker.call("resource.read", &asked);
+        assert_eq!(code, Some(CallCode::ToolFailed), "{era:?}: {error}");
+        assert_eq!(reads(&mcp), 3, "{era:?}");
+    }
+}
+
+#[test]
+fn a_resource_that_is_refused_costs_nobody_the_session() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().resources = [403, 400, 429].map(|status| (status, Value::Null)).to_vec();
+    mcp.get().resources.push(resource("x"));
+    let web = mcp.serve();
+    let mut broker = broker(&web, RESOURCES);
+    let mut worker = broker.run(&["resource.read", "web.echo"], limits());
+    let asked = json!({ "server": "web", "uri": "test://x" });
+    for _ in 0..3 {
+        let (code, error) = worker.call("resource.read", &asked);
+        assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Refused")));
+        assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    }
+    assert_eq!(worker.call("resource.read", &asked).0, None);
+    let began =
+        |mcp: &Mcp| mcp.get().seen.iter().filter(|it| it.body["method"] == "initialize").count();
+    assert_eq!(began(&mcp), 1);
+    // One whose session had ended was refused as well, and the next has another.
+    mcp.forget_sessions();
+    mcp.get().resources = vec![resource("x")];
+    let (code, error) = worker.call("resource.read", &asked);
+    assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("SessionLost")));
+    assert_eq!(worker.call("resource.read", &asked).0, None);
+    assert_eq!(began(&mcp), 2);
+}
+
+#[test]
+fn a_program_hears_that_it_was_refused_and_not_what_the_operator_should_do() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let mut worker = broker.run(&["web.echo"], limits());
+    for status in [401, 403, 302, 403] {
+        mcp.get().refuse = vec![status];
+        let (code, error) = worker.call("web.echo", &json!({}));
+        assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Refused")));
+        assert_eq!(error["message"], format!("it answers {status}"));
+    }
+    let (_, log) = broker.finish();
+    for what in ["`headers`", "forbidden", "configure its target"] {
+        assert_eq!(log.matches(what).count(), 1, "the operator hears it once: {log}");
+    }
+}
+
 #[test]
 fn a_program_hears_that_no_other_session_began_and_not_why() {
     let mcp = Mcp::new(Era::Session);
@@ -518,6 +598,24 @@ fn a_token_is_fetched_anew_before_it_runs_out() {
     let before = issuer.get().asked.len();
     assert_eq!(worker.call("web.echo", &json!({})).0, None);
     assert!(issuer.get().asked.len() > before, "that one ran out at once");
+}
+
+#[test]
+fn a_program_hears_that_there_is_no_token_and_not_why() {
+    let (mcp, issuer) = (Mcp::new(Era::NoSession), Issuer::default());
+    issuer.get().expires_in = Some(0);
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(None));
+    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let mut broker = broker(&web, &oauth);
+    let mut worker = broker.run(&["web.echo"], limits());
+    issuer.get().refuses = true;
+    let (code, error) = worker.call("web.echo", &json!({}));
+    assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("Unauthorized")));
+    assert!(!error.to_string().contains("invalid_client"), "{error}");
+    assert_eq!(mcp.calls("echo"), 0);
+    let (_, log) = broker.finish();
+    assert!(log.contains("invalid_client") && !log.contains(CANARY), "{log}");
 }
 
 #[test]

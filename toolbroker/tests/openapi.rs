@@ -124,15 +124,19 @@ impl Interface {
     }
 
     fn broker_of(&self, document: &Value) -> Broker {
+        let key = "headers.X-API-Key = { from_env = \"CANARY\" }";
+        Self::broker_at(&self.web.url("/v1/"), document, key)
+    }
+
+    /// A broker of an interface at this address, with more lines about it.
+    fn broker_at(url: &str, document: &Value, lines: &str) -> Broker {
         let folder = tempfile::tempdir().unwrap();
         let api = folder.path().join("api.json");
         std::fs::write(&api, document.to_string()).unwrap();
         let file = folder.path().join("forge.toml");
         let toml = format!(
-            "[servers.parts]\nopenapi = {:?}\nbase_url = \"{}\"\n\
-             headers.X-API-Key = {{ from_env = \"CANARY\" }}\n",
+            "[servers.parts]\nopenapi = {:?}\nbase_url = \"{url}\"\n{lines}\n",
             api.to_str().unwrap(),
-            self.web.url("/v1/"),
         );
         std::fs::write(&file, toml).unwrap();
         let args = ["--config".to_owned(), file.to_str().unwrap().to_owned()];
@@ -325,6 +329,35 @@ fn an_interface_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_agai
     assert_eq!(worker.call("parts.die", &json!({})).0, Some(CallCode::OutcomeUnknown));
     assert_eq!(interface.seen().len(), 1);
     assert_eq!(worker.call("parts.text", &json!({})).0, None);
+}
+
+#[test]
+fn a_program_hears_that_nothing_was_sent_and_not_why() {
+    let refuse =
+        || async { (StatusCode::UNAUTHORIZED, axum::Json(json!({"error": "invalid_client"}))) };
+    let id = Web::serve(Router::new().route("/token", axum::routing::post(refuse)));
+    let oauth = format!(
+        "oauth = {{ client_id = \"me\", client_secret = {{ from_env = \"CANARY\" }}, \
+         token_url = \"{}\" }}",
+        id.url("/token")
+    );
+    let interface = Interface::new("");
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let closed = format!("http://{closed}/");
+    let (url, document) = (interface.web.url("/v1/"), Interface::document());
+    for (url, lines, name, why) in [
+        (url.as_str(), oauth.as_str(), "Unauthorized", "invalid_client"),
+        (closed.as_str(), "", "Unreachable", "os error"),
+    ] {
+        let mut broker = Interface::broker_at(url, &document, lines);
+        let mut worker = broker.run(&["parts.text"], limits());
+        let (code, error) = worker.call("parts.text", &json!({}));
+        assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some(name)));
+        assert!(!error.to_string().contains(why), "{error}");
+        let (_, log) = broker.finish();
+        assert!(log.contains(why), "the operator hears it: {log}");
+    }
+    assert!(interface.seen().is_empty());
 }
 
 #[test]

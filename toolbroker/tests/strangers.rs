@@ -352,6 +352,32 @@ fn each_server_has_a_user_namespaces_and_limits_of_its_own() {
 }
 
 #[test]
+fn a_server_has_no_capability_where_root_cannot_give_it_a_user() {
+    use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
+    if !is_root() {
+        eprintln!("SKIPPED: whoever is not root has no capability to give up");
+        return;
+    }
+    // Of this thread, and of what it starts.
+    for lost in [CapabilitySet::SETUID, CapabilitySet::SETGID] {
+        if let Err(error) = remove_capability_from_bounding_set(lost) {
+            eprintln!("SKIPPED: this root cannot give up a capability: {error}");
+            return;
+        }
+    }
+    let (broker, _worker) = start("", "", &[]);
+    let servers = server_processes(broker.child.id());
+    assert_eq!(servers.len(), 2);
+    for pid in servers {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let lines: Vec<&str> = status.lines().filter(|line| line.starts_with("Cap")).collect();
+        assert_eq!(lines.len(), 5);
+        assert!(lines.iter().all(|line| line.ends_with("\t0000000000000000")), "{lines:?}");
+        assert!(status.contains("\nUid:\t0\t0\t0\t0\n"), "{status}");
+    }
+}
+
+#[test]
 fn a_server_keeps_its_home_and_sees_no_other() {
     let state = tempfile::tempdir().unwrap();
     let home = std::env::var("HOME").unwrap();

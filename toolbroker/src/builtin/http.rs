@@ -1,20 +1,23 @@
 //! `http.fetch`: one request to a place that the operator allows. All of the
 //! guarding is in [`egress`](crate::egress); here a program's arguments
-//! become a request, and an answer a result.
+//! become a request, an answer a result, and a redirect arguments that the grant
+//! has to allow.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use forge_protocol::name::ToolName;
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
+use url::Url;
 
-use super::{Failure, Plan, Work, named_bytes, text};
+use super::{Caller, Failure, Plan, Work, named_bytes, text};
+use crate::constraint::Violation;
 use crate::definition::Effect;
 use crate::egress::rule::{Method, URL_BYTES_MAX};
 use crate::egress::{Client, Fetched, Policy, Request, Response, Room, SystemResolver};
-use crate::secret::Scrubbed;
 use crate::turns::Turns;
 use crate::upstream::CallEnd;
 
@@ -22,8 +25,9 @@ use crate::upstream::CallEnd;
 /// so that none keeps the others waiting.
 const PRINCIPAL_IN_FLIGHT_MAX: usize = 16;
 
-/// `http.fetch`, under this policy.
-pub(super) fn fetch(policy: Policy) -> Plan {
+/// `http.fetch`, under this policy. `None` never: that is its name.
+pub(super) fn fetch(policy: Policy) -> Option<Plan> {
+    let name = ToolName::parse("http.fetch").ok()?;
     let methods: BTreeSet<Method> =
         policy.rules.iter().flat_map(|rule| rule.methods.iter().copied()).collect();
     let effect = match methods.iter().any(|method| method.changes()) {
@@ -46,7 +50,7 @@ pub(super) fn fetch(policy: Policy) -> Plan {
     }
     let client = Arc::new(Client::new(policy, Arc::new(SystemResolver::shared())));
     let turns = Turns::new(PRINCIPAL_IN_FLIGHT_MAX);
-    Plan {
+    Some(Plan {
         server: "http",
         name: "fetch",
         description: format!(
@@ -77,31 +81,44 @@ pub(super) fn fetch(policy: Policy) -> Plan {
         }),
         work: Work::waits(move |caller, arguments| {
             let (client, turns) = (Arc::clone(&client), turns.of(&caller.principal));
-            let caller = caller.clone();
+            let (caller, name) = (caller.clone(), name.clone());
             async move {
                 let turns = async { (turns.acquire_owned().await, client.room().await) };
                 match caller.turn(turns).await {
                     // Turns are never closed.
-                    Ok((_turn, Some(room))) => carry_out(&client, &arguments, room).await,
+                    Ok((_turn, Some(room))) => carry_out(&caller, &name, arguments, room).await,
                     Ok((_, None)) => Failure::new("failed", "the broker is shutting down").into(),
                     Err(failure) => failure.into(),
                 }
             }
         }),
-    }
+    })
 }
 
-async fn carry_out(client: &Client, arguments: &JsonObject, room: Room<'_>) -> CallEnd {
-    let request = match request_of(arguments) {
+async fn carry_out(
+    caller: &Caller,
+    name: &ToolName,
+    arguments: JsonObject,
+    room: Room<'_>,
+) -> CallEnd {
+    let request = match request_of(&arguments) {
         Ok(request) => request,
         Err(failure) => return failure.into(),
     };
-    match room.fetch(request).await {
-        Fetched::Response(response) => {
-            let redacted = response.redacted;
-            let Scrubbed { left, removed } = client.scrubber().json_counted(result_of(response));
-            if redacted || removed > 0 { CallEnd::Cleaned(left) } else { CallEnd::Answered(left) }
-        }
+    // Where a redirect leads, the program might have gone itself: with these arguments.
+    let mut asked = Value::Object(arguments);
+    let hold = |method: Method, url: &Url| -> Result<(), Violation> {
+        asked["method"] = method.as_str().into();
+        asked["url"] = url.as_str().into();
+        caller.grant.check(name, &asked)
+    };
+    match room.fetch(request, hold).await {
+        // What is text in it is cleared as every result is: whoever clears those
+        // knows the credentials of all rules.
+        Fetched::Response(response) => match response.redacted {
+            true => CallEnd::Cleaned(result_of(response)),
+            false => CallEnd::Answered(result_of(response)),
+        },
         Fetched::Failed(error) => Failure::new(error.code(), error.to_string()).into(),
         Fetched::Lost(error) => {
             tracing::info!(error = ?error.to_string(), "a request may or may not have been served");

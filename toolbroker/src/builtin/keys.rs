@@ -192,6 +192,7 @@ mod tests {
             run: RunId([0; 16]),
             session: None,
             deadline: tokio::time::Instant::now(),
+            grant: crate::grant::tests::granting_nothing(),
         }
     }
 

@@ -48,6 +48,7 @@ use serde_json::{Value, json};
 use self::stash::Stash;
 use crate::config::BuiltinsConfig;
 use crate::definition::{Effect, Listed, Tool};
+use crate::grant::Grant;
 use crate::upstream::{CallEnd, Upstream};
 
 /// Who calls, as the broker knows it from the connection and the grant.
@@ -61,6 +62,8 @@ pub struct Caller {
     pub session: Option<Arc<str>>,
     /// When the run's time is over.
     pub deadline: tokio::time::Instant,
+    /// What the run may call, for a tool that goes where its arguments did not say.
+    pub grant: Arc<Grant>,
 }
 
 impl Caller {
@@ -256,7 +259,7 @@ fn plans(config: BuiltinsConfig, servers: &BTreeMap<String, Arc<Upstream>>) -> V
     let BuiltinsConfig { http, fs, keys, stash: _, resource } = config;
     let mut plans = vec![crypto::hash()];
     plans.extend(keys::plans(keys));
-    plans.extend(http.map(http::fetch));
+    plans.extend(http.and_then(http::fetch));
     plans.extend(fs::plans(fs));
     plans.extend(resource.map(|sources| resource::read(sources, servers)));
     plans

@@ -492,6 +492,7 @@ mod tests {
             run: RunId([run; 16]),
             session: session.map(Into::into),
             deadline: tokio::time::Instant::now(),
+            grant: crate::grant::tests::granting_nothing(),
         }
     }
 

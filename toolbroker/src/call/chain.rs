@@ -31,7 +31,7 @@ use crate::metrics::Metrics;
 use crate::registry::Carrier;
 use crate::schema_cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
-use crate::telemetry::{CallSpan, Span, Spans, Steps};
+use crate::telemetry::{CallSpan, CalledTool, Span, Spans, Steps};
 use crate::upstream::{CallEnd, Unusable, VALUES_MAX};
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
@@ -207,7 +207,7 @@ impl Pinned {
 
 fn check(run: &Run, tool: &Tool, cost: u32, request: &[u8]) -> Result<JsonObject, CallFailure> {
     let arguments = Value::Object(parse(request)?);
-    tool.check(&arguments).map_err(|violations| CallFailure::BadArguments { violations })?;
+    tool.check(&arguments).map_err(CallFailure::BadArguments)?;
     let outside = |violation| CallFailure::OutsideGrant { tool: tool.name().clone(), violation };
     run.grant().check(tool.name(), &arguments).map_err(outside)?;
     // PLACE: data-flow labels.
@@ -244,6 +244,11 @@ fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
             Some(at) => Err(CallFailure::InexactNumber { at }),
         },
         Ok(_) => Err(CallFailure::NotAnObject { why: "it is another JSON value".into() }),
+        // In the library's words it is a recursion limit, which tells a program nothing.
+        Err(error) if error.to_string().starts_with("recursion limit") => {
+            let why = "it is nested more than 127 deep: make it flatter".to_owned();
+            Err(CallFailure::NotAnObject { why })
+        }
         Err(error) => Err(CallFailure::NotAnObject { why: error.to_string() }),
     }
 }
@@ -463,8 +468,9 @@ impl Fitting {
             // left, or a part of a credential would be left where it is cut.
             Err(Misfit::Result(response)) => {
                 let fits_now = || vec!["the result: it fits without what was removed".to_owned()];
-                let violations =
-                    tool.check_result(&redact(response)).err().unwrap_or_else(fits_now);
+                let violations = tool
+                    .check_result(&redact(response))
+                    .map_or_else(|violations| violations.texts, |()| fits_now());
                 Err(CallFailure::BadResponse { violations })
             }
         };
@@ -578,7 +584,7 @@ impl Refused {
             call = facts.call.call,
             tool = ?facts.call.tool.as_str(),
             code = failure.code().as_str(),
-            why = ?failure.to_string(),
+            why = ?failure.logged(),
             "call refused"
         );
         let code = failure.code();
@@ -601,12 +607,17 @@ fn settle(facts: &Facts, outcome: Result<Vec<u8>, CallFailure>) -> Settled {
 }
 
 /// Counts a call that settled, and tells the collector. A tool that the grant
-/// does not name is a name of the program's choice, and told to neither.
+/// does not name is a name of the program's choice, and told to neither; nor is
+/// one that the caller hosts, whose name is the caller's.
 fn tell(facts: &Facts, settled: &Settled, at_us: u64, books: &Books) {
     let CallFacts { tool, effect, definition_sha256, .. } = &facts.call;
-    let tool = definition_sha256.is_some().then_some(tool);
+    let tool = match facts.call.held_by_caller {
+        _ if definition_sha256.is_none() => None,
+        true => Some(CalledTool::Hosted),
+        false => Some(CalledTool::Named(tool.clone())),
+    };
     let took = Duration::from_nanos(settled.duration_ns);
-    let server = tool.map_or("", |tool| tool.server());
+    let server = tool.as_ref().map_or("", CalledTool::server);
     books.metrics.settled(server, *effect, settled.code, took);
     if settled.redacted {
         books.metrics.redacted();
@@ -615,7 +626,7 @@ fn tell(facts: &Facts, settled: &Settled, at_us: u64, books: &Books) {
         spans.tell(Span::Call(CallSpan {
             run: facts.run.id(),
             call: settled.id,
-            tool: tool.cloned(),
+            tool,
             effect: *effect,
             code: settled.code,
             redacted: settled.redacted,

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use crate::budget::Spent;
 use crate::constraint::Violation;
+use crate::definition::Violations;
 use crate::registry::LookupError;
 use crate::upstream::{ERROR_TEXT_BYTES_MAX, Unusable};
 
@@ -54,11 +55,8 @@ pub enum CallFailure {
         at: usize,
     },
     /// The request is not what the schema asks.
-    #[error("the arguments do not fit the tool's schema: {}", violations.join("; "))]
-    BadArguments {
-        /// The violations, with their places.
-        violations: Vec<String>,
-    },
+    #[error("the arguments do not fit the tool's schema: {}", .0.texts.join("; "))]
+    BadArguments(Violations),
     /// The arguments are outside what the grant allows.
     #[error("a call of {tool} is not allowed with these arguments: {violation}")]
     OutsideGrant {
@@ -116,7 +114,7 @@ impl CallFailure {
             | Self::DefinitionChanged { .. }
             | Self::OutsideGrant { .. } => CallCode::Denied,
             Self::NoSuchTool(_) => CallCode::NoSuchTool,
-            Self::NotAnObject { .. } | Self::InexactNumber { .. } | Self::BadArguments { .. } => {
+            Self::NotAnObject { .. } | Self::InexactNumber { .. } | Self::BadArguments(_) => {
                 CallCode::BadRequest
             }
             Self::RequestTooLarge { .. } => CallCode::RequestTooLarge,
@@ -127,6 +125,38 @@ impl CallFailure {
             Self::ResponseTooLarge { .. } => CallCode::ResponseTooLarge,
             Self::BadResponse { .. } | Self::Unusable(_) => CallCode::BadResponse,
             Self::NotRecorded => CallCode::NotRecorded,
+        }
+    }
+
+    /// The reason as the operator's log may hold it: without anything of the
+    /// arguments or of a result.
+    #[must_use]
+    pub fn logged(&self) -> String {
+        match self {
+            Self::BadArguments(Violations { places, .. }) if places.is_empty() => {
+                "the arguments do not fit the tool's schema".to_owned()
+            }
+            Self::BadArguments(Violations { places, .. }) => {
+                format!("the arguments do not fit the tool's schema at {}", places.join(", "))
+            }
+            Self::BadResponse { .. } => {
+                "the response is not what the tool's output schema says".to_owned()
+            }
+            Self::NotGranted { .. }
+            | Self::DefinitionChanged { .. }
+            | Self::RequestTooLarge { .. }
+            | Self::NoSuchTool(_)
+            | Self::NotAnObject { .. }
+            | Self::InexactNumber { .. }
+            | Self::OutsideGrant { .. }
+            | Self::BudgetSpent(_)
+            | Self::DeadlinePassed
+            | Self::DeadlineAfterDispatch
+            | Self::Lost
+            | Self::ToolFailed { .. }
+            | Self::Unusable(_)
+            | Self::NotRecorded
+            | Self::ResponseTooLarge { .. } => self.to_string(),
         }
     }
 
@@ -143,7 +173,8 @@ impl CallFailure {
             Self::NoSuchTool(LookupError::Unavailable { .. } | LookupError::Away { .. }) => {
                 json!({ "error": self.to_string(), "name": "Unavailable" })
             }
-            Self::BadArguments { violations } | Self::BadResponse { violations } => {
+            Self::BadArguments(Violations { texts: violations, .. })
+            | Self::BadResponse { violations } => {
                 json!({ "error": self.to_string(), "violations": violations })
             }
             other => json!({ "error": other.to_string() }),

@@ -33,7 +33,6 @@ pub struct Run {
     id: RunId,
     caller: Caller,
     program_sha256: [u8; 32],
-    grant: Arc<Grant>,
     limits: RunLimits,
     budget: Budget,
     has_called: AtomicBool,
@@ -70,6 +69,7 @@ impl Run {
                 run: id,
                 session: claims.session.as_deref().map(Arc::from),
                 deadline,
+                grant: Arc::clone(&grant),
             },
             program_sha256,
             limits,
@@ -81,7 +81,6 @@ impl Run {
             hosted: None,
             cancelled: watch::Sender::new(false),
             calls: Mutex::default(),
-            grant,
         }
     }
 
@@ -187,7 +186,7 @@ impl Run {
 
     /// What it may call.
     pub(super) fn grant(&self) -> &Grant {
-        &self.grant
+        &self.caller.grant
     }
 
     /// Tools that its caller hosts itself.

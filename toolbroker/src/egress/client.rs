@@ -19,12 +19,13 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_util::task::AbortOnDropHandle;
-use url::{Host, Position};
+use url::{Host, Position, Url};
 
 use super::address;
 use super::resolve::Resolver;
-use super::rule::{Destination, Method, Refused, Rule, Scheme, admit};
-use crate::secret::{REDACTED, Scrubbed, Scrubber, Secret};
+use super::rule::{Destination, Method, Refused, Rule, Scheme, admit, place_of};
+use crate::constraint::Violation;
+use crate::secret::{REDACTED, Secret};
 
 /// Redirects that are followed for one request.
 pub const REDIRECTS_MAX: usize = 5;
@@ -96,7 +97,9 @@ pub struct Request {
     pub body: Vec<u8>,
 }
 
-/// An answer, cleared of the credentials that were sent for it.
+/// An answer. Credentials may be in what is text of it: to take them out is for
+/// whoever tells it, as of every result. A body that is none is cleared of the
+/// rules' own, because it is told in an encoding.
 #[derive(Debug)]
 pub struct Response {
     /// The status.
@@ -105,7 +108,7 @@ pub struct Response {
     pub headers: Vec<(String, String)>,
     /// The body, whole.
     pub body: Vec<u8>,
-    /// Whether a credential was taken out of headers or body.
+    /// Whether a credential was taken out of the body.
     pub redacted: bool,
 }
 
@@ -126,6 +129,14 @@ pub enum FetchError {
     /// The URL, or one that a redirect led to, is not allowed.
     #[error("{0}")]
     Refused(#[from] Refused),
+    /// A redirect leads where the call would not be allowed.
+    #[error("the redirect leads to {place}, where this run's grant does not: {violation}")]
+    OutsideGrant {
+        /// Scheme, host, port and path, without the query.
+        place: String,
+        /// The constraint that does not hold there.
+        violation: Violation,
+    },
     /// The host has an address that is not allowed.
     #[error("the address of {host} is {what}: this rule does not allow it")]
     Address {
@@ -213,7 +224,7 @@ impl FetchError {
     #[must_use]
     pub fn code(&self) -> &'static str {
         match self {
-            Self::Refused(_) => "not_allowed",
+            Self::Refused(_) | Self::OutsideGrant { .. } => "not_allowed",
             Self::Address { .. } => "address_not_allowed",
             Self::Header { .. } => "header_not_allowed",
             Self::Request(_) => "bad_request",
@@ -234,6 +245,7 @@ impl FetchError {
         match self {
             Self::TooLate(_) | Self::Broken { .. } | Self::Answer(_) => true,
             Self::Refused(_)
+            | Self::OutsideGrant { .. }
             | Self::Address { .. }
             | Self::Header { .. }
             | Self::Request(_)
@@ -296,8 +308,7 @@ impl Progress {
 pub struct Client {
     policy: Policy,
     resolver: Arc<dyn Resolver>,
-    credentials: Vec<Secret>,
-    scrubber: Scrubber,
+    credentials: Arc<[Secret]>,
     room: Semaphore,
 }
 
@@ -309,12 +320,17 @@ pub struct Room<'a> {
 }
 
 impl Room<'_> {
-    /// Makes the request. Its time begins with its turn: whoever waits for others
-    /// is not late. Dropping the future closes its connection.
-    pub async fn fetch(self, request: Request) -> Fetched {
+    /// Makes the request. Each place that a redirect leads to has to `hold` as well:
+    /// the first one did before its caller came here. Its time begins with its turn:
+    /// whoever waits for others is not late. Dropping the future closes its connection.
+    pub async fn fetch(
+        self,
+        request: Request,
+        hold: impl FnMut(Method, &Url) -> Result<(), Violation> + Send,
+    ) -> Fetched {
         let progress = Progress::default();
         let time_max = self.client.policy.time_max;
-        match timeout(time_max, self.client.follow(request, &progress)).await {
+        match timeout(time_max, self.client.follow(request, hold, &progress)).await {
             Ok(Ok(response)) => Fetched::Response(response),
             Ok(Err(error)) => progress.failed(error),
             Err(_) => progress.failed(FetchError::TooLate(time_max)),
@@ -329,21 +345,14 @@ impl Client {
         let mut credentials: Vec<Secret> = policy.credentials().cloned().collect();
         // Longest first, so that a value that holds another goes as a whole.
         credentials.sort_by_key(|secret| std::cmp::Reverse(secret.expose().len()));
-        let scrubber = Scrubber::new(credentials.iter().cloned());
         let room = Semaphore::new(IN_FLIGHT_MAX);
-        Self { policy, resolver, credentials, scrubber, room }
+        Self { policy, resolver, credentials: credentials.into(), room }
     }
 
     /// What it may do.
     #[must_use]
     pub fn policy(&self) -> &Policy {
         &self.policy
-    }
-
-    /// Removes the credentials that this client sends.
-    #[must_use]
-    pub fn scrubber(&self) -> &Scrubber {
-        &self.scrubber
     }
 
     /// Waits for room for one request. `None` once the broker is shutting down.
@@ -353,7 +362,12 @@ impl Client {
     }
 
     /// Sends a request, and where its answers redirect it.
-    async fn follow(&self, request: Request, progress: &Progress) -> Result<Response, FetchError> {
+    async fn follow(
+        &self,
+        request: Request,
+        mut hold: impl FnMut(Method, &Url) -> Result<(), Violation> + Send,
+        progress: &Progress,
+    ) -> Result<Response, FetchError> {
         let Request { method, url, headers, body } = request;
         if !method.changes() && !body.is_empty() {
             return Err(FetchError::Request("GET and HEAD have no body"));
@@ -392,6 +406,10 @@ impl Client {
                 headers.remove(header::CONTENT_TYPE);
             }
             let next = admit(&self.policy.rules, next_method, &location, Some(&destination))?;
+            hold(next_method, next.url()).map_err(|violation| FetchError::OutsideGrant {
+                place: place_of(next.url()),
+                violation,
+            })?;
             if next.url().origin() != destination.url().origin() {
                 // What the program said to one server is not for another.
                 // The operator's headers are each rule's own anyway.
@@ -499,7 +517,7 @@ impl Client {
                 body.extend_from_slice(data);
             }
         }
-        let (body, mut redacted) = without(body, &self.credentials);
+        let (body, redacted) = self.cleared(body).await;
         let mut headers: Vec<(String, String)> = Vec::new();
         for name in head.headers.keys().filter(|name| destination.rule().program_sees(name)) {
             let values: Vec<_> = head
@@ -508,12 +526,20 @@ impl Client {
                 .iter()
                 .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
                 .collect();
-            let Scrubbed { left, removed } = self.scrubber.text_counted(&values.join(", "));
-            redacted |= removed > 0;
-            headers.push((name.to_string(), left));
+            headers.push((name.to_string(), values.join(", ")));
         }
         headers.sort();
         Ok(Response { status: head.status.as_u16(), headers, body, redacted })
+    }
+
+    /// A body that is no text without the credentials that this client sends. Large
+    /// ones take their time, on a thread that nobody else waits for.
+    async fn cleared(&self, body: Vec<u8>) -> (Vec<u8>, bool) {
+        if std::str::from_utf8(&body).is_ok() || self.credentials.is_empty() {
+            return (body, false);
+        }
+        let credentials = Arc::clone(&self.credentials);
+        crate::beside(move || without(body, &credentials)).await
     }
 }
 

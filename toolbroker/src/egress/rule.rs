@@ -204,6 +204,17 @@ pub enum Refused {
     /// A redirect from `https` to `http`.
     #[error("the server redirects from https to http")]
     Downgrade,
+    /// A redirect of what may change something to another origin.
+    #[error(
+        "{place} is of another scheme, host or port, and no server sends this {method} on to \
+         another: ask for it there, if that is meant"
+    )]
+    OtherOrigin {
+        /// The method.
+        method: &'static str,
+        /// Scheme, host, port and path, without the query.
+        place: String,
+    },
 }
 
 /// A place that a rule allows. Only [`admit`] makes one, and a request is
@@ -236,7 +247,9 @@ impl<'a> Destination<'a> {
 }
 
 /// Holds a URL against rules; the first that allows it counts. `from` is the
-/// place that redirects here, whose URL a relative one is read against.
+/// place that redirects here, whose URL a relative one is read against: what may
+/// change something it may send on within its own origin alone, or one server
+/// would steer at another what goes there with that one's credential.
 ///
 /// # Errors
 /// [`Refused`].
@@ -250,13 +263,18 @@ pub fn admit<'a>(
     if from.is_some_and(|from| from.url.scheme() == "https") && url.scheme() == "http" {
         return Err(Refused::Downgrade);
     }
+    if method.changes() && from.is_some_and(|from| from.url.origin() != url.origin()) {
+        return Err(Refused::OtherOrigin { method: method.as_str(), place: place_of(&url) });
+    }
     match rules.iter().find(|rule| rule.allows(method, &url)) {
         Some(rule) => Ok(Destination { rule, url, method }),
-        None => {
-            let place = crate::cut(&url[..url::Position::AfterPath], 512);
-            Err(Refused::NotAllowed { method: method.as_str(), place })
-        }
+        None => Err(Refused::NotAllowed { method: method.as_str(), place: place_of(&url) }),
     }
+}
+
+/// A URL as it is told: without its query.
+pub(super) fn place_of(url: &Url) -> String {
+    crate::cut(&url[..url::Position::AfterPath], 512)
 }
 
 fn read(text: &str, base: Option<&Url>) -> Result<Url, String> {
@@ -598,6 +616,27 @@ mod tests {
         );
         assert!(matches!(to("/admin"), Err(Refused::NotAllowed { .. })));
         assert_eq!(to("http://api.example.com/").unwrap_err(), Refused::Downgrade);
+    }
+
+    #[test]
+    fn what_changes_something_is_redirected_within_its_origin_and_what_looks_anywhere() {
+        let rules = [
+            rule("https://a.example/", &Method::ALL),
+            rule("https://a.example:8443/", &Method::ALL),
+            rule("https://b.example/", &Method::ALL),
+        ];
+        let from = admit(&rules, Method::Post, "https://a.example/x", None).unwrap();
+        let to = |method, location| admit(&rules, method, location, Some(&from)).map(drop);
+        for method in Method::ALL {
+            assert_eq!(to(method, "https://a.example:443/y"), Ok(()));
+            for other in ["https://b.example/y", "https://a.example:8443/y"] {
+                assert_eq!(to(method, other).is_err(), method.changes(), "{method:?} {other}");
+            }
+        }
+        let upwards = [rule("http://a.example/", &Method::ALL), rules[0].clone()];
+        let from = admit(&upwards, Method::Put, "http://a.example/x", None).unwrap();
+        let to = admit(&upwards, Method::Put, "https://a.example/x", Some(&from));
+        assert!(matches!(to, Err(Refused::OtherOrigin { .. })), "{to:?}");
     }
 
     #[test]

@@ -555,9 +555,14 @@ impl Api {
             Ok(response) => response,
             Err(error) => {
                 let why = self.scrubs.text(&error.to_string());
-                self.failed(tool, admission, why.clone());
-                let unsent = error.is_unsent();
-                return if unsent { CallEnd::failed("Unreachable", &why) } else { CallEnd::Lost };
+                let Some(end) = error.unsent() else {
+                    self.failed(tool, admission, why);
+                    return CallEnd::Lost;
+                };
+                let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
+                tracing::warn!(server = tool.name().server(), ?reason, "nothing was sent");
+                self.failed(tool, admission, why);
+                return end;
             }
         };
         let status = response.status();

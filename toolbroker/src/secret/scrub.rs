@@ -22,8 +22,8 @@ use std::sync::Arc;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 
-use super::spelling::{Plain, spellings};
-use super::{REDACTED, Secret, patterns};
+use super::spelling::{ESCAPES_DEEP_MAX, Plain, spellings, undone};
+use super::{REDACTED, SECRET_BYTES_MIN, Secret, patterns};
 
 /// Objects and lists within each other that are followed. Deeper JSON is not
 /// parsed to begin with.
@@ -40,9 +40,17 @@ pub struct Scrubber {
 enum Known {
     #[default]
     None,
-    Some(Arc<AhoCorasick>),
+    Some(Arc<Sought>),
     /// Nobody can look for them: any text may be one.
     Unsearchable,
+}
+
+/// What they are looked for with.
+struct Sought {
+    spellings: AhoCorasick,
+    /// How often a text is undone: as deep as is promised, and as the values
+    /// themselves look escaped.
+    deep: usize,
 }
 
 impl std::fmt::Debug for Scrubber {
@@ -77,12 +85,22 @@ impl Scrubber {
             .map(|text| zeroize::Zeroizing::new(text.into_bytes()))
             .collect();
         all.extend(squeezed);
+        let mut deep = ESCAPES_DEEP_MAX;
+        for secret in &secrets {
+            let (plain, own) = undone(secret.expose());
+            let as_it_is = secret.expose().bytes().filter(|it| !it.is_ascii_whitespace());
+            // A shorter one would meet innocent text.
+            if !as_it_is.eq(plain.iter().copied()) && plain.len() >= SECRET_BYTES_MIN {
+                deep = deep.max(ESCAPES_DEEP_MAX + own);
+                all.push(plain);
+            }
+        }
         if all.is_empty() {
             return Self::default();
         }
         let built = AhoCorasick::builder().match_kind(MatchKind::Standard).build(&all);
         match built {
-            Ok(known) => Self { known: Known::Some(Arc::new(known)) },
+            Ok(spellings) => Self { known: Known::Some(Arc::new(Sought { spellings, deep })) },
             Err(error) => {
                 // 64 KiB each, and as many as an operator writes down.
                 tracing::error!(
@@ -157,7 +175,7 @@ impl Scrubber {
             Known::None | Known::Unsearchable => return Vec::new(),
         };
         let matches = |text: &[u8], meet: &mut dyn FnMut(Range<usize>)| {
-            for found in known.find_overlapping_iter(text) {
+            for found in known.spellings.find_overlapping_iter(text) {
                 meet(found.range());
             }
         };
@@ -165,8 +183,9 @@ impl Scrubber {
         matches(text, &mut |found| add(&mut all, found));
         // Most texts have nothing to undo.
         if text.iter().any(|it| matches!(it, b'%' | b'\\' | b'&') || it.is_ascii_whitespace()) {
-            let plain = Plain::of(text);
-            matches(&plain.bytes, &mut |found| add(&mut all, plain.origin(found)));
+            Plain::each(text, known.deep, |plain| {
+                matches(&plain.bytes, &mut |found| add(&mut all, plain.origin(found)));
+            });
         }
         joined(all)
     }
@@ -406,6 +425,59 @@ mod tests {
             // What base64 shares with its neighbours may stay: a byte each.
             assert!(left.len() < "before  after".len() + REDACTED.len() + 20, "{text}: {left}");
         }
+    }
+
+    /// Ways to escape a text, each of which escapes what it escapes itself.
+    const ESCAPES: [fn(&str) -> String; 6] = [
+        |text| percent(text, true),
+        |text| percent(text, false),
+        |text| {
+            let escaped = json!(text).to_string();
+            escaped[1..escaped.len() - 1].replace('/', "\\/")
+        },
+        |text| text.chars().map(|it| format!("\\u{:04x}", u32::from(it))).collect(),
+        |text| text.replace('&', "&amp;").replace('<', "&lt;").replace('/', "&#x2F;"),
+        |text| text.chars().map(String::from).collect::<Vec<_>>().join("\r\n"),
+    ];
+
+    #[test]
+    fn a_value_that_looks_escaped_itself_is_found_in_every_mixture_of_escapes() {
+        for value in [
+            "postgres://app:p%40ss-w0rd@db/x",
+            "CORP\\reader:S3cretpw",
+            "a&amp;b%2526c\\u0041\\\\d/e",
+            "line one%0a\\\nline two&#65;",
+        ] {
+            let scrubber = scrubber(&[value]);
+            let mut spelled = vec![value.to_owned()];
+            let mut last = spelled.clone();
+            for _ in 0..3 {
+                last = last.iter().flat_map(|it| ESCAPES.map(|escape| escape(it))).collect();
+                spelled.extend(last.iter().cloned());
+            }
+            for text in spelled {
+                let left = scrubber.text(&format!("before {text} after"));
+                assert_eq!(left, format!("before {REDACTED} after"), "{value} as {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_that_ends_like_an_escape_is_found_whatever_stands_behind_it() {
+        for (value, text) in [
+            ("a/half-escape\\", r#"{"it":"a\/half-escape\\"}"#),
+            ("a/half-escape%4", "a%2Fhalf-escape%2541"),
+        ] {
+            let left = scrubber(&[value]).text(text);
+            assert!(left.contains(REDACTED) && !left.contains("half"), "{left}");
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_short_without_its_escapes_is_found_as_it_is_and_leaves_words_alone() {
+        let scrubber = scrubber(&["%74%6f%6b%65%6e"]);
+        assert_eq!(scrubber.text("a token"), "a token");
+        assert_eq!(scrubber.text("a %74%6f%6b%65%6e"), format!("a {REDACTED}"));
     }
 
     #[test]

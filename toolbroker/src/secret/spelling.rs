@@ -6,6 +6,10 @@
 //! the value: [`spellings`]. White space is left out of what is undone, so
 //! that a value broken into lines is one all the same.
 //!
+//! A value may look escaped itself (`p%40ssword`, `CORP\reader`). What undoes the
+//! escapes of a text undoes the value's own as well, so that such a value is also
+//! looked for without them, and a text is undone as much further ([`undone`]).
+//!
 //! # Base64 at any place
 //! Base64 spells three bytes in four characters, so a value that stands
 //! somewhere in a longer text is spelled in one of three ways, by where it
@@ -25,7 +29,7 @@ use zeroize::Zeroizing;
 /// A shorter spelling than this would meet innocent text.
 const SPELLING_BYTES_MIN: usize = 10;
 /// How often an escape may itself be escaped.
-const ESCAPES_DEEP_MAX: usize = 3;
+pub(super) const ESCAPES_DEEP_MAX: usize = 3;
 
 /// What to look for where `value` must not be. The value itself is the first.
 pub(super) fn spellings(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
@@ -52,34 +56,50 @@ pub(super) fn spellings(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
     all
 }
 
+/// What a value comes to where it stands in a text that is undone: the value
+/// without what looks like an escape in it, and how often it was undone for that.
+pub(super) fn undone(value: &str) -> (Zeroizing<Vec<u8>>, usize) {
+    let (mut last, mut deep) = (Zeroizing::default(), 0);
+    Plain::each(value.as_bytes(), ESCAPES_DEEP_MAX, |plain| {
+        deep += 1;
+        last = plain.bytes.clone();
+    });
+    (last, deep)
+}
+
 /// A text with its escapes undone and without white space, and where each of
 /// its bytes came from.
 #[derive(Debug, Default)]
 pub(super) struct Plain {
-    pub(super) bytes: Vec<u8>,
+    pub(super) bytes: Zeroizing<Vec<u8>>,
     from: Vec<Range<usize>>,
 }
 
 impl Plain {
-    /// Undoes what escapes there are.
-    pub(super) fn of(text: &[u8]) -> Self {
+    /// Undoes what escapes there are, and what is escaped then, at most so often.
+    /// Meets the text after each time: an escape that began in a value may have
+    /// ended in what stands beside it.
+    pub(super) fn each(text: &[u8], deep: usize, mut meet: impl FnMut(&Self)) {
         let mut plain = Self::pass(text, |at| at..at + 1);
-        for _ in 1..ESCAPES_DEEP_MAX {
+        meet(&plain);
+        for _ in 1..deep {
             if !plain.bytes.iter().any(|byte| matches!(byte, b'%' | b'\\' | b'&')) {
                 break;
             }
-            let (bytes, from) = (plain.bytes, plain.from);
-            plain = Self::pass(&bytes, |at| from[at].clone());
-            if plain.bytes.len() == bytes.len() {
+            let next = Self::pass(&plain.bytes, |at| plain.from[at].clone());
+            if next.bytes.len() == plain.bytes.len() {
                 break;
             }
+            plain = next;
+            meet(&plain);
         }
-        plain
     }
 
     fn pass(text: &[u8], came_from: impl Fn(usize) -> Range<usize>) -> Self {
-        let mut plain =
-            Self { bytes: Vec::with_capacity(text.len()), from: Vec::with_capacity(text.len()) };
+        let mut plain = Self {
+            bytes: Zeroizing::new(Vec::with_capacity(text.len())),
+            from: Vec::with_capacity(text.len()),
+        };
         let mut at = 0;
         while at < text.len() {
             let (bytes, length) = unescaped(&text[at..]);
@@ -175,6 +195,14 @@ impl Escaped {
 mod tests {
     use super::*;
 
+    fn plain(text: &str) -> Plain {
+        let mut last = Plain::default();
+        Plain::each(text.as_bytes(), ESCAPES_DEEP_MAX, |plain| {
+            last = Plain { bytes: plain.bytes.clone(), from: plain.from.clone() };
+        });
+        last
+    }
+
     #[test]
     fn escapes_of_every_kind_are_undone_and_known_by_their_place() {
         let cases: [(&str, &str); 9] = [
@@ -189,13 +217,25 @@ mod tests {
             ("&", "&"),
         ];
         for (text, expected) in cases {
-            let plain = Plain::of(text.as_bytes());
+            let plain = plain(text);
             assert_eq!(String::from_utf8_lossy(&plain.bytes), expected, "{text}");
         }
-        let plain = Plain::of(b"xx %2541 y");
-        assert_eq!(plain.bytes, b"xxAy");
+        let plain = plain("xx %2541 y");
+        assert_eq!(*plain.bytes, b"xxAy");
         assert_eq!(plain.origin(2..3), 3..8);
         assert_eq!(plain.origin(0..0), 0..0);
+    }
+
+    #[test]
+    fn a_value_is_undone_as_deep_as_it_looks_escaped() {
+        let undone = |value: &str| {
+            let (bytes, deep) = undone(value);
+            (String::from_utf8(bytes.to_vec()).unwrap(), deep)
+        };
+        assert_eq!(undone("plain/value=="), ("plain/value==".into(), 1));
+        assert_eq!(undone("p%40ss"), ("p@ss".into(), 1));
+        assert_eq!(undone("CORP\\reader"), ("CORPeader".into(), 1));
+        assert_eq!(undone("p%2540ss"), ("p@ss".into(), 2));
     }
 
     #[test]

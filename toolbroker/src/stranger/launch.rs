@@ -33,7 +33,10 @@ use rustix::process::{
     DumpableBehavior, Gid, Pid, Resource, Rlimit, Signal, Uid, WaitOptions, WaitStatus,
     set_dumpable_behavior, set_parent_process_death_signal, setrlimit,
 };
-use rustix::thread::UnshareFlags;
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, UnshareFlags, remove_capability_from_bounding_set,
+    set_capabilities,
+};
 use serde::{Deserialize, Serialize};
 
 use super::sys;
@@ -283,14 +286,23 @@ fn restrict(order: &Order) -> Result<(), Failure> {
         }
     }
     landlock(order).map_err(|error| failed("Landlock")(io::Error::other(error)))?;
-    if order.namespaces == Namespaces::User {
-        let none = rustix::thread::CapabilitySet::empty();
-        let none =
-            rustix::thread::CapabilitySets { effective: none, permitted: none, inheritable: none };
-        rustix::thread::set_capabilities(None, none).map_err(failed("giving up capabilities"))?;
-    }
+    give_up_capabilities().map_err(failed("giving up capabilities"))?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("not dumpable"))?;
     filter::install(filter::Whose::Server).map_err(failed("the system call filter"))
+}
+
+/// Gives up what becoming another user did not take: all of it, where there is
+/// no other user to become. What the process executes has none either, since
+/// `no_new_privs` is set.
+fn give_up_capabilities() -> rustix::io::Result<()> {
+    for one in CapabilitySet::all() {
+        // Of one that the kernel does not know there is nothing to remove, and
+        // whoever may not remove any does not need to.
+        let _ = remove_capability_from_bounding_set(one);
+    }
+    let none = CapabilitySet::empty();
+    let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
+    set_capabilities(None, none)
 }
 
 /// Reads what its tree shows, and writes what is granted, its home and its

@@ -9,7 +9,7 @@
 //! effect, code, times. There is no place in it for arguments, results or
 //! reasons, so none can come to a collector, whatever is logged; and what was
 //! refused for not being granted is told without its tool, whose name the
-//! program chose.
+//! program chose, as callers choose those of the tools that they host.
 //!
 //! A collector is a stranger that may be slow, gone or wrong. Telling a span
 //! never waits: what does not fit into the queue is dropped and counted.
@@ -78,7 +78,7 @@ pub struct CallSpan {
     /// Its number in the run.
     pub call: u32,
     /// The tool; `None` if the grant names none of that name.
-    pub tool: Option<ToolName>,
+    pub tool: Option<CalledTool>,
     /// What the operator says it does; `None` if it was refused before that
     /// was looked up.
     pub effect: Option<Effect>,
@@ -92,6 +92,39 @@ pub struct CallSpan {
     pub took: Duration,
     /// What it passed.
     pub steps: Steps,
+}
+
+/// A tool as it is told and counted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CalledTool {
+    /// One of the configuration's.
+    Named(ToolName),
+    /// One that the caller hosts. Its name is the caller's, of which there would be
+    /// as many as callers please.
+    Hosted,
+}
+
+impl CalledTool {
+    /// What stands for every server and tool of callers. No server has such a name.
+    const HOSTED: &str = "(hosted)";
+
+    /// Its name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        match self {
+            Self::Named(tool) => tool.as_str(),
+            Self::Hosted => Self::HOSTED,
+        }
+    }
+
+    /// Its server's.
+    #[must_use]
+    pub fn server(&self) -> &str {
+        match self {
+            Self::Named(tool) => tool.server(),
+            Self::Hosted => Self::HOSTED,
+        }
+    }
 }
 
 /// The steps of a call that it came to, each since its arrival.

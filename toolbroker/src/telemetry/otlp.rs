@@ -88,7 +88,9 @@ fn of_call(span: &CallSpan) -> Value {
         "traceId": run.to_string(),
         "spanId": span_id(run, Some(*call)),
         "parentSpanId": span_id(run, None),
-        "name": tool.as_ref().map_or("execute_tool".to_owned(), |it| format!("execute_tool {it}")),
+        "name": tool
+            .as_ref()
+            .map_or("execute_tool".to_owned(), |it| format!("execute_tool {}", it.as_str())),
         "kind": INTERNAL,
         "startTimeUnixNano": began.to_string(),
         "endTimeUnixNano": ended_unix_ns.to_string(),
@@ -138,13 +140,14 @@ fn nanoseconds(time: Duration) -> u64 {
 mod tests {
     use super::*;
     use crate::journal::Close;
+    use crate::telemetry::CalledTool;
     use forge_protocol::name::ToolName;
 
     fn call() -> CallSpan {
         CallSpan {
             run: RunId([0xAB; 16]),
             call: 7,
-            tool: Some(ToolName::parse("shop.find").unwrap()),
+            tool: Some(CalledTool::Named(ToolName::parse("shop.find").unwrap())),
             effect: Some(Effect::Read),
             code: None,
             redacted: false,
@@ -234,6 +237,15 @@ mod tests {
         let attributes = failed["attributes"].to_string();
         assert!(attributes.contains("\"error.type\""), "{attributes}");
         assert!(!attributes.contains("gen_ai.tool.name"), "{attributes}");
+    }
+
+    #[test]
+    fn every_tool_that_a_caller_hosts_has_one_name() {
+        let hosted = written(Span::Call(CallSpan { tool: Some(CalledTool::Hosted), ..call() }));
+        assert_eq!(hosted["name"], "execute_tool (hosted)");
+        let name = json!({"key": "gen_ai.tool.name", "value": {"stringValue": "(hosted)"}});
+        assert!(hosted["attributes"].as_array().unwrap().contains(&name), "{hosted:#}");
+        assert!(!forge_protocol::name::is_server_name(CalledTool::Hosted.server()));
     }
 
     #[test]

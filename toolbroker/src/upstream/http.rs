@@ -18,6 +18,7 @@ use std::time::Duration;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{RequestBuilder, Response, StatusCode};
 
+use super::CallEnd;
 use super::oauth::{OAuth, TokenError};
 use super::scrubs::Scrubs;
 use crate::config::Endpoint;
@@ -147,12 +148,17 @@ pub(crate) enum SendError {
 }
 
 impl SendError {
-    /// Whether the server surely saw nothing of the request.
-    pub(crate) fn is_unsent(&self) -> bool {
-        match self {
-            Self::Token(_) => true,
-            Self::Http(error) => error.is_connect() || error.is_builder(),
-        }
+    /// The end of a call of which the server surely saw nothing, as a program is
+    /// told: why is the operator's to know.
+    pub(crate) fn unsent(&self) -> Option<CallEnd> {
+        let (name, message) = match self {
+            Self::Token(_) => ("Unauthorized", "there is no access token for the server"),
+            Self::Http(error) if error.is_connect() || error.is_builder() => {
+                ("Unreachable", "the server cannot be reached")
+            }
+            Self::Http(_) => return None,
+        };
+        Some(CallEnd::failed(name, message))
     }
 }
 

@@ -21,7 +21,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::AbortHandle;
 
 use super::stdio::answers;
-use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable};
+use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable, is_same};
 
 /// What may wait to be written, in bytes: a server that takes nothing gets no
 /// more requests.
@@ -235,9 +235,9 @@ impl<R: AsyncRead + Unpin> Lines<R> {
         }
     }
 
-    /// Nobody waits for an answer to `asked` any more.
-    pub(super) fn forget(&mut self, asked: &RequestId) {
-        self.asked.retain(|it| it != asked);
+    /// Nobody waits for an answer with this id any more.
+    pub(super) fn forget(&mut self, id: &RequestId) {
+        self.asked.retain(|asked| !is_same(id, asked));
     }
 
     /// Of an error that names no request, the only one there is, if the error says
@@ -420,6 +420,17 @@ mod tests {
             let Some(JsonRpcMessage::Error(error)) = lines.receive().await else { panic!() };
             assert_eq!(error.id, ended.map(RequestId::Number));
         }
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_gives_its_number_back_as_a_text_is_waited_for_no_more() {
+        let said = "{\"jsonrpc\":\"2.0\",\"id\":\"7\",\"result\":{}}\n";
+        let mut lines = Lines::new("x", said.as_bytes(), tokio::io::sink());
+        for id in [7, 8] {
+            lines.send(call(id, "")).await.unwrap();
+        }
+        lines.receive().await.unwrap();
+        assert_eq!(lines.asked, [RequestId::Number(8)]);
     }
 
     #[tokio::test]

@@ -10,6 +10,7 @@
 //! and it is read here, tool by tool and block by block: one that is none costs
 //! no other.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError, Weak};
@@ -19,7 +20,7 @@ use rmcp::model::{
     CallToolRequest, CallToolRequestParams, CallToolResult, CancelledNotificationParam,
     ClientCapabilities, ClientConfig, ClientRequest, ContentBlock, CustomResult, Implementation,
     JsonObject, ListToolsRequest, ListToolsResult, PaginatedRequestParams, ProtocolVersion,
-    ReadResourceRequestParams, ReadResourceResponse, RequestId, RequestMetaObject, ServerResult,
+    ReadResourceRequest, ReadResourceRequestParams, RequestId, RequestMetaObject, ServerResult,
     SubscriptionFilter,
 };
 use rmcp::service::{ClientInitializeError, PeerRequestOptions, RunningService, ServiceError};
@@ -32,7 +33,6 @@ use tokio::time::{Instant, timeout};
 
 use super::breaker::Breaker;
 use super::declined::Heard;
-use super::http::SendError;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
@@ -90,6 +90,8 @@ pub struct Session {
     tools: StdMutex<Arc<Vec<Arc<Tool>>>>,
     /// What was last said of the tools that are not among them.
     left_out: StdMutex<Vec<LeftOut>>,
+    /// The statuses of refusals that the operator was told of.
+    refused: StdMutex<BTreeSet<u16>>,
     /// How many changes the server had announced when its tools were listed.
     listed_at_change: AtomicU64,
     /// Set before a caller hears that its call was lost, so that its next one
@@ -131,6 +133,7 @@ impl Session {
             upstream: Arc::downgrade(upstream),
             tools: StdMutex::default(),
             left_out: StdMutex::default(),
+            refused: StdMutex::default(),
             listed_at_change: AtomicU64::new(0),
             lost: AtomicBool::new(false),
             since: Instant::now(),
@@ -398,7 +401,12 @@ impl Session {
     }
 
     async fn attempt(&self, tool: &Tool, params: CallToolRequestParams) -> Attempt {
-        let outcome = self.call_once(tool, params).await;
+        self.ended(self.call_once(tool, params).await)
+    }
+
+    /// What a request came to, whatever was asked: one that was refused was not
+    /// carried out, and of one that was lost nothing is known.
+    fn ended(&self, outcome: Result<CallEnd, ServiceError>) -> Attempt {
         let fault = match outcome {
             Ok(end) => {
                 self.breaker.answered();
@@ -417,21 +425,28 @@ impl Session {
             return Attempt::Ended(self.failed("it was lost before it answered".into()));
         };
         let why = self.scrubs.text(&streamable::fault_text(&fault));
-        let refused = |name: &str| Attempt::Ended(CallEnd::failed(name, &why));
-        match (&*fault, streamable::status_of(&fault)) {
-            (Fault::SessionExpired, _) => Attempt::SessionGone,
-            // A request that was refused was not carried out.
-            (_, Some(300..=499)) => refused("Refused"),
-            (Fault::Client(ExchangeError::Send(error)), _) if error.is_unsent() => {
-                let _ = self.failed(why.clone());
-                refused(match error {
-                    SendError::Token(_) => "Unauthorized",
-                    SendError::Http(_) => "Unreachable",
-                })
+        Attempt::Ended(match (&*fault, streamable::status_of(&fault)) {
+            (Fault::SessionExpired, _) => return Attempt::SessionGone,
+            (_, Some(status @ 300..=499)) => {
+                let told = self.scrubs.text(&streamable::refusal_text(&fault, status));
+                // Once: how often a program is refused is its own choice.
+                if told != why && self.is_first(status) {
+                    tracing::warn!(server = self.server, reason = ?why, "refused by a tool server");
+                }
+                CallEnd::failed("Refused", &told)
+            }
+            (Fault::Client(ExchangeError::Send(error)), _) if let Some(end) = error.unsent() => {
+                let _ = self.failed(why);
+                end
             }
             // What a server does that answers otherwise is not known.
-            _ => Attempt::Ended(self.failed(why)),
-        }
+            _ => self.failed(why),
+        })
+    }
+
+    /// Whether this session was never refused with this status before.
+    fn is_first(&self, status: u16) -> bool {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner).insert(status)
     }
 
     /// Takes note of a failure of the server, once for each session.
@@ -469,38 +484,36 @@ impl Session {
                 failed("the tool answers with a task: not supported")
             }
             Ok(_) => CallEnd::Unusable(Unusable::NoResult),
-            Err(ServiceError::McpError(error)) if let Some(why) = Unusable::of(&error) => {
-                CallEnd::Unusable(why)
-            }
-            Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
-                "error": error.message,
-                "code": error.code.0,
-                "data": error.data,
-            })),
-            Err(error) => return Err(error),
+            Err(error) => return answered_error(error),
         })
     }
 
-    /// Reads one of its resources: its contents as a JSON list.
+    /// Reads one of its resources: its contents as a JSON list. It is not asked
+    /// again in a new session; the next read is.
     pub(super) async fn read_resource(&self, uri: &str) -> CallEnd {
-        let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
-        let asked = self.service.read_resource_once(ReadResourceRequestParams::new(uri));
-        match self.answered(asked).await {
-            Ok(ReadResourceResponse::Complete(result)) => {
-                CallEnd::Answered(serde_json::to_value(&result.contents).unwrap_or(Value::Null))
+        match self.ended(self.read_once(uri).await) {
+            Attempt::Ended(end) => end,
+            Attempt::SessionGone => {
+                self.lose();
+                CallEnd::failed("SessionLost", "the session ended")
             }
-            Ok(_) => failed("the resource asks its reader for input, and a run has none"),
-            Err(ServiceError::McpError(error)) if let Some(why) = Unusable::of(&error) => {
-                CallEnd::Unusable(why)
+        }
+    }
+
+    /// Sent as it is: what the library offers for this answers from a cache.
+    async fn read_once(&self, uri: &str) -> Result<CallEnd, ServiceError> {
+        let request = ReadResourceRequest::new(ReadResourceRequestParams::new(uri));
+        match self.asked(ClientRequest::ReadResourceRequest(request)).await {
+            Ok(ServerResult::ReadResourceResult(result)) => {
+                let contents = serde_json::to_value(&result.contents).unwrap_or(Value::Null);
+                Ok(CallEnd::Answered(contents))
             }
-            Err(ServiceError::McpError(error)) => CallEnd::Failed(json!({
-                "error": error.message,
-                "code": error.code.0,
-                "data": error.data,
-            })),
-            Err(ServiceError::UnexpectedResponse) => CallEnd::Unusable(Unusable::NoResource),
-            Err(ServiceError::TransportSend(error)) if let Some(end) = busy(&*error.error) => end,
-            Err(_) => self.failed("it was lost before it answered".into()),
+            Ok(ServerResult::InputRequiredResult(_)) => {
+                let text = "the resource asks its reader for input, and a run has none";
+                Ok(CallEnd::Failed(json!({ "error": text })))
+            }
+            Ok(_) => Ok(CallEnd::Unusable(Unusable::NoResource)),
+            Err(error) => answered_error(error),
         }
     }
 
@@ -510,6 +523,21 @@ impl Session {
             Line::Process(process) => process.stop().await,
             Line::Http(http) => http.ended().await,
         }
+    }
+}
+
+/// The end of a request that was answered with an error. Any other is handed back.
+fn answered_error(error: ServiceError) -> Result<CallEnd, ServiceError> {
+    match error {
+        ServiceError::McpError(error) => Ok(match Unusable::of(&error) {
+            Some(why) => CallEnd::Unusable(why),
+            None => CallEnd::Failed(json!({
+                "error": error.message,
+                "code": error.code.0,
+                "data": error.data,
+            })),
+        }),
+        error => Err(error),
     }
 }
 

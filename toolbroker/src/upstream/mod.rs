@@ -55,7 +55,7 @@ use forge_protocol::name::ToolName;
 use rmcp::model::{JsonObject, ProtocolVersion};
 use rmcp::service::RunningService;
 use rmcp::transport::Transport;
-use rmcp::{ClientLifecycleMode, ClientServiceExt as _, RoleClient};
+use rmcp::{ClientCacheConfig, ClientLifecycleMode, ClientServiceExt as _, RoleClient};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -472,7 +472,12 @@ impl Upstream {
         let transport = Declined::new(transport, handler.heard());
         let served = handler.serve_with_lifecycle(transport, lifecycle);
         match timeout_at(until, served).await {
-            Ok(Ok(service)) => Ok(service),
+            Ok(Ok(service)) => {
+                // On unless it is refused: whatever a server said would be kept, and
+                // said again in its place once it does not answer.
+                service.set_response_cache_config(ClientCacheConfig::disabled()).await;
+                Ok(service)
+            }
             Ok(Err(error)) => Err(start_error(&error)),
             Err(_) => Err(not_in_time()),
         }

@@ -336,6 +336,17 @@ pub(super) fn status_of(fault: &Fault) -> Option<u16> {
     }
 }
 
+/// A refusal as a program is told: what to do about a credential or an address is
+/// the operator's to know.
+pub(super) fn refusal_text(fault: &Fault, status: u16) -> String {
+    match fault {
+        Fault::HttpStatus(HttpStatusError { retry_after: Some(when), .. }) => {
+            format!("it answers {status}, to be asked again after: {}", when.escape_debug())
+        }
+        _ => format!("it answers {status}"),
+    }
+}
+
 /// A fault in words, without the address.
 pub(super) fn fault_text(fault: &Fault) -> String {
     match status_of(fault) {
@@ -346,12 +357,7 @@ pub(super) fn fault_text(fault: &Fault) -> String {
         Some(status @ 300..=399) => {
             format!("it answers {status}, a redirect; none is followed: configure its target")
         }
-        Some(status) => match fault {
-            Fault::HttpStatus(HttpStatusError { retry_after: Some(when), .. }) => {
-                format!("it answers {status}, to be asked again after: {}", when.escape_debug())
-            }
-            _ => format!("it answers {status}"),
-        },
+        Some(status) => refusal_text(fault, status),
         None => match fault {
             Fault::Client(error) => error.to_string(),
             other => other.to_string(),

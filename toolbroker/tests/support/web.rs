@@ -151,6 +151,9 @@ pub struct Inner {
     pub endless_list: bool,
     /// Statuses that the next calls are answered with.
     pub refuse: Vec<u16>,
+    /// What the next reads of resources are answered with: a status, and the
+    /// result if it is 200.
+    pub resources: Vec<(u16, Value)>,
     /// Where redirects lead.
     pub elsewhere: String,
     sessions: BTreeSet<String>,
@@ -170,6 +173,7 @@ impl Mcp {
             token: None,
             endless_list: false,
             refuse: Vec::new(),
+            resources: Vec::new(),
             elsewhere: String::new(),
             sessions: BTreeSet::new(),
             next_session: 0,
@@ -376,8 +380,18 @@ async fn handle(
             reply(&id, result)
         }
         "tools/call" => call(&mcp, era, &id, &seen).await,
-        // What is no resource.
-        "resources/read" => reply(&id, json!({"contents": "none"})),
+        "resources/read" => {
+            let mut inner = mcp.get();
+            // What is no resource.
+            let mut answer = (200, json!({"contents": "none"}));
+            if !inner.resources.is_empty() {
+                answer = inner.resources.remove(0);
+            }
+            match answer {
+                (200, result) => reply(&id, result),
+                (status, _) => StatusCode::from_u16(status).unwrap().into_response(),
+            }
+        }
         // What is no request: a notification, or an answer.
         _ if id.is_null() || rpc.is_empty() => StatusCode::ACCEPTED.into_response(),
         _ => failure(StatusCode::OK, &id, -32601, "no such method"),

@@ -249,6 +249,7 @@ mod tests {
             run: forge_protocol::RunId([0; 16]),
             session: None,
             deadline: tokio::time::Instant::now() + Duration::from_secs(60),
+            grant: crate::grant::tests::granting_nothing(),
         };
         let calling = files.carry_out(&caller, slow, arguments.clone());
         let given_up = tokio::time::timeout(soon, calling).await;
