@@ -1,6 +1,6 @@
 //! Code that wasmi translates wrongly, spelled otherwise.
 //!
-//! Two kinds of it, both of wasmi 2.0.0, and no configuration turns either off.
+//! Three kinds of it, all of wasmi 2.0.0, and no configuration turns any off.
 //! When wasmi does one right, what is here of it goes; `tests/computes.rs` says when.
 //!
 //! **Comparisons before a `select`.** wasmi drops a comparison with zero if it is what
@@ -41,6 +41,11 @@
 //! is read too late, or from a place that nothing was written to. Here an empty block
 //! goes before each block, loop or condition with parameters: it makes values of all.
 //! Compilers hardly ever emit parameters of blocks.
+//!
+//! **Stores of an address at itself.** wasmi panics at a store of an integer with an
+//! offset of 65,536 or more, if address and value are the same local variable and that
+//! is in a register: it has no instruction for that (`choose_store_op_vt`). An empty
+//! block before such a store makes values of the two.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -59,8 +64,18 @@ mod op {
     pub(super) const SELECT_TYPED: u8 = 0x1c;
     pub(super) const I32_EQZ: u8 = 0x45;
     pub(super) const I32_NE: u8 = 0x47;
+    pub(super) const I32_STORE: u8 = 0x36;
+    pub(super) const I64_STORE32: u8 = 0x3e;
+    pub(super) const I32_WRAP_I64: u8 = 0xa7;
+    pub(super) const I64_EXTEND_I32_U: u8 = 0xad;
     /// The type of a block without values.
     pub(super) const EMPTY: u8 = 0x40;
+
+    /// Whether an instruction with this opcode is a load, a constant or of numbers, and
+    /// leaves one value of its own.
+    pub(super) fn computes(opcode: u8) -> bool {
+        matches!(opcode, 0x28..=0x35 | 0x41..=0xc4)
+    }
 
     /// Whether wasmi makes something of an instruction with this opcode whatever its
     /// operands are: calls, `global.set`, loads and stores, `memory.grow`.
@@ -166,6 +181,49 @@ fn may_compare(bytes: &[u8]) -> bool {
     bytes.iter().any(selects) && bytes.iter().any(compares)
 }
 
+/// The largest offset with which wasmi can store a register at itself.
+const NEAR_OFFSET_MAX: u64 = 0xffff;
+
+/// Whether these bytes may have a store with a larger one: it has three bytes, and the
+/// alignment before it is of 8 bytes at most.
+fn may_store_far(bytes: &[u8]) -> bool {
+    let far = |it: &[u8]| {
+        matches!(it, [op::I32_STORE..=op::I64_STORE32, 0..=3, 0x80..=0xff, 0x80..=0xff])
+    };
+    bytes.windows(4).any(far)
+}
+
+/// What an instruction left on top.
+#[derive(Clone, Copy, PartialEq)]
+enum Left {
+    Local(u32),
+    Other,
+    /// What is there may be from before it.
+    Unknown,
+}
+
+impl Left {
+    fn by(operator: &Operator<'_>, opcode: u8) -> Self {
+        match operator {
+            Operator::LocalGet { local_index } | Operator::LocalTee { local_index } => {
+                Self::Local(*local_index)
+            }
+            _ if op::computes(opcode) => Self::Other,
+            _ => Self::Unknown,
+        }
+    }
+
+    /// Whether a value of this is stored at the same, where `address` is what the
+    /// instruction before left.
+    fn may_be_at_itself(self, address: Self) -> bool {
+        match (self, address) {
+            (Self::Local(value), Self::Local(address)) => value == address,
+            (Self::Local(_), Self::Unknown) => true,
+            _ => false,
+        }
+    }
+}
+
 /// What of a function is to be spelled otherwise, in order. Its operators are read
 /// one by one only where its bytes may have some of it.
 fn others(
@@ -174,15 +232,18 @@ fn others(
 ) -> Result<Vec<Other>, BinaryReaderError> {
     let mut found = Vec::new();
     let (bytes, start) = (body.as_bytes(), body.range().start);
-    if !may_compare(bytes) && !bytes.windows(2).any(|pair| with_parameters.may_begin(pair)) {
+    let may_begin = |pair: &[u8]| with_parameters.may_begin(pair);
+    if !may_compare(bytes) && !may_store_far(bytes) && !bytes.windows(2).any(may_begin) {
         return Ok(found);
     }
     // Comparisons after which wasmi may not have emitted anything, and whether the last
     // is what the next instruction takes.
     let (mut compared, mut is_taken) = (Vec::new(), false);
+    let (mut address, mut value) = (Left::Unknown, Left::Unknown);
     let mut operators = body.get_operators_reader()?;
     while !operators.eof() {
         let (operator, at) = operators.read_with_offset()?;
+        let opcode = bytes[at - start];
         let was_compared = core::mem::take(&mut is_taken);
         let mut compares = |bytes| {
             compared.push(Other { range: at..at + 1, bytes });
@@ -204,9 +265,25 @@ fn others(
             {
                 found.push(Other { range: at..at, bytes: EMPTY_BLOCK });
             }
-            _ if op::is_emitted(bytes[at - start]) => compared.clear(),
+            Operator::I32Store { memarg }
+            | Operator::I32Store8 { memarg }
+            | Operator::I32Store16 { memarg }
+            | Operator::I64Store { memarg }
+            | Operator::I64Store8 { memarg }
+            | Operator::I64Store16 { memarg }
+            | Operator::I64Store32 { memarg }
+                if memarg.offset > NEAR_OFFSET_MAX && value.may_be_at_itself(address) =>
+            {
+                compared.clear();
+                found.push(Other { range: at..at, bytes: EMPTY_BLOCK });
+            }
+            _ if op::is_emitted(opcode) => compared.clear(),
             // Whatever else may be computed ahead, and leave the comparison last.
             _ => {}
+        }
+        // These two leave a register as it is.
+        if !matches!(opcode, op::I32_WRAP_I64 | op::I64_EXTEND_I32_U) {
+            (address, value) = (value, Left::by(&operator, opcode));
         }
     }
     found.sort_unstable_by_key(|other| other.range.start);
@@ -327,5 +404,36 @@ mod tests {
             respelled(&module("i32.eqz", "")).unwrap().unwrap(),
             module("i32.const 1 i32.lt_u", "block end")
         );
+    }
+
+    #[test]
+    fn an_empty_block_goes_before_a_far_store_of_what_may_be_its_address() {
+        let module = |before: &str, block: &str, store: &str| {
+            bytes(&format!(
+                "(module (memory 3) (func (param i32 i32) (local.get 0) {before}
+                    (local.get 0) {block} {store}))"
+            ))
+        };
+        let far = "i32.store16 offset=70000";
+        for before in ["", "nop", "(global.set 0 (i32.const 1))"] {
+            let module = |block| {
+                let global = "(memory 3) (global (mut i32) (i32.const 0))";
+                let text = format!(
+                    "(module {global} (func (param i32 i32) (local.get 0) {before}
+                        (local.get 0) {block} {far}))"
+                );
+                bytes(&text)
+            };
+            assert_eq!(respelled(&module("")).unwrap().unwrap(), module("block end"), "{before}");
+        }
+        // Another address, or near, or a register of its own.
+        for (before, store) in [
+            ("drop (local.get 1)", far),
+            ("(i32.const 4) i32.add", far),
+            ("", "i32.store offset=65535"),
+            ("i32.clz", far),
+        ] {
+            assert_eq!(respelled(&module(before, "", store)).unwrap(), None, "{before} {store}");
+        }
     }
 }

@@ -97,6 +97,33 @@ fn a_select_by_a_comparison_with_zero_picks_what_a_condition_by_it_picks() {
     }
 }
 
+#[test]
+fn a_variable_is_stored_at_its_own_address_however_far_the_offset() {
+    for (store, load) in [
+        ("i32.store", "i32.load"),
+        ("i32.store8", "i32.load8_u"),
+        ("i32.store16", "i32.load16_u"),
+        ("i64.extend_i32_u i64.store", "i32.load"),
+        ("i64.extend_i32_u i64.store32", "i32.load"),
+    ] {
+        for offset in [0, 65_535, 65_536, 70_000, 1_000_000] {
+            for between in ["", "nop", "i32.const 7 drop", "local.get $y global.set 0"] {
+                let module = format!(
+                    "(module (memory (export \"memory\") 20) (global (mut i32) (i32.const 0))
+                    (func $f (param $x i32) (param $y i32) (result i32)
+                        local.get $x i32.const 255 i32.and local.tee $x {between}
+                        local.get $x {store} offset={offset}
+                        i32.const 200 {load} offset={offset})
+                    (func (export \"forge_run\") (result i32)
+                        (i32.ne (call $f (i32.const 456) (i32.const 1)) (i32.const 200))))"
+                );
+                let report = Run::of(&module).go();
+                assert_eq!(report.ending(), &Ending::Returned(0), "{module}");
+            }
+        }
+    }
+}
+
 /// Numbers from a seed (Marsaglia, Xorshift RNGs). Its copy draws the same.
 #[derive(Clone)]
 struct Draw(u64);
