@@ -55,6 +55,8 @@ use wasmparser::{
     TypeSectionReader,
 };
 
+use crate::shape::{ShapeError, within};
+
 /// Opcodes (WebAssembly core specification, 5.4).
 mod op {
     pub(super) const BLOCK: u8 = 0x02;
@@ -92,6 +94,11 @@ const EQ: &[u8] = &[0x73, 0x41, 1, 0x49];
 const NE: &[u8] = &[0x73, 0x41, 1, 0x4f];
 const EMPTY_BLOCK: &[u8] = &[op::BLOCK, op::EMPTY, op::END];
 
+/// Instructions of a module that are spelled otherwise. Each takes 32 bytes here and up
+/// to three more in the module, so that a few megabytes of nothing else would fill a
+/// guest's heap; compilers emit one in some hundred bytes, or none.
+const OTHERS_MAX: u32 = 50_000;
+
 /// Bytes of a module, and what they become.
 struct Other {
     range: Range<usize>,
@@ -101,20 +108,22 @@ struct Other {
 /// The module with such code spelled otherwise; `None` if it has none.
 ///
 /// # Errors
-/// The module does not parse.
-pub(crate) fn respelled(module: &[u8]) -> Result<Option<Vec<u8>>, BinaryReaderError> {
+/// The module does not parse, or has more of it than it may.
+pub(crate) fn respelled(module: &[u8]) -> Result<Option<Vec<u8>>, ShapeError> {
     let mut before = 0;
     let mut with_parameters = WithParameters::default();
     // The section of code with its header, how many functions it has, and these.
     let mut code = None;
-    let mut bodies: Vec<(Range<usize>, Vec<Other>)> = Vec::new();
+    let mut bodies = Vec::new();
+    let mut found = Vec::new();
     for payload in Parser::new(0).parse_all(module) {
         match payload? {
             Payload::CodeSectionStart { count, range, .. } => {
                 code = Some((before..range.end, count));
             }
             Payload::CodeSectionEntry(body) => {
-                bodies.push((body.range(), others(&body, &with_parameters)?));
+                bodies.push(body.range());
+                find(&body, &with_parameters, &mut found)?;
             }
             Payload::TypeSection(types) => {
                 before = types.range().end;
@@ -125,13 +134,16 @@ pub(crate) fn respelled(module: &[u8]) -> Result<Option<Vec<u8>>, BinaryReaderEr
         }
     }
     let Some((section, count)) = code else { return Ok(None) };
-    if bodies.iter().all(|(_, others)| others.is_empty()) {
+    if found.is_empty() {
         return Ok(None);
     }
     let mut code = Vec::with_capacity(section.len());
     leb(&mut code, count as usize);
-    for (body, others) in &bodies {
-        spell(&mut code, module, body.clone(), others);
+    let mut rest = &found[..];
+    for body in bodies {
+        let (these, after) = rest.split_at(rest.partition_point(|it| it.range.start < body.end));
+        rest = after;
+        spell(&mut code, module, body, these);
     }
     let mut spelled = Vec::with_capacity(module.len() - section.len() + code.len() + 6);
     spelled.extend_from_slice(&module[..section.start]);
@@ -224,17 +236,18 @@ impl Left {
     }
 }
 
-/// What of a function is to be spelled otherwise, in order. Its operators are read
+/// Adds what of a function is to be spelled otherwise, in order. Its operators are read
 /// one by one only where its bytes may have some of it.
-fn others(
+fn find(
     body: &FunctionBody<'_>,
     with_parameters: &WithParameters,
-) -> Result<Vec<Other>, BinaryReaderError> {
-    let mut found = Vec::new();
+    found: &mut Vec<Other>,
+) -> Result<(), ShapeError> {
+    let before = found.len();
     let (bytes, start) = (body.as_bytes(), body.range().start);
     let may_begin = |pair: &[u8]| with_parameters.may_begin(pair);
     if !may_compare(bytes) && !may_store_far(bytes) && !bytes.windows(2).any(may_begin) {
-        return Ok(found);
+        return Ok(());
     }
     // Comparisons after which wasmi may not have emitted anything, and whether the last
     // is what the next instruction takes.
@@ -246,6 +259,10 @@ fn others(
         let opcode = bytes[at - start];
         let was_compared = core::mem::take(&mut is_taken);
         let mut compares = |bytes| {
+            if was_compared {
+                // Emitted after it, or both of them are computed ahead.
+                compared.pop();
+            }
             compared.push(Other { range: at..at + 1, bytes });
             is_taken = true;
         };
@@ -285,9 +302,14 @@ fn others(
         if !matches!(opcode, op::I32_WRAP_I64 | op::I64_EXTEND_I32_U) {
             (address, value) = (value, Left::by(&operator, opcode));
         }
+        within(
+            "instructions to spell otherwise",
+            (found.len() + compared.len()) as u64,
+            OTHERS_MAX,
+        )?;
     }
-    found.sort_unstable_by_key(|other| other.range.start);
-    Ok(found)
+    found[before..].sort_unstable_by_key(|other| other.range.start);
+    Ok(())
 }
 
 /// Writes a function's body with its length before it.
@@ -435,5 +457,28 @@ mod tests {
         ] {
             assert_eq!(respelled(&module(before, "", store)).unwrap(), None, "{before} {store}");
         }
+    }
+
+    #[test]
+    fn more_of_it_than_a_heap_has_room_for_is_refused() {
+        let module = |piece: &str, count: u32| {
+            let pieces = piece.repeat(count as usize);
+            bytes(&format!(
+                "(module (func (param i32) {pieces} (drop (select {}))))",
+                "(i32.const 1) (i32.const 2) (local.get 0)"
+            ))
+        };
+        // Compared and dropped, with a select at the end; and with one each.
+        let drops = "(drop (i32.eqz (local.get 0)))";
+        let selects = "(drop (select (i32.const 1) (i32.const 2) (i32.eqz (local.get 0))))";
+        for piece in [drops, selects] {
+            assert!(respelled(&module(piece, OTHERS_MAX)).unwrap().is_some());
+            let refused = respelled(&module(piece, OTHERS_MAX + 1)).unwrap_err();
+            assert!(matches!(refused, ShapeError::Over(_)), "{refused}");
+        }
+        // One after another is one.
+        let chain = format!("(drop (local.get 0 {}))", "i32.eqz ".repeat(200_000));
+        let chain = chain.replace("(local.get 0 ", "(block (result i32) local.get 0 ");
+        assert!(respelled(&module(&chain, 1)).unwrap().is_some());
     }
 }

@@ -159,14 +159,12 @@ pub(crate) fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
 /// Holds bytes that the caller trusts to the bounds; gives them back if they have
 /// to be [`respelled`](mod@respelled).
 fn bounded_trusted(module: &[u8]) -> Result<Option<Vec<u8>>, Ending> {
-    let malformed = |error| rejected(RejectKind::Invalid, alloc::format!("{error}"));
-    shape::check(module).map_err(|error| match error {
+    shape::check(module).and_then(|()| respelled::respelled(module)).map_err(|error| match error {
         ShapeError::Over(over) => {
             rejected(RejectKind::TooLarge, alloc::format!("the module's {over}"))
         }
-        ShapeError::Malformed(error) => malformed(error),
-    })?;
-    respelled::respelled(module).map_err(malformed)
+        ShapeError::Malformed(error) => rejected(RejectKind::Invalid, alloc::format!("{error}")),
+    })
 }
 
 /// Compiles and admits bytes that are bounded.
