@@ -230,7 +230,7 @@ impl Left {
     fn may_be_at_itself(self, address: Self) -> bool {
         match (self, address) {
             (Self::Local(value), Self::Local(address)) => value == address,
-            (Self::Local(_), Self::Unknown) => true,
+            (Self::Local(_), Self::Unknown) | (Self::Unknown, _) => true,
             _ => false,
         }
     }

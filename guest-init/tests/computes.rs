@@ -107,12 +107,20 @@ fn a_variable_is_stored_at_its_own_address_however_far_the_offset() {
         ("i64.extend_i32_u i64.store32", "i32.load"),
     ] {
         for offset in [0, 65_535, 65_536, 70_000, 1_000_000] {
-            for between in ["", "nop", "i32.const 7 drop", "local.get $y global.set 0"] {
+            for (between, after) in [
+                ("", ""),
+                ("nop", ""),
+                ("i32.const 7 drop", ""),
+                ("local.get $y global.set 0", ""),
+                ("", "nop"),
+                ("", "i32.const 7 drop"),
+                ("", "local.get $y i32.const 1 select"),
+            ] {
                 let module = format!(
                     "(module (memory (export \"memory\") 20) (global (mut i32) (i32.const 0))
                     (func $f (param $x i32) (param $y i32) (result i32)
                         local.get $x i32.const 255 i32.and local.tee $x {between}
-                        local.get $x {store} offset={offset}
+                        local.get $x {after} {store} offset={offset}
                         i32.const 200 {load} offset={offset})
                     (func (export \"forge_run\") (result i32)
                         (i32.ne (call $f (i32.const 456) (i32.const 1)) (i32.const 200))))"

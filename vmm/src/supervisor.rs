@@ -365,11 +365,7 @@ impl Supervisor {
         };
         let (mut unknown, mut untold) = (None, None);
         if let Some(Opened { broker, link }) = &opened {
-            if is_told {
-                // The run is over, whoever still has an end of its link: a worker
-                // that was taken over has.
-                let _ = link.shutdown(Shutdown::Both);
-            } else {
+            if !is_told {
                 // Its tools hear of it. A broker that is lost tells nobody.
                 match broker.cancel_run(run_id) {
                     Ok(calls) => report.calls = calls,
@@ -395,6 +391,9 @@ impl Supervisor {
                 // It has no result that could be held back.
                 tracing::warn!(%error, "what a run's calls did may not be on the disk");
             }
+            // The run is over, whoever still has this end of its link: a worker that
+            // was taken over has. What was called before is read yet.
+            let _ = link.shutdown(Shutdown::Write);
         }
         drop(opened);
         let weaknesses = pool.weaknesses();

@@ -57,10 +57,10 @@ use zygote::{Unmade, Zygote};
 /// for hosts that emulate everything.
 const READY_TIME_MAX: Duration = Duration::from_secs(30);
 /// How long the filling thread waits for a VM that stands ready to load a program.
-/// The largest take 1.7 s. One may hang, and nothing else is made or ended
-/// meanwhile; a run that finds none that has it loaded has one load it in its own
-/// time.
-const PREPARE_TIME_MAX: Duration = Duration::from_secs(2);
+/// The largest take 1.7 s where little else runs. One may hang, and nothing else is
+/// made or ended meanwhile; a run that finds none that has it loaded has one load it in
+/// its own time.
+const PREPARE_TIME_MAX: Duration = Duration::from_secs(5);
 /// How long the filling thread waits after it failed.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// How often the filling thread looks for what nobody misses, and for what has

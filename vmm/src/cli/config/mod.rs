@@ -22,6 +22,7 @@ pub(crate) use service::{ServiceConfig, service};
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
@@ -277,7 +278,8 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
 /// Makes the state folder that somebody named. A broker makes it when it first
 /// writes there, and then calls have been made already.
 fn make_state(folder: &Path) -> Result<(), CliError> {
-    std::fs::create_dir_all(folder).map_err(|source| CliError::File {
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    made.map_err(|source| CliError::File {
         path: format!("the state folder {}", folder.display()),
         source: match source.kind() {
             ErrorKind::AlreadyExists => ErrorKind::NotADirectory.into(),
