@@ -19,6 +19,7 @@
 //! | `run` | one program and its run, from its arrival to its [`Ended`](forge_protocol::guest::Ended) |
 //! | [`shape`] | how large and complex a module may be, checked before wasmi |
 //! | `respelled` | code that wasmi translates wrongly, spelled otherwise |
+//! | `untranslatable` | code that wasmi translates wrongly, refused |
 //! | `admission` | imports and exports against the ABI, tools against the grant |
 //! | [`engine`] | how wasmi is configured |
 //! | `host` | what a running program has: budgets, calls, input, memory |
@@ -44,6 +45,7 @@ mod respelled;
 mod run;
 pub mod shape;
 mod trap;
+mod untranslatable;
 
 pub use link::{LinkLost, ServeError, Stream};
 

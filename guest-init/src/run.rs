@@ -22,6 +22,7 @@ use crate::link::{Link, ServeError, Stream};
 use crate::respelled;
 use crate::shape::{self, ShapeError};
 use crate::trap::{self, Stop, rejected};
+use crate::untranslatable;
 
 /// See [`crate::serve`].
 pub(crate) fn serve<S: Stream + 'static>(
@@ -159,12 +160,22 @@ pub(crate) fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
 /// Holds bytes that the caller trusts to the bounds; gives them back if they have
 /// to be [`respelled`](mod@respelled).
 fn bounded_trusted(module: &[u8]) -> Result<Option<Vec<u8>>, Ending> {
-    shape::check(module).and_then(|()| respelled::respelled(module)).map_err(|error| match error {
+    let refused = |error| match error {
         ShapeError::Over(over) => {
             rejected(RejectKind::TooLarge, alloc::format!("the module's {over}"))
         }
         ShapeError::Malformed(error) => rejected(RejectKind::Invalid, alloc::format!("{error}")),
-    })
+    };
+    shape::check(module).map_err(refused)?;
+    if let Some(at) = untranslatable::find(module) {
+        let why = "carries several values over others to labels of one height, which the \
+                   interpreter gets wrong; drop the others before it";
+        return Err(rejected(
+            RejectKind::TooLarge,
+            alloc::format!("the br_table at byte {at} of the module {why}"),
+        ));
+    }
+    respelled::respelled(module).map_err(refused)
 }
 
 /// Compiles and admits bytes that are bounded.

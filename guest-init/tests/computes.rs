@@ -9,7 +9,7 @@ mod support;
 
 use std::fmt::Write as _;
 
-use forge_protocol::ending::Ending;
+use forge_protocol::ending::{Ending, RejectKind};
 use support::Run;
 
 /// Whether `first` and `second`, bodies that leave an `i32`, do so alike for each
@@ -130,6 +130,28 @@ fn a_variable_is_stored_at_its_own_address_however_far_the_offset() {
             }
         }
     }
+}
+
+#[test]
+fn a_table_of_several_values_that_would_leave_others_is_refused_and_others_compute() {
+    let module = |below: &str| {
+        format!(
+            "(module (memory (export \"memory\") 1)
+            (func $f (param $x i32) (param $which i32) (result i32 i32)
+                block (result i32 i32)
+                    {below} local.get $x i32.const 5 local.get $which br_table 0 1
+                end)
+            (func (export \"forge_run\") (result i32)
+                (call $f (i32.const 300) (i32.const 1)) i32.sub i32.const 295 i32.ne))"
+        )
+    };
+    match Run::of(&module("i32.const 77")).go().ending() {
+        Ending::Rejected { kind: RejectKind::TooLarge, detail } => {
+            assert!(detail.contains("br_table"), "{detail}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(Run::of(&module("")).go().ending(), &Ending::Returned(0));
 }
 
 /// Numbers from a seed (Marsaglia, Xorshift RNGs). Its copy draws the same.
