@@ -28,9 +28,21 @@
 //! block of code at once, so at most `SLICE_FUEL / GROW_FUEL` and one block's
 //! growths can happen in a slice; [`crate::shape`] bounds the latter. Slices
 //! change no program's fuel.
+//!
+//! # A `table.grow` at the end of a slice
+//!
+//! wasmi 2.0.0 cannot go on after a `table.grow` that finds too little fuel for its
+//! elements: it does not note where it was (`table_grow` in `handler/exec.rs`, which has
+//! no `set_ip`), and goes on where it noted that last, with what its registers held
+//! there. [`Caps`] makes a trap of that, since wasmi asks there; memories and all other
+//! operations on tables are right.
 
 use forge_protocol::limits::RunLimits;
-use wasmi::{CompilationMode, Config, OperatorCost, StoreLimits, StoreLimitsBuilder};
+use wasmi::errors::{MemoryError, TableError};
+use wasmi::{
+    CompilationMode, Config, OperatorCost, ResourceLimiter, StoreLimits, StoreLimitsBuilder,
+};
+use wasmi_core::LimiterError;
 
 use crate::shape::{MEMORIES_MAX, TABLE_ELEMENTS_MAX, TABLES_MAX};
 
@@ -83,13 +95,67 @@ pub fn config(limits: &RunLimits) -> Config {
 
 /// What a program's memory and tables may grow to. Growth past it fails
 /// inside the program: `memory.grow` and `table.grow` give -1.
-pub(crate) fn caps(limits: &RunLimits) -> StoreLimits {
-    StoreLimitsBuilder::new()
-        .memory_size(usize::try_from(limits.memory_bytes).unwrap_or(usize::MAX))
-        .memories(MEMORIES_MAX as usize)
-        .table_elements(TABLE_ELEMENTS_MAX as usize)
-        .tables(TABLES_MAX as usize)
-        .instances(1)
-        .trap_on_grow_failure(false)
-        .build()
+#[derive(Debug)]
+pub(crate) struct Caps {
+    limits: StoreLimits,
+    /// What a `table.grow` took, in fuel, that had too little and ended the run.
+    pub(crate) unpaid: Option<u64>,
+}
+
+impl Caps {
+    pub(crate) fn new(limits: &RunLimits) -> Self {
+        let limits = StoreLimitsBuilder::new()
+            .memory_size(usize::try_from(limits.memory_bytes).unwrap_or(usize::MAX))
+            .memories(MEMORIES_MAX as usize)
+            .table_elements(TABLE_ELEMENTS_MAX as usize)
+            .tables(TABLES_MAX as usize)
+            .instances(1)
+            .trap_on_grow_failure(false)
+            .build();
+        Self { limits, unpaid: None }
+    }
+}
+
+impl ResourceLimiter for Caps {
+    fn memory_growing(
+        &mut self,
+        current: usize,
+        desired: usize,
+        maximum: Option<usize>,
+    ) -> Result<bool, LimiterError> {
+        self.limits.memory_growing(current, desired, maximum)
+    }
+
+    fn table_growing(
+        &mut self,
+        current: usize,
+        desired: usize,
+        maximum: Option<usize>,
+    ) -> Result<bool, LimiterError> {
+        self.limits.table_growing(current, desired, maximum)
+    }
+
+    fn memory_grow_failed(&mut self, error: &MemoryError) -> Result<(), LimiterError> {
+        self.limits.memory_grow_failed(error)
+    }
+
+    fn table_grow_failed(&mut self, error: &TableError) -> Result<(), LimiterError> {
+        if let TableError::OutOfFuel { required_fuel } = error {
+            self.unpaid = Some(*required_fuel);
+            return Err(LimiterError::ResourceLimiterDeniedAllocation);
+        }
+        self.limits.table_grow_failed(error)
+    }
+
+    fn instances(&self) -> usize {
+        self.limits.instances()
+    }
+
+    fn tables(&self) -> usize {
+        self.limits.tables()
+    }
+
+    fn memories(&self) -> usize {
+        self.limits.memories()
+    }
 }

@@ -17,10 +17,10 @@ use forge_protocol::limits::{
     RunLimits,
 };
 use forge_protocol::name::ToolName;
-use wasmi::{Memory, StoreLimits};
+use wasmi::Memory;
 
 use crate::clock::Clock;
-use crate::engine;
+use crate::engine::Caps;
 use crate::link::{Link, Stream};
 use crate::random::Random;
 use crate::trap::Stop;
@@ -32,7 +32,7 @@ const STDERR_LEVEL: u8 = 2;
 pub(crate) struct Host<S> {
     pub(crate) link: Link<S>,
     pub(crate) limits: RunLimits,
-    pub(crate) caps: StoreLimits,
+    pub(crate) caps: Caps,
     /// Fuel the run has and wasmi was not given yet.
     pub(crate) fuel_reserve: u64,
     /// The exported memory, once the module is instantiated.
@@ -68,7 +68,7 @@ impl<S: Stream> Host<S> {
     pub(crate) fn new(link: Link<S>, limits: RunLimits) -> Self {
         Self {
             link,
-            caps: engine::caps(&limits),
+            caps: Caps::new(&limits),
             fuel_reserve: 0,
             limits,
             memory: None,

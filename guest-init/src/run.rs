@@ -245,6 +245,19 @@ fn call_in_slices<S: Stream + 'static>(
     function: Func,
     results: &mut [Val],
 ) -> Result<(), Error> {
+    let called = slices(store, function, results);
+    // A `table.grow` that the run could not have paid for in any slice.
+    match store.data().caps.unpaid {
+        Some(required) if fuel_left(store)? < required => Err(TrapCode::OutOfFuel.into()),
+        _ => called,
+    }
+}
+
+fn slices<S: Stream + 'static>(
+    store: &mut Store<Host<S>>,
+    function: Func,
+    results: &mut [Val],
+) -> Result<(), Error> {
     give_fuel(store, 0)?;
     let mut call = function.call_resumable(&mut *store, &[], results)?;
     loop {

@@ -101,7 +101,12 @@ fn trapped(code: TrapCode, limits: &RunLimits) -> Ending {
         TrapCode::BadSignature => {
             (TrapKind::BadSignature, "an indirect call by another type than the function has")
         }
-        TrapCode::GrowthOperationLimited => (TrapKind::Other, "memory or table growth failed"),
+        // See `engine`, of which alone this comes.
+        TrapCode::GrowthOperationLimited => (
+            TrapKind::Other,
+            "a table.grow took more fuel than was left of a slice, and the interpreter cannot go on \
+             from there: grow by less at once",
+        ),
         TrapCode::OutOfSystemMemory => (
             TrapKind::Other,
             "the environment has no memory left for the program's stack or tables",

@@ -509,6 +509,40 @@ fn slices_change_no_fuel_and_no_result() {
     assert_eq!(with(used - 1), Ending::Limit { kind: LimitKind::Fuel, limit: used - 1 });
 }
 
+#[test]
+fn a_table_that_grows_at_the_end_of_a_slice_grows_or_ends_the_run_and_does_nothing_twice() {
+    let (mut grown, mut ended) = (0, 0);
+    for turns in (0..20_000).step_by(150) {
+        let text = program(
+            &[],
+            "(table 1 funcref) (global $begun (mut i32) (i32.const 0))",
+            &format!(
+                "(local $i i32)
+                (global.set $begun (i32.add (global.get $begun) (i32.const 1)))
+                (loop $l (br_if $l (i32.lt_u (local.tee $i (i32.add (local.get $i) (i32.const 1)))
+                    (i32.const {turns}))))
+                (drop (table.grow 0 (ref.null func) (i32.const 90000)))
+                (i32.or (i32.ne (global.get $begun) (i32.const 1))
+                    (i32.ne (table.size 0) (i32.const 90001)))"
+            ),
+        );
+        match Run::of(&text).go().ending() {
+            Ending::Returned(0) => grown += 1,
+            Ending::Trap { detail, .. } if detail.contains("table.grow") => ended += 1,
+            other => panic!("{turns} turns: {other:?}"),
+        }
+    }
+    assert!(grown > 0 && ended > 0, "{grown} grown, {ended} ended");
+    // With fuel for no such growth at all it is the fuel that ends the run.
+    let text = program(
+        &[],
+        "(table 1 funcref)",
+        "(drop (table.grow 0 (ref.null func) (i32.const 90000))) (i32.const 0)",
+    );
+    let ending = Run::of(&text).limits(|limits| limits.fuel = 5_000).go().ending().clone();
+    assert_eq!(ending, Ending::Limit { kind: LimitKind::Fuel, limit: 5_000 });
+}
+
 // ---- traps
 
 #[test]
