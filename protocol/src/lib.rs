@@ -22,6 +22,7 @@
 //! | [`worker`] | the link between the supervisor and a worker |
 //! | [`service`] | the link between a client and the service |
 //! | [`platform`] | the machine a guest finds itself in |
+//! | `json` | JSON from outside; a feature, for the host |
 
 #![no_std]
 #![forbid(unsafe_code)]
@@ -37,6 +38,8 @@ pub mod frame;
 pub mod guest;
 pub mod handshake;
 pub mod hex;
+#[cfg(feature = "json")]
+pub mod json;
 pub mod limits;
 pub mod name;
 pub mod platform;

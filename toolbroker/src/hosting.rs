@@ -115,7 +115,7 @@ impl Hosting {
 fn listed(tool: HostedTool) -> Result<Listed, HostingError> {
     let HostedTool { name, description, input_schema, output_schema } = tool;
     let schema = |what, text: &str| {
-        crate::json::from_slice(text.as_bytes())
+        forge_protocol::json::from_slice(text.as_bytes())
             .map_err(|_| HostingError::Schema { tool: crate::cut(&name, 128), what })
     };
     let input_schema = schema("its input schema", &input_schema)?;

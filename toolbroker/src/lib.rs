@@ -52,7 +52,6 @@ pub mod filter;
 pub mod grant;
 pub mod hosting;
 pub mod journal;
-mod json;
 pub mod link;
 pub mod metrics;
 pub mod openapi;

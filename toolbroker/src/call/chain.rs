@@ -238,7 +238,7 @@ fn heard_until(run: &Run) -> Instant {
 /// What is parsed here is what is checked and what is sent, so that a server
 /// that reads JSON otherwise never sees other arguments than were checked.
 fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
-    match crate::json::from_slice(request) {
+    match forge_protocol::json::from_slice(request) {
         Ok(Value::Object(arguments)) => match first_changed(request) {
             None => Ok(arguments),
             Some(at) => Err(CallFailure::InexactNumber { at }),

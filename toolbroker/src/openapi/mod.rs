@@ -646,7 +646,7 @@ fn answer(body: Vec<u8>, is_json: bool) -> Result<Value, Unusable> {
         return Err(Unusable::TooMany);
     }
     let body = body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&body);
-    crate::json::from_slice(body).map_err(|_| Unusable::NoJson)
+    forge_protocol::json::from_slice(body).map_err(|_| Unusable::NoJson)
 }
 
 fn text(body: &[u8]) -> Value {
@@ -669,7 +669,7 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
         // Whole, since what is cut through is not known as a credential.
         let is_json = is_json && !status.is_redirection();
         error["data"] = match has_few_values(&body) && is_json {
-            true => crate::json::from_slice(&body).unwrap_or_else(|_| text(&body)),
+            true => forge_protocol::json::from_slice(&body).unwrap_or_else(|_| text(&body)),
             false if is_json => Value::Null,
             false => text(&body),
         };

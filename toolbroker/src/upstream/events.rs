@@ -129,7 +129,8 @@ impl<S> Answers<S> {
         let why = if scan.has_too_many() {
             Unusable::TooMany
         } else {
-            match crate::json::from_slice::<RxJsonRpcMessage<RoleClient>>(data.as_bytes()) {
+            match forge_protocol::json::from_slice::<RxJsonRpcMessage<RoleClient>>(data.as_bytes())
+            {
                 Ok(message) => return Some(self.pass(message, event)),
                 // A notification that this release does not know.
                 Err(_) if scan.has_method() => return Some(event),

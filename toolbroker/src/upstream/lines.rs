@@ -97,7 +97,7 @@ impl Line {
         if text.trim_ascii().is_empty() {
             return Ok(None);
         }
-        match crate::json::from_slice(text) {
+        match forge_protocol::json::from_slice(text) {
             Ok(message) => Ok(Some(message)),
             // A notification that this release does not know.
             Err(error) if error.is_data() && self.scan.has_method() => Ok(None),

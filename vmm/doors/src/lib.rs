@@ -18,8 +18,6 @@
 #[cfg(feature = "http")]
 pub mod http;
 #[cfg(feature = "mcp")]
-mod json;
-#[cfg(feature = "mcp")]
 pub mod mcp;
 #[cfg(all(test, any(feature = "http", feature = "mcp")))]
 mod mock;

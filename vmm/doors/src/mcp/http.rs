@@ -13,6 +13,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use forge_protocol::json;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Empty, Full};
 use hyper::body::{Body, Bytes, Incoming};
@@ -29,7 +30,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::sessions::{SESSIONS_MAX, Sessions};
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX};
-use crate::json;
 use crate::web::{self, Held, Listener, TokenHash};
 
 /// The one path that is served.

@@ -36,6 +36,7 @@ mod teach;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use forge_client::ClientError;
+use forge_protocol::json;
 use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::SignerKey;
 use rmcp::ErrorData;
@@ -45,7 +46,6 @@ use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-use crate::json;
 use crate::object::Object;
 use handles::Handles;
 use link::ServiceLink;

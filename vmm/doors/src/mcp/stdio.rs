@@ -11,6 +11,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use forge_protocol::json;
 use rmcp::model::{
     ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, ErrorData, RequestId,
     ServerJsonRpcMessage,
@@ -25,7 +26,6 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
-use crate::json;
 
 /// How long a client that is leaving may take for its last answers.
 const LAST_WRITE_TIME_MAX: Duration = Duration::from_secs(2);

@@ -2,9 +2,12 @@
 //!
 //! serde_json's feature `raw_value` gives one object another meaning: whatever has
 //! the member [`RAW`] becomes the JSON that is in that member's text, read anew,
-//! without the bounds that the whole was held to. The doors need the feature, so an
-//! object with this member is no JSON where a client's is read into values: the
-//! toolbroker has the same. What goes on as the text that came needs none of this.
+//! without the bounds that the whole was held to. The MCP door needs the feature,
+//! and one crate of a build turns it on for all, so an object with this member is
+//! no JSON where what a client or a tool server sent is read into values. What
+//! goes on as the text that came needs none of this.
+
+use alloc::format;
 
 use serde::de::{Deserialize, Visitor};
 use serde::de::{DeserializeOwned, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess};
@@ -17,7 +20,7 @@ const RAW: &str = "$serde_json::private::RawValue";
 ///
 /// # Errors
 /// The same, and as [`check`].
-pub(crate) fn from_slice<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
+pub fn from_slice<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
     check(json)?;
     serde_json::from_slice(json)
 }
@@ -27,7 +30,7 @@ pub(crate) fn from_slice<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
 ///
 /// # Errors
 /// One of data, if an object has it.
-pub(crate) fn check(json: &[u8]) -> Result<(), Error> {
+pub fn check(json: &[u8]) -> Result<(), Error> {
     if may_have(json) && serde_json::from_slice::<Plain>(json).is_err_and(|error| error.is_data()) {
         return Err(Error::custom(format!("no object may have a member {RAW:?}")));
     }
@@ -37,7 +40,7 @@ pub(crate) fn check(json: &[u8]) -> Result<(), Error> {
 /// Whether the name may be there. Spelled otherwise, some of it is escaped by
 /// number; and what is no UTF-8 is no JSON.
 fn may_have(json: &[u8]) -> bool {
-    std::str::from_utf8(json).is_ok_and(|text| text.contains("\\u") || text.contains(RAW))
+    core::str::from_utf8(json).is_ok_and(|text| text.contains("\\u") || text.contains(RAW))
 }
 
 /// Any value without such an object. The rest of what is wrong with it is for who
@@ -53,7 +56,7 @@ impl<'de> Deserialize<'de> for Plain {
 impl<'de> Visitor<'de> for Plain {
     type Value = Self;
 
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+    fn expecting(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.write_str("a value")
     }
 
@@ -110,7 +113,7 @@ impl<'de> Deserialize<'de> for Name {
         impl Visitor<'_> for Compared {
             type Value = Name;
 
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            fn expecting(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
                 f.write_str("a name")
             }
 
@@ -125,6 +128,8 @@ impl<'de> Deserialize<'de> for Name {
 
 #[cfg(test)]
 mod tests {
+    use alloc::string::ToString as _;
+
     use serde_json::Value;
 
     use super::*;
