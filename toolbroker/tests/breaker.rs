@@ -96,6 +96,10 @@ fn a_program_that_dies_at_once_is_left_alone_too() {
     }
 }
 
+/// How many kills a run lives through: its limits, of time and of calls, are far
+/// from used up then, on the busiest host.
+const KILLS_OF_A_RUN: u64 = 100;
+
 /// `FORGE_SERVER_KILLS` says how often (100; thousands to look for a window of
 /// microseconds).
 #[test]
@@ -105,11 +109,23 @@ fn a_call_is_settled_however_close_it_comes_to_the_end_of_its_server() {
         "test": {"command": test_server()},
     }}));
     let id = broker.child.id();
-    let limits = RunLimits { calls: CALLS_MAX, ..limits() };
+    let mut done = 0;
+    while done < kills {
+        let some = KILLS_OF_A_RUN.min(kills - done);
+        let workers = std::array::from_fn(|_| {
+            broker.run(&["test.echo"], RunLimits { calls: CALLS_MAX, ..limits() })
+        });
+        call_while_their_server_is_killed(workers, id, some);
+        done += some;
+    }
+}
+
+/// Each of the workers calls on while the servers of `broker`, a process, are
+/// killed `kills` times, each time after some calls were answered.
+fn call_while_their_server_is_killed(workers: [Worker; 4], broker: u32, kills: u64) {
     let (answered, over) = (&AtomicU64::new(0), &AtomicBool::new(false));
     std::thread::scope(|scope| {
-        for _ in 0..4 {
-            let mut worker = broker.run(&["test.echo"], limits.clone());
+        for mut worker in workers {
             scope.spawn(move || {
                 while !over.load(Ordering::Acquire) {
                     let (code, _) = worker.call("test.echo", &json!({"text": "x"}));
@@ -131,7 +147,7 @@ fn a_call_is_settled_however_close_it_comes_to_the_end_of_its_server() {
                 assert!(Instant::now() < until, "no call is settled any more");
                 std::thread::sleep(Duration::from_micros(200 + kill * 37 % 1_000));
             }
-            for server in server_processes(id) {
+            for server in server_processes(broker) {
                 let server = rustix::process::Pid::from_raw(server.try_into().unwrap()).unwrap();
                 let _ = rustix::process::kill_process(server, rustix::process::Signal::KILL);
             }
