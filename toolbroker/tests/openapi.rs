@@ -140,7 +140,11 @@ impl Interface {
         );
         std::fs::write(&file, toml).unwrap();
         let args = ["--config".to_owned(), file.to_str().unwrap().to_owned()];
-        let mut broker = Broker::spawn(folder, &args);
+        Self::started(folder, &args)
+    }
+
+    fn started(folder: tempfile::TempDir, args: &[String]) -> Broker {
+        let mut broker = Broker::spawn(folder, args);
         broker.say_hello();
         broker
     }
@@ -189,7 +193,10 @@ fn what_is_left_out_of_an_operation_and_what_it_wants_in_the_query_is_in_the_log
     document["paths"]["/upload"] = json!({"post": {
         "operationId": "upload",
         "requestBody": {"content": {"multipart/form-data": {"schema": {}}}},
-        "parameters": [{"name": "shape", "in": "header", "schema": {"type": "object"}}]}});
+        "servers": [{"url": "https://upload.example"}],
+        "parameters": [{"name": "shape", "in": "header", "schema": {"type": "object"}},
+                       {"name": "crumb", "in": "cookie", "schema": {"type": "string"}}]}});
+    document["paths"]["/elsewhere"] = json!({"$ref": "other.json#/a"});
     document["paths"]["/shape/{shape}"] = json!({"get": {"operationId": "shape", "parameters": [
         {"name": "shape", "in": "path", "required": true, "schema": {"type": "object"}}]}});
     let mut broker = interface.broker_of(&document);
@@ -202,7 +209,89 @@ fn what_is_left_out_of_an_operation_and_what_it_wants_in_the_query_is_in_the_log
     assert!(has(&["POST /upload", "its body is not JSON"]), "{log}");
     assert!(has(&["POST /upload", "shape", "cannot be written as a part of the header"]), "{log}");
     assert!(has(&["GET /shape/{shape}", "operation left out", "a part of the path"]), "{log}");
-    assert!(has(&["appid", "operations=18", "`headers`"]), "{log}");
+    assert!(has(&["appid", "operations=18", "`credentials`"]), "{log}");
+    assert!(has(&["POST /upload", "crumb", "is a cookie"]), "{log}");
+    assert!(has(&["POST /upload", "`servers`", "`base_url`"]), "{log}");
+    assert!(has(&["path left out", "/elsewhere", "not in this document"]), "{log}");
+}
+
+#[test]
+fn a_key_in_the_query_goes_to_the_interface_and_is_told_nobody() {
+    let interface = Interface::new("https://elsewhere.example/?appid=canary-7f3a9c51-credential");
+    let mut document = Interface::document();
+    document["security"] = json!([{"key": []}]);
+    document["components"]["securitySchemes"] =
+        json!({"key": {"type": "apiKey", "in": "query", "name": "appid"}});
+    let parameter =
+        |name: &str, schema: Value| json!({"name": name, "in": "query", "schema": schema});
+    document["paths"]["/find"] = json!({"get": {"operationId": "find", "parameters": [
+        parameter("q", json!({"type": "string"})), parameter("AppId", json!({"type": "string"})),
+        parameter("filter", json!({"type": "object"}))]}});
+    let folder = tempfile::tempdir().unwrap();
+    let journal = tempfile::tempdir().unwrap();
+    let (api, file) = (folder.path().join("api.json"), folder.path().join("forge.toml"));
+    std::fs::write(&api, document.to_string()).unwrap();
+    let toml = format!(
+        "[servers.parts]\nopenapi = {api:?}\nbase_url = \"{}\"\n\
+         credentials = {{ appid = {{ from_env = \"CANARY\" }} }}\n",
+        interface.web.url("/v1/"),
+    );
+    std::fs::write(&file, toml).unwrap();
+    let text = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+    let args = ["--config".into(), text(&file), "--journal".into(), text(journal.path())];
+    let mut broker = Interface::started(folder, &args);
+    let tools = ["parts.find", "parts.redirect", "parts.missing", "parts.die"];
+    let mut worker = broker.run(&tools, limits());
+    let (code, said) = worker.call("parts.find", &json!({"q": "a&b", "filter": {"more": 1}}));
+    assert_eq!(code, None, "{said}");
+    assert_eq!(said["path"], "/v1/find?q=a%26b&more=1&appid=[credential removed]");
+    let all = format!("/v1/find?q=a%26b&more=1&appid={CANARY}");
+    assert_eq!(interface.seen()[0].path, all);
+    // Nobody else says what it is.
+    let (code, error) = worker.call("parts.find", &json!({"AppId": "mine"}));
+    assert_eq!(code, Some(CallCode::BadRequest), "{error}");
+    for name in ["appid", "APPID", " appid"] {
+        let (code, error) = worker.call("parts.find", &json!({"filter": {name: "mine"}}));
+        assert_eq!(code, Some(CallCode::ToolFailed), "{error}");
+        assert!(error["message"].as_str().unwrap().contains("the operator sets"), "{error}");
+    }
+    assert_eq!(interface.seen().len(), 1);
+    let (_, error) = worker.call("parts.redirect", &json!({}));
+    assert_eq!(error["name"], "Redirect", "{error}");
+    assert!(!error.to_string().contains(CANARY), "{error}");
+    let (_, error) = worker.call("parts.missing", &json!({}));
+    assert_eq!(error["name"], "HttpError", "{error}");
+    assert!(!error.to_string().contains(CANARY), "{error}");
+    assert_eq!(worker.call("parts.die", &json!({})).0, Some(CallCode::OutcomeUnknown));
+    assert!(
+        interface
+            .seen()
+            .iter()
+            .all(|it| it.path.ends_with(&format!("?appid={CANARY}")) || it.path == all)
+    );
+    drop(worker);
+    let (_, log) = broker.finish();
+    assert!(!log.contains(CANARY) && !log.contains("operations want a key"), "{log}");
+    let written = walk(journal.path());
+    assert!(!written.is_empty());
+    for (file, bytes) in written {
+        let found = bytes.windows(CANARY.len()).any(|it| it == CANARY.as_bytes());
+        assert!(!found, "it is in {}", file.display());
+    }
+}
+
+/// The files below a folder.
+fn walk(folder: &std::path::Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files.extend(walk(&path));
+        } else {
+            files.push((path.clone(), std::fs::read(path).unwrap()));
+        }
+    }
+    files
 }
 
 #[test]

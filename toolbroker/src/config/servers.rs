@@ -101,6 +101,8 @@ pub struct Endpoint {
     pub url: Url,
     /// Headers. All are held as secrets.
     pub headers: Vec<(HeaderName, Secret)>,
+    /// Credentials that go into the query of each request, by their parameter.
+    pub query: Vec<(String, Secret)>,
     /// Where access tokens come from.
     pub oauth: Option<OAuthConfig>,
 }
@@ -274,7 +276,8 @@ fn mcp_http(
             headers.push(header(&node, name, secret(&node, value)?)?);
         }
     }
-    Ok(ServerConfig { source: Source::Http(Endpoint { url, headers, oauth: None }), scrub })
+    let endpoint = Endpoint { url, headers, query: Vec::new(), oauth: None };
+    Ok(ServerConfig { source: Source::Http(endpoint), scrub })
 }
 
 /// One table `[servers.<name>]`.
@@ -286,7 +289,8 @@ pub(super) fn forge_server(
     const COMMAND: [&str; 9] =
         ["command", "args", "env", "credentials", "cwd", "read", "write", "network", "limits"];
     const URL: [&str; 4] = ["url", "headers", "oauth", "allow_http"];
-    const OPENAPI: [&str; 6] = ["openapi", "base_url", "include", "headers", "oauth", "allow_http"];
+    const OPENAPI: [&str; 7] =
+        ["openapi", "base_url", "include", "headers", "credentials", "oauth", "allow_http"];
     check_server_name(name, entry)?;
     let kinds: [&[&str]; 3] = [&COMMAND, &URL, &OPENAPI];
     let mut given = kinds.into_iter().filter(|kind| entry.field(kind[0]).is_some());
@@ -308,7 +312,8 @@ pub(super) fn forge_server(
             return Ok(ServerConfig { source: Source::Http(endpoint), scrub });
         }
         _ => {
-            let endpoint = endpoint(entry, "base_url", lookup, &mut scrub)?;
+            let mut endpoint = endpoint(entry, "base_url", lookup, &mut scrub)?;
+            endpoint.query = in_the_query(entry, lookup, &mut scrub)?;
             let source = Source::OpenApi(openapi(name, entry, endpoint)?);
             return Ok(ServerConfig { source, scrub });
         }
@@ -388,7 +393,27 @@ fn endpoint(
     if oauth.is_some() && headers.iter().any(|(name, _)| name == "authorization") {
         return Err(entry.wrong_at("oauth", Problem::TwoTokens));
     }
-    Ok(Endpoint { url, headers, oauth })
+    Ok(Endpoint { url, headers, query: Vec::new(), oauth })
+}
+
+/// `credentials` of an interface: each goes into the query, under its name here.
+fn in_the_query(
+    entry: &Node<'_>,
+    lookup: Lookup<'_>,
+    scrub: &mut Vec<Secret>,
+) -> Result<Vec<(String, Secret)>, ConfigError> {
+    let mut query = Vec::new();
+    if let Some(credentials) = entry.field("credentials") {
+        for (name, node) in credentials.children()? {
+            if name.is_empty() {
+                return Err(node.wrong(Problem::Text));
+            }
+            let value = credential(&node, &[], lookup)?;
+            scrub.push(value.clone());
+            query.push((name.to_owned(), value));
+        }
+    }
+    Ok(query)
 }
 
 fn url(node: &Node<'_>, text: &str, allow_http: bool) -> Result<Url, ConfigError> {

@@ -15,8 +15,8 @@
 //! under its name (`query_id` where a path has an `id` too), the body under
 //! `body`.
 //!
-//! Deliberately absent are YAML, cookies, credentials in the query, bodies other
-//! than JSON and callbacks, and that an answer is held against its schema.
+//! Deliberately absent are YAML, parameters that are cookies, bodies other than
+//! JSON and callbacks, and that an answer is held against its schema.
 
 mod request;
 mod response;
@@ -29,12 +29,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
-use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE, COOKIE};
 use reqwest::{Method, StatusCode};
 use rmcp::model::JsonObject;
 use serde_json::{Map, Value, json};
 
-use self::request::{Body, Parameter, Path as Template, Request};
+use self::request::{Body, Parameter, Path as Template, Read, Request};
 use self::response::{Answers, Told};
 use self::schema::Resolver;
 use crate::config::Endpoint;
@@ -233,7 +233,8 @@ impl Plan {
         if !is_3_0 && !version.starts_with("3.1") {
             return Err(ApiError::Version { is_swagger: document.get("swagger").is_some() });
         }
-        let mut listed = listed(document);
+        let mut resolver = Resolver::new(document, is_3_0);
+        let mut listed = listed(server, document, &resolver);
         if let Some(include) = include {
             let missing = include.iter().find(|name| !listed.iter().any(|it| it.is(name)));
             if let Some(name) = missing {
@@ -244,10 +245,9 @@ impl Plan {
         if listed.len() > TOOLS_MAX {
             return Err(ApiError::TooMany { got: listed.len() });
         }
-        let mut resolver = Resolver::new(document, is_3_0);
         let mut told = Told::new(document, is_3_0);
         let mut operations: BTreeMap<String, Arc<Operation>> = BTreeMap::new();
-        let mut keys: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut keys: BTreeMap<Key<'_>, usize> = BTreeMap::new();
         for it in listed {
             let made = it.compile(server, &endpoint, &mut resolver, &mut told);
             let made = made.and_then(|made| match operations.contains_key(&it.name()) {
@@ -257,7 +257,7 @@ impl Plan {
             match made {
                 Ok(made) => {
                     operations.insert(it.name(), Arc::new(made));
-                    if let Some(key) = it.query_key(document, &resolver) {
+                    if let Some(key) = it.missing_key(document, &endpoint, &resolver) {
                         *keys.entry(key).or_default() += 1;
                     }
                 }
@@ -274,21 +274,22 @@ impl Plan {
         if operations.is_empty() {
             return Err(ApiError::Empty);
         }
-        for (key, operations) in keys {
+        for ((place, key), operations) in keys {
             let key = crate::cut(key, 128);
-            tracing::warn!(
-                server,
-                ?key,
-                operations,
-                "operations want a key in the query, and none is sent there: credentials go into \
-                 `headers`, if the interface takes them so"
-            );
+            let put = match place {
+                "cookie" => "as the header `Cookie`, with a `prefix` of its name and `=`",
+                _ => "under `credentials`, by its name",
+            };
+            tracing::warn!(server, place, ?key, operations, "operations want a key: put it {put}");
         }
         let mut operations: Vec<Arc<Operation>> = operations.into_values().collect();
         operations.sort_by(|a, b| a.tool.name().cmp(b.tool.name()));
         Ok(Self { endpoint, operations })
     }
 }
+
+/// A key that operations want: where, and its name there.
+type Key<'a> = (&'static str, &'a str);
 
 /// An operation as it stands in the document.
 struct Entry<'a> {
@@ -299,11 +300,23 @@ struct Entry<'a> {
 }
 
 /// All operations, in the order of the document's paths.
-fn listed(document: &Value) -> Vec<Entry<'_>> {
+fn listed<'a>(server: &str, document: &'a Value, resolver: &Resolver<'a>) -> Vec<Entry<'a>> {
     let mut listed = Vec::new();
     let paths = document.get("paths").and_then(Value::as_object);
     for (path, item) in paths.into_iter().flatten() {
-        let Some(item) = item.as_object() else { continue };
+        let Some(own) = item.as_object() else { continue };
+        // What operations beside a reference mean, the standard does not say.
+        let is_reference =
+            own.contains_key("$ref") && METHODS.iter().all(|(key, _)| !own.contains_key(*key));
+        let item = match is_reference.then(|| resolver.object(item)) {
+            None => own,
+            Some(Ok(item)) => item,
+            Some(Err(why)) => {
+                let (path, why) = (crate::cut(path, 256), why.to_string());
+                tracing::warn!(server, ?path, ?why, "path left out");
+                continue;
+            }
+        };
         for (key, method) in METHODS {
             if let Some(operation) = item.get(key).and_then(Value::as_object) {
                 listed.push(Entry { path, method, item, operation });
@@ -363,13 +376,26 @@ impl<'a> Entry<'a> {
         description
     }
 
-    /// The query's key that it cannot be called without, as the document says.
-    fn query_key(&self, document: &'a Value, resolver: &Resolver<'a>) -> Option<&'a str> {
+    /// A key in the query or in a cookie that it cannot be called without, as the
+    /// document says, and that the operator gave none for.
+    fn missing_key(
+        &self,
+        document: &'a Value,
+        endpoint: &Endpoint,
+        resolver: &Resolver<'a>,
+    ) -> Option<Key<'a>> {
         let schemes = document.get("components")?.get("securitySchemes")?;
         let key = |scheme: &str| {
             let scheme = resolver.object(schemes.get(scheme)?).ok()?;
             let text = |key: &str| scheme.get(key).and_then(Value::as_str);
-            (text("type") == Some("apiKey") && text("in") == Some("query")).then_some(text("name")?)
+            let name = text("name").filter(|_| text("type") == Some("apiKey"))?;
+            match text("in")? {
+                "query" if endpoint.query.iter().all(|(it, _)| it != name) => Some(("query", name)),
+                "cookie" if endpoint.headers.iter().all(|(it, _)| it != COOKIE) => {
+                    Some(("cookie", name))
+                }
+                _ => None,
+            }
         };
         let ways = self.operation.get("security").or_else(|| document.get("security"))?;
         let mut found = None;
@@ -396,13 +422,22 @@ impl<'a> Entry<'a> {
         if self.item.contains_key("$ref") {
             return Err(Refusal::Unsupported("its path is a reference".into()));
         }
+        if [self.operation, self.item].iter().any(|level| level.contains_key("servers")) {
+            self.warn_of(server, "its own `servers`: it is asked at `base_url` as all others are");
+        }
         let mut given: Vec<&'a Map<String, Value>> = Vec::new();
         for level in [self.operation, self.item] {
             let Some(list) = level.get("parameters") else { continue };
             let list = list.as_array().ok_or(Refusal::Malformed("`parameters`"))?;
             for parameter in list {
                 let parameter = resolver.object(parameter)?;
-                let id = |it: &Map<String, Value>| (it.get("name").cloned(), it.get("in").cloned());
+                let id = |it: &'a Map<String, Value>| {
+                    let text = |key| it.get(key).and_then(Value::as_str).unwrap_or_default();
+                    match text("in") {
+                        "header" => (text("name").to_ascii_lowercase(), "header"),
+                        place => (text("name").to_owned(), place),
+                    }
+                };
                 // An operation's own stand in for its path's.
                 if !given.iter().any(|other| id(other) == id(parameter)) {
                     given.push(parameter);
@@ -412,9 +447,13 @@ impl<'a> Entry<'a> {
         let mut parameters = Vec::new();
         let mut schemas = Vec::new();
         for parameter in given {
-            if let Some((parameter, schema)) = Parameter::read(parameter, endpoint, resolver)? {
-                parameters.push(parameter);
-                schemas.push(schema);
+            match Parameter::read(parameter, endpoint, resolver)? {
+                Read::Argument(parameter, schema) => {
+                    parameters.push(parameter);
+                    schemas.push(schema);
+                }
+                Read::LeftOut(why) => self.warn_of(server, &why),
+                Read::Set => {}
             }
         }
         let body = match self.operation.get("requestBody") {
@@ -477,7 +516,7 @@ impl<'a> Entry<'a> {
         let tool = self.tool(server, input_schema, told.schema(&answers))?;
         let path = Template::parse(self.path, &parameters)?;
         let (method, accept) = (self.method.clone(), answers.accept());
-        let request = Request::new(method, &endpoint.url, path, parameters, body, accept)?;
+        let request = Request::new(method, endpoint, path, parameters, body, accept)?;
         Ok(Operation { tool: Arc::new(tool), request })
     }
 
@@ -680,7 +719,7 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
 #[cfg(test)]
 fn tests_endpoint() -> Endpoint {
     let url = reqwest::Url::parse("https://api.example/v1/").unwrap();
-    Endpoint { url, headers: Vec::new(), oauth: None }
+    Endpoint { url, headers: Vec::new(), query: Vec::new(), oauth: None }
 }
 
 #[cfg(test)]
@@ -868,6 +907,66 @@ mod tests {
     }
 
     #[test]
+    fn an_object_that_must_have_what_no_query_can_hold_is_not_listed() {
+        let inner = json!({"type": "object"});
+        let object = |required: Value| {
+            json!({"type": "object", "properties": {"a": {"type": "string"}, "in": inner,
+                   "list": {"type": "array"}}, "required": required})
+        };
+        let both = json!({"allOf": [{"properties": {"in": inner}}, {"required": ["in"]}]});
+        let cannot = [
+            object(json!(["in"])),
+            object(json!(["a", "list"])),
+            json!({"type": "object", "allOf": [both]}),
+            json!({"type": "object", "oneOf": [object(json!(["in"])), object(json!(["list"]))]}),
+        ];
+        let can = [
+            object(json!(["a"])),
+            object(json!([])),
+            json!({"anyOf": [object(json!(["in"])), object(json!(["a"]))]}),
+        ];
+        for style in ["form", "deepObject"] {
+            let of = |schema: &Value, required: bool| {
+                let parameter = json!({"name": "p", "in": "query", "style": style,
+                                       "explode": true, "required": required, "schema": schema});
+                let get = json!({"operationId": "a", "parameters": [parameter]});
+                plan(&document(json!({"/a": {"get": get}})), &["a"])
+            };
+            for schema in &cannot {
+                let plan = of(schema, false).unwrap();
+                assert_eq!(self::schema(&plan, 0)["properties"], json!({}), "{style} {schema}");
+                let refused = of(schema, true).unwrap_err().to_string();
+                assert!(refused.contains("cannot be written"), "{refused}");
+            }
+            for schema in &can {
+                assert!(self::schema(&of(schema, true).unwrap(), 0)["properties"]["p"].is_object());
+            }
+        }
+    }
+
+    #[test]
+    fn a_path_that_is_a_reference_is_what_it_refers_to() {
+        let mut document = document(json!({
+            "/a": {"$ref": "#/components/pathItems/A"},
+            "/b": {"$ref": "elsewhere.json#/b"},
+            "/c": {"$ref": "#/components/pathItems/A", "get": {"operationId": "c"}},
+        }));
+        document["components"]["pathItems"] = json!({"A": {"get": {"operationId": "a"}}});
+        assert_eq!(names(&plan(&document, &[]).unwrap()), ["shop.a"]);
+    }
+
+    #[test]
+    fn a_header_has_one_name_in_whatever_letters() {
+        let header = |name: &str| json!({"name": name, "in": "header", "schema": {}});
+        let document = document(json!({"/a": {
+            "parameters": [header("X-Trace"), header("X-More")],
+            "get": {"operationId": "a", "parameters": [header("x-trace")]}}}));
+        let schema = schema(&plan(&document, &["a"]).unwrap(), 0);
+        let listed: Vec<&String> = schema["properties"].as_object().unwrap().keys().collect();
+        assert_eq!(listed, ["X-More", "x-trace"]);
+    }
+
+    #[test]
     fn a_tool_tells_the_schema_of_its_answer_and_is_held_to_nothing() {
         let part = json!({"$ref": "#/components/schemas/Part"});
         let document = document(json!({"/a": {"get": {"operationId": "a", "responses": {
@@ -897,17 +996,21 @@ mod tests {
     }
 
     #[test]
-    fn a_key_in_the_query_is_wanted_where_no_way_goes_without() {
+    fn a_key_is_wanted_where_no_way_goes_without_and_none_is_given() {
         let mut document = document(json!({}));
         let scheme = |place: &str| json!({"type": "apiKey", "in": place, "name": "api_key"});
-        document["components"]["securitySchemes"] =
-            json!({"query": scheme("query"), "header": scheme("header")});
+        document["components"]["securitySchemes"] = json!({"query": scheme("query"), "header": scheme("header"), "cookie": scheme("cookie")});
         document["security"] = json!([{"query": []}]);
         let resolver = Resolver::new(&document, false);
         let (item, path) = (Map::new(), "/a");
+        let secret = || crate::secret::Secret::new("a-credential".into()).unwrap();
+        let mut given = endpoint();
+        given.query.push(("api_key".into(), secret()));
+        given.headers.push((COOKIE, secret()));
         for (security, wanted) in [
-            (None, Some("api_key")),
-            (Some(json!([{"header": [], "query": []}])), Some("api_key")),
+            (None, Some(("query", "api_key"))),
+            (Some(json!([{"header": [], "query": []}])), Some(("query", "api_key"))),
+            (Some(json!([{"cookie": []}])), Some(("cookie", "api_key"))),
             (Some(json!([{"header": []}, {"query": []}])), None),
             (Some(json!([{}, {"query": []}])), None),
             (Some(json!([])), None),
@@ -918,7 +1021,9 @@ mod tests {
             operation.extend(security.map(|it| ("security".to_owned(), it)));
             let operation: &'static Map<String, Value> = Box::leak(Box::new(operation));
             let entry = Entry { path, method: Method::GET, item: &item, operation };
-            assert_eq!(entry.query_key(&document, &resolver), wanted, "{operation:?}");
+            let missing = |given: &Endpoint| entry.missing_key(&document, given, &resolver);
+            assert_eq!(missing(&endpoint()), wanted, "{operation:?}");
+            assert_eq!(missing(&given), None, "{operation:?}");
         }
     }
 

@@ -24,6 +24,7 @@ use super::Refusal;
 use super::schema::Resolver;
 use crate::config::{Endpoint, is_own_header};
 use crate::egress::says_length;
+use crate::secret::Secret;
 use crate::upstream::oauth::percent;
 
 /// One address, in bytes.
@@ -75,27 +76,39 @@ pub(super) struct Parameter {
     may_be_list: bool,
 }
 
+/// What becomes of a parameter that the document names.
+pub(super) enum Read {
+    /// An argument, with its schema.
+    Argument(Parameter, Value),
+    /// It is set by the operator or the protocol, and no argument says it.
+    Set,
+    /// It can be left out, and is. Says why.
+    LeftOut(String),
+}
+
 impl Parameter {
-    /// Reads a parameter, with its schema. `None` if it is nothing that an
-    /// argument may say, and can be left out.
+    /// Reads a parameter.
     pub(super) fn read<'a>(
         given: &'a Map<String, Value>,
         endpoint: &Endpoint,
         resolver: &mut Resolver<'a>,
-    ) -> Result<Option<(Self, Value)>, Refusal> {
+    ) -> Result<Read, Refusal> {
         let text = |key: &str| given.get(key).and_then(Value::as_str);
         let flag = |key: &str| given.get(key).and_then(Value::as_bool);
         let name = text("name").ok_or(Refusal::Malformed("a parameter"))?;
         let shown = crate::cut(name, 128);
         let required = flag("required") == Some(true);
-        let unsupported =
-            |what: &str| Refusal::Unsupported(format!("its parameter {shown:?} {what}"));
+        let why = |what: &str| format!("its parameter {shown:?} {what}");
+        let unsupported = |what: &str| Refusal::Unsupported(why(what));
+        let unsent = |what: &str| match required {
+            true => Err(unsupported(what)),
+            false => Ok(Read::LeftOut(why(what))),
+        };
         let place = match text("in") {
             Some("path") => Place::Path,
             Some("query") => Place::Query,
             Some("header") => Place::Header,
-            Some("cookie") if !required => return Ok(None),
-            Some("cookie") => return Err(unsupported("is a cookie, and none is sent")),
+            Some("cookie") => return unsent("is a cookie, and none is sent"),
             _ => return Err(Refusal::Malformed("a parameter")),
         };
         if place == Place::Header {
@@ -104,15 +117,16 @@ impl Parameter {
             let ignored = ["accept", "content-type", "authorization"];
             let set = endpoint.headers.iter().any(|(it, _)| it.as_str().eq_ignore_ascii_case(name));
             if set || ignored.iter().any(|it| name.eq_ignore_ascii_case(it)) {
-                return Ok(None);
+                return Ok(Read::Set);
             }
             let is_free = HeaderName::from_bytes(name.as_bytes())
                 .is_ok_and(|it| !is_own_header(it.as_str()) && it != "cookie");
-            match (is_free, required) {
-                (true, _) => {}
-                (false, false) => return Ok(None),
-                (false, true) => return Err(unsupported("is a header that no argument may set")),
+            if !is_free {
+                return unsent("is a header that no argument may set");
             }
+        }
+        if place == Place::Query && is_set(&endpoint.query, &folded(name)) {
+            return Ok(Read::Set);
         }
         let (schema, is_json) = match given.get("content").and_then(Value::as_object) {
             None => (given.get("schema"), false),
@@ -144,14 +158,14 @@ impl Parameter {
         let may_be_list = may_be(&schema, &["array"]);
         let (name, key) = (name.to_owned(), name.to_owned());
         let required = required || place == Place::Path;
-        Ok(Some((Self { name, key, place, required, style, may_be_list }, schema)))
+        Ok(Read::Argument(Self { name, key, place, required, style, may_be_list }, schema))
     }
 
     /// Why it is no argument: what its schema asks for has no form in its style.
     pub(super) fn unwritable(&self, schema: &Value) -> Option<String> {
         let list = may_be(schema, &["array"])
             && schema.get("items").is_none_or(|items| may_be(items, &SCALARS));
-        let object = may_be(schema, &["object"]);
+        let object = may_be(schema, &["object"]) && has_flat_members(schema);
         let can = match self.style {
             Style::Json => true,
             Style::Joined(_) => list || may_be(schema, &SCALARS),
@@ -263,6 +277,12 @@ fn folded(name: &str) -> String {
     name.trim().to_lowercase().replace(['.', ' '], "_")
 }
 
+/// Whether a name in the query, folded, is one of these, or a part of one.
+fn is_set(query: &[(String, Secret)], name: &str) -> bool {
+    let head = |name: &str| name.split('[').next().unwrap_or_default().to_owned();
+    query.iter().any(|(it, _)| head(&folded(it)) == head(name))
+}
+
 /// Whether a media type is JSON.
 pub(super) fn is_json(kind: &str) -> bool {
     let essence = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
@@ -308,6 +328,30 @@ fn may_be(schema: &Value, types: &[&str]) -> bool {
         && values
             .or(listed("enum").map(Vec::as_slice))
             .is_none_or(|it| it.iter().any(|value| types.contains(&type_of(value))))
+}
+
+/// Whether each member that an object of this schema must have may be one text.
+fn has_flat_members(schema: &Value) -> bool {
+    fn gather<'s>(schema: &'s Value, required: &mut Vec<&'s str>, members: &mut Members<'s>) {
+        let named = schema.get("required").and_then(Value::as_array).into_iter().flatten();
+        required.extend(named.filter_map(Value::as_str));
+        let listed = schema.get("properties").and_then(Value::as_object).into_iter().flatten();
+        members.extend(listed.map(|(name, schema)| (name.as_str(), schema)));
+        let all = schema.get("allOf").and_then(Value::as_array).into_iter().flatten();
+        all.for_each(|schema| gather(schema, required, members));
+    }
+    type Members<'s> = Vec<(&'s str, &'s Value)>;
+    let (mut required, mut members) = (Vec::new(), Members::new());
+    gather(schema, &mut required, &mut members);
+    let is_flat =
+        |(name, schema): &(&str, &Value)| !required.contains(name) || may_be(schema, &SCALARS);
+    let is_one = |word| {
+        let some = schema.get(word).and_then(Value::as_array);
+        some.is_none_or(|some| {
+            some.iter().any(|it| may_be(it, &["object"]) && has_flat_members(it))
+        })
+    };
+    members.iter().all(is_flat) && is_one("anyOf") && is_one("oneOf")
 }
 
 fn type_of(value: &Value) -> &'static str {
@@ -437,6 +481,8 @@ pub(super) struct Request {
     body: Option<Body>,
     /// What it asks for.
     accept: HeaderValue,
+    /// The operator's part of the query.
+    keys: Vec<(String, Secret)>,
 }
 
 impl fmt::Display for Request {
@@ -448,13 +494,14 @@ impl fmt::Display for Request {
 impl Request {
     pub(super) fn new(
         method: Method,
-        base: &Url,
+        endpoint: &Endpoint,
         path: Path,
         parameters: Vec<Parameter>,
         body: Option<Body>,
         accept: HeaderValue,
     ) -> Result<Self, Refusal> {
-        let request = Self { method, base: base.clone(), path, parameters, body, accept };
+        let (base, keys) = (endpoint.url.clone(), endpoint.query.clone());
+        let request = Self { method, base, path, parameters, body, accept, keys };
         // What is wrong with the path itself shows with any argument.
         let tried =
             request.path.fill(|_| Ok("x".into())).and_then(|path| request.address(&path, ""));
@@ -495,6 +542,9 @@ impl Request {
                 Place::Header => headers.push(header(parameter, value)?),
             }
         }
+        let keys = self.keys.iter();
+        query
+            .extend(keys.map(|(name, key)| format!("{}={}", percent(name), percent(key.expose()))));
         let address = self.address(&path, &query.join("&"))?;
         let request = http.request(self.method.clone(), address);
         let mut request = request.header(ACCEPT, self.accept.clone());
@@ -520,6 +570,10 @@ impl Request {
         arguments: &JsonObject,
     ) -> Result<(), String> {
         for key in parameter.own_names(value) {
+            if is_set(&self.keys, &key) {
+                let why = "would be read as what the operator sets";
+                return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
+            }
             let taken = |other: &Parameter| {
                 let name = folded(&other.name);
                 let value = arguments.get(&other.key).unwrap_or(&Value::Null);
