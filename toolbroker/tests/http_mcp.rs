@@ -355,13 +355,27 @@ fn a_resource_that_is_refused_costs_nobody_the_session() {
     let began =
         |mcp: &Mcp| mcp.get().seen.iter().filter(|it| it.body["method"] == "initialize").count();
     assert_eq!(began(&mcp), 1);
-    // One whose session had ended was refused as well, and the next has another.
+}
+
+#[test]
+fn a_resource_is_read_in_a_new_session_where_its_own_is_over() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, RESOURCES);
+    let mut worker = broker.run(&["resource.read"], limits());
+    let asked = json!({ "server": "web", "uri": "test://x" });
+    mcp.get().resources = vec![resource("x"), resource("y")];
+    assert_eq!(worker.call("resource.read", &asked).0, None);
     mcp.forget_sessions();
-    mcp.get().resources = vec![resource("x")];
+    let (code, said) = worker.call("resource.read", &asked);
+    assert_eq!((code, &said["contents"][0]["text"]), (None, &json!("y")), "{said}");
+    let began = mcp.get().seen.iter().filter(|it| it.body["method"] == "initialize").count();
+    assert_eq!((began, reads(&mcp)), (2, 3), "once more and no more");
+    // A server that knows no session for long is not asked for ever.
+    mcp.get().resources = vec![(404, Value::Null), (404, Value::Null)];
     let (code, error) = worker.call("resource.read", &asked);
     assert_eq!((code, error["name"].as_str()), (Some(CallCode::ToolFailed), Some("SessionLost")));
-    assert_eq!(worker.call("resource.read", &asked).0, None);
-    assert_eq!(began(&mcp), 2);
+    assert_eq!(reads(&mcp), 5);
 }
 
 #[test]

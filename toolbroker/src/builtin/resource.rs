@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 use url::Url;
 
 use super::{Failure, Plan, Work, text};
@@ -76,11 +77,11 @@ pub(super) fn read(sources: Sources, servers: &BTreeMap<String, Arc<Upstream>>) 
             "required": ["contents"],
             "additionalProperties": false,
         }),
-        work: Work::waits(move |_, arguments| {
-            let shared = Arc::clone(&shared);
+        work: Work::waits(move |caller, arguments| {
+            let (shared, until) = (Arc::clone(&shared), caller.deadline);
             async move {
                 let (sources, servers) = &*shared;
-                carry_out(sources, servers, &arguments).await
+                carry_out(sources, servers, &arguments, until).await
             }
         }),
     }
@@ -90,6 +91,7 @@ async fn carry_out(
     sources: &Sources,
     servers: &BTreeMap<String, Arc<Upstream>>,
     arguments: &JsonObject,
+    until: Instant,
 ) -> CallEnd {
     let server = text(arguments, "server").unwrap_or_default();
     let uri = text(arguments, "uri").unwrap_or_default();
@@ -106,7 +108,7 @@ async fn carry_out(
             return Failure::new("unavailable", told_to_a_program(server, source)).into();
         }
     };
-    match connection.read_resource(uri).await {
+    match connection.read_resource(uri, until).await {
         CallEnd::Answered(contents) => {
             let bytes = bytes_of(&contents);
             if bytes > sources.bytes_max {

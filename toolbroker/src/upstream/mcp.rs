@@ -36,7 +36,7 @@ use super::declined::Heard;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, Upstream, told_to_a_program};
+use super::{CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Unusable, Upstream, told_to_a_program};
 use crate::definition::{CompiledRoom, Listed, Tool};
 
 /// How long a listing may take once the server is up.
@@ -115,6 +115,24 @@ enum Attempt {
     Ended(CallEnd),
     /// The server knows the session no more, and did nothing.
     SessionGone,
+}
+
+impl Attempt {
+    /// The end of the last attempt, which `session` was asked for.
+    fn or_gone(self, session: &Session) -> CallEnd {
+        match self {
+            Self::Ended(end) => end,
+            Self::SessionGone => {
+                session.lose();
+                gone("the server ends each session as soon as it began")
+            }
+        }
+    }
+}
+
+/// The end of what was not carried out, since there is no session for it.
+fn gone(why: &str) -> CallEnd {
+    CallEnd::failed("SessionLost", why)
 }
 
 impl Session {
@@ -363,41 +381,39 @@ impl Session {
             meta.insert(IDEMPOTENCY_KEY.to_owned(), key.into());
             params.meta = Some(meta);
         }
-        match self.attempt(tool, params.clone()).await {
-            Attempt::Ended(end) => return end,
-            Attempt::SessionGone => self.lose(),
-        };
-        let gone = |why: &str| CallEnd::failed("SessionLost", why);
-        let Some(upstream) = self.upstream.upgrade() else {
-            return gone("the session ended");
-        };
-        // A box, since this may in principle come back here.
-        let connection = match Box::pin(upstream.connection()).await {
+        if let Attempt::Ended(end) = self.attempt(tool, params.clone()).await {
+            return end;
+        }
+        let connection = match self.next(until).await {
             Ok(connection) => connection,
-            Err(source) => {
-                let away = told_to_a_program(&self.server, source);
-                return gone(&format!("the session ended, and no other began: {away}"));
-            }
-        };
-        let super::Connection::Mcp(session) = &*connection else {
-            return gone("the session ended");
+            Err(end) => return end,
         };
         let now = connection.tool(tool.name());
         if now.is_none_or(|now| now.sha256() != tool.sha256()) {
             return gone("the session ended, and in the next one this is another tool");
         }
+        match &*connection {
+            Connection::Mcp(session) => session.attempt(tool, params).await.or_gone(session),
+            Connection::Api(_) | Connection::Hosted(_) => gone("the session ended"),
+        }
+    }
+
+    /// The server in a new session, this one being known there no more. None that
+    /// is of use only after `until`.
+    async fn next(&self, until: Instant) -> Result<Arc<Connection>, CallEnd> {
+        self.lose();
+        let upstream = self.upstream.upgrade().ok_or_else(|| gone("the session ended"))?;
+        // A box, since this may in principle come back here.
+        let connection = Box::pin(upstream.connection()).await.map_err(|source| {
+            let away = told_to_a_program(&self.server, source);
+            gone(&format!("the session ended, and no other began: {away}"))
+        })?;
         // The other may have taken its time, and what it does last may still be
         // waited for.
         if Instant::now() >= until {
-            return gone("the session ended, and the run's time with it");
+            return Err(gone("the session ended, and the run's time with it"));
         }
-        match session.attempt(tool, params).await {
-            Attempt::Ended(end) => end,
-            Attempt::SessionGone => {
-                session.lose();
-                gone("the server ends each session as soon as it began")
-            }
-        }
+        Ok(connection)
     }
 
     async fn attempt(&self, tool: &Tool, params: CallToolRequestParams) -> Attempt {
@@ -488,15 +504,21 @@ impl Session {
         })
     }
 
-    /// Reads one of its resources: its contents as a JSON list. It is not asked
-    /// again in a new session; the next read is.
-    pub(super) async fn read_resource(&self, uri: &str) -> CallEnd {
-        match self.ended(self.read_once(uri).await) {
-            Attempt::Ended(end) => end,
-            Attempt::SessionGone => {
-                self.lose();
-                CallEnd::failed("SessionLost", "the session ended")
+    /// Reads one of its resources: its contents as a JSON list. A server that
+    /// forgot the session is asked once more in a new one, as for a call.
+    pub(super) async fn read_resource(&self, uri: &str, until: Instant) -> CallEnd {
+        if let Attempt::Ended(end) = self.ended(self.read_once(uri).await) {
+            return end;
+        }
+        let connection = match self.next(until).await {
+            Ok(connection) => connection,
+            Err(end) => return end,
+        };
+        match &*connection {
+            Connection::Mcp(session) => {
+                session.ended(session.read_once(uri).await).or_gone(session)
             }
+            Connection::Api(_) | Connection::Hosted(_) => gone("the session ended"),
         }
     }
 

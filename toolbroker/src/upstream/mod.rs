@@ -227,10 +227,11 @@ impl Connection {
     }
 
     /// Reads one of its resources: its contents as a JSON list, as they came.
-    /// Dropping the future tells the server that nobody waits any more.
-    pub async fn read_resource(&self, uri: &str) -> CallEnd {
+    /// Dropping the future tells the server that nobody waits any more. None is
+    /// asked for a second time after `until`, the end of its run.
+    pub async fn read_resource(&self, uri: &str, until: Instant) -> CallEnd {
         match self {
-            Self::Mcp(session) => session.read_resource(uri).await,
+            Self::Mcp(session) => session.read_resource(uri, until).await,
             Self::Api(_) | Self::Hosted(_) => {
                 CallEnd::failed("NoResources", "only MCP servers have resources")
             }
