@@ -65,11 +65,9 @@ impl BuiltinsConfig {
         let sources = self.resource.iter().flat_map(|sources| &sources.allow);
         for (position, source) in sources.enumerate() {
             if !servers.contains_key(&source.server) {
-                return Err(ConfigError::Field {
-                    file: file.to_owned(),
-                    field: format!("builtins.resource.allow.{position}.server"),
-                    problem: Problem::Value("no tool server of this name is configured".into()),
-                });
+                let field = format!("builtins.resource.allow.{position}.server");
+                let problem = Problem::Value("no tool server of this name is configured".into());
+                return Err(ConfigError::of(file, field, problem));
             }
         }
         Ok(())

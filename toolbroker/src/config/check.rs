@@ -79,10 +79,10 @@ impl ConfigError {
     #[must_use]
     pub fn parts(&self) -> (&Path, Option<String>, String) {
         match self {
-            Self::Field { file, field, problem } => {
+            Self::Field { file, field, problem, .. } => {
                 (file, Some(field.clone()), problem.to_string())
             }
-            Self::Twice { file, server } => {
+            Self::Twice { file, server, .. } => {
                 let what = "another file configures a server of this name too: rename one";
                 (file, Some(format!("servers.{server}")), what.into())
             }

@@ -11,6 +11,7 @@ mod builtins;
 mod check;
 mod credentials;
 mod egress;
+mod lines;
 mod node;
 mod policy;
 mod servers;
@@ -33,6 +34,7 @@ use forge_protocol::name::{NameError, ToolName};
 use serde_json::Value;
 use url::Url;
 
+use self::lines::line_of;
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
 use crate::openapi::ApiError;
@@ -94,10 +96,12 @@ pub enum ConfigError {
         what: String,
     },
     /// One field is wrong.
-    #[error("{}: {field}: {problem}", file.display())]
+    #[error("{}: {field}: {problem}", place(file, *line))]
     Field {
         /// The file.
         file: PathBuf,
+        /// The line, from 1, where it is known.
+        line: Option<usize>,
         /// The field, as a path with dots.
         field: String,
         /// What is wrong with it.
@@ -106,14 +110,43 @@ pub enum ConfigError {
     /// Two files configure the same server.
     #[error(
         "{}: servers.{server}: another file configures a server of this name too: rename one",
-        file.display()
+        place(file, *line)
     )]
     Twice {
         /// The second file.
         file: PathBuf,
+        /// The line, from 1, where it is known.
+        line: Option<usize>,
         /// The server.
         server: String,
     },
+}
+
+impl ConfigError {
+    fn of(file: &Path, field: String, problem: Problem) -> Self {
+        Self::Field { file: file.to_owned(), line: None, field, problem }
+    }
+
+    /// With the line of what it is about.
+    fn with_line(mut self) -> Self {
+        match &mut self {
+            Self::Field { file, line, field, .. } => *line = line_of(file, field),
+            // Only servers of an `mcp.json` come after others.
+            Self::Twice { file, line, server } => {
+                *line = line_of(file, &format!("mcpServers.{server}"));
+            }
+            Self::Read { .. } | Self::Syntax { .. } => {}
+        }
+        self
+    }
+}
+
+/// Where in which file, as editors and compilers write it.
+fn place(file: &Path, line: Option<usize>) -> String {
+    match line {
+        Some(line) => format!("{}:{line}", file.display()),
+        None => file.display().to_string(),
+    }
 }
 
 /// What is wrong with one field.
@@ -268,6 +301,14 @@ impl Config {
         forge_config: Option<&Path>,
         lookup: Lookup<'_>,
     ) -> Result<Self, ConfigError> {
+        Self::parse(mcp_config, forge_config, lookup).map_err(ConfigError::with_line)
+    }
+
+    fn parse(
+        mcp_config: Option<&Path>,
+        forge_config: Option<&Path>,
+        lookup: Lookup<'_>,
+    ) -> Result<Self, ConfigError> {
         // Only `forge.toml` has more than servers to say.
         let mut config = match forge_config {
             Some(file) => parse_forge_toml(file, &read(file)?, lookup)?,
@@ -289,7 +330,7 @@ impl Config {
     ) -> Result<(), ConfigError> {
         for (name, server) in servers {
             if self.servers.contains_key(&name) {
-                return Err(ConfigError::Twice { file: file.to_owned(), server: name });
+                return Err(ConfigError::Twice { file: file.to_owned(), line: None, server: name });
             }
             self.servers.insert(name, server);
         }
@@ -338,11 +379,9 @@ fn mcp_servers(
     let document = Node::root(file, document);
     let mut servers = BTreeMap::new();
     let listed = document.object()?.get("mcpServers");
-    let listed = document.child("mcpServers", listed).ok_or_else(|| ConfigError::Field {
-        file: file.to_owned(),
-        field: "mcpServers".into(),
-        problem: Problem::Missing,
-    })?;
+    let listed = document
+        .child("mcpServers", listed)
+        .ok_or_else(|| document.wrong_at("mcpServers", Problem::Missing))?;
     for (name, entry) in listed.children()? {
         if let Some(server) = mcp_server(name, &entry, lookup)? {
             servers.insert(name.to_owned(), server);
@@ -820,6 +859,28 @@ mod tests {
     }
 
     #[test]
+    fn what_is_wrong_is_told_with_its_file_and_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = folder.path().join("mcp.json");
+        let toml = folder.path().join("forge.toml");
+        let told = |json_text: &str, toml_text: &str| {
+            std::fs::write(&json, json_text).unwrap();
+            std::fs::write(&toml, toml_text).unwrap();
+            let refused = Config::load(Some(&json), Some(&toml), &environment).unwrap_err();
+            refused.to_string().replace(&format!("{}/", folder.path().display()), "")
+        };
+        let good = r#"{"mcpServers": {}}"#;
+        let wrong = told(good, "[servers.a]\ncommand = 'x'\nargz = 1");
+        assert!(wrong.starts_with("forge.toml:3: servers.a.argz: unknown field"), "{wrong}");
+        let missing = told(good, "\n[servers.a]\nopenapi = 'x'");
+        assert!(missing.starts_with("forge.toml:2: servers.a.base_url: "), "{missing}");
+        let wrong = told("{\"mcpServers\": {\n\"a\": {\n\"command\": 7}}}", "");
+        assert!(wrong.starts_with("mcp.json:3: mcpServers.a.command: expected"), "{wrong}");
+        let none = told("{}", "");
+        assert!(none.starts_with("mcp.json: mcpServers: this field is missing"), "{none}");
+    }
+
+    #[test]
     fn a_name_configured_in_both_files_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let json = folder.path().join("mcp.json");
@@ -828,6 +889,7 @@ mod tests {
         std::fs::write(&toml, "[servers.a]\ncommand = 'x'").unwrap();
         let refused = Config::load(Some(&json), Some(&toml), &environment).unwrap_err();
         assert!(matches!(refused, ConfigError::Twice { .. }), "{refused}");
+        assert!(refused.to_string().contains("mcp.json:1: servers.a"), "{refused}");
         assert_eq!(Config::load(Some(&json), None, &environment).unwrap().servers.len(), 1);
     }
 }

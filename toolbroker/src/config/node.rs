@@ -22,12 +22,11 @@ impl<'a> Node<'a> {
 
     pub(super) fn wrong(&self, problem: Problem) -> ConfigError {
         let field = if self.at.is_empty() { "the file".to_owned() } else { self.at.clone() };
-        ConfigError::Field { file: self.file.to_owned(), field, problem }
+        ConfigError::of(self.file, field, problem)
     }
 
     pub(super) fn wrong_at(&self, key: &str, problem: Problem) -> ConfigError {
-        let field = self.path_to(key);
-        ConfigError::Field { file: self.file.to_owned(), field, problem }
+        ConfigError::of(self.file, self.path_to(key), problem)
     }
 
     fn path_to(&self, key: &str) -> String {
