@@ -25,7 +25,7 @@ use super::address;
 use super::resolve::Resolver;
 use super::rule::{Destination, Method, Refused, Rule, Scheme, admit, place_of};
 use crate::constraint::Violation;
-use crate::secret::{REDACTED, Secret};
+use crate::secret::{Scrubber, Secret};
 
 /// Redirects that are followed for one request.
 pub const REDIRECTS_MAX: usize = 5;
@@ -308,7 +308,8 @@ impl Progress {
 pub struct Client {
     policy: Policy,
     resolver: Arc<dyn Resolver>,
-    credentials: Arc<[Secret]>,
+    /// For what it sends itself.
+    scrubber: Scrubber,
     room: Semaphore,
 }
 
@@ -342,11 +343,9 @@ impl Client {
     /// A client under a policy.
     #[must_use]
     pub fn new(policy: Policy, resolver: Arc<dyn Resolver>) -> Self {
-        let mut credentials: Vec<Secret> = policy.credentials().cloned().collect();
-        // Longest first, so that a value that holds another goes as a whole.
-        credentials.sort_by_key(|secret| std::cmp::Reverse(secret.expose().len()));
+        let scrubber = Scrubber::new(policy.credentials().cloned());
         let room = Semaphore::new(IN_FLIGHT_MAX);
-        Self { policy, resolver, credentials: credentials.into(), room }
+        Self { policy, resolver, scrubber, room }
     }
 
     /// What it may do.
@@ -535,11 +534,12 @@ impl Client {
     /// A body that is no text without the credentials that this client sends. Large
     /// ones take their time, on a thread that nobody else waits for.
     async fn cleared(&self, body: Vec<u8>) -> (Vec<u8>, bool) {
-        if std::str::from_utf8(&body).is_ok() || self.credentials.is_empty() {
+        if std::str::from_utf8(&body).is_ok() {
             return (body, false);
         }
-        let credentials = Arc::clone(&self.credentials);
-        crate::beside(move || without(body, &credentials)).await
+        let scrubber = self.scrubber.clone();
+        let cleared = crate::beside(move || scrubber.bytes_counted(body)).await;
+        (cleared.left, cleared.removed > 0)
     }
 }
 
@@ -701,46 +701,9 @@ impl Exchange {
     }
 }
 
-/// Bytes without these values, text or not, and whether there was one.
-fn without(mut bytes: Vec<u8>, secrets: &[Secret]) -> (Vec<u8>, bool) {
-    let mut found = false;
-    for secret in secrets {
-        let secret = secret.expose().as_bytes();
-        let mut kept = Vec::new();
-        let mut from = 0;
-        let mut at = 0;
-        while at + secret.len() <= bytes.len() {
-            if bytes[at..].starts_with(secret) {
-                kept.extend_from_slice(&bytes[from..at]);
-                kept.extend_from_slice(REDACTED.as_bytes());
-                at += secret.len();
-                from = at;
-            } else {
-                at += 1;
-            }
-        }
-        if from > 0 {
-            found = true;
-            kept.extend_from_slice(&bytes[from..]);
-            bytes = kept;
-        }
-    }
-    (bytes, found)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_credential_leaves_bytes_wherever_it_stands() {
-        let secret = Secret::new("hunter2".into()).unwrap();
-        let dirty = b"hunter2\xFF.hunter2hunter".to_vec();
-        let (clean, found) = without(dirty, std::slice::from_ref(&secret));
-        assert!(found);
-        assert_eq!(clean, b"[credential removed]\xFF.[credential removed]hunter");
-        assert_eq!(without(b"hunter".to_vec(), &[secret]), (b"hunter".to_vec(), false));
-    }
 
     #[test]
     fn header_injection_and_doubled_headers_are_refused() {

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 
-use super::spelling::{ESCAPES_DEEP_MAX, Plain, spellings, undone};
+use super::spelling::{ESCAPES_DEEP_MAX, Ends, Plain, spellings, torn, undone};
 use super::{REDACTED, SECRET_BYTES_MIN, Secret, patterns};
 
 /// Objects and lists within each other that are followed. Deeper JSON is not
@@ -47,7 +47,10 @@ enum Known {
 
 /// What they are looked for with.
 struct Sought {
+    /// Of values that are whole, and behind them of torn ones.
     spellings: AhoCorasick,
+    whole: usize,
+    torn: Vec<Ends>,
     /// How often a text is undone: as deep as is promised, and as the values
     /// themselves look escaped.
     deep: usize,
@@ -98,9 +101,18 @@ impl Scrubber {
         if all.is_empty() {
             return Self::default();
         }
+        let whole = all.len();
+        let mut ends = Vec::new();
+        for torn in secrets.iter().flat_map(|secret| torn(secret.expose())) {
+            all.push(torn.left);
+            ends.push(torn.ends);
+        }
         let built = AhoCorasick::builder().match_kind(MatchKind::Standard).build(&all);
         match built {
-            Ok(spellings) => Self { known: Known::Some(Arc::new(Sought { spellings, deep })) },
+            Ok(spellings) => {
+                let sought = Sought { spellings, whole, torn: ends, deep };
+                Self { known: Known::Some(Arc::new(sought)) }
+            }
             Err(error) => {
                 // 64 KiB each, and as many as an operator writes down.
                 tracing::error!(
@@ -124,6 +136,26 @@ impl Scrubber {
         let found = self.find(text.as_bytes());
         let removed = count(&found);
         Scrubbed { left: replaced(text, &found), removed }
+    }
+
+    /// As [`Scrubber::text_counted`], of bytes that may be no text: only known values
+    /// are looked for, and none by its shape.
+    #[must_use]
+    pub fn bytes_counted(&self, bytes: Vec<u8>) -> Scrubbed<Vec<u8>> {
+        let found = self.find_known(&bytes);
+        let removed = count(&found);
+        if found.is_empty() {
+            return Scrubbed { left: bytes, removed };
+        }
+        let mut left = Vec::with_capacity(bytes.len());
+        let mut at = 0;
+        for part in found {
+            left.extend_from_slice(&bytes[at..part.start]);
+            left.extend_from_slice(REDACTED.as_bytes());
+            at = part.end;
+        }
+        left.extend_from_slice(&bytes[at..]);
+        Scrubbed { left, removed }
     }
 
     /// Replaces every credential in the strings and keys of `value`, and
@@ -174,17 +206,31 @@ impl Scrubber {
             }
             Known::None | Known::Unsearchable => return Vec::new(),
         };
-        let matches = |text: &[u8], meet: &mut dyn FnMut(Range<usize>)| {
+        // With the ends of a torn one, which is nothing by itself.
+        let matches = |text: &[u8], meet: &mut dyn FnMut(Range<usize>, Option<Ends>)| {
             for found in known.spellings.find_overlapping_iter(text) {
-                meet(found.range());
+                let torn = found.pattern().as_usize().checked_sub(known.whole);
+                meet(found.range(), torn.map(|torn| known.torn[torn]));
             }
         };
         let mut all = Vec::new();
-        matches(text, &mut |found| add(&mut all, found));
+        matches(text, &mut |found, torn| {
+            if torn.is_none() {
+                add(&mut all, found);
+            }
+        });
         // Most texts have nothing to undo.
         if text.iter().any(|it| matches!(it, b'%' | b'\\' | b'&') || it.is_ascii_whitespace()) {
             Plain::each(text, known.deep, |plain| {
-                matches(&plain.bytes, &mut |found| add(&mut all, plain.origin(found)));
+                matches(&plain.bytes, &mut |found, torn| {
+                    let origin = match torn {
+                        None => Some(plain.origin(found)),
+                        Some(ends) => plain.torn_origin(found, ends),
+                    };
+                    if let Some(origin) = origin {
+                        add(&mut all, origin);
+                    }
+                });
             });
         }
         joined(all)
@@ -467,10 +513,41 @@ mod tests {
         for (value, text) in [
             ("a/half-escape\\", r#"{"it":"a\/half-escape\\"}"#),
             ("a/half-escape%4", "a%2Fhalf-escape%2541"),
+            // Escaped by somebody who leaves the value's own half alone.
+            ("a/half-escape%4", "a&#x2F;half-escape%41 and more"),
+            ("a/half-escape%", "a&#x2F;half-escape%0a"),
+            ("a/half-escape\\u00", "a%2Fhalf-escape\\u0041"),
+            ("a/half-escape\\u00", "a\\/half-escape\\u000a!"),
+            ("a/half-escape\\", "a\\/half-escape\\tb"),
+            ("a/half-escape&#6", "a\\/half-escape&#65;"),
+            ("a/half-escape&am", "a\\/half-escape&amp;"),
+            ("1/half-escape&am", "%41&#x2F;half-escape&amp;"),
+            ("0041/half-escape", "\\u0041&#x2F;half-escape"),
+            ("n/half-escape", "C:\\n&#x2F;half-escape"),
         ] {
             let left = scrubber(&[value]).text(text);
             assert!(left.contains(REDACTED) && !left.contains("half"), "{left}");
         }
+    }
+
+    #[test]
+    fn what_is_left_of_a_value_is_none_where_nothing_is_torn_from_it() {
+        let scrubber = scrubber(&["1/half-escape%4"]);
+        for innocent in ["half-escape 100%", "a /half-escape&amp;", "x/half-escape %41"] {
+            assert_eq!(scrubber.text(innocent), innocent);
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_lose_all_values_at_once() {
+        let scrubber = scrubber(&["abcdefghij", "ghijklmnop", "removed]"]);
+        let Scrubbed { left, removed } = scrubber.bytes_counted(b"\xFFabcdefghijklmnop\xFF".into());
+        assert_eq!((left, removed), (b"\xFF[credential removed]\xFF".into(), 1));
+        let escaped = b"\xFFabc%64efghij".to_vec();
+        assert_eq!(scrubber.bytes_counted(escaped).left, b"\xFF[credential removed]");
+        let innocent = b"\xFFabcdefghi".to_vec();
+        let kept = Scrubbed { left: innocent.clone(), removed: 0 };
+        assert_eq!(scrubber.bytes_counted(innocent), kept);
     }
 
     #[test]

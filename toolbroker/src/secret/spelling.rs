@@ -9,6 +9,9 @@
 //! A value may look escaped itself (`p%40ssword`, `CORP\reader`). What undoes the
 //! escapes of a text undoes the value's own as well, so that such a value is also
 //! looked for without them, and a text is undone as much further ([`undone`]).
+//! Its end may be half an escape that what stands behind it makes whole, and its
+//! beginning the other half of one (`%4` and `1`): what is left of it then is looked
+//! for as well, where there is such an escape beside it ([`torn`]).
 //!
 //! # Base64 at any place
 //! Base64 spells three bytes in four characters, so a value that stands
@@ -26,10 +29,19 @@ use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD_NO_PAD, URL_SAFE_NO_PAD};
 use zeroize::Zeroizing;
 
+use super::SECRET_BYTES_MIN;
+
 /// A shorter spelling than this would meet innocent text.
 const SPELLING_BYTES_MIN: usize = 10;
 /// How often an escape may itself be escaped.
 pub(super) const ESCAPES_DEEP_MAX: usize = 3;
+/// The longest entity, with its `&` and `;`.
+const ENTITY_BYTES_MAX: usize = 10;
+/// No escape is longer, and no half of one.
+const ESCAPE_BYTES_MAX: usize = ENTITY_BYTES_MAX;
+/// Entities with a name.
+const ENTITIES: [(&str, char); 5] =
+    [("amp", '&'), ("lt", '<'), ("gt", '>'), ("quot", '"'), ("apos", '\'')];
 
 /// What to look for where `value` must not be. The value itself is the first.
 pub(super) fn spellings(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
@@ -67,12 +79,86 @@ pub(super) fn undone(value: &str) -> (Zeroizing<Vec<u8>>, usize) {
     (last, deep)
 }
 
+/// What is left of a value without what may belong to an escape that only its
+/// neighbours make whole.
+pub(super) struct Torn {
+    pub(super) left: Zeroizing<Vec<u8>>,
+    /// At which of its ends something is missing.
+    pub(super) ends: Ends,
+}
+
+/// Ends of a value.
+#[derive(Clone, Copy)]
+pub(super) struct Ends {
+    first: bool,
+    last: bool,
+}
+
+/// All that may be left of a value in a text that is undone.
+pub(super) fn torn(value: &str) -> Vec<Torn> {
+    let squeezed = value.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect();
+    let mut forms = vec![Zeroizing::new(squeezed)];
+    Plain::each(value.as_bytes(), ESCAPES_DEEP_MAX, |plain| forms.push(plain.bytes.clone()));
+    forms.dedup();
+    let mut all = Vec::new();
+    for form in &forms {
+        let length = form.len();
+        let last =
+            (length.saturating_sub(ESCAPE_BYTES_MAX)..length).filter(|at| begins(&form[*at..]));
+        let last: Vec<usize> = last.chain([length]).collect();
+        let first = (1..=length.min(ESCAPE_BYTES_MAX)).filter(|at| ends(&form[..*at]));
+        for start in std::iter::once(0).chain(first) {
+            for end in &last {
+                let ends = Ends { first: start > 0, last: *end < length };
+                if (ends.first || ends.last) && end.saturating_sub(start) >= SECRET_BYTES_MIN {
+                    all.push(Torn { left: Zeroizing::new(form[start..*end].to_vec()), ends });
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Whether more bytes may make this an escape.
+fn begins(part: &[u8]) -> bool {
+    let hex = |digits: &[u8], fewer_than| {
+        digits.len() < fewer_than && digits.iter().all(u8::is_ascii_hexdigit)
+    };
+    match part {
+        [b'%', digits @ ..] | [b'\\', b'x', digits @ ..] => hex(digits, 2),
+        [b'\\', b'u', digits @ ..] => hex(digits, 4),
+        [b'\\'] => true,
+        [b'&', b'#', b'x' | b'X', digits @ ..] => hex(digits, ENTITY_BYTES_MAX - 3),
+        [b'&', b'#', digits @ ..] => hex(digits, ENTITY_BYTES_MAX - 2),
+        [b'&', name @ ..] => ENTITIES.iter().any(|(known, _)| known.as_bytes().starts_with(name)),
+        _ => false,
+    }
+}
+
+/// Whether bytes before this may make it an escape.
+fn ends(part: &[u8]) -> bool {
+    let digits = |part: &[u8]| part.iter().all(u8::is_ascii_hexdigit);
+    match part {
+        [b'n' | b'r' | b't' | b'"' | b'\'' | b'/' | b'\\'] => true,
+        [b'x', rest @ ..] if rest.len() == 2 && digits(rest) => true,
+        [b'u', rest @ ..] if rest.len() == 4 && digits(rest) => true,
+        [name @ .., b';'] if part.len() < ENTITY_BYTES_MAX => {
+            let number = name.strip_prefix(b"#").unwrap_or(name);
+            digits(number.strip_prefix(b"x").or(number.strip_prefix(b"X")).unwrap_or(number))
+                || ENTITIES.iter().any(|(known, _)| known.as_bytes().ends_with(name))
+        }
+        part => part.len() <= 4 && digits(part),
+    }
+}
+
 /// A text with its escapes undone and without white space, and where each of
 /// its bytes came from.
 #[derive(Debug, Default)]
 pub(super) struct Plain {
     pub(super) bytes: Zeroizing<Vec<u8>>,
     from: Vec<Range<usize>>,
+    /// How long it was.
+    length: usize,
 }
 
 impl Plain {
@@ -80,13 +166,13 @@ impl Plain {
     /// Meets the text after each time: an escape that began in a value may have
     /// ended in what stands beside it.
     pub(super) fn each(text: &[u8], deep: usize, mut meet: impl FnMut(&Self)) {
-        let mut plain = Self::pass(text, |at| at..at + 1);
+        let mut plain = Self::pass(text, text.len(), |at| at..at + 1);
         meet(&plain);
         for _ in 1..deep {
             if !plain.bytes.iter().any(|byte| matches!(byte, b'%' | b'\\' | b'&')) {
                 break;
             }
-            let next = Self::pass(&plain.bytes, |at| plain.from[at].clone());
+            let next = Self::pass(&plain.bytes, text.len(), |at| plain.from[at].clone());
             if next.bytes.len() == plain.bytes.len() {
                 break;
             }
@@ -95,10 +181,11 @@ impl Plain {
         }
     }
 
-    fn pass(text: &[u8], came_from: impl Fn(usize) -> Range<usize>) -> Self {
+    fn pass(text: &[u8], length: usize, came_from: impl Fn(usize) -> Range<usize>) -> Self {
         let mut plain = Self {
             bytes: Zeroizing::new(Vec::with_capacity(text.len())),
             from: Vec::with_capacity(text.len()),
+            length,
         };
         let mut at = 0;
         while at < text.len() {
@@ -120,6 +207,27 @@ impl Plain {
             (Some(first), Some(last)) => first.start..last.end,
             _ => 0..0,
         }
+    }
+
+    /// As [`Plain::origin`], with the escapes at these ends of it. `None` if there is
+    /// none at one of them: nothing is missing there.
+    pub(super) fn torn_origin(&self, part: Range<usize>, ends: Ends) -> Option<Range<usize>> {
+        let mut origin = self.origin(part.clone());
+        if ends.first {
+            let before = part.start.checked_sub(1).and_then(|at| self.from.get(at)).cloned();
+            let before = before.unwrap_or(0..0);
+            // What came to white space lies between.
+            let gap = before.end..origin.start;
+            let escape = if gap.is_empty() { before } else { gap };
+            origin.start = (escape.len() > 1).then_some(escape.start)?;
+        }
+        if ends.last {
+            let behind = self.from.get(part.end).cloned().unwrap_or(self.length..self.length);
+            let gap = origin.end..behind.start;
+            let escape = if gap.is_empty() { behind } else { gap };
+            origin.end = (escape.len() > 1).then_some(escape.end)?;
+        }
+        Some(origin)
     }
 }
 
@@ -148,16 +256,12 @@ fn unescaped(text: &[u8]) -> (Escaped, usize) {
 }
 
 fn entity(text: &[u8]) -> Option<(Escaped, usize)> {
-    const LENGTH_MAX: usize = 10;
-    let end = text.iter().take(LENGTH_MAX).position(|byte| *byte == b';')?;
+    let end = text.iter().take(ENTITY_BYTES_MAX).position(|byte| *byte == b';')?;
     let name = std::str::from_utf8(&text[1..end]).ok()?;
-    let found = match name {
-        "amp" => '&',
-        "lt" => '<',
-        "gt" => '>',
-        "quot" => '"',
-        "apos" => '\'',
-        _ => {
+    let known = ENTITIES.iter().find(|(known, _)| *known == name);
+    let found = match known {
+        Some((_, character)) => *character,
+        None => {
             let number = name.strip_prefix('#')?;
             let number = match number.strip_prefix(['x', 'X']) {
                 Some(hex) => u32::from_str_radix(hex, 16),
@@ -198,7 +302,8 @@ mod tests {
     fn plain(text: &str) -> Plain {
         let mut last = Plain::default();
         Plain::each(text.as_bytes(), ESCAPES_DEEP_MAX, |plain| {
-            last = Plain { bytes: plain.bytes.clone(), from: plain.from.clone() };
+            let (bytes, from) = (plain.bytes.clone(), plain.from.clone());
+            last = Plain { bytes, from, length: plain.length };
         });
         last
     }
