@@ -194,7 +194,7 @@ impl Stash {
         let scope = self.scope(caller, arguments)?;
         let key = key_of(arguments)?;
         let value = arguments.get("value").unwrap_or(&Value::Null).to_string();
-        let asked = arguments.get("ttl_s").and_then(Value::as_u64).map(Duration::from_secs);
+        let asked = arguments.get("ttl_s").and_then(whole).map(Duration::from_secs);
         let lifetime = asked.unwrap_or(self.terms.lifetime).min(self.terms.lifetime);
         let bytes = entry_bytes(key, &value);
         let full = |what: &str, limit: usize| {
@@ -296,6 +296,12 @@ impl Stash {
             json!({ "entries": listed, "truncated": entries.next().is_some() })
         }))
     }
+}
+
+/// A whole number, however it is written: `5.0` is an integer to JSON Schema.
+fn whole(number: &Value) -> Option<u64> {
+    // What is beyond both ends becomes the end.
+    number.as_u64().or_else(|| Some(number.as_f64().filter(|it| it.fract() == 0.0)? as u64))
 }
 
 /// The scope that a caller has without naming one.
@@ -542,6 +548,13 @@ mod tests {
         let desk = Desk::new();
         let alice = caller("alice", None, 1);
         desk.put(&alice, json!({ "key": "short", "value": 1, "ttl_s": 10 })).unwrap();
+        for (written, seconds) in [("5.0", 5), ("1e1", 10), ("1e30", 60)] {
+            let ttl_s: Value = serde_json::from_str(written).unwrap();
+            let put = desk.put(&alice, json!({ "key": "float", "value": 1, "ttl_s": ttl_s }));
+            assert_eq!(put.unwrap()["expires_in_s"], seconds, "{written}");
+        }
+        let deleted = desk.stash.delete(&alice, json!({ "key": "float" }).as_object().unwrap());
+        assert_eq!(deleted.unwrap(), json!({ "deleted": true }));
         let long = desk.put(&alice, json!({ "key": "long", "value": 1, "ttl_s": u64::MAX }));
         assert_eq!(long.unwrap(), json!({ "expires_in_s": 60 }));
         desk.pass(9);
