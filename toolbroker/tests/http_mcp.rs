@@ -649,6 +649,28 @@ fn an_authorization_server_is_found_by_the_servers_own_metadata_at_the_same_orig
 }
 
 #[test]
+fn an_authorization_server_that_moved_is_found_again() {
+    let (mcp, issuer, moved) = (Mcp::new(Era::NoSession), Issuer::default(), Issuer::default());
+    issuer.get().expires_in = Some(0);
+    let web = mcp.serve();
+    let (id, other) = (Web::serve(issuer.router(None)), Web::serve(moved.router(None)));
+    issuer.describe(&id.url(""), &["client_credentials"]);
+    let oauth = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", id.url(""));
+    let mut broker = broker(&web, &oauth);
+    let mut worker = broker.run(&["web.echo"], limits());
+    assert_eq!(worker.call("web.echo", &json!({})).0, None);
+    issuer.get().refuses = true;
+    let path = "/.well-known/oauth-authorization-server";
+    let mut metadata = issuer.get().metadata[path].clone();
+    metadata["token_endpoint"] = other.url("/token").into();
+    issuer.get().metadata.insert(path.into(), metadata);
+    let (_, error) = worker.call("web.echo", &json!({}));
+    assert_eq!(error["name"], "Unauthorized", "{error}");
+    let (code, said) = worker.call("web.echo", &json!({}));
+    assert_eq!((code, moved.get().asked.len()), (None, 1), "{said}");
+}
+
+#[test]
 fn a_server_does_not_choose_who_gets_the_clients_secret() {
     let (evil, issuer) = (Issuer::default(), Issuer::default());
     let trap = Web::serve(evil.router(None));

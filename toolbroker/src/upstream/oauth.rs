@@ -150,8 +150,11 @@ impl OAuth {
             Some(at) => at.clone(),
             None => self.find().await?,
         };
-        held.at = Some(at.clone());
+        // Kept while it gives tokens: it may have moved, and who says where is asked
+        // again then.
+        held.at = None;
         let token = self.fetch(&at).await?;
+        held.at = Some(at);
         self.scrubs.learn(&self.client(), &token.value);
         Ok(token)
     }
