@@ -14,7 +14,10 @@ pub(super) fn line_of(file: &Path, field: &str) -> Option<usize> {
     let text = file.is_file().then(|| super::read(file).ok()).flatten()?;
     let start = match DeTable::parse(&text) {
         Ok(document) => in_toml(document.into_inner(), field),
-        Err(_) => Json { text: text.as_bytes(), at: 0 }.find(field),
+        Err(_) => {
+            let at = text.len() - text.trim_start_matches('\u{feff}').len();
+            Json { text: text.as_bytes(), at }.find(field)
+        }
     }?;
     Some(1 + text.as_bytes().get(..start)?.iter().filter(|byte| **byte == b'\n').count())
 }

@@ -363,7 +363,8 @@ fn parse_mcp_json(
 }
 
 fn mcp_document(file: &Path, text: &str) -> Result<Strict, ConfigError> {
-    serde_json::from_str(text).map_err(|error| ConfigError::Syntax {
+    // Some editors begin a file with a mark of its encoding.
+    serde_json::from_str(text.trim_start_matches('\u{feff}')).map_err(|error| ConfigError::Syntax {
         file: file.to_owned(),
         line: error.line(),
         what: syntax_of(&error),
@@ -876,6 +877,11 @@ mod tests {
         assert!(missing.starts_with("forge.toml:2: servers.a.base_url: "), "{missing}");
         let wrong = told("{\"mcpServers\": {\n\"a\": {\n\"command\": 7}}}", "");
         assert!(wrong.starts_with("mcp.json:3: mcpServers.a.command: expected"), "{wrong}");
+        let marked = "\u{feff}[servers.a]\ncommand = 7";
+        let wrong = told("\u{feff}{\"mcpServers\": {}}", marked);
+        assert!(wrong.starts_with("forge.toml:2: servers.a.command: "), "{wrong}");
+        let wrong = told("\u{feff}{\n\"mcpServers\": {\"a\": {\"command\": 7}}}", "");
+        assert!(wrong.starts_with("mcp.json:2: mcpServers.a.command: "), "{wrong}");
         let none = told("{}", "");
         assert!(none.starts_with("mcp.json: mcpServers: this field is missing"), "{none}");
     }

@@ -210,7 +210,7 @@ impl Plan {
             let why = format!("it has more than {DOCUMENT_BYTES_MAX} bytes");
             return Err(unreadable(std::io::Error::other(why)));
         }
-        let document = serde_json::from_str(&text)
+        let document = serde_json::from_str(text.trim_start_matches('\u{feff}'))
             .map_err(|error| ApiError::NotJson { file: file.to_owned(), line: error.line() })?;
         Self::of(server, &document, include, endpoint)
     }
@@ -1079,6 +1079,8 @@ mod tests {
         assert!(read(r#"{"swagger": "2.0"}"#).contains("Swagger"));
         assert!(read(r#"{"openapi": "4.0.0"}"#).contains("3.0 or 3.1"));
         assert!(read(r#"{"openapi": "3.0.3", "paths": []}"#).contains("no operation"));
+        // As some editors begin a file.
+        assert!(read("\u{feff}{\"openapi\": \"4.0.0\"}").contains("3.0 or 3.1"));
         let missing = Plan::read("shop", Path::new("/nonexistent/x.json"), None, endpoint());
         assert!(missing.unwrap_err().to_string().contains("/nonexistent/x.json"));
     }
