@@ -10,6 +10,8 @@
 //! | SIMD, relaxed SIMD | not built in | glue code gains nothing, the guest image would grow; relaxed SIMD is not deterministic |
 //! | exceptions, GC, threads, components | – | wasmi has none |
 //!
+//! `operators` knows the operators of what is on, and no others.
+//!
 //! Modules are compiled eagerly: lazily translated functions are charged to
 //! the fuel of whoever calls them first, and fuel must repeat.
 //!

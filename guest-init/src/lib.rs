@@ -18,6 +18,7 @@
 //! | [`link`] | the protocol session over a [`Stream`]; when bytes are sent |
 //! | `run` | one program and its run, from its arrival to its [`Ended`](forge_protocol::guest::Ended) |
 //! | [`shape`] | how large and complex a module may be, checked before wasmi |
+//! | `operators` | a function's operators, of which the next two need to know little |
 //! | `respelled` | code that wasmi translates wrongly, spelled otherwise |
 //! | `untranslatable` | code that wasmi translates wrongly, refused |
 //! | `admission` | imports and exports against the ABI, tools against the grant |
@@ -40,6 +41,7 @@ pub mod clock;
 pub mod engine;
 mod host;
 pub mod link;
+mod operators;
 pub mod random;
 mod respelled;
 mod run;

@@ -51,10 +51,10 @@ use alloc::vec::Vec;
 use core::ops::Range;
 
 use wasmparser::{
-    BinaryReaderError, BlockType, CompositeInnerType, FunctionBody, Operator, Parser, Payload,
-    TypeSectionReader,
+    BinaryReaderError, CompositeInnerType, FunctionBody, Parser, Payload, TypeSectionReader,
 };
 
+use crate::operators::{Operator, Operators};
 use crate::shape::{ShapeError, within};
 
 /// Opcodes (WebAssembly core specification, 5.4).
@@ -62,16 +62,23 @@ mod op {
     pub(super) const BLOCK: u8 = 0x02;
     pub(super) const IF: u8 = 0x04;
     pub(super) const END: u8 = 0x0b;
+    pub(super) const BR_IF: u8 = 0x0d;
     pub(super) const SELECT: u8 = 0x1b;
     pub(super) const SELECT_TYPED: u8 = 0x1c;
+    pub(super) const LOCAL_GET: u8 = 0x20;
+    pub(super) const LOCAL_TEE: u8 = 0x22;
     pub(super) const I32_EQZ: u8 = 0x45;
+    pub(super) const I32_EQ: u8 = 0x46;
     pub(super) const I32_NE: u8 = 0x47;
-    pub(super) const I32_STORE: u8 = 0x36;
-    pub(super) const I64_STORE32: u8 = 0x3e;
     pub(super) const I32_WRAP_I64: u8 = 0xa7;
     pub(super) const I64_EXTEND_I32_U: u8 = 0xad;
     /// The type of a block without values.
     pub(super) const EMPTY: u8 = 0x40;
+
+    /// Whether an instruction with this opcode stores an integer.
+    pub(super) fn stores(opcode: u8) -> bool {
+        matches!(opcode, 0x36 | 0x37 | 0x3a..=0x3e)
+    }
 
     /// Whether an instruction with this opcode is a load, a constant or of numbers, and
     /// leaves one value of its own.
@@ -170,57 +177,30 @@ impl WithParameters {
         Ok(Self(these))
     }
 
-    fn has(&self, index: u32) -> bool {
-        self.0.get(index as usize).copied().unwrap_or(false)
+    fn has(&self, index: Option<u64>) -> bool {
+        let index = index.and_then(|index| usize::try_from(index).ok());
+        index.and_then(|index| self.0.get(index)).copied().unwrap_or(false)
     }
-
-    /// Whether these bytes may begin a block of such a type: they do in one of the
-    /// places where they stand, if at all.
-    fn may_begin(&self, pair: &[u8]) -> bool {
-        match pair {
-            // What its index begins with, if that has more bytes than one.
-            [op::BLOCK..=op::IF, 0x80..=0xff] => true,
-            [op::BLOCK..=op::IF, index] => self.has(u32::from(*index)),
-            _ => false,
-        }
-    }
-}
-
-/// Whether these bytes may have a comparison that is dropped.
-fn may_compare(bytes: &[u8]) -> bool {
-    let selects = |byte: &u8| matches!(*byte, op::SELECT | op::SELECT_TYPED);
-    let compares = |byte: &u8| matches!(*byte, op::I32_EQZ..=op::I32_NE);
-    bytes.iter().any(selects) && bytes.iter().any(compares)
 }
 
 /// The largest offset with which wasmi can store a register at itself.
 const NEAR_OFFSET_MAX: u64 = 0xffff;
 
-/// Whether these bytes may have a store with a larger one: it has three bytes, and the
-/// alignment before it is of 8 bytes at most.
-fn may_store_far(bytes: &[u8]) -> bool {
-    let far = |it: &[u8]| {
-        matches!(it, [op::I32_STORE..=op::I64_STORE32, 0..=3, 0x80..=0xff, 0x80..=0xff])
-    };
-    bytes.windows(4).any(far)
-}
-
 /// What an instruction left on top.
 #[derive(Clone, Copy, PartialEq)]
 enum Left {
-    Local(u32),
+    Local(u64),
     Other,
     /// What is there may be from before it.
     Unknown,
 }
 
 impl Left {
-    fn by(operator: &Operator<'_>, opcode: u8) -> Self {
-        match operator {
-            Operator::LocalGet { local_index } | Operator::LocalTee { local_index } => {
-                Self::Local(*local_index)
-            }
-            _ if op::computes(opcode) => Self::Other,
+    fn by(operator: Option<Operator<'_>>) -> Self {
+        let Some(operator) = operator else { return Self::Unknown };
+        match operator.opcode {
+            op::LOCAL_GET | op::LOCAL_TEE => Self::Local(operator.number()),
+            opcode if op::computes(opcode) => Self::Other,
             _ => Self::Unknown,
         }
     }
@@ -236,63 +216,54 @@ impl Left {
     }
 }
 
-/// Adds what of a function is to be spelled otherwise, in order. Its operators are read
-/// one by one only where its bytes may have some of it.
+/// Adds what of a function is to be spelled otherwise, in order.
 fn find(
     body: &FunctionBody<'_>,
     with_parameters: &WithParameters,
     found: &mut Vec<Other>,
 ) -> Result<(), ShapeError> {
     let before = found.len();
-    let (bytes, start) = (body.as_bytes(), body.range().start);
-    let may_begin = |pair: &[u8]| with_parameters.may_begin(pair);
-    if !may_compare(bytes) && !may_store_far(bytes) && !bytes.windows(2).any(may_begin) {
-        return Ok(());
-    }
+    let few = |count: usize| within("instructions to spell otherwise", count as u64, OTHERS_MAX);
+    let selects = |byte: &u8| matches!(*byte, op::SELECT | op::SELECT_TYPED);
+    let may_select = body.as_bytes().iter().any(selects);
     // Comparisons after which wasmi may not have emitted anything, and whether the last
     // is what the next instruction takes.
     let (mut compared, mut is_taken) = (Vec::new(), false);
-    let (mut address, mut value) = (Left::Unknown, Left::Unknown);
-    let mut operators = body.get_operators_reader()?;
-    while !operators.eof() {
-        let (operator, at) = operators.read_with_offset()?;
-        let opcode = bytes[at - start];
+    // The two that may have left address and value of a store.
+    let (mut address, mut value) = (None, None);
+    for operator in Operators::of(body)? {
+        let Operator { at, opcode, .. } = operator;
         let was_compared = core::mem::take(&mut is_taken);
-        let mut compares = |bytes| {
-            if was_compared {
-                // Emitted after it, or both of them are computed ahead.
-                compared.pop();
+        match opcode {
+            op::I32_EQZ..=op::I32_NE if may_select => {
+                if was_compared {
+                    // Emitted after it, or both of them are computed ahead.
+                    compared.pop();
+                }
+                let bytes = match opcode {
+                    op::I32_EQZ => EQZ,
+                    op::I32_EQ => EQ,
+                    _ => NE,
+                };
+                compared.push(Other { range: at..at + 1, bytes });
+                few(found.len() + compared.len())?;
+                is_taken = true;
             }
-            compared.push(Other { range: at..at + 1, bytes });
-            is_taken = true;
-        };
-        match operator {
-            Operator::I32Eqz => compares(EQZ),
-            Operator::I32Eq => compares(EQ),
-            Operator::I32Ne => compares(NE),
-            Operator::Select | Operator::TypedSelect { .. } => found.append(&mut compared),
-            // That takes it for good.
-            Operator::BrIf { .. } | Operator::If { blockty: BlockType::Empty } if was_compared => {
-                compared.pop();
-            }
-            Operator::Block { blockty: BlockType::FuncType(index) }
-            | Operator::Loop { blockty: BlockType::FuncType(index) }
-            | Operator::If { blockty: BlockType::FuncType(index) }
-                if with_parameters.has(index) =>
-            {
+            op::SELECT | op::SELECT_TYPED => found.append(&mut compared),
+            op::BLOCK..=op::IF if with_parameters.has(operator.block_type()) => {
                 found.push(Other { range: at..at, bytes: EMPTY_BLOCK });
+                few(found.len() + compared.len())?;
             }
-            Operator::I32Store { memarg }
-            | Operator::I32Store8 { memarg }
-            | Operator::I32Store16 { memarg }
-            | Operator::I64Store { memarg }
-            | Operator::I64Store8 { memarg }
-            | Operator::I64Store16 { memarg }
-            | Operator::I64Store32 { memarg }
-                if memarg.offset > NEAR_OFFSET_MAX && value.may_be_at_itself(address) =>
+            // That takes it for good.
+            op::BR_IF if was_compared => drop(compared.pop()),
+            op::IF if was_compared && operator.is_empty_block() => drop(compared.pop()),
+            _ if op::stores(opcode)
+                && operator.offset() > NEAR_OFFSET_MAX
+                && Left::by(value).may_be_at_itself(Left::by(address)) =>
             {
                 compared.clear();
                 found.push(Other { range: at..at, bytes: EMPTY_BLOCK });
+                few(found.len() + compared.len())?;
             }
             _ if op::is_emitted(opcode) => compared.clear(),
             // Whatever else may be computed ahead, and leave the comparison last.
@@ -300,13 +271,8 @@ fn find(
         }
         // These two leave a register as it is.
         if !matches!(opcode, op::I32_WRAP_I64 | op::I64_EXTEND_I32_U) {
-            (address, value) = (value, Left::by(&operator, opcode));
+            (address, value) = (value, Some(operator));
         }
-        within(
-            "instructions to spell otherwise",
-            (found.len() + compared.len()) as u64,
-            OTHERS_MAX,
-        )?;
     }
     found[before..].sort_unstable_by_key(|other| other.range.start);
     Ok(())

@@ -20,6 +20,8 @@ use wasmparser::{
     Payload,
 };
 
+use crate::operators::Operators;
+
 /// Types.
 pub const TYPES_MAX: u32 = 10_000;
 /// Parameters, or results, of one type.
@@ -265,14 +267,13 @@ fn nesting_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
         return Ok(0);
     }
     let (mut open, mut most) = (0u32, 0);
-    let mut operators = body.get_operators_reader()?;
-    while !operators.eof() {
-        match operators.read()? {
-            Operator::Block { .. } | Operator::Loop { .. } | Operator::If { .. } => {
+    for operator in Operators::of(body)? {
+        match operator.opcode {
+            0x02..=0x04 => {
                 open += 1;
                 most = most.max(open);
             }
-            Operator::End => open = open.saturating_sub(1),
+            0x0b => open = open.saturating_sub(1),
             _ => {}
         }
     }
@@ -291,9 +292,8 @@ fn locals_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
 
 /// How often a function has `memory.grow` or `table.grow` in it.
 ///
-/// Its operators are read one by one only where their bytes are in it, in
-/// whatever place: few functions grow anything, and to look for two bytes takes a
-/// tenth of the time.
+/// Its operators are read only where their bytes are in it, in whatever place: few
+/// functions grow anything, and to look for two bytes takes less time.
 fn grows_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
     // `memory.grow 0` and `table.grow`, whose numbers may have bytes more than
     // they need.
@@ -301,14 +301,12 @@ fn grows_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
     if !body.as_bytes().windows(2).any(grow) {
         return Ok(0);
     }
-    let mut grows = 0;
-    let mut operators = body.get_operators_reader()?;
-    while !operators.eof() {
-        if matches!(operators.read()?, Operator::MemoryGrow { .. } | Operator::TableGrow { .. }) {
-            grows += 1;
-        }
-    }
-    Ok(grows)
+    let grows = Operators::of(body)?.filter(|it| match it.opcode {
+        0x40 => true,
+        0xfc => it.number() == 0x0f,
+        _ => false,
+    });
+    Ok(grows.count() as u32)
 }
 
 /// Holds a count to its bound.
@@ -444,9 +442,9 @@ mod tests {
 
     #[test]
     fn what_does_not_parse_is_refused() {
-        // An index that never ends; operators that grow nothing are wasmi's to read.
-        let body_that_is_cut_off = b"\0asm\x01\0\0\0\x0a\x05\x01\x03\x00\x40\xff";
-        for module in [&b"\0asm\x01\0\0\0\x01\xff"[..], b"", body_that_is_cut_off] {
+        // Operators are wasmi's to read, variables before them are counted.
+        let variables_that_are_cut_off = b"\0asm\x01\0\0\0\x0a\x04\x01\x02\x01\xff";
+        for module in [&b"\0asm\x01\0\0\0\x01\xff"[..], b"", variables_that_are_cut_off] {
             assert!(matches!(check(module), Err(ShapeError::Malformed(_))), "{module:?}");
         }
     }

@@ -20,9 +20,11 @@ use alloc::vec::Vec;
 
 use wasmparser::{
     BinaryReaderError, BlockType, BrTable, CompositeInnerType, FrameKind, FuncValidator,
-    FuncValidatorAllocations, FunctionBody, Operator, Parser, Payload, TypeSectionReader,
-    ValidPayload, Validator, ValidatorResources,
+    FuncValidatorAllocations, FunctionBody, Parser, Payload, TypeSectionReader, ValidPayload,
+    Validator, ValidatorResources,
 };
+
+use crate::operators::Operators;
 
 /// Opcodes (WebAssembly core specification, 5.4.1).
 const LOOP: u8 = 0x03;
@@ -55,49 +57,33 @@ fn may_have(module: &[u8]) -> Result<bool, BinaryReaderError> {
     for payload in Parser::new(0).parse_all(module) {
         match payload? {
             Payload::TypeSection(section) => types = arities(section)?,
-            // Its operators are read only where its bytes may have both.
-            Payload::CodeSectionEntry(body)
-                if body.as_bytes().contains(&BR_TABLE)
-                    && (has_results(&types) || may_loop(&body, &types))
-                    && has_both(&body, &types)? =>
-            {
-                return Ok(true);
-            }
+            Payload::CodeSectionEntry(body) if has_both(&body, &types)? => return Ok(true),
             _ => {}
         }
     }
     Ok(false)
 }
 
-/// Whether some function, or block, may have several results. Compilers rarely emit any.
-fn has_results(types: &[Arity]) -> bool {
-    types.iter().any(|(_, results)| *results > 1)
-}
-
-/// Whether a function may have a loop of several parameters: its bytes begin one, if
-/// they are an instruction.
-fn may_loop(body: &FunctionBody<'_>, types: &[Arity]) -> bool {
-    body.as_bytes().windows(2).any(|pair| match pair {
-        // What an index of more bytes than one begins with.
-        [LOOP, 0x80..=0xff] => true,
-        [LOOP, index] => types.get(usize::from(*index)).is_some_and(|(params, _)| *params > 1),
-        _ => false,
-    })
-}
-
 fn has_both(body: &FunctionBody<'_>, types: &[Arity]) -> Result<bool, BinaryReaderError> {
-    let (mut has_table, mut has_label) = (false, has_results(types));
-    let mut operators = body.get_operators_reader()?;
-    while !operators.eof() {
-        match operators.read()? {
-            Operator::BrTable { .. } => has_table = true,
-            Operator::Loop { blockty: BlockType::FuncType(index) } => {
-                has_label |= types.get(index as usize).is_some_and(|(params, _)| *params > 1);
-            }
+    // Its operators are read only where its bytes may have one.
+    if !body.as_bytes().contains(&BR_TABLE) {
+        return Ok(false);
+    }
+    // Some function, or block, may have several results. Compilers rarely emit any.
+    let mut has_label = types.iter().any(|(_, results)| *results > 1);
+    let mut has_table = false;
+    for operator in Operators::of(body)? {
+        match operator.opcode {
+            BR_TABLE => has_table = true,
+            LOOP => has_label |= operator.block_type().is_some_and(|it| arity(types, it).0 > 1),
             _ => {}
         }
     }
     Ok(has_table && has_label)
+}
+
+fn arity(types: &[Arity], index: u64) -> Arity {
+    usize::try_from(index).ok().and_then(|index| types.get(index)).copied().unwrap_or_default()
 }
 
 fn first(module: &[u8]) -> Result<Option<usize>, BinaryReaderError> {
@@ -116,7 +102,7 @@ fn first(module: &[u8]) -> Result<Option<usize>, BinaryReaderError> {
             let mut operators = body.get_operators_reader()?;
             while !operators.eof() {
                 let (operator, at) = operators.read_with_offset()?;
-                if let Operator::BrTable { targets } = &operator
+                if let wasmparser::Operator::BrTable { targets } = &operator
                     && leaves_some(&function, targets, &types)?
                 {
                     return Ok(Some(at));
@@ -139,7 +125,7 @@ fn leaves_some(
     let Some(default) = label(targets.default()) else { return Ok(false) };
     let values = match (default.block_type, default.kind) {
         (BlockType::FuncType(index), kind) => {
-            let (params, results) = types.get(index as usize).copied().unwrap_or_default();
+            let (params, results) = arity(types, index.into());
             if kind == FrameKind::Loop { params } else { results }
         }
         _ => 1,
