@@ -9,7 +9,7 @@ use super::node::path_of;
 
 /// The line, from 1, of the field with this way; of the innermost table or list
 /// that is there, where it is missing. `None` where not even that is found.
-pub(super) fn line_of(file: &Path, field: &str) -> Option<usize> {
+pub(super) fn line_of(file: &Path, field: &str) -> Option<u32> {
     // What is no file may not be there a second time.
     let text = file.is_file().then(|| super::read(file).ok()).flatten()?;
     let start = match DeTable::parse(&text) {
@@ -19,7 +19,8 @@ pub(super) fn line_of(file: &Path, field: &str) -> Option<usize> {
             Json { text: text.as_bytes(), at }.find(field)
         }
     }?;
-    Some(1 + text.as_bytes().get(..start)?.iter().filter(|byte| **byte == b'\n').count())
+    let ends = text.as_bytes().get(..start)?.iter().filter(|byte| **byte == b'\n').count();
+    u32::try_from(ends + 1).ok()
 }
 
 /// What is left of a way behind this key, if the way begins with it.
@@ -154,7 +155,7 @@ impl Json<'_> {
 mod tests {
     use super::*;
 
-    fn lines(text: &str, fields: &[(&str, Option<usize>)]) {
+    fn lines(text: &str, fields: &[(&str, Option<u32>)]) {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         std::fs::write(&file, text).unwrap();

@@ -101,7 +101,7 @@ pub enum ConfigError {
         /// The file.
         file: PathBuf,
         /// The line, from 1, where it is known.
-        line: Option<usize>,
+        line: Option<u32>,
         /// The field, as a path with dots.
         field: String,
         /// What is wrong with it.
@@ -116,7 +116,7 @@ pub enum ConfigError {
         /// The second file.
         file: PathBuf,
         /// The line, from 1, where it is known.
-        line: Option<usize>,
+        line: Option<u32>,
         /// The server.
         server: String,
     },
@@ -142,7 +142,7 @@ impl ConfigError {
 }
 
 /// Where in which file, as editors and compilers write it.
-fn place(file: &Path, line: Option<usize>) -> String {
+fn place(file: &Path, line: Option<u32>) -> String {
     match line {
         Some(line) => format!("{}:{line}", file.display()),
         None => file.display().to_string(),
