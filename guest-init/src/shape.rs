@@ -30,6 +30,10 @@ pub const TYPE_VALUES_MAX: u32 = 128;
 pub const IMPORTS_MAX: u32 = 1_000;
 /// Functions of the module's own.
 pub const FUNCTIONS_MAX: u32 = 20_000;
+/// Bytes of one function. While wasmi translates one, each of them may take 50 of the heap
+/// beside what stays of it: conditions without anything in them do. An interpreter's
+/// loop, the largest that compilers emit, has some 100 KiB.
+pub const FUNCTION_BYTES_MAX: u32 = 512 * 1024;
 /// Local variables of one function, its parameters apart. wasmi takes 30,000
 /// with them.
 pub const LOCALS_MAX: u32 = 25_000;
@@ -145,6 +149,7 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
                 within("data segments", segments.count(), DATA_SEGMENTS_MAX)?;
             }
             Payload::CodeSectionEntry(body) => {
+                within("bytes of one function", body.range().len() as u64, FUNCTION_BYTES_MAX)?;
                 within("locals of one function", locals_of(&body)?, LOCALS_MAX)?;
                 grows += grows_of(&body)?;
                 within("growing operators", grows, GROWS_MAX)?;
@@ -356,6 +361,12 @@ mod tests {
         format!("(module (func {begin} {end}))")
     }
 
+    /// A module with a function of so many bytes.
+    fn function_of(bytes: u32) -> String {
+        // Two more: no local variables, and the end.
+        format!("(module (func {}))", "nop ".repeat(bytes as usize - 2))
+    }
+
     /// A module whose body is `piece`, `count` times.
     fn repeated(piece: &str, count: u32) -> String {
         format!("(module {})", piece.repeat(count as usize))
@@ -375,6 +386,7 @@ mod tests {
                 format!("(module (func (local{})))", " i64".repeat(LOCALS_MAX as usize + 1)),
                 "locals of one function",
             ),
+            (function_of(FUNCTION_BYTES_MAX + 1), "bytes of one function"),
             (repeated("(table 1 funcref)", TABLES_MAX + 1), "tables"),
             (repeated("(table 100001 funcref)", 1), "elements of one table"),
             (repeated("(memory 1)", MEMORIES_MAX + 1), "memories"),
@@ -405,6 +417,7 @@ mod tests {
         for module in [
             repeated(&widest, 1),
             repeated("(func)", FUNCTIONS_MAX),
+            function_of(FUNCTION_BYTES_MAX),
             repeated("(table 100000 funcref)", TABLES_MAX),
             repeated("(data \"\")", DATA_SEGMENTS_MAX),
             repeated(GROWS, GROWS_MAX / 2),
