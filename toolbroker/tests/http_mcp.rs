@@ -649,6 +649,36 @@ fn an_authorization_server_is_found_by_the_servers_own_metadata_at_the_same_orig
 }
 
 #[test]
+fn a_key_in_the_query_goes_to_its_server_with_each_request_and_is_told_nobody() {
+    for era in [Era::Session, Era::Modern] {
+        let (mcp, issuer) = (Mcp::new(era), Issuer::default());
+        let web = mcp.serve();
+        let id = Web::serve(issuer.router(None));
+        let lines = format!(
+            "credentials.key = {{ from_env = \"CANARY\" }}\n\
+             oauth = {{ {ACCOUNT}, token_url = \"{}\" }}\n{RESOURCES}",
+            id.url("/token")
+        );
+        mcp.get().resources = vec![(200, json!({"contents": CANARY}))];
+        let mut broker = broker(&web, &lines);
+        let mut worker = broker.run(&["web.echo", "web.die", "resource.read"], limits());
+        assert_eq!(worker.call("web.echo", &json!({})).0, None);
+        let asked = json!({ "server": "web", "uri": "test://x" });
+        let (_, said) = worker.call("resource.read", &asked);
+        assert!(!said.to_string().contains(CANARY), "{said}");
+        let (_, said) = worker.call("web.die", &json!({}));
+        assert!(!said.to_string().contains(CANARY), "{said}");
+        drop(worker);
+        let (_, log) = broker.finish();
+        assert!(!log.contains(CANARY), "it is in the log");
+        let (_, form) = issuer.get().asked[0].clone();
+        assert!(form.contains("resource=") && !form.contains(CANARY), "{form}");
+        let all = format!("/mcp?key={CANARY}");
+        assert!(mcp.get().seen.iter().all(|it| it.path == all), "{:?}", mcp.get().seen);
+    }
+}
+
+#[test]
 fn an_authorization_server_that_moved_is_found_again() {
     let (mcp, issuer, moved) = (Mcp::new(Era::NoSession), Issuer::default(), Issuer::default());
     issuer.get().expires_in = Some(0);

@@ -97,7 +97,7 @@ pub struct StdioConfig {
 /// Where a server over HTTP is, and what it is told with each request.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
-    /// Its address.
+    /// Its address, without `query`.
     pub url: Url,
     /// Headers. All are held as secrets.
     pub headers: Vec<(HeaderName, Secret)>,
@@ -288,7 +288,7 @@ pub(super) fn forge_server(
 ) -> Result<ServerConfig, ConfigError> {
     const COMMAND: [&str; 9] =
         ["command", "args", "env", "credentials", "cwd", "read", "write", "network", "limits"];
-    const URL: [&str; 4] = ["url", "headers", "oauth", "allow_http"];
+    const URL: [&str; 5] = ["url", "headers", "credentials", "oauth", "allow_http"];
     const OPENAPI: [&str; 7] =
         ["openapi", "base_url", "include", "headers", "credentials", "oauth", "allow_http"];
     check_server_name(name, entry)?;
@@ -312,8 +312,7 @@ pub(super) fn forge_server(
             return Ok(ServerConfig { source: Source::Http(endpoint), scrub });
         }
         _ => {
-            let mut endpoint = endpoint(entry, "base_url", lookup, &mut scrub)?;
-            endpoint.query = in_the_query(entry, lookup, &mut scrub)?;
+            let endpoint = endpoint(entry, "base_url", lookup, &mut scrub)?;
             let source = Source::OpenApi(openapi(name, entry, endpoint)?);
             return Ok(ServerConfig { source, scrub });
         }
@@ -363,7 +362,7 @@ fn only(entry: &Node<'_>, known: &[&str]) -> Result<(), ConfigError> {
     }
 }
 
-/// The address under `key`, `headers`, `oauth` and `allow_http`.
+/// The address under `key`, `headers`, `credentials`, `oauth` and `allow_http`.
 fn endpoint(
     entry: &Node<'_>,
     key: &str,
@@ -393,10 +392,11 @@ fn endpoint(
     if oauth.is_some() && headers.iter().any(|(name, _)| name == "authorization") {
         return Err(entry.wrong_at("oauth", Problem::TwoTokens));
     }
-    Ok(Endpoint { url, headers, query: Vec::new(), oauth })
+    let query = in_the_query(entry, lookup, scrub)?;
+    Ok(Endpoint { url, headers, query, oauth })
 }
 
-/// `credentials` of an interface: each goes into the query, under its name here.
+/// `credentials` of a server over HTTP: each goes into the query, under its name here.
 fn in_the_query(
     entry: &Node<'_>,
     lookup: Lookup<'_>,

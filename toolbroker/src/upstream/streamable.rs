@@ -30,6 +30,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within, retry_after};
+use super::oauth::percent;
 use super::stdio::answers;
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
 use crate::config::Endpoint;
@@ -95,7 +96,15 @@ impl Mcp {
         let mut retry = ExponentialBackoff::default();
         retry.max_times = Some(STREAM_RETRIES_MAX);
         retry.max_delay = Some(STREAM_RETRY_MAX);
-        let mut config = StreamableHttpClientTransportConfig::with_uri(endpoint.url.as_str())
+        let mut url = endpoint.url.clone();
+        if !endpoint.query.is_empty() {
+            let own = url.query().filter(|own| !own.is_empty()).map(str::to_owned);
+            let keys = endpoint.query.iter();
+            let keys =
+                keys.map(|(name, key)| format!("{}={}", percent(name), percent(key.expose())));
+            url.set_query(Some(&own.into_iter().chain(keys).collect::<Vec<_>>().join("&")));
+        }
+        let mut config = StreamableHttpClientTransportConfig::with_uri(url.as_str())
             // A lost session is made anew here, since the new one may have
             // other tools, and each call is held against what was granted.
             .reinit_on_expired_session(false)
