@@ -225,7 +225,6 @@ fn check_says_what_of_a_grant_would_keep_a_program_from_running() {
     let desk = Shop::new();
     desk.issue(&["--allow", "test.echo", "--session", "s-1"]);
     desk.write("program.wat", calls("test.echo", "{}"));
-    desk.write("signer.pub", support::signer().trust_key().to_pem());
     desk.done(&["sign", "--key", "signer.pem", "program.wat", "-o", "program.wasm"]);
     let check = |more: &[&str]| -> Vec<String> {
         let command = ["check", "--json", "--trust", "signer.pub", "--grant", "whole.grant"];
@@ -311,7 +310,6 @@ fn a_grant_that_is_refused_is_told_by_its_file() {
     desk.issue(&["--allow", "test.echo", "--principal", "bob"]);
     desk.write("junk.grant", "junk");
     desk.write("program.wat", calls("test.echo", "{}"));
-    desk.write("signer.pub", support::signer().trust_key().to_pem());
     desk.done(&["sign", "--key", "signer.pem", "program.wat", "-o", "program.wasm"]);
     let said = |arguments: &[&str]| {
         let output = desk.forge(arguments);

@@ -18,7 +18,6 @@ use std::process::{ExitCode, Output};
 
 use desk::{Desk, text};
 use serde_json::{Value, json};
-use support::signer;
 
 fn main() -> ExitCode {
     support::main(
@@ -95,7 +94,6 @@ fn a_tool_that_was_not_found_is_not_granted() {
 
 fn a_service_searches_grants_and_runs_in_one_step_too() {
     let desk = Surface::new();
-    desk.0.write("signer.pub", signer().trust_key().to_pem());
     let serve =
         ["serve", "--socket", "socket", "--trust", "signer.pub", "--mcp-config", "mcp.json"];
     let mut service = desk.0.command(&serve).envs([TOKEN]).spawn().unwrap();

@@ -9,18 +9,22 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use crate::executables;
 use crate::support::signer;
 
 /// What every run of these tests says.
 const RUN: [&str; 6] = ["run", "--json", "--sign-with", "signer.pem", "--timeout", "30s"];
 
+/// What `mcp.json` calls `${TEST_TOKEN}`.
+pub const CREDENTIAL: &str = "tok-7f3a9c51e2b84d06-canary";
+
 /// The folder, gone after the test.
 pub struct Desk(PathBuf);
 
 impl Desk {
-    /// With `signer.pem` in it.
+    /// With `signer.pem` and `signer.pub` in it.
     pub fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -31,6 +35,19 @@ impl Desk {
         desk.write("signer.pem", signer().to_pem());
         let private = fs::Permissions::from_mode(0o600);
         fs::set_permissions(desk.path("signer.pem"), private).unwrap();
+        desk.write("signer.pub", signer().trust_key().to_pem());
+        desk
+    }
+
+    /// The same, with the test server in `mcp.json`, whose credential is
+    /// [`CREDENTIAL`].
+    pub fn with_tools() -> Self {
+        let desk = Self::new();
+        let server = json!({
+            "command": executables::folder().join("forge-test-server"),
+            "env": { "TEST_TOKEN": "${TEST_TOKEN}" },
+        });
+        desk.write("mcp.json", json!({ "mcpServers": { "test": server } }).to_string());
         desk
     }
 
@@ -54,6 +71,7 @@ impl Desk {
         let mut command = Command::new(env!("CARGO_BIN_EXE_forge-vmm"));
         command.args(arguments).current_dir(&self.0).stdin(Stdio::null());
         command.env("FORGE_STATE", self.path("state")).env_remove("FORGE_LOG");
+        command.env("TEST_TOKEN", CREDENTIAL);
         command
     }
 
@@ -71,6 +89,14 @@ impl Desk {
     pub fn run_with(&self, environment: &[(&str, &str)], arguments: &[&str]) -> (i32, Value) {
         let mut command = self.command(&[&RUN, arguments].concat());
         reported(command.envs(environment.iter().copied()))
+    }
+
+    /// [`Desk::run`], of a program in text.
+    pub fn run_text(&self, wat: &str, arguments: &[&str]) -> (i32, Value) {
+        self.write("program.wat", wat);
+        // An emulated CPU needs more than the default to boot at all.
+        let usual = if arguments.contains(&"--timeout") { &RUN[..4] } else { &RUN[..] };
+        reported(&mut self.command(&[usual, arguments, &["program.wat"]].concat()))
     }
 }
 

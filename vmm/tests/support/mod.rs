@@ -100,6 +100,33 @@ pub fn forge_module(more: &str, body: &str) -> String {
     )
 }
 
+/// Writes `hello`.
+pub const HELLO: &str = r#"(module
+    (import "forge" "output" (func $output (param i32 i32) (result i32)))
+    (memory (export "memory") 1) (data (i32.const 0) "hello")
+    (func (export "forge_run") (result i32)
+        (drop (call $output (i32.const 0) (i32.const 5))) (i32.const 0)))"#;
+
+/// Calls one tool with a fixed request and writes its response.
+pub fn calls(tool: &str, request: &str) -> String {
+    forge_module(
+        &format!(
+            "(import \"tool\" \"{tool}\" (func $call_tool (param i32 i32) (result i32)))
+             (memory (export \"memory\") 2) (data (i32.const 0) {request:?})"
+        ),
+        &format!(
+            "(local $n i32)
+             (local.set $n (call $call_tool (i32.const 0) (i32.const {})))
+             (if (i32.lt_s (local.get $n) (i32.const 0)) (then (return (local.get $n))))
+             (drop (call $output (i32.const 4096)
+                (call $resp_read (i32.const 4096) (i32.const 0) (i32.const 100000))))
+             (i32.const 0)",
+            request.len()
+        ),
+    )
+    // An import cannot follow a definition, and forge_module puts ours first.
+}
+
 /// Asks the inventory for the stock of `P-1001`, and `app.price` with what it
 /// says; outputs what that says.
 pub fn joins() -> Vec<u8> {

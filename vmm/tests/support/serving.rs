@@ -24,14 +24,12 @@ use serde_json::Value;
 use crate::desk::Desk;
 use crate::executables;
 use crate::processes::workers_below;
-use crate::support::{eventually, forge_module, signed, signer};
+use crate::support::{eventually, forge_module, signed};
 
 /// A desk with what a service needs.
 pub fn desk() -> Desk {
     executables::folder_with(&["forge-toolbroker", "forge-test-server", "inventory-server"]);
-    let desk = Desk::new();
-    desk.write("signer.pub", signer().trust_key().to_pem());
-    desk
+    Desk::new()
 }
 
 impl Desk {
@@ -53,6 +51,7 @@ impl Desk {
     }
 }
 
+/// A service that ends with its test, however that does.
 pub struct Service {
     pub child: Child,
     pub socket: PathBuf,

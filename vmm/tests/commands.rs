@@ -1,0 +1,589 @@
+//! What the commands say and refuse, which needs no VM: the real `forge-vmm`, and
+//! behind it the real toolbroker.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+#[path = "support/desk.rs"]
+mod desk;
+#[path = "support/executables.rs"]
+mod executables;
+#[path = "support/processes.rs"]
+mod processes;
+#[path = "support/serving.rs"]
+mod serving;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::CommandExt as _;
+use std::process::{ExitCode, Output, Stdio};
+use std::time::Duration;
+
+use desk::{Desk, text};
+use forge_protocol::limits::RunLimits;
+use serde_json::{Value, json};
+use serving::Service;
+use support::{HELLO, calls, forge_module, signer};
+
+fn main() -> ExitCode {
+    support::main(
+        &[],
+        claims![
+            an_import_that_is_not_granted_exits_3_and_is_named,
+            unsigned_flipped_and_wrongly_keyed_programs_exit_3,
+            keygen_sign_and_inspect_fit_together,
+            check_names_every_violation,
+            what_check_says_run_says_too,
+            log_records_that_were_dropped_are_counted,
+            what_has_no_end_or_is_no_text_is_refused,
+            a_tool_server_that_is_installed_below_the_home_is_started,
+            usage_errors_exit_2_and_say_what_to_do,
+            an_empty_intent_is_a_usage_error_that_says_what_to_give,
+            a_limit_over_its_bound_is_told_by_its_option,
+            a_state_folder_that_cannot_be_made_exits_2_before_anything_is_called,
+            arguments_that_are_nested_too_deeply_are_refused_before_they_are_sent,
+            an_empty_variable_names_no_state_folder,
+            text_is_told_how_to_become_a_signed_module,
+            an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
+            a_journal_that_is_not_there_is_said,
+            a_door_is_loaded_again_with_all_or_not_at_all,
+            what_a_service_refuses_is_no_wrong_usage,
+            a_private_key_that_others_can_read_is_refused,
+            wasmsign2_signs_for_us_and_verifies_ours,
+        ],
+    )
+}
+
+fn an_import_that_is_not_granted_exits_3_and_is_named() {
+    let desk = Desk::with_tools();
+    let wat = calls("test.echo", r#"{"text":"x"}"#);
+    for arguments in [&[][..], &["--mcp-config", "mcp.json", "--allow", "test.slow"]] {
+        let (code, report) = desk.run_text(&wat, arguments);
+        assert_eq!((code, &report["status"]), (3, &json!("rejected")), "{report:#}");
+        let reason = report["reason"].as_str().unwrap();
+        assert!(reason.contains("test.echo"), "{reason}");
+    }
+    let (code, report) = desk.run_text(
+        r#"(module (import "wasi_snapshot_preview1" "path_open" (func))
+            (memory (export "memory") 1)
+            (func (export "forge_run") (result i32) (i32.const 0)))"#,
+        &[],
+    );
+    assert_eq!(code, 3);
+    assert!(report["reason"].as_str().unwrap().contains("path_open"), "{report:#}");
+}
+
+fn unsigned_flipped_and_wrongly_keyed_programs_exit_3() {
+    let desk = Desk::new();
+    let module = wat::parse_str(HELLO).unwrap();
+    let stranger = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
+    let signed = signer().sign(&module).unwrap();
+    let mut flipped = signed.clone();
+    let last = flipped.len() - 3;
+    flipped[last] ^= 0x10;
+    // Whatever is behind the signature, no WebAssembly parser gets to see it.
+    let mut no_wasm = b"\0asm\x01\0\0\0".to_vec();
+    no_wasm.extend_from_slice(&[1, 3, 0xff, 0xff, 0xff]);
+    for (name, program, said) in [
+        ("unsigned", module.clone(), "not signed"),
+        ("flipped", flipped, "bytes changed"),
+        ("stranger", stranger.sign(&module).unwrap(), "no trusted key"),
+        ("no wasm", no_wasm, "not signed"),
+    ] {
+        desk.write("program.wasm", program);
+        let output = desk.forge(&["run", "--json", "--trust", "signer.pub", "program.wasm"]);
+        assert_eq!(output.status.code(), Some(3), "{name}");
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["kind"], "signature", "{name}: {report:#}");
+        assert!(report["reason"].as_str().unwrap().contains(said), "{name}: {report:#}");
+        assert_eq!(report["timing_us"]["vm"], 0, "{name}: no VM was made");
+    }
+}
+
+fn keygen_sign_and_inspect_fit_together() {
+    let desk = Desk::new();
+    let made = desk.forge(&["keygen", "--out", "keys"]);
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    let mode = fs::metadata(desk.path("keys/signer.pem")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let again = desk.forge(&["keygen", "--out", "keys"]);
+    assert_eq!(again.status.code(), Some(2), "an existing key is never overwritten");
+    let said = text(&again.stderr);
+    assert!(said.contains("keys/signer.pem: there is such a file already"), "{said}");
+    // Each half in the place of the other.
+    for (arguments, half) in [
+        (["sign", "--key", "keys/signer.pub", "hello.wat", "-o", "hello.wasm"], "a public key"),
+        (["check", "--trust", "keys/signer.pem", "hello.wat", "--allow", "a.b"], "a private key"),
+    ] {
+        let refused = desk.forge(&arguments);
+        let said = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{said}");
+        assert!(said.contains(half) && said.contains("its other half"), "{said}");
+    }
+
+    desk.write("hello.wat", HELLO);
+    let key = ["sign", "--key", "keys/signer.pem", "hello.wat", "-o", "hello.wasm"];
+    assert!(desk.forge(&key).status.success());
+    let inspected = desk.forge(&["inspect", "--json", "--trust", "keys/signer.pub", "hello.wasm"]);
+    let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
+    assert_eq!(inspected["signature"], "good");
+    assert_eq!(inspected["imports"][0]["name"], "output");
+    assert_eq!(inspected["memory"]["initial_bytes"], 65_536);
+    // Who calls tools by name needs no import of one.
+    let call = r#"(import "forge" "call_async" (func (param i32 i32 i32 i32) (result i32)))"#;
+    for (import, may) in [(call, "any tool that is granted"), ("", "no tool")] {
+        desk.write("calls.wat", format!("(module {import} (memory (export \"memory\") 1))"));
+        let sign = ["sign", "--key", "keys/signer.pem", "calls.wat", "-o", "calls.wasm"];
+        assert!(desk.forge(&sign).status.success());
+        let said = text(&desk.forge(&["inspect", "calls.wasm"]).stdout);
+        assert!(said.contains(&format!("may call    {may}")), "{said}");
+    }
+}
+
+fn check_names_every_violation() {
+    let desk = Desk::new();
+    desk.write(
+        "bad.wat",
+        r#"(module
+            (import "tool" "test.echo" (func (param i32 i32) (result i32)))
+            (import "env" "abort" (func))
+            (func $f) (start $f))"#,
+    );
+    let output = desk.forge(&["check", "--json", "bad.wat"]);
+    assert_eq!(output.status.code(), Some(3));
+    let checked: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let kinds: Vec<&str> = checked["violations"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|violation| violation["kind"].as_str().unwrap())
+        .collect();
+    assert_eq!(kinds, ["signature", "import", "import", "start_section", "export", "export"]);
+    desk.write("hello.wat", HELLO);
+    desk.forge(&["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"]);
+    let output = desk.forge(&["check", "--trust", "signer.pub", "hello.wasm"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
+}
+
+fn what_check_says_run_says_too() {
+    let memory = r#"(memory (export "memory") 1)"#;
+    let bare = |body: &str| format!("(module {memory} {body})");
+    let run = |body: &str| bare(&format!(r#"(func (export "forge_run") (result i32) {body})"#));
+    let many = |piece: &str, count: usize| piece.repeat(count);
+    let fits = "(i32.const 0)";
+    let start = r#"(func (export "_start"))"#;
+    let desk = Desk::new();
+    for (name, kind, wat) in [
+        ("fits", None, run(fits)),
+        ("the most locals", None, run(&format!("(local{}) {fits}", many(" i64", 25_000)))),
+        ("locals", Some("too_large"), run(&format!("(local{}) {fits}", many(" i64", 25_001)))),
+        (
+            "operands",
+            Some("invalid"),
+            run(&format!("{} {}", many("i32.const 1 ", 200_000), many("i32.add ", 199_999))),
+        ),
+        ("a type", Some("invalid"), run("(i64.const 0)")),
+        ("the largest table", None, bare(&format!("(table 100000 funcref) {start}"))),
+        ("a table", Some("too_large"), bare(&format!("(table 100001 funcref) {start}"))),
+        (
+            "an entry's type",
+            Some("export"),
+            bare(r#"(func (export "_start") (result i32) (i32.const 0))"#),
+        ),
+        (
+            "a second entry's type",
+            Some("export"),
+            bare(&format!(r#"{start} (func (export "forge_run"))"#)),
+        ),
+        (
+            "an initializer's type",
+            Some("export"),
+            run(&format!(r#"{fits}) (func (export "_initialize") (result i32) (i32.const 0)"#)),
+        ),
+    ] {
+        desk.write("program.wat", &wat);
+        assert!(
+            desk.forge(&["sign", "--key", "signer.pem", "program.wat", "-o", "it.wasm"])
+                .status
+                .success()
+        );
+        let trusted = ["--json", "--trust", "signer.pub", "it.wasm"];
+        let json = |said: &Output| serde_json::from_slice::<Value>(&said.stdout).unwrap();
+        let checked = json(&desk.forge(&[&["check"], &trusted[..]].concat()));
+        let report = json(&desk.forge(
+            &[&["run", "--isolation", "process", "--timeout", "30s"], &trusted[..]].concat(),
+        ));
+        match kind {
+            None => {
+                assert_eq!(checked["ok"], true, "{name}: {checked}");
+                assert_eq!(report["status"], "ok", "{name}: {report}");
+            }
+            Some(kind) => {
+                assert_eq!(checked["violations"].as_array().unwrap().len(), 1, "{name}: {checked}");
+                assert_eq!(checked["violations"][0]["kind"], kind, "{name}: {checked}");
+                assert_eq!(report["kind"], kind, "{name}: {report}");
+            }
+        }
+    }
+}
+
+fn log_records_that_were_dropped_are_counted() {
+    let wat = forge_module(
+        r#"(memory (export "memory") 1)"#,
+        "(local $i i32)
+         (loop $more
+            (call $log (i32.const 2) (i32.const 0) (i32.const 4096))
+            (local.set $i (i32.add (local.get $i) (i32.const 1)))
+            (br_if $more (i32.lt_u (local.get $i) (i32.const 100))))
+         (i32.const 0)",
+    );
+    let desk = Desk::new();
+    let (code, report) = desk.run_text(&wat, &["--isolation", "process"]);
+    assert_eq!(code, 0, "{report:#}");
+    // Of 64 KiB, each record takes 4,096 bytes and 16 beside them.
+    assert_eq!(report["log"].as_array().unwrap().len(), 15);
+    assert_eq!(report["log_dropped"], 85);
+    let run = ["run", "--sign-with", "signer.pem", "--isolation", "process", "program.wat"];
+    let said = text(&desk.forge(&run).stderr);
+    assert!(said.contains("the run's log was full: 85 more records were dropped"), "{said}");
+}
+
+fn what_has_no_end_or_is_no_text_is_refused() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("latin.json", b"{\"name\": \"Stra\xdfe\"}");
+    desk.write("long.json", format!("{{\"text\": \"{}\"}}", "x".repeat(1 << 20)));
+    let run = ["run", "--sign-with", "signer.pem", "--input"];
+    for (arguments, said) in [
+        (vec!["inspect", "/dev/zero"], "/dev/zero: this has more than 64 MiB"),
+        ([&run[..], &["@/dev/zero", "hello.wat"]].concat(), "/dev/zero: this has more than"),
+        (
+            [&run[..], &["@latin.json", "hello.wat"]].concat(),
+            "--input: this is not JSON: invalid utf-8",
+        ),
+        (vec!["tools", "call", "a.tool", "@long.json"], "a tool call has at most 1048576"),
+    ] {
+        let refused = desk.forge(&arguments);
+        let stderr = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.contains(said), "{arguments:?} said {stderr:?}, not {said:?}");
+    }
+}
+
+fn text_is_told_how_to_become_a_signed_module() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("hello.txt", HELLO);
+    for arguments in [
+        &["run", "--trust", "signer.pub", "hello.wat"][..],
+        &["run", "--sign-with", "signer.pem", "hello.txt"],
+        &["inspect", "hello.txt"],
+        &["check", "hello.txt"],
+    ] {
+        let refused = desk.forge(arguments);
+        assert_eq!(refused.status.code(), Some(3), "{arguments:?}");
+        let said = text(&refused.stdout) + &text(&refused.stderr);
+        assert!(said.contains("WebAssembly text"), "{arguments:?}: {said}");
+        assert!(said.contains("`forge-vmm sign --key"), "{arguments:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{arguments:?}: {said}");
+    }
+}
+
+fn an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools() {
+    let desk = Desk::new();
+    executables::folder();
+    desk.write("hello.wat", HELLO);
+    let run = ["run", "--sign-with", "signer.pem", "--mcp-config", "typo.json", "hello.wat"];
+    let check = ["check", "--trust", "signer.pub", "--mcp-config", "typo.json", "hello.wat"];
+    for more in [&[][..], &["--allow", "test.echo"]] {
+        for command in [run, check] {
+            let refused = desk.forge(&[&command[..], more].concat());
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(2), "{command:?} {more:?}: {said}");
+            assert!(said.contains("typo.json"), "{command:?} {more:?}: {said}");
+        }
+    }
+}
+
+fn a_journal_that_is_not_there_is_said() {
+    let desk = Desk::new();
+    executables::folder();
+    for more in [&[][..], &["--json"]] {
+        let listed = desk.forge(&[&["journal", "list", "--state", "typo"], more].concat());
+        let said = text(&listed.stderr);
+        assert_eq!(listed.status.code(), Some(2), "{said}");
+        assert!(said.contains("typo/journal: there is no journal"), "{said}");
+        assert!(!desk.path("typo").exists(), "a reader made it");
+    }
+}
+
+fn a_door_is_loaded_again_with_all_or_not_at_all() {
+    use forge_doors::web::TokenHash;
+    use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+    use std::os::unix::net::UnixStream;
+    let desk = Desk::new();
+    executables::folder();
+    let configure = |trust: &str, http: &str, token: &str| {
+        let hash = String::from(TokenHash::of(token.as_bytes()));
+        let principal = format!("[principals.alice]\ntoken_sha256 = ['{hash}']");
+        let trust = format!("[vm]\nisolation = 'process'\n[trust]\nkeys = ['{trust}']");
+        desk.write("forge.toml", format!("{trust}\n{http}\n{principal}"));
+    };
+    let http = "[http]\nlisten = './http.sock'";
+    configure("signer.pub", http, "first-token");
+    let mut service = desk
+        .command(&["serve", "--socket", "socket", "--config", "forge.toml"])
+        .args(["--ready", "0", "--ready-max", "1"])
+        .env("FORGE_LOG", "info")
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let said = service.stderr.take().unwrap();
+    let service = Service::listening(service, desk.socket());
+    let mut said = BufReader::new(said).lines();
+    let mut says = |what: &str| {
+        let mut lines = said.by_ref().map(Result::unwrap);
+        assert!(lines.any(|line| line.contains(what)), "the service never says {what:?}");
+    };
+    let asks = |token: &str| {
+        let mut stream = UnixStream::connect(desk.path("http.sock")).unwrap();
+        let request = format!(
+            "GET /v1/tools HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\
+             authorization: Bearer {token}\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer.split(' ').nth(1).unwrap().to_owned()
+    };
+    let hangup = |service: &Service| {
+        // SAFETY: a plain system call; the process is a child of ours.
+        assert_eq!(unsafe { libc::kill(service.child.id() as i32, libc::SIGHUP) }, 0);
+    };
+    says("serving at");
+    assert_eq!((&*asks("first-token"), &*asks("second-token")), ("200", "401"));
+
+    let nothing_changed = || {
+        // It would have been told by now, and have heard soon.
+        std::thread::sleep(Duration::from_millis(200));
+        assert_eq!((&*asks("first-token"), &*asks("second-token")), ("200", "401"));
+    };
+    configure("nowhere.pub", http, "second-token");
+    hangup(&service);
+    says("is not loaded again");
+    nothing_changed();
+
+    // All of it is good, but the host has no thread for the new keys' pool.
+    configure("signer.pub", http, "second-token");
+    let pid = service.child.id() as i32;
+    bound_memory(pid, mapped_bytes(pid) + (1 << 20));
+    hangup(&service);
+    says("is not loaded again");
+    bound_memory(pid, libc::RLIM_INFINITY);
+    nothing_changed();
+
+    // Whoever takes the table away may have taken the token back with it.
+    configure("signer.pub", "", "first-token");
+    hangup(&service);
+    says("was loaded again");
+    support::eventually("the door knows nobody", || asks("first-token") == "401");
+
+    configure("signer.pub", http, "second-token");
+    hangup(&service);
+    says("was loaded again");
+    support::eventually("it is open again", || asks("second-token") == "200");
+}
+
+/// What a process has mapped, in bytes.
+fn mapped_bytes(pid: i32) -> u64 {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).unwrap();
+    statm.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096
+}
+
+/// Lets a process map no more than that: a thread's stack needs 2 MiB.
+fn bound_memory(pid: i32, bytes: u64) {
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a plain system call that reads a whole limit.
+    let set = unsafe { libc::prlimit(pid, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) };
+    assert_eq!(set, 0);
+}
+
+fn what_a_service_refuses_is_no_wrong_usage() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let intent = "x".repeat(forge_protocol::limits::INTENT_BYTES_MAX as usize + 1);
+    let run = ["run", "--service", "socket", "--sign-with", "signer.pem", "--intent", &intent];
+    let refused = desk.forge(&[&run[..], &["hello.wat"]].concat());
+    assert_eq!(refused.status.code(), Some(3), "{}", text(&refused.stderr));
+    drop(service);
+    let gone = desk.forge(&[&run[..], &["hello.wat"]].concat());
+    assert_eq!(gone.status.code(), Some(2), "{}", text(&gone.stderr));
+}
+
+fn a_tool_server_that_is_installed_below_the_home_is_started() {
+    let desk = Desk::new();
+    let bin = desk.path("home/bin");
+    fs::create_dir_all(&bin).unwrap();
+    let server = bin.join("forge-test-server");
+    fs::copy(executables::folder().join("forge-test-server"), &server).unwrap();
+    let servers = json!({"mcpServers": {"test": {"command": server}}});
+    desk.write("mcp.json", servers.to_string());
+    // Whether the state is below the home, as it usually is, or elsewhere.
+    for state in ["home/.local/state/forge-vmm", "state"] {
+        let mut command = desk.command(&[]);
+        // SAFETY: umask is async-signal-safe and cannot fail.
+        unsafe {
+            command.pre_exec(|| {
+                libc::umask(0o077);
+                Ok(())
+            })
+        };
+        let output = command
+            .args(["tools", "call", "--mcp-config", "mcp.json", "test.echo", "{\"text\": \"x\"}"])
+            .env("HOME", desk.path("home"))
+            .env("FORGE_STATE", desk.path(state))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{state}: {said}");
+    }
+}
+
+fn usage_errors_exit_2_and_say_what_to_do() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    desk.write("typo.toml", "[trust]\nkeyz = []\n");
+    desk.write("bytes", [0xff, 0xfe]);
+    let cases: [(&[&str], &str); 11] = [
+        (&["run"], "Usage"),
+        (&["run", "--isolation", "none", "hello.wat"], "possible values: vm"),
+        (&["run", "hello.wat"], "--trust"),
+        (&["run", "--principal", "", "--trust", "signer.pub", "hello.wat"], "1 to 256 bytes"),
+        (&["run", "--prepare", "--trust", "signer.pub", "hello.wat"], "--service"),
+        (&["run", "--trust", "nowhere.pub", "hello.wat"], "nowhere.pub"),
+        (&["run", "--trust", "bytes", "hello.wat"], "BEGIN PUBLIC KEY"),
+        (&["run", "--sign-with", "signer.pem", "--input", "{", "hello.wat"], "not JSON"),
+        (&["run", "--sign-with", "signer.pem", "--allow", "nodot", "hello.wat"], "<server>.<tool>"),
+        (&["run", "--sign-with", "signer.pem", "--allow", "a.b", "hello.wat"], "--mcp-config"),
+        (&["run", "--config", "typo.toml", "--sign-with", "signer.pem", "hello.wat"], "keyz"),
+    ];
+    for (arguments, said) in cases {
+        let output = desk.forge(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", text(&output.stderr));
+        let stderr = text(&output.stderr);
+        assert!(stderr.contains(said), "{arguments:?} said {stderr:?}, not {said:?}");
+        assert_eq!(text(&output.stdout), "");
+    }
+}
+
+fn an_empty_intent_is_a_usage_error_that_says_what_to_give() {
+    let desk = Desk::new();
+    desk.write("hello.wat", HELLO);
+    for intent in ["", " \n"] {
+        let run = ["run", "--json", "--sign-with", "signer.pem", "--intent", intent, "hello.wat"];
+        for arguments in [&run[..], &["tools", "search", intent]] {
+            let output = desk.forge(arguments);
+            let stderr = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+            assert!(stderr.contains("say in a sentence or two what is to be done"), "{stderr}");
+            assert!(stderr.contains("--intent") || arguments[0] == "tools", "{stderr}");
+        }
+    }
+}
+
+fn a_limit_over_its_bound_is_told_by_its_option() {
+    let desk = Desk::new();
+    let _service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    for place in [["--isolation", "process"], ["--service", "socket"]] {
+        for (option, value, said) in [
+            ("--timeout", "100h", "--timeout: wall_ms is 360000000, the limit is "),
+            ("--memory", "99999999999", "--memory: memory_bytes is 99999999999, the limit is "),
+        ] {
+            let (code, report) = desk.run_text(HELLO, &[&place[..], &[option, value]].concat());
+            assert_eq!((code, &report["kind"]), (3, &json!("too_large")), "{report:#}");
+            let reason = report["reason"].as_str().unwrap();
+            assert!(reason.starts_with(said), "{reason}");
+        }
+    }
+}
+
+fn a_state_folder_that_cannot_be_made_exits_2_before_anything_is_called() {
+    let desk = Desk::new();
+    executables::folder();
+    let call = ["tools", "call", "crypto.hash", r#"{"algorithm": "sha256", "text": "x"}"#];
+    let nowhere = desk.forge(&[&call[..], &["--state", "/proc/forge/state"]].concat());
+    let stderr = text(&nowhere.stderr);
+    assert_eq!(nowhere.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("the state folder /proc/forge/state: "), "{stderr}");
+    let file = desk.forge(&[&call[..], &["--state", "signer.pem"]].concat());
+    assert_eq!(file.status.code(), Some(2));
+    let stderr = text(&file.stderr);
+    assert!(stderr.contains("the state folder signer.pem: not a directory"), "{stderr}");
+    let made = desk.forge(&[&call[..], &["--state", "deep/state"]].concat());
+    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+}
+
+fn arguments_that_are_nested_too_deeply_are_refused_before_they_are_sent() {
+    let desk = Desk::new();
+    executables::folder();
+    let nested = |deep: usize| format!("{{\"a\": {}{}}}", "[".repeat(deep), "]".repeat(deep));
+    let refused = desk.forge(&["tools", "call", "crypto.hash", &nested(127)]);
+    let stderr = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("nested more than 127 deep"), "{stderr}");
+    assert!(!stderr.contains("recursion limit"), "{stderr}");
+    // One less is the tool's to judge.
+    let judged = desk.forge(&["tools", "call", "crypto.hash", &nested(126)]);
+    assert_eq!(judged.status.code(), Some(1), "{}", text(&judged.stderr));
+}
+
+fn an_empty_variable_names_no_state_folder() {
+    let desk = Desk::new();
+    let mut command = desk.command(&["grant", "issue", "--allow", "crypto.hash", "-o", "g"]);
+    command.env("FORGE_STATE", "").env_remove("XDG_STATE_HOME").env("HOME", desk.folder());
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(desk.path(".local/state/forge-vmm").is_dir(), "it is where it is without");
+}
+
+fn a_private_key_that_others_can_read_is_refused() {
+    let desk = Desk::new();
+    fs::set_permissions(desk.path("signer.pem"), fs::Permissions::from_mode(0o644)).unwrap();
+    desk.write("hello.wat", HELLO);
+    let output = desk.forge(&["run", "--sign-with", "signer.pem", "hello.wat"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("chmod 600"), "{}", text(&output.stderr));
+    // What is no key has nothing to hide.
+    let output = desk.forge(&["run", "--sign-with", "hello.wat", "hello.wat"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(!text(&output.stderr).contains("chmod"), "{}", text(&output.stderr));
+}
+
+fn wasmsign2_signs_for_us_and_verifies_ours() {
+    let module = wat::parse_str(HELLO).unwrap();
+    let (theirs_secret, theirs_public) = {
+        let pair = wasmsign2::KeyPair::generate();
+        (pair.sk, pair.pk)
+    };
+    // They sign, we verify, with their keys in PEM.
+    let parsed = wasmsign2::Module::deserialize(&mut &module[..]).unwrap();
+    let signed = theirs_secret.sign(parsed, None).unwrap();
+    let mut bytes = Vec::new();
+    signed.serialize(&mut bytes).unwrap();
+    let trust = forge_protocol::signature::TrustKey::from_pem(&theirs_public.to_pem()).unwrap();
+    let keys = forge_protocol::signature::TrustKeys::new([trust]).unwrap();
+    let proof = keys.verify(&bytes).unwrap();
+    assert_eq!(proof.signer(), trust);
+    // We sign with their key, they verify.
+    let ours = forge_protocol::signature::SignerKey::from_pem(&theirs_secret.to_pem()).unwrap();
+    let signed = ours.sign(&module).unwrap();
+    theirs_public.verify(&mut &signed[..], None).unwrap();
+    // They read our keys.
+    wasmsign2::SecretKey::from_pem(&signer().to_pem()).unwrap();
+    let public = wasmsign2::PublicKey::from_pem(&signer().trust_key().to_pem()).unwrap();
+    public.verify(&mut &signer().sign(&module).unwrap()[..], None).unwrap();
+    assert!(RunLimits::default().program_bytes as usize > signed.len());
+}
