@@ -140,9 +140,10 @@ pub(crate) fn not_compiled(error: &Error) -> Ending {
             RejectKind::StartSection,
             "the module has a start section; export forge_run instead",
         ),
-        ErrorKind::UserLimits(_) | ErrorKind::ImplementationLimits(_) => {
-            rejected(RejectKind::TooLarge, text)
-        }
+        // What is translated is valid: what fails there is too much for its instructions.
+        ErrorKind::Translation(_)
+        | ErrorKind::UserLimits(_)
+        | ErrorKind::ImplementationLimits(_) => rejected(RejectKind::TooLarge, text),
         _ => rejected(RejectKind::Invalid, text),
     }
 }

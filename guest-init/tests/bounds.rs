@@ -255,6 +255,17 @@ fn a_module_with_too_many_functions_is_refused() {
 }
 
 #[test]
+fn a_valid_function_that_is_too_much_for_the_engine_is_refused_as_too_large() {
+    let operands = |count: usize| {
+        let (values, drops) = ("(i32.const 0)".repeat(count), "drop ".repeat(count));
+        format!("{values} {drops} (i32.const 0)")
+    };
+    assert_eq!(Run::of(&module("", &operands(65_000))).go().ending(), &Ending::Returned(0));
+    let report = Run::of(&module("", &operands(66_000))).go();
+    rejected(&report, RejectKind::TooLarge, &["more registers"]);
+}
+
+#[test]
 fn a_table_larger_than_its_cap_is_refused() {
     let report = Run::of(&module("(table 100001 funcref)", "(i32.const 0)")).go();
     rejected(
