@@ -69,10 +69,10 @@ fn open_own(path: &Path) -> io::Result<File> {
 
 /// Takes a lock that a reader may hold for a moment ([`files`]): a file that a
 /// dead broker left open is not to be passed over for that.
-fn taken_from_readers(lock: &File) -> Result<(), TryLockError> {
+fn taken_from_readers(lock: &File, mut wait: impl FnMut()) -> Result<(), TryLockError> {
     for _ in 0..READERS_WAITED_FOR {
         match lock.try_lock() {
-            Err(TryLockError::WouldBlock) => std::thread::sleep(READER_TIME),
+            Err(TryLockError::WouldBlock) => wait(),
             outcome => return outcome,
         }
     }
@@ -106,7 +106,7 @@ impl Slot {
                 break;
             }
             let lock = open_own(&lock)?;
-            match taken_from_readers(&lock) {
+            match taken_from_readers(&lock, || std::thread::sleep(READER_TIME)) {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => continue,
                 Err(TryLockError::Error(error)) => return Err(error),
@@ -198,16 +198,17 @@ mod tests {
     #[test]
     fn a_reader_that_looks_at_that_moment_is_waited_for() {
         let folder = tempfile::tempdir().unwrap();
-        drop(Slot::take(folder.path()).unwrap());
-        let lock = File::open(named(folder.path(), 0, "lock")).unwrap();
-        lock.lock_shared().unwrap();
-        let reader = std::thread::spawn(move || {
-            std::thread::sleep(READER_TIME);
-            drop(lock);
-        });
-        let slot = Slot::take(folder.path()).unwrap();
-        reader.join().unwrap();
-        assert_eq!(slot.file, named(&folder.path().canonicalize().unwrap(), 0, "sqlite"));
+        let lock = folder.path().join("lock");
+        let own = open_own(&lock).unwrap();
+        let reader = File::open(&lock).unwrap();
+        reader.lock_shared().unwrap();
+        let mut waited = 0;
+        let held = taken_from_readers(&own, || waited += 1);
+        assert!(matches!(held, Err(TryLockError::WouldBlock)), "{held:?}");
+        assert_eq!(waited, READERS_WAITED_FOR, "and not for ever");
+        // It leaves while it is waited for.
+        let mut reader = Some(reader);
+        taken_from_readers(&own, || drop(reader.take())).unwrap();
     }
 
     #[test]
