@@ -20,6 +20,7 @@ mod serving;
 use std::ffi::CString;
 use std::fs;
 use std::io::Read as _;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -27,13 +28,15 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use desk::{Desk, text};
 use forge_protocol::broker::Authority;
 use forge_protocol::ending::{Ending, RejectKind};
-use forge_protocol::guest::Artifact;
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::guest::{Artifact, Settled};
 use forge_protocol::limits::{LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits};
+use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Job, Tier};
 use forge_vmm::cancel::Cancel;
-use forge_vmm::link::Patience;
+use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::{Pool, PoolOptions, Task};
 use forge_vmm::supervisor::{Attendance, Supervisor, SupervisorOptions};
@@ -427,14 +430,17 @@ fn the_signature_is_checked_within_the_tier_too() {
 }
 
 fn all_that_the_largest_limits_allow_is_reported() {
-    let limits = RunLimits { wall_ms: 60_000, ..RunLimits::operator_maxima() };
+    // A quarter of a gigabyte each way, also on an emulated CPU.
+    let limits = RunLimits { wall_ms: 300_000, ..RunLimits::operator_maxima() };
     let log_bytes = LOG_RECORD_BYTES_MAX + LOG_RECORD_OVERHEAD_BYTES;
     let (artifacts, logs) = (limits.artifacts, limits.log_bytes / log_bytes);
     // The largest of everything, the smallest last: an encoder that makes room
-    // by doubling does so once more at the end.
+    // by doubling does so once more at the end. And as many answers as there may be
+    // wait with it for a guest that waits for the last of them alone.
     let program = signed(&forge_module(
-        r#"(memory (export "memory") 65)
-           (data (i32.const 0) "a.txttext/plain")"#,
+        r#"(import "tool" "test.echo" (func (param i32 i32) (result i32)))
+           (memory (export "memory") 65)
+           (data (i32.const 0) "a.txttext/plain") (data (i32.const 32) "test.echo{}")"#,
         &format!(
             "(local $i i32)
              (drop (call $output (i32.const 64) (i32.const {output})))
@@ -448,18 +454,51 @@ fn all_that_the_largest_limits_allow_is_reported() {
                 (call $log (i32.const 2) (i32.const 64) (i32.const {LOG_RECORD_BYTES_MAX}))
                 (local.set $i (i32.add (local.get $i) (i32.const 1)))
                 (br_if $more (i32.lt_u (local.get $i) (i32.const {logs}))))
-             (i32.const 0)",
+             (local.set $i (i32.const 0))
+             (loop $more
+                (drop (call $call_async
+                    (i32.const 32) (i32.const 9) (i32.const 41) (i32.const 2)))
+                (local.set $i (i32.add (local.get $i) (i32.const 1)))
+                (br_if $more (i32.lt_u (local.get $i) (i32.const {calls}))))
+             (i32.lt_s (call $call (i32.const 32) (i32.const 9) (i32.const 41) (i32.const 2))
+                (i32.const 0))",
             output = limits.output_bytes,
             artifact = limits.artifact_bytes,
+            calls = limits.calls_in_flight - 1,
         ),
     ));
+    let answers = |broker: UnixStream| {
+        let mut broker = Link::new(broker);
+        let patience = Patience::default();
+        let body = vec![b'1'; limits.response_bytes as usize];
+        for id in 0..limits.calls_in_flight {
+            broker.receive(|kind| kind == Kind::Call, patience)?;
+            let body = body.clone();
+            let settled = Settled { id, code: None, duration_ns: 1, body, redacted: false };
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Settled, &settled, &mut bytes);
+            broker.send(&bytes, None, patience)?;
+        }
+        std::io::Result::Ok(())
+    };
     for tier in tiers() {
         let (pool, _) = pool(tier);
-        let job: Job = job(program.clone(), limits.clone());
-        let task = Task { tenant: "local", job: &job, broker: None, prepared: None, tell: None };
-        let report = pool.carry_out(&task, Patience::default()).unwrap().report;
+        let mut job: Job = job(program.clone(), limits.clone());
+        job.start.granted = vec![ToolName::parse("test.echo").unwrap()];
+        job.brokered = true;
+        let (broker, link) = UnixStream::pair().unwrap();
+        let report = std::thread::scope(|scope| {
+            scope.spawn(|| answers(broker));
+            let broker = Some(&link);
+            let task = Task { tenant: "local", job: &job, broker, prepared: None, tell: None };
+            let carried_out = pool.carry_out(&task, Patience::default());
+            // Nobody is answered any more.
+            link.shutdown(std::net::Shutdown::Both).unwrap();
+            carried_out.unwrap().report
+        });
         let Fate::Ended(ended) = &report.fate else { panic!("{tier:?}: {:?}", report.fate) };
         assert_eq!(ended.ending, Ending::Returned(0), "{tier:?}");
+        assert_eq!(report.calls.len(), limits.calls_in_flight as usize, "{tier:?}");
         assert_eq!(report.output.len(), limits.output_bytes as usize, "{tier:?}");
         let whole = |it: &&Artifact| it.content.len() == limits.artifact_bytes as usize;
         assert_eq!(report.artifacts.iter().filter(whole).count(), artifacts as usize, "{tier:?}");

@@ -260,3 +260,19 @@ impl BrokerLink {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::ram_bytes;
+
+    #[test]
+    fn what_waits_for_a_guest_is_no_more_than_its_ram_has_room_for() {
+        let most = RunLimits::operator_maxima();
+        let many_small = RunLimits { response_bytes: 0, ..most.clone() };
+        let few = RunLimits { calls_in_flight: 0, ..most.clone() };
+        for limits in [RunLimits::default(), most, many_small, few] {
+            assert!(untaken_bytes_max(&limits) <= ram_bytes(&limits), "{limits:?}");
+        }
+    }
+}

@@ -32,11 +32,12 @@ pub const LIMITS: Limits = Limits { open_files: 16, processes: 0, file_bytes: 0 
 /// from the zygote, some 40 MiB, and what it takes to serve any guest.
 const OWN_BYTES: u64 = 128 << 20;
 
-/// What a worker with a VM may map, in bytes: its own, its guest's RAM, and
-/// what any run may leave.
+/// What a worker with a VM may map, in bytes: its own, its guest's RAM, what waits
+/// for the guest, which is never more than there is room for in its RAM
+/// (`untaken_bytes_max`), and what any run may leave.
 #[must_use]
 pub fn address_space_bytes(ram_bytes: u64) -> u64 {
-    OWN_BYTES.saturating_add(ram_bytes).saturating_add(left_bytes())
+    OWN_BYTES.saturating_add(ram_bytes.saturating_mul(2)).saturating_add(left_bytes())
 }
 
 /// What it takes at most to hold what a run leaves, in bytes: once as it is
