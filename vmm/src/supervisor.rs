@@ -22,7 +22,7 @@ use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Tier, Timing};
+use forge_protocol::worker::{CallRecord, Fate, Job, Report, Tier, Timing, VmFailure};
 use serde::de::IgnoredAny;
 
 use crate::admission::{Admission, Admitted, Violation};
@@ -32,8 +32,8 @@ use crate::jail::Weakness;
 use crate::keeper::{BrokerStanding, Keeper};
 use crate::link::Patience;
 use crate::machine::deadline_in;
-use crate::pool::worker::Tell;
-use crate::pool::{Done, Pool, PoolOptions, Task, Upkeep, Vm};
+use crate::pool::worker::{Tell, misbehaved};
+use crate::pool::{Done, Pool, PoolOptions, Task, Unserved, Upkeep, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
     encode_output,
@@ -320,11 +320,16 @@ impl Supervisor {
         let (began, deadline) = (Instant::now(), deadline_in(wall));
         let until = began.checked_add(wall);
         let patience = Patience { until, cancel: attendance.cancel };
-        let (granted, opened) = self.open(run_id, request, admitted, attendance.host, patience)?;
-        let violations = admitted.shape.violations(&granted, &request.limits);
-        if !violations.is_empty() {
-            return Err(Refused::Violations(violations));
-        }
+        let open = || {
+            let (granted, opened) =
+                self.open(run_id, request, admitted, attendance.host, patience)?;
+            let violations = admitted.shape.violations(&granted, &request.limits);
+            match violations.is_empty() {
+                true => Ok((granted, opened)),
+                false => Err(Refused::Violations(violations)),
+            }
+        };
+        let (granted, opened) = open()?;
         at.opened = now_ns();
         if let Some(tell) = attendance.tell {
             tell(RunEvent::Admitted { run_id });
@@ -354,20 +359,41 @@ impl Supervisor {
         };
         let after = |grace| until.and_then(|until| until.checked_add(grace));
         let patience = Patience { until: after(WORKER_GRACE), ..patience };
-        let (mut report, vm, upkeep, is_told) = match pool.carry_out(&task, patience) {
+        let mut carried_out = pool.carry_out(&task, patience);
+        let (mut called, mut reopened) = (None, None);
+        if let (Err(Unserved::Handed(failure)), Some(opened)) = (&carried_out, &opened) {
+            match after_loss(failure, || opened.broker.cancel_run(run_id)) {
+                AfterLoss::Again => {
+                    // The former link is kept beside it: with a link's end the broker
+                    // forgets whatever run it has by that name.
+                    let (granted, again) = open()?;
+                    let start = Start { granted, ..job.start.clone() };
+                    let job = Job { start, ..job.clone() };
+                    let broker = again.as_ref().map(|again| &again.link);
+                    let task = Task { job: &job, broker, ..task };
+                    carried_out = pool.carry_out_afresh(&task, patience);
+                    reopened = again;
+                }
+                AfterLoss::Over { failure, calls } => {
+                    carried_out = Err(Unserved::Ended(Fate::Vm(failure)));
+                    called = Some(calls);
+                }
+            }
+        }
+        let (mut report, vm, upkeep, is_told) = match carried_out {
             Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
                 (report, vm, Some(upkeep), true)
             }
             // Cancelled, or its worker was lost or had to be ended: what it
             // called, the broker knows alone.
-            Err(fate) => (worker::unserved(fate), Vm::Fresh, None, false),
+            Err(unserved) => (worker::unserved(unserved.into()), Vm::Fresh, None, false),
         };
         let (mut unknown, mut untold) = (None, None);
-        if let Some(Opened { broker, link }) = &opened {
+        if let Some(Opened { broker, link }) = reopened.as_ref().or(opened.as_ref()) {
             if !is_told {
                 // Its tools hear of it. A broker that is lost tells nobody.
-                match broker.cancel_run(run_id) {
+                match called.unwrap_or_else(|| broker.cancel_run(run_id)) {
                     Ok(calls) => report.calls = calls,
                     Err(error) => {
                         tracing::warn!(%error, "the calls of a run that ended go on");
@@ -395,7 +421,7 @@ impl Supervisor {
             // was taken over has. What was called before is read yet.
             let _ = link.shutdown(Shutdown::Write);
         }
-        drop(opened);
+        drop((reopened, opened));
         let weaknesses = pool.weaknesses();
         let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, self.tier());
         let mut result = reported(run_id, admitted, outcome, report, vm, &weaknesses, *at);
@@ -469,6 +495,35 @@ impl Supervisor {
 struct Opened {
     broker: Arc<Broker>,
     link: UnixStream,
+}
+
+/// What becomes of a run whose worker was lost with its link to the broker, and seems
+/// not to have begun it.
+#[derive(Debug)]
+enum AfterLoss {
+    /// Another worker may have it, over a link of its own.
+    Again,
+    /// It ends, with these calls.
+    Over { failure: VmFailure, calls: Result<Vec<CallRecord>, BrokerError> },
+}
+
+/// Cancels it at the broker, which so tells what it called until then.
+fn after_loss(
+    failure: &VmFailure,
+    cancel: impl Fn() -> Result<Vec<CallRecord>, BrokerError>,
+) -> AfterLoss {
+    // A call that is taken while the first answer is made up is in the second, and
+    // from then on none is.
+    let calls = cancel().and_then(|calls| if calls.is_empty() { cancel() } else { Ok(calls) });
+    let failure = match &calls {
+        Ok(calls) if calls.is_empty() => return AfterLoss::Again,
+        Ok(_) => misbehaved(format_args!(
+            "that a run had not begun which has called: {}",
+            failure.message
+        )),
+        Err(_) => failure.clone(),
+    };
+    AfterLoss::Over { failure, calls }
 }
 
 impl Refused {
@@ -650,7 +705,36 @@ fn reported(
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
+    use forge_protocol::worker::VmFailureKind;
+
     use super::*;
+
+    #[test]
+    fn a_run_that_called_or_may_have_is_given_to_no_second_worker() {
+        let lost = VmFailure { kind: VmFailureKind::NotReset, message: "page 7 differs".into() };
+        let call = CallRecord { id: 0, tool: ToolName::parse("a.b").unwrap(), settled: None };
+        let told = |answers: [Result<Vec<CallRecord>, BrokerError>; 2]| {
+            let answers = RefCell::new(answers.into_iter());
+            after_loss(&lost, || answers.borrow_mut().next().unwrap())
+        };
+        let none = || Ok(Vec::new());
+        assert!(matches!(told([none(), none()]), AfterLoss::Again));
+        // Also one that was taken while it was asked.
+        for answers in [[Ok(vec![call.clone()]), none()], [none(), Ok(vec![call.clone()])]] {
+            let AfterLoss::Over { failure, calls } = told(answers) else { panic!("again") };
+            assert_eq!(
+                (failure.kind, calls.unwrap()),
+                (VmFailureKind::Misbehaved, vec![call.clone()])
+            );
+        }
+        let gone = || Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into()));
+        for answers in [[gone(), none()], [none(), gone()]] {
+            let AfterLoss::Over { failure, calls } = told(answers) else { panic!("again") };
+            assert!(failure == lost && calls.is_err());
+        }
+    }
 
     #[test]
     fn an_input_is_one_json_value_in_utf_8() {

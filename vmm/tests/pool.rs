@@ -10,9 +10,12 @@
 
 #[macro_use]
 mod support;
+#[path = "support/executables.rs"]
+mod executables;
 #[path = "support/processes.rs"]
 mod processes;
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -27,13 +30,14 @@ use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse, VmFailureKind};
 use forge_vmm::admission::{Admission, Admitted};
+use forge_vmm::broker::{Broker, BrokerOptions};
 use forge_vmm::cancel::Cancel;
 use forge_vmm::link::Patience;
 use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::Run;
 use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
 use forge_vmm::report::Status;
-use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
+use forge_vmm::supervisor::{Attendance, Supervisor, SupervisorOptions};
 use processes::{Process, contains, is_gone, memory_of};
 use support::{eventually, forge_module, job, signed, signer};
 
@@ -46,6 +50,7 @@ fn main() -> ExitCode {
             a_killed_zygote_is_replaced_and_runs_go_on,
             workers_killed_while_they_stand_ready_cost_no_run,
             a_worker_killed_in_its_run_costs_that_run_alone,
+            a_run_whose_order_died_unread_calls_over_another_link,
             a_vm_that_is_reset_serves_one_tenant,
             a_vm_is_put_back_soon_after_its_run_though_nothing_follows,
             an_order_of_any_kind_ends_a_workers_rest,
@@ -93,6 +98,21 @@ fn kill(pid: i32) {
     eventually("a killed process is gone", || is_gone(pid));
 }
 
+/// Whether more than a word was sent to this worker that it has not read: its order.
+fn is_owed_bytes(worker: i32) -> bool {
+    // SAFETY: plain system calls; what they open is closed again.
+    unsafe {
+        let process = libc::syscall(libc::SYS_pidfd_open, worker, 0) as i32;
+        let socket = libc::syscall(libc::SYS_pidfd_getfd, process, 0, 0) as i32;
+        assert!(process >= 0 && socket >= 0, "{}", std::io::Error::last_os_error());
+        let mut bytes = 0;
+        assert_eq!(libc::ioctl(socket, libc::FIONREAD, &raw mut bytes), 0);
+        libc::close(socket);
+        libc::close(process);
+        bytes > 64
+    }
+}
+
 fn admit(job: &Job) -> Arc<Admitted> {
     Admission::new(trust()).admit(&job.program, &job.load.limits).unwrap()
 }
@@ -103,7 +123,8 @@ fn try_run(pool: &Pool, tenant: &str, job: &Job, prepared: bool) -> Result<Done,
     let job = &Job { deadline: deadline_in(time), ..job.clone() };
     let admitted = prepared.then(|| admit(job));
     let task = Task { tenant, job, broker: None, prepared: admitted.as_deref(), tell: None };
-    pool.carry_out(&task, Patience::until(Instant::now() + Duration::from_secs(120)))
+    let patience = Patience::until(Instant::now() + Duration::from_secs(120));
+    pool.carry_out(&task, patience).map_err(Fate::from)
 }
 
 fn run(pool: &Pool, tenant: &str, job: &Job) -> Done {
@@ -233,7 +254,7 @@ fn time_lost_before_a_worker_has_the_run_is_the_runs() {
     assert_eq!(done.report.output, b"");
     // None is made for a run that nobody waits for any more.
     let patience = Patience::until(Instant::now());
-    assert_eq!(pool.carry_out(&task, patience).unwrap_err(), Fate::Deadline);
+    assert_eq!(pool.carry_out(&task, patience).unwrap_err(), Fate::Deadline.into());
 }
 
 fn nobody_waits_longer_than_it_can_for_a_zygote_that_stands_still() {
@@ -247,7 +268,7 @@ fn nobody_waits_longer_than_it_can_for_a_zygote_that_stands_still() {
     let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
     std::thread::scope(|scope| {
         let (pool, task, cancel) = (&pool, &task, &cancel);
-        let late = |patience| move || pool.carry_out(task, patience).unwrap_err();
+        let late = |patience| move || Fate::from(pool.carry_out(task, patience).unwrap_err());
         let soon = || Patience::until(Instant::now() + Duration::from_millis(200));
         // One of them has asked it for a worker, the others wait for their turn.
         let runs: Vec<_> = (0..3).map(|_| scope.spawn(late(soon()))).collect();
@@ -378,6 +399,77 @@ fn a_dropped_pool_leaves_no_process() {
 
 // Whose a VM is
 
+/// Nobody knows what a worker does that has served a run, and has the next one's link.
+fn a_run_whose_order_died_unread_calls_over_another_link() {
+    let executable = Some(executables::folder().join("forge-toolbroker"));
+    let journal = Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("pool-journal"));
+    let broker = Broker::start(&BrokerOptions { executable, journal, ..BrokerOptions::default() });
+    let options = SupervisorOptions {
+        trust: trust(),
+        maxima: RunLimits::operator_maxima(),
+        pool: PoolOptions { ready_max: 1, reuse: RESET, ..PoolOptions::default() },
+    };
+    let supervisor = Supervisor::new(options, Some(broker.unwrap())).unwrap();
+    let program = signed(
+        r#"(module
+            (import "tool" "crypto.hash" (func $call (param i32 i32) (result i32)))
+            (memory (export "memory") 1)
+            (data (i32.const 0) "{\"algorithm\":\"sha256\",\"text\":\"abc\"}")
+            (func (export "forge_run") (result i32)
+                (i32.lt_s (call $call (i32.const 0) (i32.const 35)) (i32.const 1))))"#,
+    );
+    let order = Order {
+        program,
+        input: b"{}".to_vec(),
+        principal: "a".into(),
+        session: None,
+        authority: Authority::Tools(vec![ToolName::parse("crypto.hash").unwrap()]),
+        limits: RunLimits { wall_ms: 30_000, ..RunLimits::default() },
+        prepare: false,
+        events: true,
+        hosted: None,
+    };
+    let runs = |tell: &(dyn Fn(RunEvent) + Sync)| {
+        let attendance = Attendance { tell: Some(tell), ..Attendance::default() };
+        let report = supervisor.run_for(&order, &attendance).report;
+        assert_eq!((report.status, report.tool_calls.len()), (Status::Ok, 1), "{report:?}");
+        report.vm
+    };
+    let opened = || {
+        let text = supervisor.metrics(Patience::default()).unwrap();
+        text.lines().find_map(|line| line.strip_prefix("forge_runs_total ")?.parse().ok())
+    };
+    let pool = supervisor.pool();
+    assert_eq!(runs(&|_| ()), "fresh");
+    fill(&pool);
+    assert_eq!(runs(&|_| ()), "reset");
+    fill(&pool);
+    assert_eq!(opened(), Some(2));
+    let standing = workers(&pool);
+    for worker in &standing {
+        // SAFETY: a plain system call; the process is the pool's.
+        assert_eq!(unsafe { libc::kill(worker.pid, libc::SIGSTOP) }, 0);
+    }
+    let admitted = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let run = scope.spawn(|| {
+            runs(&|event| {
+                let is_admitted = matches!(event, RunEvent::Admitted { .. });
+                admitted.fetch_add(is_admitted.into(), Ordering::SeqCst);
+            })
+        });
+        let mut served = None;
+        eventually("one has its order", || {
+            served = standing.iter().find(|worker| is_owed_bytes(worker.pid));
+            served.is_some()
+        });
+        kill(served.unwrap().pid);
+        assert_eq!(run.join().unwrap(), "fresh");
+    });
+    assert_eq!(admitted.into_inner(), 1, "to whoever is told it is one run");
+    assert_eq!(opened(), Some(4));
+}
+
 fn a_vm_that_is_reset_serves_one_tenant() {
     let pool = pool(1, 8, RESET);
     let vm = |tenant| run(&pool, tenant, &echo()).vm;
@@ -450,7 +542,7 @@ fn a_cancelled_run_is_given_no_worker() {
     cancel.raise();
     let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
     let patience = Patience { until: None, cancel: Some(&cancel) };
-    match pool.carry_out(&task, patience).unwrap_err() {
+    match Fate::from(pool.carry_out(&task, patience).unwrap_err()) {
         Fate::Vm(failure) => assert_eq!(failure.kind, VmFailureKind::Cancelled),
         other => panic!("{other:?}"),
     }

@@ -153,6 +153,39 @@ impl Drop for Upkeep {
     }
 }
 
+/// A run that nobody reported on.
+#[derive(Debug, PartialEq)]
+pub enum Unserved {
+    /// How it ended: [`Fate::Vm`] if the host can make no VM or the worker was lost,
+    /// [`Fate::Deadline`] if patience was over before there was a VM.
+    Ended(Fate),
+    /// Its worker seems not to have begun it, and was given its link to the broker
+    /// ([`Lost::Handed`]). Over another link it may be carried out
+    /// [afresh](Pool::carry_out_afresh), if the broker knows of no call.
+    Handed(VmFailure),
+}
+
+impl From<Unserved> for Fate {
+    fn from(unserved: Unserved) -> Self {
+        match unserved {
+            Unserved::Ended(fate) => fate,
+            Unserved::Handed(failure) => Self::Vm(failure),
+        }
+    }
+}
+
+impl From<Fate> for Unserved {
+    fn from(fate: Fate) -> Self {
+        Self::Ended(fate)
+    }
+}
+
+impl From<Unmade> for Unserved {
+    fn from(unmade: Unmade) -> Self {
+        Self::Ended(unmade.into())
+    }
+}
+
 /// One run, admitted, for one tenant.
 pub struct Task<'a> {
     /// Whose it is.
@@ -299,16 +332,10 @@ impl Pool {
     /// Carries out a run, as long as patience lasts.
     ///
     /// # Errors
-    /// The fate of a run that nobody reported on: [`Fate::Vm`] if the host can
-    /// make no VM or the worker was lost, [`Fate::Deadline`] if patience was
-    /// over before there was a VM.
-    pub fn carry_out(&self, task: &Task<'_>, patience: Patience<'_>) -> Result<Done, Fate> {
+    /// [`Unserved`].
+    pub fn carry_out(&self, task: &Task<'_>, patience: Patience<'_>) -> Result<Done, Unserved> {
         let limits = &task.job.load.limits;
-        let key = Key {
-            tenant: task.tenant.to_owned(),
-            ram_bytes: machine::ram_bytes(limits),
-            program: None,
-        };
+        let key = Key::of(task);
         if let Some(admitted) = task.prepared
             && self.shared.options.ready_max > 0
         {
@@ -321,39 +348,67 @@ impl Pool {
             match self.carry_out_prepared(key, task, patience) {
                 // It could not be prepared; the plain way says why.
                 Err(Lost::Before(failure)) => self.shared.note_lost(&failure),
-                Err(Lost::During(failure)) => return Err(Fate::Vm(failure)),
+                Err(Lost::Handed(failure)) => return Err(self.handed(failure, patience)),
+                Err(Lost::During(failure)) => return Err(Fate::Vm(failure).into()),
                 Ok(done) => return Ok(done),
             }
         }
+        self.attempt(&key, task, patience, ATTEMPTS)
+    }
+
+    /// The same in a worker that is made for it and has had no program yet.
+    ///
+    /// # Errors
+    /// [`Unserved`].
+    pub fn carry_out_afresh(
+        &self,
+        task: &Task<'_>,
+        patience: Patience<'_>,
+    ) -> Result<Done, Unserved> {
+        self.attempt(&Key::of(task), task, patience, 1)
+    }
+
+    fn attempt(
+        &self,
+        key: &Key,
+        task: &Task<'_>,
+        patience: Patience<'_>,
+        attempts: usize,
+    ) -> Result<Done, Unserved> {
         let mut lost = None;
-        for attempt in 1..=ATTEMPTS {
-            if patience.is_over() {
-                return Err(Fate::Deadline);
-            }
-            if patience.is_cancelled() {
-                return Err(Fate::Vm(worker::lost(&io::ErrorKind::ConnectionAborted.into())));
+        for left in (0..attempts).rev() {
+            if let Some(fate) = unwanted(patience) {
+                return Err(fate.into());
             }
             // All that stand ready may be dead, as with their zygote: the last
             // attempt is made with one that nobody can have lost yet.
-            let ready = if attempt < ATTEMPTS { self.shared.take(&key) } else { None };
+            let ready = if left > 0 { self.shared.take(key) } else { None };
             let worker = match ready {
                 Some(worker) => worker,
                 None => self.shared.make(key.ram_bytes, false, patience)?,
             };
-            match self.shared.use_worker(&key, worker, Run::Whole(task.job), task, patience) {
+            match self.shared.use_worker(key, worker, Run::Whole(task.job), task, patience) {
                 // It was lost while nobody looked; another can do the same.
                 Err(Lost::Before(failure)) => {
                     self.shared.note_lost(&failure);
                     lost = Some(failure);
                 }
-                Err(Lost::During(failure)) => return Err(Fate::Vm(failure)),
+                Err(Lost::Handed(failure)) => return Err(self.handed(failure, patience)),
+                Err(Lost::During(failure)) => return Err(Fate::Vm(failure).into()),
                 Ok(done) => return Ok(done),
             }
         }
         if patience.is_over() {
-            return Err(Fate::Deadline);
+            return Err(Fate::Deadline.into());
         }
-        Err(Fate::Vm(lost.unwrap_or_else(|| internal("no worker was tried"))))
+        Err(Fate::Vm(lost.unwrap_or_else(|| internal("no worker was tried"))).into())
+    }
+
+    /// Its worker was lost with the run's link. Nobody asks on for a run that is
+    /// wanted no more.
+    fn handed(&self, failure: VmFailure, patience: Patience<'_>) -> Unserved {
+        self.shared.note_lost(&failure);
+        unwanted(patience).map_or(Unserved::Handed(failure), Unserved::Ended)
     }
 
     fn carry_out_prepared(
@@ -402,6 +457,15 @@ impl Drop for Pool {
         drop(shelves);
         self.shared.end(left.into_iter().flatten());
     }
+}
+
+/// What has become of a run that nobody waits for any more.
+fn unwanted(patience: Patience<'_>) -> Option<Fate> {
+    if patience.is_over() {
+        return Some(Fate::Deadline);
+    }
+    let cancelled = || Fate::Vm(worker::lost(&io::ErrorKind::ConnectionAborted.into()));
+    patience.is_cancelled().then(cancelled)
 }
 
 fn internal(message: impl Into<String>) -> VmFailure {
@@ -528,7 +592,8 @@ impl Shared {
         if task.tell.is_some() {
             worker.ask_to_tell(patience).map_err(Lost::Before)?;
         }
-        worker.begin(run, task.broker, patience).map_err(Lost::Before)?;
+        let begun = worker.begin(run, task.broker, patience);
+        begun.map_err(|failure| worker.not_begun(failure))?;
         let handed = now_ns();
         let report = worker.finish_telling(patience, task.tell)?;
         let reported = now_ns();
@@ -666,8 +731,8 @@ mod tests {
     use std::os::fd::AsFd as _;
 
     use forge_protocol::codec::Encode;
-    use forge_protocol::frame::{self, Kind};
-    use forge_protocol::guest::Load;
+    use forge_protocol::frame::{self, Frame, Kind};
+    use forge_protocol::guest::{Load, Start};
     use forge_protocol::worker::{Jailed, Ready, Timing, ZygoteReady, Zygoted};
 
     use super::*;
@@ -746,6 +811,88 @@ mod tests {
             assert!(Instant::now() < until, "the pool still waits for it");
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    /// A pool whose zygote makes workers that answer each order so.
+    fn pool_of(
+        options: PoolOptions,
+        answer: impl Fn(&mut Link, &Frame) + Copy + Send + 'static,
+    ) -> Pool {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), options).unwrap();
+        let (zygote, mut theirs) = zygote::tests::beginning();
+        *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
+        let serves = move || {
+            let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
+            say(&mut theirs, Kind::ZygoteReady, &stands, None);
+            let process = File::open("/dev/null").unwrap();
+            while theirs.receive(|kind| kind == Kind::Fork, Patience::default()).is_ok() {
+                let worker = Link::new(UnixStream::from(theirs.take_passed().unwrap()));
+                say(&mut theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
+                std::thread::spawn(move || lives(worker, answer));
+            }
+        };
+        std::thread::spawn(serves);
+        pool
+    }
+
+    fn lives(mut worker: Link, answer: impl Fn(&mut Link, &Frame)) {
+        say(&mut worker, Kind::Ready, &Ready::Ok(Timing::default()), None);
+        while let Ok(order) = worker.receive(|_| true, Patience::default()) {
+            answer(&mut worker, &order);
+        }
+    }
+
+    fn job(brokered: bool) -> Job {
+        let run_id = forge_protocol::RunId([1; 16]);
+        Job {
+            load: Load { limits: RunLimits::default(), announce: false },
+            start: Start { run_id, seed: [2; 32], start_unix_ns: 3, granted: Vec::new() },
+            program: vec![1],
+            input: b"{}".to_vec(),
+            deadline: machine::deadline_in(READY_TIME_MAX),
+            brokered,
+        }
+    }
+
+    #[test]
+    fn a_run_whose_worker_had_its_link_is_given_to_no_other_over_it() {
+        let reuse = Reuse::Reset { prove_one_in: 1 };
+        let options = PoolOptions { ready_max: 2, reuse, ..PoolOptions::default() };
+        let pool = pool_of(options, |worker, _| {
+            say(worker, Kind::Report, &crate::worker::unserved(Fate::Deadline), None);
+        });
+        let lies = |key: &Key| {
+            let (worker, theirs) = worker::tests::standing();
+            assert!(pool.shared.shelves().give_back(key, worker).is_none());
+            std::thread::spawn(move || {
+                let mut theirs = Link::new(theirs);
+                theirs.receive(|kind| kind == Kind::Job, Patience::default()).unwrap();
+                say(&mut theirs, Kind::Ready, &worker::tests::not_reset(), None);
+            })
+        };
+        let (link, _broker) = UnixStream::pair().unwrap();
+        let (plain, brokered) = (job(false), job(true));
+        let task = Task { tenant: "a", job: &plain, broker: None, prepared: None, tell: None };
+        let key = Key::of(&task);
+        // There is nothing that it could have called.
+        let lied = lies(&key);
+        assert!(pool.carry_out(&task, Patience::default()).is_ok());
+        lied.join().unwrap();
+        pool.shared.shelves().clear();
+        let task = Task { job: &brokered, broker: Some(&link), ..task };
+        let lied = lies(&key);
+        match pool.carry_out(&task, Patience::default()) {
+            Err(Unserved::Handed(failure)) => assert_eq!(failure.kind, VmFailureKind::NotReset),
+            other => panic!("{other:?}"),
+        }
+        lied.join().unwrap();
+        // Whoever carries it out then never had a program.
+        let (worker, mut theirs) = worker::tests::standing();
+        pool.shared.shelves().give_back(&key, worker);
+        assert_eq!(pool.carry_out_afresh(&task, Patience::default()).unwrap().vm, Vm::Fresh);
+        theirs.set_nonblocking(true).unwrap();
+        let asked = std::io::Read::read(&mut theirs, &mut [0]).unwrap_err();
+        assert_eq!(asked.kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::worker::{Prepare, Reuse};
 
-use super::PoolOptions;
 use super::worker::Worker;
+use super::{PoolOptions, Task};
+use crate::machine;
 
 /// After so long without a cold start the pool keeps one worker less.
 const SHRINK_AFTER: Duration = Duration::from_secs(10);
@@ -26,6 +27,14 @@ pub struct Key {
     pub ram_bytes: usize,
     /// The program that is loaded in it.
     pub program: Option<ProgramKey>,
+}
+
+impl Key {
+    /// What a task needs as long as nothing is prepared for it.
+    pub(super) fn of(task: &Task<'_>) -> Self {
+        let ram_bytes = machine::ram_bytes(&task.job.load.limits);
+        Self { tenant: task.tenant.to_owned(), ram_bytes, program: None }
+    }
 }
 
 /// A prepared program.

@@ -29,6 +29,10 @@ pub struct Worker {
     /// It has said that its VM stands ready.
     ready: bool,
     runs: u64,
+    /// A program has been in it, which may have taken it over.
+    has_served: bool,
+    /// It was given its run's link to the broker.
+    has_link: bool,
     /// Of the program that it was given last.
     limits: RunLimits,
 }
@@ -50,6 +54,9 @@ pub enum Run<'a> {
 pub enum Lost {
     /// It was lost before the job began.
     Before(VmFailure),
+    /// It seems so, and it was given the run's link to the broker. A program that it
+    /// served before may have it say so, and may have called: the broker knows.
+    Handed(VmFailure),
     /// It had begun.
     During(VmFailure),
 }
@@ -99,7 +106,8 @@ fn last_word(frame: &Frame) -> VmFailure {
 impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
         let (link, limits) = (Link::new(socket), RunLimits::default());
-        Self { link, process, ready: false, runs: 0, limits }
+        let (ready, has_served, has_link) = (false, false, false);
+        Self { link, process, ready, runs: 0, has_served, has_link, limits }
     }
 
     /// How many jobs it has carried out.
@@ -141,7 +149,8 @@ impl Worker {
         self.limits = order.load.limits.clone();
         let mut bytes = Vec::with_capacity(order.program.len() + 1024);
         frame::write_message(Kind::Prepare, order, &mut bytes);
-        self.send(&bytes, None, patience)?;
+        self.send(&bytes, &mut None, patience)?;
+        self.has_served = true;
         self.ready = false;
         self.await_ready(patience)
     }
@@ -156,7 +165,7 @@ impl Worker {
         broker: Option<&UnixStream>,
         patience: Patience<'_>,
     ) -> Result<Report, Lost> {
-        self.begin(run, broker, patience).map_err(Lost::Before)?;
+        self.begin(run, broker, patience).map_err(|failure| self.not_begun(failure))?;
         self.finish(patience)
     }
 
@@ -180,8 +189,15 @@ impl Worker {
             }
             Run::Prepared(job) => frame::write_message(Kind::PreparedJob, job, &mut bytes),
         }
-        let broker = broker.map(|socket| socket.as_fd());
-        self.send(&bytes, broker, patience)
+        let mut passed = broker.map(|socket| socket.as_fd());
+        let sent = self.send(&bytes, &mut passed, patience);
+        self.has_link = broker.is_some() && passed.is_none();
+        sent
+    }
+
+    /// What is made of it that the run that it was to have has not begun.
+    pub(super) fn not_begun(&self, failure: VmFailure) -> Lost {
+        if self.has_served && self.has_link { Lost::Handed(failure) } else { Lost::Before(failure) }
     }
 
     /// Has it tell of the run that comes next what happens as it happens.
@@ -191,16 +207,16 @@ impl Worker {
     pub fn ask_to_tell(&mut self, patience: Patience<'_>) -> Result<(), VmFailure> {
         let mut bytes = Vec::new();
         frame::write_raw(Kind::Tell, &[], &mut bytes);
-        self.send(&bytes, None, patience)
+        self.send(&bytes, &mut None, patience)
     }
 
     fn send(
         &mut self,
         bytes: &[u8],
-        passed: Option<BorrowedFd<'_>>,
+        passed: &mut Option<BorrowedFd<'_>>,
         patience: Patience<'_>,
     ) -> Result<(), VmFailure> {
-        self.link.send(bytes, passed, patience).map_err(|error| match error.kind() {
+        self.link.send_passing(bytes, passed, patience).map_err(|error| match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.why_it_ended(&error),
             _ => lost(&error),
         })
@@ -296,14 +312,14 @@ impl Worker {
             };
             let frame = self.receive(bound, patience).map_err(|error| match error.kind() {
                 // So says the kernel of a peer that had not read everything.
-                io::ErrorKind::ConnectionReset if !has_told => Lost::Before(lost(&error)),
+                io::ErrorKind::ConnectionReset if !has_told => self.not_begun(lost(&error)),
                 _ => Lost::During(lost(&error)),
             })?;
             match (frame.kind, tell) {
                 (Kind::Forbidden, _) => return Err(Lost::During(last_word(&frame))),
                 (Kind::Ready, _) => {
                     return Err(match decode::<Ready>(&frame.payload) {
-                        Ok(Err(failure)) => Lost::Before(failure),
+                        Ok(Err(failure)) => self.not_begun(failure),
                         _ => Lost::During(last_word(&frame)),
                     });
                 }
@@ -332,6 +348,7 @@ impl Worker {
             }
         };
         self.runs += 1;
+        self.has_served = true;
         let report: Report = decode(&frame.payload).map_err(Lost::During)?;
         report.check(&self.limits).map_err(|over| Lost::During(misbehaved(over)))?;
         Ok(report)
@@ -339,7 +356,7 @@ impl Worker {
 }
 
 /// One that was taken over, or has a bug.
-fn misbehaved(how: impl std::fmt::Display) -> VmFailure {
+pub(crate) fn misbehaved(how: impl std::fmt::Display) -> VmFailure {
     VmFailure {
         kind: VmFailureKind::Misbehaved,
         message: format!("the worker says what none of ours would: {how}"),
@@ -399,7 +416,7 @@ pub(super) mod tests {
     /// One that has carried out a run, after which its VM is put back.
     pub(in super::super) fn standing() -> (Worker, UnixStream) {
         let (mut worker, theirs) = unused();
-        worker.runs = 1;
+        (worker.runs, worker.has_served) = (1, true);
         (worker, theirs)
     }
 
@@ -418,6 +435,7 @@ pub(super) mod tests {
         match worker.carry_out(Run::Prepared(&job()), None, Patience::default()) {
             Err(Lost::Before(failure)) => (true, failure.kind),
             Err(Lost::During(failure)) => (false, failure.kind),
+            Err(Lost::Handed(failure)) => panic!("it has no link: {failure:?}"),
             Ok(report) => panic!("it was carried out: {report:?}"),
         }
     }
@@ -469,6 +487,46 @@ pub(super) mod tests {
         drop(theirs);
         let lost = worker.finish(Patience::default()).unwrap_err();
         assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+    }
+
+    #[test]
+    fn a_worker_that_has_the_runs_link_may_have_called_whatever_it_says_of_it() {
+        let (link, _broker) = UnixStream::pair().unwrap();
+        let lost = |(mut worker, mut theirs): (Worker, UnixStream), is_gone, reads| {
+            if is_gone {
+                drop(theirs);
+                return worker.carry_out(Run::Prepared(&job()), Some(&link), Patience::default());
+            }
+            worker.begin(Run::Prepared(&job()), Some(&link), Patience::default()).unwrap();
+            if reads {
+                assert_eq!(theirs.read(&mut [0]).unwrap(), 1);
+            }
+            if reads || worker.runs == 0 {
+                drop(theirs);
+            } else {
+                say(&mut theirs, &not_reset());
+            }
+            worker.finish(Patience::default())
+        };
+        let (is_gone, reads) = (true, true);
+        for reads in [false, reads] {
+            let handed = lost(standing(), false, reads);
+            assert!(matches!(handed, Err(Lost::Handed(_))), "{handed:?}");
+            // No program was in it that could have called.
+            let before = lost(unused(), false, reads);
+            assert!(matches!(before, Err(Lost::Before(_))), "{before:?}");
+        }
+        // It was never given the link.
+        let before = lost(standing(), is_gone, false);
+        assert!(matches!(before, Err(Lost::Before(_))), "{before:?}");
+        // One that has loaded a program has had it in it.
+        let (mut worker, mut theirs) = unused();
+        say(&mut theirs, &Ready::Ok(Timing::default()));
+        let load = forge_protocol::guest::Load { limits: RunLimits::default(), announce: true };
+        let program = Prepare { load, program: vec![1] };
+        worker.prepare(&program, Patience::default()).unwrap();
+        let handed = lost((worker, theirs), false, reads);
+        assert!(matches!(handed, Err(Lost::Handed(_))), "{handed:?}");
     }
 
     fn report() -> Report {

@@ -74,15 +74,28 @@ impl Link {
     /// What the kernel said; `TimedOut` if the peer takes nothing until then.
     pub fn send(
         &mut self,
-        mut bytes: &[u8],
+        bytes: &[u8],
         mut passed: Option<BorrowedFd<'_>>,
         patience: Patience<'_>,
     ) -> io::Result<()> {
+        self.send_passing(bytes, &mut passed, patience)
+    }
+
+    /// The same; what is still in `passed` afterwards, the peer was not given.
+    ///
+    /// # Errors
+    /// As [`Self::send`].
+    pub fn send_passing(
+        &mut self,
+        mut bytes: &[u8],
+        passed: &mut Option<BorrowedFd<'_>>,
+        patience: Patience<'_>,
+    ) -> io::Result<()> {
         while !bytes.is_empty() {
-            match send_now(self.socket.as_raw_fd(), bytes, passed) {
+            match send_now(self.socket.as_raw_fd(), bytes, *passed) {
                 Ok(sent) => {
                     bytes = &bytes[sent..];
-                    passed = None;
+                    *passed = None;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     wait(self.socket.as_raw_fd(), libc::POLLOUT, patience)?;
