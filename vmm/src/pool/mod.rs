@@ -422,7 +422,6 @@ impl Pool {
             Some(worker) => worker,
             None => {
                 let prepare = Prepare { load: load.clone(), program: program.clone() };
-                let prepare = self.shared.shelves().keep_prepared(&key, prepare);
                 let unprepared = self.shared.take(&Key { program: None, ..key.clone() });
                 let mut worker = match unprepared {
                     Some(worker) => worker,
@@ -431,7 +430,14 @@ impl Pool {
                         made.map_err(|unmade| Lost::Before(unmade.into()))?
                     }
                 };
+                worker.await_ready(patience).map_err(Lost::Before)?;
+                let began = Instant::now();
                 worker.prepare(&prepare, patience).map_err(Lost::Before)?;
+                // Only now, as nobody else could prepare one that fails, hangs or takes
+                // longer than the filling thread waits.
+                if began.elapsed() < PREPARE_TIME_MAX {
+                    self.shared.shelves().keep_prepared(&key, prepare);
+                }
                 worker
             }
         };
@@ -729,6 +735,7 @@ impl Shared {
 mod tests {
     use std::fs::File;
     use std::os::fd::AsFd as _;
+    use std::sync::atomic::AtomicBool;
 
     use forge_protocol::codec::Encode;
     use forge_protocol::frame::{self, Frame, Kind};
@@ -852,6 +859,41 @@ mod tests {
             deadline: machine::deadline_in(READY_TIME_MAX),
             brokered,
         }
+    }
+
+    #[test]
+    fn a_program_is_kept_prepared_once_somebody_could_prepare_it() {
+        static PREPARED: AtomicU64 = AtomicU64::new(0);
+        static FAILS: AtomicBool = AtomicBool::new(true);
+        let options = PoolOptions { ready_max: 2, ..PoolOptions::default() };
+        let pool = pool_of(options, |worker, order| {
+            if order.kind == Kind::Prepare {
+                PREPARED.fetch_add(1, Ordering::SeqCst);
+                let ready = match FAILS.load(Ordering::SeqCst) {
+                    true => Ready::Err(internal("it cannot be loaded")),
+                    false => Ready::Ok(Timing::default()),
+                };
+                say(worker, Kind::Ready, &ready, None);
+            } else {
+                say(worker, Kind::Report, &crate::worker::unserved(Fate::Deadline), None);
+            }
+        });
+        let job = job(false);
+        let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
+        let program = ProgramKey { digest: [1; 32], signer: [0; 32], limits: RunLimits::default() };
+        let key = Key { program: Some(program), ..Key::of(&task) };
+        let prepared_after = |key: Key| {
+            let done = pool.carry_out_prepared(key, &task, Patience::default());
+            let is_done = done.is_ok();
+            drop(done);
+            while !pool.is_full() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            (is_done, PREPARED.load(Ordering::SeqCst))
+        };
+        assert_eq!(prepared_after(key.clone()), (false, 1), "nobody prepares it again");
+        FAILS.store(false, Ordering::SeqCst);
+        assert_eq!(prepared_after(key), (true, 3), "one is kept for the next run");
     }
 
     #[test]

@@ -212,19 +212,17 @@ impl Shelves {
     }
 
     /// Keeps VMs prepared with a program from now on.
-    pub(super) fn keep_prepared(&mut self, key: &Key, order: Prepare) -> Arc<Prepare> {
-        if let Some(program) = self.programs.iter().find(|program| program.key == *key) {
-            return Arc::clone(&program.order);
+    pub(super) fn keep_prepared(&mut self, key: &Key, order: Prepare) {
+        if self.programs.iter().any(|program| program.key == *key) {
+            return;
         }
-        let order = Arc::new(order);
-        self.programs.push_front(Program { key: key.clone(), order: Arc::clone(&order) });
+        self.programs.push_front(Program { key: key.clone(), order: Arc::new(order) });
         if self.programs.len() > PROGRAMS_MAX
             && let Some(forgotten) = self.least_missed().and_then(|at| self.programs.remove(at))
         {
             let owned = self.owned.extract_if(.., |(of, _)| *of == forgotten.key);
             self.spent.extend(owned.map(|(_, worker)| worker));
         }
-        order
     }
 
     /// The place of the program that goes first.
