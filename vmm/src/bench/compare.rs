@@ -96,13 +96,17 @@ pub fn parse(json: &[u8]) -> Result<Results, String> {
     Ok(results)
 }
 
-/// What both have, in the order of `new`.
+/// What both have, in the order of `new`, but for what was nothing in one of them: a
+/// difference of two times may be, and nothing is no part of it.
 #[must_use]
 pub fn compare(old: &Results, new: &Results) -> Vec<Moved> {
     let disturbed = old.disturbed.max(new.disturbed) > DISTURBED_MAX;
     let moved = |new: &Outcome| {
         let old = old.results.iter().find(|old| old.name == new.name && old.unit == new.unit)?;
         let moved = one(old, new);
+        if !(moved.change.is_finite() && moved.change > 0.0) {
+            return None;
+        }
         match moved.verdict {
             Verdict::WithinNoise | Verdict::TooFewSamples => Some(moved),
             _ if disturbed => Some(Moved { verdict: Verdict::Disturbed, ..moved }),
@@ -252,6 +256,15 @@ mod tests {
         let size = |p50| outcome("density", "KiB/VM", p50);
         assert_eq!(verdict(size(100.0), size(200.0)), Verdict::Larger);
         assert_eq!(verdict(size(200.0), size(100.0)), Verdict::Smaller);
+    }
+
+    #[test]
+    fn what_was_nothing_is_not_compared() {
+        let (nothing, some) = (outcome("floor_door", "us", 0.0), outcome("floor_door", "us", 3.0));
+        for (old, new) in [(&nothing, &some), (&some, &nothing), (&nothing, &nothing)] {
+            let (old, new) = (results(vec![old.clone()]), results(vec![new.clone()]));
+            assert_eq!(compare(&old, &new), []);
+        }
     }
 
     #[test]
