@@ -541,6 +541,16 @@ impl Issuer {
 
 const ACCOUNT: &str = "client_id = \"me:x\", client_secret = { from_env = \"CANARY\" }";
 
+/// The account at a server whose token endpoint is told.
+fn tokens_of(id: &Web) -> String {
+    format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"))
+}
+
+/// The account at an issuer, who tells where the tokens are.
+fn issued_by(id: &Web) -> String {
+    format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", id.url(""))
+}
+
 #[test]
 fn a_token_is_fetched_once_and_anew_once_when_it_is_refused() {
     let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
@@ -582,7 +592,7 @@ fn a_token_that_is_refused_again_and_again_is_an_error_and_no_loop() {
     mcp.get().token = Some("Bearer nobody has it".into());
     let web = mcp.serve();
     let id = Web::serve(issuer.router(None));
-    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let oauth = tokens_of(&id);
     let why = unavailable(&mut broker(&web, &oauth));
     assert!(why.contains("401"), "{why}");
     assert_eq!(issuer.get().asked.len(), 2);
@@ -594,7 +604,7 @@ fn a_token_too_short_to_be_told_from_text_is_refused() {
     let web = mcp.serve();
     let short = || async { axum::Json(json!({"access_token": "the", "token_type": "Bearer"})) };
     let id = Web::serve(Router::new().route("/token", post(short)));
-    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let oauth = tokens_of(&id);
     let why = unavailable(&mut broker(&web, &oauth));
     assert!(why.contains("too short"), "{why}");
     assert!(mcp.get().seen.is_empty(), "the server heard nothing");
@@ -606,7 +616,7 @@ fn a_token_is_fetched_anew_before_it_runs_out() {
     issuer.get().expires_in = Some(0);
     let web = mcp.serve();
     let id = Web::serve(issuer.router(None));
-    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let oauth = tokens_of(&id);
     let mut broker = broker(&web, &oauth);
     let mut worker = broker.run(&["web.echo"], limits());
     let before = issuer.get().asked.len();
@@ -620,7 +630,7 @@ fn a_program_hears_that_there_is_no_token_and_not_why() {
     issuer.get().expires_in = Some(0);
     let web = mcp.serve();
     let id = Web::serve(issuer.router(None));
-    let oauth = format!("oauth = {{ {ACCOUNT}, token_url = \"{}\" }}", id.url("/token"));
+    let oauth = tokens_of(&id);
     let mut broker = broker(&web, &oauth);
     let mut worker = broker.run(&["web.echo"], limits());
     issuer.get().refuses = true;
@@ -685,7 +695,7 @@ fn an_authorization_server_that_moved_is_found_again() {
     let web = mcp.serve();
     let (id, other) = (Web::serve(issuer.router(None)), Web::serve(moved.router(None)));
     issuer.describe(&id.url(""), &["client_credentials"]);
-    let oauth = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", id.url(""));
+    let oauth = issued_by(&id);
     let mut broker = broker(&web, &oauth);
     let mut worker = broker.run(&["web.echo"], limits());
     assert_eq!(worker.call("web.echo", &json!({})).0, None);
@@ -723,7 +733,7 @@ fn a_server_does_not_choose_who_gets_the_clients_secret() {
     let why = unavailable(&mut broker(&web, &format!("oauth = {{ {ACCOUNT} }}")));
     assert!(why.contains("oauth.issuer"), "{why}");
     // By speaking for another.
-    let lines = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", web.url(""));
+    let lines = issued_by(&web);
     issuer.describe("https://id.example", &["client_credentials"]);
     let why = unavailable(&mut broker(&web, &lines));
     assert!(why.contains("another issuer"), "{why}");
@@ -736,7 +746,7 @@ fn what_needs_a_browser_is_refused_with_what_to_do() {
     let web = mcp.serve();
     let id = Web::serve(issuer.router(None));
     issuer.describe(&id.url(""), &["authorization_code"]);
-    let lines = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", id.url(""));
+    let lines = issued_by(&id);
     let why = unavailable(&mut broker(&web, &lines));
     assert!(why.contains("browser") && why.contains("`headers`"), "{why}");
     assert!(issuer.get().asked.is_empty());
@@ -750,7 +760,7 @@ fn an_authorization_servers_refusal_is_told_without_the_secret() {
     let id = Web::serve(issuer.router(None));
     issuer.describe(&id.url(""), &["client_credentials"]);
     // It says back the form, with the secret in it.
-    let lines = format!("oauth = {{ {ACCOUNT}, issuer = \"{}\" }}", id.url(""));
+    let lines = issued_by(&id);
     let why = unavailable(&mut broker(&web, &lines));
     assert!(why.contains("invalid_client") && !why.contains(CANARY), "{why}");
 }
