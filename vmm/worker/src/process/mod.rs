@@ -32,6 +32,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use forge_protocol::frame::Kind;
+use forge_protocol::limits::PANIC_MESSAGE_BYTES_MAX;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fork, Moments, Ready, Timing, VmFailure, VmFailureKind};
 
@@ -117,10 +118,12 @@ fn live(
     exchange.end(served)
 }
 
-/// What a panic said.
+/// What a panic said, as far as a guest could say it. A worker's last words are bounded,
+/// and what breaks that bound is taken for another's.
 fn said(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a word")
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a word");
+    &text[..text.floor_char_boundary(PANIC_MESSAGE_BYTES_MAX)]
 }
 
 /// Gives up everything but the socket. The watchdog's timer goes with the
@@ -138,4 +141,23 @@ fn enter(
     let bound = makings.address_space_bytes(order.ram_bytes);
     jail.enter(&mut [], bound).map_err(|error| unavailable("no jail", &error))?;
     Ok(Box::leak(Box::new(watchdog)))
+}
+
+#[cfg(test)]
+mod tests {
+    use forge_protocol::limits::RunLimits;
+    use forge_protocol::worker::{Fate, VmFailure, VmFailureKind};
+
+    use super::*;
+
+    #[test]
+    fn however_much_a_panic_says_the_worker_can_report_it() {
+        let panic = std::panic::catch_unwind(|| panic!("{}", "ü".repeat(100_000))).unwrap_err();
+        let message = format!("guest panic: {}", said(&*panic));
+        assert!(message.starts_with("guest panic: üüü"));
+        let crash = VmFailure { kind: VmFailureKind::Crash, message };
+        process::unserved(Fate::Vm(crash)).check(&RunLimits::default()).unwrap();
+        let short = std::panic::catch_unwind(|| panic!("no")).unwrap_err();
+        assert_eq!(said(&*short), "no");
+    }
 }
