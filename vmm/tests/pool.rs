@@ -26,7 +26,7 @@ use forge_protocol::broker::Authority;
 use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::limits::{OUTPUT_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::service::{Order, RunEvent};
+use forge_protocol::service::{HostedTool, HostedTools, Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse, VmFailureKind};
 use forge_vmm::admission::{Admission, Admitted};
@@ -427,10 +427,21 @@ fn a_run_whose_order_died_unread_calls_over_another_link() {
         limits: RunLimits { wall_ms: 30_000, ..RunLimits::default() },
         prepare: false,
         events: true,
-        hosted: None,
+        // It is not called, and offered once more with the link.
+        hosted: Some(HostedTools {
+            server: "app".into(),
+            tools: vec![HostedTool {
+                name: "twice".into(),
+                description: "Twice a number.".into(),
+                input_schema: r#"{"type":"object"}"#.into(),
+                output_schema: None,
+            }],
+        }),
     };
+    let hosts = Mutex::new(Vec::new());
+    let host = |calls| hosts.lock().unwrap().push(calls);
     let runs = |tell: &(dyn Fn(RunEvent) + Sync)| {
-        let attendance = Attendance { tell: Some(tell), ..Attendance::default() };
+        let attendance = Attendance { tell: Some(tell), host: Some(&host), cancel: None };
         let report = supervisor.run_for(&order, &attendance).report;
         assert_eq!((report.status, report.tool_calls.len()), (Status::Ok, 1), "{report:?}");
         report.vm
@@ -468,6 +479,7 @@ fn a_run_whose_order_died_unread_calls_over_another_link() {
     });
     assert_eq!(admitted.into_inner(), 1, "to whoever is told it is one run");
     assert_eq!(opened(), Some(4));
+    assert_eq!(hosts.into_inner().unwrap().len(), 4);
 }
 
 fn a_vm_that_is_reset_serves_one_tenant() {
