@@ -211,7 +211,7 @@ mod tests {
                     Read::LocalGet { local_index: index }
                     | Read::LocalTee { local_index: index }
                     | Read::Call { function_index: index } => {
-                        assert_eq!(ours.number(), index.into());
+                        assert_eq!(ours.number(), u64::from(index));
                     }
                     Read::I32Store { memarg } | Read::I64Store32 { memarg } => {
                         assert_eq!(ours.offset(), memarg.offset);

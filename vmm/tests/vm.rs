@@ -279,15 +279,19 @@ fn deep_recursion_is_a_trap_and_no_crash() {
     }
 }
 
-/// A module of about `bytes`, as few functions of `body` as hold them.
-fn large_module(body: &str, bytes: usize) -> Vec<u8> {
-    let bytes_of = |body| wat::parse_str(format!("(module (func (param i32) {body}))")).unwrap();
+/// A module of about `bytes`: so many functions of `body`. `$hundred` has as many
+/// results.
+fn large_module(body: &str, bytes: usize, functions: usize) -> Vec<u8> {
+    let (results, values) = (" i32".repeat(100), "i32.const 0 ".repeat(100));
+    let hundred = format!("(func $hundred (result{results}) {values})");
+    let bytes_of =
+        |body| wat::parse_str(format!("(module (func (param i32) {body}) {hundred})")).unwrap();
     let one = bytes_of(body).len() - bytes_of("").len();
-    let per_function = (bytes / 15_000).max(one);
+    let per_function = (bytes / functions).max(one);
     let body = format!("{body} ").repeat(per_function / one);
     let functions = format!("(func (param i32) {body})").repeat(bytes / per_function);
     wat::parse_str(format!(
-        "(module (memory (export \"memory\") 1) {functions}
+        "(module (memory (export \"memory\") 1) {functions} {hundred}
             (func (export \"forge_run\") (result i32) (i32.const 0)))"
     ))
     .unwrap()
@@ -295,21 +299,32 @@ fn large_module(body: &str, bytes: usize) -> Vec<u8> {
 
 fn the_largest_programs_compile_within_the_guests_memory() {
     // Each is small in the module and larger in the interpreter.
+    let conditions = format!("call $hundred {}", "if else end ".repeat(100));
     let bodies = [
-        "(drop (i64.const -1))",
-        "(block (block (br_table 0 1 0 (local.get 0))))",
-        "(call 0 (local.get 0))",
+        ("(drop (i64.const -1))", 15_000),
+        ("(block (block (br_table 0 1 0 (local.get 0))))", 15_000),
+        ("(call 0 (local.get 0))", 15_000),
+        (&*conditions, 20),
     ];
-    let limits = RunLimits::default();
-    for body in bodies.into_iter().take(if is_emulated() { 1 } else { 3 }) {
-        let module = large_module(body, limits.program_bytes as usize * 9 / 10);
-        assert!(module.len() > limits.program_bytes as usize / 2, "{body}: {}", module.len());
+    let usual = RunLimits::default();
+    // As large as they can be, beside as little as there can be.
+    let large = RunLimits {
+        program_bytes: RunLimits::operator_maxima().program_bytes,
+        memory_bytes: 65_536,
+        calls_in_flight: 1,
+        ..RunLimits::default()
+    };
+    let all = bodies.map(|it| (it, &usual)).into_iter().chain([(bodies[3], &large)]);
+    for ((body, functions), limits) in all.take(if is_emulated() { 1 } else { 5 }) {
+        let bytes = limits.program_bytes as usize;
+        let module = large_module(body, bytes * 95 / 100, functions);
+        assert!(module.len() > bytes / 2, "{body}: {}", module.len());
         let program = signer().sign(&module).unwrap();
-        if program.len() > limits.program_bytes as usize {
+        if program.len() > bytes {
             continue;
         }
         let report = serve(&job(program, limits.clone()));
-        assert_eq!(ending(&report), &Ending::Returned(0), "{body}");
+        assert_eq!(ending(&report), &Ending::Returned(0), "{body}, {bytes}");
     }
 }
 

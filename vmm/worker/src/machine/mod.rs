@@ -104,14 +104,15 @@ pub fn ram_bytes(limits: &RunLimits) -> usize {
 
 /// How much of it these limits take.
 ///
-/// The interpreter grows linear memory by copying it to a place twice as
-/// large, so for a moment both are there; compiled code takes some twelve
-/// times the module's size; answers that no `wait` has taken are held, one of
+/// A module takes up to twenty-one times its size while it is compiled, which is
+/// before it has a memory, and nearly all do with twelve times after that (the rest
+/// may find less memory to grow into). The interpreter grows linear memory by copying
+/// it to a place twice as large, so for a moment both are there; answers that no `wait` has taken are held, one of
 /// each call in flight; the rest is buffers for one message each way.
 fn needed_bytes(limits: &RunLimits) -> usize {
     use forge_protocol::platform::{LARGE_PAGE_BYTES, RAM_START};
-    let memory = 3 * limits.memory_bytes;
-    let program = 14 * u64::from(limits.program_bytes);
+    let program = u64::from(limits.program_bytes);
+    let run = (24 * program).max(14 * program + 3 * limits.memory_bytes);
     let messages = 2
         * (u64::from(limits.input_bytes)
             + u64::from(limits.request_bytes)
@@ -120,7 +121,7 @@ fn needed_bytes(limits: &RunLimits) -> usize {
             + u64::from(limits.artifact_bytes));
     let held = (u64::from(limits.calls_in_flight) + 1) * u64::from(limits.response_bytes);
     let stack = 2 * u64::from(limits.stack_bytes);
-    let heap = memory + program + messages + held + stack + LARGE_PAGE_BYTES;
+    let heap = run + messages + held + stack + LARGE_PAGE_BYTES;
     let before = DATA - RAM_START;
     (before + heap).next_multiple_of(LARGE_PAGE_BYTES) as usize
 }
