@@ -96,7 +96,8 @@ pub enum Request {
     },
     /// Nobody wants a run any more → [`Reply::Cancelled`]. What it has
     /// dispatched is no longer waited for, and its tools are told so where
-    /// they can be. Only while its run link is open.
+    /// they can be. Only while its run link is open: what a run had called whose
+    /// link is gone is not known, and it is refused.
     CancelRun {
         /// Which.
         run_id: RunId,

@@ -126,6 +126,8 @@ enum Refused {
     NoIntent,
     #[error("a search for no tools finds none: ask for 1 to {FOUND_TOOLS_MAX}")]
     NoHits,
+    #[error("no run of this name has a link that is open, and what one had called is not kept")]
+    NotOpen,
     #[error("the broker is shutting down")]
     Closing,
     #[error("{0}")]
@@ -168,7 +170,8 @@ impl Refused {
             | Self::ConstraintOnOther { .. }
             | Self::OverLimit(_)
             | Self::NoIntent
-            | Self::NoHits => RefusalKind::BadRequest,
+            | Self::NoHits
+            | Self::NotOpen => RefusalKind::BadRequest,
             Self::Reviews(_) | Self::Closing => RefusalKind::Internal,
             Self::Journal(_) => RefusalKind::Journal,
         }
@@ -370,13 +373,12 @@ impl Broker {
             }
             Request::CancelRun { run_id } => {
                 let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
-                let calls = run.map_or_else(Vec::new, |run| {
-                    tracing::info!(run = %run_id, "run cancelled");
-                    // What settles from here on is settled by that.
-                    let calls = run.calls_so_far();
-                    run.cancel();
-                    calls
-                });
+                // What it called whose link is gone nobody knows here: not that it is nothing.
+                let run = run.ok_or(Refused::NotOpen)?;
+                tracing::info!(run = %run_id, "run cancelled");
+                // What settles from here on is settled by that.
+                let calls = run.calls_so_far();
+                run.cancel();
                 Ok(Reply::Cancelled { calls })
             }
             // By whoever reads the link.
@@ -630,11 +632,16 @@ impl Broker {
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
-        self.open_runs().insert(run_id, Arc::downgrade(&run));
+        let opened = Arc::downgrade(&run);
+        self.open_runs().insert(run_id, Weak::clone(&opened));
         let this = Arc::clone(self);
         self.runs.spawn(async move {
             serve_run(run, stream, dispatcher, closing).await;
-            this.open_runs().remove(&run_id);
+            // It may have been opened again meanwhile, over another link.
+            let mut open = this.open_runs();
+            if open.get(&run_id).is_some_and(|it| it.ptr_eq(&opened)) {
+                open.remove(&run_id);
+            }
         });
         Ok(claims)
     }

@@ -9,6 +9,7 @@ use std::io::Write as _;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
     Ask, Authority, GrantRequest, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request,
@@ -616,6 +617,46 @@ fn malformed_frames_close_a_run_link_and_nothing_else() {
     let (status, log) = broker.finish();
     assert!(status.success());
     assert!(!log.contains("panicked"), "{log}");
+}
+
+#[test]
+fn a_run_whose_link_is_gone_is_not_said_to_have_called_nothing() {
+    let (mut broker, _) = Broker::with_test_server();
+    let mut worker = broker.run(&["test.echo"], limits());
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+    // Whoever has taken a worker over can break its run's link.
+    worker.link.write_all(&[0xFF; 40]).unwrap();
+    assert!(worker.is_closed());
+    let (until, run_id) = (Instant::now() + PATIENCE, RunId([0xAB; 16]));
+    let (kind, _) = loop {
+        match broker.ask(&Request::CancelRun { run_id }) {
+            Reply::Cancelled { calls } => assert_eq!(calls.len(), 1),
+            other => break refusal(other),
+        }
+        assert!(Instant::now() < until, "it stays open");
+    };
+    assert_eq!(kind, RefusalKind::BadRequest);
+}
+
+#[test]
+fn a_run_that_was_opened_again_stays_open_when_its_former_link_ends() {
+    let (mut broker, _) = Broker::with_test_server();
+    let former = broker.run(&["test.echo"], limits());
+    let mut worker = broker.run(&["test.echo"], limits());
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+    drop(former);
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let Reply::Metrics(text) = broker.ask(&Request::Metrics) else { panic!("no metrics") };
+        if text.contains("forge_runs_open 1\n") {
+            break;
+        }
+        assert!(Instant::now() < until, "{text}");
+    }
+    match broker.ask(&Request::CancelRun { run_id: RunId([0xAB; 16]) }) {
+        Reply::Cancelled { calls } => assert_eq!(calls.len(), 1),
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]

@@ -364,8 +364,6 @@ impl Supervisor {
         if let (Err(Unserved::Handed(failure)), Some(opened)) = (&carried_out, &opened) {
             match after_loss(failure, || opened.broker.cancel_run(run_id)) {
                 AfterLoss::Again => {
-                    // The former link is kept beside it: with a link's end the broker
-                    // forgets whatever run it has by that name.
                     let (granted, again) = open()?;
                     let start = Start { granted, ..job.start.clone() };
                     let job = Job { start, ..job.clone() };
@@ -513,7 +511,8 @@ fn after_loss(
     cancel: impl Fn() -> Result<Vec<CallRecord>, BrokerError>,
 ) -> AfterLoss {
     // A call that is taken while the first answer is made up is in the second, and
-    // from then on none is.
+    // from then on none is. A broker that knows no such run refuses: whoever broke its
+    // link may have called before.
     let calls = cancel().and_then(|calls| if calls.is_empty() { cancel() } else { Ok(calls) });
     let failure = match &calls {
         Ok(calls) if calls.is_empty() => return AfterLoss::Again,
@@ -730,7 +729,13 @@ mod tests {
             );
         }
         let gone = || Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into()));
-        for answers in [[gone(), none()], [none(), gone()]] {
+        let unknown = || {
+            let (kind, message) = (RefusalKind::BadRequest, "no such run".into());
+            Err(BrokerError::Refused { kind, message })
+        };
+        for answers in
+            [[gone(), none()], [none(), gone()], [unknown(), none()], [none(), unknown()]]
+        {
             let AfterLoss::Over { failure, calls } = told(answers) else { panic!("again") };
             assert!(failure == lost && calls.is_err());
         }
