@@ -144,7 +144,15 @@ pub(crate) enum SendError {
     #[error("{0}")]
     Token(#[from] TokenError),
     #[error("{}", explain(.0))]
-    Http(#[from] reqwest::Error),
+    Http(#[source] reqwest::Error),
+}
+
+impl From<reqwest::Error> for SendError {
+    fn from(error: reqwest::Error) -> Self {
+        // Whoever follows an error's causes, or prints it for a developer, would
+        // have the address, and the key in it.
+        Self::Http(error.without_url())
+    }
 }
 
 impl SendError {
@@ -222,5 +230,21 @@ pub(crate) async fn body_within(
             Ok(None) => return Ok(body),
             Err(error) => return Err(BodyError::Broken(explain(&error))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn no_error_holds_the_address_that_a_key_is_in() {
+        let client = plain_client(HeaderMap::new()).unwrap();
+        let refused = client.get("http://127.0.0.1:1/?key=canary-key").send().await.unwrap_err();
+        let error = SendError::from(refused);
+        assert!(error.unsent().is_some(), "{error}");
+        assert!(!format!("{error:?}").contains("canary-key"), "{error:?}");
+        let cause = error.source().map(ToString::to_string);
+        assert!(!cause.clone().unwrap_or_default().contains("canary-key"), "{cause:?}");
     }
 }
