@@ -76,7 +76,11 @@ impl Scrubber {
     #[must_use]
     pub fn new(secrets: impl IntoIterator<Item = Secret>) -> Self {
         patterns::prepare();
-        let secrets: Vec<Secret> = secrets.into_iter().collect();
+        let mut secrets: Vec<Secret> = secrets.into_iter().collect();
+        // As forms and most queries spell a blank.
+        let of_forms = secrets.iter().filter(|secret| secret.expose().contains(' '));
+        let of_forms = of_forms.filter_map(|it| Secret::new(it.expose().replace(' ', "+")).ok());
+        secrets.extend(of_forms.collect::<Vec<_>>());
         let mut all: Vec<_> =
             secrets.iter().flat_map(|secret| spellings(secret.expose())).collect();
         // Where values hold white space, what is looked for without it.
@@ -527,6 +531,19 @@ mod tests {
         ] {
             let left = scrubber(&[value]).text(text);
             assert!(left.contains(REDACTED) && !left.contains("half"), "{left}");
+        }
+    }
+
+    #[test]
+    fn a_value_with_blanks_is_found_as_a_form_spells_it() {
+        let scrubber = scrubber(&["a pass phrase & more"]);
+        for text in [
+            "/find?key=a+pass+phrase+%26+more&x=1",
+            "a+pass+phrase+&+more",
+            "a%2Bpass%2Bphrase%2B%2526%2Bmore",
+        ] {
+            let left = scrubber.text(text);
+            assert!(left.contains(REDACTED) && !left.contains("pass"), "{left}");
         }
     }
 
