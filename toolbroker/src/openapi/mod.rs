@@ -22,7 +22,7 @@ mod request;
 mod response;
 mod schema;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -48,6 +48,8 @@ use crate::upstream::{
 
 /// A larger document is a wrong file.
 const DOCUMENT_BYTES_MAX: u64 = 16 * 1024 * 1024;
+/// Parameters of an operation, and of a path. Each is held against all others.
+const PARAMETERS_MAX: usize = 1_000;
 /// An operation's description, in bytes.
 const DESCRIPTION_BYTES_MAX: usize = 8 * 1024;
 /// What is read of an answer that is an error, in bytes.
@@ -119,7 +121,7 @@ pub enum ApiError {
         why: Refusal,
     },
     /// The address has what a base cannot have.
-    #[error("the address of an interface has no query")]
+    #[error("the address of an interface has no query: a key goes under `credentials`")]
     BaseQuery,
 }
 
@@ -426,20 +428,23 @@ impl<'a> Entry<'a> {
             self.warn_of(server, "its own `servers`: it is asked at `base_url` as all others are");
         }
         let mut given: Vec<&'a Map<String, Value>> = Vec::new();
+        let mut known = BTreeSet::new();
         for level in [self.operation, self.item] {
             let Some(list) = level.get("parameters") else { continue };
             let list = list.as_array().ok_or(Refusal::Malformed("`parameters`"))?;
+            if list.len() > PARAMETERS_MAX {
+                let why = format!("it has too many parameters, more than {PARAMETERS_MAX}");
+                return Err(Refusal::Unsupported(why));
+            }
             for parameter in list {
                 let parameter = resolver.object(parameter)?;
-                let id = |it: &'a Map<String, Value>| {
-                    let text = |key| it.get(key).and_then(Value::as_str).unwrap_or_default();
-                    match text("in") {
-                        "header" => (text("name").to_ascii_lowercase(), "header"),
-                        place => (text("name").to_owned(), place),
-                    }
+                let text = |key| parameter.get(key).and_then(Value::as_str).unwrap_or_default();
+                let id = match text("in") {
+                    "header" => (text("name").to_ascii_lowercase(), "header"),
+                    place => (text("name").to_owned(), place),
                 };
                 // An operation's own stand in for its path's.
-                if !given.iter().any(|other| id(other) == id(parameter)) {
+                if known.insert(id) {
                     given.push(parameter);
                 }
             }
@@ -942,6 +947,20 @@ mod tests {
                 assert!(self::schema(&of(schema, true).unwrap(), 0)["properties"]["p"].is_object());
             }
         }
+    }
+
+    #[test]
+    fn an_operation_of_very_many_parameters_is_not_listed() {
+        let of = |count: usize| {
+            let parameters: Vec<Value> = (0..count)
+                .map(|at| json!({"name": format!("p{at}"), "in": "query", "schema": {}}))
+                .collect();
+            let get = json!({"operationId": "a", "parameters": parameters});
+            plan(&document(json!({"/a": {"get": get}})), &["a"]).map(|it| it.operations.len())
+        };
+        assert_eq!(of(PARAMETERS_MAX).unwrap(), 1);
+        let refused = of(PARAMETERS_MAX + 1).unwrap_err().to_string();
+        assert!(refused.contains("too many parameters"), "{refused}");
     }
 
     #[test]
