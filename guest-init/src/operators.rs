@@ -6,6 +6,10 @@
 //! else is stepped over here, by the binary format (WebAssembly core specification,
 //! 5.4).
 //!
+//! A type is taken to be one byte. `funcref` and `externref` may be spelled in full,
+//! `(ref null func)`, in two: the second is read as an operator then, the remainder of
+//! two numbers, which nobody here looks for, and the next one is where it is.
+//!
 //! Nothing is validated. What is not an operator of the proposals in
 //! [`crate::engine`] ends a body early: wasmi refuses it, and whatever comes behind
 //! it with it.
@@ -290,6 +294,26 @@ mod tests {
         }
         let far = of_bytes(&[0x36, 0x82, 0x00, 0x80, 0x80, 0x04]).next().unwrap();
         assert_eq!(far.offset(), 0x10000);
+    }
+
+    #[test]
+    fn a_reference_type_that_is_spelled_in_full_hides_no_operator() {
+        for full in [[0x63, 0x70], [0x63, 0x6f]] {
+            // `block`, `loop` and `if` of such a type, and a `select`.
+            for before in [&[0x02][..], &[0x03], &[0x04], &[0x1c, 0x01]] {
+                for behind in [1, 20] {
+                    let bytes = [before, &full, &[0x0b].repeat(behind)].concat();
+                    let all: Vec<_> = of_bytes(&bytes).map(|it| (it.at, it.opcode)).collect();
+                    let at = before.len() + full.len();
+                    assert_eq!(all[..2], [(0, before[0]), (at - 1, full[1])]);
+                    assert_eq!(all[2..].len(), behind);
+                    assert_eq!(all[2], (at, 0x0b));
+                    let first = of_bytes(&bytes).next().unwrap();
+                    assert!(!first.is_empty_block());
+                    assert!(before[0] == 0x1c || first.block_type().is_none());
+                }
+            }
+        }
     }
 
     #[test]
