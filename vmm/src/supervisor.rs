@@ -320,16 +320,17 @@ impl Supervisor {
         let (began, deadline) = (Instant::now(), deadline_in(wall));
         let until = began.checked_add(wall);
         let patience = Patience { until, cancel: attendance.cancel };
-        let open = || {
+        let open = |wall_ms: u64| {
+            let limits = RunLimits { wall_ms, ..request.limits.clone() };
             let (granted, opened) =
-                self.open(run_id, request, admitted, attendance.host, patience)?;
+                self.open(run_id, request, limits, admitted, attendance.host, patience)?;
             let violations = admitted.shape.violations(&granted, &request.limits);
             match violations.is_empty() {
                 true => Ok((granted, opened)),
                 false => Err(Refused::Violations(violations)),
             }
         };
-        let (granted, opened) = open()?;
+        let (granted, opened) = open(request.limits.wall_ms)?;
         at.opened = now_ns();
         if let Some(tell) = attendance.tell {
             tell(RunEvent::Admitted { run_id });
@@ -364,7 +365,11 @@ impl Supervisor {
         if let (Err(Unserved::Handed(failure)), Some(opened)) = (&carried_out, &opened) {
             match after_loss(failure, || opened.broker.cancel_run(run_id)) {
                 AfterLoss::Again => {
-                    let (granted, again) = open()?;
+                    // The broker's clock for it ends with ours.
+                    let left =
+                        until.map_or(wall, |it| it.saturating_duration_since(Instant::now()));
+                    let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
+                    let (granted, again) = open(left_ms.max(1))?;
                     let start = Start { granted, ..job.start.clone() };
                     let job = Job { start, ..job.clone() };
                     let broker = again.as_ref().map(|again| &again.link);
@@ -440,6 +445,7 @@ impl Supervisor {
         &self,
         run_id: RunId,
         request: &Order,
+        limits: RunLimits,
         admitted: &Admitted,
         hosting: Option<&dyn Fn(UnixStream)>,
         patience: Patience<'_>,
@@ -456,7 +462,7 @@ impl Supervisor {
             session: request.session.clone(),
             program_sha256: admitted.sha256,
             authority: request.authority.clone(),
-            limits: request.limits.clone(),
+            limits,
         };
         // A broker that is lost over it has dispatched nothing of the run.
         let opened = keeper.with(patience, |broker| {

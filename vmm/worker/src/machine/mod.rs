@@ -107,8 +107,9 @@ pub fn ram_bytes(limits: &RunLimits) -> usize {
 /// A module takes up to twenty-one times its size while it is compiled, which is
 /// before it has a memory, and nearly all do with twelve times after that (the rest
 /// may find less memory to grow into). The interpreter grows linear memory by copying
-/// it to a place twice as large, so for a moment both are there; answers that no `wait` has taken are held, one of
-/// each call in flight; the rest is buffers for one message each way.
+/// it to a place twice as large, so for a moment both are there; answers that no `wait`
+/// has taken are held, one of each call in flight; the rest is buffers for one message
+/// each way.
 fn needed_bytes(limits: &RunLimits) -> usize {
     use forge_protocol::platform::{LARGE_PAGE_BYTES, RAM_START};
     let program = u64::from(limits.program_bytes);
