@@ -19,7 +19,6 @@ mod kills;
 #[path = "support/processes.rs"]
 mod processes;
 
-use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -35,7 +34,7 @@ use forge_vmm::jail::cgroup::Parent;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use kills::{
-    Copies, NAMESPACES, RECOVERY_TIME_MAX, dice, is_root, kill, namespaces, no_group_is_left_of,
+    Copies, NAMESPACES, RECOVERY_TIME_MAX, Spaces, dice, is_root, kill, no_group_is_left_of,
     nothing_is_left, number,
 };
 use support::{forge_module, signed, signer};
@@ -182,7 +181,6 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
     let mut dice = dice();
     let rounds = number("FORGE_CHAOS_ROUNDS", 10);
     let copy = Copies::new(&[&std::env::current_exe().unwrap()]);
-    let before: BTreeSet<u64> = namespaces(std::process::id() as i32).collect();
     let mut service = Service::start(&copy, "reset");
     service.serves();
     let mut killed = [0; 3];
@@ -213,10 +211,8 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
             0 | 1 => kill(zygote),
             _ => {
                 let theirs = all.iter().map(|it| it.pid).chain([supervisor]).collect();
-                let mut spaces: BTreeSet<u64> =
-                    all.iter().flat_map(|it| namespaces(it.pid)).collect();
-                spaces.retain(|it| !before.contains(it));
-                assert!(spaces.len() >= NAMESPACES.len(), "{spaces:?} of {all:#?}");
+                let spaces = Spaces::of(&all);
+                assert!(spaces.count() >= NAMESPACES.len(), "{} of {all:#?}", spaces.count());
                 kill(supervisor);
                 service.child.wait().unwrap();
                 nothing_is_left(&copy, &theirs, &spaces);
@@ -240,5 +236,5 @@ fn whoever_is_killed_the_service_goes_on_and_nothing_is_left() {
     );
     let theirs = copy.processes().iter().map(|it| it.pid).collect();
     drop(service);
-    nothing_is_left(&copy, &theirs, &BTreeSet::new());
+    nothing_is_left(&copy, &theirs, &Spaces::default());
 }

@@ -37,7 +37,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::service::Order;
 use kills::{
-    Copies, Dice, RECOVERY_TIME_MAX, dice, is_root, kill, namespaces, nothing_is_left, number, reap,
+    Copies, Dice, RECOVERY_TIME_MAX, Spaces, dice, is_root, kill, nothing_is_left, number, reap,
 };
 use processes::{Process, descendants_of, is_gone};
 use serde_json::Value;
@@ -308,7 +308,7 @@ impl Service {
 
     /// Kills one, and starts the service again if that was the one. Gives back
     /// how long it took until nothing was left of it.
-    fn kill(&mut self, victim: Victim, outside: &BTreeSet<u64>, dice: &mut Dice) {
+    fn kill(&mut self, victim: Victim, dice: &mut Dice) {
         let pid = self.find(victim, dice);
         if victim != Victim::Service {
             let below = descendants_of(pid);
@@ -322,8 +322,7 @@ impl Service {
         }
         let all = self.copies.processes();
         let theirs: BTreeSet<i32> = all.iter().map(|it| it.pid).collect();
-        let mut spaces: BTreeSet<u64> = all.iter().flat_map(|it| namespaces(it.pid)).collect();
-        spaces.retain(|it| !outside.contains(it));
+        let spaces = Spaces::of(&all);
         kill(pid);
         self.child.wait().unwrap();
         nothing_is_left(&self.copies, &theirs, &spaces);
@@ -364,7 +363,6 @@ fn whoever_is_killed_nothing_is_left_and_no_record_is_lost() {
     }
     let mut dice = dice();
     let rounds = number("FORGE_CHAOS_ROUNDS", 10);
-    let outside: BTreeSet<u64> = namespaces(std::process::id() as i32).collect();
     let mut service = Service::start();
     let socket = service.socket();
     let found = Found::default();
@@ -384,7 +382,7 @@ fn whoever_is_killed_nothing_is_left_and_no_record_is_lost() {
             let victim = victim.unwrap_or_else(|| VICTIMS[dice.throw(VICTIMS.len())]);
             let began = Instant::now();
             found.told().killed.push((began, victim));
-            service.kill(victim, &outside, &mut dice);
+            service.kill(victim, &mut dice);
             found.serves(&service);
             slowest = slowest.max(began.elapsed());
             service.has_no_strays();
@@ -396,7 +394,7 @@ fn whoever_is_killed_nothing_is_left_and_no_record_is_lost() {
     // SAFETY: a plain system call; the process is a child of ours.
     assert_eq!(unsafe { libc::kill(service.pid(), libc::SIGTERM) }, 0);
     assert!(service.child.wait().unwrap().success());
-    nothing_is_left(&service.copies, &theirs, &BTreeSet::new());
+    nothing_is_left(&service.copies, &theirs, &Spaces::default());
     assert!(!socket.exists());
     let calls = nothing_is_unrecorded(&service.copies, &found.told().noted);
     let ends = &found.told().ends;

@@ -4,8 +4,8 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::cell::RefCell;
-use std::collections::BTreeSet;
-use std::fs;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
@@ -103,9 +103,34 @@ impl Drop for Copies {
 pub const NAMESPACES: [&str; 6] = ["user", "pid", "net", "mnt", "ipc", "uts"];
 
 /// The inodes of a process's namespaces.
-pub fn namespaces(pid: i32) -> impl Iterator<Item = u64> {
+fn namespaces(pid: i32) -> impl Iterator<Item = u64> {
     let of = move |kind| fs::metadata(format!("/proc/{pid}/ns/{kind}")).ok();
     NAMESPACES.into_iter().filter_map(of).map(|it| it.ino())
+}
+
+/// Namespaces that processes are in, held open: the number of one that is gone is the
+/// next one's, whoever makes it.
+#[derive(Default)]
+pub struct Spaces(BTreeMap<u64, File>);
+
+impl Spaces {
+    /// Those of these processes, but for the test's own.
+    pub fn of(processes: &[Process]) -> Self {
+        let own: BTreeSet<u64> = namespaces(std::process::id() as i32).collect();
+        let open = |pid, kind| File::open(format!("/proc/{pid}/ns/{kind}")).ok();
+        let all = processes.iter().flat_map(|it| NAMESPACES.map(|kind| (it.pid, kind)));
+        let held = all.filter_map(|(pid, kind)| open(pid, kind));
+        let numbered = held.map(|file| (file.metadata().unwrap().ino(), file));
+        Self(numbered.filter(|(number, _)| !own.contains(number)).collect())
+    }
+
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    fn have(&self, process: &Process) -> bool {
+        namespaces(process.pid).any(|number| self.0.contains_key(&number))
+    }
 }
 
 /// The VMs that the kernel lists for these processes, where it does.
@@ -172,15 +197,12 @@ pub fn reap() {
 }
 
 /// That soon there is no process of theirs, no VM and no namespace.
-pub fn nothing_is_left(copies: &Copies, theirs: &BTreeSet<i32>, spaces: &BTreeSet<u64>) {
+pub fn nothing_is_left(copies: &Copies, theirs: &BTreeSet<i32>, spaces: &Spaces) {
     let until = Instant::now() + RECOVERY_TIME_MAX;
     loop {
         reap();
         let processes = copies.processes();
-        let kept: Vec<_> = Process::all()
-            .into_iter()
-            .filter(|it| namespaces(it.pid).any(|it| spaces.contains(&it)))
-            .collect();
+        let kept: Vec<_> = Process::all().into_iter().filter(|it| spaces.have(it)).collect();
         let machines = vms_of(theirs);
         let holders: Vec<_> = processes
             .iter()
