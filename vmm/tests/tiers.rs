@@ -28,22 +28,21 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use desk::{Desk, text};
 use forge_protocol::broker::Authority;
 use forge_protocol::ending::{Ending, RejectKind};
-use forge_protocol::frame::{self, Kind};
-use forge_protocol::guest::{Artifact, Settled};
+use forge_protocol::guest::Artifact;
 use forge_protocol::limits::{LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Job, Tier};
 use forge_vmm::cancel::Cancel;
-use forge_vmm::link::{Link, Patience};
+use forge_vmm::link::Patience;
 use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::{Pool, PoolOptions, Task};
 use forge_vmm::supervisor::{Attendance, Supervisor, SupervisorOptions};
 use processes::{wait_for, worker_of};
 use serde_json::{Value, json};
 use serving::Service;
-use support::{forge_module, job, signed, signer};
+use support::{answer, forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
     support::main(
@@ -467,20 +466,6 @@ fn all_that_the_largest_limits_allow_is_reported() {
             calls = limits.calls_in_flight - 1,
         ),
     ));
-    let answers = |broker: UnixStream| {
-        let mut broker = Link::new(broker);
-        let patience = Patience::default();
-        let body = vec![b'1'; limits.response_bytes as usize];
-        for id in 0..limits.calls_in_flight {
-            broker.receive(|kind| kind == Kind::Call, patience)?;
-            let body = body.clone();
-            let settled = Settled { id, code: None, duration_ns: 1, body, redacted: false };
-            let mut bytes = Vec::new();
-            frame::write_message(Kind::Settled, &settled, &mut bytes);
-            broker.send(&bytes, None, patience)?;
-        }
-        std::io::Result::Ok(())
-    };
     for tier in tiers() {
         let (pool, _) = pool(tier);
         let mut job: Job = job(program.clone(), limits.clone());
@@ -488,7 +473,8 @@ fn all_that_the_largest_limits_allow_is_reported() {
         job.brokered = true;
         let (broker, link) = UnixStream::pair().unwrap();
         let report = std::thread::scope(|scope| {
-            scope.spawn(|| answers(broker));
+            let bytes = limits.response_bytes as usize;
+            scope.spawn(move || answer(broker, limits.calls_in_flight, bytes));
             let broker = Some(&link);
             let task = Task { tenant: "local", job: &job, broker, prepared: None, tell: None };
             let carried_out = pool.carry_out(&task, Patience::default());

@@ -13,20 +13,18 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
-use forge_protocol::frame::{self, Kind};
-use forge_protocol::guest::{Ended, Settled};
+use forge_protocol::guest::Ended;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::platform::{DATA, DESCRIPTORS, STACK, STACK_TOP, TrapFrame};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Report, VmFailure, VmFailureKind};
-use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::deadline_in;
 use forge_vmm::machine::{
     self, Bus, Death, Exit, Hypervisor, Image, Machine, StopReason, Watchdog, vcpu::panicked,
 };
 use forge_vmm::worker::{Board, BrokerLink, Guest};
-use support::{forge_module, job, run, run_granted, serve, signed, signer};
+use support::{answer, forge_module, job, run, run_granted, serve, signed, signer};
 
 fn main() -> ExitCode {
     support::main(
@@ -244,20 +242,7 @@ fn a_program_may_leave_as_many_answers_untaken_as_it_may_have_calls_in_flight() 
     // A quarter of a gigabyte, also on an emulated CPU.
     job.deadline = deadline_in(Duration::from_secs(300));
     let (broker, theirs) = UnixStream::pair().unwrap();
-    let answers = std::thread::spawn(move || {
-        let mut broker = Link::new(broker);
-        let patience = Patience::default();
-        let body = vec![b'1'; ANSWER_BYTES];
-        for id in 0..CALLS {
-            broker.receive(|kind| kind == Kind::Call, patience)?;
-            let body = body.clone();
-            let settled = Settled { id, code: None, duration_ns: 1, body, redacted: false };
-            let mut bytes = Vec::new();
-            frame::write_message(Kind::Settled, &settled, &mut bytes);
-            broker.send(&bytes, None, patience)?;
-        }
-        std::io::Result::Ok(())
-    });
+    let answers = std::thread::spawn(move || answer(broker, CALLS, ANSWER_BYTES));
     let trust = TrustKeys::new([signer().trust_key()]).unwrap();
     let report = forge_vmm::worker::serve(&job, &trust, Some(BrokerLink::new(theirs)));
     assert_eq!(*ending(&report), Ending::Returned(0));

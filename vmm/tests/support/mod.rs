@@ -3,15 +3,19 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+use std::io;
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
-use forge_protocol::guest::{Load, Start};
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::guest::{Load, Settled, Start};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Job, Report};
+use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::{Hypervisor, deadline_in};
 use libtest_mimic::{Arguments, Trial};
 
@@ -143,6 +147,25 @@ pub fn joins() -> Vec<u8> {
                (call $resp_read (i32.const 1000) (i32.const 0) (local.get $bytes))))
            (i32.const 0)"#,
     ))
+}
+
+/// Answers so many calls over a run's link, as the toolbroker would, each with so many
+/// bytes.
+///
+/// # Errors
+/// The worker is gone.
+pub fn answer(link: UnixStream, calls: u32, bytes: usize) -> io::Result<()> {
+    let mut link = Link::new(link);
+    let patience = Patience::default();
+    for id in 0..calls {
+        link.receive(|kind| kind == Kind::Call, patience)?;
+        let body = vec![b'1'; bytes];
+        let settled = Settled { id, code: None, duration_ns: 1, body, redacted: false };
+        let mut message = Vec::new();
+        frame::write_message(Kind::Settled, &settled, &mut message);
+        link.send(&message, None, patience)?;
+    }
+    Ok(())
 }
 
 /// A job without tools.
