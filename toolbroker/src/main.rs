@@ -280,8 +280,12 @@ fn check(mcp_config: Option<&Path>, config: Option<&Path>) -> Result<(), Error> 
     let told: Vec<_> = faults
         .iter()
         .map(|fault| {
-            let (file, field, problem) = fault.parts();
-            serde_json::json!({ "file": file, "field": field, "problem": problem })
+            serde_json::json!({
+                "file": fault.file(),
+                "line": fault.line(),
+                "field": fault.field(),
+                "problem": fault.problem(),
+            })
         })
         .collect();
     let mut out = std::io::stdout().lock();

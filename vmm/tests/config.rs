@@ -407,9 +407,12 @@ fn a_file_of_tool_servers_is_checked_without_a_configuration() {
     };
     let good = check(r#"{"mcpServers": {"a": {"command": "/bin/true"}}}"#);
     assert_eq!(good, (Some(0), "mcp.json: good\n".into()));
-    let (code, told) = check(r#"{"mcpServers": {"a": {"command": "/bin/true", "argz": []}}}"#);
+    let (code, told) =
+        check("{\"mcpServers\": {\"a\": {\n\"command\": \"/bin/true\",\n\"argz\": []}}}");
     assert_eq!(code, Some(2));
-    assert!(told.starts_with("mcp.json: mcpServers.a.argz: unknown field"), "{told}");
+    assert!(told.starts_with("mcp.json:3: mcpServers.a.argz: unknown field"), "{told}");
+    let (code, told) = check("{\"mcpServers\":\n {\"a\": hunter2}}");
+    assert_eq!((code, told.as_str()), (Some(2), "mcp.json:2: this is not JSON at column 8\n"));
     // Both are, where both are named.
     let both = ["config", "check", "--config", "forge.toml", "--mcp-config", "mcp.json"];
     let said = String::from_utf8(desk.forge(&both).stderr).unwrap();

@@ -10,11 +10,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use forge_document::shown;
 use serde_json::Value;
 
-use super::node::{Strict, path_of};
-use super::{Config, ConfigError, Lookup, Problem, document_of, forge_config, mcp_document};
-use super::{mcp_servers, read};
+use super::node::Strict;
+use super::{Config, ConfigError, Lookup, Problem, document_of, find_lines, forge_config};
+use super::{mcp_document, mcp_servers, read};
 
 /// What is told at most. A file with more is the wrong file.
 const FAULTS_MAX: usize = 256;
@@ -26,6 +27,17 @@ const UNREAD_VALUE: &str = "0000000000000000000000000000000000000000000000000000
 /// All that [`Config::load`] would refuse, one after the other.
 #[must_use]
 pub fn faults(
+    mcp_config: Option<&Path>,
+    forge_config: Option<&Path>,
+    lookup: Lookup<'_>,
+) -> Vec<ConfigError> {
+    let mut faults = sought(mcp_config, forge_config, lookup);
+    find_lines(&mut faults, [mcp_config, forge_config]);
+    faults
+}
+
+/// The same, without their lines.
+fn sought(
     mcp_config: Option<&Path>,
     forge_config: Option<&Path>,
     lookup: Lookup<'_>,
@@ -75,19 +87,47 @@ pub fn faults(
 }
 
 impl ConfigError {
-    /// The file, the field if it is one of a field, and what is wrong.
+    /// The file it is about.
     #[must_use]
-    pub fn parts(&self) -> (&Path, Option<String>, String) {
+    pub fn file(&self) -> &Path {
         match self {
-            Self::Field { file, field, problem, .. } => {
-                (file, Some(field.clone()), problem.to_string())
+            Self::Field { file, .. }
+            | Self::Twice { file, .. }
+            | Self::Read { file, .. }
+            | Self::Syntax { file, .. } => file,
+        }
+    }
+
+    /// The line there, from 1, if one is known.
+    #[must_use]
+    pub fn line(&self) -> Option<usize> {
+        match self {
+            Self::Field { line, .. } | Self::Twice { line, .. } => *line,
+            Self::Syntax { line, .. } => Some(*line),
+            Self::Read { .. } => None,
+        }
+    }
+
+    /// The field, if it is one of a field, as a path with dots.
+    #[must_use]
+    pub fn field(&self) -> Option<String> {
+        match self {
+            Self::Field { field, .. } => Some(field.clone()),
+            Self::Twice { server, .. } => Some(format!("servers.{server}")),
+            Self::Read { .. } | Self::Syntax { .. } => None,
+        }
+    }
+
+    /// What is wrong.
+    #[must_use]
+    pub fn problem(&self) -> String {
+        match self {
+            Self::Field { problem, .. } => problem.to_string(),
+            Self::Twice { .. } => {
+                "another file configures a server of this name too: rename one".into()
             }
-            Self::Twice { file, server, .. } => {
-                let what = "another file configures a server of this name too: rename one";
-                (file, Some(format!("servers.{server}")), what.into())
-            }
-            Self::Read { file, source } => (file, None, format!("cannot be read: {source}")),
-            Self::Syntax { file, line, what } => (file, None, format!("line {line}: {what}")),
+            Self::Read { source, .. } => format!("cannot be read: {source}"),
+            Self::Syntax { what, .. } => what.clone(),
         }
     }
 
@@ -182,7 +222,7 @@ fn find<'f>(value: &Value, field: &'f str) -> (Vec<Step>, &'f str) {
     match value {
         Value::Object(fields) => {
             for (key, child) in fields {
-                consider(&path_of(key), Step::Key(key.clone()), child);
+                consider(&shown(key), Step::Key(key.clone()), child);
             }
         }
         Value::Array(items) => {
@@ -211,7 +251,7 @@ impl Taken {
     /// The way in the document as it was written: items have moved up.
     fn as_written(&self, way: &[Step]) -> String {
         way.iter().fold(String::new(), |at, step| match step {
-            Step::Key(key) => join(&at, &path_of(key)),
+            Step::Key(key) => join(&at, &shown(key)),
             Step::Item(position) => {
                 let gone = self.items.get(&at).into_iter().flatten();
                 let place = gone.fold(*position, |place, gone| place + usize::from(*gone <= place));
@@ -269,8 +309,8 @@ mod tests {
         std::fs::write(&file, text).unwrap();
         let told =
             faults(None, Some(&file), &|name| (name == "SET").then(|| "a-credential".into()));
-        let shown = file.display().to_string();
-        told.iter().map(|fault| fault.to_string().replace(&format!("{shown}: "), "")).collect()
+        let line = |fault: &ConfigError| fault.to_string().split_once(": ").unwrap().1.to_owned();
+        told.iter().map(line).collect()
     }
 
     #[test]

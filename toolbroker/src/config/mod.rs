@@ -11,7 +11,6 @@ mod builtins;
 mod check;
 mod credentials;
 mod egress;
-mod lines;
 mod node;
 mod policy;
 mod servers;
@@ -29,12 +28,13 @@ pub use self::tools::{COST_DEFAULT, Word};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::slice;
 
+use forge_document::{Lines, place};
 use forge_protocol::name::{NameError, ToolName};
 use serde_json::Value;
 use url::Url;
 
-use self::lines::line_of;
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
 use crate::openapi::ApiError;
@@ -86,7 +86,7 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file is no JSON or TOML.
-    #[error("{}, line {line}: {what}", file.display())]
+    #[error("{}: {what}", place(file, Some(*line)))]
     Syntax {
         /// The file.
         file: PathBuf,
@@ -101,7 +101,7 @@ pub enum ConfigError {
         /// The file.
         file: PathBuf,
         /// The line, from 1, where it is known.
-        line: Option<u32>,
+        line: Option<usize>,
         /// The field, as a path with dots.
         field: String,
         /// What is wrong with it.
@@ -116,7 +116,7 @@ pub enum ConfigError {
         /// The second file.
         file: PathBuf,
         /// The line, from 1, where it is known.
-        line: Option<u32>,
+        line: Option<usize>,
         /// The server.
         server: String,
     },
@@ -127,25 +127,30 @@ impl ConfigError {
         Self::Field { file: file.to_owned(), line: None, field, problem }
     }
 
-    /// With the line of what it is about.
-    fn with_line(mut self) -> Self {
-        match &mut self {
-            Self::Field { file, line, field, .. } => *line = line_of(file, field),
+    /// Finds the line of what it is about, if it is of this file.
+    fn find_line(&mut self, of: &Path, lines: &Lines<'_>) {
+        match self {
+            Self::Field { file, line, field, .. } if file == of => *line = lines.of_field(field),
             // Only servers of an `mcp.json` come after others.
-            Self::Twice { file, line, server } => {
-                *line = line_of(file, &format!("mcpServers.{server}"));
+            Self::Twice { file, line, server } if file == of => {
+                *line = lines.of_field(&format!("mcpServers.{server}"));
             }
-            Self::Read { .. } | Self::Syntax { .. } => {}
+            _ => {}
         }
-        self
     }
 }
 
-/// Where in which file, as editors and compilers write it.
-fn place(file: &Path, line: Option<u32>) -> String {
-    match line {
-        Some(line) => format!("{}:{line}", file.display()),
-        None => file.display().to_string(),
+/// Finds the lines of what is wrong with these files.
+fn find_lines(errors: &mut [ConfigError], files: [Option<&Path>; 2]) {
+    if errors.is_empty() {
+        return;
+    }
+    for file in files.into_iter().flatten() {
+        // What is no file may not be there a second time.
+        if let Some(text) = file.is_file().then(|| read(file).ok()).flatten() {
+            let lines = Lines::of(&text);
+            errors.iter_mut().for_each(|error| error.find_line(file, &lines));
+        }
     }
 }
 
@@ -301,7 +306,10 @@ impl Config {
         forge_config: Option<&Path>,
         lookup: Lookup<'_>,
     ) -> Result<Self, ConfigError> {
-        Self::parse(mcp_config, forge_config, lookup).map_err(ConfigError::with_line)
+        Self::parse(mcp_config, forge_config, lookup).map_err(|mut error| {
+            find_lines(slice::from_mut(&mut error), [mcp_config, forge_config]);
+            error
+        })
     }
 
     fn parse(
@@ -396,12 +404,10 @@ fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Confi
 }
 
 fn document_of(file: &Path, text: &str) -> Result<Value, ConfigError> {
-    let table: toml::Table = toml::from_str(text).map_err(|error| {
-        let start = error.span().map_or(0, |span| span.start);
-        let line = text.as_bytes()[..start.min(text.len())].iter().filter(|b| **b == b'\n').count();
-        // The error's own text quotes the line, and with it any value there.
-        let what = "this is not TOML here".to_owned();
-        ConfigError::Syntax { file: file.to_owned(), line: line + 1, what }
+    let table = forge_document::tables(text).map_err(|error| ConfigError::Syntax {
+        file: file.to_owned(),
+        line: error.line,
+        what: error.problem.to_owned(),
     })?;
     serde_json::to_value(table).map_err(|_| ConfigError::Syntax {
         file: file.to_owned(),

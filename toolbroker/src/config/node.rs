@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use forge_document::shown;
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
@@ -30,7 +31,7 @@ impl<'a> Node<'a> {
     }
 
     fn path_to(&self, key: &str) -> String {
-        let key = path_of(key);
+        let key = shown(key);
         if self.at.is_empty() { key } else { format!("{}.{key}", self.at) }
     }
 
@@ -113,11 +114,6 @@ impl<'a> Node<'a> {
             })
             .collect())
     }
-}
-
-/// A key as it is shown. It is the file's text: it may hold anything.
-pub(super) fn path_of(key: &str) -> String {
-    crate::cut(&key.escape_debug().to_string(), 128)
 }
 
 /// What serde_json has to say about syntax, without quoting the text.

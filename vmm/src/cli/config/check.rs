@@ -10,11 +10,12 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
+use forge_document::{Lines, place};
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
 use serde::{Deserialize, Serialize};
 
-use super::fault::{self, Fault, Lines, sifted, tables};
+use super::fault::{Fault, line_of, sifted, tables};
 use super::{LowBroker, LowTrust, LowUser, LowVm, McpConfig, pool, read_text, service};
 use crate::cli::args::{ConfigArgs, ConfigCheckArgs, ConfigCommand};
 use crate::cli::{CliError, Exit, door, out, print_json};
@@ -53,12 +54,13 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         (None, Some(file)) => return tell(args, file, &brokers(None, Some(file), None)?),
     };
     let text = read_text(file)?;
-    let mut faults: Vec<_> = match tables(&text) {
+    let faults = match tables(&text) {
         Ok(all) => {
+            let lines = Lines::of(&text);
             let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")));
             let theirs = brokers(Some(file), args.mcp_config.as_deref(), user)?;
             let mut known = BTreeSet::new();
-            let ours = ours.into_iter().map(|fault| told(file, fault));
+            let ours = ours.into_iter().map(|fault| told(file, line_of(&fault, &lines), fault));
             // What both read, both complain of: the toolbroker says it better.
             let all = theirs.into_iter().chain(ours);
             all.filter(|told| {
@@ -67,17 +69,13 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
             })
             .collect()
         }
-        Err(fault) => vec![told(file, fault)],
+        Err(fault) => vec![told(file, fault.line, fault)],
     };
-    let lines = Lines::of(&text);
-    for told in faults.iter_mut().filter(|told| told.file == file) {
-        told.line = lines.of_fault(&told.fault);
-    }
     tell(args, file, &faults)
 }
 
-fn told(file: &Path, fault: Fault) -> Told {
-    Told { file: file.to_owned(), line: None, fault }
+fn told(file: &Path, line: Option<usize>, fault: Fault) -> Told {
+    Told { file: file.to_owned(), line, fault }
 }
 
 /// Prints what is wrong, or that this file is good.
@@ -88,7 +86,7 @@ fn tell(args: &ConfigCheckArgs, file: &Path, faults: &[Told]) -> Result<ExitCode
     } else {
         let mut out = out();
         for Told { file, line, fault } in faults {
-            writeln!(out, "{}: {fault}", fault::place(file, *line))?;
+            writeln!(out, "{}: {fault}", place(file, *line))?;
         }
         if is_good {
             writeln!(out, "{}: good", file.display())?;

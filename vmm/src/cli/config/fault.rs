@@ -4,9 +4,9 @@
 use std::fmt;
 use std::path::Path;
 
+use forge_document::{Lines, Syntax, place};
 use serde::de::DeserializeOwned;
 use toml::Table;
-use toml::de::{DeTable, DeValue};
 
 use crate::cli::CliError;
 
@@ -33,90 +33,19 @@ impl Fault {
         field.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
     }
 
-    fn at_line(line: usize, problem: impl Into<String>) -> Self {
-        Self { field: None, problem: problem.into(), line: Some(line) }
-    }
-
     /// As the error of a command that goes by this file.
     pub(crate) fn of(self, file: &Path) -> CliError {
         // The file was read already; what is none cannot be read twice.
         let text = file.is_file().then(|| std::fs::read_to_string(file).ok()).flatten();
         let text = text.unwrap_or_default();
-        let line = Lines::of(&text).of_fault(&self);
+        let line = line_of(&self, &Lines::of(&text));
         CliError::Usage(format!("{}: {self}", place(file, line)))
     }
 }
 
-/// Where in which file, as editors and compilers write it.
-pub(crate) fn place(file: &Path, line: Option<usize>) -> String {
-    match line {
-        Some(line) => format!("{}:{line}", file.display()),
-        None => file.display().to_string(),
-    }
-}
-
-/// The number of the line that begins or goes on behind this.
-pub(crate) fn line_after(before: &[u8]) -> usize {
-    before.iter().filter(|byte| **byte == b'\n').count() + 1
-}
-
-/// Where the fields of a file are.
-pub(crate) struct Lines<'a> {
-    text: &'a str,
-    /// `None` of what is no TOML.
-    document: Option<DeTable<'a>>,
-}
-
-impl<'a> Lines<'a> {
-    pub(crate) fn of(text: &'a str) -> Self {
-        Self { text, document: DeTable::parse(text).ok().map(|document| document.into_inner()) }
-    }
-
-    /// The line of a fault: its field's, or that of the innermost table or list in
-    /// which the field is missing.
-    pub(crate) fn of_fault(&self, fault: &Fault) -> Option<usize> {
-        fault.line.or_else(|| self.of_field(fault.field.as_deref()?))
-    }
-
-    fn of_field(&self, field: &str) -> Option<usize> {
-        let (start, value, rest) = of_key(self.document.as_ref()?, field)?;
-        let start = innermost(start, value, rest);
-        self.text.as_bytes().get(..start).map(line_after)
-    }
-}
-
-/// Where the key stands that a way begins with, what it holds, and the rest of
-/// the way. A key may have dots, so the longest that fits is meant.
-fn of_key<'t, 'a, 'w>(
-    table: &'t DeTable<'a>,
-    way: &'w str,
-) -> Option<(usize, &'t DeValue<'a>, &'w str)> {
-    let fits = |key: &str| {
-        let rest = way.strip_prefix(key)?;
-        if rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') }
-    };
-    let fitting = table.iter().filter_map(|(key, value)| {
-        Some((key.get_ref().len(), key.span().start, value, fits(key.get_ref())?))
-    });
-    let (_, start, value, rest) = fitting.max_by_key(|(length, ..)| *length)?;
-    Some((start, value.get_ref(), rest))
-}
-
-/// Where the last part of a way stands that is there at all.
-fn innermost(mut start: usize, mut value: &DeValue<'_>, mut way: &str) -> usize {
-    loop {
-        let next = match value {
-            DeValue::Table(table) => of_key(table, way),
-            DeValue::Array(items) => {
-                let (position, rest) = way.split_once('.').unwrap_or((way, ""));
-                let item = position.parse().ok().and_then(|at: usize| items.get(at));
-                item.map(|item| (item.span().start, item.get_ref(), rest))
-            }
-            _ => None,
-        };
-        let Some(next) = next else { return start };
-        (start, value, way) = next;
-    }
+/// The line of a fault, from 1: its own, or its field's.
+pub(crate) fn line_of(fault: &Fault, lines: &Lines<'_>) -> Option<usize> {
+    fault.line.or_else(|| lines.of_field(fault.field.as_deref()?))
 }
 
 impl fmt::Display for Fault {
@@ -133,26 +62,11 @@ impl fmt::Display for Fault {
 /// # Errors
 /// Where it is no TOML, without the line's text.
 pub(crate) fn tables(text: &str) -> Result<Table, Fault> {
-    text.parse().map_err(|error: toml::de::Error| {
-        let before = text.get(..error.span().map_or(0, |span| span.start)).unwrap_or_default();
-        Fault::at_line(line_after(before.as_bytes()), no_toml(error.message()))
+    forge_document::tables(text).map_err(|Syntax { line, problem }| Fault {
+        field: None,
+        problem: problem.into(),
+        line: Some(line),
     })
-}
-
-/// What a parser of TOML said, where it is one of the usual mistakes: in words of
-/// our own, since it may quote the line.
-fn no_toml(message: &str) -> &'static str {
-    match message {
-        "duplicate key" => "this key or table stands twice: keep one",
-        _ if message.starts_with("string values must be quoted") => {
-            "this is not TOML here: a text has quotes around it, and so has a number with a unit"
-        }
-        _ if message.starts_with("unclosed table") => "this is not TOML here: close the bracket",
-        _ if message.starts_with("invalid basic string") => {
-            "this is not TOML here: close the quotes on the same line"
-        }
-        _ => "this is not TOML here",
-    }
 }
 
 /// Refuses what is no table. A reader of declared fields would take a list for
@@ -338,12 +252,5 @@ mod tests {
         );
         let beyond = "t.number: expected a whole number from 0 to 65535, found integer";
         assert_eq!(told("needed = 'x'\nnumber = 70000"), [beyond]);
-    }
-
-    #[test]
-    fn what_is_no_toml_is_told_by_its_line_alone() {
-        let error = tables("a = 1\nb = hunter2").unwrap_err();
-        assert_eq!(error.line, Some(2));
-        assert!(!error.to_string().contains("hunter2"), "{error}");
     }
 }

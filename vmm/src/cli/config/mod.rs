@@ -25,6 +25,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
+use forge_document::{line_after, place};
 use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
 use forge_protocol::limits::GRANT_BYTES_MAX;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
@@ -165,8 +166,8 @@ fn read_config(path: &Path) -> Result<LowConfig, CliError> {
 pub(crate) fn read_text(path: &Path) -> Result<String, CliError> {
     String::from_utf8(read_file(path)?).map_err(|error| {
         let before = &error.as_bytes()[..error.utf8_error().valid_up_to()];
-        let (file, line) = (path.display(), fault::line_after(before));
-        CliError::Usage(format!("{file}:{line}: this is no UTF-8 text: save the file as UTF-8"))
+        let place = place(path, Some(line_after(before)));
+        CliError::Usage(format!("{place}: this is no UTF-8 text: save the file as UTF-8"))
     })
 }
 
