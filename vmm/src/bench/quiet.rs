@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::worker::process;
+use crate::worker::life;
 
 /// How long at most: a process may have reasons of its own to run.
 const TIME_MAX: Duration = Duration::from_millis(50);
@@ -15,7 +15,7 @@ const INTERVAL: Duration = Duration::from_millis(1);
 /// process, and one look may fall in between.
 const LOOKS: u32 = 2;
 /// A worker that rests sleeps, and its reset is still to come.
-const _: () = assert!(process::REST.as_micros() < LOOKS as u128 * INTERVAL.as_micros());
+const _: () = assert!(life::REST.as_micros() < LOOKS as u128 * INTERVAL.as_micros());
 
 /// Waits until every thread of this process and of all processes below it
 /// sleeps.

@@ -19,7 +19,7 @@ use crate::jail::{WorkerJail, landlock};
 use crate::machine::hypervisor::Placeholder;
 use crate::machine::{self, Hypervisor};
 use crate::worker::zygote::Filters;
-use crate::worker::{process, zygote};
+use crate::worker::{life, zygote};
 
 pub(super) fn fork() -> Result<Box<dyn Case>, String> {
     let beside = Beside::fork(|| {
@@ -43,7 +43,7 @@ pub(super) fn jail() -> Result<Box<dyn Case>, String> {
 
 /// The bound of a worker with a usual VM.
 fn address_space_bytes() -> u64 {
-    process::address_space_bytes(machine::ram_bytes(&RunLimits::default()) as u64)
+    life::address_space_bytes(machine::ram_bytes(&RunLimits::default()) as u64)
 }
 
 impl JailFloor {
@@ -52,7 +52,7 @@ impl JailFloor {
         unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
         zygote::LIMITS.apply().map_err(said)?;
         let worker = self.filters.worker.clone();
-        let jail = WorkerJail::prepare(&process::LIMITS, worker).map_err(said)?;
+        let jail = WorkerJail::prepare(&life::LIMITS, worker).map_err(said)?;
         landlock::restrict(None).map_err(said)?;
         self.filters.zygote.install().map_err(said)?;
         let started = Instant::now();
@@ -123,7 +123,7 @@ impl ForkedFloor {
             Some(made) => &*made,
             none => {
                 let filter = Filters::compile().map_err(said)?.worker;
-                let jail = WorkerJail::prepare(&process::LIMITS, filter).map_err(said)?;
+                let jail = WorkerJail::prepare(&life::LIMITS, filter).map_err(said)?;
                 &*none.insert((Kvm::new().map_err(said)?, jail))
             }
         };

@@ -24,7 +24,7 @@ use crate::machine::stop::Armed;
 use crate::machine::{Watchdog, deadline_in};
 use crate::worker::board::Verdict;
 use crate::worker::counterpart::Counterpart;
-use crate::worker::process::{Order, say};
+use crate::worker::life::{Order, say};
 use crate::worker::{BOOT_TIME_MAX, elapsed_ns, not_ready, split};
 
 /// How far the library has come.

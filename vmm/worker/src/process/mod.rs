@@ -40,7 +40,7 @@ use crate::clock::now_ns;
 use crate::jail::{Limits, WorkerJail};
 use crate::machine::Watchdog;
 use crate::worker::elapsed_ns;
-use crate::worker::process::{self, say, take_socket};
+use crate::worker::life::{self, say, take_socket};
 use exchange::{Exchange, Served, Wire};
 
 /// A worker's limits, as a VM's worker has them; how much address space it gets
@@ -72,11 +72,11 @@ impl Makings {
     /// What a worker may map: what it has from the zygote, what a guest with
     /// these limits would have for RAM, and what any run may leave.
     fn address_space_bytes(&self, ram_bytes: u64) -> u64 {
-        self.address_space_bytes.saturating_add(ram_bytes).saturating_add(process::left_bytes())
+        self.address_space_bytes.saturating_add(ram_bytes).saturating_add(life::left_bytes())
     }
 }
 
-/// The child's whole life, as [`process::end`] has it.
+/// The child's whole life, as [`life::end`] has it.
 pub(crate) fn main(
     socket: OwnedFd,
     makings: &Makings,
@@ -84,7 +84,7 @@ pub(crate) fn main(
     jail: &WorkerJail,
     order: Fork,
 ) -> ! {
-    process::end(|| live(socket, makings, trust, jail, order))
+    life::end(|| live(socket, makings, trust, jail, order))
 }
 
 fn live(
@@ -156,7 +156,7 @@ mod tests {
         let message = format!("guest panic: {}", said(&*panic));
         assert!(message.starts_with("guest panic: üüü"));
         let crash = VmFailure { kind: VmFailureKind::Crash, message };
-        process::unserved(Fate::Vm(crash)).check(&RunLimits::default()).unwrap();
+        life::unserved(Fate::Vm(crash)).check(&RunLimits::default()).unwrap();
         let short = std::panic::catch_unwind(|| panic!("no")).unwrap_err();
         assert_eq!(said(&*short), "no");
     }

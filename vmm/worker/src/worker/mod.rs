@@ -12,14 +12,14 @@
 //! | [`broker_link`] | the run's connection to the broker |
 //! | [`heap`] | what both allocate from |
 //! | [`zygote`] | the process that workers are forked from |
-//! | `process` | a worker's life |
+//! | [`life`] | a worker's life |
 //! | `text` | the zygote's own code and constants, in pages that a fork need not find again |
 
 pub mod board;
 pub mod broker_link;
 pub(crate) mod counterpart;
 pub mod heap;
-pub mod process;
+pub mod life;
 mod text;
 pub mod zygote;
 
@@ -35,8 +35,8 @@ use forge_protocol::worker::{
 
 pub use board::{Board, Wiring};
 pub use broker_link::BrokerLink;
-pub(crate) use process::failed;
-pub use process::unserved;
+pub(crate) use life::failed;
+pub use life::unserved;
 use vm_memory::GuestMemoryMmap;
 
 use crate::clock::now_ns;

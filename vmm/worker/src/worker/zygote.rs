@@ -20,15 +20,15 @@ use forge_protocol::worker::{
     Fork, Jailed, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
-use super::process::say;
-use super::{Guest, GuestBase, heap, process, text};
+use super::life::say;
+use super::{Guest, GuestBase, heap, life, text};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::link::{Link, Patience};
 use crate::machine::{
     Hypervisor, Image, PageMap, Watchdog, hypervisor::Placeholder, snapshot::BASE_FILE_BYTES,
 };
-use crate::process as tier_process;
+use crate::process;
 
 /// Bases kept at a time: each is some hundred KiB. A run that needs a size of
 /// RAM that has none waits a few milliseconds longer.
@@ -51,7 +51,7 @@ struct Zygote {
 /// What workers are made from.
 enum Makings {
     Vm(Box<VmMakings>),
-    Process(tier_process::Makings),
+    Process(process::Makings),
 }
 
 /// What VMs are made from.
@@ -257,13 +257,11 @@ struct Inside {
 fn jail_in(tier: Tier, filters: Filters) -> Result<Inside, VmFailure> {
     let procfs = tree::enter().map_err(|error| jailed(&error))?.procfs;
     let (limits, filter, procfs) = match tier {
-        Tier::Vm => (&process::LIMITS, filters.worker, procfs),
+        Tier::Vm => (&life::LIMITS, filters.worker, procfs),
         // A process that serves one run has nothing to find in it.
-        Tier::Process => (
-            &tier_process::LIMITS,
-            filters.process,
-            Err(io::Error::from(io::ErrorKind::Unsupported)),
-        ),
+        Tier::Process => {
+            (&process::LIMITS, filters.process, Err(io::Error::from(io::ErrorKind::Unsupported)))
+        }
     };
     privileges::drop_all().map_err(|error| jailed(&error))?;
     LIMITS.apply().map_err(|error| jailed(&error))?;
@@ -271,7 +269,7 @@ fn jail_in(tier: Tier, filters: Filters) -> Result<Inside, VmFailure> {
     let jail = jail.map_err(|error| jailed(&error))?;
     let enforced = landlock::restrict(procfs.as_ref().ok().map(|fd| fd.as_fd()));
     let landlock_abi = enforced.map_err(|error| jailed(&error))?.abi();
-    seccomp::report_forbidden(process::tell_forbidden).map_err(|error| jailed(&error))?;
+    seccomp::report_forbidden(life::tell_forbidden).map_err(|error| jailed(&error))?;
     filters.zygote.install().map_err(|error| jailed(&error))?;
     let found = Jailed { procfs: procfs.is_ok(), landlock_abi };
     Ok(Inside { procfs, jail, found })
@@ -291,7 +289,7 @@ impl Zygote {
         let mut makings = match setup.tier {
             Tier::Vm => Makings::Vm(Box::new(VmMakings::new()?)),
             Tier::Process => {
-                let makings = tier_process::Makings::new();
+                let makings = process::Makings::new();
                 Makings::Process(makings.map_err(|error| unavailable("/proc", &error))?)
             }
         };
@@ -309,7 +307,7 @@ impl Zygote {
             Makings::Vm(vm) => vm.fork(trust, jail, order, socket),
             Makings::Process(process) => match forked()? {
                 Some(child) => Ok(child),
-                None => tier_process::main(socket, process, trust, jail, order),
+                None => process::main(socket, process, trust, jail, order),
             },
         }
     }
@@ -366,7 +364,7 @@ impl VmMakings {
     ) -> Result<OwnedFd, VmFailure> {
         let ram_bytes = usize::try_from(order.ram_bytes).unwrap_or(usize::MAX);
         self.place_base(trust, ram_bytes)?;
-        let inherited = process::Inherited {
+        let inherited = life::Inherited {
             hypervisor: &self.hypervisor,
             base: &self.bases[0],
             procfs: self.procfs.as_ref().map(|fd| fd.as_fd()),
@@ -375,7 +373,7 @@ impl VmMakings {
         };
         match forked()? {
             Some(child) => Ok(child),
-            None => process::main(socket, &inherited),
+            None => life::main(socket, &inherited),
         }
     }
 }
