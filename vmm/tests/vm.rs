@@ -23,7 +23,7 @@ use forge_vmm::machine::deadline_in;
 use forge_vmm::machine::{
     self, Bus, Death, Exit, Hypervisor, Image, Machine, StopReason, Watchdog, vcpu::panicked,
 };
-use forge_vmm::worker::{Board, BrokerLink, Guest};
+use forge_vmm::worker::{Board, BrokerLink, Guest, Verdict};
 use support::{answer, forge_module, job, run, run_granted, serve, signed, signer};
 
 fn main() -> ExitCode {
@@ -500,8 +500,7 @@ fn a_panic_leaves_its_message() {
     let mut board = Board::new(machine.memory().clone(), watchdog.stop().clone());
     let _armed = watchdog.arm(deadline_in(Duration::from_secs(20)));
     assert_eq!(machine.run(&mut board, watchdog.stop()), Exit::Bus);
-    let Some(forge_vmm::worker::board::Verdict::Panicked { message_bytes }) = board.take_verdict()
-    else {
+    let Some(Verdict::Panicked { message_bytes }) = board.take_verdict() else {
         panic!("no panic");
     };
     let Death::Panic { message } = panicked(machine.memory(), message_bytes) else { panic!() };

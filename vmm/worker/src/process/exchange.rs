@@ -22,10 +22,9 @@ use crate::clock::now_ns;
 use crate::link::{Link, Patience};
 use crate::machine::stop::Armed;
 use crate::machine::{Watchdog, deadline_in};
-use crate::worker::board::Verdict;
 use crate::worker::counterpart::Counterpart;
 use crate::worker::life::{Order, say};
-use crate::worker::{BOOT_TIME_MAX, elapsed_ns, not_ready, split};
+use crate::worker::{BOOT_TIME_MAX, Verdict, elapsed_ns, not_ready, split};
 
 /// How far the library has come.
 #[derive(Clone, Copy, Debug)]

@@ -9,57 +9,21 @@
 
 use std::os::fd::RawFd;
 
-use forge_protocol::guest::{Artifact, Ended, HostSession, Log, SessionError};
+use forge_protocol::guest::HostSession;
 use forge_protocol::platform::{
     CONTROL_MMIO, GUEST_PORT, HOST_PORT, PAGE_BYTES, VSOCK_MMIO, control,
 };
-use forge_protocol::worker::{
-    CallRecord, Fate, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
-};
+use forge_protocol::worker::{Job, Prepare, PreparedJob, VmFailure};
 use vm_memory::GuestMemoryMmap;
 
-use super::broker_link::{BrokerLink, LinkError};
-use super::counterpart::Counterpart;
+use super::broker_link::BrokerLink;
+use super::counterpart::{Counterpart, Record};
+use super::verdict::Verdict;
 use crate::machine::{Bus, Go, Stop};
 use crate::vsock::{ConnectionId, Device, Event, Muxer};
 
 /// The guest's one stream (design decision 3), open from the start.
 const STREAM: ConnectionId = ConnectionId { host_port: HOST_PORT, guest_port: GUEST_PORT };
-
-/// Why the board stopped the machine.
-#[derive(Debug)]
-pub enum Verdict {
-    /// The guest waits for a program, or with one loaded for a run.
-    Ready,
-    /// The guest reported the end of its run.
-    Ended(Ended),
-    /// The guest panicked and left a message of this many bytes, it says.
-    Panicked {
-        /// Its length.
-        message_bytes: u32,
-    },
-    /// The deadline passed while the host waited for the guest's sake.
-    Stopped,
-    /// The guest broke a rule.
-    Misbehaved(String),
-    /// The connection to the broker is gone.
-    BrokerLost(String),
-    /// Our own bug.
-    Internal(String),
-}
-
-/// What a run leaves.
-#[derive(Debug, Default)]
-pub struct Record {
-    /// Its output.
-    pub output: Vec<u8>,
-    /// Its artifacts.
-    pub artifacts: Vec<Artifact>,
-    /// Its log.
-    pub logs: Vec<Log>,
-    /// Its calls: settled ones first, in the order in which they settled.
-    pub calls: Vec<CallRecord>,
-}
 
 /// What the guest's own actions have made of the host's side of it: the state
 /// of its device, connections and session. It belongs to a snapshot as the
@@ -85,46 +49,6 @@ pub struct Board {
     counterpart: Counterpart,
     running: bool,
     verdict: Option<Verdict>,
-}
-
-impl From<SessionError> for Verdict {
-    fn from(error: SessionError) -> Self {
-        match error {
-            SessionError::Handshake(_) | SessionError::Peer(_) => {
-                Self::Misbehaved(error.to_string())
-            }
-            SessionError::Misuse(_) => Self::Internal(error.to_string()),
-        }
-    }
-}
-
-impl From<LinkError> for Verdict {
-    fn from(error: LinkError) -> Self {
-        match error {
-            LinkError::Stopped => Self::Stopped,
-            LinkError::Lost(_) | LinkError::Protocol(_) => Self::BrokerLost(error.to_string()),
-        }
-    }
-}
-
-impl From<Verdict> for Fate {
-    fn from(verdict: Verdict) -> Self {
-        let (kind, message) = match verdict {
-            Verdict::Ended(ended) => return Self::Ended(ended),
-            Verdict::Stopped => return Self::Deadline,
-            Verdict::Panicked { message_bytes } => {
-                let message = format!("guest panic, with a message of {message_bytes} bytes");
-                (VmFailureKind::Crash, message)
-            }
-            Verdict::Misbehaved(how) => (VmFailureKind::Misbehaved, how),
-            Verdict::BrokerLost(how) => (VmFailureKind::BrokerLost, how),
-            Verdict::Internal(how) => (VmFailureKind::Internal, how),
-            Verdict::Ready => {
-                (VmFailureKind::Internal, "the machine stopped without a reason".into())
-            }
-        };
-        Self::Vm(VmFailure { kind, message })
-    }
 }
 
 impl Board {

@@ -9,17 +9,32 @@ use std::os::fd::{AsRawFd as _, RawFd};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::frame::{self, Kind};
-use forge_protocol::guest::{Call, HostEvent, HostSession, Load, SessionError, Settled};
+use forge_protocol::guest::{
+    Artifact, Call, HostEvent, HostSession, Load, Log, SessionError, Settled,
+};
 use forge_protocol::limits::{MESSAGE_OVERHEAD_BYTES, RunLimits};
 use forge_protocol::service::{Event as RunEventMessage, RunEvent};
 use forge_protocol::worker::{
     CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
 };
 
-use super::board::{Record, Verdict};
 use super::broker_link::{BrokerLink, LinkError, wait_readable};
+use super::verdict::Verdict;
 use crate::link::send_once;
 use crate::machine::Stop;
+
+/// What a run leaves.
+#[derive(Debug, Default)]
+pub struct Record {
+    /// Its output.
+    pub output: Vec<u8>,
+    /// Its artifacts.
+    pub artifacts: Vec<Artifact>,
+    /// Its log.
+    pub logs: Vec<Log>,
+    /// Its calls: settled ones first, in the order in which they settled.
+    pub calls: Vec<CallRecord>,
+}
 
 /// Broker link of one guest, and what its run has left so far.
 #[derive(Debug)]

@@ -7,20 +7,22 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`board`] | what the guest is wired to: device, session, broker |
+//! | `board` | what the guest is wired to: device, session, broker |
 //! | `counterpart` | the host's side of the session, whatever the guest is in |
-//! | [`broker_link`] | the run's connection to the broker |
+//! | `verdict` | why the host's side serves a guest no further |
+//! | `broker_link` | the run's connection to the broker |
 //! | [`heap`] | what both allocate from |
 //! | [`zygote`] | the process that workers are forked from |
 //! | [`life`] | a worker's life |
 //! | `text` | the zygote's own code and constants, in pages that a fork need not find again |
 
-pub mod board;
-pub mod broker_link;
+mod board;
+mod broker_link;
 pub(crate) mod counterpart;
 pub mod heap;
 pub mod life;
 mod text;
+mod verdict;
 pub mod zygote;
 
 use std::os::fd::RawFd;
@@ -37,6 +39,7 @@ pub use board::{Board, Wiring};
 pub use broker_link::BrokerLink;
 pub(crate) use life::failed;
 pub use life::unserved;
+pub use verdict::Verdict;
 use vm_memory::GuestMemoryMmap;
 
 use crate::clock::now_ns;
@@ -45,7 +48,6 @@ use crate::machine::{
     self, Base, Checkpoint, Death, Exit, Hypervisor, Image, Machine, MachineError, PageMap,
     StopReason, Watchdog, deadline_in, snapshot::ResetDone,
 };
-use board::Verdict;
 
 /// What a small run touches of its memory, from the start of the stack on.
 const RUN_BYTES: usize = 20 * 4096;
