@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::os::unix::net::UnixStream;
 
 use forge_protocol::codec;
@@ -14,7 +14,7 @@ use crate::machine::Stop;
 
 /// Why the link is of no further use.
 #[derive(Debug, thiserror::Error)]
-pub enum LinkError {
+pub(super) enum LinkError {
     /// The run was stopped while it waited.
     #[error("stopped")]
     Stopped,
@@ -46,7 +46,7 @@ impl BrokerLink {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn call(&mut self, call: &Call, stop: &Stop) -> Result<(), LinkError> {
+    pub(super) fn call(&mut self, call: &Call, stop: &Stop) -> Result<(), LinkError> {
         self.out.clear();
         frame::write_message(Kind::Call, call, &mut self.out);
         let mut sent = 0;
@@ -63,19 +63,22 @@ impl BrokerLink {
         Ok(())
     }
 
-    /// An answer that has arrived, if there is one.
+    /// Waits for an answer.
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn next_settled(&mut self) -> Result<Option<Settled>, LinkError> {
-        Ok(self.settled.pop_front())
+    pub(super) fn receive(&mut self, stop: &Stop) -> Result<Settled, LinkError> {
+        loop {
+            if let Some(settled) = self.settled.pop_front() {
+                return Ok(settled);
+            }
+            wait(self.socket.as_raw_fd(), libc::POLLIN, stop)?;
+            self.fill()?;
+        }
     }
 
     /// Takes in what the socket has, without waiting.
-    ///
-    /// # Errors
-    /// [`LinkError`].
-    pub fn fill(&mut self) -> Result<(), LinkError> {
+    fn fill(&mut self) -> Result<(), LinkError> {
         let mut buffer = [0u8; 4 * 1024];
         loop {
             let mut input: &[u8] = match receive(self.socket.as_raw_fd(), &mut buffer) {
@@ -102,12 +105,6 @@ impl BrokerLink {
     }
 }
 
-impl AsRawFd for BrokerLink {
-    fn as_raw_fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
-    }
-}
-
 /// What there is to receive, without waiting for more.
 fn receive(socket: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
     // SAFETY: the slice is writable for its whole length.
@@ -125,14 +122,7 @@ fn send(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// Waits until the descriptor can be read.
-///
-/// # Errors
-/// [`LinkError::Stopped`] if the stop came first.
-pub fn wait_readable(descriptor: RawFd, stop: &Stop) -> Result<(), LinkError> {
-    wait(descriptor, libc::POLLIN, stop)
-}
-
+/// Waits for one of these events, or a stop.
 fn wait(descriptor: RawFd, events: i16, stop: &Stop) -> Result<(), LinkError> {
     loop {
         if stop.raised().is_some() {

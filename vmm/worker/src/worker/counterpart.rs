@@ -5,7 +5,7 @@
 //! It distrusts the guest and bounds what comes back for it. How bytes get
 //! from one to the other is not known here.
 
-use std::os::fd::{AsRawFd as _, RawFd};
+use std::os::fd::RawFd;
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::frame::{self, Kind};
@@ -18,7 +18,7 @@ use forge_protocol::worker::{
     CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
 };
 
-use super::broker_link::{BrokerLink, LinkError, wait_readable};
+use super::broker_link::BrokerLink;
 use super::verdict::Verdict;
 use crate::link::send_once;
 use crate::machine::Stop;
@@ -261,19 +261,6 @@ fn untaken_bytes_max(limits: &RunLimits) -> usize {
 
 fn misused(error: SessionError) -> VmFailure {
     VmFailure { kind: VmFailureKind::Internal, message: error.to_string() }
-}
-
-/// Waits for the broker's descriptor or a stop.
-impl BrokerLink {
-    fn receive(&mut self, stop: &Stop) -> Result<Settled, LinkError> {
-        loop {
-            if let Some(settled) = self.next_settled()? {
-                return Ok(settled);
-            }
-            wait_readable(self.as_raw_fd(), stop)?;
-            self.fill()?;
-        }
-    }
 }
 
 #[cfg(test)]
