@@ -104,7 +104,7 @@ const K: u8 = 0xAE;
 pub(super) const SET_SLOT: u32 = iow::<kvm::kvm_userspace_memory_region>(K, 0x46);
 /// `PAGEMAP_SCAN` with its `struct pm_scan_arg` of twelve words
 /// (`linux/fs.h`).
-const PAGEMAP_SCAN: u32 = iowr::<[u64; 12]>(b'f', 16);
+pub(crate) const PAGEMAP_SCAN: u32 = iowr::<[u64; 12]>(b'f', 16);
 /// What makes a mapping executable.
 const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
 /// Urgent bytes on a unix socket: nobody here sends any, and what the kernel

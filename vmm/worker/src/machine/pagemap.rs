@@ -10,6 +10,8 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt as _;
 
+use crate::jail::rules::PAGEMAP_SCAN;
+
 /// A page of the host, in bytes: x86-64 has no other base size.
 const PAGE: usize = 4096;
 
@@ -40,11 +42,8 @@ struct Region {
     categories: u64,
 }
 
-/// `_IOWR('f', 16, struct pm_scan_arg)`.
-pub(crate) const PAGEMAP_SCAN: libc::c_ulong = 3 << 30
-    | (size_of::<ScanArgument>() as libc::c_ulong) << 16
-    | (b'f' as libc::c_ulong) << 8
-    | 16;
+// The request says how large its argument is.
+const _: () = assert!(size_of::<ScanArgument>() as u32 == (PAGEMAP_SCAN >> 16) & 0x3fff);
 
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
@@ -134,8 +133,9 @@ impl PageMap {
             };
             // SAFETY: the argument and the regions it names are valid for
             // writes of their sizes.
-            let count =
-                unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
+            let count = unsafe {
+                libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN.into(), &raw mut argument)
+            };
             let Ok(count) = usize::try_from(count) else {
                 return Err(io::Error::last_os_error());
             };
