@@ -1,9 +1,8 @@
 //! One connection: its state and its credit. It knows neither guest memory
-//! nor queues.
+//! nor queues. Deliberately absent: connections that the host asks for.
 //!
 //! ```text
 //!  guest opens:  REQUEST in ─▶ Accepted ─ RESPONSE out ─▶ Open
-//!  host opens:   Requested ─ REQUEST out ─▶ Awaiting ─ RESPONSE in ─▶ Open
 //!  handed over:  Open
 //!  Open ─ SHUTDOWN both ways, or RST ─▶ gone
 //! ```
@@ -51,10 +50,6 @@ pub struct Header {
 enum State {
     /// The guest asked; our RESPONSE is not yet out.
     Accepted,
-    /// We ask; our REQUEST is not yet out.
-    Requested,
-    /// We asked.
-    Awaiting,
     /// Bytes flow.
     Open,
     /// It is over; a RST is to go out, if the peer has not sent one itself.
@@ -142,18 +137,6 @@ impl Connection {
         Self::new(State::Open)
     }
 
-    /// A connection we open.
-    #[must_use]
-    pub fn request() -> Self {
-        Self::new(State::Requested)
-    }
-
-    /// Whether bytes flow.
-    #[must_use]
-    pub fn is_open(&self) -> bool {
-        matches!(self.state, State::Accepted | State::Open)
-    }
-
     /// Whether nothing is left to do.
     #[must_use]
     pub fn is_gone(&self) -> bool {
@@ -182,7 +165,6 @@ impl Connection {
         self.note_credit(header);
         match (self.state, header.operation) {
             (_, op::RST) => self.state = State::Over { tell: false },
-            (State::Awaiting, op::RESPONSE) => self.state = State::Open,
             (State::Open | State::Accepted, op::RW) => {
                 if self.peer_shutdown & SHUTDOWN_SEND != 0 {
                     return Err(Violation::AfterShutdown);
@@ -259,9 +241,8 @@ impl Connection {
     #[must_use]
     pub fn wants_to_send(&self) -> bool {
         match self.state {
-            State::Accepted | State::Requested => true,
+            State::Accepted => true,
             State::Over { tell } => tell,
-            State::Awaiting => false,
             State::Open => {
                 let data = self.outgoing.len() > self.sent;
                 (data && self.credit() > 0 && self.peer_shutdown & SHUTDOWN_RECEIVE == 0)
@@ -288,10 +269,6 @@ impl Connection {
                 self.state = State::Open;
                 op::RESPONSE
             }
-            State::Requested => {
-                self.state = State::Awaiting;
-                op::REQUEST
-            }
             State::Over { tell: true } => {
                 self.state = State::Over { tell: false };
                 op::RST
@@ -314,7 +291,7 @@ impl Connection {
                     return None;
                 }
             }
-            State::Awaiting | State::Over { tell: false } => return None,
+            State::Over { tell: false } => return None,
         };
         self.credit_asked = false;
         self.consumed_told = self.consumed_total;
@@ -417,23 +394,11 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_of_ours_opens_by_the_guests_response() {
-        let mut connection = Connection::request();
-        connection.send(b"x");
-        assert_eq!(connection.poll(10).unwrap().header.operation, op::REQUEST);
-        assert!(connection.poll(10).is_none() && !connection.is_open());
-        connection.handle(header(op::RESPONSE), &[]).unwrap();
-        assert_eq!(connection.poll(10).unwrap().payload, b"x");
-    }
-
-    #[test]
     fn packets_out_of_turn_reset_the_connection() {
         for operation in [op::REQUEST, op::RESPONSE, 0, 99] {
             let mut connection = open();
             assert_eq!(connection.handle(header(operation), &[]), Err(Violation::OutOfTurn));
         }
-        let mut requested = Connection::request();
-        assert_eq!(requested.handle(header(op::RW), b"x"), Err(Violation::OutOfTurn));
     }
 
     #[test]
@@ -441,7 +406,7 @@ mod tests {
         let mut connection = open();
         let half = Header { flags: SHUTDOWN_SEND, ..header(op::SHUTDOWN) };
         connection.handle(half, &[]).unwrap();
-        assert!(connection.peer_is_done() && connection.is_open());
+        assert!(connection.peer_is_done() && connection.state == State::Open);
         let mut other = open();
         other.handle(half, &[]).unwrap();
         assert_eq!(other.handle(header(op::RW), b"x"), Err(Violation::AfterShutdown));

@@ -90,17 +90,6 @@ impl Muxer {
         }
     }
 
-    /// Opens a connection to a port of the guest.
-    ///
-    /// Returns `false` if it exists already or there are too many.
-    pub fn connect(&mut self, id: ConnectionId) -> bool {
-        if self.connections.contains_key(&id) || self.connections.len() >= CONNECTIONS_MAX {
-            return false;
-        }
-        self.connections.insert(id, Connection::request());
-        true
-    }
-
     /// Forgets every connection, as the device's reset does; the ports stay
     /// listened on.
     pub fn reset(&mut self) {
@@ -228,18 +217,6 @@ mod tests {
         let order: Vec<u32> =
             std::iter::from_fn(|| next(&mut muxer)).map(|(id, ..)| id.guest_port).collect();
         assert_eq!(order, [1, 2, 1, 2, 1, 2]);
-    }
-
-    #[test]
-    fn both_sides_may_open_connections() {
-        let mut muxer = Muxer::default();
-        assert!(muxer.connect(id(9, 9)));
-        assert!(!muxer.connect(id(9, 9)), "it exists");
-        assert_eq!(next(&mut muxer), Some((id(9, 9), op::REQUEST, vec![])));
-        muxer.handle(id(9, 9), header(op::RESPONSE), &[]);
-        muxer.handle(id(9, 9), header(op::RW), b"hello");
-        assert_eq!(muxer.poll_event(), Some(Event::Received(id(9, 9))));
-        assert_eq!(muxer.connection(id(9, 9)).unwrap().take_incoming(), b"hello");
     }
 
     #[test]
