@@ -34,11 +34,9 @@ use crate::codec::{self, BorrowDecode, CodecError, Decode, Encode};
 use crate::ending::Ending;
 use crate::frame::{self, Assembler, Frame, FrameError, Kind};
 use crate::handshake::{HandshakeError, Hello, Refusal, Role};
-use crate::limits::{
-    ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
-    MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits,
-};
+use crate::limits::{LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits};
 use crate::name::ToolName;
+use crate::tally::{Tally, check_ended, within};
 
 /// What loading a program goes by: nothing that differs from run to run.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -236,6 +234,12 @@ impl From<FrameError> for SessionError {
     }
 }
 
+impl From<OverLimit> for SessionError {
+    fn from(over: OverLimit) -> Self {
+        Self::Peer(Misbehaviour::Over(over))
+    }
+}
+
 impl From<HandshakeError> for SessionError {
     fn from(error: HandshakeError) -> Self {
         Self::Handshake(error)
@@ -246,13 +250,6 @@ impl From<HandshakeError> for SessionError {
 fn message<'a, T: BorrowDecode<'a, ()>>(frame: &'a Frame) -> Result<T, SessionError> {
     codec::decode(&frame.payload)
         .map_err(|error| SessionError::Peer(Misbehaviour::Payload { kind: frame.kind, error }))
-}
-
-fn over(what: &'static str, got: u64, limit: u64) -> Result<(), SessionError> {
-    if got > limit {
-        return Err(SessionError::Peer(Misbehaviour::Over(OverLimit { what, got, limit })));
-    }
-    Ok(())
 }
 
 /// What the guest's session tells the guest.
@@ -578,9 +575,7 @@ pub struct HostSession {
     in_flight: BTreeSet<u32>,
     /// The call that the guest stands still for.
     waits_for: Option<u32>,
-    output_bytes: u64,
-    log_bytes: u64,
-    artifacts: u32,
+    tally: Tally,
 }
 
 impl Default for HostSession {
@@ -602,9 +597,7 @@ impl HostSession {
             next_call: 0,
             in_flight: BTreeSet::new(),
             waits_for: None,
-            output_bytes: 0,
-            log_bytes: 0,
-            artifacts: 0,
+            tally: Tally::default(),
         }
     }
 
@@ -714,31 +707,22 @@ impl HostSession {
                 return Err(FrameError::Unexpected { kind: Kind::Output }.into());
             }
             Kind::Output => {
-                self.output_bytes += frame.payload.len() as u64;
-                over("output_bytes", self.output_bytes, self.limits.output_bytes.into())?;
+                self.tally.output(&frame.payload, &self.limits)?;
                 HostEvent::Output(frame.payload)
             }
             Kind::Log => {
                 let log: Log = message(&frame)?;
-                over("log_record_bytes", log.text.len() as u64, LOG_RECORD_BYTES_MAX.into())?;
-                over("log_level", log.level.into(), LOG_LEVEL_MAX.into())?;
-                // Empty records would else be free for the guest, not for us.
-                self.log_bytes += log.text.len() as u64 + u64::from(LOG_RECORD_OVERHEAD_BYTES);
-                over("log_bytes", self.log_bytes, self.limits.log_bytes.into())?;
+                self.tally.log(&log, &self.limits)?;
                 HostEvent::Log(log)
             }
             Kind::Artifact => {
                 let artifact: Artifact = message(&frame)?;
-                self.artifacts += 1;
-                over("artifacts", self.artifacts.into(), self.limits.artifacts.into())?;
-                let bytes = artifact.content.len() as u64;
-                over("artifact_bytes", bytes, self.limits.artifact_bytes.into())?;
-                let name_bytes = artifact.name.len().max(artifact.media_type.len()) as u64;
-                over("artifact_name_bytes", name_bytes, ARTIFACT_NAME_BYTES_MAX.into())?;
+                self.tally.artifact(&artifact, &self.limits)?;
                 HostEvent::Artifact(artifact)
             }
             Kind::Ended => {
                 let ended: Ended = message(&frame)?;
+                check_ended(&ended)?;
                 // What was not started cannot have returned.
                 let started = self.state == HostState::Running;
                 if !started && matches!(ended.ending, Ending::Returned(_)) {
@@ -779,10 +763,10 @@ impl HostSession {
         }
         self.next_call += 1;
         self.in_flight.insert(call.id);
-        over("calls", self.next_call.into(), self.limits.calls.into())?;
+        self.tally.call(&self.limits)?;
         let in_flight = self.in_flight.len() as u64;
-        over("calls_in_flight", in_flight, self.limits.calls_in_flight.into())?;
-        over("request_bytes", call.request.len() as u64, self.limits.request_bytes.into())?;
+        within("calls_in_flight", in_flight, self.limits.calls_in_flight.into())?;
+        within("request_bytes", call.request.len() as u64, self.limits.request_bytes.into())?;
         if call.waits {
             self.waits_for = Some(call.id);
         }
@@ -823,6 +807,8 @@ impl HostSession {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ending::{RejectKind, TrapKind};
+    use crate::limits::{LOG_LEVEL_MAX, LOG_RECORD_OVERHEAD_BYTES, REASON_BYTES_MAX};
     use alloc::vec;
 
     #[test]
@@ -936,7 +922,7 @@ mod tests {
     #[test]
     fn a_program_that_does_not_load_ends_with_or_without_an_announcement() {
         let refused = end(Ending::Trap {
-            kind: crate::ending::TrapKind::MemoryOutOfBounds,
+            kind: TrapKind::MemoryOutOfBounds,
             detail: "a data segment".into(),
         });
         let (mut guest, mut host) = preparing();
@@ -1144,6 +1130,15 @@ mod tests {
         assert_eq!(over(log(LOG_LEVEL_MAX + 1, "")), "log_level");
         let long = "a".repeat(LOG_RECORD_BYTES_MAX as usize + 1);
         assert_eq!(over(log(0, &long)), "log_record_bytes");
+        let detail = "a".repeat(REASON_BYTES_MAX + 1);
+        for ending in [
+            Ending::Trap { kind: TrapKind::Other, detail: detail.clone() },
+            Ending::Rejected { kind: RejectKind::Invalid, detail },
+        ] {
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Ended, &end(ending), &mut bytes);
+            assert_eq!(over(said(&bytes)), "reason_bytes");
+        }
         let mut empty = Vec::new();
         frame::write_raw(Kind::Output, b"", &mut empty);
         let unexpected = FrameError::Unexpected { kind: Kind::Output };

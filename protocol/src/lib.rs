@@ -45,6 +45,7 @@ pub mod name;
 pub mod platform;
 pub mod service;
 pub mod signature;
+pub mod tally;
 pub mod worker;
 
 /// Identifies one run: 16 bytes drawn by the supervisor, printed as hex.

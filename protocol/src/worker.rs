@@ -12,11 +12,9 @@ use crate::abi::CallCode;
 use crate::codec::{Decode, Encode};
 use crate::frame::Kind;
 use crate::guest::{Artifact, Ended, Load, Log, Start};
-use crate::limits::{
-    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, MESSAGE_OVERHEAD_BYTES, OverLimit,
-    RunLimits,
-};
+use crate::limits::{MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits};
 use crate::name::ToolName;
+use crate::tally::{Tally, check_ended, within};
 
 /// When a run's time is over: a moment of the host's monotonic clock
 /// (`CLOCK_MONOTONIC`), which all its processes share. It is set once, where
@@ -107,29 +105,23 @@ impl Report {
         most.min(Kind::Report.payload_bytes_max())
     }
 
-    /// Holds it to the limits of its run, which the guest was held to: a worker that
-    /// lets more through is no longer ours.
+    /// Holds it to what the guest was held to: a worker that lets more through is no
+    /// longer ours. What passes can be told as it is.
     ///
     /// # Errors
     /// [`OverLimit`]: the first that it passes.
     pub fn check(&self, limits: &RunLimits) -> Result<(), OverLimit> {
-        let within = |what, got: usize, limit: u32| {
-            let (got, limit) = (got as u64, u64::from(limit));
-            if got > limit { Err(OverLimit { what, got, limit }) } else { Ok(()) }
-        };
-        within("output_bytes", self.output.len(), limits.output_bytes)?;
-        within("artifacts", self.artifacts.len(), limits.artifacts)?;
-        for Artifact { name, media_type, content } in &self.artifacts {
-            within("artifact_bytes", content.len(), limits.artifact_bytes)?;
-            let longest = name.len().max(media_type.len());
-            within("artifact_name_bytes", longest, ARTIFACT_NAME_BYTES_MAX)?;
-        }
-        let logged = |log: &Log| log.text.len() + LOG_RECORD_OVERHEAD_BYTES as usize;
-        within("log_bytes", self.logs.iter().map(logged).sum(), limits.log_bytes)?;
-        within("calls", self.calls.len(), limits.calls)?;
+        let mut tally = Tally::default();
+        tally.output(&self.output, limits)?;
+        self.artifacts.iter().try_for_each(|artifact| tally.artifact(artifact, limits))?;
+        self.logs.iter().try_for_each(|log| tally.log(log, limits))?;
+        self.calls.iter().try_for_each(|_| tally.call(limits))?;
         match &self.fate {
-            Fate::Vm(failure) => within("last words", failure.message.len(), REPORT_OVERHEAD_BYTES),
-            Fate::Ended(_) | Fate::Deadline => Ok(()),
+            Fate::Ended(ended) => check_ended(ended),
+            Fate::Deadline => Ok(()),
+            Fate::Vm(failure) => {
+                within("last words", failure.message.len() as u64, REPORT_OVERHEAD_BYTES.into())
+            }
         }
     }
 }
@@ -316,3 +308,66 @@ pub type Zygoted = Result<(), VmFailure>;
 /// A worker's word that its VM stands ready: first of all, and after a
 /// [`Prepare`]. Later only as an error: why its VM could not be put back.
 pub type Ready = Result<Timing, VmFailure>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec;
+
+    use crate::ending::{Ending, RejectKind, TrapKind};
+    use crate::limits::{
+        ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, REASON_BYTES_MAX,
+    };
+
+    fn report(fate: Fate) -> Report {
+        Report {
+            fate,
+            output: Vec::new(),
+            artifacts: Vec::new(),
+            logs: Vec::new(),
+            calls: Vec::new(),
+            vm_exits: 0,
+            timing: Timing::default(),
+        }
+    }
+
+    fn ended(ending: Ending) -> Fate {
+        let (fuel_used, memory_peak_bytes, logs_dropped) = (1, 2, 3);
+        let (load_ticks, run_ticks) = (4, 5);
+        let ended =
+            Ended { ending, fuel_used, memory_peak_bytes, logs_dropped, load_ticks, run_ticks };
+        Fate::Ended(ended)
+    }
+
+    /// What a report passes.
+    fn passed(report: &Report) -> Option<&'static str> {
+        report.check(&RunLimits::operator_maxima()).err().map(|over| over.what)
+    }
+
+    #[test]
+    fn a_report_cannot_hold_what_no_guest_could_have_sent() {
+        let text = |bytes: usize| "a".repeat(bytes);
+        let trap = |detail| report(ended(Ending::Trap { kind: TrapKind::Other, detail }));
+        assert_eq!(passed(&trap(text(REASON_BYTES_MAX))), None);
+        assert_eq!(passed(&trap(text(REASON_BYTES_MAX + 1))), Some("reason_bytes"));
+        let rejected = Ending::Rejected { kind: RejectKind::Invalid, detail: text(1 << 20) };
+        assert_eq!(passed(&report(ended(rejected))), Some("reason_bytes"));
+
+        let log =
+            |level, text| Report { logs: vec![Log { level, text }], ..report(Fate::Deadline) };
+        let longest = LOG_RECORD_BYTES_MAX as usize;
+        assert_eq!(passed(&log(LOG_LEVEL_MAX, text(longest))), None);
+        assert_eq!(passed(&log(LOG_LEVEL_MAX + 1, text(1))), Some("log_level"));
+        assert_eq!(passed(&log(0, text(longest + 1))), Some("log_record_bytes"));
+
+        let artifact = |name, media_type| {
+            let artifact = Artifact { name, media_type, content: Vec::new() };
+            Report { artifacts: vec![artifact], ..report(Fate::Deadline) }
+        };
+        let longest = ARTIFACT_NAME_BYTES_MAX as usize;
+        assert_eq!(passed(&artifact(text(longest), text(longest))), None);
+        for long in [artifact(text(longest + 1), text(1)), artifact(text(1), text(longest + 1))] {
+            assert_eq!(passed(&long), Some("artifact_name_bytes"));
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! What a run leaves, counted against its limits.
+//!
+//! A worker counts what its guest sends, and the supervisor what that worker says
+//! that it was: a worker may have become its guest's. Both count here, so that
+//! neither lets through what the other would not.
+
+use crate::ending::Ending;
+use crate::guest::{Artifact, Ended, Log};
+use crate::limits::{
+    ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
+    OverLimit, REASON_BYTES_MAX, RunLimits,
+};
+
+/// What one run has left so far. Each method counts one thing more.
+///
+/// # Errors
+/// Of each method: [`OverLimit`], the first limit that is passed by it.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    output_bytes: u64,
+    log_bytes: u64,
+    artifacts: u64,
+    calls: u64,
+}
+
+#[allow(clippy::missing_errors_doc, reason = "all have the type's")]
+impl Tally {
+    /// A piece of output. One of no bytes is counted by nothing: whoever takes
+    /// pieces refuses it.
+    pub fn output(&mut self, bytes: &[u8], limits: &RunLimits) -> Result<(), OverLimit> {
+        self.output_bytes += bytes.len() as u64;
+        within("output_bytes", self.output_bytes, limits.output_bytes.into())
+    }
+
+    /// A log record.
+    pub fn log(&mut self, log: &Log, limits: &RunLimits) -> Result<(), OverLimit> {
+        let bytes = log.text.len() as u64;
+        within("log_record_bytes", bytes, LOG_RECORD_BYTES_MAX.into())?;
+        within("log_level", log.level.into(), LOG_LEVEL_MAX.into())?;
+        // Empty records would else be free for the guest, not for us.
+        self.log_bytes += bytes + u64::from(LOG_RECORD_OVERHEAD_BYTES);
+        within("log_bytes", self.log_bytes, limits.log_bytes.into())
+    }
+
+    /// An artifact.
+    pub fn artifact(&mut self, artifact: &Artifact, limits: &RunLimits) -> Result<(), OverLimit> {
+        let Artifact { name, media_type, content } = artifact;
+        self.artifacts += 1;
+        within("artifacts", self.artifacts, limits.artifacts.into())?;
+        within("artifact_bytes", content.len() as u64, limits.artifact_bytes.into())?;
+        let longest = name.len().max(media_type.len()) as u64;
+        within("artifact_name_bytes", longest, ARTIFACT_NAME_BYTES_MAX.into())
+    }
+
+    /// A tool call.
+    pub fn call(&mut self, limits: &RunLimits) -> Result<(), OverLimit> {
+        self.calls += 1;
+        within("calls", self.calls, limits.calls.into())
+    }
+}
+
+/// Holds what explains a run's end to the bound that a guest cuts it to.
+///
+/// # Errors
+/// [`OverLimit`].
+pub fn check_ended(ended: &Ended) -> Result<(), OverLimit> {
+    match &ended.ending {
+        Ending::Trap { detail, .. } | Ending::Rejected { detail, .. } => {
+            within("reason_bytes", detail.len() as u64, REASON_BYTES_MAX as u64)
+        }
+        Ending::Returned(_) | Ending::Limit { .. } => Ok(()),
+    }
+}
+
+pub(crate) fn within(what: &'static str, got: u64, limit: u64) -> Result<(), OverLimit> {
+    if got > limit { Err(OverLimit { what, got, limit }) } else { Ok(()) }
+}
