@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
+use forge_protocol::guest::Artifact;
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::{NUMBERS_MAX, QUESTIONS_MAX};
 use forge_protocol::service::{
@@ -31,6 +32,7 @@ use super::{Busy, Service, lock};
 use crate::cancel::Cancel;
 use crate::link::{Link, Patience, send_once, wait};
 use crate::pool::worker::Tell;
+use crate::report::{OutputEncoding, RunReport, Status};
 use crate::supervisor::{Attendance, RunResult};
 
 /// How long a thread waits for a client's next word, or for the rest of a frame
@@ -519,11 +521,9 @@ impl Connection {
     fn finish(&self, number: u64, result: RunResult) -> io::Result<()> {
         // The pool's upkeep comes after the answer.
         let RunResult { report, artifacts, upkeep: _upkeep, .. } = result;
-        let mut bytes = Vec::with_capacity(REPORT_BYTES);
-        serde_json::to_writer(&mut bytes, &report)?;
-        let result = Finish { report: bytes, artifacts };
+        let bytes = finished(number, report, artifacts, Kind::Finished.payload_bytes_max())?;
         let _untaken = self.owe();
-        self.send(Kind::Finished, &Finished { number, result })
+        self.send_frame(&bytes, || true)
     }
 
     /// Has a thread pass on the calls of tools that the client hosts for a
@@ -574,12 +574,16 @@ impl Connection {
     ) -> io::Result<()> {
         let mut bytes = Vec::new();
         frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
+        self.send_frame(&bytes, is_wanted)
+    }
+
+    fn send_frame(&self, bytes: &[u8], is_wanted: impl FnOnce() -> bool) -> io::Result<()> {
         let _writing = lock(&self.writing);
         if !is_wanted() {
             return Ok(());
         }
         let until = Instant::now() + FRAME_TIME_MAX;
-        let mut unsent = &bytes[..];
+        let mut unsent = bytes;
         while !unsent.is_empty() {
             // The kernel's patience begins anew with each piece of what it sends.
             let part = &unsent[..unsent.len().min(SEND_BYTES)];
@@ -632,6 +636,44 @@ impl Connection {
             service.left(self.number);
         }
     }
+}
+
+/// The frame that tells how a run ended, whose payload has at most so many bytes. A
+/// result that would pass them is told as our failure: to close the connection would
+/// end the runs of others, as a door has those of all its clients on one.
+fn finished(
+    number: u64,
+    report: RunReport,
+    artifacts: Vec<Artifact>,
+    payload_bytes_max: u32,
+) -> io::Result<Vec<u8>> {
+    let written = |report: &RunReport, artifacts| -> io::Result<Option<Vec<u8>>> {
+        let mut json = Vec::with_capacity(REPORT_BYTES);
+        serde_json::to_writer(&mut json, report)?;
+        let result = Finish { report: json, artifacts };
+        let mut bytes = Vec::new();
+        let message = Finished { number, result };
+        let fits = frame::try_write_message(Kind::Finished, &message, &mut bytes).is_ok()
+            && bytes.len() <= frame::HEADER_BYTES + payload_bytes_max as usize;
+        Ok(fits.then_some(bytes))
+    };
+    if let Some(bytes) = written(&report, artifacts)? {
+        return Ok(bytes);
+    }
+    tracing::error!(run = report.run_id, "a run's result is larger than a message may be");
+    let report = RunReport {
+        status: Status::Internal,
+        kind: "internal",
+        reason: "the run's result is larger than a message may be, and left out".into(),
+        output: String::new(),
+        output_encoding: OutputEncoding::Utf8,
+        artifacts: Vec::new(),
+        log: Vec::new(),
+        retrieved: Vec::new(),
+        tool_calls: Vec::new(),
+        ..report
+    };
+    written(&report, Vec::new())?.ok_or_else(|| breach("no room for a run's end"))
 }
 
 /// Passes the broker's calls on to the client.
@@ -764,6 +806,25 @@ mod tests {
         let (_, first) = connection.read_frame(None, count).unwrap();
         let (_, second) = connection.read_frame(Some(first), count).unwrap();
         assert_eq!((counted.get(), second), (2, first), "it counts as another");
+    }
+
+    #[test]
+    fn a_result_that_is_too_large_to_be_told_ends_as_our_failure_under_its_number() {
+        let told = |text_bytes: usize, content_bytes: usize| {
+            let RunResult { mut report, .. } = RunResult::unstarted(Status::Trap, "other", "x");
+            report.output = "a".repeat(text_bytes);
+            let content = vec![1; content_bytes];
+            let artifact = Artifact { name: "a".into(), media_type: "b".into(), content };
+            let bytes = finished(7, report, vec![artifact], 4096).unwrap();
+            let mut rest = &bytes[..];
+            let whole = Assembler::default().next(&mut rest, |_| Some(4096)).unwrap().unwrap();
+            let Finished { number, result } = codec::decode(&whole.payload).unwrap();
+            let report: serde_json::Value = serde_json::from_slice(&result.report).unwrap();
+            (number, report["status"].as_str().unwrap().to_owned(), result.artifacts.len())
+        };
+        assert_eq!(told(1, 1), (7, "trap".into(), 1));
+        assert_eq!(told(4096, 1), (7, "internal".into(), 0));
+        assert_eq!(told(1, 4096), (7, "internal".into(), 0));
     }
 
     #[test]
