@@ -10,6 +10,7 @@ use crate::limits::{
     ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
     OverLimit, REASON_BYTES_MAX, RunLimits,
 };
+use crate::service::RunEvent;
 
 /// What one run has left so far. Each method counts one thing more.
 ///
@@ -21,6 +22,7 @@ pub struct Tally {
     log_bytes: u64,
     artifacts: u64,
     calls: u64,
+    settled: u64,
 }
 
 #[allow(clippy::missing_errors_doc, reason = "all have the type's")]
@@ -56,6 +58,20 @@ impl Tally {
     pub fn call(&mut self, limits: &RunLimits) -> Result<(), OverLimit> {
         self.calls += 1;
         within("calls", self.calls, limits.calls.into())
+    }
+
+    /// Something that a worker tells of the run while it goes on.
+    pub fn event(&mut self, what: &RunEvent, limits: &RunLimits) -> Result<(), OverLimit> {
+        match what {
+            RunEvent::Admitted { .. } => Ok(()),
+            RunEvent::Log(log) => self.log(log, limits),
+            RunEvent::Output(bytes) => self.output(bytes, limits),
+            RunEvent::Called { .. } => self.call(limits),
+            RunEvent::Settled { .. } => {
+                self.settled += 1;
+                within("settled calls", self.settled, self.calls)
+            }
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, Kind};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Event, RunEvent};
+use forge_protocol::tally::Tally;
 use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
 use crate::link::{Link, Patience};
@@ -295,6 +296,7 @@ impl Worker {
     ) -> Result<Report, Lost> {
         self.await_ready(patience).map_err(Lost::Before)?;
         let mut patience = patience;
+        let mut told = Tally::default();
         let mut has_told = false;
         // Told to nobody any more.
         let mut is_late = false;
@@ -326,14 +328,18 @@ impl Worker {
                 (Kind::Event, Some(tell)) => {
                     has_told = true;
                     let Event { what, .. } = decode(&frame.payload).map_err(Lost::During)?;
-                    if let RunEvent::Admitted { .. } = what {
-                        return Err(Lost::During(misbehaved("it says that it admitted a run")));
-                    }
+                    count(&mut told, &what, &self.limits).map_err(Lost::During)?;
                     if !is_late {
                         tell(what);
                     }
                 }
                 _ => break frame,
+            }
+            // Of a worker that tells without a pause it is never waited for a word,
+            // which would end as the run is cancelled.
+            if patience.is_cancelled() {
+                let cancelled = io::Error::from(io::ErrorKind::ConnectionAborted);
+                return Err(Lost::During(lost(&cancelled)));
             }
             if patience.is_over() {
                 // A worker that tells without end does so as long as others.
@@ -361,6 +367,22 @@ pub(crate) fn misbehaved(how: impl std::fmt::Display) -> VmFailure {
         kind: VmFailureKind::Misbehaved,
         message: format!("the worker says what none of ours would: {how}"),
     }
+}
+
+/// Holds what a worker tells of a run to what its guest is held to, as the report is.
+fn count(told: &mut Tally, what: &RunEvent, limits: &RunLimits) -> Result<(), VmFailure> {
+    match what {
+        RunEvent::Admitted { .. } => return Err(misbehaved("it says that it admitted a run")),
+        // No bound would count it.
+        RunEvent::Output(bytes) if bytes.is_empty() => {
+            return Err(misbehaved("a piece of output without a byte"));
+        }
+        RunEvent::Output(_)
+        | RunEvent::Log(_)
+        | RunEvent::Called { .. }
+        | RunEvent::Settled { .. } => {}
+    }
+    told.event(what, limits).map_err(misbehaved)
 }
 
 fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, VmFailure> {
@@ -543,7 +565,17 @@ pub(super) mod tests {
 
     /// What is made of this that a worker says of a run.
     fn made_of(bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> Result<Report, Lost> {
+        made_under(&RunLimits::default(), bytes, passed)
+    }
+
+    /// The same of a run with these limits.
+    fn made_under(
+        limits: &RunLimits,
+        bytes: &[u8],
+        passed: Option<BorrowedFd<'_>>,
+    ) -> Result<Report, Lost> {
         let (mut worker, theirs) = unused();
+        worker.limits = limits.clone();
         std::thread::scope(|scope| {
             let sends = scope.spawn(|| {
                 let mut link = Link::new(theirs);
@@ -589,14 +621,70 @@ pub(super) mod tests {
         }
     }
 
+    /// What a worker sends that tells this of a run, and then reports.
+    fn telling(events: impl IntoIterator<Item = RunEvent>) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for what in events {
+            frame::write_message(Kind::Event, &Event { number: 0, what }, &mut bytes);
+        }
+        frame::write_message(Kind::Report, &report(), &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn what_is_told_of_a_run_is_held_to_its_limits_as_its_report_is() {
+        let limits = RunLimits { output_bytes: 8, log_bytes: 40, calls: 2, ..RunLimits::default() };
+        let output = || RunEvent::Output(vec![1; 4]);
+        let log = || RunEvent::Log(Log { level: 0, text: "1234".into() });
+        let called = || RunEvent::Called { call: 0, tool: "a.b".parse().unwrap() };
+        let settled = || RunEvent::Settled { call: 0, code: None, duration_ns: 1 };
+        let made = |events: Vec<RunEvent>| made_under(&limits, &telling(events), None);
+        let whole =
+            vec![output(), log(), called(), called(), settled(), output(), log(), settled()];
+        assert_eq!(made(whole).unwrap(), report());
+        for too_much in [
+            vec![output(), output(), output()],
+            vec![log(), log(), log()],
+            vec![called(), called(), called()],
+            vec![called(), settled(), settled()],
+            // Either would have no end.
+            vec![RunEvent::Output(Vec::new())],
+            vec![RunEvent::Admitted { run_id: forge_protocol::RunId([1; 16]) }],
+        ] {
+            match made(too_much.clone()) {
+                Err(Lost::During(failure)) => {
+                    assert_eq!(failure.kind, VmFailureKind::Misbehaved, "{too_much:?}");
+                }
+                other => panic!("{too_much:?}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_worker_that_tells_without_a_pause_can_be_cancelled() {
+        let cancel = crate::cancel::Cancel::new().unwrap();
+        let (mut worker, mut theirs) = unused();
+        let logs = (0..9).map(|_| RunEvent::Log(Log { level: 0, text: "on".into() }));
+        theirs.write_all(&telling(logs)).unwrap();
+        let told = std::sync::atomic::AtomicU32::new(0);
+        let tell = |_| {
+            told.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            cancel.raise();
+        };
+        let patience = Patience { until: None, cancel: Some(&cancel) };
+        match worker.finish_telling(patience, Some(&tell)) {
+            Err(Lost::During(failure)) => assert_eq!(failure.kind, VmFailureKind::Cancelled),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(told.into_inner(), 1);
+    }
+
     #[test]
     fn an_event_that_no_client_could_be_sent_is_none() {
+        // Which no run may write.
+        let limits = RunLimits { output_bytes: u32::MAX, ..RunLimits::default() };
         let said = |length: usize| {
-            let mut bytes = Vec::new();
-            let what = RunEvent::Output(vec![1; length]);
-            frame::write_message(Kind::Event, &Event { number: 0, what }, &mut bytes);
-            frame::write_message(Kind::Report, &report(), &mut bytes);
-            made_of(&bytes, None)
+            made_under(&limits, &telling([RunEvent::Output(vec![1; length])]), None)
         };
         let most = Kind::Event.payload_bytes_max() as usize - NUMBER_BYTES as usize;
         let around = 16;
