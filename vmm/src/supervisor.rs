@@ -361,7 +361,7 @@ impl Supervisor {
         let after = |grace| until.and_then(|until| until.checked_add(grace));
         let patience = Patience { until: after(WORKER_GRACE), ..patience };
         let mut carried_out = pool.carry_out(&task, patience);
-        let (mut called, mut reopened) = (None, None);
+        let (mut cancelled, mut reopened) = (None, None);
         if let (Err(Unserved::Handed(failure)), Some(opened)) = (&carried_out, &opened) {
             match after_loss(failure, || opened.broker.cancel_run(run_id)) {
                 AfterLoss::Again => {
@@ -379,63 +379,44 @@ impl Supervisor {
                 }
                 AfterLoss::Over { failure, calls } => {
                     carried_out = Err(Unserved::Ended(Fate::Vm(failure)));
-                    called = Some(calls);
+                    cancelled = Some(calls);
                 }
             }
         }
-        let (mut report, vm, upkeep, is_told) = match carried_out {
+        let at_broker = reopened.as_ref().or(opened.as_ref());
+        let (report, vm, upkeep, settled) = match carried_out {
             Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
-                (report, vm, Some(upkeep), true)
+                let patience = Patience { until: after(SYNC_GRACE), ..patience };
+                let settled = at_broker
+                    .map_or(Settled::Known, |opened| opened.settle(&report.calls, patience));
+                (report, vm, Some(upkeep), settled)
             }
             // Cancelled, or its worker was lost or had to be ended: what it
             // called, the broker knows alone.
-            Err(unserved) => (worker::unserved(unserved.into()), Vm::Fresh, None, false),
+            Err(unserved) => {
+                let mut report = worker::unserved(unserved.into());
+                let settled = at_broker.map_or(Settled::Known, |opened| {
+                    // Its tools hear of it. A broker that is lost tells nobody.
+                    let called = cancelled.unwrap_or_else(|| opened.broker.cancel_run(run_id));
+                    opened.settle_cancelled(called, &mut report.calls)
+                });
+                (report, Vm::Fresh, None, settled)
+            }
         };
-        let (mut unknown, mut untold) = (None, None);
-        if let Some(Opened { broker, link }) = reopened.as_ref().or(opened.as_ref()) {
-            if !is_told {
-                // Its tools hear of it. A broker that is lost tells nobody.
-                match called.unwrap_or_else(|| broker.cancel_run(run_id)) {
-                    Ok(calls) => report.calls = calls,
-                    Err(error) => {
-                        tracing::warn!(%error, "the calls of a run that ended go on");
-                        untold = Some(error);
-                    }
-                }
-            }
-            // What its calls did is on the disk before anybody hears of it. A
-            // run without calls asks nobody.
-            if !report.calls.is_empty() {
-                // Whoever wants the run no more has heard of no result yet. What
-                // has none anyway is waited for a while all the same.
-                let patience = if is_told {
-                    Patience { until: after(SYNC_GRACE), ..patience }
-                } else {
-                    Patience::until(Instant::now() + SYNC_GRACE)
-                };
-                unknown = broker.sync_for(patience).err();
-            }
-            if !is_told && let Some(error) = unknown.take() {
-                // It has no result that could be held back.
-                tracing::warn!(%error, "what a run's calls did may not be on the disk");
-            }
-            // The run is over, whoever still has this end of its link: a worker that
-            // was taken over has. What was called before is read yet.
-            let _ = link.shutdown(Shutdown::Write);
-        }
         drop((reopened, opened));
         let weaknesses = pool.weaknesses();
         let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, self.tier());
         let mut result = reported(run_id, admitted, outcome, report, vm, &weaknesses, *at);
         result.upkeep = upkeep;
-        if let Some(error) = untold {
-            let reason = &mut result.report.reason;
-            *reason = format!("{reason}; what it called is not known here: {error}");
-        }
-        Ok(match unknown {
-            None => result,
-            Some(error) => held_back(result, &error),
+        Ok(match settled {
+            Settled::Known => result,
+            Settled::Unsynced(error) => held_back(result, &error),
+            Settled::Untold(error) => {
+                let reason = &mut result.report.reason;
+                *reason = format!("{reason}; what it called is not known here: {error}");
+                result
+            }
         })
     }
 
@@ -499,6 +480,58 @@ impl Supervisor {
 struct Opened {
     broker: Arc<Broker>,
     link: UnixStream,
+}
+
+/// What is known, at a run's end, of what its calls did.
+enum Settled {
+    /// All: it is on the disk, or nobody was to wait until it is.
+    Known,
+    /// It may not be on the disk, and a result is not told before it is.
+    Unsynced(BrokerError),
+    /// Not even what it called.
+    Untold(BrokerError),
+}
+
+impl Opened {
+    /// Ends a run that has a result, which tells these calls.
+    fn settle(&self, calls: &[CallRecord], patience: Patience<'_>) -> Settled {
+        // Whoever wants the run no more has heard of no result yet.
+        let synced = self.end(calls, patience);
+        synced.map_or_else(Settled::Unsynced, |()| Settled::Known)
+    }
+
+    /// Ends a run that was cancelled at the broker, which tells its calls.
+    fn settle_cancelled(
+        &self,
+        told: Result<Vec<CallRecord>, BrokerError>,
+        calls: &mut Vec<CallRecord>,
+    ) -> Settled {
+        let untold = match told {
+            Ok(told) => {
+                *calls = told;
+                None
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the calls of a run that ended go on");
+                Some(error)
+            }
+        };
+        // It has no result that could be held back, and is waited for all the same.
+        if let Err(error) = self.end(calls, Patience::until(Instant::now() + SYNC_GRACE)) {
+            tracing::warn!(%error, "what a run's calls did may not be on the disk");
+        }
+        untold.map_or(Settled::Known, Settled::Untold)
+    }
+
+    /// What its calls did is on the disk before anybody hears of it; a run without
+    /// calls asks nobody.
+    fn end(&self, calls: &[CallRecord], patience: Patience<'_>) -> Result<(), BrokerError> {
+        let synced = if calls.is_empty() { Ok(()) } else { self.broker.sync_for(patience) };
+        // The run is over, whoever still has this end of its link: a worker that
+        // was taken over has. What was called before is read yet.
+        let _ = self.link.shutdown(Shutdown::Write);
+        synced
+    }
 }
 
 /// What becomes of a run whose worker was lost with its link to the broker, and seems
