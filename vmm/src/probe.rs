@@ -12,6 +12,7 @@ use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fork, Reuse, Tier, VmFailure, ZygoteSetup};
 use serde::Serialize;
 
+use crate::broker::Broker;
 use crate::cpu_latency;
 use crate::jail::{Hardening, Weakness};
 use crate::link::Patience;
@@ -122,8 +123,10 @@ impl Probe {
     pub fn run() -> Self {
         let vm = prove();
         let tier = if vm.booted { Tier::Vm } else { Tier::Process };
+        let mut findings = findings(Path::new("/"), landlock_abi());
+        findings.push(toolbroker(Broker::executable().ok().as_deref()));
         Self {
-            findings: findings(Path::new("/"), landlock_abi()),
+            findings,
             guest_sha256: forge_rootfs::GUEST_SHA256,
             vm,
             process: prove_process(),
@@ -197,6 +200,23 @@ fn findings(root: &Path, landlock: Option<u32>) -> Vec<Finding> {
         host.idle_cpus(),
         host.nested(),
     ]
+}
+
+/// Whether the toolbroker is where it is looked for.
+fn toolbroker(executable: Option<&Path>) -> Finding {
+    let found = Finding::ok("toolbroker", executable.map_or_else(String::new, shown));
+    match executable {
+        Some(file) if file.is_file() => found,
+        _ => Finding { found: format!("{} is not there", found.found), ..found }.or(
+            Standing::Missing,
+            "programs run, and can call no tool; no service starts",
+            "put forge-toolbroker, which is built and packaged with forge-vmm, beside it",
+        ),
+    }
+}
+
+fn shown(path: &Path) -> String {
+    path.display().to_string()
 }
 
 /// The files of one host.
@@ -497,6 +517,17 @@ mod tests {
             assert_eq!(finding.standing, Standing::Missing, "{name}");
             assert!(!finding.cost.is_empty() && !finding.fix.is_empty(), "{name}");
         }
+    }
+
+    #[test]
+    fn a_toolbroker_that_is_not_there_is_told_with_the_place_where_it_is_looked_for() {
+        let tree = Tree::new("broker", &[("forge-toolbroker", "")]);
+        let file = tree.0.join("forge-toolbroker");
+        assert_eq!(toolbroker(Some(&file)).standing, Standing::Ok);
+        let absent = toolbroker(Some(&tree.0.join("absent")));
+        assert_eq!(absent.standing, Standing::Missing);
+        assert!(absent.found.ends_with("absent is not there"), "{}", absent.found);
+        assert!(!absent.cost.is_empty() && !absent.fix.is_empty());
     }
 
     #[test]

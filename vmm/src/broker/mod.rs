@@ -68,7 +68,7 @@ pub enum BrokerError {
     #[error("no connection to the toolbroker can be made: {0}")]
     NoLink(io::Error),
     /// It refuses its configuration, and has said why on standard error.
-    #[error("the toolbroker refuses its configuration; its message is above")]
+    #[error("the toolbroker refuses its configuration: it said why on standard error")]
     Configuration,
     /// The control link broke. The broker says why on its standard error.
     #[error("the toolbroker is gone ({0})")]
@@ -90,7 +90,7 @@ pub enum BrokerError {
     #[error("the toolbroker broke the protocol: {0}")]
     Protocol(String),
     /// It was lost, and there is no other yet.
-    #[error("there is no toolbroker now")]
+    #[error("there is no toolbroker now: it is started again, ask in {retry_after_ms} ms")]
     Away {
         /// Why not, for the operator: it may name files of this host.
         reason: String,

@@ -69,7 +69,7 @@ pub(crate) struct BrokerArgs {
     /// Tool servers, in the mcpServers JSON that MCP clients use
     #[arg(long, value_name = "FILE")]
     pub(crate) mcp_config: Option<PathBuf>,
-    /// The project's own configuration
+    /// The configuration, a forge.toml
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Where the key that signs grants, the reviews of tools and the journal
@@ -77,7 +77,7 @@ pub(crate) struct BrokerArgs {
     /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
     #[arg(long, value_name = "DIR", env = super::STATE)]
     pub(crate) state: Option<PathBuf>,
-    /// Who asks
+    /// Who asks: the principal whose roles and grants count
     #[arg(long, value_name = "NAME", default_value = "local", value_parser = principal)]
     pub(crate) principal: String,
 }
@@ -156,12 +156,14 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) artifacts: Option<PathBuf>,
     /// Fuel: roughly, how many instructions the program may execute
+    /// [default: 1000000000]
     #[arg(long, value_name = "N")]
     pub(crate) fuel: Option<u64>,
-    /// Linear memory the program may have
+    /// Linear memory the program may have [default: 16777216, at most 67108864]
     #[arg(long, value_name = "BYTES")]
     pub(crate) memory: Option<u64>,
     /// Wall clock the run may take, such as 500ms or 5s
+    /// [default: 5s, at most 30s]
     #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
     pub(crate) timeout: Option<Duration>,
     /// Print one JSON object instead of the bare output
@@ -252,7 +254,7 @@ pub(crate) enum ConfigCommand {
 
 #[derive(Debug, ClapArgs)]
 pub(crate) struct ConfigCheckArgs {
-    /// The project's own configuration
+    /// The configuration, a forge.toml
     /// [default: forge.toml, unless --mcp-config alone is given]
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
@@ -524,7 +526,7 @@ pub(crate) struct JournalListArgs {
     /// Only this run's, by the run_id of its report
     #[arg(long, value_name = "ID")]
     pub(crate) run: Option<String>,
-    /// At most so many of each broker's, the newest
+    /// At most so many of each broker's, the newest [default: 1000]
     #[arg(long, value_name = "N")]
     pub(crate) last: Option<usize>,
     /// Print JSON

@@ -8,7 +8,7 @@ use forge_protocol::broker::{RefusalKind, Reply as BrokerReply, Request};
 use forge_protocol::service::{Question, Reply};
 
 use super::peer::{Peer, Who};
-use super::{Service, lock};
+use super::{Service, lock, not_theirs};
 use crate::broker::BrokerError;
 use crate::cancel::Cancel;
 use crate::link::Patience;
@@ -126,10 +126,7 @@ impl Service {
         if let Some(Asker::Principal(name)) = &asker
             && !peer.speaks_for(name)
         {
-            return forbidden(
-                "this client may not speak for the principal that it names: forge.toml, \
-                 [principals.<name>] uids, or cids over vsock",
-            );
+            return forbidden(&not_theirs(name));
         }
         let place = asker.map(|asker| self.questions.enter(asker));
         if matches!(place, Some(None)) {

@@ -191,16 +191,15 @@ impl Service {
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let principal = &order.principal;
-        if !peer.speaks_for(principal) {
-            let reason = "this client may not speak for the principal that it names: \
-                          forge.toml, [principals.<name>] uids, or cids over vsock";
-            return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
-        }
         if !is_name(principal) {
             let reason = format!(
                 "a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"
             );
             return (RunResult::unstarted(Status::Rejected, "bad_request", reason), None);
+        }
+        if !peer.speaks_for(principal) {
+            let reason = not_theirs(principal);
+            return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
         }
         let options = self.options();
         if options.pm_qos
@@ -282,6 +281,15 @@ impl Service {
 /// for every run.
 fn is_name(principal: &str) -> bool {
     (1..=PRINCIPAL_BYTES_MAX).contains(&principal.len()) && !principal.chars().any(char::is_control)
+}
+
+/// Why a client that names this principal is refused.
+fn not_theirs(principal: &str) -> String {
+    let named = if is_name(principal) { principal } else { "the principal that it names" };
+    format!(
+        "this client may not speak for {named}: name one that it may with --principal; forge.toml, \
+         [principals.<name>] uids, or cids over vsock, says whom"
+    )
 }
 
 /// Each run that runs or waits has a thread, so that none of them keeps a
