@@ -134,6 +134,20 @@ impl Scrubber {
         self.text_counted(text).left
     }
 
+    /// The first `bytes_max` bytes of `text`, or all of it, as [`Scrubber::text`]
+    /// would leave them: a credential is looked for in what stands behind them too,
+    /// and none is left in part.
+    #[must_use]
+    pub fn beginning(&self, text: &str, bytes_max: usize) -> String {
+        let end = text.floor_char_boundary(bytes_max);
+        let mut found = self.find(text.as_bytes());
+        found.retain(|part| part.start < end);
+        if let Some(last) = found.last_mut() {
+            last.end = last.end.min(end);
+        }
+        replaced(&text[..end], &found)
+    }
+
     /// As [`Scrubber::text`], and says whether there was one.
     #[must_use]
     pub fn text_counted(&self, text: &str) -> Scrubbed<String> {
@@ -644,6 +658,19 @@ mod tests {
             scrubber.json_counted(said),
             Scrubbed { left: json!({REDACTED: [REDACTED, REDACTED, true, null, ""]}), removed: 3 }
         );
+    }
+
+    #[test]
+    fn a_texts_beginning_has_no_part_of_a_value_that_goes_on_behind_it() {
+        let scrubber = scrubber(&["secret-value"]);
+        let text = "\u{e9}secret-value secret-value!";
+        for end in 0..=2 * text.len() {
+            let left = scrubber.beginning(text, end);
+            assert!(!left.contains("se"), "{end}: {left}");
+            assert!(scrubber.text(text).starts_with(&left), "{end}: {left}");
+        }
+        assert_eq!(scrubber.beginning(text, 15), format!("\u{e9}{REDACTED} "));
+        assert_eq!(scrubber.beginning(text, usize::MAX), scrubber.text(text));
     }
 
     #[test]

@@ -26,6 +26,7 @@ use super::UpstreamError;
 use super::lines::Lines;
 use super::scrubs::Scrubs;
 use crate::config::StdioConfig;
+use crate::secret::SECRET_BYTES_MAX;
 use crate::stranger;
 
 /// How long an answer to `server/discover` may take. Some seconds, since a
@@ -34,8 +35,11 @@ const DISCOVER_TIME_MAX: Duration = Duration::from_secs(4);
 /// How long a server may take to end by itself, and again after SIGTERM.
 const STOP_TIME_MAX: Duration = Duration::from_secs(1);
 
-/// One line of a server's standard error that is kept, in bytes.
+/// One line of a server's standard error that is shown, in bytes.
 const STDERR_LINE_BYTES_MAX: usize = 2 * 1024;
+/// What is read of it: a credential that begins in what is shown is looked for
+/// whole, or its beginning would not be known as one.
+const STDERR_LINE_BYTES_READ: usize = STDERR_LINE_BYTES_MAX + SECRET_BYTES_MAX as usize;
 /// All of it that is logged in one process's life, in bytes.
 const STDERR_BYTES_MAX: usize = 1024 * 1024;
 /// Its last lines, told when the server does not start.
@@ -261,7 +265,7 @@ impl StderrLog {
             for byte in &buffer[..got] {
                 if *byte == b'\n' {
                     self.line(&std::mem::take(&mut line));
-                } else if line.len() < STDERR_LINE_BYTES_MAX {
+                } else if line.len() < STDERR_LINE_BYTES_READ {
                     line.push(*byte);
                 }
             }
@@ -272,7 +276,8 @@ impl StderrLog {
     }
 
     fn line(&mut self, line: &[u8]) {
-        let line = self.scrubs.text(&String::from_utf8_lossy(line));
+        let line = String::from_utf8_lossy(line);
+        let line = self.scrubs.scrubber().beginning(&line, STDERR_LINE_BYTES_MAX);
         // Escaped here once, so that it is safe wherever it is shown.
         let line = escaped(line.trim_end());
         if self.logged_bytes <= STDERR_BYTES_MAX {
@@ -328,6 +333,19 @@ mod tests {
         scrubs.learn("a", &secret("token-1"));
         log.line(b"after token-1");
         assert_eq!(kept(&log.last_words), ["before token-1", "after [credential removed]"]);
+    }
+
+    #[tokio::test]
+    async fn no_part_of_a_credential_is_left_where_a_line_of_standard_error_is_cut() {
+        // Taken out, it leaves room for what stands at the bound.
+        let long = "a-long-one".repeat(200);
+        let log = log(Scrubs::new(vec![secret(&long), secret("hunter2-hunter2")]));
+        let last_words = Arc::clone(&log.last_words);
+        let before = STDERR_LINE_BYTES_MAX - long.len() - 10;
+        let line = format!("{long}{}hunter2-hunter2{}", "a".repeat(before), "b".repeat(100_000));
+        log.follow(line.as_bytes()).await;
+        let removed = "[credential removed]";
+        assert_eq!(kept(&last_words), [format!("{removed}{}{removed}", "a".repeat(before))]);
     }
 
     #[tokio::test]
