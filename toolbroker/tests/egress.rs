@@ -747,6 +747,28 @@ fn with_canary(port: u16) -> String {
 }
 
 #[test]
+fn no_part_of_a_credential_is_left_where_a_redirect_that_is_not_followed_is_told() {
+    let server = Server::new(|head| {
+        let before = head.split(' ').nth(1).unwrap().trim_start_matches('/').parse().unwrap();
+        let to = format!("location: http://127.0.0.1:1/{}{CANARY}\r\n", "a".repeat(before));
+        answer("307 Temporary Redirect", &to, b"")
+    });
+    let mut broker = Broker::with_forge_toml(&with_canary(server.port));
+    let limits = RunLimits { calls: 200, ..limits() };
+    let mut worker = broker.run(&["http.fetch"], limits);
+    for before in (450..520).chain([4_000]) {
+        for method in ["GET", "POST"] {
+            let url = format!("http://127.0.0.1:{}/{before}", server.port);
+            let (code, why) = worker.call("http.fetch", &json!({"method": method, "url": url}));
+            let told = why["error"].as_str().unwrap();
+            assert_eq!(code, Some(CallCode::ToolFailed), "{told}");
+            assert!(told.contains("/aa") && told.contains("[credential removed]"), "{told}");
+            assert!(!told.contains(&CANARY[..4]), "{before}: {told}");
+        }
+    }
+}
+
+#[test]
 fn a_redirect_leads_nowhere_where_the_grants_constraints_do_not() {
     let server = Server::new(|head| match head.split(' ').nth(1).unwrap() {
         "/public/in" => answer("302 Found", "location: seen\r\n", b""),

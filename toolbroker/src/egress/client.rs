@@ -489,7 +489,9 @@ impl Client {
         TlsConnector::from(Arc::clone(&self.policy.tls))
             .connect(name, stream)
             .await
-            .map_err(|error| distrusted(crate::cut(&error.to_string(), 256)))
+            // It may quote the server's certificate: cut once it is scrubbed.
+            .map_err(|error| self.scrubber.text(&error.to_string()))
+            .map_err(|why| distrusted(crate::cut(&why, 256)))
     }
 
     /// The rest of an answer that is the last.

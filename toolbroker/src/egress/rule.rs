@@ -272,9 +272,10 @@ pub fn admit<'a>(
     }
 }
 
-/// A URL as it is told: without its query.
+/// A URL as it is told: without its query. Its path may be a server's word and
+/// hold a credential, which is taken out later and has to be whole then.
 pub(super) fn place_of(url: &Url) -> String {
-    crate::cut(&url[..url::Position::AfterPath], 512)
+    url[..url::Position::AfterPath].to_owned()
 }
 
 fn read(text: &str, base: Option<&Url>) -> Result<Url, String> {

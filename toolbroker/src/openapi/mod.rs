@@ -605,7 +605,7 @@ impl Api {
                 };
                 let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
                 tracing::warn!(server = tool.name().server(), ?reason, "nothing was sent");
-                self.failed(tool, admission, why);
+                self.failed(tool, admission, reason);
                 return end;
             }
         };
@@ -665,10 +665,10 @@ impl Api {
     }
 
     /// Takes note of a failure. When from then on nobody asks it for a while, the
-    /// operator hears why, and programs do not.
+    /// operator hears why, and programs do not. `why` is scrubbed.
     fn failed(&self, tool: &Tool, admission: Admission, why: String) {
         let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
-        if admission.failed(why) {
+        if admission.failed(reason.clone()) {
             tracing::warn!(server = tool.name().server(), ?reason, "interface left alone");
         }
     }

@@ -142,10 +142,10 @@ impl Export {
             .header(CONTENT_TYPE, "application/json")
             .timeout(REQUEST_TIME_MAX)
             .body(body);
-        let response = request
-            .send()
-            .await
-            .map_err(|error| Refused { why: explain(&error), again: Some(None) })?;
+        let response = request.send().await.map_err(|error| Refused {
+            why: crate::cut(&explain(&error), 256),
+            again: Some(None),
+        })?;
         let status = response.status();
         if status == StatusCode::OK {
             // Whatever is wrong with the answer, the spans are there.

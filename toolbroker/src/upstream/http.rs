@@ -170,7 +170,8 @@ impl SendError {
     }
 }
 
-/// An HTTP error in words, without the address, which may hold a credential.
+/// An HTTP error in words, without the address, which may hold a credential. Its
+/// cause may be a server's word: it is cut by whoever scrubs it, and after that.
 pub(crate) fn explain(error: &reqwest::Error) -> String {
     let what = if error.is_connect() {
         "it cannot be reached"
@@ -187,7 +188,7 @@ pub(crate) fn explain(error: &reqwest::Error) -> String {
         cause = Some(deeper);
     }
     match cause {
-        Some(cause) => format!("{what}: {}", crate::cut(&cause.to_string(), 256)),
+        Some(cause) => format!("{what}: {cause}"),
         None => what.to_owned(),
     }
 }

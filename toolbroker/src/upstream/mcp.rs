@@ -465,11 +465,12 @@ impl Session {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner).insert(status)
     }
 
-    /// Takes note of a failure of the server, once for each session.
+    /// Takes note of a failure of the server, once for each session. `reason` is
+    /// scrubbed.
     fn failed(&self, reason: String) -> CallEnd {
         if !self.lose() {
-            let why = crate::cut(&reason, ERROR_TEXT_BYTES_MAX);
-            tracing::warn!(server = self.server, reason = ?why, "tool server lost");
+            let reason = crate::cut(&reason, ERROR_TEXT_BYTES_MAX);
+            tracing::warn!(server = self.server, ?reason, "tool server lost");
             self.breaker.failed(reason);
         }
         CallEnd::Lost

@@ -438,16 +438,21 @@ impl Upstream {
             });
         }
         let version = session.version();
+        // The server's word, like any other.
+        let shown = version.as_ref().map(|it| crate::cut(&self.scrubs.text(it.as_str()), 64));
         if let Some(version) = &version {
             self.legacy.store(version.has_initialize(), Ordering::Release);
             if !ProtocolVersion::KNOWN_VERSIONS.contains(version) {
-                let version = crate::cut(version.as_str(), 64);
-                tracing::warn!(server = self.name, ?version, "of this version nothing is known");
+                tracing::warn!(
+                    server = self.name,
+                    version = ?shown,
+                    "of this version nothing is known"
+                );
             }
         }
         tracing::info!(
             server = self.name,
-            version = ?version.map(|version| version.to_string()),
+            version = ?shown,
             tools = session.tools().len(),
             took_ms = began.elapsed().as_millis() as u64,
             "tool server is up"
