@@ -8,6 +8,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
@@ -16,8 +17,9 @@ use rmcp::RoleClient;
 use rmcp::model::{ClientRequest, ErrorCode, ErrorData, JsonRpcMessage, RequestId};
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
-use rustix::process::{Pid, Signal, kill_process_group};
-use tokio::io::{AsyncRead, AsyncReadExt as _};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use tokio::io::unix::AsyncFd;
+use tokio::io::{AsyncRead, AsyncReadExt as _, Interest};
 use tokio::process::{Child, ChildStdout};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -77,8 +79,8 @@ pub(super) fn spawn(
     let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(failed("its standard streams are not ours".into()));
     };
-    let process =
-        Process::watch(name, child, scrubs).ok_or_else(|| failed("it ended at once".into()))?;
+    let process = Process::watch(name, child, scrubs)
+        .map_err(|error| failed(format!("it cannot be watched: {error}")))?;
     let inner = Lines::new(name, stdout, stdin);
     Ok((StdioTransport { inner, discover: Discover::Settled }, process))
 }
@@ -161,6 +163,27 @@ impl Transport<RoleClient> for StdioTransport {
     }
 }
 
+/// The end of a process, known before anybody reaps it.
+struct End(AsyncFd<OwnedFd>);
+
+impl End {
+    /// Of a child that was not reaped.
+    #[expect(
+        deprecated,
+        reason = "what replaces it is unsafe, for types that may change their descriptor \
+                  while it is watched; an OwnedFd cannot"
+    )]
+    fn of(child: Pid) -> io::Result<Self> {
+        let child = pidfd_open(child, PidfdFlags::empty())?;
+        Ok(Self(AsyncFd::with_interest(child, Interest::READABLE)?))
+    }
+
+    async fn came(&self) {
+        // An error means that the runtime ends, and its tasks with it.
+        let _ = self.0.readable().await;
+    }
+}
+
 /// A server's process, and with it its process group.
 #[derive(Debug)]
 pub(super) struct Process {
@@ -172,10 +195,14 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Watches over a child that leads its own process group. `None` if it
-    /// was reaped already.
-    fn watch(server: &str, mut child: Child, scrubs: &Arc<Scrubs>) -> Option<Self> {
-        let group = child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?))?;
+    /// Watches over a child that leads its own process group.
+    ///
+    /// # Errors
+    /// If it was reaped already, or there are no descriptors left.
+    fn watch(server: &str, mut child: Child, scrubs: &Arc<Scrubs>) -> io::Result<Self> {
+        let id = child.id().and_then(|id| Pid::from_raw(id.try_into().ok()?));
+        let group = id.ok_or(io::ErrorKind::NotFound)?;
+        let end = End::of(group)?;
         let last_words = Arc::default();
         let (fall_silent, silent) = watch::channel(false);
         if let Some(stderr) = child.stderr.take() {
@@ -193,14 +220,15 @@ impl Process {
         let (exit, exited) = watch::channel(false);
         let server = server.to_owned();
         tokio::spawn(async move {
-            let status = child.wait().await;
-            tracing::debug!(server, ?status, "tool server ended");
-            // Whatever it left behind in its group goes too. While members
-            // live, the kernel gives the group's number to nobody else.
+            end.came().await;
+            // Whatever it left behind in its group goes too, and nobody else: until
+            // it is reaped, its number is no other group's.
             let _ = kill_process_group(group, Signal::KILL);
             let _ = exit.send(true);
+            let status = child.wait().await;
+            tracing::debug!(server, ?status, "tool server ended");
         });
-        Some(Self { group, exited, silent, last_words })
+        Ok(Self { group, exited, silent, last_words })
     }
 
     pub(super) fn has_exited(&self) -> bool {
@@ -221,7 +249,10 @@ impl Process {
     }
 
     fn signal(&self, signal: Signal) {
-        if !self.has_exited() {
+        // Held until it is sent: that it exited is said before it is reaped, and
+        // cannot be said meanwhile.
+        let exited = self.exited.borrow();
+        if !*exited {
             let _ = kill_process_group(self.group, signal);
         }
     }
@@ -346,6 +377,19 @@ mod tests {
         log.follow(line.as_bytes()).await;
         let removed = "[credential removed]";
         assert_eq!(kept(&last_words), [format!("{removed}{}{removed}", "a".repeat(before))]);
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_process_is_known_while_its_number_is_still_its_own() {
+        for seconds in ["0", "0.2"] {
+            let mut command = tokio::process::Command::new("sleep");
+            let mut child = command.arg(seconds).process_group(0).spawn().unwrap();
+            let id = child.id().unwrap();
+            End::of(Pid::from_raw(id.cast_signed()).unwrap()).unwrap().came().await;
+            let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap();
+            assert!(stat.contains(") Z "), "{stat}");
+            assert!(child.wait().await.unwrap().success());
+        }
     }
 
     #[tokio::test]
