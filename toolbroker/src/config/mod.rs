@@ -249,6 +249,9 @@ pub enum Problem {
     /// A variable is set both plainly and as a credential.
     #[error("is set under `env` and under `credentials`: keep one")]
     SetTwice,
+    /// A parameter of the query is in the address and a credential.
+    #[error("the address has this parameter in its query already: take it out there")]
+    QueryTwice,
     /// A credential needs one source.
     #[error(
         "give exactly one source: {{ from_env = \"NAME\" }}, {{ file = \"path\" }}, \
@@ -667,6 +670,12 @@ mod tests {
             ),
             (
                 forge,
+                "[servers.a]\nurl = 'https://x/?a=1&K%65y=hunter2'\n\
+                 credentials.Key = {from_env = 'GH_TOKEN'}",
+                "servers.a.credentials.Key: the address has this parameter in its query already",
+            ),
+            (
+                forge,
                 "[servers.a]\nurl = 'https://x'\noauth = {client_id = 'hunter2'}",
                 "servers.a.oauth.client_secret: this field is missing",
             ),
@@ -686,7 +695,7 @@ mod tests {
                 "twice",
             ),
             (mcp, r#"{"servers": {}}"#, "mcpServers"),
-            (mcp, "{\"mcpServers\": {\"a\": hunter2}}", "line 1"),
+            (mcp, "{\"mcpServers\": {\"a\": hunter2}}", "mcp.json:1: this is not JSON"),
             (forge, "[severs.a]\ncommand = 'hunter2'", "severs: unknown field"),
             (forge, "[servers.a]\ncommand = 'hunter2'\nargz = []", "servers.a.argz"),
             (
@@ -754,8 +763,8 @@ mod tests {
                 "[roles.clerk]\ntools = ['*']\n[principals.p]\nroles = ['hunter2']",
                 "principals.p.roles.0: no role has this name; known are clerk: add",
             ),
-            (forge, "[servers.a]\ncommand = 'x'\n\nK = hunter2", "line 4"),
-            (forge, "[servers.a]\ncommand = 'x'\ncommand = 'hunter2'", "line 3"),
+            (forge, "[servers.a]\ncommand = 'x'\n\nK = hunter2", "forge.toml:4: this is not TOML"),
+            (forge, "[servers.a]\ncommand = 'x'\ncommand = 'hunter2'", "forge.toml:3:"),
             (forge, "[servers.a]\ncommand = \"a\\u0000hunter2\"", "servers.a.command"),
             (forge, "[servers.a]\ncommand = 'x'\nread = 'hunter2'", "servers.a.read"),
             (forge, "[servers.a]\ncommand = 'x'\nwrite = ['/']", "write.0: a server cannot"),

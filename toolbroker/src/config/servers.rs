@@ -392,13 +392,15 @@ fn endpoint(
     if oauth.is_some() && headers.iter().any(|(name, _)| name == "authorization") {
         return Err(entry.wrong_at("oauth", Problem::TwoTokens));
     }
-    let query = in_the_query(entry, lookup, scrub)?;
+    let query = in_the_query(entry, &url, lookup, scrub)?;
     Ok(Endpoint { url, headers, query, oauth })
 }
 
 /// `credentials` of a server over HTTP: each goes into the query, under its name here.
+/// Which of two values a server takes is not known: the address has none of its own.
 fn in_the_query(
     entry: &Node<'_>,
+    url: &Url,
     lookup: Lookup<'_>,
     scrub: &mut Vec<Secret>,
 ) -> Result<Vec<(String, Secret)>, ConfigError> {
@@ -407,6 +409,9 @@ fn in_the_query(
         for (name, node) in credentials.children()? {
             if name.is_empty() {
                 return Err(node.wrong(Problem::Text));
+            }
+            if url.query_pairs().any(|(own, _)| own == name) {
+                return Err(node.wrong(Problem::QueryTwice));
             }
             let value = credential(&node, &[], lookup)?;
             scrub.push(value.clone());
