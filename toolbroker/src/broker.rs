@@ -16,7 +16,6 @@
 use std::collections::{BTreeSet, HashMap};
 use std::future::poll_fn;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Poll;
 use std::time::SystemTime;
@@ -51,7 +50,7 @@ use crate::definition::Tool;
 use crate::grant::{self, Grant, GrantError, Issuer, Terms};
 use crate::hosting::{Hosting, HostingError};
 use crate::journal::{Close, Journal, Place, Unwritable};
-use crate::link::{self, LinkError, Receiver, Sender};
+use crate::link::{self, LinkError, Receiver, Rider, Sender};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
 use crate::registry::{LookupError, Registry};
@@ -120,6 +119,8 @@ enum Refused {
     NoRunLink,
     #[error("the descriptor that came as the run link cannot be one: {0}")]
     BadRunLink(std::io::Error),
+    #[error("the toolbroker has no descriptor left: raise its limit on open files")]
+    NoDescriptorLeft,
     #[error("{0}")]
     OverLimit(OverLimit),
     #[error("the intent is empty: say in a sentence or two what is to be done")]
@@ -174,6 +175,19 @@ impl Refused {
             | Self::NotOpen => RefusalKind::BadRequest,
             Self::Reviews(_) | Self::Closing => RefusalKind::Internal,
             Self::Journal(_) => RefusalKind::Journal,
+            Self::NoDescriptorLeft => RefusalKind::Overloaded,
+        }
+    }
+}
+
+/// The socket that rode with a request which needs one.
+fn rode(rider: Rider, missing: Refused) -> Result<UnixStream, Refused> {
+    match rider {
+        Rider::Came(descriptor) => link::stream_of(descriptor).map_err(Refused::BadRunLink),
+        Rider::None => Err(missing),
+        Rider::Dropped => {
+            tracing::warn!("no descriptor left for a run's link: raise the limit on open files");
+            Err(Refused::NoDescriptorLeft)
         }
     }
 }
@@ -272,7 +286,7 @@ impl Broker {
                     {
                         AbortHandle::abort(&asked);
                     }
-                    let answer = Arc::clone(self).answer(ask, received.descriptor);
+                    let answer = Arc::clone(self).answer(ask, received.rider);
                     let mut answer = Box::pin(answer);
                     // Most requests need nobody else and are answered here.
                     let first = poll_fn(|cx| Poll::Ready(answer.as_mut().poll(cx))).await;
@@ -310,9 +324,9 @@ impl Broker {
         tokio::join!(told, self.registry.stop());
     }
 
-    async fn answer(self: Arc<Self>, ask: Ask, descriptor: Option<OwnedFd>) -> Answer {
+    async fn answer(self: Arc<Self>, ask: Ask, rider: Rider) -> Answer {
         let Ask { id, request } = ask;
-        let reply = self.reply(request, descriptor).await.unwrap_or_else(|refused| {
+        let reply = self.reply(request, rider).await.unwrap_or_else(|refused| {
             let message = crate::cut(&refused.to_string(), REASON_BYTES_MAX);
             tracing::info!(kind = ?refused.kind(), why = ?message, "request refused");
             Reply::Refused { kind: refused.kind(), message }
@@ -320,11 +334,7 @@ impl Broker {
         Answer { id, reply }
     }
 
-    async fn reply(
-        self: &Arc<Self>,
-        request: Request,
-        descriptor: Option<OwnedFd>,
-    ) -> Result<Reply, Refused> {
+    async fn reply(self: &Arc<Self>, request: Request, rider: Rider) -> Result<Reply, Refused> {
         match request {
             Request::ListTools { principal } => {
                 tracing::debug!(?principal, "list tools");
@@ -342,13 +352,11 @@ impl Broker {
                 Ok(Reply::Approved { tools: self.approve(tools).await? })
             }
             Request::OpenRun(request) => {
-                let stream = descriptor.ok_or(Refused::NoRunLink)?;
-                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                let stream = rode(rider, Refused::NoRunLink)?;
                 self.open(request, stream, None).await.map(Reply::Opened)
             }
             Request::Host(tools) => {
-                let stream = descriptor.ok_or(Refused::NoHostLink)?;
-                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                let stream = rode(rider, Refused::NoHostLink)?;
                 if self.registry.has_server(&tools.server) {
                     let server = crate::cut(&tools.server, 128);
                     return Err(HostingError::Configured { server }.into());
@@ -358,8 +366,7 @@ impl Broker {
                 Ok(Reply::Hosting { host })
             }
             Request::OpenHostedRun { run, host } => {
-                let stream = descriptor.ok_or(Refused::NoRunLink)?;
-                let stream = link::stream_of(stream).map_err(Refused::BadRunLink)?;
+                let stream = rode(rider, Refused::NoRunLink)?;
                 let hosted = self.hosting.claim(host)?;
                 self.open(run, stream, Some(hosted)).await.map(Reply::Opened)
             }

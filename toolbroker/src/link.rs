@@ -56,8 +56,21 @@ pub struct Received {
     pub kind: Kind,
     /// The payload.
     pub payload: Vec<u8>,
-    /// The descriptor that came with the frame's first byte.
-    pub descriptor: Option<OwnedFd>,
+    /// What came with the frame's first byte.
+    pub rider: Rider,
+}
+
+/// A descriptor that rides with a frame.
+#[derive(Debug, Default)]
+pub enum Rider {
+    /// None was sent.
+    #[default]
+    None,
+    /// This one.
+    Came(OwnedFd),
+    /// One was sent, and this process had no descriptor left to take it with: the
+    /// kernel closed it.
+    Dropped,
 }
 
 impl Received {
@@ -94,7 +107,25 @@ pub struct Receiver {
     header_bytes: usize,
     /// The frame whose payload is still coming, and how much of it is there.
     open: Option<(Received, usize)>,
-    riders: Vec<OwnedFd>,
+    riders: Riders,
+}
+
+/// What came along with the bytes that were read.
+#[derive(Debug, Default)]
+struct Riders {
+    came: Vec<OwnedFd>,
+    is_dropped: bool,
+}
+
+impl Riders {
+    /// The one of a frame.
+    fn take(&mut self) -> Rider {
+        match (self.came.pop(), std::mem::take(&mut self.is_dropped)) {
+            (Some(descriptor), _) => Rider::Came(descriptor),
+            (None, true) => Rider::Dropped,
+            (None, false) => Rider::None,
+        }
+    }
 }
 
 /// The sending side of a link, which waits for room.
@@ -106,7 +137,7 @@ pub struct Sender(OwnedWriteHalf);
 pub fn split(stream: UnixStream) -> (Receiver, Sender) {
     let (half, sender) = stream.into_split();
     let (header, header_bytes) = ([0; HEADER_BYTES], 0);
-    let receiver = Receiver { half, header, header_bytes, open: None, riders: Vec::new() };
+    let receiver = Receiver { half, header, header_bytes, open: None, riders: Riders::default() };
     (receiver, Sender(sender))
 }
 
@@ -133,7 +164,7 @@ impl Receiver {
                     return if self.header_bytes == 0 { Ok(None) } else { Err(LinkError::CutOff) };
                 }
                 self.header_bytes += got;
-                if self.riders.len() > usize::from(descriptor) {
+                if self.riders.came.len() > usize::from(descriptor) {
                     return Err(LinkError::Descriptors);
                 }
             }
@@ -143,8 +174,8 @@ impl Receiver {
                 return Err(FrameError::Oversized { kind, got: payload_bytes, limit }.into());
             }
             self.header_bytes = 0;
-            let (payload, descriptor) = (vec![0; payload_bytes as usize], self.riders.pop());
-            self.open = Some((Received { kind, payload, descriptor }, 0));
+            let (payload, rider) = (vec![0; payload_bytes as usize], self.riders.take());
+            self.open = Some((Received { kind, payload, rider }, 0));
         }
         if let Some((frame, filled)) = &mut self.open {
             while *filled < frame.payload.len() {
@@ -153,7 +184,7 @@ impl Receiver {
                     return Err(LinkError::CutOff);
                 }
                 *filled += got;
-                if !self.riders.is_empty() {
+                if !self.riders.came.is_empty() {
                     return Err(LinkError::Descriptors);
                 }
             }
@@ -176,7 +207,7 @@ impl Sender {
 async fn read(
     stream: &UnixStream,
     buffer: &mut [u8],
-    riders: &mut Vec<OwnedFd>,
+    riders: &mut Riders,
 ) -> Result<usize, LinkError> {
     let (bytes, flags) = stream
         .async_io(Interest::READABLE, || {
@@ -190,16 +221,19 @@ async fn read(
             )?;
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-                    riders.extend(descriptors);
+                    riders.came.extend(descriptors);
                 }
             }
             Ok((received.bytes, received.flags))
         })
         .await?;
-    // With none at all there was no room in our own table: whoever needs the
-    // descriptor says so, and the link goes on.
-    if flags.contains(ReturnFlags::CTRUNC) && !riders.is_empty() {
-        return Err(LinkError::Descriptors);
+    if flags.contains(ReturnFlags::CTRUNC) {
+        if !riders.came.is_empty() {
+            return Err(LinkError::Descriptors);
+        }
+        // With none at all there was no room in our own table: whoever needs the
+        // descriptor says so, and the link goes on.
+        riders.is_dropped = true;
     }
     Ok(bytes)
 }
@@ -258,9 +292,9 @@ impl PlainReceiver {
             if frame.is_some() {
                 return Ok(frame);
             }
-            let mut riders = Vec::new();
+            let mut riders = Riders::default();
             let got = read(self.half.as_ref(), &mut self.ahead, &mut riders).await?;
-            if !riders.is_empty() {
+            if !riders.came.is_empty() {
                 return Err(LinkError::Descriptors);
             }
             if got == 0 {

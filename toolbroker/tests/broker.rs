@@ -808,3 +808,21 @@ fn a_control_descriptor_that_is_no_socket_is_refused() {
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("--control-fd"));
 }
+
+#[test]
+fn a_run_whose_link_there_is_no_descriptor_for_is_turned_away_as_overload_and_not_its_callers_fault()
+ {
+    use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+    let (mut broker, _) = Broker::with_test_server();
+    drop(broker.run(&["test.echo"], limits()));
+    let pid = Pid::from_raw(broker.child.id().try_into().unwrap()).unwrap();
+    let before = getrlimit(Resource::Nofile);
+    let none = Rlimit { current: Some(3), maximum: before.maximum };
+    prlimit(Some(pid), Resource::Nofile, none).unwrap();
+    let request = || run_request("alice", Authority::Tools(vec![name("test.echo")]), limits());
+    let (kind, message) = broker.open(request()).map(|_| ()).unwrap_err();
+    assert_eq!(kind, RefusalKind::Overloaded, "{message}");
+    assert!(message.contains("raise its limit on open files"), "{message}");
+    prlimit(Some(pid), Resource::Nofile, before).unwrap();
+    broker.open(request()).unwrap();
+}
