@@ -36,7 +36,7 @@ pub use hypervisor::Hypervisor;
 pub use image::Image;
 pub use pagemap::PageMap;
 pub use snapshot::{Base, Checkpoint};
-pub use stop::{Stop, StopReason, Watchdog, deadline_in};
+pub use stop::{Stop, Watchdog, deadline_in};
 pub use vcpu::{Bus, Death, Exit};
 
 use std::ops::ControlFlow;

@@ -1,20 +1,20 @@
-//! Ending a run from outside: the deadline, or whoever cancels it.
+//! Ending a run at its deadline.
 //!
 //! The thread that runs the vCPU is either inside KVM_RUN or waiting for the
 //! host side (the broker). A signal interrupts both: the thread's own timer
-//! sends it at the deadline, and whoever cancels makes the timer fire at
-//! once. The signal's handler also sets KVM's `immediate_exit`, so that one
-//! that arrives just before KVM_RUN is not lost; for the other waits the
-//! timer repeats it until the thread has stopped.
+//! sends it at the deadline. The signal's handler also sets KVM's
+//! `immediate_exit`, so that one that arrives just before KVM_RUN is not lost;
+//! for the other waits the timer repeats it until the thread has stopped.
 //!
 //! There is no watching thread: a worker has one thread, and its jail allows
-//! no second.
+//! no second. Deliberately absent: stopping it from another. A run that nobody
+//! wants any more is ended with its process.
 
 use std::cell::Cell;
 use std::io;
 use std::marker::PhantomData;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU64, Ordering, compiler_fence};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering, compiler_fence};
 use std::time::Duration;
 
 use forge_protocol::worker::Deadline;
@@ -33,15 +33,6 @@ pub fn deadline_in(time: Duration) -> Deadline {
 
 /// A time of the monotonic clock before any process's start.
 const LONG_PAST_NS: u64 = 1;
-
-/// Why a run was stopped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StopReason {
-    /// Its time is over.
-    Deadline,
-    /// Somebody no longer wants it.
-    Cancelled,
-}
 
 thread_local! {
     // What the handler touches. Both are constant-initialised and have no
@@ -96,12 +87,6 @@ impl Drop for Interruptible<'_> {
 #[derive(Debug)]
 struct Timer(libc::timer_t);
 
-// SAFETY: a timer's identifier is a number that every thread of the process
-// may use.
-unsafe impl Send for Timer {}
-// SAFETY: the same.
-unsafe impl Sync for Timer {}
-
 impl Timer {
     fn new() -> io::Result<Self> {
         // SAFETY: all-zero is a valid sigevent.
@@ -144,50 +129,30 @@ impl Drop for Timer {
     }
 }
 
-/// The state both sides look at.
+/// What a watchdog and its stops look at.
 #[derive(Debug)]
-struct Shared {
-    reason: AtomicU8,
+struct Watched {
+    over: Cell<bool>,
     /// Of the monotonic clock.
-    deadline_ns: AtomicU64,
-    timer: Timer,
+    deadline_ns: Cell<u64>,
 }
 
-/// A request to stop.
+/// Whether to stop, for the thread that is watched: no other hears of it.
 #[derive(Clone, Debug)]
-pub struct Stop(Arc<Shared>);
+pub struct Stop(Rc<Watched>);
 
 impl Stop {
-    /// Why to stop, if it is time to. For the thread that is watched.
+    /// Whether the time is over.
     #[must_use]
-    pub fn raised(&self) -> Option<StopReason> {
-        let shared = &self.0;
+    pub fn raised(&self) -> bool {
         let kicked = KICKED.with(|kicked| {
             // Not a swap: this is asked at every exit.
             kicked.load(Ordering::Relaxed) && kicked.swap(false, Ordering::Relaxed)
         });
-        if kicked && now_ns() >= shared.deadline_ns.load(Ordering::Acquire) {
-            self.note(StopReason::Deadline);
+        if kicked && now_ns() >= self.0.deadline_ns.get() {
+            self.0.over.set(true);
         }
-        match shared.reason.load(Ordering::Acquire) {
-            0 => None,
-            1 => Some(StopReason::Deadline),
-            _ => Some(StopReason::Cancelled),
-        }
-    }
-
-    /// Stops the run, from any thread. The first reason stays.
-    pub fn raise(&self, reason: StopReason) {
-        self.note(reason);
-        self.0.timer.set(LONG_PAST_NS);
-    }
-
-    fn note(&self, reason: StopReason) {
-        let value = match reason {
-            StopReason::Deadline => 1,
-            StopReason::Cancelled => 2,
-        };
-        let _ = self.0.reason.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
+        self.0.over.get()
     }
 }
 
@@ -195,8 +160,7 @@ impl Stop {
 #[derive(Debug)]
 pub struct Watchdog {
     stop: Stop,
-    // The timer signals one thread, so the watchdog stays with it.
-    here: PhantomData<Cell<*const ()>>,
+    timer: Timer,
 }
 
 impl Watchdog {
@@ -207,12 +171,8 @@ impl Watchdog {
     pub fn new() -> io::Result<Self> {
         vmm_sys_util::signal::register_signal_handler(kick_signal(), kicked)
             .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
-        let shared = Shared {
-            reason: AtomicU8::new(0),
-            deadline_ns: AtomicU64::new(u64::MAX),
-            timer: Timer::new()?,
-        };
-        Ok(Self { stop: Stop(Arc::new(shared)), here: PhantomData })
+        let watched = Watched { over: Cell::new(false), deadline_ns: Cell::new(u64::MAX) };
+        Ok(Self { stop: Stop(Rc::new(watched)), timer: Timer::new()? })
     }
 
     /// What the running side looks at.
@@ -225,11 +185,11 @@ impl Watchdog {
     /// dropped. What was raised before is forgotten.
     #[must_use]
     pub fn arm(&self, deadline: Deadline) -> Armed<'_> {
-        let shared = &self.stop.0;
+        let watched = &self.stop.0;
         let at_ns = deadline.monotonic_ns.max(LONG_PAST_NS);
-        shared.deadline_ns.store(at_ns, Ordering::Release);
-        shared.reason.store(0, Ordering::Release);
-        shared.timer.set(at_ns);
+        watched.deadline_ns.set(at_ns);
+        watched.over.set(false);
+        self.timer.set(at_ns);
         Armed(self)
     }
 }
@@ -240,7 +200,7 @@ pub struct Armed<'a>(&'a Watchdog);
 
 impl Drop for Armed<'_> {
     fn drop(&mut self) {
-        self.0.stop.0.timer.set(0);
+        self.0.timer.set(0);
     }
 }
 
@@ -260,34 +220,22 @@ mod tests {
     fn the_deadline_raises_the_stop_and_wakes_a_sleeping_thread() {
         let watchdog = Watchdog::new().unwrap();
         let armed = watchdog.arm(deadline_in(Duration::from_millis(20)));
-        assert_eq!(watchdog.stop().raised(), None);
+        assert!(!watchdog.stop().raised());
         sleep_until_kicked();
-        assert_eq!(watchdog.stop().raised(), Some(StopReason::Deadline));
+        assert!(watchdog.stop().raised());
         drop(armed);
-    }
-
-    #[test]
-    fn a_stop_is_raised_from_another_thread() {
-        let watchdog = Watchdog::new().unwrap();
-        let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
-        let stop = watchdog.stop().clone();
-        let other = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(20));
-            stop.raise(StopReason::Cancelled);
-        });
-        sleep_until_kicked();
-        assert_eq!(watchdog.stop().raised(), Some(StopReason::Cancelled));
-        other.join().unwrap();
     }
 
     #[test]
     fn arming_again_starts_afresh() {
         let watchdog = Watchdog::new().unwrap();
-        drop(watchdog.arm(deadline_in(Duration::ZERO)));
-        watchdog.stop().raise(StopReason::Cancelled);
-        assert!(watchdog.stop().raised().is_some());
+        let armed = watchdog.arm(deadline_in(Duration::ZERO));
+        sleep_until_kicked();
+        assert!(watchdog.stop().raised());
+        drop(armed);
+        assert!(watchdog.stop().raised(), "until it is armed again");
         let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
-        assert_eq!(watchdog.stop().raised(), None);
+        assert!(!watchdog.stop().raised());
     }
 
     #[test]
@@ -297,7 +245,7 @@ mod tests {
             drop(watchdog.arm(deadline_in(Duration::ZERO)));
             let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
             std::thread::sleep(Duration::from_micros(300));
-            assert_eq!(watchdog.stop().raised(), None);
+            assert!(!watchdog.stop().raised());
         }
     }
 
@@ -306,15 +254,6 @@ mod tests {
         let watchdog = Watchdog::new().unwrap();
         let _armed = watchdog.arm(Deadline { monotonic_ns: 0 });
         sleep_until_kicked();
-        assert_eq!(watchdog.stop().raised(), Some(StopReason::Deadline));
-    }
-
-    #[test]
-    fn the_first_reason_stays() {
-        let watchdog = Watchdog::new().unwrap();
-        let _armed = watchdog.arm(deadline_in(Duration::from_secs(60)));
-        watchdog.stop().raise(StopReason::Cancelled);
-        watchdog.stop().raise(StopReason::Deadline);
-        assert_eq!(watchdog.stop().raised(), Some(StopReason::Cancelled));
+        assert!(watchdog.stop().raised());
     }
 }

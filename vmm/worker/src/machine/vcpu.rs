@@ -7,7 +7,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 pub use super::Go;
 use super::stop::Interruptible;
-use super::{Hypervisor, MachineError, Stop, StopReason};
+use super::{Hypervisor, MachineError, Stop};
 
 /// Who answers the guest's device accesses. Neither may panic, whatever the
 /// guest does.
@@ -23,8 +23,8 @@ pub trait Bus {
 pub enum Exit {
     /// The bus said so; it knows why.
     Bus,
-    /// It was stopped from outside.
-    Stopped(StopReason),
+    /// Its time is over.
+    Stopped,
     /// The guest is dead.
     Died(Death),
 }
@@ -199,8 +199,8 @@ impl Vcpu {
         // this function.
         let _interruptible = unsafe { Interruptible::new(immediate_exit) };
         loop {
-            if let Some(reason) = stop.raised() {
-                return Exit::Stopped(reason);
+            if stop.raised() {
+                return Exit::Stopped;
             }
             let exit = match self.fd.run() {
                 Ok(exit) => exit,

@@ -113,8 +113,8 @@ impl Stream for Wire {
 
     fn may_go_on(&mut self) -> Result<(), LinkLost> {
         self.attempt(|exchange| match exchange.watchdog.stop().raised() {
-            Some(_) => Err(Verdict::Stopped.into()),
-            None => Ok(()),
+            true => Err(Verdict::Stopped.into()),
+            false => Ok(()),
         })
     }
 }

@@ -125,7 +125,7 @@ fn send(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
 /// Waits for one of these events, or a stop.
 fn wait(descriptor: RawFd, events: i16, stop: &Stop) -> Result<(), LinkError> {
     loop {
-        if stop.raised().is_some() {
+        if stop.raised() {
             return Err(LinkError::Stopped);
         }
         let mut polled = libc::pollfd { fd: descriptor, events, revents: 0 };

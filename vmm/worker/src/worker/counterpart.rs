@@ -197,7 +197,7 @@ impl Counterpart {
                     // The time of who is not heard goes on all the same. A frame
                     // that is begun is ended: behind it comes the report.
                     let is_begun = unsent.len() < bytes.len();
-                    if !is_begun && self.stop.raised().is_some() {
+                    if !is_begun && self.stop.raised() {
                         return Err(Verdict::Stopped);
                     }
                 }

@@ -46,7 +46,7 @@ use crate::clock::now_ns;
 use crate::machine::vcpu::panicked;
 use crate::machine::{
     self, Base, Checkpoint, Death, Exit, Hypervisor, Image, Machine, MachineError, PageMap,
-    StopReason, Watchdog, deadline_in, snapshot::ResetDone,
+    Watchdog, deadline_in, snapshot::ResetDone,
 };
 
 /// What a small run touches of its memory, from the start of the stack on.
@@ -355,10 +355,7 @@ impl Guest {
     fn fate(&self, exit: Exit, verdict: Option<Verdict>) -> Fate {
         let failed = |kind, message: String| Fate::Vm(VmFailure { kind, message });
         match exit {
-            Exit::Stopped(StopReason::Deadline) => Fate::Deadline,
-            Exit::Stopped(StopReason::Cancelled) => {
-                failed(VmFailureKind::Cancelled, "the run was cancelled".into())
-            }
+            Exit::Stopped => Fate::Deadline,
             Exit::Died(death) => failed(death_kind(&death), death.to_string()),
             Exit::Bus => match verdict {
                 Some(Verdict::Panicked { message_bytes }) => {
