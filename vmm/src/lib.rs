@@ -28,6 +28,8 @@
 pub mod admission;
 pub mod bench;
 pub mod broker;
+#[cfg(test)]
+mod crowd;
 pub mod cpu_latency;
 pub mod isolation;
 pub mod keeper;

@@ -96,7 +96,7 @@ fn many_vms_wait_in_a_tool_call_at_once() {
         let settled = Settled { id: call.id, code: None, duration_ns: 1, body, redacted: false };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Settled, &settled, &mut bytes);
-        broker.send(&bytes, None, patience).unwrap();
+        broker.send(&bytes, patience).unwrap();
         let report = worker.finish(patience).unwrap_or_else(|lost| panic!("{number}: {lost:?}"));
         let Fate::Ended(ended) = &report.fate else { panic!("{number}: {:?}", report.fate) };
         assert_eq!(ended.ending, Ending::Returned(0), "{number}");

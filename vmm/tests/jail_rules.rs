@@ -89,7 +89,8 @@ impl Peer {
     ) -> Result<(), Trouble> {
         let mut bytes = Vec::new();
         frame::write_message(kind, message, &mut bytes);
-        let sent = self.0.send(&bytes, passed.as_ref().map(|it| it.as_fd()), patience());
+        let mut passed = passed.as_ref().map(|it| it.as_fd());
+        let sent = self.0.pass(&bytes, &mut passed, patience());
         sent.map_err(|error| self.last_word(&error.to_string()))
     }
 

@@ -262,14 +262,14 @@ fn strangers_do_no_harm() {
     for bytes in [nonsense, wrong_kind, huge] {
         let mut link = stranger(&service);
         send(&mut link, Kind::Hello, &ours);
-        link.send(&bytes, None, patience()).unwrap();
+        link.send(&bytes, patience()).unwrap();
         assert!(is_closed(link.socket()), "{bytes:?}");
     }
     let mut half = Vec::new();
     frame::write_message(Kind::Submit, &submit(ECHO, "1"), &mut half);
     let mut link = stranger(&service);
     send(&mut link, Kind::Hello, &ours);
-    link.send(&half[..half.len() / 2], None, patience()).unwrap();
+    link.send(&half[..half.len() / 2], patience()).unwrap();
     drop(link);
 
     service.serves();
@@ -575,7 +575,7 @@ fn a_client_that_takes_no_answer_has_no_thread_for_each() {
         let query = Query { number, question: Question::Status };
         frame::write_message(Kind::Query, &query, &mut bytes);
     }
-    deaf.send(&bytes, None, patience()).unwrap();
+    deaf.send(&bytes, patience()).unwrap();
     let mut client = service.client();
     let mut before = 0;
     eventually("no more of it is read", || {
@@ -630,11 +630,11 @@ fn a_frame_that_comes_drop_by_drop_holds_no_thread() {
     let mut drops = bytes.chunks(1);
     // A thread that went on to wait for the next drop would not be handed it.
     eventually("each drop is handed to a thread", || {
-        dripping.send(drops.next().unwrap(), None, patience()).unwrap();
+        dripping.send(drops.next().unwrap(), patience()).unwrap();
         handovers(&mut client) - before >= 30
     });
     // Nothing of it was lost on the way.
-    dripping.send(&drops.flatten().copied().collect::<Vec<_>>(), None, patience()).unwrap();
+    dripping.send(&drops.flatten().copied().collect::<Vec<_>>(), patience()).unwrap();
     let frame = dripping.receive(|kind| kind == Kind::Finished, patience()).unwrap();
     let Finished { number, result } = codec::decode(&frame.payload).unwrap();
     let report = report(&result);
@@ -676,7 +676,7 @@ fn an_order_that_was_read_when_a_drain_began_is_answered() {
     for round in 0..40 {
         let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
         let mut link = stranger(&service);
-        link.send(&said, None, patience()).unwrap();
+        link.send(&said, patience()).unwrap();
         let mut answered = Vec::new();
         while let Ok(frame) = link.receive(|_| true, patience()) {
             if frame.kind == Kind::Finished {

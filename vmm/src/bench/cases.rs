@@ -408,7 +408,7 @@ fn measure_waiting(pool: &Pool, program: &mut Program, count: usize) -> Result<f
         let mut worker = pool.make(false).map_err(|failure| failure.message)?;
         worker
             .begin(Run::Whole(&job), Some(&theirs), patience)
-            .map_err(|failure| failure.message)?;
+            .map_err(|unbegun| forge_protocol::worker::VmFailure::from(unbegun).message)?;
         drop(theirs);
         let mut broker = Link::new(ours);
         let frame = broker.receive(|kind| kind == Kind::Call, patience).map_err(said)?;
@@ -426,7 +426,7 @@ fn measure_waiting(pool: &Pool, program: &mut Program, count: usize) -> Result<f
         };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Settled, &settled, &mut bytes);
-        broker.send(&bytes, None, patience).map_err(said)?;
+        broker.send(&bytes, patience).map_err(said)?;
         let report = worker.finish(patience).map_err(|lost| format!("{lost:?}"))?;
         if report.output != settled.body {
             return Err(format!("a VM that waited did not finish: {:?}", report.fate));

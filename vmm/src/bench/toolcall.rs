@@ -239,7 +239,7 @@ impl Case for Authorise {
             let mut bytes = Vec::new();
             frame::write_message(Kind::Call, &call, &mut bytes);
             let patience = Patience::until(Instant::now() + ANSWER_TIME_MAX);
-            link.send(&bytes, None, patience).map_err(said)?;
+            link.send(&bytes, patience).map_err(said)?;
             let answer = link.receive(|kind| kind == Kind::Settled, patience).map_err(said)?;
             let settled: Settled = codec::decode(&answer.payload).map_err(said)?;
             if settled.code.is_some() {

@@ -12,7 +12,7 @@ use std::fmt;
 use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::ops::Range;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 
 use super::{BrokerError, lock};
-use crate::link::{self, Patience};
+use crate::link::{self, Arrivals, Patience, Unpassed};
 
 /// How often somebody looks whether an answer is still wanted while another
 /// thread reads the link.
@@ -84,6 +84,26 @@ struct Reader {
     assembler: Assembler,
     buffer: Box<[u8]>,
     unread: Range<usize>,
+}
+
+/// What the socket took.
+enum Put {
+    /// So many bytes, at least one.
+    Bytes(usize),
+    /// Nothing now.
+    Full,
+    /// Nothing, as all too many descriptors of this user are under way.
+    Crowded,
+}
+
+/// Whether a request was begun.
+enum Begun {
+    /// By this number.
+    As(u64),
+    /// The socket takes nothing now.
+    Full,
+    /// As with [`Put::Crowded`].
+    Crowded,
 }
 
 /// Why there is no answer.
@@ -214,25 +234,22 @@ impl Control {
         patience: Patience<'_>,
     ) -> Result<u64, Silence> {
         let mut ask = Ask { id: 0, request };
+        let mut arrivals = Arrivals::default();
         loop {
-            if let Some(id) = self.try_begin(&mut ask, rider.as_ref())? {
-                return Ok(id);
+            match self.try_begin(&mut ask, rider.as_ref())? {
+                Begun::As(id) => return Ok(id),
+                Begun::Full => self.wait_for_room(patience)?,
+                Begun::Crowded => arrivals.wait(patience).map_err(uncrowded)?,
             }
-            self.wait_for_room(patience)?;
         }
     }
 
     /// Puts as much of a request into the socket as it takes, and keeps the
-    /// rest; gives back the number of its answer, or `None` if it takes nothing
-    /// now.
-    fn try_begin(
-        &self,
-        ask: &mut Ask,
-        rider: Option<&UnixStream>,
-    ) -> Result<Option<u64>, BrokerError> {
+    /// rest.
+    fn try_begin(&self, ask: &mut Ask, rider: Option<&UnixStream>) -> Result<Begun, BrokerError> {
         let mut outgoing = lock(&self.outgoing);
         if !self.push(&mut outgoing)? {
-            return Ok(None);
+            return Ok(Begun::Full);
         }
         let id = outgoing.next;
         ask.id = id;
@@ -251,17 +268,17 @@ impl Control {
             }
             answers.waited.insert(id, None);
         }
-        match self.put(&bytes, rider.map(|rider| rider.as_fd()))? {
-            0 => {
-                lock(&self.answers).waited.remove(&id);
-                Ok(None)
-            }
-            put => {
+        let begun = match self.put_first(&bytes, rider)? {
+            Put::Bytes(put) => {
                 let rest = bytes.split_off(put);
                 *outgoing = Outgoing { next: id + 1, last: id, of_last: rest.len(), rest };
-                Ok(Some(id))
+                return Ok(Begun::As(id));
             }
-        }
+            Put::Full => Begun::Full,
+            Put::Crowded => Begun::Crowded,
+        };
+        lock(&self.answers).waited.remove(&id);
+        Ok(begun)
     }
 
     /// Waits until all of a request is in the socket. A frame that is not whole
@@ -296,25 +313,36 @@ impl Control {
     /// Puts out what is left: whether all of it is.
     fn push(&self, outgoing: &mut Outgoing) -> Result<bool, BrokerError> {
         while !outgoing.rest.is_empty() {
-            match self.put(&outgoing.rest, None)? {
-                0 => return Ok(false),
-                put => {
+            match self
+                .put(|socket| link::send_now(socket, &outgoing.rest).map_err(Unpassed::Link))?
+            {
+                Put::Bytes(put) => {
                     outgoing.rest.drain(..put);
                     outgoing.of_last = outgoing.of_last.saturating_sub(put);
                 }
+                Put::Full | Put::Crowded => return Ok(false),
             }
         }
         Ok(true)
     }
 
-    /// Puts into the socket what it takes now: how many bytes.
-    fn put(&self, bytes: &[u8], rider: Option<BorrowedFd<'_>>) -> Result<usize, BrokerError> {
+    /// Puts the beginning of a request into the socket, and what rides along.
+    fn put_first(&self, bytes: &[u8], rider: Option<&UnixStream>) -> Result<Put, BrokerError> {
+        self.put(|socket| match rider {
+            Some(rider) => link::pass_now(socket, bytes, rider.as_fd()),
+            None => link::send_now(socket, bytes).map_err(Unpassed::Link),
+        })
+    }
+
+    /// Puts into the socket what it takes now.
+    fn put(&self, send: impl Fn(RawFd) -> Result<usize, Unpassed>) -> Result<Put, BrokerError> {
         loop {
-            match link::send_now(self.socket.as_raw_fd(), bytes, rider) {
-                Ok(put) => return Ok(put),
-                Err(error) => match error.kind() {
+            match send(self.socket.as_raw_fd()) {
+                Ok(put) => return Ok(Put::Bytes(put)),
+                Err(Unpassed::TooManyUnderWay) => return Ok(Put::Crowded),
+                Err(Unpassed::Link(error)) => match error.kind() {
                     io::ErrorKind::Interrupted => {}
-                    io::ErrorKind::WouldBlock => return Ok(0),
+                    io::ErrorKind::WouldBlock => return Ok(Put::Full),
                     _ => {
                         // A request may have gone out in part: the link is of no use.
                         self.end(Broken::lost(&error));
@@ -486,6 +514,18 @@ impl Reader {
     }
 }
 
+/// Too many descriptors were under way for too long: nothing was asked, and the link
+/// goes on.
+fn uncrowded(unpassed: Unpassed) -> Silence {
+    match unpassed {
+        Unpassed::TooManyUnderWay => BrokerError::NoLink(io::Error::other(unpassed)).into(),
+        Unpassed::Link(error) if error.kind() == io::ErrorKind::ConnectionAborted => {
+            Silence::Cancelled
+        }
+        Unpassed::Link(_) => Silence::Over,
+    }
+}
+
 fn decode<T: for<'a> BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, BrokerError> {
     codec::decode(payload).map_err(|error| BrokerError::Protocol(error.to_string()))
 }
@@ -496,6 +536,8 @@ mod tests {
     use std::thread::JoinHandle;
 
     use super::*;
+    use crate::crowd::{self, Crowd};
+    use crate::link::Link;
 
     const TIME_MAX: Duration = Duration::from_secs(30);
     /// More than a socket takes that nobody reads.
@@ -557,6 +599,34 @@ mod tests {
         lock(&control.outgoing).rest.push(0);
         drop(far);
         assert!(control.flush(id, patience).is_ok());
+    }
+
+    #[test]
+    fn a_request_that_cannot_pass_its_descriptor_leaves_the_link_whole() {
+        let test = "broker::control::tests::a_request_that_cannot_pass_its_descriptor_leaves_the_link_whole";
+        if !crowd::alone(test, 54_326) {
+            return;
+        }
+        let (control, far) = pair();
+        let patience = Patience::until(Instant::now() + TIME_MAX);
+        let (rider, _other) = UnixStream::pair().unwrap();
+        let ask = || control.begin(Request::Sync, Some(rider.try_clone().unwrap()), patience);
+        let crowd = Crowd::new();
+        let began = Instant::now();
+        let refused = ask();
+        assert!(matches!(refused, Err(Silence::Broken(BrokerError::NoLink(_)))));
+        assert!(began.elapsed() > Duration::from_millis(90), "they may arrive");
+        // Who passes nothing is not held up.
+        assert!(matches!(control.begin(Request::Sync, None, patience), Ok(0)));
+        drop(crowd);
+        assert!(matches!(ask(), Ok(1)));
+        let mut far = Link::new(far);
+        for passes in [false, true] {
+            let request = far.receive(|kind| kind == Kind::Request, patience).unwrap();
+            let Ask { id, request } = decode(&request.payload).unwrap();
+            assert_eq!((id, request), (u64::from(passes), Request::Sync));
+        }
+        assert!(far.take_passed().is_some());
     }
 
     #[test]

@@ -349,7 +349,9 @@ impl Pool {
                 // It could not be prepared; the plain way says why.
                 Err(Lost::Before(failure)) => self.shared.note_lost(&failure),
                 Err(Lost::Handed(failure)) => return Err(self.handed(failure, patience)),
-                Err(Lost::During(failure)) => return Err(Fate::Vm(failure).into()),
+                Err(Lost::During(failure) | Lost::Crowded(failure)) => {
+                    return Err(Fate::Vm(failure).into());
+                }
                 Ok(done) => return Ok(done),
             }
         }
@@ -394,7 +396,9 @@ impl Pool {
                     lost = Some(failure);
                 }
                 Err(Lost::Handed(failure)) => return Err(self.handed(failure, patience)),
-                Err(Lost::During(failure)) => return Err(Fate::Vm(failure).into()),
+                Err(Lost::During(failure) | Lost::Crowded(failure)) => {
+                    return Err(Fate::Vm(failure).into());
+                }
                 Ok(done) => return Ok(done),
             }
         }
@@ -596,10 +600,17 @@ impl Shared {
         let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
         let taken = now_ns();
         if task.tell.is_some() {
-            worker.ask_to_tell(patience).map_err(Lost::Before)?;
+            worker.ask_to_tell();
         }
-        let begun = worker.begin(run, task.broker, patience);
-        begun.map_err(|failure| worker.not_begun(failure))?;
+        if let Err(unbegun) = worker.begin(run, task.broker, patience) {
+            let lost = worker.not_given(unbegun);
+            if let Lost::Crowded(_) = lost {
+                // As it was, and with it what stands ready.
+                let usual = key.ram_bytes == self.usual_ram_bytes;
+                upkeep.ended = self.shelves().put_back(key, worker, usual);
+            }
+            return Err(lost);
+        }
         let handed = now_ns();
         let report = worker.finish_telling(patience, task.tell)?;
         let reported = now_ns();
@@ -778,7 +789,7 @@ mod tests {
         let failure = VmFailure { kind: VmFailureKind::Unavailable, message: "no VM here".into() };
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteReady, &ZygoteReady::Err(failure), &mut bytes);
-        theirs.send(&bytes, None, Patience::default()).unwrap();
+        theirs.send(&bytes, Patience::default()).unwrap();
         match make(Patience::default()) {
             Err(Unmade::Failed(failure)) => assert_eq!(failure.message, "no VM here"),
             other => panic!("{other:?}"),
@@ -789,7 +800,8 @@ mod tests {
     fn say<T: Encode>(link: &mut Link, kind: Kind, message: &T, passed: Option<&File>) {
         let mut bytes = Vec::new();
         frame::write_message(kind, message, &mut bytes);
-        link.send(&bytes, passed.map(|file| file.as_fd()), Patience::default()).unwrap();
+        let mut passed = passed.map(|file| file.as_fd());
+        link.pass(&bytes, &mut passed, Patience::default()).unwrap();
     }
 
     #[test]

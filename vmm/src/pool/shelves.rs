@@ -168,6 +168,20 @@ impl Shelves {
         (self.owned.len() > self.options.ready_max).then(|| self.owned.remove(0).1)
     }
 
+    /// One that was taken and was given no run. Gives it back if there is no more room
+    /// for it.
+    pub(super) fn put_back(&mut self, key: &Key, worker: Worker, usual: bool) -> Option<Worker> {
+        // No tenant has touched it.
+        if usual && key.program.is_none() && worker.runs() == 0 {
+            if self.standing.len() >= self.target {
+                return Some(worker);
+            }
+            self.standing.push(worker);
+            return None;
+        }
+        self.give_back(key, worker)
+    }
+
     /// After the run of a worker that is of no further use. Gives it back if
     /// many wait for their end already.
     pub(super) fn spend(&mut self, worker: Worker) -> Option<Worker> {
@@ -403,6 +417,22 @@ mod tests {
         assert!(shelves.take(&key("b"), true).is_some());
         assert!(shelves.take(&key("b"), true).is_none(), "there was one");
         assert!(shelves.take(&key("c"), true).is_some());
+    }
+
+    #[test]
+    fn a_worker_that_was_given_no_run_stands_where_it_stood() {
+        let mut shelves = shelves(1, 2, Reuse::Fresh);
+        fill(&mut shelves);
+        let taken = shelves.take(&key("a"), true).unwrap();
+        assert!(shelves.put_back(&key("a"), taken, true).is_none());
+        assert!(shelves.put_back(&key("a"), worker(), true).is_some(), "as many as should");
+        assert!(shelves.take(&key("b"), true).is_some(), "it is nobody's");
+        // What is prepared, or of another size, is its tenant's.
+        let (prepared, _) = prepared(1);
+        assert!(shelves.put_back(&prepared, worker(), true).is_none());
+        assert!(shelves.put_back(&key("a"), worker(), false).is_none());
+        assert!(shelves.take(&key("b"), true).is_none() && shelves.take(&prepared, true).is_some());
+        assert!(shelves.take(&key("a"), false).is_some());
     }
 
     #[test]

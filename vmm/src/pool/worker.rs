@@ -1,7 +1,7 @@
 //! One worker, as the supervisor sees it.
 
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use forge_protocol::service::{Event, RunEvent};
 use forge_protocol::tally::Tally;
 use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
-use crate::link::{Link, Patience};
+use crate::link::{Link, Patience, Unpassed};
 
 /// How long the last word of a worker that is gone may take. It is there
 /// already, or nowhere.
@@ -34,6 +34,8 @@ pub struct Worker {
     has_served: bool,
     /// It was given its run's link to the broker.
     has_link: bool,
+    /// It is to tell of the run that it is given next.
+    is_to_tell: bool,
     /// Of the program that it was given last.
     limits: RunLimits,
 }
@@ -50,6 +52,23 @@ pub enum Run<'a> {
     Prepared(&'a PreparedJob),
 }
 
+/// A run that its worker was not given.
+#[derive(Debug)]
+pub enum Unbegun {
+    /// Why it cannot be given one; the worker is of no use then.
+    Lost(VmFailure),
+    /// The run's link could not be passed, as all too many descriptors are under way.
+    /// The worker was sent nothing, and waits for another run.
+    Crowded(VmFailure),
+}
+
+impl From<Unbegun> for VmFailure {
+    fn from(unbegun: Unbegun) -> Self {
+        let (Unbegun::Lost(failure) | Unbegun::Crowded(failure)) = unbegun;
+        failure
+    }
+}
+
 /// A worker that gave no report.
 #[derive(Debug)]
 pub enum Lost {
@@ -60,6 +79,8 @@ pub enum Lost {
     Handed(VmFailure),
     /// It had begun.
     During(VmFailure),
+    /// It was not lost: [`Unbegun::Crowded`].
+    Crowded(VmFailure),
 }
 
 pub(super) fn lost(error: &io::Error) -> VmFailure {
@@ -107,8 +128,8 @@ fn last_word(frame: &Frame) -> VmFailure {
 impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
         let (link, limits) = (Link::new(socket), RunLimits::default());
-        let (ready, has_served, has_link) = (false, false, false);
-        Self { link, process, ready, runs: 0, has_served, has_link, limits }
+        let (ready, has_served, has_link, is_to_tell) = (false, false, false, false);
+        Self { link, process, ready, runs: 0, has_served, has_link, is_to_tell, limits }
     }
 
     /// How many jobs it has carried out.
@@ -150,7 +171,8 @@ impl Worker {
         self.limits = order.load.limits.clone();
         let mut bytes = Vec::with_capacity(order.program.len() + 1024);
         frame::write_message(Kind::Prepare, order, &mut bytes);
-        self.send(&bytes, &mut None, patience)?;
+        let sent = self.link.send(&bytes, patience);
+        sent.map_err(|error| self.unsent(&error))?;
         self.has_served = true;
         self.ready = false;
         self.await_ready(patience)
@@ -166,7 +188,7 @@ impl Worker {
         broker: Option<&UnixStream>,
         patience: Patience<'_>,
     ) -> Result<Report, Lost> {
-        self.begin(run, broker, patience).map_err(|failure| self.not_begun(failure))?;
+        self.begin(run, broker, patience).map_err(|unbegun| self.not_given(unbegun))?;
         self.finish(patience)
     }
 
@@ -174,14 +196,19 @@ impl Worker {
     /// when it does.
     ///
     /// # Errors
-    /// Why it cannot be given one; the worker is of no use then.
+    /// [`Unbegun`].
     pub fn begin(
         &mut self,
         run: Run<'_>,
         broker: Option<&UnixStream>,
         patience: Patience<'_>,
-    ) -> Result<(), VmFailure> {
+    ) -> Result<(), Unbegun> {
         let mut bytes = Vec::new();
+        // Sent with the run, so that one that is not given it was not told to tell of
+        // the next.
+        if std::mem::take(&mut self.is_to_tell) {
+            frame::write_raw(Kind::Tell, &[], &mut bytes);
+        }
         match run {
             Run::Whole(job) => {
                 self.limits = job.load.limits.clone();
@@ -191,9 +218,23 @@ impl Worker {
             Run::Prepared(job) => frame::write_message(Kind::PreparedJob, job, &mut bytes),
         }
         let mut passed = broker.map(|socket| socket.as_fd());
-        let sent = self.send(&bytes, &mut passed, patience);
+        let sent = self.link.pass(&bytes, &mut passed, patience);
         self.has_link = broker.is_some() && passed.is_none();
-        sent
+        sent.map_err(|error| match error {
+            Unpassed::TooManyUnderWay => Unbegun::Crowded(VmFailure {
+                kind: VmFailureKind::Unavailable,
+                message: format!("the run's link was not passed to its worker: {error}"),
+            }),
+            Unpassed::Link(error) => Unbegun::Lost(self.unsent(&error)),
+        })
+    }
+
+    /// What is made of a run that it was not given.
+    pub(super) fn not_given(&self, unbegun: Unbegun) -> Lost {
+        match unbegun {
+            Unbegun::Lost(failure) => self.not_begun(failure),
+            Unbegun::Crowded(failure) => Lost::Crowded(failure),
+        }
     }
 
     /// What is made of it that the run that it was to have has not begun.
@@ -201,26 +242,17 @@ impl Worker {
         if self.has_served && self.has_link { Lost::Handed(failure) } else { Lost::Before(failure) }
     }
 
-    /// Has it tell of the run that comes next what happens as it happens.
-    ///
-    /// # Errors
-    /// As [`Self::begin`].
-    pub fn ask_to_tell(&mut self, patience: Patience<'_>) -> Result<(), VmFailure> {
-        let mut bytes = Vec::new();
-        frame::write_raw(Kind::Tell, &[], &mut bytes);
-        self.send(&bytes, &mut None, patience)
+    /// Has it tell of the run that it is given next what happens as it happens.
+    pub fn ask_to_tell(&mut self) {
+        self.is_to_tell = true;
     }
 
-    fn send(
-        &mut self,
-        bytes: &[u8],
-        passed: &mut Option<BorrowedFd<'_>>,
-        patience: Patience<'_>,
-    ) -> Result<(), VmFailure> {
-        self.link.send_passing(bytes, passed, patience).map_err(|error| match error.kind() {
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.why_it_ended(&error),
-            _ => lost(&error),
-        })
+    /// What is made of it that it was not sent all.
+    fn unsent(&mut self, error: &io::Error) -> VmFailure {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.why_it_ended(error),
+            _ => lost(error),
+        }
     }
 
     /// Whether it has something to say, which one that stands ready has not: it
@@ -409,11 +441,13 @@ impl Drop for Worker {
 pub(super) mod tests {
     use std::fs::File;
     use std::io::{Read as _, Write as _};
+    use std::os::fd::BorrowedFd;
 
     use forge_protocol::guest::{Artifact, Log};
     use forge_protocol::worker::{CallRecord, Deadline, Fate, Timing};
 
     use super::*;
+    use crate::crowd::{self, Crowd};
 
     fn job() -> PreparedJob {
         let start = forge_protocol::guest::Start {
@@ -457,7 +491,7 @@ pub(super) mod tests {
         match worker.carry_out(Run::Prepared(&job()), None, Patience::default()) {
             Err(Lost::Before(failure)) => (true, failure.kind),
             Err(Lost::During(failure)) => (false, failure.kind),
-            Err(Lost::Handed(failure)) => panic!("it has no link: {failure:?}"),
+            Err(lost @ (Lost::Handed(_) | Lost::Crowded(_))) => panic!("it has no link: {lost:?}"),
             Ok(report) => panic!("it was carried out: {report:?}"),
         }
     }
@@ -488,7 +522,8 @@ pub(super) mod tests {
         frame::write_raw(Kind::Forbidden, &41i32.to_le_bytes(), &mut bytes);
         theirs.write_all(&bytes).unwrap();
         drop(theirs);
-        let failure = worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap_err();
+        let begun = worker.begin(Run::Prepared(&job()), None, Patience::default());
+        let Err(Unbegun::Lost(failure)) = begun else { panic!("{begun:?}") };
         assert_eq!(failure.kind, VmFailureKind::WorkerBroke);
         assert!(failure.message.contains("system call 41"), "{failure:?}");
     }
@@ -551,6 +586,43 @@ pub(super) mod tests {
         assert!(matches!(handed, Err(Lost::Handed(_))), "{handed:?}");
     }
 
+    #[test]
+    fn a_worker_that_cannot_be_passed_its_runs_link_stands_as_it_stood() {
+        let test =
+            "pool::worker::tests::a_worker_that_cannot_be_passed_its_runs_link_stands_as_it_stood";
+        if !crowd::alone(test, 54_327) {
+            return;
+        }
+        let (mut worker, theirs) = standing();
+        let (link, _broker) = UnixStream::pair().unwrap();
+        let crowd = Crowd::new();
+        worker.ask_to_tell();
+        match worker.carry_out(Run::Prepared(&job()), Some(&link), Patience::default()) {
+            Err(Lost::Crowded(failure)) => assert_eq!(failure.kind, VmFailureKind::Unavailable),
+            other => panic!("{other:?}"),
+        }
+        drop(crowd);
+        // And it was not told to tell of another's run.
+        worker.begin(Run::Prepared(&job()), Some(&link), Patience::default()).unwrap();
+        let mut theirs = Link::new(theirs);
+        let frame = theirs.receive(|_| true, Patience::default()).unwrap();
+        assert_eq!(frame.kind, Kind::PreparedJob);
+        assert!(theirs.take_passed().is_some());
+    }
+
+    #[test]
+    fn a_worker_hears_what_it_is_to_tell_of_before_the_run_and_its_link_with_it() {
+        let (mut worker, theirs) = standing();
+        let (link, _broker) = UnixStream::pair().unwrap();
+        worker.ask_to_tell();
+        worker.begin(Run::Prepared(&job()), Some(&link), Patience::default()).unwrap();
+        worker.begin(Run::Prepared(&job()), None, Patience::default()).unwrap();
+        let mut theirs = Link::new(theirs);
+        let mut hears = || theirs.receive(|_| true, Patience::default()).unwrap().kind;
+        assert_eq!([hears(), hears(), hears()], [Kind::Tell, Kind::PreparedJob, Kind::PreparedJob]);
+        assert!(theirs.take_passed().is_some());
+    }
+
     fn report() -> Report {
         Report {
             fate: Fate::Deadline,
@@ -580,7 +652,7 @@ pub(super) mod tests {
             let sends = scope.spawn(|| {
                 let mut link = Link::new(theirs);
                 // It is not heard to the end where it says too much.
-                let _ = link.send(bytes, passed, Patience::default());
+                let _ = link.pass(bytes, &mut { passed }, Patience::default());
             });
             let made = worker.finish_telling(Patience::default(), Some(&|_| ()));
             drop(worker);

@@ -17,7 +17,7 @@ use forge_protocol::worker::{
 use super::executable;
 use super::worker::{self, Worker};
 use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned};
-use crate::link::{Link, Patience};
+use crate::link::{Link, Patience, Unpassed};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
 use crate::worker::zygote::KVM_DESCRIPTOR;
@@ -159,7 +159,7 @@ impl Zygote {
         }
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteSetup, setup, &mut bytes);
-        zygote.link.send(&bytes, None, Patience::default()).map_err(lost_early)?;
+        zygote.link.send(&bytes, Patience::default()).map_err(lost_early)?;
         Ok(zygote)
     }
 
@@ -240,13 +240,13 @@ impl Zygote {
         };
         let mut bytes = Vec::new();
         frame::write_message(Kind::Fork, &order, &mut bytes);
-        match self.link.send(&bytes, Some(theirs.as_fd()), Patience::default()) {
-            // All processes of this user have too many descriptors under way. It was
-            // asked for nothing then.
-            Err(error) if error.raw_os_error() == Some(libc::ETOOMANYREFS) => {
+        match self.link.pass(&bytes, &mut Some(theirs.as_fd()), Patience::default()) {
+            Ok(()) => {}
+            // It was asked for nothing.
+            Err(error @ Unpassed::TooManyUnderWay) => {
                 return Ok(Err(lacks("a worker's socket was not passed", &error)));
             }
-            sent => sent?,
+            Err(Unpassed::Link(error)) => return Err(error),
         }
         drop(theirs);
         match self.forked(Instant::now(), patience)? {
@@ -332,7 +332,7 @@ fn cannot_start(error: io::Error) -> VmFailure {
     }
 }
 
-fn lacks(what: &str, error: &io::Error) -> Unmade {
+fn lacks(what: &str, error: &dyn std::error::Error) -> Unmade {
     let message = format!("{what}: {error}");
     Unmade::Failed(VmFailure { kind: VmFailureKind::Unavailable, message })
 }
@@ -393,7 +393,7 @@ pub(super) mod tests {
         let mut bytes = Vec::new();
         frame::write_message(Kind::Zygoted, answer, &mut bytes);
         let process = File::open("/dev/null").unwrap();
-        theirs.send(&bytes, Some(process.as_fd()), Patience::default()).unwrap();
+        theirs.pass(&bytes, &mut Some(process.as_fd()), Patience::default()).unwrap();
     }
 
     #[test]

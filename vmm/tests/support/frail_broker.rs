@@ -122,7 +122,7 @@ fn live(lives: &Path) {
     }
     let mut bytes = Vec::new();
     frame::write_message(Kind::Hello, &Hello::ours(Role::Broker), &mut bytes);
-    link.send(&bytes, None, Patience::default()).unwrap();
+    link.send(&bytes, Patience::default()).unwrap();
     if matches!(life, Life::IsDeaf | Life::Sleeps) {
         return until_left(&link);
     }
@@ -142,7 +142,7 @@ fn live(lives: &Path) {
             Life::TalksNonsense => frame::write_raw(Kind::Output, b"what?", &mut bytes),
             Life::Dies | Life::IsDeaf | Life::Sleeps => return,
         }
-        link.send(&bytes, None, Patience::default()).unwrap();
+        link.send(&bytes, Patience::default()).unwrap();
     }
 }
 

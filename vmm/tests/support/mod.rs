@@ -163,7 +163,7 @@ pub fn answer(link: UnixStream, calls: u32, bytes: usize) -> io::Result<()> {
         let settled = Settled { id, code: None, duration_ns: 1, body, redacted: false };
         let mut message = Vec::new();
         frame::write_message(Kind::Settled, &settled, &mut message);
-        link.send(&message, None, patience)?;
+        link.send(&message, patience)?;
     }
     Ok(())
 }

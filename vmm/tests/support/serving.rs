@@ -176,7 +176,7 @@ pub fn report(finish: &Finish) -> Value {
 pub fn send<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) {
     let mut bytes = Vec::new();
     frame::write_message(kind, message, &mut bytes);
-    link.send(&bytes, None, patience()).unwrap();
+    link.send(&bytes, patience()).unwrap();
 }
 
 /// A connection that has heard the service's hello.

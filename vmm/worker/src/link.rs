@@ -1,6 +1,7 @@
 //! Frames over unix sockets between our own processes: with a deadline, with
 //! a descriptor that rides along, and without a signal when the peer is gone.
 
+use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -43,6 +44,69 @@ impl Patience<'_> {
     }
 }
 
+/// Why a descriptor was not passed, or what goes with it not all sent. Nothing makes an
+/// `io::Error` of it, lest the first be taken for a link that broke.
+#[derive(Debug)]
+pub enum Unpassed {
+    /// All processes of this user together have more descriptors under way than this
+    /// one may have open. Nothing was sent, and the link is as good as before.
+    TooManyUnderWay,
+    /// The link is of no further use, or patience was over: as with [`Link::send`].
+    Link(io::Error),
+}
+
+impl fmt::Display for Unpassed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooManyUnderWay => {
+                let error = io::Error::from_raw_os_error(libc::ETOOMANYREFS);
+                write!(f, "too many descriptors of this user are under way: {error}")
+            }
+            Self::Link(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for Unpassed {}
+
+/// How often it is tried to pass a descriptor while too many are under way, and how
+/// long it is waited in between, in milliseconds.
+const PASSES_MAX: u32 = 100;
+const PASS_AGAIN_AFTER_MS: libc::c_int = 1;
+
+/// Patience with descriptors that are under way. Those of a service that is no root are
+/// under way to workers that begin, to its zygote and to its broker, and soon arrive.
+/// Where they do not, that is no reason to end any of these.
+#[derive(Debug)]
+pub struct Arrivals {
+    left: u32,
+}
+
+impl Default for Arrivals {
+    fn default() -> Self {
+        Self { left: PASSES_MAX - 1 }
+    }
+}
+
+impl Arrivals {
+    /// Waits a moment, after which it is worth while to try again.
+    ///
+    /// # Errors
+    /// [`Unpassed`]: it was tried often enough, or patience is over.
+    pub fn wait(&mut self, patience: Patience<'_>) -> Result<(), Unpassed> {
+        self.left = self.left.checked_sub(1).ok_or(Unpassed::TooManyUnderWay)?;
+        if patience.is_over() {
+            return Err(Unpassed::Link(io::ErrorKind::TimedOut.into()));
+        }
+        // SAFETY: waits for no descriptor, but for the time.
+        unsafe { libc::poll(std::ptr::null_mut(), 0, PASS_AGAIN_AFTER_MS) };
+        if patience.is_cancelled() {
+            return Err(Unpassed::Link(io::ErrorKind::ConnectionAborted.into()));
+        }
+        Ok(())
+    }
+}
+
 /// One end of a socket on which whole frames travel.
 #[derive(Debug)]
 pub struct Link {
@@ -68,43 +132,54 @@ impl Link {
         &self.socket
     }
 
-    /// Sends bytes, all of them; `passed` rides along with the first.
+    /// Sends bytes, all of them.
     ///
     /// # Errors
     /// What the kernel said; `TimedOut` if the peer takes nothing until then.
-    pub fn send(
-        &mut self,
-        bytes: &[u8],
-        mut passed: Option<BorrowedFd<'_>>,
-        patience: Patience<'_>,
-    ) -> io::Result<()> {
-        self.send_passing(bytes, &mut passed, patience)
+    pub fn send(&mut self, mut bytes: &[u8], patience: Patience<'_>) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match send_now(self.socket.as_raw_fd(), bytes) {
+                Ok(sent) => bytes = &bytes[sent..],
+                Err(error) => self.send_on(error, patience)?,
+            }
+        }
+        Ok(())
     }
 
-    /// The same; what is still in `passed` afterwards, the peer was not given.
+    /// The same with a descriptor, which rides along with the first byte. What is
+    /// still in `passed` afterwards, the peer was not given.
     ///
     /// # Errors
-    /// As [`Self::send`].
-    pub fn send_passing(
+    /// [`Unpassed`].
+    pub fn pass(
         &mut self,
         mut bytes: &[u8],
         passed: &mut Option<BorrowedFd<'_>>,
         patience: Patience<'_>,
-    ) -> io::Result<()> {
-        while !bytes.is_empty() {
-            match send_now(self.socket.as_raw_fd(), bytes, *passed) {
+    ) -> Result<(), Unpassed> {
+        let mut arrivals = Arrivals::default();
+        while let Some(descriptor) = *passed {
+            match pass_now(self.socket.as_raw_fd(), bytes, descriptor) {
                 Ok(sent) => {
                     bytes = &bytes[sent..];
                     *passed = None;
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    wait(self.socket.as_raw_fd(), libc::POLLOUT, patience)?;
+                Err(Unpassed::TooManyUnderWay) => arrivals.wait(patience)?,
+                Err(Unpassed::Link(error)) => {
+                    self.send_on(error, patience).map_err(Unpassed::Link)?;
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
             }
         }
-        Ok(())
+        self.send(bytes, patience).map_err(Unpassed::Link)
+    }
+
+    /// Goes on after a send call that failed for now.
+    fn send_on(&self, error: io::Error, patience: Patience<'_>) -> io::Result<()> {
+        match error.kind() {
+            io::ErrorKind::WouldBlock => wait(self.socket.as_raw_fd(), libc::POLLOUT, patience),
+            io::ErrorKind::Interrupted => Ok(()),
+            _ => Err(error),
+        }
     }
 
     /// Receives the next frame, which must be of a kind that is awaited.
@@ -216,16 +291,23 @@ pub fn send_once(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
     send_plain(socket, bytes, 0)
 }
 
-/// One `sendto`, which does not wait whatever the socket does; a `sendmsg` if
-/// `passed` rides along, which no worker's filter allows.
+/// One `sendto`, which does not wait whatever the socket does.
 ///
 /// # Errors
 /// What the kernel said.
-pub fn send_now(socket: RawFd, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> io::Result<usize> {
-    match passed {
-        Some(passed) => send_with(socket, bytes, passed),
-        None => send_plain(socket, bytes, libc::MSG_DONTWAIT),
-    }
+pub fn send_now(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
+    send_plain(socket, bytes, libc::MSG_DONTWAIT)
+}
+
+/// The same with a descriptor: a `sendmsg`, which no worker's filter allows.
+///
+/// # Errors
+/// [`Unpassed`]; nothing was sent.
+pub fn pass_now(socket: RawFd, bytes: &[u8], passed: BorrowedFd<'_>) -> Result<usize, Unpassed> {
+    send_with(socket, bytes, passed).map_err(|error| match error.raw_os_error() {
+        Some(libc::ETOOMANYREFS) => Unpassed::TooManyUnderWay,
+        _ => Unpassed::Link(error),
+    })
 }
 
 fn send_plain(socket: RawFd, bytes: &[u8], flags: libc::c_int) -> io::Result<usize> {
@@ -371,7 +453,7 @@ mod tests {
         bytes.extend(output(&[7; 100_000]));
         let sender = std::thread::spawn(move || {
             for piece in bytes.chunks(3000) {
-                a.send(piece, None, Patience::default()).unwrap();
+                a.send(piece, Patience::default()).unwrap();
             }
         });
         let until = Patience::until(Instant::now() + Duration::from_secs(30));
@@ -385,7 +467,9 @@ mod tests {
     fn a_descriptor_rides_along() {
         let (mut a, mut b) = pair();
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        a.send(&output(b"x"), Some(theirs.as_fd()), Patience::default()).unwrap();
+        let mut passed = Some(theirs.as_fd());
+        a.pass(&output(b"x"), &mut passed, Patience::default()).unwrap();
+        assert!(passed.is_none());
         drop(theirs);
         b.receive(|_| true, Patience::default()).unwrap();
         let mut passed = UnixStream::from(b.take_passed().unwrap());
@@ -396,9 +480,31 @@ mod tests {
     }
 
     #[test]
+    fn descriptors_under_way_are_waited_for_as_long_as_patience_lasts() {
+        let tried = |patience| {
+            let mut arrivals = Arrivals::default();
+            let mut tried = 1;
+            loop {
+                match arrivals.wait(patience) {
+                    Ok(()) => tried += 1,
+                    Err(Unpassed::TooManyUnderWay) => return (tried, None),
+                    Err(Unpassed::Link(error)) => return (tried, Some(error.kind())),
+                }
+            }
+        };
+        assert_eq!(tried(Patience::default()), (PASSES_MAX, None));
+        let over = Patience::until(Instant::now());
+        assert_eq!(tried(over), (1, Some(io::ErrorKind::TimedOut)));
+        let cancel = Cancel::new().unwrap();
+        cancel.raise();
+        let unwanted = Patience { until: None, cancel: Some(&cancel) };
+        assert_eq!(tried(unwanted), (1, Some(io::ErrorKind::ConnectionAborted)));
+    }
+
+    #[test]
     fn what_is_not_awaited_is_refused_and_silence_ends() {
         let (mut a, mut b) = pair();
-        a.send(&output(b"x"), None, Patience::default()).unwrap();
+        a.send(&output(b"x"), Patience::default()).unwrap();
         let refused = b.receive(|kind| kind == Kind::Report, Patience::default()).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
         let (_a, mut b) = pair();
@@ -411,13 +517,13 @@ mod tests {
         let more_than_a_socket_holds = vec![7; 4 << 20];
         let (mut a, _b) = pair();
         let until = Patience::until(Instant::now() + Duration::from_millis(20));
-        let error = a.send(&more_than_a_socket_holds, None, until).unwrap_err();
+        let error = a.send(&more_than_a_socket_holds, until).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         let (mut a, _b) = pair();
         let cancel = Cancel::new().unwrap();
         cancel.raise();
         let patience = Patience { until: None, cancel: Some(&cancel) };
-        let error = a.send(&more_than_a_socket_holds, None, patience).unwrap_err();
+        let error = a.send(&more_than_a_socket_holds, patience).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
     }
 
@@ -436,7 +542,7 @@ mod tests {
     #[test]
     fn who_waits_sleeps_on_when_the_other_side_takes_what_was_sent() {
         let (mut a, mut b) = pair();
-        a.send(&output(b"order"), None, Patience::default()).unwrap();
+        a.send(&output(b"order"), Patience::default()).unwrap();
         let (tell, told) = std::sync::mpsc::channel();
         let waiting = std::thread::spawn(move || {
             // SAFETY: has no preconditions.
@@ -456,7 +562,7 @@ mod tests {
         assert_eq!(b.receive(|_| true, Patience::default()).unwrap().payload, b"order");
         pause();
         assert_eq!(waits(thread), before, "it woke, and nothing was there");
-        b.send(&output(b"answer"), None, Patience::default()).unwrap();
+        b.send(&output(b"answer"), Patience::default()).unwrap();
         assert_eq!(waiting.join().unwrap(), b"answer");
     }
 
@@ -466,7 +572,7 @@ mod tests {
         let cancel = Cancel::new().unwrap();
         let patience = Patience { until: None, cancel: Some(&cancel) };
         cancel.nudge();
-        a.send(&output(b"x"), None, Patience::default()).unwrap();
+        a.send(&output(b"x"), Patience::default()).unwrap();
         assert_eq!(b.receive(|_| true, patience).unwrap().payload, b"x");
         std::thread::scope(|scope| {
             scope.spawn(|| {

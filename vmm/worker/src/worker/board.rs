@@ -333,7 +333,7 @@ mod tests {
             let settled = Settled { id, code, duration_ns: 1, body, redacted: false };
             let mut bytes = Vec::new();
             frame::write_message(Kind::Settled, &settled, &mut bytes);
-            broker.send(&bytes, None, Patience::default()).unwrap();
+            broker.send(&bytes, Patience::default()).unwrap();
             let tool = ToolName::parse("a.b").unwrap();
             let call = Call { id, waits: true, tool, request: Vec::new() };
             bytes.clear();

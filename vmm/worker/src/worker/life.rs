@@ -275,7 +275,7 @@ fn unavailable(what: &str, error: &io::Error) -> VmFailure {
 pub(crate) fn say<T: codec::Encode>(link: &mut Link, kind: Kind, message: &T) -> io::Result<()> {
     let mut bytes = Vec::new();
     frame::write_message(kind, message, &mut bytes);
-    link.send(&bytes, None, Patience::default())
+    link.send(&bytes, Patience::default())
 }
 
 /// The report of a run for which there was no VM.

@@ -148,8 +148,7 @@ pub fn serve(filters: Filters) -> io::Result<()> {
         };
         let told = zygote.fork(order, socket).and_then(|process| {
             // It goes with the few bytes of its frame, or none of them do.
-            let mut send = || link.send(&forked, Some(process.as_fd()), Patience::default());
-            once_there_is_room(&mut send)
+            link.pass(&forked, &mut Some(process.as_fd()), Patience::default())
                 .map_err(|error| unavailable("the descriptor of a worker was not passed", &error))
         });
         if let Err(failure) = told {
@@ -157,29 +156,6 @@ pub fn serve(filters: Filters) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// How often it is tried to pass on a descriptor while too many are under way, and how
-/// long it is waited in between, in milliseconds.
-const PASSES_MAX: usize = 100;
-const PASS_AGAIN_AFTER_MS: libc::c_int = 1;
-
-/// Passes on a descriptor. The kernel refuses that while all processes of this user
-/// have more of them under way than this one may have open. Those of a service that is
-/// this user are under way to workers that begin, each with its run's link to the
-/// broker, and soon arrive. Where they do not, that is no reason to end, and every
-/// worker with it.
-fn once_there_is_room(send: &mut dyn FnMut() -> io::Result<()>) -> io::Result<()> {
-    for _ in 1..PASSES_MAX {
-        match send() {
-            Err(error) if error.raw_os_error() == Some(libc::ETOOMANYREFS) => {
-                // SAFETY: waits for no descriptor, but for the time.
-                unsafe { libc::poll(std::ptr::null_mut(), 0, PASS_AGAIN_AFTER_MS) };
-            }
-            sent => return sent,
-        }
-    }
-    send()
 }
 
 /// Asks the scheduler for turns of [`TURN_NS`], for this process and its
@@ -236,7 +212,7 @@ fn trust_keys(keys: &[[u8; 32]]) -> Result<TrustKeys, KeyError> {
     TrustKeys::new(keys?)
 }
 
-fn unavailable(what: &str, error: &io::Error) -> VmFailure {
+fn unavailable(what: &str, error: &dyn std::error::Error) -> VmFailure {
     VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
 }
 
@@ -425,31 +401,4 @@ fn reach_down() {
     // SAFETY: advice about pages of this thread's stack. The kernel does not take
     // it for some that the zygote never reached; they come one by one.
     unsafe { libc::madvise(start.cast(), bytes, libc::MADV_POPULATE_WRITE) };
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_descriptor_is_passed_on_once_others_have_arrived() {
-        let after = |refusals: usize| {
-            let mut tried = 0;
-            let passed = once_there_is_room(&mut || {
-                tried += 1;
-                let refused = io::Error::from_raw_os_error(libc::ETOOMANYREFS);
-                if tried > refusals { Ok(()) } else { Err(refused) }
-            });
-            (passed.is_ok(), tried)
-        };
-        assert_eq!(after(0), (true, 1));
-        assert_eq!(after(3), (true, 4));
-        assert_eq!(after(usize::MAX), (false, PASSES_MAX));
-        let mut tried = 0;
-        let gone = once_there_is_room(&mut || {
-            tried += 1;
-            Err(io::ErrorKind::BrokenPipe.into())
-        });
-        assert_eq!((gone.unwrap_err().kind(), tried), (io::ErrorKind::BrokenPipe, 1));
-    }
 }
