@@ -398,6 +398,48 @@ fn a_name_that_no_request_can_have_is_refused_with_its_entry_and_what_to_write()
 }
 
 #[test]
+fn a_limit_of_all_vms_that_no_kernel_could_keep_is_refused_with_its_bounds() {
+    let desk = Desk::new();
+    let group = |limit: &str| format!("[vm.group]\n{limit}\n");
+    for good in [
+        "memory_bytes = 1048576",
+        "processes = 1",
+        "processes = 4194304",
+        "cpu_thousandths = 10",
+        "cpu_thousandths = 8192000",
+    ] {
+        assert_eq!(desk.check(&group(good)), (vec![], 0), "{good}");
+    }
+    for (key, wrong, bounds) in [
+        ("memory_bytes", ["0", "1048575", "9223372036854775807"], "1048576 to 1125899906842624"),
+        ("processes", ["0", "4194305", "9223372036854775807"], "1 to 4194304"),
+        ("cpu_thousandths", ["0", "9", "9223372036854775807"], "10 to 8192000"),
+    ] {
+        for value in wrong {
+            let (faults, status) = desk.check(&group(&format!("{key} = {value}")));
+            let told = (format!("vm.group.{key}"), format!("must be from {bounds}"));
+            assert_eq!((faults, status), (vec![told], 2), "{value}");
+        }
+    }
+    // As the commands themselves would.
+    desk.write("forge.toml", group("cpu_thousandths = 9223372036854775807").as_bytes());
+    let refused = desk.forge(&["serve", "--config", "forge.toml", "--socket", "s"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("forge.toml:2: vm.group.cpu_thousandths: must be from 10"), "{said}");
+}
+
+#[test]
+fn a_principals_role_that_nobody_wrote_down_is_told() {
+    let desk = Desk::new();
+    let text = "[roles.reader]\ntools = ['shop.*']\n[principals.a]\nroles = ['writer']\n";
+    let (faults, status) = desk.check(text);
+    assert_eq!((faults.len(), status), (1, 2), "{faults:?}");
+    assert_eq!(faults[0].0, "principals.a.roles.0");
+    assert!(faults[0].1.starts_with("no role has this name; known are reader"), "{faults:?}");
+}
+
+#[test]
 fn a_file_of_tool_servers_is_checked_without_a_configuration() {
     let desk = Desk::new();
     let check = |text: &str| {

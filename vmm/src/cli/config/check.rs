@@ -123,7 +123,8 @@ fn supervisors(
         faults.push(Fault::at("broker.user", error.to_string()));
         None
     });
-    let _: LowVm = read(all, "vm", &mut faults);
+    let vm: LowVm = read(all, "vm", &mut faults);
+    faults.extend(vm.faults());
     let pool: pool::LowPool = read(all, "pool", &mut faults);
     faults.extend(pool.faults());
     let mcp: McpConfig = read(all, "mcp", &mut faults);

@@ -22,6 +22,7 @@ pub(crate) use service::{ServiceConfig, service};
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
+use std::ops::RangeInclusive;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
@@ -112,6 +113,14 @@ impl McpConfig {
     }
 }
 
+/// No zygote lives in less than 1 MiB, and no host has 1 PiB.
+const GROUP_MEMORY_BYTES: RangeInclusive<u64> = 1 << 20..=1 << 50;
+/// The zygote is one; Linux has no more numbers than these.
+const GROUP_PROCESSES: RangeInclusive<u64> = 1..=4_194_304;
+/// The kernel takes no less than 1 ms of each tenth of a second, and has no more
+/// than 8192 CPUs.
+const GROUP_CPU_THOUSANDTHS: RangeInclusive<u64> = 10..=8_192_000;
+
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LowVm {
@@ -119,6 +128,26 @@ struct LowVm {
     isolation: Option<Isolation>,
     /// What all VMs together may use; needs cgroup v2.
     group: Option<GroupLimits>,
+}
+
+impl LowVm {
+    /// Limits that the kernel refuses, or under which there is not even a zygote: told
+    /// before the first run finds out.
+    fn faults(&self) -> Vec<Fault> {
+        let group = self.group.unwrap_or_default();
+        [
+            ("memory_bytes", group.memory_bytes, GROUP_MEMORY_BYTES),
+            ("processes", group.processes, GROUP_PROCESSES),
+            ("cpu_thousandths", group.cpu_thousandths, GROUP_CPU_THOUSANDTHS),
+        ]
+        .into_iter()
+        .filter(|(_, value, bounds)| value.is_some_and(|value| !bounds.contains(&value)))
+        .map(|(key, _, bounds)| {
+            let (least, most) = bounds.into_inner();
+            Fault::at(format!("vm.group.{key}"), format!("must be from {least} to {most}"))
+        })
+        .collect()
+    }
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -181,7 +210,12 @@ pub(crate) fn trust_keys(config: Option<&Path>) -> Result<Vec<PathBuf>, CliError
 
 /// What all VMs together may use, if a configuration says so.
 pub(crate) fn vm_group(config: Option<&Path>) -> Result<Option<GroupLimits>, CliError> {
-    config.map_or(Ok(None), |path| Ok(read_config(path)?.vm.group))
+    let Some(path) = config else { return Ok(None) };
+    let vm = read_config(path)?.vm;
+    match vm.faults().into_iter().next() {
+        Some(fault) => Err(fault.of(path)),
+        None => Ok(vm.group),
+    }
 }
 
 /// What programs run in: as the command line says, else as a configuration

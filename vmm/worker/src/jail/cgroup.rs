@@ -375,7 +375,8 @@ impl GroupLimits {
             write(directory, "pids.max", &processes.to_string())?;
         }
         if let Some(thousandths) = self.cpu_thousandths {
-            let quota_us = thousandths * Self::PERIOD_US / 1000;
+            // One beyond all bounds is the kernel's to refuse.
+            let quota_us = thousandths.saturating_mul(Self::PERIOD_US / 1000);
             write(directory, "cpu.max", &format!("{quota_us} {}", Self::PERIOD_US))?;
         }
         Ok(())
