@@ -25,7 +25,6 @@ pub struct Tally {
     settled: u64,
 }
 
-#[allow(clippy::missing_errors_doc, reason = "all have the type's")]
 impl Tally {
     /// A piece of output. One of no bytes is counted by nothing: whoever takes
     /// pieces refuses it.
