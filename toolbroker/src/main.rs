@@ -179,6 +179,7 @@ impl HiArgs {
         };
         let reviews = Reviews::open(config.review, args.state.as_deref())?;
         let mut files = config.builtins.credential_files();
+        files.append(&mut config.signing_keys);
         files.extend([&args.mcp_config, &args.config].into_iter().flatten().cloned());
         let uids = config.server_uids.clone().unwrap_or(stranger::UIDS);
         stranger::settle(&mut config.servers, &uids, args.state.as_deref(), &files)?;

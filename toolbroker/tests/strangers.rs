@@ -223,13 +223,15 @@ fn a_server_cannot_read_the_brokers_own_files_even_in_a_folder_it_was_given() {
     std::fs::write(&hook, CANARY.repeat(2)).unwrap();
     std::fs::set_permissions(&hook, PermissionsExt::from_mode(0o600)).unwrap();
     std::fs::write(folder.path().join("beside"), CANARY).unwrap();
+    std::fs::write(folder.path().join("alice.pem"), CANARY).unwrap();
     let (at, server) = (folder.path().to_owned(), test_server());
     let text = format!(
         "[servers.other]\ncommand = {server:?}\nargs = [\"--hostile\"]\nwrite = [{at:?}]\n\
          [servers.own]\ncommand = {server:?}\nargs = [\"--hostile\"]\n\
          [servers.own.credentials]\nTEST_TOKEN = {{ file = {token:?} }}\n\
          [builtins.crypto.keys.hook]\nalgorithm = \"hmac-sha256\"\n\
-         secret = {{ file = {hook:?} }}\n"
+         secret = {{ file = {hook:?} }}\n\
+         [principals.alice]\nsign_with = \"alice.pem\"\n"
     );
     let config = at.join("forge.toml");
     std::fs::write(&config, text).unwrap();
@@ -240,7 +242,9 @@ fn a_server_cannot_read_the_brokers_own_files_even_in_a_folder_it_was_given() {
     let mut worker = broker.run(&["other.attack"], limits());
     let of = |name: &str| at.join(name).display().to_string();
     assert!(attacked(&mut worker, "other", "file", &of("beside"), CANARY).0, "it was given");
-    for (name, needle) in [("token", CANARY), ("hook", CANARY), ("forge.toml", "servers")] {
+    let own =
+        [("token", CANARY), ("hook", CANARY), ("alice.pem", CANARY), ("forge.toml", "servers")];
+    for (name, needle) in own {
         assert!(!attacked(&mut worker, "other", "file", &of(name), needle).0, "{name}");
         assert!(outside("file", &of(name), needle), "{name}");
     }

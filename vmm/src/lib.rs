@@ -28,9 +28,9 @@
 pub mod admission;
 pub mod bench;
 pub mod broker;
+pub mod cpu_latency;
 #[cfg(test)]
 mod crowd;
-pub mod cpu_latency;
 pub mod isolation;
 pub mod keeper;
 pub mod keys;

@@ -17,7 +17,7 @@ const KEY_BYTES_SHOWN: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Syntax {
     /// The line, from 1.
-    pub line: usize,
+    pub line: u32,
     /// What is wrong there, and what to do.
     pub problem: &'static str,
 }
@@ -51,15 +51,16 @@ fn no_toml(message: &str) -> &'static str {
 
 /// The number of the line that begins or goes on behind this, from 1.
 #[must_use]
-pub fn line_after(before: &[u8]) -> usize {
-    before.iter().filter(|byte| **byte == b'\n').count() + 1
+pub fn line_after(before: &[u8]) -> u32 {
+    let ends = before.iter().filter(|byte| **byte == b'\n').count();
+    u32::try_from(ends).map_or(u32::MAX, |ends| ends.saturating_add(1))
 }
 
 /// A line of a file, as editors and compilers write it; the file alone, where no
 /// line is known.
 #[must_use]
-pub fn place(file: &Path, line: Option<usize>) -> impl fmt::Display {
-    struct Place<'a>(&'a Path, Option<usize>);
+pub fn place(file: &Path, line: Option<u32>) -> impl fmt::Display {
+    struct Place<'a>(&'a Path, Option<u32>);
     impl fmt::Display for Place<'_> {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             let Self(file, line) = self;
@@ -116,7 +117,7 @@ impl<'a> Lines<'a> {
     /// dots between them; of the innermost table or list that is there, where the
     /// field is missing. `None` where not even that is found.
     #[must_use]
-    pub fn of_field(&self, field: &str) -> Option<usize> {
+    pub fn of_field(&self, field: &str) -> Option<u32> {
         let mut value = match self.root.as_ref()? {
             Root::Toml(root) => Value::Toml(root),
             Root::Json(root) => Value::Json(root),
@@ -213,7 +214,7 @@ mod tests {
         assert!(!error.problem.contains("hunter2"), "{error:?}");
     }
 
-    fn lines(text: &str, fields: &[(&str, Option<usize>)]) {
+    fn lines(text: &str, fields: &[(&str, Option<u32>)]) {
         let lines = Lines::of(text);
         for (field, line) in fields {
             assert_eq!(lines.of_field(field), *line, "{field} in {text}");

@@ -100,7 +100,7 @@ impl ConfigError {
 
     /// The line there, from 1, if one is known.
     #[must_use]
-    pub fn line(&self) -> Option<usize> {
+    pub fn line(&self) -> Option<u32> {
         match self {
             Self::Field { line, .. } | Self::Twice { line, .. } => *line,
             Self::Syntax { line, .. } => Some(*line),

@@ -72,6 +72,9 @@ pub struct Config {
     pub server_uids: Option<Range<u32>>,
     /// Where spans are posted to, if anywhere.
     pub collector: Option<Url>,
+    /// Keys that the supervisor signs principals' programs with: files that no tool
+    /// server is to see.
+    pub signing_keys: Vec<PathBuf>,
 }
 
 /// Why a configuration is refused.
@@ -91,7 +94,7 @@ pub enum ConfigError {
         /// The file.
         file: PathBuf,
         /// The line, from 1.
-        line: usize,
+        line: u32,
         /// What is wrong, without the line's text.
         what: String,
     },
@@ -101,7 +104,7 @@ pub enum ConfigError {
         /// The file.
         file: PathBuf,
         /// The line, from 1, where it is known.
-        line: Option<usize>,
+        line: Option<u32>,
         /// The field, as a path with dots.
         field: String,
         /// What is wrong with it.
@@ -116,7 +119,7 @@ pub enum ConfigError {
         /// The second file.
         file: PathBuf,
         /// The line, from 1, where it is known.
-        line: Option<usize>,
+        line: Option<u32>,
         /// The server.
         server: String,
     },
@@ -377,7 +380,7 @@ fn mcp_document(file: &Path, text: &str) -> Result<Strict, ConfigError> {
     // Some editors begin a file with a mark of its encoding.
     serde_json::from_str(text.trim_start_matches('\u{feff}')).map_err(|error| ConfigError::Syntax {
         file: file.to_owned(),
-        line: error.line(),
+        line: error.line().try_into().unwrap_or(u32::MAX),
         what: syntax_of(&error),
     })
 }
@@ -441,6 +444,7 @@ fn forge_config(file: &Path, document: &Value, lookup: Lookup<'_>) -> Result<Con
         config.review = tools::review(&table)?;
     }
     config.policy = policy::policy(&document)?;
+    config.signing_keys = policy::signing_keys(file, &document)?;
     if let Some(table) = document.field("builtins") {
         config.builtins = builtins::parse(&table, lookup)?;
     }

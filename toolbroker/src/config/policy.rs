@@ -1,6 +1,7 @@
 //! Who may see what: the tables `[roles.<name>]` and `[principals.<name>]`.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use super::node::Node;
 use super::{ConfigError, Problem};
@@ -51,6 +52,15 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
         patterns_of.insert(name.to_owned(), patterns);
     }
     Ok(Policy::of(patterns_of))
+}
+
+/// The keys that the supervisor signs a principal's programs with, relative to this
+/// file. Whatever else is wrong with one is the supervisor's to tell.
+pub(super) fn signing_keys(file: &Path, document: &Node<'_>) -> Result<Vec<PathBuf>, ConfigError> {
+    let folder = file.parent().unwrap_or(Path::new(""));
+    let named = children(document.field("principals").as_ref())?;
+    let keys = named.iter().filter_map(|(_, principal)| principal.field("sign_with"));
+    Ok(keys.filter_map(|key| key.text().ok().map(|text| folder.join(text))).collect())
 }
 
 fn children<'a>(table: Option<&Node<'a>>) -> Result<Vec<(&'a str, Node<'a>)>, ConfigError> {

@@ -30,7 +30,7 @@ const COMMENTED: &str = include_str!("commented.toml");
 struct Told {
     file: PathBuf,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    line: Option<usize>,
+    line: Option<u32>,
     #[serde(flatten)]
     fault: Fault,
 }
@@ -74,7 +74,7 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
     tell(args, file, &faults)
 }
 
-fn told(file: &Path, line: Option<usize>, fault: Fault) -> Told {
+fn told(file: &Path, line: Option<u32>, fault: Fault) -> Told {
     Told { file: file.to_owned(), line, fault }
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct Fault {
     pub(crate) problem: String,
     /// The line, where the file could not be read behind it.
     #[serde(skip)]
-    pub(super) line: Option<usize>,
+    pub(super) line: Option<u32>,
 }
 
 impl Fault {
@@ -44,7 +44,7 @@ impl Fault {
 }
 
 /// The line of a fault, from 1: its own, or its field's.
-pub(crate) fn line_of(fault: &Fault, lines: &Lines<'_>) -> Option<usize> {
+pub(crate) fn line_of(fault: &Fault, lines: &Lines<'_>) -> Option<u32> {
     fault.line.or_else(|| lines.of_field(fault.field.as_deref()?))
 }
 
