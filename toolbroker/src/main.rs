@@ -214,6 +214,9 @@ fn main() -> ExitCode {
         .with_env_filter(log_filter())
         .with_writer(std::io::stderr)
         .with_ansi(false)
+        // It says that a line cannot be written where that cannot be written either,
+        // which panics: a full disk would end whichever call logs.
+        .log_internal_errors(false)
         .finish()
         // The MCP library logs whole messages, before credentials are scrubbed
         // from them: never, whatever is asked for.
@@ -251,7 +254,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("forge-toolbroker: {error}");
+            let _ = writeln!(std::io::stderr(), "forge-toolbroker: {error}");
             ExitCode::from(error.exit_code())
         }
     }

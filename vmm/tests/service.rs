@@ -37,12 +37,12 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Answered, Finished, Order, Query, Question, Reply, Submit};
 use forge_vmm::cpu_latency::CpuLatency;
-use processes::{Process, descendants_of, is_busy, is_gone};
+use processes::{Process, child_named, descendants_of, is_busy, is_gone};
 use serde_json::Value;
 use serving::{
-    ECHO, Service, broker_pid, desk, endless, is_closed, kill, leaving_client, lines, patience,
-    program, report, run, runtime, send, signal, standing, stands, status, stranger, submit,
-    test_server, three_in_flight,
+    ECHO, Service, broker_pid, desk, endless, hashes, is_closed, kill, leaving_client, lines,
+    patience, program, report, run, runtime, send, signal, signal_to, standing, stands, status,
+    stranger, submit, test_server, three_in_flight,
 };
 use support::{eventually, forge_module, signed};
 
@@ -83,6 +83,7 @@ fn main() -> ExitCode {
             an_order_that_no_service_takes_is_refused_before_it_is_sent,
             an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted,
             the_service_is_gone_with_all_it_started_however_it_ends,
+            a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
         ],
         claims![
             an_order_that_was_read_when_a_drain_began_is_answered,
@@ -1112,6 +1113,28 @@ fn a_service_holds_idle_cpus_ready_while_runs_come() {
     let service = serve_asking(&desk, &file, &["--config", "forge.toml"]);
     service.serves();
     assert_eq!(asked(&file), any, "nothing is asked for where that is configured");
+}
+
+fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {
+    let desk = desk();
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut serves = desk.serves(&[]);
+    let child = serves.env("FORGE_LOG", "info").stderr(full).spawn().unwrap();
+    let service = Service::listening(child, desk.socket());
+    service.serves();
+    // What each of these says, at least, is said by another thread.
+    fs::write(desk.path("signer.pub"), "no key").unwrap();
+    signal(&service, libc::SIGHUP);
+    let broker = broker_pid(&standing(&mut service.client()));
+    Process::children_of(service.child.id() as i32).iter().for_each(|it| kill(it.pid));
+    eventually("another broker is there, and another zygote", || {
+        let standing = standing(&mut service.client());
+        let is_back = broker_pid(&standing).is_some_and(|pid| Some(pid) != broker);
+        is_back && standing["pool"]["standing"].as_u64().is_some_and(|standing| standing > 0)
+    });
+    service.serves();
+    let report = run(&mut service.client(), &hashes());
+    assert_eq!(report["status"], "ok", "{report:#}");
 }
 
 fn another_user_speaks_for_its_principal_alone() {

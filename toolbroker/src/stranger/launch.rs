@@ -18,7 +18,7 @@
 //! here. Deliberately absent is any choice.
 
 use std::fmt;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -112,15 +112,19 @@ pub fn if_asked() -> Option<ExitCode> {
                 .map_err(|error| failed("the order")(io::Error::other(error)))
                 .and_then(|order| launch(&order, &words.collect::<Vec<_>>()));
             Some(outcome.unwrap_or_else(|failure| {
-                eprintln!(
-                    "forge-toolbroker: a tool server's surroundings cannot be made: {failure}"
-                );
+                complain(&failure);
                 ExitCode::from(EXIT_FAILED)
             }))
         }
         word if word == PROBE.as_bytes() => Some(super::host::try_out()),
         _ => None,
     }
+}
+
+/// Says why there is no server, where somebody can be told.
+fn complain(failure: &Failure) {
+    let what = "a tool server's surroundings cannot be made";
+    let _ = writeln!(io::stderr(), "forge-toolbroker: {what}: {failure}");
 }
 
 fn launch(order: &Order, args: &[std::ffi::OsString]) -> Result<ExitCode, Failure> {
@@ -190,7 +194,7 @@ pub(super) fn start(
     drop(held);
     let outcome = process_1(order, owners, &alive, then);
     let code = outcome.unwrap_or_else(|failure| {
-        eprintln!("forge-toolbroker: a tool server's surroundings cannot be made: {failure}");
+        complain(&failure);
         EXIT_FAILED
     });
     std::process::exit(code.into());

@@ -193,7 +193,13 @@ fn start_logging() {
     if let Ok(silence) = "rmcp=off".parse() {
         filter = filter.add_directive(silence);
     }
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        // It says that a line cannot be written where that cannot be written either,
+        // which panics: a full disk would end whichever thread logs.
+        .log_internal_errors(false)
+        .init();
 }
 
 /// Says what went wrong. Much of that quotes others: tool servers, programs, files.

@@ -127,16 +127,29 @@ impl State {
     }
 }
 
+/// A thread's place among those that there are, given back however it ends.
+struct Place<'a>(&'a Shared);
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.state).threads -= 1;
+    }
+}
+
 impl Shared {
     fn work(&self) {
+        let place = Place(self);
         while let Some(connection) = self.next() {
             // A bug of ours costs one connection.
             let attended = catch_unwind(AssertUnwindSafe(|| connection.attend()));
             if attended.is_err() {
-                tracing::error!("a thread panicked, which is a bug; its client is cut off");
+                // Before anything else that may fail.
                 connection.close();
+                tracing::error!("a thread panicked, which is a bug; its client is cut off");
             }
         }
+        // Given back by whoever found that there is nothing to do, with the same lock.
+        std::mem::forget(place);
     }
 
     /// The next connection, or `None` if none came for a while.
@@ -173,6 +186,18 @@ mod tests {
 
     use super::super::peer::Peer;
     use super::*;
+
+    #[test]
+    fn a_thread_that_panics_gives_its_place_back() {
+        let crew = Crew::new(1);
+        lock(&crew.0.state).threads = 1;
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let _place = Place(&crew.0);
+            panic!("on purpose");
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(crew.threads(), 0);
+    }
 
     #[test]
     fn threads_on_top_are_for_the_operators_connections_alone() {
