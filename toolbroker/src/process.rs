@@ -6,8 +6,8 @@
 //! as well.
 //!
 //! Not being dumpable is what keeps other processes of the same user away from
-//! its memory, whether Yama restricts tracing or not. The `unsafe` here is two
-//! system calls on descriptors that no safe interface offers. Deliberately
+//! its memory, whether Yama restricts tracing or not. The `unsafe` here is three
+//! calls that no safe interface offers. Deliberately
 //! absent is what is done to tool servers: see [`crate::stranger`].
 
 use std::io;
@@ -19,8 +19,9 @@ use crate::filter;
 
 /// Makes the process non-dumpable, which keeps debuggers of the same user out
 /// too; turns core dumps off; marks every descriptor above standard error
-/// close-on-exec; and puts the filter on. Call it first, before any other
-/// thread runs.
+/// close-on-exec; has a write to a file that may grow no further fail, where it
+/// would end the process under its calls; and puts the filter on. Call it first,
+/// before any other thread runs.
 ///
 /// # Errors
 /// If the kernel refuses any of it. Close-on-exec for a range needs Linux
@@ -29,6 +30,9 @@ pub fn harden() -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     // Servers become dumpable again when they start; this they inherit.
     setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    // Servers are put back to the default by their launcher.
+    // SAFETY: ignoring a signal needs no handler.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     filter::install(filter::Whose::Broker)?;
     // SAFETY: close_range with CLOSE_RANGE_CLOEXEC closes nothing and touches
     // no memory; it only sets a flag on descriptors that are open.
@@ -75,6 +79,9 @@ mod tests {
         assert_eq!(unsafe { libc::fcntl(near.as_raw_fd(), libc::F_SETFD, 0) }, 0);
         harden().unwrap();
         assert_eq!(rustix::process::dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);
+        // SAFETY: sets what is set.
+        let full_file = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+        assert_eq!(full_file, libc::SIG_IGN, "a full file ends it");
         // SAFETY: reads a flag of a descriptor that this test owns.
         let flags = unsafe { libc::fcntl(near.as_raw_fd(), libc::F_GETFD) };
         assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);

@@ -128,6 +128,8 @@ fn complain(failure: &Failure) {
 }
 
 fn launch(order: &Order, args: &[std::ffi::OsString]) -> Result<ExitCode, Failure> {
+    // The broker ignores it, which is nothing for a server to know.
+    sys::heed(libc::SIGXFSZ);
     let mut server = Command::new(&order.program);
     server.args(args);
     if order.namespaces == Namespaces::Shared {

@@ -55,6 +55,13 @@ pub(super) fn block_signals(all: bool) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Has this signal do again what it does by default: what this process executes
+/// inherits that it is ignored.
+pub(super) fn heed(signal: libc::c_int) {
+    // SAFETY: the default needs no handler.
+    unsafe { libc::signal(signal, libc::SIG_DFL) };
+}
+
 /// Sets attributes on a mount and all below it; with a user namespace, shows
 /// their owners through its map.
 pub(super) fn set_mount_attributes(
@@ -86,6 +93,18 @@ pub(super) fn set_mount_attributes(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_signal_that_the_broker_ignores_is_heeded_by_who_is_executed() {
+        // SAFETY: ignoring a signal needs no handler; none is sent here.
+        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+        heed(libc::SIGXFSZ);
+        let mut shows = std::process::Command::new("sed");
+        shows.args(["-n", "s/^SigIgn:\\t//p", "/proc/self/status"]);
+        let mask = shows.output().unwrap().stdout;
+        let mask = u64::from_str_radix(String::from_utf8(mask).unwrap().trim(), 16).unwrap();
+        assert_eq!(mask & (1 << (libc::SIGXFSZ - 1)), 0);
+    }
 
     #[test]
     fn a_process_with_threads_is_not_forked() {

@@ -125,6 +125,10 @@ const STATE: &str = "FORGE_STATE";
 
 /// The whole command.
 pub(crate) fn main() -> ExitCode {
+    // Where a file may grow no further (RLIMIT_FSIZE), a write says so and nobody is
+    // ended: not the service by its log. Zygotes start with all signals as they were.
+    // SAFETY: ignoring a signal needs no handler.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     if std::env::args_os().nth(1).is_some_and(|first| first == door::COMMAND) {
         return be_door();
     }
