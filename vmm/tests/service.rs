@@ -84,6 +84,7 @@ fn main() -> ExitCode {
             an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted,
             the_service_is_gone_with_all_it_started_however_it_ends,
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
+            what_is_in_the_jail_goes_first_where_memory_is_short,
         ],
         claims![
             an_order_that_was_read_when_a_drain_began_is_answered,
@@ -1113,6 +1114,20 @@ fn a_service_holds_idle_cpus_ready_while_runs_come() {
     let service = serve_asking(&desk, &file, &["--config", "forge.toml"]);
     service.serves();
     assert_eq!(asked(&file), any, "nothing is asked for where that is configured");
+}
+
+fn what_is_in_the_jail_goes_first_where_memory_is_short() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "1"]);
+    let id = service.child.id();
+    let of = |pid| fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+    eventually("a worker stands ready", || !service.workers().is_empty());
+    for worker in service.workers() {
+        assert_eq!(of(worker), "1000\n");
+    }
+    assert_eq!(of(id as i32), of(std::process::id() as i32));
+    let broker = child_named(id, FORGE.replace("forge-vmm", "forge-toolbroker").as_str());
+    assert_eq!(of(broker.unwrap() as i32), of(id as i32));
 }
 
 fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {

@@ -32,6 +32,10 @@ pub const NOBODYS_ID: u32 = 0x7F00_0000;
 /// What the host is called in there.
 const HOSTNAME: &[u8] = b"jail";
 
+/// The most that a process can be made the kernel's choice when memory is short.
+/// What it forks inherits that.
+const FIRST_TO_GO: &str = "1000";
+
 const NEW_NAMESPACES: libc::c_int = libc::CLONE_NEWUSER
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET
@@ -510,6 +514,9 @@ fn accompany(plan: Plan, pid: libc::pid_t) -> Result<(), SpawnError> {
     if place.namespaces == Namespaces::New {
         map_identity(pid, place.identity)?;
     }
+    // Where memory is short, what is in there goes first, and not who trusts it with
+    // nothing. It is no layer of the jail: where it is refused, all else holds.
+    let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), FIRST_TO_GO);
     let failed = |error| host("speaking with the child", error);
     ours.write_all(&[1]).map_err(failed)?;
     // Exec closes the other end without a word.
