@@ -587,7 +587,12 @@ impl Connection {
         while !unsent.is_empty() {
             // The kernel's patience begins anew with each piece of what it sends.
             let part = &unsent[..unsent.len().min(SEND_BYTES)];
+            let asked = Instant::now();
             match send_once(self.socket.as_raw_fd(), part) {
+                // It was over within this piece: what fitted is told first.
+                Ok(sent) if sent < part.len() && asked.elapsed() >= SEND_PATIENCE => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
                 Ok(sent) => unsent = &unsent[sent..],
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -841,6 +846,18 @@ mod tests {
         assert!(enter(most, Question::Metrics).is_none(), "it had no place to give back");
         (0..).zip(asked).for_each(|(number, cancel)| leave(number, cancel));
         assert!(enter(0, Question::Metrics).is_some());
+    }
+
+    #[test]
+    fn a_client_that_takes_nothing_is_waited_for_once() {
+        let (_client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let report = vec![0; 2 << 20];
+        let result = Finish { report, artifacts: Vec::new() };
+        let began = Instant::now();
+        let sent = connection.send(Kind::Finished, &Finished { number: 0, result });
+        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert!(began.elapsed() < SEND_PATIENCE * 3 / 2, "{:?}", began.elapsed());
     }
 
     #[test]
