@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::connection::Connection;
+use super::seldom::Seldom;
 use super::{OPERATORS_OWN, lock};
 
 /// How long a thread without work stays.
@@ -86,7 +87,10 @@ impl Crew {
         if let Err(error) = started {
             lock(&self.0.state).threads -= 1;
             // Another thread takes it when it is free, or [`Self::look`] finds one.
-            tracing::error!(%error, "no thread for a client");
+            static SAID: Seldom = Seldom::new();
+            if SAID.is_due() {
+                tracing::error!(%error, "no thread for a client");
+            }
         }
     }
 

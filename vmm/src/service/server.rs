@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::arrival::{Arrival, VsockListener};
 use super::connection::Connection;
 use super::options::ServiceOptions;
+use super::seldom::Seldom;
 use super::socket_file::SocketFile;
 use super::systemd::{Standing, notify};
 use super::{AWAKE, CONNECTIONS_MAX, OPERATORS_OWN, Service, lock};
@@ -263,7 +264,10 @@ fn accept(
                 _ => {
                     // It waits at the door until there is a descriptor, or what
                     // else the host has too little of.
-                    tracing::warn!(%error, "a client has to wait");
+                    static SAID: Seldom = Seldom::new();
+                    if SAID.is_due() {
+                        tracing::warn!(%error, "clients have to wait");
+                    }
                     std::thread::sleep(Duration::from_millis(10));
                     return Ok(());
                 }
@@ -340,7 +344,10 @@ impl Service {
         let most =
             if peer.is_operator() { CONNECTIONS_MAX } else { CONNECTIONS_MAX - OPERATORS_OWN };
         if lock(&self.connections).len() >= most {
-            tracing::warn!("a connection beyond {most} is closed");
+            static SAID: Seldom = Seldom::new();
+            if SAID.is_due() {
+                tracing::warn!("connections beyond {most} are closed");
+            }
             return;
         }
         if let Some(who) = peer.who() {
@@ -348,7 +355,10 @@ impl Service {
             let its = connections.values().filter(|it| it.who() == Some(who)).count();
             let most = who.connections_max();
             if its >= most {
-                tracing::info!(?who, "a connection beyond {most} is closed");
+                static SAID: Seldom = Seldom::new();
+                if SAID.is_due() {
+                    tracing::info!(?who, "connections beyond {most} are closed");
+                }
                 return;
             }
         }
