@@ -84,6 +84,7 @@ fn main() -> ExitCode {
             an_input_or_a_principal_that_is_none_is_refused_whatever_is_granted,
             the_service_is_gone_with_all_it_started_however_it_ends,
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
+            a_zygote_that_was_stopped_ends_with_its_service,
             what_is_in_the_jail_goes_first_where_memory_is_short,
         ],
         claims![
@@ -1114,6 +1115,20 @@ fn a_service_holds_idle_cpus_ready_while_runs_come() {
     let service = serve_asking(&desk, &file, &["--config", "forge.toml"]);
     service.serves();
     assert_eq!(asked(&file), any, "nothing is asked for where that is configured");
+}
+
+fn a_zygote_that_was_stopped_ends_with_its_service() {
+    let desk = desk();
+    let mut service = desk.serve(&[]);
+    let zygote = child_named(service.child.id(), "forge-vmm-zygote").unwrap() as i32;
+    let _client = leaving_client(&service, &endless());
+    let mut other = service.client();
+    eventually("it runs", || standing(&mut other)["runs"]["running"] == 1);
+    signal_to(zygote, libc::SIGSTOP);
+    signal(&service, libc::SIGTERM);
+    signal(&service, libc::SIGTERM);
+    assert!(service.child.wait().unwrap().success());
+    eventually("its zygote is gone", || is_gone(zygote));
 }
 
 fn what_is_in_the_jail_goes_first_where_memory_is_short() {

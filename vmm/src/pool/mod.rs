@@ -43,7 +43,7 @@ use forge_protocol::worker::{
 };
 
 use crate::admission::Admitted;
-use crate::jail::{GroupLimits, Hardening, Weakness};
+use crate::jail::{GroupLimits, Hardening, Spawned, Weakness};
 use crate::link::Patience;
 use crate::machine;
 use crate::trace::now_ns;
@@ -207,6 +207,8 @@ struct Shared {
     options: PoolOptions,
     usual_ram_bytes: usize,
     zygote: Turn<Option<Zygote>>,
+    /// The last one's process.
+    process: Mutex<Option<Arc<Spawned>>>,
     /// Of the last zygote.
     hardening: Mutex<Option<Hardening>>,
     shelves: Mutex<Shelves>,
@@ -252,6 +254,7 @@ impl Pool {
             options,
             usual_ram_bytes: machine::ram_bytes(&RunLimits::default()),
             zygote: Turn::new(None),
+            process: Mutex::new(None),
             hardening: Mutex::new(None),
             shelves: Mutex::new(Shelves::new(options)),
             changed: Condvar::new(),
@@ -315,6 +318,15 @@ impl Pool {
     pub fn make(&self, touched: bool) -> Result<Worker, VmFailure> {
         let made = self.shared.make(self.shared.usual_ram_bytes, touched, Patience::default());
         made.map_err(VmFailure::from)
+    }
+
+    /// Ends all workers with their zygote, whoever has them and waits for what: for
+    /// who is about to end. A zygote that was stopped would not hear of that end.
+    pub fn kill(&self) {
+        if let Some(process) = &*self.shared.lock_process() {
+            // One that is gone was waited for, and its descriptor names no other.
+            let _ = process.kill();
+        }
     }
 
     /// Starts the first zygote, if none ever stood. What every run needs is
@@ -491,6 +503,10 @@ impl Shared {
         self.hardening.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn lock_process(&self) -> MutexGuard<'_, Option<Arc<Spawned>>> {
+        self.process.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// A worker was lost before it had a run, which another gets. That is no
     /// reason for silence if its last reset was not one, or if it tried what
     /// its jail forbids.
@@ -534,6 +550,7 @@ impl Shared {
                 None => Zygote::begin(&self.setup, self.options.group.as_ref())
                     .map_err(Unmade::Failed)?,
             };
+            *self.lock_process() = Some(zygote.process());
             match zygote.stand(patience) {
                 Ok(()) => {
                     *self.lock_hardening() = Some(zygote.hardening().clone());
@@ -756,6 +773,26 @@ mod tests {
     use super::*;
     use crate::cancel::Cancel;
     use crate::link::Link;
+
+    #[test]
+    fn a_zygote_that_stands_still_is_ended_though_somebody_waits_for_it() {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
+        let (zygote, mut theirs) = zygote::tests::beginning();
+        let process = zygote.process();
+        *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
+        std::thread::scope(|scope| {
+            let stands = scope.spawn(|| pool.stand_by(Patience::default()));
+            while pool.shared.lock_process().is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            pool.kill();
+            assert!(process.wait().is_ok());
+            assert!(!stands.is_finished(), "nobody waited for it");
+            let gone = ZygoteReady::Err(internal("gone"));
+            say(&mut theirs, Kind::ZygoteReady, &gone, None);
+            stands.join().unwrap();
+        });
+    }
 
     #[test]
     fn a_run_waits_no_longer_than_it_can_for_a_zygote_that_begins() {

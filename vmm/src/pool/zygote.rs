@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
@@ -31,7 +32,7 @@ const OWED_TIME: Duration = Duration::from_secs(1);
 /// A zygote process and the socket to it.
 #[derive(Debug)]
 pub struct Zygote {
-    process: Spawned,
+    process: Arc<Spawned>,
     link: Link,
     hardening: Hardening,
     /// When it began, until it has said that it stands.
@@ -146,7 +147,7 @@ impl Zygote {
             landlock_abi: None,
         };
         let mut zygote = Self {
-            process,
+            process: Arc::new(process),
             link: Link::new(ours),
             hardening,
             begins: Some(Instant::now()),
@@ -198,6 +199,12 @@ impl Zygote {
     #[must_use]
     pub fn id(&self) -> libc::pid_t {
         self.process.pid
+    }
+
+    /// Its process, for whoever is to end it while somebody waits for an answer.
+    #[must_use]
+    pub fn process(&self) -> Arc<Spawned> {
+        Arc::clone(&self.process)
     }
 
     /// Has it fork a worker, once it stands and as long as patience lasts. The
@@ -374,7 +381,7 @@ pub(super) mod tests {
             procfs: true,
             landlock_abi: None,
         };
-        let process = Spawned { pid, pidfd };
+        let process = Arc::new(Spawned { pid, pidfd });
         let link = Link::new(ours);
         let zygote = Zygote { process, link, hardening, begins: None, owes: None, _group: None };
         (zygote, Link::new(theirs))

@@ -237,6 +237,8 @@ impl Server {
             if let Some(ending) = &mut ending
                 && (ends_asked > 1 || service.is_drained() || ending.is_over(&service))
             {
+                // A thread that goes on has the pool still.
+                supervisor.pool().kill();
                 return Ok(());
             }
         }
