@@ -313,7 +313,8 @@ impl Supervisor {
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
-        pool.stand_by(Patience { until: None, cancel: attendance.cancel });
+        // If it cannot be, the run says so.
+        let _ = pool.stand_by(Patience { until: None, cancel: attendance.cancel });
         // From here on the run's clock goes, for everybody: the broker counts
         // from the moment at which it is asked to open the run.
         let wall = Duration::from_millis(request.limits.wall_ms);

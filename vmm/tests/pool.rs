@@ -245,7 +245,7 @@ fn an_empty_pool_is_a_cold_start_and_no_error() {
 
 fn time_lost_before_a_worker_has_the_run_is_the_runs() {
     let pool = pool(0, 0, Reuse::Fresh);
-    pool.stand_by(Patience::default());
+    pool.stand_by(Patience::default()).unwrap();
     let job = Job { deadline: deadline_in(Duration::ZERO), ..echo() };
     let task = Task { tenant: "somebody", job: &job, broker: None, prepared: None, tell: None };
     // A worker is made, and says that there is no time left.

@@ -86,6 +86,7 @@ fn main() -> ExitCode {
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
             a_zygote_that_was_stopped_ends_with_its_service,
             what_is_in_the_jail_goes_first_where_memory_is_short,
+            a_host_that_can_make_no_vm_is_no_service,
         ],
         claims![
             an_order_that_was_read_when_a_drain_began_is_answered,
@@ -1143,6 +1144,24 @@ fn what_is_in_the_jail_goes_first_where_memory_is_short() {
     assert_eq!(of(id as i32), of(std::process::id() as i32));
     let broker = child_named(id, FORGE.replace("forge-vmm", "forge-toolbroker").as_str());
     assert_eq!(of(broker.unwrap() as i32), of(id as i32));
+}
+
+fn a_host_that_can_make_no_vm_is_no_service() {
+    let desk = desk();
+    let mut serves = desk.serves(&[]);
+    let no_room = || {
+        let none = libc::rlimit { rlim_cur: 4096, rlim_max: 4096 };
+        // SAFETY: a plain system call on a limit that is whole.
+        unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &none) };
+        Ok(())
+    };
+    // What workers are has to be written to memory first.
+    // SAFETY: the closure makes one system call between fork and exec.
+    let output = unsafe { serves.pre_exec(no_room) }.output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(5), "{stderr}");
+    assert!(stderr.contains("the zygote cannot be started"), "{stderr}");
+    assert!(!desk.socket().exists());
 }
 
 fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {

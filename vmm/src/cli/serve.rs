@@ -6,6 +6,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use forge_client::ClientError;
@@ -17,6 +18,7 @@ use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
 use forge_vmm::jail::privileges;
 use forge_vmm::keys;
+use forge_vmm::link::Patience;
 use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::Status;
@@ -28,6 +30,10 @@ use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
 use super::run::Shown;
 use super::{CliError, Exit, complain, out, print_json, progress, top};
+
+/// How long a zygote may take to stand before there is a service. It takes some
+/// milliseconds; this is for hosts that emulate everything.
+const STAND_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
@@ -79,6 +85,11 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool };
     let supervisor =
         Arc::new(Supervisor::new(supervisor_options, Some(broker)).map_err(CliError::Host)?);
+    // A host that can make no VM is no service. What it lacks is said here, and not to
+    // each client.
+    let patience = Patience::until(Instant::now() + STAND_TIME_MAX);
+    let no_vm = |failure: VmFailure| CliError::Host(io::Error::other(failure.message));
+    supervisor.pool().stand_by(patience).map_err(no_vm)?;
     let failed = |source| CliError::File { path: path.display().to_string(), source };
     let passed_at = at.as_ref().and_then(|at| at.local_addr().ok()?.as_pathname().map(Into::into));
     let server = match at {

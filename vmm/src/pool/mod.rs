@@ -63,6 +63,8 @@ const READY_TIME_MAX: Duration = Duration::from_secs(30);
 const PREPARE_TIME_MAX: Duration = Duration::from_secs(5);
 /// How long the filling thread waits after it failed.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// How long it says nothing of the same failure, at most.
+const SILENCE_MAX: Duration = Duration::from_secs(300);
 /// How often the filling thread looks for what nobody misses, and for what has
 /// something to say.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -330,15 +332,18 @@ impl Pool {
     }
 
     /// Starts the first zygote, if none ever stood. What every run needs is
-    /// not made in the time of one, unless patience is over before. If it cannot
-    /// be started, the next run says so.
-    pub fn stand_by(&self, patience: Patience<'_>) {
+    /// not made in the time of one, unless patience is over before.
+    ///
+    /// # Errors
+    /// [`VmFailure`]: it cannot be started. The next run says so too.
+    pub fn stand_by(&self, patience: Patience<'_>) -> Result<(), VmFailure> {
         // A zygote that was lost since is started by whoever needs it.
         if self.shared.lock_hardening().is_some() {
-            return;
+            return Ok(());
         }
-        let Ok(mut zygote) = self.shared.zygote.take(patience) else { return };
-        let _ = self.shared.standing(&mut zygote, patience);
+        let mut zygote = self.shared.zygote.take(patience).map_err(Unmade::Late)?;
+        self.shared.standing(&mut zygote, patience)?;
+        Ok(())
     }
 
     /// Carries out a run, as long as patience lasts.
@@ -478,6 +483,31 @@ impl Drop for Pool {
         let left = [shelves.take_spent(), shelves.take_speaking()];
         drop(shelves);
         self.shared.end(left.into_iter().flatten());
+    }
+}
+
+/// Failures to fill a pool, each a second after the one before. What is the same again
+/// is said seldomer each time.
+#[derive(Default)]
+struct Failures {
+    said: Option<(String, Instant)>,
+    silence: Duration,
+}
+
+impl Failures {
+    /// Whether it is to be said now, which then is when it was said last.
+    fn is_due(&mut self, why: &str, now: Instant) -> bool {
+        match &self.said {
+            Some((before, at)) if before == why => {
+                if now.saturating_duration_since(*at) < self.silence {
+                    return false;
+                }
+                self.silence = (2 * self.silence).min(SILENCE_MAX);
+            }
+            _ => self.silence = RETRY_AFTER,
+        }
+        self.said = Some((why.to_owned(), now));
+        true
     }
 }
 
@@ -688,6 +718,7 @@ impl Shared {
     fn fill(&self) {
         let mut shelves = self.shelves();
         let mut looked = Instant::now();
+        let mut failures = Failures::default();
         while !shelves.is_closing() {
             if looked.elapsed() >= LOOK_EVERY {
                 looked = Instant::now();
@@ -725,6 +756,7 @@ impl Shared {
             shelves = self.shelves();
             match made {
                 Ok(worker) => {
+                    failures = Failures::default();
                     if let Some(unwanted) = shelves.add(missing, worker) {
                         drop(shelves);
                         drop(unwanted);
@@ -732,7 +764,9 @@ impl Shared {
                     }
                 }
                 Err(failure) => {
-                    tracing::warn!(reason = failure.message, "the pool cannot be filled");
+                    if failures.is_due(&failure.message, Instant::now()) {
+                        tracing::warn!(reason = failure.message, "the pool cannot be filled");
+                    }
                     shelves.give_up(&missing);
                     let waited = self.changed.wait_timeout(shelves, RETRY_AFTER);
                     shelves = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -775,6 +809,15 @@ mod tests {
     use crate::link::Link;
 
     #[test]
+    fn a_pool_that_cannot_be_filled_says_the_same_seldomer_each_time() {
+        let (mut failures, start) = (Failures::default(), Instant::now());
+        let at = |s| start + Duration::from_secs(s);
+        let said = (0..100).filter(|s| failures.is_due("no KVM", at(*s)));
+        assert_eq!(said.collect::<Vec<_>>(), [0, 1, 3, 7, 15, 31, 63]);
+        assert!(failures.is_due("no memory", at(100)), "another reason");
+    }
+
+    #[test]
     fn a_zygote_that_stands_still_is_ended_though_somebody_waits_for_it() {
         let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
         let (zygote, mut theirs) = zygote::tests::beginning();
@@ -790,7 +833,7 @@ mod tests {
             assert!(!stands.is_finished(), "nobody waited for it");
             let gone = ZygoteReady::Err(internal("gone"));
             say(&mut theirs, Kind::ZygoteReady, &gone, None);
-            stands.join().unwrap();
+            assert!(stands.join().unwrap().is_err());
         });
     }
 
@@ -820,7 +863,7 @@ mod tests {
         *pool.shared.lock_hardening() = None;
         let cancel = Cancel::new().unwrap();
         cancel.raise();
-        pool.stand_by(Patience { until: None, cancel: Some(&cancel) });
+        assert!(pool.stand_by(Patience { until: None, cancel: Some(&cancel) }).is_err());
         // It goes on, and what it says then is heard by whoever comes next.
         assert_eq!(pool.zygote(), Some(id));
         let failure = VmFailure { kind: VmFailureKind::Unavailable, message: "no VM here".into() };
