@@ -86,6 +86,7 @@ fn main() -> ExitCode {
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
             a_zygote_that_was_stopped_ends_with_its_service,
             what_is_in_the_jail_goes_first_where_memory_is_short,
+            a_configuration_may_be_loaded_again_before_the_service_listens,
             a_host_that_can_make_no_vm_is_no_service,
         ],
         claims![
@@ -1144,6 +1145,15 @@ fn what_is_in_the_jail_goes_first_where_memory_is_short() {
     assert_eq!(of(id as i32), of(std::process::id() as i32));
     let broker = child_named(id, FORGE.replace("forge-vmm", "forge-toolbroker").as_str());
     assert_eq!(of(broker.unwrap() as i32), of(id as i32));
+}
+
+fn a_configuration_may_be_loaded_again_before_the_service_listens() {
+    let desk = desk();
+    let child = desk.serves(&[]).spawn().unwrap();
+    let id = child.id() as i32;
+    eventually("it has begun", || !Process::children_of(id).is_empty());
+    signal_to(id, libc::SIGHUP);
+    Service::listening(child, desk.socket()).serves();
 }
 
 fn a_host_that_can_make_no_vm_is_no_service() {

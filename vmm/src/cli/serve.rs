@@ -22,7 +22,7 @@ use forge_vmm::link::Patience;
 use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::PoolOptions;
 use forge_vmm::report::Status;
-use forge_vmm::service::{Reloaded, Server, VsockListener, systemd};
+use forge_vmm::service::{Reloaded, Server, VsockListener, server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
@@ -60,6 +60,8 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let config = args.broker.config.as_deref();
     let http = door::configured(config, &options.principals)?;
     let ready = config::pool(&args.pool, config)?;
+    // From here on there is something for it to end.
+    server::await_reload().map_err(CliError::Host)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let tier = config::tier(None, config)?;
     if tier == Tier::Process && matches!(ready.reuse, Reuse::Reset { .. }) {

@@ -62,6 +62,28 @@ extern "C" fn signalled(signal: libc::c_int) {
     unsafe { *libc::__errno_location() = errno };
 }
 
+fn handle(signal: libc::c_int) -> io::Result<()> {
+    // SAFETY: all zero is a valid sigaction, with an empty mask.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = signalled as extern "C" fn(_) as usize;
+    action.sa_flags = libc::SA_RESTART;
+    // SAFETY: the action is whole, and its handler keeps to what handlers may do.
+    match unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Has a SIGHUP that comes from now on wait for a server that heeds it
+/// ([`Server::heed_signals`]): until then it would end the process. SIGTERM and
+/// SIGINT are to do that.
+///
+/// # Errors
+/// What the kernel said.
+pub fn await_reload() -> io::Result<()> {
+    handle(libc::SIGHUP)
+}
+
 /// What can be loaded again while a service serves.
 #[derive(Debug)]
 pub struct Reloaded {
@@ -157,18 +179,7 @@ impl Server {
     /// What the kernel said.
     pub fn heed_signals(&self) -> io::Result<()> {
         SIGNALLED.store(self.signals.as_raw_fd(), Ordering::Release);
-        for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
-            // SAFETY: all zero is a valid sigaction, with an empty mask.
-            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-            action.sa_sigaction = signalled as extern "C" fn(_) as usize;
-            action.sa_flags = libc::SA_RESTART;
-            // SAFETY: the action is whole, and its handler keeps to what
-            // handlers may do.
-            if unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) } != 0 {
-                return Err(io::Error::last_os_error());
-            }
-        }
-        Ok(())
+        [libc::SIGTERM, libc::SIGINT, libc::SIGHUP].into_iter().try_for_each(handle)
     }
 
     /// Serves until a signal or a client ends it, or the socket fails. `load`
