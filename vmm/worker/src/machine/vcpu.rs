@@ -65,6 +65,8 @@ pub enum Death {
         /// What the kernel said.
         reason: String,
     },
+    /// KVM gets no task, which a VM needs for its first KVM_RUN.
+    NoTask,
     /// KVM_RUN itself failed.
     Host {
         /// The error number.
@@ -127,12 +129,28 @@ impl std::fmt::Display for Death {
             Self::NoMemory { reason } => {
                 write!(f, "the host gives the guest no more memory: {reason}")
             }
+            Self::NoTask => write!(
+                f,
+                "the host gives KVM no task for another VM: raise pids.max of the cgroup \
+                 (TasksMax of a unit) or the user's limit on processes (RLIMIT_NPROC)"
+            ),
             Self::Host { errno } => {
                 let error = std::io::Error::from_raw_os_error(*errno);
                 write!(f, "KVM_RUN failed: {error}")
             }
         }
     }
+}
+
+/// How often KVM is asked anew for the first entry to a guest, with [`PAUSE_MS`]
+/// between: together a quarter of a second.
+const REFUSALS_MAX: u32 = 50;
+const PAUSE_MS: i32 = 5;
+
+/// Waits a little, by a call that a zygote's filter allows.
+fn pause() {
+    // SAFETY: no descriptors, so nothing is read or written.
+    unsafe { libc::poll(std::ptr::null_mut(), 0, PAUSE_MS) };
 }
 
 /// A vCPU and its count of exits.
@@ -198,12 +216,22 @@ impl Vcpu {
         // SAFETY: the page is mapped as long as `self.fd` lives, which outlives
         // this function.
         let _interruptible = unsafe { Interruptible::new(immediate_exit) };
+        let mut refused = 0;
         loop {
             if stop.raised() {
                 return Exit::Stopped;
             }
             let exit = match self.fd.run() {
                 Ok(exit) => exit,
+                // There is no task for KVM's own thread. Another may end.
+                Err(error) if error.errno() == libc::EAGAIN && self.exits == 0 => {
+                    if refused == REFUSALS_MAX {
+                        return Exit::Died(Death::NoTask);
+                    }
+                    refused += 1;
+                    pause();
+                    continue;
+                }
                 // EINTR: kicked, so perhaps the stop is raised. EAGAIN: the
                 // vCPU was not runnable yet.
                 Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {

@@ -412,7 +412,7 @@ fn death_kind(death: &Death) -> VmFailureKind {
         }
         // It wrote where the host's mapping forbids it: code.
         Death::Host { errno: libc::EFAULT } => VmFailureKind::Stopped,
-        Death::Host { .. } | Death::NoMemory { .. } => VmFailureKind::Unavailable,
+        Death::Host { .. } | Death::NoMemory { .. } | Death::NoTask => VmFailureKind::Unavailable,
     }
 }
 
