@@ -44,6 +44,8 @@ fn main() -> ExitCode {
             a_state_folder_that_cannot_be_made_exits_2_before_anything_is_called,
             arguments_that_are_nested_too_deeply_are_refused_before_they_are_sent,
             an_empty_variable_names_no_state_folder,
+            where_no_call_can_be_journalled_none_is_made,
+            a_relative_variable_names_no_state_folder,
             text_is_told_how_to_become_a_signed_module,
             an_mcp_config_that_is_not_there_is_an_error_with_and_without_tools,
             a_journal_that_is_not_there_is_said,
@@ -547,6 +549,37 @@ fn an_empty_variable_names_no_state_folder() {
     let output = command.output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert!(desk.path(".local/state/forge-vmm").is_dir(), "it is where it is without");
+}
+
+fn where_no_call_can_be_journalled_none_is_made() {
+    let desk = Desk::with_tools();
+    desk.write("calls.wat", calls("test.echo", r#"{"text":"x"}"#));
+    let call = ["tools", "call", "--mcp-config", "mcp.json", "test.echo", "{}"];
+    let run = ["run", "--isolation", "process", "--sign-with", "signer.pem"];
+    let run = [&run[..], &["--mcp-config", "mcp.json", "--allow", "test.echo", "calls.wat"]];
+    let homeless = |arguments: &[&str]| {
+        let mut command = desk.command(arguments);
+        command.env_remove("FORGE_STATE").env_remove("XDG_STATE_HOME").env_remove("HOME");
+        command.output().unwrap()
+    };
+    for arguments in [&call[..], &run.concat()] {
+        let output = homeless(arguments);
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.contains("give --state"), "{arguments:?}: {stderr}");
+    }
+    // Whoever calls nothing needs none.
+    let listed = homeless(&["tools", "list", "--mcp-config", "mcp.json"]);
+    assert_eq!(listed.status.code(), Some(0), "{}", text(&listed.stderr));
+}
+
+fn a_relative_variable_names_no_state_folder() {
+    let desk = Desk::new();
+    let mut command = desk.command(&["grant", "issue", "--allow", "crypto.hash", "-o", "g"]);
+    command.env_remove("FORGE_STATE").env("XDG_STATE_HOME", "here").env("HOME", desk.folder());
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(desk.path(".local/state/forge-vmm").is_dir() && !desk.path("here").exists());
 }
 
 fn a_private_key_that_others_can_read_is_refused() {

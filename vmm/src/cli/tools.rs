@@ -101,7 +101,7 @@ struct Unavailable {
 }
 
 fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
-    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     progress("asking the tool servers");
     let request = Request::ListTools { principal: args.broker.principal.clone() };
     let (tools, unavailable) = config::ask(&broker, &request, |reply| match reply {
@@ -150,7 +150,7 @@ struct FoundEntry {
 }
 
 fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
-    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     progress("asking the tool servers");
     let (tools, unavailable) =
         config::search(&broker, &args.broker.principal, &args.intent, args.k)?;
@@ -228,7 +228,7 @@ fn ask_reviews(broker: &Broker) -> Result<Review, CliError> {
 }
 
 fn review(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
-    let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+    let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     let (tools, unavailable) = ask_reviews(&broker)?;
     if args.json {
         let reviewed = |tool: &ReviewedTool| Reviewed {

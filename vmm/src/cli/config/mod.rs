@@ -261,6 +261,8 @@ pub(crate) enum GrantKey {
     Kept,
     /// The grants it needs live as long as the broker.
     Passing,
+    /// Nothing is called, so nothing has to be kept.
+    Idle,
 }
 
 /// Refuses a `--mcp-config` that is not there, for a command that may not need
@@ -280,11 +282,13 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
     let state = match (key, &args.state) {
         (_, Some(path)) => Some(path.clone()),
         (GrantKey::Lasting | GrantKey::Kept, None) => Some(default_state()?),
-        // Reviews of tools are kept there too. A broker with a user of its
-        // own cannot use this user's folder, and a host may have none at all:
-        // then each broker sees its tools for the first time.
-        (GrantKey::Passing, None) if user.is_none() => default_state().ok(),
-        (GrantKey::Passing, None) => None,
+        // A broker with a user of its own cannot use this user's folder.
+        (_, None) if user.is_some() => None,
+        // Without a journal no call has a result, however it went.
+        (GrantKey::Passing, None) => Some(default_state()?),
+        // Reviews of tools are kept there too. A host may have none at all: then
+        // each broker sees its tools for the first time.
+        (GrantKey::Idle, None) => default_state().ok(),
     };
     if let (GrantKey::Kept, Some(state)) = (key, &state)
         && state.try_exists().is_ok_and(|is_there| !is_there)
@@ -295,7 +299,8 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
              the one that `grant issue` or `serve` was given"
         )));
     }
-    if let (Some(folder), None) = (&args.state, &user) {
+    let is_needed = key == GrantKey::Passing || args.state.is_some();
+    if let (Some(folder), None, true) = (&state, &user, is_needed) {
         make_state(folder)?;
     }
     progress("starting the toolbroker");
@@ -303,15 +308,15 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
         mcp_config: args.mcp_config.clone(),
         config: args.config.clone(),
         state,
-        passing_grants: key == GrantKey::Passing,
+        passing_grants: matches!(key, GrantKey::Passing | GrantKey::Idle),
         journal,
         executable: None,
         user,
     })?)
 }
 
-/// Makes the state folder that somebody named. A broker makes it when it first
-/// writes there, and then calls have been made already.
+/// Makes the state folder. A broker makes it when it first writes there, and then
+/// calls have been made already.
 fn make_state(folder: &Path) -> Result<(), CliError> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
     made.map_err(|source| CliError::File {
@@ -332,10 +337,11 @@ pub(crate) fn journal(state: Option<&Path>) -> Result<PathBuf, CliError> {
 }
 
 fn default_state() -> Result<PathBuf, CliError> {
-    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state"));
-    std::env::var_os("XDG_STATE_HOME")
-        .map(PathBuf::from)
-        .or_else(home)
+    // A relative one is to be ignored (XDG base directories), as the broker does.
+    let absolute =
+        |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    absolute("XDG_STATE_HOME")
+        .or_else(|| absolute("HOME").map(|home| home.join(".local/state")))
         .map(|base| base.join("forge-vmm"))
         .ok_or_else(|| {
             let what = "there is no HOME to keep the grant key, reviews and the journal in";
