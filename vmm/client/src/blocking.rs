@@ -3,6 +3,7 @@
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use forge_protocol::frame::{Frame, Kind};
 use forge_protocol::service::{
@@ -10,6 +11,8 @@ use forge_protocol::service::{
 };
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::ClientError;
 use crate::wire::{self, GREETING_TIME_MAX, Unread};
@@ -31,7 +34,7 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub fn connect(path: &Path) -> Result<Self, ClientError> {
-        Self::over(UnixStream::connect(path)?)
+        Self::over(reach(path, GREETING_TIME_MAX)?)
     }
 
     /// Connects to the service at this port of the machine with this CID
@@ -135,6 +138,26 @@ impl Client {
             }
         }
     }
+}
+
+/// A connection to the socket at this path. Where as many wait there as may, this
+/// waits for a place, for as long as `patience`.
+///
+/// # Errors
+/// What the kernel said; `WouldBlock` if there was no place.
+pub fn reach(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let at = SocketAddrUnix::new(path)?;
+    let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+    let socket = socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+    // Of a connect it is the time-out too (socket(7)).
+    set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
+    while let Err(error) = connect(&socket, &at) {
+        if error != Errno::INTR {
+            return Err(error.into());
+        }
+    }
+    set_socket_timeout(&socket, Timeout::Send, None)?;
+    Ok(socket.into())
 }
 
 /// Waits until there is something to read. Who waits in a read is woken as well

@@ -5,10 +5,12 @@
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use forge_protocol::broker::RefusalKind;
 use forge_protocol::frame::{Frame, Kind};
@@ -30,6 +32,9 @@ const UNSENT_MAX: usize = 64;
 /// Messages of one run that may wait to be taken. A client that takes none
 /// stops the connection from being read: it asked for them.
 const UNTAKEN_MAX: usize = 256;
+
+/// How often it is looked for a place among those who wait to be connected.
+const PLACE_LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// A connection to a service. Clones share it.
 #[derive(Clone, Debug)]
@@ -105,7 +110,17 @@ impl Client {
     /// # Errors
     /// [`ClientError`].
     pub async fn connect(path: &Path) -> Result<Self, ClientError> {
-        Self::over(UnixStream::connect(path).await?).await
+        let until = Instant::now() + GREETING_TIME_MAX;
+        loop {
+            match UnixStream::connect(path).await {
+                Ok(socket) => return Self::over(socket).await,
+                // As many wait there as may, and nothing tells when there is a place.
+                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
+                    tokio::time::sleep(PLACE_LOOK_EVERY).await;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Connects to the service at this port of the machine with this CID

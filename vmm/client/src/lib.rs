@@ -45,6 +45,9 @@ fn lost(error: &io::Error) -> String {
             "this user may not connect to the service ({error}): forge.toml, [service] mode, and \
              uids in [principals.<name>]"
         ),
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+            format!("the service gave no answer in time ({error}): it is stopped or overloaded")
+        }
         _ => format!("the service is not there: {error}"),
     }
 }
@@ -69,4 +72,34 @@ pub enum ClientError {
         /// What happened, and what to do.
         message: String,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_socket_where_nobody_is_let_in_is_waited_for_in_bounds_and_told_from_a_dead_one() {
+        let path = std::env::temp_dir().join(format!("forge-full-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut waiting: Vec<UnixStream> = Vec::new();
+        let patience = Duration::from_millis(50);
+        let began = Instant::now();
+        let full = loop {
+            match blocking::reach(&path, patience) {
+                Ok(socket) => waiting.push(socket),
+                Err(error) => break error,
+            }
+        };
+        assert!(began.elapsed() < Duration::from_secs(20), "it waited for ever");
+        assert!(ClientError::from(full).to_string().contains("stopped or overloaded"));
+        drop(listener);
+        let dead = blocking::reach(&path, patience).unwrap_err();
+        assert!(ClientError::from(dead).to_string().contains("no service listens there"));
+        let _ = std::fs::remove_file(&path);
+    }
 }

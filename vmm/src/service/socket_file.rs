@@ -12,9 +12,14 @@ use std::io;
 use std::os::unix::fs::{
     FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use forge_client::blocking::reach;
+
+/// How long a place is waited for at a socket where as many wait as may.
+const PLACE_TIME_MAX: Duration = Duration::from_millis(100);
 /// What the name of the lock ends with.
 const LOCK_SUFFIX: &str = ".lock";
 
@@ -71,10 +76,16 @@ fn remove_dead(path: &Path) -> io::Result<()> {
     if !path.symlink_metadata()?.file_type().is_socket() {
         return in_use("in use by what is no socket: move it away, or listen elsewhere".to_owned());
     }
-    match UnixStream::connect(path) {
+    // Whoever waits for the lock waits for this.
+    match reach(path, PLACE_TIME_MAX) {
         Ok(_) => {
             in_use("in use: a service listens there; drain it, or listen elsewhere".to_owned())
         }
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => in_use(
+            "in use: a service listens there that takes nobody in, because it is stopped or \
+             overloaded; end it, or listen elsewhere"
+                .to_owned(),
+        ),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
         // It went by itself.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -127,7 +138,7 @@ impl Drop for Lock {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixDatagram;
+    use std::os::unix::net::{UnixDatagram, UnixStream};
 
     use super::*;
 
@@ -190,6 +201,20 @@ mod tests {
         assert!(refused().contains("no socket"));
         assert_eq!(fs::read(&path).unwrap(), b"mine");
         assert_eq!(folder.names(), ["s"], "a lock stays");
+    }
+
+    #[test]
+    fn a_socket_with_as_many_before_it_as_may_be_is_in_use() {
+        let folder = Folder::new("full");
+        let path = folder.0.join("s");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let mut waiting = Vec::new();
+        while let Ok(socket) = reach(&path, PLACE_TIME_MAX) {
+            waiting.push(socket);
+        }
+        let said = SocketFile::bind(&path, 0o600).unwrap_err();
+        assert_eq!(said.kind(), io::ErrorKind::AddrInUse);
+        assert!(said.to_string().contains("stopped or overloaded"), "{said}");
     }
 
     #[test]
