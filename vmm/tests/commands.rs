@@ -34,6 +34,7 @@ fn main() -> ExitCode {
             unsigned_flipped_and_wrongly_keyed_programs_exit_3,
             keygen_sign_and_inspect_fit_together,
             check_names_every_violation,
+            check_takes_what_a_run_may_ask_for_and_says_what_that_is,
             what_check_says_run_says_too,
             log_records_that_were_dropped_are_counted,
             what_has_no_end_or_is_no_text_is_refused,
@@ -166,6 +167,45 @@ fn check_names_every_violation() {
     desk.forge(&["sign", "--key", "signer.pem", "hello.wat", "-o", "hello.wasm"]);
     let output = desk.forge(&["check", "--trust", "signer.pub", "hello.wasm"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
+}
+
+fn check_takes_what_a_run_may_ask_for_and_says_what_that_is() {
+    let desk = Desk::new();
+    let starts_with = |pages: u32| {
+        format!(
+            r#"(module (memory (export "memory") {pages})
+                (func (export "forge_run") (result i32) (i32.const 0)))"#
+        )
+    };
+    for (pages, code, needs) in [
+        (256, 0, Value::Null),
+        (257, 0, json!({ "memory_bytes": 257 * 65_536 })),
+        (1024, 0, json!({ "memory_bytes": 1024 * 65_536 })),
+        (1025, 3, Value::Null),
+    ] {
+        desk.write("program.wat", starts_with(pages));
+        assert!(
+            desk.forge(&["sign", "--key", "signer.pem", "program.wat", "-o", "it.wasm"])
+                .status
+                .success()
+        );
+        let check = ["check", "--trust", "signer.pub", "it.wasm"];
+        let output = desk.forge(&[&check[..], &["--json"]].concat());
+        assert_eq!(output.status.code(), Some(code), "{pages}");
+        let checked: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(checked["needs"], needs, "{pages}: {checked}");
+        let said = text(&desk.forge(&check).stdout);
+        assert_eq!(said.contains("--memory"), !needs.is_null(), "{pages}: {said}");
+    }
+    // What run says names the option, and with what check said it runs.
+    let short = starts_with(257);
+    let run = |more: &[&str]| desk.run_text(&short, &[&["--isolation", "process"], more].concat());
+    let (code, report) = run(&[]);
+    assert_eq!((code, &report["kind"]), (3, &json!("too_large")), "{report:#}");
+    let reason = report["reason"].as_str().unwrap();
+    assert!(reason.starts_with("--memory: initial memory is 16842752, the limit is "), "{reason}");
+    let (code, report) = run(&["--memory", "16842752"]);
+    assert_eq!(code, 0, "{report:#}");
 }
 
 fn what_check_says_run_says_too() {

@@ -203,6 +203,15 @@ fn print_inspection(inspection: &Inspection, shape: &Shape) -> io::Result<()> {
 struct Checked {
     ok: bool,
     violations: Vec<CheckedViolation>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    needs: Option<Needs>,
+}
+
+/// The limits that a run of the program has to ask for, by the names they have where
+/// it asks.
+#[derive(Serialize)]
+struct Needs {
+    memory_bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -236,7 +245,11 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     paths.extend(config::trust_keys(args.broker.config.as_deref())?);
     let trust = keys::read_trust(&paths)?;
     let bytes = read_program(&args.program)?;
-    let limits = RunLimits::default();
+    let usual = RunLimits::default();
+    // What a run may ask for keeps no program from running.
+    let memory_bytes = RunLimits::operator_maxima().memory_bytes;
+    let limits = RunLimits { memory_bytes, ..usual };
+    let mut needs = None;
     let mut violations = Vec::new();
     let mut add = |kind, message| violations.push(CheckedViolation { kind, message });
 
@@ -272,6 +285,12 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         for violation in shape.violations(&granted, &limits) {
             add(violation.kind.as_str(), violation.message);
         }
+        needs = shape
+            .memory
+            .filter(|(initial_bytes, _)| {
+                (usual.memory_bytes + 1..=memory_bytes).contains(initial_bytes)
+            })
+            .map(|(memory_bytes, _)| Needs { memory_bytes });
     }
     // What is no module is not looked into, nor what no guest gets. The guest
     // says one thing at a time, so of its kind everything may have been said.
@@ -282,7 +301,7 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     {
         violations.push(CheckedViolation { kind: kind.as_str(), message: shown_whole(&detail) });
     }
-    let checked = Checked { ok: violations.is_empty(), violations };
+    let checked = Checked { ok: violations.is_empty(), violations, needs };
     if args.json {
         print_json(&checked)?;
     } else {
@@ -291,7 +310,16 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
             writeln!(out, "{}: {}", violation.kind, violation.message)?;
         }
         if checked.ok {
-            writeln!(out, "ok: nothing keeps this program from running")?;
+            let ok = "ok: nothing keeps this program from running";
+            match &checked.needs {
+                None => writeln!(out, "{ok}")?,
+                Some(Needs { memory_bytes }) => writeln!(
+                    out,
+                    "{ok} with --memory {memory_bytes}: it starts with so much, and has {} unless \
+                     told otherwise",
+                    usual.memory_bytes,
+                )?,
+            }
         }
     }
     Ok(if checked.ok { Exit::Ok } else { Exit::Rejected }.into())

@@ -136,8 +136,9 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     Ok(code)
 }
 
-/// The options of `run` by the names that limits have in a report. Fuel has no bound.
-const LIMITS: [(&str, &str); 2] = [("memory_bytes", "--memory"), ("wall_ms", "--timeout")];
+/// The options of `run` by the names that what they bound has in a report. Fuel has no bound.
+const LIMITS: [(&str, &str); 3] =
+    [("memory_bytes", "--memory"), ("initial memory", "--memory"), ("wall_ms", "--timeout")];
 
 /// Why a run was refused, with the option or the file of this command line that it
 /// is about: who refused knows neither.
