@@ -40,6 +40,8 @@ pub(crate) struct Host<S> {
     pub(crate) input: Vec<u8>,
     /// How much of the input `fd_read` has given.
     pub(crate) input_given: usize,
+    /// Which of WASI's descriptors 0, 1 and 2 the program has closed.
+    pub(crate) closed: [bool; 3],
     pub(crate) clock: Clock,
     pub(crate) random: Random,
     /// The body of the call that was collected last.
@@ -74,6 +76,7 @@ impl<S: Stream> Host<S> {
             memory: None,
             input: Vec::new(),
             input_given: 0,
+            closed: [false; 3],
             clock: Clock::new(0),
             random: Random::new([0; 32]),
             held: Vec::new(),

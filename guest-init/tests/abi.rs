@@ -583,6 +583,7 @@ fn a_pointer_outside_memory_traps_in_every_function() {
             format!("(call $args_sizes_get {at} (i32.const 0))"),
             format!("(call $environ_sizes_get (i32.const 0) {at})"),
             format!("(call $clock_time_get (i32.const 0) (i64.const 0) {at})"),
+            format!("(call $clock_res_get (i32.const 1) {at})"),
             format!("(call $fd_fdstat_get (i32.const 1) {at})"),
             format!("(call $fd_write (i32.const 1) {at} (i32.const 1) (i32.const 0))"),
             format!("(call $fd_write (i32.const 1) {one_iovec} {at})"),
@@ -786,28 +787,97 @@ fn clock_time_get_is_the_virtual_clock() {
 }
 
 #[test]
-fn there_are_three_descriptors_and_no_more() {
-    let body = "
-        (if (i32.ne (call $fd_write (i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0))
-            (i32.const 8)) (then unreachable))
-        (if (i32.ne (call $fd_write (i32.const 3) (i32.const 0) (i32.const 0) (i32.const 0))
-            (i32.const 8)) (then unreachable))
-        (if (i32.ne (call $fd_read (i32.const 1) (i32.const 0) (i32.const 0) (i32.const 0))
-            (i32.const 8)) (then unreachable))
-        (if (i32.ne (call $fd_close (i32.const 1)) (i32.const 8)) (then unreachable))
-        (if (i32.ne (call $fd_seek (i32.const 1) (i64.const 0) (i32.const 0) (i32.const 0))
-            (i32.const 8)) (then unreachable))
-        (if (i32.ne (call $fd_prestat_get (i32.const 3) (i32.const 0)) (i32.const 8))
-            (then unreachable))
-        (if (i32.ne (call $fd_fdstat_get (i32.const 3) (i32.const 0)) (i32.const 8))
-            (then unreachable))
-        (if (call $fd_fdstat_get (i32.const 1) (i32.const 0)) (then unreachable))
-        (drop (call $output (i32.const 0) (i32.const 24)))";
-    let report = Run::of(&command("", body)).go();
+fn a_clock_steps_by_a_nanosecond() {
+    let step = |clock: u32| {
+        let body = format!(
+            "(if (call $clock_res_get (i32.const {clock}) (i32.const 0)) (then unreachable))
+            (drop (call $output (i32.const 0) (i32.const 8)))"
+        );
+        Run::of(&command("", &body)).go().output
+    };
+    for clock in [0, 1] {
+        assert_eq!(step(clock), 1u64.to_le_bytes());
+    }
+    // What is none is told before the pointer is looked at.
+    let body = "(call $proc_exit (call $clock_res_get (i32.const 2) (i32.const -1)))";
+    returned(&Run::of(&command("", body)).go(), 28);
+}
+
+/// What a program ends with that ends with what each of these expressions gives.
+fn answers<const N: usize>(expressions: [&str; N]) -> [i32; N] {
+    let stores: String = (expressions.iter().enumerate())
+        .map(|(at, expression)| format!("(i32.store (i32.const {}) {expression})", 64 + 4 * at))
+        .collect();
+    let body = format!("{stores} (drop (call $output (i32.const 64) (i32.const {})))", 4 * N);
+    let report = Run::of(&command("", &body)).go();
     returned(&report, 0);
-    let mut fdstat = [0; 24];
-    (fdstat[0], fdstat[8]) = (2, 64);
-    assert_eq!(report.output, fdstat);
+    let mut numbers =
+        report.output.chunks_exact(4).map(|it| i32::from_le_bytes(it.try_into().unwrap()));
+    std::array::from_fn(|_| numbers.next().unwrap())
+}
+
+const EBADF: i32 = 8;
+
+/// Each function that takes a descriptor, with what it answers for 0, 1 and 2.
+const OF_DESCRIPTORS: [(&str, &str, [i32; 3]); 9] = [
+    ("fd_read", "(i32.const 0) (i32.const 0) (i32.const 0)", [0, EBADF, EBADF]),
+    ("fd_write", "(i32.const 0) (i32.const 0) (i32.const 0)", [EBADF, 0, 0]),
+    ("fd_fdstat_get", "(i32.const 0)", [0; 3]),
+    ("fd_fdstat_set_flags", "(i32.const 4)", [0; 3]),
+    ("fd_seek", "(i64.const 0) (i32.const 1) (i32.const 0)", [70; 3]),
+    ("fd_tell", "(i32.const 0)", [70; 3]),
+    ("fd_prestat_get", "(i32.const 0)", [EBADF; 3]),
+    ("fd_prestat_dir_name", "(i32.const 0) (i32.const 8)", [EBADF; 3]),
+    ("fd_close", "", [0; 3]),
+];
+
+#[test]
+fn there_are_three_descriptors_and_no_more() {
+    for (function, arguments, expected) in OF_DESCRIPTORS {
+        let of = |fd: i32| format!("(call ${function} (i32.const {fd}) {arguments})");
+        let calls = [0, 1, 2, 3, -1].map(of);
+        let [zero, one, two, three, negative] = answers(calls.each_ref().map(String::as_str));
+        assert_eq!([zero, one, two], expected, "{function}");
+        assert_eq!([three, negative], [EBADF; 2], "{function}");
+    }
+}
+
+#[test]
+fn a_descriptor_that_was_closed_is_none_and_the_others_are() {
+    for (function, arguments, expected) in OF_DESCRIPTORS {
+        for closed in 0..3 {
+            let close = format!("(call $fd_close (i32.const {closed}))");
+            let of = |fd: i32| format!("(call ${function} (i32.const {fd}) {arguments})");
+            // The output of the answers is no descriptor's, so it comes all the same.
+            let calls = [close, of(0), of(1), of(2)];
+            let [done, answers @ ..] = answers(calls.each_ref().map(String::as_str));
+            let mut expected = expected;
+            expected[closed] = EBADF;
+            assert_eq!((done, answers), (0, expected), "{function} after {closed} was closed");
+        }
+    }
+}
+
+#[test]
+fn a_character_device_is_told_with_what_may_be_done_to_it() {
+    for (fd, right) in [(0, 2), (1, 64), (2, 64)] {
+        let body = format!(
+            "(if (call $fd_fdstat_get (i32.const {fd}) (i32.const 0)) (then unreachable))
+            (drop (call $output (i32.const 0) (i32.const 24)))"
+        );
+        let report = Run::of(&command("", &body)).go();
+        returned(&report, 0);
+        let mut fdstat = [0; 24];
+        (fdstat[0], fdstat[8]) = (2, right);
+        assert_eq!(report.output, fdstat);
+    }
+}
+
+#[test]
+fn no_path_leads_anywhere_and_who_yields_goes_on() {
+    let open = "(call $path_open (i32.const 3) (i32.const 1) (i32.const 0) (i32.const 4)
+        (i32.const 0) (i64.const 2) (i64.const 0) (i32.const 0) (i32.const 8))";
+    assert_eq!(answers([open, "(call $sched_yield)", "(i32.load (i32.const 8))"]), [76, 0, 0]);
 }
 
 #[test]

@@ -120,11 +120,11 @@ fn proposals_that_are_on_run() {
 fn an_unknown_import_is_named() {
     let report = Run::of(&module("(import \"env\" \"abort\" (func))", "(i32.const 0)")).go();
     rejected(&report, RejectKind::Import, &["\"env\".\"abort\"", "`tool`, `forge` and the WASI"]);
-    let field = "(import \"wasi_snapshot_preview1\" \"path_open\" (func))";
+    let field = "(import \"wasi_snapshot_preview1\" \"path_rename\" (func))";
     rejected(
         &Run::of(&module(field, "(i32.const 0)")).go(),
         RejectKind::Import,
-        &["\"path_open\"", "no such function"],
+        &["\"path_rename\"", "no such function"],
     );
 }
 

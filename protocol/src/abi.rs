@@ -142,6 +142,8 @@ functions! {
         EnvironSizesGet = "environ_sizes_get"(I32, I32) -> I32;
         /// Virtual time.
         ClockTimeGet = "clock_time_get"(I32, I64, I32) -> I32;
+        /// What virtual time is counted in.
+        ClockResGet = "clock_res_get"(I32, I32) -> I32;
         /// The run's seeded generator.
         RandomGet = "random_get"(I32, I32) -> I32;
         /// 1 is the output, 2 the log.
@@ -150,12 +152,22 @@ functions! {
         FdRead = "fd_read"(I32, I32, I32, I32) -> I32;
         /// 0, 1 and 2 are character devices.
         FdFdstatGet = "fd_fdstat_get"(I32, I32) -> I32;
-        /// EBADF.
+        /// 0, 1 and 2 take any.
+        FdFdstatSetFlags = "fd_fdstat_set_flags"(I32, I32) -> I32;
+        /// 0, 1 and 2 are gone then.
         FdClose = "fd_close"(I32) -> I32;
-        /// EBADF.
+        /// ESPIPE.
         FdSeek = "fd_seek"(I32, I64, I32, I32) -> I32;
+        /// ESPIPE.
+        FdTell = "fd_tell"(I32, I32) -> I32;
         /// EBADF.
         FdPrestatGet = "fd_prestat_get"(I32, I32) -> I32;
+        /// EBADF.
+        FdPrestatDirName = "fd_prestat_dir_name"(I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathOpen = "path_open"(I32, I32, I32, I32, I32, I64, I64, I32, I32) -> I32;
+        /// Nothing.
+        SchedYield = "sched_yield"() -> I32;
         /// Ends the run with this code.
         ProcExit = "proc_exit"(I32);
     }
@@ -316,7 +328,7 @@ mod tests {
         assert_eq!(Import::recognise("env", "abort"), Err(ImportError::UnknownModule));
         assert_eq!(Import::recognise("forge", "system"), Err(ImportError::UnknownFunction));
         assert_eq!(
-            Import::recognise("wasi_snapshot_preview1", "path_open"),
+            Import::recognise("wasi_snapshot_preview1", "path_rename"),
             Err(ImportError::UnknownFunction)
         );
         assert_eq!(

@@ -483,7 +483,7 @@ mod tests {
         let found = messages(
             r#"(module
                 (import "env" "abort" (func))
-                (import "wasi_snapshot_preview1" "path_open" (func))
+                (import "wasi_snapshot_preview1" "path_rename" (func))
                 (import "forge" "log" (func (param i32)))
                 (func $f) (start $f))"#,
             &[],

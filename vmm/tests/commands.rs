@@ -68,13 +68,13 @@ fn an_import_that_is_not_granted_exits_3_and_is_named() {
         assert!(reason.contains("test.echo"), "{reason}");
     }
     let (code, report) = desk.run_text(
-        r#"(module (import "wasi_snapshot_preview1" "path_open" (func))
+        r#"(module (import "wasi_snapshot_preview1" "path_rename" (func))
             (memory (export "memory") 1)
             (func (export "forge_run") (result i32) (i32.const 0)))"#,
         &[],
     );
     assert_eq!(code, 3);
-    assert!(report["reason"].as_str().unwrap().contains("path_open"), "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("path_rename"), "{report:#}");
 }
 
 fn unsigned_flipped_and_wrongly_keyed_programs_exit_3() {

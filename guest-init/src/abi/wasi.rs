@@ -2,7 +2,8 @@
 //! a program compiled for it needs to start, to speak and to end.
 //!
 //! Descriptor 0 is the run's input, 1 its output, 2 its log by lines; there is
-//! no other, no file and no socket. Error numbers and the layout of `fdstat`
+//! no other, no file and no socket. What asks for one is there where libraries link
+//! it into programs that never call it, and refuses. Error numbers and the layout of `fdstat`
 //! are those of the preview 1 witx definitions. Pointers are held to the same
 //! rule as everywhere: a bad one traps, it is no `EFAULT`.
 
@@ -16,6 +17,8 @@ use crate::link::Stream;
 const SUCCESS: i32 = 0;
 const EBADF: i32 = 8;
 const EINVAL: i32 = 28;
+const ESPIPE: i32 = 70;
+const ENOTCAPABLE: i32 = 76;
 
 const STDIN: i32 = 0;
 const STDOUT: i32 = 1;
@@ -23,6 +26,8 @@ const STDERR: i32 = 2;
 
 const CLOCK_REALTIME: i32 = 0;
 const CLOCK_MONOTONIC: i32 = 1;
+/// What virtual time is counted in.
+const CLOCK_STEP_NS: u64 = 1;
 
 /// An `iovec`: pointer and length, 32 bits each.
 const IOVEC_BYTES: u64 = 8;
@@ -44,6 +49,7 @@ pub(super) fn function<S: Stream + 'static>(
         }
         Wasi::ArgsSizesGet | Wasi::EnvironSizesGet => Func::wrap(store, sizes_get::<S>),
         Wasi::ClockTimeGet => Func::wrap(store, clock_time_get::<S>),
+        Wasi::ClockResGet => Func::wrap(store, clock_res_get::<S>),
         Wasi::RandomGet => Func::wrap(
             store,
             |mut caller: Caller<'_, Host<S>>, pointer: i32, length: i32| -> Result<i32, Error> {
@@ -54,11 +60,35 @@ pub(super) fn function<S: Stream + 'static>(
         Wasi::FdWrite => Func::wrap(store, fd_write::<S>),
         Wasi::FdRead => Func::wrap(store, fd_read::<S>),
         Wasi::FdFdstatGet => Func::wrap(store, fd_fdstat_get::<S>),
-        Wasi::FdClose => Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32| EBADF),
+        Wasi::FdClose => Func::wrap(store, |mut caller: Caller<'_, Host<S>>, fd: i32| {
+            if !is_open(&caller, fd) {
+                return EBADF;
+            }
+            // An open one is 0, 1 or 2.
+            caller.data_mut().closed[fd as usize] = true;
+            SUCCESS
+        }),
         Wasi::FdSeek => {
-            Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i64, _: i32, _: i32| EBADF)
+            Func::wrap(store, |caller: Caller<'_, Host<S>>, fd: i32, _: i64, _: i32, _: i32| {
+                no_position(&caller, fd)
+            })
         }
+        Wasi::FdTell => Func::wrap(store, |caller: Caller<'_, Host<S>>, fd: i32, _: i32| {
+            no_position(&caller, fd)
+        }),
+        // Nothing here blocks, and what is written is appended, whatever the flags.
+        Wasi::FdFdstatSetFlags => Func::wrap(
+            store,
+            |caller: Caller<'_, Host<S>>, fd: i32, _: i32| {
+                if is_open(&caller, fd) { SUCCESS } else { EBADF }
+            },
+        ),
         Wasi::FdPrestatGet => Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i32| EBADF),
+        Wasi::FdPrestatDirName => {
+            Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i32, _: i32| EBADF)
+        }
+        Wasi::PathOpen => Func::wrap(store, path_open::<S>),
+        Wasi::SchedYield => Func::wrap(store, |_: Caller<'_, Host<S>>| SUCCESS),
         Wasi::ProcExit => {
             Func::wrap(store, |_: Caller<'_, Host<S>>, code: i32| -> Result<(), Error> {
                 Err(Error::i32_exit(code))
@@ -105,16 +135,57 @@ fn clock_time_get<S: Stream>(
     }
 }
 
+fn clock_res_get<S: Stream>(
+    mut caller: Caller<'_, Host<S>>,
+    clock: i32,
+    target: i32,
+) -> Result<i32, Error> {
+    match clock {
+        CLOCK_REALTIME | CLOCK_MONOTONIC => {
+            write(&mut caller, target, &CLOCK_STEP_NS.to_le_bytes())?;
+            Ok(SUCCESS)
+        }
+        _ => Ok(EINVAL),
+    }
+}
+
+/// Whether this is one of the three descriptors and the program has not closed it.
+fn is_open<S>(caller: &Caller<'_, Host<S>>, fd: i32) -> bool {
+    let closed = usize::try_from(fd).ok().and_then(|fd| caller.data().closed.get(fd));
+    closed.is_some_and(|closed| !closed)
+}
+
+/// What asks for a position is told that there is none.
+fn no_position<S>(caller: &Caller<'_, Host<S>>, fd: i32) -> i32 {
+    if is_open(caller, fd) { ESPIPE } else { EBADF }
+}
+
+/// There is no folder to open anything in.
+#[expect(clippy::too_many_arguments, reason = "WASI's own")]
+fn path_open<S: Stream>(
+    _: Caller<'_, Host<S>>,
+    _folder: i32,
+    _lookup: i32,
+    _path: i32,
+    _path_length: i32,
+    _how: i32,
+    _rights: i64,
+    _inherited: i64,
+    _flags: i32,
+    _opened: i32,
+) -> i32 {
+    ENOTCAPABLE
+}
+
 fn fd_fdstat_get<S: Stream>(
     mut caller: Caller<'_, Host<S>>,
     fd: i32,
     target: i32,
 ) -> Result<i32, Error> {
-    let rights = match fd {
-        STDIN => RIGHT_FD_READ,
-        STDOUT | STDERR => RIGHT_FD_WRITE,
-        _ => return Ok(EBADF),
-    };
+    if !is_open(&caller, fd) {
+        return Ok(EBADF);
+    }
+    let rights = if fd == STDIN { RIGHT_FD_READ } else { RIGHT_FD_WRITE };
     // filetype u8, padding, flags u16, padding, rights u64, inherited u64.
     let mut fdstat = [0; FDSTAT_BYTES as usize];
     fdstat[0] = FILETYPE_CHARACTER_DEVICE;
@@ -162,7 +233,7 @@ fn fd_write<S: Stream>(
     count: i32,
     written: i32,
 ) -> Result<i32, Error> {
-    if !matches!(fd, STDOUT | STDERR) {
+    if fd == STDIN || !is_open(&caller, fd) {
         return Ok(EBADF);
     }
     let total = check_iovecs(&mut caller, iovecs, count)?;
@@ -192,7 +263,7 @@ fn fd_read<S: Stream>(
     count: i32,
     read: i32,
 ) -> Result<i32, Error> {
-    if fd != STDIN {
+    if fd != STDIN || !is_open(&caller, fd) {
         return Ok(EBADF);
     }
     let total = check_iovecs(&mut caller, iovecs, count)?;
