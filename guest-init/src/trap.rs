@@ -140,6 +140,15 @@ pub(crate) fn not_compiled(error: &Error) -> Ending {
             RejectKind::StartSection,
             "the module has a start section; export forge_run instead",
         ),
+        // A local takes two, whatever its type.
+        ErrorKind::Translation(_) if text.contains("more registers") => rejected(
+            RejectKind::TooLarge,
+            alloc::format!(
+                "{text}: twice its locals, parameters among them, and the most operands at once \
+                 are over {}",
+                u16::MAX,
+            ),
+        ),
         // What is translated is valid: what fails there is too much for its instructions.
         ErrorKind::Translation(_)
         | ErrorKind::UserLimits(_)

@@ -266,6 +266,24 @@ fn a_valid_function_that_is_too_much_for_the_engine_is_refused_as_too_large() {
 }
 
 #[test]
+fn of_locals_twice_as_many_count_beside_operands() {
+    // Parameters are locals, and what is loaded is an operand that no constant stands for.
+    let with = |params: usize, locals: usize, operands: usize| {
+        let (params, locals) = (" i64".repeat(params), " i32".repeat(locals));
+        let loads = "(i32.load (i32.const 0)) ".repeat(operands);
+        let drops = "drop ".repeat(operands);
+        let field = format!("(func (param{params}) (local{locals}) {loads} {drops})");
+        Run::of(&module(&field, "(i32.const 0)")).go()
+    };
+    for (params, locals) in [(0, 0), (0, 24_000), (100, 20_000)] {
+        let most = 65_535 - 2 * (params + locals);
+        assert_eq!(with(params, locals, most).ending(), &Ending::Returned(0));
+        let report = with(params, locals, most + 1);
+        rejected(&report, RejectKind::TooLarge, &["twice its locals", "65535"]);
+    }
+}
+
+#[test]
 fn a_table_larger_than_its_cap_is_refused() {
     let report = Run::of(&module("(table 100001 funcref)", "(i32.const 0)")).go();
     rejected(
