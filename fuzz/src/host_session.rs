@@ -82,6 +82,11 @@ pub fn check(mut data: &[u8]) -> Outcome {
         }
     }
     assert!(events * HEADER_BYTES <= data.len(), "more events than frames");
+    if let Some(log) = session.take_unfinished() {
+        assert!(state == State::Running, "a record outside a run");
+        used.log_bytes += log.text.len() as u64;
+        assert!(used.log_bytes <= limits.log_bytes.into());
+    }
     let held_bytes = used.output_bytes + used.log_bytes;
     assert!(held_bytes <= data.len() as u64, "more came out than went in");
     assert!(!matches!(error, Some(SessionError::Misuse(_))), "the guest's fault put on us");
@@ -236,6 +241,12 @@ fn log(text: &str) -> Vec<u8> {
     bytes
 }
 
+fn unfinished(text: &str) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    frame::write_message(Kind::Unfinished, &Log { level: 2, text: text.into() }, &mut bytes);
+    bytes
+}
+
 fn artifact() -> Vec<u8> {
     let mut bytes = Vec::new();
     let artifact =
@@ -301,6 +312,15 @@ pub fn seeds() -> Vec<Seed> {
             input(State::Running, SMALL, &[], &[artifact(), artifact(), artifact()]),
         ),
         refused("empty-log-records", input(State::Running, SMALL, &[], &vec![log(""); 65])),
+        accepted(
+            "unfinished",
+            input(
+                State::Running,
+                SMALL,
+                &[],
+                &[log("said"), unfinished("sa"), unfinished("say"), output()],
+            ),
+        ),
         accepted("loaded", input(State::Loading, DEFAULT, &[], &[loaded()])),
         accepted(
             "not-loaded",

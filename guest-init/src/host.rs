@@ -57,6 +57,20 @@ pub(crate) struct Host<S> {
     logs_dropped: u64,
     /// The line that standard error stands in.
     stderr: Vec<u8>,
+    /// What the host knows of it.
+    told: Told,
+}
+
+/// What the host knows of the line that standard error stands in, for a run that it ends
+/// before the line does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Told {
+    /// That there is none.
+    Nothing,
+    /// As far as it was once.
+    Before,
+    /// As far as it is.
+    All,
 }
 
 /// A call that has not been collected.
@@ -88,6 +102,7 @@ impl<S: Stream> Host<S> {
             log_bytes: 0,
             logs_dropped: 0,
             stderr: Vec::new(),
+            told: Told::Nothing,
         }
     }
 
@@ -104,6 +119,7 @@ impl<S: Stream> Host<S> {
         if let Err(code) = self.may_call(request) {
             return Ok(self.refuse(code));
         }
+        self.tell_unfinished()?;
         let id = self.link.blocking_call(tool, request)?;
         self.opened(id);
         self.collect(id)
@@ -186,6 +202,7 @@ impl<S: Stream> Host<S> {
     }
 
     fn receive(&mut self) -> Result<(), Stop> {
+        self.tell_unfinished()?;
         let answer = self.link.receive_settled()?;
         // The session has checked that the call was in flight.
         if let Some(open) = self.open.get_mut(&answer.id) {
@@ -269,6 +286,7 @@ impl<S: Stream> Host<S> {
             let rest = bytes.rsplit(|byte| *byte == b'\n').next().unwrap_or_default();
             if lines > 0 {
                 self.stderr.clear();
+                self.untell()?;
             }
             let room = (LOG_RECORD_BYTES_MAX as usize).saturating_sub(self.stderr.len());
             self.stderr.extend_from_slice(&rest[..rest.len().min(room)]);
@@ -282,6 +300,9 @@ impl<S: Stream> Host<S> {
             // What passes the bound of a record would be cut off anyway.
             let room = (LOG_RECORD_BYTES_MAX as usize).saturating_sub(self.stderr.len());
             self.stderr.extend_from_slice(&text[..text.len().min(room)]);
+            if self.told == Told::All {
+                self.told = Told::Before;
+            }
             if is_whole {
                 self.end_stderr_line()?;
             }
@@ -291,10 +312,46 @@ impl<S: Stream> Host<S> {
 
     /// Writes what standard error holds as a record of its own.
     fn end_stderr_line(&mut self) -> Result<(), Stop> {
+        self.untell()?;
         let mut line = core::mem::take(&mut self.stderr);
         self.log(STDERR_LEVEL.into(), &line)?;
         line.clear();
         self.stderr = line;
+        Ok(())
+    }
+
+    /// Whether the host does not know all of the line that standard error stands in.
+    fn is_untold(&self) -> bool {
+        !self.stderr.is_empty() && self.told != Told::All
+    }
+
+    /// Tells it, if it does not.
+    fn tell_unfinished(&mut self) -> Result<(), Stop> {
+        if self.is_untold() {
+            let text = String::from_utf8_lossy(&self.stderr);
+            self.link.unfinished(STDERR_LEVEL, &text)?;
+            self.told = Told::All;
+        }
+        Ok(())
+    }
+
+    /// Takes back what the host knows of a line that is over.
+    fn untell(&mut self) -> Result<(), Stop> {
+        if self.told != Told::Nothing {
+            self.link.unfinished(STDERR_LEVEL, "")?;
+            self.told = Told::Nothing;
+        }
+        Ok(())
+    }
+
+    /// See [`Stream::may_go_on`]; asked at the end of each slice. Sends what has waited for
+    /// long, an unfinished line of standard error with it.
+    pub(crate) fn may_go_on(&mut self) -> Result<(), Stop> {
+        self.link.may_go_on()?;
+        if self.link.is_due(self.is_untold()) {
+            self.tell_unfinished()?;
+            self.link.send()?;
+        }
         Ok(())
     }
 

@@ -7,7 +7,8 @@
 //! before. A call that blocks is thus one send, whatever
 //! was written before it. Only `call_async` sends at once without
 //! waiting: a call that was started should be under way while the program
-//! computes.
+//! computes. A line of standard error that is not ended leaves in the same way, for a host
+//! to keep that ends the run before the line: it is to become one record otherwise.
 //!
 //! The peer is the host. It is not trusted with our stability: what breaks the
 //! protocol ends the link, and no byte of it can make this panic.
@@ -148,15 +149,19 @@ impl<S: Stream> Link<S> {
         self.stream.instantiating(is);
     }
 
-    /// See [`Stream::may_go_on`]. Sends what has waited for long.
+    /// See [`Stream::may_go_on`].
     pub(crate) fn may_go_on(&mut self) -> Result<(), ServeError> {
-        self.stream.may_go_on()?;
-        if self.output.is_empty() && self.session.transmit().is_empty() {
+        Ok(self.stream.may_go_on()?)
+    }
+
+    /// Counts a slice. Whether something has waited for long, be it here or `elsewhere`.
+    pub(crate) fn is_due(&mut self, elsewhere: bool) -> bool {
+        if !elsewhere && self.output.is_empty() && self.session.transmit().is_empty() {
             self.waited = 0;
-            return Ok(());
+            return false;
         }
         self.waited += 1;
-        if self.waited < SEND_SLICES { Ok(()) } else { self.send() }
+        self.waited >= SEND_SLICES
     }
 
     /// Waits for the run.
@@ -215,6 +220,11 @@ impl<S: Stream> Link<S> {
         self.send_if_much()
     }
 
+    /// Puts a log record that is not finished beside what waits to be sent.
+    pub(crate) fn unfinished(&mut self, level: u8, text: &str) -> Result<(), ServeError> {
+        Ok(self.session.unfinished(level, text)?)
+    }
+
     /// Sends an artifact.
     pub(crate) fn artifact(
         &mut self,
@@ -265,7 +275,8 @@ impl<S: Stream> Link<S> {
         if self.session.transmit().len() >= SEND_BYTES { self.send() } else { Ok(()) }
     }
 
-    fn send(&mut self) -> Result<(), ServeError> {
+    /// Sends what waits.
+    pub(crate) fn send(&mut self) -> Result<(), ServeError> {
         self.frame_output()?;
         self.waited = 0;
         let pending = self.session.transmit();

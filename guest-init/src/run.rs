@@ -21,7 +21,7 @@ use crate::host::Host;
 use crate::link::{Link, ServeError, Stream};
 use crate::respelled;
 use crate::shape::{self, ShapeError};
-use crate::trap::{self, Stop, rejected};
+use crate::trap::{self, rejected};
 use crate::untranslatable;
 
 /// See [`crate::serve`].
@@ -265,8 +265,7 @@ fn slices<S: Stream + 'static>(
             ResumableCall::Finished => return Ok(()),
             ResumableCall::HostTrap(trap) => return Err(trap.into_host_error()),
             ResumableCall::OutOfFuel(paused) => {
-                let may = store.data_mut().link.may_go_on();
-                may.map_err(|error| Error::host(Stop::Serve(error)))?;
+                store.data_mut().may_go_on().map_err(Error::host)?;
                 give_fuel(store, paused.required_fuel())?;
                 paused.resume(&mut *store, results)?
             }

@@ -895,6 +895,62 @@ fn a_line_of_standard_error_may_come_in_pieces() {
     assert_eq!(lines, ["ab", "cde"]);
 }
 
+/// What the programs of the next tests are made of: `$say` writes to standard error, and the
+/// others take time.
+const STDERR: &str = r#"
+    (func $say (param $from i32) (param $len i32)
+        (i32.store (i32.const 0) (local.get $from))
+        (i32.store (i32.const 4) (local.get $len))
+        (drop (call $fd_write (i32.const 2) (i32.const 0) (i32.const 1) (i32.const 8))))
+    (func $call_it (drop (call $call (i32.const 90) (i32.const 3) (i32.const 0) (i32.const 0))))
+    (func $spin (loop $l (br $l)))
+    (func $spin_some (local $n i32) (loop $l
+        (br_if $l (i32.lt_u (local.tee $n (i32.add (local.get $n) (i32.const 1))) (i32.const 1000000)))))
+    (data (i32.const 90) "a.b") (data (i32.const 100) "one\0atwo")"#;
+
+#[test]
+fn what_is_cut_off_leaves_the_line_of_standard_error_that_it_was_at() {
+    // What a host has that ends the run after so many slices.
+    let left = |body: &str, slices: u32| {
+        let report = Run::of(&command(STDERR, body)).cut_after(slices).go();
+        assert!(report.served.is_err() && report.ended.is_none());
+        let logs: Vec<_> = report.logs.into_iter().map(|log| log.text).collect();
+        (logs, report.unfinished.map(|log| (log.level, log.text)))
+    };
+    let none = || Vec::<String>::new();
+    let one = || Some((2, "one".to_owned()));
+    let say = "(call $say (i32.const 100) (i32.const 3))";
+    // It leaves with what waits for long, and with a call at once.
+    assert_eq!(left(&format!("{say} (call $spin)"), 20), (none(), None));
+    assert_eq!(left(&format!("{say} (call $spin)"), 40), (none(), one()));
+    assert_eq!(left(&format!("{say} (call $call_it) (call $spin)"), 3), (none(), one()));
+    let waits =
+        "(drop (call $call_async (i32.const 90) (i32.const 3) (i32.const 0) (i32.const 0)))";
+    let waits = format!("{waits} {say} (drop (call $wait_any)) (call $spin)");
+    assert_eq!(left(&waits, 3), (none(), one()));
+    // What came since is told as well.
+    let more = format!("{say} (call $call_it) {say} (call $spin)");
+    assert_eq!(left(&more, 40), (none(), Some((2, "oneone".into()))));
+    // A line that was ended is a record and no more.
+    let ended =
+        format!("{say} (call $call_it) (call $say (i32.const 103) (i32.const 1)) (call $spin)");
+    assert_eq!(left(&ended, 40), (vec!["one".into()], None));
+}
+
+#[test]
+fn a_line_of_standard_error_is_whole_however_long_it_takes() {
+    let body = "(call $say (i32.const 100) (i32.const 2)) (call $call_it)
+        (call $say (i32.const 102) (i32.const 4)) (call $spin_some)
+        (call $say (i32.const 106) (i32.const 1))";
+    let report = Run::of(&command(STDERR, body)).go();
+    returned(&report, 0);
+    // It was told before it was over.
+    assert!(report.sends > 3, "{}", report.sends);
+    let lines: Vec<_> = report.logs.iter().map(|log| &*log.text).collect();
+    assert_eq!(lines, ["one", "two"]);
+    assert_eq!(report.unfinished, None);
+}
+
 #[test]
 fn lines_that_find_the_log_full_are_counted_however_they_come() {
     const LINES: u32 = 60_000;

@@ -79,6 +79,9 @@ kinds! {
     Artifact = 0x32,
     /// [`crate::guest::Ended`], the guest's last frame.
     Ended = 0x33,
+    /// [`crate::guest::Log`], as far as it is written: takes the place of the one before,
+    /// and without text there is none.
+    Unfinished = 0x34,
 
     /// [`crate::broker::Request`].
     Request = 0x40,
@@ -143,7 +146,7 @@ impl Kind {
             Self::Call => REQUEST_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Settled => RESPONSE_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Output => OUTPUT_BYTES_MAX,
-            Self::Log => LOG_RECORD_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
+            Self::Log | Self::Unfinished => LOG_RECORD_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Artifact => ARTIFACT_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Ended => 2 * MESSAGE_OVERHEAD_BYTES,
             // A grant, tools of it, and constraints on their arguments; or

@@ -36,7 +36,7 @@ use crate::frame::{self, Assembler, Frame, FrameError, Kind};
 use crate::handshake::{HandshakeError, Hello, Refusal, Role};
 use crate::limits::{LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits};
 use crate::name::ToolName;
-use crate::tally::{Tally, check_ended, within};
+use crate::tally::{Tally, check_ended, check_log, within};
 
 /// What loading a program goes by: nothing that differs from run to run.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -486,6 +486,18 @@ impl GuestSession {
         Ok(())
     }
 
+    /// Tells a log record that is not finished, for a host that ends the run before it
+    /// is. Takes the place of the one before; without text there is none.
+    ///
+    /// # Errors
+    /// [`SessionError::Misuse`] outside a run.
+    pub fn unfinished(&mut self, level: u8, text: &str) -> Result<(), SessionError> {
+        self.must_run("a log record outside a run")?;
+        let text = &text[..text.floor_char_boundary(LOG_RECORD_BYTES_MAX as usize)];
+        frame::write_message(Kind::Unfinished, &(level, text), &mut self.transmit);
+        Ok(())
+    }
+
     /// Sends an artifact.
     ///
     /// # Errors
@@ -576,6 +588,8 @@ pub struct HostSession {
     /// The call that the guest stands still for.
     waits_for: Option<u32>,
     tally: Tally,
+    /// The log record that the guest is at.
+    unfinished: Option<Log>,
 }
 
 impl Default for HostSession {
@@ -598,6 +612,7 @@ impl HostSession {
             in_flight: BTreeSet::new(),
             waits_for: None,
             tally: Tally::default(),
+            unfinished: None,
         }
     }
 
@@ -686,7 +701,9 @@ impl HostSession {
                 Some(limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES))
             }
             (HostState::Running, Kind::Output) => Some(limits.output_bytes),
-            (HostState::Running, Kind::Log | Kind::Ended) => Some(kind.payload_bytes_max()),
+            (HostState::Running, Kind::Log | Kind::Unfinished | Kind::Ended) => {
+                Some(kind.payload_bytes_max())
+            }
             (HostState::Running, Kind::Artifact) => {
                 Some(limits.artifact_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES))
             }
@@ -714,6 +731,13 @@ impl HostSession {
                 let log: Log = message(&frame)?;
                 self.tally.log(&log, &self.limits)?;
                 HostEvent::Log(log)
+            }
+            Kind::Unfinished => {
+                // One at most is kept, so there is nothing to count.
+                let log: Log = message(&frame)?;
+                check_log(&log)?;
+                self.unfinished = Some(log).filter(|log| !log.text.is_empty());
+                return Ok(());
             }
             Kind::Artifact => {
                 let artifact: Artifact = message(&frame)?;
@@ -795,6 +819,13 @@ impl HostSession {
     /// What the guest did. Worth calling after [`HostSession::receive`].
     pub fn poll_event(&mut self) -> Option<HostEvent> {
         self.events.pop_front()
+    }
+
+    /// The log record that the guest was at, if the log has room for it: of a run that
+    /// is over, its last.
+    pub fn take_unfinished(&mut self) -> Option<Log> {
+        let fits = |log: &Log| self.tally.clone().log(log, &self.limits).is_ok();
+        self.unfinished.take().filter(fits)
     }
 
     /// Bytes for the guest. The caller delivers them in order and clears what
@@ -1041,6 +1072,36 @@ mod tests {
     }
 
     #[test]
+    fn of_what_is_unfinished_the_last_is_kept_as_far_as_the_log_has_room() {
+        let said = |say: &dyn Fn(&mut GuestSession)| {
+            let (mut guest, mut host) = running();
+            say(&mut guest);
+            exchange(&mut guest, &mut host).unwrap();
+            let told = core::iter::from_fn(|| host.poll_event()).count();
+            let unfinished = host.take_unfinished();
+            assert_eq!(host.take_unfinished(), None);
+            (told, unfinished.map(|log| log.text))
+        };
+        let tell = |guest: &mut GuestSession, text: &str| guest.unfinished(2, text).unwrap();
+        let kept = said(&|guest| ["a", "ab"].iter().for_each(|text| tell(guest, text)));
+        assert_eq!(kept, (0, Some("ab".into())));
+        assert_eq!(said(&|guest| ["a", ""].iter().for_each(|text| tell(guest, text))), (0, None));
+        // A flood of them is one.
+        let long = "a".repeat(LOG_RECORD_BYTES_MAX as usize + 1);
+        let (told, kept) = said(&|guest| (0..100).for_each(|_| tell(guest, &long)));
+        assert_eq!((told, kept.map(|text| text.len())), (0, Some(long.len() - 1)));
+        // Records that came after it have the room: these leave too little by a byte.
+        let records = RunLimits::default().log_bytes / LOG_RECORD_OVERHEAD_BYTES - 1;
+        for (fewer, expected) in [(0, None), (1, Some("a".into()))] {
+            let (_, kept) = said(&|guest| {
+                tell(guest, "a");
+                (fewer..records).for_each(|_| guest.log(0, "").unwrap());
+            });
+            assert_eq!(kept, expected);
+        }
+    }
+
+    #[test]
     fn a_guest_of_another_version_is_refused_by_name_on_both_sides() {
         let mut host = HostSession::new();
         let mut hello = Vec::new();
@@ -1118,18 +1179,20 @@ mod tests {
             let (_, mut host) = running();
             host.receive(bytes).unwrap_err()
         };
-        let log = |level: u8, text: &str| {
+        let of_kind = |kind, level: u8, text: &str| {
             let mut bytes = Vec::new();
-            frame::write_message(Kind::Log, &(level, text), &mut bytes);
+            frame::write_message(kind, &(level, text), &mut bytes);
             said(&bytes)
         };
         let over = |error: SessionError| match error {
             SessionError::Peer(Misbehaviour::Over(over)) => over.what,
             other => panic!("{other}"),
         };
-        assert_eq!(over(log(LOG_LEVEL_MAX + 1, "")), "log_level");
         let long = "a".repeat(LOG_RECORD_BYTES_MAX as usize + 1);
-        assert_eq!(over(log(0, &long)), "log_record_bytes");
+        for kind in [Kind::Log, Kind::Unfinished] {
+            assert_eq!(over(of_kind(kind, LOG_LEVEL_MAX + 1, "")), "log_level");
+            assert_eq!(over(of_kind(kind, 0, &long)), "log_record_bytes");
+        }
         let detail = "a".repeat(REASON_BYTES_MAX + 1);
         for ending in [
             Ending::Trap { kind: TrapKind::Other, detail: detail.clone() },

@@ -35,11 +35,9 @@ impl Tally {
 
     /// A log record.
     pub fn log(&mut self, log: &Log, limits: &RunLimits) -> Result<(), OverLimit> {
-        let bytes = log.text.len() as u64;
-        within("log_record_bytes", bytes, LOG_RECORD_BYTES_MAX.into())?;
-        within("log_level", log.level.into(), LOG_LEVEL_MAX.into())?;
+        check_log(log)?;
         // Empty records would else be free for the guest, not for us.
-        self.log_bytes += bytes + u64::from(LOG_RECORD_OVERHEAD_BYTES);
+        self.log_bytes += log.text.len() as u64 + u64::from(LOG_RECORD_OVERHEAD_BYTES);
         within("log_bytes", self.log_bytes, limits.log_bytes.into())
     }
 
@@ -72,6 +70,15 @@ impl Tally {
             }
         }
     }
+}
+
+/// Holds a log record to its own bounds, whatever came before it.
+///
+/// # Errors
+/// [`OverLimit`].
+pub fn check_log(log: &Log) -> Result<(), OverLimit> {
+    within("log_record_bytes", log.text.len() as u64, LOG_RECORD_BYTES_MAX.into())?;
+    within("log_level", log.level.into(), LOG_LEVEL_MAX.into())
 }
 
 /// Holds what explains a run's end to the bound that a guest cuts it to.

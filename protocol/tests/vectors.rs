@@ -103,6 +103,7 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
         ),
         ("output", raw(Kind::Output, b"ok\n")),
         ("log", frame(Kind::Log, Log { level: 2, text: "hi".into() })),
+        ("unfinished", frame(Kind::Unfinished, Log { level: 2, text: "h".into() })),
         (
             "artifact",
             frame(

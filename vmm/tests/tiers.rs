@@ -50,6 +50,7 @@ fn main() -> ExitCode {
             every_ending_is_the_same_in_both_tiers,
             the_examples_give_the_same_in_both_tiers,
             auto_takes_the_vm_where_there_is_one,
+            a_vm_that_the_deadline_stops_leaves_the_line_it_was_at,
         ],
         claims![
             every_ending_is_reached_without_a_vm,
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
             a_service_runs_in_the_tier_of_its_configuration,
             a_prepared_program_runs_in_a_process_of_its_own_each_time,
             nothing_is_reset_without_a_vm,
+            a_process_that_the_deadline_stops_leaves_the_line_it_was_at,
             without_kvm_a_vm_is_refused_and_a_process_runs_the_readmes_example,
             without_kvm_a_service_does_not_start_and_says_why,
             without_kvm_auto_says_what_it_took_instead,
@@ -315,6 +317,56 @@ fn every_ending_is_the_same_in_both_tiers() {
         });
         assert_eq!(process["kind"], "signature", "{name}: {process:#}");
         assert_eq!(comparable(process), comparable(vm), "{name}");
+    }
+}
+
+fn a_vm_that_the_deadline_stops_leaves_the_line_it_was_at() {
+    the_line_is_left(Tier::Vm);
+}
+
+fn a_process_that_the_deadline_stops_leaves_the_line_it_was_at() {
+    the_line_is_left(Tier::Process);
+}
+
+/// Stops a program that has written a line of standard error and half of another, while it
+/// computes and while it waits.
+fn the_line_is_left(tier: Tier) {
+    let desk = desk();
+    let wat = |wait: &str| {
+        format!(
+            r#"(module
+                (import "wasi_snapshot_preview1" "fd_write"
+                    (func $fd_write (param i32 i32 i32 i32) (result i32)))
+                (import "forge" "call" (func $call (param i32 i32 i32 i32) (result i32)))
+                {PAGE}
+                (data (i32.const 0) "\64\00\00\00\0b\00\00\00test.never{{}}")
+                (data (i32.const 100) "one\0aloading")
+                (func (export "_start")
+                    (drop (call $fd_write (i32.const 2) (i32.const 0) (i32.const 1) (i32.const 32)))
+                    {wait}))"#
+        )
+    };
+    let never = "(drop (call $call (i32.const 8) (i32.const 10) (i32.const 18) (i32.const 2)))";
+    for (name, wait) in [("it computes", "(loop (br 0))"), ("a tool never answers", never)] {
+        let case = case(
+            name,
+            wat(wait),
+            &[
+                "--mcp-config",
+                "mcp.json",
+                "--allow",
+                "test.never",
+                "--fuel",
+                FUEL_MAX,
+                "--timeout",
+                "5s",
+            ],
+            (4, "limit", "deadline"),
+        );
+        let report = run_case(&desk, tier, &case);
+        let log = report["log"].as_array().unwrap().iter();
+        let texts: Vec<_> = log.map(|record| record["text"].as_str().unwrap()).collect();
+        assert_eq!(texts, ["one", "loading"], "{name} in {tier:?}");
     }
 }
 

@@ -95,6 +95,8 @@ pub struct Run {
     /// Whether the guest is to say that the program is loaded before the run
     /// is sent.
     pub announce: bool,
+    /// How often the program may go on before the link is lost, as at a deadline.
+    pub slices: u32,
 }
 
 /// What came of it.
@@ -105,6 +107,9 @@ pub struct Report {
     pub ended: Option<Ended>,
     pub output: Vec<u8>,
     pub logs: Vec<Log>,
+    /// The log record that was not finished when the host looked last: see
+    /// [`HostSession::take_unfinished`].
+    pub unfinished: Option<Log>,
     pub artifacts: Vec<Artifact>,
     pub calls: Vec<Call>,
     /// How often the guest sent.
@@ -160,7 +165,14 @@ impl Run {
             tools: Box::new(|_| reply("{}")),
             order: Order::OldestFirst,
             announce: false,
+            slices: u32::MAX,
         }
+    }
+
+    /// Loses the link after so many slices of fuel.
+    pub fn cut_after(mut self, slices: u32) -> Self {
+        self.slices = slices;
+        self
     }
 
     /// Prepares the program before the run is sent.
@@ -197,6 +209,7 @@ impl Run {
                 ended: None,
                 output: Vec::new(),
                 logs: Vec::new(),
+                unfinished: None,
                 artifacts: Vec::new(),
                 calls: Vec::new(),
                 sends: 0,
@@ -206,7 +219,8 @@ impl Run {
         }));
         let served = forge_guest_init::serve(Shared(host.clone()), &trust(), ticks);
         let host = Rc::into_inner(host).expect("the guest let go of its stream").into_inner();
-        Report { served, ..host.report }
+        let TestHost { mut session, report, .. } = host;
+        Report { served, unfinished: session.take_unfinished(), ..report }
     }
 }
 
@@ -254,6 +268,15 @@ impl TestHost {
 struct Shared(Rc<RefCell<TestHost>>);
 
 impl Stream for Shared {
+    fn may_go_on(&mut self) -> Result<(), LinkLost> {
+        let host = &mut *self.0.borrow_mut();
+        // It is asked while a program is loaded, too.
+        if host.started {
+            host.run.slices = host.run.slices.checked_sub(1).ok_or(LinkLost)?;
+        }
+        Ok(())
+    }
+
     fn send(&mut self, bytes: &[u8]) -> Result<(), LinkLost> {
         let host = &mut *self.0.borrow_mut();
         host.report.sends += 1;

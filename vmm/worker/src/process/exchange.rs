@@ -246,7 +246,7 @@ impl Exchange {
             Phase::Running { since } => {
                 let (load_ns, run_ns) = split(elapsed_ns(since), &fate);
                 let at = Moments { ended: now_ns(), ..self.timing.at };
-                let record = self.counterpart.take_record();
+                let record = self.counterpart.take_record(&mut self.session);
                 let report = Report {
                     fate,
                     output: record.output,

@@ -91,7 +91,7 @@ impl Board {
 
     /// What the run left.
     pub fn take_record(&mut self) -> Record {
-        self.counterpart.take_record()
+        self.counterpart.take_record(&mut self.wiring.session)
     }
 
     /// Puts a program before a guest that stands ready, to be loaded ahead of

@@ -86,8 +86,9 @@ impl Counterpart {
     }
 
     /// What the run left.
-    pub(crate) fn take_record(&mut self) -> Record {
+    pub(crate) fn take_record(&mut self, session: &mut HostSession) -> Record {
         let mut record = std::mem::take(&mut self.record);
+        record.logs.extend(session.take_unfinished());
         record.calls.append(&mut self.in_flight);
         record
     }
