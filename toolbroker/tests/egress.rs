@@ -237,9 +237,10 @@ async fn an_address_written_in_the_url_is_checked_like_a_resolved_one() {
     let mut open = rule("127.0.0.1", server.port);
     open.addresses.clear();
     let client = client(vec![open], &Names::new(&[&[]]));
-    for host in ["127.0.0.1", "2130706433", "0x7f000001", "0177.0.0.1", "127.1"] {
-        let url = format!("http://{host}:{}/", server.port);
-        assert_eq!(refusal(&client, url).await, "address_not_allowed", "{host}");
+    let at = |host: &str| format!("http://{host}:{}/", server.port);
+    assert_eq!(refusal(&client, at("127.0.0.1")).await, "address_not_allowed");
+    for host in ["2130706433", "0x7f000001", "0177.0.0.1", "127.1"] {
+        assert_eq!(refusal(&client, at(host)).await, "not_allowed", "{host}");
     }
     assert!(server.heard().is_empty());
 }
@@ -818,6 +819,30 @@ fn a_redirect_leads_nowhere_where_the_grants_constraints_do_not() {
         "/public/done",
     ];
     assert_eq!(paths, expected);
+}
+
+#[test]
+fn no_spelling_of_a_url_leads_out_of_the_grants_constraints() {
+    let server = Server::new(|head| ok(head.split(' ').nth(1).unwrap().as_bytes()));
+    let mut broker = Broker::with_forge_toml(&with_canary(server.port));
+    let origin = format!("http://127.0.0.1:{}", server.port);
+    let request = GrantRequest {
+        constraints: vec![format!("http.fetch:/url=~{origin}/public/.*")],
+        ..support::grant_request(&["http.fetch"])
+    };
+    let Reply::Grant(token) = broker.ask(&Ask::IssueGrant(request)) else { panic!("no grant") };
+    let run = support::run_request("alice", Authority::Grant(token), limits());
+    let mut worker = broker.open(run).unwrap().0;
+    for rest in ["../private", "%2e%2e/private", ".%2E/private", "..?a", "x#y", "a/./b"] {
+        let url = format!("{origin}/public/{rest}");
+        let (code, why) = worker.call("http.fetch", &json!({"method": "GET", "url": url}));
+        let expected = (Some(CallCode::ToolFailed), &json!("not_allowed"));
+        assert_eq!((code, &why["code"]), expected, "{rest}: {why}");
+    }
+    assert_eq!(server.heard(), Vec::<String>::new());
+    let url = format!("{origin}/public/a?../b");
+    let (code, said) = worker.call("http.fetch", &json!({"method": "GET", "url": url}));
+    assert_eq!((code, &said["body"]), (None, &json!("/public/a?../b")), "{said}");
 }
 
 #[test]

@@ -7,6 +7,10 @@
 //! parser would silently repair (a tab, a backslash, credentials before the
 //! host) is refused, because whoever reads the URL next may repair it
 //! otherwise.
+//!
+//! A grant's constraints were held against the text that the program gave. So
+//! that they hold of the request as well, that text has to be what is sent
+//! ([`is_as_sent`]); a redirect's is held against them as it comes out.
 
 use std::fmt;
 
@@ -259,7 +263,12 @@ pub fn admit<'a>(
     url: &str,
     from: Option<&Destination<'_>>,
 ) -> Result<Destination<'a>, Refused> {
-    let url = read(url, from.map(Destination::url)).map_err(Refused::Unreadable)?;
+    let text = url;
+    let url = read(text, from.map(Destination::url)).map_err(Refused::Unreadable)?;
+    if from.is_none() && !is_as_sent(text, &url) {
+        let why = format!("it would be sent as {}, so write it as that", place_of(&url));
+        return Err(Refused::Unreadable(why));
+    }
     if from.is_some_and(|from| from.url.scheme() == "https") && url.scheme() == "http" {
         return Err(Refused::Downgrade);
     }
@@ -304,6 +313,27 @@ fn read(text: &str, base: Option<&Url>) -> Result<Url, String> {
     // Never sent.
     url.set_fragment(None);
     Ok(url)
+}
+
+/// Whether an absolute URL is what is written: all of it is sent, and none of it
+/// means another place than it seems to. The letters' case in scheme and host, the
+/// scheme's own port, the slash of an empty path and whether a character is
+/// percent-encoded make no difference to anybody.
+fn is_as_sent(text: &str, url: &Url) -> bool {
+    let Some((scheme, rest)) = text.split_once("://") else { return false };
+    let (authority, rest) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    let host = url.host_str().unwrap_or_default();
+    let port = url.port_or_known_default().unwrap_or_default();
+    let is_host = authority.eq_ignore_ascii_case(host) && url.port().is_none()
+        || authority.eq_ignore_ascii_case(&format!("{host}:{port}"));
+    let slash = if rest.starts_with('/') { "" } else { "/" };
+    let rest = format!("{slash}{rest}");
+    // To encode keeps what is decoded; to drop a dot segment or a fragment makes it
+    // shorter.
+    scheme.eq_ignore_ascii_case(url.scheme())
+        && is_host
+        && percent_decoded(rest.as_bytes())
+            == percent_decoded(url[url::Position::BeforePath..].as_bytes())
 }
 
 /// Whether `path` is `prefix` or lies below it: a prefix counts in whole
@@ -494,9 +524,9 @@ mod tests {
     fn only_scheme_host_port_method_and_path_together_are_admitted() {
         for url in [
             "https://api.example.com/v1/",
-            "https://api.example.com/v1/items?q=../..#x",
-            "https://API.example.COM:443/v1/a%20b",
-            "https://api.example.com/v1/a/../b",
+            "https://api.example.com/v1/items?q=../..",
+            "https://api.example.com/v1/?q=it's%20Zürich",
+            "HTTPS://API.example.COM:443/v1/a%20b",
             "https://api.example.com/v1/100%25",
         ] {
             assert!(is_admitted(&api(), url), "{url}");
@@ -571,27 +601,74 @@ mod tests {
     }
 
     #[test]
-    fn a_number_in_any_form_is_the_address_it_is() {
-        let rules = [rule("http://127.0.0.1/", &[Method::Get])];
-        for host in ["127.0.0.1", "2130706433", "0x7f000001", "017700000001", "127.1", "0x7f.0.1"] {
-            let url = format!("http://{host}/");
-            let admitted = admit(&rules, Method::Get, &url, None).unwrap();
-            assert_eq!(admitted.url().as_str(), "http://127.0.0.1/", "{host}");
-            assert!(!is_admitted(&api(), &format!("https://{host}/v1/")));
+    fn a_url_that_is_not_written_as_it_is_sent_is_refused() {
+        let rules = [
+            rule("https://api.example.com/", &[Method::Get]),
+            rule("http://127.0.0.1/", &[Method::Get]),
+            rule("http://[::1]/", &[Method::Get]),
+            rule("https://xn--bcher-kva.example/", &[Method::Get]),
+        ];
+        for url in [
+            "https://api.example.com",
+            "https://api.example.com?a=b",
+            "https://api.example.com:443",
+            "https://api.example.com/v1/a..b/...?../..",
+            "http://127.0.0.1:80/",
+            "http://[::1]/",
+            "https://XN--bcher-KVA.example/",
+        ] {
+            assert!(is_admitted(&rules, url), "{url}");
         }
-        // Another address, however alike it looks.
-        assert!(!is_admitted(&rules, "http://[::ffff:127.0.0.1]/"));
-        assert!(!is_admitted(&rules, "http://127.0.0.2/"));
+        for (url, sent) in [
+            ("https://api.example.com/v1/../priv", "https://api.example.com/priv"),
+            ("https://api.example.com/v1/%2e%2e/priv", "https://api.example.com/priv"),
+            ("https://api.example.com/v1/.%2E/priv", "https://api.example.com/priv"),
+            ("https://api.example.com/v1/./priv", "https://api.example.com/v1/priv"),
+            ("https://api.example.com/v1/%2e/priv", "https://api.example.com/v1/priv"),
+            ("https://api.example.com/v1/..", "https://api.example.com/"),
+            ("https://api.example.com/v1/..?a", "https://api.example.com/"),
+            ("https://api.example.com/priv#.json", "https://api.example.com/priv"),
+            ("https://api.example.com/priv#", "https://api.example.com/priv"),
+            ("https://api.example.com:/", "https://api.example.com/"),
+            ("https://api.example.com:0443/", "https://api.example.com/"),
+            ("https://ap%69.example.com/", "https://api.example.com/"),
+            // Full-width letters, another full stop and a soft hyphen.
+            ("https://ａｐｉ.example.com/", "https://api.example.com/"),
+            ("https://api。example.com/", "https://api.example.com/"),
+            ("https://a\u{ad}pi.example.com/", "https://api.example.com/"),
+            ("https://bücher.example/", "https://xn--bcher-kva.example/"),
+            ("http://2130706433/", "http://127.0.0.1/"),
+            ("http://0x7f000001/", "http://127.0.0.1/"),
+            ("http://017700000001/", "http://127.0.0.1/"),
+            ("http://127.1/", "http://127.0.0.1/"),
+            ("http://0x7f.0.1/", "http://127.0.0.1/"),
+            ("http://127.0.0.1./", "http://127.0.0.1/"),
+            ("http://[0:0::1]/", "http://[::1]/"),
+        ] {
+            let refused = admit(&rules, Method::Get, url, None).unwrap_err();
+            assert!(matches!(refused, Refused::Unreadable(_)), "{url}: {refused}");
+            assert!(refused.to_string().contains(&format!("as {sent},")), "{url}: {refused}");
+        }
     }
 
     #[test]
-    fn a_name_in_another_alphabet_is_the_name_that_dns_has() {
-        let rules = [rule("https://xn--bcher-kva.example/", &[Method::Get])];
-        assert!(is_admitted(&rules, "https://bücher.example/"));
-        assert!(is_admitted(&rules, "https://BÜCHER.example/"));
-        // Full-width letters are those letters; Cyrillic ones are not.
-        assert!(is_admitted(&api(), "https://ａｐｉ.example.com/v1/"));
-        assert!(!is_admitted(&api(), "https://аpi.example.com/v1/"));
+    fn where_a_redirect_leads_is_what_the_standard_makes_of_it() {
+        let rules = [
+            rule("http://127.0.0.1/", &[Method::Get]),
+            rule("http://xn--bcher-kva.example/", &[Method::Get]),
+        ];
+        let from = admit(&rules, Method::Get, "http://127.0.0.1/a/b", None).unwrap();
+        let to = |location: &str| admit(&rules, Method::Get, location, Some(&from));
+        for host in ["2130706433", "0x7f000001", "017700000001", "127.1", "0x7f.0.1"] {
+            let url = format!("http://{host}/a/../c#d");
+            assert_eq!(to(&url).unwrap().url().as_str(), "http://127.0.0.1/c", "{host}");
+        }
+        let named = to("http://BÜCHER.example/").unwrap();
+        assert_eq!(named.url().as_str(), "http://xn--bcher-kva.example/");
+        // Another address, and another name, however alike they look.
+        for url in ["http://[::ffff:127.0.0.1]/", "http://127.0.0.2/", "http://bücher.еxample/"] {
+            assert!(matches!(to(url), Err(Refused::NotAllowed { .. })), "{url}");
+        }
     }
 
     #[test]
