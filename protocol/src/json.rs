@@ -37,6 +37,25 @@ pub fn check(json: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
+/// The first byte of a text of JSON where lists and objects are nested deeper than
+/// this. What no JSON is has some answer.
+#[must_use]
+pub fn first_deeper(json: &[u8], levels: usize) -> Option<usize> {
+    let (mut at, mut depth, mut in_string) = (0, 0_usize, false);
+    while let Some(byte) = json.get(at) {
+        match byte {
+            b'\\' if in_string => at += 1,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' if !in_string && depth == levels => return Some(at),
+            b'[' | b'{' if !in_string => depth += 1,
+            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        at += 1;
+    }
+    None
+}
+
 /// Whether the name may be there. Spelled otherwise, some of it is escaped by
 /// number; and what is no UTF-8 is no JSON.
 fn may_have(json: &[u8]) -> bool {
@@ -167,6 +186,21 @@ mod tests {
                 error.to_string(),
                 serde_json::from_str::<Value>(json).unwrap_err().to_string()
             );
+        }
+    }
+
+    #[test]
+    fn what_is_nested_deeper_is_found_where_it_begins_and_no_bracket_in_a_text_counts() {
+        for (json, levels, expected) in [
+            ("[[],{\"a\":[1]}]", 2, Some(9)),
+            ("[[],{\"a\":[1]}]", 3, None),
+            ("[\"[[{\\\"[\", []]", 2, None),
+            ("[\"\\\\\", [[]]]", 2, Some(8)),
+            ("{}", 0, Some(0)),
+            ("]]][[", 1, Some(4)),
+            ("\"\\", 0, None),
+        ] {
+            assert_eq!(first_deeper(json.as_bytes(), levels), expected, "{json}");
         }
     }
 }

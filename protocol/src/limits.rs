@@ -15,6 +15,9 @@ pub const PROGRAM_BYTES_MAX: u32 = 8 * MIB;
 pub const INPUT_BYTES_MAX: u32 = 4 * MIB;
 /// One tool call's arguments, in bytes.
 pub const REQUEST_BYTES_MAX: u32 = MIB;
+/// How deep lists and objects are nested in one tool call's arguments. A server is
+/// sent them two levels deeper, and many read JSON to 127.
+pub const REQUEST_DEPTH_MAX: usize = 125;
 /// One tool call's response, in bytes.
 pub const RESPONSE_BYTES_MAX: u32 = 4 * MIB;
 /// What a run may write to its output, in bytes.

@@ -108,7 +108,11 @@ fn a_request_that_is_nested_too_deep_is_told_how_deep_it_may_be() {
     let nested = |deep: usize| {
         format!("{{\"text\":{}{}}}", "[".repeat(deep - 1), "]".repeat(deep - 1)).into_bytes()
     };
-    for (deep, told) in [(127, "do not fit"), (128, "nested more than 127 deep")] {
+    for (deep, told) in [
+        (125, "do not fit"),
+        (126, "nested more than 125 deep"),
+        (128, "nested more than 125 deep"),
+    ] {
         worker.send("crypto.hash", &nested(deep));
         let settled = worker.settled();
         assert_eq!(settled.code, Some(CallCode::BadRequest));

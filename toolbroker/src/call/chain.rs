@@ -16,6 +16,8 @@ use std::time::Duration;
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::guest::{Call, Settled};
+use forge_protocol::json::first_deeper;
+use forge_protocol::limits::REQUEST_DEPTH_MAX;
 use rmcp::model::JsonObject;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
@@ -238,17 +240,19 @@ fn heard_until(run: &Run) -> Instant {
 /// What is parsed here is what is checked and what is sent, so that a server
 /// that reads JSON otherwise never sees other arguments than were checked.
 fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
+    let too_deep = || {
+        let why = format!("it is nested more than {REQUEST_DEPTH_MAX} deep: make it flatter");
+        CallFailure::NotAnObject { why }
+    };
     match forge_protocol::json::from_slice(request) {
+        Ok(_) if first_deeper(request, REQUEST_DEPTH_MAX).is_some() => Err(too_deep()),
         Ok(Value::Object(arguments)) => match first_changed(request) {
             None => Ok(arguments),
             Some(at) => Err(CallFailure::InexactNumber { at }),
         },
         Ok(_) => Err(CallFailure::NotAnObject { why: "it is another JSON value".into() }),
         // In the library's words it is a recursion limit, which tells a program nothing.
-        Err(error) if error.to_string().starts_with("recursion limit") => {
-            let why = "it is nested more than 127 deep: make it flatter".to_owned();
-            Err(CallFailure::NotAnObject { why })
-        }
+        Err(error) if error.to_string().starts_with("recursion limit") => Err(too_deep()),
         Err(error) => Err(CallFailure::NotAnObject { why: error.to_string() }),
     }
 }

@@ -14,7 +14,8 @@ use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::hex::hex;
-use forge_protocol::limits::{REQUEST_BYTES_MAX, RunLimits};
+use forge_protocol::json::first_deeper;
+use forge_protocol::limits::{REQUEST_BYTES_MAX, REQUEST_DEPTH_MAX, RunLimits};
 use forge_protocol::name::RESERVED_SERVERS;
 use forge_vmm::admission::shown_whole;
 use forge_vmm::broker::{Broker, BrokerError};
@@ -29,9 +30,6 @@ use super::{CliError, Exit, complain, out, print_json, progress};
 
 /// How long a call from the command line may take.
 const CALL_TIME_MAX: Duration = Duration::from_secs(30);
-
-/// How deep JSON is read, by the toolbroker as well.
-const DEPTH_MAX: usize = 127;
 
 /// Lists tools, finds some, reviews their definitions, or calls one.
 pub(crate) fn tools(args: ToolsArgs) -> Result<ExitCode, CliError> {
@@ -347,18 +345,16 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     }
 }
 
-/// Refuses arguments that nobody could read: what skips over JSON, as the check of
-/// a command line does, goes deeper than what reads it.
+/// Refuses arguments that are nested too deep for a tool, which the toolbroker does as
+/// well and cannot say where.
 fn check_depth(arguments: &[u8]) -> Result<(), CliError> {
-    match serde_json::from_slice::<serde_json::Value>(arguments) {
-        Err(error) if error.to_string().starts_with("recursion limit") => {
-            Err(CliError::Usage(format!(
-                "the arguments, column {}: lists and objects are nested more than {DEPTH_MAX} \
-                 deep here, and a tool call has no more: make them flatter",
-                error.column()
-            )))
-        }
-        _ => Ok(()),
+    match first_deeper(arguments, REQUEST_DEPTH_MAX) {
+        Some(at) => Err(CliError::Usage(format!(
+            "the arguments, byte {}: lists and objects are nested more than {REQUEST_DEPTH_MAX} \
+             deep here, and a tool call has no more: make them flatter",
+            at + 1
+        ))),
+        None => Ok(()),
     }
 }
 
