@@ -19,7 +19,7 @@ use std::fmt;
 use reqwest::header::{ACCEPT, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue};
 use reqwest::{Method, RequestBuilder, Url};
 use rmcp::model::JsonObject;
-use serde_json::{Map, Value};
+use serde_json::{Map, Number, Value};
 
 use super::Refusal;
 use super::schema::Resolver;
@@ -210,7 +210,7 @@ impl Parameter {
     fn scalar(&self, value: &Value) -> Result<String, String> {
         match value {
             Value::String(text) => Ok(text.clone()),
-            Value::Number(number) => Ok(number.to_string()),
+            Value::Number(number) => Ok(plain(number)),
             Value::Bool(flag) => Ok(flag.to_string()),
             Value::Null | Value::Array(_) | Value::Object(_) => {
                 Err(format!("{:?}: this cannot be written as {}", self.key, self.written()))
@@ -269,6 +269,18 @@ impl Parameter {
                 Ok(())
             }
         }
+    }
+}
+
+/// A number as a server reads it that wants an integer. To JSON Schema `1.0` and `1e2`
+/// are integers too; beyond 2^53 a double is no longer one of its own.
+fn plain(number: &Number) -> String {
+    const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
+    match number.as_f64() {
+        Some(double) if number.is_f64() && double.fract() == 0.0 && double.abs() < EXACT_MAX => {
+            (double as i64).to_string()
+        }
+        _ => number.to_string(),
     }
 }
 
@@ -753,6 +765,33 @@ mod tests {
         assert_eq!(of(json!({}), Value::Null).unwrap(), "");
         assert!(of(json!({}), json!([["nested"]])).is_err());
         assert!(of(json!({"explode": false}), object).is_err());
+    }
+
+    #[test]
+    fn an_integer_is_written_as_one_however_its_program_wrote_it() {
+        let parameters = json!([
+            {"name": "id", "in": "path", "required": true, "schema": {"type": "integer"}},
+            {"name": "q", "in": "query", "schema": {"type": "array", "items": {"type": "number"}}},
+            {"name": "X-N", "in": "header", "schema": {"type": "integer"}},
+        ]);
+        let read = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        for (number, expected) in [
+            ("1.0", "1"),
+            ("1e2", "100"),
+            ("-0", "0"),
+            ("-0.0", "0"),
+            ("-3.0", "-3"),
+            ("9007199254740991.0", "9007199254740991"),
+            ("18446744073709551615", "18446744073709551615"),
+            ("9007199254740992.0", "9007199254740992.0"),
+            ("0.5", "0.5"),
+        ] {
+            let arguments = json!({"id": read(number), "q": [read(number)], "X-N": read(number)});
+            let request = build("/{id}", &parameters, &arguments).unwrap();
+            assert_eq!(request.url().path(), format!("/v1/{expected}"), "{number}");
+            assert_eq!(request.url().query(), Some(&*format!("q={expected}")), "{number}");
+            assert_eq!(request.headers()["X-N"], expected, "{number}");
+        }
     }
 
     #[test]
