@@ -834,7 +834,7 @@ mod tests {
             (parameter(json!({"name": "q", "in": "query", "style": "odd", "schema": {}})), "style"),
             (parameter(json!({"$ref": "#/components/parameters/None"})), "not there"),
             (document(json!({"/a/{x}": {"get": {"operationId": "a"}}})), "{x}"),
-            (document(json!({"/a?x=1": {"get": {"operationId": "a"}}})), "path"),
+            (document(json!({"/a?x=1#b": {"get": {"operationId": "a"}}})), "path"),
             (document(json!({"/../a": {"get": {"operationId": "a"}}})), "path"),
             (document(json!({"//evil.example/a": {"get": {"operationId": "a"}}})), "path"),
             (

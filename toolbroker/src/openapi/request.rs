@@ -24,6 +24,7 @@ use serde_json::{Map, Number, Value};
 use super::Refusal;
 use super::schema::Resolver;
 use crate::config::{Endpoint, is_own_header};
+use crate::egress::rule::percent_decoded;
 use crate::egress::says_length;
 use crate::secret::Secret;
 use crate::upstream::oauth::percent;
@@ -290,10 +291,26 @@ fn folded(name: &str) -> String {
     name.trim().to_lowercase().replace(['.', ' '], "_")
 }
 
-/// Whether a name in the query, folded, is one of these, or a part of one.
+/// Whether a name in the query, folded, is one that the operator sets, or a part of
+/// one.
 fn is_set(query: &[(String, Secret)], name: &str) -> bool {
+    query.iter().any(|(it, _)| is_one_of(&[folded(it)], name))
+}
+
+/// Whether a name in the query is one of these, or a part of one. All are folded.
+fn is_one_of(names: &[String], name: &str) -> bool {
     let head = |name: &str| name.split('[').next().unwrap_or_default().to_owned();
-    query.iter().any(|(it, _)| head(&folded(it)) == head(name))
+    names.iter().any(|it| head(it) == head(name))
+}
+
+/// The names in a query, folded. `None` if a part of it has none.
+fn names_of(query: &str) -> Option<Vec<String>> {
+    let name = |pair: &str| {
+        let name = pair.split('=').next().unwrap_or_default().replace('+', " ");
+        let name = folded(&String::from_utf8_lossy(&percent_decoded(name.as_bytes())));
+        (!name.is_empty()).then_some(name)
+    };
+    query.split('&').map(name).collect()
 }
 
 /// Whether a media type is JSON.
@@ -411,11 +428,16 @@ impl Body {
     }
 }
 
-/// A path with its parameters.
+/// A path with its parameters, and the query that documents write behind it where one
+/// address has several operations (`/messages?beta=true`).
 #[derive(Debug)]
 pub(super) struct Path {
     shown: String,
     pieces: Vec<Piece>,
+    /// As it stands; empty if there is none.
+    query: String,
+    /// What is set there, as the most careless server reads it.
+    set: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -430,9 +452,14 @@ impl Path {
     pub(super) fn parse(text: &str, parameters: &[Parameter]) -> Result<Self, Refusal> {
         let refused = || Refusal::Unsupported("its path is not one that can be asked for".into());
         let is_plain = |c: char| c.is_ascii_graphic() && !"?#\\{}".contains(c);
+        let (path, query) = text.split_once('?').unwrap_or((text, ""));
+        let set = match text.contains('?') {
+            true => names_of(query).ok_or_else(refused)?,
+            false => Vec::new(),
+        };
         let mut pieces = Vec::new();
         let mut used = Vec::new();
-        let mut rest = text;
+        let mut rest = path;
         while let Some(open) = rest.find('{') {
             let (literal, inner) = rest.split_at(open);
             let (name, after) = inner[1..].split_once('}').ok_or_else(refused)?;
@@ -455,14 +482,24 @@ impl Path {
             .iter()
             .enumerate()
             .all(|(at, parameter)| parameter.place != Place::Path || used.contains(&at));
-        if !plain || !text.starts_with('/') || text.starts_with("//") {
+        if !plain
+            || !query.chars().all(is_plain)
+            || !text.starts_with('/')
+            || text.starts_with("//")
+        {
             return Err(refused());
+        }
+        let is_said =
+            |it: &&Parameter| it.place == Place::Query && is_one_of(&set, &folded(&it.name));
+        if let Some(said) = parameters.iter().find(is_said) {
+            let why = format!("its path says already what its parameter {:?} is", said.name);
+            return Err(Refusal::Unsupported(crate::cut(&why, 256)));
         }
         if !all {
             let why = "a path parameter of it is not in its path";
             return Err(Refusal::Unsupported(why.into()));
         }
-        Ok(Self { shown: text.to_owned(), pieces })
+        Ok(Self { shown: text.to_owned(), pieces, query: query.to_owned(), set })
     }
 
     fn fill(&self, value: impl Fn(usize) -> Result<String, String>) -> Result<String, String> {
@@ -516,9 +553,13 @@ impl Request {
     ) -> Result<Self, Refusal> {
         let (base, keys) = (endpoint.url.clone(), endpoint.query.clone());
         let request = Self { method, base, path, parameters, body, accept, keys };
+        if let Some(name) = request.path.set.iter().find(|name| is_set(&request.keys, name)) {
+            let why = format!("its path says what the operator sets: {:?}", crate::cut(name, 128));
+            return Err(Refusal::Unsupported(why));
+        }
         // What is wrong with the path itself shows with any argument.
-        let tried =
-            request.path.fill(|_| Ok("x".into())).and_then(|path| request.address(&path, ""));
+        let tried = request.path.fill(|_| Ok("x".into()));
+        let tried = tried.and_then(|path| request.address(&path, &request.path.query));
         tried.map(|_| ()).map_err(|why| Refusal::Unsupported(format!("its path: {why}")))?;
         Ok(request)
     }
@@ -542,6 +583,9 @@ impl Request {
             Ok(text)
         })?;
         let mut query = Vec::new();
+        if !self.path.query.is_empty() {
+            query.push(self.path.query.clone());
+        }
         let mut headers = Vec::new();
         for parameter in &self.parameters {
             let Some(value) = arguments.get(&parameter.key).filter(|value| !value.is_null()) else {
@@ -586,6 +630,10 @@ impl Request {
         for key in parameter.own_names(value) {
             if is_set(&self.keys, &key) {
                 let why = "would be read as what the operator sets";
+                return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
+            }
+            if is_one_of(&self.path.set, &key) {
+                let why = "would be read as what the path says";
                 return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
             }
             let taken = |other: &Parameter| {
@@ -841,6 +889,49 @@ mod tests {
         build("/a", &parameters, &json!({"filter": {"other": 1}})).unwrap();
         let refused = build("/a", &parameters, &json!({"filter": {"gone": 1}})).unwrap_err();
         assert!(refused.contains("would be read as a part of"), "{refused}");
+    }
+
+    #[test]
+    fn a_query_in_a_path_is_sent_as_it_stands_and_no_argument_says_it_too() {
+        let parameters = json!([
+            {"name": "id", "in": "path", "required": true, "schema": {}},
+            {"name": "q", "in": "query", "schema": {}},
+            {"name": "filter", "in": "query", "schema": {"type": "object"}},
+        ]);
+        let of = |path: &str, arguments: Value| {
+            let request = build(path, &parameters, &arguments)?;
+            Ok::<_, String>(
+                request.url().as_str().strip_prefix("https://api.example/v1").unwrap().to_owned(),
+            )
+        };
+        let path = "/a/{id}?beta=true&max.items=5";
+        let said = of(path, json!({"id": "x?y", "q": "z&beta=false"})).unwrap();
+        assert_eq!(said, "/a/x%3Fy?beta=true&max.items=5&q=z%26beta%3Dfalse");
+        assert_eq!(of(path, json!({"id": 1})).unwrap(), "/a/1?beta=true&max.items=5");
+        for member in ["beta", "Beta", "max_items", "max.items"] {
+            let refused = of(path, json!({"id": 1, "filter": {member: 1}})).unwrap_err();
+            assert!(refused.contains("what the path says"), "{member}: {refused}");
+        }
+        assert_eq!(of("/a/{id}?flag", json!({"id": 1})).unwrap(), "/a/1?flag");
+    }
+
+    #[test]
+    fn a_query_in_a_path_that_is_not_fixed_or_says_anothers_costs_the_operation() {
+        let of = |path: &str, endpoint: Endpoint| {
+            let document = json!({"openapi": "3.1.0", "paths": {path: {"get": {"parameters": [
+                {"name": "q", "in": "query", "schema": {}},
+            ]}}}});
+            Plan::of("shop", &document, Some(&[format!("GET {path}")]), endpoint).map(drop)
+        };
+        of("/a?b=1", tests_endpoint()).unwrap();
+        for path in
+            ["/a?", "/a?b={q}", "/a?=1", "/a?b=1&", "/a?b=1#c", "/a?b='", "/a?q=1", "/a?%51[]=1"]
+        {
+            assert!(of(path, tests_endpoint()).is_err(), "{path}");
+        }
+        let mut endpoint = tests_endpoint();
+        endpoint.query.push(("B".into(), Secret::new("hunter2".into()).unwrap()));
+        assert!(of("/a?b=1", endpoint).is_err());
     }
 
     #[test]
