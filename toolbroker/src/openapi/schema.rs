@@ -3,9 +3,10 @@
 //!
 //! Local references are put in place; remote, dangling and cyclic ones are
 //! refused, and so is whatever grows beyond bounds. What 3.0 says in its own
-//! way (`nullable`, a boolean `exclusiveMinimum`) is said in JSON Schema's.
-//! What only describes the other way (of arguments `readOnly` properties, of
-//! answers `writeOnly` ones) or the document (`example`, `xml`, …) is left out.
+//! way (`nullable`, a boolean `exclusiveMinimum`) is said in JSON Schema's; the
+//! boolean in 3.1 too. What only describes the other way (of arguments
+//! `readOnly` properties, of answers `writeOnly` ones) or the document
+//! (`example`, `xml`, …) is left out.
 
 use serde_json::{Map, Value};
 
@@ -201,8 +202,9 @@ impl<'a> Resolver<'a> {
             });
         }
         if self.is_3_0 {
-            in_json_schema(&mut out);
+            say_null(&mut out);
         }
+        say_exclusive_bounds(&mut out);
         Ok(Value::Object(out))
     }
 
@@ -213,8 +215,8 @@ impl<'a> Resolver<'a> {
     }
 }
 
-/// What 3.0 says otherwise than JSON Schema.
-fn in_json_schema(schema: &mut Map<String, Value>) {
+/// How 3.0 says that a value may be null.
+fn say_null(schema: &mut Map<String, Value>) {
     if schema.remove("nullable") == Some(Value::Bool(true)) {
         if let Some(name @ Value::String(_)) = schema.get("type").cloned() {
             schema.insert("type".into(), Value::Array(vec![name, "null".into()]));
@@ -225,6 +227,11 @@ fn in_json_schema(schema: &mut Map<String, Value>) {
             values.push(Value::Null);
         }
     }
+}
+
+/// How 3.0 says that a bound is exclusive. Documents that were made 3.1 by their first
+/// line alone say it so too, and JSON Schema has another meaning for no boolean.
+fn say_exclusive_bounds(schema: &mut Map<String, Value>) {
     for (exclusive, bound) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
         match schema.get(exclusive) {
             Some(Value::Bool(true)) => {
@@ -281,6 +288,8 @@ mod tests {
             "b": {"type": "integer", "exclusiveMinimum": 1, "maximum": 9},
         }});
         assert_eq!(inline(&document, true).unwrap(), expected);
+        let as_3_1 = inline(&document, false).unwrap();
+        assert_eq!(as_3_1["properties"]["b"], expected["properties"]["b"]);
     }
 
     #[test]
