@@ -156,6 +156,7 @@ impl Refused {
                 | GrantError::Shape(_)
                 | GrantError::TooCostly(_)
                 | GrantError::Constraint { .. }
+                | GrantError::Stray { .. }
                 | GrantError::OtherSession { .. }
                 | GrantError::OtherPrincipal { .. } => RefusalKind::BadGrant,
                 GrantError::Issue(_) => RefusalKind::Internal,

@@ -28,7 +28,7 @@
 //! their cost is said in [`attenuation`](crate::attenuation). Deliberately
 //! absent is revocation.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
@@ -40,6 +40,7 @@ use biscuit_auth::{AuthorizerLimits, Biscuit, KeyPair, PublicKey, error};
 use forge_protocol::broker::{GrantClaims, GrantedTool};
 use forge_protocol::limits::{
     CONSTRAINTS_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX,
+    TOOL_NAME_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 
@@ -140,6 +141,12 @@ pub enum GrantError {
         tool: ToolName,
         /// What is wrong with it.
         why: WrittenError,
+    },
+    /// A constraint in the token is on a tool that its first block does not name.
+    #[error("a constraint of the grant is on {tool:?}, a tool that it was never issued for")]
+    Stray {
+        /// The tool, as it is written.
+        tool: String,
     },
     /// Too many constraints.
     #[error("{got} constraints are too many at once, the limit is {CONSTRAINTS_MAX}")]
@@ -523,6 +530,13 @@ impl Chain {
             return Err(GrantError::TooManyTools { got: tools.len() });
         }
 
+        // A tool misspelt: who wrote the constraint believes that it holds. One that
+        // some block takes away is still the first block's.
+        let names: HashSet<&str> = tools.iter().map(|(name, _)| name.as_str()).collect();
+        if let Some((stray, _)) = constraints.iter().find(|(it, _)| !names.contains(it.as_str())) {
+            return Err(GrantError::Stray { tool: crate::cut(stray, TOOL_NAME_BYTES_MAX) });
+        }
+
         // Each of its tools, asked for by itself, so that a later block's
         // checks can tell them apart.
         let began = Instant::now();
@@ -813,6 +827,22 @@ pub(crate) mod tests {
         let fact = r#"constraint("shop.find", "/quantity!5");"#;
         let refused = verify(&issuer, &attenuated(&issuer, &token, fact), now()).unwrap_err();
         assert!(matches!(refused, GrantError::Constraint { .. }), "{refused}");
+    }
+
+    #[test]
+    fn a_constraint_on_a_tool_that_the_first_block_does_not_name_spoils_the_grant() {
+        let issuer = Issuer::ephemeral();
+        let token = issuer.issue(&terms(), now()).unwrap();
+        for tool in ["shop.byu", "shop.BUY", "", "no name"] {
+            let stray = format!("constraint(\"{tool}\", \"/quantity<=5\");");
+            let refused = verify(&issuer, &attenuated(&issuer, &token, &stray), now()).unwrap_err();
+            assert!(matches!(&refused, GrantError::Stray { tool: it } if it == tool), "{refused}");
+        }
+        // One that a block took away is not misspelt.
+        let without = "check if call($t), $t != \"shop.buy\";";
+        let fewer = attenuated(&issuer, &token, without);
+        let fewer = attenuated(&issuer, &fewer, "constraint(\"shop.buy\", \"/quantity<=5\");");
+        assert_eq!(names(&verify(&issuer, &fewer, now()).unwrap()), ["shop.find"]);
     }
 
     #[test]
