@@ -52,7 +52,7 @@ use self::decimal::Decimal;
 
 pub(crate) use self::decimal::first_changed;
 pub use self::written::{WrittenError, parse_where};
-use crate::egress::rule::percent_decoded;
+use crate::egress::rule::{percent_decoded, segment_name};
 
 /// The longest string a pattern is matched against, in bytes. With
 /// [`PATTERN_BYTES_MAX`] it bounds the time of one match.
@@ -258,15 +258,15 @@ fn same(a: &Value, b: &Value) -> bool {
 }
 
 /// Whether a segment of `text` is `..` to anybody who might resolve it. Segments
-/// are parted by `/` and `\`, and end at `?`, `#` and, for some servers, `;`.
-/// Parsers of URLs drop tabs and line ends wherever they stand, and spaces at an
-/// end. All of it may be percent-encoded, several times over.
+/// are parted by `/` and `\`, and read as [`segment_name`] says. Parsers of URLs drop
+/// tabs and line ends wherever they stand. All of it may be percent-encoded, several
+/// times over.
 fn climbs(text: &str) -> bool {
     let mut text = text.as_bytes().to_vec();
     for _ in 0..=ENCODINGS_MAX {
         text.retain(|byte| !byte.is_ascii_control());
         let mut segments = text.split(|byte| matches!(byte, b'/' | b'\\'));
-        if segments.any(is_parent) {
+        if segments.any(|segment| segment_name(segment) == b"..") {
             return true;
         }
         let decoded = percent_decoded(&text);
@@ -276,11 +276,6 @@ fn climbs(text: &str) -> bool {
         text = decoded;
     }
     true
-}
-
-fn is_parent(segment: &[u8]) -> bool {
-    let mut parts = segment.split(|byte| matches!(byte, b'?' | b'#' | b';'));
-    parts.next().is_some_and(|name| name.trim_ascii() == b"..")
 }
 
 #[cfg(test)]

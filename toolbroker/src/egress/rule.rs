@@ -371,10 +371,15 @@ pub fn is_plain_path(path: &str) -> bool {
     false
 }
 
-/// `.` or `..`, with parameters as some servers cut them off, or without.
+/// A segment of a path as some server might read it: it ends before `?`, `#` and, where
+/// parameters are cut off, `;`, and spaces around it are dropped.
+pub(crate) fn segment_name(segment: &[u8]) -> &[u8] {
+    let ends = |byte: &u8| matches!(byte, b'?' | b'#' | b';');
+    segment[..segment.iter().position(ends).unwrap_or(segment.len())].trim_ascii()
+}
+
 fn is_dot_segment(segment: &[u8]) -> bool {
-    let name = segment.split(|byte| *byte == b';').next().unwrap_or_default();
-    name == b"." || name == b".."
+    matches!(segment_name(segment), b"." | b"..")
 }
 
 /// What a percent-encoded text stands for (RFC 3986, 2.1). What is no such
@@ -566,6 +571,11 @@ mod tests {
             "/v1/..;/admin",
             "/v1/..;a=b/admin",
             "/v1/%2e%2e;/admin",
+            "/v1/..%20/admin",
+            "/v1/%20../admin",
+            "/v1/.%2520/admin",
+            "/v1/..%3Fa/admin",
+            "/v1/..%23/admin",
             "/v1/a%2fb",
             "/v1/a%252fb",
             "/v1/a%5Cb",
