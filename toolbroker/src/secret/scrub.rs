@@ -22,7 +22,7 @@ use std::sync::Arc;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 
-use super::spelling::{ESCAPES_DEEP_MAX, Ends, Plain, spellings, torn, undone};
+use super::spelling::{ESCAPES_DEEP_MAX, Ends, Plain, narrow, spellings, torn, undone};
 use super::{REDACTED, SECRET_BYTES_MIN, Secret, patterns};
 
 /// Objects and lists within each other that are followed. Deeper JSON is not
@@ -92,6 +92,8 @@ impl Scrubber {
             .map(|text| zeroize::Zeroizing::new(text.into_bytes()))
             .collect();
         all.extend(squeezed);
+        let narrow = secrets.iter().filter_map(|secret| narrow(secret.expose()));
+        all.extend(narrow.filter(|it| it.len() >= SECRET_BYTES_MIN));
         let mut deep = ESCAPES_DEEP_MAX;
         for secret in &secrets {
             let (plain, own) = undone(secret.expose());
@@ -545,6 +547,21 @@ mod tests {
         ] {
             let left = scrubber(&[value]).text(text);
             assert!(left.contains(REDACTED) && !left.contains("half"), "{left}");
+        }
+    }
+
+    #[test]
+    fn a_value_beyond_ascii_is_found_in_escapes_of_its_characters_and_of_its_bytes() {
+        for (value, text) in [
+            ("p\u{e4}ssw\u{f6}rd", "p\\xe4ssw\\xf6rd"),
+            ("p\u{e4}ssw\u{f6}rd", "p\\xc3\\xa4ssw\\xC3\\xB6rd"),
+            ("p\u{e4}ssw\u{f6}rd", "p%E4ssw%F6rd"),
+            ("p\u{e4}ssw\u{f6}rd", "p&#228;ssw&#xF6;rd"),
+            ("p\u{e4}ss \u{20ac}ord", "p\\xe4ss \\u20acord"),
+            ("p\u{e4}ssw\u{f6}rd", "p\\\\xe4ssw\\\\xf6rd"),
+        ] {
+            let left = scrubber(&[value]).text(&format!("before {text} after"));
+            assert_eq!(left, format!("before {REDACTED} after"), "{text}");
         }
     }
 

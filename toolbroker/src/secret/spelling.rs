@@ -68,6 +68,23 @@ pub(super) fn spellings(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
     all
 }
 
+/// A value as it comes out of escapes that stand for a character and name it by one
+/// byte, as Python's `ascii` and JavaScript write it (`\xe4`): without white space, the
+/// first 256 characters as a byte each. `None` if it is the value.
+pub(super) fn narrow(value: &str) -> Option<Zeroizing<Vec<u8>>> {
+    let is_one = |it: &char| ('\u{80}'..='\u{ff}').contains(it);
+    value.chars().any(|it| is_one(&it)).then(|| {
+        let mut bytes = Zeroizing::new(Vec::with_capacity(value.len()));
+        for character in value.chars().filter(|it| !it.is_ascii_whitespace()) {
+            match u8::try_from(u32::from(character)) {
+                Ok(byte) => bytes.push(byte),
+                Err(_) => bytes.extend(Escaped::of(character).iter()),
+            }
+        }
+        bytes
+    })
+}
+
 /// What a value comes to where it stands in a text that is undone: the value
 /// without what looks like an escape in it, and how often it was undone for that.
 pub(super) fn undone(value: &str) -> (Zeroizing<Vec<u8>>, usize) {
