@@ -702,6 +702,37 @@ fn attack_26_a_disk_that_is_full_from_the_start_is_said_and_tried_again() {
 }
 
 #[test]
+fn a_full_disk_keeps_nobody_from_reading_what_is_on_it() {
+    apart(|| {
+        let desk = Desk::new();
+        if !with_small_disk(&desk.journal(), 512, MountFlags::empty()) {
+            return;
+        }
+        let filler = desk.journal().join("filler");
+        let call = |id| {
+            let mut broker = desk.broker();
+            let mut worker = open(&mut broker, id, &["test.note"], limits());
+            assert_eq!(worker.call("test.note", &json!({ "text": "a" })).0, None);
+            drop(worker);
+            sync(&mut broker);
+            broker
+        };
+        call(1).finish();
+        fill(&filler);
+        assert_eq!(desk.listed().len(), 1);
+        // The second is in the write-ahead log alone, whose index is lost.
+        std::fs::remove_file(&filler).unwrap();
+        kill(call(2));
+        std::fs::remove_file(desk.files()[0].with_extension("sqlite-shm")).unwrap();
+        fill(&filler);
+        assert_eq!(desk.listed().len(), 2);
+        std::fs::remove_file(&filler).unwrap();
+        call(3).finish();
+        assert_eq!(desk.listed().len(), 3);
+    });
+}
+
+#[test]
 fn attack_26_a_journal_that_cannot_be_written_is_said_and_tried_again() {
     apart(|| {
         let desk = Desk::new();

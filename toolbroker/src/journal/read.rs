@@ -11,7 +11,8 @@ use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
 
 use forge_protocol::RunId;
-use rusqlite::{Connection, OpenFlags, Row};
+use rusqlite::config::DbConfig;
+use rusqlite::{Connection, OpenFlags, Row, ffi};
 use serde::Serialize;
 
 use super::slot;
@@ -124,8 +125,40 @@ fn calls_of(
         return Ok(Some(Vec::new()));
     }
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
-    let mut connection = Connection::open_with_flags(file, flags)?;
+    let connection = Connection::open_with_flags(file, flags)?;
     connection.busy_timeout(BUSY_TIME_MAX)?;
+    match calls_in(connection, run, last, taken) {
+        // A broker that lives has made room for the index, and writes.
+        Err(error) if !taken && has_no_room_for_index(&error) => {
+            calls_in(alone(file, flags)?, run, last, taken)
+        }
+        calls => calls,
+    }
+}
+
+/// Whether the error says that the index of a write-ahead log, a file in the same
+/// folder that readers make as well, finds no room there.
+fn has_no_room_for_index(error: &rusqlite::Error) -> bool {
+    let code = error.sqlite_error().map(|error| error.extended_code);
+    matches!(code, Some(ffi::SQLITE_IOERR_SHMOPEN | ffi::SQLITE_IOERR_SHMSIZE))
+}
+
+/// Opens a file that nobody writes, with the index in memory. SQLite does that for who
+/// is alone, and whoever only reads can show it by no lock, hence without any. Nothing
+/// is tidied up at the end: a broker may have come.
+fn alone(file: &Path, flags: OpenFlags) -> rusqlite::Result<Connection> {
+    let connection = Connection::open_with_flags_and_vfs(file, flags, c"unix-none")?;
+    connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
+    connection.pragma_update(None, "locking_mode", "exclusive")?;
+    Ok(connection)
+}
+
+fn calls_in(
+    mut connection: Connection,
+    run: Option<RunId>,
+    last: usize,
+    taken: bool,
+) -> rusqlite::Result<Option<Vec<CallEntry>>> {
     // One view of the file for all that is asked.
     let view = connection.transaction()?;
     let Some(says) = readable(&view)? else { return Ok(None) };
