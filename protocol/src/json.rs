@@ -6,8 +6,15 @@
 //! and one crate of a build turns it on for all, so an object with this member is
 //! no JSON where what a client or a tool server sent is read into values. What
 //! goes on as the text that came needs none of this.
+//!
+//! Half a character is no Unicode, and many a writer of JSON sends it all the same:
+//! whoever cuts a text in JavaScript. In an answer it costs itself and not the whole
+//! ([`from_slice_mended`]). In what a program asks it is an error, since what is asked
+//! is never changed.
 
+use alloc::borrow::Cow;
 use alloc::format;
+use alloc::string::String;
 
 use serde::de::{Deserialize, Visitor};
 use serde::de::{DeserializeOwned, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess};
@@ -23,6 +30,64 @@ const RAW: &str = "$serde_json::private::RawValue";
 pub fn from_slice<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
     check(json)?;
     serde_json::from_slice(json)
+}
+
+/// As [`from_slice`], of text that is [`mended`] if it has to be.
+///
+/// # Errors
+/// The same.
+pub fn from_slice_mended<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
+    from_slice(json).or_else(|error| match mended(json) {
+        Some(text) => from_slice(text.as_bytes()),
+        None => Err(error),
+    })
+}
+
+/// The same text with U+FFFD in the place of each half of a surrogate pair and of
+/// each byte that is no UTF-8; `None` if there is none of them. Where strings and
+/// values begin and end is as it was.
+#[must_use]
+pub fn mended(json: &[u8]) -> Option<String> {
+    let text = String::from_utf8_lossy(json);
+    let mut out = String::new();
+    let (mut kept, mut at) = (0, 0);
+    while let Some(found) = text[at..].find('\\') {
+        at += found;
+        let next = match escape(&text[at..]) {
+            // What follows is escaped, and begins nothing.
+            None => at + 1 + text[at + 1..].chars().next().map_or(0, char::len_utf8),
+            Some(0xD800..=0xDBFF)
+                if matches!(escape(&text[at + ESCAPE_BYTES..]), Some(0xDC00..=0xDFFF)) =>
+            {
+                at + 2 * ESCAPE_BYTES
+            }
+            Some(0xD800..=0xDFFF) => {
+                out.push_str(&text[kept..at]);
+                out.push('\u{FFFD}');
+                kept = at + ESCAPE_BYTES;
+                kept
+            }
+            Some(_) => at + ESCAPE_BYTES,
+        };
+        at = next;
+    }
+    match text {
+        Cow::Borrowed(_) if kept == 0 => None,
+        text => {
+            out.push_str(&text[kept..]);
+            Some(out)
+        }
+    }
+}
+
+/// An escape by number, in bytes.
+const ESCAPE_BYTES: usize = 6;
+
+/// The number that a text begins with an escape of.
+fn escape(text: &str) -> Option<u16> {
+    let digits = text.strip_prefix("\\u")?.get(..ESCAPE_BYTES - 2)?;
+    let is_number = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    if is_number { u16::from_str_radix(digits, 16).ok() } else { None }
 }
 
 /// Whether no object has the member [`RAW`]. What else may be wrong is for who
@@ -201,6 +266,48 @@ mod tests {
             ("\"\\", 0, None),
         ] {
             assert_eq!(first_deeper(json.as_bytes(), levels), expected, "{json}");
+        }
+    }
+
+    #[test]
+    fn half_a_character_costs_itself_and_nothing_else() {
+        for (json, read) in [
+            (&br#"{"a":"cut \ud83d","b":1}"#[..], r#"{"a":"cut \ufffd","b":1}"#),
+            (
+                br#"["\uDE00","\ud83d\ud83d\ude00","\ud83dA"]"#,
+                r#"["\ufffd","\ufffd\ud83d\ude00","\ufffdA"]"#,
+            ),
+            (br#"["\ude00\ud83d"]"#, r#"["\ufffd\ufffd"]"#),
+            (br#"["\\ud83d","\\\ud83d","\"\ud83d\\"]"#, r#"["\\ud83d","\\\ufffd","\"\ufffd\\"]"#),
+            (br#"["\ud83d\n","\ud83d\\ude00"]"#, r#"["\ufffd\n","\ufffd\\ude00"]"#),
+            (
+                b"[\"\xff\",\"\xe2\x82\",\"\xed\xa0\xbd\",\"\\ud83d\"]",
+                r#"["\ufffd","\ufffd","\ufffd\ufffd\ufffd","\ufffd"]"#,
+            ),
+        ] {
+            assert!(from_slice::<Value>(json).is_err(), "{read}");
+            let expected: Value = serde_json::from_str(read).unwrap();
+            assert_eq!(from_slice_mended::<Value>(json).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_no_json_is_none_however_it_is_mended() {
+        for json in [
+            &br#"{"a":"\ud83d""#[..],
+            br#""\ud83"#,
+            br#""\ud83x""#,
+            br#""\u+123""#,
+            br#""\ud83d\"#,
+            br#"\ud83d"#,
+            b"\"\\\xff\"",
+            b"\xff",
+            br#"{"$serde_json::private::RawValue":"\ud83d"}"#,
+        ] {
+            assert!(from_slice_mended::<Value>(json).is_err(), "{}", String::from_utf8_lossy(json));
+        }
+        for json in [&br#"{"a":"\\ud83d \ud83d\ude00 \u00e9"}"#[..], br#""\ud83"#, b"", b"\\"] {
+            assert_eq!(mended(json), None);
         }
     }
 }

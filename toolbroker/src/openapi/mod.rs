@@ -690,7 +690,7 @@ fn answer(body: Vec<u8>, is_json: bool) -> Result<Value, Unusable> {
         return Err(Unusable::TooMany);
     }
     let body = body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&body);
-    forge_protocol::json::from_slice(body).map_err(|_| Unusable::NoJson)
+    forge_protocol::json::from_slice_mended(body).map_err(|_| Unusable::NoJson)
 }
 
 fn text(body: &[u8]) -> Value {
@@ -713,7 +713,7 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
         // Whole, since what is cut through is not known as a credential.
         let is_json = is_json && !status.is_redirection();
         error["data"] = match has_few_values(&body) && is_json {
-            true => forge_protocol::json::from_slice(&body).unwrap_or_else(|_| text(&body)),
+            true => forge_protocol::json::from_slice_mended(&body).unwrap_or_else(|_| text(&body)),
             false if is_json => Value::Null,
             false => text(&body),
         };
@@ -1084,6 +1084,14 @@ mod tests {
         }
         document["components"]["schemas"] = json!({"L12": deep});
         assert!(matches!(plan(&document, &["a"]), Err(ApiError::Operation { .. })));
+    }
+
+    #[test]
+    fn half_a_character_costs_itself_and_not_its_answer() {
+        let body = br#"{"text":"cut \ud83d"}"#;
+        let expected = json!({"text": "cut \u{fffd}"});
+        assert_eq!(answer(body.to_vec(), true).ok(), Some(expected.clone()));
+        assert_eq!(answer(b"{\"text\":\"cut \xf0\x9f\"}".to_vec(), true).ok(), Some(expected));
     }
 
     #[test]

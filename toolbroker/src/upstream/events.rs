@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
+use forge_protocol::json;
 use futures_core::Stream;
 use futures_core::stream::BoxStream;
 use reqwest::Response;
@@ -120,7 +121,7 @@ struct Answers<S> {
 
 impl<S> Answers<S> {
     /// What comes in the place of an event; `None` if it is left out.
-    fn read(&mut self, event: Sse) -> Option<Sse> {
+    fn read(&mut self, mut event: Sse) -> Option<Sse> {
         let Some(data) = event.data.as_deref().filter(|data| !data.trim().is_empty()) else {
             return Some(event);
         };
@@ -129,8 +130,15 @@ impl<S> Answers<S> {
         let why = if scan.has_too_many() {
             Unusable::TooMany
         } else {
-            match forge_protocol::json::from_slice::<RxJsonRpcMessage<RoleClient>>(data.as_bytes())
+            let mut read = json::from_slice::<RxJsonRpcMessage<RoleClient>>(data.as_bytes());
+            if read.is_err()
+                && let Some(mended) = json::mended(data.as_bytes())
             {
+                read = json::from_slice(mended.as_bytes());
+                // The library reads it anew.
+                event.data = Some(mended);
+            }
+            match read {
                 Ok(message) => return Some(self.pass(message, event)),
                 // A notification that this release does not know.
                 Err(_) if scan.has_method() => return Some(event),
@@ -291,5 +299,21 @@ mod tests {
         let got = out(Some(RequestId::Number(7)), &["", &ping, unknown]);
         let said: Vec<_> = got.iter().map(|it| it.as_ref().unwrap().data.as_deref()).collect();
         assert_eq!(said, [Some(""), Some(ping.as_str()), Some(unknown)]);
+    }
+
+    #[test]
+    fn half_a_character_costs_itself_and_not_its_event() {
+        let told =
+            r#"{"jsonrpc":"2.0","method":"notifications/message","params":{"data":"\ud83d"}}"#;
+        let got = out(
+            Some(RequestId::Number(7)),
+            &[told, &answer("7", r#""result":{"x":"cut \ud83d"}"#)],
+        );
+        let said: Vec<Value> = got
+            .into_iter()
+            .map(|event| serde_json::from_str(&event.unwrap().data.unwrap()).unwrap())
+            .collect();
+        assert_eq!(said[0]["params"]["data"], "\u{fffd}");
+        assert_eq!(said[1]["result"]["x"], "cut \u{fffd}");
     }
 }

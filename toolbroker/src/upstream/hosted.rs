@@ -136,11 +136,11 @@ impl Hosted {
             Some(Ok(said) | Err(said)) if !has_few_values(&said) => {
                 CallEnd::Unusable(Unusable::TooMany)
             }
-            Some(Ok(result)) => match forge_protocol::json::from_slice(&result) {
+            Some(Ok(result)) => match forge_protocol::json::from_slice_mended(&result) {
                 Ok(result) => CallEnd::Answered(result),
                 Err(_) => CallEnd::failed("BadCaller", "the caller's answer is no JSON"),
             },
-            Some(Err(error)) => match forge_protocol::json::from_slice(&error) {
+            Some(Err(error)) => match forge_protocol::json::from_slice_mended(&error) {
                 Ok(error) => CallEnd::Failed(Value::Object(error)),
                 Err(_) => CallEnd::failed("BadCaller", "the caller's error is no JSON object"),
             },

@@ -97,7 +97,7 @@ impl Line {
         if text.trim_ascii().is_empty() {
             return Ok(None);
         }
-        match forge_protocol::json::from_slice(text) {
+        match forge_protocol::json::from_slice_mended(text) {
             Ok(message) => Ok(Some(message)),
             // A notification that this release does not know.
             Err(error) if error.is_data() && self.scan.has_method() => Ok(None),
@@ -464,5 +464,16 @@ mod tests {
             (5, None),
         ];
         assert_eq!(got, expected.map(number));
+    }
+
+    #[tokio::test]
+    async fn half_a_character_costs_itself_and_not_its_answer() {
+        let mut said = br#"{"jsonrpc":"2.0","id":1,"result":{"x":"cut \ud83d"}}"#.to_vec();
+        said.extend(b"\n{\"jsonrpc\":\"2.0\",\"id\":2,\"result\":{\"x\":\"cut \xf0\x9f\"}}\n");
+        let mut lines = Lines::new("x", said.as_slice(), tokio::io::sink());
+        for _ in 0..2 {
+            let message = serde_json::to_value(lines.receive().await.unwrap()).unwrap();
+            assert_eq!(message["result"]["x"], "cut \u{fffd}", "{message}");
+        }
     }
 }

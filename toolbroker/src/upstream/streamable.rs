@@ -273,7 +273,7 @@ fn answer_to(asked: RequestId, body: &[u8]) -> ServerJsonRpcMessage {
     if !has_few_values(body) {
         return Unusable::TooMany.answer(asked);
     }
-    match forge_protocol::json::from_slice(body) {
+    match forge_protocol::json::from_slice_mended(body) {
         Ok(ServerJsonRpcMessage::Error(said)) => {
             ServerJsonRpcMessage::error(said.error, Some(asked))
         }
@@ -302,7 +302,7 @@ async fn refusal(
         true => body_within(response, REFUSAL_BYTES_MAX).await.unwrap_or_default(),
         false => Vec::new(),
     };
-    let error = match forge_protocol::json::from_slice(&said) {
+    let error = match forge_protocol::json::from_slice_mended(&said) {
         Ok(ServerJsonRpcMessage::Error(said)) => said.error,
         _ if begins && status.is_client_error() => {
             ErrorData::invalid_request(format!("it answers {status}"), None)

@@ -34,7 +34,7 @@ pub enum Unusable {
     /// It has too many bytes.
     #[error("with more than {} MiB", MESSAGE_BYTES_MAX >> 20)]
     TooLong,
-    /// It is not JSON: NaN, half a surrogate, a thousand levels.
+    /// It is not JSON: NaN, half a message, a thousand levels.
     #[error("with no JSON that can be read")]
     NoJson,
     /// It is JSON and no answer of MCP.
