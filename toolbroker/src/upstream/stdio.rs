@@ -14,7 +14,10 @@ use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
 
 use rmcp::RoleClient;
-use rmcp::model::{ClientRequest, ErrorCode, ErrorData, JsonRpcMessage, RequestId};
+use rmcp::model::{
+    ClientNotification, ClientRequest, DiscoverResult, ErrorCode, ErrorData, InitializeResult,
+    JsonRpcMessage, ProtocolVersion, RequestId, ServerResult,
+};
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
@@ -82,14 +85,22 @@ pub(super) fn spawn(
     let process = Process::watch(name, child, scrubs)
         .map_err(|error| failed(format!("it cannot be watched: {error}")))?;
     let inner = Lines::new(name, stdout, stdin);
-    Ok((StdioTransport { inner, discover: Discover::Settled }, process))
+    Ok((StdioTransport::new(inner, DISCOVER_TIME_MAX), process))
 }
 
 /// A server's standard streams, with the answer to `server/discover` written
-/// for servers that give none.
-pub(super) struct StdioTransport {
-    inner: Lines<ChildStdout>,
+/// for servers that give none, and that to `initialize` for those that gave theirs
+/// late.
+pub(super) struct StdioTransport<R = ChildStdout> {
+    inner: Lines<R>,
     discover: Discover,
+    discover_time: Duration,
+}
+
+impl<R> StdioTransport<R> {
+    fn new(inner: Lines<R>, discover_time: Duration) -> Self {
+        Self { inner, discover: Discover::Settled, discover_time }
+    }
 }
 
 enum Discover {
@@ -97,8 +108,92 @@ enum Discover {
     Settled,
     /// Asked, and to be answered by then.
     Asked { id: RequestId, until: Instant },
-    /// Answered for the server; its own answer would come too late.
-    GivenUp { id: RequestId },
+    /// Answered for the server, which is then asked in the older protocol's words.
+    GivenUp(Box<Late>),
+    /// It answered late, and speaks the newer protocol all the same.
+    Newer,
+}
+
+/// What a server says that was silent for too long. One of the newer protocol
+/// that only took its time to start reads both questions at once: it answers the
+/// first, and refuses the second.
+struct Late {
+    discover: RequestId,
+    initialize: Option<RequestId>,
+    /// Its answer to the first: `None` within if that is of no use.
+    said: Option<Option<DiscoverResult>>,
+    /// Its refusal of the second.
+    refused: Option<RxJsonRpcMessage<RoleClient>>,
+}
+
+/// What becomes of a message.
+enum Heard {
+    /// It waits for another, or is nobody's.
+    Kept,
+    Passes(RxJsonRpcMessage<RoleClient>),
+    /// The first exchange is over with it.
+    Ends(RxJsonRpcMessage<RoleClient>, Discover),
+}
+
+impl Late {
+    fn new(discover: RequestId) -> Self {
+        Self { discover, initialize: None, said: None, refused: None }
+    }
+
+    fn hears(&mut self, message: RxJsonRpcMessage<RoleClient>) -> Heard {
+        match answers(&message) {
+            Some(id) if *id == self.discover => self.said = Some(newer(message)),
+            Some(id) if self.initialize.as_ref() == Some(id) => match &message {
+                JsonRpcMessage::Error(error)
+                    if error.error.code == ErrorCode::UNSUPPORTED_PROTOCOL_VERSION =>
+                {
+                    self.refused = Some(message);
+                }
+                _ => return Heard::Ends(message, Discover::Settled),
+            },
+            _ => return Heard::Passes(message),
+        }
+        if self.said.is_none() {
+            return Heard::Kept;
+        }
+        let Some(refused) = self.refused.take() else { return Heard::Kept };
+        match (self.said.take().flatten(), self.initialize.take()) {
+            (Some(said), Some(id)) => {
+                let result = ServerResult::InitializeResult(initialized(said));
+                Heard::Ends(JsonRpcMessage::response(result, id), Discover::Newer)
+            }
+            _ => Heard::Ends(refused, Discover::Settled),
+        }
+    }
+}
+
+/// What an answer to `server/discover` says, if it is that of a server of the
+/// newer protocol.
+fn newer(message: RxJsonRpcMessage<RoleClient>) -> Option<DiscoverResult> {
+    match message {
+        JsonRpcMessage::Response(response) => match response.result {
+            ServerResult::DiscoverResult(said)
+                if said.supported_versions.contains(&ProtocolVersion::V_2026_07_28) =>
+            {
+                Some(said)
+            }
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// The same as an answer to `initialize`, by whose version the library knows that
+/// the newer protocol is spoken.
+fn initialized(said: DiscoverResult) -> InitializeResult {
+    let server = said.server_info();
+    let mut result = InitializeResult::new(said.capabilities)
+        .with_protocol_version(ProtocolVersion::V_2026_07_28);
+    if let Some(server) = server {
+        result = result.with_server_info(server);
+    }
+    result.instructions = said.instructions;
+    result
 }
 
 /// Which request a message from the server answers.
@@ -110,20 +205,40 @@ pub(super) fn answers(message: &RxJsonRpcMessage<RoleClient>) -> Option<&Request
     }
 }
 
-impl Transport<RoleClient> for StdioTransport {
+impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for StdioTransport<R> {
     type Error = io::Error;
 
     fn send(
         &mut self,
         message: TxJsonRpcMessage<RoleClient>,
     ) -> impl Future<Output = Result<(), io::Error>> + Send + 'static {
-        if let JsonRpcMessage::Request(request) = &message
-            && matches!(request.request, ClientRequest::DiscoverRequest(_))
-        {
-            let until = Instant::now() + DISCOVER_TIME_MAX;
-            self.discover = Discover::Asked { id: request.id.clone(), until };
+        let mut is_sent = true;
+        match &message {
+            JsonRpcMessage::Request(request) => match (&request.request, &mut self.discover) {
+                (ClientRequest::DiscoverRequest(_), discover) => {
+                    let until = Instant::now() + self.discover_time;
+                    *discover = Discover::Asked { id: request.id.clone(), until };
+                }
+                (ClientRequest::InitializeRequest(_), Discover::GivenUp(late)) => {
+                    late.initialize = Some(request.id.clone());
+                }
+                _ => {}
+            },
+            JsonRpcMessage::Notification(said) => {
+                // Which the newer protocol does not have.
+                let ends =
+                    matches!(said.notification, ClientNotification::InitializedNotification(_));
+                is_sent = !(ends && matches!(self.discover, Discover::Newer));
+            }
+            _ => {}
         }
-        self.inner.send(message)
+        let sent = is_sent.then(|| self.inner.send(message));
+        async move {
+            match sent {
+                Some(sent) => sent.await,
+                None => Ok(()),
+            }
+        }
     }
 
     async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
@@ -134,7 +249,7 @@ impl Transport<RoleClient> for StdioTransport {
                         message = self.inner.receive() => message?,
                         () = sleep_until(*until) => {
                             let id = id.clone();
-                            self.discover = Discover::GivenUp { id: id.clone() };
+                            self.discover = Discover::GivenUp(Box::new(Late::new(id.clone())));
                             self.inner.forget(&id);
                             let silent = "no answer: taken for a server of the older protocol";
                             let error =
@@ -145,10 +260,15 @@ impl Transport<RoleClient> for StdioTransport {
                 }
                 _ => self.inner.receive().await?,
             };
-            match &self.discover {
-                Discover::GivenUp { id } if answers(&message) == Some(id) => {
-                    self.discover = Discover::Settled;
-                }
+            match &mut self.discover {
+                Discover::GivenUp(late) => match late.hears(message) {
+                    Heard::Kept => {}
+                    Heard::Passes(message) => return Some(message),
+                    Heard::Ends(message, next) => {
+                        self.discover = next;
+                        return Some(message);
+                    }
+                },
                 Discover::Asked { id, .. } if answers(&message) == Some(id) => {
                     self.discover = Discover::Settled;
                     return Some(message);
@@ -343,6 +463,87 @@ fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
     use crate::secret::Secret;
+
+    /// What a server says that reads two questions before it answers the first.
+    async fn handshake(first: &str, second: &str) -> (Option<ProtocolVersion>, Vec<String>) {
+        use rmcp::{ClientLifecycleMode, ClientServiceExt as _};
+        use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, duplex};
+        let (stdin, asked) = duplex(64 * 1024);
+        let (mut says, stdout) = duplex(64 * 1024);
+        let said = format!(
+            "{{\"jsonrpc\":\"2.0\",\"id\":0,{first}}}\n{{\"jsonrpc\":\"2.0\",\"id\":1,{second}}}\n"
+        );
+        let server = tokio::spawn(async move {
+            let mut asked = BufReader::new(asked).lines();
+            let mut methods = Vec::new();
+            while let Ok(Some(line)) = asked.next_line().await {
+                let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+                methods.push(line["method"].as_str().unwrap_or_default().to_owned());
+                match methods.len() {
+                    2 => says.write_all(said.as_bytes()).await.unwrap(),
+                    // Its standard output ends with this.
+                    3 => break,
+                    _ => {}
+                }
+            }
+            methods
+        });
+        let transport = StdioTransport::new(Lines::new("x", stdout, stdin), Duration::ZERO);
+        let lifecycle = ClientLifecycleMode::Auto {
+            preferred_versions: vec![ProtocolVersion::V_2026_07_28],
+            legacy_version: Some(ProtocolVersion::LATEST_WITH_INITIALIZE),
+        };
+        let version = match ().serve_with_lifecycle(transport, lifecycle).await {
+            Ok(client) => {
+                let version = client.peer_info().map(|info| info.protocol_version.clone());
+                let _ = client.list_tools(None).await;
+                version
+            }
+            Err(_) => None,
+        };
+        (version, server.await.unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_slow_server_is_spoken_to_in_the_protocol_that_it_answers_with() {
+        let newer = r#""result":{"resultType":"complete","supportedVersions":["2026-07-28"],"capabilities":{"tools":{}},"ttlMs":0,"cacheScope":"private"}"#;
+        let unknown = r#""error":{"code":-32601,"message":"no such method"}"#;
+        let refused = r#""error":{"code":-32022,"message":"only 2026-07-28"}"#;
+        let older = r#""result":{"protocolVersion":"2025-06-18","capabilities":{"tools":{}},"serverInfo":{"name":"x","version":"1"}}"#;
+        let asked = |third: &str| {
+            ["server/discover", "initialize", third].iter().map(|it| (*it).to_owned()).collect()
+        };
+        assert_eq!(
+            handshake(newer, refused).await,
+            (Some(ProtocolVersion::V_2026_07_28), asked("tools/list"))
+        );
+        for first in [newer, unknown] {
+            assert_eq!(
+                handshake(first, older).await,
+                (Some(ProtocolVersion::V_2025_06_18), asked("notifications/initialized"))
+            );
+        }
+        assert_eq!(handshake(unknown, refused).await.0, None);
+    }
+
+    #[test]
+    fn a_late_answer_counts_whichever_comes_first() {
+        let message =
+            |text: &str| serde_json::from_str::<RxJsonRpcMessage<RoleClient>>(text).unwrap();
+        let said = r#"{"jsonrpc":"2.0","id":0,"result":{"resultType":"complete","supportedVersions":["2026-07-28"],"capabilities":{},"ttlMs":0,"cacheScope":"private"}}"#;
+        let refused = r#"{"jsonrpc":"2.0","id":1,"error":{"code":-32022,"message":"?"}}"#;
+        for order in [[said, refused], [refused, said]] {
+            let mut late = Late::new(RequestId::Number(0));
+            late.initialize = Some(RequestId::Number(1));
+            assert!(matches!(late.hears(message(order[0])), Heard::Kept));
+            let Heard::Ends(JsonRpcMessage::Response(answer), Discover::Newer) =
+                late.hears(message(order[1]))
+            else {
+                panic!("{order:?}");
+            };
+            assert_eq!(answer.id, RequestId::Number(1));
+        }
+    }
 
     fn secret(text: &str) -> Secret {
         Secret::new(text.to_owned()).unwrap()
