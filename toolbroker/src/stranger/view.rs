@@ -6,7 +6,9 @@
 //! want: `docs/tool-servers.md` says what to grant to which kind.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use super::program;
@@ -105,22 +107,27 @@ impl View {
 
     /// Grants what a word of a command line names, if it names anything: a
     /// folder or a file of data to read and write, a program's text with its
-    /// project to read.
+    /// project to read. What it is is asked of what the word leads to: a link may
+    /// be called anything.
     pub(super) fn add_named(&mut self, word: &str, cwd: &Path, home: Option<&Path>) {
         let Some((path, is_file)) = named(word, cwd) else { return };
-        let is_code =
-            path.extension().and_then(|it| it.to_str()).is_some_and(|it| CODE.contains(&it));
-        let _ = match is_code && is_file {
-            true => self.add_read(&project(&path, home)),
-            false => self.add_write(&path),
-        };
+        let Ok(file) = self.resolved(&path) else { return };
+        if !(is_file && (is_code(&file) || has_code_name(&path))) {
+            self.write.insert(file);
+            return;
+        }
+        let _ = self.add_read(&project(&file, home));
+    }
+
+    fn shows(&self, path: &Path) -> bool {
+        let mut shown = self.system.iter().chain(&self.read).chain(&self.write);
+        shown.any(|shown| path.starts_with(shown))
     }
 
     /// What a word of a command line names that is there and not shown.
     pub(super) fn missing(&self, word: &str, cwd: &Path) -> Option<PathBuf> {
         let path = named(word, cwd)?.0.canonicalize().ok()?;
-        let mut shown = self.system.iter().chain(&self.read).chain(&self.write);
-        (!shown.any(|shown| path.starts_with(shown))).then_some(path)
+        (!self.shows(&path)).then_some(path)
     }
 }
 
@@ -137,9 +144,34 @@ fn named(word: &str, cwd: &Path) -> Option<(PathBuf, bool)> {
     (value.contains('/') || (is_file && value.contains('.'))).then_some((path, is_file))
 }
 
+fn has_code_name(path: &Path) -> bool {
+    path.extension().and_then(|it| it.to_str()).is_some_and(|it| CODE.contains(&it))
+}
+
+/// Whether a file is a program or a program's text. By its mode only where it is
+/// called nothing else: some file systems know no modes, and all is executable there.
+fn is_code(file: &Path) -> bool {
+    let begins = |mark: &[u8]| {
+        let mut start = Vec::new();
+        let read = File::open(file).and_then(|it| it.take(4).read_to_end(&mut start));
+        read.is_ok() && start.starts_with(mark)
+    };
+    let may_be_executed = || file.metadata().is_ok_and(|it| it.permissions().mode() & 0o111 != 0);
+    has_code_name(file)
+        || begins(b"#!")
+        || begins(b"\x7fELF")
+        || (file.extension().is_none() && may_be_executed())
+}
+
 /// The folder of a project that this file is in, or the file.
 fn project(file: &Path, home: Option<&Path>) -> PathBuf {
-    let contains_home = |folder: &Path| home.is_some_and(|home| home.starts_with(folder));
+    // It may be a link, and where that leads it is the home as well.
+    let homes: Vec<PathBuf> = home
+        .into_iter()
+        .flat_map(|home| [Some(home.to_owned()), home.canonicalize().ok()])
+        .flatten()
+        .collect();
+    let contains_home = |folder: &Path| homes.iter().any(|home| home.starts_with(folder));
     let mut folders = file
         .ancestors()
         .skip(1)
@@ -257,11 +289,54 @@ mod tests {
     }
 
     #[test]
+    fn nobody_may_write_to_its_own_text_whatever_that_is_called() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        for (name, text, mode) in [
+            ("self.js", "", 0o644),
+            ("script", "#!/usr/bin/env node\n", 0o644),
+            ("program", "\x7fELF", 0o644),
+            ("silent", "print(1)", 0o755),
+            ("notes.db", "", 0o777),
+        ] {
+            std::fs::write(at.join(name), text).unwrap();
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(at.join(name), mode).unwrap();
+        }
+        for (link, target) in [("self", "self.js"), ("notes.js", "notes.db"), ("notes", "notes.db")]
+        {
+            std::os::unix::fs::symlink(target, at.join(link)).unwrap();
+        }
+        for name in ["self.js", "self", "script", "program", "silent", "notes.js"] {
+            let mut view = View::default();
+            view.add_named(&format!("./{name}"), &at, None);
+            assert_eq!((view.write.len(), &view.read), (0, &[at.clone()].into()), "{name}");
+        }
+        for name in ["notes.db", "notes"] {
+            let mut view = View::default();
+            view.add_named(&format!("./{name}"), &at, None);
+            assert_eq!((view.read.len(), view.write), (0, [at.join("notes.db")].into()), "{name}");
+        }
+    }
+
+    #[test]
     fn a_project_never_reaches_the_home() {
         let folder = tempfile::tempdir().unwrap();
         let home = folder.path().canonicalize().unwrap();
         std::fs::write(home.join("package.json"), "").unwrap();
         std::fs::write(home.join("tool.js"), "").unwrap();
         assert_eq!(project(&home.join("tool.js"), Some(&home)), home.join("tool.js"));
+        std::fs::create_dir(home.join("x")).unwrap();
+        let elsewhere = tempfile::tempdir().unwrap();
+        let link = elsewhere.path().join("link");
+        std::os::unix::fs::symlink(&home, &link).unwrap();
+        let linked = link.join("tool.js").display().to_string();
+        for home_as_said in [&home, &link] {
+            for word in ["./tool.js", "x/../tool.js", &linked] {
+                let mut view = View::default();
+                view.add_named(word, &home, Some(home_as_said));
+                assert_eq!(view.read, [home.join("tool.js")].into(), "{word}");
+            }
+        }
     }
 }
