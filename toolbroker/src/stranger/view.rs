@@ -6,6 +6,7 @@
 //! want: `docs/tool-servers.md` says what to grant to which kind.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::fs::PermissionsExt as _;
@@ -117,6 +118,10 @@ impl View {
             return;
         }
         let _ = self.add_read(&project(&file, home));
+        // A package that is linked in has its libraries beside the link.
+        if let Some(modules) = modules(&path) {
+            let _ = self.add_read(&modules);
+        }
     }
 
     fn shows(&self, path: &Path) -> bool {
@@ -163,8 +168,19 @@ fn is_code(file: &Path) -> bool {
         || (file.extension().is_none() && may_be_executed())
 }
 
+/// The folder with the libraries of a package that Node was given, and with it the
+/// package: the outermost one, where those are that packages share.
+fn modules(file: &Path) -> Option<PathBuf> {
+    let goes_back = file.components().any(|part| part == Component::ParentDir);
+    let named = |folder: &&Path| folder.file_name() == Some(OsStr::new("node_modules"));
+    file.ancestors().skip(1).filter(named).last().filter(|_| !goes_back).map(Path::to_owned)
+}
+
 /// The folder of a project that this file is in, or the file.
 fn project(file: &Path, home: Option<&Path>) -> PathBuf {
+    if let Some(modules) = modules(file) {
+        return modules;
+    }
     // It may be a link, and where that leads it is the home as well.
     let homes: Vec<PathBuf> = home
         .into_iter()
@@ -317,6 +333,36 @@ mod tests {
             view.add_named(&format!("./{name}"), &at, None);
             assert_eq!((view.read.len(), view.write), (0, [at.join("notes.db")].into()), "{name}");
         }
+    }
+
+    #[test]
+    fn a_package_has_its_libraries_however_it_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        let modules = at.join("app/node_modules");
+        let main = modules.join("@a/server/dist/index.js");
+        let nested = modules.join("@a/server/node_modules/b/cli.js");
+        for made in [&main, &nested, &at.join("work/c/cli.js"), &modules.join(".bin/x")] {
+            std::fs::create_dir_all(made.parent().unwrap()).unwrap();
+            std::fs::write(made, "").unwrap();
+        }
+        std::fs::remove_file(modules.join(".bin/x")).unwrap();
+        for made in [modules.join("@a/server"), at.join("work/c"), at.join("app")] {
+            std::fs::write(made.join("package.json"), "").unwrap();
+        }
+        std::os::unix::fs::symlink("../@a/server/dist/index.js", modules.join(".bin/x")).unwrap();
+        std::os::unix::fs::symlink("../../work/c", modules.join("c")).unwrap();
+        let given = |word: &Path| {
+            let mut view = View::default();
+            view.add_named(word.to_str().unwrap(), &at, None);
+            assert_eq!(view.write, BTreeSet::new());
+            view.read
+        };
+        for word in [&main, &nested, &modules.join(".bin/x")] {
+            assert_eq!(given(word), [modules.clone()].into(), "{}", word.display());
+        }
+        assert_eq!(given(&modules.join("c/cli.js")), [modules.clone(), at.join("work/c")].into());
+        assert_eq!(given(&modules.join("../../work/c/cli.js")), [at.join("work/c")].into());
     }
 
     #[test]
