@@ -356,6 +356,35 @@ fn each_server_has_a_user_namespaces_and_limits_of_its_own() {
 }
 
 #[test]
+fn a_servers_user_has_a_name_beside_the_hosts() {
+    if !is_root() {
+        eprintln!("SKIPPED: only root can give servers users of their own");
+        return;
+    }
+    let (_broker, mut worker) = start("env = { LOGNAME = \"mine\" }", "", &[]);
+    let uid = forge_toolbroker::stranger::UIDS.start + 1;
+    for (file, named) in [
+        ("/etc/passwd", format!("\nstranger:x:{uid}:{uid}:")),
+        ("/etc/group", format!("\nstranger:x:{uid}:\n")),
+    ] {
+        for needle in [&named, "root:x:0:"] {
+            let (got, error) = attacked(&mut worker, "own", "file", file, needle);
+            assert!(got, "{file}: {error}");
+        }
+        let (got, error) = attacked(&mut worker, "own", "write", file, "x");
+        assert!(!got && !error.is_empty(), "{file}");
+        assert!(!outside("file", file, &named), "the host's is as it was");
+    }
+    assert!(!attacked(&mut worker, "own", "file", "/.text", "").0);
+    for (needle, is_there) in
+        [("USER=stranger\0", true), ("LOGNAME=mine\0", true), ("LOGNAME=s", false)]
+    {
+        let (got, error) = attacked(&mut worker, "own", "file", "/proc/self/environ", needle);
+        assert_eq!(got, is_there, "{needle}: {error}");
+    }
+}
+
+#[test]
 fn a_server_has_no_capability_where_root_cannot_give_it_a_user() {
     use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
     if !is_root() {

@@ -13,6 +13,7 @@
 //! kind. `docs/tool-servers.md` is for operators, and
 //! `docs/decisions/0031-strangers.md` says why it is like this.
 
+mod account;
 mod host;
 mod launch;
 mod program;
@@ -219,6 +220,10 @@ pub fn command(server: &StdioConfig) -> io::Result<Command> {
     } else if let Some(home) = &server.jail.place.home {
         // The only folder that is its own.
         command.env("HOME", home).env("TMPDIR", home);
+    }
+    if host.own_uid {
+        let user = account::name(server.jail.place.uid);
+        command.env("USER", &user).env("LOGNAME", user);
     }
     for (name, value) in &server.env {
         command.env(name, value.expose());

@@ -8,12 +8,12 @@
 //! started again. The host's own tree is only read. Where root starts a server,
 //! whatever the operator grants to it is mounted with its owners shown
 //! through a map: what belongs to the broker's user belongs to the server in
-//! there, and to nobody else. Deliberately absent are copies of files, and
-//! changes to the host's.
+//! there, and to nobody else. Deliberately absent are copies of files, but for the
+//! two that say who the server's user is, and changes to the host's.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ use rustix::mount::{
 use serde::{Deserialize, Serialize};
 
 use super::launch::{Failure, failed};
-use super::sys;
+use super::{account, sys};
 
 /// What a server's tree is made of. All paths are absolute and without links.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,6 +64,8 @@ const READ_ONLY: MountAttrFlags = SAFE.union(MountAttrFlags::MOUNT_ATTR_RDONLY);
 /// How every name is resolved: to what it is itself.
 const RESOLVE: ResolveFlags =
     ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::NO_MAGICLINKS);
+/// Where a text is until it is mounted: in the root, in which no server may write.
+const REPLACEMENT: &str = ".text";
 /// How often one name is looked up again, while somebody changes what it is.
 const TRIES_MAX: usize = 8;
 
@@ -130,6 +132,12 @@ impl Tree {
                     return Err(Failure::at("linking", link, error));
                 }
                 _ => {}
+            }
+        }
+        if let Some(uid) = uid {
+            for (file, text) in account::files(uid, &self.home) {
+                replace(root, file, &text)
+                    .map_err(|source| Failure::at("naming its user in", file, source))?;
             }
         }
         for path in &self.hidden {
@@ -298,6 +306,21 @@ fn make(folder: BorrowedFd<'_>, name: &Path, is_folder: bool) -> io::Result<()> 
         Ok(()) | Err(Errno::EXIST) => Ok(()),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Puts a text in the place of a file, if it is shown.
+fn replace(root: BorrowedFd<'_>, file: &Path, text: &[u8]) -> io::Result<()> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let Ok(found) = openat2(root, file, flags, Mode::empty(), RESOLVE) else { return Ok(()) };
+    let made = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+    let made = openat2(root, REPLACEMENT, made, Mode::from_raw_mode(0o444), RESOLVE)?;
+    File::from(made).write_all(text)?;
+    let clone = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let shown = open_tree(root, REPLACEMENT, clone | OpenTreeFlags::AT_SYMLINK_NOFOLLOW)?;
+    sys::set_mount_attributes(shown.as_fd(), READ_ONLY.bits().into(), None)?;
+    attach(&shown, &found)?;
+    // What is mounted stays.
+    Ok(unlinkat(root, REPLACEMENT, AtFlags::empty())?)
 }
 
 /// Puts nothing in the place of a file or folder, if it is shown: under its own
