@@ -231,6 +231,24 @@ pub fn command(server: &StdioConfig) -> io::Result<Command> {
     Ok(command)
 }
 
+/// The variables of its environment that name a file or a folder of the host's
+/// which it is not given. Their names alone: a value may be a credential.
+#[must_use]
+pub fn unseen_variables(server: &StdioConfig) -> Vec<&str> {
+    let (Ok(program), Ok(here)) = (program::find(&server.command), here(server)) else {
+        return Vec::new();
+    };
+    let home = own_home();
+    let Ok(view) = view(server, &program, &here, home.as_deref()) else { return Vec::new() };
+    let lacks = |value: &str| view.lacks(value, home.as_deref());
+    server
+        .env
+        .iter()
+        .filter(|(_, value)| lacks(value.expose()))
+        .map(|(name, _)| name.as_str())
+        .collect()
+}
+
 /// The first file that its command line names and that it may not read: what a
 /// server that did not start was probably missing.
 #[must_use]

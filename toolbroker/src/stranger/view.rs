@@ -33,6 +33,8 @@ const SYSTEM: [&str; 12] = [
 const SYSTEM_LINKS: [&str; 2] = ["/etc/resolv.conf", "/etc/localtime"];
 /// Never granted as a whole: they are the host, or are not files.
 const NEVER: [&str; 6] = ["/", "/proc", "/sys", "/dev", "/run", "/boot"];
+/// What is no file of the host's, wherever it is.
+const KERNEL: [&str; 3] = ["/proc", "/sys", "/dev"];
 /// Links followed on the way to one file.
 const LINKS_MAX: usize = 40;
 /// What ends in one of these is a program's text: data beside it belongs to
@@ -122,6 +124,24 @@ impl View {
         if let Some(modules) = modules(&path) {
             let _ = self.add_read(&modules);
         }
+    }
+
+    /// Whether a value that is an absolute path leads to what is not shown, or would
+    /// if it were there. Its `home` and its `/tmp` are its own.
+    pub(super) fn lacks(&self, value: &str, home: Option<&Path>) -> bool {
+        let path = Path::new(value);
+        let there = path.canonicalize().or_else(|error| match path.parent() {
+            Some(folder) => folder.canonicalize(),
+            None => Err(error),
+        });
+        let Ok(there) = there else { return false };
+        let home = home.and_then(|home| home.canonicalize().ok());
+        path.is_absolute()
+            && Self::may_be_granted(&there)
+            && home.is_none_or(|home| home != there)
+            && there != Path::new("/tmp")
+            && !KERNEL.iter().any(|kernel| there.starts_with(kernel))
+            && !self.shows(&there)
     }
 
     fn shows(&self, path: &Path) -> bool {
@@ -363,6 +383,29 @@ mod tests {
         }
         assert_eq!(given(&modules.join("c/cli.js")), [modules.clone(), at.join("work/c")].into());
         assert_eq!(given(&modules.join("../../work/c/cli.js")), [at.join("work/c")].into());
+    }
+
+    #[test]
+    fn a_path_that_a_variable_names_is_lacking_unless_it_is_shown_or_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        for made in ["given", "kept", "home"] {
+            std::fs::create_dir(at.join(made)).unwrap();
+        }
+        std::fs::write(at.join("kept/notes"), "").unwrap();
+        let mut view = View::of_system();
+        view.add_write(&at.join("given")).unwrap();
+        let home = at.join("home");
+        let lacks = |value: &str| view.lacks(value, Some(&home));
+        for value in ["kept", "kept/notes", "kept/new"] {
+            assert!(lacks(at.join(value).to_str().unwrap()), "{value}");
+        }
+        for value in ["given", "given/new", "home", "home/new", "nowhere/new"] {
+            assert!(!lacks(at.join(value).to_str().unwrap()), "{value}");
+        }
+        for value in ["/usr/bin/env", "/tmp", "/dev/null", "/", "kept", "", "/9j/4AAQSkZJRg"] {
+            assert!(!lacks(value), "{value}");
+        }
     }
 
     #[test]

@@ -72,6 +72,14 @@ pub(super) fn spawn(
         _ => failed(error.to_string()),
     };
     let mut command = stranger::command(config).map_err(unstartable)?;
+    for variable in stranger::unseen_variables(config) {
+        tracing::warn!(
+            server = name,
+            variable,
+            "this variable names a file or folder that the server is not given: put that under \
+             `write` or `read` in forge.toml, or the server finds another or none there"
+        );
+    }
     command
         .process_group(0)
         .stdin(Stdio::piped())
