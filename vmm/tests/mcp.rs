@@ -51,6 +51,8 @@ fn main() -> ExitCode {
             artifacts_ride_along,
             http_serves_both_eras_to_who_has_a_token,
             an_id_that_is_in_use_is_refused_over_http_and_its_first_request_answered,
+            an_answer_that_a_broken_connection_lost_is_heard_by_who_comes_back,
+            a_signal_answers_who_waits_over_http,
         ],
         claims![
             senseless_lines_are_answered_and_harm_nothing,
@@ -1023,6 +1025,64 @@ fn an_id_that_is_in_use_is_refused_over_http_and_its_first_request_answered() {
     let mut other = listed;
     other["id"] = 2.into();
     assert!(http.post(&headers, &other).contains("run_program"));
+}
+
+/// A run that ends by its deadline or by being cancelled.
+fn endless_over_http(timeout_ms: u64) -> Value {
+    let program = forge_module("(memory (export \"memory\") 1)", "(loop (br 0)) (unreachable)");
+    let limits = json!({"timeout_ms": timeout_ms, "fuel": 1_000_000_000_000u64});
+    let arguments = json!({"program": program, "limits": limits});
+    let meta = json!({"progressToken": "endless"});
+    request("tools/call", json!({"name": "run_program", "arguments": arguments, "_meta": meta}))
+}
+
+/// What comes of a stream until it holds this word.
+fn read_until(stream: &mut TcpStream, word: &str) -> String {
+    let (mut all, mut byte) = (Vec::new(), [0]);
+    while !all.ends_with(word.as_bytes()) {
+        stream.read_exact(&mut byte).unwrap();
+        all.push(byte[0]);
+    }
+    String::from_utf8(all).unwrap()
+}
+
+fn an_answer_that_a_broken_connection_lost_is_heard_by_who_comes_back() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let session = session(&http.post(&[ALICE], &initialize()));
+    let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    let mut first = http.begin("POST", &headers, &endless_over_http(500).to_string());
+    let begun = read_until(&mut first, "\ndata: {");
+    let last = begun.lines().filter_map(|line| line.strip_prefix("id:")).next_back().unwrap();
+    let last = last.trim().to_owned();
+    drop(first);
+    // Its id is free again when its answer is there.
+    let listed = request("tools/list", json!({}));
+    eventually("the run ends", || http.post(&headers, &listed).contains("search_tools"));
+    let back = [ALICE, ("Mcp-Session-Id", &*session), ("Last-Event-ID", &*last)];
+    for _ in 0..2 {
+        let answer = http.send("GET", &back, "");
+        assert!(answer.contains("\"isError\":true") && answer.contains("deadline"), "{answer}");
+        let again =
+            answer.lines().any(|line| line.strip_prefix("id:").is_some_and(|id| id.trim() == last));
+        assert!(!again, "{last} once more: {answer}");
+    }
+}
+
+fn a_signal_answers_who_waits_over_http() {
+    let desk = desk();
+    let http = Http::start(&desk);
+    let session = session(&http.post(&[ALICE], &initialize()));
+    let (mut unasked, _) = http.stream(&session);
+    let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    let mut waits = http.begin("POST", &headers, &endless_over_http(30_000).to_string());
+    read_until(&mut waits, "notifications/progress");
+    // SAFETY: a plain system call; the process is a child of ours.
+    assert_eq!(unsafe { libc::kill(http.0.id() as i32, libc::SIGTERM) }, 0);
+    let mut answer = String::new();
+    waits.read_to_string(&mut answer).unwrap();
+    assert!(answer.contains("cancelled (cancelled)"), "{answer}");
+    unasked.read_to_string(&mut answer).unwrap();
 }
 
 fn a_session_that_is_not_there_cannot_be_ended() {

@@ -18,6 +18,8 @@
 //! | `handler` | what MCP asks a server |
 //! | `search`, `run` | the two tools |
 //! | `handles` | grants, by short names |
+//! | `skim` | the id of a message that is too long |
+//! | `sessions`, `kept` | sessions over HTTP, and what was said in them |
 //! | `program` | a program as a model writes it, made into a signed module |
 //! | `teach` | what a model is told |
 
@@ -27,6 +29,7 @@ pub mod stdio;
 
 mod handler;
 mod handles;
+mod kept;
 mod program;
 mod run;
 mod search;

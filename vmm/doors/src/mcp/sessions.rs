@@ -1,13 +1,14 @@
 //! Sessions of one principal over HTTP: rmcp's own, and no more than so many.
 //!
 //! rmcp takes a second request of an id that is not answered, and loses the first
-//! one's answer; and it begins each stream with an event without data, which
-//! clients before 2025-11-25 take for a message. Neither is so here.
+//! one's answer; it begins each stream with an event without data, which clients
+//! before 2025-11-25 take for a message; and it says to who comes back the last
+//! event again, and no answer that came meanwhile. None of it is so here.
 
 use std::collections::{HashMap, HashSet};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use futures_core::Stream;
 use rmcp::model::{
@@ -20,16 +21,19 @@ use rmcp::transport::streamable_http_server::session::{
     ServerSseMessage, SessionId, SessionManager,
 };
 
+use super::kept::Kept;
+
 /// Sessions that one principal may have. One that nothing comes on ends after
 /// five minutes.
 pub(super) const SESSIONS_MAX: usize = 64;
 
-/// Requests of one session whose answer nobody was given.
+/// Requests of one session that are not answered.
 const OPEN_MAX: usize = 1024;
 
 pub(super) struct Sessions {
     sessions: LocalSessionManager,
     known: Mutex<HashMap<SessionId, Known>>,
+    kept: Arc<Kept>,
 }
 
 /// What is known of one.
@@ -37,29 +41,25 @@ pub(super) struct Sessions {
 struct Known {
     /// Its client knows events without data.
     is_primed: bool,
-    /// Requests whose answer nobody was given. One whose client went away is
-    /// among them until it is fetched: it goes on, and rmcp would give its answer
-    /// to another of its id.
+    /// Requests that are not answered. One whose client went away is among them:
+    /// it goes on, and rmcp would give its answer to another of its id.
     open: Arc<Mutex<HashSet<RequestId>>>,
 }
 
-/// A request that is open, unless it comes to nothing before it is with its
-/// session: then there is no answer that another of its id could be given.
-struct Opening<'a> {
-    of: &'a Known,
-    id: Option<RequestId>,
+/// A request that is open, until it is answered or comes to nothing.
+struct Opening {
+    open: Arc<Mutex<HashSet<RequestId>>>,
+    id: RequestId,
 }
 
-impl Drop for Opening<'_> {
+impl Drop for Opening {
     fn drop(&mut self) {
-        if let Some(id) = &self.id {
-            lock(&self.of.open).remove(id);
-        }
+        lock(&self.open).remove(&self.id);
     }
 }
 
 /// What the locks guard is whole between any two statements.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -68,23 +68,20 @@ struct Told {
     /// Said first, and nothing after it.
     refusal: Option<ServerSseMessage>,
     stream: Option<Pin<Box<dyn Stream<Item = ServerSseMessage> + Send + Sync>>>,
-    of: Known,
-    /// The request that it answers.
-    answers: Option<RequestId>,
+    is_primed: bool,
 }
 
 impl Told {
     fn over(
         stream: impl Stream<Item = ServerSseMessage> + Send + Sync + 'static,
-        of: Known,
-        answers: Option<RequestId>,
+        is_primed: bool,
     ) -> Self {
-        Self { refusal: None, stream: Some(Box::pin(stream)), of, answers }
+        Self { refusal: None, stream: Some(Box::pin(stream)), is_primed }
     }
 
-    fn refused(error: ErrorData) -> Self {
-        let refusal = ServerSseMessage::from_message(ServerJsonRpcMessage::error(error, None));
-        Self { refusal: Some(refusal), stream: None, of: Known::default(), answers: None }
+    fn refused(error: ErrorData, id: Option<RequestId>) -> Self {
+        let refusal = ServerSseMessage::from_message(ServerJsonRpcMessage::error(error, id));
+        Self { refusal: Some(refusal), stream: None, is_primed: false }
     }
 }
 
@@ -98,26 +95,14 @@ impl Stream for Told {
         if let Some(refusal) = self.refusal.take() {
             return Poll::Ready(Some(refusal));
         }
-        let Self { stream: Some(stream), of, answers, .. } = &mut *self else {
+        let Self { stream: Some(stream), is_primed, .. } = &mut *self else {
             return Poll::Ready(None);
         };
         loop {
-            let said = stream.as_mut().poll_next(context);
-            let answered = match &said {
-                Poll::Ready(Some(event)) => match event.message.as_deref() {
-                    None if !of.is_primed => continue,
-                    Some(ServerJsonRpcMessage::Response(response)) => Some(&response.id),
-                    Some(ServerJsonRpcMessage::Error(error)) => error.id.as_ref(),
-                    _ => None,
-                },
-                // It was cancelled.
-                Poll::Ready(None) => answers.as_ref(),
-                Poll::Pending => None,
-            };
-            if let Some(id) = answered {
-                lock(&of.open).remove(id);
+            match ready!(stream.as_mut().poll_next(context)) {
+                Some(event) if event.message.is_none() && !*is_primed => {}
+                said => return Poll::Ready(said),
             }
-            return said;
         }
     }
 }
@@ -133,11 +118,16 @@ pub(super) enum SessionsError {
 
 impl Sessions {
     pub(super) fn new(sessions: LocalSessionManager) -> Self {
-        Self { sessions, known: Mutex::default() }
+        Self { sessions, known: Mutex::default(), kept: Arc::default() }
     }
 
     fn known(&self, id: &SessionId) -> Known {
         lock(&self.known).get(id).cloned().unwrap_or_default()
+    }
+
+    /// Whether all requests are answered, and the answers with whoever waits.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.kept.is_quiet()
     }
 
     /// Whether there is no room for another.
@@ -188,6 +178,7 @@ impl SessionManager for Sessions {
 
     async fn close_session(&self, id: &SessionId) -> Result<(), SessionsError> {
         lock(&self.known).remove(id);
+        self.kept.forget(id);
         Ok(self.sessions.close_session(id).await?)
     }
 
@@ -197,30 +188,28 @@ impl SessionManager for Sessions {
         message: Message,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let known = self.known(id);
-        let answers = match &message {
+        let request = match &message {
             ClientJsonRpcMessage::Request(request) => Some(request.id.clone()),
             _ => None,
         };
-        if let Some(id) = &answers {
+        let mut opening = None;
+        if let Some(id) = request {
             let mut open = lock(&known.open);
-            let refusal = if open.contains(id) {
+            if open.contains(&id) {
                 // Nobody could tell the two answers apart.
-                Some("a request of this id is not answered yet")
-            } else if open.len() >= OPEN_MAX {
-                Some("too many requests of this session were broken off: begin another")
-            } else {
-                open.insert(id.clone());
-                None
-            };
-            if let Some(what) = refusal {
-                return Ok(Told::refused(ErrorData::invalid_request(what, None)));
+                let what = "a request of this id is not answered yet";
+                return Ok(Told::refused(ErrorData::invalid_request(what, None), None));
             }
+            if open.len() >= OPEN_MAX {
+                let what = "too many requests of this session are not answered: cancel some";
+                return Ok(Told::refused(ErrorData::invalid_request(what, None), Some(id)));
+            }
+            open.insert(id.clone());
+            opening = Some(Opening { open: Arc::clone(&known.open), id });
         }
-        let mut opening = Opening { of: &known, id: answers };
         let stream = self.sessions.create_stream(id, message).await?;
-        let answers = opening.id.take();
-        drop(opening);
-        Ok(Told::over(stream, known, answers))
+        let listener = self.kept.begin(Arc::clone(id), stream, move || drop(opening));
+        Ok(Told::over(listener, known.is_primed))
     }
 
     async fn accept_message(&self, id: &SessionId, message: Message) -> Result<(), SessionsError> {
@@ -232,7 +221,7 @@ impl SessionManager for Sessions {
         id: &SessionId,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let stream = self.sessions.create_standalone_stream(id).await?;
-        Ok(Told::over(stream, self.known(id), None))
+        Ok(Told::over(stream, self.known(id).is_primed))
     }
 
     async fn resume(
@@ -240,8 +229,17 @@ impl SessionManager for Sessions {
         id: &SessionId,
         last_event_id: String,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
-        let stream = self.sessions.resume(id, last_event_id).await?;
-        Ok(Told::over(stream, self.known(id), None))
+        let is_primed = self.known(id).is_primed;
+        if let Some(listener) = self.kept.resume(id, &last_event_id) {
+            return Ok(Told::over(listener, is_primed));
+        }
+        // Of what is said unasked rmcp begins with the event that is named.
+        let after = match last_event_id.parse::<usize>() {
+            Ok(last) => last.saturating_add(1).to_string(),
+            Err(_) => last_event_id,
+        };
+        let stream = self.sessions.resume(id, after).await?;
+        Ok(Told::over(stream, is_primed))
     }
 }
 
