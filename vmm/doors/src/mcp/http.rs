@@ -46,6 +46,12 @@ const BODY_TIME_MAX: Duration = Duration::from_secs(30);
 /// How long that and the beginning of its answer may take together.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(120);
 
+/// How long requests may take to be answered when the door closes: less than
+/// connections have then, so that other streams end in good order.
+const LAST_ANSWERS_TIME_MAX: Duration = Duration::from_secs(4);
+/// How often it is looked whether they are.
+const LAST_ANSWERS_PAUSE: Duration = Duration::from_millis(20);
+
 /// Who may ask, and from where.
 #[derive(Debug, Default)]
 pub struct HttpOptions {
@@ -79,6 +85,11 @@ impl Entrance {
         let Some(id) = headers.get(HEADER_SESSION_ID) else { return true };
         let Ok(id) = id.to_str() else { return false };
         self.sessions.has_session(&id.into()).await.unwrap_or(false)
+    }
+
+    /// Whether nobody waits for an answer.
+    fn is_quiet(&self) -> bool {
+        self.open.available_permits() == REQUESTS_MAX && self.sessions.is_quiet()
     }
 
     /// What rmcp says to the host and the origin of a request, if it refuses them:
@@ -234,13 +245,24 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
         entrances.push((tokens, Entrance { service, sessions, open, streams, room }));
     }
     let entrances = Arc::new(entrances);
+    let closed = Arc::clone(&entrances);
     let service = service_fn(move |request| {
         let entrances = Arc::clone(&entrances);
         async move { Ok::<_, Infallible>(answer(request, &entrances).await) }
     });
     let close = || {
-        closing.cancel();
         open_doors.iter().for_each(Door::close);
+        // What ran is cancelled, and whoever waits for it is told so before rmcp
+        // ends its streams.
+        tokio::spawn(async move {
+            let quiet = async {
+                while !closed.iter().all(|(_, entrance)| entrance.is_quiet()) {
+                    tokio::time::sleep(LAST_ANSWERS_PAUSE).await;
+                }
+            };
+            let _ = tokio::time::timeout(LAST_ANSWERS_TIME_MAX, quiet).await;
+            closing.cancel();
+        });
     };
     web::listen::serve(listener, service, Arc::default(), end, close).await;
 }
