@@ -1091,7 +1091,7 @@ fn a_session_that_is_not_there_cannot_be_ended() {
     let session = session(&http.post(&[ALICE], &initialize()));
     let end = |who| http.send("DELETE", &[who, ("Mcp-Session-Id", &*session)], "");
     assert!(end(BOB).starts_with("HTTP/1.1 404 "), "another's");
-    assert!(end(ALICE).starts_with("HTTP/1.1 202 "));
+    assert!(end(ALICE).starts_with("HTTP/1.1 204 "));
     assert!(end(ALICE).starts_with("HTTP/1.1 404 "), "it has ended");
 }
 
