@@ -16,7 +16,7 @@ use std::time::Duration;
 use forge_protocol::json;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Empty, Full};
-use hyper::body::{Body, Bytes, Incoming};
+use hyper::body::{Body, Bytes};
 use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::sessions::{SESSIONS_MAX, Sessions};
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX};
-use crate::web::{self, Held, Listener, TokenHash};
+use crate::web::{self, Held, Listener, Sent, TokenHash};
 
 /// The one path that is served.
 const PATH: &str = "/mcp";
@@ -97,7 +97,7 @@ impl Entrance {
     /// not allowed. So nothing is read for whom it refuses.
     async fn refusal(
         &self,
-        request: &Request<Incoming>,
+        request: &Request<Sent>,
     ) -> Option<Response<BoxBody<Bytes, Infallible>>> {
         let mut head = Request::new(Empty::<Bytes>::new());
         *head.method_mut() = Method::OPTIONS;
@@ -115,7 +115,7 @@ impl Entrance {
     /// gets what is to be kept until the answer is sent to its end.
     async fn handle(
         &self,
-        request: Request<Incoming>,
+        request: Request<Sent>,
         held: &mut Vec<OwnedSemaphorePermit>,
     ) -> Response<BoxBody<Bytes, Infallible>> {
         if request.method() != Method::POST {
@@ -267,7 +267,7 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
     web::listen::serve(listener, service, Arc::default(), end, close).await;
 }
 
-async fn answer(request: Request<Incoming>, entrances: &[(Vec<TokenHash>, Entrance)]) -> Answer {
+async fn answer(request: Request<Sent>, entrances: &[(Vec<TokenHash>, Entrance)]) -> Answer {
     let known = web::token::bearer(request.headers()).and_then(|token| {
         let entrances = entrances.iter().map(|(tokens, entrance)| (&**tokens, entrance));
         web::token::holder(token, entrances).ok_or("nobody has this token")

@@ -2,13 +2,14 @@
 //!
 //! A connection that sends its request's head too slowly is closed, and so is
 //! one that takes its answer too slowly; one more than there is room for is
-//! told so and closed. So a stranger can hold a place for a bounded time.
+//! told so and closed. So a stranger can hold a place for a bounded time. One that
+//! ends gives its client time to read why ([`sent`](super::sent)).
 
 use std::error::Error;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -24,6 +25,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, Sleep};
 
 use super::is_set;
+use super::sent::{Linger, Rest, Sent};
 
 /// Connections at a time.
 const CONNECTIONS_MAX: usize = 1024;
@@ -120,7 +122,7 @@ pub(crate) async fn serve<S, B>(
     end: impl Future<Output = ()>,
     close: impl FnOnce(),
 ) where
-    S: Service<Request<Incoming>, Response = Response<B>> + Clone + Send + 'static,
+    S: Service<Request<Sent>, Response = Response<B>> + Clone + Send + 'static,
     S::Future: Send,
     S::Error: Into<Box<dyn Error + Send + Sync>>,
     B: Body<Data: Send, Error: Into<Box<dyn Error + Send + Sync>>> + Send + 'static,
@@ -152,20 +154,34 @@ pub(crate) async fn serve<S, B>(
         };
         let standing = Arc::new(Standing::new(Arc::clone(&connections), place));
         let (service, of_request) = (service.clone(), Arc::clone(&standing));
+        let stream = Patient::new(stream, Arc::clone(&standing.heard));
+        let owed = Arc::clone(&stream.owed);
         let service = service_fn(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&of_request));
-            let stays = stays(&request);
-            let answer = service.call(request);
+            let (stays, owed) = (stays(&request), Arc::clone(&owed));
+            let expects = request.headers().contains_key(header::EXPECT);
+            let mut rest = Rest::default();
+            let answer = service.call(request.map(|body| {
+                let (sent, left) = Sent::new(body);
+                rest = left;
+                sent
+            }));
             async move {
                 answer.await.map(|mut response| {
-                    if stays && response.status() != StatusCode::SWITCHING_PROTOCOLS {
-                        tell_idle_time(response.headers_mut());
+                    if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                        return response;
+                    }
+                    let is_read = rest.read(expects, response.status(), &owed);
+                    match (stays, is_read) {
+                        (true, true) => tell_idle_time(response.headers_mut()),
+                        (_, false) => tell_end(response.headers_mut()),
+                        // hyper says so.
+                        (false, true) => {}
                     }
                     response
                 })
             }
         });
-        let stream = Patient::new(stream, Arc::clone(&standing.heard));
         let connection = http.serve_connection(TokioIo::new(stream), service).with_upgrades();
         let mut closing = closing.subscribe();
         tokio::spawn(async move {
@@ -190,11 +206,14 @@ pub(crate) async fn serve<S, B>(
     let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.acquire_many(all)).await;
 }
 
-/// Whether this request's connection stays for another by HTTP/1.1 (RFC 9112, 9.3).
+/// Whether this request's connection surely stays for another by HTTP/1.1 (RFC 9112, 9.3).
 fn stays<B>(request: &Request<B>) -> bool {
     let options = request.headers().get_all(header::CONNECTION);
     let mut options = options.iter().flat_map(|it| it.as_bytes().split(|byte| *byte == b','));
+    // Of one that says its length twice hyper leaves one out and ends the connection
+    // (RFC 9112, 6.1): nothing is promised to what looks the same.
     request.version() == Version::HTTP_11
+        && !request.headers().contains_key(header::TRANSFER_ENCODING)
         && !options.any(|option| option.trim_ascii().eq_ignore_ascii_case(b"close"))
 }
 
@@ -203,6 +222,11 @@ fn stays<B>(request: &Request<B>) -> bool {
 fn tell_idle_time(headers: &mut HeaderMap) {
     headers.insert(KEEP_ALIVE, HeaderValue::from_static(IDLE_TOLD));
     headers.append(header::CONNECTION, HeaderValue::from_static("keep-alive"));
+}
+
+/// Says that the connection ends with this answer.
+fn tell_end(headers: &mut HeaderMap) {
+    headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
 }
 
 /// Tells one that there is no room for it. It may take that or leave it.
@@ -217,10 +241,13 @@ async fn refuse(mut stream: Box<dyn Stream>) {
 }
 
 /// A stream whose writes fail if they make no way for too long, and whose reads
-/// are counted.
+/// are counted. It ends once its client has read why.
 struct Patient {
     stream: Box<dyn Stream>,
     heard: Arc<AtomicU64>,
+    /// Something of a request is still to come that nobody reads.
+    owed: Arc<AtomicBool>,
+    linger: Linger,
     /// Set while a write waits.
     stalled: Option<Pin<Box<Sleep>>>,
     patience: Duration,
@@ -228,7 +255,8 @@ struct Patient {
 
 impl Patient {
     fn new(stream: Box<dyn Stream>, heard: Arc<AtomicU64>) -> Self {
-        Self { stream, heard, stalled: None, patience: STALL_TIME_MAX }
+        let (owed, linger) = Default::default();
+        Self { stream, heard, owed, linger, stalled: None, patience: STALL_TIME_MAX }
     }
 
     /// What becomes of a write that came so far.
@@ -289,7 +317,10 @@ impl AsyncWrite for Patient {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        let this = &mut *self;
+        // What was written is on its way, and the client hears that nothing follows.
+        ready!(Pin::new(&mut this.stream).poll_shutdown(context))?;
+        this.linger.poll(Pin::new(&mut this.stream), &this.owed, context)
     }
 }
 
@@ -325,7 +356,7 @@ mod tests {
     async fn a_connection_that_stays_says_how_long() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let empty = service_fn(async |_: Request<Incoming>| {
+        let empty = service_fn(async |_: Request<Sent>| {
             Ok::<_, std::convert::Infallible>(Response::new(String::new()))
         });
         let end = std::future::pending();
@@ -344,6 +375,58 @@ mod tests {
         assert!(stays.contains("\r\nconnection: keep-alive\r\n"), "{stays}");
         let ends = answer("GET / HTTP/1.1\r\nhost: a\r\nconnection: x, Close\r\n\r\n").await;
         assert!(!ends.contains("keep-alive"), "{ends}");
+    }
+
+    /// A door that refuses all without reading anything, and a client's end.
+    async fn refusing() -> tokio::net::TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let refuse = service_fn(async |_: Request<Sent>| {
+            let mut refusal = Response::new("no".to_owned());
+            *refusal.status_mut() = StatusCode::UNAUTHORIZED;
+            Ok::<_, std::convert::Infallible>(refusal)
+        });
+        let end = std::future::pending();
+        tokio::spawn(serve(Listener::Tcp(listener), refuse, Arc::default(), end, || {}));
+        tokio::net::TcpStream::connect(address).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn what_nobody_reads_leaves_the_connection_to_the_next_request() {
+        let mut client = refusing().await;
+        for bytes in [1, 100_000, 5_000_000] {
+            let head = format!("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: {bytes}\r\n\r\n");
+            client.write_all(head.as_bytes()).await.unwrap();
+            client.write_all(&vec![b'x'; bytes]).await.unwrap();
+            let mut all = Vec::new();
+            while !all.ends_with(b"no") {
+                assert!(client.read_buf(&mut all).await.unwrap() > 0);
+            }
+            let said = String::from_utf8(all).unwrap();
+            assert!(said.starts_with("HTTP/1.1 401 ") && said.contains("timeout=9"), "{said}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_refusal_that_ends_a_connection_says_so_and_is_not_lost() {
+        let long = format!("content-length: {}", 17 << 20);
+        let both = "content-length: 5\r\ntransfer-encoding: chunked";
+        let asks = "expect: 100-continue\r\ncontent-length: 5000000";
+        // More than the sockets hold: somebody has to read it.
+        let many = vec![b'x'; 15_000_000];
+        for (header, body) in
+            [(&*long, &many[..]), (both, b"5\r\nxxxxx\r\n0\r\n\r\n"), (asks, &many[..])]
+        {
+            let mut client = refusing().await;
+            let head = format!("POST / HTTP/1.1\r\nhost: a\r\n{header}\r\n\r\n");
+            client.write_all(head.as_bytes()).await.unwrap();
+            let sent = client.write_all(body).await;
+            assert!(sent.is_ok(), "{header}: {sent:?}");
+            let mut said = String::new();
+            client.read_to_string(&mut said).await.unwrap();
+            assert!(said.contains("\r\nconnection: close\r\n"), "{header}: {said}");
+            assert!(!said.contains("keep-alive") && said.ends_with("no"), "{header}: {said}");
+        }
     }
 
     #[tokio::test]

@@ -3,12 +3,15 @@
 
 mod held;
 pub(crate) mod listen;
+mod sent;
 pub(crate) mod token;
 
 use tokio::sync::watch;
 
 pub(crate) use held::Held;
 pub use listen::Listener;
+#[cfg(feature = "mcp")]
+pub(crate) use sent::Sent;
 pub use token::{NoTokenHash, TokenHash};
 
 /// Waits until it is set, or will never be.
