@@ -34,6 +34,7 @@ mod program;
 mod run;
 mod search;
 mod sessions;
+mod skim;
 mod teach;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -135,19 +136,22 @@ fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
     struct Numbered {
         id: Box<RawValue>,
     }
-    let (error, id) = match error.classify() {
-        serde_json::error::Category::Data => {
-            let numbered = serde_json::from_slice::<Object<Numbered>>(bytes).ok();
-            let id = numbered.and_then(|Object(it)| json::from_slice(it.id.get().as_bytes()).ok());
-            let what = match (bytes.trim_ascii_start().first(), json::check(bytes)) {
-                (Some(b'['), _) => "batches are not taken: send each message by itself".into(),
-                (_, Err(error)) => format!("this is no message of MCP: {error}"),
-                _ => "this is no message of MCP".into(),
-            };
-            (ErrorData::invalid_request(what, None), id)
+    // Whatever else is there is passed over, however deep it is nested.
+    let numbered = serde_json::from_slice::<Object<Numbered>>(bytes);
+    let is_json = error.is_data() || numbered.is_ok();
+    let id = numbered.ok().and_then(|Object(it)| json::from_slice(it.id.get().as_bytes()).ok());
+    let what = match (bytes.trim_ascii_start().first(), json::check(bytes)) {
+        _ if !is_json => {
+            let error = ErrorData::parse_error(format!("this is no JSON: {error}"), None);
+            return ServerJsonRpcMessage::error(error, None);
         }
-        _ => (ErrorData::parse_error(format!("this is no JSON: {error}"), None), None),
+        (Some(b'['), _) => "batches are not taken: send each message by itself".into(),
+        // serde_json says it as if it were no JSON.
+        _ if !error.is_data() => format!("this cannot be read: {error}"),
+        (_, Err(error)) => format!("this is no message of MCP: {error}"),
+        _ => "this is no message of MCP".into(),
     };
+    let error = ErrorData::invalid_request(what, None);
     ServerJsonRpcMessage::error(error, id)
 }
 
@@ -183,6 +187,24 @@ mod tests {
         };
         assert!(told(r#" [{"id": 1}]"#).contains("send each message by itself"));
         assert!(told("7").contains("no message of MCP"));
+    }
+
+    #[test]
+    fn what_is_nested_too_deep_is_refused_by_its_id() {
+        let told = |depth: usize, end: &str| {
+            let (open, close) = ("[".repeat(depth), "]".repeat(depth));
+            let text = format!(r#"{{"params":{{"x":{open}{close}}},"id":"deep"{end}"#);
+            let error = serde_json::from_str::<serde_json::Value>(&text).unwrap_err();
+            serde_json::to_value(no_message(text.as_bytes(), &error)).unwrap()
+        };
+        for depth in [200, 1_000_000] {
+            let told = told(depth, "}");
+            assert_eq!((&told["id"], &told["error"]["code"]), (&"deep".into(), &(-32600).into()));
+            assert!(told["error"]["message"].as_str().unwrap().contains("recursion"), "{told}");
+        }
+        // What is no JSON has no id.
+        let told = told(200, "");
+        assert_eq!((&told["id"], &told["error"]["code"]), (&().into(), &(-32700).into()));
     }
 
     #[tokio::test]

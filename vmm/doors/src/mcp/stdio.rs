@@ -25,6 +25,7 @@ use tokio::io::{
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::skim::Skim;
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 
 /// How long a client that is leaving may take for its last answers.
@@ -47,7 +48,7 @@ pub async fn serve(
     let lines = Arc::new(tokio::sync::Mutex::new(Lines {
         input: BufReader::new(input),
         line: Vec::new(),
-        skipping: false,
+        skipping: None,
         refusal: None,
         outlet: Arc::clone(&outlet),
     }));
@@ -105,8 +106,8 @@ struct Lines<R> {
     input: BufReader<R>,
     /// What is there of the next line. Reading can be interrupted.
     line: Vec<u8>,
-    /// The line is too long, and is left out to its end.
-    skipping: bool,
+    /// The line is too long, and is left out to its end: what was seen of it.
+    skipping: Option<Skim>,
     /// An answer to the last line that is not on its way yet. Until it is,
     /// nothing more is read.
     refusal: Option<Outgoing>,
@@ -141,7 +142,8 @@ struct Connection<R> {
 /// What a line is.
 enum Line {
     Whole,
-    TooLong,
+    /// With the id of the request that it is.
+    TooLong(Option<RequestId>),
 }
 
 impl<R: AsyncRead + Send + Unpin + 'static> Transport<RoleServer> for Connection<R> {
@@ -213,9 +215,9 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             };
             let admitted = match line {
                 Line::Whole => self.outlet.admit(&self.line),
-                Line::TooLong => {
+                Line::TooLong(id) => {
                     let what = format!("a message has at most {MESSAGE_BYTES_MAX} bytes");
-                    Err(refuse(ErrorCode::INVALID_REQUEST, what, None))
+                    Err(refuse(ErrorCode::INVALID_REQUEST, what, id))
                 }
             };
             self.line.clear();
@@ -228,33 +230,35 @@ impl<R: AsyncRead + Unpin> Lines<R> {
     }
 }
 
-/// Reads up to the end of a line, which is left in `line` without it. What was
-/// read stays there if the future is dropped.
+/// Reads up to the end of a line or of `input`. It is left in `line` without its
+/// end. What was read stays there if the future is dropped.
 async fn read_line(
     input: &mut (impl AsyncBufRead + Unpin),
     line: &mut Vec<u8>,
-    skipping: &mut bool,
+    skipping: &mut Option<Skim>,
 ) -> io::Result<Option<Line>> {
     loop {
         let there = input.fill_buf().await?;
-        if there.is_empty() {
+        if there.is_empty() && line.is_empty() && skipping.is_none() {
             return Ok(None);
         }
         let end = there.iter().position(|byte| *byte == b'\n');
+        let is_whole = there.is_empty() || end.is_some();
         let part = &there[..end.unwrap_or(there.len())];
-        if !*skipping {
-            if line.len() + part.len() > MESSAGE_BYTES_MAX {
-                *skipping = true;
-                *line = Vec::new();
-            } else {
-                line.extend_from_slice(part);
-            }
+        if skipping.is_none() && line.len() + part.len() > MESSAGE_BYTES_MAX {
+            let mut skim = Skim::default();
+            skim.pass(&std::mem::take(line));
+            *skipping = Some(skim);
+        }
+        match skipping {
+            Some(skim) => skim.pass(part),
+            None => line.extend_from_slice(part),
         }
         let taken = end.map_or(there.len(), |end| end + 1);
         input.consume(taken);
-        if end.is_some() {
-            let too_long = std::mem::take(skipping);
-            return Ok(Some(if too_long { Line::TooLong } else { Line::Whole }));
+        if is_whole {
+            let too_long = skipping.take().map(|skim| Line::TooLong(skim.id()));
+            return Ok(Some(too_long.unwrap_or(Line::Whole)));
         }
     }
 }
@@ -414,17 +418,23 @@ mod tests {
     }
 
     #[test]
-    fn a_long_line_is_left_out_and_the_next_one_read() {
+    fn a_long_line_is_refused_by_its_id_and_the_next_ones_are_read() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
-            let text = [&b"x".repeat(MESSAGE_BYTES_MAX + 1)[..], b"\nshort\nno end"].concat();
-            let mut input = BufReader::new(&text[..]);
-            let (mut line, mut skipping) = (Vec::new(), false);
+            let long = request(7, &"x".repeat(MESSAGE_BYTES_MAX));
+            let text = format!("{long}\nshort\nno end");
+            let mut input = BufReader::new(text.as_bytes());
+            let (mut line, mut skipping) = (Vec::new(), None);
             let read = read_line(&mut input, &mut line, &mut skipping).await.unwrap();
-            assert!(matches!(read, Some(Line::TooLong)) && line.is_empty());
-            let read = read_line(&mut input, &mut line, &mut skipping).await.unwrap();
-            assert!(matches!(read, Some(Line::Whole)));
-            assert_eq!(line, b"short");
+            let seven = RequestId::Number(7);
+            assert!(matches!(read, Some(Line::TooLong(Some(id))) if id == seven));
+            assert!(line.is_empty());
+            for expected in ["short", "no end"] {
+                let read = read_line(&mut input, &mut line, &mut skipping).await.unwrap();
+                assert!(matches!(read, Some(Line::Whole)));
+                assert_eq!(line, expected.as_bytes());
+                line.clear();
+            }
             assert!(read_line(&mut input, &mut line, &mut skipping).await.unwrap().is_none());
         });
     }
