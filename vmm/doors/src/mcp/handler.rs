@@ -10,8 +10,8 @@ use rmcp::model::{
 };
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer, ServerHandler};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize as _, Deserializer, Serialize};
 use serde_json::Value;
 
 use super::{Door, one_line, run, search, teach};
@@ -143,3 +143,18 @@ pub(super) fn structured(
     result.is_error = Some(is_error);
     result
 }
+/// An integer as JSON Schema has it: `2.0` is one, and some models write it so.
+pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<u64>>(
+    from: D,
+) -> Result<Option<T>, D::Error> {
+    /// Up to here, every integer is a double of its own.
+    const EXACT_MAX: f64 = (1_u64 << 53) as f64;
+    let Some(number) = Option::<serde_json::Number>::deserialize(from)? else { return Ok(None) };
+    let double = number.as_f64().filter(|it| it.fract() == 0.0 && (0.0..=EXACT_MAX).contains(it));
+    let whole = number.as_u64().or_else(|| double.map(|it| it as u64));
+    let given = whole.and_then(|whole| T::try_from(whole).ok());
+    given
+        .map(Some)
+        .ok_or_else(|| D::Error::custom(format!("{number} is no integer that may be here")))
+}
+

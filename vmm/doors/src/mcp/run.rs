@@ -48,14 +48,12 @@ const CANCEL_TIME_MAX: Duration = Duration::from_secs(10);
 #[serde(deny_unknown_fields)]
 pub(super) struct Arguments {
     program: String,
-    #[serde(default)]
-    language: Language,
+    language: Option<Language>,
     /// `null` is one as well.
     #[serde(default = "no_input")]
     input: Value,
     grant: Option<String>,
-    #[serde(default)]
-    limits: Object<Limits>,
+    limits: Option<Object<Limits>>,
 }
 
 fn no_input() -> Value {
@@ -66,9 +64,13 @@ fn no_input() -> Value {
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Limits {
+    #[serde(default, deserialize_with = "handler::integer")]
     timeout_ms: Option<NonZero<u64>>,
+    #[serde(default, deserialize_with = "handler::integer")]
     fuel: Option<NonZero<u64>>,
+    #[serde(default, deserialize_with = "handler::integer")]
     memory_bytes: Option<u64>,
+    #[serde(default, deserialize_with = "handler::integer")]
     calls: Option<u32>,
 }
 
@@ -136,7 +138,9 @@ async fn carried_out(
 ) -> Result<Finish, RunError> {
     // Held until the run is over, not until somebody has stopped waiting.
     let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
-    let Arguments { program, language, input, grant, limits: Object(limits) } = arguments;
+    let Arguments { program, language, input, grant, limits } = arguments;
+    let language = language.unwrap_or_default();
+    let Object(limits) = limits.unwrap_or_default();
     // The values are gone before the run begins: they take many times their text.
     let text = input.to_string().into_bytes();
     drop(input);
@@ -389,6 +393,22 @@ mod tests {
         socket.write_all(&said).await.unwrap();
     }
 
+    #[test]
+    fn an_integer_may_be_written_as_a_double_and_what_is_optional_as_null() {
+        let read = |more: Value| {
+            let arguments = json!({"program": "", "limits": more, "language": null});
+            serde_json::from_value::<Arguments>(arguments)
+        };
+        let limits = |more| RunLimits::from(read(more).unwrap().limits.unwrap_or_default().0);
+        let given = limits(json!({"timeout_ms": 2.0, "fuel": u64::MAX, "calls": null}));
+        assert_eq!((given.wall_ms, given.fuel), (2, u64::MAX));
+        assert_eq!(given.calls, RunLimits::default().calls);
+        assert_eq!(limits(Value::Null).wall_ms, RunLimits::default().wall_ms);
+        for wrong in [1.5, 0.0, -1.0, 1e300] {
+            assert!(read(json!({"timeout_ms": wrong})).is_err(), "{wrong}");
+        }
+    }
+
     #[tokio::test]
     async fn a_cancelled_run_waits_for_no_client_that_takes_no_progress() {
         let order = Order {
@@ -426,7 +446,8 @@ mod tests {
         };
         assert_eq!(arguments(json!({ "input": null })).unwrap().input, Value::Null);
         assert_eq!(arguments(json!({})).unwrap().input, json!({}));
-        assert_eq!(arguments(json!({ "limits": { "calls": 1 } })).unwrap().limits.0.calls, Some(1));
+        let some = arguments(json!({ "limits": { "calls": 1 } })).unwrap();
+        assert_eq!(some.limits.unwrap().0.calls, Some(1));
         assert!(arguments(json!({ "limits": [1] })).is_err());
     }
 

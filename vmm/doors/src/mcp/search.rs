@@ -19,12 +19,8 @@ use super::{Door, handles, teach};
 #[serde(deny_unknown_fields)]
 pub(super) struct Arguments {
     intent: String,
-    #[serde(default = "hits")]
-    k: u32,
-}
-
-fn hits() -> u32 {
-    teach::HITS
+    #[serde(default, deserialize_with = "handler::integer")]
+    k: Option<u32>,
 }
 
 #[derive(Serialize)]
@@ -94,6 +90,7 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
     if intent.len() > INTENT_BYTES_MAX as usize {
         return Err(SearchError::Intent(intent.len()));
     }
+    let k = k.unwrap_or(teach::HITS);
     if !(1..=FOUND_TOOLS_MAX).contains(&k) {
         return Err(SearchError::Hits(k));
     }
