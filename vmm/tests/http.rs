@@ -464,6 +464,7 @@ fn a_run_that_nobody_waits_for_is_asked_for_and_followed() {
         let path = format!("/v1/runs/{id}/events");
         service.ask(Request::new("GET", &path).with("last-event-id", last))
     };
+    assert_eq!(from(&id, "").status, 200, "an empty one is none");
     let wrong = from(&id, "three");
     assert_eq!((wrong.status, wrong.kind()), (422, "bad_request"));
     assert_eq!(from(&id, "4").status, 204, "it has all there is, and need not come back");
@@ -528,7 +529,7 @@ fn an_artifact_is_a_download_and_nothing_else() {
     assert_eq!(got.header("x-content-type-options"), Some("nosniff"));
     assert_eq!(got.header("content-security-policy"), Some("sandbox; default-src 'none'"));
     assert_eq!(got.header("cache-control"), Some("no-store"));
-    for number in ["1", "-1", "x", "99999999999999999999"] {
+    for number in ["1", "-1", "00", "+0", "x", "99999999999999999999"] {
         assert_eq!(service.get(&format!("{place}/artifacts/{number}")).status, 404, "{number}");
     }
     let others = service.ask(Request::new("GET", &format!("{place}/artifacts/0")).by(Some(BOB)));

@@ -241,7 +241,8 @@ pub(crate) async fn artifact(
     let ended = kept.events.ended().ok_or_else(|| missing("the run is not over"))?;
     let Ended::Reported(end) = ended else { return Err(Problem::gone()) };
     let missing_artifact = || missing("the run left no such artifact");
-    let number: usize = number.parse().map_err(|_| missing_artifact())?;
+    let plain = number.parse::<usize>().ok().filter(|it| it.to_string() == number);
+    let number = plain.ok_or_else(missing_artifact)?;
     let artifact = end.artifacts.get(number).ok_or_else(missing_artifact)?;
     let disposition = format!("attachment; filename=\"{}\"", artifact.file_name);
     let headers = [
@@ -278,8 +279,10 @@ pub(crate) async fn events(
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     let kept = caller.tenant.find(&id)?;
+    // An `EventSource` has no id yet, or one that was taken back.
     let last = match headers.get("last-event-id") {
         None => 0,
+        Some(value) if value.is_empty() => 0,
         Some(value) => value.to_str().ok().and_then(|text| text.parse().ok()).ok_or_else(|| {
             Problem::bad_request("Last-Event-ID is the id of an event of this run: a number")
         })?,
