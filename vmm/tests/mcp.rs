@@ -836,7 +836,10 @@ impl Http {
             ("Connection", "close"),
             ("Host", &*self.1),
         ];
-        let usual = usual.into_iter().filter(|(name, _)| !(host && *name == "Host"));
+        let accept = headers.iter().any(|(name, _)| *name == "Accept");
+        let usual = usual
+            .into_iter()
+            .filter(|(name, _)| !(host && *name == "Host" || accept && *name == "Accept"));
         for (name, value) in usual.chain(headers.iter().copied()) {
             request.push_str(&format!("{name}: {value}\r\n"));
         }
@@ -912,6 +915,8 @@ fn http_serves_both_eras_to_who_has_a_token() {
     assert!(greeted.contains("2025-11-25"), "{greeted}");
     let session = session(&greeted);
     let headers = [ALICE, ("Mcp-Session-Id", &*session)];
+    // What accepts anything accepts both.
+    let headers = [headers[0], headers[1], ("Accept", "*/*")];
     let run = json!({"name": "run_program", "arguments": {"program": ECHO, "input": "older"}});
     let answer = http.post(&headers, &request("tools/call", run));
     assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("older"), "{answer}");
@@ -938,6 +943,7 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
     for (headers, status) in [(&[ALICE][..], "413"), (&[], "401")] {
         let answer = http.post(headers, &long);
         assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{headers:?}: {answer}");
+        assert!(answer.contains("content-type: text/plain"), "{headers:?}: {answer}");
     }
     assert!(http.post(&[ALICE], &initialize()).starts_with("HTTP/1.1 200"));
 }

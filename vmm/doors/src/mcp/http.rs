@@ -36,6 +36,12 @@ use crate::web::{self, Held, Listener, Sent, TokenHash};
 const PATH: &str = "/mcp";
 /// Which session a message belongs to.
 const HEADER_SESSION_ID: &str = "mcp-session-id";
+/// What a client has of a stream that broke.
+const HEADER_LAST_EVENT_ID: &str = "last-event-id";
+/// What a client of MCP accepts.
+const BOTH: &str = "application/json, text/event-stream";
+/// A refusal that is no message of MCP.
+const TEXT: &str = "text/plain; charset=utf-8";
 /// Pages of this host. They need a token like everybody else.
 const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*"];
 /// Up to so many bytes a message is small: there is always room for it, so that
@@ -115,9 +121,17 @@ impl Entrance {
     /// gets what is to be kept until the answer is sent to its end.
     async fn handle(
         &self,
-        request: Request<Sent>,
+        mut request: Request<Sent>,
         held: &mut Vec<OwnedSemaphorePermit>,
     ) -> Response<BoxBody<Bytes, Infallible>> {
+        let headers = request.headers_mut();
+        // rmcp looks for both by their names, and for an event without one.
+        if headers.get(header::ACCEPT).is_some_and(|accepts| accepts == "*/*") {
+            headers.insert(header::ACCEPT, HeaderValue::from_static(BOTH));
+        }
+        if headers.get(HEADER_LAST_EVENT_ID).is_some_and(HeaderValue::is_empty) {
+            headers.remove(HEADER_LAST_EVENT_ID);
+        }
         if request.method() != Method::POST {
             return self.service.handle(request).await;
         }
@@ -214,6 +228,7 @@ async fn read<B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin>(
 fn text(status: StatusCode, what: String) -> Response<BoxBody<Bytes, Infallible>> {
     let mut response = Response::new(Full::new(Bytes::from(what)).boxed());
     *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(TEXT));
     response
 }
 
@@ -326,6 +341,7 @@ fn refuse(status: StatusCode, what: &'static str) -> Answer {
     let body = Full::new(Bytes::from_static(what.as_bytes())).boxed();
     let mut response = Response::new(Held::new(body, Vec::new()));
     *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(TEXT));
     response
 }
 
