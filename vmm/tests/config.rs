@@ -423,7 +423,7 @@ fn a_limit_of_all_vms_that_no_kernel_could_keep_is_refused_with_its_bounds() {
     }
     // As the commands themselves would.
     desk.write("forge.toml", group("cpu_thousandths = 9223372036854775807").as_bytes());
-    let refused = desk.forge(&["serve", "--config", "forge.toml", "--socket", "s"]);
+    let refused = desk.forge(&["mcp", "--config", "forge.toml"]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(2), "{said}");
     assert!(said.contains("forge.toml:2: vm.group.cpu_thousandths: must be from 10"), "{said}");
