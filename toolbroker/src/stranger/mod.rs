@@ -282,21 +282,29 @@ fn view(
     let Jail { read, write, named, .. } = &server.jail;
     let mut view = SYSTEM.clone();
     view.add_program(program, home);
+    view.distrust(write.iter().map(PathBuf::as_path));
+    if *named {
+        view.distrust(server.cwd.is_some().then_some(here));
+        view.distrust_named(&server.args, here);
+    }
     let granted = |path: &Path, outcome: io::Result<()>| {
         // Not the program: what that is missing is another error's to say.
         outcome.map_err(|error| {
             io::Error::other(format!("it cannot be given {}: {error}", path.display()))
         })
     };
-    for path in read {
-        granted(path, view.add_read(path))?;
-    }
+    // A folder before what is in it, which may be named by a link there.
+    let mut write: Vec<&PathBuf> = write.iter().collect();
+    write.sort_by_key(|path| path.canonicalize().ok());
     for path in write {
         granted(path, view.add_write(path))?;
     }
     if server.cwd.is_some() {
         let added = if *named { view.add_write(here) } else { view.add_read(here) };
         granted(here, added)?;
+    }
+    for path in read {
+        granted(path, view.add_read(path))?;
     }
     if *named {
         for word in &server.args {

@@ -38,7 +38,7 @@ const KERNEL: [&str; 3] = ["/proc", "/sys", "/dev"];
 /// Links followed on the way to one file.
 const LINKS_MAX: usize = 40;
 /// What ends in one of these is a program's text: data beside it belongs to
-/// it, and nobody writes to it.
+/// it, and nobody writes to it, unless it lies in a folder that is given to write.
 const CODE: [&str; 14] =
     ["js", "mjs", "cjs", "ts", "mts", "py", "pyz", "rb", "php", "pl", "sh", "jar", "dll", "wasm"];
 /// What stands in the folder of a project.
@@ -54,6 +54,9 @@ pub(super) struct View {
     pub(super) read: BTreeSet<PathBuf>,
     pub(super) write: BTreeSet<PathBuf>,
     pub(super) links: BTreeMap<PathBuf, PathBuf>,
+    /// All that it is to write, before it is granted: where a link in there leads is
+    /// its own choice.
+    own: BTreeSet<PathBuf>,
 }
 
 impl View {
@@ -69,6 +72,20 @@ impl View {
             }
         }
         view
+    }
+
+    /// Grants nothing more by links that lie in what these lead to, but what lies in
+    /// what may be written itself: the server could put others in their place, and
+    /// would be given what it chose at its next start.
+    pub(super) fn distrust<'a>(&mut self, paths: impl IntoIterator<Item = &'a Path>) {
+        self.own.extend(paths.into_iter().filter_map(|path| path.canonicalize().ok()));
+    }
+
+    /// The same of what words of a command line name.
+    pub(super) fn distrust_named(&mut self, words: &[String], cwd: &Path) {
+        let named: Vec<PathBuf> =
+            words.iter().filter_map(|word| Some(named(word, cwd)?.0)).collect();
+        self.distrust(named.iter().map(PathBuf::as_path));
     }
 
     /// Whether a path can be granted at all.
@@ -93,11 +110,21 @@ impl View {
     }
 
     fn resolved(&mut self, path: &Path) -> io::Result<PathBuf> {
-        let path = resolve(path, &mut self.links)?;
-        match Self::may_be_granted(&path) {
-            true => Ok(path),
-            false => Err(io::Error::other("this is no folder to give to a server")),
+        let mut links = BTreeMap::new();
+        let there = resolve(path, &mut links)?;
+        if !Self::may_be_granted(&there) {
+            return Err(io::Error::other("this is no folder to give to a server"));
         }
+        let is_in = |folders: &BTreeSet<PathBuf>, path: &Path| {
+            folders.iter().any(|folder| path.starts_with(folder))
+        };
+        if links.keys().any(|link| is_in(&self.own, link)) && !is_in(&self.write, &there) {
+            return Err(io::Error::other(
+                "a link that the server can change leads there: name what it leads to",
+            ));
+        }
+        self.links.extend(links);
+        Ok(there)
     }
 
     /// Grants a program what it is made of.
@@ -121,7 +148,10 @@ impl View {
         }
         let _ = self.add_read(&project(&file, home));
         // A package that is linked in has its libraries beside the link.
-        if let Some(modules) = modules(&path) {
+        if let Some(modules) = modules(&path)
+            && let Ok(modules) = self.resolved(&modules)
+            && !contains_home(&modules, home)
+        {
             let _ = self.add_read(&modules);
         }
     }
@@ -196,23 +226,23 @@ fn modules(file: &Path) -> Option<PathBuf> {
     file.ancestors().skip(1).filter(named).last().filter(|_| !goes_back).map(Path::to_owned)
 }
 
+fn contains_home(folder: &Path, home: Option<&Path>) -> bool {
+    // It may be a link, and where that leads it is the home as well.
+    home.is_some_and(|home| {
+        home.starts_with(folder) || home.canonicalize().is_ok_and(|home| home.starts_with(folder))
+    })
+}
+
 /// The folder of a project that this file is in, or the file.
 fn project(file: &Path, home: Option<&Path>) -> PathBuf {
-    if let Some(modules) = modules(file) {
+    if let Some(modules) = modules(file).filter(|modules| !contains_home(modules, home)) {
         return modules;
     }
-    // It may be a link, and where that leads it is the home as well.
-    let homes: Vec<PathBuf> = home
-        .into_iter()
-        .flat_map(|home| [Some(home.to_owned()), home.canonicalize().ok()])
-        .flatten()
-        .collect();
-    let contains_home = |folder: &Path| homes.iter().any(|home| home.starts_with(folder));
     let mut folders = file
         .ancestors()
         .skip(1)
         .take(PROJECT_LEVELS_MAX)
-        .take_while(|folder| !contains_home(folder) && View::may_be_granted(folder));
+        .take_while(|folder| !contains_home(folder, home) && View::may_be_granted(folder));
     let nearest = folders.clone().next();
     folders
         .find(|folder| PROJECT.iter().any(|mark| folder.join(mark).exists()))
@@ -282,6 +312,46 @@ mod tests {
             resolve(&at.join("real/../real/file"), &mut links).unwrap(),
             at.join("real/file")
         );
+    }
+
+    #[test]
+    fn a_link_that_a_server_can_change_brings_it_nothing_more() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        for made in ["app/data", "secret", "given", "app/node_modules"] {
+            std::fs::create_dir_all(at.join(made)).unwrap();
+        }
+        for made in ["secret/key", "secret/key.js", "app/data/db", "app/index.js"] {
+            std::fs::write(at.join(made), "").unwrap();
+        }
+        let link = std::os::unix::fs::symlink;
+        link(at.join("secret"), at.join("app/folder")).unwrap();
+        link(at.join("secret/key"), at.join("app/conf.js")).unwrap();
+        link(at.join("secret/key.js"), at.join("app/text.js")).unwrap();
+        link(PathBuf::from("data/db"), at.join("app/db.sqlite")).unwrap();
+        link(at.join("given"), at.join("by-the-operator")).unwrap();
+        link(at.join("secret"), at.join("given/further")).unwrap();
+        let words = [
+            "../given/further/",
+            "./folder",
+            "--config=./conf.js",
+            "./text.js",
+            "./db.sqlite",
+            "../by-the-operator",
+        ]
+        .map(str::to_owned);
+        let cwd = at.join("app");
+        let mut view = View::default();
+        view.distrust([cwd.as_path()]);
+        view.distrust_named(&words, &cwd);
+        view.add_write(&cwd).unwrap();
+        for word in &words {
+            view.add_named(word, &cwd, None);
+        }
+        assert_eq!(view.write, [cwd.clone(), at.join("app/data/db"), at.join("given")].into());
+        assert_eq!(view.read, BTreeSet::new());
+        assert!(view.add_write(&cwd.join("folder")).is_err());
+        assert!(view.add_read(&cwd.join("folder/key")).is_err());
     }
 
     #[test]
