@@ -152,8 +152,11 @@ impl Late {
         match answers(&message) {
             Some(id) if *id == self.discover => self.said = Some(newer(message)),
             Some(id) if self.initialize.as_ref() == Some(id) => match &message {
+                // One that has said already that it speaks the newer protocol may
+                // not know this method at all.
                 JsonRpcMessage::Error(error)
-                    if error.error.code == ErrorCode::UNSUPPORTED_PROTOCOL_VERSION =>
+                    if error.error.code == ErrorCode::UNSUPPORTED_PROTOCOL_VERSION
+                        || matches!(self.said, Some(Some(_))) =>
                 {
                     self.refused = Some(message);
                 }
