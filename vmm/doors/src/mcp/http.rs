@@ -126,7 +126,7 @@ impl Entrance {
     ) -> Response<BoxBody<Bytes, Infallible>> {
         let headers = request.headers_mut();
         // rmcp looks for both by their names, and for an event without one.
-        if headers.get(header::ACCEPT).is_some_and(|accepts| accepts == "*/*") {
+        if accepts_anything(headers) {
             headers.insert(header::ACCEPT, HeaderValue::from_static(BOTH));
         }
         if headers.get(HEADER_LAST_EVENT_ID).is_some_and(HeaderValue::is_empty) {
@@ -345,6 +345,22 @@ fn refuse(status: StatusCode, what: &'static str) -> Answer {
     response
 }
 
+/// Whether a request takes an answer of any media type, as one does that does not say.
+fn accepts_anything(headers: &HeaderMap) -> bool {
+    let mut ranges = headers.get_all(header::ACCEPT).iter().peekable();
+    ranges.peek().is_none()
+        || ranges.filter_map(|value| value.to_str().ok()).flat_map(|it| it.split(',')).any(
+            |range| {
+                let (kind, weight) = range.split_once(';').unwrap_or((range, ""));
+                let is_refused = weight
+                    .trim()
+                    .strip_prefix("q=")
+                    .is_some_and(|it| it.trim().parse::<f32>().is_ok_and(|weight| weight == 0.0));
+                kind.trim() == "*/*" && !is_refused
+            },
+        )
+}
+
 #[cfg(test)]
 mod tests {
     use std::pin::Pin;
@@ -409,5 +425,20 @@ mod tests {
         assert!(matches!(read(huge, &room, &mut held).await, Err(Unread::TooLarge)));
         drop(held);
         assert_eq!(left(), 8);
+    }
+
+    #[test]
+    fn who_takes_anything_is_whoever_does_not_say_or_names_the_range_of_all() {
+        let takes = |accepts: &[&'static str]| {
+            let mut headers = HeaderMap::new();
+            for accept in accepts {
+                headers.append(header::ACCEPT, HeaderValue::from_static(accept));
+            }
+            accepts_anything(&headers)
+        };
+        assert!(takes(&[]) && takes(&["*/*"]) && takes(&["*/*;q=0.8"]));
+        assert!(takes(&["application/json, text/plain, */*"]));
+        assert!(takes(&["application/json", "*/*"]));
+        assert!(!takes(&["application/json"]) && !takes(&["text/*, */*;q=0"]));
     }
 }

@@ -232,12 +232,23 @@ impl Said {
     }
 }
 
-/// The bytes of a message as it is sent: near enough to what it takes.
+/// What a brace and what parts two values take at most, in bytes: the nodes of a map
+/// and the values themselves are far larger than their text.
+const BRACE_BYTES: usize = 640;
+const PART_BYTES: usize = 64;
+
+/// The bytes that a message takes: those of its text, and what its values are held
+/// in. A text that has such characters counts for more than it takes.
 fn bytes(message: &ServerJsonRpcMessage) -> usize {
     struct Count(usize);
     impl io::Write for Count {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0 += bytes.len();
+            let held = |byte: &u8| match byte {
+                b'{' => BRACE_BYTES,
+                b',' | b'[' | b':' => PART_BYTES,
+                _ => 1,
+            };
+            self.0 += bytes.iter().map(held).sum::<usize>();
             Ok(bytes.len())
         }
 

@@ -2,7 +2,7 @@
 //!
 //! rmcp takes a second request of an id that is not answered, and loses the first
 //! one's answer; it begins each stream with an event without data, which clients
-//! before 2025-11-25 take for a message; and it says to who comes back the last
+//! before 2025-11-25 take for a message; and to whoever comes back it says the last
 //! event again, and no answer that came meanwhile. None of it is so here.
 
 use std::collections::{HashMap, HashSet};
@@ -15,7 +15,7 @@ use rmcp::model::{
     ClientJsonRpcMessage, ErrorData, ProtocolVersion, RequestId, ServerJsonRpcMessage, ServerResult,
 };
 use rmcp::transport::streamable_http_server::session::local::{
-    LocalSessionManager, LocalSessionManagerError,
+    LocalSessionManager, LocalSessionManagerError, SessionError,
 };
 use rmcp::transport::streamable_http_server::session::{
     ServerSseMessage, SessionId, SessionManager,
@@ -232,6 +232,10 @@ impl SessionManager for Sessions {
         let is_primed = self.known(id).is_primed;
         if let Some(listener) = self.kept.resume(id, &last_event_id) {
             return Ok(Told::over(listener, is_primed));
+        }
+        // rmcp numbers requests otherwise, and would give another one's stream away.
+        if last_event_id.contains('/') {
+            return Err(LocalSessionManagerError::from(SessionError::InvalidEventId).into());
         }
         // Of what is said unasked rmcp begins with the event that is named.
         let after = match last_event_id.parse::<usize>() {

@@ -216,6 +216,8 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             let admitted = match line {
                 Line::Whole => self.outlet.admit(&self.line),
                 Line::TooLong(id) => {
+                    // Nobody could tell it from the answer of one that goes on.
+                    let id = id.filter(|id| !self.outlet.open().requests.contains_key(id));
                     let what = format!("a message has at most {MESSAGE_BYTES_MAX} bytes");
                     Err(refuse(ErrorCode::INVALID_REQUEST, what, id))
                 }
@@ -230,8 +232,8 @@ impl<R: AsyncRead + Unpin> Lines<R> {
     }
 }
 
-/// Reads up to the end of a line or of `input`. It is left in `line` without its
-/// end. What was read stays there if the future is dropped.
+/// Reads up to the end of a line or of `input`. What was read is left in `line`,
+/// without that end, and stays there if the future is dropped.
 async fn read_line(
     input: &mut (impl AsyncBufRead + Unpin),
     line: &mut Vec<u8>,
