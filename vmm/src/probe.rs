@@ -204,7 +204,8 @@ fn findings(root: &Path, landlock: Option<u32>) -> Vec<Finding> {
 
 /// Whether the toolbroker is where it is looked for.
 fn toolbroker(executable: Option<&Path>) -> Finding {
-    let found = Finding::ok("toolbroker", executable.map_or_else(String::new, shown));
+    let found =
+        Finding::ok("toolbroker", executable.map_or_else(|| "forge-toolbroker".into(), shown));
     match executable {
         Some(file) if file.is_file() => found,
         _ => Finding { found: format!("{} is not there", found.found), ..found }.or(

@@ -11,7 +11,7 @@
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
@@ -123,6 +123,8 @@ pub struct Supervisor {
     broker: Option<Keeper>,
     options: PoolOptions,
     engine: RwLock<Arc<Engine>>,
+    /// Of the engine and of former ones, as long as runs are under way there.
+    pools: Mutex<Vec<Weak<Pool>>>,
 }
 
 /// What hangs on the keys that are trusted: they are in every VM, too.
@@ -164,10 +166,10 @@ impl Supervisor {
     /// If the host has no thread left.
     pub fn new(options: SupervisorOptions, broker: Option<Broker>) -> io::Result<Self> {
         let SupervisorOptions { trust, maxima, pool } = options;
-        let first = Pool::new(&trust, pool)?;
-        let engine = RwLock::new(Engine::new(trust, first));
+        let first = Engine::new(trust.clone(), Pool::new(&trust, pool)?);
         let broker = broker.map(Keeper::of).transpose()?;
-        Ok(Self { maxima, broker, options: pool, engine })
+        let pools = Mutex::new(vec![Arc::downgrade(&first.pool)]);
+        Ok(Self { maxima, broker, options: pool, engine: RwLock::new(first), pools })
     }
 
     /// Trusts these keys from now on and no others. Runs that are under way
@@ -178,6 +180,11 @@ impl Supervisor {
     pub fn trust(&self, trust: TrustKeys) -> io::Result<()> {
         let pool = self.pool().successor(&trust)?;
         let engine = Engine::new(trust, pool);
+        {
+            let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+            pools.retain(|pool| pool.strong_count() > 0);
+            pools.push(Arc::downgrade(&engine.pool));
+        }
         let old = {
             let mut place = self.engine.write().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(&mut *place, engine)
@@ -212,6 +219,13 @@ impl Supervisor {
     #[must_use]
     pub fn pool(&self) -> Arc<Pool> {
         Arc::clone(&self.engine().pool)
+    }
+
+    /// Ends all workers and zygotes, those of former keys too: for who is about to
+    /// end, whatever still waits for them.
+    pub fn kill(&self) {
+        let pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.iter().filter_map(Weak::upgrade).for_each(|pool| pool.kill());
     }
 
     /// Carries out one run. However it ends, there is a report.

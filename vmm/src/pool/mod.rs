@@ -325,6 +325,9 @@ impl Pool {
     /// Ends all workers with their zygote, whoever has them and waits for what: for
     /// who is about to end. A zygote that was stopped would not hear of that end.
     pub fn kill(&self) {
+        // Or the filling thread starts another for those that it finds ended.
+        self.shared.shelves().close();
+        self.shared.changed.notify_all();
         if let Some(process) = &*self.shared.lock_process() {
             // One that is gone was waited for, and its descriptor names no other.
             let _ = process.kill();
@@ -654,7 +657,11 @@ impl Shared {
             if let Lost::Crowded(_) = lost {
                 // As it was, and with it what stands ready.
                 let usual = key.ram_bytes == self.usual_ram_bytes;
-                upkeep.ended = self.shelves().put_back(key, worker, usual);
+                // One that did not say yet that it stands ready may never do.
+                upkeep.ended = match worker.is_ready() {
+                    true => self.shelves().put_back(key, worker, usual),
+                    false => Some(worker),
+                };
             }
             return Err(lost);
         }

@@ -138,6 +138,11 @@ impl Worker {
         self.runs
     }
 
+    /// Whether it has said that its VM stands ready.
+    pub(super) fn is_ready(&self) -> bool {
+        self.ready
+    }
+
     /// Its process descriptor.
     #[must_use]
     pub fn process(&self) -> &OwnedFd {

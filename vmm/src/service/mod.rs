@@ -289,8 +289,9 @@ fn is_name(principal: &str) -> bool {
 fn not_theirs(principal: &str) -> String {
     let named = if is_name(principal) { principal } else { "the principal that it names" };
     format!(
-        "this client may not speak for {named}: name one that it may with --principal; forge.toml, \
-         [principals.<name>] uids, or cids over vsock, says whom"
+        "this client may not speak for {named}: name a principal that it may speak for \
+         (--principal on the command line); forge.toml, [principals.<name>] uids, or cids over \
+         vsock, says for which"
     )
 }
 

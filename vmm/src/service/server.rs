@@ -172,8 +172,8 @@ impl Server {
 
     /// Has signals reach [`Self::serve`], of the last server that asked for it:
     /// SIGTERM and SIGINT drain it, and end it at once the second time; SIGHUP
-    /// has it load its configuration again. Without this they end the process,
-    /// and the socket stays.
+    /// has it load its configuration again. Without this the first two end the
+    /// process, and the socket stays; so does SIGHUP before [`await_reload`].
     ///
     /// # Errors
     /// What the kernel said.
@@ -248,8 +248,8 @@ impl Server {
             if let Some(ending) = &mut ending
                 && (ends_asked > 1 || service.is_drained() || ending.is_over(&service))
             {
-                // A thread that goes on has the pool still.
-                supervisor.pool().kill();
+                // A thread that goes on has its pool still.
+                supervisor.kill();
                 return Ok(());
             }
         }

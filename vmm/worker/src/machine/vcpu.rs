@@ -230,6 +230,11 @@ impl Vcpu {
                     }
                     refused += 1;
                     pause();
+                    // Of a run that has less time than all these tries it was
+                    // not its program that took it.
+                    if stop.raised() {
+                        return Exit::Died(Death::NoTask);
+                    }
                     continue;
                 }
                 // EINTR: kicked, so perhaps the stop is raised. EAGAIN: the
