@@ -103,7 +103,7 @@ pub fn check(json: &[u8]) -> Result<(), Error> {
 }
 
 /// The first byte of a text of JSON where lists and objects are nested deeper than
-/// this. What no JSON is has some answer.
+/// this. For what is no JSON the answer means nothing.
 #[must_use]
 pub fn first_deeper(json: &[u8], levels: usize) -> Option<usize> {
     let (mut at, mut depth, mut in_string) = (0, 0_usize, false);

@@ -2,10 +2,11 @@
 //! a program compiled for it needs to start, to speak and to end.
 //!
 //! Descriptor 0 is the run's input, 1 its output, 2 its log by lines; there is
-//! no other, no file and no socket. What asks for one is there where libraries link
-//! it into programs that never call it, and refuses. Error numbers and the layout of `fdstat`
-//! are those of the preview 1 witx definitions. Pointers are held to the same
-//! rule as everywhere: a bad one traps, it is no `EFAULT`.
+//! no other, no file and no socket. Functions that ask for one exist because
+//! libraries link them into programs that never call them: they refuse, and look
+//! at no pointer. Error numbers and the layout of `fdstat` are those of the
+//! preview 1 witx definitions. Pointers of the others are held to the same rule as
+//! everywhere: a bad one traps, it is no `EFAULT`.
 
 use forge_protocol::abi::Wasi;
 use wasmi::{AsContextMut, Caller, Error, Func};
