@@ -645,21 +645,8 @@ fn senseless_lines_are_answered_and_harm_nothing() {
             client.send(&json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
                 "params": {"requestId": 99}}));
             client.send(&json!({"jsonrpc": "2.0", "method": "notifications/unknown"}));
-            let argument = json!({"name": "a", "value": "b"});
-            let complete =
-                json!({"ref": {"type": "ref/prompt", "name": "a"}, "argument": argument});
-            for (method, params) in [
-                ("no/such/method", json!({})),
-                ("prompts/list", json!({})),
-                ("prompts/get", json!({"name": "a"})),
-                ("completion/complete", complete),
-            ] {
-                let id = client.ask(method, params);
-                let answer = client.answer(id);
-                let said = answer["error"]["message"].as_str().unwrap_or_default();
-                assert_eq!(answer["error"]["code"], -32601, "{answer}");
-                assert!(said.contains("there is no method"), "{answer}");
-            }
+            let id = client.ask("no/such/method", json!({}));
+            assert_eq!(client.answer(id)["error"]["code"], -32601);
         } else {
             client.greet();
         }

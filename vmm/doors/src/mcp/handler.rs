@@ -3,11 +3,10 @@
 use std::fmt::Display;
 
 use rmcp::model::{
-    CallToolRequestParams, CallToolResponse, CallToolResult, CompleteRequestParams, CompleteResult,
-    ContentBlock, CustomRequest, CustomResult, ErrorCode, GetPromptRequestParams,
-    GetPromptResponse, Implementation, InitializeRequestParams, ListPromptsResult,
-    ListResourcesResult, ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams,
-    ReadResourceResponse, ServerCapabilities, ServerConfig, Tool,
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, CustomRequest,
+    CustomResult, ErrorCode, Implementation, InitializeRequestParams, ListResourcesResult,
+    ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams, ReadResourceResponse,
+    ServerCapabilities, ServerConfig, Tool,
 };
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer, ServerHandler};
@@ -75,33 +74,11 @@ impl ServerHandler for Door {
         request: CustomRequest,
         _: RequestContext<RoleServer>,
     ) -> Result<CustomResult, ErrorData> {
-        Err(unreadable(&request).unwrap_or_else(|| no_method(&request.method)))
-    }
-
-    // rmcp gives empty answers to some of these, which nothing here has.
-
-    async fn list_prompts(
-        &self,
-        _: Option<PaginatedRequestParams>,
-        _: RequestContext<RoleServer>,
-    ) -> Result<ListPromptsResult, ErrorData> {
-        Err(no_method("prompts/list"))
-    }
-
-    async fn get_prompt(
-        &self,
-        _: GetPromptRequestParams,
-        _: RequestContext<RoleServer>,
-    ) -> Result<GetPromptResponse, ErrorData> {
-        Err(no_method("prompts/get"))
-    }
-
-    async fn complete(
-        &self,
-        _: CompleteRequestParams,
-        _: RequestContext<RoleServer>,
-    ) -> Result<CompleteResult, ErrorData> {
-        Err(no_method("completion/complete"))
+        Err(unreadable(&request).unwrap_or_else(|| {
+            let what =
+                format!("there is no method {:?}", one_line(&request.method, METHOD_CHARS_MAX));
+            ErrorData::new(ErrorCode::METHOD_NOT_FOUND, what, None)
+        }))
     }
 
     async fn read_resource(
@@ -118,11 +95,6 @@ impl ServerHandler for Door {
 
 /// A method's name in a refusal, in characters.
 const METHOD_CHARS_MAX: usize = 100;
-
-fn no_method(name: &str) -> ErrorData {
-    let what = format!("there is no method {:?}", one_line(name, METHOD_CHARS_MAX));
-    ErrorData::new(ErrorCode::METHOD_NOT_FOUND, what, None)
-}
 
 /// rmcp takes a request whose params it cannot read for one of a method that it
 /// does not know. What is wrong with them, if it is a method that is known here.
@@ -149,21 +121,6 @@ fn read<T: DeserializeOwned>(arguments: Value) -> Result<T, CallToolResult> {
     serde_json::from_value(arguments).map_err(|error| failed(&format!("arguments: {error}")))
 }
 
-/// An integer as JSON Schema has it: `2.0` is one, and some models write it so.
-pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<u64>>(
-    from: D,
-) -> Result<Option<T>, D::Error> {
-    /// Up to here, every integer is a double of its own.
-    const EXACT_MAX: f64 = (1_u64 << 53) as f64;
-    let Some(number) = Option::<serde_json::Number>::deserialize(from)? else { return Ok(None) };
-    let double = number.as_f64().filter(|it| it.fract() == 0.0 && (0.0..=EXACT_MAX).contains(it));
-    let whole = number.as_u64().or_else(|| double.map(|it| it as u64));
-    let given = whole.and_then(|whole| T::try_from(whole).ok());
-    given
-        .map(Some)
-        .ok_or_else(|| D::Error::custom(format!("{number} is no integer that may be here")))
-}
-
 /// A result without content of its own.
 pub(super) fn failed(why: &dyn Display) -> CallToolResult {
     CallToolResult::error(vec![ContentBlock::text(why.to_string())])
@@ -186,3 +143,18 @@ pub(super) fn structured(
     result.is_error = Some(is_error);
     result
 }
+/// An integer as JSON Schema has it: `2.0` is one, and some models write it so.
+pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<u64>>(
+    from: D,
+) -> Result<Option<T>, D::Error> {
+    /// Up to here, every integer is a double of its own.
+    const EXACT_MAX: f64 = (1_u64 << 53) as f64;
+    let Some(number) = Option::<serde_json::Number>::deserialize(from)? else { return Ok(None) };
+    let double = number.as_f64().filter(|it| it.fract() == 0.0 && (0.0..=EXACT_MAX).contains(it));
+    let whole = number.as_u64().or_else(|| double.map(|it| it as u64));
+    let given = whole.and_then(|whole| T::try_from(whole).ok());
+    given
+        .map(Some)
+        .ok_or_else(|| D::Error::custom(format!("{number} is no integer that may be here")))
+}
+
