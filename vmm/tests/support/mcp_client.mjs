@@ -38,7 +38,8 @@ const program = contents[0].text;
 
 const heard = [];
 const result = await client.callTool(
-  { name: "run_program", arguments: { program, grant } },
+  // Its call waits for the disk, which others may be writing to.
+  { name: "run_program", arguments: { program, grant, limits: { timeout_ms: 30000 } } },
   undefined,
   { onprogress: (progress) => heard.push(progress.message) },
 );
