@@ -157,4 +157,3 @@ pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<u64>>(
         .map(Some)
         .ok_or_else(|| D::Error::custom(format!("{number} is no integer that may be here")))
 }
-
