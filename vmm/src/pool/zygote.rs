@@ -403,11 +403,15 @@ pub(super) mod tests {
         theirs.pass(&bytes, &mut Some(process.as_fd()), Patience::default()).unwrap();
     }
 
+    /// Over before an answer comes, and not before the order is sent, on a host that
+    /// is emulated or busy: nobody would answer then.
+    const SOON: Duration = Duration::from_millis(500);
+
     #[test]
     fn an_answer_that_came_while_nobody_looked_is_found_however_late() {
         let (mut zygote, mut theirs) = zygote();
         let order = Fork { ram_bytes: 0, touch_bytes: 0, reuse: Reuse::Fresh };
-        let soon = Patience::until(Instant::now() + Duration::from_millis(5));
+        let soon = Patience::until(Instant::now() + SOON);
         assert!(matches!(zygote.fork(order, soon), Ok(Err(Unmade::Late(_)))));
         answer(&mut theirs, &Ok(()));
         // And nobody came for a long time.
@@ -424,7 +428,7 @@ pub(super) mod tests {
         }
         let mut theirs = second.join().unwrap();
         // One that has been silent for that long is gone.
-        let soon = Patience::until(Instant::now() + Duration::from_millis(5));
+        let soon = Patience::until(Instant::now() + SOON);
         assert!(matches!(zygote.fork(order, soon), Ok(Err(Unmade::Late(_)))));
         zygote.owes = zygote.owes.and_then(|asked| asked.checked_sub(ANSWER_TIME_MAX));
         assert_eq!(
