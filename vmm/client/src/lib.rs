@@ -86,6 +86,8 @@ mod tests {
         let path = std::env::temp_dir().join(format!("forge-full-{}", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).unwrap();
+        // With room for as few as can be: descriptors may be few as well.
+        rustix::net::listen(&listener, 1).unwrap();
         let mut waiting: Vec<UnixStream> = Vec::new();
         let patience = Duration::from_millis(50);
         let began = Instant::now();
