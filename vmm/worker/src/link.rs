@@ -173,7 +173,7 @@ impl Link {
         self.send(bytes, patience).map_err(Unpassed::Link)
     }
 
-    /// Goes on after a send call that failed for now.
+    /// Waits after a send call that took nothing, where it may take something later.
     fn send_on(&self, error: io::Error, patience: Patience<'_>) -> io::Result<()> {
         match error.kind() {
             io::ErrorKind::WouldBlock => wait(self.socket.as_raw_fd(), libc::POLLOUT, patience),
