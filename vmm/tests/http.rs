@@ -109,16 +109,19 @@ impl Desk {
     fn open(&self, more: &[&str]) -> Service {
         let mut child = self.opens(more);
         let mut said = BufReader::new(child.stderr.take().unwrap());
+        let mut all = String::new();
         let mut lines = std::iter::from_fn(|| {
             let mut line = String::new();
-            (said.read_line(&mut line).unwrap() > 0).then_some(line)
+            let more = said.read_line(&mut line).unwrap() > 0;
+            all += &line;
+            more.then_some(line)
         });
         let place = lines.by_ref().find_map(|line| {
             line.trim().strip_prefix("forge-vmm: HTTP at ").map(ToOwned::to_owned)
         });
         let serves = lines.any(|line| line.contains("serving at"));
         let service = Service { child, place: place.unwrap_or_default(), _said: said };
-        assert!(serves, "the service ended");
+        assert!(serves, "the service ended:\n{all}");
         service
     }
 

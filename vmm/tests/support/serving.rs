@@ -62,8 +62,12 @@ impl Service {
     pub fn listening(child: Child, socket: PathBuf) -> Self {
         let mut service = Self { child, socket };
         eventually("the service listens", || {
-            let ended = service.child.try_wait().unwrap();
-            assert!(ended.is_none(), "the service ended: {ended:?}");
+            if let Some(ended) = service.child.try_wait().unwrap() {
+                let mut said = String::new();
+                let mut stderr = service.child.stderr.take();
+                let _ = stderr.as_mut().map(|stderr| stderr.read_to_string(&mut said));
+                panic!("the service ended: {ended}\n{said}");
+            }
             Client::connect(&service.socket).is_ok()
         });
         service
