@@ -1,0 +1,387 @@
+//! A service from its start to its end: the socket, the service manager, what is
+//! configured, signals, and what it leaves behind.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[macro_use]
+mod support;
+#[path = "support/desk.rs"]
+mod desk;
+#[path = "support/executables.rs"]
+mod executables;
+#[path = "support/processes.rs"]
+mod processes;
+#[path = "support/serving.rs"]
+mod serving;
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use executables::FORGE;
+use forge_protocol::codec;
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::handshake::{Hello, Role};
+use forge_protocol::service::{Finished, Order, Query, Question, Reply, Submit};
+use processes::{Process, child_named, descendants_of, is_busy, is_gone};
+use serving::{
+    ECHO, Service, broker_pid, desk, endless, hashes, kill, leaving_client, lines, patience,
+    report, run, runtime, signal, signal_to, standing, stands, status, stranger, submit,
+    test_server, three_in_flight,
+};
+use support::{eventually, forge_module};
+
+fn main() -> ExitCode {
+    support::main(
+        claims![
+            a_service_manager_passes_the_socket_and_is_told,
+            a_configuration_may_be_loaded_again_before_the_service_listens,
+            a_host_that_can_make_no_vm_is_no_service,
+            what_is_configured_is_loaded_again,
+            a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
+            what_is_in_the_jail_goes_first_where_memory_is_short,
+            a_drained_service_finishes_what_runs_and_takes_nothing_new,
+            a_signal_drains_and_a_second_ends_at_once,
+            an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains,
+            a_zygote_that_was_stopped_ends_with_its_service,
+            the_service_is_gone_with_all_it_started_however_it_ends,
+        ],
+        claims![
+            the_socket_is_the_operators_and_no_second_service_takes_it,
+            a_stale_socket_is_replaced_and_anything_else_is_not,
+            an_order_that_was_read_when_a_drain_began_is_answered,
+        ],
+    )
+}
+
+// Its start
+
+fn a_service_manager_passes_the_socket_and_is_told() {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::net::UnixDatagram;
+    let desk = desk();
+    let listener = UnixListener::bind(desk.socket()).unwrap();
+    let manager = UnixDatagram::bind(desk.path("notify")).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let hears = || {
+        let mut words = [0; 256];
+        let bytes = manager.recv(&mut words).unwrap();
+        String::from_utf8_lossy(&words[..bytes]).into_owned()
+    };
+    // Its descriptor 3, and variables that name its process.
+    let script = "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve --trust signer.pub --state state \
+                  --ready 0 --ready-max 0";
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", script, FORGE]).current_dir(desk.folder()).stdin(Stdio::null());
+    command.env("NOTIFY_SOCKET", desk.path("notify"));
+    let passed = listener.as_raw_fd();
+    // SAFETY: one plain system call between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            let done =
+                if passed == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(passed, 3) };
+            if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+        })
+    };
+    let mut service = Service { child: command.spawn().unwrap(), socket: desk.socket() };
+    drop(listener);
+    assert_eq!(hears(), "READY=1");
+    service.serves();
+    signal(&service, libc::SIGHUP);
+    let reloading = hears();
+    assert!(reloading.starts_with("RELOADING=1\nMONOTONIC_USEC="), "{reloading}");
+    assert_eq!(hears(), "READY=1");
+    signal(&service, libc::SIGTERM);
+    assert_eq!(hears(), "STOPPING=1");
+    assert!(service.child.wait().unwrap().success());
+    assert!(desk.socket().exists(), "the socket is the manager's");
+}
+
+fn a_configuration_may_be_loaded_again_before_the_service_listens() {
+    let desk = desk();
+    let child = desk.serves(&[]).spawn().unwrap();
+    let id = child.id() as i32;
+    eventually("it has begun", || !Process::children_of(id).is_empty());
+    signal_to(id, libc::SIGHUP);
+    Service::listening(child, desk.socket()).serves();
+}
+
+fn a_host_that_can_make_no_vm_is_no_service() {
+    let desk = desk();
+    let mut serves = desk.serves(&[]);
+    let no_room = || {
+        let none = libc::rlimit { rlim_cur: 4096, rlim_max: 4096 };
+        // SAFETY: a plain system call on a limit that is whole.
+        unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &none) };
+        Ok(())
+    };
+    // What workers are has to be written to memory first.
+    // SAFETY: the closure makes one system call between fork and exec.
+    let output = unsafe { serves.pre_exec(no_room) }.output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(5), "{stderr}");
+    assert!(stderr.contains("the zygote cannot be started"), "{stderr}");
+    assert!(!desk.socket().exists());
+}
+
+fn the_socket_is_the_operators_and_no_second_service_takes_it() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    let socket = fs::symlink_metadata(desk.socket()).unwrap();
+    assert!(socket.file_type().is_socket());
+    assert_eq!(socket.permissions().mode() & 0o7777, 0o600);
+    let second = desk.serves(&["--ready", "0"]).output().unwrap();
+    assert!(!second.status.success());
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(said.contains("socket") && said.contains("in use"), "{said}");
+    // The first goes on at the same socket.
+    drop(service.client());
+}
+
+fn a_stale_socket_is_replaced_and_anything_else_is_not() {
+    let desk = desk();
+    drop(UnixListener::bind(desk.socket()).unwrap());
+    assert!(UnixStream::connect(desk.socket()).is_err(), "nobody listens there");
+    let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    assert_eq!(fs::metadata(desk.socket()).unwrap().permissions().mode() & 0o777, 0o600);
+    // One that is killed leaves one too.
+    service.child.kill().unwrap();
+    service.child.wait().unwrap();
+    assert!(desk.socket().exists());
+    drop(desk.serve(&["--ready", "0", "--ready-max", "0"]));
+
+    fs::remove_file(desk.socket()).unwrap();
+    fs::write(desk.socket(), "somebody's notes").unwrap();
+    let refused = desk.serves(&["--ready", "0"]).output().unwrap();
+    assert!(!refused.status.success());
+    assert_eq!(fs::read(desk.socket()).unwrap(), b"somebody's notes");
+}
+
+// While it serves
+
+fn what_is_configured_is_loaded_again() {
+    let desk = desk();
+    fs::write(desk.path("forge.toml"), "[service]\nruns_max = 3").unwrap();
+    let other = forge_protocol::signature::SignerKey::from_secret(&[9; 32]);
+    fs::write(desk.path("other.pub"), other.trust_key().to_pem()).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    let wat = wat::parse_str(forge_module(r#"(memory (export "memory") 1)"#, ECHO)).unwrap();
+    let order = Order { program: other.sign(&wat).unwrap(), ..submit(ECHO, "[1]") };
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&endless()).await.unwrap();
+        stands(&client, "one runs", |status| status["runs"]["running"] == 1).await;
+        let refused = report(&client.run(&order).await.unwrap());
+        assert_eq!(refused["kind"], "signature");
+        let wrong = "[service]\nruns_max = 0";
+        fs::write(desk.path("forge.toml"), wrong).unwrap();
+        signal(&service, libc::SIGHUP);
+        let good = "[service]\nruns_max = 7\n[trust]\nkeys = ['other.pub']";
+        fs::write(desk.path("forge.toml"), good).unwrap();
+        signal(&service, libc::SIGHUP);
+        stands(&client, "it is loaded", |status| status["bounds"]["runs_max"] == 7).await;
+        assert_eq!(report(&client.run(&order).await.unwrap())["output"], "[1]");
+        // What ran goes on.
+        assert_eq!(status(&client).await["runs"]["running"], 1);
+        run.canceller().cancel().await;
+        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+    });
+}
+
+fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {
+    let desk = desk();
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut serves = desk.serves(&[]);
+    let child = serves.env("FORGE_LOG", "info").stderr(full).spawn().unwrap();
+    let service = Service::listening(child, desk.socket());
+    service.serves();
+    // What each of these says, at least, is said by another thread.
+    fs::write(desk.path("signer.pub"), "no key").unwrap();
+    signal(&service, libc::SIGHUP);
+    let broker = broker_pid(&standing(&mut service.client()));
+    Process::children_of(service.child.id() as i32).iter().for_each(|it| kill(it.pid));
+    eventually("another broker is there, and another zygote", || {
+        let standing = standing(&mut service.client());
+        let is_back = broker_pid(&standing).is_some_and(|pid| Some(pid) != broker);
+        is_back && standing["pool"]["standing"].as_u64().is_some_and(|standing| standing > 0)
+    });
+    service.serves();
+    let report = run(&mut service.client(), &hashes());
+    assert_eq!(report["status"], "ok", "{report:#}");
+}
+
+fn what_is_in_the_jail_goes_first_where_memory_is_short() {
+    let desk = desk();
+    let service = desk.serve(&["--ready", "1"]);
+    let id = service.child.id();
+    let of = |pid| fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+    eventually("a worker stands ready", || !service.workers().is_empty());
+    for worker in service.workers() {
+        assert_eq!(of(worker), "1000\n");
+    }
+    assert_eq!(of(id as i32), of(std::process::id() as i32));
+    let broker = child_named(id, FORGE.replace("forge-vmm", "forge-toolbroker").as_str());
+    assert_eq!(of(broker.unwrap() as i32), of(id as i32));
+}
+
+// Its end
+
+fn a_drained_service_finishes_what_runs_and_takes_nothing_new() {
+    let desk = desk();
+    let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&endless()).await.unwrap();
+        stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
+        assert_eq!(client.ask(Question::Drain).await.unwrap(), Reply::Draining);
+        let refused = report(&client.run(&submit(ECHO, "1")).await.unwrap());
+        assert_eq!((&refused["status"], &refused["kind"]), (&"refused".into(), &"draining".into()));
+        assert_eq!(status(&client).await["state"], "draining");
+        assert!(service.child.try_wait().unwrap().is_none(), "a run goes on");
+        run.canceller().cancel().await;
+        assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
+    });
+    assert!(service.child.wait().unwrap().success());
+    assert!(!desk.socket().exists());
+}
+
+fn an_order_that_was_read_when_a_drain_began_is_answered() {
+    let desk = desk();
+    // A few in one write: the service reads them at once, and each has a thread.
+    let mut said = Vec::new();
+    frame::write_message(Kind::Hello, &Hello::ours(Role::Client), &mut said);
+    frame::write_message(Kind::Query, &Query { number: 0, question: Question::Drain }, &mut said);
+    let order = Order { program: Vec::new(), ..submit(ECHO, "1") };
+    for number in 1..=4 {
+        frame::write_message(Kind::Submit, &Submit { number, order: order.clone() }, &mut said);
+    }
+    // Whether the service ends before another thread has begun is a matter of luck.
+    for round in 0..40 {
+        let mut service = desk.serve(&["--ready", "0", "--ready-max", "0"]);
+        let mut link = stranger(&service);
+        link.send(&said, patience()).unwrap();
+        let mut answered = Vec::new();
+        while let Ok(frame) = link.receive(|_| true, patience()) {
+            if frame.kind == Kind::Finished {
+                answered.push(codec::decode::<Finished>(&frame.payload).unwrap().number);
+            }
+        }
+        answered.sort_unstable();
+        assert_eq!(answered, [1, 2, 3, 4], "round {round}");
+        assert!(service.child.wait().unwrap().success());
+    }
+}
+
+fn a_signal_drains_and_a_second_ends_at_once() {
+    let desk = desk();
+    for twice in [false, true] {
+        let drain_ms = if twice { 3_600_000 } else { 50 };
+        fs::write(desk.path("forge.toml"), format!("[service]\ndrain_ms = {drain_ms}")).unwrap();
+        let mut service =
+            desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
+        runtime().block_on(async {
+            let client = forge_client::Client::connect(&service.socket).await.unwrap();
+            let run = client.submit(&endless()).await.unwrap();
+            stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
+            // While a first VM is made, nothing else ends the run.
+            eventually("its guest runs", || service.workers().into_iter().any(is_busy));
+            signal(&service, libc::SIGTERM);
+            if twice {
+                stands(&client, "it drains", |status| status["state"] == "draining").await;
+                let refused = report(&client.run(&submit(ECHO, "1")).await.unwrap());
+                assert_eq!(refused["kind"], "draining");
+                assert!(refused.get("retry_after_ms").is_none(), "{refused:#}");
+                let pid = service.child.id() as i32;
+                eventually("it does nothing but wait for the run", || !is_busy(pid));
+                signal(&service, libc::SIGTERM);
+                assert!(run.finish().await.is_err(), "nobody is left to tell its end");
+            } else {
+                // Its time is over, and it is told so.
+                let report = report(&run.finish().await.unwrap());
+                assert_eq!(report["status"], "cancelled");
+            }
+        });
+        assert!(service.child.wait().unwrap().success());
+        assert!(!desk.socket().exists());
+    }
+}
+
+/// A terminal's interrupt comes to every process of the foreground's group.
+fn an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains() {
+    let desk = desk();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), format!("[service]\ndrain_ms = 3600000\n{toml}")).unwrap();
+    let mut command = desk.serves(&["--config", "forge.toml"]);
+    // Whoever started this test may ignore it.
+    let heeds = || {
+        // SAFETY: one plain system call.
+        unsafe { libc::signal(libc::SIGINT, libc::SIG_DFL) };
+        Ok(())
+    };
+    // SAFETY: the closure makes one system call between fork and exec.
+    unsafe { command.process_group(0).pre_exec(heeds) };
+    let mut service = Service::listening(command.spawn().unwrap(), desk.socket());
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let run = client.submit(&three_in_flight()).await.unwrap();
+        eventually("three calls are in flight", || lines(&log, "never") == 3);
+        let before = status(&client).await["broker"].clone();
+        // SAFETY: a plain system call; the group is a child's of ours.
+        assert_eq!(unsafe { libc::kill(-(service.child.id() as i32), libc::SIGINT) }, 0);
+        stands(&client, "it drains", |status| status["state"] == "draining").await;
+        let after = status(&client).await;
+        assert_eq!((&after["broker"], &after["runs"]["running"]), (&before, &1.into()));
+        // Who ends the run is its client, and the broker is there to say so.
+        run.canceller().cancel().await;
+        let report = report(&run.finish().await.unwrap());
+        assert_eq!(report["status"], "cancelled", "{report:#}");
+        eventually("its tools hear of it", || lines(&log, "never cancelled") == 3);
+    });
+    assert!(service.child.wait().unwrap().success());
+}
+
+fn a_zygote_that_was_stopped_ends_with_its_service() {
+    let desk = desk();
+    let mut service = desk.serve(&[]);
+    let zygote = child_named(service.child.id(), "forge-vmm-zygote").unwrap() as i32;
+    let _client = leaving_client(&service, &endless());
+    let mut other = service.client();
+    eventually("it runs", || standing(&mut other)["runs"]["running"] == 1);
+    signal_to(zygote, libc::SIGSTOP);
+    signal(&service, libc::SIGTERM);
+    signal(&service, libc::SIGTERM);
+    assert!(service.child.wait().unwrap().success());
+    eventually("its zygote is gone", || is_gone(zygote));
+}
+
+fn the_service_is_gone_with_all_it_started_however_it_ends() {
+    let desk = desk();
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGKILL] {
+        // Its runs are not waited for.
+        fs::write(desk.path("forge.toml"), "[service]\ndrain_ms = 0").unwrap();
+        let mut service = desk.serve(&["--ready", "2", "--config", "forge.toml"]);
+        service.serves();
+        let client = leaving_client(&service, &endless());
+        let mut all = Vec::new();
+        // Two that wait, one that runs, their zygote, the toolbroker; one that
+        // served before may leave at any moment.
+        eventually("workers wait, and one runs", || {
+            let runs = service.workers().into_iter().any(is_busy);
+            all = descendants_of(service.child.id() as i32);
+            runs && all.len() >= 5
+        });
+        // SAFETY: a plain system call; the process is a child of ours.
+        assert_eq!(unsafe { libc::kill(service.child.id() as i32, signal) }, 0);
+        let status = service.child.wait().unwrap();
+        for pid in all {
+            eventually("all it started is gone", || is_gone(pid));
+        }
+        // Nobody can clean up who is killed.
+        let killed = signal == libc::SIGKILL;
+        assert_eq!((status.success(), desk.socket().exists()), (!killed, killed), "{status}");
+        drop(client);
+    }
+}
