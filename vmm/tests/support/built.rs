@@ -14,7 +14,15 @@ pub fn built(folder: &Path, packages: &[&str]) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let newest = newest(root);
     let is_stale = |package: &&&str| modified(&folder.join(package)) <= newest;
-    let stale: Vec<_> = packages.iter().filter(is_stale).collect();
+    let stale = || packages.iter().filter(is_stale).collect::<Vec<_>>();
+    if stale().is_empty() {
+        return;
+    }
+    // Of the processes that find this, the first builds. Another that did so as well would
+    // put the programs there anew while tests of the first start them.
+    let lock = fs::File::create(folder.join(".tests-lock")).unwrap();
+    lock.lock().unwrap();
+    let stale = stale();
     if stale.is_empty() {
         return;
     }
@@ -39,8 +47,9 @@ pub fn built(folder: &Path, packages: &[&str]) {
         }
     }
     for package in stale {
-        // Cargo leaves the time of what was up to date as it is.
-        let program = fs::File::options().append(true).open(folder.join(package));
+        // Cargo leaves the time of what was up to date as it is. Not opened to be written:
+        // nobody could start it meanwhile, nor this be done while it runs.
+        let program = fs::File::open(folder.join(package));
         let _ = program.and_then(|program| program.set_modified(SystemTime::now()));
     }
 }
