@@ -38,6 +38,7 @@ pub mod pool;
 pub mod probe;
 pub mod report;
 pub mod service;
+pub mod shortage;
 pub mod supervisor;
 pub mod trace;
 

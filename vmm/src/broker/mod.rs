@@ -30,6 +30,7 @@ use forge_protocol::worker::CallRecord;
 
 use self::control::{Control, Silence};
 use crate::link::Patience;
+use crate::shortage;
 
 /// The broker's executable, looked for beside this one.
 const EXECUTABLE: &str = "forge-toolbroker";
@@ -329,10 +330,11 @@ impl Broker {
         if let Some(user) = &options.user {
             user.becomes(&mut command);
         }
-        let child = command.spawn().map_err(|source| match &options.user {
-            Some(user) => BrokerError::StartAs { uid: user.uid, executable, source },
-            None => BrokerError::Start(source),
-        })?;
+        let child =
+            shortage::outlast(|| command.spawn()).map_err(|source| match &options.user {
+                Some(user) => BrokerError::StartAs { uid: user.uid, executable, source },
+                None => BrokerError::Start(source),
+            })?;
         // Its end of the pair is the child's alone from here on.
         drop(command);
         let broker = Self {

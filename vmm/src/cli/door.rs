@@ -26,6 +26,7 @@ use forge_vmm::broker::BrokerUser;
 use forge_vmm::jail::{Limits, landlock, privileges};
 use forge_vmm::service::SocketFile;
 use forge_vmm::service::options::Principals;
+use forge_vmm::shortage;
 use serde::Deserialize;
 use tokio::sync::watch;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
@@ -365,7 +366,8 @@ impl Door {
             now: Mutex::default(),
         });
         let unopened = |source| CliError::File { path: "the HTTP door".into(), source };
-        let (child, ours) = shared.open(&shared.options()).map_err(unopened)?;
+        let opened = shortage::outlast(|| shared.open(&shared.options()));
+        let (child, ours) = opened.map_err(unopened)?;
         let for_reading = ours.try_clone().map_err(unopened)?;
         *shared.now() = Some((child, ours));
         let (end, ended) = mpsc::channel();

@@ -91,7 +91,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     // each client.
     let patience = Patience::until(Instant::now() + STAND_TIME_MAX);
     let no_vm = |failure: VmFailure| CliError::Host(io::Error::other(failure.message));
-    supervisor.pool().stand_by(patience).map_err(no_vm)?;
+    supervisor.pool().stand_by_to_serve(patience).map_err(no_vm)?;
     let failed = |source| CliError::File { path: path.display().to_string(), source };
     let passed_at = at.as_ref().and_then(|at| at.local_addr().ok()?.as_pathname().map(Into::into));
     let server = match at {

@@ -46,6 +46,7 @@ use crate::admission::Admitted;
 use crate::jail::{GroupLimits, Hardening, Spawned, Weakness};
 use crate::link::Patience;
 use crate::machine;
+use crate::shortage;
 use crate::trace::now_ns;
 pub use shelves::{Key, ProgramKey, Stands};
 use shelves::{Missing, Shelves};
@@ -340,13 +341,31 @@ impl Pool {
     /// # Errors
     /// [`VmFailure`]: it cannot be started. The next run says so too.
     pub fn stand_by(&self, patience: Patience<'_>) -> Result<(), VmFailure> {
-        // A zygote that was lost since is started by whoever needs it.
-        if self.shared.lock_hardening().is_some() {
-            return Ok(());
-        }
-        let mut zygote = self.shared.zygote.take(patience).map_err(Unmade::Late)?;
-        self.shared.standing(&mut zygote, patience)?;
-        Ok(())
+        Ok(self.shared.stand_by(patience)?)
+    }
+
+    /// The same for a service that starts, which nobody may start again: what its host
+    /// lacks for a moment is waited for, and so is one that ended as it began. Where
+    /// memory is short it is what is in a jail that the kernel ends first.
+    ///
+    /// # Errors
+    /// [`VmFailure`]: it cannot be started, and that is not about to change.
+    pub fn stand_by_to_serve(&self, patience: Patience<'_>) -> Result<(), VmFailure> {
+        let last = Instant::now() + shortage::TIME_MAX;
+        let until = patience.until.map_or(last, |until| until.min(last));
+        let mut failures = Failures::default();
+        let passes = |unmade: &Unmade| unmade.is_loss() || matches!(unmade, Unmade::Short(_));
+        let stood = shortage::outlast_until(until, passes, || {
+            let stood = self.shared.stand_by(patience);
+            if let Err(unmade @ (Unmade::Short(failure) | Unmade::Failed(failure))) = &stood
+                && passes(unmade)
+                && failures.is_due(&failure.message, Instant::now())
+            {
+                tracing::warn!(reason = failure.message, "there is no zygote yet");
+            }
+            stood
+        });
+        Ok(stood?)
     }
 
     /// Carries out a run, as long as patience lasts.
@@ -536,6 +555,16 @@ impl Shared {
         self.hardening.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn stand_by(&self, patience: Patience<'_>) -> Result<(), Unmade> {
+        // A zygote that was lost since is started by whoever needs it.
+        if self.lock_hardening().is_some() {
+            return Ok(());
+        }
+        let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
+        self.standing(&mut zygote, patience)?;
+        Ok(())
+    }
+
     fn lock_process(&self) -> MutexGuard<'_, Option<Arc<Spawned>>> {
         self.process.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -580,8 +609,10 @@ impl Shared {
             let mut zygote = match place.take() {
                 Some(zygote) if zygote.stands() => return Ok(place.insert(zygote)),
                 Some(zygote) => zygote,
-                None => Zygote::begin(&self.setup, self.options.group.as_ref())
-                    .map_err(Unmade::Failed)?,
+                None => match Zygote::begin(&self.setup, self.options.group.as_ref()) {
+                    Err(unmade) if again && unmade.is_loss() => continue,
+                    begun => begun?,
+                },
             };
             *self.lock_process() = Some(zygote.process());
             match zygote.stand(patience) {
@@ -589,13 +620,12 @@ impl Shared {
                     *self.lock_hardening() = Some(zygote.hardening().clone());
                     return Ok(place.insert(zygote));
                 }
-                Err(Unmade::Failed(failure))
-                    if again && failure.kind == VmFailureKind::WorkerLost => {}
-                Err(Unmade::Failed(failure)) => return Err(Unmade::Failed(failure)),
-                Err(late) => {
+                Err(unmade) if again && unmade.is_loss() => {}
+                Err(late @ Unmade::Late(_)) => {
                     *place = Some(zygote);
                     return Err(late);
                 }
+                Err(unmade) => return Err(unmade),
             }
         }
         Err(Unmade::Failed(internal("no zygote was tried")))
@@ -842,6 +872,19 @@ mod tests {
             say(&mut theirs, Kind::ZygoteReady, &gone, None);
             assert!(stands.join().unwrap().is_err());
         });
+    }
+
+    #[test]
+    fn what_a_host_lacks_for_good_is_told_a_service_at_once() {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
+        let (zygote, mut theirs) = zygote::tests::beginning();
+        *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
+        let message = "no namespaces here".to_owned();
+        let failure = VmFailure { kind: VmFailureKind::Unavailable, message };
+        say(&mut theirs, Kind::ZygoteReady, &ZygoteReady::Err(failure.clone()), None);
+        // Another one would say something else.
+        assert_eq!(pool.stand_by_to_serve(Patience::default()), Err(failure));
+        assert_eq!(pool.zygote(), None);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned}
 use crate::link::{Link, Patience, Unpassed};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
+use crate::shortage;
 use crate::worker::zygote::KVM_DESCRIPTOR;
 
 /// How long a zygote may take over one answer. It boots a guest for some.
@@ -51,12 +52,27 @@ pub enum Unmade {
     Late(io::Error),
     /// It cannot be made.
     Failed(VmFailure),
+    /// It cannot be made now: there is a [shortage] of what a process takes.
+    Short(VmFailure),
+}
+
+impl Unmade {
+    /// Whether it ended as it began, which is no word on this host.
+    pub(super) fn is_loss(&self) -> bool {
+        matches!(self, Self::Failed(failure) if failure.kind == VmFailureKind::WorkerLost)
+    }
+}
+
+impl From<VmFailure> for Unmade {
+    fn from(failure: VmFailure) -> Self {
+        Self::Failed(failure)
+    }
 }
 
 impl From<Unmade> for VmFailure {
     fn from(unmade: Unmade) -> Self {
         match unmade {
-            Unmade::Failed(failure) => failure,
+            Unmade::Failed(failure) | Unmade::Short(failure) => failure,
             Unmade::Late(error) if error.kind() == io::ErrorKind::ConnectionAborted => {
                 worker::lost(&error)
             }
@@ -94,8 +110,8 @@ impl Zygote {
     /// The same without waiting: it stands a little later ([`Self::stand`]).
     ///
     /// # Errors
-    /// [`VmFailure`]: it cannot be started.
-    pub fn begin(setup: &ZygoteSetup, limits: Option<&GroupLimits>) -> Result<Self, VmFailure> {
+    /// [`Unmade`]: it cannot be started; never late.
+    pub fn begin(setup: &ZygoteSetup, limits: Option<&GroupLimits>) -> Result<Self, Unmade> {
         let file = executable::file().map_err(cannot_start)?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         Self::begin_as(Path::new(&path), &[], setup, limits)
@@ -111,9 +127,9 @@ impl Zygote {
         arguments: &[&OsStr],
         setup: &ZygoteSetup,
         limits: Option<&GroupLimits>,
-    ) -> Result<Self, VmFailure> {
+    ) -> Result<Self, Unmade> {
         let kvm = match setup.tier {
-            Tier::Vm => Some(open_device().map_err(MachineError::from)?),
+            Tier::Vm => Some(open_device().map_err(|it| VmFailure::from(MachineError::from(it)))?),
             Tier::Process => None,
         };
         let (ours, theirs) = UnixStream::pair().map_err(cannot_start)?;
@@ -130,7 +146,7 @@ impl Zygote {
         let group = group.map_err(|error| cannot_start(io::Error::other(error)))?;
         let place = Place::best();
         let process = jail::spawn(executable, &arguments, descriptors, place)
-            .map_err(|error| cannot_start(io::Error::other(error)))?;
+            .map_err(|error| cannot_start(error.into()))?;
         let hardening = Hardening {
             vm: setup.tier == Tier::Vm,
             // It would not have been started otherwise, nor become ready.
@@ -332,11 +348,10 @@ fn lost_early(error: io::Error) -> VmFailure {
     }
 }
 
-fn cannot_start(error: io::Error) -> VmFailure {
-    VmFailure {
-        kind: VmFailureKind::Unavailable,
-        message: format!("the zygote cannot be started: {error}"),
-    }
+fn cannot_start(error: io::Error) -> Unmade {
+    let message = format!("the zygote cannot be started: {error}");
+    let failure = VmFailure { kind: VmFailureKind::Unavailable, message };
+    if shortage::is_one(&error) { Unmade::Short(failure) } else { Unmade::Failed(failure) }
 }
 
 fn lacks(what: &str, error: &dyn std::error::Error) -> Unmade {
@@ -401,6 +416,22 @@ pub(super) mod tests {
         frame::write_message(Kind::Zygoted, answer, &mut bytes);
         let process = File::open("/dev/null").unwrap();
         theirs.pass(&bytes, &mut Some(process.as_fd()), Patience::default()).unwrap();
+    }
+
+    #[test]
+    fn a_zygote_that_lacks_a_task_is_short_and_one_that_lacks_namespaces_failed() {
+        let spawn = |errno| {
+            let source = io::Error::from_raw_os_error(errno);
+            let hint = "; set it to more".into();
+            cannot_start(jail::SpawnError::Host { what: "clone", source, hint }.into())
+        };
+        for errno in [libc::EAGAIN, libc::ENOMEM, libc::ETXTBSY] {
+            assert!(matches!(spawn(errno), Unmade::Short(_)), "{errno}");
+        }
+        for errno in [libc::EPERM, libc::ENOSPC, libc::EUSERS, libc::EINVAL] {
+            let Unmade::Failed(failure) = spawn(errno) else { panic!("{errno}") };
+            assert!(failure.message.ends_with("set it to more"), "{}", failure.message);
+        }
     }
 
     /// Over before an answer comes, and not before the order is sent, on a host that
