@@ -352,6 +352,10 @@ impl Worker {
             let frame = self.receive(bound, patience).map_err(|error| match error.kind() {
                 // So says the kernel of a peer that had not read everything.
                 io::ErrorKind::ConnectionReset if !has_told => self.not_begun(lost(&error)),
+                // A service that ends at once cancels its runs, and ends their workers.
+                _ if patience.is_cancelled() => {
+                    Lost::During(lost(&io::ErrorKind::ConnectionAborted.into()))
+                }
                 _ => Lost::During(lost(&error)),
             })?;
             match (frame.kind, tell) {
@@ -452,6 +456,7 @@ pub(super) mod tests {
     use forge_protocol::worker::{CallRecord, Deadline, Fate, Timing};
 
     use super::*;
+    use crate::cancel::Cancel;
     use crate::crowd::{self, Crowd};
 
     fn job() -> PreparedJob {
@@ -806,6 +811,23 @@ pub(super) mod tests {
         let patience = Patience::until(Instant::now() + time);
         assert_eq!(worker.finish_telling(patience, Some(&tell)).unwrap(), report);
         assert_eq!(told.into_inner(), 1, "nobody is told what is late");
+    }
+
+    #[test]
+    fn a_run_that_was_cancelled_is_not_told_as_lost_with_its_worker() {
+        let cancel = Cancel::new().unwrap();
+        let patience = Patience { until: None, cancel: Some(&cancel) };
+        let kind = |mut worker: Worker| match worker.finish(patience) {
+            Err(Lost::During(failure)) => failure.kind,
+            other => panic!("{other:?}"),
+        };
+        let (worker, theirs) = unused();
+        drop(theirs);
+        assert_eq!(kind(worker), VmFailureKind::WorkerLost);
+        cancel.raise();
+        let (worker, theirs) = unused();
+        drop(theirs);
+        assert_eq!(kind(worker), VmFailureKind::Cancelled);
     }
 
     #[test]

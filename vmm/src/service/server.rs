@@ -248,7 +248,9 @@ impl Server {
             if let Some(ending) = &mut ending
                 && (ends_asked > 1 || service.is_drained() || ending.is_over(&service))
             {
-                // A thread that goes on has its pool still.
+                // A thread that goes on has its pool still. What it is at was cancelled
+                // then, and is no worker that was lost.
+                service.cancel_all();
                 supervisor.kill();
                 return Ok(());
             }
