@@ -300,6 +300,11 @@ fn a_person_reads_file_field_and_reason_and_the_status_is_that_of_a_wrong_config
     assert!(said.contains("forge.toml:2: service.run_max: unknown field"), "{said}");
     let absent = desk.forge(&["config", "check", "--config", "nowhere.toml"]);
     assert_eq!(absent.status.code(), Some(2));
+    fs::remove_file(desk.path("forge.toml")).unwrap();
+    let absent = desk.forge(&["config", "check"]);
+    assert_eq!(absent.status.code(), Some(2));
+    let said = String::from_utf8(absent.stderr).unwrap();
+    assert!(said.contains("`forge-vmm config init` prints one"), "{said}");
     desk.write("forge.toml", b"");
     assert_eq!(desk.forge(&["config", "check"]).stdout, b"forge.toml: good\n");
 }
@@ -310,6 +315,23 @@ fn told(desk: &Desk, text: impl AsRef<[u8]>) -> String {
     let output = desk.forge(&["config", "check"]);
     assert_eq!(output.status.code(), Some(2), "{output:?}");
     String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+}
+
+#[test]
+fn faults_are_told_in_the_order_of_their_lines_and_known_fields_once() {
+    let desk = Desk::new();
+    let text = told(
+        &desk,
+        "[pool]\nreddy = 1\n[servers.a]\ncomand = 'x'\n[service]\nrun_max = 1\n\
+         [tools.'a.b']\ncost = -1\n",
+    );
+    let lines: Vec<&str> = text.lines().filter_map(|line| line.split(": ").next()).collect();
+    assert_eq!(lines, ["forge.toml:2", "forge.toml:4", "forge.toml:6", "forge.toml:8"], "{text}");
+    let (_, known) = text.lines().nth(1).unwrap().split_once("known here are ").unwrap();
+    let known: Vec<&str> = known.split(", ").collect();
+    assert_eq!(known.len(), BTreeSet::from_iter(&known).len(), "{known:?}");
+    let text = told(&desk, r#"{"mcpServers": {}}"#);
+    assert!(text.contains("forge.toml:1: this is JSON") && text.contains("--mcp-config"), "{text}");
 }
 
 #[test]

@@ -29,8 +29,16 @@ pub struct Syntax {
 pub fn tables(text: &str) -> Result<toml::Table, Syntax> {
     text.parse().map_err(|error: toml::de::Error| {
         let before = text.get(..error.span().map_or(0, |span| span.start)).unwrap_or_default();
-        Syntax { line: line_after(before.as_bytes()), problem: no_toml(error.message()) }
+        let problem = if is_json(text) { NOT_JSON } else { no_toml(error.message()) };
+        Syntax { line: line_after(before.as_bytes()), problem }
     })
+}
+
+const NOT_JSON: &str = "this is JSON and not TOML: a file of mcpServers goes with --mcp-config";
+
+/// Whether a file begins as JSON's do that are read here, and no TOML.
+fn is_json(text: &str) -> bool {
+    text.trim_start_matches('\u{feff}').trim_start().starts_with('{')
 }
 
 /// What a parser of TOML said, where it is one of the usual mistakes: in words of
@@ -104,9 +112,9 @@ impl<'a> Lines<'a> {
     #[must_use]
     pub fn of(text: &'a str) -> Self {
         // Some editors begin a file with a mark of its encoding.
-        let json = text.trim_start_matches('\u{feff}').trim_start();
-        let root = if json.starts_with('{') {
-            serde_json::from_str(json).ok().map(Root::Json)
+        let root = if is_json(text) {
+            // Some editors begin a file with a mark of its encoding.
+            serde_json::from_str(text.trim_start_matches('\u{feff}')).ok().map(Root::Json)
         } else {
             DeTable::parse(text).ok().map(|table| Root::Toml(DeValue::Table(table.into_inner())))
         };

@@ -298,8 +298,14 @@ pub(super) fn forge_server(
         (Some(known), None) => known,
         (_, Some(second)) => return Err(entry.wrong_at(second[0], Problem::OneKind)),
         (None, None) => {
-            // A word misspelt is told before a word missing.
-            only(entry, &kinds.concat())?;
+            // A word misspelt is told before a word missing. Some are of two kinds.
+            let mut all = Vec::new();
+            for field in kinds.concat() {
+                if !all.contains(&field) {
+                    all.push(field);
+                }
+            }
+            only(entry, &all)?;
             return Err(entry.wrong(Problem::OneKind));
         }
     };

@@ -6,7 +6,7 @@
 //! is started.
 
 use std::collections::BTreeSet;
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
@@ -53,8 +53,19 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         // All of that is the toolbroker's.
         (None, Some(file)) => return tell(args, file, &brokers(None, Some(file), None)?),
     };
-    let text = read_text(file)?;
-    let faults = match tables(&text) {
+    let text = read_text(file).map_err(|error| match error {
+        CliError::File { source, .. }
+            if args.config.is_none() && source.kind() == io::ErrorKind::NotFound =>
+        {
+            CliError::Usage(
+                "there is no forge.toml in this folder: --config names another, and `forge-vmm \
+                 config init` prints one to begin with"
+                    .into(),
+            )
+        }
+        other => other,
+    })?;
+    let mut faults: Vec<Told> = match tables(&text) {
         Ok(all) => {
             let lines = Lines::of(&text);
             let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")));
@@ -71,6 +82,8 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         }
         Err(fault) => vec![told(file, fault.line, fault)],
     };
+    // As whoever mends the file goes through it.
+    faults.sort_by_key(|told| (told.file != file, told.line));
     tell(args, file, &faults)
 }
 
