@@ -143,6 +143,8 @@ fn in_words(expected: &str) -> &str {
         "u64" | "usize" => "a whole number from 0 on",
         "i64" => "a whole number",
         "f32" | "f64" => "a number",
+        "a sequence" => "a list",
+        "a map" => "a table",
         other => other,
     }
 }
@@ -207,6 +209,8 @@ mod tests {
         #[serde(default)]
         number: u16,
         #[serde(default)]
+        list: Vec<u16>,
+        #[serde(default)]
         within: Within,
     }
 
@@ -239,7 +243,7 @@ mod tests {
             [
                 "t.number: expected a whole number from 0 to 65535, found string",
                 "t.within.flag: expected a boolean, found string",
-                "t.zzz: unknown field; known here are needed, number, within",
+                "t.zzz: unknown field; known here are needed, number, list, within",
                 "t.needed: this field is missing",
             ]
         );
@@ -250,6 +254,8 @@ mod tests {
                 "t.within.word: must be one of this, that"
             ]
         );
+        let list = "t.list: expected a list, found string";
+        assert_eq!(told("needed = 'x'\nlist = 'hunter2'"), [list]);
         let beyond = "t.number: expected a whole number from 0 to 65535, found integer";
         assert_eq!(told("needed = 'x'\nnumber = 70000"), [beyond]);
     }
