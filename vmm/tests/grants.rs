@@ -34,7 +34,7 @@ fn main() -> ExitCode {
             a_grants_file_is_its_owners_alone_and_whole_or_as_it_was,
             a_grant_that_is_refused_is_told_by_its_file,
             a_definition_that_nobody_approved_is_not_called_approved,
-            a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character,
+            a_constraint_that_cannot_be_read_exits_2_and_points_at_the_character,
         ],
     )
 }
@@ -218,7 +218,7 @@ fn a_grant_is_narrowed_without_key_or_server_and_inspect_shows_it_all() {
     }
 
     let nothing = desk.forge(&["grant", "attenuate", "whole.grant", "-o", "narrow.grant"]);
-    assert_eq!(nothing.status.code(), Some(3), "{}", text(&nothing.stderr));
+    assert_eq!(nothing.status.code(), Some(2), "{}", text(&nothing.stderr));
 }
 
 fn check_says_what_of_a_grant_would_keep_a_program_from_running() {
@@ -349,7 +349,7 @@ fn a_definition_that_nobody_approved_is_not_called_approved() {
     assert_eq!((standing("test.echo"), standing("crypto.hash")), ("pinned", "built-in"), "{shown}");
 }
 
-fn a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character() {
+fn a_constraint_that_cannot_be_read_exits_2_and_points_at_the_character() {
     let desk = Shop::new();
     let output = desk.forge(&[
         "grant",
@@ -363,7 +363,7 @@ fn a_constraint_that_cannot_be_read_exits_3_and_points_at_the_character() {
         "--where",
         "test.slow:/ms<=five",
     ]);
-    assert_eq!(output.status.code(), Some(3));
+    assert_eq!(output.status.code(), Some(2));
     let said = text(&output.stderr);
     assert!(said.contains("\"test.slow:/ms<=five\", character 16: a number"), "{said}");
     assert!(!desk.path("x.grant").exists());

@@ -83,6 +83,13 @@ fn write(broker: &Broker, request: &Request, output: &Path) -> Result<ExitCode, 
     let token = config::ask(broker, request, |reply| match reply {
         Reply::Grant(token) => Ok(token),
         other => Err(other),
+    })
+    .map_err(|error| match error {
+        // It has what the command line says and nothing else.
+        CliError::Broker(BrokerError::Refused { kind: RefusalKind::BadRequest, message }) => {
+            CliError::Usage(message)
+        }
+        other => other,
     })?;
     keep(output, &token)
         .map_err(|source| CliError::File { path: output.display().to_string(), source })?;
