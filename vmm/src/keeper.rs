@@ -298,13 +298,21 @@ impl Shared {
 
     fn failed(&self, error: &BrokerError) {
         if let Err(away) = &mut self.state().broker {
-            away.reason = error.to_string();
+            away.reason = match error {
+                // Whoever reads this reads another's standard error.
+                BrokerError::Configuration => REFUSES.into(),
+                other => other.to_string(),
+            };
             away.failures += 1;
         }
         // Nobody waits for it any longer.
         self.changed.notify_all();
     }
 }
+
+/// Of a broker that refuses its configuration: its standard error is the service's.
+const REFUSES: &str = "the toolbroker refuses its configuration: it said why on the standard error \
+     of the service (under systemd, `journalctl -u` its unit), and so does `forge-vmm config check`";
 
 /// What an operator does about a broker that is there and says nothing.
 fn what_to_do(pid: u32) -> String {
