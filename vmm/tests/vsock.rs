@@ -15,6 +15,7 @@ mod processes;
 #[path = "support/serving.rs"]
 mod serving;
 
+use std::io::{BufRead as _, BufReader};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -26,7 +27,7 @@ use forge_protocol::service::{Order, Question, Reply};
 use serde_json::Value;
 use serving::{ECHO, Service, desk, run, runtime, signal, standing, submit};
 use support::{eventually, forge_module, signed};
-use vsock::{VMADDR_CID_ANY, VMADDR_CID_LOCAL, VsockListener, VsockStream};
+use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VMADDR_CID_LOCAL, VsockListener, VsockStream};
 
 fn main() -> ExitCode {
     support::main_where(
@@ -42,7 +43,10 @@ fn main() -> ExitCode {
             a_client_that_leaves_takes_its_run_with_it,
             the_command_reaches_a_service_by_its_address,
         ],
-        claims![a_port_that_is_taken_ends_the_start_with_a_hint],
+        claims![
+            a_port_that_is_taken_ends_the_start_with_a_hint,
+            a_service_that_no_machine_of_its_host_reaches_says_so,
+        ],
     )
 }
 
@@ -259,4 +263,24 @@ fn a_port_that_is_taken_ends_the_start_with_a_hint() {
     assert!(!output.status.success() && said.contains("another [service.vsock] port"), "{said}");
     assert!(!desk.socket().exists(), "{said}");
     drop(taken);
+}
+
+fn a_service_that_no_machine_of_its_host_reaches_says_so() {
+    let is_there = |cid| VsockListener::bind_with_cid_port(cid, port()).is_ok();
+    if !is_there(VMADDR_CID_ANY) {
+        eprintln!("SKIPPED: no AF_VSOCK here");
+        return;
+    }
+    let desk = desk();
+    configure(&desk, port(), OURS);
+    let mut command = desk.serves(&["--config", "forge.toml"]);
+    let mut service = command.spawn().unwrap();
+    let mut lines = BufReader::new(service.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let serves = |line: &String| line.contains("serving at vsock");
+    let said: Vec<String> = lines.by_ref().take_while(|line| !serves(line)).collect();
+    let warns = said.iter().any(|line| line.contains("no machine of this host can connect"));
+    let is_reached = is_there(VMADDR_CID_LOCAL) || is_there(VMADDR_CID_HOST);
+    serving::signal_to(service.id() as i32, libc::SIGTERM);
+    assert!(service.wait().unwrap().success(), "{said:?}");
+    assert_eq!(warns, !is_reached, "{said:?}");
 }

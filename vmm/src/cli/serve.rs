@@ -102,6 +102,12 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     if let Some(at) = vsock {
         let failed = |source| CliError::File { path: at.to_string(), source };
         server = server.and_vsock(VsockListener::bind(at).map_err(failed)?);
+        if at.cid.is_none() && !VsockListener::has_machines() {
+            complain(
+                &"[service.vsock]: no machine of this host can connect: modprobe vhost_vsock, or \
+                  vsock_loopback for the host itself",
+            );
+        }
     }
     server.heed_signals().map_err(failed)?;
     let reached_at: PathBuf = passed_at.unwrap_or_else(|| path.clone());

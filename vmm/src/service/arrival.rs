@@ -61,6 +61,16 @@ impl VsockListener {
         })
     }
 
+    /// Whether a machine of this host could connect, or the host itself. Anybody may
+    /// listen at all CIDs that a host has, also where it has none.
+    #[must_use]
+    pub fn has_machines() -> bool {
+        let has = |cid| ::vsock::VsockListener::bind_with_cid_port(cid, libc::VMADDR_PORT_ANY);
+        [::vsock::VMADDR_CID_HOST, ::vsock::VMADDR_CID_LOCAL]
+            .into_iter()
+            .any(|cid| has(cid).is_ok())
+    }
+
     /// The next that waits at it.
     pub(super) fn accept(&self) -> io::Result<Arrival> {
         let (stream, address) = self.0.accept()?;
