@@ -645,8 +645,19 @@ fn senseless_lines_are_answered_and_harm_nothing() {
             client.send(&json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
                 "params": {"requestId": 99}}));
             client.send(&json!({"jsonrpc": "2.0", "method": "notifications/unknown"}));
-            let id = client.ask("no/such/method", json!({}));
-            assert_eq!(client.answer(id)["error"]["code"], -32601);
+            for (method, params) in [
+                ("no/such/method", json!({})),
+                ("logging/setLevel", json!({"level": "info"})),
+                ("prompts/get", json!({"name": "x"})),
+                ("resources/subscribe", json!({"uri": "forge://abi.md"})),
+                ("resources/unsubscribe", json!({"uri": "forge://abi.md"})),
+            ] {
+                let id = client.ask(method, params);
+                let error = client.answer(id)["error"].clone();
+                assert_eq!(error["code"], -32601, "{method}: {error}");
+                let said = format!("there is no method \"{method}\"");
+                assert_eq!(error["message"], said, "{method}: {error}");
+            }
         } else {
             client.greet();
         }

@@ -4,9 +4,10 @@ use std::fmt::Display;
 
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, CustomRequest,
-    CustomResult, ErrorCode, Implementation, InitializeRequestParams, ListResourcesResult,
-    ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams, ReadResourceResponse,
-    ServerCapabilities, ServerConfig, Tool,
+    CustomResult, ErrorCode, GetPromptRequestParams, GetPromptResponse, Implementation,
+    InitializeRequestParams, ListResourcesResult, ListToolsResult, PaginatedRequestParams,
+    ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities, ServerConfig,
+    SubscribeRequestParams, Tool, UnsubscribeRequestParams,
 };
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer, ServerHandler};
@@ -74,11 +75,42 @@ impl ServerHandler for Door {
         request: CustomRequest,
         _: RequestContext<RoleServer>,
     ) -> Result<CustomResult, ErrorData> {
-        Err(unreadable(&request).unwrap_or_else(|| {
-            let what =
-                format!("there is no method {:?}", one_line(&request.method, METHOD_CHARS_MAX));
-            ErrorData::new(ErrorCode::METHOD_NOT_FOUND, what, None)
-        }))
+        Err(unreadable(&request).unwrap_or_else(|| no_method(&request.method)))
+    }
+
+    // Of capabilities that are absent: rmcp would answer with the name alone.
+
+    #[allow(deprecated, reason = "clients of the older protocol ask")]
+    async fn set_level(
+        &self,
+        _: rmcp::model::SetLevelRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        Err(no_method("logging/setLevel"))
+    }
+
+    async fn get_prompt(
+        &self,
+        _: GetPromptRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<GetPromptResponse, ErrorData> {
+        Err(no_method("prompts/get"))
+    }
+
+    async fn subscribe(
+        &self,
+        _: SubscribeRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        Err(no_method("resources/subscribe"))
+    }
+
+    async fn unsubscribe(
+        &self,
+        _: UnsubscribeRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        Err(no_method("resources/unsubscribe"))
     }
 
     async fn read_resource(
@@ -95,6 +127,11 @@ impl ServerHandler for Door {
 
 /// A method's name in a refusal, in characters.
 const METHOD_CHARS_MAX: usize = 100;
+
+fn no_method(name: &str) -> ErrorData {
+    let what = format!("there is no method {:?}", one_line(name, METHOD_CHARS_MAX));
+    ErrorData::new(ErrorCode::METHOD_NOT_FOUND, what, None)
+}
 
 /// rmcp takes a request whose params it cannot read for one of a method that it
 /// does not know. What is wrong with them, if it is a method that is known here.
