@@ -366,7 +366,11 @@ fn what_a_program_did_wrong_is_told() {
         (json!({"program": failed}), "failed", "log: why"),
         (json!({"program": limited, "limits": {"fuel": 1000}}), "limit", "fuel"),
         (json!({"program": "(module)"}), "rejected", "memory"),
-        (json!({"program": ECHO, "limits": {"timeout_ms": 99_999_999}}), "rejected", "wall_ms"),
+        (
+            json!({"program": ECHO, "limits": {"timeout_ms": 99_999_999}}),
+            "rejected",
+            "timeout_ms is",
+        ),
     ];
     for (arguments, status, word) in cases {
         let result = client.run(arguments);

@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 
 use super::handler::{self, failed};
 use super::program::{self, Language, ProgramError};
-use super::{Door, one_line};
+use super::{Door, one_line, teach};
 use crate::object::Object;
 
 /// Progress messages that wait for a client to read; more are left out.
@@ -117,9 +117,11 @@ pub(super) async fn run(
     arguments: Arguments,
     context: RequestContext<RoleServer>,
 ) -> CallToolResult {
+    let is_granted = arguments.grant.is_some();
     match carried_out(door, arguments, context).await {
         Ok(Finish { report, artifacts }) => match serde_json::from_slice::<Value>(&report) {
-            Ok(report) => {
+            Ok(mut report) => {
+                in_words_of_a_model(&mut report, is_granted);
                 let ok = report["status"] == "ok";
                 let mut result = handler::structured(&report, Some(text(&report)), !ok);
                 result.content.extend(shown(&report, artifacts));
@@ -129,6 +131,26 @@ pub(super) async fn run(
         },
         Err(error) => failed(&error),
     }
+}
+
+/// Says why a run was refused by the arguments that it is about: who refused it knows
+/// none of them.
+fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
+    let Some(reason) = report["reason"].as_str().filter(|reason| !reason.is_empty()) else {
+        return;
+    };
+    let mut calls = report["tool_calls"].as_array().into_iter().flatten();
+    let is_ungranted = reason.contains(": the grant does not name this tool")
+        || calls.any(|call| call["status"] == "denied");
+    let said = match reason.strip_prefix("wall_ms ") {
+        Some(rest) => format!("timeout_ms {rest}"),
+        None if is_ungranted && !is_granted => format!(
+            "{reason} (`grant` is not among the arguments: {} gives one, for the tools it finds)",
+            teach::SEARCH
+        ),
+        None => return,
+    };
+    report["reason"] = said.into();
 }
 
 async fn carried_out(
@@ -407,6 +429,27 @@ mod tests {
         for wrong in [1.5, 0.0, -1.0, 1e300] {
             assert!(read(json!({"timeout_ms": wrong})).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_run_that_is_refused_is_told_of_by_its_arguments() {
+        let told = |mut report: Value, is_granted| {
+            in_words_of_a_model(&mut report, is_granted);
+            report["reason"].as_str().map(str::to_owned)
+        };
+        let long = json!({"reason": "wall_ms is 99999, the limit is 30000"});
+        assert_eq!(told(long, false).unwrap(), "timeout_ms is 99999, the limit is 30000");
+        let import = json!({"reason": "import tool.a.b: the grant does not name this tool"});
+        let call =
+            json!({"reason": "it returned 7", "tool_calls": [{"tool": "a.b", "status": "denied"}]});
+        for report in [import, call] {
+            let reason = report["reason"].as_str().map(str::to_owned);
+            assert!(told(report.clone(), false).unwrap().contains("search_tools gives one"));
+            assert_eq!(told(report, true), reason, "it has a grant, and this is outside of it");
+        }
+        let other = json!({"reason": "it returned 7", "tool_calls": []});
+        assert_eq!(told(other.clone(), false).unwrap(), "it returned 7");
+        assert_eq!(told(json!({"reason": ""}), false).unwrap(), "");
     }
 
     #[tokio::test]
