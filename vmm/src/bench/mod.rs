@@ -199,10 +199,17 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// Its p99, if there are enough samples for one: of fewer than 100 it is their
+    /// greatest.
+    #[must_use]
+    pub fn known_p99(&self) -> Option<f64> {
+        (self.n >= 100).then_some(self.p99)
+    }
+
     /// Its tail: p99 over p50, unless that is nothing, as a difference may be.
     #[must_use]
     pub fn tail(&self) -> Option<f64> {
-        (self.p50 > 0.0).then(|| self.p99 / self.p50)
+        self.known_p99().filter(|_| self.p50 > 0.0).map(|p99| p99 / self.p50)
     }
 }
 

@@ -143,7 +143,9 @@ fn row(svg: &mut String, axis: &Axis, outcome: &Outcome, base: f64) {
     }
     svg.push_str("\"/>\n");
     line(svg, "grid", (NAMES_WIDTH, base), (WIDTH - FIGURES_WIDTH, base));
-    for (class, us) in [("p50", outcome.p50), ("p99", outcome.p99)] {
+    let p99 = outcome.known_p99();
+    for (class, us) in [("p50", Some(outcome.p50)), ("p99", p99)] {
+        let Some(us) = us else { continue };
         let x = axis.x(us);
         line(svg, class, (x, base + 3.0), (x, base - BAR_MAX - 2.0));
     }
@@ -151,7 +153,7 @@ fn row(svg: &mut String, axis: &Axis, outcome: &Outcome, base: f64) {
     let tail = outcome.tail().map(|tail| format!("×{tail:.1}")).unwrap_or_default();
     let figures = [
         (left, "strong", time(outcome.p50)),
-        (left + 78.0, "figures", time(outcome.p99)),
+        (left + 78.0, "figures", p99.map(time).unwrap_or_default()),
         (left + 156.0, "figures", tail),
     ];
     for (x, class, what) in figures {
@@ -276,6 +278,17 @@ mod tests {
         let svg = latency(&results).unwrap();
         assert_eq!(svg.matches(">×").count(), 1, "the other's alone");
         assert!(!svg.contains("inf") && !svg.contains("NaN"), "{svg}");
+    }
+
+    #[test]
+    fn fewer_than_a_hundred_samples_have_no_p99() {
+        let mut results = results();
+        assert_eq!(results.results[0].known_p99(), Some(results.results[0].p99));
+        results.results[0].n = 99;
+        assert_eq!((results.results[0].known_p99(), results.results[0].tail()), (None, None));
+        let svg = latency(&results).unwrap();
+        // One of the other's, and one of the legend.
+        assert_eq!(svg.matches("<line class=\"p99\"").count(), 2, "{svg}");
     }
 
     #[test]

@@ -207,21 +207,23 @@ fn headline(results: &Results) -> String {
 fn print(results: &Results) -> io::Result<()> {
     let mut out = out();
     writeln!(out, "{}", headline(results))?;
+    let names = results.results.iter().map(|result| result.name.len());
+    let width = names.max().unwrap_or_default().max(24);
     writeln!(
         out,
-        "{:<24} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7}  ratio",
+        "{:<width$} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7}  ratio",
         "case", "unit", "n", "p50", "p90", "p99", "max", "p99/p50"
     )?;
     for result in &results.results {
         write!(
             out,
-            "{:<24} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7}",
+            "{:<width$} {:>11} {:>5} {:>9} {:>9} {:>9} {:>9} {:>7}",
             result.name,
             result.unit,
             result.n,
             figure(result.p50),
             figure(result.p90),
-            figure(result.p99),
+            result.known_p99().map_or_else(|| "-".into(), figure),
             figure(result.max),
             result.tail().map_or_else(|| "-".into(), |tail| format!("{tail:.2}")),
         )?;
