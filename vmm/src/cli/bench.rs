@@ -154,7 +154,7 @@ fn draw(results: &Results, folder: &Path) -> Result<(), CliError> {
     };
     let path = folder.join("latency.svg");
     fs::write(&path, svg).map_err(|source| file_error(&path, source))?;
-    super::progress(&format!("drawn: {}", path.display()));
+    let _ = writeln!(io::stderr(), "forge-vmm: drawn: {}", path.display());
     Ok(())
 }
 
