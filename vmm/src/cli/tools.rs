@@ -296,6 +296,9 @@ fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
     for tool in &tools {
         show_review(tool)?;
     }
+    if tools.is_empty() {
+        complain(&"nothing had to be approved: all of these definitions are");
+    }
     writeln!(out(), "{approved} approved")?;
     Ok(if args.all { said(&unavailable) } else { Exit::Ok }.into())
 }
