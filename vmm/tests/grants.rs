@@ -34,6 +34,7 @@ fn main() -> ExitCode {
             a_grants_file_is_its_owners_alone_and_whole_or_as_it_was,
             a_grant_that_is_refused_is_told_by_its_file,
             a_definition_that_nobody_approved_is_not_called_approved,
+            an_approval_of_nothing_says_so_and_asks_for_no_principal,
             a_constraint_that_cannot_be_read_exits_2_and_points_at_the_character,
         ],
     )
@@ -347,6 +348,21 @@ fn a_definition_that_nobody_approved_is_not_called_approved() {
         line.and_then(|line| line.split_whitespace().next()).unwrap_or_default()
     };
     assert_eq!((standing("test.echo"), standing("crypto.hash")), ("pinned", "built-in"), "{shown}");
+}
+
+fn an_approval_of_nothing_says_so_and_asks_for_no_principal() {
+    let desk = Shop::new();
+    let approve = ["tools", "approve", "--principal", "anybody", "crypto.hash"];
+    let output = desk.forge(&approve);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("nothing had to be approved"), "{output:?}");
+    for command in
+        [&["serve"][..], &["tools", "review"], &["tools", "approve"], &["grant", "inspect"]]
+    {
+        let help = desk.done(&[command, &["--help"]].concat());
+        assert!(!help.contains("--principal"), "{help}");
+    }
+    assert!(desk.done(&["tools", "list", "--help"]).contains("--principal"));
 }
 
 fn a_constraint_that_cannot_be_read_exits_2_and_points_at_the_character() {

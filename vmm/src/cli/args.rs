@@ -26,6 +26,7 @@ pub(crate) enum Command {
     /// Run a signed program in a VM and print its output
     Run(Box<RunArgs>),
     /// Keep VMs ready and run programs for other processes
+    #[command(mut_arg("principal", no_principal))]
     Serve(Box<ServeArgs>),
     /// Let any MCP client search tools and run programs: a server over stdio,
     /// or over HTTP with --listen
@@ -80,6 +81,11 @@ pub(crate) struct BrokerArgs {
     /// Who asks: the principal whose roles and grants count
     #[arg(long, value_name = "NAME", default_value = "local", value_parser = principal)]
     pub(crate) principal: String,
+}
+
+/// Where it changes nothing: taken, and not offered.
+fn no_principal(principal: clap::Arg) -> clap::Arg {
+    principal.hide(true)
 }
 
 /// A principal's name, as the toolbroker takes it.
@@ -373,8 +379,10 @@ pub(crate) enum ToolsCommand {
     /// Call a tool, under the same checks as a program's call
     Call(ToolsCallArgs),
     /// Show each tool's definition beside the approved one
+    #[command(mut_arg("principal", no_principal))]
     Review(ToolsListArgs),
     /// Approve the present definitions of tools
+    #[command(mut_arg("principal", no_principal))]
     Approve(ToolsApproveArgs),
 }
 
@@ -438,6 +446,7 @@ pub(crate) enum GrantCommand {
     /// Narrow a grant, offline: neither key nor tool servers are needed
     Attenuate(GrantAttenuateArgs),
     /// Verify a grant and show what is in it
+    #[command(mut_arg("principal", no_principal))]
     Inspect(GrantInspectArgs),
 }
 
