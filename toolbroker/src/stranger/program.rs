@@ -8,13 +8,14 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// Interpreters of interpreters.
 const INTERPRETERS_MAX: usize = 4;
-/// The first line of a script, in bytes.
-const FIRST_LINE_BYTES_MAX: u64 = 512;
+/// The first line of a script, in bytes, with its end: the kernel reads no more
+/// (`BINPRM_BUF_SIZE`), and a shell may execute what that cannot.
+const FIRST_LINE_BYTES_MAX: usize = 256;
 
 /// The program that a command means: a path, or a name looked up in `PATH`.
 ///
@@ -79,18 +80,56 @@ fn installed_with(program: &Path, home: Option<&Path>) -> Option<PathBuf> {
     (is_modules || has("pyvenv.cfg") || has("lib") || has("libexec")).then(|| installed.to_owned())
 }
 
-/// What a script names in its first line.
-fn interpreter(script: &Path) -> Option<PathBuf> {
+/// The first bytes of a file, at most so many. Of a pipe there are none, and nobody
+/// waits for some: a server may have put one where it may write.
+pub(super) fn beginning(file: &Path, bytes_max: usize) -> Option<Vec<u8>> {
+    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(file).ok()?;
     let mut start = Vec::new();
-    File::open(script).ok()?.take(FIRST_LINE_BYTES_MAX).read_to_end(&mut start).ok()?;
-    let line = start.strip_prefix(b"#!")?.split(|byte| *byte == b'\n').next()?;
+    let is_file = opened.metadata().is_ok_and(|it| it.is_file());
+    (is_file && opened.take(bytes_max as u64).read_to_end(&mut start).is_ok()).then_some(start)
+}
+
+/// Whether a file begins as what the kernel executes.
+pub(super) fn begins_as_program(file: &Path) -> bool {
+    beginning(file, 4).is_some_and(|it| it.starts_with(b"#!") || it.starts_with(b"\x7fELF"))
+}
+
+/// What a script names in its first line, and only if it is what executes the script:
+/// a server that may write its own text would be given whatever else it names there.
+fn interpreter(script: &Path) -> Option<PathBuf> {
+    let start = beginning(script, FIRST_LINE_BYTES_MAX)?;
+    let line = match start.iter().position(|byte| *byte == b'\n') {
+        Some(end) => &start[..end],
+        None if start.len() < FIRST_LINE_BYTES_MAX => &start[..],
+        None => return None,
+    };
+    let line = line.strip_prefix(b"#!")?;
     let mut words = line.split(|byte| *byte == b' ' || *byte == b'\t').filter(|it| !it.is_empty());
     let interpreter = Path::new(OsStr::from_bytes(words.next()?));
-    if interpreter.file_name() != Some(OsStr::new("env")) {
-        return Some(interpreter.to_owned());
+    let found = if interpreter.file_name() == Some(OsStr::new("env")) {
+        find(Path::new(OsStr::from_bytes(asked_of_env(words)?))).ok()?
+    } else {
+        interpreter.to_owned()
+    };
+    begins_as_program(&found).then_some(found)
+}
+
+/// The program that `env` is to execute, where it is plain which: of options it has
+/// `-S` alone, and no word is one that `env` would take apart otherwise.
+fn asked_of_env<'w>(words: impl Iterator<Item = &'w [u8]>) -> Option<&'w [u8]> {
+    let is_plain = |it: &u8| it.is_ascii_graphic() && !b"\\\"'$#".contains(it);
+    for (at, word) in words.enumerate() {
+        if !word.iter().all(is_plain) {
+            return None;
+        }
+        match word {
+            b"-S" if at == 0 => {}
+            [b'-', ..] => return None,
+            word if word.contains(&b'=') => {}
+            word => return Some(word),
+        }
     }
-    let asked = words.find(|word| !word.starts_with(b"-") && !word.contains(&b'='))?;
-    find(Path::new(OsStr::from_bytes(asked))).ok()
+    None
 }
 
 #[cfg(test)]
@@ -119,6 +158,57 @@ mod tests {
         for needed in [script, at.join("venv"), python, real, at.join("versions/3")] {
             assert!(parts.contains(&needed), "{} of {parts:?}", needed.display());
         }
+    }
+
+    #[test]
+    fn a_first_line_names_nothing_but_what_executes_the_script() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        let own = made(&at, "tool", "\x7fELF").display().to_string();
+        let other = made(&at, "bin/other", "#!/bin/sh").display().to_string();
+        let key = made(&at, "key", "a secret").display().to_string();
+        let split = made(&at, "a\\_/key", "#!/bin/sh").display().to_string();
+        let home = at.display();
+        let of = |line: &str| interpreter(&made(&at, "script", line));
+        for line in [
+            format!("#!{own}"),
+            format!("#! \t{own} -x\n"),
+            format!("#!/usr/bin/env {own}\n"),
+            format!("#!/usr/bin/env -S A=1 {own} run --script\n"),
+        ] {
+            assert_eq!(of(&line), Some(own.clone().into()), "{line}");
+        }
+        for line in [
+            format!("#!{key}\n"),
+            format!("#!{home}\n"),
+            format!("#!{}{own}\n", "/".repeat(FIRST_LINE_BYTES_MAX)),
+            format!("#!{own} {}\n", "x".repeat(FIRST_LINE_BYTES_MAX)),
+            format!("#!/usr/bin/env -S -u {home} /bin/sh\n"),
+            format!("#!/usr/bin/env -S -u {other} /bin/sh\n"),
+            format!("#!/usr/bin/env -Ssh {other}\n"),
+            format!("#!/usr/bin/env -S A=1\\_sh {other}\n"),
+            format!("#!/usr/bin/env -S A=\"1 {other}\" sh\n"),
+            format!("#!/usr/bin/env -S sh\u{b}{other}\n"),
+            format!("#!/usr/bin/env -S {split}\n"),
+        ] {
+            assert_eq!(of(&line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn nobody_waits_for_a_pipe_that_stands_where_a_program_stood() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("server");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &pipe,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RWXU,
+            0,
+        )
+        .unwrap();
+        assert_eq!(parts(&pipe, None).first(), Some(&pipe));
+        assert!(!begins_as_program(&pipe));
     }
 
     #[test]

@@ -7,8 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Component, Path, PathBuf};
 
@@ -206,15 +205,9 @@ fn has_code_name(path: &Path) -> bool {
 /// Whether a file is a program or a program's text. By its mode only where it is
 /// called nothing else: some file systems know no modes, and all is executable there.
 fn is_code(file: &Path) -> bool {
-    let begins = |mark: &[u8]| {
-        let mut start = Vec::new();
-        let read = File::open(file).and_then(|it| it.take(4).read_to_end(&mut start));
-        read.is_ok() && start.starts_with(mark)
-    };
     let may_be_executed = || file.metadata().is_ok_and(|it| it.permissions().mode() & 0o111 != 0);
     has_code_name(file)
-        || begins(b"#!")
-        || begins(b"\x7fELF")
+        || program::begins_as_program(file)
         || (file.extension().is_none() && may_be_executed())
 }
 
