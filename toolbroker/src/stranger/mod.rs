@@ -234,7 +234,7 @@ pub fn command(server: &StdioConfig) -> io::Result<Command> {
 /// The variables of its environment that name a file or a folder of the host's
 /// which it is not given. Their names alone: a value may be a credential.
 #[must_use]
-pub fn unseen_variables(server: &StdioConfig) -> Vec<&str> {
+pub fn unseen_variables(server: &StdioConfig) -> Vec<String> {
     let (Ok(program), Ok(here)) = (program::find(&server.command), here(server)) else {
         return Vec::new();
     };
@@ -245,7 +245,7 @@ pub fn unseen_variables(server: &StdioConfig) -> Vec<&str> {
         .env
         .iter()
         .filter(|(_, value)| lacks(value.expose()))
-        .map(|(name, _)| name.as_str())
+        .map(|(name, _)| name.clone())
         .collect()
 }
 

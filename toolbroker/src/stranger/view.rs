@@ -159,14 +159,16 @@ impl View {
     /// if it were there. Its `home` and its `/tmp` are its own.
     pub(super) fn lacks(&self, value: &str, home: Option<&Path>) -> bool {
         let path = Path::new(value);
+        if !path.is_absolute() {
+            return false;
+        }
         let there = path.canonicalize().or_else(|error| match path.parent() {
             Some(folder) => folder.canonicalize(),
             None => Err(error),
         });
         let Ok(there) = there else { return false };
         let home = home.and_then(|home| home.canonicalize().ok());
-        path.is_absolute()
-            && Self::may_be_granted(&there)
+        Self::may_be_granted(&there)
             && home.is_none_or(|home| home != there)
             && there != Path::new("/tmp")
             && !KERNEL.iter().any(|kernel| there.starts_with(kernel))

@@ -414,7 +414,11 @@ impl Upstream {
                     .map_err(|reason| UpstreamError::Start { reason });
             }
             Source::Stdio(config) => {
-                let (transport, process) = stdio::spawn(&self.name, config, &self.scrubs)?;
+                let spawned = stdio::spawn(&self.name, config, &self.scrubs);
+                let spawned = timeout_at(until, spawned).await;
+                let (transport, process) = spawned.map_err(|_| UpstreamError::Start {
+                    reason: "the files that it is to be given do not answer in time".to_owned(),
+                })??;
                 match self.handshake(transport, until).await {
                     Ok(service) => Session::new(self, service, Line::Process(process)),
                     Err(reason) => return Err(self.not_started(&process, &reason).await),
@@ -502,9 +506,14 @@ impl Upstream {
         if !last_words.is_empty() {
             reason = format!("{reason}; it said: {}", last_words.join(" / "));
         }
-        if let Source::Stdio(config) = &self.source
-            && let Some(path) = stranger::unseen(config)
-        {
+        let unseen = match &self.source {
+            Source::Stdio(config) => {
+                let asked = config.clone();
+                crate::beside(move || stranger::unseen(&asked)).await
+            }
+            Source::Http(_) | Source::OpenApi(_) => None,
+        };
+        if let Some(path) = unseen {
             let path = path.display();
             reason = format!(
                 "{reason}; its arguments name {path}, which it may not read: put it, or its \

@@ -54,7 +54,7 @@ const STDERR_LINES_KEPT: usize = 5;
 ///
 /// # Errors
 /// [`UpstreamError::Spawn`].
-pub(super) fn spawn(
+pub(super) async fn spawn(
     name: &str,
     config: &StdioConfig,
     scrubs: &Arc<Scrubs>,
@@ -71,8 +71,11 @@ pub(super) fn spawn(
         ),
         _ => failed(error.to_string()),
     };
-    let mut command = stranger::command(config).map_err(unstartable)?;
-    for variable in stranger::unseen_variables(config) {
+    // Of files that it asks for, any may lie where nobody answers.
+    let asked = config.clone();
+    let look = move || Ok((stranger::command(&asked)?, stranger::unseen_variables(&asked)));
+    let (mut command, unseen) = crate::beside(look).await.map_err(unstartable)?;
+    for variable in unseen {
         tracing::warn!(
             server = name,
             variable,
