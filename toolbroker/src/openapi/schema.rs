@@ -215,9 +215,19 @@ impl<'a> Resolver<'a> {
     }
 }
 
-/// How 3.0 says that a value may be null.
+/// How 3.0 says that a value may be null. Beside schemas put together it is written by
+/// many who mean that of the whole, since a reference has nothing beside itself there.
 fn say_null(schema: &mut Map<String, Value>) {
     if schema.remove("nullable") == Some(Value::Bool(true)) {
+        if ["allOf", "anyOf", "oneOf"].iter().any(|word| schema.contains_key(*word)) {
+            let mut whole = std::mem::take(schema);
+            for word in ["title", "description", "default", "deprecated"] {
+                schema.extend(whole.remove_entry(word));
+            }
+            let null = Map::from_iter([("type".to_owned(), Value::from("null"))]);
+            schema.insert("anyOf".into(), [whole, null].map(Value::Object).to_vec().into());
+            return;
+        }
         if let Some(name @ Value::String(_)) = schema.get("type").cloned() {
             schema.insert("type".into(), Value::Array(vec![name, "null".into()]));
         }
@@ -290,6 +300,25 @@ mod tests {
         assert_eq!(inline(&document, true).unwrap(), expected);
         let as_3_1 = inline(&document, false).unwrap();
         assert_eq!(as_3_1["properties"]["b"], expected["properties"]["b"]);
+    }
+
+    #[test]
+    fn what_3_0_puts_together_and_calls_nullable_may_be_null() {
+        let document = json!({
+            "s": {"properties": {
+                "a": {"nullable": true, "description": "A.", "allOf": [{"$ref": "#/d"}]},
+                "b": {"nullable": false, "oneOf": [{"$ref": "#/d"}]},
+            }},
+            "d": {"type": "object", "properties": {"x": {"type": "string"}}},
+        });
+        let d = &document["d"];
+        let expected = json!({"properties": {
+            "a": {"description": "A.", "anyOf": [{"allOf": [d]}, {"type": "null"}]},
+            "b": {"oneOf": [d]},
+        }});
+        assert_eq!(inline(&document, true).unwrap(), expected);
+        let in_3_1 = inline(&document, false).unwrap();
+        assert_eq!(in_3_1["properties"]["a"]["anyOf"], Value::Null);
     }
 
     #[test]
