@@ -303,14 +303,15 @@ fn is_one_of(names: &[String], name: &str) -> bool {
     names.iter().any(|it| head(it) == head(name))
 }
 
-/// The names in a query, folded. `None` if a part of it has none.
+/// The names in a query, folded, whose parts some servers end at `;` too. `None` if a
+/// part of it has none.
 fn names_of(query: &str) -> Option<Vec<String>> {
     let name = |pair: &str| {
         let name = pair.split('=').next().unwrap_or_default().replace('+', " ");
         let name = folded(&String::from_utf8_lossy(&percent_decoded(name.as_bytes())));
         (!name.is_empty()).then_some(name)
     };
-    query.split('&').map(name).collect()
+    query.split(['&', ';']).map(name).collect()
 }
 
 /// Whether a media type is JSON.
@@ -924,9 +925,17 @@ mod tests {
             Plan::of("shop", &document, Some(&[format!("GET {path}")]), endpoint).map(drop)
         };
         of("/a?b=1", tests_endpoint()).unwrap();
-        for path in
-            ["/a?", "/a?b={q}", "/a?=1", "/a?b=1&", "/a?b=1#c", "/a?b='", "/a?q=1", "/a?%51[]=1"]
-        {
+        for path in [
+            "/a?",
+            "/a?b={q}",
+            "/a?=1",
+            "/a?b=1&",
+            "/a?b=1#c",
+            "/a?b='",
+            "/a?q=1",
+            "/a?%51[]=1",
+            "/a?b=1;q=2",
+        ] {
             assert!(of(path, tests_endpoint()).is_err(), "{path}");
         }
         let mut endpoint = tests_endpoint();
