@@ -107,6 +107,11 @@ enum Refused {
     #[error("there is a constraint on {tool}, which is not among the tools to be granted")]
     ConstraintOnOther { tool: ToolName },
     #[error(
+        "the constraint {constraint:?} is on {place:?}, which is none of the arguments of {tool}: \
+         `forge-vmm tools list --json` has its schema"
+    )]
+    ConstraintOnNothing { tool: ToolName, constraint: String, place: String },
+    #[error(
         "the definition of {tool} is another by now than the one to be approved: look at it again \
          with `forge-vmm tools review`"
     )]
@@ -170,6 +175,7 @@ impl Refused {
             | Self::BadRunLink(_)
             | Self::Constraint(_)
             | Self::ConstraintOnOther { .. }
+            | Self::ConstraintOnNothing { .. }
             | Self::OverLimit(_)
             | Self::NoIntent
             | Self::NoHits
@@ -533,13 +539,11 @@ impl Broker {
             true => Vec::new(),
             false => beside(move || read_constraints(&constraints)).await?,
         };
-        let mut tools = self.pin(&principal, tools).await?;
-        for (tool, constraint) in constraints {
-            match tools.iter_mut().find(|granted| granted.name == tool) {
-                Some(granted) => granted.constraints.push(constraint.text().to_owned()),
-                None => return Err(Refused::ConstraintOnOther { tool }),
-            }
-        }
+        let tools = self.grantable(&principal, tools).await?;
+        let tools = match constraints.is_empty() {
+            true => pinned(&tools),
+            false => beside(move || constrained(&tools, constraints)).await?,
+        };
         let terms = Terms { principal, tools, valid_s, calls_max, cost_max, session };
         Ok(self.grants.issuer().issue(&terms, SystemTime::now())?)
     }
@@ -554,19 +558,21 @@ impl Broker {
         principal: &str,
         names: Vec<ToolName>,
     ) -> Result<Vec<GrantedTool>, Refused> {
+        Ok(pinned(&self.grantable(principal, names).await?))
+    }
+
+    /// Each named tool once.
+    async fn grantable(
+        &self,
+        principal: &str,
+        names: Vec<ToolName>,
+    ) -> Result<Vec<Arc<Tool>>, Refused> {
         let names: BTreeSet<ToolName> = names.into_iter().collect();
         self.check_visible(principal, names.iter())?;
         let tools = self.registry.find_all(names).await;
         let tools = tools.map_err(|error| error.told_to(principal, &self.policy))?;
         self.check_reviewed(&tools).await?;
-        Ok(tools
-            .iter()
-            .map(|tool| GrantedTool {
-                name: tool.name().clone(),
-                definition_sha256: tool.sha256(),
-                constraints: Vec::new(),
-            })
-            .collect())
+        Ok(tools)
     }
 
     /// What a token allows now. A token that is not known is verified beside
@@ -681,6 +687,37 @@ fn with_hosted(grant: &Grant, hosted: &Hosted) -> Result<Grant, Refused> {
         return Err(Refused::OverLimit(OverLimit { what: "tools", got, limit }));
     }
     Ok(Grant::new(claims)?)
+}
+
+fn pinned(tools: &[Arc<Tool>]) -> Vec<GrantedTool> {
+    let pin = |tool: &Arc<Tool>| GrantedTool {
+        name: tool.name().clone(),
+        definition_sha256: tool.sha256(),
+        constraints: Vec::new(),
+    };
+    tools.iter().map(pin).collect()
+}
+
+/// Tools with these constraints, each of which has to be on one of them and on a place
+/// that there may be among its arguments: a name misspelt would leave the right one free.
+fn constrained(
+    tools: &[Arc<Tool>],
+    constraints: Vec<(ToolName, Constraint)>,
+) -> Result<Vec<GrantedTool>, Refused> {
+    let mut granted = pinned(tools);
+    for (tool, constraint) in constraints {
+        let Some(at) = tools.iter().position(|it| *it.name() == tool) else {
+            return Err(Refused::ConstraintOnOther { tool });
+        };
+        let schema = serde_json::from_str(&tools[at].spec().input_schema).unwrap_or_default();
+        let constraint_text = constraint.text().to_owned();
+        if let Some(place) = constraint.unknown_to(&schema) {
+            let (place, constraint) = (crate::cut(place, 128), constraint_text);
+            return Err(Refused::ConstraintOnNothing { tool, constraint, place });
+        }
+        granted[at].constraints.push(constraint_text);
+    }
+    Ok(granted)
 }
 
 /// The constraints of a request, each with its tool.

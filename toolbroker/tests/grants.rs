@@ -225,6 +225,21 @@ fn calls_take_their_cost_from_the_grants_budget() {
 }
 
 #[test]
+fn no_grant_is_issued_with_a_constraint_on_an_argument_that_its_tool_does_not_have() {
+    let desk = Desk::new();
+    let mut broker = desk.broker("", &[]);
+    let mut ask = |constraint: &str| {
+        let constraints = vec![constraint.to_owned()];
+        let request = GrantRequest { constraints, ..grant_request(&["test.slow"]) };
+        broker.ask(&Request::IssueGrant(request))
+    };
+    let (kind, why) = refusal(ask("test.slow:/milliseconds<=5"));
+    assert_eq!(kind, RefusalKind::BadRequest);
+    assert!(why.contains("\"milliseconds\", which is none of the arguments of test.slow"), "{why}");
+    assert!(matches!(ask("test.slow:/ms<=5"), Reply::Grant(_)));
+}
+
+#[test]
 fn the_operators_word_is_shown_and_write_is_the_effect_until_it_is_given() {
     let desk = Desk::new();
     let mut broker = desk.broker("[tools.'test.slow']\neffect = 'read'\ncost = 4", &[]);

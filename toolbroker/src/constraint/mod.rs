@@ -66,6 +66,22 @@ const ENCODINGS_MAX: usize = 3;
 /// Nesting of a pattern.
 const PATTERN_NEST_MAX: u32 = 32;
 
+/// Words of a schema by which a value may have members that `properties` does not list.
+const MEMBERS_BESIDE: [&str; 12] = [
+    "$ref",
+    "$dynamicRef",
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "dependentSchemas",
+    "if",
+    "items",
+    "oneOf",
+    "patternProperties",
+    "prefixItems",
+    "unevaluatedProperties",
+];
+
 /// One constraint: a place in the arguments and what is asked of the value
 /// there.
 #[derive(Clone, Debug)]
@@ -159,6 +175,26 @@ impl Constraint {
             _ => 0,
         };
         compiled + 4 * self.text.len() + size_of::<Self>()
+    }
+
+    /// The first name on the way to its place that is none of a schema's: where arguments
+    /// fit the schema all the same, what they have there is nothing that a server looks
+    /// at. `None` too where the schema leaves open what is there.
+    #[must_use]
+    pub fn unknown_to(&self, schema: &Value) -> Option<&str> {
+        let mut schema = schema;
+        for token in &self.place {
+            let words = schema.as_object()?;
+            let is_open = |word: &str| words.get(word).is_some_and(|it| *it != Value::Bool(false));
+            if MEMBERS_BESIDE.iter().any(|word| is_open(word)) {
+                return None;
+            }
+            match words.get("properties")?.as_object()?.get(token) {
+                Some(member) => schema = member,
+                None => return Some(token),
+            }
+        }
+        None
     }
 
     fn check(&self, arguments: &Value) -> Result<(), Outside> {
@@ -285,6 +321,44 @@ mod tests {
 
     fn outside(text: &str, arguments: &Value) -> Option<Outside> {
         Constraint::parse(text).unwrap().check(arguments).err()
+    }
+
+    #[test]
+    fn a_place_is_unknown_where_a_schema_lists_others_and_leaves_nothing_open() {
+        let item = json!({"type": "object", "properties": {"sku": {}}});
+        let mut schema = json!({"type": "object", "properties": {
+            "quantity": {"type": "integer"}, "item": item, "items": {"items": item},
+        }, "additionalProperties": false});
+        let unknown = |schema: &Value, text: &str| {
+            Constraint::parse(text).unwrap().unknown_to(schema).map(str::to_owned)
+        };
+        for (text, expected) in [
+            ("/qty<=5", Some("qty")),
+            ("/item/sk^=a", Some("sk")),
+            ("/Quantity<=5", Some("Quantity")),
+            ("/quantity<=5", None),
+            ("/quantity/0=1", None),
+            ("/item/sku^=a", None),
+            ("/items/0/sk^=a", None),
+            ("={}", None),
+        ] {
+            assert_eq!(unknown(&schema, text).as_deref(), expected, "{text}");
+        }
+        for (word, value) in [
+            ("additionalProperties", json!(true)),
+            ("patternProperties", json!({"^q": {}})),
+            ("allOf", json!([{"properties": {"qty": {}}}])),
+            ("$ref", json!("#/$defs/x")),
+        ] {
+            let mut open = schema.clone();
+            open[word] = value;
+            assert_eq!(unknown(&open, "/qty<=5"), None, "{word}");
+        }
+        schema.as_object_mut().unwrap().remove("additionalProperties");
+        assert_eq!(unknown(&schema, "/qty<=5").as_deref(), Some("qty"));
+        for schema in [json!({}), json!(true), json!({"type": "object"})] {
+            assert_eq!(unknown(&schema, "/qty<=5"), None, "{schema}");
+        }
     }
 
     #[test]
