@@ -28,6 +28,8 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
 use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE, COOKIE};
 use reqwest::{Method, StatusCode};
@@ -674,8 +676,8 @@ impl Api {
     }
 }
 
-/// A successful answer: JSON as it is, text as a string, nothing as null.
-/// Bytes that are no text lose what is none.
+/// A successful answer: JSON as it is, text as a string, nothing as null, and what is
+/// neither, an image for example, in base64.
 ///
 /// # Errors
 /// Why nothing is made of what says that it is JSON.
@@ -684,7 +686,9 @@ fn answer(body: Vec<u8>, is_json: bool) -> Result<Value, Unusable> {
         return Ok(Value::Null);
     }
     if !is_json {
-        return Ok(text(&body));
+        // Text in another encoding loses what is no UTF-8. None has a zero.
+        let is_text = !body.contains(&0) || std::str::from_utf8(&body).is_ok();
+        return Ok(if is_text { text(&body) } else { json!({"base64": STANDARD.encode(body)}) });
     }
     if !has_few_values(&body) {
         return Err(Unusable::TooMany);
@@ -1084,6 +1088,14 @@ mod tests {
         }
         document["components"]["schemas"] = json!({"L12": deep});
         assert!(matches!(plan(&document, &["a"]), Err(ApiError::Operation { .. })));
+    }
+
+    #[test]
+    fn an_answer_that_is_no_text_loses_nothing() {
+        let answer = |body: &[u8]| answer(body.to_vec(), false).ok().unwrap();
+        assert_eq!(answer(b"\x89PNG\r\n\x1a\n\0\0"), json!({"base64": "iVBORw0KGgoAAA=="}));
+        assert_eq!(answer(b"p\xe4ss"), json!("p\u{fffd}ss"));
+        assert_eq!(answer("p\u{e4}ss\0".as_bytes()), json!("p\u{e4}ss\0"));
     }
 
     #[test]
