@@ -352,6 +352,8 @@ fn a_zygote_that_was_stopped_ends_with_its_service() {
     eventually("it runs", || standing(&mut other)["runs"]["running"] == 1);
     signal_to(zygote, libc::SIGSTOP);
     signal(&service, libc::SIGTERM);
+    // Two at once may come as one.
+    eventually("it drains", || standing(&mut other)["state"] == "draining");
     signal(&service, libc::SIGTERM);
     assert!(service.child.wait().unwrap().success());
     eventually("its zygote is gone", || is_gone(zygote));
