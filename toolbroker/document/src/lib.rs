@@ -29,12 +29,13 @@ pub struct Syntax {
 pub fn tables(text: &str) -> Result<toml::Table, Syntax> {
     text.parse().map_err(|error: toml::de::Error| {
         let before = text.get(..error.span().map_or(0, |span| span.start)).unwrap_or_default();
-        let problem = if is_json(text) { NOT_JSON } else { no_toml(error.message()) };
+        let problem = if is_json(text) { JSON_FOR_TOML } else { no_toml(error.message()) };
         Syntax { line: line_after(before.as_bytes()), problem }
     })
 }
 
-const NOT_JSON: &str = "this is JSON and not TOML: a file of mcpServers goes with --mcp-config";
+const JSON_FOR_TOML: &str =
+    "this is JSON and not TOML: a file of mcpServers goes with --mcp-config";
 
 /// Whether a file begins as JSON's do that are read here, and no TOML.
 fn is_json(text: &str) -> bool {
@@ -111,7 +112,6 @@ impl<'a> Lines<'a> {
     /// of TOML.
     #[must_use]
     pub fn of(text: &'a str) -> Self {
-        // Some editors begin a file with a mark of its encoding.
         let root = if is_json(text) {
             // Some editors begin a file with a mark of its encoding.
             serde_json::from_str(text.trim_start_matches('\u{feff}')).ok().map(Root::Json)
