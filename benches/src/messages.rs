@@ -2,16 +2,17 @@
 
 use std::hint::black_box;
 
+use forge_protocol::RunId;
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::ending::Ending;
 use forge_protocol::frame::{self, Assembler, Kind};
 use forge_protocol::guest::{
-    Call, Ended, GuestSession, HostEvent, HostSession, Load, Log, Settled, Start,
+    Call, Ended, GuestSession, HostEvent, HostSession, Load, Settled, Start,
 };
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_protocol::worker::{CallRecord, CallSettled, Fate, Job, Report, Timing};
-use forge_protocol::{RunId, guest};
+use forge_protocol::run::{Artifact, CallRecord, CallSettled, Log};
+use forge_protocol::worker::{Fate, Job, Report, Timing};
 use forge_vmm::bench::program::Program;
 
 use crate::{Entry, Path, said, step};
@@ -53,7 +54,7 @@ fn report() -> Result<Report, String> {
             run_ticks: 3_000_000,
         }),
         output: vec![b'x'; 4096],
-        artifacts: vec![guest::Artifact {
+        artifacts: vec![Artifact {
             name: "restock.csv".into(),
             media_type: "text/csv".into(),
             content: vec![b','; 512],

@@ -9,19 +9,21 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, Effect, FoundTool, GrantClaims, GrantRequest, GrantedTool, ListedTool,
-    Narrowing, OpenRun, RefusalKind, Reply, Request, ReviewedTool, Standing, ToolSpec, ToolWord,
+    Answer, Ask, Authority, Effect, FoundTool, GrantClaims, GrantRequest, GrantedTool, HostedTool,
+    HostedTools, ListedTool, Narrowing, OpenRun, RefusalKind, Reply, Request, ReviewedTool,
+    Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
-use forge_protocol::guest::{Artifact, Call, Ended, Load, Log, Settled, Start};
+use forge_protocol::guest::{Call, Ended, Load, Settled, Start};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::run::{Artifact, CallRecord, CallSettled, Log};
 use forge_protocol::service;
 use forge_protocol::worker::{
-    CallRecord, CallSettled, Deadline, Fate, Fork, Job, Prepare, PreparedJob, Report, Reuse, Tier,
-    Timing, VmFailure, VmFailureKind, ZygoteSetup,
+    Deadline, Fate, Fork, Job, Prepare, PreparedJob, Report, Reuse, Tier, Timing, VmFailure,
+    VmFailureKind, ZygoteSetup,
 };
 
 use super::{Outcome, Seed, accepted, choice, refused};
@@ -98,9 +100,9 @@ fn of_clients(tool: &ToolName) -> Vec<Seed> {
         limits: RunLimits::default(),
         prepare: true,
         events: true,
-        hosted: Some(service::HostedTools {
+        hosted: Some(HostedTools {
             server: "app".into(),
-            tools: vec![service::HostedTool {
+            tools: vec![HostedTool {
                 name: "greet".into(),
                 description: "greets".into(),
                 input_schema: "{}".into(),

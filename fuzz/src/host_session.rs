@@ -12,11 +12,12 @@ use forge_protocol::RunId;
 use forge_protocol::ending::{Ending, LimitKind};
 use forge_protocol::frame::{self, HEADER_BYTES, Kind};
 use forge_protocol::guest::{
-    Artifact, Call, Ended, HostEvent, HostSession, Load, Log, SessionError, Settled, Start,
+    Call, Ended, HostEvent, HostSession, Load, SessionError, Settled, Start,
 };
 use forge_protocol::handshake::{Hello, Role};
 use forge_protocol::limits::{ARTIFACT_NAME_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
+use forge_protocol::run::{Artifact, Log};
 
 use super::{Outcome, Seed, accepted, choice, cuts, refused};
 

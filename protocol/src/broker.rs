@@ -15,12 +15,10 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::RunId;
 use crate::codec::{Decode, Encode};
 use crate::limits::RunLimits;
 use crate::name::ToolName;
-use crate::service::HostedTools;
-use crate::worker::CallRecord;
+use crate::run::{CallRecord, RunId};
 
 /// Requests that may be unanswered on one control link at the same time; the
 /// broker takes up the next when one of them is answered. A supervisor never
@@ -270,6 +268,29 @@ pub enum Reply {
     },
     /// To [`Request::Withdraw`].
     Withdrawn,
+}
+
+/// Tools of the caller's own process.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct HostedTools {
+    /// The server part of their names: `[a-z0-9_-]+`, none that is reserved,
+    /// and none of a configured server.
+    pub server: String,
+    /// The tools.
+    pub tools: Vec<HostedTool>,
+}
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct HostedTool {
+    /// Its name, without the server part.
+    pub name: String,
+    /// What it is for.
+    pub description: String,
+    /// The JSON Schema of its arguments, as JSON text.
+    pub input_schema: String,
+    /// The JSON Schema of its result, if it declares one.
+    pub output_schema: Option<String>,
 }
 
 /// A tool in a list.

@@ -73,13 +73,13 @@ kinds! {
 
     /// A piece of the run's output, raw.
     Output = 0x30,
-    /// [`crate::guest::Log`].
+    /// [`crate::run::Log`].
     Log = 0x31,
-    /// [`crate::guest::Artifact`].
+    /// [`crate::run::Artifact`].
     Artifact = 0x32,
     /// [`crate::guest::Ended`], the guest's last frame.
     Ended = 0x33,
-    /// [`crate::guest::Log`], as far as it is written: takes the place of the one before,
+    /// [`crate::run::Log`], as far as it is written: takes the place of the one before,
     /// and without text there is none.
     Unfinished = 0x34,
 

@@ -25,18 +25,19 @@
 //! moment it sent `Hello` or `Loaded`.
 
 use alloc::collections::{BTreeSet, VecDeque};
-use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::RunId;
 use crate::abi::CallCode;
 use crate::codec::{self, BorrowDecode, CodecError, Decode, Encode};
 use crate::ending::Ending;
 use crate::frame::{self, Assembler, Frame, FrameError, Kind};
 use crate::handshake::{HandshakeError, Hello, Refusal, Role};
-use crate::limits::{LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits};
+use crate::limits::{
+    LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX, RunLimits, within,
+};
 use crate::name::ToolName;
-use crate::tally::{Tally, check_ended, check_log, within};
+use crate::run::{Artifact, Log, RunId};
+use crate::tally::Tally;
 
 /// What loading a program goes by: nothing that differs from run to run.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -101,41 +102,6 @@ pub struct Settled {
     pub redacted: bool,
 }
 
-/// One log record.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct Log {
-    /// As the program gave it: 0 error, 1 warn, 2 info, 3 debug, 4 trace.
-    pub level: u8,
-    /// The text, untrusted.
-    pub text: String,
-}
-
-/// One artifact.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct Artifact {
-    /// Its name, untrusted: no path until somebody made it one.
-    pub name: String,
-    /// Its media type.
-    pub media_type: String,
-    /// Its content.
-    pub content: Vec<u8>,
-}
-
-impl Artifact {
-    /// A plain file name for its untrusted one: of at most 100 letters, digits,
-    /// `.`, `_` and `-`, without a dot in front. Two may have the same.
-    #[must_use]
-    pub fn file_name(&self) -> String {
-        let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        let plain: String =
-            self.name.chars().map(|c| if fits(c) { c } else { '_' }).take(100).collect();
-        match plain.trim_start_matches('.') {
-            "" => "artifact".into(),
-            trimmed => trimmed.into(),
-        }
-    }
-}
-
 /// [`Artifact`] without owning its content; the same bytes on the wire.
 #[derive(Encode)]
 struct ArtifactRef<'a> {
@@ -160,6 +126,21 @@ pub struct Ended {
     pub load_ticks: u64,
     /// Ticks from there to its end.
     pub run_ticks: u64,
+}
+
+impl Ended {
+    /// Holds what explains the end to the bound that a guest cuts it to.
+    ///
+    /// # Errors
+    /// [`OverLimit`].
+    pub fn check(&self) -> Result<(), OverLimit> {
+        match &self.ending {
+            Ending::Trap { detail, .. } | Ending::Rejected { detail, .. } => {
+                within("reason_bytes", detail.len() as u64, REASON_BYTES_MAX as u64)
+            }
+            Ending::Returned(_) | Ending::Limit { .. } => Ok(()),
+        }
+    }
 }
 
 /// How a peer broke the protocol. Each of these ends the link, and a guest's
@@ -735,7 +716,7 @@ impl HostSession {
             Kind::Unfinished => {
                 // One at most is kept, so there is nothing to count.
                 let log: Log = message(&frame)?;
-                check_log(&log)?;
+                log.check()?;
                 self.unfinished = Some(log).filter(|log| !log.text.is_empty());
                 return Ok(());
             }
@@ -746,7 +727,7 @@ impl HostSession {
             }
             Kind::Ended => {
                 let ended: Ended = message(&frame)?;
-                check_ended(&ended)?;
+                ended.check()?;
                 // What was not started cannot have returned.
                 let started = self.state == HostState::Running;
                 if !started && matches!(ended.ending, Ending::Returned(_)) {
@@ -839,26 +820,8 @@ impl HostSession {
 mod tests {
     use super::*;
     use crate::ending::{RejectKind, TrapKind};
-    use crate::limits::{LOG_LEVEL_MAX, LOG_RECORD_OVERHEAD_BYTES, REASON_BYTES_MAX};
+    use crate::limits::{LOG_LEVEL_MAX, LOG_RECORD_OVERHEAD_BYTES};
     use alloc::vec;
-
-    #[test]
-    fn an_artifacts_name_cannot_leave_its_folder_or_its_header() {
-        for (name, expected) in [
-            ("report.csv", "report.csv"),
-            ("../../etc/passwd", "_.._etc_passwd"),
-            ("/abs", "_abs"),
-            ("..", "artifact"),
-            ("", "artifact"),
-            ("a\0b", "a_b"),
-            ("a\"; filename=\"b.html", "a___filename__b.html"),
-            ("a\r\nSet-Cookie: x", "a__Set-Cookie__x"),
-        ] {
-            let artifact =
-                Artifact { name: name.into(), media_type: String::new(), content: Vec::new() };
-            assert_eq!(artifact.file_name(), expected, "{name:?}");
-        }
-    }
 
     fn load(announce: bool) -> Load {
         Load { limits: RunLimits::default(), announce }

@@ -17,6 +17,8 @@
 //! | [`abi`] | the imports a program may declare, and the codes it gets back |
 //! | [`ending`] | every way a run can end |
 //! | [`signature`] | who wrote a program |
+//! | [`run`] | what is said of a run on every link |
+//! | [`tally`] | what a run leaves, counted against its limits |
 //! | [`guest`] | the link between a guest and its worker, both sides |
 //! | [`broker`] | the link between a supervisor or worker and the toolbroker |
 //! | [`worker`] | the link between the supervisor and a worker |
@@ -43,23 +45,10 @@ pub mod json;
 pub mod limits;
 pub mod name;
 pub mod platform;
+pub mod run;
 pub mod service;
 pub mod signature;
 pub mod tally;
 pub mod worker;
 
-/// Identifies one run: 16 bytes drawn by the supervisor, printed as hex.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, codec::Encode, codec::Decode)]
-pub struct RunId(pub [u8; 16]);
-
-impl core::fmt::Display for RunId {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        hex::Hex(&self.0).fmt(f)
-    }
-}
-
-impl core::fmt::Debug for RunId {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "RunId({self})")
-    }
-}
+pub use run::RunId;

@@ -181,6 +181,11 @@ impl core::fmt::Display for OverLimit {
 
 impl core::error::Error for OverLimit {}
 
+/// Holds what is had of something to its limit.
+pub(crate) fn within(what: &'static str, got: u64, limit: u64) -> Result<(), OverLimit> {
+    if got > limit { Err(OverLimit { what, got, limit }) } else { Ok(()) }
+}
+
 impl RunLimits {
     /// What a run may ask for where the operator says nothing else.
     #[must_use]
@@ -226,12 +231,7 @@ impl RunLimits {
             ("recursion", self.recursion.into(), maxima.recursion.into()),
             ("stack_bytes", self.stack_bytes.into(), maxima.stack_bytes.into()),
         ];
-        for (what, got, limit) in pairs {
-            if got > limit {
-                return Err(OverLimit { what, got, limit });
-            }
-        }
-        Ok(())
+        pairs.into_iter().try_for_each(|(what, got, limit)| within(what, got, limit))
     }
 }
 

@@ -21,15 +21,16 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::RunId;
 use crate::abi::CallCode;
 use crate::broker::{
-    Authority, FoundTool, GrantClaims, GrantRequest, ListedTool, Narrowing, RefusalKind,
+    Authority, FoundTool, GrantClaims, GrantRequest, HostedTools, ListedTool, Narrowing,
+    RefusalKind,
 };
 use crate::codec::{Decode, Encode};
-use crate::guest::{Artifact, Log};
-use crate::limits::RunLimits;
+use crate::limits::{OverLimit, RunLimits};
 use crate::name::ToolName;
+use crate::run::{Artifact, Log, RunId};
+use crate::tally::Tally;
 
 /// A run and the number that the client knows it by.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -62,29 +63,6 @@ pub struct Order {
     pub events: bool,
     /// Tools that the client carries out itself. The run may call them.
     pub hosted: Option<HostedTools>,
-}
-
-/// Tools of the caller's own process.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct HostedTools {
-    /// The server part of their names: `[a-z0-9_-]+`, none that is reserved,
-    /// and none of a configured server.
-    pub server: String,
-    /// The tools.
-    pub tools: Vec<HostedTool>,
-}
-
-/// One of them.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct HostedTool {
-    /// Its name, without the server part.
-    pub name: String,
-    /// What it is for.
-    pub description: String,
-    /// The JSON Schema of its arguments, as JSON text.
-    pub input_schema: String,
-    /// The JSON Schema of its result, if it declares one.
-    pub output_schema: Option<String>,
 }
 
 /// Something happened in a run.
@@ -124,6 +102,22 @@ pub enum RunEvent {
         /// How long it took, in nanoseconds.
         duration_ns: u64,
     },
+}
+
+impl RunEvent {
+    /// Counts it, told by a worker while its run goes on, among what the run has left.
+    ///
+    /// # Errors
+    /// [`OverLimit`]: the first limit that is passed by it.
+    pub fn count(&self, tally: &mut Tally, limits: &RunLimits) -> Result<(), OverLimit> {
+        match self {
+            Self::Admitted { .. } => Ok(()),
+            Self::Log(log) => tally.log(log, limits),
+            Self::Output(bytes) => tally.output(bytes, limits),
+            Self::Called { .. } => tally.call(limits),
+            Self::Settled { .. } => tally.settled(),
+        }
+    }
 }
 
 /// A run's end.

@@ -4,13 +4,10 @@
 //! that it was: a worker may have become its guest's. Both count here, so that
 //! neither lets through what the other would not.
 
-use crate::ending::Ending;
-use crate::guest::{Artifact, Ended, Log};
 use crate::limits::{
-    ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
-    OverLimit, REASON_BYTES_MAX, RunLimits,
+    ARTIFACT_NAME_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, OverLimit, RunLimits, within,
 };
-use crate::service::RunEvent;
+use crate::run::{Artifact, Log};
 
 /// What one run has left so far. Each method counts one thing more.
 ///
@@ -35,7 +32,7 @@ impl Tally {
 
     /// A log record.
     pub fn log(&mut self, log: &Log, limits: &RunLimits) -> Result<(), OverLimit> {
-        check_log(log)?;
+        log.check()?;
         // Empty records would else be free for the guest, not for us.
         self.log_bytes += log.text.len() as u64 + u64::from(LOG_RECORD_OVERHEAD_BYTES);
         within("log_bytes", self.log_bytes, limits.log_bytes.into())
@@ -57,43 +54,9 @@ impl Tally {
         within("calls", self.calls, limits.calls.into())
     }
 
-    /// Something that a worker tells of the run while it goes on.
-    pub fn event(&mut self, what: &RunEvent, limits: &RunLimits) -> Result<(), OverLimit> {
-        match what {
-            RunEvent::Admitted { .. } => Ok(()),
-            RunEvent::Log(log) => self.log(log, limits),
-            RunEvent::Output(bytes) => self.output(bytes, limits),
-            RunEvent::Called { .. } => self.call(limits),
-            RunEvent::Settled { .. } => {
-                self.settled += 1;
-                within("settled calls", self.settled, self.calls)
-            }
-        }
+    /// That a call settled. None can that was not counted as one before.
+    pub fn settled(&mut self) -> Result<(), OverLimit> {
+        self.settled += 1;
+        within("settled calls", self.settled, self.calls)
     }
-}
-
-/// Holds a log record to its own bounds, whatever came before it.
-///
-/// # Errors
-/// [`OverLimit`].
-pub fn check_log(log: &Log) -> Result<(), OverLimit> {
-    within("log_record_bytes", log.text.len() as u64, LOG_RECORD_BYTES_MAX.into())?;
-    within("log_level", log.level.into(), LOG_LEVEL_MAX.into())
-}
-
-/// Holds what explains a run's end to the bound that a guest cuts it to.
-///
-/// # Errors
-/// [`OverLimit`].
-pub fn check_ended(ended: &Ended) -> Result<(), OverLimit> {
-    match &ended.ending {
-        Ending::Trap { detail, .. } | Ending::Rejected { detail, .. } => {
-            within("reason_bytes", detail.len() as u64, REASON_BYTES_MAX as u64)
-        }
-        Ending::Returned(_) | Ending::Limit { .. } => Ok(()),
-    }
-}
-
-pub(crate) fn within(what: &'static str, got: u64, limit: u64) -> Result<(), OverLimit> {
-    if got > limit { Err(OverLimit { what, got, limit }) } else { Ok(()) }
 }

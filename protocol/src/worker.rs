@@ -8,13 +8,12 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::abi::CallCode;
 use crate::codec::{Decode, Encode};
 use crate::frame::Kind;
-use crate::guest::{Artifact, Ended, Load, Log, Start};
-use crate::limits::{MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits};
-use crate::name::ToolName;
-use crate::tally::{Tally, check_ended, within};
+use crate::guest::{Ended, Load, Start};
+use crate::limits::{MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits, within};
+use crate::run::{Artifact, CallRecord, Log};
+use crate::tally::Tally;
 
 /// When a run's time is over: a moment of the host's monotonic clock
 /// (`CLOCK_MONOTONIC`), which all its processes share. It is set once, where
@@ -117,7 +116,7 @@ impl Report {
         self.logs.iter().try_for_each(|log| tally.log(log, limits))?;
         self.calls.iter().try_for_each(|_| tally.call(limits))?;
         match &self.fate {
-            Fate::Ended(ended) => check_ended(ended),
+            Fate::Ended(ended) => ended.check(),
             Fate::Deadline => Ok(()),
             Fate::Vm(failure) => {
                 within("last words", failure.message.len() as u64, REPORT_OVERHEAD_BYTES.into())
@@ -170,28 +169,6 @@ pub enum VmFailureKind {
     Internal,
     /// A reset left something behind, as its proof found.
     NotReset,
-}
-
-/// One tool call, for the report.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct CallRecord {
-    /// Its number in the order of calling.
-    pub id: u32,
-    /// Which tool.
-    pub tool: ToolName,
-    /// How it settled; `None` while it had not.
-    pub settled: Option<CallSettled>,
-}
-
-/// How a call settled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct CallSettled {
-    /// `None` for a response.
-    pub code: Option<CallCode>,
-    /// How long it took, in nanoseconds.
-    pub duration_ns: u64,
-    /// Whether the broker removed credentials from what the tool said.
-    pub redacted: bool,
 }
 
 /// Where a worker's time went, in nanoseconds.

@@ -9,17 +9,20 @@ use std::path::Path;
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Ask, Authority, OpenRun, RefusalKind, Request};
+use forge_protocol::broker::{
+    Ask, Authority, HostedTool, HostedTools, OpenRun, RefusalKind, Request,
+};
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::ending::{Ending, TrapKind};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
-use forge_protocol::guest::{Artifact, Call, Ended, Load, Log, Settled, Start};
+use forge_protocol::guest::{Call, Ended, Load, Settled, Start};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::run::{Artifact, Log};
 use forge_protocol::service::{
-    Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, HostedTool, HostedTools,
-    Order, Query, Question, Reply, RunEvent, Submit,
+    Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Query, Question,
+    Reply, RunEvent, Submit,
 };
 
 /// A message in its frame, which is first read back.

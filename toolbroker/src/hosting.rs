@@ -8,11 +8,10 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use forge_protocol::broker::{HostedTool, HostedTools};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
-use forge_protocol::service::{
-    Callback as CallbackFrame, CallbackSettled, HostedTool, HostedTools,
-};
+use forge_protocol::service::{Callback as CallbackFrame, CallbackSettled};
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};

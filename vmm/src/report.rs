@@ -3,8 +3,9 @@
 use base64::Engine as _;
 use forge_protocol::abi::CallCode;
 use forge_protocol::ending::{Ending, LimitKind};
-use forge_protocol::guest::{Artifact, Ended};
-use forge_protocol::worker::{CallRecord, Fate, Tier, Timing, VmFailure, VmFailureKind};
+use forge_protocol::guest::Ended;
+use forge_protocol::run::{Artifact, CallRecord};
+use forge_protocol::worker::{Fate, Tier, Timing, VmFailure, VmFailureKind};
 use serde::{Deserialize, Serialize};
 
 /// How a run ended, in one word.

@@ -16,13 +16,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply, Request};
-use forge_protocol::guest::{Artifact, Load, Start};
+use forge_protocol::guest::{Load, Start};
 use forge_protocol::hex::hex;
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
+use forge_protocol::run::{Artifact, CallRecord};
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{CallRecord, Fate, Job, Report, Tier, Timing, VmFailure};
+use forge_protocol::worker::{Fate, Job, Report, Tier, Timing, VmFailure};
 use serde::de::IgnoredAny;
 
 use crate::admission::{Admission, Admitted, Violation};

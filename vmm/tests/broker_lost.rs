@@ -23,9 +23,11 @@ use std::time::{Duration, Instant};
 
 use forge_client::ClientError;
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply as BrokerReply, Request};
+use forge_protocol::broker::{
+    Authority, HostedTool, HostedTools, OpenRun, RefusalKind, Reply as BrokerReply, Request,
+};
 use forge_protocol::limits::RunLimits;
-use forge_protocol::service::{HostedTool, HostedTools, Order, Question, Reply};
+use forge_protocol::service::{Order, Question, Reply};
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::cancel::Cancel;
 use forge_vmm::keeper::Keeper;

@@ -20,9 +20,9 @@ use std::process::{Command, ExitCode, Stdio};
 
 use desk::Desk;
 use forge_client::RunMessage;
-use forge_protocol::broker::Authority;
+use forge_protocol::broker::{Authority, HostedTool, HostedTools};
 use forge_protocol::name::ToolName;
-use forge_protocol::service::{Callback, HostedTool, HostedTools, Order, RunEvent};
+use forge_protocol::service::{Callback, Order, RunEvent};
 use serde_json::Value;
 use serving::{
     ECHO, ENDLESS, Service, calls, desk, endless, hashes, program, report, run, runtime, stands,

@@ -22,11 +22,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::Authority;
+use forge_protocol::broker::{Authority, HostedTool, HostedTools};
 use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::limits::{OUTPUT_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::service::{HostedTool, HostedTools, Order, RunEvent};
+use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, Report, Reuse, VmFailureKind};
 use forge_vmm::admission::{Admission, Admitted};

@@ -14,11 +14,10 @@ use forge_guest_init::{LinkLost, ServeError, Stream};
 use forge_protocol::RunId;
 use forge_protocol::abi::{CallCode, Forge, Wasi};
 use forge_protocol::ending::Ending;
-use forge_protocol::guest::{
-    Artifact, Call, Ended, HostEvent, HostSession, Load, Log, Settled, Start,
-};
+use forge_protocol::guest::{Call, Ended, HostEvent, HostSession, Load, Settled, Start};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
+use forge_protocol::run::{Artifact, Log};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 
 /// The key that test programs are signed with.

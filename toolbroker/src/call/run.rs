@@ -8,7 +8,7 @@ use forge_protocol::RunId;
 use forge_protocol::guest::Settled;
 use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::worker::{CallRecord, CallSettled};
+use forge_protocol::run::{CallRecord, CallSettled};
 use tokio::sync::watch;
 use tokio::time::Instant;
 

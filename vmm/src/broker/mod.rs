@@ -23,10 +23,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{GrantClaims, OpenRun, RefusalKind, Reply, Request};
+use forge_protocol::broker::{GrantClaims, HostedTools, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::handshake::HandshakeError;
-use forge_protocol::service::HostedTools;
-use forge_protocol::worker::CallRecord;
+use forge_protocol::run::CallRecord;
 
 use self::control::{Control, Silence};
 use crate::link::Patience;

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use forge_protocol::broker::{Authority, FoundTool};
-use forge_protocol::guest::Artifact;
 use forge_protocol::limits::RunLimits;
+use forge_protocol::run::Artifact;
 use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_vmm::admission::{shown, shown_whole};

@@ -423,7 +423,7 @@ fn count(told: &mut Tally, what: &RunEvent, limits: &RunLimits) -> Result<(), Vm
         | RunEvent::Called { .. }
         | RunEvent::Settled { .. } => {}
     }
-    told.event(what, limits).map_err(misbehaved)
+    what.count(told, limits).map_err(misbehaved)
 }
 
 fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, VmFailure> {
@@ -452,8 +452,8 @@ pub(super) mod tests {
     use std::io::{Read as _, Write as _};
     use std::os::fd::BorrowedFd;
 
-    use forge_protocol::guest::{Artifact, Log};
-    use forge_protocol::worker::{CallRecord, Deadline, Fate, Timing};
+    use forge_protocol::run::{Artifact, CallRecord, Log};
+    use forge_protocol::worker::{Deadline, Fate, Timing};
 
     use super::*;
     use crate::cancel::Cancel;

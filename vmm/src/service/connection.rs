@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
-use forge_protocol::guest::Artifact;
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::{NUMBERS_MAX, QUESTIONS_MAX};
+use forge_protocol::run::Artifact;
 use forge_protocol::service::{
     Answered, Callback, CallbackSettled, Cancel as CancelRun, Event, Finish, Finished, Order,
     Query, Question, Reply, Submit,

@@ -9,13 +9,13 @@ use axum::extract::{DefaultBodyLimit, FromRequest as _, Multipart, Request};
 use axum::http::{HeaderMap, StatusCode, header};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use forge_protocol::broker::Authority;
+use forge_protocol::broker::{Authority, HostedTool, HostedTools};
 use forge_protocol::limits::{
     GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, HOSTED_TOOLS_BYTES_MAX, INPUT_BYTES_MAX, PROGRAM_BYTES_MAX,
     RunLimits, SESSION_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
-use forge_protocol::service::{HostedTool, HostedTools, Order};
+use forge_protocol::service::Order;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;

@@ -371,7 +371,7 @@ fn last_line(number: u64, end: &End) -> [Bytes; 3] {
 
 #[cfg(test)]
 mod tests {
-    use forge_protocol::guest::Artifact;
+    use forge_protocol::run::Artifact;
 
     use super::*;
     use crate::http::tenant::Tenants;

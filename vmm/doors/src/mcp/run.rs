@@ -9,8 +9,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_client::{ClientError, Run, RunMessage};
 use forge_protocol::broker::Authority;
-use forge_protocol::guest::Artifact;
 use forge_protocol::limits::{INPUT_BYTES_MAX, RunLimits};
+use forge_protocol::run::Artifact;
 use forge_protocol::service::{Finish, Order, RunEvent};
 use rmcp::model::{
     CallToolResult, ContentBlock, ProgressNotificationParam, ProgressToken, ResourceContents,
@@ -390,8 +390,8 @@ mod tests {
     use super::*;
     use forge_client::Client;
     use forge_protocol::frame::{self, Kind};
-    use forge_protocol::guest::Log;
     use forge_protocol::handshake::{Hello, Role};
+    use forge_protocol::run::Log;
     use forge_protocol::service::Finished;
     use serde_json::json;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

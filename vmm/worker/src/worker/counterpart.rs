@@ -9,14 +9,11 @@ use std::os::fd::RawFd;
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::frame::{self, Kind};
-use forge_protocol::guest::{
-    Artifact, Call, HostEvent, HostSession, Load, Log, SessionError, Settled,
-};
+use forge_protocol::guest::{Call, HostEvent, HostSession, Load, SessionError, Settled};
 use forge_protocol::limits::{MESSAGE_OVERHEAD_BYTES, RunLimits};
+use forge_protocol::run::{Artifact, CallRecord, CallSettled, Log};
 use forge_protocol::service::{Event as RunEventMessage, RunEvent};
-use forge_protocol::worker::{
-    CallRecord, CallSettled, Job, Prepare, PreparedJob, VmFailure, VmFailureKind,
-};
+use forge_protocol::worker::{Job, Prepare, PreparedJob, VmFailure, VmFailureKind};
 
 use super::broker_link::BrokerLink;
 use super::verdict::Verdict;
