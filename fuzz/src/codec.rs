@@ -268,7 +268,7 @@ pub fn seeds() -> Vec<Seed> {
         vm_exits: 4,
         timing: Timing { vm_ns: 1, boot_ns: 2, load_ns: 3, run_ns: 4, ..Timing::default() },
     };
-    let failure = VmFailure { kind: VmFailureKind::Crash, message: "page fault".into() };
+    let failure = VmFailure::new(VmFailureKind::Crash, "page fault");
     let trap = Ending::Trap { kind: TrapKind::Unreachable, detail: "unreachable".into() };
     let rejected = Ending::Rejected { kind: RejectKind::Import, detail: "tool a.b".into() };
     let prepared = PreparedJob {

@@ -145,6 +145,14 @@ pub struct VmFailure {
     pub message: String,
 }
 
+impl VmFailure {
+    /// This failure, and what happened for a reader.
+    #[must_use]
+    pub fn new(kind: VmFailureKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+}
+
 /// The kinds of VM failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum VmFailureKind {

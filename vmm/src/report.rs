@@ -380,10 +380,7 @@ mod tests {
 
     #[test]
     fn a_guests_words_stay_on_one_line_without_controls() {
-        let failure = VmFailure {
-            kind: VmFailureKind::Crash,
-            message: "guest panic: a\x1b[31m\nsecond".into(),
-        };
+        let failure = VmFailure::new(VmFailureKind::Crash, "guest panic: a\x1b[31m\nsecond");
         let outcome = Outcome::of_failure(&failure, Tier::Vm);
         assert_eq!(outcome.reason, "guest panic: a\\u{1b}[31m; second");
     }

@@ -444,7 +444,8 @@ impl Pool {
         if patience.is_over() {
             return Err(Fate::Deadline.into());
         }
-        Err(Fate::Vm(lost.unwrap_or_else(|| internal("no worker was tried"))).into())
+        let untried = || VmFailure::new(VmFailureKind::Internal, "no worker was tried");
+        Err(Fate::Vm(lost.unwrap_or_else(untried)).into())
     }
 
     /// Its worker was lost with the run's link. Nobody asks on for a run that is
@@ -542,10 +543,6 @@ fn unwanted(patience: Patience<'_>) -> Option<Fate> {
     patience.is_cancelled().then(cancelled)
 }
 
-fn internal(message: impl Into<String>) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Internal, message: message.into() }
-}
-
 impl Shared {
     fn shelves(&self) -> MutexGuard<'_, Shelves> {
         self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
@@ -628,7 +625,7 @@ impl Shared {
                 Err(unmade) => return Err(unmade),
             }
         }
-        Err(Unmade::Failed(internal("no zygote was tried")))
+        Err(Unmade::Failed(VmFailure::new(VmFailureKind::Internal, "no zygote was tried")))
     }
 
     /// A worker from the shelves. What takes its place is made when its run is
@@ -747,7 +744,7 @@ impl Shared {
             }
         }
         let why = lost.map_or_else(String::new, |error| format!("the zygote is gone: {error}"));
-        Err(Unmade::Failed(internal(why)))
+        Err(Unmade::Failed(VmFailure::new(VmFailureKind::Internal, why)))
     }
 
     /// The filling thread: ends what is spent, makes what is missing, lets go
@@ -868,7 +865,7 @@ mod tests {
             pool.kill();
             assert!(process.wait().is_ok());
             assert!(!stands.is_finished(), "nobody waited for it");
-            let gone = ZygoteReady::Err(internal("gone"));
+            let gone = ZygoteReady::Err(VmFailure::new(VmFailureKind::Internal, "gone"));
             say(&mut theirs, Kind::ZygoteReady, &gone, None);
             assert!(stands.join().unwrap().is_err());
         });
@@ -879,8 +876,7 @@ mod tests {
         let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
         let (zygote, mut theirs) = zygote::tests::beginning();
         *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
-        let message = "no namespaces here".to_owned();
-        let failure = VmFailure { kind: VmFailureKind::Unavailable, message };
+        let failure = VmFailure::new(VmFailureKind::Unavailable, "no namespaces here");
         say(&mut theirs, Kind::ZygoteReady, &ZygoteReady::Err(failure.clone()), None);
         // Another one would say something else.
         assert_eq!(pool.stand_by_to_serve(Patience::default()), Err(failure));
@@ -916,7 +912,7 @@ mod tests {
         assert!(pool.stand_by(Patience { until: None, cancel: Some(&cancel) }).is_err());
         // It goes on, and what it says then is heard by whoever comes next.
         assert_eq!(pool.zygote(), Some(id));
-        let failure = VmFailure { kind: VmFailureKind::Unavailable, message: "no VM here".into() };
+        let failure = VmFailure::new(VmFailureKind::Unavailable, "no VM here");
         let mut bytes = Vec::new();
         frame::write_message(Kind::ZygoteReady, &ZygoteReady::Err(failure), &mut bytes);
         theirs.send(&bytes, Patience::default()).unwrap();
@@ -1012,7 +1008,7 @@ mod tests {
             if order.kind == Kind::Prepare {
                 PREPARED.fetch_add(1, Ordering::SeqCst);
                 let ready = match FAILS.load(Ordering::SeqCst) {
-                    true => Ready::Err(internal("it cannot be loaded")),
+                    true => Err(VmFailure::new(VmFailureKind::Internal, "it cannot be loaded")),
                     false => Ready::Ok(Timing::default()),
                 };
                 say(worker, Kind::Ready, &ready, None);
@@ -1083,7 +1079,7 @@ mod tests {
     fn a_reset_that_was_disproven_is_counted_and_other_losses_are_not() {
         let trust = TrustKeys::new([]).unwrap();
         let pool = Pool::new(&trust, PoolOptions::default()).unwrap();
-        let lost = |kind| pool.shared.note_lost(&VmFailure { kind, message: "gone".into() });
+        let lost = |kind| pool.shared.note_lost(&VmFailure::new(kind, "gone"));
         lost(VmFailureKind::WorkerLost);
         assert_eq!(pool.resets_disproven(), 0);
         lost(VmFailureKind::NotReset);

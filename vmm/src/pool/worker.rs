@@ -84,20 +84,15 @@ pub enum Lost {
 }
 
 pub(super) fn lost(error: &io::Error) -> VmFailure {
-    let kind = match error.kind() {
-        io::ErrorKind::ConnectionAborted => VmFailureKind::Cancelled,
-        _ => VmFailureKind::WorkerLost,
-    };
-    VmFailure {
-        kind,
-        message: match error.kind() {
-            io::ErrorKind::ConnectionAborted => {
-                "the run was cancelled, or whoever asked for it left".into()
-            }
-            io::ErrorKind::TimedOut => "the worker said nothing in time".into(),
-            io::ErrorKind::UnexpectedEof => "the worker ended without a report".into(),
-            _ => format!("the worker was lost: {error}"),
-        },
+    let gone = |message: &str| VmFailure::new(VmFailureKind::WorkerLost, message);
+    match error.kind() {
+        io::ErrorKind::ConnectionAborted => VmFailure::new(
+            VmFailureKind::Cancelled,
+            "the run was cancelled, or whoever asked for it left",
+        ),
+        io::ErrorKind::TimedOut => gone("the worker said nothing in time"),
+        io::ErrorKind::UnexpectedEof => gone("the worker ended without a report"),
+        _ => gone(&format!("the worker was lost: {error}")),
     }
 }
 
@@ -111,17 +106,14 @@ fn is_last_word(kind: Kind) -> bool {
 fn last_word(frame: &Frame) -> VmFailure {
     if frame.kind == Kind::Forbidden {
         let call = frame.payload.as_slice().try_into().map_or(-1, i32::from_le_bytes);
-        return VmFailure {
-            kind: VmFailureKind::WorkerBroke,
-            message: format!("the worker made system call {call}, which its jail forbids"),
-        };
+        let message = format!("the worker made system call {call}, which its jail forbids");
+        return VmFailure::new(VmFailureKind::WorkerBroke, message);
     }
     match decode::<Ready>(&frame.payload) {
         Ok(Err(failure)) | Err(failure) => failure,
-        Ok(Ok(_)) => VmFailure {
-            kind: VmFailureKind::Misbehaved,
-            message: "the worker says again that it stands ready".into(),
-        },
+        Ok(Ok(_)) => {
+            VmFailure::new(VmFailureKind::Misbehaved, "the worker says again that it stands ready")
+        }
     }
 }
 
@@ -226,10 +218,10 @@ impl Worker {
         let sent = self.link.pass(&bytes, &mut passed, patience);
         self.has_link = broker.is_some() && passed.is_none();
         sent.map_err(|error| match error {
-            Unpassed::TooManyUnderWay => Unbegun::Crowded(VmFailure {
-                kind: VmFailureKind::Unavailable,
-                message: format!("the run's link was not passed to its worker: {error}"),
-            }),
+            Unpassed::TooManyUnderWay => Unbegun::Crowded(VmFailure::new(
+                VmFailureKind::Unavailable,
+                format!("the run's link was not passed to its worker: {error}"),
+            )),
             Unpassed::Link(error) => Unbegun::Lost(self.unsent(&error)),
         })
     }
@@ -274,10 +266,10 @@ impl Worker {
         let said = self.receive_last_word(Patience::until(until));
         match said.unwrap_or_else(|error| lost(&error)) {
             // It served no run, after which a reset could fail.
-            failure if failure.kind == VmFailureKind::NotReset && self.runs == 0 => VmFailure {
-                kind: VmFailureKind::Misbehaved,
-                message: "the worker tells of a reset that there was none of".into(),
-            },
+            failure if failure.kind == VmFailureKind::NotReset && self.runs == 0 => VmFailure::new(
+                VmFailureKind::Misbehaved,
+                "the worker tells of a reset that there was none of",
+            ),
             failure => failure,
         }
     }
@@ -404,10 +396,8 @@ impl Worker {
 
 /// One that was taken over, or has a bug.
 pub(crate) fn misbehaved(how: impl std::fmt::Display) -> VmFailure {
-    VmFailure {
-        kind: VmFailureKind::Misbehaved,
-        message: format!("the worker says what none of ours would: {how}"),
-    }
+    let message = format!("the worker says what none of ours would: {how}");
+    VmFailure::new(VmFailureKind::Misbehaved, message)
 }
 
 /// Holds what a worker tells of a run to what its guest is held to, as the report is.
@@ -493,7 +483,7 @@ pub(super) mod tests {
     }
 
     pub(in super::super) fn not_reset() -> Ready {
-        Err(VmFailure { kind: VmFailureKind::NotReset, message: "page 7 differs".into() })
+        Err(VmFailure::new(VmFailureKind::NotReset, "page 7 differs"))
     }
 
     /// How the next run is lost.

@@ -76,10 +76,10 @@ impl From<Unmade> for VmFailure {
             Unmade::Late(error) if error.kind() == io::ErrorKind::ConnectionAborted => {
                 worker::lost(&error)
             }
-            Unmade::Late(_) => Self {
-                kind: VmFailureKind::Unavailable,
-                message: "no worker was made in time: the zygote says nothing".into(),
-            },
+            Unmade::Late(_) => Self::new(
+                VmFailureKind::Unavailable,
+                "no worker was made in time: the zygote says nothing",
+            ),
         }
     }
 }
@@ -338,25 +338,22 @@ impl Zygote {
 
 /// It was lost before it stood.
 fn lost_early(error: io::Error) -> VmFailure {
-    VmFailure {
+    let kind = match error.kind() {
         // Another that says nothing would be waited for as long.
-        kind: match error.kind() {
-            io::ErrorKind::TimedOut => VmFailureKind::Unavailable,
-            _ => VmFailureKind::WorkerLost,
-        },
-        message: format!("the zygote was lost while it began: {error}"),
-    }
+        io::ErrorKind::TimedOut => VmFailureKind::Unavailable,
+        _ => VmFailureKind::WorkerLost,
+    };
+    VmFailure::new(kind, format!("the zygote was lost while it began: {error}"))
 }
 
 fn cannot_start(error: io::Error) -> Unmade {
     let message = format!("the zygote cannot be started: {error}");
-    let failure = VmFailure { kind: VmFailureKind::Unavailable, message };
+    let failure = VmFailure::new(VmFailureKind::Unavailable, message);
     if shortage::is_one(&error) { Unmade::Short(failure) } else { Unmade::Failed(failure) }
 }
 
 fn lacks(what: &str, error: &dyn std::error::Error) -> Unmade {
-    let message = format!("{what}: {error}");
-    Unmade::Failed(VmFailure { kind: VmFailureKind::Unavailable, message })
+    Unmade::Failed(VmFailure::new(VmFailureKind::Unavailable, format!("{what}: {error}")))
 }
 
 impl Drop for Zygote {
@@ -449,7 +446,7 @@ pub(super) mod tests {
         zygote.owes = zygote.owes.and_then(|asked| asked.checked_sub(2 * ANSWER_TIME_MAX));
         assert!(zygote.owes.is_some());
         let second = std::thread::spawn(move || {
-            let failure = VmFailure { kind: VmFailureKind::Internal, message: "second".into() };
+            let failure = VmFailure::new(VmFailureKind::Internal, "second");
             answer(&mut theirs, &Err(failure));
             theirs
         });

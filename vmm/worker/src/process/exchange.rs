@@ -235,9 +235,7 @@ impl Exchange {
             (None, Served::ToTheEnd) => {
                 Verdict::Misbehaved("the guest left without ending its run".into()).into()
             }
-            (None, Served::Broken(how)) => {
-                Fate::Vm(VmFailure { kind: VmFailureKind::Crash, message: how })
-            }
+            (None, Served::Broken(how)) => Fate::Vm(VmFailure::new(VmFailureKind::Crash, how)),
         };
         match self.phase {
             Phase::Standing { .. } => {

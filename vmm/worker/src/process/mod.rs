@@ -34,13 +34,13 @@ use std::time::Instant;
 use forge_protocol::frame::Kind;
 use forge_protocol::limits::PANIC_MESSAGE_BYTES_MAX;
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fork, Moments, Ready, Timing, VmFailure, VmFailureKind};
+use forge_protocol::worker::{Fork, Moments, Ready, Timing, VmFailure};
 
 use crate::clock::now_ns;
 use crate::jail::{Limits, WorkerJail};
 use crate::machine::Watchdog;
-use crate::worker::elapsed_ns;
 use crate::worker::life::{self, say, take_socket};
+use crate::worker::{elapsed_ns, unavailable};
 use exchange::{Exchange, Served, Wire};
 
 /// A worker's limits, as a VM's worker has them; how much address space it gets
@@ -133,10 +133,6 @@ fn enter(
     jail: &WorkerJail,
     order: Fork,
 ) -> Result<&'static Watchdog, VmFailure> {
-    let unavailable = |what: &str, error: &dyn std::error::Error| VmFailure {
-        kind: VmFailureKind::Unavailable,
-        message: format!("{what}: {error}"),
-    };
     let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
     let bound = makings.address_space_bytes(order.ram_bytes);
     jail.enter(&mut [], bound).map_err(|error| unavailable("no jail", &error))?;
@@ -155,7 +151,7 @@ mod tests {
         let panic = std::panic::catch_unwind(|| panic!("{}", "ü".repeat(100_000))).unwrap_err();
         let message = format!("guest panic: {}", said(&*panic));
         assert!(message.starts_with("guest panic: üüü"));
-        let crash = VmFailure { kind: VmFailureKind::Crash, message };
+        let crash = VmFailure::new(VmFailureKind::Crash, message);
         life::unserved(Fate::Vm(crash)).check(&RunLimits::default()).unwrap();
         let short = std::panic::catch_unwind(|| panic!("no")).unwrap_err();
         assert_eq!(said(&*short), "no");

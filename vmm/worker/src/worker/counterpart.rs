@@ -258,7 +258,7 @@ fn untaken_bytes_max(limits: &RunLimits) -> usize {
 }
 
 fn misused(error: SessionError) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Internal, message: error.to_string() }
+    VmFailure::new(VmFailureKind::Internal, error.to_string())
 }
 
 #[cfg(test)]

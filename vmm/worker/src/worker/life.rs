@@ -18,7 +18,7 @@ use forge_protocol::worker::{
     Fate, Fork, Job, Prepare, PreparedJob, Ready, Report, Reuse, Timing, VmFailure, VmFailureKind,
 };
 
-use super::{BrokerLink, Guest, GuestBase, Standing, heap};
+use super::{BrokerLink, Guest, GuestBase, Standing, heap, unavailable};
 use crate::clock::now_ns;
 use crate::jail::{Limits, WorkerJail};
 use crate::link::{self, Link, Patience};
@@ -81,10 +81,6 @@ pub(crate) fn end(live: impl FnOnce() -> io::Result<()>) -> ! {
     };
     // SAFETY: ends this process without running the zygote's destructors.
     unsafe { libc::_exit(code) }
-}
-
-fn internal(message: String) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Internal, message }
 }
 
 /// A guest, and what it takes to use it again.
@@ -195,7 +191,9 @@ impl Order {
             Kind::PreparedJob => codec::decode(payload).map(|job| Self::RunPrepared(job, None)),
             _ => codec::decode(payload).map(|job| Self::Run(job, None)),
         }
-        .map_err(|error| internal(format!("an order cannot be read: {error}")))
+        .map_err(|error| {
+            VmFailure::new(VmFailureKind::Internal, format!("an order cannot be read: {error}"))
+        })
     }
 
     /// With the connection to the broker, which comes with a run that has one.
@@ -210,7 +208,8 @@ impl Order {
             Self::RunPrepared(job, place) => (job.brokered, place),
         };
         if link.is_some() != brokered {
-            return Err(internal("a job came without its connection to the broker".into()));
+            let message = "a job came without its connection to the broker";
+            return Err(VmFailure::new(VmFailureKind::Internal, message));
         }
         *place = link;
         Ok(self)
@@ -248,7 +247,7 @@ fn settle_in(
     let worker = Worker::new(inherited).and_then(|worker| {
         let bound = address_space_bytes(inherited.order.ram_bytes);
         let entered = inherited.jail.enter(&mut worker.descriptors(), bound);
-        entered.map_err(|error| internal(error.to_string()))?;
+        entered.map_err(|error| VmFailure::new(VmFailureKind::Internal, error.to_string()))?;
         Ok(worker)
     });
     Ok((link, worker))
@@ -262,10 +261,6 @@ pub(super) fn tell_forbidden(call: i32) {
     bytes[HEADER_BYTES..].copy_from_slice(&call.to_le_bytes());
     // SAFETY: readable bytes.
     unsafe { libc::send(0, bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL) };
-}
-
-fn unavailable(what: &str, error: &io::Error) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
 }
 
 /// Says something to the supervisor.

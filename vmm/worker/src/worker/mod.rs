@@ -254,7 +254,7 @@ impl Guest {
         if found.is_empty() {
             return Ok(());
         }
-        Err(VmFailure { kind: VmFailureKind::NotReset, message: left_behind(&found) })
+        Err(VmFailure::new(VmFailureKind::NotReset, left_behind(&found)))
     }
 
     /// Has the guest verify, parse and instantiate a program, and wait for a
@@ -353,7 +353,7 @@ impl Guest {
     }
 
     fn fate(&self, exit: Exit, verdict: Option<Verdict>) -> Fate {
-        let failed = |kind, message: String| Fate::Vm(VmFailure { kind, message });
+        let failed = |kind, message: String| Fate::Vm(VmFailure::new(kind, message));
         match exit {
             Exit::Stopped => Fate::Deadline,
             Exit::Died(death) => failed(death_kind(&death), death.to_string()),
@@ -393,15 +393,19 @@ fn left_behind(found: &[String]) -> String {
 pub(crate) fn not_ready(fate: Fate) -> VmFailure {
     match fate {
         Fate::Vm(failure) => failure,
-        Fate::Deadline => VmFailure {
-            kind: VmFailureKind::Stopped,
-            message: format!("the guest did not boot within {BOOT_TIME_MAX:?}"),
-        },
-        Fate::Ended(_) => VmFailure {
-            kind: VmFailureKind::Misbehaved,
-            message: "the guest ended a run that it was not given".into(),
-        },
+        Fate::Deadline => VmFailure::new(
+            VmFailureKind::Stopped,
+            format!("the guest did not boot within {BOOT_TIME_MAX:?}"),
+        ),
+        Fate::Ended(_) => {
+            VmFailure::new(VmFailureKind::Misbehaved, "the guest ended a run that it was not given")
+        }
     }
+}
+
+/// What this host did not give, and what it said.
+pub(crate) fn unavailable(what: &str, error: &dyn std::error::Error) -> VmFailure {
+    VmFailure::new(VmFailureKind::Unavailable, format!("{what}: {error}"))
 }
 
 fn death_kind(death: &Death) -> VmFailureKind {
@@ -449,10 +453,7 @@ pub fn serve_and_keep(
 ) -> Result<(Report, Guest), VmFailure> {
     let hypervisor = Hypervisor::open()?;
     let image = Image::built_in()?;
-    let watchdog = Watchdog::new().map_err(|error| VmFailure {
-        kind: VmFailureKind::Unavailable,
-        message: format!("no timer: {error}"),
-    })?;
+    let watchdog = Watchdog::new().map_err(|error| unavailable("no timer", &error))?;
     let ram_bytes = machine::ram_bytes(&job.load.limits);
     let mut guest = Guest::boot(&hypervisor, image, trust, ram_bytes, &watchdog)?;
     let report = guest.run(job, broker, &watchdog);
@@ -470,10 +471,8 @@ mod tests {
     fn however_much_a_reset_left_the_worker_can_say_so() {
         let found: Vec<String> =
             (0..1024).map(|page| format!("page {page} {}", "ü".repeat(200))).collect();
-        let failure = |found: &[String]| VmFailure {
-            kind: VmFailureKind::NotReset,
-            message: left_behind(found),
-        };
+        let failure =
+            |found: &[String]| VmFailure::new(VmFailureKind::NotReset, left_behind(found));
         frame::write_message(Kind::Ready, &Ready::Err(failure(&found)), &mut Vec::new());
         assert!(failure(&found).message.ends_with("; and 1016 more"));
         let two = ["page 3".to_owned(), "rip".to_owned()];

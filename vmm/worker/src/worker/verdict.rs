@@ -64,6 +64,6 @@ impl From<Verdict> for Fate {
                 (VmFailureKind::Internal, "the machine stopped without a reason".into())
             }
         };
-        Self::Vm(VmFailure { kind, message })
+        Self::Vm(VmFailure::new(kind, message))
     }
 }

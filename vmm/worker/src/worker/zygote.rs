@@ -21,7 +21,7 @@ use forge_protocol::worker::{
 };
 
 use super::life::say;
-use super::{Guest, GuestBase, heap, life, text};
+use super::{Guest, GuestBase, heap, life, text, unavailable};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::link::{Link, Patience};
@@ -212,12 +212,8 @@ fn trust_keys(keys: &[[u8; 32]]) -> Result<TrustKeys, KeyError> {
     TrustKeys::new(keys?)
 }
 
-fn unavailable(what: &str, error: &dyn std::error::Error) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Unavailable, message: format!("{what}: {error}") }
-}
-
 fn jailed(error: &dyn std::error::Error) -> VmFailure {
-    VmFailure { kind: VmFailureKind::Unavailable, message: error.to_string() }
+    VmFailure::new(VmFailureKind::Unavailable, error.to_string())
 }
 
 /// What a zygote in its jail has.
@@ -253,9 +249,8 @@ fn jail_in(tier: Tier, filters: Filters) -> Result<Inside, VmFailure> {
 
 impl Zygote {
     fn new(setup: &ZygoteSetup, filters: Filters) -> Result<(Self, Jailed), VmFailure> {
-        let trust = trust_keys(&setup.trust).map_err(|error| VmFailure {
-            kind: VmFailureKind::Internal,
-            message: format!("a trust key: {error}"),
+        let trust = trust_keys(&setup.trust).map_err(|error| {
+            VmFailure::new(VmFailureKind::Internal, format!("a trust key: {error}"))
         })?;
         // A worker without a VM checks by these; a guest that becomes a base makes
         // its own.
