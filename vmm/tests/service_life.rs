@@ -94,9 +94,19 @@ fn a_service_manager_passes_the_socket_and_is_told() {
     let reloading = hears();
     assert!(reloading.starts_with("RELOADING=1\nMONOTONIC_USEC="), "{reloading}");
     assert_eq!(hears(), "READY=1");
-    signal(&service, libc::SIGTERM);
-    assert_eq!(hears(), "STOPPING=1");
-    assert!(service.child.wait().unwrap().success());
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let _run = client.submit(&endless()).await.unwrap();
+        stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
+        signal(&service, libc::SIGTERM);
+        assert_eq!(hears(), "STOPPING=1");
+        // What it reads while it ends makes it no service that is ready.
+        signal(&service, libc::SIGHUP);
+        signal(&service, libc::SIGTERM);
+        assert!(service.child.wait().unwrap().success());
+    });
+    manager.set_nonblocking(true).unwrap();
+    assert!(manager.recv(&mut [0; 256]).is_err(), "it was told more");
     assert!(desk.socket().exists(), "the socket is the manager's");
 }
 

@@ -210,14 +210,22 @@ struct Shared {
     options: PoolOptions,
     usual_ram_bytes: usize,
     zygote: Turn<Option<Zygote>>,
-    /// The last one's process.
-    process: Mutex<Option<Arc<Spawned>>>,
+    reach: Mutex<Reach>,
     /// Of the last zygote.
     hardening: Mutex<Option<Hardening>>,
     shelves: Mutex<Shelves>,
     changed: Condvar,
     /// Of this pool and those that it succeeded.
     resets_disproven: Arc<AtomicU64>,
+}
+
+/// What [`Pool::kill`] reaches while others wait for the zygote.
+#[derive(Debug, Default)]
+struct Reach {
+    /// The last zygote's process.
+    process: Option<Arc<Spawned>>,
+    /// No zygote is to live from now on.
+    killed: bool,
 }
 
 /// The pool.
@@ -257,7 +265,7 @@ impl Pool {
             options,
             usual_ram_bytes: machine::ram_bytes(&RunLimits::default()),
             zygote: Turn::new(None),
-            process: Mutex::new(None),
+            reach: Mutex::default(),
             hardening: Mutex::new(None),
             shelves: Mutex::new(Shelves::new(options)),
             changed: Condvar::new(),
@@ -329,7 +337,9 @@ impl Pool {
         // Or the filling thread starts another for those that it finds ended.
         self.shared.shelves().close();
         self.shared.changed.notify_all();
-        if let Some(process) = &*self.shared.lock_process() {
+        let mut reach = self.shared.lock_reach();
+        reach.killed = true;
+        if let Some(process) = &reach.process {
             // One that is gone was waited for, and its descriptor names no other.
             let _ = process.kill();
         }
@@ -562,8 +572,18 @@ impl Shared {
         Ok(())
     }
 
-    fn lock_process(&self) -> MutexGuard<'_, Option<Arc<Spawned>>> {
-        self.process.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_reach(&self) -> MutexGuard<'_, Reach> {
+        self.reach.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has [`Pool::kill`] reach this zygote. One that was started meanwhile ends here.
+    fn reach(&self, zygote: &Zygote) {
+        let process = zygote.process();
+        let mut reach = self.lock_reach();
+        if reach.killed {
+            let _ = process.kill();
+        }
+        reach.process = Some(process);
     }
 
     /// A worker was lost before it had a run, which another gets. That is no
@@ -606,12 +626,15 @@ impl Shared {
             let mut zygote = match place.take() {
                 Some(zygote) if zygote.stands() => return Ok(place.insert(zygote)),
                 Some(zygote) => zygote,
+                None if self.lock_reach().killed => {
+                    return Err(Unmade::Late(io::ErrorKind::ConnectionAborted.into()));
+                }
                 None => match Zygote::begin(&self.setup, self.options.group.as_ref()) {
                     Err(unmade) if again && unmade.is_loss() => continue,
                     begun => begun?,
                 },
             };
-            *self.lock_process() = Some(zygote.process());
+            self.reach(&zygote);
             match zygote.stand(patience) {
                 Ok(()) => {
                     *self.lock_hardening() = Some(zygote.hardening().clone());
@@ -859,7 +882,7 @@ mod tests {
         *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
         std::thread::scope(|scope| {
             let stands = scope.spawn(|| pool.stand_by(Patience::default()));
-            while pool.shared.lock_process().is_none() {
+            while pool.shared.lock_reach().process.is_none() {
                 std::thread::sleep(Duration::from_millis(1));
             }
             pool.kill();
@@ -869,6 +892,23 @@ mod tests {
             say(&mut theirs, Kind::ZygoteReady, &gone, None);
             assert!(stands.join().unwrap().is_err());
         });
+    }
+
+    #[test]
+    fn a_zygote_that_is_started_while_all_are_ended_ends_and_no_other_follows() {
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), PoolOptions::default()).unwrap();
+        let (zygote, theirs) = zygote::tests::beginning();
+        let process = zygote.process();
+        pool.kill();
+        *pool.shared.zygote.take(Patience::default()).unwrap() = Some(zygote);
+        std::thread::scope(|scope| {
+            let stands = scope.spawn(|| pool.stand_by(Patience::default()));
+            assert!(process.wait().is_ok());
+            // As its end of the socket goes with it.
+            drop(theirs);
+            assert_eq!(stands.join().unwrap().unwrap_err().kind, VmFailureKind::Cancelled);
+        });
+        assert_eq!(pool.zygote(), None);
     }
 
     #[test]

@@ -407,7 +407,11 @@ impl Service {
     }
 
     fn load_again<Then: FnOnce()>(&self, load: &impl Fn() -> Result<(Reloaded, Then), String>) {
-        notify(Standing::Reloading);
+        // One that ends goes on to end for its manager, whatever it reads meanwhile.
+        let ends = self.gate.is_draining();
+        if !ends {
+            notify(Standing::Reloading);
+        }
         let loaded = load().and_then(|(new, then)| {
             self.reload(new).map_err(|error| error.to_string())?;
             then();
@@ -418,7 +422,9 @@ impl Service {
             // It goes on as it was.
             Err(error) => tracing::error!(%error, "the configuration is not loaded again"),
         }
-        notify(Standing::Ready);
+        if !ends {
+            notify(Standing::Ready);
+        }
     }
 
     /// Closes connections that did not say hello in time, or not the whole of
