@@ -67,6 +67,7 @@ fn main() -> ExitCode {
             runs_one_after_another_wake_no_second_thread,
             a_frame_that_comes_drop_by_drop_holds_no_thread,
             a_flood_is_refused_at_once_and_a_second_principal_is_served,
+            where_nobody_set_a_bound_a_flood_of_long_runs_leaves_places_to_others,
             the_tools_of_a_cancelled_run_hear_of_it,
             a_run_that_is_being_opened_is_cancelled_without_the_broker,
             ten_times_what_there_is_room_for_is_refused_by_kind_and_others_are_served,
@@ -633,40 +634,78 @@ fn a_frame_that_comes_drop_by_drop_holds_no_thread() {
 
 fn a_flood_is_refused_at_once_and_a_second_principal_is_served() {
     let desk = desk();
-    let config = "[service]\nruns_max = 3\nqueue_max = 1\nqueue_wait_ms = 3600000\n\
-                  principal_runs_max = 3\n[principals.small]\nruns_max = 1\n";
+    // Three of the four places, as six of the eight.
+    let config = "[service]\nruns_max = 4\nqueue_max = 4\nqueue_wait_ms = 3600000\n\
+                  principal_runs_max = 6\n[principals.small]\nruns_max = 1\n";
     fs::write(desk.path("forge.toml"), config).unwrap();
     let service = desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
         let of = |principal: &str, order: Order| Order { principal: principal.into(), ..order };
+        let are = |running: usize, waiting: usize| {
+            move |status: &Value| {
+                status["runs"]["running"] == running && status["runs"]["waiting"] == waiting
+            }
+        };
         let mut held = Vec::new();
-        for _ in 0..3 {
+        for _ in 0..6 {
             held.push(client.submit(&of("flood", endless())).await.unwrap());
         }
-        stands(&client, "three run", |status| status["runs"]["running"] == 3).await;
+        stands(&client, "three run and three wait", are(3, 3)).await;
         for _ in 0..30 {
             let report = report(&client.run(&of("flood", endless())).await.unwrap());
             assert_eq!(report["status"], "refused", "{report:#}");
             assert_eq!(report["kind"], "too_many_runs", "{report:#}");
             assert!(report["retry_after_ms"].as_u64().unwrap() >= 1, "{report:#}");
         }
-        // Another waits for the next place, and gets it.
-        let other = client.submit(&of("other", submit(ECHO, "[1]"))).await.unwrap();
-        stands(&client, "it waits", |status| status["runs"]["waiting"] == 1).await;
+        // Another has its place at once, however many wait.
+        let other = report(&client.run(&of("other", submit(ECHO, "[1]"))).await.unwrap());
+        assert_eq!(other["output"], "[1]", "{other:#}");
+        // Where none is left it waits for the next, and gets it.
+        let last = client.submit(&of("last", endless())).await.unwrap();
+        stands(&client, "all places are taken", are(4, 3)).await;
+        let other = client.submit(&of("other", submit(ECHO, "[2]"))).await.unwrap();
+        stands(&client, "it waits", are(4, 4)).await;
         let third = report(&client.run(&of("third", submit(ECHO, "[1]"))).await.unwrap());
         assert_eq!((&third["status"], &third["kind"]), (&"refused".into(), &"overloaded".into()));
-        held.pop().unwrap().canceller().cancel().await;
-        assert_eq!(report(&other.finish().await.unwrap())["output"], "[1]");
+        last.canceller().cancel().await;
+        assert_eq!(report(&other.finish().await.unwrap())["output"], "[2]");
         // One that waits can be cancelled.
-        held.push(client.submit(&of("flood", endless())).await.unwrap());
-        stands(&client, "three run again", |status| status["runs"]["running"] == 3).await;
+        let last = client.submit(&of("last", endless())).await.unwrap();
+        stands(&client, "all places are taken again", are(4, 3)).await;
         let waits = client.submit(&of("small", submit(ECHO, "1"))).await.unwrap();
-        stands(&client, "it waits", |status| status["runs"]["waiting"] == 1).await;
+        stands(&client, "it waits", are(4, 4)).await;
         let small = report(&client.run(&of("small", submit(ECHO, "1"))).await.unwrap());
         assert_eq!(small["kind"], "too_many_runs", "its own limit is 1");
         waits.canceller().cancel().await;
         assert_eq!(report(&waits.finish().await.unwrap())["status"], "cancelled");
+        drop((held, last));
+    });
+}
+
+fn where_nobody_set_a_bound_a_flood_of_long_runs_leaves_places_to_others() {
+    let desk = desk();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let service = desk.serve(&["--config", "forge.toml"]);
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let of = |principal: &str, order: Order| Order { principal: principal.into(), ..order };
+        let bound = |status: &Value, name: &str| status["bounds"][name].as_u64().unwrap();
+        let bounds = status(&client).await;
+        let (places, all) = (bound(&bounds, "runs_max"), bound(&bounds, "principal_runs_max"));
+        let mut held = Vec::new();
+        for _ in 0..all {
+            held.push(client.submit(&of("flood", three_in_flight())).await.unwrap());
+        }
+        let reached = |status: &Value| status["runs"]["running"].as_u64() >= Some(places * 3 / 4);
+        stands(&client, "the flood has what it may have", reached).await;
+        for at in 0..10 {
+            let input = format!("[{at}]");
+            let other = report(&client.run(&of("other", submit(ECHO, &input))).await.unwrap());
+            assert_eq!(other["output"], input.as_str(), "{other:#}");
+        }
+        assert!(lines(&log, "never") > 0, "the flood's runs wait for what never comes");
         drop(held);
     });
 }

@@ -1,12 +1,14 @@
 //! Who may run now: so many runs at once, so many that wait for their turn and
-//! so long, and of one principal so many of both together.
+//! so long, and of one principal so many of both together. Of the places to run it
+//! has no larger part than of all: nothing takes a place from a run again, and one
+//! that waits for it does not wait as long as runs may take.
 //!
 //! Whoever cannot run is told at once, and when to come again. A place that
 //! becomes free goes to the waiting principal that has the fewest runs under
 //! way, the longest waiting first: a flood of one tenant's runs stands in
 //! nobody's way but its own.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsRawFd as _;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -25,19 +27,29 @@ struct State {
     draining: bool,
     running: usize,
     waiting: VecDeque<Waiting>,
-    /// Whose turn came, and who has not noticed yet.
-    called: HashSet<u64>,
+    /// Whose turn came and when, who has not noticed yet.
+    called: HashMap<u64, Begun>,
     next_ticket: u64,
     /// Of principals that have any, until the ends of their runs are sent.
     tenants: HashMap<String, Tenant>,
-    /// How long a run takes lately, in microseconds.
+    /// How long a run took lately, in microseconds.
     usual_us: u64,
+    /// What [`Begun`] counts from.
+    epoch: Instant,
+    /// Of those that run, all together.
+    begun_us: u64,
 }
+
+/// When a run began, in microseconds of the gate's own time.
+#[derive(Clone, Copy, Debug)]
+struct Begun(u64);
 
 #[derive(Debug)]
 struct Waiting {
     ticket: u64,
     principal: String,
+    /// Its principal's own, if it has one.
+    limit: Option<usize>,
     wake: Arc<Cancel>,
 }
 
@@ -72,7 +84,7 @@ pub(super) struct Stay<'a> {
 pub(super) struct Pass<'a> {
     gate: &'a Gate,
     principal: String,
-    since: Instant,
+    begun: Begun,
 }
 
 impl Gate {
@@ -82,10 +94,12 @@ impl Gate {
             draining: false,
             running: 0,
             waiting: VecDeque::new(),
-            called: HashSet::new(),
+            called: HashMap::new(),
             next_ticket: 0,
             tenants: HashMap::new(),
             usual_us: 0,
+            epoch: Instant::now(),
+            begun_us: 0,
         }))
     }
 
@@ -107,47 +121,49 @@ impl Gate {
         if state.draining {
             return Err(Denied::Draining);
         }
-        let limit = limit.unwrap_or(state.bounds.principal_runs_max);
+        let runs_max = limit.unwrap_or(state.bounds.principal_runs_max);
         let here = state.tenants.get(principal).map_or(0, |tenant| tenant.here);
-        if here >= limit {
-            let retry_after_ms = state.retry_after_ms(limit.max(1), 0);
-            return Err(Denied::TooManyRuns { limit, retry_after_ms });
+        if here >= runs_max {
+            let retry_after_ms = state.retry_after_ms(runs_max.max(1), 0);
+            return Err(Denied::TooManyRuns { limit: runs_max, retry_after_ms });
         }
-        let is_free = state.running < state.bounds.runs_max && state.waiting.is_empty();
+        // Whoever waits while there is a place may not have it.
+        let is_free = state.running < state.bounds.runs_max && state.may_run(principal, limit);
         if !is_free && state.waiting.len() >= state.bounds.queue_max {
             return Err(state.overloaded());
         }
         state.tenants.entry(principal.to_owned()).or_default().here += 1;
         let stay = Stay { gate: self, principal: principal.to_owned() };
         if is_free {
-            state.begin(principal);
+            let begun = state.begin(principal);
             drop(state);
-            return Ok((stay, self.pass(principal)));
+            return Ok((stay, self.pass(principal, begun)));
         }
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         let wake = Arc::clone(cancel);
-        state.waiting.push_back(Waiting { ticket, principal: principal.to_owned(), wake });
+        let principal_of = principal.to_owned();
+        state.waiting.push_back(Waiting { ticket, principal: principal_of, limit, wake });
         let until = Instant::now() + state.bounds.queue_wait;
         drop(state);
         match self.wait(ticket, cancel, until) {
-            Ok(()) => Ok((stay, self.pass(principal))),
+            Ok(begun) => Ok((stay, self.pass(principal, begun))),
             Err(denied) => Err(denied),
         }
     }
 
-    fn pass(&self, principal: &str) -> Pass<'_> {
-        Pass { gate: self, principal: principal.to_owned(), since: Instant::now() }
+    fn pass(&self, principal: &str, begun: Begun) -> Pass<'_> {
+        Pass { gate: self, principal: principal.to_owned(), begun }
     }
 
-    fn wait(&self, ticket: u64, cancel: &Cancel, until: Instant) -> Result<(), Denied> {
+    fn wait(&self, ticket: u64, cancel: &Cancel, until: Instant) -> Result<Begun, Denied> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             wait_for(cancel, left);
             let mut state = lock(&self.0);
-            if state.called.remove(&ticket) {
+            if let Some(begun) = state.called.remove(&ticket) {
                 cancel.calm();
-                return Ok(());
+                return Ok(begun);
             }
             let denied = if cancel.is_raised() {
                 Denied::Cancelled
@@ -212,33 +228,61 @@ fn wait_for(cancel: &Cancel, time: Duration) {
 }
 
 impl State {
-    fn begin(&mut self, principal: &str) {
+    fn now_us(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    fn running_of(&self, principal: &str) -> usize {
+        self.tenants.get(principal).map_or(0, |tenant| tenant.running)
+    }
+
+    /// Whether a place may be one of this principal's.
+    fn may_run(&self, principal: &str, limit: Option<usize>) -> bool {
+        self.running_of(principal) < self.bounds.places(limit)
+    }
+
+    fn begin(&mut self, principal: &str) -> Begun {
+        let begun = Begun(self.now_us());
+        self.begun_us += begun.0;
         self.running += 1;
         self.tenants.entry(principal.to_owned()).or_default().running += 1;
+        begun
+    }
+
+    /// How long it took.
+    fn end(&mut self, principal: &str, Begun(begun_us): Begun) -> u64 {
+        self.begun_us -= begun_us;
+        self.running -= 1;
+        if let Some(tenant) = self.tenants.get_mut(principal) {
+            tenant.running -= 1;
+        }
+        self.now_us() - begun_us
     }
 
     /// Calls those whose turn it is.
     fn call(&mut self) {
         while self.running < self.bounds.runs_max {
-            let running = |waiting: &Waiting| {
-                self.tenants.get(&waiting.principal).map_or(0, |tenant| tenant.running)
-            };
             let next = self
                 .waiting
                 .iter()
                 .enumerate()
-                .min_by_key(|(_, waiting)| (running(waiting), waiting.ticket))
+                .filter(|(_, waiting)| self.may_run(&waiting.principal, waiting.limit))
+                .min_by_key(|(_, waiting)| (self.running_of(&waiting.principal), waiting.ticket))
                 .map(|(at, _)| at);
             let Some(waiting) = next.and_then(|at| self.waiting.remove(at)) else { return };
-            self.begin(&waiting.principal);
-            self.called.insert(waiting.ticket);
+            let begun = self.begin(&waiting.principal);
+            self.called.insert(waiting.ticket, begun);
             waiting.wake.nudge();
         }
     }
 
-    /// When a place may be free, by what runs took lately.
+    /// When a place may be free: by what runs took lately, or by how long those that
+    /// run have taken already, if that is more.
     fn retry_after_ms(&self, places: usize, before: usize) -> u64 {
-        let us = self.usual_us.saturating_mul(before as u64 + 1) / places as u64;
+        let running = self.running as u64;
+        let age_us = (self.now_us() * running).saturating_sub(self.begun_us);
+        let usual_us = self.usual_us.max(age_us.checked_div(running).unwrap_or(0));
+        let us = usual_us.saturating_mul(before as u64 + 1) / places as u64;
         us.div_ceil(1000).max(1)
     }
 
@@ -250,16 +294,12 @@ impl State {
 
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
-        let took_us = u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX);
         let mut state = lock(&self.gate.0);
+        let took_us = state.end(&self.principal, self.begun);
         state.usual_us = match state.usual_us {
             0 => took_us,
             usual_us => usual_us - usual_us / 8 + took_us / 8,
         };
-        state.running -= 1;
-        if let Some(tenant) = state.tenants.get_mut(&self.principal) {
-            tenant.running -= 1;
-        }
         state.call();
     }
 }
@@ -310,7 +350,7 @@ mod tests {
 
     #[test]
     fn a_principal_has_so_many_and_another_has_room() {
-        let gate = gate(3, 3, 2);
+        let gate = gate(3, 0, 2);
         let held = [gate.enter("a", None, &cancel()), gate.enter("a", None, &cancel())];
         let refused = gate.enter("a", None, &cancel()).unwrap_err();
         assert!(matches!(refused, Denied::TooManyRuns { limit: 2, .. }), "{refused:?}");
@@ -320,8 +360,42 @@ mod tests {
     }
 
     #[test]
+    fn a_principal_has_no_larger_part_of_the_places_than_of_all_there_is() {
+        // Three quarters of both.
+        let gate = gate(4, 4, 6);
+        let held: Vec<_> = (0..3).map(|_| gate.enter("a", None, &cancel()).unwrap()).collect();
+        std::thread::scope(|scope| {
+            let gate = &gate;
+            let fourth = scope.spawn(move || gate.enter("a", None, &cancel()).map(drop));
+            until("its fourth waits, though there is a place", || gate.load() == (3, 1));
+            // Whose it is, at once.
+            drop(gate.enter("b", None, &cancel()).unwrap());
+            assert_eq!(gate.load(), (3, 1));
+            drop(held);
+            fourth.join().unwrap().unwrap();
+        });
+        // One that may have all has all.
+        let held: Vec<_> = (0..4).map(|_| gate.enter("a", Some(8), &cancel()).unwrap()).collect();
+        assert_eq!(gate.load(), (4, 0));
+        drop(held);
+    }
+
+    #[test]
+    fn whoever_is_refused_is_told_to_come_no_sooner_than_runs_take_that_run() {
+        let gate = gate(2, 0, 1);
+        drop(gate.enter("a", None, &cancel()).unwrap());
+        let _held = gate.enter("a", None, &cancel()).unwrap();
+        // What ended was short, and what runs is not.
+        lock(&gate.0).epoch -= Duration::from_secs(8);
+        match gate.enter("a", None, &cancel()) {
+            Err(Denied::TooManyRuns { retry_after_ms: 8000.., .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
     fn a_place_goes_to_whoever_has_the_fewest() {
-        let gate = gate(2, 8, 8);
+        let gate = gate(2, 8, 10);
         let (stay, pass) = gate.enter("a", None, &cancel()).unwrap();
         let (other_stay, other_pass) = gate.enter("a", None, &cancel()).unwrap();
         let order = Mutex::new(Vec::new());

@@ -24,7 +24,8 @@ pub struct Bounds {
     pub queue_max: usize,
     /// How long they wait.
     pub queue_wait: Duration,
-    /// Of one principal, running and waiting together.
+    /// Of one principal, running and waiting together. Of those at once it has as
+    /// large a part as this is of all ([`Self::places`]).
     pub principal_runs_max: usize,
 }
 
@@ -53,6 +54,15 @@ impl Bounds {
         let all = runs_max + queue_max;
         let principal_runs_max = principal_runs_max.unwrap_or_else(|| (all - all / 4).max(1));
         Self { runs_max, queue_max, queue_wait, principal_runs_max }
+    }
+
+    /// How many runs of a principal may run at once that may have so many here, or as
+    /// many as others: of [`Self::runs_max`] the part that these are of all, at least one.
+    #[must_use]
+    pub fn places(&self, runs_max: Option<usize>) -> usize {
+        let of_all = runs_max.unwrap_or(self.principal_runs_max);
+        let all = (self.runs_max + self.queue_max).max(1);
+        (self.runs_max * of_all.min(all) / all).max(1)
     }
 }
 
@@ -162,6 +172,8 @@ mod tests {
         let usual = Bounds::of_host(64 << 20, None, None, None, Duration::ZERO);
         assert!(usual.runs_max >= 1 && usual.queue_max >= usual.runs_max, "{usual:?}");
         assert!(usual.principal_runs_max < usual.runs_max + usual.queue_max, "{usual:?}");
+        assert!(usual.places(None) < usual.runs_max || usual.runs_max == 1, "{usual:?}");
+        assert_eq!(usual.places(Some(usize::MAX)), usual.runs_max);
         let huge = Bounds::of_host(u64::MAX / 2, None, None, None, Duration::ZERO);
         assert_eq!(huge.runs_max, 1, "no memory for a second");
         let said = Bounds::of_host(64 << 20, Some(3), Some(0), Some(2), Duration::ZERO);
