@@ -31,6 +31,9 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 /// Threads that talk with tool servers.
 const SERVER_THREADS: usize = 2;
+/// Threads that a broker takes at least: these, the journal's, and one on each side for
+/// what blocks.
+const THREADS_MIN: usize = SERVER_THREADS + 3;
 /// How long what blocks a thread may take on when all else has ended.
 const LAST_WORK_TIME_MAX: Duration = Duration::from_secs(1);
 
@@ -146,6 +149,11 @@ enum Error {
     Output(std::io::Error),
     #[error("this host: {0}")]
     Host(std::io::Error),
+    #[error(
+        "this host starts no {THREADS_MIN} threads for it: {0}; see `pids.max` of its control \
+         group, and `ulimit -u` of its user"
+    )]
+    Threads(std::io::Error),
 }
 
 impl Error {
@@ -160,7 +168,7 @@ impl Error {
             | Self::Settle(_)
             | Self::Journal(_) => 2,
             Self::Output(_) => 1,
-            Self::Host(_) => 5,
+            Self::Host(_) | Self::Threads(_) => 5,
             Self::Serve(_) => 70,
         }
     }
@@ -231,6 +239,7 @@ fn main() -> ExitCode {
             }
             None => {}
         }
+        process::try_threads(THREADS_MIN).map_err(Error::Threads)?;
         // Links have one thread: an answer that needs nobody else crosses to
         // no other, which costs more than the answer itself. Servers have
         // threads of their own, so that what they say holds up no link.

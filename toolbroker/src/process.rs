@@ -12,6 +12,7 @@
 
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
+use std::sync::Mutex;
 
 use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
 
@@ -40,6 +41,24 @@ pub fn harden() -> io::Result<()> {
         libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC as libc::c_int)
     };
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Starts so many threads, which are there at once, and ends them. Without enough of
+/// them a runtime panics, or waits for one that never comes.
+///
+/// # Errors
+/// The kernel's, of the first that cannot be started: `WouldBlock` where the user or
+/// the control group has all the tasks that it may have.
+pub fn try_threads(count: usize) -> io::Result<()> {
+    let gate = Mutex::new(());
+    std::thread::scope(|scope| {
+        // None ends before all are there, or one cannot be.
+        let _held = gate.lock();
+        for _ in 0..count {
+            std::thread::Builder::new().spawn_scoped(scope, || drop(gate.lock()))?;
+        }
+        Ok(())
+    })
 }
 
 /// Takes over the descriptor that the parent left open for this process. Call

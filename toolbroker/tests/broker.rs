@@ -5,7 +5,7 @@
 
 mod support;
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -807,6 +807,44 @@ fn a_control_descriptor_that_is_no_socket_is_refused() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("--control-fd"));
+}
+
+#[test]
+fn a_broker_that_can_have_no_threads_says_so_and_does_not_stand_still() {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::process::CommandExt as _;
+
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    // By its descriptor: another user may not see the folder it is in.
+    let file = std::fs::File::open(env!("CARGO_BIN_EXE_forge-toolbroker")).unwrap();
+    rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::empty()).unwrap();
+    let mut command = std::process::Command::new(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    command.args(["--control-fd", "0"]).stderr(std::process::Stdio::piped());
+    if rustix::process::geteuid().is_root() {
+        // Root's own tasks are not counted.
+        command.uid(54_321).gid(54_321);
+    }
+    let one_more = || {
+        let two = Rlimit { current: Some(2), maximum: Some(2) };
+        setrlimit(Resource::Nproc, two).map_err(Into::into)
+    };
+    // SAFETY: the closure makes one system call between fork and exec.
+    let mut child = unsafe { command.pre_exec(one_more) }.spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break status,
+            None if Instant::now() > until => {
+                child.kill().unwrap();
+                panic!("it stands still");
+            }
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(status.code(), Some(5), "{said}");
+    assert!(said.contains("threads") && said.contains("pids.max"), "{said}");
 }
 
 #[test]
