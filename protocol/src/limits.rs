@@ -142,7 +142,9 @@ pub struct RunLimits {
 impl Default for RunLimits {
     fn default() -> Self {
         Self {
-            fuel: 1_000_000_000,
+            // A second or two of computing: `wall_ms` bounds a run that waits. wasmi charges
+            // a block of code as a whole, so compiled C takes up to ten for an instruction.
+            fuel: 5_000_000_000,
             memory_bytes: 16 * u64::from(MIB),
             wall_ms: 5_000,
             program_bytes: 2 * MIB,
@@ -155,7 +157,7 @@ impl Default for RunLimits {
             log_bytes: 64 * KIB,
             calls: 100,
             calls_in_flight: 8,
-            recursion: 1_000,
+            recursion: 10_000,
             stack_bytes: MIB,
         }
     }

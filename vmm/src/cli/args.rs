@@ -162,7 +162,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) artifacts: Option<PathBuf>,
     /// Fuel: roughly, how many instructions the program may execute
-    /// [default: 1000000000]
+    /// [default: 5000000000]
     #[arg(long, value_name = "N")]
     pub(crate) fuel: Option<u64>,
     /// Linear memory the program may have [default: 16777216, at most 67108864]

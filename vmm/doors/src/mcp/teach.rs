@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use forge_protocol::limits::{FOUND_TOOLS_MAX, INTENT_BYTES_MAX};
+use forge_protocol::limits::{FOUND_TOOLS_MAX, INTENT_BYTES_MAX, RunLimits};
 use rmcp::model::{
     JsonObject, ReadResourceResult, Resource, ResourceContents, Tool, ToolAnnotations,
 };
@@ -132,6 +132,7 @@ fn search_output() -> Value {
 }
 
 fn run_input() -> Value {
+    let usual = RunLimits::default();
     json!({
         "type": "object",
         "properties": {
@@ -149,15 +150,23 @@ fn run_input() -> Value {
             "limits": {
                 "type": "object",
                 "properties": {
-                    "timeout_ms": { "type": "integer", "minimum": 1, "default": 5000 },
+                    "timeout_ms": {
+                        "type": "integer",
+                        "minimum": 1,
+                        "default": usual.wall_ms,
+                    },
                     "fuel": {
                         "type": "integer",
                         "minimum": 1,
-                        "default": 1_000_000_000,
+                        "default": usual.fuel,
                         "description": "About one for each instruction",
                     },
-                    "memory_bytes": { "type": "integer", "minimum": 65536, "default": 16_777_216 },
-                    "calls": { "type": "integer", "minimum": 0, "default": 100 },
+                    "memory_bytes": {
+                        "type": "integer",
+                        "minimum": 65536,
+                        "default": usual.memory_bytes,
+                    },
+                    "calls": { "type": "integer", "minimum": 0, "default": usual.calls },
                 },
                 "additionalProperties": false,
             },
