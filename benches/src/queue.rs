@@ -97,7 +97,7 @@ impl Driver {
         driver.offer(RX, BUFFER_BYTES as u32)?;
         driver.transmit(op::REQUEST, &[])?;
         driver.device.deliver();
-        match driver.device.ignored_writes() {
+        match driver.device.ignored_accesses() {
             0 => Ok(driver),
             _ => Err("the device did not come up".into()),
         }

@@ -84,7 +84,7 @@ pub struct Device {
     muxer: Muxer,
     /// The most receive buffers the guest has offered at a time.
     receive_buffers: u16,
-    ignored_writes: u64,
+    ignored_accesses: u64,
 }
 
 impl Device {
@@ -101,7 +101,7 @@ impl Device {
             queues: std::array::from_fn(|_| fresh_queue()),
             muxer,
             receive_buffers: 0,
-            ignored_writes: 0,
+            ignored_accesses: 0,
         }
     }
 
@@ -155,7 +155,7 @@ impl Device {
             queues,
             muxer,
             receive_buffers,
-            ignored_writes,
+            ignored_accesses,
         } = self;
         Self {
             memory,
@@ -167,7 +167,7 @@ impl Device {
             queues: std::array::from_fn(|index| copy_of(&queues[index])),
             muxer: muxer.clone(),
             receive_buffers: *receive_buffers,
-            ignored_writes: *ignored_writes,
+            ignored_accesses: *ignored_accesses,
         }
     }
 
@@ -176,10 +176,10 @@ impl Device {
         &mut self.muxer
     }
 
-    /// Register writes that did not fit the device's state.
+    /// Accesses of registers that did not fit the device's state or the register.
     #[must_use]
-    pub fn ignored_writes(&self) -> u64 {
-        self.ignored_writes
+    pub fn ignored_accesses(&self) -> u64 {
+        self.ignored_accesses
     }
 
     /// Whether the driver broke the rules so that only a reset helps.
@@ -222,9 +222,11 @@ impl Device {
             register::STATUS => self.status,
             _ => 0,
         };
+        // What stands there is no answer of this device.
+        data.fill(0);
         match <&mut [u8; 4]>::try_from(data) {
             Ok(word) => *word = value.to_le_bytes(),
-            Err(_) => self.ignored_writes += 1,
+            Err(_) => self.ignored_accesses += 1,
         }
     }
 
@@ -232,11 +234,11 @@ impl Device {
     /// returns.
     pub fn write(&mut self, offset: u64, data: &[u8]) {
         let Ok(word) = <[u8; 4]>::try_from(data) else {
-            self.ignored_writes += 1;
+            self.ignored_accesses += 1;
             return;
         };
         if !self.try_write(offset, u32::from_le_bytes(word)) {
-            self.ignored_writes += 1;
+            self.ignored_accesses += 1;
         }
     }
 
@@ -653,7 +655,7 @@ mod tests {
             device.queue_sel,
             device.muxer,
             device.receive_buffers,
-            device.ignored_writes,
+            device.ignored_accesses,
         )
     }
 
@@ -677,7 +679,7 @@ mod tests {
         }
         write(device, register::STATUS, 1 | 2 | 8 | 4);
         assert_eq!(read(device, register::STATUS), 15);
-        assert_eq!(device.ignored_writes(), 0);
+        assert_eq!(device.ignored_accesses(), 0);
     }
 
     #[test]
@@ -753,7 +755,7 @@ mod tests {
         for offset in registers {
             write(&mut device, offset, 0);
         }
-        assert_eq!(device.ignored_writes(), registers.len() as u64);
+        assert_eq!(device.ignored_accesses(), registers.len() as u64);
         let after: Vec<_> = device.queues.iter().map(Queue::state).collect();
         assert_eq!(after, before);
     }
@@ -779,12 +781,16 @@ mod tests {
     }
 
     #[test]
-    fn odd_widths_and_the_configuration_space_are_read_safely() {
+    fn odd_widths_read_as_zero_and_so_does_what_is_behind_the_configuration_space() {
         let mut device = device();
         for width in 0..=16 {
             let mut data = vec![0xff; width];
             device.read(register::MAGIC_VALUE, &mut data);
+            let expected = if width == 4 { MAGIC.to_le_bytes().to_vec() } else { vec![0; width] };
+            assert_eq!(data, expected, "{width}");
+            data.fill(0xff);
             device.read(0xffe, &mut data);
+            assert_eq!(data, vec![0; width]);
             device.write(register::STATUS, &data);
         }
         let mut cid = [0; 8];
