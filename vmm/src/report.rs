@@ -171,7 +171,8 @@ pub struct RunReport {
     pub log: Vec<LogReport>,
     /// Records that were dropped because its log was full.
     pub log_dropped: u64,
-    /// The isolation it ran in.
+    /// The isolation that it ran in or would have: `unknown` for one that was to be a
+    /// service's, and was not sent.
     pub isolation: &'static str,
     /// What of that isolation is weaker on this host than it could be: the
     /// words of [`crate::jail::Weakness`]. Empty for a run that no VM was made

@@ -66,29 +66,28 @@ pub struct RunResult {
 }
 
 impl RunResult {
-    /// A run that was not begun.
+    /// A run that was not begun, and would have been carried out in this tier.
     #[must_use]
-    pub fn unstarted(status: Status, kind: &'static str, reason: impl Into<String>) -> Self {
+    pub fn unstarted(
+        tier: Tier,
+        status: Status,
+        kind: &'static str,
+        reason: impl Into<String>,
+    ) -> Self {
         let at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = RunId(crate::keys::random().unwrap_or_default());
-        unstarted(run_id, None, Outcome::new(status, kind, reason), at)
-    }
-
-    /// The same, with the tier it was carried out in or would have been.
-    #[must_use]
-    pub fn in_tier(mut self, tier: Tier) -> Self {
-        self.report.isolation = tier.as_str();
-        self
+        unstarted(run_id, tier, None, Outcome::new(status, kind, reason), at)
     }
 
     /// One that there was no room for, and when there may be.
     #[must_use]
     pub fn refused(
+        tier: Tier,
         kind: &'static str,
         reason: impl Into<String>,
         retry_after_ms: Option<u64>,
     ) -> Self {
-        let mut result = Self::unstarted(Status::Refused, kind, reason);
+        let mut result = Self::unstarted(tier, Status::Refused, kind, reason);
         result.report.retry_after_ms = retry_after_ms;
         result
     }
@@ -272,31 +271,28 @@ impl Supervisor {
     /// The same as [`Self::run`] for somebody who attends the run. That it ended
     /// is theirs to log.
     pub fn run_for(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
-        self.attended(request, attendance).in_tier(self.tier())
-    }
-
-    fn attended(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
+        let tier = self.tier();
         if attendance.cancel.is_some_and(Cancel::is_raised) {
             let reason = "the run was cancelled before it began";
-            return RunResult::unstarted(Status::Cancelled, "cancelled", reason);
+            return RunResult::unstarted(tier, Status::Cancelled, "cancelled", reason);
         }
         let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
             Err(error) => {
                 let outcome = Outcome::new(Status::Unavailable, "host", error.to_string());
-                return unstarted(RunId([0; 16]), None, outcome, at);
+                return unstarted(RunId([0; 16]), tier, None, outcome, at);
             }
         };
         let engine = self.engine();
         let admitted = match self.admit(&engine.admission, request) {
             Ok(admitted) => admitted,
-            Err(refused) => return refused.result(run_id, None, at),
+            Err(refused) => return refused.result(run_id, tier, None, at),
         };
         at.admitted = now_ns();
         match self.carry_out(&engine.pool, run_id, request, &admitted, attendance, &mut at) {
             Ok(result) => result,
-            Err(refused) => refused.result(run_id, Some(&admitted), at),
+            Err(refused) => refused.result(run_id, tier, Some(&admitted), at),
         }
     }
 
@@ -421,9 +417,9 @@ impl Supervisor {
             }
         };
         drop((reopened, opened));
-        let weaknesses = pool.weaknesses();
-        let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, self.tier());
-        let mut result = reported(run_id, admitted, outcome, report, vm, &weaknesses, *at);
+        let place = Place { tier: self.tier(), vm, weaknesses: &pool.weaknesses() };
+        let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, place.tier);
+        let mut result = reported(run_id, admitted, outcome, report, place, *at);
         result.upkeep = upkeep;
         Ok(match settled {
             Settled::Known => result,
@@ -581,12 +577,18 @@ fn after_loss(
 }
 
 impl Refused {
-    fn result(self, run_id: RunId, admitted: Option<&Admitted>, at: Supervised) -> RunResult {
+    fn result(
+        self,
+        run_id: RunId,
+        tier: Tier,
+        admitted: Option<&Admitted>,
+        at: Supervised,
+    ) -> RunResult {
         let retry_after_ms = match &self {
             Self::Broker(BrokerError::Away { retry_after_ms, .. }) => Some(*retry_after_ms),
             _ => None,
         };
-        let mut result = unstarted(run_id, admitted, self.into(), at);
+        let mut result = unstarted(run_id, tier, admitted, self.into(), at);
         result.report.retry_after_ms = retry_after_ms;
         result
     }
@@ -669,6 +671,7 @@ fn us_since(since_ns: u64) -> u64 {
 /// The report of a run that no VM was made for.
 fn unstarted(
     run_id: RunId,
+    tier: Tier,
     admitted: Option<&Admitted>,
     outcome: Outcome,
     at: Supervised,
@@ -687,7 +690,7 @@ fn unstarted(
         artifacts: Vec::new(),
         log: Vec::new(),
         log_dropped: 0,
-        isolation: Tier::Vm.as_str(),
+        isolation: tier.as_str(),
         weaknesses: Vec::new(),
         vm: "fresh",
         program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
@@ -703,15 +706,20 @@ fn unstarted(
     RunResult { report, artifacts: Vec::new(), trace, upkeep: None }
 }
 
+/// What a run was carried out in.
+struct Place<'a> {
+    tier: Tier,
+    vm: Vm,
+    weaknesses: &'a [Weakness],
+}
+
 /// The report of a run that a worker was given.
-#[allow(clippy::too_many_arguments, reason = "each is a part of the report")]
 fn reported(
     run_id: RunId,
     admitted: &Admitted,
     outcome: Outcome,
     report: Report,
-    vm: Vm,
-    weaknesses: &[Weakness],
+    place: Place<'_>,
     at: Supervised,
 ) -> RunResult {
     // Only a guest that told its end has told these.
@@ -741,9 +749,9 @@ fn reported(
             .map(|log| LogReport { level: log.level, text: log.text.clone() })
             .collect(),
         log_dropped,
-        isolation: Tier::Vm.as_str(),
-        weaknesses: weaknesses.iter().map(|weakness| weakness.word()).collect(),
-        vm: vm.as_str(),
+        isolation: place.tier.as_str(),
+        weaknesses: place.weaknesses.iter().map(|weakness| weakness.word()).collect(),
+        vm: place.vm.as_str(),
         program_sha256: Some(hex(&admitted.sha256)),
         signer: Some(admitted.signer.to_string()),
         retrieved: Vec::new(),

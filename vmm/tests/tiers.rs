@@ -31,7 +31,7 @@ use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::limits::{LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::run::Artifact;
-use forge_protocol::service::{Order, RunEvent};
+use forge_protocol::service::{Order, Question, Reply, RunEvent};
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_protocol::worker::{Fate, Job, Tier};
 use forge_vmm::cancel::Cancel;
@@ -41,7 +41,7 @@ use forge_vmm::pool::{Pool, PoolOptions, Task};
 use forge_vmm::supervisor::{Attendance, Supervisor, SupervisorOptions};
 use processes::{wait_for, worker_of};
 use serde_json::{Value, json};
-use serving::Service;
+use serving::{ECHO, Service, run, submit};
 use support::{answer, forge_module, job, signed, signer};
 
 fn main() -> ExitCode {
@@ -60,6 +60,8 @@ fn main() -> ExitCode {
             a_killed_worker_loses_its_run_and_says_so,
             a_worker_without_a_vm_holds_its_links_and_nothing_else,
             a_service_runs_in_the_tier_of_its_configuration,
+            a_run_without_a_descriptor_is_told_in_its_tier_and_counted,
+            a_program_that_cannot_be_signed_is_told_in_its_tier_or_a_services_unknown_one,
             a_prepared_program_runs_in_a_process_of_its_own_each_time,
             nothing_is_reset_without_a_vm,
             a_process_that_the_deadline_stops_leaves_the_line_it_was_at,
@@ -687,6 +689,52 @@ fn a_service_runs_in_the_tier_of_its_configuration() {
     // Who asks for a tier asks the service's operator.
     let arguments = ["run", "--isolation", "vm", "--service", "socket", "program.wasm"];
     assert_eq!(desk.forge(&arguments).status.code(), Some(2));
+}
+
+/// How many descriptors a process may have from now on; gives back how many it could.
+fn set_descriptors(pid: i32, descriptors: u64) -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let (kind, none) = (libc::RLIMIT_NOFILE, std::ptr::null());
+    // SAFETY: one valid rlimit, which it writes.
+    assert_eq!(unsafe { libc::prlimit(pid, kind, none, &raw mut limit) }, 0);
+    let former = std::mem::replace(&mut limit.rlim_cur, descriptors);
+    let none = std::ptr::null_mut();
+    // SAFETY: one valid rlimit, which it reads.
+    assert_eq!(unsafe { libc::prlimit(pid, kind, &raw const limit, none) }, 0);
+    former
+}
+
+fn a_run_without_a_descriptor_is_told_in_its_tier_and_counted() {
+    let desk = service_desk();
+    let service = desk.serve(&["--config", "forge.toml", "--ready", "0", "--ready-max", "0"]);
+    let mut client = service.client();
+    let pid = service.child.id() as i32;
+    let former = set_descriptors(pid, 3);
+    let report = run(&mut client, &submit(ECHO, "[7]"));
+    set_descriptors(pid, former);
+    assert_eq!((&report["status"], &report["kind"]), (&json!("refused"), &json!("overloaded")));
+    assert_eq!(report["isolation"], "process", "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("no descriptor left"), "{report:#}");
+    let Reply::Status(status) = client.ask(Question::Status).unwrap() else { panic!("no status") };
+    let status: Value = serde_json::from_str(&status).unwrap();
+    assert_eq!(status["runs"]["ended"], json!({ "refused": 1 }), "{status:#}");
+    service.serves();
+}
+
+fn a_program_that_cannot_be_signed_is_told_in_its_tier_or_a_services_unknown_one() {
+    let desk = desk();
+    desk.write("none.wasm", "no module");
+    for (place, isolation) in [
+        (["--isolation", "vm"], "vm"),
+        (["--isolation", "process"], "process"),
+        (["--service", "nobody-is-there"], "unknown"),
+    ] {
+        let run = ["run", "--json", "--sign-with", "signer.pem"];
+        let output = desk.forge(&[&run[..], &place, &["none.wasm"]].concat());
+        let report = reported(&output);
+        assert_eq!((&report["status"], &report["kind"]), (&json!("rejected"), &json!("invalid")));
+        assert_eq!(report["isolation"], isolation, "{report:#}");
+    }
 }
 
 fn a_prepared_program_runs_in_a_process_of_its_own_each_time() {

@@ -10,6 +10,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::run::Artifact;
 use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::Tier;
 use forge_vmm::admission::{shown, shown_whole};
 use forge_vmm::broker::Broker;
 use forge_vmm::keys;
@@ -22,6 +23,9 @@ use super::config::{self, GrantKey};
 use super::interrupt::Interruptible;
 use super::{CliError, Exit, complain, out, print_json, program, progress, serve};
 
+/// The isolation in the report of a run that a service was not asked for.
+const UNKNOWN: &str = "unknown";
+
 /// Runs a program.
 pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     if args.prepare && args.service.is_none() {
@@ -31,16 +35,21 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let limits = limits(&args);
     config::check_named(&args.broker)?;
     let input = config::json_argument("--input", &args.input)?;
+    // Of a service's runs it is the service's to tell.
+    let own_tier = match args.service {
+        Some(_) => None,
+        None => Some(config::tier(args.isolation, args.broker.config.as_deref())?),
+    };
     let (program, trust) = match program_and_trust(&args) {
         // What is no module cannot be signed either.
         Err(CliError::Program(why)) if args.json => {
-            let refused = RunResult::unstarted(Status::Rejected, "invalid", why);
-            return Ok(ended(Status::Rejected, [print_json(&refused.report)]));
+            let report = unsigned(own_tier, why);
+            return Ok(ended(Status::Rejected, [print_json(&report)]));
         }
         read => read?,
     };
     let mut authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
-    if args.service.is_some() {
+    let Some(tier) = own_tier else {
         let (principal, session) = (args.broker.principal.clone(), args.session.clone());
         let order = Order {
             program,
@@ -54,8 +63,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
             hosted: None,
         };
         return serve::submit(&args, order);
-    }
-    let tier = config::tier(args.isolation, args.broker.config.as_deref())?;
+    };
     let key = match authority {
         Authority::Grant(_) => GrantKey::Kept,
         Authority::Tools(_) => GrantKey::Passing,
@@ -134,6 +142,15 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     // The broker stops its servers after the user has the result.
     drop(supervisor);
     Ok(code)
+}
+
+/// The report of a program that cannot be signed, and is sent to nobody: a service is
+/// not asked what it would have been carried out in, which is not known then.
+fn unsigned(own_tier: Option<Tier>, why: String) -> RunReport {
+    let tier = own_tier.unwrap_or(Tier::Vm);
+    let refused = RunResult::unstarted(tier, Status::Rejected, "invalid", why);
+    let isolation = own_tier.map_or(UNKNOWN, Tier::as_str);
+    RunReport { isolation, ..refused.report }
 }
 
 /// The options of `run` by the names that what they bound has in a report. Fuel has no bound.

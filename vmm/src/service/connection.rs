@@ -310,7 +310,7 @@ impl Connection {
         let mut under_way = lock(&self.reading).handed.take();
         loop {
             let read = self.read_frame(under_way, || service.busy());
-            match read.and_then(|(frame, busy)| Ok((self.understand(&frame)?, busy))) {
+            match read.and_then(|(frame, busy)| Ok((self.understand(service, &frame)?, busy))) {
                 Ok((None, busy)) => under_way = Some(busy),
                 Ok((Some(work), busy)) => return Ok((work, busy)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -379,7 +379,7 @@ impl Connection {
     }
 
     /// Does what is done at once; gives back what is not.
-    fn understand(&self, frame: &Frame) -> io::Result<Option<Work<'_>>> {
+    fn understand(&self, service: &Service, frame: &Frame) -> io::Result<Option<Work<'_>>> {
         match frame.kind {
             Kind::Hello => self.greet(decode(frame)?).map(|()| None),
             Kind::Submit => {
@@ -388,7 +388,7 @@ impl Connection {
                     return Ok(Some(Work::Run { number, order: Box::new(order), cancel }));
                 }
                 let why = "the service has no descriptor left: raise its limit on open files";
-                self.finish(number, RunResult::refused("overloaded", why, Some(RETRY_AFTER_MS)))?;
+                self.finish(number, service.refuse(&order, why, RETRY_AFTER_MS))?;
                 Ok(None)
             }
             Kind::Cancel => {
@@ -753,6 +753,7 @@ impl Live {
 #[cfg(test)]
 mod tests {
     use forge_protocol::name::ToolName;
+    use forge_protocol::worker::Tier;
 
     use super::*;
 
@@ -816,7 +817,8 @@ mod tests {
     #[test]
     fn a_result_that_is_too_large_to_be_told_ends_as_our_failure_under_its_number() {
         let told = |text_bytes: usize, content_bytes: usize| {
-            let RunResult { mut report, .. } = RunResult::unstarted(Status::Trap, "other", "x");
+            let result = RunResult::unstarted(Tier::Vm, Status::Trap, "other", "x");
+            let RunResult { mut report, .. } = result;
             report.output = "a".repeat(text_bytes);
             let content = vec![1; content_bytes];
             let artifact = Artifact { name: "a".into(), media_type: "b".into(), content };

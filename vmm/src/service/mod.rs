@@ -178,11 +178,20 @@ impl Service {
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let (result, stay) = self.run_if_let(order, peer, cancel, attendance);
-        // Whoever refused it knows nothing of that.
-        let result = result.in_tier(self.supervisor.tier());
+        (self.ended(order, result), stay)
+    }
+
+    /// Refuses a run that its connection has no room for.
+    fn refuse(&self, order: &Order, why: &str, retry_after_ms: u64) -> RunResult {
+        let tier = self.supervisor.tier();
+        self.ended(order, RunResult::refused(tier, "overloaded", why, Some(retry_after_ms)))
+    }
+
+    /// Every run is counted and logged, however far it came.
+    fn ended(&self, order: &Order, result: RunResult) -> RunResult {
         self.counts.ended(&result.report);
         result.report.log(&order.principal);
-        (result, stay)
+        result
     }
 
     fn run_if_let(
@@ -192,16 +201,16 @@ impl Service {
         cancel: &Arc<Cancel>,
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
-        let principal = &order.principal;
+        let (principal, tier) = (&order.principal, self.supervisor.tier());
         if !is_name(principal) {
             let reason = format!(
                 "a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"
             );
-            return (RunResult::unstarted(Status::Rejected, "bad_request", reason), None);
+            return (RunResult::unstarted(tier, Status::Rejected, "bad_request", reason), None);
         }
         if !peer.speaks_for(principal) {
             let reason = not_theirs(principal);
-            return (RunResult::unstarted(Status::Rejected, "forbidden", reason), None);
+            return (RunResult::unstarted(tier, Status::Rejected, "forbidden", reason), None);
         }
         let options = self.options();
         if options.pm_qos
@@ -220,19 +229,22 @@ impl Service {
         };
         let refused = match denied {
             Denied::Draining => {
-                RunResult::refused("draining", "this service takes no more runs", None)
+                RunResult::refused(tier, "draining", "this service takes no more runs", None)
             }
             Denied::TooManyRuns { limit, retry_after_ms } => RunResult::refused(
+                tier,
                 "too_many_runs",
                 format!("the principal has {limit} runs here already, as many as it may"),
                 Some(retry_after_ms),
             ),
             Denied::Overloaded { retry_after_ms } => RunResult::refused(
+                tier,
                 "overloaded",
                 "every place for a run is taken, and none came free in time",
                 Some(retry_after_ms),
             ),
             Denied::Cancelled => RunResult::unstarted(
+                tier,
                 Status::Cancelled,
                 "cancelled",
                 "the run was cancelled before its turn came",
