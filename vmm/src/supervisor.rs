@@ -400,8 +400,7 @@ impl Supervisor {
             Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
                 let patience = Patience { until: after(SYNC_GRACE), ..patience };
-                let settled = at_broker
-                    .map_or(Settled::Known, |opened| opened.settle(&report.calls, patience));
+                let settled = at_broker.map_or(Settled::Known, |opened| opened.settle(patience));
                 (report, vm, Some(upkeep), settled)
             }
             // Cancelled, or its worker was lost or had to be ended: what it
@@ -482,8 +481,9 @@ impl Supervisor {
             })
         });
         let ((claims, link), broker) = opened.map_err(Refused::Broker)?;
-        let granted = claims.tools.into_iter().map(|tool| tool.name).collect();
-        Ok((granted, Some(Opened { broker, link })))
+        let granted: Vec<_> = claims.tools.into_iter().map(|tool| tool.name).collect();
+        let grants_any = !granted.is_empty();
+        Ok((granted, Some(Opened { broker, link, grants_any })))
     }
 }
 
@@ -492,6 +492,8 @@ impl Supervisor {
 struct Opened {
     broker: Arc<Broker>,
     link: UnixStream,
+    /// Whether anything may be called over the link.
+    grants_any: bool,
 }
 
 /// What is known, at a run's end, of what its calls did.
@@ -505,10 +507,11 @@ enum Settled {
 }
 
 impl Opened {
-    /// Ends a run that has a result, which tells these calls.
-    fn settle(&self, calls: &[CallRecord], patience: Patience<'_>) -> Settled {
-        // Whoever wants the run no more has heard of no result yet.
-        let synced = self.end(calls, patience);
+    /// Ends a run that has a result.
+    fn settle(&self, patience: Patience<'_>) -> Settled {
+        // That nothing was called, only its worker says. Whoever wants the run no
+        // more has heard of no result yet.
+        let synced = self.end(self.grants_any, patience);
         synced.map_or_else(Settled::Unsynced, |()| Settled::Known)
     }
 
@@ -529,16 +532,17 @@ impl Opened {
             }
         };
         // It has no result that could be held back, and is waited for all the same.
-        if let Err(error) = self.end(calls, Patience::until(Instant::now() + SYNC_GRACE)) {
+        let patience = Patience::until(Instant::now() + SYNC_GRACE);
+        if let Err(error) = self.end(!calls.is_empty(), patience) {
             tracing::warn!(%error, "what a run's calls did may not be on the disk");
         }
         untold.map_or(Settled::Known, Settled::Untold)
     }
 
-    /// What its calls did is on the disk before anybody hears of it; a run without
-    /// calls asks nobody.
-    fn end(&self, calls: &[CallRecord], patience: Patience<'_>) -> Result<(), BrokerError> {
-        let synced = if calls.is_empty() { Ok(()) } else { self.broker.sync_for(patience) };
+    /// What its calls did is on the disk before anybody hears of it. The broker
+    /// answers at once if all of it is; a run that cannot have called asks nobody.
+    fn end(&self, may_have_called: bool, patience: Patience<'_>) -> Result<(), BrokerError> {
+        let synced = if may_have_called { self.broker.sync_for(patience) } else { Ok(()) };
         // The run is over, whoever still has this end of its link: a worker that
         // was taken over has. What was called before is read yet.
         let _ = self.link.shutdown(Shutdown::Write);
@@ -654,8 +658,8 @@ fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     report.status = status;
     report.kind = kind;
     report.reason = format!(
-        "the run made calls, and its result is held back, since what they did may not be on the \
-         disk yet; `forge-vmm journal list --run {}` has what is: {error}",
+        "the run may have made calls, and its result is held back, since what they did may not \
+         be on the disk yet; `forge-vmm journal list --run {}` has what is: {error}",
         report.run_id
     );
     (report.output, report.output_encoding) = encode_output(&[]);

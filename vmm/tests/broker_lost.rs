@@ -28,10 +28,14 @@ use forge_protocol::broker::{
 };
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Order, Question, Reply};
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::Tier;
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::cancel::Cancel;
 use forge_vmm::keeper::Keeper;
 use forge_vmm::link::Patience;
+use forge_vmm::pool::PoolOptions;
+use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use frail_broker::{Brokers, LENGTH, Life};
 use processes::{Process, is_gone, wait_for};
 use serde_json::Value;
@@ -39,7 +43,7 @@ use serving::{
     ECHO, broker_pid, desk, endless, hashes, kill, lines, report, runtime, signal_to, stands,
     status, submit, test_server, three_in_flight,
 };
-use support::eventually;
+use support::{eventually, signer};
 
 fn main() -> ExitCode {
     frail_broker::be_one();
@@ -57,12 +61,33 @@ fn main() -> ExitCode {
             a_request_that_cost_a_broker_its_life_is_not_given_to_the_next,
             a_broker_that_talks_nonsense_is_replaced_and_its_successor_not_asked,
             a_request_that_no_broker_has_seen_is_given_to_the_next,
+            that_a_run_called_nothing_is_not_its_workers_word_alone,
         ],
     )
 }
 
 fn keeper(brokers: &Brokers) -> Keeper {
     Keeper::of(Broker::start(&brokers.options()).unwrap()).unwrap()
+}
+
+/// What is not on the disk holds a result back, whatever the worker says of calls: one
+/// that was taken over may have called all that its run was granted.
+fn that_a_run_called_nothing_is_not_its_workers_word_alone() {
+    let brokers = Brokers::with("keeps-nothing", &[Life::KeepsNothing]);
+    let options = SupervisorOptions {
+        trust: TrustKeys::new([signer().trust_key()]).unwrap(),
+        maxima: RunLimits::operator_maxima(),
+        pool: PoolOptions { tier: Tier::Process, ..PoolOptions::default() },
+    };
+    let broker = Broker::start(&brokers.options()).unwrap();
+    let supervisor = Supervisor::new(options, Some(broker)).unwrap();
+    let report = supervisor.run(&submit(ECHO, "[7]")).report;
+    assert_eq!((report.status.as_str(), brokers.asked()), ("ok", 0), "{report:#?}");
+    // The same program, which calls nothing either.
+    let order = Order { authority: hashes().authority, ..submit(ECHO, "[7]") };
+    let report = supervisor.run(&order).report;
+    assert_eq!((report.status.as_str(), report.kind), ("internal", "journal"), "{report:#?}");
+    assert_eq!((report.output.as_str(), brokers.asked()), ("", 2));
 }
 
 /// Asks, again as long as there is no broker: on a slow host the next takes

@@ -9,7 +9,9 @@ use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use forge_protocol::broker::{Answer, Ask, Reply};
+use forge_protocol::broker::{
+    Answer, Ask, Authority, GrantClaims, GrantedTool, OpenRun, RefusalKind, Reply, Request,
+};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{Hello, Role};
@@ -26,6 +28,8 @@ pub enum Life {
     Answers,
     /// The same with more than a socket takes, and reads on once that is taken.
     AnswersAtLength,
+    /// Opens runs as they want it, and can keep nothing on a disk.
+    KeepsNothing,
     /// Ends.
     Dies,
     /// Says what no broker says.
@@ -37,9 +41,10 @@ pub enum Life {
 }
 
 impl Life {
-    const ALL: [(Self, &'static str); 6] = [
+    const ALL: [(Self, &'static str); 7] = [
         (Self::Answers, "answers"),
         (Self::AnswersAtLength, "at-length"),
+        (Self::KeepsNothing, "keeps-nothing"),
         (Self::Dies, "dies"),
         (Self::TalksNonsense, "nonsense"),
         (Self::IsDeaf, "deaf"),
@@ -126,9 +131,12 @@ fn live(lives: &Path) {
     if matches!(life, Life::IsDeaf | Life::Sleeps) {
         return until_left(&link);
     }
+    // Those of the runs that it opened.
+    let mut links = Vec::new();
     while let Ok(request) = link.receive(|kind| kind == Kind::Request, Patience::default()) {
         say("asked");
-        let Ask { id, .. } = codec::decode(&request.payload).unwrap();
+        let Ask { id, request } = codec::decode(&request.payload).unwrap();
+        links.extend(link.take_passed());
         let mut bytes = Vec::new();
         match life {
             Life::Answers => {
@@ -139,11 +147,32 @@ fn live(lives: &Path) {
                 let reply = Reply::Metrics("x".repeat(LENGTH));
                 frame::write_message(Kind::Reply, &Answer { id, reply }, &mut bytes);
             }
+            Life::KeepsNothing => {
+                let reply = keeping_nothing(request);
+                frame::write_message(Kind::Reply, &Answer { id, reply }, &mut bytes);
+            }
             Life::TalksNonsense => frame::write_raw(Kind::Output, b"what?", &mut bytes),
             Life::Dies | Life::IsDeaf | Life::Sleeps => return,
         }
         link.send(&bytes, Patience::default()).unwrap();
     }
+}
+
+fn keeping_nothing(request: Request) -> Reply {
+    let Request::OpenRun(OpenRun { principal, authority: Authority::Tools(tools), .. }) = request
+    else {
+        let (kind, message) = (RefusalKind::Journal, "the disk is full".into());
+        return Reply::Refused { kind, message };
+    };
+    let granted = |name| GrantedTool { name, definition_sha256: [0; 32], constraints: Vec::new() };
+    Reply::Opened(GrantClaims {
+        principal,
+        tools: tools.into_iter().map(granted).collect(),
+        expires_unix_s: u64::MAX,
+        calls_max: None,
+        cost_max: None,
+        session: None,
+    })
 }
 
 /// Waits until the other side has closed.
