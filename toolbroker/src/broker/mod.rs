@@ -64,8 +64,9 @@ use crate::verified::Verified;
 /// How long a grant is good that is issued for one run alone, beyond the
 /// run's own wall clock: servers may have to start first.
 const RUN_GRANT_SLACK_S: u64 = 120;
-/// Part of a list of tools that is not tools: counters and the unavailable.
-const TOOL_LIST_SLACK_BYTES: usize = 1024 * 1024;
+/// What the tools of one list may take, in bytes; the rest of its frame is for
+/// counters and the unavailable.
+const LIST_ROOM_BYTES: usize = TOOL_LIST_BYTES_MAX as usize - 1024 * 1024;
 
 /// What a settled call's frame has beside its body, at most, in bytes.
 const SETTLED_BYTES: usize = 32;
@@ -413,23 +414,14 @@ impl Broker {
     async fn list(&self, principal: &str) -> Result<Reply, Refused> {
         let (listed, unavailable) = self.seen(principal).await?;
         let mut unavailable = shown(unavailable);
-        // One frame carries it all; a server whose tools do not fit is left
-        // out as a whole, and said to be.
-        let mut room = TOOL_LIST_BYTES_MAX as usize - TOOL_LIST_SLACK_BYTES;
-        let mut tools = Vec::with_capacity(listed.len());
-        for server in listed.chunk_by(|a, b| a.name().server() == b.name().server()) {
-            let bytes: usize = server.iter().map(|tool| listing_bytes(tool)).sum();
-            if bytes > room {
-                unavailable.push(too_much(&server[0]));
-                continue;
-            }
-            room -= bytes;
-            tools.extend(server.iter().map(|tool| ListedTool {
+        let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
+            let entry = ListedTool {
                 spec: tool.spec().clone(),
                 word: self.registry.word(tool),
                 standing: self.reviews.standing(tool),
-            }));
-        }
+            };
+            (entry, listing_bytes(tool))
+        });
         Ok(Reply::Tools { tools, unavailable })
     }
 
@@ -439,24 +431,18 @@ impl Broker {
         let (listed, unavailable) = self.registry.list(|_| true).await;
         self.reviews.would_pin(&[])?;
         let mut unavailable = shown(unavailable);
-        let mut room = TOOL_LIST_BYTES_MAX as usize - TOOL_LIST_SLACK_BYTES;
-        let mut tools: Vec<ReviewedTool> = Vec::with_capacity(listed.len());
-        for tool in &listed {
-            let reviewed = ReviewedTool {
+        let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
+            let entry = ReviewedTool {
                 name: tool.name().clone(),
                 definition_sha256: tool.sha256(),
                 standing: self.reviews.standing(tool),
                 word: self.registry.word(tool),
                 difference: self.reviews.difference(tool),
             };
-            let bytes = listing_bytes(tool) + reviewed.difference.len();
-            if bytes > room {
-                unavailable.push(too_much(tool));
-                break;
-            }
-            room -= bytes;
-            tools.push(reviewed);
-        }
+            let texts = [tool.name().as_str(), &entry.difference];
+            let bytes = entry_bytes(tool, texts);
+            (entry, bytes)
+        });
         Ok(Reply::Reviews { tools, unavailable })
     }
 
@@ -747,19 +733,46 @@ fn shown(unavailable: Unavailable) -> Vec<(String, String)> {
         .collect()
 }
 
-fn too_much(tool: &Tool) -> (String, String) {
-    (tool.name().server().to_owned(), "its tools do not fit into one list".to_owned())
+/// What is told of these tools, each with the bytes that it takes in a list, as far as
+/// one list has room: a server whose tools do not fit is left out as a whole, and said
+/// to be.
+fn fitting<T>(
+    listed: &[Arc<Tool>],
+    mut room: usize,
+    unavailable: &mut Vec<(String, String)>,
+    entry: impl Fn(&Tool) -> (T, usize),
+) -> Vec<T> {
+    let mut tools = Vec::with_capacity(listed.len());
+    for server in listed.chunk_by(|a, b| a.name().server() == b.name().server()) {
+        let mut left = room;
+        let entries = server.iter().map(|tool| {
+            let (entry, bytes) = entry(tool);
+            left = left.checked_sub(bytes)?;
+            Some(entry)
+        });
+        match entries.collect::<Option<Vec<T>>>() {
+            Some(entries) => {
+                room = left;
+                tools.extend(entries);
+            }
+            None => {
+                let name = server[0].name().server().to_owned();
+                unavailable.push((name, "its tools do not fit into one list".to_owned()));
+            }
+        }
+    }
+    tools
 }
 
 /// What a tool takes in a list, in bytes, and a little more.
 fn listing_bytes(tool: &Tool) -> usize {
     let spec = tool.spec();
-    let texts = [
-        spec.name.as_str(),
-        &spec.description,
-        &spec.input_schema,
-        spec.output_schema.as_deref().unwrap_or_default(),
-    ];
+    let output_schema = spec.output_schema.as_deref().unwrap_or_default();
+    entry_bytes(tool, [spec.name.as_str(), &spec.description, &spec.input_schema, output_schema])
+}
+
+/// What an entry with these texts takes, and with what is said of its tool.
+fn entry_bytes<const N: usize>(tool: &Tool, texts: [&str; N]) -> usize {
     let advice = tool.advice().unwrap_or_default().len();
     texts.iter().map(|text| text.len() + 9).sum::<usize>() + advice + 64
 }
@@ -906,6 +919,25 @@ fn over(what: &'static str, got: u64, limit: u64) -> Result<(), Misbehaviour> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::definition::Listed;
+
+    #[test]
+    fn a_server_whose_tools_do_not_fit_is_named_and_those_behind_it_are_there() {
+        let tool = |server: &str, name: &str| {
+            let (name, input_schema) = (name.to_owned(), serde_json::Map::new());
+            let listed = Listed { name, description: None, input_schema, output_schema: None };
+            Arc::new(Tool::new(server, listed).unwrap())
+        };
+        let listed = [("a", "x"), ("b", "x"), ("b", "long"), ("c", "x"), ("d", "long")]
+            .map(|(s, n)| tool(s, n));
+        let mut unavailable = vec![("e".to_owned(), "it is gone".to_owned())];
+        let told = fitting(&listed, 25, &mut unavailable, |tool| {
+            (tool.name().to_string(), if tool.name().as_str().ends_with("long") { 20 } else { 10 })
+        });
+        assert_eq!(told, ["a.x", "c.x"]);
+        let servers: Vec<_> = unavailable.iter().map(|(server, _)| server.as_str()).collect();
+        assert_eq!(servers, ["e", "b", "d"]);
+    }
 
     #[test]
     fn an_answer_that_fits_into_no_frame_is_refused_and_no_panic() {

@@ -282,7 +282,11 @@ fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
         if let Some(none) = args.tools.iter().find(|name| tools.iter().all(|it| it.name != **name))
         {
             said(&unavailable);
-            return Err(CliError::Usage(format!("there is no tool {none} to approve")));
+            let why = match unavailable.iter().any(|(server, _)| server == none.server()) {
+                true => ": the tools of its server cannot be told",
+                false => "",
+            };
+            return Err(CliError::Usage(format!("there is no tool {none} to approve{why}")));
         }
         tools.retain(|tool| args.tools.contains(&tool.name));
     }
