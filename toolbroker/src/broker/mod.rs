@@ -133,7 +133,7 @@ enum Refused {
     NoIntent,
     #[error("a search for no tools finds none: ask for 1 to {FOUND_TOOLS_MAX}")]
     NoHits,
-    #[error("no run of this name has a link that is open, and what one had called is not kept")]
+    #[error("no run of this id is open: it ended or never began; the journal has what it called")]
     NotOpen,
     #[error("the broker is shutting down")]
     Closing,
@@ -173,7 +173,7 @@ impl Refused {
             Self::NoRunLink
             | Self::NoHostLink
             | Self::Hosting(_)
-            | Self::BadRunLink(_)
+            | Self::BadLink(_)
             | Self::Constraint(_)
             | Self::ConstraintOnOther { .. }
             | Self::ConstraintOnNothing { .. }
@@ -191,10 +191,13 @@ impl Refused {
 /// The socket that rode with a request which needs one.
 fn rode(rider: Rider, missing: Refused) -> Result<UnixStream, Refused> {
     match rider {
-        Rider::Came(descriptor) => link::stream_of(descriptor).map_err(Refused::BadRunLink),
+        Rider::Came(descriptor) => link::stream_of(descriptor).map_err(Refused::BadLink),
         Rider::None => Err(missing),
         Rider::Dropped => {
-            tracing::warn!("no descriptor left for a run's link: raise the limit on open files");
+            tracing::warn!(
+                "no descriptor left for a link that came with a request: raise the limit on open \
+                 files"
+            );
             Err(Refused::NoDescriptorLeft)
         }
     }
@@ -388,7 +391,8 @@ impl Broker {
             }
             Request::CancelRun { run_id } => {
                 let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
-                // What it called whose link is gone nobody knows here: not that it is nothing.
+                // Of a run whose link is gone we no longer know the calls, and must
+                // not answer that there were none.
                 let run = run.ok_or(Refused::NotOpen)?;
                 tracing::info!(run = %run_id, "run cancelled");
                 // What settles from here on is settled by that.
