@@ -15,6 +15,7 @@
 //! | [`builtin`] | tools of the broker's own |
 //! | [`egress`] | requests over HTTP that tools make, and the guard before them |
 //! | [`upstream`] | the servers that tools come from: start, list, call, restart, stop |
+//! | [`hosting`] | callers that host tools for one run each |
 //! | [`openapi`] | an OpenAPI document: each operation a tool |
 //! | [`registry`] | all tools, of servers and built in |
 //! | [`retrieval`] | the tools that fit an intent, among those one may see |

@@ -14,6 +14,7 @@
 //! | `connection` | one client: its frames, its runs |
 //! | `crew` | the threads that read and carry out |
 //! | `gate` | who may run now |
+//! | `latency` | how long runs took |
 //! | [`options`] | how much it takes, and who may speak for whom |
 //! | `peer` | who is at the other end |
 //! | `seldom` | what the log says seldom |
