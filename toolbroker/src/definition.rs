@@ -266,7 +266,7 @@ impl Tool {
         self.arguments.check(arguments, "the arguments")
     }
 
-    /// The same of a structured result and the output schema.
+    /// As [`Tool::checks_soon`], of a structured result and the output schema.
     #[must_use]
     pub fn checks_result_soon(&self, result: &Value) -> bool {
         self.result.as_ref().is_none_or(|schema| schema.cost.is_small_for(result))

@@ -142,7 +142,7 @@ impl Engine {
     }
 }
 
-/// What stands before the VM or behind it, and refused.
+/// Why a run is refused before it has a VM.
 enum Refused {
     Violations(Vec<Violation>),
     Broker(BrokerError),
@@ -641,10 +641,9 @@ impl From<Refused> for Outcome {
     }
 }
 
-/// A run that is over, and of which nobody knows whether what its calls did is
-/// on the disk: nothing that came of them is told any more, beyond what whoever
-/// asked for its events has heard. That it made them is, where the broker was lost
-/// and its journal has them.
+/// Withholds the result of a run whose calls may not be on the disk. Only events that
+/// were already sent stand; the list of calls stays only if the broker was lost, since
+/// its journal has them.
 fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     let RunResult { mut report, trace, upkeep, .. } = result;
     let (status, kind) = match error {

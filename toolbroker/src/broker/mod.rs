@@ -123,8 +123,8 @@ enum Refused {
     Hosting(#[from] HostingError),
     #[error("no run link came with the request: pass one end of a socket pair with its first byte")]
     NoRunLink,
-    #[error("the descriptor that came as the run link cannot be one: {0}")]
-    BadRunLink(std::io::Error),
+    #[error("the descriptor that came as the link cannot be one: {0}")]
+    BadLink(std::io::Error),
     #[error("the toolbroker has no descriptor left: raise its limit on open files")]
     NoDescriptorLeft,
     #[error("{0}")]
@@ -667,11 +667,7 @@ fn framed(answer: &Answer) -> Vec<u8> {
 /// A run's grant, and the tools that its caller hosts.
 fn with_hosted(grant: &Grant, hosted: &Hosted) -> Result<Grant, Refused> {
     let mut claims = grant.claims().clone();
-    claims.tools.extend(hosted.tools().iter().map(|tool| GrantedTool {
-        name: tool.name().clone(),
-        definition_sha256: tool.sha256(),
-        constraints: Vec::new(),
-    }));
+    claims.tools.extend(pinned(&hosted.tools()));
     let (got, limit) = (claims.tools.len() as u64, GRANTED_TOOLS_MAX as u64);
     if got > limit {
         return Err(Refused::OverLimit(OverLimit { what: "tools", got, limit }));

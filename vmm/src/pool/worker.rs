@@ -234,7 +234,7 @@ impl Worker {
         }
     }
 
-    /// What is made of it that the run that it was to have has not begun.
+    /// The loss to report when its run had not begun.
     pub(super) fn not_begun(&self, failure: VmFailure) -> Lost {
         if self.has_served && self.has_link { Lost::Handed(failure) } else { Lost::Before(failure) }
     }
@@ -244,7 +244,7 @@ impl Worker {
         self.is_to_tell = true;
     }
 
-    /// What is made of it that it was not sent all.
+    /// Why sending it an order failed.
     fn unsent(&mut self, error: &io::Error) -> VmFailure {
         match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.why_it_ended(error),

@@ -46,9 +46,9 @@ const FLOW_PATIENCE: Duration = Duration::from_millis(1);
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
 /// One that does not take, or send, one whole frame in this time is, too.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
-/// Ends that its client has not taken, each with a thread that sends it, before
-/// nothing more of a connection is read. What one user is refused, on all its
-/// connections, has fewer threads so than there are beside those of runs.
+/// Unsent ends of one connection, each holding a thread, before nothing more of it is
+/// read. Low enough that refusals to one user, over all its connections, cannot hold
+/// all threads beside those of runs.
 const UNTAKEN_MAX: usize = 8;
 /// What is read at once, in bytes.
 const READ_BYTES: usize = 64 * 1024;
@@ -117,7 +117,7 @@ enum Doing {
     },
 }
 
-/// What a thread is to do that read of it.
+/// Work that a thread read and is to carry out.
 enum Work<'a> {
     Run {
         number: u64,
