@@ -6,7 +6,7 @@
 //! give it. Candidates are rated exactly afterwards.
 
 use crate::embedding::DIMENSIONS;
-use crate::fuse::Weights;
+use crate::weights::Weights;
 use crate::{Index, Query, kernel};
 
 /// Tools of which all are looked at.

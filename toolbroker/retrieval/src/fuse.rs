@@ -6,38 +6,13 @@
 //! how sure each side is. Its weight belongs to the scale of the table.
 
 use crate::candidates::Candidate;
-use crate::{Hit, Index, Method, Query, kernel};
+use crate::weights::Weights;
+use crate::{Hit, Index, Query, kernel};
 
 /// Candidates whose sentences are looked at.
 const CLOSER: usize = 100;
 /// Candidates that are ordered so that each sentence has its tool.
 const COVERING: usize = 30;
-
-/// What each side is worth.
-#[derive(Clone, Copy)]
-pub(crate) struct Weights {
-    meaning: f32,
-    words: f32,
-    /// The best sentence, beside the whole.
-    sentence: f32,
-    /// What a tool adds to what the tools before it have of each sentence.
-    coverage: f32,
-}
-
-impl Weights {
-    pub(crate) fn of(method: Method) -> Self {
-        let fused = Self { meaning: 1.0, words: 0.015, sentence: 0.3, coverage: 2.0 };
-        match method {
-            Method::Fused => fused,
-            Method::Lexical => Self { meaning: 0.0, sentence: 0.0, coverage: 0.0, ..fused },
-            Method::Embedding => Self { words: 0.0, sentence: 0.0, coverage: 0.0, ..fused },
-        }
-    }
-
-    pub(crate) fn fuse(self, cosine: f32, words: f32) -> f32 {
-        self.meaning * cosine + self.words * words
-    }
-}
 
 /// A candidate with what it has of each sentence.
 struct Closer {

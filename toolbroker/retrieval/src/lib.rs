@@ -15,6 +15,7 @@
 //! | `embedding` | the table of word vectors, and texts as vectors |
 //! | `kernel` | the two inner loops, compiled for what the CPU has |
 //! | `candidates` | which tools of very many are worth a closer look |
+//! | `weights` | what words and meaning are worth beside each other |
 //! | `fuse` | the closer look: scores, sentences, coverage |
 //! | [`quality`] | how good a ranking is, by what should have been found |
 
@@ -29,14 +30,15 @@ mod kernel;
 mod lexical;
 pub mod quality;
 mod text;
+mod weights;
 
 use std::sync::{Mutex, PoisonError};
 
 use candidates::Scratch;
 pub use description::Description;
 use embedding::{DIMENSIONS, Quantised, Signs, TABLE};
-use fuse::Weights;
 use lexical::{Counts, Lexical, Terms};
+use weights::Weights;
 
 /// What is read of an intent, in bytes; what follows does not count.
 pub const INTENT_BYTES_MAX: usize = 4096;
