@@ -17,6 +17,7 @@
 //! | [`link`] | the service behind the door |
 //! | `handler` | what MCP asks a server |
 //! | `search`, `run` | the two tools |
+//! | `result` | what both answer with |
 //! | `handles` | grants, by short names |
 //! | `skim` | the id of a message that is too long |
 //! | `sessions`, `kept` | sessions over HTTP, and what was said in them |
@@ -31,6 +32,7 @@ mod handler;
 mod handles;
 mod kept;
 mod program;
+mod result;
 mod run;
 mod search;
 mod sessions;

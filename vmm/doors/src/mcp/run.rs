@@ -21,8 +21,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::sync::mpsc;
 
-use super::handler::{self, failed};
 use super::program::{self, Language, ProgramError};
+use super::result::{self, failed};
 use super::{Door, one_line, teach};
 use crate::object::Object;
 
@@ -64,13 +64,13 @@ fn no_input() -> Value {
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Limits {
-    #[serde(default, deserialize_with = "handler::integer")]
+    #[serde(default, deserialize_with = "result::integer")]
     timeout_ms: Option<NonZero<u64>>,
-    #[serde(default, deserialize_with = "handler::integer")]
+    #[serde(default, deserialize_with = "result::integer")]
     fuel: Option<NonZero<u64>>,
-    #[serde(default, deserialize_with = "handler::integer")]
+    #[serde(default, deserialize_with = "result::integer")]
     memory_bytes: Option<u64>,
-    #[serde(default, deserialize_with = "handler::integer")]
+    #[serde(default, deserialize_with = "result::integer")]
     calls: Option<u32>,
 }
 
@@ -123,7 +123,7 @@ pub(super) async fn run(
             Ok(mut report) => {
                 in_words_of_a_model(&mut report, is_granted);
                 let ok = report["status"] == "ok";
-                let mut result = handler::structured(&report, Some(text(&report)), !ok);
+                let mut result = result::structured(&report, Some(text(&report)), !ok);
                 result.content.extend(shown(&report, artifacts));
                 result
             }

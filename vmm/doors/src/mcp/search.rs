@@ -12,14 +12,14 @@ use rmcp::service::RequestContext;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::handler::{self, failed};
+use super::result::{self, failed};
 use super::{Door, handles, teach};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Arguments {
     intent: String,
-    #[serde(default, deserialize_with = "handler::integer")]
+    #[serde(default, deserialize_with = "result::integer")]
     k: Option<u32>,
 }
 
@@ -81,7 +81,7 @@ pub(super) async fn search(
         () = door.0.closing.cancelled() => Err(SearchError::Cancelled),
     };
     match found {
-        Ok(found) => handler::structured(&found, None, false),
+        Ok(found) => result::structured(&found, None, false),
         Err(error) => failed(&error),
     }
 }
