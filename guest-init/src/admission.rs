@@ -14,7 +14,7 @@ use alloc::vec::Vec;
 use core::fmt::Write as _;
 
 use forge_protocol::abi::{Import, Signature, TOOL_MODULE, Value};
-use forge_protocol::ending::{Ending, RejectKind};
+use forge_protocol::ending::{Ending, RejectKind, UNGRANTED};
 use forge_protocol::name::ToolName;
 use wasmi::{ExternType, FuncType, ImportType, Module, ValType};
 
@@ -68,7 +68,7 @@ impl Admitted {
                 && !granted.contains(name)
             {
                 violations.add(format_args!(
-                    "{}.{}: the grant does not name this tool",
+                    "{}.{}: {UNGRANTED}",
                     quoted(TOOL_MODULE),
                     quoted(name.as_str()),
                 ));

@@ -7,6 +7,12 @@ use alloc::string::String;
 
 use crate::codec::{Decode, Encode};
 
+/// Why an import of a tool is refused that is not granted: behind the import's name.
+pub const UNGRANTED: &str = "the grant does not name this tool";
+
+/// The limit on a run's time, as refusals name it.
+pub const WALL_MS: &str = "wall_ms";
+
 /// How the program's execution ended.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum Ending {

@@ -5,6 +5,7 @@
 //! gets, by default or on request, within an operator's maxima.
 
 use crate::codec::{Decode, Encode};
+use crate::ending::WALL_MS;
 
 const KIB: u32 = 1024;
 const MIB: u32 = 1024 * KIB;
@@ -219,7 +220,7 @@ impl RunLimits {
         let pairs: [(&'static str, u64, u64); 15] = [
             ("fuel", self.fuel, maxima.fuel),
             ("memory_bytes", self.memory_bytes, maxima.memory_bytes),
-            ("wall_ms", self.wall_ms, maxima.wall_ms),
+            (WALL_MS, self.wall_ms, maxima.wall_ms),
             ("program_bytes", self.program_bytes.into(), maxima.program_bytes.into()),
             ("input_bytes", self.input_bytes.into(), maxima.input_bytes.into()),
             ("request_bytes", self.request_bytes.into(), maxima.request_bytes.into()),

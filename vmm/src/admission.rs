@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use forge_guest_init::shape::{self, ShapeError};
 use forge_protocol::abi::{Import, Signature, Value};
-use forge_protocol::ending::RejectKind;
+use forge_protocol::ending::{RejectKind, UNGRANTED};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, TrustKey, TrustKeys};
@@ -122,9 +122,7 @@ impl Shape {
         for import in &self.imports {
             let why = match &import.recognised {
                 Err(why) => why,
-                Ok(Import::Tool(tool)) if !granted.contains(tool) => {
-                    "the grant does not name this tool"
-                }
+                Ok(Import::Tool(tool)) if !granted.contains(tool) => UNGRANTED,
                 Ok(_) => continue,
             };
             let (module, name) = (shown(&import.module), shown(&import.name));

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use forge_protocol::broker::{Authority, FoundTool};
+use forge_protocol::ending::WALL_MS;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::run::Artifact;
 use forge_protocol::service::Order;
@@ -155,7 +156,7 @@ fn unsigned(own_tier: Option<Tier>, why: String) -> RunReport {
 
 /// The options of `run` by the names that what they bound has in a report. Fuel has no bound.
 const LIMITS: [(&str, &str); 3] =
-    [("memory_bytes", "--memory"), ("initial memory", "--memory"), ("wall_ms", "--timeout")];
+    [("memory_bytes", "--memory"), ("initial memory", "--memory"), (WALL_MS, "--timeout")];
 
 /// Why a run was refused, with the option or the file of this command line that it
 /// is about: who refused knows neither.

@@ -9,6 +9,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_client::{ClientError, Run, RunMessage};
 use forge_protocol::broker::Authority;
+use forge_protocol::ending::{UNGRANTED, WALL_MS};
 use forge_protocol::limits::{INPUT_BYTES_MAX, RunLimits};
 use forge_protocol::run::Artifact;
 use forge_protocol::service::{Finish, Order, RunEvent};
@@ -140,15 +141,14 @@ fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
         return;
     };
     let mut calls = report["tool_calls"].as_array().into_iter().flatten();
-    let is_ungranted = reason.contains(": the grant does not name this tool")
-        || calls.any(|call| call["status"] == "denied");
-    let said = match reason.strip_prefix("wall_ms ") {
-        Some(rest) => format!("timeout_ms {rest}"),
-        None if is_ungranted && !is_granted => format!(
+    let is_ungranted = reason.contains(UNGRANTED) || calls.any(|call| call["status"] == "denied");
+    let said = match reason.strip_prefix(WALL_MS) {
+        Some(rest) if rest.starts_with(' ') => format!("timeout_ms{rest}"),
+        _ if is_ungranted && !is_granted => format!(
             "{reason} (`grant` is not among the arguments: {} gives one, for the tools it finds)",
             teach::SEARCH
         ),
-        None => return,
+        _ => return,
     };
     report["reason"] = said.into();
 }
