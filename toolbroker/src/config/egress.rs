@@ -6,7 +6,6 @@ use std::time::Duration;
 use hyper::header::HeaderName;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
-use serde_json::Value;
 use url::{Host, Url};
 
 use super::builtins::{CONTENT_BYTES, ITEMS_MAX, known, number, some_items, wrong};
@@ -183,19 +182,12 @@ fn operator_headers(
                     Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))?;
                 OperatorHeader { name, prefix: String::new(), value, is_credential: false }
             }
-            Ok(object) => {
+            Ok(_) => {
                 let prefix = match node.field("prefix") {
                     Some(prefix) => prefix.text()?.to_owned(),
                     None => String::new(),
                 };
-                // What is left says where the value comes from.
-                let mut source = object.clone();
-                source.remove("prefix");
-                let source = Value::Object(source);
-                let source = table.child(key, Some(&source)).ok_or_else(|| {
-                    wrong(&node, "needs a source") // A child of a value is always there.
-                })?;
-                let value = credential(&source, &[], lookup)?;
+                let value = credential(&node, &["prefix"], lookup)?;
                 OperatorHeader { name, prefix, value, is_credential: true }
             }
         };
@@ -306,6 +298,11 @@ mod tests {
                 "allow.0.headers.A: its value has characters",
             ),
             ("host = 'h', headers = { A = { value = 'hunter2' } }", "", "allow.0.headers.A.value"),
+            (
+                "host = 'h', headers = { A = { prefix = 'x', value = 'hunter2' } }",
+                "",
+                "known here are from_env, file, age, identity, command, prefix",
+            ),
             ("host = 'h', headers = { A = { prefix = 'hunter2' } }", "", "exactly one source"),
             ("host = 'h', headers = { A = 'a', a = 'hunter2' }", "", "twice"),
             ("host = 'h', request_headers = ['Authorization']", "", "allow.0.request_headers.0"),
