@@ -5,7 +5,7 @@
 //! it were not: unknown fields, wrong types, doubled keys and bad names are
 //! errors, and an error names the file and the field but never a value, since
 //! any value may be a credential in the wrong place. Relative paths are
-//! relative to the working directory.
+//! relative to the working directory, but `sign_with`, which counts from the file.
 
 mod builtins;
 mod check;
