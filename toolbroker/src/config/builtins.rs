@@ -13,7 +13,7 @@ use ed25519_dalek::VerifyingKey;
 use ring::hmac;
 
 use super::credentials::credential;
-use super::node::Node;
+use super::node::{ITEMS_MAX, Node};
 use super::{ConfigError, Lookup, Problem, ServerConfig, egress};
 use crate::builtin::fs::Root;
 use crate::builtin::keys::{Key, Material, unhex};
@@ -22,8 +22,6 @@ use crate::builtin::stash::Terms;
 use crate::egress::Policy;
 use crate::secret::Secret;
 
-/// What lists may have, so that definitions stay of a size.
-pub(super) const ITEMS_MAX: usize = 64;
 /// A name that stands in a tool's definition, in bytes.
 const NAME_BYTES_MAX: usize = 64;
 /// A key with fewer bytes can be guessed.
@@ -76,7 +74,7 @@ impl BuiltinsConfig {
 
 /// `[builtins]`.
 pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<BuiltinsConfig, ConfigError> {
-    known(table, &["http", "fs", "crypto", "stash", "resource"])?;
+    table.only(&["http", "fs", "crypto", "stash", "resource"])?;
     let mut config = BuiltinsConfig::default();
     if let Some(table) = table.field("http") {
         config.http = Some(egress::parse(&table, lookup)?);
@@ -85,13 +83,14 @@ pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<BuiltinsConf
         config.fs = roots(&table)?;
     }
     if let Some(table) = table.field("crypto") {
-        known(&table, &["keys"])?;
-        for (name, entry) in table.needed("keys")?.children()? {
+        table.only(&["keys"])?;
+        let keys = table.needed("keys")?;
+        for (name, entry) in keys.children()? {
             check_name(name, &entry)?;
             config.keys.insert(name.to_owned(), key(&entry, lookup)?);
         }
         if config.keys.len() > ITEMS_MAX {
-            return Err(table.wrong_at("keys", too_many()));
+            return Err(keys.too_many());
         }
     }
     if let Some(table) = table.field("stash") {
@@ -103,52 +102,8 @@ pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<BuiltinsConf
     Ok(config)
 }
 
-/// Refuses what is none of these.
-pub(super) fn known(table: &Node<'_>, known: &[&str]) -> Result<(), ConfigError> {
-    for key in table.object()?.keys() {
-        if !known.contains(&key.as_str()) {
-            return Err(table.wrong_at(key, Problem::Unknown { known: known.join(", ") }));
-        }
-    }
-    Ok(())
-}
-
-pub(super) fn wrong(node: &Node<'_>, why: impl Into<String>) -> ConfigError {
-    node.wrong(Problem::Value(why.into()))
-}
-
-fn too_many() -> Problem {
-    Problem::Value(format!("more than {ITEMS_MAX}: give fewer"))
-}
-
-/// A list of at least one and not too many.
-pub(super) fn some_items<'a>(node: &Node<'a>) -> Result<Vec<Node<'a>>, ConfigError> {
-    let items = node.items()?;
-    match items.len() {
-        0 => Err(wrong(node, "is empty: give at least one, or leave the table out")),
-        1..=ITEMS_MAX => Ok(items),
-        _ => Err(node.wrong(too_many())),
-    }
-}
-
-/// A number in a range, or a default.
-pub(super) fn number(
-    table: &Node<'_>,
-    key: &str,
-    range: RangeInclusive<u64>,
-    default: u64,
-) -> Result<u64, ConfigError> {
-    let Some(node) = table.field(key) else { return Ok(default) };
-    let number = node.number()?;
-    if !range.contains(&number) {
-        let (first, last) = (range.start(), range.end());
-        return Err(wrong(&node, format!("must be from {first} to {last}")));
-    }
-    Ok(number)
-}
-
 fn bytes(table: &Node<'_>, key: &str) -> Result<usize, ConfigError> {
-    number(table, key, CONTENT_BYTES, CONTENT_BYTES_DEFAULT).map(|bytes| bytes as usize)
+    table.number_in(key, CONTENT_BYTES, CONTENT_BYTES_DEFAULT).map(|bytes| bytes as usize)
 }
 
 /// A name that programs use, and that stands in definitions.
@@ -160,32 +115,33 @@ fn check_name(name: &str, node: &Node<'_>) -> Result<(), ConfigError> {
     if is_name {
         return Ok(());
     }
-    Err(wrong(node, format!("a name here is [a-z0-9_-], 1 to {NAME_BYTES_MAX} of it: rename it")))
+    Err(node.unfit(format!("a name here is [a-z0-9_-], 1 to {NAME_BYTES_MAX} of it: rename it")))
 }
 
 fn roots(table: &Node<'_>) -> Result<Vec<Root>, ConfigError> {
-    known(table, &["roots"])?;
+    table.only(&["roots"])?;
     let mut names = BTreeSet::new();
     let mut roots = Vec::new();
-    for entry in some_items(&table.needed("roots")?)? {
-        known(&entry, &["name", "path", "write", "patterns", "file_bytes_max"])?;
+    for entry in table.needed("roots")?.some_items()? {
+        entry.only(&["name", "path", "write", "patterns", "file_bytes_max"])?;
         let name_node = entry.needed("name")?;
         let name = name_node.text()?;
         check_name(name, &name_node)?;
         if !names.insert(name) {
-            return Err(wrong(&name_node, "another root has this name: rename one"));
+            return Err(name_node.unfit("another root has this name: rename one"));
         }
         let path_node = entry.needed("path")?;
         let path = Path::new(path_node.text()?);
         if !path.is_absolute() {
-            return Err(wrong(&path_node, "is relative: give it from / on"));
+            return Err(path_node.unfit("is relative: give it from / on"));
         }
         let is_writable = match entry.field("write") {
             Some(write) => write.bool()?,
             None => false,
         };
         let patterns = match entry.field("patterns") {
-            Some(patterns) => some_items(&patterns)?
+            Some(patterns) => patterns
+                .some_items()?
                 .iter()
                 .map(|pattern| pattern.text().map(str::to_owned))
                 .collect::<Result<_, _>>()?,
@@ -211,28 +167,28 @@ fn key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Key, ConfigError> {
     let mut files = Vec::new();
     let (material, may_sign) = match algorithm.text()? {
         "ed25519" => {
-            known(entry, &["algorithm", "public_key", "uses", "principals"])?;
+            entry.only(&["algorithm", "public_key", "uses", "principals"])?;
             (Material::Ed25519(public_key(&entry.needed("public_key")?)?), false)
         }
         name @ ("hmac-sha256" | "hmac-sha512") => {
-            known(entry, &["algorithm", "secret", "encoding", "uses", "principals"])?;
+            entry.only(&["algorithm", "secret", "encoding", "uses", "principals"])?;
             let algorithm =
                 if name == "hmac-sha256" { hmac::HMAC_SHA256 } else { hmac::HMAC_SHA512 };
             let (bytes, from) = hmac_key(entry, lookup)?;
             files = from;
             (Material::Hmac(hmac::Key::new(algorithm, &bytes)), true)
         }
-        _ => return Err(wrong(&algorithm, "must be hmac-sha256, hmac-sha512 or ed25519")),
+        _ => return Err(algorithm.unfit("must be hmac-sha256, hmac-sha512 or ed25519")),
     };
     let (mut signs, mut verifies) = (false, true);
     if let Some(uses) = entry.field("uses") {
         verifies = false;
-        for used in some_items(&uses)? {
+        for used in uses.some_items()? {
             match used.text()? {
                 "sign" if may_sign => signs = true,
-                "sign" => return Err(wrong(&used, "a public key only verifies")),
+                "sign" => return Err(used.unfit("a public key only verifies")),
                 "verify" => verifies = true,
-                _ => return Err(wrong(&used, "must be sign or verify")),
+                _ => return Err(used.unfit("must be sign or verify")),
             }
         }
     }
@@ -248,9 +204,9 @@ fn public_key(node: &Node<'_>) -> Result<VerifyingKey, ConfigError> {
     let key = bytes.and_then(|bytes: [u8; 32]| VerifyingKey::from_bytes(&bytes).ok());
     match key {
         // With a key of small order, anybody could sign anything.
-        Some(key) if key.is_weak() => Err(wrong(node, "is a weak key: anybody can sign for it")),
+        Some(key) if key.is_weak() => Err(node.unfit("is a weak key: anybody can sign for it")),
         Some(key) => Ok(key),
-        None => Err(wrong(node, "must be the 32 bytes of an Ed25519 public key, in base64")),
+        None => Err(node.unfit("must be the 32 bytes of an Ed25519 public key, in base64")),
     }
 }
 
@@ -265,23 +221,23 @@ fn hmac_key(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<(Vec<u8>, Vec<PathBu
             "text" => Some(text.as_bytes().to_vec()),
             "hex" => unhex(text),
             "base64" => STANDARD.decode(text).ok(),
-            _ => return Err(wrong(&encoding, "must be text, hex or base64")),
+            _ => return Err(encoding.unfit("must be text, hex or base64")),
         },
     };
-    let bytes = bytes.ok_or_else(|| wrong(&node, "its value is not in the `encoding` given"))?;
+    let bytes = bytes.ok_or_else(|| node.unfit("its value is not in the `encoding` given"))?;
     if bytes.len() < HMAC_KEY_BYTES_MIN {
         let why = format!("its value has fewer than {HMAC_KEY_BYTES_MIN} bytes: make a longer key");
-        return Err(wrong(&node, why));
+        return Err(node.unfit(why));
     }
     Ok((bytes, secret.files().to_vec()))
 }
 
 fn principals_of(node: &Node<'_>) -> Result<BTreeSet<String>, ConfigError> {
-    some_items(node)?.iter().map(|item| item.text().map(str::to_owned)).collect()
+    node.some_items()?.iter().map(|item| item.text().map(str::to_owned)).collect()
 }
 
 fn stash(table: &Node<'_>) -> Result<Terms, ConfigError> {
-    known(table, &["ttl_s", "entries_max", "bytes_max", "total_bytes_max", "groups"])?;
+    table.only(&["ttl_s", "entries_max", "bytes_max", "total_bytes_max", "groups"])?;
     let mut groups = BTreeMap::new();
     if let Some(listed) = table.field("groups") {
         for (name, members) in listed.children()? {
@@ -289,15 +245,15 @@ fn stash(table: &Node<'_>) -> Result<Terms, ConfigError> {
             groups.insert(name.to_owned(), principals_of(&members)?);
         }
         if groups.len() > ITEMS_MAX {
-            return Err(listed.wrong(too_many()));
+            return Err(listed.too_many());
         }
     }
     let mib = 1024 * 1024;
     let terms = Terms {
-        lifetime: Duration::from_secs(number(table, "ttl_s", 1..=30 * 24 * 3600, 3600)?),
-        entries_max: number(table, "entries_max", 1..=100_000, 256)? as usize,
-        bytes_max: number(table, "bytes_max", 1024..=64 * mib, mib)? as usize,
-        total_bytes_max: number(table, "total_bytes_max", 1024..=1024 * mib, 64 * mib)? as usize,
+        lifetime: Duration::from_secs(table.number_in("ttl_s", 1..=30 * 24 * 3600, 3600)?),
+        entries_max: table.number_in("entries_max", 1..=100_000, 256)? as usize,
+        bytes_max: table.number_in("bytes_max", 1024..=64 * mib, mib)? as usize,
+        total_bytes_max: table.number_in("total_bytes_max", 1024..=1024 * mib, 64 * mib)? as usize,
         groups,
     };
     if terms.bytes_max > terms.total_bytes_max {
@@ -308,16 +264,16 @@ fn stash(table: &Node<'_>) -> Result<Terms, ConfigError> {
 }
 
 fn resource(table: &Node<'_>) -> Result<Sources, ConfigError> {
-    known(table, &["allow", "bytes_max"])?;
+    table.only(&["allow", "bytes_max"])?;
     let mut allow = Vec::new();
-    for entry in some_items(&table.needed("allow")?)? {
-        known(&entry, &["server", "uri_prefix"])?;
+    for entry in table.needed("allow")?.some_items()? {
+        entry.only(&["server", "uri_prefix"])?;
         let server = entry.needed("server")?.text()?.to_owned();
         let prefix = entry.needed("uri_prefix")?;
         let uri_prefix = prefix.text()?.to_owned();
         if !is_canonical(&uri_prefix) {
             let why = "must begin as a URI does, scheme and all, with no dot segments";
-            return Err(wrong(&prefix, why));
+            return Err(prefix.unfit(why));
         }
         allow.push(Source { server, uri_prefix });
     }

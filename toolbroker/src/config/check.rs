@@ -13,8 +13,9 @@ use std::path::Path;
 use forge_document::shown;
 use serde_json::Value;
 
+use super::error::find_lines;
 use super::node::Strict;
-use super::{Config, ConfigError, Lookup, Problem, document_of, find_lines, forge_config};
+use super::{Config, ConfigError, Lookup, Problem, document_of, forge_config};
 use super::{mcp_document, mcp_servers, read};
 
 /// What is told at most. A file with more is the wrong file.
@@ -87,50 +88,6 @@ fn sought(
 }
 
 impl ConfigError {
-    /// The file it is about.
-    #[must_use]
-    pub fn file(&self) -> &Path {
-        match self {
-            Self::Field { file, .. }
-            | Self::Twice { file, .. }
-            | Self::Read { file, .. }
-            | Self::Syntax { file, .. } => file,
-        }
-    }
-
-    /// The line there, from 1, if one is known.
-    #[must_use]
-    pub fn line(&self) -> Option<u32> {
-        match self {
-            Self::Field { line, .. } | Self::Twice { line, .. } => *line,
-            Self::Syntax { line, .. } => Some(*line),
-            Self::Read { .. } => None,
-        }
-    }
-
-    /// The field, if it is one of a field, as a path with dots.
-    #[must_use]
-    pub fn field(&self) -> Option<String> {
-        match self {
-            Self::Field { field, .. } => Some(field.clone()),
-            Self::Twice { server, .. } => Some(format!("servers.{server}")),
-            Self::Read { .. } | Self::Syntax { .. } => None,
-        }
-    }
-
-    /// What is wrong.
-    #[must_use]
-    pub fn problem(&self) -> String {
-        match self {
-            Self::Field { problem, .. } => problem.to_string(),
-            Self::Twice { .. } => {
-                "another file configures a server of this name too: rename one".into()
-            }
-            Self::Read { source, .. } => format!("cannot be read: {source}"),
-            Self::Syntax { what, .. } => what.clone(),
-        }
-    }
-
     /// Whether it is of something in this table.
     fn is_below(&self, table: &str) -> bool {
         match self {

@@ -19,13 +19,7 @@ pub(super) fn credential(
     lookup: Lookup<'_>,
 ) -> Result<Secret, ConfigError> {
     const KNOWN: [&str; 5] = ["from_env", "file", "age", "identity", "command"];
-    let fields = node.object()?;
-    for key in fields.keys() {
-        if !KNOWN.contains(&key.as_str()) && !beside.contains(&key.as_str()) {
-            let known = [&KNOWN, beside].concat().join(", ");
-            return Err(node.wrong_at(key, Problem::Unknown { known }));
-        }
-    }
+    node.only(&[&KNOWN, beside].concat())?;
     let of = |key| node.field(key);
     let secret = match (of("from_env"), of("file"), of("age"), of("identity"), of("command")) {
         (Some(variable), None, None, None, None) => Secret::from_env(variable.text()?, lookup),

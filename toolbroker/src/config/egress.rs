@@ -8,25 +8,26 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use url::{Host, Url};
 
-use super::builtins::{CONTENT_BYTES, ITEMS_MAX, known, number, some_items, wrong};
+use super::builtins::CONTENT_BYTES;
 use super::credentials::credential;
-use super::node::Node;
-use super::{ConfigError, Lookup, Problem};
+use super::node::{ITEMS_MAX, Node};
+use super::{ConfigError, Lookup};
 use crate::egress::address::AddressRange;
 use crate::egress::rule::{
     Method, OperatorHeader, Rule, Scheme, is_plain_path, operator_may_send, program_might_see,
     program_might_send,
 };
 use crate::egress::{Policy, tls};
-use crate::secret::Secret;
 
 /// Roots in one file of certificates.
 const CERTIFICATES_MAX: usize = 1_000;
 
 /// `[builtins.http]`.
 pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<Policy, ConfigError> {
-    known(table, &["allow", "response_bytes_max", "timeout_ms", "ca_file"])?;
-    let rules = some_items(&table.needed("allow")?)?
+    table.only(&["allow", "response_bytes_max", "timeout_ms", "ca_file"])?;
+    let rules = table
+        .needed("allow")?
+        .some_items()?
         .iter()
         .map(|entry| rule(entry, lookup))
         .collect::<Result<Vec<Rule>, _>>()?;
@@ -35,19 +36,19 @@ pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<Policy, Conf
         None => Vec::new(),
     };
     let tls = tls(more)
-        .map_err(|error| wrong(table, format!("this host's certificate store: {error}")))?;
+        .map_err(|error| table.unfit(format!("this host's certificate store: {error}")))?;
     Ok(Policy {
         rules,
-        response_bytes_max: number(table, "response_bytes_max", CONTENT_BYTES, 1024 * 1024)?
+        response_bytes_max: table.number_in("response_bytes_max", CONTENT_BYTES, 1024 * 1024)?
             as usize,
-        time_max: Duration::from_millis(number(table, "timeout_ms", 1..=600_000, 30_000)?),
+        time_max: Duration::from_millis(table.number_in("timeout_ms", 1..=600_000, 30_000)?),
         tls,
     })
 }
 
 fn certificates(node: &Node<'_>) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
     let file = Path::new(node.text()?);
-    let unusable = || wrong(node, "cannot be read as a file of certificates in PEM");
+    let unusable = || node.unfit("cannot be read as a file of certificates in PEM");
     let roots = CertificateDer::pem_file_iter(file)
         .map_err(|_| unusable())?
         .take(CERTIFICATES_MAX)
@@ -57,35 +58,33 @@ fn certificates(node: &Node<'_>) -> Result<Vec<CertificateDer<'static>>, ConfigE
 }
 
 fn rule(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Rule, ConfigError> {
-    known(
-        entry,
-        &[
-            "scheme",
-            "host",
-            "port",
-            "methods",
-            "path_prefix",
-            "addresses",
-            "headers",
-            "request_headers",
-            "response_headers",
-        ],
-    )?;
+    entry.only(&[
+        "scheme",
+        "host",
+        "port",
+        "methods",
+        "path_prefix",
+        "addresses",
+        "headers",
+        "request_headers",
+        "response_headers",
+    ])?;
     let scheme = match entry.field("scheme") {
         Some(node) => {
-            Scheme::parse(node.text()?).ok_or_else(|| wrong(&node, "must be https or http"))?
+            Scheme::parse(node.text()?).ok_or_else(|| node.unfit("must be https or http"))?
         }
         None => Scheme::Https,
     };
     let host = host(&entry.needed("host")?)?;
-    let port = number(entry, "port", 1..=65_535, scheme.port().into())? as u16;
+    let port = entry.number_in("port", 1..=65_535, scheme.port().into())? as u16;
     let methods = match entry.field("methods") {
-        Some(methods) => some_items(&methods)?
+        Some(methods) => methods
+            .some_items()?
             .iter()
             .map(|node| {
                 Method::parse(node.text()?).ok_or_else(|| {
                     let all = Method::ALL.map(Method::as_str).join(", ");
-                    wrong(node, format!("must be one of {all}"))
+                    node.unfit(format!("must be one of {all}"))
                 })
             })
             .collect::<Result<_, _>>()?,
@@ -96,13 +95,14 @@ fn rule(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Rule, ConfigError> {
         None => "/".to_owned(),
     };
     let addresses = match entry.field("addresses") {
-        Some(ranges) => some_items(&ranges)?
+        Some(ranges) => ranges
+            .some_items()?
             .iter()
             .map(|node| {
                 AddressRange::parse(node.text()?).ok_or_else(|| {
                     let why = "must be a range of addresses such as 10.1.0.0/16, with nothing set \
                                behind its prefix";
-                    wrong(node, why)
+                    node.unfit(why)
                 })
             })
             .collect::<Result<_, _>>()?,
@@ -136,14 +136,14 @@ fn host(node: &Node<'_>) -> Result<Host, ConfigError> {
     let why = "must be a host's name or address alone, as api.example.com: the scheme, the port \
                and the path have keys of their own, no * stands for several names, and an IPv6 \
                address stands in brackets";
-    let host = Host::parse(text).map_err(|_| wrong(node, why))?;
+    let host = Host::parse(text).map_err(|_| node.unfit(why))?;
     let in_url = Url::parse(&format!("https://{text}/")).ok();
     let is_same =
         in_url.and_then(|url| url.host().map(|host| host.to_owned())) == Some(host.clone());
     // A pattern would be taken for a name that nothing has.
     let is_odd = matches!(&host, Host::Domain(name) if name.ends_with('.') || name.contains('*'));
     if !is_same || is_odd {
-        return Err(wrong(node, why));
+        return Err(node.unfit(why));
     }
     Ok(host)
 }
@@ -155,7 +155,7 @@ fn path_prefix(node: &Node<'_>) -> Result<String, ConfigError> {
     if !text.starts_with('/') || !is_itself || !is_plain_path(text) {
         let why = "must begin with / and be written as it stands in a URL, without dot segments, \
                    query and fragment";
-        return Err(wrong(node, why));
+        return Err(node.unfit(why));
     }
     Ok(text.to_owned())
 }
@@ -167,19 +167,17 @@ fn operator_headers(
 ) -> Result<Vec<OperatorHeader>, ConfigError> {
     let children = table.children()?;
     if children.len() > ITEMS_MAX {
-        return Err(wrong(table, format!("more than {ITEMS_MAX}: give fewer")));
+        return Err(table.too_many());
     }
     let mut headers: Vec<OperatorHeader> = Vec::new();
     for (key, node) in children {
         let name = header_name(key, &node, operator_may_send)?;
         if headers.iter().any(|header| header.name == name) {
-            return Err(wrong(&node, "this header stands here twice: keep one"));
+            return Err(node.unfit("this header stands here twice: keep one"));
         }
         let header = match node.object() {
             Err(_) => {
-                let value = node.text()?.to_owned();
-                let value =
-                    Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))?;
+                let value = node.secret(node.text()?.to_owned())?;
                 OperatorHeader { name, prefix: String::new(), value, is_credential: false }
             }
             Ok(_) => {
@@ -192,7 +190,7 @@ fn operator_headers(
             }
         };
         if header.whole().is_none() {
-            return Err(wrong(&node, "its value has characters that no header can carry"));
+            return Err(node.unfit("its value has characters that no header can carry"));
         }
         headers.push(header);
     }
@@ -203,7 +201,7 @@ fn names_of(
     node: &Node<'_>,
     allowed: fn(&HeaderName) -> bool,
 ) -> Result<Vec<HeaderName>, ConfigError> {
-    some_items(node)?.iter().map(|item| header_name(item.text()?, item, allowed)).collect()
+    node.some_items()?.iter().map(|item| header_name(item.text()?, item, allowed)).collect()
 }
 
 fn header_name(
@@ -212,13 +210,13 @@ fn header_name(
     allowed: fn(&HeaderName) -> bool,
 ) -> Result<HeaderName, ConfigError> {
     let name = HeaderName::from_bytes(text.as_bytes())
-        .map_err(|_| wrong(node, "is no name of a header"))?;
+        .map_err(|_| node.unfit("is no name of a header"))?;
     if allowed(&name) {
         return Ok(name);
     }
     let why = "this header may not be configured here: it frames or routes the message, or \
                carries a credential";
-    Err(wrong(node, why))
+    Err(node.unfit(why))
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ mod builtins;
 mod check;
 mod credentials;
 mod egress;
+mod error;
 mod node;
 mod policy;
 mod servers;
@@ -20,6 +21,7 @@ mod tools;
 
 pub use self::builtins::BuiltinsConfig;
 pub use self::check::faults;
+pub use self::error::{ConfigError, Problem};
 pub use self::servers::{
     Endpoint, OAuthConfig, ServerConfig, Source, StdioConfig, is_own_header, is_safe_url,
 };
@@ -30,17 +32,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::slice;
 
-use forge_document::{Lines, place};
-use forge_protocol::name::{NameError, ToolName};
+use forge_protocol::name::ToolName;
 use serde_json::Value;
 use url::Url;
 
+use self::error::find_lines;
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
-use crate::openapi::ApiError;
 use crate::policy::Policy;
 use crate::review::Mode;
-use crate::secret::SecretError;
 
 /// The tables of `forge.toml` that belong to the broker.
 pub const BROKER_TABLES: [&str; 7] =
@@ -75,228 +75,6 @@ pub struct Config {
     /// Keys that the supervisor signs principals' programs with: files that no tool
     /// server is to see.
     pub signing_keys: Vec<PathBuf>,
-}
-
-/// Why a configuration is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// The file cannot be read.
-    #[error("cannot read {}: {source}", file.display())]
-    Read {
-        /// The file.
-        file: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// The file is no JSON or TOML.
-    #[error("{}: {what}", place(file, Some(*line)))]
-    Syntax {
-        /// The file.
-        file: PathBuf,
-        /// The line, from 1.
-        line: u32,
-        /// What is wrong, without the line's text.
-        what: String,
-    },
-    /// One field is wrong.
-    #[error("{}: {field}: {problem}", place(file, *line))]
-    Field {
-        /// The file.
-        file: PathBuf,
-        /// The line, from 1, where it is known.
-        line: Option<u32>,
-        /// The field, as a path with dots.
-        field: String,
-        /// What is wrong with it.
-        problem: Problem,
-    },
-    /// Two files configure the same server.
-    #[error(
-        "{}: servers.{server}: another file configures a server of this name too: rename one",
-        place(file, *line)
-    )]
-    Twice {
-        /// The second file.
-        file: PathBuf,
-        /// The line, from 1, where it is known.
-        line: Option<u32>,
-        /// The server.
-        server: String,
-    },
-}
-
-impl ConfigError {
-    fn of(file: &Path, field: String, problem: Problem) -> Self {
-        Self::Field { file: file.to_owned(), line: None, field, problem }
-    }
-
-    /// Finds the line of what it is about, if it is of this file.
-    fn find_line(&mut self, of: &Path, lines: &Lines<'_>) {
-        match self {
-            Self::Field { file, line, field, .. } if file == of => *line = lines.of_field(field),
-            // Only servers of an `mcp.json` come after others.
-            Self::Twice { file, line, server } if file == of => {
-                *line = lines.of_field(&format!("mcpServers.{server}"));
-            }
-            _ => {}
-        }
-    }
-}
-
-/// Finds the lines of what is wrong with these files.
-fn find_lines(errors: &mut [ConfigError], files: [Option<&Path>; 2]) {
-    if errors.is_empty() {
-        return;
-    }
-    for file in files.into_iter().flatten() {
-        // What is no file may not be there a second time.
-        if let Some(text) = file.is_file().then(|| read(file).ok()).flatten() {
-            let lines = Lines::of(&text);
-            errors.iter_mut().for_each(|error| error.find_line(file, &lines));
-        }
-    }
-}
-
-/// What is wrong with one field.
-#[derive(Debug, thiserror::Error)]
-pub enum Problem {
-    /// No such field.
-    #[error("unknown field; known here are {known}")]
-    Unknown {
-        /// The known fields.
-        known: String,
-    },
-    /// The field is needed.
-    #[error("this field is missing")]
-    Missing,
-    /// The value has another type.
-    #[error("expected {expected}, found {found}")]
-    Type {
-        /// What should be there.
-        expected: &'static str,
-        /// The type of what is there.
-        found: &'static str,
-    },
-    /// The table's name cannot be a server's.
-    #[error("a server name must be [a-z0-9_-]+: rename it")]
-    ServerName,
-    /// The name is one of the broker's own servers.
-    #[error("this name is reserved for a built-in server: rename it")]
-    Reserved,
-    /// A transport that is none of MCP's two.
-    #[error(
-        "known transports are \"stdio\", \"http\" and \"streamable-http\" (the older HTTP+SSE is \
-         not supported: give the server's streamable HTTP address)"
-    )]
-    Transport,
-    /// A program and an address in one entry.
-    #[error("a server is a program or an address, not both: keep `command` or `url`")]
-    Mixed,
-    /// Another program's name for a field.
-    #[error("call this field `{name}`")]
-    OtherName {
-        /// The name here.
-        name: &'static str,
-    },
-    /// Not one kind of server.
-    #[error(
-        "give exactly one of `command` (a program), `url` (an MCP server over HTTP) and `openapi` \
-         (an HTTP interface with a document)"
-    )]
-    OneKind,
-    /// No address.
-    #[error("expected an http:// or https:// address with a host and without a fragment")]
-    Url,
-    /// A credential in an address.
-    #[error("a user and password do not belong into an address: put them under `headers`")]
-    UserInfo,
-    /// Credentials would travel in the clear.
-    #[error(
-        "plain http to another host shows credentials and answers to everybody between: use \
-         https, or set `allow_http = true` in forge.toml"
-    )]
-    PlainHttp,
-    /// No name of a header.
-    #[error("this cannot be the name of a header")]
-    Header,
-    /// A header that the protocol itself sets.
-    #[error("this header is set by the broker itself: leave it out")]
-    OwnHeader,
-    /// No value of a header.
-    #[error("the value has a line break or another character that no header can carry")]
-    HeaderValue,
-    /// Two sources for one header.
-    #[error("the header Authorization is set under `headers` too: keep one")]
-    TwoTokens,
-    /// Two places where tokens come from.
-    #[error("`token_url` says where tokens come from already: keep one")]
-    TwoIssuers,
-    /// The OpenAPI document is refused.
-    #[error("{0}")]
-    OpenApi(ApiError),
-    /// The name of an environment variable is none.
-    #[error("an environment variable's name is not empty and has no `=` and no NUL")]
-    VariableName,
-    /// A variable is used that is not set.
-    #[error("${{{variable}}} is not set: set it, or give a default as ${{{variable}:-…}}")]
-    Unset {
-        /// The variable.
-        variable: String,
-    },
-    /// `${` without an end, or with a name that is none.
-    #[error("`${{` begins no variable here; write ${{NAME}} or ${{NAME:-default}}")]
-    Expansion,
-    /// Text that a command line cannot carry.
-    #[error("must not be empty or hold a NUL byte")]
-    Text,
-    /// A variable is set both plainly and as a credential.
-    #[error("is set under `env` and under `credentials`: keep one")]
-    SetTwice,
-    /// A parameter of the query is in the address and a credential.
-    #[error("the address has this parameter in its query already: take it out there")]
-    QueryTwice,
-    /// A credential needs one source.
-    #[error(
-        "give exactly one source: {{ from_env = \"NAME\" }}, {{ file = \"path\" }}, \
-         {{ age = \"path\", identity = \"path\" }} or {{ command = [\"program\", …] }}"
-    )]
-    Source,
-    /// The key is no tool's name.
-    #[error("this is no tool's name: {0}")]
-    ToolName(NameError),
-    /// The text names no tools.
-    #[error("this names no tools; write shop.find, shop.*, shop.get_* or *: {0}")]
-    ToolPattern(NameError),
-    /// No role has this name.
-    #[error("no role has this name; known are {known}: add it as [roles.<name>]")]
-    NoRole {
-        /// The roles there are.
-        known: String,
-    },
-    /// There are no roles.
-    #[error("there are no roles: add this one as [roles.<name>]")]
-    NoRoles,
-    /// The value is none of those possible.
-    #[error("must be one of {0}")]
-    OneOf(&'static str),
-    /// A built-in tool's effect is no matter of configuration.
-    #[error("a built-in tool knows its own effect: leave this out")]
-    BuiltInEffect,
-    /// A number is 0, negative or no whole one.
-    #[error("expected a whole number above 0")]
-    Positive,
-    /// No range of users.
-    #[error("expected a range of user numbers above 0, as \"200000-200999\"")]
-    Uids,
-    /// A server is to be given everything.
-    #[error("a server cannot be given the whole host: name the folders it needs")]
-    WholeHost,
-    /// The credential cannot be had.
-    #[error("{0}")]
-    Secret(SecretError),
-    /// The value is not what it has to be; says what that is.
-    #[error("{0}")]
-    Value(String),
 }
 
 /// Looks a variable up in the broker's environment.
@@ -424,12 +202,7 @@ fn document_of(file: &Path, text: &str) -> Result<Value, ConfigError> {
 
 fn forge_config(file: &Path, document: &Value, lookup: Lookup<'_>) -> Result<Config, ConfigError> {
     let document = Node::root(file, document);
-    for key in document.object()?.keys() {
-        if !BROKER_TABLES.contains(&key.as_str()) && !SUPERVISOR_TABLES.contains(&key.as_str()) {
-            let known = [BROKER_TABLES.as_slice(), &SUPERVISOR_TABLES].concat().join(", ");
-            return Err(document.wrong_at(key, Problem::Unknown { known }));
-        }
-    }
+    document.only(&[BROKER_TABLES.as_slice(), &SUPERVISOR_TABLES].concat())?;
     let mut config =
         Config { server_uids: strangers::server_uids(&document)?, ..Config::default() };
     if let Some(listed) = document.field("servers") {

@@ -1,5 +1,6 @@
 //! A configuration as a tree whose every node knows the way to it.
 
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use forge_document::shown;
@@ -7,6 +8,10 @@ use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
 use super::{ConfigError, Problem};
+use crate::secret::Secret;
+
+/// What lists may have, so that definitions stay of a size.
+pub(super) const ITEMS_MAX: usize = 64;
 
 /// A value and the way to it, so that every error can say where it is.
 pub(super) struct Node<'a> {
@@ -28,6 +33,25 @@ impl<'a> Node<'a> {
 
     pub(super) fn wrong_at(&self, key: &str, problem: Problem) -> ConfigError {
         ConfigError::of(self.file, self.path_to(key), problem)
+    }
+
+    /// The value is not what it has to be, which this says.
+    pub(super) fn unfit(&self, why: impl Into<String>) -> ConfigError {
+        self.wrong(Problem::Value(why.into()))
+    }
+
+    /// Refuses every field but these.
+    pub(super) fn only(&self, known: &[&str]) -> Result<(), ConfigError> {
+        self.only_and(known, &[])
+    }
+
+    /// The same, and nothing is said of those that are ignored.
+    pub(super) fn only_and(&self, known: &[&str], ignored: &[&str]) -> Result<(), ConfigError> {
+        let is_known = |key: &str| known.contains(&key) || ignored.contains(&key);
+        match self.object()?.keys().find(|key| !is_known(key)) {
+            Some(key) => Err(self.wrong_at(key, Problem::Unknown { known: known.join(", ") })),
+            None => Ok(()),
+        }
     }
 
     fn path_to(&self, key: &str) -> String {
@@ -90,6 +114,42 @@ impl<'a> Node<'a> {
     /// A larger one.
     pub(super) fn number(&self) -> Result<u64, ConfigError> {
         self.of_type("a whole number, not negative", self.value.as_u64())
+    }
+
+    /// The number under `key`, in a range, or a default.
+    pub(super) fn number_in(
+        &self,
+        key: &str,
+        range: RangeInclusive<u64>,
+        default: u64,
+    ) -> Result<u64, ConfigError> {
+        let Some(node) = self.field(key) else { return Ok(default) };
+        let number = node.number()?;
+        if !range.contains(&number) {
+            let (first, last) = (range.start(), range.end());
+            return Err(node.unfit(format!("must be from {first} to {last}")));
+        }
+        Ok(number)
+    }
+
+    /// A value that is held as a secret.
+    pub(super) fn secret(&self, value: String) -> Result<Secret, ConfigError> {
+        Secret::new(value).map_err(|error| self.wrong(Problem::Secret(error)))
+    }
+
+    /// More items than there may be.
+    pub(super) fn too_many(&self) -> ConfigError {
+        self.unfit(format!("more than {ITEMS_MAX}: give fewer"))
+    }
+
+    /// A list of at least one and not too many.
+    pub(super) fn some_items(&self) -> Result<Vec<Node<'a>>, ConfigError> {
+        let items = self.items()?;
+        match items.len() {
+            0 => Err(self.unfit("is empty: give at least one, or leave the table out")),
+            1..=ITEMS_MAX => Ok(items),
+            _ => Err(self.too_many()),
+        }
     }
 
     pub(super) fn items(&self) -> Result<Vec<Node<'a>>, ConfigError> {

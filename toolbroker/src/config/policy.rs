@@ -18,7 +18,7 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
     }
     let mut tools_of = BTreeMap::new();
     for (name, role) in children(roles.as_ref())? {
-        only(&role, &["tools"])?;
+        role.only(&["tools"])?;
         let mut patterns = Vec::new();
         for item in role.needed("tools")?.items()? {
             let pattern = Pattern::parse(item.text()?);
@@ -30,14 +30,14 @@ pub(super) fn policy(document: &Node<'_>) -> Result<Policy, ConfigError> {
     let has_roles = named.iter().any(|(_, principal)| principal.field("roles").is_some());
     if roles.is_none() && !has_roles {
         for (_, principal) in &named {
-            only(principal, &PRINCIPAL)?;
+            principal.only(&PRINCIPAL)?;
         }
         return Ok(Policy::open());
     }
     let mut patterns_of = BTreeMap::new();
     for (name, principal) in named {
         // The service's own to read: who speaks for it, and what it may have.
-        only(&principal, &PRINCIPAL)?;
+        principal.only(&PRINCIPAL)?;
         let mut patterns = Vec::new();
         for item in principal.needed("roles")?.items()? {
             let role = tools_of.get(item.text()?).ok_or_else(|| {
@@ -65,11 +65,4 @@ pub(super) fn signing_keys(file: &Path, document: &Node<'_>) -> Result<Vec<PathB
 
 fn children<'a>(table: Option<&Node<'a>>) -> Result<Vec<(&'a str, Node<'a>)>, ConfigError> {
     table.map_or(Ok(Vec::new()), Node::children)
-}
-
-fn only(entry: &Node<'_>, known: &[&str]) -> Result<(), ConfigError> {
-    match entry.object()?.keys().find(|key| !known.contains(&key.as_str())) {
-        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.join(", ") })),
-        None => Ok(()),
-    }
 }

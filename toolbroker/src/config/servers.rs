@@ -150,7 +150,7 @@ pub(super) fn mcp_server(
 ) -> Result<Option<ServerConfig>, ConfigError> {
     const KNOWN: [&str; 8] =
         ["command", "args", "env", "cwd", "url", "headers", "type", "disabled"];
-    let fields = entry.object()?;
+    entry.object()?;
     if let Some(disabled) = entry.field("disabled")
         && disabled.bool()?
     {
@@ -170,12 +170,7 @@ pub(super) fn mcp_server(
             _ => return Err(kind.wrong(Problem::Transport)),
         },
     };
-    for key in fields.keys() {
-        if !KNOWN.contains(&key.as_str()) && !TOLERATED_FIELDS.contains(&key.as_str()) {
-            let known = KNOWN.join(", ");
-            return Err(entry.wrong_at(key, Problem::Unknown { known }));
-        }
-    }
+    entry.only_and(&KNOWN, &TOLERATED_FIELDS)?;
     let foreign: &[&str] =
         if is_http { &["command", "args", "env", "cwd"] } else { &["url", "headers"] };
     if let Some(other) = foreign.iter().find_map(|key| entry.field(key)) {
@@ -198,14 +193,10 @@ pub(super) fn mcp_server(
     };
     for value in found.take() {
         if !server.scrub.iter().any(|known| known.expose() == value) {
-            server.scrub.push(secret(entry, value)?);
+            server.scrub.push(entry.secret(value)?);
         }
     }
     Ok(Some(server))
-}
-
-fn secret(node: &Node<'_>, value: String) -> Result<Secret, ConfigError> {
-    Secret::new(value).map_err(|error| node.wrong(Problem::Secret(error)))
 }
 
 /// An entry of `mcpServers` with a program.
@@ -240,7 +231,7 @@ fn mcp_stdio(
                 // No secret, and no value to hold: leave the variable out.
                 continue;
             }
-            let value = secret(&node, value)?;
+            let value = node.secret(value)?;
             if guessed {
                 scrub.push(value.clone());
             }
@@ -261,7 +252,7 @@ fn mcp_http(
     // Where everything is one string, keys stand in addresses too.
     for (key, value) in url.query_pairs() {
         if is_guessed_secret(&key, &value) {
-            scrub.push(secret(&at, value.into_owned())?);
+            scrub.push(at.secret(value.into_owned())?);
         }
     }
     let mut headers = Vec::new();
@@ -270,10 +261,10 @@ fn mcp_http(
             let value = expanded(&node)?;
             if names_credential(name) {
                 for part in secret_parts(&value) {
-                    scrub.push(secret(&node, part.to_owned())?);
+                    scrub.push(node.secret(part.to_owned())?);
                 }
             }
-            headers.push(header(&node, name, secret(&node, value)?)?);
+            headers.push(header(&node, name, node.secret(value)?)?);
         }
     }
     let endpoint = Endpoint { url, headers, query: Vec::new(), oauth: None };
@@ -305,11 +296,11 @@ pub(super) fn forge_server(
                     all.push(field);
                 }
             }
-            only(entry, &all)?;
+            entry.only(&all)?;
             return Err(entry.wrong(Problem::OneKind));
         }
     };
-    only(entry, known)?;
+    entry.only(known)?;
     let mut scrub = Vec::new();
     match known[0] {
         "command" => {}
@@ -342,9 +333,7 @@ pub(super) fn forge_server(
     if let Some(env) = entry.field("env") {
         for (variable, node) in env.children()? {
             check_variable(variable, &node)?;
-            let value = Secret::new(as_written(&node)?)
-                .map_err(|error| node.wrong(Problem::Secret(error)))?;
-            server.env.insert(variable.to_owned(), value);
+            server.env.insert(variable.to_owned(), node.secret(as_written(&node)?)?);
         }
     }
     if let Some(credentials) = entry.field("credentials") {
@@ -358,14 +347,6 @@ pub(super) fn forge_server(
         }
     }
     Ok(ServerConfig { source: Source::Stdio(server), scrub })
-}
-
-/// Refuses every field but these.
-fn only(entry: &Node<'_>, known: &[&str]) -> Result<(), ConfigError> {
-    match entry.object()?.keys().find(|key| !known.contains(&key.as_str())) {
-        Some(key) => Err(entry.wrong_at(key, Problem::Unknown { known: known.join(", ") })),
-        None => Ok(()),
-    }
 }
 
 /// The address under `key`, `headers`, `credentials`, `oauth` and `allow_http`.
@@ -382,14 +363,12 @@ fn endpoint(
     if let Some(listed) = entry.field("headers") {
         for (name, node) in listed.children()? {
             let value = if node.is_text() {
-                let value = Secret::new(node.text()?.to_owned());
-                value.map_err(|error| node.wrong(Problem::Secret(error)))?
+                node.secret(node.text()?.to_owned())?
             } else {
                 let bare = credential(&node, &["prefix"], lookup)?;
                 scrub.push(bare.clone());
                 let prefix = node.field("prefix").map_or(Ok(""), |prefix| prefix.text())?;
-                let whole = Secret::new(format!("{prefix}{}", bare.expose()));
-                whole.map_err(|error| node.wrong(Problem::Secret(error)))?
+                node.secret(format!("{prefix}{}", bare.expose()))?
             };
             headers.push(header(&node, name, value)?);
         }
@@ -427,11 +406,18 @@ fn in_the_query(
     Ok(query)
 }
 
-fn url(node: &Node<'_>, text: &str, allow_http: bool) -> Result<Url, ConfigError> {
+/// An address of a host over HTTP, whatever else it has.
+pub(super) fn http_url(node: &Node<'_>, text: &str) -> Result<Url, ConfigError> {
     let url = Url::parse(text).map_err(|_| node.wrong(Problem::Url))?;
-    if !matches!(url.scheme(), "http" | "https") || !url.has_host() || url.fragment().is_some() {
+    let is_http = matches!(url.scheme(), "http" | "https");
+    if !is_http || !url.has_host() || url.fragment().is_some() {
         return Err(node.wrong(Problem::Url));
     }
+    Ok(url)
+}
+
+fn url(node: &Node<'_>, text: &str, allow_http: bool) -> Result<Url, ConfigError> {
+    let url = http_url(node, text)?;
     if !url.username().is_empty() || url.password().is_some() {
         return Err(node.wrong(Problem::UserInfo));
     }
@@ -455,7 +441,7 @@ fn oauth(
     lookup: Lookup<'_>,
     scrub: &mut Vec<Secret>,
 ) -> Result<OAuthConfig, ConfigError> {
-    only(node, &["client_id", "client_secret", "scopes", "token_url", "issuer"])?;
+    node.only(&["client_id", "client_secret", "scopes", "token_url", "issuer"])?;
     let client_secret = credential(&node.needed("client_secret")?, &[], lookup)?;
     scrub.push(client_secret.clone());
     let mut scopes = Vec::new();

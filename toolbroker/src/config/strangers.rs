@@ -40,17 +40,14 @@ fn absolute(node: &Node<'_>) -> Result<PathBuf, ConfigError> {
 
 fn limits(node: &Node<'_>) -> Result<Limits, ConfigError> {
     let mut limits = Limits::default();
-    for (key, value) in node.children()? {
-        let place = match key {
-            "memory_mib" => &mut limits.memory_mib,
-            "open_files" => &mut limits.open_files,
-            "processes" => &mut limits.processes,
-            "file_mib" => &mut limits.file_mib,
-            _ => {
-                let known = "memory_mib, open_files, processes, file_mib".to_owned();
-                return Err(node.wrong_at(key, Problem::Unknown { known }));
-            }
-        };
+    node.only(&["memory_mib", "open_files", "processes", "file_mib"])?;
+    for (key, place) in [
+        ("memory_mib", &mut limits.memory_mib),
+        ("open_files", &mut limits.open_files),
+        ("processes", &mut limits.processes),
+        ("file_mib", &mut limits.file_mib),
+    ] {
+        let Some(value) = node.field(key) else { continue };
         *place = value.number()?;
         if *place == 0 {
             return Err(value.wrong(Problem::Positive));

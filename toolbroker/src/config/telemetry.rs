@@ -2,9 +2,9 @@
 
 use reqwest::Url;
 
-use super::builtins::{known, wrong};
+use super::ConfigError;
 use super::node::Node;
-use super::{ConfigError, Problem};
+use super::servers::http_url;
 
 /// Where a collector takes spans, below its address.
 const TRACES: &str = "v1/traces";
@@ -13,22 +13,18 @@ const TRACES: &str = "v1/traces";
 /// `otlp`. Plain HTTP may go to any host: spans hold no credential, and a
 /// collector that wants one is not supported.
 pub(super) fn collector(table: &Node<'_>) -> Result<Url, ConfigError> {
-    known(table, &["otlp"])?;
+    table.only(&["otlp"])?;
     let node = table.needed("otlp")?;
-    let mut url = Url::parse(node.text()?).map_err(|_| node.wrong(Problem::Url))?;
-    if !matches!(url.scheme(), "http" | "https") || !url.has_host() || url.fragment().is_some() {
-        return Err(node.wrong(Problem::Url));
-    }
+    let mut url = http_url(&node, node.text()?)?;
     if !url.username().is_empty() || url.password().is_some() || url.query().is_some() {
-        return Err(wrong(
-            &node,
+        return Err(node.unfit(
             "must have no user, no password and no query: what a collector elsewhere asks for is \
              added by one beside the broker",
         ));
     }
     let base = url.path().trim_end_matches('/').to_owned();
     if base.ends_with(TRACES) {
-        return Err(wrong(&node, "give the collector's address without /v1/traces"));
+        return Err(node.unfit("give the collector's address without /v1/traces"));
     }
     url.set_path(&format!("{base}/{TRACES}"));
     Ok(url)

@@ -28,26 +28,21 @@ pub(super) fn words(table: &Node<'_>) -> Result<BTreeMap<ToolName, Word>, Config
     let mut words = BTreeMap::new();
     for (name, entry) in table.children()? {
         let name = ToolName::parse(name).map_err(|why| entry.wrong(Problem::ToolName(why)))?;
+        entry.only(&["effect", "cost"])?;
         let mut word = Word::default();
-        for key in entry.object()?.keys() {
-            match (key.as_str(), entry.needed(key)?) {
-                ("effect", node) if RESERVED_SERVERS.contains(&name.server()) => {
-                    return Err(node.wrong(Problem::BuiltInEffect));
-                }
-                ("effect", node) => {
-                    word.effect = Some(match node.text()? {
-                        "none" => Effect::None,
-                        "read" => Effect::Read,
-                        "write" => Effect::Write,
-                        _ => return Err(node.wrong(Problem::OneOf("none, read, write"))),
-                    });
-                }
-                ("cost", node) => word.cost = Some(node.whole()?),
-                _ => {
-                    let known = "effect, cost".to_owned();
-                    return Err(entry.wrong_at(key, Problem::Unknown { known }));
-                }
+        if let Some(node) = entry.field("cost") {
+            word.cost = Some(node.whole()?);
+        }
+        if let Some(node) = entry.field("effect") {
+            if RESERVED_SERVERS.contains(&name.server()) {
+                return Err(node.wrong(Problem::BuiltInEffect));
             }
+            word.effect = Some(match node.text()? {
+                "none" => Effect::None,
+                "read" => Effect::Read,
+                "write" => Effect::Write,
+                _ => return Err(node.wrong(Problem::OneOf("none, read, write"))),
+            });
         }
         words.insert(name, word);
     }
@@ -56,9 +51,7 @@ pub(super) fn words(table: &Node<'_>) -> Result<BTreeMap<ToolName, Word>, Config
 
 /// The table `review`.
 pub(super) fn review(table: &Node<'_>) -> Result<Mode, ConfigError> {
-    if let Some(key) = table.object()?.keys().find(|key| *key != "mode") {
-        return Err(table.wrong_at(key, Problem::Unknown { known: "mode".to_owned() }));
-    }
+    table.only(&["mode"])?;
     let Some(mode) = table.field("mode") else { return Ok(Mode::default()) };
     match mode.text()? {
         "first_use" => Ok(Mode::FirstUse),
