@@ -12,27 +12,31 @@
 //! with nothing: its run is the one its connection was opened for, and a
 //! frame it should not send ends the link. Deliberately absent is a socket to
 //! listen on: [`Broker::serve`] takes any stream, and today there is one.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | `grants` | what may be granted |
+//! | `run_link` | calls in, answers out |
 
-use std::collections::{BTreeSet, HashMap};
+mod grants;
+mod run_link;
+
+use std::collections::HashMap;
 use std::future::poll_fn;
-use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Poll;
 use std::time::SystemTime;
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, FoundTool, GrantClaims, GrantRequest, GrantedTool, ListedTool,
-    Narrowing, OpenRun, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool,
-    Standing,
+    Answer, Ask, Authority, FoundTool, GrantClaims, ListedTool, OpenRun, REQUESTS_IN_FLIGHT_MAX,
+    RefusalKind, Reply, Request, ReviewedTool, Standing,
 };
-use forge_protocol::codec;
-use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
-use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
+use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
-    CALLS_IN_FLIGHT_MAX, CALLS_MAX, CONSTRAINTS_MAX, FOUND_TOOLS_MAX, GRANTED_TOOLS_MAX,
-    INTENT_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit, REASON_BYTES_MAX, TOOL_LIST_BYTES_MAX,
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, FOUND_TOOLS_MAX, INTENT_BYTES_MAX, OverLimit, REASON_BYTES_MAX,
+    TOOL_LIST_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
@@ -41,15 +45,16 @@ use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::task::TaskTracker;
 
-use crate::attenuation::{self, attenuate};
+use self::grants::{narrowed, with_hosted};
+use self::run_link::serve_run;
 use crate::beside;
-use crate::call::{Dispatcher, Run, Taken};
+use crate::call::{Dispatcher, Run};
 use crate::config::Config;
-use crate::constraint::{Constraint, WrittenError, parse_where};
+use crate::constraint::WrittenError;
 use crate::definition::Tool;
 use crate::grant::{self, Grant, GrantError, Issuer, Terms};
 use crate::hosting::{Hosting, HostingError};
-use crate::journal::{Close, Journal, Place, Unwritable};
+use crate::journal::{Journal, Place, Unwritable};
 use crate::link::{self, LinkError, Receiver, Rider, Sender};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
@@ -67,9 +72,6 @@ const RUN_GRANT_SLACK_S: u64 = 120;
 /// What the tools of one list may take, in bytes; the rest of its frame is for
 /// counters and the unavailable.
 const LIST_ROOM_BYTES: usize = TOOL_LIST_BYTES_MAX as usize - 1024 * 1024;
-
-/// What a settled call's frame has beside its body, at most, in bytes.
-const SETTLED_BYTES: usize = 32;
 
 /// Why serving a supervisor ended before its time.
 #[derive(Debug, thiserror::Error)]
@@ -522,47 +524,8 @@ impl Broker {
         Ok(Reply::Found { tools, unavailable: shown(unavailable) })
     }
 
-    async fn issue(&self, request: GrantRequest) -> Result<Vec<u8>, Refused> {
-        let GrantRequest { principal, tools, constraints, valid_s, calls_max, cost_max, session } =
-            request;
-        let constraints = match constraints.is_empty() {
-            true => Vec::new(),
-            false => beside(move || read_constraints(&constraints)).await?,
-        };
-        let tools = self.grantable(&principal, tools).await?;
-        let tools = match constraints.is_empty() {
-            true => pinned(&tools),
-            false => beside(move || constrained(&tools, constraints)).await?,
-        };
-        let terms = Terms { principal, tools, valid_s, calls_max, cost_max, session };
-        Ok(self.grants.issuer().issue(&terms, SystemTime::now())?)
-    }
-
     fn open_runs(&self) -> MutexGuard<'_, HashMap<RunId, Weak<Run>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Each named tool once, with the digest of its present definition.
-    async fn pin(
-        &self,
-        principal: &str,
-        names: Vec<ToolName>,
-    ) -> Result<Vec<GrantedTool>, Refused> {
-        Ok(pinned(&self.grantable(principal, names).await?))
-    }
-
-    /// Each named tool once.
-    async fn grantable(
-        &self,
-        principal: &str,
-        names: Vec<ToolName>,
-    ) -> Result<Vec<Arc<Tool>>, Refused> {
-        let names: BTreeSet<ToolName> = names.into_iter().collect();
-        self.check_visible(principal, names.iter())?;
-        let tools = self.registry.find_all(names).await;
-        let tools = tools.map_err(|error| error.told_to(principal, &self.policy))?;
-        self.check_reviewed(&tools).await?;
-        Ok(tools)
     }
 
     /// What a token allows now. A token that is not known is verified beside
@@ -664,64 +627,6 @@ fn framed(answer: &Answer) -> Vec<u8> {
     frames
 }
 
-/// A run's grant, and the tools that its caller hosts.
-fn with_hosted(grant: &Grant, hosted: &Hosted) -> Result<Grant, Refused> {
-    let mut claims = grant.claims().clone();
-    claims.tools.extend(pinned(&hosted.tools()));
-    let (got, limit) = (claims.tools.len() as u64, GRANTED_TOOLS_MAX as u64);
-    if got > limit {
-        return Err(Refused::OverLimit(OverLimit { what: "tools", got, limit }));
-    }
-    Ok(Grant::new(claims)?)
-}
-
-fn pinned(tools: &[Arc<Tool>]) -> Vec<GrantedTool> {
-    let pin = |tool: &Arc<Tool>| GrantedTool {
-        name: tool.name().clone(),
-        definition_sha256: tool.sha256(),
-        constraints: Vec::new(),
-    };
-    tools.iter().map(pin).collect()
-}
-
-/// Tools with these constraints, each of which has to be on one of them and on a place
-/// that there may be among its arguments: a name misspelt would leave the right one free.
-fn constrained(
-    tools: &[Arc<Tool>],
-    constraints: Vec<(ToolName, Constraint)>,
-) -> Result<Vec<GrantedTool>, Refused> {
-    let mut granted = pinned(tools);
-    for (tool, constraint) in constraints {
-        let Some(at) = tools.iter().position(|it| *it.name() == tool) else {
-            return Err(Refused::ConstraintOnOther { tool });
-        };
-        let schema = serde_json::from_str(&tools[at].spec().input_schema).unwrap_or_default();
-        let constraint_text = constraint.text().to_owned();
-        if let Some(place) = constraint.unknown_to(&schema) {
-            let (place, constraint) = (crate::cut(place, 128), constraint_text);
-            return Err(Refused::ConstraintOnNothing { tool, constraint, place });
-        }
-        granted[at].constraints.push(constraint_text);
-    }
-    Ok(granted)
-}
-
-/// The constraints of a request, each with its tool.
-fn read_constraints(texts: &[String]) -> Result<Vec<(ToolName, Constraint)>, Refused> {
-    if texts.len() > CONSTRAINTS_MAX {
-        return Err(GrantError::TooManyConstraints { got: texts.len() }.into());
-    }
-    Ok(texts.iter().map(|text| parse_where(text)).collect::<Result<_, _>>()?)
-}
-
-fn narrowed(narrowing: Narrowing) -> Result<Vec<u8>, Refused> {
-    let Narrowing { token, tools, constraints, valid_s, calls_max, cost_max, session } = narrowing;
-    let constraints = read_constraints(&constraints)?;
-    let narrowing =
-        attenuation::Narrowing { tools, constraints, valid_s, calls_max, cost_max, session };
-    Ok(attenuate(&token, &narrowing, SystemTime::now())?)
-}
-
 /// Servers that cannot be asked, with the reasons.
 type Unavailable = Vec<(String, UpstreamError)>;
 
@@ -796,128 +701,11 @@ async fn greet(receiver: &mut Receiver, sender: &mut Sender) -> Result<bool, Ser
     Ok(true)
 }
 
-/// Serves one worker until it closes its link, breaks the protocol, or the
-/// broker shuts down.
-async fn serve_run(
-    run: Arc<Run>,
-    stream: UnixStream,
-    dispatcher: Dispatcher,
-    mut closing: watch::Receiver<bool>,
-) {
-    // Dropped at the end: what is not dispatched by then never is.
-    let mut calls = JoinSet::new();
-    let ended = tokio::select! {
-        ended = take_calls(&run, stream, &dispatcher, &mut calls) => ended,
-        _ = closing.wait_for(|closing| *closing) => Ok(()),
-    };
-    calls.shutdown().await;
-    dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
-    match ended {
-        Ok(()) => tracing::info!(run = %run.id(), "run link closed"),
-        Err(error) => {
-            tracing::warn!(run = %run.id(), error = ?error.to_string(), "run link dropped");
-        }
-    }
-}
-
-/// Why a run link is dropped.
-#[derive(Debug, thiserror::Error)]
-enum RunLinkError {
-    #[error("{0}")]
-    Link(#[from] LinkError),
-    #[error("{0}")]
-    Misbehaved(SessionError),
-}
-
-impl From<Misbehaviour> for RunLinkError {
-    fn from(how: Misbehaviour) -> Self {
-        Self::Misbehaved(SessionError::Peer(how))
-    }
-}
-
-/// Takes calls and sends answers, in the order in which calls settle. All in
-/// one task: a call that can be settled at once is answered before anything
-/// else happens, without a word between threads.
-async fn take_calls(
-    run: &Arc<Run>,
-    stream: UnixStream,
-    dispatcher: &Dispatcher,
-    calls: &mut JoinSet<Settled>,
-) -> Result<(), RunLinkError> {
-    let (mut receiver, mut sender) = link::split_plain(stream);
-    let limits = run.limits();
-    let call_bytes_max = limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES);
-    let awaits = |kind: Kind| (kind == Kind::Call).then_some(call_bytes_max);
-    let mut next_call = 0;
-    loop {
-        let settled = tokio::select! {
-            sent = sender.go_on(), if sender.unsent() > 0 => match sent {
-                Ok(()) => continue,
-                Err(error) => {
-                    unheard(&error);
-                    return Ok(());
-                }
-            },
-            Some(settled) = calls.join_next(), if !calls.is_empty() => match settled {
-                Ok(settled) => settled,
-                // Only a panic of ours ends a call without an answer.
-                Err(error) => std::panic::resume_unwind(error.into_panic()),
-            },
-            received = receiver.receive(awaits) => {
-                let received = match received {
-                    // It closed with an answer under way.
-                    Err(LinkError::Io(error)) if error.kind() == io::ErrorKind::ConnectionReset => {
-                        unheard(&error.into());
-                        return Ok(());
-                    }
-                    received => received?,
-                };
-                let Some(Frame { payload, .. }) = received else { return Ok(()) };
-                let call: Call = codec::decode(&payload)
-                    .map_err(|error| LinkError::Payload { kind: Kind::Call, error })?;
-                if call.id != next_call {
-                    let (got, expected) = (call.id, next_call);
-                    return Err(Misbehaviour::CallOutOfOrder { got, expected }.into());
-                }
-                // Calls past the budget are answered; calls without end are not.
-                over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
-                next_call += 1;
-                run.calls(&call.tool);
-                // A call is in flight until the worker can have its answer.
-                let in_flight = (calls.len() + sender.unsent() + 1) as u64;
-                over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
-                match dispatcher.take(run, call) {
-                    Taken::Settled(settled) => settled,
-                    Taken::Pending(pending) => {
-                        let dispatcher = dispatcher.clone();
-                        calls.spawn(async move { dispatcher.carry_out(pending).await });
-                        continue;
-                    }
-                }
-            }
-        };
-        run.settles(&settled);
-        let mut frame = Vec::with_capacity(HEADER_BYTES + settled.body.len() + SETTLED_BYTES);
-        frame::write_message(Kind::Settled, &settled, &mut frame);
-        if let Err(error) = sender.send(frame) {
-            unheard(&error);
-            return Ok(());
-        }
-    }
-}
-
-/// A worker that is gone while it is answered is no news: runs end like this
-/// at their deadline.
-fn unheard(error: &LinkError) {
-    tracing::debug!(error = ?error.to_string(), "an answer found no run link");
-}
-
-fn over(what: &'static str, got: u64, limit: u64) -> Result<(), Misbehaviour> {
-    if got > limit { Err(Misbehaviour::Over(OverLimit { what, got, limit })) } else { Ok(()) }
-}
-
 #[cfg(test)]
 mod tests {
+    use forge_protocol::codec;
+    use forge_protocol::frame::HEADER_BYTES;
+
     use super::*;
     use crate::definition::Listed;
 

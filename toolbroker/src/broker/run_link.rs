@@ -1,0 +1,140 @@
+//! The run link: calls in, answers out, in the order in which they settle. The worker
+//! at its other end is trusted with nothing: a frame that it should not send ends it.
+
+use std::io;
+use std::sync::Arc;
+
+use forge_protocol::codec;
+use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
+use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
+use forge_protocol::limits::{CALLS_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use crate::call::{Dispatcher, Run, Taken};
+use crate::journal::Close;
+use crate::link::{self, LinkError};
+
+/// What a settled call's frame has beside its body, at most, in bytes.
+const SETTLED_BYTES: usize = 32;
+
+/// Serves one worker until it closes its link, breaks the protocol, or the
+/// broker shuts down.
+pub(super) async fn serve_run(
+    run: Arc<Run>,
+    stream: UnixStream,
+    dispatcher: Dispatcher,
+    mut closing: watch::Receiver<bool>,
+) {
+    // Dropped at the end: what is not dispatched by then never is.
+    let mut calls = JoinSet::new();
+    let ended = tokio::select! {
+        ended = take_calls(&run, stream, &dispatcher, &mut calls) => ended,
+        _ = closing.wait_for(|closing| *closing) => Ok(()),
+    };
+    calls.shutdown().await;
+    dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
+    match ended {
+        Ok(()) => tracing::info!(run = %run.id(), "run link closed"),
+        Err(error) => {
+            tracing::warn!(run = %run.id(), error = ?error.to_string(), "run link dropped");
+        }
+    }
+}
+
+/// Why a run link is dropped.
+#[derive(Debug, thiserror::Error)]
+enum RunLinkError {
+    #[error("{0}")]
+    Link(#[from] LinkError),
+    #[error("{0}")]
+    Misbehaved(SessionError),
+}
+
+impl From<Misbehaviour> for RunLinkError {
+    fn from(how: Misbehaviour) -> Self {
+        Self::Misbehaved(SessionError::Peer(how))
+    }
+}
+
+/// Takes calls and sends answers, in the order in which calls settle. All in
+/// one task: a call that can be settled at once is answered before anything
+/// else happens, without a word between threads.
+async fn take_calls(
+    run: &Arc<Run>,
+    stream: UnixStream,
+    dispatcher: &Dispatcher,
+    calls: &mut JoinSet<Settled>,
+) -> Result<(), RunLinkError> {
+    let (mut receiver, mut sender) = link::split_plain(stream);
+    let limits = run.limits();
+    let call_bytes_max = limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES);
+    let awaits = |kind: Kind| (kind == Kind::Call).then_some(call_bytes_max);
+    let mut next_call = 0;
+    loop {
+        let settled = tokio::select! {
+            sent = sender.go_on(), if sender.unsent() > 0 => match sent {
+                Ok(()) => continue,
+                Err(error) => {
+                    unheard(&error);
+                    return Ok(());
+                }
+            },
+            Some(settled) = calls.join_next(), if !calls.is_empty() => match settled {
+                Ok(settled) => settled,
+                // Only a panic of ours ends a call without an answer.
+                Err(error) => std::panic::resume_unwind(error.into_panic()),
+            },
+            received = receiver.receive(awaits) => {
+                let received = match received {
+                    // It closed with an answer under way.
+                    Err(LinkError::Io(error)) if error.kind() == io::ErrorKind::ConnectionReset => {
+                        unheard(&error.into());
+                        return Ok(());
+                    }
+                    received => received?,
+                };
+                let Some(Frame { payload, .. }) = received else { return Ok(()) };
+                let call: Call = codec::decode(&payload)
+                    .map_err(|error| LinkError::Payload { kind: Kind::Call, error })?;
+                if call.id != next_call {
+                    let (got, expected) = (call.id, next_call);
+                    return Err(Misbehaviour::CallOutOfOrder { got, expected }.into());
+                }
+                // Calls past the budget are answered; calls without end are not.
+                over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
+                next_call += 1;
+                run.calls(&call.tool);
+                // A call is in flight until the worker can have its answer.
+                let in_flight = (calls.len() + sender.unsent() + 1) as u64;
+                over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
+                match dispatcher.take(run, call) {
+                    Taken::Settled(settled) => settled,
+                    Taken::Pending(pending) => {
+                        let dispatcher = dispatcher.clone();
+                        calls.spawn(async move { dispatcher.carry_out(pending).await });
+                        continue;
+                    }
+                }
+            }
+        };
+        run.settles(&settled);
+        let mut frame = Vec::with_capacity(HEADER_BYTES + settled.body.len() + SETTLED_BYTES);
+        frame::write_message(Kind::Settled, &settled, &mut frame);
+        if let Err(error) = sender.send(frame) {
+            unheard(&error);
+            return Ok(());
+        }
+    }
+}
+
+/// A worker that is gone while it is answered is no news: runs end like this
+/// at their deadline.
+fn unheard(error: &LinkError) {
+    tracing::debug!(error = ?error.to_string(), "an answer found no run link");
+}
+
+fn over(what: &'static str, got: u64, limit: u64) -> Result<(), Misbehaviour> {
+    if got > limit { Err(Misbehaviour::Over(OverLimit { what, got, limit })) } else { Ok(()) }
+}
