@@ -542,20 +542,6 @@ fn a_credential_that_comes_back_is_removed_also_across_chunks() {
     assert_eq!(said["headers"], json!({"etag": "[credential removed]"}));
 }
 
-#[tokio::test]
-async fn a_text_is_looked_through_once_by_the_chain_and_bytes_before_they_are_encoded() {
-    for (before, cleared) in [(&b"it is "[..], false), (b"\xff\xfe", true)] {
-        let server = echo_in_chunks(before);
-        let mut with = rule("127.0.0.1", server.port);
-        with.headers = vec![credential("authorization", "hunter2-token")];
-        let client = client(vec![with], &Names::new(&[&[]]));
-        let url = format!("http://127.0.0.1:{}/", server.port);
-        let response = get(&client, url).await.unwrap();
-        let left = if cleared { &b"[credential removed]"[..] } else { b"hunter2-token" };
-        assert_eq!((response.body, response.redacted), ([before, left].concat(), cleared));
-    }
-}
-
 // Answers
 
 #[tokio::test]
@@ -884,12 +870,14 @@ fn attack_20_what_a_rule_sends_is_removed_however_it_comes_back_and_the_call_is_
     let base64 = base64::engine::general_purpose::STANDARD.encode(format!("user:{CANARY}"));
     let percent: String = CANARY.bytes().map(|byte| format!("%{byte:02X}")).collect();
     let answers = [CANARY.to_owned(), hex.clone(), base64.clone(), percent.clone()];
+    let token = format!("ghp_{}", "A1b2".repeat(9));
     let server = Server::new(move |head| {
         let at = head.split(' ').nth(1).unwrap().trim_start_matches('/').to_owned();
         let said = answers.get(at.parse::<usize>().unwrap_or(9)).cloned().unwrap_or_default();
         match at.as_str() {
             "header" => answer("200 OK", &format!("ETag: \"{CANARY}\"\r\n"), b"x"),
             "bytes" => ok(&[b"\xff\xfe", CANARY.as_bytes(), b"\xff"].concat()),
+            "token" => ok(&[b"\xff\xfe", token.as_bytes(), b"\xff"].concat()),
             "clean" => ok(b"nothing"),
             _ => ok(said.as_bytes()),
         }
@@ -910,6 +898,7 @@ fn attack_20_what_a_rule_sends_is_removed_however_it_comes_back_and_the_call_is_
         ("3", true),
         ("header", true),
         ("bytes", true),
+        ("token", true),
         ("clean", false),
     ] {
         let url = format!("http://127.0.0.1:{}/{at}", server.port);

@@ -14,6 +14,8 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use forge_protocol::abi::CallCode;
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::json::first_deeper;
@@ -366,7 +368,7 @@ impl Dispatched {
     /// for it.
     pub(super) fn is_small(&self) -> bool {
         match &self.end {
-            CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
+            CallEnd::Answered(response) | CallEnd::Bytes(response, _) => {
                 self.tool.checks_result_soon(response) && is_short(response)
             }
             CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
@@ -395,18 +397,21 @@ impl Dispatched {
     pub(super) fn fitting(self, books: &Books) -> Fitting {
         let Self { facts, tool, took, end } = self;
         books.metrics.dispatched(took);
-        let cleaned = matches!(end, CallEnd::Cleaned(_));
+        let encoded = match end {
+            CallEnd::Bytes(_, name) => Some(name),
+            _ => None,
+        };
         let end = match end {
             // To look through it would take many times its own memory.
             CallEnd::Answered(said)
-            | CallEnd::Cleaned(said)
+            | CallEnd::Bytes(said, _)
             | CallEnd::Content(said)
             | CallEnd::Failed(said)
                 if values_of(&said) > VALUES_MAX =>
             {
                 Ok(CallEnd::Unusable(Unusable::TooMany))
             }
-            CallEnd::Answered(response) | CallEnd::Cleaned(response) => {
+            CallEnd::Answered(response) | CallEnd::Bytes(response, _) => {
                 match tool.check_result(&response) {
                     Ok(()) => Ok(CallEnd::Answered(response)),
                     Err(_) => Err(Misfit::Result(response)),
@@ -416,7 +421,7 @@ impl Dispatched {
             CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
             other => Ok(other),
         };
-        Fitting { facts, tool, end, cleaned }
+        Fitting { facts, tool, end, encoded }
     }
 }
 
@@ -427,8 +432,8 @@ pub(super) struct Fitting {
     facts: Facts,
     tool: Arc<Tool>,
     end: Result<CallEnd, Misfit>,
-    /// Whether there was a credential in it that is out of it already.
-    cleaned: bool,
+    /// Under which name it has bytes in base64.
+    encoded: Option<&'static str>,
 }
 
 /// How a result is none that could be passed on.
@@ -445,12 +450,14 @@ impl Fitting {
     /// server, and whatever looks like one. `None` where the broker itself
     /// answers, which has none to tell.
     pub(super) fn redacted(self, scrubber: Option<&Scrubber>) -> Redacted {
-        let Self { facts, tool, end, cleaned } = self;
-        let removed = Cell::new(u32::from(cleaned));
-        let redact = |value: Value| match scrubber {
+        let Self { facts, tool, end, encoded } = self;
+        let removed = Cell::new(0_u32);
+        let redact = |mut value: Value| match scrubber {
             Some(scrubber) => {
+                let bytes = encoded.and_then(|name| value.get_mut(name));
+                let of_bytes = bytes.map_or(0, |bytes| clear(bytes, scrubber));
                 let Scrubbed { left, removed: of_this } = scrubber.json_counted(value);
-                removed.set(removed.get() + of_this);
+                removed.set(removed.get().saturating_add(of_bytes).saturating_add(of_this));
                 left
             }
             None => value,
@@ -458,7 +465,7 @@ impl Fitting {
         let outcome = match end {
             Ok(
                 CallEnd::Answered(response)
-                | CallEnd::Cleaned(response)
+                | CallEnd::Bytes(response, _)
                 | CallEnd::Content(response),
             ) => of_size(&facts.run, redact(response).to_string().into_bytes()),
             Ok(CallEnd::Failed(error)) => Err(CallFailure::ToolFailed { error: redact(error) }),
@@ -490,6 +497,18 @@ impl Fitting {
         }
         Redacted { facts, outcome, redacted: removed > 0 }
     }
+}
+
+/// Takes credentials out of bytes in base64. How many there were. In the base64 itself
+/// few of their spellings would be found, and a mark would cost all the rest.
+fn clear(encoded: &mut Value, scrubber: &Scrubber) -> u32 {
+    let Value::String(encoded) = encoded else { return 0 };
+    let Ok(bytes) = STANDARD.decode(&*encoded) else { return 0 };
+    let Scrubbed { left, removed } = scrubber.bytes_counted(bytes);
+    if removed > 0 {
+        *encoded = STANDARD.encode(left);
+    }
+    removed
 }
 
 /// Whether credentials are soon looked for in all its text.
@@ -659,8 +678,12 @@ mod tests {
     use forge_protocol::RunId;
     use forge_protocol::limits::RunLimits;
 
-    /// A call of alice's that was answered just now.
     fn answered(response: Value) -> Dispatched {
+        ended(CallEnd::Answered(response))
+    }
+
+    /// A call of alice's that ended just now.
+    fn ended(end: CallEnd) -> Dispatched {
         let grant = Arc::new(Grant::new(claims_of_nothing()).unwrap());
         let run = Arc::new(Run::new(RunId([0; 16]), [0; 32], grant, RunLimits::default()));
         let listed = Listed {
@@ -681,21 +704,58 @@ mod tests {
         };
         let began = Instant::now();
         let facts = Facts { run, call, began, steps: Steps::default() };
-        Dispatched::ended(facts, tool, began, CallEnd::Answered(response))
+        Dispatched::ended(facts, tool, began, end)
+    }
+
+    fn books(folder: &std::path::Path) -> Books {
+        let metrics = Arc::new(Metrics::default());
+        let journal = Journal::new(Place::Folder(folder.into()), Arc::clone(&metrics));
+        Books { journal, metrics, spans: None }
+    }
+
+    #[test]
+    fn bytes_in_base64_lose_credentials_however_they_are_spelled_and_stay_base64() {
+        let folder = tempfile::tempdir().unwrap();
+        let books = books(folder.path());
+        let key = "s3cr3t-Value-of-the-Key-042";
+        let secret = crate::secret::Secret::new(key.to_owned()).unwrap();
+        let scrubber = Scrubber::new([secret]);
+        let each = |write: fn(u8) -> String| key.bytes().map(write).collect::<String>();
+        let redacted = |bytes: &[u8]| {
+            let answer = serde_json::json!({ "bytes": STANDARD.encode(bytes) });
+            let fitting = ended(CallEnd::Bytes(answer, "bytes")).fitting(&books);
+            let Redacted { outcome, redacted, .. } = fitting.redacted(Some(&scrubber));
+            let said: Value = serde_json::from_slice(&outcome.unwrap()).unwrap();
+            (STANDARD.decode(said["bytes"].as_str().unwrap()).unwrap(), redacted)
+        };
+        for told in [
+            key.to_owned(),
+            each(|byte| format!("{byte:02x}")),
+            each(|byte| format!("%{byte:02x}")),
+            each(|byte| format!("\\u{byte:04x}")),
+            STANDARD.encode(key),
+            format!("{}\n{}", &key[..9], &key[9..]),
+            format!("ghp_{}", "A1b2".repeat(9)),
+            "-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQ==\n-----END PRIVATE KEY-----".to_owned(),
+        ] {
+            let (left, is_redacted) = redacted(&[b"\x89\0", told.as_bytes(), b"\0\xff"].concat());
+            assert_eq!(left, b"\x89\0[credential removed]\0\xff", "{told}");
+            assert!(is_redacted, "{told}");
+        }
+        let image = b"\x89PNG\r\n\x1a\n\0\0";
+        assert_eq!(redacted(image), (image.to_vec(), false));
     }
 
     #[test]
     fn what_a_result_waits_for_here_is_not_its_tools_time() {
-        let metrics = Arc::new(Metrics::default());
         let dispatched = answered(Value::Null);
         let answered = dispatched.facts.began.elapsed();
         std::thread::sleep(Duration::from_millis(5));
         let folder = tempfile::tempdir().unwrap();
-        let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
-        let books = Books { journal, metrics: Arc::clone(&metrics), spans: None };
+        let books = books(folder.path());
         let fitting = dispatched.fitting(&books);
         assert!(fitting.facts.steps.answered.unwrap() <= answered);
-        let text = metrics.text();
+        let text = books.metrics.text();
         let sum =
             text.lines().find_map(|line| line.strip_prefix("forge_call_dispatch_seconds_sum "));
         assert!(sum.unwrap().parse::<f64>().unwrap() <= answered.as_secs_f64(), "{text}");

@@ -97,9 +97,8 @@ pub struct Request {
     pub body: Vec<u8>,
 }
 
-/// An answer. Credentials may be in what is text of it: to take them out is for
-/// whoever tells it, as of every result. A body that is none is cleared of the
-/// rules' own, because it is told in an encoding.
+/// An answer. Credentials may be in it: to take them out is for whoever tells it, as of
+/// every result.
 #[derive(Debug)]
 pub struct Response {
     /// The status.
@@ -108,8 +107,6 @@ pub struct Response {
     pub headers: Vec<(String, String)>,
     /// The body, whole.
     pub body: Vec<u8>,
-    /// Whether a credential was taken out of the body.
-    pub redacted: bool,
 }
 
 /// How a request ended.
@@ -518,7 +515,6 @@ impl Client {
                 body.extend_from_slice(data);
             }
         }
-        let (body, redacted) = self.cleared(body).await;
         let mut headers: Vec<(String, String)> = Vec::new();
         for name in head.headers.keys().filter(|name| destination.rule().program_sees(name)) {
             let values: Vec<_> = head
@@ -530,18 +526,7 @@ impl Client {
             headers.push((name.to_string(), values.join(", ")));
         }
         headers.sort();
-        Ok(Response { status: head.status.as_u16(), headers, body, redacted })
-    }
-
-    /// A body that is no text without the credentials that this client sends. Large
-    /// ones take their time, on a thread that nobody else waits for.
-    async fn cleared(&self, body: Vec<u8>) -> (Vec<u8>, bool) {
-        if std::str::from_utf8(&body).is_ok() {
-            return (body, false);
-        }
-        let scrubber = self.scrubber.clone();
-        let cleared = crate::beside(move || scrubber.bytes_counted(body)).await;
-        (cleared.left, cleared.removed > 0)
+        Ok(Response { status: head.status.as_u16(), headers, body })
     }
 }
 

@@ -643,9 +643,7 @@ impl Api {
             Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
                 CallEnd::Unusable(Unusable::Encoded)
             }
-            Ok(body) if status.is_success() => {
-                answer(body, is_json).map_or_else(CallEnd::Unusable, CallEnd::Answered)
-            }
+            Ok(body) if status.is_success() => answer(body, is_json),
             Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
                 "name": "AnswerTooLarge",
                 "message": format!(
@@ -678,23 +676,24 @@ impl Api {
 
 /// A successful answer: JSON as it is, text as a string, nothing as null, and what is
 /// neither, an image for example, in base64.
-///
-/// # Errors
-/// Why nothing is made of what says that it is JSON.
-fn answer(body: Vec<u8>, is_json: bool) -> Result<Value, Unusable> {
+fn answer(body: Vec<u8>, is_json: bool) -> CallEnd {
     if body.is_empty() {
-        return Ok(Value::Null);
+        return CallEnd::Answered(Value::Null);
     }
     if !is_json {
         // Text in another encoding loses what is no UTF-8. None has a zero.
         let is_text = !body.contains(&0) || std::str::from_utf8(&body).is_ok();
-        return Ok(if is_text { text(&body) } else { json!({"base64": STANDARD.encode(body)}) });
+        return match is_text {
+            true => CallEnd::Answered(text(&body)),
+            false => CallEnd::Bytes(json!({"base64": STANDARD.encode(body)}), "base64"),
+        };
     }
     if !has_few_values(&body) {
-        return Err(Unusable::TooMany);
+        return CallEnd::Unusable(Unusable::TooMany);
     }
     let body = body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&body);
-    forge_protocol::json::from_slice_mended(body).map_err(|_| Unusable::NoJson)
+    forge_protocol::json::from_slice_mended(body)
+        .map_or(CallEnd::Unusable(Unusable::NoJson), CallEnd::Answered)
 }
 
 fn text(body: &[u8]) -> Value {
@@ -1092,18 +1091,26 @@ mod tests {
 
     #[test]
     fn an_answer_that_is_no_text_loses_nothing() {
-        let answer = |body: &[u8]| answer(body.to_vec(), false).ok().unwrap();
-        assert_eq!(answer(b"\x89PNG\r\n\x1a\n\0\0"), json!({"base64": "iVBORw0KGgoAAA=="}));
-        assert_eq!(answer(b"p\xe4ss"), json!("p\u{fffd}ss"));
-        assert_eq!(answer("p\u{e4}ss\0".as_bytes()), json!("p\u{e4}ss\0"));
+        let CallEnd::Bytes(image, "base64") = answer(b"\x89PNG\r\n\x1a\n\0\0".into(), false) else {
+            panic!("it is no text");
+        };
+        assert_eq!(image, json!({"base64": "iVBORw0KGgoAAA=="}));
+        assert_eq!(answered(b"p\xe4ss", false), json!("p\u{fffd}ss"));
+        assert_eq!(answered("p\u{e4}ss\0".as_bytes(), false), json!("p\u{e4}ss\0"));
+    }
+
+    fn answered(body: &[u8], is_json: bool) -> Value {
+        match answer(body.to_vec(), is_json) {
+            CallEnd::Answered(answer) => answer,
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
     fn half_a_character_costs_itself_and_not_its_answer() {
-        let body = br#"{"text":"cut \ud83d"}"#;
         let expected = json!({"text": "cut \u{fffd}"});
-        assert_eq!(answer(body.to_vec(), true).ok(), Some(expected.clone()));
-        assert_eq!(answer(b"{\"text\":\"cut \xf0\x9f\"}".to_vec(), true).ok(), Some(expected));
+        assert_eq!(answered(br#"{"text":"cut \ud83d"}"#, true), expected);
+        assert_eq!(answered(b"{\"text\":\"cut \xf0\x9f\"}", true), expected);
     }
 
     #[test]

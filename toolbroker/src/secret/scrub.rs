@@ -158,11 +158,12 @@ impl Scrubber {
         Scrubbed { left: replaced(text, &found), removed }
     }
 
-    /// As [`Scrubber::text_counted`], of bytes that may be no text: only known values
-    /// are looked for, and none by its shape.
+    /// As [`Scrubber::text_counted`], of bytes that may be no text. It comes before they
+    /// are encoded for a program: nothing is found in base64 but what is in it as it is,
+    /// and a mark in there would cost all the rest.
     #[must_use]
     pub fn bytes_counted(&self, bytes: Vec<u8>) -> Scrubbed<Vec<u8>> {
-        let found = self.find_known(&bytes);
+        let found = self.find(&bytes);
         let removed = count(&found);
         if found.is_empty() {
             return Scrubbed { left: bytes, removed };
@@ -596,6 +597,17 @@ mod tests {
         let innocent = b"\xFFabcdefghi".to_vec();
         let kept = Scrubbed { left: innocent.clone(), removed: 0 };
         assert_eq!(scrubber.bytes_counted(innocent), kept);
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_lose_what_has_the_shape_of_a_credential() {
+        let token = b"ghp_A1b2C3d4E5f6G7h8I9j0K1l2M3n4O5p6Q7r8".as_slice();
+        let key = b"-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQ==\n-----END PRIVATE KEY-----";
+        for credential in [token, key] {
+            let bytes = [b"\x89PNG\0\xFF", credential, b"\0\xFF"].concat();
+            let Scrubbed { left, removed } = Scrubber::default().bytes_counted(bytes);
+            assert_eq!((left, removed), (b"\x89PNG\0\xFF[credential removed]\0\xFF".into(), 1));
+        }
     }
 
     #[test]

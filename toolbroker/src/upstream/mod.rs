@@ -124,8 +124,9 @@ pub(crate) fn told_to_a_program(server: &str, source: UpstreamError) -> String {
 pub enum CallEnd {
     /// The tool answered: its structured result.
     Answered(Value),
-    /// The same, and a credential was taken out of it already.
-    Cleaned(Value),
+    /// The same, and what is under this name, if anything is, is bytes in base64, in which nobody finds a
+    /// credential that is spelled otherwise than as it is.
+    Bytes(Value, &'static str),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
     /// The tool answered, and nothing can be made of that.

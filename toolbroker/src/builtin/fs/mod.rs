@@ -19,6 +19,7 @@ use tokio::sync::Semaphore;
 use self::root::{Existing, Path};
 use super::{Caller, Failure, Plan, Work, bytes_of, named_bytes, text, with_bytes};
 use crate::definition::Effect;
+use crate::upstream::CallEnd;
 
 /// Calls that look at files at the same time; each has a thread while it
 /// does.
@@ -150,7 +151,12 @@ impl Files {
         let files = Arc::clone(self);
         Work::waits(move |caller, arguments| {
             let (files, caller) = (Arc::clone(&files), caller.clone());
-            async move { files.carry_out(&caller, step, arguments).await.into() }
+            async move {
+                match files.carry_out(&caller, step, arguments).await {
+                    Ok(answer) => CallEnd::Bytes(answer, "base64"),
+                    Err(failure) => failure.into(),
+                }
+            }
         })
     }
 
