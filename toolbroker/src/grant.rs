@@ -261,12 +261,18 @@ impl Grant {
         self.tools.get(tool).map(|granted| granted.definition_sha256)
     }
 
-    /// Holds the arguments of a call of `tool` against its constraints.
+    /// Holds the arguments of a call of `tool` against its constraints. `schema` is that of
+    /// its arguments, as JSON.
     ///
     /// # Errors
     /// [`Violation`], for the first that does not hold.
-    pub fn check(&self, tool: &ToolName, arguments: &serde_json::Value) -> Result<(), Violation> {
-        self.tools.get(tool).map_or(Ok(()), |granted| granted.constraints.check(arguments))
+    pub fn check(
+        &self,
+        tool: &ToolName,
+        arguments: &serde_json::Value,
+        schema: &str,
+    ) -> Result<(), Violation> {
+        self.tools.get(tool).map_or(Ok(()), |granted| granted.constraints.check(arguments, schema))
     }
 
     /// What it keeps in memory beside its claims, at most, in bytes.
@@ -861,7 +867,7 @@ pub(crate) mod tests {
             (&narrower, 6, false),
         ] {
             let grant = issuer.verify(token, now()).unwrap();
-            let checked = grant.check(&find, &serde_json::json!({ "quantity": quantity }));
+            let checked = grant.check(&find, &serde_json::json!({ "quantity": quantity }), "{}");
             assert_eq!(checked.is_ok(), inside, "{quantity}");
         }
     }

@@ -110,7 +110,8 @@ async fn carry_out(
     let hold = |method: Method, url: &Url| -> Result<(), Violation> {
         asked["method"] = method.as_str().into();
         asked["url"] = url.as_str().into();
-        caller.grant.check(name, &asked)
+        // Its own schema lists no two names that are alike.
+        caller.grant.check(name, &asked, "{}")
     };
     match room.fetch(request, hold).await {
         Fetched::Response(response) => CallEnd::Bytes(result_of(response), "body_base64"),

@@ -142,13 +142,16 @@ impl CallFailure {
             Self::BadResponse { .. } => {
                 "the response is not what the tool's output schema says".to_owned()
             }
+            Self::OutsideGrant { tool, violation } => {
+                let violation = Violation { twin: None, ..violation.clone() };
+                Self::OutsideGrant { tool: tool.clone(), violation }.to_string()
+            }
             Self::NotGranted { .. }
             | Self::DefinitionChanged { .. }
             | Self::RequestTooLarge { .. }
             | Self::NoSuchTool(_)
             | Self::NotAnObject { .. }
             | Self::InexactNumber { .. }
-            | Self::OutsideGrant { .. }
             | Self::BudgetSpent(_)
             | Self::DeadlinePassed
             | Self::DeadlineAfterDispatch
@@ -222,6 +225,18 @@ pub(super) fn tool_error(given: Value) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_members_name_is_told_to_its_program_and_not_to_the_log() {
+        let (constraint, why) = ("/a<=5".to_owned(), crate::constraint::Outside::Twin);
+        let violation = Violation { constraint, why, twin: Some("A".to_owned()) };
+        let tool = ToolName::parse("shop.order").unwrap();
+        let failure = CallFailure::OutsideGrant { tool, violation };
+        let told = String::from_utf8(failure.body(1_000)).unwrap();
+        assert!(told.contains(r#"leave \"A\" out"#) && told.contains("/a<=5"), "{told}");
+        let logged = failure.logged();
+        assert!(!logged.contains("leave") && logged.contains("/a<=5"), "{logged}");
+    }
 
     #[test]
     fn a_reason_always_fits_its_bound_and_stays_json() {

@@ -22,6 +22,10 @@
 //! thought of a value. Constraints are held against the arguments after they
 //! were parsed, which are the ones that the server gets, byte for byte.
 //!
+//! - Nothing beside a value may be taken for it. Servers find members without regard to
+//!   case, or by one of two names (`maxItems`, `max_items`), and take the last one or the
+//!   first: a member whose name is the constrained one's to such a server ([`folded`]),
+//!   or that of an object on the way to it, is refused unless the tool's schema lists it.
 //! - Numbers are compared as they are written, exactly; a string of digits
 //!   is no number.
 //! - Equality is that of JSON: members in any order, items in theirs, numbers
@@ -46,7 +50,7 @@ use std::cmp::Ordering;
 use std::fmt;
 
 use regex::Regex;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use self::decimal::Decimal;
 
@@ -111,12 +115,18 @@ pub struct Constraints(Vec<Constraint>);
 
 /// A call whose arguments are outside a constraint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the grant asks for {constraint}, and the value there {why}")]
+#[error("the grant asks for {constraint}, and the value there {why}{}", named(.twin.as_deref()))]
 pub struct Violation {
     /// The constraint, as it is written.
     pub constraint: String,
     /// What is wrong with the value.
     pub why: Outside,
+    /// The member of the arguments that is wrong, for [`Outside::Twin`].
+    pub twin: Option<String>,
+}
+
+fn named(twin: Option<&str>) -> String {
+    twin.map(|name| format!(": leave {name:?} out")).unwrap_or_default()
 }
 
 /// What is wrong with a value. It never quotes the value.
@@ -136,6 +146,8 @@ pub enum Outside {
     Climbs,
     /// It is another value.
     Other,
+    /// There is a member that may be taken for it, or for an object that it is in.
+    Twin,
 }
 
 impl fmt::Display for Outside {
@@ -148,6 +160,7 @@ impl fmt::Display for Outside {
             Self::TooLong => write!(f, "has more than {MATCHED_BYTES_MAX} bytes"),
             Self::Climbs => f.write_str("has a `..` segment, or may hide one"),
             Self::Other => f.write_str("is another"),
+            Self::Twin => f.write_str("is not the only one that a server may take for it"),
         }
     }
 }
@@ -221,6 +234,33 @@ impl Constraint {
         if inside { Ok(()) } else { Err(Outside::Other) }
     }
 
+    /// The first member that a server may take for one on the way to its place, and that
+    /// is none of the tool's own.
+    fn twin<'a>(&self, arguments: &'a Value, schema: &str) -> Option<&'a str> {
+        let mut value = arguments;
+        for (depth, token) in self.place.iter().enumerate() {
+            value = match value {
+                Value::Object(members) => {
+                    let is_twin = |name: &&String| *name != token && is_same_name(name, token);
+                    let mut twins = members.keys().filter(is_twin).peekable();
+                    if twins.peek().is_some() {
+                        // Read for a call that is odd, and for no other.
+                        let schema = serde_json::from_str(schema).unwrap_or_default();
+                        let own = properties_at(&schema, &self.place[..depth]);
+                        let is_free = |name: &&String| own.is_none_or(|it| !it.contains_key(*name));
+                        if let Some(twin) = twins.find(is_free) {
+                            return Some(twin);
+                        }
+                    }
+                    members.get(token)?
+                }
+                Value::Array(items) => items.get(index(token)?)?,
+                _ => return None,
+            };
+        }
+        None
+    }
+
     fn find<'a>(&self, arguments: &'a Value) -> Option<&'a Value> {
         self.place.iter().try_fold(arguments, |value, token| match value {
             Value::Object(members) => members.get(token),
@@ -248,14 +288,19 @@ impl Constraints {
         self.0.iter().map(Constraint::bytes).sum()
     }
 
-    /// Holds a call's arguments against all of them.
+    /// Holds a call's arguments against all of them. `schema` is the tool's, as JSON.
     ///
     /// # Errors
     /// [`Violation`], for the first that does not hold.
-    pub fn check(&self, arguments: &Value) -> Result<(), Violation> {
+    pub fn check(&self, arguments: &Value, schema: &str) -> Result<(), Violation> {
         for constraint in &self.0 {
+            let outside =
+                |why, twin| Err(Violation { constraint: constraint.text.clone(), why, twin });
             if let Err(why) = constraint.check(arguments) {
-                return Err(Violation { constraint: constraint.text.clone(), why });
+                return outside(why, None);
+            }
+            if let Some(twin) = constraint.twin(arguments, schema) {
+                return outside(Outside::Twin, Some(crate::cut(twin, 128)));
             }
         }
         Ok(())
@@ -269,6 +314,38 @@ fn index(token: &str) -> Option<usize> {
         return None;
     }
     token.parse().ok()
+}
+
+/// The members that a schema lists for the value at a place, if it does.
+fn properties_at<'s>(schema: &'s Value, place: &[String]) -> Option<&'s Map<String, Value>> {
+    let step = |schema: &'s Value, token: &String| {
+        schema.get("properties").and_then(|it| it.get(token)).or_else(|| {
+            let is_index = index(token).is_some();
+            schema.get("items").filter(|_| is_index)
+        })
+    };
+    place.iter().try_fold(schema, step)?.get("properties")?.as_object()
+}
+
+/// Whether some server takes two names for one.
+fn is_same_name(a: &str, b: &str) -> bool {
+    folded(a).eq(folded(b))
+}
+
+/// A member's name as the most careless server reads it: without regard to case, to what
+/// parts words, or to what stands behind a zero.
+fn folded(name: &str) -> impl Iterator<Item = char> {
+    let parts_words =
+        |it: &char| it.is_whitespace() || it.is_control() || matches!(it, '_' | '-' | '.');
+    let told = name.chars().take_while(|it| *it != '\0').filter(move |it| !parts_words(it));
+    told.flat_map(without_case)
+}
+
+/// A character without regard to case. There and back, since some letters have a capital
+/// and are that of none: the long s (U+017F), the Kelvin sign (U+212A). Whatever Unicode's
+/// case folding, and so Go's `EqualFold`, takes for one comes out as one here.
+pub(crate) fn without_case(character: char) -> impl Iterator<Item = char> {
+    character.to_lowercase().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
 }
 
 /// The value's number, exactly as it goes to the server.
@@ -474,13 +551,57 @@ mod tests {
     #[test]
     fn all_constraints_of_a_tool_hold_together() {
         let mut constraints = Constraints::none();
-        constraints.check(&json!({})).unwrap();
+        let check = |constraints: &Constraints, arguments| constraints.check(&arguments, "{}");
+        check(&constraints, json!({})).unwrap();
         constraints.push(Constraint::parse("/n>=1").unwrap());
         constraints.push(Constraint::parse("/n<=5").unwrap());
-        constraints.check(&json!({"n": 3})).unwrap();
-        let violation = constraints.check(&json!({"n": 6})).unwrap_err();
+        check(&constraints, json!({"n": 3})).unwrap();
+        let violation = check(&constraints, json!({"n": 6})).unwrap_err();
         assert_eq!(violation.constraint, "/n<=5");
         assert!(!violation.to_string().contains('6'), "{violation}");
+    }
+
+    #[test]
+    fn no_member_that_a_server_may_take_for_the_constrained_one_stands_beside_it() {
+        let listed = json!({"properties": {"order": {"properties": {"maxItems": {}, "MaxItems": {},
+            "lines": {"items": {"properties": {"sku": {}, "SKU": {}}}}}}, "ORDER": {}}});
+        let check = |text: &str, arguments: &Value, schema: &Value| {
+            let mut constraints = Constraints::none();
+            constraints.push(Constraint::parse(text).unwrap());
+            constraints.check(arguments, &schema.to_string()).map_err(|it| (it.why, it.twin))
+        };
+        for (text, arguments, twin) in [
+            ("/status=1", json!({"status": 1, "Status": 2}), "Status"),
+            ("/status=1", json!({"status": 1, "\u{17f}tatus": 2}), "\u{17f}tatus"),
+            ("/kind=1", json!({"kind": 1, "\u{212a}ind": 2}), "\u{212a}ind"),
+            ("/stra%C3%9Fe=1", json!({"stra\u{df}e": 1, "STRA\u{1e9e}E": 2}), "STRA\u{1e9e}E"),
+            ("/maxItems=1", json!({"maxItems": 1, "max_items": 2}), "max_items"),
+            ("/maxItems=1", json!({"maxItems": 1, "max.items": 2}), "max.items"),
+            ("/maxItems=1", json!({"maxItems": 1, " Max-Items": 2}), " Max-Items"),
+            ("/maxItems=1", json!({"maxItems": 1, "maxItems\0x": 2}), "maxItems\0x"),
+            ("/a/b=1", json!({"a": {"b": 1}, "A": {"b": 2}}), "A"),
+            ("/a/0/b=1", json!({"a": [{"b": 1, "B": 2}]}), "B"),
+            ("/order/lines/0/sku=1", json!({"order": {"lines": [{"sku": 1, "Sku": 2}]}}), "Sku"),
+            ("/order/maxItems=1", json!({"order": {"maxItems": 1, "maxitems": 2}}), "maxitems"),
+            ("/order/maxItems=1", json!({"order": {"maxItems": 1}, "Order": 2}), "Order"),
+        ] {
+            let refused = check(text, &arguments, &listed).unwrap_err();
+            assert_eq!(refused, (Outside::Twin, Some(twin.to_owned())), "{text} {arguments}");
+        }
+        for (text, arguments) in [
+            ("/status=1", json!({"status": 1, "statuses": 2, "stat": 3, "": 4})),
+            // Elsewhere, it is another.
+            ("/status=1", json!({"status": 1, "more": {"Status": 2}})),
+            ("/order/maxItems=1", json!({"order": {"maxItems": 1, "MaxItems": 2}, "ORDER": 3})),
+            ("/order/lines/0/sku=1", json!({"order": {"lines": [{"sku": 1, "SKU": 2}]}})),
+            ("={\"a\":1}", json!({"a": 1})),
+        ] {
+            assert_eq!(check(text, &arguments, &listed), Ok(()), "{text} {arguments}");
+        }
+        let mut constraints = Constraints::none();
+        constraints.push(Constraint::parse("/a<=5").unwrap());
+        let refused = constraints.check(&json!({"a": 5, "A": 100}), "{}").unwrap_err().to_string();
+        assert!(refused.contains("/a<=5") && refused.contains(r#"leave "A" out"#), "{refused}");
     }
 
     #[test]

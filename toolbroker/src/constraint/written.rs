@@ -291,7 +291,7 @@ mod tests {
                 Ok((_, constraint)) => {
                     let mut constraints = crate::constraint::Constraints::none();
                     constraints.push(constraint);
-                    let _ = constraints.check(&arguments);
+                    let _ = constraints.check(&arguments, "{}");
                 }
                 Err(error) => {
                     assert!((1..=text.chars().count() + 1).contains(&error.at), "{error}");
