@@ -71,12 +71,14 @@ const ENCODINGS_MAX: usize = 3;
 const PATTERN_NEST_MAX: u32 = 32;
 
 /// Words of a schema by which a value may have members that `properties` does not list.
-const MEMBERS_BESIDE: [&str; 12] = [
+const MEMBERS_BESIDE: [&str; 14] = [
     "$ref",
     "$dynamicRef",
+    "$recursiveRef",
     "additionalProperties",
     "allOf",
     "anyOf",
+    "dependencies",
     "dependentSchemas",
     "if",
     "items",
@@ -426,6 +428,8 @@ mod tests {
             ("patternProperties", json!({"^q": {}})),
             ("allOf", json!([{"properties": {"qty": {}}}])),
             ("$ref", json!("#/$defs/x")),
+            ("$recursiveRef", json!("#")),
+            ("dependencies", json!({"item": {"properties": {"qty": {}}}})),
         ] {
             let mut open = schema.clone();
             open[word] = value;
