@@ -24,6 +24,7 @@ use serde_json::{Map, Number, Value};
 use super::Refusal;
 use super::schema::Resolver;
 use crate::config::{Endpoint, is_own_header};
+use crate::constraint::without_case;
 use crate::egress::rule::percent_decoded;
 use crate::egress::says_length;
 use crate::secret::Secret;
@@ -230,7 +231,7 @@ impl Parameter {
         match (self.place, self.style) {
             (Place::Query, Style::Exploded) => members.map(|key| folded(key)).collect(),
             (Place::Query, Style::DeepObject) => {
-                members.map(|key| folded(&format!("{}[{key}]", self.name))).collect()
+                members.map(|key| format!("{}[{}]", folded(&self.name), folded(key))).collect()
             }
             _ => Vec::new(),
         }
@@ -288,7 +289,7 @@ fn plain(number: &Number) -> String {
 /// A name as the most careless server reads it: letters' case does not count, nor
 /// white space before it, and a point or a blank is an underscore.
 fn folded(name: &str) -> String {
-    name.trim().to_lowercase().replace(['.', ' '], "_")
+    name.trim().chars().flat_map(without_case).collect::<String>().replace(['.', ' '], "_")
 }
 
 /// Whether a name in the query, folded, is one that the operator sets, or a part of
@@ -619,16 +620,23 @@ impl Request {
     }
 
     /// Refuses a member that would stand in the query under the name of another
-    /// parameter, given or not, or of another one's member: a server takes one of
-    /// the two, and what the schema and a grant say of that parameter was held
-    /// against the other.
+    /// parameter, given or not, or of another member: a server takes one of the two,
+    /// and what the schema and a grant say of that was held against the other.
     fn check_names(
         &self,
         parameter: &Parameter,
         value: &Value,
         arguments: &JsonObject,
     ) -> Result<(), String> {
-        for key in parameter.own_names(value) {
+        let names = parameter.own_names(value);
+        let mut own = BTreeSet::new();
+        if let Some(twice) = names.iter().find(|name| !own.insert(*name)) {
+            return Err(format!(
+                "{:?}: two of its members would be read as one, {twice:?}: leave one out",
+                parameter.key
+            ));
+        }
+        for key in names {
             if is_set(&self.keys, &key) {
                 let why = "would be read as what the operator sets";
                 return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
@@ -878,6 +886,28 @@ mod tests {
         }
         assert!(of(json!({"limit": 5, "filter": {"limit[]": 100}})).is_err());
         assert!(of(json!({"limit": 5, "filter": {"limit\u{0}x": 100}})).is_err());
+    }
+
+    #[test]
+    fn no_two_members_of_an_argument_are_one_to_a_server() {
+        for (style, free) in [("form", "limit=5&offset=2"), ("deepObject", "f%5Blimit%5D=5&f%5Boffset%5D=2")] {
+            let parameters = json!([{"name": "f", "in": "query", "style": style, "schema": {}}]);
+            let of = |members: Value| {
+                let request = build("/a", &parameters, &json!({"f": members}));
+                request.map(|it| it.url().query().unwrap_or_default().to_owned())
+            };
+            assert_eq!(of(json!({"limit": 5, "offset": 2})).unwrap(), free);
+            for members in [
+                json!({"limit": 5, "Limit": 100}),
+                json!({"limit": 5, " limit": 100}),
+                json!({"size": 5, "\u{17f}ize": 100}),
+                json!({"max_items": 5, "max.items": 100}),
+                json!({"max_items": 5, "max items": 100}),
+            ] {
+                let refused = of(members.clone()).unwrap_err();
+                assert!(refused.contains("would be read as one"), "{members}: {refused}");
+            }
+        }
     }
 
     #[test]
