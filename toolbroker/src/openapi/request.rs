@@ -118,13 +118,13 @@ impl Parameter {
             // These three are not parameters, says the standard; and what the
             // operator sets is not for a program to say.
             let ignored = ["accept", "content-type", "authorization"];
-            let set = endpoint.headers.iter().any(|(it, _)| it.as_str().eq_ignore_ascii_case(name));
-            if set || ignored.iter().any(|it| name.eq_ignore_ascii_case(it)) {
+            let folded = folded_header(name);
+            let set = endpoint.headers.iter().any(|(it, _)| folded_header(it.as_str()) == folded);
+            if set || ignored.contains(&&*folded) {
                 return Ok(Read::Set);
             }
-            let is_free = HeaderName::from_bytes(name.as_bytes())
-                .is_ok_and(|it| !is_own_header(it.as_str()) && it != "cookie");
-            if !is_free {
+            let is_name = HeaderName::from_bytes(name.as_bytes()).is_ok();
+            if !is_name || is_own_header(&folded) || folded == "cookie" {
                 return unsent("is a header that no argument may set");
             }
         }
@@ -290,6 +290,12 @@ fn plain(number: &Number) -> String {
 /// white space before it, and a point or a blank is an underscore.
 fn folded(name: &str) -> String {
     name.trim().chars().flat_map(without_case).collect::<String>().replace(['.', ' '], "_")
+}
+
+/// A header's name as CGI and its heirs read it: neither case nor which of `-` and `_`
+/// it is counts.
+fn folded_header(name: &str) -> String {
+    name.to_ascii_lowercase().replace('_', "-")
 }
 
 /// Whether a name in the query, folded, is one that the operator sets, or a part of
@@ -1055,8 +1061,18 @@ mod tests {
         let mut endpoint = tests_endpoint();
         let secret = crate::secret::Secret::new("hunter2".into()).unwrap();
         endpoint.headers.push((HeaderName::from_static("x-api-key"), secret));
-        let names =
-            ["X-API-Key", "Authorization", "Accept", "Host", "Cookie", "Content-Length", "X-Free"];
+        let names = [
+            "X-API-Key",
+            "X_Api_Key",
+            "Authorization",
+            "Accept",
+            "Host",
+            "Cookie",
+            "Content-Length",
+            "content_length",
+            "Content_Type",
+            "X-Free",
+        ];
         let parameters: Vec<Value> =
             names.iter().map(|name| json!({"name": name, "in": "header", "schema": {}})).collect();
         let document =
