@@ -5,7 +5,8 @@
 //! byte but the unreserved ones is percent-encoded, so that `/`, `?`, `#` and
 //! `..` stay inside their parameter; a path segment that would still be `.`
 //! or `..`, or nothing, is refused, since whoever reads the address would
-//! climb with it. In a header only what a header can carry is taken. Whoever
+//! climb with it, and so are values that share a segment and could be parted otherwise
+//! than they were put together. In a header only what a header can carry is taken. Whoever
 //! reads a list parts it where it is joined, percent-encoded or not, so no item
 //! has that character; and a member of an object whose members stand in the
 //! query by themselves has the name of no other parameter. When the
@@ -15,6 +16,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::ops::Range;
 
 use reqwest::header::{ACCEPT, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue};
 use reqwest::{Method, RequestBuilder, Url};
@@ -446,6 +448,8 @@ pub(super) struct Path {
     query: String,
     /// What is set there, as the most careless server reads it.
     set: Vec<String>,
+    /// Where pieces from a parameter to a parameter share a segment.
+    shared: Vec<Range<usize>>,
 }
 
 #[derive(Debug)]
@@ -507,27 +511,110 @@ impl Path {
             let why = "a path parameter of it is not in its path";
             return Err(Refusal::Unsupported(why.into()));
         }
-        Ok(Self { shown: text.to_owned(), pieces, query: query.to_owned(), set })
+        let shared = shared(&pieces);
+        if let Some(it) =
+            shared.iter().find(|it| separators(&pieces[(*it).clone()]).any(str::is_empty))
+        {
+            let names = pieces[it.clone()].iter().filter_map(|piece| match piece {
+                Piece::Parameter(at) => Some(format!("{{{}}}", parameters.get(*at)?.name)),
+                Piece::Literal(_) => None,
+            });
+            let names = names.collect::<Vec<_>>().join(" and ");
+            let why = format!(
+                "its path has nothing between {names} somewhere: nobody can tell where one ends"
+            );
+            return Err(Refusal::Unsupported(crate::cut(&why, 256)));
+        }
+        Ok(Self { shown: text.to_owned(), pieces, query: query.to_owned(), set, shared })
     }
 
+    /// The path with these values.
     fn fill(&self, value: impl Fn(usize) -> Result<String, String>) -> Result<String, String> {
-        let mut path = String::new();
-        for piece in &self.pieces {
-            match piece {
-                Piece::Literal(text) => path.push_str(text),
-                Piece::Parameter(at) => path.push_str(&value(*at)?),
+        let texts = self.texts(value)?;
+        for shared in &self.shared {
+            let separators: Vec<&str> = separators(&self.pieces[shared.clone()]).collect();
+            if !is_read_in_one_way(&texts[shared.clone()].concat(), &separators) {
+                return Err(format!(
+                    "parameters that share a segment of the path are parted by {separators:?} there: \
+                     with these values they could be parted otherwise; none may have that in it"
+                ));
             }
         }
-        // As an address is read: `%2e` is a dot there too.
-        let climbs = path.split('/').any(|segment| {
-            let segment = segment.to_ascii_lowercase().replace("%2e", ".");
-            segment == "." || segment == ".."
-        });
-        if climbs {
-            return Err("a segment of the path would be `.` or `..`".into());
-        }
-        Ok(path)
+        unclimbing(&texts)
     }
+
+    /// The texts of its pieces.
+    fn texts(
+        &self,
+        value: impl Fn(usize) -> Result<String, String>,
+    ) -> Result<Vec<String>, String> {
+        let text = |piece: &Piece| match piece {
+            Piece::Literal(text) => Ok(text.clone()),
+            Piece::Parameter(at) => value(*at),
+        };
+        self.pieces.iter().map(text).collect()
+    }
+}
+
+/// The path of these texts, unless whoever reads it would climb with it.
+fn unclimbing(texts: &[String]) -> Result<String, String> {
+    let path = texts.concat();
+    // As an address is read: `%2e` is a dot there too.
+    let climbs = path.split('/').any(|segment| {
+        let segment = segment.to_ascii_lowercase().replace("%2e", ".");
+        segment == "." || segment == ".."
+    });
+    if climbs {
+        return Err("a segment of the path would be `.` or `..`".into());
+    }
+    Ok(path)
+}
+
+/// Where pieces of a path, from a parameter to a parameter, share a segment.
+fn shared(pieces: &[Piece]) -> Vec<Range<usize>> {
+    let mut all: Vec<Range<usize>> = Vec::new();
+    for (at, around) in pieces.windows(3).enumerate() {
+        let [Piece::Parameter(_), Piece::Literal(between), Piece::Parameter(_)] = around else {
+            continue;
+        };
+        match all.last_mut() {
+            _ if between.contains('/') => {}
+            Some(last) if last.end == at + 1 => last.end = at + 3,
+            _ => all.push(at..at + 3),
+        }
+    }
+    all
+}
+
+/// What stands as it is among these pieces.
+fn separators(pieces: &[Piece]) -> impl Iterator<Item = &str> {
+    pieces.iter().filter_map(|piece| match piece {
+        Piece::Literal(text) => Some(text.as_str()),
+        Piece::Parameter(_) => None,
+    })
+}
+
+/// Whether values with these separators between them, as they stand in a path, can be
+/// parted in one way only. Servers match what is decoded, some without regard to case, and
+/// take what they find first or last: `a..` before `...` and `b` would be `a` and `..b`.
+fn is_read_in_one_way(text: &str, separators: &[&str]) -> bool {
+    let plain = |text: &str| percent_decoded(text.as_bytes()).to_ascii_lowercase();
+    let text = plain(text);
+    // In how many ways what is before a place can be read, up to the separator so far.
+    // More than two are two.
+    let mut ways = vec![1_u8; text.len() + 1];
+    for separator in separators {
+        let separator = plain(separator);
+        let mut next = vec![0_u8; text.len() + 1];
+        for end in separator.len()..=text.len() {
+            let start = end - separator.len();
+            let here = if text[start..end] == separator { ways[start] } else { 0 };
+            let before = if end > 0 { next[end - 1] } else { 0 };
+            next[end] = (before + here).min(2);
+        }
+        ways = next;
+    }
+    ways.last() == Some(&1)
 }
 
 /// What a call of one operation sends.
@@ -566,7 +653,7 @@ impl Request {
             return Err(Refusal::Unsupported(why));
         }
         // What is wrong with the path itself shows with any argument.
-        let tried = request.path.fill(|_| Ok("x".into()));
+        let tried = request.path.texts(|_| Ok("x".into())).and_then(|it| unclimbing(&it));
         let tried = tried.and_then(|path| request.address(&path, &request.path.query));
         tried.map(|_| ()).map_err(|why| Refusal::Unsupported(format!("its path: {why}")))?;
         Ok(request)
@@ -784,6 +871,64 @@ mod tests {
     }
 
     #[test]
+    fn arguments_that_share_a_segment_are_parted_where_they_were_joined() {
+        let of = |path: &str, a: &str, b: &str| {
+            let parameter = |name: &str| json!({"name": name, "in": "path", "schema": {}});
+            let parameters = json!([parameter("a"), parameter("b")]);
+            let request = build(path, &parameters, &json!({"a": a, "b": b}));
+            request.map(|it| it.url().path().strip_prefix("/v1").unwrap().to_owned())
+        };
+        for (path, a, b, expected) in [
+            ("/x-{a}-{b}.json", "bob", "x.json", "/x-bob-x.json.json"),
+            ("/{a}...{b}", "v1.0", "v2.0", "/v1.0...v2.0"),
+            ("/{a}/-/{b}", "a-b", "c/-/d", "/a-b/-/c%2F-%2Fd"),
+            ("/{a}x{b}", "1", "2", "/1x2"),
+        ] {
+            assert_eq!(of(path, a, b).as_deref(), Ok(expected));
+        }
+        for (path, a, b) in [
+            ("/{a}-{b}", "bob", "admin-x"),
+            ("/{a}-{b}", "bob-admin", "x"),
+            ("/{a}...{b}", "main", "secret...x"),
+            ("/{a}...{b}", "main..", "x"),
+            ("/{a}...{b}", "main", ".x"),
+            ("/{a}:{b}", "main", "a:b"),
+            ("/{a}%2D{b}", "main", "a-b"),
+            ("/{a}x{b}", "1", "2X3"),
+            ("/{a}--{b}", "a-", "b"),
+        ] {
+            let refused = of(path, a, b).unwrap_err();
+            assert!(refused.contains("parted otherwise"), "{path} {a} {b}: {refused}");
+        }
+    }
+
+    #[test]
+    fn several_arguments_of_a_segment_are_looked_at_together() {
+        let parse = |text: &str| {
+            let parameter = |name: &str| Parameter {
+                name: name.into(),
+                key: name.into(),
+                place: Place::Path,
+                required: true,
+                style: Style::Joined(','),
+                may_be_list: false,
+            };
+            Path::parse(text, &["a", "b", "c"].map(parameter))
+        };
+        let fill =
+            |text: &str, values: [&str; 3]| parse(text).unwrap().fill(|at| Ok(values[at].into()));
+        assert_eq!(fill("/{a}-{b}--{c}", ["1", "2", "3"]).unwrap(), "/1-2--3");
+        assert_eq!(fill("/{a}-{b}/{c}", ["1", "2", "3-4"]).unwrap(), "/1-2/3-4");
+        for values in [["1-2", "3", "4"], ["1", "2-3", "4"], ["1", "2", "3-4"]] {
+            assert!(fill("/{a}-{b}-{c}", values).is_err(), "{values:?}");
+        }
+        let refused = parse("/{a}-{b}{c}").unwrap_err().to_string();
+        assert!(refused.contains("{a} and {b} and {c}"), "{refused}");
+        assert!(parse("/{a}/{b}{c}").is_err());
+        assert!(parse("/{a}/{b}/{c}").is_ok());
+    }
+
+    #[test]
     fn no_argument_changes_the_host() {
         let all = json!([
             {"name": "p", "in": "path", "required": true, "schema": {}},
@@ -896,7 +1041,9 @@ mod tests {
 
     #[test]
     fn no_two_members_of_an_argument_are_one_to_a_server() {
-        for (style, free) in [("form", "limit=5&offset=2"), ("deepObject", "f%5Blimit%5D=5&f%5Boffset%5D=2")] {
+        for (style, free) in
+            [("form", "limit=5&offset=2"), ("deepObject", "f%5Blimit%5D=5&f%5Boffset%5D=2")]
+        {
             let parameters = json!([{"name": "f", "in": "query", "style": style, "schema": {}}]);
             let of = |members: Value| {
                 let request = build("/a", &parameters, &json!({"f": members}));
