@@ -214,12 +214,9 @@ fn check(run: &Run, tool: &Tool, cost: u32, request: &[u8]) -> Result<JsonObject
     tool.check(&arguments).map_err(CallFailure::BadArguments)?;
     let outside = |violation| CallFailure::OutsideGrant { tool: tool.name().clone(), violation };
     run.grant().check(tool.name(), &arguments, &tool.spec().input_schema).map_err(outside)?;
-    // PLACE: data-flow labels.
     // What is refused above costs no budget. What passes here is dispatched,
     // unless the journal or the clock says no.
     run.spend(cost)?;
-    // PLACE: budgets over time.
-    // PLACE: approvals.
     in_time(run)?;
     match arguments {
         Value::Object(arguments) => Ok(arguments),

@@ -8,7 +8,7 @@
 //! exactly as it is described is left out with a reason, or refused if the
 //! configuration asks for it by name. See [`schema`] for what becomes of its
 //! schemas, [`request`] for how a call becomes a request and [`response`] for
-//! what is made of what it says of answers.
+//! how its answers are described.
 //!
 //! The tool's name is the operation's `operationId`, or else its method and
 //! path, as in `get_pets_id`. Its arguments are one object: each parameter
@@ -56,7 +56,7 @@ const PARAMETERS_MAX: usize = 1_000;
 const DESCRIPTION_BYTES_MAX: usize = 8 * 1024;
 /// What is read of an answer that is an error, in bytes.
 const ERROR_BODY_BYTES_MAX: usize = 64 * 1024;
-/// What a path item may hold beside operations.
+/// The fields of a path item that are operations.
 const METHODS: [(&str, Method); 8] = [
     ("get", Method::GET),
     ("put", Method::PUT),
@@ -424,7 +424,8 @@ impl<'a> Entry<'a> {
         told: &mut Told<'a>,
     ) -> Result<Operation, Refusal> {
         if self.item.contains_key("$ref") {
-            return Err(Refusal::Unsupported("its path is a reference".into()));
+            let why = "its path has a `$ref` beside operations, and the standard does not say what that means";
+            return Err(Refusal::Unsupported(why.into()));
         }
         if [self.operation, self.item].iter().any(|level| level.contains_key("servers")) {
             self.warn_of(server, "its own `servers`: it is asked at `base_url` as all others are");

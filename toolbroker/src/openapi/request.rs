@@ -312,8 +312,8 @@ fn is_one_of(names: &[String], name: &str) -> bool {
     names.iter().any(|it| head(it) == head(name))
 }
 
-/// The names in a query, folded, whose parts some servers end at `;` too. `None` if a
-/// part of it has none.
+/// The folded names in a query; parts end at `&` and, for some servers, `;`. `None` if a
+/// part has no name.
 fn names_of(query: &str) -> Option<Vec<String>> {
     let name = |pair: &str| {
         let name = pair.split('=').next().unwrap_or_default().replace('+', " ");
@@ -323,24 +323,25 @@ fn names_of(query: &str) -> Option<Vec<String>> {
     query.split(['&', ';']).map(name).collect()
 }
 
+/// A media type without its parameters, in small letters.
+fn essence(kind: &str) -> String {
+    kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase()
+}
+
 /// Whether a media type is JSON.
 pub(super) fn is_json(kind: &str) -> bool {
-    let essence = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let essence = essence(kind);
     essence == "application/json" || essence.ends_with("+json")
 }
 
-/// The JSON among several ways to write the same: plain, if there is a choice, a
-/// range of types only if there is none, and so with a patch that is a list of
-/// steps, which is another value than all others are.
+/// The JSON media type to use: plain JSON first, then other `+json`, then JSON Patch (its
+/// value has another shape), then a range.
 fn json_of(content: &Map<String, Value>) -> Option<(&str, &Value)> {
-    let rank = |kind: &str| {
-        let essence = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-        match essence.as_str() {
-            "application/json" => 0,
-            "application/json-patch+json" => 2,
-            other if other.contains('*') => 3,
-            _ => 1,
-        }
+    let rank = |kind: &str| match essence(kind).as_str() {
+        "application/json" => 0,
+        "application/json-patch+json" => 2,
+        other if other.contains('*') => 3,
+        _ => 1,
     };
     let json = content.iter().filter(|(kind, _)| is_json(kind));
     json.min_by_key(|(kind, _)| rank(kind)).map(|(kind, media)| (kind.as_str(), media))
