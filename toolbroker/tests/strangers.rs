@@ -458,6 +458,34 @@ fn a_link_that_a_server_left_in_its_home_makes_nothing_outside_at_its_next_start
 }
 
 #[test]
+fn what_the_broker_hides_stays_hidden_where_a_server_moved_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().canonicalize().unwrap();
+    std::fs::create_dir(at.join("keys")).unwrap();
+    std::fs::write(at.join("keys/hook"), CANARY.repeat(2)).unwrap();
+    std::fs::set_permissions(at.join("keys/hook"), PermissionsExt::from_mode(0o600)).unwrap();
+    let (server, hook) = (test_server(), at.join("keys/hook"));
+    let text = format!(
+        "[servers.other]\ncommand = {server:?}\nargs = [\"--hostile\"]\nwrite = [{at:?}]\n\
+         [builtins.crypto.keys.hook]\nalgorithm = \"hmac-sha256\"\n\
+         secret = {{ file = {hook:?} }}\n"
+    );
+    let config = at.join("forge.toml");
+    std::fs::write(&config, text).unwrap();
+    let mut broker = Broker::spawn(folder, &["--config".into(), config.display().to_string()]);
+    broker.say_hello();
+    // As a server may that is given the folder, with what it sees as a mount in there.
+    std::fs::rename(at.join("keys"), at.join("moved")).unwrap();
+    std::fs::create_dir(at.join("keys")).unwrap();
+    std::fs::write(at.join("keys/hook"), "another").unwrap();
+    let mut worker = broker.run(&["other.attack"], limits());
+    let moved = at.join("moved/hook").display().to_string();
+    let (got, error) = attacked(&mut worker, "other", "file", &moved, CANARY);
+    assert!(!got, "{error}");
+    assert!(outside("file", &moved, CANARY));
+}
+
+#[test]
 fn what_is_granted_and_not_there_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let config = configured(folder.path(), "read = [\"/nonexistent/folder\"]", "");

@@ -26,8 +26,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use landlock::{
-    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, LandlockStatus, Ruleset,
-    RulesetAttr as _, RulesetCreatedAttr as _, RulesetError, Scope, path_beneath_rules,
+    ABI, Access as _, AccessFs, BitFlags, CompatLevel, Compatible as _, LandlockStatus,
+    PathBeneath, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetError, Scope,
 };
 use rustix::process::{
     DumpableBehavior, Gid, Pid, Resource, Rlimit, Signal, Uid, WaitOptions, WaitStatus,
@@ -39,6 +39,7 @@ use rustix::thread::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::reach::{Seen, reach};
 use super::sys;
 use super::tree::{self, Tree};
 use super::{Limits, Namespaces};
@@ -291,7 +292,7 @@ fn restrict(order: &Order) -> Result<(), Failure> {
             setrlimit(resource, limit).map_err(failed("setting limits"))?;
         }
     }
-    landlock(order).map_err(|error| failed("Landlock")(io::Error::other(error)))?;
+    landlock(order)?;
     give_up_capabilities().map_err(failed("giving up capabilities"))?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("not dumpable"))?;
     filter::install(filter::Whose::Server).map_err(failed("the system call filter"))
@@ -314,36 +315,61 @@ fn give_up_capabilities() -> rustix::io::Result<()> {
 /// Reads what its tree shows, and writes what is granted, its home and its
 /// scratch folders. Scopes keep it from signalling anybody and from abstract
 /// sockets outside.
-fn landlock(order: &Order) -> Result<(), RulesetError> {
+fn landlock(order: &Order) -> Result<(), Failure> {
     let newest = ABI::V9;
     let all = AccessFs::from_all(newest);
     let no_devices = all & !(AccessFs::MakeChar | AccessFs::MakeBlock);
     let read = AccessFs::from_read(newest);
-    let ruleset = Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(all)?
-        .scope(Scope::from_all(newest))?
-        .create()?;
     let Tree { system, read: granted, write, home, hidden, home_from, .. } = &order.tree;
-    let dev = [PathBuf::from("/dev")];
-    let ruleset = if order.namespaces == Namespaces::Shared {
+    let mut rules = Vec::new();
+    if order.namespaces == Namespaces::Shared {
         // The host's own tree: one folder after the other, and none that
         // holds what belongs to the broker. Its `/tmp` is everybody's.
-        let hides = |path: &&PathBuf| !hidden.iter().any(|hidden| hidden.starts_with(path));
-        let proc = [PathBuf::from("/proc")];
-        let readable = system.iter().chain(granted).chain(&proc).chain([&order.program]);
-        let writable = write.iter().chain(home_from);
-        ruleset
-            .add_rules(path_beneath_rules(readable.filter(hides), read))?
-            .add_rules(path_beneath_rules(writable.filter(hides), no_devices))?
+        let hides = |seen: &&Seen| !hidden.iter().any(|hidden| hidden.path.starts_with(&seen.path));
+        for seen in system.iter().chain(granted).filter(hides) {
+            rules.extend(below(seen.open(), read, &seen.path)?);
+        }
+        for seen in write.iter().chain(home_from).filter(hides) {
+            rules.extend(below(seen.open(), no_devices, &seen.path)?);
+        }
+        let proc = Path::new("/proc");
+        rules.extend(below(reach(proc), read, proc)?);
     } else {
-        let tmp = PathBuf::from("/tmp");
-        ruleset
-            .add_rules(path_beneath_rules(["/"], read))?
-            .add_rules(path_beneath_rules(write.iter().chain([home, &tmp]), no_devices))?
+        let (root, tmp) = (Path::new("/"), Path::new("/tmp"));
+        rules.extend(below(reach(root), read, root)?);
+        // All that is in there is what it was given, by whatever name.
+        let granted = write.iter().map(|seen| seen.path.as_path());
+        for path in granted.chain([home.as_path(), tmp]) {
+            rules.extend(reach(path).ok().map(|found| PathBeneath::new(found, no_devices)));
+        }
+    }
+    let dev = Path::new("/dev");
+    rules.extend(below(reach(dev), no_devices, dev)?);
+    let restricted = || {
+        Ruleset::default()
+            .set_compatibility(CompatLevel::BestEffort)
+            .handle_access(all)?
+            .scope(Scope::from_all(newest))?
+            .create()?
+            .add_rules(rules.into_iter().map(Ok::<_, RulesetError>))?
+            .restrict_self()
     };
-    ruleset.add_rules(path_beneath_rules(&dev, no_devices))?.restrict_self()?;
-    Ok(())
+    let refused = |error| failed("Landlock")(io::Error::other(error));
+    restricted().map(drop).map_err(refused)
+}
+
+/// A rule for one folder or file, if it is there and this user comes to it.
+fn below(
+    found: io::Result<OwnedFd>,
+    access: BitFlags<AccessFs>,
+    path: &Path,
+) -> Result<Option<PathBeneath<OwnedFd>>, Failure> {
+    use io::ErrorKind::{NotFound, PermissionDenied};
+    match found {
+        Ok(found) => Ok(Some(PathBeneath::new(found, access))),
+        Err(error) if matches!(error.kind(), NotFound | PermissionDenied) => Ok(None),
+        Err(error) => Err(Failure::at("allowing", path, error)),
+    }
 }
 
 /// The version of Landlock that this kernel has, 0 for none.

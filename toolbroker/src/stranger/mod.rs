@@ -17,12 +17,13 @@ mod account;
 mod host;
 mod launch;
 mod program;
+mod reach;
 #[allow(unsafe_code)]
 mod sys;
 mod tree;
 mod view;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -35,6 +36,7 @@ pub use self::launch::if_asked;
 
 use self::host::Host;
 use self::launch::{LAUNCH, Order};
+use self::reach::{Kept, Seen};
 use self::tree::Tree;
 use self::view::View;
 use crate::config::{ServerConfig, Source, StdioConfig};
@@ -100,7 +102,7 @@ impl Default for Jail {
 pub(crate) struct Place {
     uid: u32,
     home: Option<PathBuf>,
-    hidden: Vec<PathBuf>,
+    hidden: Vec<Kept>,
 }
 
 /// What a server gets at most. Bounds for one that has gone wild, not a diet.
@@ -167,6 +169,7 @@ pub fn settle(
     let mut hidden: Vec<PathBuf> = own.iter().filter_map(|path| path.canonicalize().ok()).collect();
     hidden.sort();
     hidden.dedup();
+    let hidden: Vec<Kept> = hidden.into_iter().filter_map(Kept::at).collect();
     let mut local: Vec<(&String, &mut StdioConfig)> = servers
         .iter_mut()
         .filter_map(|(name, server)| match &mut server.source {
@@ -287,12 +290,6 @@ fn view(
         view.distrust(server.cwd.is_some().then_some(here));
         view.distrust_named(&server.args, here);
     }
-    let granted = |path: &Path, outcome: io::Result<()>| {
-        // Not the program: what that is missing is another error's to say.
-        outcome.map_err(|error| {
-            io::Error::other(format!("it cannot be given {}: {error}", path.display()))
-        })
-    };
     // A folder before what is in it, which may be named by a link there.
     let mut write: Vec<&PathBuf> = write.iter().collect();
     write.sort_by_key(|path| path.canonicalize().ok());
@@ -314,24 +311,33 @@ fn view(
     Ok(view)
 }
 
+fn granted<T>(path: &Path, outcome: io::Result<T>) -> io::Result<T> {
+    outcome.map_err(|error| {
+        io::Error::other(format!("it cannot be given {}: {error}", path.display()))
+    })
+}
+
 fn order(server: &StdioConfig, program: &Path, host: &Host) -> io::Result<Order> {
     let Jail { network, limits, place, .. } = &server.jail;
     let (here, own_home) = (here(server)?, own_home());
     let view = view(server, program, &here, own_home.as_deref())?;
     let home = own_home.as_deref();
     let home = home.filter(|home| View::may_be_granted(home)).unwrap_or(Path::new(HOME));
-    let mut links = view.links;
+    let mut links = view.links.clone();
     // A home that is a link is one in there, too.
     let home = view::resolve(home, &mut links).unwrap_or_else(|_| home.to_owned());
+    let seen = |paths: &BTreeSet<PathBuf>| -> io::Result<Vec<Seen>> {
+        paths.iter().map(|path| granted(path, view.seen(path))).collect()
+    };
     let tree = Tree {
-        system: view.system.into_iter().collect(),
-        read: view.read.into_iter().collect(),
-        write: view.write.into_iter().collect(),
+        system: seen(&view.system)?,
+        read: seen(&view.read)?,
+        write: seen(&view.write)?,
         links,
         // Its own home is in the broker's state.
-        hidden: place.hidden.clone(),
+        hidden: place.hidden.iter().flat_map(Kept::now).collect(),
         home,
-        home_from: place.home.clone(),
+        home_from: place.home.as_ref().map(|home| granted(home, Seen::at(home))).transpose()?,
     };
     let broker = rustix::process::getpid().as_raw_nonzero().get();
     Ok(Order {

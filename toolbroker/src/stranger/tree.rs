@@ -2,10 +2,11 @@
 //! empty file system in a mount namespace of its own. What is not in it does
 //! not exist for the server, whoever owns it.
 //!
-//! It distrusts paths: all are resolved before, and walked here name by name
-//! from a descriptor, so that nothing follows a link, whoever put it there. A
-//! server writes to its home, which it keeps, and may still run while it is
-//! started again. The host's own tree is only read. Where root starts a server,
+//! It distrusts paths: all are resolved before, and walked here without
+//! following a link, whoever put it there and wherever it stands on the way; and
+//! what is found is held against what the broker saw ([`super::reach`]). A
+//! server writes to its home, which it keeps, and may still run while it, or
+//! another, is started. The host's own tree is only read. Where root starts a server,
 //! whatever the operator grants to it is mounted with its owners shown
 //! through a map: what belongs to the broker's user belongs to the server in
 //! there, and to nobody else. Deliberately absent are copies of files, but for the
@@ -18,8 +19,8 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, fstat, mkdirat, openat, openat2, symlinkat,
-    unlinkat,
+    AtFlags, CWD, Gid, Mode, OFlags, ResolveFlags, Uid, chownat, mkdirat, openat, openat2,
+    symlinkat, unlinkat,
 };
 use rustix::io::Errno;
 use rustix::mount::{
@@ -30,25 +31,26 @@ use rustix::mount::{
 use serde::{Deserialize, Serialize};
 
 use super::launch::{Failure, failed};
+use super::reach::{Identity, Seen};
 use super::{account, sys};
 
 /// What a server's tree is made of. All paths are absolute and without links.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Tree {
     /// What every server may read, as the host has it.
-    pub(super) system: Vec<PathBuf>,
+    pub(super) system: Vec<Seen>,
     /// What this one may read besides.
-    pub(super) read: Vec<PathBuf>,
+    pub(super) read: Vec<Seen>,
     /// What this one may write.
-    pub(super) write: Vec<PathBuf>,
+    pub(super) write: Vec<Seen>,
     /// Links on the way to any of them, and where they lead.
     pub(super) links: BTreeMap<PathBuf, PathBuf>,
     /// What is empty, whatever contains it: the broker's own files.
-    pub(super) hidden: Vec<PathBuf>,
+    pub(super) hidden: Vec<Seen>,
     /// Where its home is.
     pub(super) home: PathBuf,
     /// The folder that is its home; without one it is new and in memory.
-    pub(super) home_from: Option<PathBuf>,
+    pub(super) home_from: Option<Seen>,
 }
 
 /// Bytes that a server may keep in its `/tmp`, `/dev/shm` and a home in
@@ -116,14 +118,15 @@ impl Tree {
                 .map_err(failed("mounting /proc"))?;
         }
         // From the outside in, so that what is mounted later lies on top.
-        let mut mounts: Vec<(&PathBuf, MountAttrFlags, Option<BorrowedFd<'_>>)> = Vec::new();
-        mounts.extend(self.system.iter().map(|path| (path, READ_ONLY, None)));
-        mounts.extend(self.read.iter().map(|path| (path, READ_ONLY, owners)));
-        mounts.extend(self.write.iter().map(|path| (path, SAFE, owners)));
-        mounts.sort_by_key(|(path, ..)| path.components().count());
-        for (path, attributes, owners) in mounts {
-            show(root, path, path, attributes, owners)
-                .map_err(|source| Failure::at("showing", path, source))?;
+        let mut mounts: Vec<(&Seen, MountAttrFlags, Option<BorrowedFd<'_>>)> = Vec::new();
+        mounts.extend(self.system.iter().map(|seen| (seen, READ_ONLY, None)));
+        mounts.extend(self.read.iter().map(|seen| (seen, READ_ONLY, owners)));
+        mounts.extend(self.write.iter().map(|seen| (seen, SAFE, owners)));
+        mounts.sort_by_key(|(seen, ..)| seen.path.components().count());
+        for (seen, attributes, owners) in mounts {
+            self.is_no_alias(seen)
+                .and_then(|()| show(root, seen, &seen.path, attributes, owners))
+                .map_err(|source| Failure::at("showing", &seen.path, source))?;
         }
         for (link, target) in &self.links {
             match make_link(root, inside(link), target, Link::IsRefused) {
@@ -140,8 +143,9 @@ impl Tree {
                     .map_err(|source| Failure::at("naming its user in", file, source))?;
             }
         }
-        for path in &self.hidden {
-            hide(root, path).map_err(|source| Failure::at("hiding", path, source))?;
+        for seen in &self.hidden {
+            hide(root, seen, self.should_show(&seen.path))
+                .map_err(|source| Failure::at("hiding", &seen.path, source))?;
         }
         rustix::process::fchdir(root).map_err(failed("entering the root"))?;
         rustix::process::pivot_root(".", ".").map_err(failed("changing the root"))?;
@@ -150,20 +154,47 @@ impl Tree {
         Ok(())
     }
 
+    /// All of the host's that it shows, but the home.
+    fn shown(&self) -> impl Iterator<Item = &Seen> {
+        self.system.iter().chain(&self.read).chain(&self.write)
+    }
+
+    /// Nothing that is hidden, or lies below that, is shown under another name, where
+    /// hiding it by its own does not reach.
+    fn is_no_alias(&self, seen: &Seen) -> io::Result<()> {
+        let lineage = seen.lineage()?;
+        let is_alias = |hidden: &&Seen| {
+            lineage.contains(&hidden.identity) && !seen.path.starts_with(&hidden.path)
+        };
+        match self.hidden.iter().find(is_alias) {
+            Some(hidden) => Err(io::Error::other(format!(
+                "this is the broker's own {} by another name: give the server another folder",
+                hidden.path.display()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a path of the host's lies in what it shows.
+    fn should_show(&self, path: &Path) -> bool {
+        self.shown().any(|shown| path.starts_with(&shown.path))
+    }
+
     /// Makes places in the home for what is shown below it, such as a program
     /// that is installed there. Through the map nobody but the server could.
     fn furnish(&self) -> Result<(), Failure> {
         let Some(from) = &self.home_from else { return Ok(()) };
-        let home = open(from).map_err(|source| Failure::at("opening the home", from, source))?;
+        let home =
+            from.open().map_err(|source| Failure::at("opening the home", &from.path, source))?;
         let in_home = |path: &Path| {
             let at = path.strip_prefix(&self.home).ok()?;
             (!at.as_os_str().is_empty()).then(|| at.to_owned())
         };
-        for path in self.system.iter().chain(&self.read).chain(&self.write) {
+        for Seen { path, identity } in self.shown() {
             if let Some(at) = in_home(path) {
-                place(home.as_fd(), &at, path.is_dir(), Link::IsReplaced).map_err(|source| {
-                    Failure::at("making a place in the home for", path, source)
-                })?;
+                place(home.as_fd(), &at, identity.is_folder, Link::IsReplaced).map_err(
+                    |source| Failure::at("making a place in the home for", path, source),
+                )?;
             }
         }
         for (link, target) in &self.links {
@@ -190,8 +221,8 @@ impl Tree {
         folder(root, "dev/shm".as_ref(), Link::IsRefused)?;
         for device in DEVICES {
             let path = Path::new("/dev").join(device);
-            if path.exists() {
-                let _ = show(root, &path, &path, MountAttrFlags::MOUNT_ATTR_NOSUID, None)?;
+            if let Ok(device) = Seen::at(&path) {
+                let _ = show(root, &device, &path, MountAttrFlags::MOUNT_ATTR_NOSUID, None)?;
             }
         }
         for (link, target) in [
@@ -208,7 +239,8 @@ impl Tree {
                 let mapped = show(root, from, &self.home, SAFE, owners)?;
                 if owners.is_some() && !mapped {
                     // What else is in there the server made itself.
-                    std::os::unix::fs::chown(from, uid, uid)?;
+                    let (uid, gid) = (uid.map(Uid::from_raw), uid.map(Gid::from_raw));
+                    chownat(from.open()?, "", uid, gid, AtFlags::EMPTY_PATH)?;
                 }
                 Ok(())
             }
@@ -223,23 +255,24 @@ fn inside(path: &Path) -> &Path {
     path.strip_prefix("/").unwrap_or(path)
 }
 
-/// Shows what the host has at `from` at `at`: `true` if through the map of
-/// `owners`.
+/// Shows what the broker saw of the host at `at`, and nothing that has taken its
+/// place: `true` if through the map of `owners`.
 fn show(
     root: BorrowedFd<'_>,
-    from: &Path,
+    from: &Seen,
     at: &Path,
     attributes: MountAttrFlags,
     owners: Option<BorrowedFd<'_>>,
 ) -> io::Result<bool> {
+    let found = from.open()?;
     let copy = || {
         open_tree(
-            CWD,
-            from,
+            &found,
+            "",
             OpenTreeFlags::OPEN_TREE_CLONE
                 | OpenTreeFlags::OPEN_TREE_CLOEXEC
                 | OpenTreeFlags::AT_RECURSIVE
-                | OpenTreeFlags::AT_SYMLINK_NOFOLLOW,
+                | OpenTreeFlags::AT_EMPTY_PATH,
         )
     };
     let mut shown = copy()?;
@@ -252,7 +285,7 @@ fn show(
         shown = copy()?;
         sys::set_mount_attributes(shown.as_fd(), attributes, None)?;
     }
-    let at = place(root, inside(at), from.is_dir(), Link::IsRefused)?;
+    let at = place(root, inside(at), from.identity.is_folder, Link::IsRefused)?;
     attach(&shown, &at)?;
     Ok(mapped)
 }
@@ -324,13 +357,21 @@ fn replace(root: BorrowedFd<'_>, file: &Path, text: &[u8]) -> io::Result<()> {
 }
 
 /// Puts nothing in the place of a file or folder, if it is shown: under its own
-/// name, since what a link leads to is another.
-fn hide(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+/// name, since what a link leads to is another. One that is not found where it
+/// `should_show` has been moved, and shows elsewhere.
+fn hide(root: BorrowedFd<'_>, seen: &Seen, should_show: bool) -> io::Result<()> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let Ok(found) = openat2(root, inside(path), flags, Mode::empty(), RESOLVE) else {
-        return Ok(());
+    let found = match openat2(root, inside(&seen.path), flags, Mode::empty(), RESOLVE) {
+        Ok(found) => found,
+        // Whoever is kept from it here is so as the server.
+        Err(Errno::ACCESS) => return Ok(()),
+        Err(error) if should_show => return Err(error.into()),
+        Err(_) => return Ok(()),
     };
-    let nothing = if FileType::from_raw_mode(fstat(&found)?.st_mode).is_dir() {
+    if should_show {
+        seen.expect(&found)?;
+    }
+    let nothing = if Identity::of(&found)?.is_folder {
         let empty = tmpfs("4k", "0755")?;
         sys::set_mount_attributes(empty.as_fd(), READ_ONLY.bits().into(), None)?;
         empty
@@ -427,16 +468,17 @@ mod tests {
     /// The operator's home with a program in it, a server's home in its place,
     /// and a folder that is neither's.
     fn desk(folder: &Path) -> Tree {
+        let folder = folder.canonicalize().unwrap();
         let (home, kept, out) = (folder.join("home"), folder.join("kept"), folder.join("out"));
         for made in [&home.join("npm/bin"), &kept, &out] {
             std::fs::create_dir_all(made).unwrap();
         }
         std::fs::write(home.join("npm/bin/srv"), "").unwrap();
         Tree {
-            read: vec![home.join("npm/bin/srv")],
+            read: vec![Seen::at(&home.join("npm/bin/srv")).unwrap()],
             links: BTreeMap::from([(home.join("a/link"), "npm".into())]),
             home,
-            home_from: Some(kept),
+            home_from: Some(Seen::at(&kept).unwrap()),
             ..Tree::default()
         }
     }
@@ -475,5 +517,86 @@ mod tests {
         assert!(make_link(root.as_fd(), "npm/x".as_ref(), &tree.home, Link::IsRefused).is_err());
         assert!(place(root.as_fd(), "../out/x".as_ref(), true, Link::IsReplaced).is_err());
         assert_eq!(std::fs::read_dir(folder.path().join("out")).unwrap().count(), 0);
+    }
+
+    /// On a thread with mounts of its own.
+    fn with_own_mounts(work: impl FnOnce() + Send) -> bool {
+        std::thread::scope(|scope| {
+            let alone = scope.spawn(|| {
+                if sys::unshare(rustix::thread::UnshareFlags::NEWNS).is_err() {
+                    return false;
+                }
+                let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+                mount_change("/", private).unwrap();
+                work();
+                true
+            });
+            alone.join().unwrap()
+        })
+    }
+
+    #[test]
+    fn a_folder_that_becomes_a_link_before_it_is_shown_shows_nothing_of_where_that_leads() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        for made in ["app/d/keys", "other/keys", "root"] {
+            std::fs::create_dir_all(at.join(made)).unwrap();
+        }
+        std::fs::write(at.join("app/d/keys/own"), "").unwrap();
+        std::fs::write(at.join("other/keys/secret"), "").unwrap();
+        let seen = Seen::at(&at.join("app/d/keys")).unwrap();
+        let ran = with_own_mounts(|| {
+            attach(&tmpfs("1m", "0755").unwrap(), &open(&at.join("root")).unwrap()).unwrap();
+            let root = open(&at.join("root")).unwrap();
+            let shown =
+                |name: &str| show(root.as_fd(), &seen, &Path::new("/").join(name), SAFE, None);
+            shown("before").unwrap();
+            assert!(at.join("root/before/own").exists());
+            std::fs::rename(at.join("app/d"), at.join("app/was")).unwrap();
+            symlink(at.join("other"), at.join("app/d")).unwrap();
+            let refused = shown("link").unwrap_err();
+            assert!(refused.to_string().contains("a link stands"), "{refused}");
+            std::fs::remove_file(at.join("app/d")).unwrap();
+            std::fs::rename(at.join("other"), at.join("app/d")).unwrap();
+            let refused = shown("another").unwrap_err();
+            assert!(refused.to_string().contains("it is not what it was"), "{refused}");
+            assert!(!at.join("root/link").exists() && !at.join("root/another").exists());
+        });
+        if !ran {
+            eprintln!("SKIPPED: this user may not mount");
+        }
+    }
+
+    #[test]
+    fn what_is_hidden_is_neither_shown_by_another_name_nor_passed_over_once_it_moved() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        for made in ["app/state/keys", "alias", "root"] {
+            std::fs::create_dir_all(at.join(made)).unwrap();
+        }
+        let app = Seen::at(&at.join("app")).unwrap();
+        let state = Seen::at(&at.join("app/state")).unwrap();
+        let ran = with_own_mounts(|| {
+            attach(&tmpfs("1m", "0755").unwrap(), &open(&at.join("root")).unwrap()).unwrap();
+            let root = open(&at.join("root")).unwrap();
+            rustix::mount::mount_bind(at.join("app/state"), at.join("alias")).unwrap();
+            let tree = Tree { hidden: vec![state.clone()], ..Tree::default() };
+            let alias = |path: &str| tree.is_no_alias(&Seen::at(&at.join(path)).unwrap());
+            assert!(alias("alias").is_err() && alias("alias/keys").is_err());
+            // These it hides itself.
+            assert!(alias("app").is_ok() && alias("app/state/keys").is_ok());
+            show(root.as_fd(), &app, &app.path, SAFE, None).unwrap();
+            std::fs::rename(at.join("app/state"), at.join("app/moved")).unwrap();
+            assert!(hide(root.as_fd(), &state, true).is_err());
+            std::fs::create_dir(at.join("app/state")).unwrap();
+            assert!(hide(root.as_fd(), &state, true).is_err());
+            let moved = Seen { path: at.join("app/moved"), ..state };
+            hide(root.as_fd(), &moved, true).unwrap();
+            let inside = at.join("root").join(inside(&moved.path));
+            assert_eq!(std::fs::read_dir(inside).unwrap().count(), 0);
+        });
+        if !ran {
+            eprintln!("SKIPPED: this user may not mount");
+        }
     }
 }

@@ -12,6 +12,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use super::program;
+use super::reach::{Identity, Seen};
 
 /// What every server may read, where it exists.
 const SYSTEM: [&str; 12] = [
@@ -53,6 +54,8 @@ pub(super) struct View {
     pub(super) read: BTreeSet<PathBuf>,
     pub(super) write: BTreeSet<PathBuf>,
     pub(super) links: BTreeMap<PathBuf, PathBuf>,
+    /// What each of them was when it was granted.
+    seen: BTreeMap<PathBuf, Identity>,
     /// All that it is to write, before it is granted: where a link in there leads is
     /// its own choice.
     own: BTreeSet<PathBuf>,
@@ -122,6 +125,8 @@ impl View {
                 "a link that the server can change leads there: name what it leads to",
             ));
         }
+        // Whoever replaced a folder by a link since it was looked at did so in vain.
+        self.seen.insert(there.clone(), Seen::at(&there)?.identity);
         self.links.extend(links);
         Ok(there)
     }
@@ -173,6 +178,14 @@ impl View {
             && there != Path::new("/tmp")
             && !KERNEL.iter().any(|kernel| there.starts_with(kernel))
             && !self.shows(&there)
+    }
+
+    /// What a path was when it was granted, or of the system's what it is.
+    pub(super) fn seen(&self, path: &Path) -> io::Result<Seen> {
+        match self.seen.get(path) {
+            Some(&identity) => Ok(Seen { path: path.to_owned(), identity }),
+            None => Seen::at(path),
+        }
     }
 
     fn shows(&self, path: &Path) -> bool {
