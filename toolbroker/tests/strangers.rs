@@ -457,6 +457,17 @@ fn a_link_that_a_server_left_in_its_home_makes_nothing_outside_at_its_next_start
     }
 }
 
+/// Why each server that does not start does not.
+fn unavailable(broker: &mut Broker) -> Vec<(String, String)> {
+    let principal = "alice".to_owned();
+    match broker.ask(&forge_protocol::broker::Request::ListTools { principal }) {
+        forge_protocol::broker::Reply::Tools { unavailable, .. } => {
+            unavailable.into_iter().map(|(server, why)| (server.to_string(), why)).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
 fn what_the_broker_hides_stays_hidden_where_a_server_moved_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -483,6 +494,64 @@ fn what_the_broker_hides_stays_hidden_where_a_server_moved_it() {
     let (got, error) = attacked(&mut worker, "other", "file", &moved, CANARY);
     assert!(!got, "{error}");
     assert!(outside("file", &moved, CANARY));
+}
+
+#[test]
+fn a_link_that_one_server_put_on_the_way_to_anothers_folder_leads_nowhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().canonicalize().unwrap();
+    for made in ["app/d/keys", "secret/keys"] {
+        std::fs::create_dir_all(at.join(made)).unwrap();
+    }
+    let (app, keys) = (at.join("app"), at.join("app/d/keys"));
+    let own = format!("write = [{app:?}]");
+    let other = format!("write = [{keys:?}]");
+    let config = configured(folder.path(), &own, &other).display().to_string();
+    let mut broker = Broker::spawn(folder, &["--config".to_owned(), config]);
+    broker.say_hello();
+    std::fs::rename(at.join("app/d"), at.join("app/was")).unwrap();
+    std::os::unix::fs::symlink(at.join("secret"), at.join("app/d")).unwrap();
+    let why = unavailable(&mut broker);
+    assert_eq!(why.len(), 1, "{why:?}");
+    assert!(why[0].0 == "other" && why[0].1.contains("a link that a server can change"), "{why:?}");
+}
+
+#[test]
+fn a_program_that_a_server_replaced_brings_it_nothing_at_its_next_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().canonicalize().unwrap();
+    for made in ["app/dist", "other/bin", "other/lib"] {
+        std::fs::create_dir_all(at.join(made)).unwrap();
+    }
+    let secret = at.join("other/secret").display().to_string();
+    std::fs::write(&secret, "of-the-operator").unwrap();
+    let (program, python) = (at.join("app/dist/run"), at.join("other/bin/python"));
+    for copy in [&program, &python] {
+        std::fs::copy(test_server(), copy).unwrap();
+    }
+    let config = json!({"mcpServers": {"own": {
+        "command": program, "args": ["--hostile"], "cwd": at.join("app"),
+    }}});
+    let mut broker = Broker::with_config(&config);
+    let mut worker = broker.run(&["own.attack"], limits());
+    assert!(!attacked(&mut worker, "own", "file", &secret, "operator").0);
+    assert!(outside("file", &secret, "operator"));
+    drop(worker);
+    assert!(broker.finish().0.success());
+    for planted in ["script", "link"] {
+        let _ = std::fs::rename(at.join("app/dist"), at.join("app").join(planted));
+        std::fs::create_dir(at.join("app/dist")).unwrap();
+        if planted == "link" {
+            std::os::unix::fs::symlink(&python, &program).unwrap();
+        } else {
+            std::fs::write(&program, format!("#!{} --hostile\n", python.display())).unwrap();
+            std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        }
+        let mut broker = Broker::with_config(&config);
+        let why = unavailable(&mut broker);
+        assert_eq!(why.len(), 1, "{planted}: it was given {}", python.display());
+        assert!(why[0].1.contains("which its program needs"), "{planted}: {why:?}");
+    }
 }
 
 #[test]

@@ -25,9 +25,10 @@ mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::{ops::Range, sync::LazyLock};
+use std::sync::{Arc, LazyLock};
 
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
@@ -103,6 +104,34 @@ pub(crate) struct Place {
     uid: u32,
     home: Option<PathBuf>,
     hidden: Vec<Kept>,
+    /// Where all servers may write, this one too.
+    writers: Arc<Vec<Writer>>,
+}
+
+/// Where a server may write, as its configuration says it: what that means is asked at
+/// each start, since other servers may make and change it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Writer {
+    folders: Vec<PathBuf>,
+    /// Words of a command line, and where it is said.
+    named: Option<(Vec<String>, PathBuf)>,
+}
+
+impl Writer {
+    fn of(server: &StdioConfig) -> io::Result<Self> {
+        let Jail { write, named, place, .. } = &server.jail;
+        let here = here(server)?;
+        let cwd = (*named && server.cwd.is_some()).then(|| here.clone());
+        let folders = write.iter().cloned().chain(cwd).chain(place.home.clone()).collect();
+        Ok(Self { folders, named: named.then(|| (server.args.clone(), here)) })
+    }
+
+    fn is_distrusted_by(&self, view: &mut View) {
+        view.distrust(self.folders.iter().map(PathBuf::as_path));
+        if let Some((words, here)) = &self.named {
+            view.distrust_named(words, here);
+        }
+    }
 }
 
 /// What a server gets at most. Bounds for one that has gone wild, not a diet.
@@ -190,7 +219,13 @@ pub fn settle(
                 .map_err(|source| SettleError::Home { folder: folder.clone(), source })?;
         }
         let home = home.and_then(|home| home.canonicalize().ok());
-        server.jail.place = Place { uid, home, hidden: hidden.clone() };
+        server.jail.place = Place { uid, home, hidden: hidden.clone(), writers: Arc::default() };
+    }
+    // Where nobody knows where relative paths count from, no server starts.
+    let writers = local.iter().filter_map(|(_, server)| Writer::of(server).ok());
+    let writers = Arc::new(writers.collect::<Vec<_>>());
+    for (_, server) in &mut local {
+        server.jail.place.writers = Arc::clone(&writers);
     }
     Ok(())
 }
@@ -282,13 +317,12 @@ fn view(
     home: Option<&Path>,
 ) -> io::Result<View> {
     static SYSTEM: LazyLock<View> = LazyLock::new(View::of_system);
-    let Jail { read, write, named, .. } = &server.jail;
+    let Jail { read, write, named, place, .. } = &server.jail;
     let mut view = SYSTEM.clone();
-    view.add_program(program, home);
-    view.distrust(write.iter().map(PathBuf::as_path));
-    if *named {
-        view.distrust(server.cwd.is_some().then_some(here));
-        view.distrust_named(&server.args, here);
+    // Before anything is resolved.
+    Writer::of(server)?.is_distrusted_by(&mut view);
+    for writer in place.writers.iter() {
+        writer.is_distrusted_by(&mut view);
     }
     // A folder before what is in it, which may be named by a link there.
     let mut write: Vec<&PathBuf> = write.iter().collect();
@@ -303,6 +337,7 @@ fn view(
     for path in read {
         granted(path, view.add_read(path))?;
     }
+    view.add_program(program, home)?;
     if *named {
         for word in &server.args {
             view.add_named(word, here, home);

@@ -1,18 +1,24 @@
-//! Which program a command means, and which files it is made of: the file,
-//! where its links lead, what interprets it, and the folder that it was
-//! installed into with its libraries.
+//! Which program a command means, and of a file that is one: what interprets
+//! it, and the folder that it was installed into with its libraries.
 //!
-//! Deliberately absent is following what a program loads when it runs.
+//! Deliberately absent is following what a program loads when it runs; and what
+//! of all this a server is given, which is [`super::view`]'s.
 
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-/// Interpreters of interpreters.
-const INTERPRETERS_MAX: usize = 4;
+use super::reach::{Seen, open_to_read};
+
+/// What a script may ask `env` for, wherever the script lies, with or without a
+/// version: what of the operator's `PATH` a server may choose to see by writing a script.
+const INTERPRETERS: [&str; 14] = [
+    "bash", "bun", "dash", "deno", "node", "nodejs", "perl", "php", "pypy", "python", "ruby", "sh",
+    "uv", "zsh",
+];
 /// The first line of a script, in bytes, with its end: the kernel reads no more
 /// (`BINPRM_BUF_SIZE`), and a shell may execute what that cannot.
 const FIRST_LINE_BYTES_MAX: usize = 256;
@@ -38,28 +44,9 @@ pub(super) fn find(command: &Path) -> io::Result<PathBuf> {
         .ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// The files and folders that a program is made of.
-pub(super) fn parts(program: &Path, home: Option<&Path>) -> Vec<PathBuf> {
-    let mut parts = Vec::new();
-    let mut next = Some(program.to_owned());
-    for _ in 0..INTERPRETERS_MAX {
-        let Some(path) = next else { break };
-        parts.push(path.clone());
-        parts.extend(installed_with(&path, home));
-        if let Ok(file) = path.canonicalize()
-            && file != path
-        {
-            parts.extend(installed_with(&file, home));
-            parts.push(file);
-        }
-        next = interpreter(&path);
-    }
-    parts
-}
-
 /// The folder that a program was installed into, if it was one of several and
 /// has libraries there.
-fn installed_with(program: &Path, home: Option<&Path>) -> Option<PathBuf> {
+pub(super) fn installed_with(program: &Path, home: Option<&Path>) -> Option<PathBuf> {
     let folder = program.parent()?;
     let name = folder.file_name()?;
     let installed = folder.parent()?;
@@ -82,22 +69,32 @@ fn installed_with(program: &Path, home: Option<&Path>) -> Option<PathBuf> {
 
 /// The first bytes of a file, at most so many. Of a pipe there are none, and nobody
 /// waits for some: a server may have put one where it may write.
-pub(super) fn beginning(file: &Path, bytes_max: usize) -> Option<Vec<u8>> {
-    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(file).ok()?;
+fn beginning(opened: io::Result<File>, bytes_max: usize) -> Option<Vec<u8>> {
+    let opened = opened.ok()?;
     let mut start = Vec::new();
     let is_file = opened.metadata().is_ok_and(|it| it.is_file());
     (is_file && opened.take(bytes_max as u64).read_to_end(&mut start).is_ok()).then_some(start)
 }
 
-/// Whether a file begins as what the kernel executes.
+/// Whether a file begins as what the kernel executes. Its path has no links.
 pub(super) fn begins_as_program(file: &Path) -> bool {
-    beginning(file, 4).is_some_and(|it| it.starts_with(b"#!") || it.starts_with(b"\x7fELF"))
+    beginning(open_to_read(file), 4)
+        .is_some_and(|it| it.starts_with(b"#!") || it.starts_with(b"\x7fELF"))
+}
+
+/// What is to interpret a script.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Interpreter {
+    pub(super) path: PathBuf,
+    /// Whether the script names no file, but asks for what everybody has: which file
+    /// that is `PATH` says, which is the operator's.
+    pub(super) is_common: bool,
 }
 
 /// What a script names in its first line, and only if it is what executes the script:
 /// a server that may write its own text would be given whatever else it names there.
-fn interpreter(script: &Path) -> Option<PathBuf> {
-    let start = beginning(script, FIRST_LINE_BYTES_MAX)?;
+pub(super) fn interpreter(script: &Seen) -> Option<Interpreter> {
+    let start = beginning(script.open_to_read(), FIRST_LINE_BYTES_MAX)?;
     let line = match start.iter().position(|byte| *byte == b'\n') {
         Some(end) => &start[..end],
         None if start.len() < FIRST_LINE_BYTES_MAX => &start[..],
@@ -106,12 +103,22 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
     let line = line.strip_prefix(b"#!")?;
     let mut words = line.split(|byte| *byte == b' ' || *byte == b'\t').filter(|it| !it.is_empty());
     let interpreter = Path::new(OsStr::from_bytes(words.next()?));
-    let found = if interpreter.file_name() == Some(OsStr::new("env")) {
-        find(Path::new(OsStr::from_bytes(asked_of_env(words)?))).ok()?
+    let (path, is_common) = if interpreter.file_name() == Some(OsStr::new("env")) {
+        let asked = asked_of_env(words)?;
+        (find(Path::new(OsStr::from_bytes(asked))).ok()?, is_common(asked))
     } else {
-        interpreter.to_owned()
+        (interpreter.to_owned(), false)
     };
-    begins_as_program(&found).then_some(found)
+    path.canonicalize()
+        .is_ok_and(|it| begins_as_program(&it))
+        .then_some(Interpreter { path, is_common })
+}
+
+/// Whether a name is an interpreter's, whatever its version.
+fn is_common(name: &[u8]) -> bool {
+    let end =
+        name.iter().rposition(|it| !it.is_ascii_digit() && *it != b'.').map_or(0, |at| at + 1);
+    INTERPRETERS.iter().any(|it| it.as_bytes() == &name[..end])
 }
 
 /// The program that `env` is to execute, where it is plain which: of options it has
@@ -144,23 +151,6 @@ mod tests {
     }
 
     #[test]
-    fn a_script_is_made_of_its_environment_and_its_interpreters() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = folder.path().canonicalize().unwrap();
-        made(&at, "versions/3/lib/x", "");
-        let real = made(&at, "versions/3/bin/python3", "\x7fELF");
-        made(&at, "venv/pyvenv.cfg", "");
-        std::fs::create_dir_all(at.join("venv/bin")).unwrap();
-        let python = at.join("venv/bin/python");
-        std::os::unix::fs::symlink(&real, &python).unwrap();
-        let script = made(&at, "venv/bin/server", &format!("#!{} -I\nx", python.display()));
-        let parts = parts(&script, None);
-        for needed in [script, at.join("venv"), python, real, at.join("versions/3")] {
-            assert!(parts.contains(&needed), "{} of {parts:?}", needed.display());
-        }
-    }
-
-    #[test]
     fn a_first_line_names_nothing_but_what_executes_the_script() {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path().canonicalize().unwrap();
@@ -169,7 +159,10 @@ mod tests {
         let key = made(&at, "key", "a secret").display().to_string();
         let split = made(&at, "a\\_/key", "#!/bin/sh").display().to_string();
         let home = at.display();
-        let of = |line: &str| interpreter(&made(&at, "script", line));
+        let of = |line: &str| {
+            let script = Seen::at(&made(&at, "script", line)).unwrap();
+            interpreter(&script).map(|it| it.path)
+        };
         for line in [
             format!("#!{own}"),
             format!("#! \t{own} -x\n"),
@@ -207,8 +200,9 @@ mod tests {
             0,
         )
         .unwrap();
-        assert_eq!(parts(&pipe, None).first(), Some(&pipe));
+        let pipe = pipe.canonicalize().unwrap();
         assert!(!begins_as_program(&pipe));
+        assert_eq!(interpreter(&Seen::at(&pipe).unwrap()), None);
     }
 
     #[test]
@@ -217,13 +211,24 @@ mod tests {
         let home = folder.path().canonicalize().unwrap();
         // Where cargo keeps its registry tokens.
         made(&home, ".cargo/credentials.toml", "");
-        let tool = made(&home, ".cargo/bin/tool", "\x7fELF");
-        assert_eq!(parts(&tool, Some(&home)), [tool]);
-        let local = made(&home, ".local/bin/tool", "\x7fELF");
-        assert_eq!(parts(&local, Some(&home)), [local, home.join(".local/lib")]);
-        let own = made(&home, "bin/tool", "\x7fELF");
         std::fs::create_dir(home.join("lib")).unwrap();
-        assert_eq!(parts(&own, Some(&home)), [own]);
+        for (tool, with) in [
+            (".cargo/bin/tool", None),
+            (".local/bin/tool", Some(home.join(".local/lib"))),
+            ("bin/tool", None),
+        ] {
+            assert_eq!(installed_with(&home.join(tool), Some(&home)), with, "{tool}");
+        }
+    }
+
+    #[test]
+    fn only_an_interpreter_that_everybody_has_is_common() {
+        for name in ["node", "python3.12", "python", "sh", "php8"] {
+            assert!(is_common(name.as_bytes()), "{name}");
+        }
+        for name in ["", "3.12", "/bin/sh", "../node", "vault", "node-x", "xpython"] {
+            assert!(!is_common(name.as_bytes()), "{name}");
+        }
     }
 
     #[test]

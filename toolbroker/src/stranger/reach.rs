@@ -7,6 +7,7 @@
 //! all, and holds what is found against what was there before. Deliberately
 //! absent is resolving links, which is [`super::view`]'s.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -66,6 +67,17 @@ impl Seen {
     /// If the path names another by now.
     pub(super) fn open(&self) -> io::Result<OwnedFd> {
         let found = reach(&self.path)?;
+        self.expect(&found)?;
+        Ok(found)
+    }
+
+    /// The same file, to be read. Of a pipe there is nothing to read, and nobody waits
+    /// for some.
+    ///
+    /// # Errors
+    /// If it may not be read, or the path names another by now.
+    pub(super) fn open_to_read(&self) -> io::Result<File> {
+        let found = open_to_read(&self.path)?;
         self.expect(&found)?;
         Ok(found)
     }
@@ -153,6 +165,15 @@ pub(super) fn reach(path: &Path) -> io::Result<OwnedFd> {
     found.map_err(told)
 }
 
+/// A file to be read, without following any link, nor waiting for anybody.
+///
+/// # Errors
+/// If there is none that may be read.
+pub(super) fn open_to_read(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    Ok(openat2(CWD, path, flags, Mode::empty(), NO_LINKS).map_err(told)?.into())
+}
+
 fn told(error: Errno) -> io::Error {
     match error {
         Errno::LOOP => io::Error::other(
@@ -182,6 +203,7 @@ mod tests {
         symlink(at.join("secret"), at.join("app/d")).unwrap();
         assert!(seen.open().unwrap_err().to_string().contains("a link stands"));
         assert!(Seen::at(&at.join("app/d/keys")).is_err());
+        assert!(open_to_read(&at.join("app/d/keys")).is_err());
         std::fs::remove_file(at.join("app/d")).unwrap();
         std::fs::rename(at.join("secret"), at.join("app/d")).unwrap();
         assert!(seen.open().unwrap_err().to_string().contains("it is not what it was"));

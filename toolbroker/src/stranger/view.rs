@@ -35,6 +35,8 @@ const SYSTEM_LINKS: [&str; 2] = ["/etc/resolv.conf", "/etc/localtime"];
 const NEVER: [&str; 6] = ["/", "/proc", "/sys", "/dev", "/run", "/boot"];
 /// What is no file of the host's, wherever it is.
 const KERNEL: [&str; 3] = ["/proc", "/sys", "/dev"];
+/// Interpreters of interpreters.
+const INTERPRETERS_MAX: usize = 4;
 /// Links followed on the way to one file.
 const LINKS_MAX: usize = 40;
 /// What ends in one of these is a program's text: data beside it belongs to
@@ -56,9 +58,24 @@ pub(super) struct View {
     pub(super) links: BTreeMap<PathBuf, PathBuf>,
     /// What each of them was when it was granted.
     seen: BTreeMap<PathBuf, Identity>,
-    /// All that it is to write, before it is granted: where a link in there leads is
-    /// its own choice.
+    /// All that any server may write, before it is granted: where a link in there leads,
+    /// and what a script in there names, is a server's own choice.
     own: BTreeSet<PathBuf>,
+}
+
+/// Where a path leads.
+struct Reached {
+    seen: Seen,
+    links: BTreeMap<PathBuf, PathBuf>,
+    /// Of what servers may write, all in which a link on the way lies.
+    chosen_in: BTreeSet<PathBuf>,
+}
+
+/// What is to be done with a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    Read,
+    Write,
 }
 
 impl View {
@@ -76,9 +93,9 @@ impl View {
         view
     }
 
-    /// Grants nothing more by links that lie in what these lead to, but what lies in
-    /// what may be written itself: the server could put others in their place, and
-    /// would be given what it chose at its next start.
+    /// Grants nothing more by links and scripts that lie in what these lead to, but what
+    /// lies in there too, or may be used anyway: a server could put others in their
+    /// place, and it, or another, would be given what it chose at its next start.
     pub(super) fn distrust<'a>(&mut self, paths: impl IntoIterator<Item = &'a Path>) {
         self.own.extend(paths.into_iter().filter_map(|path| path.canonicalize().ok()));
     }
@@ -97,7 +114,7 @@ impl View {
 
     /// Grants reading, where that is something new.
     pub(super) fn add_read(&mut self, path: &Path) -> io::Result<()> {
-        let path = self.resolved(path)?;
+        let path = self.resolved(path, Access::Read)?;
         if !self.system.iter().chain(&self.read).any(|shown| path.starts_with(shown)) {
             self.read.insert(path);
         }
@@ -106,36 +123,114 @@ impl View {
 
     /// Grants writing.
     pub(super) fn add_write(&mut self, path: &Path) -> io::Result<()> {
-        let path = self.resolved(path)?;
+        let path = self.resolved(path, Access::Write)?;
         self.write.insert(path);
         Ok(())
     }
 
-    fn resolved(&mut self, path: &Path) -> io::Result<PathBuf> {
+    fn resolved(&mut self, path: &Path, access: Access) -> io::Result<PathBuf> {
+        let found = self.reached(path)?;
+        if !self.is_no_more(&found.seen.path, &found.chosen_in, access) {
+            return Err(io::Error::other(
+                "a link that a server can change leads there: name what it leads to",
+            ));
+        }
+        Ok(self.keep(found))
+    }
+
+    fn reached(&self, path: &Path) -> io::Result<Reached> {
         let mut links = BTreeMap::new();
         let there = resolve(path, &mut links)?;
         if !Self::may_be_granted(&there) {
             return Err(io::Error::other("this is no folder to give to a server"));
         }
-        let is_in = |folders: &BTreeSet<PathBuf>, path: &Path| {
-            folders.iter().any(|folder| path.starts_with(folder))
-        };
-        if links.keys().any(|link| is_in(&self.own, link)) && !is_in(&self.write, &there) {
-            return Err(io::Error::other(
-                "a link that the server can change leads there: name what it leads to",
-            ));
-        }
+        let chosen_in = self.writable_around(links.keys().map(PathBuf::as_path));
         // Whoever replaced a folder by a link since it was looked at did so in vain.
-        self.seen.insert(there.clone(), Seen::at(&there)?.identity);
-        self.links.extend(links);
-        Ok(there)
+        Ok(Reached { seen: Seen::at(&there)?, links, chosen_in })
     }
 
-    /// Grants a program what it is made of.
-    pub(super) fn add_program(&mut self, path: &Path, home: Option<&Path>) {
-        for needed in program::parts(path, home) {
-            // What is not there it does not need.
-            let _ = self.add_read(&needed);
+    /// Of what servers may write, all in which any of these lies.
+    fn writable_around<'a>(&self, paths: impl Iterator<Item = &'a Path>) -> BTreeSet<PathBuf> {
+        let around = |path: &'a Path| self.own.iter().filter(move |own| path.starts_with(own));
+        paths.flat_map(around).cloned().collect()
+    }
+
+    /// Whether a path brings nothing more than whoever chose it has: it lies in all in
+    /// which that was chosen, or may be used anyway.
+    fn is_no_more(&self, path: &Path, chosen_in: &BTreeSet<PathBuf>, access: Access) -> bool {
+        chosen_in.iter().all(|own| path.starts_with(own))
+            || match access {
+                Access::Read => self.shows(path),
+                Access::Write => self.write.iter().any(|folder| path.starts_with(folder)),
+            }
+    }
+
+    fn keep(&mut self, found: Reached) -> PathBuf {
+        let Seen { path, identity } = found.seen;
+        self.seen.insert(path.clone(), identity);
+        self.links.extend(found.links);
+        path
+    }
+
+    fn keep_to_read(&mut self, found: Reached) {
+        let path = self.keep(found);
+        if !self.system.iter().chain(&self.read).any(|shown| path.starts_with(shown)) {
+            self.read.insert(path);
+        }
+    }
+
+    /// Grants a program what it is made of: the file, where its links lead, what
+    /// interprets it, and the folders that these were installed into. After what is to
+    /// be read and written, which it may be made of in any case.
+    ///
+    /// # Errors
+    /// If that would be more than whoever may have chosen it has.
+    pub(super) fn add_program(&mut self, path: &Path, home: Option<&Path>) -> io::Result<()> {
+        let mut next = Some((path.to_owned(), BTreeSet::new()));
+        for _ in 0..INTERPRETERS_MAX {
+            let Some((path, chosen_in)) = next.take() else { break };
+            // What is not there is another error's to say.
+            let Ok(found) = self.reached(&path) else { break };
+            let file = found.seen.clone();
+            let reached_in = &chosen_in | &found.chosen_in;
+            if !self.is_no_more(&file.path, &reached_in, Access::Read) {
+                return Err(io::Error::other(format!(
+                    "it cannot be given {}, which its program needs: what leads there, a link or \
+                     the first line of a script, lies where a server may write, which could have \
+                     put it there. Keep the program where no server may write, or name the folder \
+                     that this is installed in under `read` of forge.toml",
+                    file.path.display()
+                )));
+            }
+            // A folder in its place is nothing to execute, and nothing to give.
+            if !file.identity.is_file {
+                break;
+            }
+            self.keep_to_read(found);
+            for (program, chosen_in) in [(&path, &chosen_in), (&file.path, &reached_in)] {
+                if let Some(folder) = program::installed_with(program, home) {
+                    self.add_installed(&folder, chosen_in);
+                }
+            }
+            next = program::interpreter(&file).map(|it| match it.is_common {
+                true => (it.path, BTreeSet::new()),
+                false => {
+                    let named_in = self.writable_around(std::iter::once(file.path.as_path()));
+                    (it.path, &reached_in | &named_in)
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// What a program was installed into. What is not there it does not need.
+    fn add_installed(&mut self, folder: &Path, chosen_in: &BTreeSet<PathBuf>) {
+        let Ok(found) = self.reached(folder) else { return };
+        let chosen_in = chosen_in | &found.chosen_in;
+        if found.seen.identity.is_folder
+            && self.is_no_more(&found.seen.path, &chosen_in, Access::Read)
+        {
+            self.keep_to_read(found);
         }
     }
 
@@ -145,7 +240,7 @@ impl View {
     /// be called anything.
     pub(super) fn add_named(&mut self, word: &str, cwd: &Path, home: Option<&Path>) {
         let Some((path, is_file)) = named(word, cwd) else { return };
-        let Ok(file) = self.resolved(&path) else { return };
+        let Ok(file) = self.resolved(&path, Access::Write) else { return };
         if !(is_file && (is_code(&file) || has_code_name(&path))) {
             self.write.insert(file);
             return;
@@ -153,7 +248,7 @@ impl View {
         let _ = self.add_read(&project(&file, home));
         // A package that is linked in has its libraries beside the link.
         if let Some(modules) = modules(&path)
-            && let Ok(modules) = self.resolved(&modules)
+            && let Ok(modules) = self.resolved(&modules, Access::Write)
             && !contains_home(&modules, home)
         {
             let _ = self.add_read(&modules);
@@ -360,6 +455,129 @@ mod tests {
         assert_eq!(view.read, BTreeSet::new());
         assert!(view.add_write(&cwd.join("folder")).is_err());
         assert!(view.add_read(&cwd.join("folder/key")).is_err());
+    }
+
+    /// `path` with this text, which may be executed.
+    fn made(at: &Path, path: &str, text: &str) -> PathBuf {
+        let path = at.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    /// What a program brings to a server that may write `app`.
+    fn program_in(app: &Path, program: &Path) -> Result<View, String> {
+        let mut view = View::of_system();
+        view.distrust([app]);
+        view.add_write(app).unwrap();
+        view.add_program(program, None).map(|()| view).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_script_is_made_of_its_environment_and_its_interpreters() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        made(&at, "versions/3/lib/x", "");
+        let real = made(&at, "versions/3/bin/python3", "\x7fELF");
+        made(&at, "venv/pyvenv.cfg", "");
+        std::fs::create_dir_all(at.join("venv/bin")).unwrap();
+        let python = at.join("venv/bin/python");
+        std::os::unix::fs::symlink(&real, &python).unwrap();
+        let script = made(&at, "venv/bin/server", &format!("#!{} -I\nx", python.display()));
+        let mut view = View::default();
+        view.add_program(&script, None).unwrap();
+        assert_eq!(view.links[&python], real);
+        for needed in [script, at.join("venv"), real, at.join("versions/3")] {
+            assert!(view.shows(&needed), "{} of {:?}", needed.display(), view.read);
+        }
+    }
+
+    #[test]
+    fn a_program_that_lies_where_a_server_may_write_brings_it_nothing_that_it_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        let app = at.join("app");
+        made(&at, "other/lib/x", "");
+        let other = made(&at, "other/bin/python", "\x7fELF");
+        let key = made(&at, "key", "a secret");
+        let line = format!("#!{}\n", other.display());
+        let far = made(&at, "other/bin/script", &line);
+        let script = made(&app, "dist/run", &line);
+        let wrapped = made(&app, "dist/wrapped", &format!("#!{}\n", script.display()));
+        let by_env = made(&app, "dist/env", &format!("#!/usr/bin/env {}\n", other.display()));
+        for refused in [&script, &wrapped, &by_env] {
+            let why = program_in(&app, refused).unwrap_err();
+            assert!(why.contains(&format!("{}, which", other.display())), "{why}");
+        }
+        for target in [&key, &other, &far, &at] {
+            let link = app.join("dist/link");
+            let _ = std::fs::remove_file(&link);
+            std::os::unix::fs::symlink(target, &link).unwrap();
+            let why = program_in(&app, &link).unwrap_err();
+            assert!(why.contains(&format!("{}, which", target.display())), "{why}");
+        }
+        // A folder is no program, whoever named it.
+        let view = program_in(&app, &at).unwrap();
+        assert_eq!(view.read, BTreeSet::new());
+        // What another server may have chosen is no better.
+        let mut view = View::of_system();
+        view.distrust([app.as_path()]);
+        assert!(view.add_program(&script, None).is_err());
+        assert!(view.add_read(&app.join("dist/link")).is_err());
+        assert!(view.add_write(&app.join("dist/link")).is_err());
+        // Not where the operator gives it anyway.
+        view.add_read(&at.join("other")).unwrap();
+        view.add_program(&script, None).unwrap();
+    }
+
+    #[test]
+    fn a_project_that_its_server_may_write_still_has_its_programs() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        let app = at.join("app");
+        let text = made(&app, "node_modules/x/index.js", "#!/usr/bin/env sh\n");
+        std::fs::create_dir_all(app.join("node_modules/.bin")).unwrap();
+        let linked = app.join("node_modules/.bin/x");
+        std::os::unix::fs::symlink("../x/index.js", &linked).unwrap();
+        let view = program_in(&app, &linked).unwrap();
+        assert!(view.read.contains(&app.join("node_modules")) && view.shows(&text));
+        // A virtual environment of the system's.
+        made(&app, ".venv/pyvenv.cfg", "");
+        std::fs::create_dir_all(app.join(".venv/bin")).unwrap();
+        let python = app.join(".venv/bin/python");
+        std::os::unix::fs::symlink("/bin/sh", &python).unwrap();
+        let tool = made(&app, ".venv/bin/tool", &format!("#!{}\n", python.display()));
+        for program in [&python, &tool] {
+            assert!(program_in(&app, program).unwrap().read.contains(&app.join(".venv")));
+        }
+        // And one of a version that was copied in.
+        std::fs::remove_file(&python).unwrap();
+        made(&app, "python/lib/x", "");
+        let own = made(&app, "python/bin/python3", "\x7fELF");
+        std::os::unix::fs::symlink(&own, &python).unwrap();
+        assert!(program_in(&app, &tool).unwrap().read.contains(&app.join("python")));
+    }
+
+    #[test]
+    fn a_link_is_held_to_all_in_which_it_may_have_been_put() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        let all = at.join("all");
+        for made in ["all/a/x", "all/b"] {
+            std::fs::create_dir_all(at.join(made)).unwrap();
+        }
+        std::os::unix::fs::symlink(all.join("b"), all.join("a/b")).unwrap();
+        std::os::unix::fs::symlink(all.join("a/x"), all.join("a/y")).unwrap();
+        let mut view = View::default();
+        view.distrust([all.as_path()]);
+        view.add_read(&all.join("a/b")).unwrap();
+        // What one server writes says nothing of where another may.
+        std::os::unix::fs::symlink("/", at.join("whole")).unwrap();
+        view.distrust([all.join("a").as_path(), &at.join("whole")]);
+        view.add_write(&all.join("a/y")).unwrap();
+        view.read.clear();
+        assert!(view.add_read(&all.join("a/b")).is_err());
     }
 
     #[test]
