@@ -288,10 +288,13 @@ impl View {
         shown.any(|shown| path.starts_with(shown))
     }
 
-    /// What a word of a command line names that is there and not shown.
+    /// What a word of a command line names that is there and not shown. Not what a
+    /// server put there: nobody is told to give it that.
     pub(super) fn missing(&self, word: &str, cwd: &Path) -> Option<PathBuf> {
-        let path = named(word, cwd)?.0.canonicalize().ok()?;
-        (!self.shows(&path)).then_some(path)
+        let found = self.reached(&named(word, cwd)?.0).ok()?;
+        let path = found.seen.path;
+        (!self.shows(&path) && self.is_no_more(&path, &found.chosen_in, Access::Read))
+            .then_some(path)
     }
 }
 
@@ -453,6 +456,8 @@ mod tests {
         }
         assert_eq!(view.write, [cwd.clone(), at.join("app/data/db"), at.join("given")].into());
         assert_eq!(view.read, BTreeSet::new());
+        // Nor is the operator told to give it that.
+        assert!(words.iter().all(|word| view.missing(word, &cwd).is_none()));
         assert!(view.add_write(&cwd.join("folder")).is_err());
         assert!(view.add_read(&cwd.join("folder/key")).is_err());
     }
