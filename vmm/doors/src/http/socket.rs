@@ -15,8 +15,9 @@
 //! ```
 //!
 //! The door takes from the service whatever comes, at once, so that one client
-//! that reads slowly holds up nobody else: what waits for it is bounded, and
-//! one that lets it grow further is cut off.
+//! that reads slowly holds up nobody else: what waits for it is bounded. Of events,
+//! which a program makes as it likes, it misses those that there is no room for, and
+//! is told how many. One that lets all else grow further is cut off.
 
 use std::collections::HashMap;
 use std::pin::pin;
@@ -33,13 +34,13 @@ use forge_protocol::limits::RESPONSE_BYTES_MAX;
 use forge_protocol::service::Callback;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::Number;
 use serde_json::value::RawValue;
-use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc};
+use serde_json::{Number, json};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 
 use super::access::Bearer;
-use super::events::{Events, happened};
+use super::events::{Events, Happened, happened};
 use super::order::{self, HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
 use super::problem::{self, Problem};
 use super::runs;
@@ -51,8 +52,9 @@ use crate::web::listen::Standing;
 
 /// Runs of one socket at the same time.
 const RUNS_MAX: usize = 16;
-/// Messages that may wait for a client to take them.
-const UNSENT_MAX: usize = 4096;
+/// Events of one run that may wait for a client to take them: as many as are kept
+/// for whoever follows one by server-sent events.
+const EVENTS_UNSENT_MAX: usize = 4096;
 /// How long a client may take for one message. Nothing else is looked at
 /// meanwhile.
 const SEND_TIME_MAX: Duration = Duration::from_secs(60);
@@ -175,15 +177,25 @@ fn complaint(number: Option<Number>, over: bool, problem: &Problem) -> String {
 
 /// What a run's task has for the socket.
 struct Said {
+    /// Told before it: how many events there was no room for.
+    missed: Option<String>,
     text: String,
     /// The run that is over with this.
     over: Option<u32>,
+}
+
+impl Said {
+    fn bytes(&self) -> usize {
+        self.missed.as_ref().map_or(0, String::len) + self.text.len()
+    }
 }
 
 /// The same, with its room among what waits for the principal's clients.
 struct Unsent {
     said: Said,
     _room: OwnedSemaphorePermit,
+    /// An event's place among those of its run.
+    _place: Option<OwnedSemaphorePermit>,
 }
 
 /// `GET /v1/runs/ws`
@@ -206,7 +218,7 @@ pub(crate) async fn open(
     let Caller { tenant, permit, bearer } = caller;
     let permits = (permit, tenant.socket()?);
     Ok(upgrade.on_upgrade(move |socket| async move {
-        let (sender, said) = mpsc::channel(UNSENT_MAX);
+        let (sender, said) = mpsc::unbounded_channel();
         let (runs, stuck) = (HashMap::new(), Arc::new(Notify::new()));
         let talk = Talk { door, tenant, bearer, sender, runs, stuck, standing, _permits: permits };
         talk.converse(socket, said).await;
@@ -218,7 +230,8 @@ struct Talk {
     door: Arc<Door>,
     tenant: Arc<Tenant>,
     bearer: Bearer,
-    sender: mpsc::Sender<Unsent>,
+    /// What waits in it is bounded by its room.
+    sender: mpsc::UnboundedSender<Unsent>,
     runs: HashMap<u32, Canceller>,
     /// Told when the client takes so little that a run was given up.
     stuck: Arc<Notify>,
@@ -229,7 +242,7 @@ struct Talk {
 }
 
 impl Talk {
-    async fn converse(mut self, mut socket: WebSocket, mut said: mpsc::Receiver<Unsent>) {
+    async fn converse(mut self, mut socket: WebSocket, mut said: mpsc::UnboundedReceiver<Unsent>) {
         let mut closing = self.door.closing.subscribe();
         let bearer = self.bearer.clone();
         let mut revoked = pin!(bearer.revoked());
@@ -307,15 +320,21 @@ impl Talk {
     }
 
     /// Tells one thing of a run. Whether the client took it.
-    async fn say(&mut self, socket: &mut WebSocket, Said { text, over }: Said) -> bool {
+    async fn say(&mut self, socket: &mut WebSocket, said: Said) -> bool {
+        let Said { missed, text, over } = said;
         if let Some(number) = over {
             self.runs.remove(&number);
         }
-        send(socket, Message::Text(text.into())).await
+        for text in missed.into_iter().chain([text]) {
+            if !send(socket, Message::Text(text.into())).await {
+                return false;
+            }
+        }
+        true
     }
 
     /// Tells what is known of its runs, until all are over or nobody listens.
-    async fn rest(&mut self, socket: &mut WebSocket, said: &mut mpsc::Receiver<Unsent>) {
+    async fn rest(&mut self, socket: &mut WebSocket, said: &mut mpsc::UnboundedReceiver<Unsent>) {
         while !self.runs.is_empty()
             && let Some(Unsent { said, .. }) = said.recv().await
             && self.say(socket, said).await
@@ -369,6 +388,8 @@ impl Talk {
             tenant: Arc::clone(&self.tenant),
             sender: self.sender.clone(),
             stuck: Arc::clone(&self.stuck),
+            places: Arc::new(Semaphore::new(EVENTS_UNSENT_MAX)),
+            missed: 0,
             _slot: slot,
         };
         tokio::spawn(carried.carry());
@@ -414,8 +435,12 @@ struct Carried {
     number: u32,
     run: Run,
     tenant: Arc<Tenant>,
-    sender: mpsc::Sender<Unsent>,
+    sender: mpsc::UnboundedSender<Unsent>,
     stuck: Arc<Notify>,
+    /// For events that wait.
+    places: Arc<Semaphore>,
+    /// Events that there was no room for since the last that there was.
+    missed: u64,
     _slot: OwnedSemaphorePermit,
 }
 
@@ -430,32 +455,52 @@ impl Carried {
             };
             let said = match message {
                 None => self.finished(Err(Problem::gone())),
-                Some(RunMessage::Event(event)) => self.event(&happened(&event)),
+                Some(RunMessage::Event(event)) => {
+                    if !self.tell(&happened(&event)) {
+                        self.missed += 1;
+                    }
+                    continue;
+                }
                 Some(RunMessage::Callback(callback)) => self.callback(&callback),
                 Some(RunMessage::Finished(finish)) => {
                     let over = runs::over(&self.tenant, Events::default(), finish);
                     self.finished(over)
                 }
             };
+            let said = Said { missed: self.missed(), ..said };
             let is_over = said.over.is_some();
-            let sent = self
-                .tenant
-                .unsent(said.text.len())
-                .is_some_and(|room| self.sender.try_send(Unsent { said, _room: room }).is_ok());
-            if !sent {
+            let Some(room) = self.tenant.unsent(said.bytes()) else {
                 self.stuck.notify_one();
                 return;
-            }
+            };
+            // Of a client that is gone it ends with the next turn.
+            let _ = self.sender.send(Unsent { said, _room: room, _place: None });
+            self.missed = 0;
             if is_over {
                 return;
             }
         }
     }
 
-    fn event(&self, event: &super::events::Happened) -> Said {
+    /// Tells an event, if there is room for it.
+    fn tell(&mut self, event: &Happened) -> bool {
+        let said = Said { missed: self.missed(), text: self.event(event), over: None };
+        let Ok(place) = Arc::clone(&self.places).try_acquire_owned() else { return false };
+        let Some(room) = self.tenant.unsent_event(said.bytes()) else { return false };
+        let _ = self.sender.send(Unsent { said, _room: room, _place: Some(place) });
+        self.missed = 0;
+        true
+    }
+
+    /// What its client is told of events that it missed.
+    fn missed(&self) -> Option<String> {
+        let data = || json!({ "events": self.missed }).to_string();
+        (self.missed > 0).then(|| self.event(&Happened { name: "missed", data: data() }))
+    }
+
+    fn event(&self, event: &Happened) -> String {
         let data = raw(event.data.as_bytes());
-        let text = ToClient::Event { number: self.number, event: event.name, data }.text();
-        Said { text, over: None }
+        ToClient::Event { number: self.number, event: event.name, data }.text()
     }
 
     fn callback(&self, callback: &Callback) -> Said {
@@ -467,7 +512,7 @@ impl Carried {
             tool: tool.as_str(),
             arguments,
         };
-        Said { text: message.text(), over: None }
+        Said { missed: None, text: message.text(), over: None }
     }
 
     fn finished(&self, over: Result<Arc<Kept>, Problem>) -> Said {
@@ -479,7 +524,7 @@ impl Carried {
             Ok(_) => complaint(Some(number.into()), true, &Problem::gone()),
             Err(problem) => complaint(Some(number.into()), true, &problem),
         };
-        Said { text, over: Some(number) }
+        Said { missed: None, text, over: Some(number) }
     }
 }
 
@@ -530,6 +575,51 @@ mod tests {
         }
         let said = told("4294967296", r#"{"settle": {"number": 1, "callback": NUMBER}}"#);
         assert!(said.contains(r#""number":1,"#) && said.contains("callback is"), "{said}");
+    }
+
+    #[tokio::test]
+    async fn a_program_that_says_much_has_no_client_cut_off_which_is_told_what_it_missed() {
+        let (mut service, door) = crate::http::tests::door().await;
+        let body: RunBody = serde_json::from_str(r#"{"program": ""}"#).unwrap();
+        let order = body.asked("a", None).unwrap().order;
+        let tenant = door.tenants.named("a".into());
+        let (sender, mut said) = mpsc::unbounded_channel();
+        let stuck = Arc::new(Notify::new());
+        let carried = Carried {
+            number: 1,
+            run: door.client.submit(&order).await.unwrap(),
+            tenant: Arc::clone(&tenant),
+            sender,
+            stuck: Arc::clone(&stuck),
+            places: Arc::new(Semaphore::new(EVENTS_UNSENT_MAX)),
+            missed: 0,
+            _slot: tenant.run().unwrap(),
+        };
+        let carried = tokio::spawn(carried.carry());
+        let more = 50;
+        for _ in 0..EVENTS_UNSENT_MAX + more {
+            let log = forge_protocol::run::Log { level: 1, text: "x".into() };
+            let what = forge_protocol::service::RunEvent::Log(log);
+            let event = forge_protocol::service::Event { number: 1, what };
+            service.say(forge_protocol::frame::Kind::Event, &event).await;
+        }
+        let report = br#"{"run_id":"1","status":"ok","kind":"","reason":""}"#.to_vec();
+        let result = forge_protocol::service::Finish { report, artifacts: Vec::new() };
+        let finished = forge_protocol::service::Finished { number: 1, result };
+        service.say(forge_protocol::frame::Kind::Finished, &finished).await;
+        carried.await.unwrap();
+        let mut heard = Vec::new();
+        while let Some(Unsent { said: Said { missed, text, .. }, .. }) = said.recv().await {
+            heard.extend(missed);
+            heard.push(text);
+        }
+        assert_eq!(heard.len(), EVENTS_UNSENT_MAX + 2);
+        let missed =
+            format!(r#"{{"event":{{"number":1,"event":"missed","data":{{"events":{more}}}}}}}"#);
+        assert_eq!(heard[EVENTS_UNSENT_MAX], missed);
+        assert!(heard[EVENTS_UNSENT_MAX + 1].starts_with(r#"{"finished":"#));
+        let is_stuck = tokio::time::timeout(Duration::ZERO, stuck.notified()).await;
+        assert!(is_stuck.is_err(), "its client would be cut off");
     }
 
     #[test]

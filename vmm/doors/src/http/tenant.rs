@@ -161,6 +161,12 @@ impl Tenant {
         Arc::clone(&self.unsent).try_acquire_many_owned(kib(bytes)).ok()
     }
 
+    /// The same for an event. Events leave half of all room to what has to be told.
+    pub(crate) fn unsent_event(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let left = self.unsent.available_permits().checked_sub(kib(bytes) as usize)?;
+        (left >= UNSENT_KIB_MAX / 2).then(|| self.unsent(bytes)).flatten()
+    }
+
     /// A number for a run, to be held until the service has said that it is over.
     pub(crate) fn number(&self) -> Result<Number, Problem> {
         let held = self.held.load(Ordering::Relaxed);
@@ -366,6 +372,10 @@ mod tests {
         assert!(alice.unsent(1).is_none() && bob.unsent(1).is_some());
         drop(unsent);
         assert!(alice.unsent(1).is_some());
+        // Events have the half of it.
+        let events = alice.unsent_event(UNSENT_KIB_MAX / 2 * 1024).unwrap();
+        assert!(alice.unsent_event(1).is_none() && alice.unsent(1).is_some());
+        drop(events);
         drop((held, body));
         assert!(alice.request().is_ok() && alice.body(1).is_ok());
     }
