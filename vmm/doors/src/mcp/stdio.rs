@@ -84,18 +84,20 @@ async fn write_all(
     outlet: Weak<Outlet>,
 ) {
     while let Some(Outgoing { line, answers }) = unsent.recv().await {
+        // Before its client knows: it may use the id and the place again at once.
+        if let (Some(id), Some(outlet)) = (answers, outlet.upgrade()) {
+            outlet.answered(&id);
+        }
         let written = async {
             output.write_all(&line).await?;
             output.flush().await
         };
         let written: io::Result<()> = written.await;
-        let Some(outlet) = outlet.upgrade() else { continue };
-        if let Some(id) = answers {
-            outlet.answered(&id);
-        }
         if let Err(error) = written {
             tracing::debug!(%error, "the client takes nothing more");
-            outlet.closing.cancel();
+            if let Some(outlet) = outlet.upgrade() {
+                outlet.closing.cancel();
+            }
             return;
         }
     }
@@ -338,6 +340,9 @@ fn refuse(code: ErrorCode, what: String, id: Option<RequestId>) -> Outgoing {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
     use super::*;
     use serde_json::{Value, json};
 
@@ -396,6 +401,44 @@ mod tests {
         assert!(refusal["id"].is_null(), "{refusal}");
         outlet.answered(&RequestId::Number(7));
         assert_eq!(refused(&outlet, &request(7, "")), None);
+    }
+
+    #[tokio::test]
+    async fn an_id_is_free_before_its_client_has_the_answer() {
+        /// Looks what is open whenever something is written.
+        struct Output(Arc<Outlet>);
+        impl AsyncWrite for Output {
+            fn poll_write(
+                self: Pin<&mut Self>,
+                _: &mut Context<'_>,
+                bytes: &[u8],
+            ) -> Poll<io::Result<usize>> {
+                assert!(self.0.open().requests.is_empty(), "it is open still");
+                Poll::Ready(Ok(bytes.len()))
+            }
+
+            fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+                Poll::Ready(Ok(()))
+            }
+
+            fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+                Poll::Ready(Ok(()))
+            }
+        }
+        let (outlet, taken) = outlet();
+        let outlet = Arc::new(outlet);
+        let writing = write_all(Output(Arc::clone(&outlet)), taken, Arc::downgrade(&outlet));
+        let writing = tokio::spawn(writing);
+        assert_eq!(refused(&outlet, &request(7, "")), None);
+        let answers = Some(RequestId::Number(7));
+        let answer = Outgoing { line: b"{}\n".to_vec(), answers };
+        outlet.unsent.send(answer).await.unwrap();
+        while outlet.unsent.capacity() == 0 || !outlet.open().requests.is_empty() {
+            assert!(!writing.is_finished());
+            tokio::task::yield_now().await;
+        }
+        tokio::task::yield_now().await;
+        assert!(!writing.is_finished());
     }
 
     #[test]
