@@ -282,7 +282,8 @@ where
 }
 
 /// Reads a body of at most so many bytes. Its room among the principal's
-/// bodies is given back with it.
+/// bodies is given back with it: there is room for all of it before it is read where
+/// its length is said, else for each piece as it comes.
 async fn read_body(
     tenant: &Tenant,
     headers: &HeaderMap,
@@ -295,7 +296,7 @@ async fn read_body(
     if length.is_some_and(|length| length > limit) {
         return Err(too_large());
     }
-    let room = tenant.body(length.unwrap_or(limit))?;
+    let mut room = tenant.body(length.unwrap_or(0))?;
     let mut bytes = Vec::with_capacity(length.unwrap_or(0));
     let reading = async {
         let mut stream = body.into_data_stream();
@@ -305,9 +306,11 @@ async fn read_body(
             let piece = piece.map_err(|_| {
                 Problem::new(StatusCode::BAD_REQUEST, "bad_request", "the body breaks off")
             })?;
-            if bytes.len() + piece.len() > limit {
+            let wanted = bytes.len() + piece.len();
+            if wanted > limit {
                 return Err(too_large());
             }
+            tenant.grow_body(&mut room, wanted)?;
             bytes.extend_from_slice(&piece);
         }
         Ok(())
@@ -391,6 +394,30 @@ mod tests {
         }
         unsent.pop();
         assert_eq!(ask().await.unwrap().status(), StatusCode::NOT_FOUND);
+    }
+
+    #[tokio::test]
+    async fn a_body_that_does_not_say_its_length_takes_room_as_it_comes() {
+        let tenant = Tenants::default().named("a".into());
+        let read = async |pieces: usize| {
+            let (sender, receiver) = mpsc::channel(pieces);
+            for _ in 0..pieces {
+                sender.send(Bytes::from(vec![b' '; 1000])).await.unwrap();
+            }
+            drop(sender);
+            let body = Body::from_stream(Feed(receiver));
+            read_body(&tenant, &HeaderMap::new(), body, order::RUN_BYTES_MAX).await
+        };
+        // Many at a time, which would not fit if each had what it may have.
+        let mut held = Vec::new();
+        for pieces in 1..64 {
+            let (bytes, room) = read(pieces).await.unwrap();
+            assert_eq!(bytes.len(), pieces * 1000);
+            assert_eq!(room.num_permits(), bytes.len().div_ceil(1024));
+            held.push(room);
+        }
+        held.extend(std::iter::from_fn(|| tenant.body(1024).ok()));
+        assert_eq!(read(1).await.unwrap_err().body().status(), 429);
     }
 
     #[tokio::test]

@@ -149,7 +149,25 @@ impl Tenant {
 
     /// Room for a body of so many bytes.
     pub(crate) fn body(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
-        Arc::clone(&self.bodies).try_acquire_many_owned(kib(bytes)).map_err(|_| {
+        self.body_kib(kib(bytes))
+    }
+
+    /// Room for a body that has turned out to have so many.
+    pub(crate) fn grow_body(
+        &self,
+        room: &mut OwnedSemaphorePermit,
+        bytes: usize,
+    ) -> Result<(), Problem> {
+        let has = u32::try_from(room.num_permits()).unwrap_or(u32::MAX);
+        let more = kib(bytes).saturating_sub(has);
+        if more > 0 {
+            room.merge(self.body_kib(more)?);
+        }
+        Ok(())
+    }
+
+    fn body_kib(&self, kib: u32) -> Result<OwnedSemaphorePermit, Problem> {
+        Arc::clone(&self.bodies).try_acquire_many_owned(kib).map_err(|_| {
             Problem::overloaded(
                 "the bodies of this principal's requests fill what there is for them",
             )
