@@ -6,6 +6,13 @@ use forge_protocol::limits::PROGRAM_BYTES_MAX;
 use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
 use serde::Deserialize;
 
+use super::one_line;
+
+/// What is said of a program that does not assemble: of one line, in characters, and
+/// in lines.
+const LINE_CHARS_MAX: usize = 200;
+const LINES_MAX: usize = 10;
+
 /// What a program is written in. Languages that are compiled or interpreted
 /// have their place here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -45,7 +52,7 @@ pub(super) fn module(text: &str, language: Language) -> Result<Vec<u8>, ProgramE
     let module = match language {
         // A binary module would pass `parse_str` as well, but is no text.
         Language::Wat => {
-            wat::parse_str(text).map_err(|error| ProgramError::Text(error.to_string()))?
+            wat::parse_str(text).map_err(|error| ProgramError::Text(cut(&error.to_string())))?
         }
         Language::Wasm => {
             let text: Vec<u8> = text.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect();
@@ -56,6 +63,38 @@ pub(super) fn module(text: &str, language: Language) -> Result<Vec<u8>, ProgramE
         return Err(ProgramError::TooLarge(module.len()));
     }
     Ok(module)
+}
+
+/// What the assembler says, and where. It repeats the program's line as well, which may
+/// be all of the program: of that, what is around the place that it points at.
+fn cut(said: &str) -> String {
+    // A line of the program, or the mark under it, is behind a bar.
+    let barred = |line: &str| {
+        let bar = line.find("| ")?;
+        let is_number = |c: char| c == ' ' || c.is_ascii_digit();
+        line[..bar].chars().all(is_number).then_some(bar + 2)
+    };
+    let marks = said.lines().filter_map(|line| Some(&line[barred(line)?..]));
+    let mark = marks.filter_map(|rest| rest.strip_suffix('^')).next_back();
+    let skipped = mark.map_or(0, |it| it.len()).saturating_sub(LINE_CHARS_MAX / 2);
+    let line = |line: &str| match barred(line) {
+        Some(begin) => {
+            let rest: String = line[begin..].chars().skip(skipped).collect();
+            format!("{}{}", &line[..begin], one_line(&rest, LINE_CHARS_MAX))
+        }
+        // The place is at its end.
+        None if line.chars().count() > 2 * LINE_CHARS_MAX => {
+            let end = line.char_indices().rev().nth(LINE_CHARS_MAX).map_or(0, |(at, _)| at);
+            let end = one_line(&line[end..], LINE_CHARS_MAX + 1);
+            format!("{}{end}", one_line(line, LINE_CHARS_MAX))
+        }
+        None => one_line(line, 2 * LINE_CHARS_MAX),
+    };
+    let mut lines: Vec<String> = said.lines().map(line).collect();
+    if lines.len() > LINES_MAX {
+        lines.drain(LINES_MAX / 2..lines.len() - LINES_MAX / 2);
+    }
+    lines.join("\n")
 }
 
 /// A module that carries a signature stays as it is, whoever signed it:
@@ -96,6 +135,23 @@ mod tests {
         assert!(error.contains("wat"), "{error}");
         let error = module("(module (func", Language::Wat).unwrap_err().to_string();
         assert!(error.contains("does not assemble"), "{error}");
+    }
+
+    #[test]
+    fn a_long_line_is_not_repeated_whole() {
+        let told = |text: &str| module(text, Language::Wat).unwrap_err().to_string();
+        let long = "a".repeat(1_000_000);
+        let padding = " ".repeat(300);
+        let begin = told(&format!("(module {padding}(memory oops) (data \"{long}\"))"));
+        assert!(begin.len() < 1000 && begin.contains(":1:317\n"), "{begin}");
+        // The mark is under it still.
+        let lines: Vec<_> = begin.lines().collect();
+        let at = lines.last().and_then(|line| line.find('^')).unwrap();
+        assert!(lines[lines.len() - 2][at..].starts_with("oops"), "{begin}");
+        let end = told(&format!("(module (func call ${long}))"));
+        assert!(end.len() < 2000 && end.contains("unknown func"), "{end}");
+        let end = told(&format!("(module (data \"{long}\") oops)"));
+        assert!(end.len() < 1000 && end.contains(":1:10000"), "{end}");
     }
 
     #[test]
