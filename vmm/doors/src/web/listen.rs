@@ -3,13 +3,15 @@
 //! A connection that sends its request's head too slowly is closed, and so is
 //! one that takes its answer too slowly; one more than there is room for is
 //! told so and closed. So a stranger can hold a place for a bounded time. One that
-//! ends gives its client time to read why ([`sent`](super::sent)).
+//! ends gives its client time to read why ([`sent`](super::sent)). One whose client
+//! has left ends, and what it had asked for with it: hyper sees that only where the
+//! client has sent nothing beyond its request, so it is looked for here.
 
 use std::error::Error;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -43,6 +45,11 @@ const HEADERS_MAX: usize = 64;
 const HEAD_BYTES_MAX: usize = 32 * 1024;
 /// How long a client may take nothing of what is sent to it.
 const STALL_TIME_MAX: Duration = Duration::from_secs(30);
+/// Bytes that a client may have sent beyond its request and still be seen to leave.
+const AHEAD_BYTES_MAX: usize = 16 * 1024;
+/// How long what was asked for may still be answered when the client has ended: it
+/// may have ended its sending alone.
+const LEAVING_TIME_MAX: Duration = Duration::from_millis(500);
 /// How long answers may still go out after the end.
 const CLOSING_TIME_MAX: Duration = Duration::from_secs(5);
 /// After how long the door tries again to take a connection when the host has
@@ -155,7 +162,7 @@ pub(crate) async fn serve<S, B>(
         let standing = Arc::new(Standing::new(Arc::clone(&connections), place));
         let (service, of_request) = (service.clone(), Arc::clone(&standing));
         let stream = Patient::new(stream, Arc::clone(&standing.heard));
-        let owed = Arc::clone(&stream.owed);
+        let (owed, wire) = (Arc::clone(&stream.owed), Arc::clone(&stream.wire));
         let service = service_fn(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&of_request));
             let (stays, owed) = (stays(&request), Arc::clone(&owed));
@@ -187,12 +194,20 @@ pub(crate) async fn serve<S, B>(
         tokio::spawn(async move {
             let _standing = standing;
             let mut connection = std::pin::pin!(connection);
-            let ended = tokio::select! {
-                ended = connection.as_mut() => ended,
-                () = is_set(&mut closing) => {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
+            let served = async {
+                tokio::select! {
+                    ended = connection.as_mut() => ended,
+                    () = is_set(&mut closing) => {
+                        connection.as_mut().graceful_shutdown();
+                        connection.await
+                    }
                 }
+            };
+            let ended = tokio::select! {
+                // It reads first: what is left to be read it does not read now.
+                biased;
+                ended = served => ended,
+                () = left(&wire) => return,
             };
             if let Err(error) = ended {
                 tracing::debug!(%error, "a connection ends");
@@ -240,11 +255,80 @@ async fn refuse(mut stream: Box<dyn Stream>) {
     let _ = tokio::time::timeout(Duration::from_secs(1), stream.write_all(answer.as_bytes())).await;
 }
 
+/// A client's end of a connection.
+struct Wire {
+    stream: Box<dyn Stream>,
+    /// Bytes that came.
+    heard: Arc<AtomicU64>,
+    /// What was read to see whether the client is there. It comes before all else.
+    ahead: Vec<u8>,
+    /// The client sends nothing more.
+    is_over: bool,
+}
+
+impl Wire {
+    fn poll_read(
+        &mut self,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if !self.ahead.is_empty() {
+            let taken = self.ahead.len().min(buffer.remaining());
+            buffer.put_slice(&self.ahead[..taken]);
+            self.ahead.drain(..taken);
+            return Poll::Ready(Ok(()));
+        }
+        if self.is_over {
+            return Poll::Ready(Ok(()));
+        }
+        self.poll_more(context, buffer)
+    }
+
+    fn poll_more(
+        &mut self,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        self.heard.fetch_add((buffer.filled().len() - before) as u64, Ordering::Relaxed);
+        read
+    }
+
+    /// Is there when the client sends nothing more.
+    fn poll_over(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let mut bytes = [0; 4096];
+        while !self.is_over {
+            let room = (AHEAD_BYTES_MAX - self.ahead.len()).min(bytes.len());
+            if room == 0 {
+                // It is looked again when some of it was taken, by the same task.
+                return Poll::Pending;
+            }
+            let mut buffer = ReadBuf::new(&mut bytes[..room]);
+            let read = ready!(self.poll_more(context, &mut buffer));
+            self.is_over = read.is_err() || buffer.filled().is_empty();
+            self.ahead.extend_from_slice(buffer.filled());
+        }
+        Poll::Ready(())
+    }
+}
+
+/// Waits until the client has left, and had its time.
+async fn left(wire: &Mutex<Wire>) {
+    std::future::poll_fn(|context| lock(wire).poll_over(context)).await;
+    tokio::time::sleep(LEAVING_TIME_MAX).await;
+}
+
+/// What it guards is whole between any two statements.
+fn lock(wire: &Mutex<Wire>) -> MutexGuard<'_, Wire> {
+    wire.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A stream whose writes fail if they make no way for too long, and whose reads
 /// are counted. It ends once its client has read why.
 struct Patient {
-    stream: Box<dyn Stream>,
-    heard: Arc<AtomicU64>,
+    /// One task has it: whoever reads, and whoever looks for its end.
+    wire: Arc<Mutex<Wire>>,
     /// Something of a request is still to come that nobody reads.
     owed: Arc<AtomicBool>,
     linger: Linger,
@@ -256,7 +340,9 @@ struct Patient {
 impl Patient {
     fn new(stream: Box<dyn Stream>, heard: Arc<AtomicU64>) -> Self {
         let (owed, linger) = Default::default();
-        Self { stream, heard, owed, linger, stalled: None, patience: STALL_TIME_MAX }
+        let wire = Wire { stream, heard, ahead: Vec::new(), is_over: false };
+        let wire = Arc::new(Mutex::new(wire));
+        Self { wire, owed, linger, stalled: None, patience: STALL_TIME_MAX }
     }
 
     /// What becomes of a write that came so far.
@@ -278,14 +364,11 @@ impl Patient {
 
 impl AsyncRead for Patient {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
-        self.heard.fetch_add((buffer.filled().len() - before) as u64, Ordering::Relaxed);
-        read
+        lock(&self.wire).poll_read(context, buffer)
     }
 }
 
@@ -295,7 +378,7 @@ impl AsyncWrite for Patient {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        let written = Pin::new(&mut lock(&self.wire).stream).poll_write(context, bytes);
         self.made(context, written)
     }
 
@@ -304,23 +387,27 @@ impl AsyncWrite for Patient {
         context: &mut Context<'_>,
         pieces: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write_vectored(context, pieces);
+        let written = Pin::new(&mut lock(&self.wire).stream).poll_write_vectored(context, pieces);
         self.made(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        lock(&self.wire).stream.is_write_vectored()
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut lock(&self.wire).stream).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
+        let mut wire = lock(&this.wire);
         // What was written is on its way, and the client hears that nothing follows.
-        ready!(Pin::new(&mut this.stream).poll_shutdown(context))?;
-        this.linger.poll(Pin::new(&mut this.stream), &this.owed, context)
+        ready!(Pin::new(&mut wire.stream).poll_shutdown(context))?;
+        if !wire.ahead.is_empty() {
+            this.owed.store(true, Ordering::Relaxed);
+        }
+        this.linger.poll(Pin::new(&mut wire.stream), &this.owed, context)
     }
 }
 
@@ -375,6 +462,71 @@ mod tests {
         assert!(stays.contains("\r\nconnection: keep-alive\r\n"), "{stays}");
         let ends = answer("GET / HTTP/1.1\r\nhost: a\r\nconnection: x, Close\r\n\r\n").await;
         assert!(!ends.contains("keep-alive"), "{ends}");
+    }
+
+    #[tokio::test]
+    async fn a_client_that_leaves_is_seen_whatever_it_sent_beyond_its_request() {
+        /// Says that it is dropped.
+        struct Dropped(tokio::sync::mpsc::UnboundedSender<()>);
+        impl Drop for Dropped {
+            fn drop(&mut self) {
+                let _ = self.0.send(());
+            }
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (begun, mut begins) = tokio::sync::mpsc::unbounded_channel();
+        let (ended, mut ends) = tokio::sync::mpsc::unbounded_channel();
+        let endless = service_fn(move |_: Request<Sent>| {
+            let (begun, dropped) = (begun.clone(), Dropped(ended.clone()));
+            async move {
+                let _ = begun.send(());
+                std::future::pending::<()>().await;
+                drop(dropped);
+                Ok::<_, std::convert::Infallible>(Response::new(String::new()))
+            }
+        });
+        let end = std::future::pending();
+        tokio::spawn(serve(Listener::Tcp(listener), endless, Arc::default(), end, || {}));
+        for beyond in ["", "\r\n", "GET / HTTP/1.1\r\nhost: a\r\n\r\n"] {
+            let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+            client.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+            begins.recv().await.unwrap();
+            client.write_all(beyond.as_bytes()).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            assert!(ends.try_recv().is_err());
+            drop(client);
+            let seen = tokio::time::timeout(Duration::from_secs(20), ends.recv()).await;
+            assert!(seen.is_ok(), "{beyond:?}: what it asked for goes on");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_a_client_sends_ahead_is_served_in_its_turn() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let named = service_fn(async |request: Request<Sent>| {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            let path = request.uri().path().to_owned();
+            Ok::<_, std::convert::Infallible>(Response::new(path))
+        });
+        let end = std::future::pending();
+        tokio::spawn(serve(Listener::Tcp(listener), named, Arc::default(), end, || {}));
+        let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+        // More than is read ahead.
+        let padding = "x".repeat(4000);
+        for number in 0..10 {
+            let head = format!("GET /{number} HTTP/1.1\r\nhost: a\r\nx: {padding}\r\n\r\n");
+            client.write_all(head.as_bytes()).await.unwrap();
+        }
+        let mut all = String::new();
+        while !all.contains("/9") {
+            let mut bytes = [0; 4096];
+            let count = client.read(&mut bytes).await.unwrap();
+            assert!(count > 0, "{all}");
+            all.push_str(std::str::from_utf8(&bytes[..count]).unwrap());
+        }
+        assert_eq!(all.matches("200 OK").count(), 10, "{all}");
     }
 
     /// A door that refuses all without reading anything, and a client's end.
