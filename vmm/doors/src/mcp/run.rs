@@ -1,6 +1,7 @@
 //! `run_program`.
 
 use std::collections::HashMap;
+use std::io;
 use std::num::NonZero;
 use std::pin::pin;
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use rmcp::model::{
 };
 use rmcp::service::RequestContext;
 use rmcp::{Peer, RoleServer};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::sync::mpsc;
 
@@ -37,11 +38,21 @@ const PROGRESS_CHARS_MAX: usize = 200;
 const ARTIFACT_BYTES_MAX: usize = 256 * 1024;
 /// The name of one that does not, in characters.
 const ARTIFACT_NAME_CHARS_MAX: usize = 100;
-/// An output that a result has twice, in bytes: whole in its text, and in the
-/// report. Clients bound what they take of a stream at once, at 1 MiB say.
+/// A result, in bytes as JSON. Clients bound what they take of a stream at once, at
+/// 1 MiB say, which has to do for the rest of the message too.
+const RESULT_BYTES_MAX: usize = 1_000_000;
+/// What names of artifacts that are left out may take of it.
+const NAMES_BYTES_MAX: usize = 64 * 1024;
+/// An output that a result has twice, in bytes as JSON: whole in its text, and in the
+/// report.
 const OUTPUT_BYTES_TWICE_MAX: usize = 256 * 1024;
 /// What the text has of a larger one, in bytes.
 const OUTPUT_BYTES_SHOWN: usize = 4 * 1024;
+/// What it has of calls and of the log, in bytes as JSON.
+const TOLD_BYTES_MAX: usize = 64 * 1024;
+/// Said where an output was cut.
+const OUTPUT_CUT: &str = "…\n(cut: a result has at most 1,000,000 bytes as JSON here. The HTTP \
+                          door's POST /v1/runs gives the whole, or have the program write less)";
 /// How long the end of a cancelled run is waited for.
 const CANCEL_TIME_MAX: Duration = Duration::from_secs(10);
 
@@ -123,15 +134,89 @@ pub(super) async fn run(
         Ok(Finish { report, artifacts }) => match serde_json::from_slice::<Value>(&report) {
             Ok(mut report) => {
                 in_words_of_a_model(&mut report, is_granted);
-                let ok = report["status"] == "ok";
-                let mut result = result::structured(&report, Some(text(&report)), !ok);
-                result.content.extend(shown(&report, artifacts));
-                result
+                told_of(report, artifacts)
             }
             Err(error) => failed(&RunError::Report(error)),
         },
         Err(error) => failed(&error),
     }
+}
+
+/// The result of a run: what a model reads first, the report, and artifacts as far as
+/// there is room for them.
+fn told_of(mut report: Value, artifacts: Vec<Artifact>) -> CallToolResult {
+    let mut said = text(&report, true);
+    let room = |said: &str| (RESULT_BYTES_MAX - NAMES_BYTES_MAX).saturating_sub(json_bytes(said));
+    if cut(&mut report, room(&said)) {
+        said = text(&report, false);
+    }
+    let room = room(&said).saturating_sub(json_bytes(&report));
+    let ok = report["status"] == "ok";
+    let mut result = result::structured(&report, Some(said), !ok);
+    result.content.extend(shown(&report, artifacts, room));
+    result
+}
+
+/// What it takes as JSON, in bytes.
+fn json_bytes(value: &(impl Serialize + ?Sized)) -> usize {
+    struct Count(usize);
+    impl io::Write for Count {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut count = Count(0);
+    // What cannot be written is sent to nobody.
+    let _ = serde_json::to_writer(&mut count, value);
+    count.0
+}
+
+/// As much of the beginning of a text as takes so many bytes as JSON.
+fn beginning(text: &str, bytes: usize) -> &str {
+    let mut left = bytes;
+    let end = text.char_indices().find(|(_, c)| {
+        let takes = match c {
+            '"' | '\\' | '\u{8}' | '\t' | '\n' | '\u{c}' | '\r' => 2,
+            '\0'..='\u{1f}' => 6,
+            _ => c.len_utf8(),
+        };
+        let fits = left.checked_sub(takes);
+        left = fits.unwrap_or_default();
+        fits.is_none()
+    });
+    end.map_or(text, |(end, _)| &text[..end])
+}
+
+/// Has a report take so many bytes as JSON: of its output, then of its log and its
+/// calls, the ends are left out. Says whether something was.
+fn cut(report: &mut Value, room: usize) -> bool {
+    let over = |report: &Value| json_bytes(report).saturating_sub(room);
+    let much = over(report);
+    if much == 0 {
+        return false;
+    }
+    if let Some(Value::String(output)) = report.get_mut("output")
+        && !output.is_empty()
+    {
+        let left = json_bytes(output).saturating_sub(much + json_bytes(OUTPUT_CUT) + 2);
+        *output = format!("{}{OUTPUT_CUT}", beginning(output, left));
+    }
+    for field in ["log", "tool_calls"] {
+        let mut much = over(report);
+        if let Some(Value::Array(entries)) = report.get_mut(field) {
+            while much > 0
+                && let Some(entry) = entries.pop()
+            {
+                much = much.saturating_sub(json_bytes(&entry) + 1);
+            }
+        }
+    }
+    true
 }
 
 /// Says why a run was refused by the arguments that it is about: who refused it knows
@@ -254,15 +339,16 @@ async fn attended(
 
 /// What a model reads first: the output, and how the run ended if it did not
 /// end well. The report has the rest.
-fn text(report: &Value) -> String {
+fn text(report: &Value, is_whole: bool) -> String {
     let word = |field: &str| report[field].as_str().unwrap_or_default();
     let mut output = match word("output_encoding") {
         "base64" => format!("(base64) {}", word("output")),
         _ => word("output").to_owned(),
     };
-    if output.len() > OUTPUT_BYTES_TWICE_MAX {
+    if json_bytes(&output) > OUTPUT_BYTES_TWICE_MAX {
         output.truncate(output.floor_char_boundary(OUTPUT_BYTES_SHOWN));
-        output.push_str("…\n(this is its beginning: structuredContent.output has the whole)");
+        let more = if is_whole { "has the whole" } else { "has more, and is cut itself" };
+        output.push_str(&format!("…\n(this is its beginning: structuredContent.output {more})"));
     }
     if report["status"] == "ok" {
         return output;
@@ -284,6 +370,11 @@ fn text(report: &Value) -> String {
     if let Some(dropped @ 1..) = report["log_dropped"].as_u64() {
         text.push_str(&format!("log: full, {dropped} more dropped\n"));
     }
+    let told = beginning(&text, TOLD_BYTES_MAX).len();
+    if told < text.len() {
+        text.truncate(told);
+        text.push_str("…\n");
+    }
     if !output.is_empty() {
         text.push_str(&format!("output:\n{output}"));
     }
@@ -292,31 +383,38 @@ fn text(report: &Value) -> String {
 
 /// The first artifacts, as far as there is room for them, and in words which
 /// there is none for.
-fn shown(report: &Value, artifacts: Vec<Artifact>) -> Vec<ContentBlock> {
+fn shown(report: &Value, artifacts: Vec<Artifact>, mut result_room: usize) -> Vec<ContentBlock> {
     let run = report["run_id"].as_str().unwrap_or_default().to_owned();
     let mut room = ARTIFACT_BYTES_MAX;
     let (mut blocks, mut left_out) = (Vec::new(), Vec::new());
     for (number, artifact) in artifacts.into_iter().enumerate() {
         let bytes = artifact.content.len();
+        let name = one_line(&artifact.name, ARTIFACT_NAME_CHARS_MAX);
+        let name = format!("{name} ({bytes} bytes)");
         let Some(left) = room.checked_sub(bytes) else {
-            let name = one_line(&artifact.name, ARTIFACT_NAME_CHARS_MAX);
-            left_out.push(format!("{name} ({bytes} bytes)"));
+            left_out.push(name);
             continue;
         };
-        room = left;
         // The name is the program's: the report has it, the address does not.
         let uri = format!("forge://runs/{run}/artifacts/{number}");
         let contents = match String::from_utf8(artifact.content) {
             Ok(text) => ResourceContents::text(text, uri),
             Err(error) => ResourceContents::blob(STANDARD.encode(error.as_bytes()), uri),
         };
-        blocks.push(ContentBlock::resource(contents.with_mime_type(artifact.media_type)));
+        let block = ContentBlock::resource(contents.with_mime_type(artifact.media_type));
+        let Some(result_left) = result_room.checked_sub(json_bytes(&block) + 1) else {
+            left_out.push(name);
+            continue;
+        };
+        (room, result_room) = (left, result_left);
+        blocks.push(block);
     }
     if !left_out.is_empty() {
+        let names = left_out.join(", ");
         blocks.push(ContentBlock::text(format!(
             "artifacts that are not here, since those of a run have {ARTIFACT_BYTES_MAX} bytes \
-             together here: {}",
-            left_out.join(", "),
+             together here, and with all else {RESULT_BYTES_MAX} as JSON: {}",
+            beginning(&names, NAMES_BYTES_MAX - 1024),
         )));
     }
     blocks
@@ -501,14 +599,14 @@ mod tests {
             "log": [{"level": 1, "text": "odd"}],
             "tool_calls": [{"tool": "a.b", "status": "ok"}, {"tool": "a.c", "status": "denied"}],
         });
-        assert_eq!(text(&report), "42");
+        assert_eq!(text(&report, true), "42");
         report["status"] = "trap".into();
         report["kind"] = "unreachable".into();
         report["reason"] = "it reached unreachable".into();
         let said = "trap (unreachable): it reached unreachable\ncall of a.c: denied\nlog: \
                     odd\noutput:\n42";
-        assert_eq!(text(&report), said);
-        assert!(text(&json!(null)).len() < 10);
+        assert_eq!(text(&report, true), said);
+        assert!(text(&json!(null), true).len() < 10);
     }
 
     #[test]
@@ -540,22 +638,65 @@ mod tests {
             artifact(vec![b'a'; ARTIFACT_BYTES_MAX]),
             artifact(b"b".to_vec()),
         ];
-        let blocks = serde_json::to_value(shown(&json!({"run_id": "7"}), artifacts)).unwrap();
+        let blocks = shown(&json!({"run_id": "7"}), artifacts, RESULT_BYTES_MAX);
+        let blocks = serde_json::to_value(blocks).unwrap();
         assert_eq!(blocks.as_array().unwrap().len(), 3);
         assert_eq!(blocks[0]["resource"]["blob"], "/w==");
         assert_eq!(blocks[1]["resource"]["text"], "b");
         assert_eq!(blocks[1]["resource"]["uri"], "forge://runs/7/artifacts/2");
         let said = blocks[2]["text"].as_str().unwrap();
-        assert!(said.ends_with("together here: ../x (262144 bytes)"), "{said}");
+        assert!(said.ends_with("as JSON: ../x (262144 bytes)"), "{said}");
     }
 
     #[test]
     fn a_large_output_is_there_once() {
         let report = |output: String| json!({"status": "ok", "output": output});
         let whole = "é".repeat(OUTPUT_BYTES_TWICE_MAX / 2);
-        assert_eq!(text(&report(whole.clone())), whole);
-        let said = text(&report(format!("a{whole}")));
+        assert_eq!(text(&report(whole[2..].to_owned()), true), whole[2..]);
+        let said = text(&report(format!("a{whole}")), true);
         assert!(said.len() < OUTPUT_BYTES_SHOWN + 100 && said.starts_with("aéé"), "{said}");
         assert!(said.ends_with("structuredContent.output has the whole)"), "{said}");
+    }
+
+    #[test]
+    fn a_result_fits_what_clients_take_at_once_whatever_a_run_leaves() {
+        let artifacts = || {
+            let content = vec![b'"'; ARTIFACT_BYTES_MAX / 2];
+            let artifact = |_| Artifact {
+                name: "x".repeat(500),
+                media_type: "a/b".into(),
+                content: content.clone(),
+            };
+            (0..200).map(artifact).collect::<Vec<_>>()
+        };
+        let quotes = |bytes: usize| "\"".repeat(bytes);
+        let log = json!({"level": 1, "text": quotes(1000)});
+        let call = json!({"id": 1, "tool": "a.b", "status": "denied", "duration_us": 1});
+        for (output, logs, calls) in [
+            ("é".repeat(100_000), 0, 0),
+            (quotes(100_000), 10, 0),
+            (quotes(900_000), 10, 0),
+            ("\0".repeat(2_000_000), 1000, 10_000),
+            (String::new(), 1000, 10_000),
+        ] {
+            for status in ["ok", "trap"] {
+                let report = json!({
+                    "run_id": "7", "status": status, "kind": "", "reason": "", "output": output,
+                    "log": vec![log.clone(); logs], "tool_calls": vec![call.clone(); calls],
+                });
+                let result = told_of(report, artifacts());
+                let bytes = json_bytes(&result);
+                assert!(bytes <= RESULT_BYTES_MAX + 1024, "{status} {}: {bytes}", output.len());
+                let report = result.structured_content.unwrap();
+                let is_whole = report["output"] == output;
+                assert_eq!(is_whole, output.len() <= 200_000, "{}", output.len());
+                if !is_whole {
+                    assert!(report["output"].as_str().unwrap().ends_with(OUTPUT_CUT));
+                    assert!(bytes > RESULT_BYTES_MAX / 2, "{bytes}");
+                }
+            }
+        }
+        assert_eq!(beginning("é\"x\u{1}y", 11), "é\"x\u{1}");
+        assert_eq!(beginning("ab", 2), "ab");
     }
 }
