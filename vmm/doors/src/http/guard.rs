@@ -1,57 +1,37 @@
-//! What a request must be before anything else is looked at: meant for this
-//! door, and not a web page's doing.
+//! Which hosts and origins are this door's ([`web::guard`]).
 //!
-//! A page that a browser shows can have it send requests to any address, this
-//! host's too. A browser names the host that the page believes it speaks to
-//! and, wherever it matters, the page's origin. So a host that is a name has
-//! to be a name of this door: nobody can rebind one. An address in its place
-//! is not looked up by anybody, and cannot be rebound. And an origin, if there
-//! is one, has to be this door's. No answer permits another origin anything
-//! (no CORS).
+//! An address in the place of a name is not looked up by anybody, and cannot be rebound.
 
 use std::net::IpAddr;
 
 use axum::http::uri::Authority;
-use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::http::{HeaderMap, StatusCode, Uri};
 
 use super::problem::Problem;
+use crate::web;
+use crate::web::guard::Refused;
 
 /// Checks the host and the origin of a request against the door's names.
 pub(crate) fn check(uri: &Uri, headers: &HeaderMap, names: &[String]) -> Result<(), Problem> {
-    let bad = |what| Problem::new(StatusCode::BAD_REQUEST, "bad_request", what);
-    let mut hosts = headers.get_all(header::HOST).iter();
-    let (host, None) = (hosts.next(), hosts.next()) else {
-        return Err(bad("send one Host header"));
-    };
-    let host = host.ok_or_else(|| bad("send a Host header"))?;
-    let host: Authority = Authority::try_from(host.as_bytes())
-        .map_err(|_| bad("the Host header is not HOST or HOST:PORT"))?;
-    for host in [Some(&host), uri.authority()].into_iter().flatten() {
-        if !is_ours(host, names) {
-            let detail = "this door does not go by that name; [http] hosts lists its names";
-            return Err(Problem::new(StatusCode::MISDIRECTED_REQUEST, "misdirected", detail));
-        }
-    }
-    let foreign = || {
-        Problem::forbidden("a page of another origin may not use this door: there is no CORS here")
-    };
-    for origin in headers.get_all(header::ORIGIN) {
-        let origin = Uri::try_from(origin.as_bytes()).map_err(|_| foreign())?;
+    let is_ours = |host: &Authority| is_ours(host, names);
+    let checked = web::guard::check(uri, headers, is_ours, |origin, host| {
+        let origin = Uri::try_from(origin.as_bytes());
         // With its port: a page of another port is another's.
-        if origin.scheme().is_none() || origin.authority() != Some(&host) {
-            return Err(foreign());
+        origin.is_ok_and(|it| it.scheme().is_some() && it.authority() == Some(host))
+    });
+    checked.map_err(|refused| match refused {
+        Refused::Malformed(what) => Problem::new(StatusCode::BAD_REQUEST, "bad_request", what),
+        Refused::Misdirected => {
+            let detail = "this door does not go by that name; [http] hosts lists its names";
+            Problem::new(StatusCode::MISDIRECTED_REQUEST, "misdirected", detail)
         }
-    }
-    match headers.get("sec-fetch-site").map(|site| site.as_bytes()) {
-        None | Some(b"none" | b"same-origin") => Ok(()),
-        Some(_) => Err(foreign()),
-    }
+        Refused::Foreign => Problem::forbidden(
+            "a page of another origin may not use this door: there is no CORS here",
+        ),
+    })
 }
 
 fn is_ours(authority: &Authority, names: &[String]) -> bool {
-    if authority.as_str().contains('@') {
-        return false;
-    }
     let host = authority.host();
     let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     let is_name = |name: &str| host.eq_ignore_ascii_case(name);
@@ -62,6 +42,8 @@ fn is_ours(authority: &Authority, names: &[String]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use axum::http::header;
+
     use super::*;
 
     fn checked(uri: &str, headers: &[(&str, &str)]) -> Option<u16> {

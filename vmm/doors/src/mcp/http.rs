@@ -2,10 +2,11 @@
 //!
 //! Who asks is decided before a body is read: by a bearer token, of which only
 //! the SHA-256 is known here. Each principal has a door and sessions of its
-//! own, so that a session's id is of no use to another. rmcp speaks the
-//! protocol, in sessions or without as its version has it, and refuses hosts
+//! own, so that a session's id is of no use to another. Refused as early are hosts
 //! and origins that are not allowed: a name that an attacker points at
-//! loopback, and pages of browsers. It is asked that before a body is read as well.
+//! loopback, and pages of browsers ([`web::guard`]). rmcp speaks the
+//! protocol, in sessions or without as its version has it. Which origins it knows
+//! is what it says of them; it is asked that before a body is read as well.
 //!
 //! Deliberately absent is TLS: it listens on loopback, or behind a proxy.
 
@@ -18,9 +19,10 @@ use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Empty, Full};
 use hyper::body::{Body, Bytes};
 use hyper::header::{self, HeaderMap, HeaderValue};
+use hyper::http::uri::Authority;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
-use rmcp::model::ClientJsonRpcMessage;
+use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ServerJsonRpcMessage};
 use rmcp::transport::StreamableHttpService;
 use rmcp::transport::streamable_http_server::StreamableHttpServerConfig;
 use rmcp::transport::streamable_http_server::session::SessionManager as _;
@@ -29,7 +31,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use super::sessions::{SESSIONS_MAX, Sessions};
-use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX};
+use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
+use crate::web::guard::Refused;
 use crate::web::{self, Held, Listener, Sent, TokenHash};
 
 /// The one path that is served.
@@ -42,6 +45,11 @@ const HEADER_LAST_EVENT_ID: &str = "last-event-id";
 const BOTH: &str = "application/json, text/event-stream";
 /// A refusal that is no message of MCP.
 const TEXT: &str = "text/plain; charset=utf-8";
+/// To who names a session that is not there.
+const NO_SESSION: &str = "there is no such session, or it has ended: send initialize again, \
+                          without an Mcp-Session-Id";
+/// What some clients begin a text with.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// Pages of this host. They need a token like everybody else.
 const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*"];
 /// Up to so many bytes a message is small: there is always room for it, so that
@@ -98,13 +106,12 @@ impl Entrance {
         self.open.available_permits() == REQUESTS_MAX && self.sessions.is_quiet()
     }
 
-    /// What rmcp says to the host and the origin of a request, if it refuses them:
-    /// it looks at both before anything else, and says of another method that it is
-    /// not allowed. So nothing is read for whom it refuses.
-    async fn refusal(
-        &self,
-        request: &Request<Sent>,
-    ) -> Option<Response<BoxBody<Bytes, Infallible>>> {
+    /// Whether rmcp refuses the origin of a request: it looks at that and the host
+    /// before anything else, and says of another method that it is not allowed.
+    async fn is_foreign(&self, request: &Request<Sent>) -> bool {
+        if !request.headers().contains_key(header::ORIGIN) {
+            return false;
+        }
         let mut head = Request::new(Empty::<Bytes>::new());
         *head.method_mut() = Method::OPTIONS;
         *head.uri_mut() = request.uri().clone();
@@ -113,8 +120,7 @@ impl Entrance {
                 head.headers_mut().insert(name, value.clone());
             }
         }
-        let said = self.service.handle(head).await;
-        (said.status() != StatusCode::METHOD_NOT_ALLOWED).then_some(said)
+        self.service.handle(head).await.status() != StatusCode::METHOD_NOT_ALLOWED
     }
 
     /// Has rmcp answer. What it cannot read it takes for another media type. `held`
@@ -133,13 +139,20 @@ impl Entrance {
             headers.remove(HEADER_LAST_EVENT_ID);
         }
         if request.method() != Method::POST {
-            return self.service.handle(request).await;
+            return in_our_words(self.service.handle(request).await);
         }
-        if let Some(refusal) = self.refusal(&request).await {
-            return refusal;
+        let encodings = request.headers().get_all(header::CONTENT_ENCODING);
+        if encodings.iter().any(|it| !it.as_bytes().trim_ascii().eq_ignore_ascii_case(b"identity"))
+        {
+            let what = "send application/json, and no Content-Encoding".to_owned();
+            return text(StatusCode::UNSUPPORTED_MEDIA_TYPE, what);
         }
         let (head, body) = request.into_parts();
         let body = match tokio::time::timeout(BODY_TIME_MAX, read(body, &self.room, held)).await {
+            // As over stdio.
+            Ok(Ok(body)) if body.starts_with(BYTE_ORDER_MARK) => {
+                body.slice(BYTE_ORDER_MARK.len()..)
+            }
             Ok(Ok(body)) => body,
             Ok(Err(unread)) => return unread.answer(),
             Err(_) => {
@@ -152,15 +165,40 @@ impl Entrance {
             kind.trim_ascii().eq_ignore_ascii_case(b"application/json")
         });
         // Read twice and held once: rmcp has the bytes alone while a request lasts.
-        if is_json && let Err(error) = json::from_slice::<ClientJsonRpcMessage>(&body) {
-            let said = serde_json::to_string(&super::no_message(&body, &error));
-            let mut response = text(StatusCode::BAD_REQUEST, said.unwrap_or_default());
-            let kind = HeaderValue::from_static("application/json");
-            response.headers_mut().insert(header::CONTENT_TYPE, kind);
-            return response;
+        if is_json {
+            let refusal = match json::from_slice::<ClientJsonRpcMessage>(&body) {
+                Ok(message) => no_beginning(&message),
+                Err(error) => Some(super::no_message(&body, &error)),
+            };
+            if let Some(refusal) = refusal {
+                let said = serde_json::to_string(&refusal);
+                let mut response = text(StatusCode::BAD_REQUEST, said.unwrap_or_default());
+                let kind = HeaderValue::from_static("application/json");
+                response.headers_mut().insert(header::CONTENT_TYPE, kind);
+                return response;
+            }
         }
-        self.service.handle(Request::from_parts(head, Full::new(body))).await
+        in_our_words(self.service.handle(Request::from_parts(head, Full::new(body))).await)
     }
+}
+
+/// What rmcp says of a session that is not there, and what to do then. It says it
+/// without a media type, which an answer of MCP has.
+fn in_our_words(
+    said: Response<BoxBody<Bytes, Infallible>>,
+) -> Response<BoxBody<Bytes, Infallible>> {
+    let is_of_session = said.status() == StatusCode::NOT_FOUND
+        && !said.headers().contains_key(header::CONTENT_TYPE);
+    if is_of_session { text(StatusCode::NOT_FOUND, NO_SESSION.to_owned()) } else { said }
+}
+
+/// What is said to an `initialize` whose params cannot be read. rmcp takes it for one
+/// of another method, which needs a session.
+fn no_beginning(message: &ClientJsonRpcMessage) -> Option<ServerJsonRpcMessage> {
+    let ClientJsonRpcMessage::Request(request) = message else { return None };
+    let ClientRequest::CustomRequest(custom) = &request.request else { return None };
+    let error = (custom.method == "initialize").then(|| handler::unreadable(custom))??;
+    Some(ServerJsonRpcMessage::error(error, Some(request.id.clone())))
 }
 
 /// Why a body is not taken.
@@ -239,8 +277,9 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
     let closing = CancellationToken::new();
     let HttpOptions { doors, hosts, origins } = options;
     let own = StreamableHttpServerConfig::default();
+    let hosts: Vec<String> = own.allowed_hosts.into_iter().chain(hosts).collect();
     let config = StreamableHttpServerConfig::default()
-        .with_allowed_hosts(own.allowed_hosts.into_iter().chain(hosts))
+        .with_allowed_hosts(hosts.clone())
         .with_allowed_origins(LOOPBACK_ORIGINS.map(str::to_owned).into_iter().chain(origins))
         .enforce_origin_validation()
         .with_max_request_body_bytes(MESSAGE_BYTES_MAX)
@@ -260,10 +299,11 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
         entrances.push((tokens, Entrance { service, sessions, open, streams, room }));
     }
     let entrances = Arc::new(entrances);
+    let hosts = Arc::new(hosts);
     let closed = Arc::clone(&entrances);
     let service = service_fn(move |request| {
-        let entrances = Arc::clone(&entrances);
-        async move { Ok::<_, Infallible>(answer(request, &entrances).await) }
+        let (entrances, hosts) = (Arc::clone(&entrances), Arc::clone(&hosts));
+        async move { Ok::<_, Infallible>(answer(request, &entrances, &hosts).await) }
     });
     let close = || {
         open_doors.iter().for_each(Door::close);
@@ -282,7 +322,11 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
     web::listen::serve(listener, service, Arc::default(), end, close).await;
 }
 
-async fn answer(request: Request<Sent>, entrances: &[(Vec<TokenHash>, Entrance)]) -> Answer {
+async fn answer(
+    request: Request<Sent>,
+    entrances: &[(Vec<TokenHash>, Entrance)],
+    hosts: &[String],
+) -> Answer {
     let known = web::token::bearer(request.headers()).and_then(|token| {
         let entrances = entrances.iter().map(|(tokens, entrance)| (&**tokens, entrance));
         web::token::holder(token, entrances).ok_or("nobody has this token")
@@ -296,6 +340,19 @@ async fn answer(request: Request<Sent>, entrances: &[(Vec<TokenHash>, Entrance)]
             return refusal;
         }
     };
+    let is_ours = |host: &Authority| is_among(host, hosts);
+    let guarded = web::guard::check(request.uri(), request.headers(), is_ours, |_, _| true);
+    match guarded {
+        Ok(()) if entrance.is_foreign(&request).await => return refuse_page(),
+        Ok(()) => {}
+        Err(Refused::Malformed(what)) => return refuse(StatusCode::BAD_REQUEST, what),
+        Err(Refused::Misdirected) => {
+            let what = "this door does not go by that name; [mcp] hosts lists its names, beside \
+                        those of loopback";
+            return refuse(StatusCode::FORBIDDEN, what);
+        }
+        Err(Refused::Foreign) => return refuse_page(),
+    }
     if request.uri().path() != PATH {
         return refuse(StatusCode::NOT_FOUND, "only /mcp is here");
     }
@@ -307,7 +364,7 @@ async fn answer(request: Request<Sent>, entrances: &[(Vec<TokenHash>, Entrance)]
     let begins = !request.headers().contains_key(HEADER_SESSION_ID);
     let ends = request.method() == Method::DELETE;
     if ends && !entrance.has_session(request.headers()).await {
-        return refuse(StatusCode::NOT_FOUND, "there is no such session");
+        return refuse(StatusCode::NOT_FOUND, NO_SESSION);
     }
     let mut held = vec![permit];
     match tokio::time::timeout(ANSWER_TIME_MAX, entrance.handle(request, &mut held)).await {
@@ -328,6 +385,24 @@ async fn answer(request: Request<Sent>, entrances: &[(Vec<TokenHash>, Entrance)]
         }
         Err(_) => refuse(StatusCode::REQUEST_TIMEOUT, "the request took too long"),
     }
+}
+
+/// Whether a host is one of these, each with a port or with any: as rmcp has it.
+fn is_among(host: &Authority, hosts: &[String]) -> bool {
+    let bare = |host: &str| host.trim_matches(['[', ']']).to_ascii_lowercase();
+    hosts.iter().any(|it| {
+        let (name, port) = match Authority::try_from(it.trim()) {
+            Ok(it) => (bare(it.host()), it.port_u16()),
+            Err(_) => (bare(it.trim()), None),
+        };
+        name == bare(host.host()) && (port.is_none() || port == host.port_u16())
+    })
+}
+
+fn refuse_page() -> Answer {
+    let what = "a page of another origin may not use this door; [mcp] origins lists those that \
+                may through a proxy, beside those on loopback, and there is no CORS here";
+    refuse(StatusCode::FORBIDDEN, what)
 }
 
 /// A refusal of what there may be room for later.

@@ -1,6 +1,7 @@
-//! What doors that speak HTTP/1.1 share: connections with their bounds, bodies
-//! that hold a place, and bearer tokens. What is asked and answered is each door's own.
+//! What doors that speak HTTP/1.1 share: connections with their bounds, what a request
+//! must be, bodies that hold a place, and bearer tokens. What is asked and answered is each door's own.
 
+pub(crate) mod guard;
 mod held;
 pub(crate) mod listen;
 mod sent;

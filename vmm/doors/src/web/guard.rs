@@ -1,0 +1,102 @@
+//! What a request must be before anything else is looked at: meant for this
+//! door, and not a web page's doing.
+//!
+//! A page that a browser shows can have it send requests to any address, this
+//! host's too. A browser names the host that the page believes it speaks to
+//! and, wherever it matters, the page's origin. So a host that is a name has
+//! to be a name of this door: nobody can rebind one. And an origin, if there
+//! is one, has to be this door's. No answer permits another origin anything
+//! (no CORS).
+
+use hyper::Uri;
+use hyper::header::{self, HeaderMap, HeaderValue};
+use hyper::http::uri::Authority;
+
+/// What a request is refused with.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// It is not said once for whom it is meant.
+    Malformed(&'static str),
+    /// It is meant for another host.
+    Misdirected,
+    /// A page sent it that may not.
+    Foreign,
+}
+
+/// Checks for whom a request is meant and which page sent it, if one did. Which hosts
+/// are this door's, and which origins beside a host's own, the door says.
+pub(crate) fn check(
+    uri: &Uri,
+    headers: &HeaderMap,
+    is_ours: impl Fn(&Authority) -> bool,
+    is_known: impl Fn(&HeaderValue, &Authority) -> bool,
+) -> Result<(), Refused> {
+    let mut hosts = headers.get_all(header::HOST).iter();
+    let (host, None) = (hosts.next(), hosts.next()) else {
+        return Err(Refused::Malformed("send one Host header"));
+    };
+    let host = host.ok_or(Refused::Malformed("send a Host header"))?;
+    let host: Authority = Authority::try_from(host.as_bytes())
+        .map_err(|_| Refused::Malformed("the Host header is not HOST or HOST:PORT"))?;
+    for host in [Some(&host), uri.authority()].into_iter().flatten() {
+        if host.as_str().contains('@') || !is_ours(host) {
+            return Err(Refused::Misdirected);
+        }
+    }
+    // A browser sends one.
+    let mut origins = headers.get_all(header::ORIGIN).iter();
+    match (origins.next(), origins.next()) {
+        (None, _) => {}
+        (Some(origin), None) if is_known(origin, &host) => {}
+        _ => return Err(Refused::Foreign),
+    }
+    match headers.get("sec-fetch-site").map(|site| site.as_bytes()) {
+        None | Some(b"none" | b"same-origin") => Ok(()),
+        Some(_) => Err(Refused::Foreign),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(uri: &str, headers: &[(&str, &str)]) -> Option<Refused> {
+        let mut map = HeaderMap::new();
+        for (name, value) in headers {
+            map.append(name.parse::<header::HeaderName>().unwrap(), value.parse().unwrap());
+        }
+        let is_ours = |host: &Authority| host.host() == "localhost";
+        let is_known = |origin: &HeaderValue, _: &Authority| origin == "http://localhost";
+        check(&uri.parse().unwrap(), &map, is_ours, is_known).err()
+    }
+
+    #[test]
+    fn a_request_says_once_for_whom_it_is_meant() {
+        let host = ("host", "localhost:1");
+        assert_eq!(checked("/", &[host]), None);
+        assert_eq!(checked("http://localhost/", &[host]), None);
+        for headers in [&[][..], &[("host", "")], &[("host", "a b")], &[host, ("host", "x")]] {
+            assert!(matches!(checked("/", headers), Some(Refused::Malformed(_))), "{headers:?}");
+        }
+        for other in ["evil.example", "a@localhost"] {
+            assert_eq!(checked("/", &[("host", other)]), Some(Refused::Misdirected), "{other}");
+        }
+        assert_eq!(checked("http://evil.example/", &[host]), Some(Refused::Misdirected));
+    }
+
+    #[test]
+    fn a_page_of_another_origin_is_refused() {
+        let host = ("host", "localhost");
+        let own = ("origin", "http://localhost");
+        assert_eq!(checked("/", &[host, own]), None);
+        assert_eq!(checked("/", &[host, ("sec-fetch-site", "same-origin")]), None);
+        for headers in [
+            &[host, ("origin", "http://evil.example")][..],
+            &[host, own, own],
+            &[host, ("sec-fetch-site", "cross-site")],
+            &[host, own, ("sec-fetch-site", "same-site")],
+        ] {
+            assert_eq!(checked("/", headers), Some(Refused::Foreign), "{headers:?}");
+        }
+    }
+}
