@@ -1,11 +1,11 @@
 //! What MCP asks a server.
 
 use rmcp::model::{
-    CallToolRequestParams, CallToolResponse, CallToolResult, CustomRequest, CustomResult,
-    ErrorCode, GetPromptRequestParams, GetPromptResponse, Implementation, InitializeRequestParams,
-    ListResourcesResult, ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams,
-    ReadResourceResponse, ServerCapabilities, ServerConfig, SubscribeRequestParams, Tool,
-    UnsubscribeRequestParams,
+    CallToolRequestParams, CallToolResponse, CallToolResult, CompleteRequestParams, CompleteResult,
+    CustomRequest, CustomResult, ErrorCode, GetPromptRequestParams, GetPromptResponse,
+    Implementation, InitializeRequestParams, ListPromptsResult, ListResourcesResult,
+    ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams, ReadResourceResponse,
+    ServerCapabilities, ServerConfig, SubscribeRequestParams, Tool, UnsubscribeRequestParams,
 };
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer, ServerHandler};
@@ -26,9 +26,10 @@ impl ServerHandler for Door {
 
     async fn list_tools(
         &self,
-        _: Option<PaginatedRequestParams>,
+        page: Option<PaginatedRequestParams>,
         _: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
+        first(page)?;
         Ok(ListToolsResult::with_all_items(teach::tools().to_vec()))
     }
 
@@ -62,9 +63,10 @@ impl ServerHandler for Door {
 
     async fn list_resources(
         &self,
-        _: Option<PaginatedRequestParams>,
+        page: Option<PaginatedRequestParams>,
         _: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
+        first(page)?;
         Ok(ListResourcesResult::with_all_items(teach::resources()))
     }
 
@@ -76,7 +78,24 @@ impl ServerHandler for Door {
         Err(unreadable(&request).unwrap_or_else(|| no_method(&request.method)))
     }
 
-    // Of capabilities that are absent: rmcp would answer with the name alone.
+    // Of capabilities that are absent: rmcp would answer with the name alone, or with
+    // nothing as if they were there.
+
+    async fn list_prompts(
+        &self,
+        _: Option<PaginatedRequestParams>,
+        _: RequestContext<RoleServer>,
+    ) -> Result<ListPromptsResult, ErrorData> {
+        Err(no_method("prompts/list"))
+    }
+
+    async fn complete(
+        &self,
+        _: CompleteRequestParams,
+        _: RequestContext<RoleServer>,
+    ) -> Result<CompleteResult, ErrorData> {
+        Err(no_method("completion/complete"))
+    }
 
     #[allow(deprecated, reason = "clients of the older protocol ask")]
     async fn set_level(
@@ -119,6 +138,17 @@ impl ServerHandler for Door {
         match teach::resource(&request.uri) {
             Some(read) => Ok(read.into()),
             None => Err(ErrorData::resource_not_found("there is no such resource", None)),
+        }
+    }
+}
+
+/// Refuses any page but the first: each list has one.
+fn first(page: Option<PaginatedRequestParams>) -> Result<(), ErrorData> {
+    match page.and_then(|page| page.cursor) {
+        None => Ok(()),
+        Some(_) => {
+            let what = "there is no such cursor: what is listed without one is all there is";
+            Err(ErrorData::invalid_params(what, None))
         }
     }
 }
