@@ -9,10 +9,12 @@ use std::collections::{HashMap, HashSet};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
 
 use futures_core::Stream;
 use rmcp::model::{
-    ClientJsonRpcMessage, ErrorData, ProtocolVersion, RequestId, ServerJsonRpcMessage, ServerResult,
+    ClientJsonRpcMessage, ErrorData, GetExtensions as _, ProtocolVersion, RequestId,
+    ServerJsonRpcMessage, ServerResult,
 };
 use rmcp::transport::streamable_http_server::session::local::{
     LocalSessionManager, LocalSessionManagerError, SessionError,
@@ -23,9 +25,11 @@ use rmcp::transport::streamable_http_server::session::{
 
 use super::kept::Kept;
 
-/// Sessions that one principal may have. One that nothing comes on ends after
-/// five minutes.
+/// Sessions that one principal may have. Clients come back to theirs after any time,
+/// and some never take up another: none ends by itself.
 pub(super) const SESSIONS_MAX: usize = 64;
+/// For how long one has been silent that gives way to another where there is no room.
+const SILENT_TIME: Duration = Duration::from_secs(300);
 
 /// Requests of one session that are not answered.
 const OPEN_MAX: usize = 1024;
@@ -37,16 +41,38 @@ pub(super) struct Sessions {
 }
 
 /// What is known of one.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 struct Known {
     /// Its client knows events without data.
     is_primed: bool,
     /// Requests that are not answered. One whose client went away is among them:
     /// it goes on, and rmcp would give its answer to another of its id.
     open: Arc<Mutex<HashSet<RequestId>>>,
+    /// When something came on it last.
+    used: Instant,
+    /// Each stream of what it says unasked has it as well.
+    listened: Arc<()>,
 }
 
-/// A request that is open, until it is answered or comes to nothing.
+impl Default for Known {
+    fn default() -> Self {
+        let (is_primed, open, listened) = Default::default();
+        Self { is_primed, open, used: Instant::now(), listened }
+    }
+}
+
+impl Known {
+    /// Whether it has been silent for so long that it gives way to another: nobody
+    /// waits for anything that it says.
+    fn gives_way(&self, now: Instant) -> bool {
+        Arc::strong_count(&self.listened) == 1
+            && lock(&self.open).is_empty()
+            && now.saturating_duration_since(self.used) >= SILENT_TIME
+    }
+}
+
+/// A request that is open, until it is answered or comes to nothing, and is carried
+/// out no more: one that is cancelled goes on for a while.
 struct Opening {
     open: Arc<Mutex<HashSet<RequestId>>>,
     id: RequestId,
@@ -69,6 +95,8 @@ struct Told {
     refusal: Option<ServerSseMessage>,
     stream: Option<Pin<Box<dyn Stream<Item = ServerSseMessage> + Send + Sync>>>,
     is_primed: bool,
+    /// While it is what a session says unasked.
+    _listened: Option<Arc<()>>,
 }
 
 impl Told {
@@ -76,12 +104,12 @@ impl Told {
         stream: impl Stream<Item = ServerSseMessage> + Send + Sync + 'static,
         is_primed: bool,
     ) -> Self {
-        Self { refusal: None, stream: Some(Box::pin(stream)), is_primed }
+        Self { refusal: None, stream: Some(Box::pin(stream)), is_primed, _listened: None }
     }
 
     fn refused(error: ErrorData, id: Option<RequestId>) -> Self {
         let refusal = ServerSseMessage::from_message(ServerJsonRpcMessage::error(error, id));
-        Self { refusal: Some(refusal), stream: None, is_primed: false }
+        Self { refusal: Some(refusal), stream: None, is_primed: false, _listened: None }
     }
 }
 
@@ -117,12 +145,24 @@ pub(super) enum SessionsError {
 }
 
 impl Sessions {
-    pub(super) fn new(sessions: LocalSessionManager) -> Self {
+    pub(super) fn new(mut sessions: LocalSessionManager) -> Self {
+        sessions.session_config.keep_alive = None;
         Self { sessions, known: Mutex::default(), kept: Arc::default() }
     }
 
+    /// What is known of a session that something comes on now.
     fn known(&self, id: &SessionId) -> Known {
-        lock(&self.known).get(id).cloned().unwrap_or_default()
+        let mut all = lock(&self.known);
+        let Some(known) = all.get_mut(id) else { return Known::default() };
+        known.used = Instant::now();
+        known.clone()
+    }
+
+    /// The session that has been silent for longest, if it gives way to another.
+    fn silent(&self, now: Instant) -> Option<SessionId> {
+        let all = lock(&self.known);
+        let silent = all.iter().filter(|(_, known)| known.gives_way(now));
+        silent.min_by_key(|(_, known)| known.used).map(|(id, _)| Arc::clone(id))
     }
 
     /// Whether all requests are answered, and the answers with whoever waits.
@@ -144,7 +184,8 @@ impl SessionManager for Sessions {
 
     async fn create_session(&self) -> Result<(SessionId, Self::Transport), SessionsError> {
         if self.is_full().await {
-            return Err(SessionsError::Full);
+            let silent = self.silent(Instant::now()).ok_or(SessionsError::Full)?;
+            self.close_session(&silent).await?;
         }
         {
             // Those that ended by themselves.
@@ -185,7 +226,7 @@ impl SessionManager for Sessions {
     async fn create_stream(
         &self,
         id: &SessionId,
-        message: Message,
+        mut message: Message,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let known = self.known(id);
         let request = match &message {
@@ -205,7 +246,13 @@ impl SessionManager for Sessions {
                 return Ok(Told::refused(ErrorData::invalid_request(what, None), Some(id)));
             }
             open.insert(id.clone());
-            opening = Some(Opening { open: Arc::clone(&known.open), id });
+            opening = Some(Arc::new(Opening { open: Arc::clone(&known.open), id }));
+        }
+        if let ClientJsonRpcMessage::Request(request) = &mut message
+            && let Some(opening) = &opening
+        {
+            // rmcp has it for as long as the request is carried out.
+            request.request.extensions_mut().insert(Arc::clone(opening));
         }
         let stream = self.sessions.create_stream(id, message).await?;
         let listener = self.kept.begin(Arc::clone(id), stream, move || drop(opening));
@@ -213,6 +260,7 @@ impl SessionManager for Sessions {
     }
 
     async fn accept_message(&self, id: &SessionId, message: Message) -> Result<(), SessionsError> {
+        self.known(id);
         Ok(self.sessions.accept_message(id, message).await?)
     }
 
@@ -221,7 +269,8 @@ impl SessionManager for Sessions {
         id: &SessionId,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let stream = self.sessions.create_standalone_stream(id).await?;
-        Ok(Told::over(stream, self.known(id).is_primed))
+        let Known { is_primed, listened, .. } = self.known(id);
+        Ok(Told { _listened: Some(listened), ..Told::over(stream, is_primed) })
     }
 
     async fn resume(
@@ -229,7 +278,7 @@ impl SessionManager for Sessions {
         id: &SessionId,
         last_event_id: String,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
-        let is_primed = self.known(id).is_primed;
+        let Known { is_primed, listened, .. } = self.known(id);
         if let Some(listener) = self.kept.resume(id, &last_event_id) {
             return Ok(Told::over(listener, is_primed));
         }
@@ -243,7 +292,7 @@ impl SessionManager for Sessions {
             Err(_) => last_event_id,
         };
         let stream = self.sessions.resume(id, after).await?;
-        Ok(Told::over(stream, is_primed))
+        Ok(Told { _listened: Some(listened), ..Told::over(stream, is_primed) })
     }
 }
 
@@ -270,5 +319,45 @@ mod tests {
         drop(transport);
         assert!(ask().await.is_err());
         assert!(lock(&known.open).is_empty());
+    }
+
+    #[tokio::test]
+    async fn the_id_of_a_cancelled_request_is_in_use_until_that_is_over() {
+        let sessions = Sessions::new(LocalSessionManager::default());
+        let (id, _transport) = sessions.create_session().await.unwrap();
+        let open = || Opening { open: sessions.known(&id).open, id: RequestId::Number(7) };
+        lock(&sessions.known(&id).open).insert(RequestId::Number(7));
+        let opening = Arc::new(open());
+        let carried = Arc::clone(&opening);
+        drop(opening);
+        assert!(lock(&sessions.known(&id).open).contains(&RequestId::Number(7)));
+        drop(carried);
+        assert!(lock(&sessions.known(&id).open).is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_silent_session_gives_way_and_one_that_is_listened_to_does_not() {
+        let sessions = Sessions::new(LocalSessionManager::default());
+        let mut transports = Vec::new();
+        let mut ids = Vec::new();
+        for _ in 0..SESSIONS_MAX {
+            let (id, transport) = sessions.create_session().await.unwrap();
+            ids.push(id);
+            transports.push(transport);
+        }
+        let now = Instant::now();
+        assert_eq!(sessions.silent(now), None);
+        let later = now + SILENT_TIME;
+        assert_eq!(sessions.silent(later).as_ref(), Some(&ids[0]));
+        // Something came on it, is asked on it, or somebody listens.
+        let Known { open, listened, .. } = sessions.known(&ids[1]);
+        lock(&open).insert(RequestId::Number(1));
+        let _listened = (listened, sessions.known(&ids[2]).listened);
+        lock(&sessions.known).get_mut(&ids[0]).unwrap().used = later;
+        assert_eq!(sessions.silent(later).as_ref(), Some(&ids[3]));
+        assert!(matches!(sessions.create_session().await, Err(SessionsError::Full)));
+        lock(&sessions.known).get_mut(&ids[3]).unwrap().used = now - SILENT_TIME;
+        sessions.create_session().await.unwrap();
+        assert!(!sessions.has_session(&ids[3]).await.unwrap());
     }
 }

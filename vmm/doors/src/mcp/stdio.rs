@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use forge_protocol::json;
 use rmcp::model::{
-    ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, ErrorData, RequestId,
-    ServerJsonRpcMessage,
+    ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, ErrorData,
+    GetExtensions as _, RequestId, ServerJsonRpcMessage,
 };
 use rmcp::service::ServerInitializeError;
 use rmcp::transport::Transport;
@@ -42,8 +42,7 @@ pub async fn serve(
     output: impl AsyncWrite + Send + Unpin + 'static,
 ) -> io::Result<()> {
     let (unsent, taken) = mpsc::channel(1);
-    let outlet =
-        Arc::new(Outlet { unsent, open: Mutex::default(), closing: door.0.closing.clone() });
+    let outlet = Arc::new(Outlet { unsent, open: Arc::default(), closing: door.0.closing.clone() });
     let writing = tokio::spawn(write_all(output, taken, Arc::downgrade(&outlet)));
     let lines = Arc::new(tokio::sync::Mutex::new(Lines {
         input: BufReader::new(input),
@@ -118,7 +117,7 @@ struct Lines<R> {
 
 struct Outlet {
     unsent: mpsc::Sender<Outgoing>,
-    open: Mutex<Open>,
+    open: Arc<Mutex<Open>>,
     closing: CancellationToken,
 }
 
@@ -128,11 +127,62 @@ struct Outgoing {
     answers: Option<RequestId>,
 }
 
-/// Requests that are not answered.
+/// Requests that are not answered, and those that are cancelled and go on: rmcp would
+/// give the answer of such a one to another of its id.
 #[derive(Default)]
 struct Open {
-    requests: HashMap<RequestId, usize>,
+    requests: HashMap<RequestId, Asked>,
     bytes: usize,
+    /// The number of the next.
+    next: u64,
+}
+
+struct Asked {
+    number: u64,
+    bytes: usize,
+    stage: Stage,
+}
+
+#[derive(PartialEq, Eq)]
+enum Stage {
+    /// It is carried out.
+    Open,
+    /// The same, and it will not be answered.
+    Cancelled,
+    /// It is not carried out any more.
+    Over,
+    /// It is, and its answer is on its way.
+    Answered,
+}
+
+/// In a request for as long as that is carried out.
+struct Carried {
+    open: Arc<Mutex<Open>>,
+    id: RequestId,
+    number: u64,
+}
+
+impl Drop for Carried {
+    fn drop(&mut self) {
+        let mut open = lock(&self.open);
+        let Some(asked) = open.requests.get_mut(&self.id) else { return };
+        if asked.number != self.number {
+            return;
+        }
+        match asked.stage {
+            Stage::Cancelled => open.remove(&self.id),
+            Stage::Open => asked.stage = Stage::Over,
+            Stage::Over | Stage::Answered => {}
+        }
+    }
+}
+
+impl Open {
+    fn remove(&mut self, id: &RequestId) {
+        if let Some(asked) = self.requests.remove(id) {
+            self.bytes -= asked.bytes;
+        }
+    }
 }
 
 /// One of several attempts to begin, over the same lines.
@@ -153,15 +203,27 @@ impl<R: AsyncRead + Send + Unpin + 'static> Transport<RoleServer> for Connection
 
     fn send(
         &mut self,
-        item: ServerJsonRpcMessage,
+        mut item: ServerJsonRpcMessage,
     ) -> impl Future<Output = io::Result<()>> + Send + 'static {
         let outlet = Arc::clone(&self.outlet);
+        if let ServerJsonRpcMessage::Error(refusal) = &mut item
+            && refusal.error.message.starts_with("request _meta is missing")
+        {
+            // rmcp takes whoever comes without a handshake for a client that needs none.
+            let more = "; a client of a protocol before 2026-07-28 sends `initialize` first";
+            refusal.error.message = format!("{}{more}", refusal.error.message).into();
+        }
         async move {
             let answers = match &item {
                 ServerJsonRpcMessage::Response(response) => Some(response.id.clone()),
                 ServerJsonRpcMessage::Error(error) => error.id.clone(),
                 _ => None,
             };
+            if let Some(id) = &answers
+                && let Some(asked) = outlet.open().requests.get_mut(id)
+            {
+                asked.stage = Stage::Answered;
+            }
             let outgoing = Outgoing { answers, ..Outgoing::new(&item) };
             outlet.unsent.send(outgoing).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
         }
@@ -275,11 +337,12 @@ impl Outlet {
         if line.is_empty() {
             return Ok(None);
         }
-        let message = json::from_slice(line)
+        let mut message = json::from_slice(line)
             .map_err(|error| Outgoing::new(&super::no_message(line, &error)))?;
-        match &message {
+        match &mut message {
             ClientJsonRpcMessage::Request(request) => {
-                self.opened(&request.id, line.len())?;
+                let carried = self.opened(&request.id, line.len())?;
+                request.request.extensions_mut().insert(Arc::new(carried));
                 // Before the handshake nobody else would say so.
                 if let ClientRequest::CustomRequest(custom) = &request.request
                     && let Some(ErrorData { code, message, .. }) = handler::unreadable(custom)
@@ -293,8 +356,7 @@ impl Outlet {
                     &notification.notification
                     && let Some(id) = &cancelled.params.request_id
                 {
-                    // It is not answered.
-                    self.answered(id);
+                    self.cancelled(id);
                 }
             }
             // The door asks its clients nothing.
@@ -303,12 +365,15 @@ impl Outlet {
         Ok(Some(message))
     }
 
-    fn opened(&self, id: &RequestId, bytes: usize) -> Result<(), Outgoing> {
+    fn opened(&self, id: &RequestId, bytes: usize) -> Result<Carried, Outgoing> {
         let mut open = self.open();
-        if open.requests.contains_key(id) {
+        if let Some(asked) = open.requests.get(id) {
             // Nobody could tell the two answers apart.
-            let what = "a request of this id is not answered yet".into();
-            return Err(refuse(ErrorCode::INVALID_REQUEST, what, None));
+            let what = match asked.stage {
+                Stage::Cancelled => "a request of this id is cancelled, and not over yet",
+                _ => "a request of this id is not answered yet",
+            };
+            return Err(refuse(ErrorCode::INVALID_REQUEST, what.into(), None));
         }
         if open.requests.len() >= REQUESTS_MAX || open.bytes + bytes > REQUEST_BYTES_MAX {
             let what = format!(
@@ -318,20 +383,34 @@ impl Outlet {
             return Err(refuse(ErrorCode::INTERNAL_ERROR, what, Some(id.clone())));
         }
         open.bytes += bytes;
-        open.requests.insert(id.clone(), bytes);
-        Ok(())
+        let number = open.next;
+        open.next += 1;
+        open.requests.insert(id.clone(), Asked { number, bytes, stage: Stage::Open });
+        Ok(Carried { open: Arc::clone(&self.open), id: id.clone(), number })
     }
 
     fn answered(&self, id: &RequestId) {
+        self.open().remove(id);
+    }
+
+    /// It is not answered, unless it is already.
+    fn cancelled(&self, id: &RequestId) {
         let mut open = self.open();
-        if let Some(bytes) = open.requests.remove(id) {
-            open.bytes -= bytes;
+        match open.requests.get_mut(id) {
+            Some(asked) if asked.stage == Stage::Open => asked.stage = Stage::Cancelled,
+            Some(asked) if asked.stage == Stage::Over => open.remove(id),
+            _ => {}
         }
     }
 
     fn open(&self) -> MutexGuard<'_, Open> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.open)
     }
+}
+
+/// What it guards is whole between any two statements.
+fn lock(open: &Mutex<Open>) -> MutexGuard<'_, Open> {
+    open.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn refuse(code: ErrorCode, what: String, id: Option<RequestId>) -> Outgoing {
@@ -349,7 +428,7 @@ mod tests {
     fn outlet() -> (Outlet, mpsc::Receiver<Outgoing>) {
         let (unsent, taken) = mpsc::channel(1);
         let closing = CancellationToken::new();
-        (Outlet { unsent, open: Mutex::default(), closing }, taken)
+        (Outlet { unsent, open: Arc::default(), closing }, taken)
     }
 
     fn request(id: u64, more: &str) -> String {
@@ -391,6 +470,21 @@ mod tests {
         assert_eq!(refused(&outlet, &request(4, "")), None);
         outlet.answered(&RequestId::Number(1));
         assert_eq!(refused(&outlet, &request(3, &long)), None);
+    }
+
+    #[test]
+    fn the_id_of_a_cancelled_request_is_in_use_until_that_is_over() {
+        let (outlet, _taken) = outlet();
+        let carried = outlet.admit(request(7, "").as_bytes());
+        let cancelled = json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
+            "params": {"requestId": 7}});
+        assert_eq!(refused(&outlet, &cancelled.to_string()), None);
+        let refusal = refused(&outlet, &request(7, "")).unwrap();
+        assert!(refusal["id"].is_null(), "{refusal}");
+        assert!(refusal["error"]["message"].as_str().unwrap().contains("not over"), "{refusal}");
+        drop(carried);
+        assert_eq!(refused(&outlet, &request(7, "")), None);
+        assert_eq!(outlet.open().requests.len(), 1);
     }
 
     #[test]
