@@ -633,6 +633,10 @@ fn senseless_lines_are_answered_and_harm_nothing() {
         (long.as_bytes(), -32600),
         (deep.as_bytes(), -32700),
     ];
+    // Whoever forgets to begin is told how.
+    let id = client.ask("tools/list", json!({}));
+    let refusal = client.answer(id)["error"].clone();
+    assert!(refusal["message"].as_str().unwrap().contains("`initialize` first"), "{refusal}");
     for greeted in [false, true] {
         for (line, code) in &hostile {
             client.raw(line);
@@ -652,7 +656,13 @@ fn senseless_lines_are_answered_and_harm_nothing() {
             for (method, params) in [
                 ("no/such/method", json!({})),
                 ("logging/setLevel", json!({"level": "info"})),
+                ("prompts/list", json!({})),
                 ("prompts/get", json!({"name": "x"})),
+                (
+                    "completion/complete",
+                    json!({"ref": {"type": "ref/prompt", "name": "x"},
+                        "argument": {"name": "x", "value": "x"}}),
+                ),
                 ("resources/subscribe", json!({"uri": "forge://abi.md"})),
                 ("resources/unsubscribe", json!({"uri": "forge://abi.md"})),
             ] {
@@ -687,6 +697,13 @@ fn params_that_cannot_be_read_are_said_to_be() {
         let answer = client.answer(id);
         assert_eq!(answer["error"]["code"], -32602, "{answer}");
         assert!(answer["error"]["message"].as_str().unwrap().contains(method), "{answer}");
+    }
+    // Of one page there is no second.
+    for method in ["tools/list", "resources/list"] {
+        let id = client.ask(method, json!({"cursor": "nonsense"}));
+        let error = client.answer(id)["error"].clone();
+        assert_eq!(error["code"], -32602, "{error}");
+        assert!(error["message"].as_str().unwrap().contains("cursor"), "{error}");
     }
     assert_eq!(names(&client.result("tools/list", json!({}))).len(), 2);
 }
@@ -927,7 +944,7 @@ fn http_serves_both_eras_to_who_has_a_token() {
 fn http_refuses_strangers_other_hosts_and_other_pages() {
     let desk = desk();
     let http = Http::start(&desk);
-    let cases: [(&[(&str, &str)], &str); 8] = [
+    let cases: [(&[(&str, &str)], &str); 10] = [
         (&[], "401"),
         (&[("Authorization", "Bearer mallory")], "401"),
         (&[("Authorization", "Basic alice")], "401"),
@@ -935,6 +952,8 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
         (&[ALICE, ("Host", "rebound.example")], "403"),
         (&[ALICE, ("Origin", "https://evil.example")], "403"),
         (&[ALICE, ("Origin", "null")], "403"),
+        (&[ALICE, ("Sec-Fetch-Site", "cross-site")], "403"),
+        (&[ALICE, ("Origin", "http://localhost"), ("Origin", "http://evil.example")], "403"),
         (&[ALICE, ("Origin", "http://localhost:3000")], "200"),
     ];
     for (headers, status) in cases {
@@ -946,6 +965,17 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
         let answer = http.post(headers, &long);
         assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{headers:?}: {answer}");
         assert!(answer.contains("content-type: text/plain"), "{headers:?}: {answer}");
+    }
+    // Of two hosts, or one and another's address, neither counts.
+    for (target, hosts) in [
+        ("/mcp", "Host: localhost\r\nHost: evil.example\r\n"),
+        ("http://evil.example/mcp", "Host: localhost\r\n"),
+    ] {
+        let mut stream = TcpStream::connect(&http.1).unwrap();
+        let head = format!("GET {target} HTTP/1.1\r\n{hosts}{}: {}\r\n\r\n", ALICE.0, ALICE.1);
+        stream.write_all(head.as_bytes()).unwrap();
+        let status = read_until(&mut stream, "\r\n");
+        assert!(status.contains(" 400 ") || status.contains(" 403 "), "{target}: {status}");
     }
     assert!(http.post(&[ALICE], &initialize()).starts_with("HTTP/1.1 200"));
 }
@@ -984,6 +1014,18 @@ fn what_is_no_message_is_400_over_http_with_an_error_of_json_rpc() {
         let said: Value = serde_json::from_str(&said[said.find('{').unwrap()..]).unwrap();
         assert_eq!((&said["error"]["code"], said["id"].as_i64()), (&json!(code), id), "{said}");
     }
+    // What some clients begin with is passed over, as over stdio; what is encoded is not read.
+    let marked = http.send("POST", &[ALICE], &format!("\u{feff}{}", initialize()));
+    assert!(marked.starts_with("HTTP/1.1 200 "), "{marked}");
+    let encoded = [ALICE, ("Content-Encoding", "gzip")];
+    let answer = http.send("POST", &encoded, "{}");
+    assert!(answer.starts_with("HTTP/1.1 415 "), "{answer}");
+    let mut unreadable = initialize();
+    unreadable["params"] = json!({"protocolVersion": "2025-06-18"});
+    let answer = http.post(&[ALICE], &unreadable);
+    assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
+    assert!(answer.contains("-32602") && answer.contains(r#""id":1"#), "{answer}");
+    assert!(answer.contains("missing field"), "{answer}");
     let other = [ALICE, ("Content-Type", "text/plain")];
     // With two of it, the first counts.
     let typed = http.send("POST", &other, "{bad");
@@ -1136,6 +1178,7 @@ fn a_session_and_a_handle_are_of_no_use_to_another_principal() {
     for (who, status) in [(ALICE, "200"), (BOB, "404")] {
         let answer = http.post(&[who, ("Mcp-Session-Id", &session)], &listed);
         assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{who:?}: {answer}");
+        assert!(status == "200" || answer.contains("initialize again"), "{answer}");
     }
     let found = call(&http, ALICE, "search_tools", json!({"intent": "say a text back"}));
     let grant = found.split("\"grant\":\"").nth(1).unwrap_or_else(|| panic!("{found}"));

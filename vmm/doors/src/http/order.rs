@@ -5,6 +5,7 @@
 //! part of an order is held against its own bound here.
 
 use axum::body::Body;
+use axum::extract::multipart::MultipartError;
 use axum::extract::{DefaultBodyLimit, FromRequest as _, Multipart, Request};
 use axum::http::{HeaderMap, StatusCode, header};
 use base64::Engine as _;
@@ -257,10 +258,13 @@ async fn from_multipart(
     }
     // It was read within a bound already.
     DefaultBodyLimit::disable().apply(&mut request);
-    let mut form = Multipart::from_request(request, &()).await.map_err(|error| broken(&error))?;
+    let form = Multipart::from_request(request, &()).await;
+    let mut form = form.map_err(|error| broken(&error.body_text()))?;
     let names = ["program", "input", "grant", "limits", "options"];
     let mut found: [Option<Vec<u8>>; 5] = Default::default();
-    while let Some(field) = form.next_field().await.map_err(|error| broken(&error))? {
+    // What it shows is that there is an error.
+    let broken_off = |error: MultipartError| broken(&error.body_text());
+    while let Some(field) = form.next_field().await.map_err(broken_off)? {
         let name = field.name().unwrap_or_default();
         let Some(at) = names.iter().position(|it| *it == name) else {
             let what = "a part that is none of program, input, grant, limits, options";
@@ -270,7 +274,7 @@ async fn from_multipart(
         if slot.is_some() {
             return Err(Problem::bad_request(format!("the part {} is there twice", names[at])));
         }
-        *slot = Some(field.bytes().await.map_err(|error| broken(&error))?.into());
+        *slot = Some(field.bytes().await.map_err(broken_off)?.into());
     }
     let [program, input, grant, limits, options] = found;
     let program = program.ok_or_else(|| Problem::bad_request("the part program is missing"))?;
@@ -342,7 +346,8 @@ pub(crate) fn base64(what: &str, text: &str, limit: u32) -> Result<Vec<u8>, Prob
     if text.len() > longest {
         return Err(Problem::too_large(format!("{what} has more than {limit} bytes")));
     }
-    STANDARD.decode(text).map_err(|error| Problem::bad_request(format!("{what}: {error}")))
+    let no_base64 = |error| Problem::bad_request(format!("{what} is no base64: {error}"));
+    STANDARD.decode(text).map_err(no_base64)
 }
 
 /// Reads names of tools.
@@ -446,6 +451,22 @@ mod tests {
             (r#"{"program": "", "tools": [], "grant": ""}"#, 422),
         ] {
             assert_eq!(refusal(body), (status, "bad_request".into()), "{body}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_form_that_is_broken_is_told_how() {
+        let told = async |boundary: &str, body: &str| {
+            let mut headers = HeaderMap::new();
+            let kind = format!("multipart/form-data; boundary={boundary}");
+            headers.insert(header::CONTENT_TYPE, kind.parse().unwrap());
+            let read = from_multipart(&headers, body.into(), "alice").await;
+            serde_json::to_string(&read.unwrap_err().body()).unwrap()
+        };
+        let part = "--x\r\nContent-Disposition: form-data; name=\"program\"\r\n\r\nabc";
+        for (boundary, body) in [("x", part.to_owned()), ("y", format!("{part}\r\n--x--\r\n"))] {
+            let said = told(boundary, &body).await;
+            assert!(said.contains("incomplete"), "{said}");
         }
     }
 

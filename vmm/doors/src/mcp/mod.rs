@@ -46,8 +46,9 @@ use forge_protocol::json;
 use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::SignerKey;
 use rmcp::ErrorData;
-use rmcp::model::ServerJsonRpcMessage;
-use serde::Deserialize;
+use rmcp::model::{RequestId, ServerJsonRpcMessage};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
@@ -131,17 +132,59 @@ impl Door {
     }
 }
 
+/// What a message has, as it is written there.
+#[derive(Deserialize)]
+struct Members {
+    #[serde(default, deserialize_with = "written")]
+    jsonrpc: Option<Box<RawValue>>,
+    #[serde(default, deserialize_with = "written")]
+    id: Option<Box<RawValue>>,
+    #[serde(default, deserialize_with = "written")]
+    method: Option<Box<RawValue>>,
+    #[serde(default, deserialize_with = "written")]
+    params: Option<Box<RawValue>>,
+    #[serde(default, deserialize_with = "written")]
+    result: Option<Box<RawValue>>,
+    #[serde(default, deserialize_with = "written")]
+    error: Option<Box<RawValue>>,
+}
+
+/// A member that is there, though it is `null`.
+fn written<'de, D: Deserializer<'de>>(member: D) -> Result<Option<Box<RawValue>>, D::Error> {
+    Box::deserialize(member).map(Some)
+}
+
+impl Members {
+    /// What of them is not as a message has it.
+    fn wrong(&self) -> Option<&'static str> {
+        fn is<T: DeserializeOwned>(member: &RawValue) -> bool {
+            json::from_slice::<T>(member.get().as_bytes()).is_ok()
+        }
+        let Self { jsonrpc, id, method, params, result, error } = self;
+        let is_answer = result.is_some() || error.is_some();
+        if jsonrpc.as_ref().is_none_or(|it| it.get() != "\"2.0\"") {
+            Some("`jsonrpc` is \"2.0\"")
+        } else if id.as_ref().is_some_and(|it| !is::<RequestId>(it)) {
+            Some("`id` is a text or an integer; what asks for no answer has none")
+        } else if method.is_none() && !is_answer {
+            Some("`method` is missing")
+        } else if method.as_ref().is_some_and(|it| !is::<String>(it)) {
+            Some("`method` is a text")
+        } else if params.as_ref().is_some_and(|it| !it.get().starts_with('{')) {
+            Some("`params` is an object")
+        } else {
+            None
+        }
+    }
+}
+
 /// What is said to bytes that are no message of MCP.
 fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
-    /// What is no message but has an id, as it is written there.
-    #[derive(Deserialize)]
-    struct Numbered {
-        id: Box<RawValue>,
-    }
-    // Whatever else is there is passed over, however deep it is nested.
-    let numbered = serde_json::from_slice::<Object<Numbered>>(bytes);
-    let is_json = error.is_data() || numbered.is_ok();
-    let id = numbered.ok().and_then(|Object(it)| json::from_slice(it.id.get().as_bytes()).ok());
+    // What is in them is passed over, however deep it is nested.
+    let members = serde_json::from_slice::<Object<Members>>(bytes).ok().map(|Object(it)| it);
+    let is_json = error.is_data() || members.is_some();
+    let id =
+        members.as_ref().and_then(|it| json::from_slice(it.id.as_ref()?.get().as_bytes()).ok());
     let what = match (bytes.trim_ascii_start().first(), json::check(bytes)) {
         _ if !is_json => {
             let error = ErrorData::parse_error(format!("this is no JSON: {error}"), None);
@@ -151,7 +194,10 @@ fn no_message(bytes: &[u8], error: &serde_json::Error) -> ServerJsonRpcMessage {
         // serde_json says it as if it were no JSON.
         _ if !error.is_data() => format!("this cannot be read: {error}"),
         (_, Err(error)) => format!("this is no message of MCP: {error}"),
-        _ => "this is no message of MCP".into(),
+        _ => match members.as_ref().and_then(Members::wrong) {
+            Some(wrong) => format!("this is no message of MCP: {wrong}"),
+            None => "this is no message of MCP".into(),
+        },
     };
     let error = ErrorData::invalid_request(what, None);
     ServerJsonRpcMessage::error(error, id)
@@ -189,6 +235,25 @@ mod tests {
         };
         assert!(told(r#" [{"id": 1}]"#).contains("send each message by itself"));
         assert!(told("7").contains("no message of MCP"));
+    }
+
+    #[test]
+    fn what_is_no_message_is_told_which_member_is_wrong() {
+        for (text, member) in [
+            (r#"{"id": 1, "method": "ping"}"#, "`jsonrpc`"),
+            (r#"{"jsonrpc": "1.0", "id": 1, "method": "ping"}"#, "`jsonrpc`"),
+            (r#"{"jsonrpc": "2.0", "id": null, "method": "ping"}"#, "`id`"),
+            (r#"{"jsonrpc": "2.0", "id": 1.5, "method": "ping"}"#, "`id`"),
+            (r#"{"jsonrpc": "2.0", "id": 1}"#, "`method` is missing"),
+            (r#"{"jsonrpc": "2.0", "id": 1, "method": 5}"#, "`method`"),
+            (r#"{"jsonrpc": "2.0", "id": 1, "method": "ping", "params": [1]}"#, "`params`"),
+        ] {
+            let error = json::from_slice::<rmcp::model::ClientJsonRpcMessage>(text.as_bytes());
+            let error = error.expect_err(text);
+            let told = serde_json::to_value(no_message(text.as_bytes(), &error)).unwrap();
+            let message = told["error"]["message"].as_str().unwrap();
+            assert!(message.contains(&format!("no message of MCP: {member}")), "{text}: {told}");
+        }
     }
 
     #[test]
