@@ -471,6 +471,8 @@ fn a_run_that_nobody_waits_for_is_asked_for_and_followed() {
     let wrong = from(&id, "three");
     assert_eq!((wrong.status, wrong.kind()), (422, "bad_request"));
     assert_eq!(from(&id, "4").status, 204, "it has all there is, and need not come back");
+    // An event that never was is not the end.
+    assert_eq!(from(&id, "99").status, 200, "it does not have the end");
 }
 
 fn a_run_is_cancelled_by_its_id() {

@@ -288,7 +288,7 @@ pub(crate) async fn events(
         })?,
     };
     if let Next::End(number, _) = kept.events.after(last)
-        && last >= number
+        && last == number
     {
         // It has the end already. By anything else an `EventSource` would come back
         // for it again and again.
