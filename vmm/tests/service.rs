@@ -49,6 +49,7 @@ fn main() -> ExitCode {
         claims![
             a_clients_run_answers_as_the_command_does,
             the_command_prints_and_exits_the_same_with_a_service,
+            artifacts_of_a_run_at_a_service_are_written_as_of_one_without,
             several_clients_are_served_at_once,
             one_connection_carries_many_runs,
             a_client_that_leaves_takes_its_run_with_it,
@@ -145,6 +146,33 @@ fn the_command_prints_and_exits_the_same_with_a_service() {
     // A key that the service would not ask for is none to be named.
     let trusted = run_served(&desk, "ok", &["--trust", "signer.pub"]);
     assert_eq!(trusted.status.code(), Some(2), "{trusted:?}");
+}
+
+fn artifacts_of_a_run_at_a_service_are_written_as_of_one_without() {
+    let desk = desk();
+    let _service = desk.serve(&[]);
+    let leaves = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "../a.csvtext/csv1,2")"#,
+        "(call $artifact (i32.const 0) (i32.const 8) (i32.const 8) (i32.const 8)
+            (i32.const 16) (i32.const 3))",
+    );
+    fs::write(desk.path("leaves"), signed(&leaves)).unwrap();
+    let mut expected = ["out/_a.csv", "out/2-_a.csv"].into_iter();
+    for run in [run_alone, run_served] {
+        let kept = run(&desk, "leaves", &["--json", "--artifacts", "out"]);
+        assert_eq!(kept.status.code(), Some(0), "{kept:?}");
+        let report: Value = serde_json::from_slice(&kept.stdout).unwrap();
+        let path = expected.next().unwrap();
+        assert_eq!(report["artifacts"][0]["path"], path, "{report:#}");
+        assert_eq!(fs::read(desk.path(path)).unwrap(), b"1,2");
+
+        let lost = run(&desk, "leaves", &[]);
+        let said = String::from_utf8_lossy(&lost.stderr);
+        assert!(said.contains("artifacts not kept: 1; --artifacts DIR"), "{said}");
+        // Where they cannot be, nothing runs.
+        let nowhere = run(&desk, "leaves", &["--artifacts", "signer.pub"]);
+        assert_eq!(nowhere.status.code(), Some(2), "{nowhere:?}");
+    }
 }
 
 fn several_clients_are_served_at_once() {

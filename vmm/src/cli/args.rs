@@ -149,7 +149,7 @@ pub(crate) struct RunArgs {
     #[arg(
         long,
         value_name = "SOCKET|vsock:CID:PORT",
-        conflicts_with_all = ["trust", "mcp_config", "config", "artifacts"]
+        conflicts_with_all = ["trust", "mcp_config", "config"]
     )]
     pub(crate) service: Option<Place>,
     /// With --service: have it keep VMs that have this program loaded

@@ -50,6 +50,13 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         read => read?,
     };
     let mut authority = config::authority(args.allow.clone(), args.grant.as_deref())?;
+    // Where they cannot be, nothing has happened yet.
+    if let Some(folder) = &args.artifacts {
+        fs::create_dir_all(folder).map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists => failed(folder)(io::ErrorKind::NotADirectory.into()),
+            _ => failed(folder)(error),
+        })?;
+    }
     let Some(tier) = own_tier else {
         let (principal, session) = (args.broker.principal.clone(), args.session.clone());
         let order = Order {
@@ -69,13 +76,6 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
         Authority::Grant(_) => GrantKey::Kept,
         Authority::Tools(_) => GrantKey::Passing,
     };
-    // Where they cannot be, nothing has happened yet.
-    if let Some(folder) = &args.artifacts {
-        fs::create_dir_all(folder).map_err(|error| match error.kind() {
-            io::ErrorKind::AlreadyExists => failed(folder)(io::ErrorKind::NotADirectory.into()),
-            _ => failed(folder)(error),
-        })?;
-    }
     let trace_at = args
         .trace
         .as_deref()
@@ -133,11 +133,12 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     if let Some((path, mut file)) = trace_at {
         kept = file.write_all(trace.to_json().to_string().as_bytes()).map_err(failed(path));
     }
-    if let Some(folder) = &args.artifacts {
-        kept = kept.and(write_artifacts(folder, &artifacts, &mut report));
-    } else if !artifacts.is_empty() && !args.json {
-        complain(&format!("artifacts not kept: {}; --artifacts DIR keeps them", artifacts.len()));
-    }
+    let written = keep_artifacts(args.artifacts.as_deref(), args.json, &artifacts, |at, path| {
+        if let Some(entry) = report.artifacts.get_mut(at) {
+            entry.path = Some(path);
+        }
+    });
+    kept = kept.and(written);
     let printed = if args.json { print_json(&report) } else { print(&report) };
     let code = ended(report.status, [printed, kept]);
     // The broker stops its servers after the user has the result.
@@ -326,18 +327,27 @@ fn decoded_output(report: &RunReport) -> Vec<u8> {
     }
 }
 
-/// Writes artifacts as new files. Their names are the program's, so they are
-/// made into plain file names first; nothing is ever overwritten.
-fn write_artifacts(
-    folder: &Path,
+/// Writes artifacts as new files, if a folder is named for them. Their names are the
+/// program's, so they are made into plain file names first; nothing is ever
+/// overwritten. `at` hears where each went, by its number.
+pub(super) fn keep_artifacts(
+    folder: Option<&Path>,
+    json: bool,
     artifacts: &[Artifact],
-    report: &mut RunReport,
+    mut at: impl FnMut(usize, String),
 ) -> Result<(), CliError> {
-    for (artifact, entry) in artifacts.iter().zip(&mut report.artifacts) {
+    let Some(folder) = folder else {
+        if !artifacts.is_empty() && !json {
+            let count = artifacts.len();
+            complain(&format!("artifacts not kept: {count}; --artifacts DIR keeps them"));
+        }
+        return Ok(());
+    };
+    for (number, artifact) in artifacts.iter().enumerate() {
         let (path, mut file) = new_file(folder, &artifact.file_name())?;
         file.write_all(&artifact.content).map_err(failed(&path))?;
         progress(&format!("artifact {} → {}", shown(&artifact.name), path.display()));
-        entry.path = Some(path.display().to_string());
+        at(number, path.display().to_string());
     }
     Ok(())
 }

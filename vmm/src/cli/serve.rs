@@ -224,7 +224,7 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         let names = retrieved.iter().map(|tool| tool.spec.name.clone());
         order.authority = Authority::Tools(names.collect());
     }
-    let Finish { report, .. } = client.run(&order).map_err(undone)?;
+    let Finish { report, artifacts, .. } = client.run(&order).map_err(undone)?;
     let unreadable = |error: serde_json::Error| at(error.into());
     let mut report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
     if !retrieved.is_empty() {
@@ -236,6 +236,12 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         report["reason"] = reason.into();
     }
     let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;
+    let folder = args.artifacts.as_deref();
+    let kept = super::run::keep_artifacts(folder, args.json, &artifacts, |at, path| {
+        if let Some(entry) = report["artifacts"].get_mut(at) {
+            entry["path"] = path.into();
+        }
+    });
     let printed = if args.json {
         print_json(&report)
     } else {
@@ -264,5 +270,5 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         };
         shown.print()
     };
-    Ok(super::run::ended(status, [printed]))
+    Ok(super::run::ended(status, [printed, kept]))
 }
