@@ -25,6 +25,7 @@ fn main() -> ExitCode {
             an_intent_is_searched_granted_and_run_in_one_step,
             a_tool_that_was_not_found_is_not_granted,
             a_service_searches_grants_and_runs_in_one_step_too,
+            what_an_intent_grants_and_what_is_blocked_is_said,
         ],
         claims![
             tools_search_prints_the_tools_that_fit_with_scores_and_specs,
@@ -113,6 +114,32 @@ fn a_service_searches_grants_and_runs_in_one_step_too() {
     // Exactly what was found is granted.
     assert_eq!((missed, &other["retrieved"][0]["tool"]), (1, &"calendar.find_rooms".into()));
     assert_ne!(other["tool_calls"][0]["status"], "ok", "{other:#}");
+}
+
+fn what_an_intent_grants_and_what_is_blocked_is_said() {
+    let desk = Desk::with_tools();
+    desk.write("forge.toml", "[review]\nmode = \"required\"\n");
+    desk.write("hello.wat", support::HELLO);
+    let tools = ["--mcp-config", "mcp.json", "--config", "forge.toml"];
+    let forge = |arguments: &[&str]| {
+        let output = desk.forge(&[arguments, &tools].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        (text(&output.stdout), text(&output.stderr))
+    };
+    forge(&["tools", "approve", "test.echo"]);
+    let run = ["run", "--sign-with", "signer.pem", "--timeout", "30s", "hello.wat"];
+    let intent = ["--intent", "say the same text again", "-k", "1"];
+    let (stdout, stderr) = forge(&[&run[..], &intent].concat());
+    assert_eq!(stdout, "hello");
+    let granted: Vec<_> = stderr.lines().filter(|line| line.contains("granted by")).collect();
+    assert_eq!(granted, ["forge-vmm: granted by --intent: test.echo"], "{stderr}");
+    assert!(stderr.contains("blocked and therefore not searched: test."), "{stderr}");
+    assert!(stderr.contains("(new)") && stderr.contains("`forge-vmm tools review`"), "{stderr}");
+    // The report says it to programs.
+    let (stdout, stderr) = forge(&[&run[..], &intent, &["--json"]].concat());
+    let report: Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(report["retrieved"][0]["tool"], "test.echo", "{report:#}");
+    assert!(!stderr.contains("granted by"), "{stderr}");
 }
 
 fn tools_search_prints_the_tools_that_fit_with_scores_and_specs() {

@@ -127,7 +127,7 @@ pub(crate) struct RunArgs {
     /// The session that the run belongs to: a grant may be good in one alone
     #[arg(long, value_name = "NAME")]
     pub(crate) session: Option<String>,
-    /// Grant exactly the tools that fit this intent best
+    /// Grant the -k tools that fit this intent best, those that write included
     #[arg(
         long,
         value_name = "TEXT",
@@ -135,7 +135,7 @@ pub(crate) struct RunArgs {
         conflicts_with_all = ["allow", "grant"]
     )]
     pub(crate) intent: Option<String>,
-    /// With --intent: how many tools
+    /// With --intent: how many tools at most
     #[arg(short, value_name = "N", default_value = "5", value_parser = hits(), requires = "intent")]
     pub(crate) k: u32,
     /// The run's input: JSON, @FILE, or - for standard input

@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use forge_protocol::broker::{Authority, FoundTool};
+use forge_protocol::broker::{Authority, FoundTool, ListedTool, Reply, Request, Standing};
 use forge_protocol::ending::WALL_MS;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::run::Artifact;
@@ -197,22 +197,66 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> CliError {
 /// Finds the tools that the run is to be granted.
 fn retrieve(broker: &Broker, args: &RunArgs, intent: &str) -> Result<Vec<FoundTool>, CliError> {
     progress("searching tools");
-    let found = config::search(broker, &args.broker.principal, intent, args.k)?;
-    Ok(told(&args.broker.principal, found))
+    let principal = &args.broker.principal;
+    let found = config::search(broker, principal, intent, args.k)?;
+    let request = Request::ListTools { principal: principal.clone() };
+    let listed = config::ask(broker, &request, |reply| match reply {
+        Reply::Tools { tools, .. } => Ok(tools),
+        other => Err(other),
+    })?;
+    Ok(told(args, found, &listed))
 }
 
-/// Says what was found, and what could not be searched.
-pub(crate) fn told(principal: &str, (tools, unavailable): config::Found) -> Vec<FoundTool> {
+/// Says what was found and is granted, and what could not be searched. Nobody named
+/// these tools, so whoever starts the run learns here which they are.
+pub(crate) fn told(
+    args: &RunArgs,
+    (tools, unavailable): config::Found,
+    listed: &[ListedTool],
+) -> Vec<FoundTool> {
     if tools.is_empty() && unavailable.is_empty() {
-        complain(&config::nothing_found(principal));
+        complain(&config::nothing_found(&args.broker.principal));
     }
     for (server, reason) in &unavailable {
         complain(&format!("server {server} was not searched: {}", shown_whole(reason)));
     }
-    for tool in &tools {
-        progress(&format!("granted: {}", shown_whole(tool.spec.name.as_str())));
+    if let Some(blocked) = blocked(listed) {
+        complain(&blocked);
+    }
+    // The report has them.
+    if !tools.is_empty() && !args.json {
+        let names: Vec<_> =
+            tools.iter().map(|tool| shown_whole(tool.spec.name.as_str())).collect();
+        complain(&format!("granted by --intent: {}", names.join(", ")));
     }
     tools
+}
+
+/// So many blocked tools are named.
+const BLOCKED_SHOWN: usize = 8;
+
+/// What no search finds, though it may fit: tools whose definitions nobody approved.
+fn blocked(listed: &[ListedTool]) -> Option<String> {
+    let mut blocked = listed.iter().filter(|tool| tool.standing != Standing::Approved);
+    let names: Vec<_> = blocked
+        .by_ref()
+        .take(BLOCKED_SHOWN)
+        .map(|ListedTool { spec, standing, .. }| {
+            format!("{} ({})", shown_whole(spec.name.as_str()), standing.as_str())
+        })
+        .collect();
+    if names.is_empty() {
+        return None;
+    }
+    let more = match blocked.count() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let names = names.join(", ");
+    Some(format!(
+        "blocked and therefore not searched: {names}{more}; review them with `forge-vmm tools \
+         review`"
+    ))
 }
 
 pub(crate) fn retrieved_report(found: &FoundTool) -> RetrievedReport {

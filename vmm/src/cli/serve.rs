@@ -200,12 +200,15 @@ fn retrieve(
 ) -> Result<Vec<FoundTool>, ClientError> {
     let (principal, intent) = (&args.broker.principal, intent.to_owned());
     let question = Question::SearchTools { principal: principal.clone(), intent, k: args.k };
-    match client.ask(question)? {
-        Reply::Found { tools, unavailable } => {
-            Ok(super::run::told(principal, (tools, unavailable)))
-        }
-        _ => Err(ClientError::Protocol("a search is answered by something else".into())),
-    }
+    let Reply::Found { tools, unavailable } = client.ask(question)? else {
+        return Err(ClientError::Protocol("a search is answered by something else".into()));
+    };
+    let Reply::Tools { tools: listed, .. } =
+        client.ask(Question::ListTools { principal: principal.clone() })?
+    else {
+        return Err(ClientError::Protocol("a list is answered by something else".into()));
+    };
+    Ok(super::run::told(args, (tools, unavailable), &listed))
 }
 
 /// Has a service carry out a run, and first find the tools for it where it has
