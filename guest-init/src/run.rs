@@ -160,11 +160,12 @@ pub(crate) fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
 /// Holds bytes that the caller trusts to the bounds; gives them back if they have
 /// to be [`respelled`](mod@respelled).
 fn bounded_trusted(module: &[u8]) -> Result<Option<Vec<u8>>, Ending> {
-    let refused = |error| match error {
-        ShapeError::Over(over) => {
-            rejected(RejectKind::TooLarge, alloc::format!("the module's {over}"))
-        }
-        ShapeError::Malformed(error) => rejected(RejectKind::Invalid, alloc::format!("{error}")),
+    let refused = |error: ShapeError| {
+        let kind = match error {
+            ShapeError::Over(_) => RejectKind::TooLarge,
+            ShapeError::Malformed(_) => RejectKind::Invalid,
+        };
+        rejected(kind, alloc::format!("{error}"))
     };
     shape::check(module).map_err(refused)?;
     if let Some(at) = untranslatable::find(module) {

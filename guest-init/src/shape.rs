@@ -77,7 +77,9 @@ pub enum ShapeError {
 impl fmt::Display for ShapeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Over(over) => write!(f, "{over}"),
+            Self::Over(OverLimit { what, got, limit }) => {
+                write!(f, "the module has {got} {what}, the limit is {limit}")
+            }
             Self::Malformed(error) => write!(f, "{error}"),
         }
     }

@@ -191,6 +191,8 @@ pub enum ImportError {
     UnknownModule,
     /// The module has no function of this name.
     UnknownFunction,
+    /// WASI has it, perhaps, and the subset that is here has not.
+    NotInSubset,
     /// A tool import whose name is none.
     BadToolName(NameError),
 }
@@ -202,6 +204,11 @@ impl core::fmt::Display for ImportError {
                 write!(f, "programs import from `tool`, `forge` and the WASI subset only")
             }
             Self::UnknownFunction => write!(f, "there is no such function in forge ABI v1"),
+            Self::NotInSubset => write!(
+                f,
+                "there is no such function: of WASI only the subset in docs/abi.md is here, with \
+                 no files and no sleeping"
+            ),
             Self::BadToolName(why) => write!(f, "{why}"),
         }
     }
@@ -222,9 +229,7 @@ impl Import {
             FORGE_MODULE => {
                 Forge::by_name(function).map(Self::Forge).ok_or(ImportError::UnknownFunction)
             }
-            WASI_MODULE => {
-                Wasi::by_name(function).map(Self::Wasi).ok_or(ImportError::UnknownFunction)
-            }
+            WASI_MODULE => Wasi::by_name(function).map(Self::Wasi).ok_or(ImportError::NotInSubset),
             _ => Err(ImportError::UnknownModule),
         }
     }
@@ -329,7 +334,7 @@ mod tests {
         assert_eq!(Import::recognise("forge", "system"), Err(ImportError::UnknownFunction));
         assert_eq!(
             Import::recognise("wasi_snapshot_preview1", "path_rename"),
-            Err(ImportError::UnknownFunction)
+            Err(ImportError::NotInSubset)
         );
         assert_eq!(
             Import::recognise("tool", "nodot"),

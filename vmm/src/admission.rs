@@ -99,8 +99,8 @@ impl Shape {
                 kind: RejectKind::Invalid,
                 message: format!("the module is invalid: {error}"),
             },
-            ShapeError::Over(over) => {
-                Violation { kind: RejectKind::TooLarge, message: format!("the module's {over}") }
+            ShapeError::Over(_) => {
+                Violation { kind: RejectKind::TooLarge, message: error.to_string() }
             }
         })
     }

@@ -36,6 +36,9 @@ fn main() -> ExitCode {
             check_names_every_violation,
             check_takes_what_a_run_may_ask_for_and_says_what_that_is,
             what_check_says_run_says_too,
+            a_refusal_names_the_option_or_the_file_that_it_is_about,
+            a_call_of_a_tool_takes_no_longer_than_it_is_told,
+            a_command_is_refused_in_words_of_what_was_typed,
             log_records_that_were_dropped_are_counted,
             what_has_no_end_or_is_no_text_is_refused,
             a_tool_server_that_is_installed_below_the_home_is_started,
@@ -74,7 +77,78 @@ fn an_import_that_is_not_granted_exits_3_and_is_named() {
         &[],
     );
     assert_eq!(code, 3);
-    assert!(report["reason"].as_str().unwrap().contains("path_rename"), "{report:#}");
+    let reason = report["reason"].as_str().unwrap();
+    assert!(reason.contains("path_rename") && reason.contains("no files and no"), "{reason}");
+}
+
+fn a_refusal_names_the_option_or_the_file_that_it_is_about() {
+    let desk = Desk::new();
+    let run = |wat: &str, more: &[&str]| {
+        let (code, report) = desk.run_text(wat, &[&["--isolation", "process"], more].concat());
+        (code, report["reason"].as_str().unwrap().to_owned())
+    };
+    // What grants a tool, to who gave no grant.
+    let wat = calls("crypto.hash", "{}");
+    let (code, reason) = run(&wat, &[]);
+    assert!(code == 3 && reason.ends_with(": `--allow crypto.hash` grants it"), "{reason}");
+    desk.write("calls.wat", &wat);
+    let checked = text(&desk.forge(&["check", "calls.wat"]).stdout);
+    assert!(checked.contains("this tool: `--allow crypto.hash` grants it\n"), "{checked}");
+
+    desk.write("large.json", format!("[\"{}\"]", "x".repeat(1 << 20)));
+    let (code, reason) = run(HELLO, &["--input", "@large.json"]);
+    assert!(code == 3 && reason.starts_with("--input: input_bytes is 1048580, "), "{reason}");
+    let large = format!(r#"(data "{}") (memory (export "memory") 1)"#, "x".repeat(3 << 20));
+    let (code, reason) = run(&forge_module(&large, ""), &[]);
+    assert!(code == 3 && reason.starts_with("program.wat: program_bytes is "), "{reason}");
+    // No option helps who wants more than there is.
+    let vast =
+        HELLO.replace(r#"(memory (export "memory") 1)"#, r#"(memory (export "memory") 65536)"#);
+    assert_ne!(vast, HELLO);
+    let (code, reason) = run(&vast, &[]);
+    assert!(code == 3 && reason.starts_with("initial memory is 4294967296, "), "{reason}");
+    assert!(reason.ends_with(", and no run may have more than 67108864"), "{reason}");
+
+    let endless = forge_module(r#"(memory (export "memory") 1)"#, "(loop (result i32) (br 0))");
+    let (code, reason) = run(&endless, &["--fuel", "10000"]);
+    assert!(code == 4 && reason.starts_with("--fuel: the program reached its fuel"), "{reason}");
+}
+
+fn a_call_of_a_tool_takes_no_longer_than_it_is_told() {
+    let desk = Desk::with_tools();
+    let call = |time: &str| {
+        let began = std::time::Instant::now();
+        let call = ["tools", "call", "--mcp-config", "mcp.json", "--timeout", time];
+        let output = desk.forge(&[&call[..], &["test.slow", r#"{"ms": 25000}"#]].concat());
+        (output.status.code(), text(&output.stderr), began.elapsed())
+    };
+    let (code, said, took) = call("300ms");
+    assert_eq!(code, Some(1), "{said}");
+    assert!(took < Duration::from_secs(20), "{took:?}");
+    let (code, said, _) = call("31s");
+    assert_eq!(code, Some(2));
+    assert!(said.contains("--timeout: a call may take at most 30s"), "{said}");
+}
+
+fn a_command_is_refused_in_words_of_what_was_typed() {
+    let desk = Desk::new();
+    // It reads the journal.
+    executables::folder();
+    for (arguments, said) in [
+        (&["status", "--service", "vsock:2:5000"][..], "only `run` takes vsock:CID:PORT"),
+        (&["drain", "--service", "vsock:2:5000"], "only `run` takes vsock:CID:PORT"),
+        (&["tools", "call", "crypto.hash", "@"], "a file's name follows the @"),
+        (&["run", "--sign-with", "signer.pem", "--input", "@", "x"], "--input: a file's name"),
+        (&["journal", "list"], "forge-vmm: "),
+        // The state folder is given, and by a variable.
+        (&["run"], "Usage: forge-vmm run <PROGRAM>"),
+    ] {
+        let refused = desk.forge(arguments);
+        let stderr = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.contains(said), "{arguments:?}: {stderr}");
+        assert!(!stderr.contains("forge-toolbroker: "), "{arguments:?}: {stderr}");
+    }
 }
 
 fn unsigned_flipped_and_wrongly_keyed_programs_exit_3() {

@@ -368,6 +368,10 @@ fn the_usual_mistakes_of_syntax_are_told_in_words_and_without_the_line() {
         ),
         (b"[service]\nsocket = 'hunter2\n", "forge.toml:2: this is not TOML here"),
         (b"[pool\nready = 1\n", "forge.toml:1: this is not TOML here: close the bracket"),
+        (b"a = = 1\n", "forge.toml:1: this is not TOML here: there is one `=` too many"),
+        (b"[service]\nhunter2\n", "forge.toml:2: this is not TOML here: `=` and a value"),
+        (b"a = [1, 2\n", "this is not TOML here: close the bracket"),
+        (b"a = ['x' 'y']\n", "forge.toml:1: this is not TOML here: a comma is missing"),
         (b"\n[service]\nsocket = '\xff'\n", "forge.toml:3: this is no UTF-8 text"),
     ] {
         let told = told(&desk, text);

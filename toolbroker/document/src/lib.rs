@@ -45,18 +45,27 @@ fn is_json(text: &str) -> bool {
 /// What a parser of TOML said, where it is one of the usual mistakes: in words of
 /// our own, since it may quote the line.
 fn no_toml(message: &str) -> &'static str {
-    match message {
-        "duplicate key" => "this key or table stands twice: keep one",
-        _ if message.starts_with("string values must be quoted") => {
-            "this is not TOML here: a text has quotes around it, and so has a number with a unit"
-        }
-        _ if message.starts_with("unclosed table") => "this is not TOML here: close the bracket",
-        _ if message.starts_with("invalid basic string") => {
-            "this is not TOML here: close the quotes on the same line"
-        }
-        _ => "this is not TOML here",
-    }
+    let known = USUAL_MISTAKES.iter().find(|(beginning, _)| message.starts_with(beginning));
+    known.map_or("this is not TOML here", |(_, words)| words)
 }
+
+/// How what a parser says of the usual mistakes begins, and our words for it.
+const USUAL_MISTAKES: [(&str, &str); 11] = [
+    ("duplicate key", "this key or table stands twice: keep one"),
+    (
+        "string values must be quoted",
+        "this is not TOML here: a text has quotes around it, and so has a number with a unit",
+    ),
+    ("unclosed table", "this is not TOML here: close the bracket"),
+    ("unclosed array", "this is not TOML here: close the bracket"),
+    ("unclosed inline table", "this is not TOML here: close the brace"),
+    ("invalid basic string", "this is not TOML here: close the quotes on the same line"),
+    ("extra `=`", "this is not TOML here: there is one `=` too many"),
+    ("missing value", "this is not TOML here: no value follows the `=`"),
+    ("key with no value", "this is not TOML here: `=` and a value follow a key"),
+    ("missing comma", "this is not TOML here: a comma is missing"),
+    ("unexpected leading zero", "this is not TOML here: a number begins with no 0"),
+];
 
 /// The number of the line that begins or goes on behind this, from 1.
 #[must_use]

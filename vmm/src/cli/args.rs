@@ -10,7 +10,7 @@ use forge_protocol::name::ToolName;
 use forge_vmm::isolation::Isolation;
 use serde::Deserialize;
 
-use super::place::Place;
+use super::place::{Place, VSOCK};
 
 /// Runs each model-written program once, in a KVM virtual machine made for
 /// that run.
@@ -106,6 +106,17 @@ fn intent(text: &str) -> Result<String, String> {
         return Err("the intent is empty: say in a sentence or two what is to be done".into());
     }
     Ok(text.to_owned())
+}
+
+/// The path of a service's socket, for commands that take no other address.
+fn socket() -> impl clap::builder::TypedValueParser<Value = PathBuf> {
+    use clap::builder::TypedValueParser as _;
+    clap::builder::PathBufValueParser::new().try_map(|path| {
+        if path.to_str().is_some_and(|text| text.starts_with(VSOCK)) {
+            return Err("only `run` takes vsock:CID:PORT: give the path of the service's socket");
+        }
+        Ok(path)
+    })
 }
 
 #[derive(Debug, ClapArgs)]
@@ -225,7 +236,12 @@ pub(crate) struct PoolArgs {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct McpArgs {
     /// Have the service at this socket carry programs out, not one of its own
-    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["mcp_config", "trust"])]
+    #[arg(
+        long,
+        value_name = "SOCKET",
+        value_parser = socket(),
+        conflicts_with_all = ["mcp_config", "trust"]
+    )]
     pub(crate) service: Option<PathBuf>,
     /// A public key that programs are trusted by that come signed; may be
     /// given several times
@@ -288,7 +304,7 @@ pub(crate) struct ManArgs {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct StatusArgs {
     /// The service's socket
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", value_parser = socket())]
     pub(crate) service: PathBuf,
     /// Print JSON
     #[arg(long)]
@@ -298,14 +314,14 @@ pub(crate) struct StatusArgs {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct TopArgs {
     /// The service's socket
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", value_parser = socket())]
     pub(crate) service: PathBuf,
 }
 
 #[derive(Debug, ClapArgs)]
 pub(crate) struct DrainArgs {
     /// The service's socket
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", value_parser = socket())]
     pub(crate) service: PathBuf,
 }
 
@@ -426,6 +442,10 @@ pub(crate) struct ToolsSearchArgs {
 pub(crate) struct ToolsCallArgs {
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    /// How long the call may take, such as 500ms or 5s [default: 30s, which is
+    /// the most]
+    #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
+    pub(crate) timeout: Option<Duration>,
     /// The tool, as <server>.<tool>
     pub(crate) tool: ToolName,
     /// Its arguments: JSON, @FILE, or - for standard input

@@ -1,12 +1,13 @@
 //! `forge-vmm journal`. The journal is the broker's, and so is its format:
 //! the broker's executable reads it, and this one says where it is.
 
-use std::process::{Command, ExitCode};
+use std::io::{self, Write as _};
+use std::process::{Command, ExitCode, Output, Stdio};
 
 use forge_vmm::broker::{Broker, BrokerError};
 
 use super::args::{JournalArgs, JournalCommand, JournalListArgs};
-use super::{CliError, Exit, config};
+use super::{CliError, Exit, complain, config};
 
 /// Reads the journal.
 pub(crate) fn journal(args: &JournalArgs) -> Result<ExitCode, CliError> {
@@ -31,7 +32,16 @@ fn list(args: &JournalListArgs) -> Result<ExitCode, CliError> {
     if args.json {
         command.arg("--json");
     }
-    let status = command.status().map_err(BrokerError::Start)?;
+    let listing = command.stderr(Stdio::piped()).spawn().map_err(BrokerError::Start)?;
+    let Output { status, stderr, .. } = listing.wait_with_output().map_err(BrokerError::Start)?;
+    // Whoever called this command knows no other.
+    let said = String::from_utf8_lossy(&stderr);
+    match said.strip_prefix("forge-toolbroker: ") {
+        Some(said) => complain(&said.trim_end()),
+        None => {
+            let _ = io::stderr().write_all(said.as_bytes());
+        }
+    }
     let code = status.code().and_then(|code| u8::try_from(code).ok());
     Ok(code.map_or(Exit::Internal.into(), ExitCode::from))
 }

@@ -139,7 +139,13 @@ pub(crate) fn main() -> ExitCode {
     }
     let args = match Args::try_parse() {
         Ok(args) => args,
-        Err(error) => {
+        Err(mut error) => {
+            if error.use_stderr() && std::env::var_os(STATE).is_some() {
+                // What a variable says would stand in the usage as if it had to be given.
+                // SAFETY: this is the only thread yet.
+                unsafe { std::env::remove_var(STATE) };
+                error = Args::try_parse().err().unwrap_or(error);
+            }
             let _ = error.print();
             return if error.use_stderr() { Exit::Usage.into() } else { Exit::Ok.into() };
         }

@@ -8,7 +8,7 @@ use forge_client::ClientError;
 use forge_client::blocking::Client;
 
 /// What makes it an address and no path: `./vsock:2:5000` is a file.
-const VSOCK: &str = "vsock:";
+pub(super) const VSOCK: &str = "vsock:";
 
 /// A socket's path, or `vsock:CID:PORT`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -6,18 +6,18 @@ use std::process::ExitCode;
 
 use forge_protocol::abi::{Forge, Import};
 use forge_protocol::broker::{GrantClaims, RefusalKind};
-use forge_protocol::ending::Ending;
+use forge_protocol::ending::{Ending, RejectKind, UNGRANTED};
 use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{SignatureError, SignedParts, SignerKey};
-use forge_vmm::admission::{self, Shape, shown, shown_whole};
+use forge_vmm::admission::{self, Shape, Violation, shown, shown_whole};
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys;
 use serde::Serialize;
 
 use super::args::{CheckArgs, InspectArgs, KeygenArgs, SignArgs};
-use super::{CliError, Exit, config, grant, out, print_json, read_file};
+use super::{CliError, Exit, config, grant, out, print_json, read_file, run};
 
 /// Makes a key pair.
 pub(crate) fn keygen(args: &KeygenArgs) -> Result<ExitCode, CliError> {
@@ -282,8 +282,20 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     if let Ok(shape) = Shape::read(&bytes) {
         // What a grant that is not good was for is not known.
         let granted = granted.unwrap_or_else(|| shape.tools().cloned().collect());
-        for violation in shape.violations(&granted, &limits) {
-            add(violation.kind.as_str(), violation.message);
+        // In the order in which they are told.
+        let mut ungranted = shape.tools().filter(|tool| !granted.contains(tool));
+        for Violation { kind, mut message } in shape.violations(&granted, &limits) {
+            if message.ends_with(UNGRANTED)
+                && let Some(tool) = ungranted.next()
+                && args.grant.is_none()
+            {
+                message = format!("{message}: {}", run::cure(std::slice::from_ref(tool)));
+            }
+            if kind == RejectKind::TooLarge && shape.memory.is_some_and(|(it, _)| it > memory_bytes)
+            {
+                message.push_str(", and no run may have more");
+            }
+            add(kind.as_str(), message);
         }
         needs = shape
             .memory

@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use forge_protocol::broker::{Authority, FoundTool, ListedTool, Reply, Request, Standing};
-use forge_protocol::ending::WALL_MS;
+use forge_protocol::ending::{UNGRANTED, WALL_MS};
 use forge_protocol::limits::RunLimits;
+use forge_protocol::name::ToolName;
 use forge_protocol::run::Artifact;
 use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Tier;
-use forge_vmm::admission::{shown, shown_whole};
+use forge_vmm::admission::{Shape, shown, shown_whole};
 use forge_vmm::broker::Broker;
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
@@ -112,8 +113,8 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let order = Order {
         program,
         input,
-        principal: args.broker.principal,
-        session: args.session,
+        principal: args.broker.principal.clone(),
+        session: args.session.clone(),
         authority,
         limits,
         prepare: false,
@@ -127,7 +128,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     result.report.log(&order.principal);
     // What is left to do comes after the result is printed.
     let RunResult { mut report, artifacts, trace, upkeep: _upkeep } = result;
-    report.reason = in_words_of(args.grant.as_deref(), report.kind, report.reason);
+    report.reason = in_words_of(&args, &order.program, report.kind, report.reason);
     report.retrieved = retrieved.iter().map(retrieved_report).collect();
     let mut kept = Ok(());
     if let Some((path, mut file)) = trace_at {
@@ -155,23 +156,78 @@ fn unsigned(own_tier: Option<Tier>, why: String) -> RunReport {
     RunReport { isolation, ..refused.report }
 }
 
-/// The options of `run` by the names that what they bound has in a report. Fuel has no bound.
-const LIMITS: [(&str, &str); 3] =
-    [("memory_bytes", "--memory"), ("initial memory", "--memory"), (WALL_MS, "--timeout")];
+/// The options of `run` by the names that what they bound has in a report: of a limit
+/// that something is over, and of one that the run reached. Any fuel may be asked for.
+const LIMITS: [(&str, &str); 7] = [
+    ("memory_bytes", "--memory"),
+    ("initial memory", "--memory"),
+    (WALL_MS, "--timeout"),
+    ("input_bytes", "--input"),
+    ("fuel", "--fuel"),
+    ("deadline", "--timeout"),
+    ("memory", "--memory"),
+];
 
 /// Why a run was refused, with the option or the file of this command line that it
 /// is about: who refused knows neither.
-pub(super) fn in_words_of(grant: Option<&Path>, kind: &str, reason: String) -> String {
-    let is_of = |name: &str| reason.strip_prefix(name).is_some_and(|rest| rest.starts_with(" is "));
-    let subject = match (kind, grant) {
-        ("too_large", _) => LIMITS.iter().find(|(name, _)| is_of(name)).map(|it| it.1.to_owned()),
+pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: String) -> String {
+    let option = |name: &str| LIMITS.iter().find(|it| it.0 == name).map(|it| it.1.to_owned());
+    let subject = match (kind, &args.grant) {
+        ("too_large", _) => match reason.split_once(" is ") {
+            Some((name, value)) => {
+                let value = value.split(',').next().and_then(|value| value.parse().ok());
+                let most = RunLimits::operator_maxima().memory_bytes;
+                if name == "initial memory" && value > Some(most) {
+                    // No option helps.
+                    return format!("{reason}, and no run may have more than {most}");
+                }
+                match name {
+                    "program_bytes" => Some(args.program.display().to_string()),
+                    name => option(name),
+                }
+            }
+            None => None,
+        },
+        ("fuel" | "deadline" | "memory", _) => option(kind),
         ("grant", Some(file)) => Some(file.display().to_string()),
+        ("import", None) if args.intent.is_none() && reason.contains(UNGRANTED) => {
+            let wanted = Shape::read(program).map(|shape| ungranted(&shape, &args.allow));
+            return match wanted.as_deref() {
+                Ok([]) | Err(_) => reason,
+                Ok(wanted) => format!("{reason}: {}", cure(wanted)),
+            };
+        }
         _ => None,
     };
     match subject {
         Some(subject) => format!("{subject}: {reason}"),
         None => reason,
     }
+}
+
+/// The tools that a program imports and nobody allowed it, each once.
+fn ungranted(shape: &Shape, allow: &[ToolName]) -> Vec<ToolName> {
+    let mut wanted: Vec<ToolName> = Vec::new();
+    for tool in shape.tools().filter(|tool| !allow.contains(tool)) {
+        if !wanted.contains(tool) {
+            wanted.push(tool.clone());
+        }
+    }
+    wanted
+}
+
+/// So many options are written out.
+const CURES_SHOWN: usize = 16;
+
+/// What grants these tools.
+pub(super) fn cure(tools: &[ToolName]) -> String {
+    let allow = |tool: &ToolName| format!("--allow {}", shown(tool.as_str()));
+    let options: Vec<_> = tools.iter().take(CURES_SHOWN).map(allow).collect();
+    format!(
+        "`{}` {}",
+        options.join(" "),
+        if tools.len() == 1 { "grants it" } else { "grants them" }
+    )
 }
 
 /// How the command ends after a run: as the run did, unless that went well and
@@ -225,8 +281,7 @@ pub(crate) fn told(
     }
     // The report has them.
     if !tools.is_empty() && !args.json {
-        let names: Vec<_> =
-            tools.iter().map(|tool| shown_whole(tool.spec.name.as_str())).collect();
+        let names: Vec<_> = tools.iter().map(|tool| shown_whole(tool.spec.name.as_str())).collect();
         complain(&format!("granted by --intent: {}", names.join(", ")));
     }
     tools

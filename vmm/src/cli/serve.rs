@@ -235,7 +235,7 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         report["retrieved"] = serde_json::to_value(retrieved).map_err(unreadable)?;
     }
     if let (Some(kind), Some(reason)) = (report["kind"].as_str(), report["reason"].as_str()) {
-        let reason = super::run::in_words_of(args.grant.as_deref(), kind, reason.to_owned());
+        let reason = super::run::in_words_of(args, &order.program, kind, reason.to_owned());
         report["reason"] = reason.into();
     }
     let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;

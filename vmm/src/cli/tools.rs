@@ -318,12 +318,16 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
         )));
     }
     check_depth(&request)?;
+    let timeout = args.timeout.unwrap_or(CALL_TIME_MAX);
+    if timeout > CALL_TIME_MAX {
+        let most = CALL_TIME_MAX.as_secs();
+        return Err(CliError::Usage(format!("--timeout: a call may take at most {most}s")));
+    }
     let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
     let run_id = keys::random()
         .map(RunId)
         .map_err(|source| CliError::File { path: "/dev/urandom".into(), source })?;
-    let limits =
-        RunLimits { wall_ms: CALL_TIME_MAX.as_millis() as u64, ..RunLimits::operator_maxima() };
+    let limits = RunLimits { wall_ms: timeout.as_millis() as u64, ..RunLimits::operator_maxima() };
     let (_, mut link) = broker.open_run(OpenRun {
         run_id,
         principal: args.broker.principal,

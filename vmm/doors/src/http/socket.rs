@@ -32,7 +32,7 @@ use axum::response::Response;
 use forge_client::{Canceller, Run, RunMessage};
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
 use forge_protocol::service::Callback;
-use serde::de::Error as _;
+use serde::de::{Error as _, IgnoredAny};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Number, json};
@@ -344,7 +344,8 @@ impl Talk {
     /// Does what the client says.
     async fn hear(&mut self, text: &str) -> Result<(), (Option<Number>, Problem)> {
         let said = order::json("the message", text.as_bytes());
-        match said.map_err(|problem| (number_of(text), problem))? {
+        let no_message = |problem| (number_of(text), if is_one(text) { problem } else { none() });
+        match said.map_err(no_message)? {
             FromClient::Submit(Object(submit)) => {
                 let number = submit.number;
                 self.submit(*submit).await.map_err(|problem| (Some(number.into()), problem))
@@ -411,6 +412,19 @@ impl Talk {
         }
         Ok(())
     }
+}
+
+/// Whether this is an object with one field, or no JSON at all. Of anything else its
+/// reader can only say that it expected another value.
+fn is_one(text: &str) -> bool {
+    match serde_json::from_str::<HashMap<String, IgnoredAny>>(text) {
+        Ok(fields) => fields.len() == 1,
+        Err(error) => error.classify() != serde_json::error::Category::Data,
+    }
+}
+
+fn none() -> Problem {
+    Problem::bad_request("the message: it is an object with one of submit, settle, cancel")
 }
 
 /// The client's number in what is no message of it: an integer that it can be told
@@ -545,6 +559,17 @@ mod tests {
         assert_eq!(number(r#"{"settled": {"number": 0}}"#).as_deref(), Some("0"));
         for text in [r#"{"submit": {"number": "1"}}"#, r#"{"submit": {}}"#, "{}", "[]", "{"] {
             assert_eq!(number(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_message_is_told_what_one_is() {
+        for text in ["{}", "[]", "1", "null", r#"{"cancel": {"number": 1}, "settle": 2}"#] {
+            assert!(!is_one(text), "{text}");
+        }
+        // Of these it is told what is wrong with them.
+        for text in [r#"{"cancel": []}"#, r#"{"cancels": {}}"#, "{", "", "nothing"] {
+            assert!(is_one(text), "{text}");
         }
     }
 

@@ -173,6 +173,8 @@ fn fault_of(table: &str, mut error: toml::de::Error) -> Fault {
         {
             let kind = match found.split(['`', '"']).next().unwrap_or_default().trim() {
                 "map" => "table",
+                "integer" if found.contains("`-") => "a negative one",
+                "integer" if beginning == "invalid value: " => "a larger one",
                 "sequence" => "list",
                 kind => kind,
             };
@@ -256,7 +258,9 @@ mod tests {
         );
         let list = "t.list: expected a list, found string";
         assert_eq!(told("needed = 'x'\nlist = 'hunter2'"), [list]);
-        let beyond = "t.number: expected a whole number from 0 to 65535, found integer";
-        assert_eq!(told("needed = 'x'\nnumber = 70000"), [beyond]);
+        let found =
+            |what| format!("t.number: expected a whole number from 0 to 65535, found {what}");
+        assert_eq!(told("needed = 'x'\nnumber = 70000"), [found("a larger one")]);
+        assert_eq!(told("needed = 'x'\nnumber = -70000"), [found("a negative one")]);
     }
 }

@@ -385,6 +385,9 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
     let bytes = match text {
         "-" => read_all(std::io::stdin().lock(), "standard input".into())?,
         _ => match text.strip_prefix('@') {
+            Some("") => {
+                return Err(CliError::Usage(format!("{flag}: a file's name follows the @")));
+            }
             Some(path) => read_file(Path::new(path))?,
             None => text.as_bytes().to_vec(),
         },
