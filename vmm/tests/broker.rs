@@ -32,12 +32,16 @@ fn main() -> ExitCode {
         ("built_ins_need_no_configuration", built_ins_need_no_configuration),
         ("a_principal_without_tools_is_told_why", a_principal_without_tools_is_told_why),
     ];
-    let root: [(&str, fn()); 3] = [
+    let root: [(&str, fn()); 4] = [
         (
             "a_broker_runs_as_another_user_without_groups",
             a_broker_runs_as_another_user_without_groups,
         ),
         ("forge_toml_names_the_brokers_user", forge_toml_names_the_brokers_user),
+        (
+            "a_broker_user_that_can_keep_no_journal_is_told_so_before_anything_runs",
+            a_broker_user_that_can_keep_no_journal_is_told_so_before_anything_runs,
+        ),
         ("a_broker_user_that_cannot_be_is_refused", a_broker_user_that_cannot_be_is_refused),
     ];
     let arguments = Arguments::from_args();
@@ -352,6 +356,36 @@ fn forge_toml_names_the_brokers_user() {
         assert_eq!(code, Some(2), "{toml}: {said}");
         assert!(said.contains(words) && said.contains("forge.toml"), "{toml}: {said}");
     }
+}
+
+fn a_broker_user_that_can_keep_no_journal_is_told_so_before_anything_runs() {
+    let folder = Folder::new();
+    let forge = folder.install();
+    // Its home is `/`, which is root's.
+    let config = folder.write("forge.toml", &format!("[broker]\nuser = {STRANGER}\n"));
+    let call = |more: &[&str]| {
+        let mut command = Command::new(&forge);
+        command.env_remove("FORGE_STATE").env_remove("XDG_STATE_HOME");
+        command.args(["tools", "call", "--config"]).arg(&config).args(more);
+        text(
+            &command
+                .args(["crypto.hash", r#"{"algorithm": "sha256", "text": "x"}"#])
+                .output()
+                .unwrap(),
+        )
+    };
+    let roots = folder.0.join("roots");
+    fs::create_dir(&roots).unwrap();
+    for more in [&[][..], &["--state", roots.to_str().unwrap()]] {
+        let (code, _, said) = call(more);
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains("give --state a folder that this user owns"), "{said}");
+    }
+    let own = folder.0.join("own");
+    fs::create_dir(&own).unwrap();
+    std::os::unix::fs::chown(&own, Some(STRANGER), Some(STRANGER)).unwrap();
+    let (code, _, said) = call(&["--state", own.to_str().unwrap()]);
+    assert_eq!(code, Some(0), "{said}");
 }
 
 fn a_broker_user_that_cannot_be_is_refused() {

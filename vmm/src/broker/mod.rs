@@ -188,6 +188,25 @@ impl BrokerUser {
         self.uid
     }
 
+    /// Its home.
+    #[must_use]
+    pub fn home(&self) -> &Path {
+        &self.home
+    }
+
+    /// Whether it may be able to write to this folder, and to make it where it is not
+    /// there yet. Where somebody else is let in by a list of his own, that shows in the
+    /// group's bits, so `false` is certain and `true` is not.
+    #[must_use]
+    pub fn may_write(&self, folder: &Path) -> bool {
+        use std::os::unix::fs::MetadataExt as _;
+        let found = folder.ancestors().find_map(|at| std::fs::metadata(at).ok());
+        found.is_none_or(|found| match found.uid() == self.uid {
+            true => found.mode() & 0o200 != 0,
+            false => found.mode() & 0o022 != 0,
+        })
+    }
+
     /// Has a command run as this user: with its own group, no other group, and
     /// its home.
     pub fn becomes(&self, command: &mut Command) {

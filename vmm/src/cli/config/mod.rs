@@ -299,6 +299,9 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
              the one that `grant issue` or `serve` was given"
         )));
     }
+    if let (Some(user), GrantKey::Passing) = (&user, key) {
+        check_journalled(user, journal.as_deref())?;
+    }
     let is_needed = key == GrantKey::Passing || args.state.is_some();
     if let (Some(folder), None, true) = (&state, &user, is_needed) {
         make_state(folder)?;
@@ -328,6 +331,33 @@ fn make_state(folder: &Path) -> Result<(), CliError> {
     })
 }
 
+/// Refuses a user of the broker's own that cannot keep a journal, before anything runs:
+/// without one no call has a result.
+fn check_journalled(user: &BrokerUser, journal: Option<&Path>) -> Result<(), CliError> {
+    let own = || base(user.home()).join("forge-vmm").join(JOURNAL);
+    let folder = journal.map_or_else(own, Path::to_owned);
+    if user.may_write(&folder) {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "the toolbroker's user, uid {}, cannot write its journal in {}: give --state a folder that \
+         this user owns",
+        user.uid(),
+        folder.display(),
+    )))
+}
+
+/// Where state is kept by whoever has this home. The variable is the broker's as well.
+fn base(home: &Path) -> PathBuf {
+    absolute("XDG_STATE_HOME").unwrap_or_else(|| home.join(".local/state"))
+}
+
+/// A folder that a variable names. A relative one is to be ignored (XDG base
+/// directories), as the broker does.
+fn absolute(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute())
+}
+
 /// The folder of the journal below a state folder.
 const JOURNAL: &str = "journal";
 
@@ -337,9 +367,6 @@ pub(crate) fn journal(state: Option<&Path>) -> Result<PathBuf, CliError> {
 }
 
 fn default_state() -> Result<PathBuf, CliError> {
-    // A relative one is to be ignored (XDG base directories), as the broker does.
-    let absolute =
-        |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     absolute("XDG_STATE_HOME")
         .or_else(|| absolute("HOME").map(|home| home.join(".local/state")))
         .map(|base| base.join("forge-vmm"))
