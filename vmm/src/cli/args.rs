@@ -172,7 +172,8 @@ pub(crate) struct RunArgs {
     /// Write the run's artifacts to this folder
     #[arg(long, value_name = "DIR")]
     pub(crate) artifacts: Option<PathBuf>,
-    /// Fuel: roughly, how many instructions the program may execute
+    /// Fuel: one for each instruction of the blocks of code that the program
+    /// enters, which is more than it executes
     /// [default: 5000000000]
     #[arg(long, value_name = "N")]
     pub(crate) fuel: Option<u64>,

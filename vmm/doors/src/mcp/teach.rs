@@ -159,7 +159,7 @@ fn run_input() -> Value {
                         "type": "integer",
                         "minimum": 1,
                         "default": usual.fuel,
-                        "description": "About one for each instruction",
+                        "description": "One for each instruction of the blocks of code it enters",
                     },
                     "memory_bytes": {
                         "type": "integer",
