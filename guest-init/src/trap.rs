@@ -95,9 +95,10 @@ fn trapped(code: TrapCode, limits: &RunLimits) -> Ending {
         TrapCode::BadConversionToInteger => {
             (TrapKind::BadConversion, "a float that no integer of the type represents")
         }
-        TrapCode::StackOverflow => {
-            (TrapKind::StackOverflow, "calls nest too deep, or the value stack is full")
-        }
+        TrapCode::StackOverflow => (
+            TrapKind::StackOverflow,
+            "calls nest too deep (limit `recursion`), or the value stack is full (`stack_bytes`)",
+        ),
         TrapCode::BadSignature => {
             (TrapKind::BadSignature, "an indirect call by another type than the function has")
         }

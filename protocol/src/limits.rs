@@ -238,6 +238,32 @@ impl RunLimits {
     }
 }
 
+/// Makes the limits known by the names of their fields.
+macro_rules! named {
+    ($($name:ident),* $(,)?) => {
+        impl RunLimits {
+            /// The names of all limits, which are those of their fields.
+            pub const NAMES: &[&'static str] = &[$(stringify!($name)),*];
+
+            /// Sets the limit of this name. Whether it is: not where there is none of
+            /// this name, or where its number is too large to be one.
+            #[must_use]
+            pub fn set(&mut self, name: &str, value: u64) -> bool {
+                $(if name == stringify!($name) {
+                    return value.try_into().map(|value| self.$name = value).is_ok();
+                })*
+                false
+            }
+        }
+    };
+}
+
+named! {
+    fuel, memory_bytes, wall_ms, program_bytes, input_bytes, request_bytes, response_bytes,
+    output_bytes, artifacts, artifact_bytes, log_bytes, calls, calls_in_flight, recursion,
+    stack_bytes,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -245,6 +271,20 @@ mod tests {
     #[test]
     fn defaults_are_within_the_operators_maxima() {
         RunLimits::default().within(&RunLimits::operator_maxima()).unwrap();
+    }
+
+    #[test]
+    fn every_limit_is_set_by_its_name() {
+        for name in RunLimits::NAMES {
+            let mut limits = RunLimits::operator_maxima();
+            assert!(limits.set(name, 1), "{name}");
+            // One limit that is asked for beyond its maximum is told by its name.
+            let over = RunLimits::operator_maxima().within(&limits).unwrap_err();
+            assert_eq!((over.what, over.limit), (*name, 1));
+        }
+        let mut limits = RunLimits::default();
+        assert!(!limits.set("recursions", 1) && !limits.set("calls", 1 << 32));
+        assert_eq!(limits, RunLimits::default());
     }
 
     #[test]

@@ -37,6 +37,7 @@ fn main() -> ExitCode {
             check_takes_what_a_run_may_ask_for_and_says_what_that_is,
             what_check_says_run_says_too,
             a_refusal_names_the_option_or_the_file_that_it_is_about,
+            any_limit_is_asked_for_by_its_name,
             a_call_of_a_tool_takes_no_longer_than_it_is_told,
             a_command_is_refused_in_words_of_what_was_typed,
             log_records_that_were_dropped_are_counted,
@@ -112,6 +113,26 @@ fn a_refusal_names_the_option_or_the_file_that_it_is_about() {
     let endless = forge_module(r#"(memory (export "memory") 1)"#, "(loop (result i32) (br 0))");
     let (code, reason) = run(&endless, &["--fuel", "10000"]);
     assert!(code == 4 && reason.starts_with("--fuel: the program reached its fuel"), "{reason}");
+}
+
+fn any_limit_is_asked_for_by_its_name() {
+    let desk = Desk::new();
+    let run = |more: &[&str]| desk.run_text(HELLO, &[&["--isolation", "process"], more].concat());
+    let (code, report) = run(&["--limit", "output_bytes=3", "--limit", "calls=0"]);
+    assert_eq!((code, &report["kind"]), (4, &json!("output")), "{report:#}");
+    let (code, report) = run(&["--limit", "recursion=200000"]);
+    let reason = report["reason"].as_str().unwrap();
+    assert!(code == 3 && reason.starts_with("--limit: recursion is 200000, "), "{reason}");
+    for (limit, said) in [
+        ("recursions=1", "there is no limit \"recursions\"; known are fuel, memory_bytes"),
+        ("calls", "NAME=N; known are fuel"),
+        ("calls=many", "calls is a whole number"),
+        ("calls=4294967296", "calls is at most 4294967295"),
+    ] {
+        let refused = desk.forge(&["run", "--limit", limit, "program.wat"]);
+        assert_eq!(refused.status.code(), Some(2), "{limit}");
+        assert!(text(&refused.stderr).contains(said), "{}", text(&refused.stderr));
+    }
 }
 
 fn a_call_of_a_tool_takes_no_longer_than_it_is_told() {

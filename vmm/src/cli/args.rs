@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use forge_protocol::limits::{FOUND_TOOLS_MAX, PRINCIPAL_BYTES_MAX};
+use forge_protocol::limits::{FOUND_TOOLS_MAX, PRINCIPAL_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_vmm::isolation::Isolation;
 use serde::Deserialize;
@@ -108,6 +108,20 @@ fn intent(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
+/// A limit of a run.
+fn limit(text: &str) -> Result<(String, u64), String> {
+    let known = || format!("known are {}", RunLimits::NAMES.join(", "));
+    let (name, value) = text.split_once('=').ok_or_else(|| format!("NAME=N; {}", known()))?;
+    if !RunLimits::NAMES.contains(&name) {
+        return Err(format!("there is no limit {name:?}; {}", known()));
+    }
+    let value = value.parse().map_err(|_| format!("{name} is a whole number from 0 on"))?;
+    if !RunLimits::default().set(name, value) {
+        return Err(format!("{name} is at most {}", u32::MAX));
+    }
+    Ok((name.to_owned(), value))
+}
+
 /// The path of a service's socket, for commands that take no other address.
 fn socket() -> impl clap::builder::TypedValueParser<Value = PathBuf> {
     use clap::builder::TypedValueParser as _;
@@ -184,6 +198,10 @@ pub(crate) struct RunArgs {
     /// [default: 5s, at most 30s]
     #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
     pub(crate) timeout: Option<Duration>,
+    /// Any limit of a run, by its name in docs/abi.md; may be given several
+    /// times
+    #[arg(long, value_name = "NAME=N", value_parser = limit)]
+    pub(crate) limit: Vec<(String, u64)>,
     /// Print one JSON object instead of the bare output
     #[arg(long)]
     pub(crate) json: bool,

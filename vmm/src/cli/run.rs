@@ -181,9 +181,10 @@ pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: St
                     // No option helps.
                     return format!("{reason}, and no run may have more than {most}");
                 }
-                match name {
-                    "program_bytes" => Some(args.program.display().to_string()),
-                    name => option(name),
+                match args.limit.iter().any(|(said, n)| said == name && Some(*n) == value) {
+                    true => Some("--limit".to_owned()),
+                    false if name == "program_bytes" => Some(args.program.display().to_string()),
+                    false => option(name),
                 }
             }
             None => None,
@@ -320,7 +321,11 @@ pub(crate) fn retrieved_report(found: &FoundTool) -> RetrievedReport {
 }
 
 fn limits(args: &RunArgs) -> RunLimits {
-    let default = RunLimits::default();
+    let mut default = RunLimits::default();
+    for (name, value) in &args.limit {
+        // They were looked at when they were read.
+        let _ = default.set(name, *value);
+    }
     RunLimits {
         fuel: args.fuel.unwrap_or(default.fuel),
         memory_bytes: args.memory.unwrap_or(default.memory_bytes),

@@ -504,6 +504,8 @@ mod tests {
     #[test]
     fn the_documents_limits_are_the_ones_a_run_can_ask_for() {
         let document: Value = serde_json::from_str(DOCUMENT).unwrap();
+        // The command line takes them by the same names.
+        assert_eq!(order::LIMITS, limits::RunLimits::NAMES);
         let limits = document["components"]["schemas"]["Limits"]["properties"].as_object().unwrap();
         let documented: BTreeSet<&str> = limits.keys().map(String::as_str).collect();
         assert_eq!(documented, order::LIMITS.iter().copied().collect());
