@@ -7,18 +7,19 @@
 //! all, and holds what is found against what was there before. Deliberately
 //! absent is resolving links, which is [`super::view`]'s.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, openat2};
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, openat};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-/// How a whole path is walked: each name on it is what it is itself.
-const NO_LINKS: ResolveFlags = ResolveFlags::NO_SYMLINKS.union(ResolveFlags::NO_MAGICLINKS);
+/// How one name is looked at: as what it is itself.
+const ITSELF: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// Folders that one may lie below.
 const LEVELS_MAX: usize = 4096;
 
@@ -107,8 +108,7 @@ impl Seen {
                 return Ok(lineage);
             }
             lineage.push(identity);
-            let above = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            folder = openat2(&folder, "..", above, Mode::empty(), NO_LINKS)?;
+            folder = openat(&folder, "..", ITSELF | OFlags::DIRECTORY, Mode::empty())?;
         }
         Err(io::Error::other("it lies below too many folders"))
     }
@@ -150,19 +150,36 @@ impl Kept {
     }
 }
 
-/// What a path names, without following any link.
+/// What a path names, without following any link: name by name, since `openat2`, which
+/// does it at once, is not there for a service whose manager watches over set-user-ID bits
+/// (`RestrictSUIDSGID` of systemd).
 ///
 /// # Errors
 /// If it names nothing, or a link is on the way.
 pub(super) fn reach(path: &Path) -> io::Result<OwnedFd> {
-    let open =
-        |kind| openat2(CWD, path, OFlags::PATH | OFlags::CLOEXEC | kind, Mode::empty(), NO_LINKS);
+    let mut found = openat(CWD, "/", ITSELF | OFlags::DIRECTORY, Mode::empty())?;
+    for name in path.components() {
+        found = match name {
+            Component::RootDir => continue,
+            Component::Normal(name) => step(&found, name).map_err(told)?,
+            _ => return Err(io::Error::other("it is not written without `.` and `..`")),
+        };
+    }
+    Ok(found)
+}
+
+/// What a folder has under this name.
+fn step(folder: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
     // First as a folder: that mounts what is mounted once somebody goes there.
-    let found = match open(OFlags::DIRECTORY) {
-        Err(Errno::NOTDIR) => open(OFlags::empty()),
-        outcome => outcome,
-    };
-    found.map_err(told)
+    match openat(folder, name, ITSELF | OFlags::DIRECTORY, Mode::empty()) {
+        Err(Errno::NOTDIR | Errno::LOOP) => {}
+        outcome => return outcome,
+    }
+    let found = openat(folder, name, ITSELF, Mode::empty())?;
+    match FileType::from_raw_mode(fstat(&found)?.st_mode).is_symlink() {
+        true => Err(Errno::LOOP),
+        false => Ok(found),
+    }
 }
 
 /// A file to be read, without following any link, nor waiting for anybody.
@@ -170,8 +187,12 @@ pub(super) fn reach(path: &Path) -> io::Result<OwnedFd> {
 /// # Errors
 /// If there is none that may be read.
 pub(super) fn open_to_read(path: &Path) -> io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    Ok(openat2(CWD, path, flags, Mode::empty(), NO_LINKS).map_err(told)?.into())
+    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::ErrorKind::IsADirectory.into());
+    };
+    let flags =
+        OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(openat(reach(folder)?, name, flags, Mode::empty()).map_err(told)?.into())
 }
 
 fn told(error: Errno) -> io::Error {
