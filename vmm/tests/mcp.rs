@@ -656,13 +656,7 @@ fn senseless_lines_are_answered_and_harm_nothing() {
             for (method, params) in [
                 ("no/such/method", json!({})),
                 ("logging/setLevel", json!({"level": "info"})),
-                ("prompts/list", json!({})),
                 ("prompts/get", json!({"name": "x"})),
-                (
-                    "completion/complete",
-                    json!({"ref": {"type": "ref/prompt", "name": "x"},
-                        "argument": {"name": "x", "value": "x"}}),
-                ),
                 ("resources/subscribe", json!({"uri": "forge://abi.md"})),
                 ("resources/unsubscribe", json!({"uri": "forge://abi.md"})),
             ] {
