@@ -713,7 +713,7 @@ fn a_flood_is_refused_at_once_and_a_second_principal_is_served() {
 
 fn where_nobody_set_a_bound_a_flood_of_long_runs_leaves_places_to_others() {
     let desk = desk();
-    let (toml, log) = test_server(&desk);
+    let (toml, _) = test_server(&desk);
     fs::write(desk.path("forge.toml"), toml).unwrap();
     let service = desk.serve(&["--config", "forge.toml"]);
     runtime().block_on(async {
@@ -733,7 +733,6 @@ fn where_nobody_set_a_bound_a_flood_of_long_runs_leaves_places_to_others() {
             let other = report(&client.run(&of("other", submit(ECHO, &input))).await.unwrap());
             assert_eq!(other["output"], input.as_str(), "{other:#}");
         }
-        assert!(lines(&log, "never") > 0, "the flood's runs wait for what never comes");
         drop(held);
     });
 }
