@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
 use super::program;
@@ -46,6 +46,8 @@ const CODE: [&str; 14] =
 /// What stands in the folder of a project.
 const PROJECT: [&str; 5] =
     ["package.json", "pyproject.toml", "node_modules", "Gemfile", "composer.json"];
+/// Folders in which those of many lie beside each other (FHS 3.0).
+const SHARED: [&str; 7] = ["/home", "/media", "/mnt", "/srv", "/tmp", "/var", "/var/tmp"];
 /// How far above a program's text its project may begin.
 const PROJECT_LEVELS_MAX: usize = 6;
 
@@ -208,7 +210,9 @@ impl View {
             }
             self.keep_to_read(found);
             for (program, chosen_in) in [(&path, &chosen_in), (&file.path, &reached_in)] {
-                if let Some(folder) = program::installed_with(program, home) {
+                if let Some(folder) = program::installed_with(program, home)
+                    && !is_shared(&folder, &file.path)
+                {
                     self.add_installed(&folder, chosen_in);
                 }
             }
@@ -339,6 +343,20 @@ fn contains_home(folder: &Path, home: Option<&Path>) -> bool {
     })
 }
 
+/// Whether a folder holds more than what belongs to one of its files: somebody's home, or
+/// what others may put something into. What lies in there is theirs as well, and so may be
+/// what looks like the mark of a project.
+fn is_shared(folder: &Path, file: &Path) -> bool {
+    let is_home = folder == Path::new("/root") || folder.parent() == Some(Path::new("/home"));
+    let (Ok(folder_is), Ok(file_is)) = (folder.metadata(), file.metadata()) else { return true };
+    // Whoever owns the file decides what it is anyway.
+    let owners = [0, rustix::process::geteuid().as_raw(), file_is.uid()];
+    is_home
+        || SHARED.iter().any(|shared| folder == Path::new(shared))
+        || folder_is.mode() & 0o002 != 0
+        || !owners.contains(&folder_is.uid())
+}
+
 /// The folder of a project that this file is in, or the file.
 fn project(file: &Path, home: Option<&Path>) -> PathBuf {
     if let Some(modules) = modules(file).filter(|modules| !contains_home(modules, home)) {
@@ -348,7 +366,8 @@ fn project(file: &Path, home: Option<&Path>) -> PathBuf {
         .ancestors()
         .skip(1)
         .take(PROJECT_LEVELS_MAX)
-        .take_while(|folder| !contains_home(folder, home) && View::may_be_granted(folder));
+        .take_while(|folder| !contains_home(folder, home) && View::may_be_granted(folder))
+        .take_while(|folder| !is_shared(folder, file));
     let nearest = folders.clone().next();
     folders
         .find(|folder| PROJECT.iter().any(|mark| folder.join(mark).exists()))
@@ -707,6 +726,42 @@ mod tests {
         for value in ["/usr/bin/env", "/tmp", "/dev/null", "/", "kept", "", "/9j/4AAQSkZJRg"] {
             assert!(!lacks(value), "{value}");
         }
+    }
+
+    #[test]
+    fn a_mark_in_a_folder_that_others_may_write_widens_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let shared = folder.path().canonicalize().unwrap();
+        let mode = |mode| std::fs::set_permissions(&shared, std::fs::Permissions::from_mode(mode));
+        for made in ["app/deep", "bin", "lib"] {
+            std::fs::create_dir_all(shared.join(made)).unwrap();
+        }
+        let files = ["app/deep/srv.py", "srv.py", "bin/srv", "package.json", "others"];
+        for file in files {
+            std::fs::write(shared.join(file), "#!/bin/sh\n").unwrap();
+        }
+        let given = |word: &str| {
+            let mut view = View::default();
+            view.add_named(word, &shared, None);
+            view.read
+        };
+        let program = || {
+            let mut view = View::default();
+            view.add_program(&shared.join("bin/srv"), None).unwrap();
+            view.read
+        };
+        mode(0o755).unwrap();
+        assert_eq!(given("app/deep/srv.py"), [shared.clone()].into());
+        assert!(program().contains(&shared));
+        for open in [0o1777, 0o777] {
+            mode(open).unwrap();
+            assert_eq!(given("app/deep/srv.py"), [shared.join("app/deep")].into());
+            assert_eq!(given("./srv.py"), [shared.join("srv.py")].into());
+            assert!(!program().contains(&shared));
+        }
+        let nobodys = |path: &str| is_shared(Path::new(path), Path::new("/etc/passwd"));
+        assert!(["/tmp", "/srv", "/root", "/home/alice", "/nowhere"].into_iter().all(nobodys));
+        assert!(!nobodys("/usr/lib"));
     }
 
     #[test]
