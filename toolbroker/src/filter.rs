@@ -51,7 +51,11 @@ pub enum Whose {
     /// The broker and its launchers.
     Broker,
     /// A tool server.
-    Server,
+    Server {
+        /// Whether it may reach a network, and through a socket in a folder a program
+        /// outside: a namespace keeps neither name nor peer of such a socket from it.
+        network: bool,
+    },
 }
 
 /// System calls refused whatever their arguments, and why.
@@ -174,6 +178,9 @@ const REFUSED_IOCTLS: [(&str, u64, u64); 3] = [
     ("the same on a console, by its selection", 0xFFFF_FFFF, libc::TIOCLINUX),
 ];
 
+/// What of a socket's type is the type: the rest are flags.
+const SOCKET_TYPE_MASK: u64 = 0xF;
+
 /// Address families refused.
 const REFUSED_FAMILIES: [(&str, libc::c_int); 3] = [
     ("packets past the host's firewall", libc::AF_PACKET),
@@ -206,8 +213,16 @@ pub fn program(whose: Whose) -> io::Result<BpfProgram> {
         (0, SeccompCmpOp::Eq, libc::AF_NETLINK as u64),
         (2, SeccompCmpOp::Eq, libc::NETLINK_NETFILTER as u64),
     ])?);
+    if whose == (Whose::Server { network: false }) {
+        sockets.push(rule(&[(0, SeccompCmpOp::Eq, libc::AF_UNIX as u64)])?);
+        // One of a pair of datagram sockets can be sent to another name; those of streams,
+        // which runtimes make for their children, are bound to each other.
+        let datagrams = SeccompCmpOp::MaskedEq(SOCKET_TYPE_MASK);
+        let pairs = rule(&[(1, datagrams, libc::SOCK_DGRAM as u64)])?;
+        rules.insert(libc::SYS_socketpair, vec![pairs]);
+    }
     rules.insert(libc::SYS_socket, sockets);
-    if whose == Whose::Server {
+    if whose != Whose::Broker {
         rules.extend(LAUNCHING.map(|call| (call, Vec::new())));
         for (call, mode, flags) in MODES {
             rules.insert(*call, modes(*mode, *flags)?);
@@ -219,7 +234,7 @@ pub fn program(whose: Whose) -> io::Result<BpfProgram> {
         .map_err(|error| bug("rules", error))?;
     let filter: BpfProgram = filter.try_into().map_err(|error| bug("program", error))?;
     let mut program: BpfProgram = without_x32();
-    if whose == Whose::Server {
+    if whose != Whose::Broker {
         // Its mode is in memory, where no filter sees it. Who uses it falls
         // back where the kernel is too old to know it.
         program.extend(missing(libc::BPF_JEQ, libc::SYS_openat2 as u32));

@@ -9,6 +9,7 @@ mod support;
 
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
@@ -312,6 +313,23 @@ fn a_server_without_a_network_reaches_nothing() {
     assert!(!got && !error.is_empty());
     let (got, error) = attacked(&mut worker, "other", "connect", &address, "");
     assert!(got, "with one it does: {error}");
+}
+
+#[test]
+fn a_server_without_a_network_reaches_no_program_through_a_socket_in_a_folder_it_was_given() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().canonicalize().unwrap().join(name).display().to_string();
+    let (stream, datagrams) = (at("stream"), at("datagrams"));
+    let _stream = UnixListener::bind(&stream).unwrap();
+    let _datagrams = UnixDatagram::bind(&datagrams).unwrap();
+    let given = format!("read = [{:?}]", at("."));
+    let (_broker, mut worker) = start(&format!("network = false\n{given}"), &given, &[]);
+    for (kind, target) in [("socket", &stream), ("datagram", &datagrams)] {
+        let (got, error) = attacked(&mut worker, "own", kind, target, "");
+        assert!(!got && error.contains("not permitted"), "{kind}: {error}");
+        let (got, error) = attacked(&mut worker, "other", kind, target, "");
+        assert!(got, "{kind}: with one it does: {error}");
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,8 @@ pub(crate) fn attempt(kind: &str, target: &str, needle: &str) -> io::Result<bool
         "write" => std::fs::write(target, needle).map(|()| true),
         "neighbours" => Ok(neighbours(needle)),
         "connect" => std::net::TcpStream::connect(target).map(|_| true),
+        "socket" => UnixStream::connect(target).map(|_| true),
+        "datagram" => UnixDatagram::pair()?.0.send_to(b"x", target).map(|_| true),
         "signal" => check(unsafe_kill(pid()?)),
         "outlive" => outlive(Path::new(target)),
         other => Err(io::Error::other(format!("no attack {other:?}"))),

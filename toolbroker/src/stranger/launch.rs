@@ -295,7 +295,8 @@ fn restrict(order: &Order) -> Result<(), Failure> {
     landlock(order)?;
     give_up_capabilities().map_err(failed("giving up capabilities"))?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("not dumpable"))?;
-    filter::install(filter::Whose::Server).map_err(failed("the system call filter"))
+    filter::install(filter::Whose::Server { network: order.network })
+        .map_err(failed("the system call filter"))
 }
 
 /// Gives up what becoming another user did not take: all of it, where there is
