@@ -540,6 +540,8 @@ mod tests {
             ("a/half-escape\\u00", "a%2Fhalf-escape\\u0041"),
             ("a/half-escape\\u00", "a\\/half-escape\\u000a!"),
             ("a/half-escape\\", "a\\/half-escape\\tb"),
+            ("a/half-escape\\ud83d\\ude", "a\\/half-escape\\ud83d\\ude00"),
+            ("3d\\ude00/half-escape", "\\ud83d\\ude00&#x2F;half-escape"),
             ("a/half-escape&#6", "a\\/half-escape&#65;"),
             ("a/half-escape&am", "a\\/half-escape&amp;"),
             ("1/half-escape&am", "%41&#x2F;half-escape&amp;"),
@@ -560,6 +562,9 @@ mod tests {
             ("p\u{e4}ssw\u{f6}rd", "p&#228;ssw&#xF6;rd"),
             ("p\u{e4}ss \u{20ac}ord", "p\\xe4ss \\u20acord"),
             ("p\u{e4}ssw\u{f6}rd", "p\\\\xe4ssw\\\\xf6rd"),
+            // As Python's `json.dumps` has it.
+            ("p\u{e4}ss-\u{1f600}-word", "p\\u00e4ss-\\ud83d\\ude00-word"),
+            ("p\u{e4}ss-\u{1f600}-word", "p\\\\u00E4ss-\\\\uD83D\\\\uDE00-word"),
         ] {
             let left = scrubber(&[value]).text(&format!("before {text} after"));
             assert_eq!(left, format!("before {REDACTED} after"), "{text}");

@@ -37,8 +37,10 @@ const SPELLING_BYTES_MIN: usize = 10;
 pub(super) const ESCAPES_DEEP_MAX: usize = 3;
 /// The longest entity, with its `&` and `;`.
 const ENTITY_BYTES_MAX: usize = 10;
-/// No escape is longer, and no half of one.
-const ESCAPE_BYTES_MAX: usize = ENTITY_BYTES_MAX;
+/// `\u0041`.
+const UNIT_BYTES: usize = 6;
+/// No escape is longer, and no half of one: two of JSON's, for one character.
+const ESCAPE_BYTES_MAX: usize = 12;
 /// Entities with a name.
 const ENTITIES: [(&str, char); 5] =
     [("amp", '&'), ("lt", '<'), ("gt", '>'), ("quot", '"'), ("apos", '\'')];
@@ -143,7 +145,16 @@ fn begins(part: &[u8]) -> bool {
     };
     match part {
         [b'%', digits @ ..] | [b'\\', b'x', digits @ ..] => hex(digits, 2),
-        [b'\\', b'u', digits @ ..] => hex(digits, 4),
+        [b'\\', b'u', digits @ ..] if digits.len() < 4 => hex(digits, 4),
+        [b'\\', b'u', _, _, _, _, low @ ..] => {
+            let is_high = |unit: u16| (0xD800..0xDC00).contains(&unit);
+            unit(part).is_some_and(is_high)
+                && match low {
+                    [] | [b'\\'] => true,
+                    [b'\\', b'u', digits @ ..] => hex(digits, 4),
+                    _ => false,
+                }
+        }
         [b'\\'] => true,
         [b'&', b'#', b'x' | b'X', digits @ ..] => hex(digits, ENTITY_BYTES_MAX - 3),
         [b'&', b'#', digits @ ..] => hex(digits, ENTITY_BYTES_MAX - 2),
@@ -163,6 +174,11 @@ fn ends(part: &[u8]) -> bool {
             let number = name.strip_prefix(b"#").unwrap_or(name);
             digits(number.strip_prefix(b"x").or(number.strip_prefix(b"X")).unwrap_or(number))
                 || ENTITIES.iter().any(|(known, _)| known.as_bytes().ends_with(name))
+        }
+        // The second half of a character, with more or less of the first.
+        [high @ .., b'\\', b'u', a, b, c, d] if digits(&[*a, *b, *c, *d]) => {
+            let named = high.strip_prefix(b"u").filter(|it| it.len() == 4).unwrap_or(high);
+            named.len() <= 4 && digits(named)
         }
         part => part.len() <= 4 && digits(part),
     }
@@ -260,9 +276,15 @@ fn unescaped(text: &[u8]) -> (Escaped, usize) {
     let found = match text {
         [b'%', high, low, ..] => number(&[*high, *low], 16).and_then(byte).map(|it| (it, 3)),
         [b'\\', b'x', high, low, ..] => number(&[*high, *low], 16).and_then(byte).map(|it| (it, 4)),
-        [b'\\', b'u', a, b, c, d, ..] => {
-            number(&[*a, *b, *c, *d], 16).and_then(char::from_u32).map(|it| (Escaped::of(it), 6))
-        }
+        [b'\\', b'u', ..] => unit(text).and_then(|first| match char::from_u32(first.into()) {
+            Some(character) => Some((Escaped::of(character), UNIT_BYTES)),
+            // JSON has a character beyond 16 bits as two halves.
+            None => {
+                let halves = [first, unit(&text[UNIT_BYTES..])?];
+                let character = char::decode_utf16(halves).next()?.ok()?;
+                Some((Escaped::of(character), 2 * UNIT_BYTES))
+            }
+        }),
         // An escaped line end is white space, as a line end is.
         [b'\\', b'n' | b'r' | b't', ..] => Some((Escaped::of(' '), 2)),
         [b'\\', escaped @ (b'"' | b'\'' | b'/' | b'\\'), ..] => Some((Escaped::byte(*escaped), 2)),
@@ -270,6 +292,13 @@ fn unescaped(text: &[u8]) -> (Escaped, usize) {
         _ => None,
     };
     found.unwrap_or((Escaped::byte(text[0]), 1))
+}
+
+/// The unit of UTF-16 that a text begins with as an escape (`\u0041`).
+fn unit(text: &[u8]) -> Option<u16> {
+    let digits = text.strip_prefix(b"\\u")?.first_chunk::<4>()?;
+    let digits = std::str::from_utf8(digits).ok().filter(|it| !it.starts_with('+'))?;
+    u16::from_str_radix(digits, 16).ok()
 }
 
 fn entity(text: &[u8]) -> Option<(Escaped, usize)> {
@@ -327,12 +356,14 @@ mod tests {
 
     #[test]
     fn escapes_of_every_kind_are_undone_and_known_by_their_place() {
-        let cases: [(&str, &str); 9] = [
+        let cases: [(&str, &str); 11] = [
             ("a b\n c", "abc"),
             ("%41%62c", "Abc"),
             ("\\u0041\\x42\\/\\\"", "AB/\""),
             ("&amp;&#65;&#x42;&quot;", "&AB\""),
             ("%2541", "A"),
+            ("x\\ud83d\\ude00\\u00e4\\uffff", "x\u{1f600}\u{e4}\u{ffff}"),
+            ("\\ud83d\\u0041\\ude00\\u+041\\ud83d", "\\ud83dA\\ude00\\u+041\\ud83d"),
             ("100% & more \\ %zz &no;", "100%&more\\%zz&no;"),
             ("%+1", "%+1"),
             ("\\", "\\"),
