@@ -466,11 +466,15 @@ impl Broker {
     /// The tools were seen by somebody, who goes by what they say from now
     /// on.
     async fn see(&self, tools: &[Arc<Tool>]) -> Result<(), ReviewError> {
-        if !self.reviews.would_pin(tools)? {
-            return Ok(());
-        }
-        let (reviews, tools) = (Arc::clone(&self.reviews), tools.to_vec());
-        beside(move || reviews.see(&tools)).await
+        let seen = match self.reviews.would_pin(tools) {
+            Ok(true) => {
+                let (reviews, tools) = (Arc::clone(&self.reviews), tools.to_vec());
+                beside(move || reviews.see(&tools)).await
+            }
+            would => would.map(drop),
+        };
+        // No run with tools begins until whoever reads the log has mended it.
+        seen.inspect_err(|error| tracing::error!(%error, "the reviews fail"))
     }
 
     /// That all of these may be granted and called in their present
