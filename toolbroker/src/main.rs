@@ -5,8 +5,10 @@
 //! It distrusts its command line as far as it can be checked. Deliberately
 //! absent is a socket of its own to listen on.
 
+use std::fs::DirBuilder;
 use std::io::{ErrorKind, Write as _};
 use std::os::fd::RawFd;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -189,9 +191,17 @@ impl HiArgs {
         let mut files = config.builtins.credential_files();
         files.append(&mut config.signing_keys);
         files.extend([&args.mcp_config, &args.config].into_iter().flatten().cloned());
+        let journal = journal(args.journal, args.state.clone(), &lookup);
+        let is_in_state = |folder: &Path| args.state.iter().any(|it| folder.starts_with(it));
+        if let Place::Folder(folder) = &journal
+            && !is_in_state(folder)
+        {
+            // What is not there cannot be hidden. If it cannot be made, the first record says so.
+            let _ = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+            files.push(folder.clone());
+        }
         let uids = config.server_uids.clone().unwrap_or(stranger::UIDS);
         stranger::settle(&mut config.servers, &uids, args.state.as_deref(), &files)?;
-        let journal = journal(args.journal, args.state, &lookup);
         Ok(Self { control, config, issuer, reviews, journal })
     }
 }
