@@ -416,7 +416,11 @@ fn a_server_has_no_capability_where_root_cannot_give_it_a_user() {
             return;
         }
     }
-    let (broker, _worker) = start("", "", &[]);
+    let (broker, mut worker) = start("", "", &[]);
+    // To root no mode says no: what is not everybody's is not there.
+    assert!(outside("file", "/etc/shadow", "root:"));
+    assert!(!attacked(&mut worker, "own", "file", "/etc/shadow", "root:").0);
+    assert!(attacked(&mut worker, "own", "file", "/etc/passwd", "root:").0);
     let servers = server_processes(broker.child.id());
     assert_eq!(servers.len(), 2);
     for pid in servers {

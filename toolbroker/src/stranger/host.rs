@@ -50,10 +50,13 @@ impl Host {
     fn weaknesses(&self) -> Vec<&'static str> {
         let mut weaker = Vec::new();
         if !self.own_uid {
-            weaker.push(
-                "they run as the broker's own user, since only root can give them users of their \
-                 own",
-            );
+            weaker.push(match rustix::process::geteuid().is_root() {
+                true => "they run as root, without a capability: this root may not change users",
+                false => {
+                    "they run as the broker's own user, since only root can give them users of \
+                     their own"
+                }
+            });
         }
         match (self.namespaces, self.procfs) {
             (Namespaces::Shared, _) => weaker.push(

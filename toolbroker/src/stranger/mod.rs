@@ -364,13 +364,21 @@ fn order(server: &StdioConfig, program: &Path, host: &Host) -> io::Result<Order>
     let seen = |paths: &BTreeSet<PathBuf>| -> io::Result<Vec<Seen>> {
         paths.iter().map(|path| granted(path, view.seen(path))).collect()
     };
+    let private = match host.namespaces {
+        // There is no tree of its own to hide it in.
+        Namespaces::Shared => Vec::new(),
+        _ if host.own_uid || !rustix::process::geteuid().is_root() => Vec::new(),
+        _ => view::private_settings(),
+    };
+    let given = |path: &Path| view.read.iter().chain(&view.write).any(|it| path.starts_with(it));
+    let private = private.iter().filter(|path| !given(path)).filter_map(|it| Seen::at(it).ok());
     let tree = Tree {
         system: seen(&view.system)?,
         read: seen(&view.read)?,
         write: seen(&view.write)?,
         links,
         // Its own home is in the broker's state.
-        hidden: place.hidden.iter().flat_map(Kept::now).collect(),
+        hidden: place.hidden.iter().flat_map(Kept::now).chain(private).collect(),
         home,
         home_from: place.home.as_ref().map(|home| granted(home, Seen::at(home))).transpose()?,
     };
