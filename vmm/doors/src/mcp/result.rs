@@ -3,8 +3,8 @@
 use std::fmt::Display;
 
 use rmcp::model::{CallToolResult, ContentBlock};
-use serde::de::Error as _;
-use serde::{Deserialize as _, Deserializer, Serialize};
+use serde::Serialize;
+use serde_json::Number;
 
 /// A result without content of its own.
 pub(super) fn failed(why: &dyn Display) -> CallToolResult {
@@ -29,17 +29,22 @@ pub(super) fn structured(
     result
 }
 
-/// An integer as JSON Schema has it: `2.0` is one, and some models write it so.
-pub(super) fn integer<'de, D: Deserializer<'de>, T: TryFrom<u64>>(
-    from: D,
-) -> Result<Option<T>, D::Error> {
+/// An integer as JSON Schema has it: `2.0` is one, and some models write it so. What is
+/// less, or none, is told by its `name`.
+pub(super) fn integer(
+    name: &str,
+    number: Option<Number>,
+    least: u64,
+) -> Result<Option<u64>, String> {
     /// Up to here, every integer is a double of its own.
     const EXACT_MAX: f64 = (1_u64 << 53) as f64;
-    let Some(number) = Option::<serde_json::Number>::deserialize(from)? else { return Ok(None) };
+    let Some(number) = number else { return Ok(None) };
     let double = number.as_f64().filter(|it| it.fract() == 0.0 && (0.0..=EXACT_MAX).contains(it));
     let whole = number.as_u64().or_else(|| double.map(|it| it as u64));
-    let given = whole.and_then(|whole| T::try_from(whole).ok());
-    given
-        .map(Some)
-        .ok_or_else(|| D::Error::custom(format!("{number} is no integer that may be here")))
+    match whole.filter(|whole| *whole >= least) {
+        Some(whole) => Ok(Some(whole)),
+        None => {
+            Err(format!("`{name}` is {number}: send an integer from {least} on, or leave it out"))
+        }
+    }
 }

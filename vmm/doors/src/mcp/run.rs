@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::num::NonZero;
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
@@ -20,7 +19,7 @@ use rmcp::model::{
 use rmcp::service::RequestContext;
 use rmcp::{Peer, RoleServer};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Number, Value};
 use tokio::sync::mpsc;
 
 use super::program::{self, Language, ProgramError};
@@ -72,31 +71,38 @@ fn no_input() -> Value {
     Value::Object(serde_json::Map::new())
 }
 
-/// What of [`RunLimits`] a model may ask for.
-#[derive(Default, Deserialize)]
+/// What of [`RunLimits`] a model may ask for, as it writes that.
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Limits {
-    #[serde(default, deserialize_with = "result::integer")]
-    timeout_ms: Option<NonZero<u64>>,
-    #[serde(default, deserialize_with = "result::integer")]
-    fuel: Option<NonZero<u64>>,
-    #[serde(default, deserialize_with = "result::integer")]
-    memory_bytes: Option<u64>,
-    #[serde(default, deserialize_with = "result::integer")]
-    calls: Option<u32>,
+struct Asked {
+    timeout_ms: Option<Number>,
+    fuel: Option<Number>,
+    memory_bytes: Option<Number>,
+    calls: Option<Number>,
 }
 
-impl From<Limits> for RunLimits {
-    fn from(limits: Limits) -> Self {
-        let Limits { timeout_ms, fuel, memory_bytes, calls } = limits;
-        let default = Self::default();
-        Self {
-            wall_ms: timeout_ms.map_or(default.wall_ms, NonZero::get),
-            fuel: fuel.map_or(default.fuel, NonZero::get),
-            memory_bytes: memory_bytes.unwrap_or(default.memory_bytes),
-            calls: calls.unwrap_or(default.calls),
-            ..default
-        }
+/// The limits of a run that asks for some.
+#[derive(Default, Deserialize)]
+#[serde(try_from = "Asked")]
+struct Limits(RunLimits);
+
+impl TryFrom<Asked> for Limits {
+    type Error = String;
+
+    fn try_from(asked: Asked) -> Result<Self, String> {
+        let Asked { timeout_ms, fuel, memory_bytes, calls } = asked;
+        let usual = RunLimits::default();
+        let limit = |name, number, least, usual: u64| {
+            Ok::<_, String>(result::integer(name, number, least)?.unwrap_or(usual))
+        };
+        // What is too much, admission says.
+        Ok(Self(RunLimits {
+            wall_ms: limit("timeout_ms", timeout_ms, 1, usual.wall_ms)?,
+            fuel: limit("fuel", fuel, 1, usual.fuel)?,
+            memory_bytes: limit("memory_bytes", memory_bytes, 0, usual.memory_bytes)?,
+            calls: u32::try_from(limit("calls", calls, 0, usual.calls.into())?).unwrap_or(u32::MAX),
+            ..usual
+        }))
     }
 }
 
@@ -247,7 +253,7 @@ async fn carried_out(
     let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
     let Arguments { program, language, input, grant, limits } = arguments;
     let language = language.unwrap_or_default();
-    let Object(limits) = limits.unwrap_or_default();
+    let Object(Limits(limits)) = limits.unwrap_or_default();
     // The values are gone before the run begins: they take many times their text.
     let text = input.to_string().into_bytes();
     drop(input);
@@ -273,7 +279,7 @@ async fn carried_out(
         principal: door.0.principal.name.clone(),
         session: Some(door.0.session.clone()),
         authority,
-        limits: limits.into(),
+        limits,
         prepare: false,
         events: progress_token.is_some(),
         hosted: None,
@@ -519,14 +525,17 @@ mod tests {
             let arguments = json!({"program": "", "limits": more, "language": null});
             serde_json::from_value::<Arguments>(arguments)
         };
-        let limits = |more| RunLimits::from(read(more).unwrap().limits.unwrap_or_default().0);
+        let limits = |more| read(more).unwrap().limits.unwrap_or_default().0.0;
         let given = limits(json!({"timeout_ms": 2.0, "fuel": u64::MAX, "calls": null}));
         assert_eq!((given.wall_ms, given.fuel), (2, u64::MAX));
         assert_eq!(given.calls, RunLimits::default().calls);
         assert_eq!(limits(Value::Null).wall_ms, RunLimits::default().wall_ms);
         for wrong in [1.5, 0.0, -1.0, 1e300] {
-            assert!(read(json!({"timeout_ms": wrong})).is_err(), "{wrong}");
+            let error = read(json!({"fuel": 1, "timeout_ms": wrong})).err().unwrap().to_string();
+            assert!(error.contains("timeout_ms") && error.contains("from 1 on"), "{error}");
         }
+        assert!(read(json!({"calls": -1})).err().unwrap().to_string().contains("`calls` is -1"));
+        assert_eq!(limits(json!({"calls": 1_u64 << 40})).calls, u32::MAX);
     }
 
     #[test]
@@ -588,7 +597,7 @@ mod tests {
         assert_eq!(arguments(json!({ "input": null })).unwrap().input, Value::Null);
         assert_eq!(arguments(json!({})).unwrap().input, json!({}));
         let some = arguments(json!({ "limits": { "calls": 1 } })).unwrap();
-        assert_eq!(some.limits.unwrap().0.calls, Some(1));
+        assert_eq!(some.limits.unwrap().0.0.calls, 1);
         assert!(arguments(json!({ "limits": [1] })).is_err());
     }
 

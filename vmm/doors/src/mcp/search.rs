@@ -10,6 +10,7 @@ use rmcp::RoleServer;
 use rmcp::model::CallToolResult;
 use rmcp::service::RequestContext;
 use serde::{Deserialize, Serialize};
+use serde_json::Number;
 use serde_json::value::RawValue;
 
 use super::result::{self, failed};
@@ -19,8 +20,7 @@ use super::{Door, handles, teach};
 #[serde(deny_unknown_fields)]
 pub(super) struct Arguments {
     intent: String,
-    #[serde(default, deserialize_with = "result::integer")]
-    k: Option<u32>,
+    k: Option<Number>,
 }
 
 #[derive(Serialize)]
@@ -55,7 +55,9 @@ enum SearchError {
     #[error("`intent` has {0} bytes, the limit is {INTENT_BYTES_MAX}")]
     Intent(usize),
     #[error("`k` is {0}, it must be 1 to {FOUND_TOOLS_MAX}")]
-    Hits(u32),
+    Hits(u64),
+    #[error("{0}")]
+    Integer(String),
     #[error(transparent)]
     Service(#[from] ClientError),
     #[error("the service gave another answer than was asked for")]
@@ -90,10 +92,12 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
     if intent.len() > INTENT_BYTES_MAX as usize {
         return Err(SearchError::Intent(intent.len()));
     }
-    let k = k.unwrap_or(teach::HITS);
-    if !(1..=FOUND_TOOLS_MAX).contains(&k) {
-        return Err(SearchError::Hits(k));
-    }
+    let k = result::integer("k", k, 0).map_err(SearchError::Integer)?;
+    let k = k.unwrap_or(teach::HITS.into());
+    let k = u32::try_from(k)
+        .ok()
+        .filter(|k| (1..=FOUND_TOOLS_MAX).contains(k))
+        .ok_or(SearchError::Hits(k))?;
     let principal = door.0.principal.name.clone();
     let question = Question::SearchTools { principal: principal.clone(), intent, k };
     let Reply::Found { tools, unavailable } = door.ask(question).await? else {
