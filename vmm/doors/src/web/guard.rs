@@ -12,6 +12,10 @@ use hyper::Uri;
 use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::http::uri::Authority;
 
+/// Headers of which one is read, by whoever is between here and a client maybe another.
+const SINGLE: &[&str] =
+    &["content-type", "last-event-id", "mcp-protocol-version", "mcp-session-id"];
+
 /// What a request is refused with.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
@@ -38,6 +42,18 @@ pub(crate) fn check(
     let host = host.ok_or(Refused::Malformed("send a Host header"))?;
     let host: Authority = Authority::try_from(host.as_bytes())
         .map_err(|_| Refused::Malformed("the Host header is not HOST or HOST:PORT"))?;
+    for name in SINGLE {
+        if headers.get_all(*name).iter().count() > 1 {
+            return Err(Refused::Malformed(
+                "a header came twice that says one thing: Content-Type, Last-Event-ID, \
+                 Mcp-Protocol-Version or Mcp-Session-Id",
+            ));
+        }
+    }
+    let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
+    if !codings.all(|coding| coding.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked")) {
+        return Err(Refused::Malformed("of Transfer-Encoding, chunked alone is understood"));
+    }
     for host in [Some(&host), uri.authority()].into_iter().flatten() {
         if host.as_str().contains('@') || !is_ours(host) {
             return Err(Refused::Misdirected);
@@ -82,6 +98,23 @@ mod tests {
             assert_eq!(checked("/", &[("host", other)]), Some(Refused::Misdirected), "{other}");
         }
         assert_eq!(checked("http://evil.example/", &[host]), Some(Refused::Misdirected));
+    }
+
+    #[test]
+    fn a_request_is_not_to_be_read_in_two_ways() {
+        let host = ("host", "localhost");
+        let (json, chunked) =
+            (("content-type", "application/json"), ("transfer-encoding", "Chunked"));
+        assert_eq!(checked("/", &[host, json, chunked]), None);
+        for more in [
+            &[json, ("content-type", "text/plain")][..],
+            &[("mcp-session-id", "a"), ("mcp-session-id", "a")],
+            &[("transfer-encoding", "gzip, chunked")],
+            &[("transfer-encoding", "gzip"), chunked],
+        ] {
+            let headers: Vec<_> = [host].iter().chain(more).copied().collect();
+            assert!(matches!(checked("/", &headers), Some(Refused::Malformed(_))), "{more:?}");
+        }
     }
 
     #[test]

@@ -56,6 +56,9 @@ const CLOSING_TIME_MAX: Duration = Duration::from_secs(5);
 /// no room for it.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// How long after the log has said that connections are refused it says no more of it.
+const REFUSALS_SILENCE: Duration = Duration::from_secs(1);
+
 /// Where a door listens.
 #[derive(Debug)]
 pub enum Listener {
@@ -142,6 +145,7 @@ pub(crate) async fn serve<S, B>(
         .max_headers(HEADERS_MAX)
         .max_header_size(HEAD_BYTES_MAX);
     let mut end = std::pin::pin!(end);
+    let mut refusal_told: Option<Instant> = None;
     loop {
         let stream = tokio::select! {
             accepted = listener.accept() => match accepted {
@@ -156,6 +160,10 @@ pub(crate) async fn serve<S, B>(
         };
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
             connections.refused.fetch_add(1, Ordering::Relaxed);
+            if refusal_told.is_none_or(|told| told.elapsed() >= REFUSALS_SILENCE) {
+                refusal_told = Some(Instant::now());
+                tracing::warn!(CONNECTIONS_MAX, "connections are refused: no place is left");
+            }
             tokio::spawn(refuse(stream));
             continue;
         };
