@@ -1125,6 +1125,12 @@ fn an_answer_that_a_broken_connection_lost_is_heard_by_who_comes_back() {
             answer.lines().any(|line| line.strip_prefix("id:").is_some_and(|id| id.trim() == last));
         assert!(!again, "{last} once more: {answer}");
     }
+    for never_was in ["99999/1", "0/99999", "zzz"] {
+        let back = [ALICE, ("Mcp-Session-Id", &*session), ("Last-Event-ID", never_was)];
+        let answer = http.send("GET", &back, "");
+        assert!(answer.starts_with("HTTP/1.1 410 "), "{answer}");
+        assert!(answer.contains("send its request again"), "{answer}");
+    }
 }
 
 fn a_signal_answers_who_waits_over_http() {

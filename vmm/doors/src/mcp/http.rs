@@ -48,6 +48,8 @@ const TEXT: &str = "text/plain; charset=utf-8";
 /// To who names a session that is not there.
 const NO_SESSION: &str = "there is no such session, or it has ended: send initialize again, \
                           without an Mcp-Session-Id";
+const NO_STREAM: &str = "the stream of this Last-Event-ID is not kept any more, or never was: send \
+                         its request again";
 /// What some clients begin a text with.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// Pages of this host. They need a token like everybody else.
@@ -101,6 +103,16 @@ impl Entrance {
         self.sessions.has_session(&id.into()).await.unwrap_or(false)
     }
 
+    /// Whether a client comes back to a stream that is not kept, or never was. rmcp would
+    /// give it one without an end to wait for.
+    async fn is_over(&self, headers: &HeaderMap) -> bool {
+        let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
+        let (Some(id), Some(event)) = (text(HEADER_SESSION_ID), text(HEADER_LAST_EVENT_ID)) else {
+            return false;
+        };
+        self.has_session(headers).await && !self.sessions.goes_on(&id.into(), event)
+    }
+
     /// Whether nobody waits for an answer.
     fn is_quiet(&self) -> bool {
         self.open.available_permits() == REQUESTS_MAX && self.sessions.is_quiet()
@@ -137,6 +149,9 @@ impl Entrance {
         }
         if headers.get(HEADER_LAST_EVENT_ID).is_some_and(HeaderValue::is_empty) {
             headers.remove(HEADER_LAST_EVENT_ID);
+        }
+        if request.method() == Method::GET && self.is_over(request.headers()).await {
+            return text(StatusCode::GONE, NO_STREAM.to_owned());
         }
         if request.method() != Method::POST {
             return in_our_words(self.service.handle(request).await);

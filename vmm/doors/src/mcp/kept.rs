@@ -132,6 +132,15 @@ impl Kept {
     /// Hears a stream of this session's from after this event on. `None` if it is
     /// not kept, or was not said yet.
     pub(super) fn resume(&self, session: &SessionId, last_event_id: &str) -> Option<Listener> {
+        self.next(session, last_event_id).map(|(line, next)| Listener::new(line, next))
+    }
+
+    /// Whether [`Kept::resume`] would give something.
+    pub(super) fn has(&self, session: &SessionId, last_event_id: &str) -> bool {
+        self.next(session, last_event_id).is_some()
+    }
+
+    fn next(&self, session: &SessionId, last_event_id: &str) -> Option<(Arc<Line>, usize)> {
         let (event, line) = last_event_id.split_once('/')?;
         let (event, line): (usize, u64) = (event.parse().ok()?, line.parse().ok()?);
         let line = lock(&self.lines).all.get(&line).cloned()?;
@@ -139,7 +148,7 @@ impl Kept {
             let said = lock(&line.said);
             said.first + said.events.len()
         };
-        (line.session == *session && event < end).then(|| Listener::new(line, event + 1))
+        (line.session == *session && event < end).then(|| (line, event + 1))
     }
 
     /// A session has ended, and nobody comes back to it.

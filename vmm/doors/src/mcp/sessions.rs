@@ -170,6 +170,12 @@ impl Sessions {
         self.kept.is_quiet()
     }
 
+    /// Whether a client that has heard this event can hear what comes after it. Numbers
+    /// alone are of what is said unasked, which goes on.
+    pub(super) fn goes_on(&self, id: &SessionId, last_event_id: &str) -> bool {
+        last_event_id.parse::<usize>().is_ok() || self.kept.has(id, last_event_id)
+    }
+
     /// Whether there is no room for another.
     pub(super) async fn is_full(&self) -> bool {
         self.sessions.sessions.read().await.len() >= SESSIONS_MAX
