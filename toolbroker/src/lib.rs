@@ -22,8 +22,7 @@
 //! | [`policy`] | which tools a principal may see |
 //! | [`review`] | which definition of each tool was approved |
 //! | [`constraint`] | what a grant asks of a call's arguments |
-//! | [`grant`] | the signed right to call certain tools |
-//! | [`attenuation`] | later blocks of a grant: what they may hold, and how one is made |
+//! | [`grant`] | the signed right to call certain tools, and how its holder narrows it |
 //! | [`verified`] | grants that were verified before |
 //! | [`budget`] | what one run may still spend |
 //! | [`call`] | the chain that every tool call passes |
@@ -39,7 +38,6 @@
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
-pub mod attenuation;
 pub mod broker;
 pub mod budget;
 pub mod builtin;

@@ -10,10 +10,10 @@ use forge_protocol::limits::{CONSTRAINTS_MAX, GRANTED_TOOLS_MAX, OverLimit};
 use forge_protocol::name::ToolName;
 
 use super::{Broker, Refused};
-use crate::attenuation::{self, attenuate};
 use crate::beside;
 use crate::constraint::{Constraint, parse_where};
 use crate::definition::Tool;
+use crate::grant::attenuation::{self, attenuate};
 use crate::grant::{Grant, GrantError, Terms};
 use crate::upstream::hosted::Hosted;
 
