@@ -11,7 +11,7 @@ use reqwest::header::HeaderValue;
 use rmcp::model::JsonObject;
 use serde_json::{Map, Value};
 
-use super::request::is_json;
+use super::media::is_json;
 use super::schema::Resolver;
 
 /// One schema, in bytes of JSON: people and models read it in lists of tools.

@@ -1,0 +1,249 @@
+//! Calls of operations, and what becomes of their answers.
+
+use std::sync::Arc;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use forge_protocol::limits::RESPONSE_BYTES_MAX;
+use reqwest::StatusCode;
+use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use rmcp::model::JsonObject;
+use serde_json::{Value, json};
+
+use super::Plan;
+use super::media::is_json;
+use super::plan::Operation;
+use super::request::Request;
+use crate::definition::Tool;
+use crate::upstream::http::{BodyError, Client, body_within, retry_after};
+use crate::upstream::scrubs::Scrubs;
+use crate::upstream::{
+    Admission, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, has_few_values, told_to_a_program,
+};
+
+/// What is read of an answer that is an error, in bytes.
+const ERROR_BODY_BYTES_MAX: usize = 64 * 1024;
+
+/// An HTTP interface whose operations can be called.
+#[derive(Debug)]
+pub struct Api {
+    operations: Vec<Arc<Operation>>,
+    tools: Arc<Vec<Arc<Tool>>>,
+    client: Client,
+    scrubs: Arc<Scrubs>,
+    breaker: Arc<Breaker>,
+}
+
+impl Api {
+    pub(crate) fn new(
+        plan: &Plan,
+        scrubs: &Arc<Scrubs>,
+        breaker: Arc<Breaker>,
+    ) -> Result<Self, String> {
+        let operations = plan.operations.clone();
+        let tools = operations.iter().map(|it| Arc::clone(&it.tool)).collect();
+        let client = Client::new(&plan.endpoint, scrubs, false)?;
+        let scrubs = Arc::clone(scrubs);
+        Ok(Self { operations, tools: Arc::new(tools), client, scrubs, breaker })
+    }
+
+    /// Its tools, by name.
+    #[must_use]
+    pub fn tools(&self) -> Arc<Vec<Arc<Tool>>> {
+        Arc::clone(&self.tools)
+    }
+
+    /// Calls an operation. An answer that is no success is the tool's own
+    /// error; one that does not come at all leaves the outcome unknown, unless
+    /// the request was surely not sent.
+    pub(crate) async fn call(&self, tool: &Tool, arguments: &JsonObject) -> CallEnd {
+        let found = self.operations.binary_search_by(|it| it.tool.name().cmp(tool.name()));
+        let Some(operation) = found.ok().and_then(|at| self.operations.get(at)) else {
+            return CallEnd::failed("NoSuchTool", "the interface has no such operation");
+        };
+        let request = match operation.request.build(self.client.http(), arguments) {
+            Ok(request) => request,
+            Err(why) => return CallEnd::failed("BadArgument", &why),
+        };
+        let admission = match self.breaker.enter() {
+            Ok(admission) => admission,
+            Err(source) => {
+                let away = told_to_a_program(tool.name().server(), source);
+                return CallEnd::failed("Unavailable", &away);
+            }
+        };
+        let response = match self.client.send(request).await {
+            Ok(response) => response,
+            Err(error) => {
+                let why = self.scrubs.text(&error.to_string());
+                let Some(end) = error.unsent() else {
+                    self.failed(tool, admission, why);
+                    return CallEnd::Lost;
+                };
+                let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
+                tracing::warn!(server = tool.name().server(), ?reason, "nothing was sent");
+                self.failed(tool, admission, reason);
+                return end;
+            }
+        };
+        let status = response.status();
+        let is_json = response
+            .headers()
+            .get(CONTENT_TYPE)
+            .and_then(|value| value.to_str().ok())
+            .is_some_and(is_json);
+        // None was asked for.
+        let encoding = response.headers().get(CONTENT_ENCODING);
+        let is_encoded = encoding.is_some_and(|it| {
+            let compressions = ["gzip", "x-gzip", "deflate", "compress", "br", "zstd"];
+            compressions.iter().any(|known| it.as_bytes().eq_ignore_ascii_case(known.as_bytes()))
+        });
+        let limit =
+            if status.is_success() { RESPONSE_BYTES_MAX as usize } else { ERROR_BODY_BYTES_MAX };
+        let retry_after = retry_after(&response).filter(|_| !status.is_success());
+        let body = body_within(response, limit).await;
+        match (&body, status) {
+            // Whoever stands before the server says that it is not there.
+            (
+                _,
+                StatusCode::BAD_GATEWAY
+                | StatusCode::SERVICE_UNAVAILABLE
+                | StatusCode::GATEWAY_TIMEOUT,
+            ) => self.failed(tool, admission, format!("it answers {status}")),
+            (Err(BodyError::Broken(why)), _) => self.failed(tool, admission, self.scrubs.text(why)),
+            _ => admission.answered(),
+        }
+        match body {
+            Err(BodyError::Broken(_)) => CallEnd::Lost,
+            Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
+                CallEnd::Unusable(Unusable::Encoded)
+            }
+            Ok(body) if status.is_success() => answer(body, is_json),
+            Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
+                "name": "AnswerTooLarge",
+                "message": format!(
+                    "{} answered {status} with more than {limit} bytes: what it did stands, its \
+                     answer is dropped",
+                    operation.request
+                ),
+                "code": status.as_u16(),
+            })),
+            other => {
+                let mut error =
+                    error(&operation.request, status, other.unwrap_or_default(), is_json);
+                if let Some(when) = retry_after {
+                    error["retryAfter"] = when.into();
+                }
+                CallEnd::Failed(error)
+            }
+        }
+    }
+
+    /// Takes note of a failure. When from then on nobody asks it for a while, the
+    /// operator hears why, and programs do not. `why` is scrubbed.
+    fn failed(&self, tool: &Tool, admission: Admission, why: String) {
+        let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
+        if admission.failed(reason.clone()) {
+            tracing::warn!(server = tool.name().server(), ?reason, "interface left alone");
+        }
+    }
+}
+
+/// A successful answer: JSON as it is, text as a string, nothing as null, and what is
+/// neither, an image for example, in base64.
+fn answer(body: Vec<u8>, is_json: bool) -> CallEnd {
+    if body.is_empty() {
+        return CallEnd::Answered(Value::Null);
+    }
+    if !is_json {
+        // Text in another encoding loses what is no UTF-8. None has a zero.
+        let is_text = !body.contains(&0) || std::str::from_utf8(&body).is_ok();
+        return match is_text {
+            true => CallEnd::Answered(text(&body)),
+            false => CallEnd::Bytes(json!({"base64": STANDARD.encode(body)}), "base64"),
+        };
+    }
+    if !has_few_values(&body) {
+        return CallEnd::Unusable(Unusable::TooMany);
+    }
+    let body = body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&body);
+    forge_protocol::json::from_slice_mended(body)
+        .map_or(CallEnd::Unusable(Unusable::NoJson), CallEnd::Answered)
+}
+
+fn text(body: &[u8]) -> Value {
+    String::from_utf8_lossy(body).into_owned().into()
+}
+
+/// An answer that is no success, as the tool's own error.
+fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) -> Value {
+    let (name, hint) = if status.is_redirection() {
+        ("Redirect", "; no redirect is followed")
+    } else {
+        ("HttpError", "")
+    };
+    let mut error = json!({
+        "name": name,
+        "message": format!("{request} answered {status}{hint}"),
+        "code": status.as_u16(),
+    });
+    if !body.is_empty() {
+        // Whole, since what is cut through is not known as a credential.
+        let is_json = is_json && !status.is_redirection();
+        error["data"] = match has_few_values(&body) && is_json {
+            true => forge_protocol::json::from_slice_mended(&body).unwrap_or_else(|_| text(&body)),
+            false if is_json => Value::Null,
+            false => text(&body),
+        };
+    }
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests_endpoint;
+    use super::*;
+
+    #[test]
+    fn an_answer_that_is_no_text_loses_nothing() {
+        let CallEnd::Bytes(image, "base64") = answer(b"\x89PNG\r\n\x1a\n\0\0".into(), false) else {
+            panic!("it is no text");
+        };
+        assert_eq!(image, json!({"base64": "iVBORw0KGgoAAA=="}));
+        assert_eq!(answered(b"p\xe4ss", false), json!("p\u{fffd}ss"));
+        assert_eq!(answered("p\u{e4}ss\0".as_bytes(), false), json!("p\u{e4}ss\0"));
+    }
+
+    fn answered(body: &[u8], is_json: bool) -> Value {
+        match answer(body.to_vec(), is_json) {
+            CallEnd::Answered(answer) => answer,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn half_a_character_costs_itself_and_not_its_answer() {
+        let expected = json!({"text": "cut \u{fffd}"});
+        assert_eq!(answered(br#"{"text":"cut \ud83d"}"#, true), expected);
+        assert_eq!(answered(b"{\"text\":\"cut \xf0\x9f\"}", true), expected);
+    }
+
+    #[tokio::test]
+    async fn a_program_hears_of_an_interface_that_is_left_alone_and_not_why() {
+        let paths = json!({"/a": {"get": {"operationId": "a"}}});
+        let document = json!({"openapi": "3.1.0", "info": {}, "paths": paths});
+        let plan = Plan::of("shop", &document, None, tests_endpoint()).unwrap();
+        let breaker = Breaker::new();
+        let api = Api::new(&plan, &Scrubs::new(Vec::new()), Arc::clone(&breaker)).unwrap();
+        breaker.failed("at 10.1.2.3".into());
+        breaker.failed("at 10.1.2.3".into());
+        let tool = &api.tools()[0];
+        let CallEnd::Failed(told) = api.call(tool, &JsonObject::new()).await else {
+            panic!("it was asked");
+        };
+        assert_eq!(told["name"], "Unavailable");
+        let message = told["message"].as_str().unwrap();
+        assert!(message.contains("is tried again in") && message.contains("log"), "{message}");
+        assert!(!message.contains("10.1.2.3"), "{message}");
+    }
+}

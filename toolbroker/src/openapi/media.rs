@@ -1,0 +1,27 @@
+//! Media types, and which of several to use.
+
+use serde_json::{Map, Value};
+
+/// A media type without its parameters, in small letters.
+pub(super) fn essence(kind: &str) -> String {
+    kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase()
+}
+
+/// Whether a media type is JSON.
+pub(super) fn is_json(kind: &str) -> bool {
+    let essence = essence(kind);
+    essence == "application/json" || essence.ends_with("+json")
+}
+
+/// The JSON media type to use: plain JSON first, then other `+json`, then JSON Patch (its
+/// value has another shape), then a range.
+pub(super) fn json_of(content: &Map<String, Value>) -> Option<(&str, &Value)> {
+    let rank = |kind: &str| match essence(kind).as_str() {
+        "application/json" => 0,
+        "application/json-patch+json" => 2,
+        other if other.contains('*') => 3,
+        _ => 1,
+    };
+    let json = content.iter().filter(|(kind, _)| is_json(kind));
+    json.min_by_key(|(kind, _)| rank(kind)).map(|(kind, media)| (kind.as_str(), media))
+}
