@@ -46,6 +46,7 @@ fn main() -> ExitCode {
             the_credential_is_in_no_memory_of_worker_or_guest,
             a_credential_that_a_server_tells_in_other_words_is_removed_and_reported,
             an_environment_credential_is_not_in_the_workers_environment,
+            no_worker_has_memory_that_another_can_write,
             a_grant_opens_what_it_names_and_nothing_else,
             artifacts_are_written_and_never_over_anything,
             what_a_person_would_miss_of_a_run_is_said,
@@ -386,7 +387,32 @@ fn an_environment_credential_is_not_in_the_workers_environment() {
     let worker = wait_for("a worker", || worker_of(run.id()));
     let environment = fs::read(format!("/proc/{worker}/environ")).unwrap();
     assert_eq!(text(&environment), "");
-    // It has closed the zygote's once it is in its jail.
+    wait_until_jailed(worker);
+    run.kill().unwrap();
+    run.wait().unwrap();
+}
+
+fn no_worker_has_memory_that_another_can_write() {
+    let desk = Desk::new();
+    desk.write("endless.wat", ENDLESS);
+    let mut run = desk
+        .command(&["run", "--sign-with", "signer.pem", "--fuel", "18446744073709551615"])
+        .args(["--timeout", "30s", "endless.wat"])
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let worker = wait_for("a worker", || worker_of(run.id()));
+    wait_until_jailed(worker);
+    let maps = fs::read_to_string(format!("/proc/{worker}/maps")).unwrap();
+    let shared: Vec<&str> = maps.lines().filter(|line| line.contains(" rw-s ")).collect();
+    // Of its own vCPU, which no other process has.
+    assert!(shared.len() == 1 && shared[0].contains("kvm-vcpu"), "{shared:#?}");
+    run.kill().unwrap();
+    run.wait().unwrap();
+}
+
+/// It has closed what the zygote had once it is in its jail.
+fn wait_until_jailed(worker: u32) {
     let known = ["socket:", "/dev/null", "anon_inode:kvm-"];
     wait_for("a worker that has its own descriptors alone", || {
         let links: Vec<String> = fs::read_dir(format!("/proc/{worker}/fd"))
@@ -398,8 +424,6 @@ fn an_environment_credential_is_not_in_the_workers_environment() {
         let all_known = links.iter().all(|link| known.iter().any(|start| link.starts_with(start)));
         (has_vm && all_known).then_some(())
     });
-    run.kill().unwrap();
-    run.wait().unwrap();
 }
 
 fn a_grant_opens_what_it_names_and_nothing_else() {

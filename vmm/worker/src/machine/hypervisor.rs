@@ -1,10 +1,11 @@
 //! `/dev/kvm`, opened and checked once per process.
 
+use std::io;
 use std::os::fd::{FromRawFd as _, IntoRawFd as _, OwnedFd};
 
 use kvm_bindings::{
     CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS,
-    KVM_SYNC_X86_SREGS, kvm_cpuid_entry2,
+    KVM_SYNC_X86_SREGS, kvm_cpuid_entry2, kvm_run,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 
@@ -145,9 +146,21 @@ impl Hypervisor {
     /// [`MachineError`].
     pub fn placeholder(&self) -> Result<Placeholder, MachineError> {
         let vm = self.create_vm()?;
-        let vcpu = vm
+        let mut vcpu = vm
             .create_vcpu(0)
             .map_err(|source| MachineError::Kvm { call: "KVM_CREATE_VCPU", source })?;
+        let bytes = self
+            .kvm
+            .get_vcpu_mmap_size()
+            .map_err(|source| MachineError::Kvm { call: "KVM_GET_VCPU_MMAP_SIZE", source })?;
+        let shared: *mut kvm_run = vcpu.get_kvm_run();
+        // What KVM shares with this process it would share with all forks, and they with
+        // each other: workers have no memory in common that they can write.
+        // SAFETY: advice about a mapping of `vcpu`'s, of this length.
+        if unsafe { libc::madvise(shared.cast(), bytes, libc::MADV_DONTFORK) } != 0 {
+            let reason = io::Error::last_os_error().to_string();
+            return Err(MachineError::Memory { bytes, reason });
+        }
         Ok(Placeholder { _vcpu: vcpu, _vm: vm })
     }
 
