@@ -6,13 +6,14 @@
 
 use std::sync::atomic::Ordering;
 
-use forge_protocol::platform::{GUEST_CID, HOST_CID, queue as handed};
+use forge_protocol::platform::{GUEST_CID, HOST_CID, STACK, queue as handed};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use virtio_vsock::packet::{PKT_HEADER_SIZE, VsockPacket};
-use vm_memory::{GuestMemoryMmap, VolatileSlice};
+use vm_memory::{GuestAddress, GuestMemoryMmap, VolatileSlice};
 
 use super::connection::{self, Header, Outgoing, op};
 use super::muxer::{ConnectionId, Muxer};
+use super::reach::Reach;
 
 /// Offsets of the registers (4.2.2, table 4.1).
 mod register {
@@ -72,7 +73,7 @@ const PAYLOAD_BYTES_MAX: u32 = 64 * 1024;
 /// The device.
 #[derive(Debug)]
 pub struct Device {
-    memory: GuestMemoryMmap,
+    memory: Reach,
     status: u32,
     device_features_sel: u32,
     driver_features_sel: u32,
@@ -88,9 +89,13 @@ pub struct Device {
 }
 
 impl Device {
-    /// A device in reset, over this guest memory.
+    /// A device in reset, over all of this guest memory.
     #[must_use]
     pub fn new(memory: GuestMemoryMmap, muxer: Muxer) -> Self {
+        Self::over(Reach { memory, from: GuestAddress(0) }, muxer)
+    }
+
+    fn over(memory: Reach, muxer: Muxer) -> Self {
         Self {
             memory,
             status: 0,
@@ -110,10 +115,11 @@ impl Device {
     /// a driver's negotiation with these addresses leaves, and a driver that
     /// wants another resets it.
     ///
-    /// `memory` is filled by now: the device writes to the queues' page.
+    /// `memory` is filled by now: the device writes to the queues' page. It reaches what
+    /// the platform lets ring 3 write, from the stack up, and nothing below.
     #[must_use]
     pub fn handed_over(memory: GuestMemoryMmap, muxer: Muxer) -> Self {
-        let mut device = Self::new(memory, muxer);
+        let mut device = Self::over(Reach { memory, from: GuestAddress(STACK) }, muxer);
         let begun = status::ACKNOWLEDGE | status::DRIVER;
         let agreed = begun | status::FEATURES_OK;
         // Each fits the state the one before it leaves (3.1.1). In a RAM that
@@ -146,7 +152,7 @@ impl Device {
     #[must_use]
     pub fn fork(&self, memory: GuestMemoryMmap) -> Self {
         let Self {
-            memory: _,
+            memory: Reach { memory: _, from },
             status,
             device_features_sel,
             driver_features_sel,
@@ -158,7 +164,7 @@ impl Device {
             ignored_accesses,
         } = self;
         Self {
-            memory,
+            memory: Reach { memory, from: *from },
             status: *status,
             device_features_sel: *device_features_sel,
             driver_features_sel: *driver_features_sel,
@@ -518,7 +524,8 @@ const _: () = assert!(connection::BUFFER_BYTES >= PAYLOAD_BYTES_MAX);
 mod tests {
     use super::*;
     use crate::vsock::muxer::Event;
-    use vm_memory::{Bytes, GuestAddress};
+    use forge_protocol::platform::{ARCHIVE, BOOT_INFO, DESCRIPTORS, PAGE_TABLES, TRAP_STACK};
+    use vm_memory::Bytes;
 
     const RAM: usize = 1 << 20;
     const DESC: u64 = 0x1000;
@@ -567,7 +574,11 @@ mod tests {
 
     /// Publishes a one-descriptor chain at `head`.
     fn offer(device: &Device, queue: u64, head: u16, address: u64, bytes: u32, writable: bool) {
-        let base = queue * STRIDE;
+        offer_at(device, queue * STRIDE, head, address, bytes, writable);
+    }
+
+    /// The same in the queue that lies there.
+    fn offer_at(device: &Device, base: u64, head: u16, address: u64, bytes: u32, writable: bool) {
         let memory = &device.memory;
         let descriptor = GuestAddress(base + DESC + u64::from(head) * 16);
         memory.write_obj(address, descriptor).unwrap();
@@ -639,7 +650,7 @@ mod tests {
 
     fn contents(device: &Device) -> Vec<u8> {
         let mut bytes = vec![0; ALL];
-        device.memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        device.memory.memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
         bytes
     }
 
@@ -700,10 +711,70 @@ mod tests {
         let mut device = Device::handed_over(memory(), Muxer::listening_on([1024]));
         write(&mut device, register::STATUS, 0);
         assert_eq!(read(&mut device, register::STATUS), 0);
-        let queue = |base| [base + DESC, base + AVAIL, base + USED];
-        negotiate(&mut device, [queue(0), queue(STRIDE)]);
-        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        negotiate_above(&mut device);
+        transmit_above(&mut device, 0, &packet(op::REQUEST, &[]));
         assert_eq!(device.muxer().connections(), 1);
+    }
+
+    /// Where queues and packets of a handed-over device may lie.
+    const ABOVE: u64 = 0x62_0000;
+
+    fn negotiate_above(device: &mut Device) {
+        let queue = |base| [base + DESC, base + AVAIL, base + USED];
+        negotiate(device, [queue(ABOVE), queue(ABOVE + STRIDE)]);
+    }
+
+    fn transmit_above(device: &mut Device, head: u16, bytes: &[u8]) {
+        let address = ABOVE + 0x8_0000 + u64::from(head) * 0x1000;
+        device.memory.write_slice(bytes, GuestAddress(address)).unwrap();
+        offer_at(device, ABOVE + STRIDE, head, address, bytes.len() as u32, false);
+        write(device, register::QUEUE_NOTIFY, 1);
+    }
+
+    #[test]
+    fn no_descriptor_makes_the_device_write_what_ring_3_cannot() {
+        // An answer to a packet for nobody has words that the guest chose.
+        let nobodys = packet(op::RW, &[]);
+        let writes = |address: u64| {
+            let mut device = Device::handed_over(memory(), Muxer::listening_on([1024]));
+            write(&mut device, register::STATUS, 0);
+            negotiate_above(&mut device);
+            transmit_above(&mut device, 0, &nobodys);
+            let before = contents(&device);
+            offer_at(&device, ABOVE, 0, address, 4096, true);
+            device.deliver();
+            let at = address as usize..address as usize + PKT_HEADER_SIZE;
+            contents(&device)[at.clone()] != before[at]
+        };
+        assert!(writes(STACK) && writes(ABOVE + 0x9_0000), "the test makes none");
+        for address in [PAGE_TABLES, DESCRIPTORS, TRAP_STACK, BOOT_INFO, ARCHIVE, STACK - 4] {
+            assert!(!writes(address), "{address:#x}");
+        }
+    }
+
+    #[test]
+    fn no_queue_of_a_handed_over_device_lies_where_ring_3_cannot_write() {
+        for place in 0..3 {
+            let mut device = Device::handed_over(memory(), Muxer::listening_on([1024]));
+            let mut queue = [ABOVE + DESC, ABOVE + AVAIL, ABOVE + USED];
+            queue[place] = PAGE_TABLES;
+            write(&mut device, register::STATUS, 0);
+            for status in [1, 3] {
+                write(&mut device, register::STATUS, status);
+            }
+            write(&mut device, register::DRIVER_FEATURES_SEL, 1);
+            write(&mut device, register::DRIVER_FEATURES, 1);
+            write(&mut device, register::STATUS, 11);
+            let before = contents(&device);
+            let [descriptors, driver, used] = queue.map(|address| address as u32);
+            write(&mut device, register::QUEUE_NUM, 4);
+            write(&mut device, register::QUEUE_DESC_LOW, descriptors);
+            write(&mut device, register::QUEUE_DRIVER_LOW, driver);
+            write(&mut device, register::QUEUE_DEVICE_LOW, used);
+            write(&mut device, register::QUEUE_READY, 1);
+            assert_eq!(read(&mut device, register::QUEUE_READY), 0, "{place}");
+            assert!(contents(&device) == before, "{place}");
+        }
     }
 
     #[test]

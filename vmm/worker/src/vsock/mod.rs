@@ -24,10 +24,12 @@
 //! | [`connection`] | one connection: state and credit, no memory, no queues |
 //! | [`muxer`] | all connections, which packets go where |
 //! | [`device`] | registers and queues |
+//! | `reach` | what of the guest's memory the device reaches |
 
 pub mod connection;
 pub mod device;
 pub mod muxer;
+mod reach;
 
 pub use device::Device;
 pub use muxer::{ConnectionId, Event, Muxer};
