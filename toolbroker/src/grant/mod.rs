@@ -25,7 +25,7 @@
 //! 64 bits and whose limits are not those of one call.
 //!
 //! Distrusted is every byte of a token, later blocks above all; what bounds
-//! their cost is said in [`attenuation`]. Deliberately
+//! their cost is said in `shape`. Deliberately
 //! absent is revocation.
 //!
 //! | module | what it holds |
