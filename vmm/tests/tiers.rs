@@ -49,6 +49,7 @@ fn main() -> ExitCode {
         claims![
             every_ending_is_the_same_in_both_tiers,
             the_examples_give_the_same_in_both_tiers,
+            the_examples_binding_takes_long_texts_with_escapes,
             auto_takes_the_vm_where_there_is_one,
             a_vm_that_the_deadline_stops_leaves_the_line_it_was_at,
         ],
@@ -414,6 +415,17 @@ fn run_example(desk: &Desk, isolation: &str, arguments: &[String]) -> Command {
     let mut command = run_command(desk, isolation, &arguments);
     command.env("INVENTORY_TOKEN", "demo-inventory-token");
     command
+}
+
+fn the_examples_binding_takes_long_texts_with_escapes() {
+    let desk = desk();
+    let mut arguments = restock(&desk);
+    let query = json!({ "query": "b\n\u{e4}\"".repeat(15_000), "needed": 100 });
+    let given = arguments.iter().position(|it| it == "--input").unwrap() + 1;
+    arguments[given] = query.to_string();
+    let report = reported(&run_example(&desk, "vm", &arguments).output().unwrap());
+    assert_eq!(report["status"], "ok", "{report:#}");
+    assert_eq!(report["tool_calls"][0]["tool"], "inventory.find_parts", "{report:#}");
 }
 
 fn the_examples_give_the_same_in_both_tiers() {

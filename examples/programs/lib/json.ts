@@ -28,14 +28,46 @@ export class Json {
 
 // A text as a JSON string.
 export function quote(text: string): string {
-  let out = '"';
+  let length = 2;
+  for (let i = 0; i < text.length; i++) length += quotedLength(text.charCodeAt(i));
+  const out = new Text(length);
+  out.add(0x22);
   for (let i = 0; i < text.length; i++) {
     const code = text.charCodeAt(i);
-    if (code == 0x22 || code == 0x5c) out += "\\" + text.charAt(i);
-    else if (code < 0x20) out += "\\u" + code.toString(16).padStart(4, "0");
-    else out += text.charAt(i);
+    if (code < 0x20) {
+      out.add(0x5c);
+      out.add(0x75);
+      for (let shift = 12; shift >= 0; shift -= 4) out.add("0123456789abcdef".charCodeAt(code >> shift & 15));
+    } else {
+      if (code == 0x22 || code == 0x5c) out.add(0x5c);
+      out.add(code);
+    }
   }
-  return out + '"';
+  out.add(0x22);
+  return out.whole;
+}
+
+function quotedLength(code: i32): i32 {
+  return code < 0x20 ? 6 : code == 0x22 || code == 0x5c ? 2 : 1;
+}
+
+// A text that is put together in one piece of memory, since none is ever freed: adding to
+// a string takes its length again each time.
+class Text {
+  private units: StaticArray<u16>;
+  private length: i32 = 0;
+
+  constructor(lengthMax: i32) {
+    this.units = new StaticArray<u16>(lengthMax);
+  }
+
+  add(code: i32): void {
+    this.units[this.length++] = <u16>code;
+  }
+
+  get whole(): string {
+    return String.UTF16.decodeUnsafe(changetype<usize>(this.units), <usize>this.length << 1);
+  }
 }
 
 class Reader {
@@ -46,11 +78,11 @@ class Reader {
   value(): Json {
     const value = new Json();
     const first = this.peek();
+    let isWhole = true;
     if (first == 0x22) {
-      value.isNull = false;
       value.text = this.string();
+      isWhole = this.text.charCodeAt(this.at - 1) == 0x22;
     } else if (first == 0x7b) {
-      value.isNull = false;
       this.at++;
       while (this.peek() == 0x22) {
         const name = this.string();
@@ -58,48 +90,58 @@ class Reader {
         value.set(name, this.value());
         if (!this.take(0x2c)) break;
       }
-      this.take(0x7d);
+      isWhole = this.take(0x7d);
     } else if (first == 0x5b) {
-      value.isNull = false;
       this.at++;
       while (this.peek() != 0x5d && this.at < this.text.length) {
         value.items.push(this.value());
         if (!this.take(0x2c)) break;
       }
-      this.take(0x5d);
+      isWhole = this.take(0x5d);
     } else {
       const start = this.at;
       while (this.at < this.text.length && !ends(this.text.charCodeAt(this.at))) this.at++;
-      const word = this.text.substring(start, this.at);
-      value.isNull = word == "null" || word == "";
-      value.text = word;
-      value.number = parseFloat(word);
+      value.text = this.text.substring(start, this.at);
+      value.number = parseFloat(value.text);
+      isWhole = isFinite(value.number) || value.text == "true" || value.text == "false";
     }
-    return value;
+    value.isNull = false;
+    return isWhole ? value : new Json();
   }
 
   private string(): string {
-    let out = "";
-    this.at++;
-    while (this.at < this.text.length) {
-      const code = this.text.charCodeAt(this.at++);
-      if (code == 0x22) break;
-      if (code != 0x5c) {
-        out += String.fromCharCode(code);
-        continue;
+    const start = ++this.at;
+    let end = start;
+    let isPlain = true;
+    while (end < this.text.length && this.text.charCodeAt(end) != 0x22) {
+      if (this.text.charCodeAt(end) == 0x5c) {
+        isPlain = false;
+        end++;
       }
-      const escaped = this.text.charAt(this.at++);
-      if (escaped == "u") {
-        out += String.fromCharCode(<i32>parseInt(this.text.substr(this.at, 4), 16));
-        this.at += 4;
-      } else if (escaped == "n") out += "\n";
-      else if (escaped == "t") out += "\t";
-      else if (escaped == "r") out += "\r";
-      else if (escaped == "b") out += "\b";
-      else if (escaped == "f") out += "\f";
-      else out += escaped;
+      end++;
     }
-    return out;
+    if (isPlain) {
+      this.at = end + 1;
+      return this.text.substring(start, end);
+    }
+    const out = new Text(end - start);
+    while (this.at < end) {
+      const code = this.text.charCodeAt(this.at++);
+      out.add(code == 0x5c ? this.escaped() : code);
+    }
+    this.at = end + 1;
+    return out.whole;
+  }
+
+  // What an escape stands for, from behind its backslash on.
+  private escaped(): i32 {
+    const code = this.text.charCodeAt(this.at++);
+    if (code == 0x75) {
+      this.at += 4;
+      return <i32>parseInt(this.text.substring(this.at - 4, this.at), 16);
+    }
+    const at = "bfnrt".indexOf(String.fromCharCode(code));
+    return at < 0 ? code : "\b\f\n\r\t".charCodeAt(at);
   }
 
   private peek(): i32 {
