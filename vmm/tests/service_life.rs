@@ -41,6 +41,7 @@ fn main() -> ExitCode {
             a_configuration_may_be_loaded_again_before_the_service_listens,
             a_host_that_can_make_no_vm_is_no_service,
             what_is_configured_is_loaded_again,
+            a_reload_names_what_it_does_not_load,
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
             what_is_in_the_jail_goes_first_where_memory_is_short,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
@@ -199,6 +200,31 @@ fn what_is_configured_is_loaded_again() {
         run.canceller().cancel().await;
         assert_eq!(report(&run.finish().await.unwrap())["status"], "cancelled");
     });
+}
+
+fn a_reload_names_what_it_does_not_load() {
+    let desk = desk();
+    let roles = |of_bob: &str| format!("[roles.clerk]\ntools = ['crypto.hash']\n{of_bob}");
+    let bob = "[principals.bob]\nroles = ['clerk']\nuids = [61001]\n";
+    fs::write(desk.path("forge.toml"), roles(bob)).unwrap();
+    let log = fs::File::create(desk.path("log")).unwrap();
+    let child = desk.serves(&["--config", "forge.toml"]).stderr(log).spawn().unwrap();
+    let service = Service::listening(child, desk.socket());
+    let said = || fs::read_to_string(desk.path("log")).unwrap();
+    let load = |text: String| {
+        fs::write(desk.path("forge.toml"), text).unwrap();
+        signal(&service, libc::SIGHUP);
+    };
+    load(roles("[service]\nmode = '0666'\n"));
+    eventually("what needs a restart is told", || {
+        said().contains("principals.bob.roles") && said().contains("service.mode")
+    });
+    assert!(!said().contains("\"roles\""), "{}", said());
+    // What is loaded is not told.
+    fs::write(desk.path("log"), "").unwrap();
+    load(format!("{}[service]\nruns_max = 7\n", roles(&bob.replace("61001", "61002"))));
+    eventually("it is loaded", || standing(&mut service.client())["bounds"]["runs_max"] == 7);
+    assert!(!said().contains("restart"), "{}", said());
 }
 
 fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {

@@ -58,6 +58,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         ));
     }
     let config = args.broker.config.as_deref();
+    let at_start = config::read_at_start(config)?;
     let http = door::configured(config, &options.principals)?;
     let ready = config::pool(&args.pool, config)?;
     // From here on there is something for it to end.
@@ -123,16 +124,23 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     if let Some(at) = vsock {
         let _ = writeln!(io::stderr(), "forge-vmm: serving at {at} too");
     }
+    let at_start = &at_start;
     let load = || {
         let load = || {
             let options = config::service(config)?.options;
             let http = door::configured(config, &options.principals)?;
             let trust = trust_keys(&args)?;
+            let now = config::read_at_start(config)?;
             let tell = door.as_ref().map(|door| door.reload(http)).transpose()?;
             // Last: where anything fails, nothing changes.
-            let then = || {
+            let then = move || {
                 if let Some(tell) = tell {
                     tell();
+                }
+                let others =
+                    at_start.keys().chain(now.keys().filter(|it| !at_start.contains_key(*it)));
+                for name in others.filter(|name| at_start.get(*name) != now.get(*name)) {
+                    tracing::warn!(name, "this changed and holds after a restart of the service");
                 }
             };
             Ok((Reloaded { trust, options }, then))

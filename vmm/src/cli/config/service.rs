@@ -10,9 +10,10 @@ use forge_vmm::service::options::{BOUND_MAX, Bounds, Principal, Principals};
 use forge_vmm::service::{ServiceOptions, VsockAddress};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
+use toml::Value;
 
-use super::fault::Fault;
-use super::read_config;
+use super::fault::{Fault, tables};
+use super::{read_config, read_text};
 use crate::cli::CliError;
 
 /// Waits and drains beyond this are a mistake.
@@ -104,6 +105,33 @@ pub(crate) fn service(config: Option<&Path>) -> Result<ServiceConfig, CliError> 
         Some(fault) => Err(fault.of(path)),
         None => Ok(resolved),
     }
+}
+
+/// What of a configuration only a start reads, by the names of its tables and fields: what
+/// is the toolbroker's, the pool's and the socket's.
+pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Value>, CliError> {
+    let Some(path) = config else { return Ok(BTreeMap::new()) };
+    let all = tables(&read_text(path)?).map_err(|fault| fault.of(path))?;
+    let mut found = BTreeMap::new();
+    for (name, value) in all {
+        let of = |field: &str, value: &Value| value.get(field).cloned();
+        match name.as_str() {
+            "trust" | "http" => {}
+            "service" => found.extend(
+                ["socket", "mode", "vsock"]
+                    .into_iter()
+                    .filter_map(|field| Some((format!("service.{field}"), of(field, &value)?))),
+            ),
+            "principals" => {
+                let named = value.as_table().into_iter().flatten();
+                found.extend(named.filter_map(|(principal, value)| {
+                    Some((format!("principals.{principal}.roles"), of("roles", value)?))
+                }));
+            }
+            _ => drop(found.insert(name, value)),
+        }
+    }
+    Ok(found)
 }
 
 /// Checks both tables. Where one has a fault, what comes back is of no use.
