@@ -18,14 +18,18 @@ pub(crate) mod by_hand {
     pub(crate) use bincode::error::{DecodeError, EncodeError};
 }
 
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
 /// How much more memory than bytes a message may claim for its containers: an
 /// element of one byte on the wire is a struct of some words in memory.
 const CLAIM_FACTOR: usize = 64;
-const KIB: usize = 1024;
-const MIB: usize = 1024 * KIB;
+/// And how many bytes of memory more than its length it may at most. What is long is
+/// output, artifacts, programs, which take in memory what they take on the wire; all
+/// the records that a run, or a list of tools, may have beside take less than this.
+const CLAIM_MORE_BYTES: usize = 16 * MIB;
 /// What a message may claim is rounded up to one of these, since bincode takes its
 /// limit as a type; more than the last it may not.
-const CLAIM_BYTES: [usize; 6] = [64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 512 * MIB];
+const CLAIM_BYTES: [usize; 7] = [64 * KIB, MIB, 16 * MIB, 32 * MIB, 64 * MIB, 256 * MIB, 512 * MIB];
 
 /// Why bytes are not the message they should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +83,7 @@ pub fn encode_into<T: Encode>(message: &T, out: &mut Vec<u8>) {
 /// # Errors
 /// [`CodecError::Malformed`] or [`CodecError::Leftover`]. What is allocated on
 /// the way is bounded by the length of `bytes`, whatever they claim: by 64 KiB or
-/// 1,024 times as much, and by 256 times of what has more than 256 KiB.
+/// 1,024 times as much, and by four times as much and 64 MiB.
 pub fn decode<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, CodecError> {
     match claim(bytes.len()) {
         0 => decode_within::<T, { CLAIM_BYTES[0] }>(bytes),
@@ -87,13 +91,14 @@ pub fn decode<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, CodecEr
         2 => decode_within::<T, { CLAIM_BYTES[2] }>(bytes),
         3 => decode_within::<T, { CLAIM_BYTES[3] }>(bytes),
         4 => decode_within::<T, { CLAIM_BYTES[4] }>(bytes),
-        _ => decode_within::<T, { CLAIM_BYTES[5] }>(bytes),
+        5 => decode_within::<T, { CLAIM_BYTES[5] }>(bytes),
+        _ => decode_within::<T, { CLAIM_BYTES[6] }>(bytes),
     }
 }
 
 /// Which of [`CLAIM_BYTES`] a message of so many bytes may claim.
 fn claim(bytes: usize) -> usize {
-    let needed = bytes.saturating_mul(CLAIM_FACTOR);
+    let needed = bytes.saturating_mul(CLAIM_FACTOR).min(bytes.saturating_add(CLAIM_MORE_BYTES));
     CLAIM_BYTES.iter().position(|step| needed <= *step).unwrap_or(CLAIM_BYTES.len() - 1)
 }
 
@@ -131,11 +136,11 @@ mod tests {
 
     #[test]
     fn what_a_message_claims_is_bounded_by_its_length() {
-        for bytes in [1, KIB, 16 * KIB + 1, 256 * KIB, 256 * KIB + 1, 300_000, MIB + 1, 4 * MIB] {
+        for bytes in [1, KIB, 16 * KIB + 1, 256 * KIB, 256 * KIB + 1, 300_000, MIB + 1, 256 * MIB] {
             let claimed = CLAIM_BYTES[claim(bytes)];
-            assert!(claimed >= CLAIM_FACTOR * bytes, "{bytes}");
-            let factor = if bytes > 256 * KIB { 256 } else { 1024 };
-            assert!(claimed <= (64 * KIB).max(factor * bytes), "{bytes}");
+            assert!(claimed >= (CLAIM_FACTOR * bytes).min(bytes + CLAIM_MORE_BYTES), "{bytes}");
+            assert!(claimed <= (64 * KIB).max(1024 * bytes), "{bytes}");
+            assert!(claimed <= 4 * bytes + 64 * MIB, "{bytes}");
         }
         // All of these are there, and would take 2 MiB from a thousand bytes.
         let large = vec![None::<[u64; 256]>; 1_000];

@@ -299,10 +299,13 @@ mod tests {
     use super::*;
     use alloc::vec;
 
+    use crate::codec::{self, CodecError};
     use crate::ending::{Ending, RejectKind, TrapKind};
     use crate::limits::{
-        ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, REASON_BYTES_MAX,
+        ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
+        REASON_BYTES_MAX,
     };
+    use crate::run::CallSettled;
 
     fn report(fate: Fate) -> Report {
         Report {
@@ -327,6 +330,53 @@ mod tests {
     /// What a report passes.
     fn passed(report: &Report) -> Option<&'static str> {
         report.check(&RunLimits::operator_maxima()).err().map(|over| over.what)
+    }
+
+    fn encoded(report: &Report) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        codec::encode_into(report, &mut bytes);
+        bytes
+    }
+
+    /// All the calls and log records that any run may have.
+    #[test]
+    fn a_report_with_all_that_a_run_may_leave_decodes() {
+        let maxima = RunLimits::operator_maxima();
+        let tool = alloc::format!("a.{}", "a".repeat(crate::limits::TOOL_NAME_BYTES_MAX - 2));
+        let settled = Some(CallSettled { code: None, duration_ns: u64::MAX, redacted: false });
+        let calls = (0..maxima.calls).map(|id| CallRecord {
+            id,
+            tool: crate::name::ToolName::parse(&tool).unwrap(),
+            settled,
+        });
+        let empty = Log { level: 0, text: String::new() };
+        let artifact = || Artifact {
+            name: "a".into(),
+            media_type: "a".into(),
+            content: vec![7; maxima.artifact_bytes as usize],
+        };
+        for artifacts in [0, maxima.artifacts] {
+            let most = Report {
+                artifacts: core::iter::repeat_with(artifact).take(artifacts as usize).collect(),
+                logs: vec![empty.clone(); (maxima.log_bytes / LOG_RECORD_OVERHEAD_BYTES) as usize],
+                calls: calls.clone().collect(),
+                ..report(Fate::Deadline)
+            };
+            assert_eq!(passed(&most), None);
+            let decoded: Report = codec::decode(&encoded(&most)).unwrap();
+            assert!(decoded == most);
+        }
+    }
+
+    /// As one that was taken over may have it: of empty records alone.
+    #[test]
+    fn a_report_of_empty_records_claims_no_multiple_of_its_length() {
+        let empty = Log { level: 0, text: String::new() };
+        let bytes = encoded(&Report { logs: vec![empty; 8 << 20], ..report(Fate::Deadline) });
+        let claimed = (8 << 20) * size_of::<Log>();
+        assert!(bytes.len() <= Report::payload_bytes_max(&RunLimits::default()) as usize);
+        assert!(claimed > 10 * bytes.len());
+        assert_eq!(codec::decode::<Report>(&bytes), Err(CodecError::Malformed));
     }
 
     #[test]
