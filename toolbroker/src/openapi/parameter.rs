@@ -119,8 +119,9 @@ impl Parameter {
         let (schema, is_json) = match given.get("content").and_then(Value::as_object) {
             None => (given.get("schema"), false),
             Some(content) => {
-                let (_, json) = json_of(content)
-                    .ok_or_else(|| unsupported("is written otherwise than JSON"))?;
+                let Some((_, json)) = json_of(content) else {
+                    return unsent("is written otherwise than JSON");
+                };
                 (json.get("schema"), true)
             }
         };
@@ -134,7 +135,7 @@ impl Parameter {
             (Place::Query, Some("pipeDelimited")) if explode != Some(true) => Style::Joined('|'),
             (Place::Query, Some("spaceDelimited" | "pipeDelimited")) => Style::Exploded,
             (Place::Query, Some("deepObject")) => Style::DeepObject,
-            _ => return Err(unsupported("has a style that is not written here")),
+            _ => return unsent("has a style that is not written here"),
         };
         let mut schema = match schema {
             Some(schema) => resolver.schema(schema)?,

@@ -515,7 +515,11 @@ mod tests {
                 "header",
             ),
             (parameter(json!({"name": "y", "in": "path", "required": true, "schema": {}})), "path"),
-            (parameter(json!({"name": "q", "in": "query", "style": "odd", "schema": {}})), "style"),
+            (
+                parameter(json!({"name": "q", "in": "query", "required": true,
+                                 "style": "odd", "schema": {}})),
+                "style",
+            ),
             (parameter(json!({"$ref": "#/components/parameters/None"})), "not there"),
             (document(json!({"/a/{x}": {"get": {"operationId": "a"}}})), "{x}"),
             (document(json!({"/a?x=1#b": {"get": {"operationId": "a"}}})), "path"),
@@ -631,6 +635,20 @@ mod tests {
                 assert!(self::schema(&of(schema, true).unwrap(), 0)["properties"]["p"].is_object());
             }
         }
+    }
+
+    #[test]
+    fn an_optional_parameter_that_is_not_written_here_leaves_the_operation() {
+        let content = json!({"application/xml": {"schema": {}}});
+        let parameters = json!([
+            {"name": "odd", "in": "query", "style": "odd", "schema": {}},
+            {"name": "xml", "in": "query", "content": content},
+            {"name": "plain", "in": "query", "schema": {}}
+        ]);
+        let get = json!({"operationId": "a", "parameters": parameters});
+        let plan = plan(&document(json!({"/a": {"get": get}})), &["a"]).unwrap();
+        let properties = &schema(&plan, 0)["properties"];
+        assert_eq!(properties.as_object().unwrap().keys().collect::<Vec<_>>(), ["plain"]);
     }
 
     #[test]
