@@ -250,8 +250,11 @@ impl Shared {
             if wait(stop, Some(&link), None) {
                 return;
             }
-            tracing::error!("the toolbroker is lost, and will be started again");
+            let gone = self.state().broker.as_ref().ok().cloned();
             self.lost(None, "the toolbroker was lost and is being started again");
+            // One that was put away before has been told of.
+            let (pid, how) = gone.map(|it| (it.id(), it.how_it_ended())).unzip();
+            tracing::error!(pid, how, "the toolbroker is lost, and will be started again");
             if since.elapsed() >= delay * STEADY_DELAYS {
                 delay = Duration::ZERO;
             }

@@ -40,8 +40,8 @@ use frail_broker::{Brokers, LENGTH, Life};
 use processes::{Process, is_gone, wait_for};
 use serde_json::Value;
 use serving::{
-    ECHO, broker_pid, desk, endless, hashes, kill, lines, report, runtime, signal_to, stands,
-    status, submit, test_server, three_in_flight,
+    ECHO, Service, broker_pid, desk, endless, hashes, kill, lines, report, runtime, signal_to,
+    stands, status, submit, test_server, three_in_flight,
 };
 use support::{eventually, signer};
 
@@ -253,7 +253,9 @@ fn a_lost_broker_comes_back_and_runs_that_were_calling_say_so() {
     let desk = desk();
     let (toml, log) = test_server(&desk);
     fs::write(desk.path("forge.toml"), toml).unwrap();
-    let service = desk.serve(&["--config", "forge.toml"]);
+    let mut serves = desk.serves(&["--config", "forge.toml"]);
+    serves.stderr(fs::File::create(desk.path("said")).unwrap());
+    let service = Service::listening(serves.spawn().unwrap(), desk.socket());
     runtime().block_on(async {
         let client = forge_client::Client::connect(&service.socket).await.unwrap();
         let run = client.submit(&three_in_flight()).await.unwrap();
@@ -284,6 +286,10 @@ fn a_lost_broker_comes_back_and_runs_that_were_calling_say_so() {
             (&"serving".into(), &1.into())
         );
         assert_ne!(broker_pid(&standing), Some(broker));
+        let said = fs::read_to_string(desk.path("said")).unwrap();
+        let lost = said.lines().find(|line| line.contains("the toolbroker is lost")).unwrap();
+        let which = format!("pid={broker} how=\"signal: 9 (SIGKILL)\"");
+        assert!(lost.contains(&which), "{lost}");
         assert_eq!(standing["runs"]["running"], 1, "the other goes on: {standing:#}");
         other.canceller().cancel().await;
         assert_eq!(report(&other.finish().await.unwrap())["status"], "cancelled");

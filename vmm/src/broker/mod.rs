@@ -417,6 +417,23 @@ impl Broker {
         !matches!(lock(&self.child).try_wait(), Ok(None))
     }
 
+    /// How its process ended, for a reader, where it has or is about to: its link
+    /// closes a little before.
+    pub(crate) fn how_it_ended(&self) -> String {
+        let until = Instant::now() + CLOSE_TIME_MAX;
+        let mut child = lock(&self.child);
+        loop {
+            match child.try_wait() {
+                Ok(Some(status)) => return status.to_string(),
+                Ok(None) if Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                Ok(None) => return "it runs yet, but closed its link".into(),
+                Err(error) => return format!("the kernel does not say: {error}"),
+            }
+        }
+    }
+
     /// Asks, and waits for the answer.
     ///
     /// # Errors
