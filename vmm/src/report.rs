@@ -178,7 +178,8 @@ pub struct RunReport {
     /// words of [`crate::jail::Weakness`]. Empty for a run that no VM was made
     /// for.
     pub weaknesses: Vec<&'static str>,
-    /// Whether the VM was made for it or put back after another run.
+    /// Whether its VM was made for it (`fresh`) or put back after another run (`reset`);
+    /// `none` of a run that was refused before it had one.
     pub vm: &'static str,
     /// The signed hash of the program, in hex, once its signature was good.
     pub program_sha256: Option<String>,

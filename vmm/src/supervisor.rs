@@ -695,7 +695,7 @@ fn unstarted(
         log_dropped: 0,
         isolation: tier.as_str(),
         weaknesses: Vec::new(),
-        vm: "fresh",
+        vm: "none",
         program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
         signer: admitted.map(|admitted| admitted.signer.to_string()),
         retrieved: Vec::new(),
