@@ -425,7 +425,7 @@ pub fn shown(name: &str) -> String {
 pub fn shown_whole(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
-        if c.is_control() || is_bidi_control(c) {
+        if c.is_control() || moves_others(c) {
             safe.extend(c.escape_unicode());
         } else {
             safe.push(c);
@@ -434,9 +434,13 @@ pub fn shown_whole(text: &str) -> String {
     safe
 }
 
-/// Characters that reorder the text around them on a terminal.
-fn is_bidi_control(c: char) -> bool {
-    matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+/// Characters that reorder the text around them on a terminal (Unicode's bidirectional
+/// controls), and those that begin another line of it.
+fn moves_others(c: char) -> bool {
+    matches!(
+        c,
+        '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
+    )
 }
 
 #[cfg(test)]
@@ -636,7 +640,9 @@ mod tests {
     #[test]
     fn names_cannot_forge_the_terminal() {
         assert_eq!(shown("a\x1b[2Jb"), "a\\u{1b}[2Jb");
-        assert_eq!(shown("a\u{202e}b"), "a\\u{202e}b");
+        for mover in ['\u{61c}', '\u{200f}', '\u{2028}', '\u{2029}', '\u{202e}', '\u{2066}'] {
+            assert_eq!(shown(&format!("a{mover}b")), format!("a{}b", mover.escape_unicode()));
+        }
         assert_eq!(shown(&"x".repeat(200)).chars().count(), NAME_CHARS_MAX + 1);
     }
 }

@@ -350,7 +350,7 @@ fn forge_toml_names_the_brokers_user() {
         ("[broker]\nuser = \"root\"", 0, "must not be root"),
         ("[broker]\nuser = true", 0, "a user is a name or a number"),
         ("[broker]\nusr = 7", 0, "usr"),
-        ("[broker]\nuser = 64124", STRANGER, "only root can start the toolbroker"),
+        ("[broker]\nuser = 64124", STRANGER, "only root can start a process"),
     ] {
         let (code, _, said) = list(toml, uid);
         assert_eq!(code, Some(2), "{toml}: {said}");

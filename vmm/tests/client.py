@@ -83,7 +83,7 @@ class Reader:
 def limits(**changes):
     """The document's limits, in its order."""
     values = dict(
-        fuel=1_000_000_000,
+        fuel=5_000_000_000,
         memory_bytes=16 << 20,
         wall_ms=5000,
         program_bytes=2 << 20,
@@ -96,7 +96,7 @@ def limits(**changes):
         log_bytes=64 << 10,
         calls=100,
         calls_in_flight=8,
-        recursion=1000,
+        recursion=10_000,
         stack_bytes=1 << 20,
     )
     values.update(changes)

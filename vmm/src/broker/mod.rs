@@ -123,20 +123,20 @@ impl BrokerError {
     }
 }
 
-/// Why the broker cannot run as the user that is asked for.
+/// Why a process cannot run as the user that is asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum UserError {
     /// There is no such user.
     #[error("there is no user {0:?} on this host: make one, or give a number")]
     Unknown(String),
     /// The supervisor may not change users.
-    #[error("only root can start the toolbroker as another user, and this is uid {own}")]
+    #[error("only root can start a process as another user, and this is uid {own}")]
     NotRoot {
         /// The supervisor's effective user.
         own: u32,
     },
-    /// The broker is to run as root.
-    #[error("the toolbroker's user must not be root: leave the key out to run it as yourself")]
+    /// It is to run as root.
+    #[error("the user must not be root: leave the key out for the one that you are")]
     Root,
     /// The host does not say.
     #[error("this host's users cannot be looked up: {0}")]

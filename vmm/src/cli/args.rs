@@ -122,6 +122,10 @@ fn limit(text: &str) -> Result<(String, u64), String> {
     Ok((name.to_owned(), value))
 }
 
+fn bytes(text: &str) -> Result<u64, &'static str> {
+    text.parse().map_err(|_| "a number of bytes goes here, as 33554432 for 32 MiB")
+}
+
 /// The path of a service's socket, for commands that take no other address.
 fn socket() -> impl clap::builder::TypedValueParser<Value = PathBuf> {
     use clap::builder::TypedValueParser as _;
@@ -192,7 +196,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N")]
     pub(crate) fuel: Option<u64>,
     /// Linear memory the program may have [default: 16777216, at most 67108864]
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub(crate) memory: Option<u64>,
     /// Wall clock the run may take, such as 500ms or 5s
     /// [default: 5s, at most 30s]
