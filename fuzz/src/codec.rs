@@ -317,6 +317,16 @@ pub fn seeds() -> Vec<Seed> {
                 }),
             ),
         ),
+        accepted(
+            "request-roles",
+            input(
+                8,
+                &ask(Request::LoadRoles {
+                    file: "forge.toml".into(),
+                    tables: r#"{"roles":{"clerk":{"tools":["*"]}},"principals":{}}"#.into(),
+                }),
+            ),
+        ),
         accepted("request-inspect", input(8, &ask(Request::InspectGrant { token: vec![1, 2] }))),
         accepted("request-attenuate", input(8, &ask(Request::AttenuateGrant(narrowing)))),
         accepted("request-review", input(8, &ask(Request::ReviewTools))),

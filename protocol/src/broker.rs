@@ -122,6 +122,14 @@ pub enum Request {
         /// The number under which it was asked.
         question: u64,
     },
+    /// Other roles hold from now on than its configuration had →
+    /// [`Reply::RolesLoaded`]. Runs that are open go on under what they were granted.
+    LoadRoles {
+        /// The configuration's name, for errors.
+        file: String,
+        /// Its tables `roles` and `principals`, of these the `roles`, as a JSON object.
+        tables: String,
+    },
 }
 
 impl Request {
@@ -268,6 +276,8 @@ pub enum Reply {
     },
     /// To [`Request::Withdraw`].
     Withdrawn,
+    /// To [`Request::LoadRoles`].
+    RolesLoaded,
 }
 
 /// Tools of the caller's own process.

@@ -22,9 +22,11 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use executables::FORGE;
+use forge_protocol::broker::{Authority, GrantRequest};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{Hello, Role};
+use forge_protocol::name::ToolName;
 use forge_protocol::service::{Finished, Order, Query, Question, Reply, Submit};
 use processes::{Process, child_named, descendants_of, is_busy, is_gone};
 use serving::{
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
             a_host_that_can_make_no_vm_is_no_service,
             what_is_configured_is_loaded_again,
             a_reload_names_what_it_does_not_load,
+            a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload,
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
             what_is_in_the_jail_goes_first_where_memory_is_short,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
@@ -215,16 +218,65 @@ fn a_reload_names_what_it_does_not_load() {
         fs::write(desk.path("forge.toml"), text).unwrap();
         signal(&service, libc::SIGHUP);
     };
-    load(roles("[service]\nmode = '0666'\n"));
+    load(roles("[service]\nmode = '0666'\n[pool]\nready = 1\n"));
     eventually("what needs a restart is told", || {
-        said().contains("principals.bob.roles") && said().contains("service.mode")
+        said().contains("\"pool\"") && said().contains("service.mode")
     });
-    assert!(!said().contains("\"roles\""), "{}", said());
+    assert!(!said().contains("roles"), "{}", said());
     // What is loaded is not told.
     fs::write(desk.path("log"), "").unwrap();
     load(format!("{}[service]\nruns_max = 7\n", roles(&bob.replace("61001", "61002"))));
     eventually("it is loaded", || standing(&mut service.client())["bounds"]["runs_max"] == 7);
     assert!(!said().contains("restart"), "{}", said());
+}
+
+fn a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload() {
+    let desk = desk();
+    let configured = |of_local: &str, runs_max: u32| {
+        let roles = "[roles.clerk]\ntools = ['crypto.hash']\n[roles.guest]\ntools = []\n";
+        let local = format!("[principals.local]\nroles = ['{of_local}']\n");
+        let text = format!("{roles}{local}[service]\nruns_max = {runs_max}\n");
+        fs::write(desk.path("forge.toml"), text).unwrap();
+    };
+    configured("clerk", 3);
+    let log = fs::File::create(desk.path("log")).unwrap();
+    let child = desk.serves(&["--config", "forge.toml"]).stderr(log).spawn().unwrap();
+    let service = Service::listening(child, desk.socket());
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        let kind = async |order: &Order| report(&client.run(order).await.unwrap())["kind"].clone();
+        let issue = Question::IssueGrant(GrantRequest {
+            principal: "local".into(),
+            tools: vec![ToolName::parse("crypto.hash").unwrap()],
+            constraints: Vec::new(),
+            valid_s: 600,
+            calls_max: None,
+            cost_max: None,
+            session: None,
+        });
+        let Reply::Grant(token) = client.ask(issue.clone()).await.unwrap() else { panic!() };
+        let granted = Order { authority: Authority::Grant(token), ..hashes() };
+        assert_eq!((kind(&hashes()).await, kind(&granted).await), ("".into(), "".into()));
+        let loaded = async |of_local, runs_max| {
+            configured(of_local, runs_max);
+            signal(&service, libc::SIGHUP);
+            stands(&client, "it is loaded", |it| it["bounds"]["runs_max"] == runs_max).await;
+        };
+        loaded("guest", 4).await;
+        let forbidden = ("forbidden".into(), "forbidden".into());
+        assert_eq!((kind(&hashes()).await, kind(&granted).await), forbidden);
+        assert!(client.ask(issue).await.is_err());
+        // What is wrong changes nothing.
+        configured("nobody", 5);
+        signal(&service, libc::SIGHUP);
+        eventually("it is told", || {
+            fs::read_to_string(desk.path("log")).unwrap().contains("no role has this name")
+        });
+        assert_eq!(status(&client).await["bounds"]["runs_max"], 4);
+        assert_eq!(kind(&hashes()).await, "forbidden");
+        loaded("clerk", 6).await;
+        assert_eq!((kind(&hashes()).await, kind(&granted).await), ("".into(), "".into()));
+    });
 }
 
 fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {

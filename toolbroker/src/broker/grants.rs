@@ -52,7 +52,7 @@ impl Broker {
         let names: BTreeSet<ToolName> = names.into_iter().collect();
         self.check_visible(principal, names.iter())?;
         let tools = self.registry.find_all(names).await;
-        let tools = tools.map_err(|error| error.told_to(principal, &self.policy))?;
+        let tools = tools.map_err(|error| error.told_to(principal, &self.policy()))?;
         self.check_reviewed(&tools).await?;
         Ok(tools)
     }

@@ -23,7 +23,8 @@ mod run_link;
 
 use std::collections::HashMap;
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::task::Poll;
 use std::time::SystemTime;
 
@@ -49,7 +50,7 @@ use self::grants::{narrowed, with_hosted};
 use self::run_link::serve_run;
 use crate::beside;
 use crate::call::{Dispatcher, Run};
-use crate::config::Config;
+use crate::config::{self, Config, ConfigError};
 use crate::constraint::WrittenError;
 use crate::definition::Tool;
 use crate::grant::{self, Grant, GrantError, Issuer, Terms};
@@ -140,6 +141,8 @@ enum Refused {
     #[error("the broker is shutting down")]
     Closing,
     #[error("{0}")]
+    Roles(#[from] ConfigError),
+    #[error("{0}")]
     Journal(#[from] Unwritable),
 }
 
@@ -182,6 +185,7 @@ impl Refused {
             | Self::OverLimit(_)
             | Self::NoIntent
             | Self::NoHits
+            | Self::Roles(_)
             | Self::NotOpen => RefusalKind::BadRequest,
             Self::Reviews(_) | Self::Closing => RefusalKind::Internal,
             Self::Journal(_) => RefusalKind::Journal,
@@ -211,7 +215,7 @@ pub struct Broker {
     registry: Arc<Registry>,
     retrieval: Arc<Retrieval>,
     grants: Verified,
-    policy: Policy,
+    policy: RwLock<Arc<Policy>>,
     reviews: Arc<Reviews>,
     dispatcher: Dispatcher,
     runs: TaskTracker,
@@ -236,7 +240,8 @@ impl Broker {
         journal: Place,
         home: &Handle,
     ) -> Self {
-        let (policy, reviews) = (config.policy.clone(), Arc::new(reviews));
+        let policy = RwLock::new(Arc::new(config.policy.clone()));
+        let reviews = Arc::new(reviews);
         let metrics = Arc::new(Metrics::default());
         let spans = config.collector.clone().and_then(|collector| {
             let started = Spans::start(collector, Arc::clone(&metrics), home);
@@ -402,17 +407,29 @@ impl Broker {
                 run.cancel();
                 Ok(Reply::Cancelled { calls })
             }
+            Request::LoadRoles { file, tables } => {
+                let policy = Arc::new(config::roles(Path::new(&file), &tables)?);
+                *self.policy.write().unwrap_or_else(PoisonError::into_inner) = policy;
+                tracing::info!("roles were read again");
+                Ok(Reply::RolesLoaded)
+            }
             // By whoever reads the link.
             Request::Withdraw { .. } => Ok(Reply::Withdrawn),
         }
     }
 
+    /// Who may see what, by now.
+    fn policy(&self) -> Arc<Policy> {
+        Arc::clone(&self.policy.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// The tools that the principal may see, and the servers it may see tools
     /// of that cannot be asked.
     async fn seen(&self, principal: &str) -> Result<(Vec<Arc<Tool>>, Unavailable), Refused> {
-        let seen = |server: &str| self.policy.sees_server(principal, server);
+        let policy = self.policy();
+        let seen = |server: &str| policy.sees_server(principal, server);
         let (mut listed, unavailable) = self.registry.list(seen).await;
-        listed.retain(|tool| self.policy.visible(principal, tool.name()));
+        listed.retain(|tool| policy.visible(principal, tool.name()));
         self.see(&listed).await?;
         Ok((listed, unavailable))
     }
@@ -491,7 +508,8 @@ impl Broker {
         principal: &str,
         mut tools: impl Iterator<Item = &'a ToolName>,
     ) -> Result<(), Refused> {
-        tools.find(|tool| !self.policy.visible(principal, tool)).map_or(Ok(()), |tool| {
+        let policy = self.policy();
+        tools.find(|tool| !policy.visible(principal, tool)).map_or(Ok(()), |tool| {
             let (principal, tool) = (principal.to_owned(), tool.clone());
             Err(Refused::Forbidden { principal, tool })
         })
@@ -568,7 +586,7 @@ impl Broker {
                 self.check_visible(&principal, claims.tools.iter().map(|tool| &tool.name))?;
                 let names = claims.tools.iter().map(|tool| tool.name.clone());
                 let current = self.registry.find_all(names).await;
-                let current = current.map_err(|error| error.told_to(&principal, &self.policy))?;
+                let current = current.map_err(|error| error.told_to(&principal, &self.policy()))?;
                 for (granted, current) in claims.tools.iter().zip(&current) {
                     if granted.definition_sha256 != current.sha256() {
                         return Err(Refused::DefinitionChanged { tool: granted.name.clone() });

@@ -16,7 +16,7 @@ use serde_json::Value;
 use super::error::find_lines;
 use super::node::Strict;
 use super::{Config, ConfigError, Lookup, Problem, document_of, forge_config};
-use super::{mcp_document, mcp_servers, read};
+use super::{json_document, mcp_servers, read};
 
 /// What is told at most. A file with more is the wrong file.
 const FAULTS_MAX: usize = 256;
@@ -59,7 +59,7 @@ fn sought(
     }
     let has_all_servers = faults.iter().all(|fault| !fault.is_below("servers"));
     if let Some(file) = mcp_config {
-        match read(file).and_then(|text| mcp_document(file, &text)) {
+        match read(file).and_then(|text| json_document(file, &text)) {
             Ok(Strict(document)) => {
                 let before = faults.len();
                 let servers =

@@ -150,11 +150,11 @@ fn parse_mcp_json(
     text: &str,
     lookup: Lookup<'_>,
 ) -> Result<BTreeMap<String, ServerConfig>, ConfigError> {
-    let Strict(document) = mcp_document(file, text)?;
+    let Strict(document) = json_document(file, text)?;
     mcp_servers(file, &document, lookup)
 }
 
-fn mcp_document(file: &Path, text: &str) -> Result<Strict, ConfigError> {
+fn json_document(file: &Path, text: &str) -> Result<Strict, ConfigError> {
     // Some editors begin a file with a mark of its encoding.
     serde_json::from_str(text.trim_start_matches('\u{feff}')).map_err(|error| ConfigError::Syntax {
         file: file.to_owned(),
@@ -185,6 +185,15 @@ fn mcp_servers(
 
 fn parse_forge_toml(file: &Path, text: &str, lookup: Lookup<'_>) -> Result<Config, ConfigError> {
     forge_config(file, &document_of(file, text)?, lookup)
+}
+
+/// Who may see what, by the tables `roles` and `principals` of a `forge.toml` as JSON.
+///
+/// # Errors
+/// [`ConfigError`]: one of the two is wrong.
+pub(crate) fn roles(file: &Path, tables: &str) -> Result<Policy, ConfigError> {
+    let Strict(document) = json_document(file, tables)?;
+    policy::policy(&Node::root(file, &document))
 }
 
 fn document_of(file: &Path, text: &str) -> Result<Value, ConfigError> {

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 use base64::Engine as _;
 use forge_client::ClientError;
 use forge_client::blocking::Client;
-use forge_protocol::broker::{Authority, FoundTool};
+use forge_protocol::broker::{Authority, FoundTool, Request};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
+use forge_vmm::broker::BrokerError;
 use forge_vmm::jail::privileges;
 use forge_vmm::keys;
 use forge_vmm::link::Patience;
@@ -34,6 +35,8 @@ use super::{CliError, Exit, complain, out, print_json, progress, top};
 /// How long a zygote may take to stand before there is a service. It takes some
 /// milliseconds; this is for hosts that emulate everything.
 const STAND_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long the toolbroker may take to hear of other roles: it has only to read them.
+const ROLES_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
@@ -133,6 +136,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
             let now = config::read_at_start(config)?;
             let tell = door.as_ref().map(|door| door.reload(http)).transpose()?;
             // Last: where anything fails, nothing changes.
+            config.map_or(Ok(()), |config| load_roles(&supervisor, config))?;
             let then = move || {
                 if let Some(tell) = tell {
                     tell();
@@ -149,6 +153,18 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     };
     server.serve(&supervisor, options, load).map_err(failed)?;
     Ok(Exit::Ok.into())
+}
+
+/// Has the toolbroker take the roles that this file says. One that is away reads it
+/// when it starts.
+fn load_roles(supervisor: &Supervisor, config: &Path) -> Result<(), CliError> {
+    let (file, tables) = (config.display().to_string(), config::roles(config)?);
+    let patience = Patience::until(Instant::now() + ROLES_TIME_MAX);
+    match supervisor.ask(&Request::LoadRoles { file, tables }, patience) {
+        Ok(_) | Err(BrokerError::Away { .. }) => Ok(()),
+        Err(BrokerError::Refused { kind, message }) => Err(CliError::Refused { kind, message }),
+        Err(error) => Err(CliError::Host(io::Error::other(error))),
+    }
 }
 
 /// The keys that programs are trusted by.

@@ -18,7 +18,7 @@ mod service;
 pub(crate) use fault::{Fault, sifted, table, tables};
 pub(crate) use names::{Port, misnamed};
 pub(crate) use pool::pool;
-pub(crate) use service::{ServiceConfig, read_at_start, service};
+pub(crate) use service::{ServiceConfig, read_at_start, roles, service};
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;

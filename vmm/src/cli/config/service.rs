@@ -108,7 +108,7 @@ pub(crate) fn service(config: Option<&Path>) -> Result<ServiceConfig, CliError> 
 }
 
 /// What of a configuration only a start reads, by the names of its tables and fields: what
-/// is the toolbroker's, the pool's and the socket's.
+/// is the toolbroker's but for roles, the pool's and the socket's.
 pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Value>, CliError> {
     let Some(path) = config else { return Ok(BTreeMap::new()) };
     let all = tables(&read_text(path)?).map_err(|fault| fault.of(path))?;
@@ -116,22 +116,36 @@ pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Va
     for (name, value) in all {
         let of = |field: &str, value: &Value| value.get(field).cloned();
         match name.as_str() {
-            "trust" | "http" => {}
+            "trust" | "http" | "roles" | "principals" => {}
             "service" => found.extend(
                 ["socket", "mode", "vsock"]
                     .into_iter()
                     .filter_map(|field| Some((format!("service.{field}"), of(field, &value)?))),
             ),
-            "principals" => {
-                let named = value.as_table().into_iter().flatten();
-                found.extend(named.filter_map(|(principal, value)| {
-                    Some((format!("principals.{principal}.roles"), of("roles", value)?))
-                }));
-            }
             _ => drop(found.insert(name, value)),
         }
     }
     Ok(found)
+}
+
+/// What a configuration says of roles, as [`Request::LoadRoles`] has it.
+///
+/// [`Request::LoadRoles`]: forge_protocol::broker::Request::LoadRoles
+pub(crate) fn roles(config: &Path) -> Result<String, CliError> {
+    let all = tables(&read_text(config)?).map_err(|fault| fault.of(config))?;
+    let mut told: BTreeMap<&str, Value> = BTreeMap::new();
+    if let Some(roles) = all.get("roles") {
+        told.insert("roles", roles.clone());
+    }
+    if let Some(Value::Table(named)) = all.get("principals") {
+        let of = |principal: &Value| {
+            let roles = principal.get("roles").cloned();
+            Value::Table(roles.into_iter().map(|roles| ("roles".into(), roles)).collect())
+        };
+        let named = named.iter().map(|(name, principal)| (name.clone(), of(principal)));
+        told.insert("principals", Value::Table(named.collect()));
+    }
+    serde_json::to_string(&told).map_err(|error| CliError::Host(error.into()))
 }
 
 /// Checks both tables. Where one has a fault, what comes back is of no use.
