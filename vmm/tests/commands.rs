@@ -46,6 +46,7 @@ fn main() -> ExitCode {
             usage_errors_exit_2_and_say_what_to_do,
             an_empty_intent_is_a_usage_error_that_says_what_to_give,
             a_limit_over_its_bound_is_told_by_its_option,
+            a_run_may_ask_for_the_wall_clock_that_the_operator_allows_and_no_more,
             a_state_folder_that_cannot_be_made_exits_2_before_anything_is_called,
             arguments_that_are_nested_too_deeply_are_refused_before_they_are_sent,
             an_empty_variable_names_no_state_folder,
@@ -645,6 +646,30 @@ fn a_limit_over_its_bound_is_told_by_its_option() {
             assert!(reason.starts_with(said), "{reason}");
         }
     }
+}
+
+fn a_run_may_ask_for_the_wall_clock_that_the_operator_allows_and_no_more() {
+    let desk = Desk::new();
+    fs::write(desk.path("forge.toml"), "[limits]\nwall_ms = 40000\n").unwrap();
+    let config = ["--config", "forge.toml"];
+    let none_ready = ["--ready", "0", "--ready-max", "0"];
+    let _service = desk.serve(&[&config[..], &none_ready].concat());
+    for place in
+        [&[&config[..], &["--isolation", "process"]].concat()[..], &["--service", "socket"]]
+    {
+        let (code, report) = desk.run_text(HELLO, &[place, &["--timeout", "40s"]].concat());
+        assert_eq!(code, 0, "{report:#}");
+        let (code, report) = desk.run_text(HELLO, &[place, &["--timeout", "41s"]].concat());
+        let reason = report["reason"].as_str().unwrap();
+        assert!(reason.contains("wall_ms is 41000, the limit is 40000"), "{code}: {reason}");
+    }
+    let call =
+        ["tools", "call", "--config", "forge.toml", "--timeout", "41s", "crypto.random", "{}"];
+    let said = text(&desk.forge(&call).stderr);
+    assert!(said.contains("--timeout: a call may take at most 40s"), "{said}");
+    fs::write(desk.path("forge.toml"), "[limits]\nwall_ms = 4000\n").unwrap();
+    let said = text(&desk.forge(&["config", "check", "--config", "forge.toml"]).stdout);
+    assert!(said.contains("limits.wall_ms: must be 5000 to 3600000"), "{said}");
 }
 
 fn a_state_folder_that_cannot_be_made_exits_2_before_anything_is_called() {

@@ -48,8 +48,8 @@ pub const BROKER_TABLES: [&str; 7] =
 
 /// The tables of `forge.toml` that belong to the supervisor, which reads the
 /// same file: ignored here, and unknown to neither.
-pub const SUPERVISOR_TABLES: [&str; 7] =
-    ["vm", "trust", "pool", "service", "broker", "http", "mcp"];
+pub const SUPERVISOR_TABLES: [&str; 8] =
+    ["vm", "trust", "pool", "limits", "service", "broker", "http", "mcp"];
 
 /// A configuration file larger than this is a wrong file.
 const CONFIG_BYTES_MAX: u64 = 4 * 1024 * 1024;

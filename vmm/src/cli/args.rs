@@ -199,7 +199,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub(crate) memory: Option<u64>,
     /// Wall clock the run may take, such as 500ms or 5s
-    /// [default: 5s, at most 30s]
+    /// [default: 5s, at most 30s, or what [limits] in forge.toml says]
     #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
     pub(crate) timeout: Option<Duration>,
     /// Any limit of a run, by its name in docs/abi.md; may be given several
@@ -465,8 +465,8 @@ pub(crate) struct ToolsSearchArgs {
 pub(crate) struct ToolsCallArgs {
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
-    /// How long the call may take, such as 500ms or 5s [default: 30s, which is
-    /// the most]
+    /// How long the call may take, such as 500ms or 5s [default: 30s, or
+    /// what [limits] in forge.toml says, which is the most]
     #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
     pub(crate) timeout: Option<Duration>,
     /// The tool, as <server>.<tool>

@@ -15,7 +15,6 @@ use forge_doors::mcp::http::{self, HttpOptions};
 use forge_doors::mcp::link::ServiceLink;
 use forge_doors::mcp::{Door, Principal, stdio};
 use forge_doors::web::{Listener, TokenHash};
-use forge_protocol::limits::RunLimits;
 use forge_protocol::signature::{SignerKey, TrustKeys};
 use forge_vmm::keys;
 use forge_vmm::pool::PoolOptions;
@@ -225,7 +224,7 @@ impl OwnService {
         };
         // Grants live as long as their handles, which end with this process.
         let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
-        let options = SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool };
+        let options = SupervisorOptions { trust, maxima: config::maxima(config)?, pool };
         let supervisor = Arc::new(Supervisor::new(options, Some(broker)).map_err(CliError::Host)?);
         let (ours, theirs) = UnixStream::pair().map_err(CliError::Host)?;
         let serving = {

@@ -101,7 +101,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     };
     let options = SupervisorOptions {
         trust,
-        maxima: RunLimits::operator_maxima(),
+        maxima: config::maxima(args.broker.config.as_deref())?,
         pool: PoolOptions {
             tier,
             group: config::vm_group(args.broker.config.as_deref())?,

@@ -12,7 +12,6 @@ use base64::Engine as _;
 use forge_client::ClientError;
 use forge_client::blocking::Client;
 use forge_protocol::broker::{Authority, FoundTool, Request};
-use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Finish, Order, Question, Reply};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
@@ -87,8 +86,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         group: config::vm_group(args.broker.config.as_deref())?,
         reuse: ready.reuse,
     };
-    let supervisor_options =
-        SupervisorOptions { trust, maxima: RunLimits::operator_maxima(), pool };
+    let supervisor_options = SupervisorOptions { trust, maxima: config::maxima(config)?, pool };
     let supervisor =
         Arc::new(Supervisor::new(supervisor_options, Some(broker)).map_err(CliError::Host)?);
     // A host that can make no VM is no service. What it lacks is said here, and not to

@@ -28,8 +28,8 @@ use super::args::{
 use super::config::{self, GrantKey};
 use super::{CliError, Exit, complain, out, print_json, progress};
 
-/// How long a call from the command line may take.
-const CALL_TIME_MAX: Duration = Duration::from_secs(30);
+/// How long the broker may take to say that a call's time is over.
+const LAST_WORD_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Lists tools, finds some, reviews their definitions, or calls one.
 pub(crate) fn tools(args: ToolsArgs) -> Result<ExitCode, CliError> {
@@ -318,16 +318,20 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
         )));
     }
     check_depth(&request)?;
-    let timeout = args.timeout.unwrap_or(CALL_TIME_MAX);
-    if timeout > CALL_TIME_MAX {
-        let most = CALL_TIME_MAX.as_secs();
-        return Err(CliError::Usage(format!("--timeout: a call may take at most {most}s")));
+    let maxima = config::maxima(args.broker.config.as_deref())?;
+    let most = Duration::from_millis(maxima.wall_ms);
+    let timeout = args.timeout.unwrap_or(most);
+    if timeout > most {
+        let most = humantime::format_duration(most);
+        return Err(CliError::Usage(format!(
+            "--timeout: a call may take at most {most}: [limits] wall_ms in forge.toml says more"
+        )));
     }
     let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
     let run_id = keys::random()
         .map(RunId)
         .map_err(|source| CliError::File { path: "/dev/urandom".into(), source })?;
-    let limits = RunLimits { wall_ms: timeout.as_millis() as u64, ..RunLimits::operator_maxima() };
+    let limits = RunLimits { wall_ms: timeout.as_millis() as u64, ..maxima };
     let (_, mut link) = broker.open_run(OpenRun {
         run_id,
         principal: args.broker.principal,
@@ -338,7 +342,8 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     })?;
     progress("calling");
     let call = Call { id: 0, waits: true, tool: args.tool, request };
-    let settled = exchange(&mut link, &call).map_err(|e| CliError::Broker(BrokerError::Lost(e)))?;
+    let settled = exchange(&mut link, &call, timeout + LAST_WORD_TIME_MAX);
+    let settled = settled.map_err(|error| CliError::Broker(BrokerError::Lost(error)))?;
     // As with a run: first the journal, then the result.
     broker.sync()?;
     let mut out = out();
@@ -369,8 +374,8 @@ fn check_depth(arguments: &[u8]) -> Result<(), CliError> {
     }
 }
 
-fn exchange(link: &mut UnixStream, call: &Call) -> io::Result<Settled> {
-    link.set_read_timeout(Some(CALL_TIME_MAX + Duration::from_secs(5)))?;
+fn exchange(link: &mut UnixStream, call: &Call, patience: Duration) -> io::Result<Settled> {
+    link.set_read_timeout(Some(patience))?;
     let mut bytes = Vec::new();
     frame::write_message(Kind::Call, call, &mut bytes);
     link.write_all(&bytes)?;

@@ -16,7 +16,7 @@ use forge_vmm::keys;
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, line_of, sifted, tables};
-use super::{LowBroker, LowTrust, LowUser, LowVm, McpConfig, pool, read_text, service};
+use super::{LowBroker, LowTrust, LowUser, LowVm, McpConfig, limits, pool, read_text, service};
 use crate::cli::args::{ConfigArgs, ConfigCheckArgs, ConfigCommand};
 use crate::cli::{CliError, Exit, door, out, print_json};
 
@@ -140,6 +140,8 @@ fn supervisors(
     faults.extend(vm.faults());
     let pool: pool::LowPool = read(all, "pool", &mut faults);
     faults.extend(pool.faults());
+    let limits: limits::LowLimits = read(all, "limits", &mut faults);
+    faults.extend(limits.faults());
     let mcp: McpConfig = read(all, "mcp", &mut faults);
     faults.extend(mcp.faults());
     let low: service::LowService = read(all, "service", &mut faults);

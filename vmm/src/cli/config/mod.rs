@@ -11,11 +11,13 @@
 
 pub(crate) mod check;
 mod fault;
+mod limits;
 mod names;
 mod pool;
 mod service;
 
 pub(crate) use fault::{Fault, sifted, table, tables};
+pub(crate) use limits::maxima;
 pub(crate) use names::{Port, misnamed};
 pub(crate) use pool::pool;
 pub(crate) use service::{ServiceConfig, read_at_start, roles, service};
@@ -49,6 +51,7 @@ struct LowConfig {
     service: service::LowService,
     principals: BTreeMap<String, service::LowPrincipal>,
     pool: pool::LowPool,
+    limits: limits::LowLimits,
     mcp: McpConfig,
 }
 
@@ -63,6 +66,7 @@ impl LowConfig {
             service: table(all, "service")?,
             principals: principals(all)?,
             pool: table(all, "pool")?,
+            limits: table(all, "limits")?,
             mcp: table(all, "mcp")?,
         })
     }
