@@ -15,8 +15,9 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
+use crate::codec::by_hand::{DecodeError, Decoder, impl_borrow_decode, list};
 use crate::codec::{Decode, Encode};
-use crate::limits::RunLimits;
+use crate::limits::{GRANTED_TOOLS_MAX, RunLimits};
 use crate::name::ToolName;
 use crate::run::{CallRecord, RunId};
 
@@ -26,6 +27,9 @@ use crate::run::{CallRecord, RunId};
 /// clients' questions, and the end of one run must not wait for the tool
 /// servers of others to start.
 pub const REQUESTS_IN_FLIGHT_MAX: usize = 8192;
+/// Tools in a list that comes from outside. One of more is no message; one of fewer, but
+/// more than a run may have, is refused in words.
+const LISTED_MAX: usize = 16 * GRANTED_TOOLS_MAX;
 
 /// A request with its number: the payload of a `Request` frame.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -205,7 +209,7 @@ pub struct OpenRun {
 }
 
 /// Where a run's right to call tools comes from.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Debug, PartialEq, Eq, Encode)]
 pub enum Authority {
     /// A grant token.
     Grant(Vec<u8>),
@@ -213,6 +217,18 @@ pub enum Authority {
     /// run to them, in their present definitions, as to a grant.
     Tools(Vec<ToolName>),
 }
+
+impl<Context> Decode<Context> for Authority {
+    fn decode<D: Decoder<Context = Context>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        match u32::decode(decoder)? {
+            0 => Vec::decode(decoder).map(Self::Grant),
+            1 => list(decoder, LISTED_MAX).map(Self::Tools),
+            _ => Err(DecodeError::Other("neither a grant nor tools")),
+        }
+    }
+}
+
+impl_borrow_decode!(Authority);
 
 /// What the broker answers.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -281,7 +297,7 @@ pub enum Reply {
 }
 
 /// Tools of the caller's own process.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Debug, PartialEq, Eq, Encode)]
 pub struct HostedTools {
     /// The server part of their names: `[a-z0-9_-]+`, none that is reserved,
     /// and none of a configured server.
@@ -289,6 +305,14 @@ pub struct HostedTools {
     /// The tools.
     pub tools: Vec<HostedTool>,
 }
+
+impl<Context> Decode<Context> for HostedTools {
+    fn decode<D: Decoder<Context = Context>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        Ok(Self { server: String::decode(decoder)?, tools: list(decoder, LISTED_MAX)? })
+    }
+}
+
+impl_borrow_decode!(HostedTools);
 
 /// One of them.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]

@@ -13,9 +13,31 @@ pub use bincode::{BorrowDecode, Decode, Encode};
 
 /// What a type needs that checks itself while it is decoded.
 pub(crate) mod by_hand {
+    use alloc::vec::Vec;
+
+    use bincode::Decode;
     pub(crate) use bincode::de::{BorrowDecoder, Decoder};
     pub(crate) use bincode::enc::Encoder;
     pub(crate) use bincode::error::{DecodeError, EncodeError};
+    pub(crate) use bincode::impl_borrow_decode;
+
+    /// A list that has so many items at most. An item of a few bytes on the wire may be
+    /// some blocks of memory, so that to count them later is too late.
+    pub(crate) fn list<T: Decode<D::Context>, D: Decoder>(
+        decoder: &mut D,
+        items_max: usize,
+    ) -> Result<Vec<T>, DecodeError> {
+        let items = u64::decode(decoder)?;
+        let items = usize::try_from(items).ok().filter(|items| *items <= items_max);
+        let items = items.ok_or(DecodeError::Other("a list of more than there can be"))?;
+        decoder.claim_container_read::<T>(items)?;
+        let mut list = Vec::with_capacity(items);
+        for _ in 0..items {
+            decoder.unclaim_bytes_read(size_of::<T>());
+            list.push(T::decode(decoder)?);
+        }
+        Ok(list)
+    }
 }
 
 const KIB: usize = 1024;

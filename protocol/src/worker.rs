@@ -8,10 +8,14 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
+use crate::codec::by_hand::{DecodeError, Decoder, impl_borrow_decode, list};
 use crate::codec::{Decode, Encode};
 use crate::frame::Kind;
 use crate::guest::{Ended, Load, Start};
-use crate::limits::{MESSAGE_OVERHEAD_BYTES, OverLimit, RunLimits, within};
+use crate::limits::{
+    ARTIFACTS_MAX, CALLS_MAX, LOG_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, MESSAGE_OVERHEAD_BYTES,
+    OverLimit, RunLimits, within,
+};
 use crate::run::{Artifact, CallRecord, Log};
 use crate::tally::Tally;
 
@@ -65,8 +69,8 @@ pub struct PreparedJob {
     pub brokered: bool,
 }
 
-/// What became of a run.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+/// What became of a run. It decodes with no more of each than any run may have.
+#[derive(Clone, Debug, PartialEq, Eq, Encode)]
 pub struct Report {
     /// How it ended.
     pub fate: Fate,
@@ -84,6 +88,22 @@ pub struct Report {
     /// Where the time went.
     pub timing: Timing,
 }
+
+impl<Context> Decode<Context> for Report {
+    fn decode<D: Decoder<Context = Context>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        Ok(Self {
+            fate: Fate::decode(decoder)?,
+            output: Vec::decode(decoder)?,
+            artifacts: list(decoder, ARTIFACTS_MAX as usize)?,
+            logs: list(decoder, (LOG_BYTES_MAX / LOG_RECORD_OVERHEAD_BYTES) as usize)?,
+            calls: list(decoder, CALLS_MAX as usize)?,
+            vm_exits: u64::decode(decoder)?,
+            timing: Timing::decode(decoder)?,
+        })
+    }
+}
+
+impl_borrow_decode!(Report);
 
 /// What a report has beside what the run left: how it ended, with a guest's last words,
 /// in bytes.
@@ -302,9 +322,9 @@ mod tests {
     use crate::codec::{self, CodecError};
     use crate::ending::{Ending, RejectKind, TrapKind};
     use crate::limits::{
-        ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES,
-        REASON_BYTES_MAX,
+        ARTIFACT_NAME_BYTES_MAX, LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, REASON_BYTES_MAX,
     };
+    use crate::name::ToolName;
     use crate::run::CallSettled;
 
     fn report(fate: Fate) -> Report {
@@ -346,7 +366,7 @@ mod tests {
         let settled = Some(CallSettled { code: None, duration_ns: u64::MAX, redacted: false });
         let calls = (0..maxima.calls).map(|id| CallRecord {
             id,
-            tool: crate::name::ToolName::parse(&tool).unwrap(),
+            tool: ToolName::parse(&tool).unwrap(),
             settled,
         });
         let empty = Log { level: 0, text: String::new() };
@@ -368,15 +388,34 @@ mod tests {
         }
     }
 
-    /// As one that was taken over may have it: of empty records alone.
+    /// As a worker that was taken over may send it: of small records, each of which is
+    /// some blocks of memory.
     #[test]
-    fn a_report_of_empty_records_claims_no_multiple_of_its_length() {
-        let empty = Log { level: 0, text: String::new() };
-        let bytes = encoded(&Report { logs: vec![empty; 8 << 20], ..report(Fate::Deadline) });
-        let claimed = (8 << 20) * size_of::<Log>();
-        assert!(bytes.len() <= Report::payload_bytes_max(&RunLimits::default()) as usize);
-        assert!(claimed > 10 * bytes.len());
-        assert_eq!(codec::decode::<Report>(&bytes), Err(CodecError::Malformed));
+    fn a_report_of_more_records_than_any_run_has_does_not_decode() {
+        let logs = |records: u32| {
+            let empty = Log { level: 0, text: String::new() };
+            Report { logs: vec![empty; records as usize], ..report(Fate::Deadline) }
+        };
+        let artifacts = |artifacts: u32| {
+            let [name, media_type] = ["a".into(), "a".into()];
+            let artifact = Artifact { name, media_type, content: vec![1] };
+            Report { artifacts: vec![artifact; artifacts as usize], ..report(Fate::Deadline) }
+        };
+        let calls = |calls: u32| {
+            let tool = ToolName::parse("a.b").unwrap();
+            let call = CallRecord { id: 0, tool, settled: None };
+            Report { calls: vec![call; calls as usize], ..report(Fate::Deadline) }
+        };
+        let most: [(&dyn Fn(u32) -> Report, u32); 3] = [
+            (&logs, LOG_BYTES_MAX / LOG_RECORD_OVERHEAD_BYTES),
+            (&artifacts, ARTIFACTS_MAX),
+            (&calls, CALLS_MAX),
+        ];
+        for (of, most) in most {
+            assert!(codec::decode::<Report>(&encoded(&of(most))) == Ok(of(most)));
+            let more = codec::decode::<Report>(&encoded(&of(most + 1)));
+            assert_eq!(more, Err(CodecError::Malformed));
+        }
     }
 
     #[test]

@@ -46,6 +46,9 @@ const FLOW_PATIENCE: Duration = Duration::from_millis(1);
 const SEND_PATIENCE: Duration = Duration::from_secs(10);
 /// One that does not take, or send, one whole frame in this time is, too.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
+/// The longest frame of somebody who speaks for nobody, in bytes. It is refused
+/// whatever is in it; a program of usual size is refused in words.
+const STRANGERS_FRAME_BYTES_MAX: u32 = 1024 * 1024;
 /// Unsent ends of one connection, each holding a thread, before nothing more of it is
 /// read. Low enough that refusals to one user, over all its connections, cannot hold
 /// all threads beside those of runs.
@@ -341,7 +344,8 @@ impl Connection {
                 Kind::Submit | Kind::Cancel | Kind::Query | Kind::CallbackSettled => greeted,
                 _ => false,
             };
-            awaited.then(|| kind.payload_bytes_max())
+            let most = if self.peer.speaks() { u32::MAX } else { STRANGERS_FRAME_BYTES_MAX };
+            awaited.then(|| kind.payload_bytes_max().min(most))
         };
         let mut reading = lock(&self.reading);
         let Reading { assembler, buffer, unread, .. } = &mut *reading;
