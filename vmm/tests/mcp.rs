@@ -1118,13 +1118,20 @@ fn an_answer_that_a_broken_connection_lost_is_heard_by_who_comes_back() {
     let listed = request("tools/list", json!({}));
     eventually("the run ends", || http.post(&headers, &listed).contains("search_tools"));
     let back = [ALICE, ("Mcp-Session-Id", &*session), ("Last-Event-ID", &*last)];
+    let mut heard = None;
     for _ in 0..2 {
         let answer = http.send("GET", &back, "");
         assert!(answer.contains("\"isError\":true") && answer.contains("deadline"), "{answer}");
         let again =
             answer.lines().any(|line| line.strip_prefix("id:").is_some_and(|id| id.trim() == last));
         assert!(!again, "{last} once more: {answer}");
+        heard = answer.lines().filter_map(|line| line.strip_prefix("id:")).next_back().map(|id| id.trim().to_owned());
     }
+    // Who has heard all is told so, or would come back at once and without end.
+    let heard = heard.unwrap();
+    let back = [ALICE, ("Mcp-Session-Id", &*session), ("Last-Event-ID", &*heard)];
+    let answer = http.send("GET", &back, "");
+    assert!(answer.starts_with("HTTP/1.1 204 "), "{answer}");
     for never_was in ["99999/1", "0/99999", "zzz"] {
         let back = [ALICE, ("Mcp-Session-Id", &*session), ("Last-Event-ID", never_was)];
         let answer = http.send("GET", &back, "");

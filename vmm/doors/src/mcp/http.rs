@@ -30,6 +30,7 @@ use rmcp::transport::streamable_http_server::session::local::LocalSessionManager
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
+use super::kept::Ahead;
 use super::sessions::{SESSIONS_MAX, Sessions};
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 use crate::web::guard::Refused;
@@ -103,14 +104,15 @@ impl Entrance {
         self.sessions.has_session(&id.into()).await.unwrap_or(false)
     }
 
-    /// Whether a client comes back to a stream that is not kept, or never was. rmcp would
-    /// give it one without an end to wait for.
-    async fn is_over(&self, headers: &HeaderMap) -> bool {
+    /// What is ahead of a client that comes back to a stream.
+    async fn ahead(&self, headers: &HeaderMap) -> Ahead {
         let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
-        let (Some(id), Some(event)) = (text(HEADER_SESSION_ID), text(HEADER_LAST_EVENT_ID)) else {
-            return false;
-        };
-        self.has_session(headers).await && !self.sessions.goes_on(&id.into(), event)
+        match (text(HEADER_SESSION_ID), text(HEADER_LAST_EVENT_ID)) {
+            (Some(id), Some(event)) if self.has_session(headers).await => {
+                self.sessions.ahead(&id.into(), event)
+            }
+            _ => Ahead::More,
+        }
     }
 
     /// Whether nobody waits for an answer.
@@ -150,8 +152,18 @@ impl Entrance {
         if headers.get(HEADER_LAST_EVENT_ID).is_some_and(HeaderValue::is_empty) {
             headers.remove(HEADER_LAST_EVENT_ID);
         }
-        if request.method() == Method::GET && self.is_over(request.headers()).await {
-            return text(StatusCode::GONE, NO_STREAM.to_owned());
+        if request.method() == Method::GET {
+            match self.ahead(request.headers()).await {
+                Ahead::More => {}
+                // To a stream without an event clients come back at once, and without end.
+                Ahead::Nothing => {
+                    let mut over = Response::new(Empty::new().boxed());
+                    *over.status_mut() = StatusCode::NO_CONTENT;
+                    return over;
+                }
+                // rmcp would give one without an end to wait for.
+                Ahead::Unknown => return text(StatusCode::GONE, NO_STREAM.to_owned()),
+            }
         }
         if request.method() != Method::POST {
             return in_our_words(self.service.handle(request).await);

@@ -76,6 +76,17 @@ struct Said {
     waker: Option<Waker>,
 }
 
+/// What is ahead of a client that has heard one event of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ahead {
+    /// What was said since, or is to be said yet.
+    More,
+    /// It is over, and that was its last.
+    Nothing,
+    /// It is not kept, or the event was never said.
+    Unknown,
+}
+
 /// Somebody who hears one stream, until another does.
 pub(super) struct Listener {
     line: Arc<Line>,
@@ -135,9 +146,14 @@ impl Kept {
         self.next(session, last_event_id).map(|(line, next)| Listener::new(line, next))
     }
 
-    /// Whether [`Kept::resume`] would give something.
-    pub(super) fn has(&self, session: &SessionId, last_event_id: &str) -> bool {
-        self.next(session, last_event_id).is_some()
+    /// What [`Kept::resume`] would give.
+    pub(super) fn ahead(&self, session: &SessionId, last_event_id: &str) -> Ahead {
+        let Some((line, next)) = self.next(session, last_event_id) else { return Ahead::Unknown };
+        let said = lock(&line.said);
+        match said.is_over && next >= said.first + said.events.len() {
+            true => Ahead::Nothing,
+            false => Ahead::More,
+        }
     }
 
     fn next(&self, session: &SessionId, last_event_id: &str) -> Option<(Arc<Line>, usize)> {
@@ -392,6 +408,10 @@ mod tests {
         assert_eq!(heard, ids);
         assert!(*lock(&answered) && kept.is_quiet());
         // What it has is not said again, and what is another's is not said at all.
+        let ahead = |session: &str, id: &str| kept.ahead(&session.into(), id);
+        assert_eq!(ahead("a", &format!("{}/0", last - 1)), Ahead::More);
+        assert_eq!(ahead("a", &format!("{last}/0")), Ahead::Nothing);
+        assert_eq!(ahead("b", &format!("{last}/0")), Ahead::Unknown);
         let mut again = kept.resume(&"a".into(), &format!("{}/0", last - 1)).unwrap();
         assert_eq!(hear(&mut again).await, Some(format!("{last}/0")));
         for (session, id) in [("b", "0/0"), ("a", "0/1"), ("a", "99/0"), ("a", "0"), ("a", "x/y")] {

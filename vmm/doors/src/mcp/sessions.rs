@@ -23,7 +23,7 @@ use rmcp::transport::streamable_http_server::session::{
     ServerSseMessage, SessionId, SessionManager,
 };
 
-use super::kept::Kept;
+use super::kept::{Ahead, Kept};
 
 /// Sessions that one principal may have. Clients come back to theirs after any time,
 /// and some never take up another: none ends by itself.
@@ -170,10 +170,13 @@ impl Sessions {
         self.kept.is_quiet()
     }
 
-    /// Whether a client that has heard this event can hear what comes after it. Numbers
-    /// alone are of what is said unasked, which goes on.
-    pub(super) fn goes_on(&self, id: &SessionId, last_event_id: &str) -> bool {
-        last_event_id.parse::<usize>().is_ok() || self.kept.has(id, last_event_id)
+    /// What is ahead of a client that has heard this event. Numbers alone are of what is
+    /// said unasked, which goes on.
+    pub(super) fn ahead(&self, id: &SessionId, last_event_id: &str) -> Ahead {
+        match last_event_id.parse::<usize>() {
+            Ok(_) => Ahead::More,
+            Err(_) => self.kept.ahead(id, last_event_id),
+        }
     }
 
     /// Whether there is no room for another.
