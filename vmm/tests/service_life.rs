@@ -218,11 +218,12 @@ fn a_reload_names_what_it_does_not_load() {
         fs::write(desk.path("forge.toml"), text).unwrap();
         signal(&service, libc::SIGHUP);
     };
-    load(roles("[service]\nmode = '0666'\n[pool]\nready = 1\n"));
+    let http = "[http]\nlisten = '127.0.0.1:0'\nprincipal = 'bob'\n[mcp]\nprincipal = 'bob'\n";
+    load(format!("{}{http}", roles("[service]\nmode = '0666'\n[pool]\nready = 1\n")));
     eventually("what needs a restart is told", || {
-        said().contains("\"pool\"") && said().contains("service.mode")
+        ["\"pool\"", "service.mode", "http.listen"].iter().all(|name| said().contains(name))
     });
-    assert!(!said().contains("roles"), "{}", said());
+    assert!(!said().contains("roles") && !said().contains("mcp"), "{}", said());
     // What is loaded is not told.
     fs::write(desk.path("log"), "").unwrap();
     load(format!("{}[service]\nruns_max = 7\n", roles(&bob.replace("61001", "61002"))));

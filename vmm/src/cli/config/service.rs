@@ -116,12 +116,16 @@ pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Va
     for (name, value) in all {
         let of = |field: &str, value: &Value| value.get(field).cloned();
         match name.as_str() {
-            "trust" | "http" | "roles" | "principals" => {}
-            "service" => found.extend(
-                ["socket", "mode", "vsock"]
-                    .into_iter()
-                    .filter_map(|field| Some((format!("service.{field}"), of(field, &value)?))),
-            ),
+            // `[mcp]` is another command's.
+            "trust" | "roles" | "principals" | "mcp" => {}
+            "service" | "http" => {
+                let fields: &[&str] = match name.as_str() {
+                    "http" => &["listen", "user"],
+                    _ => &["socket", "mode", "vsock"],
+                };
+                let read = |field: &&str| Some((format!("{name}.{field}"), of(field, &value)?));
+                found.extend(fields.iter().filter_map(read));
+            }
             _ => drop(found.insert(name, value)),
         }
     }
