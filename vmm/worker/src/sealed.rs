@@ -40,17 +40,28 @@ fn make(name: &CStr, bytes: usize, flags: libc::c_uint) -> io::Result<File> {
     Ok(file)
 }
 
+/// How often it is tried to seal a file that is busy.
+const TRIES: u32 = 8;
+
 /// From here on nobody can change the file, whoever holds it.
 ///
 /// # Errors
 /// What the kernel said: somebody has it mapped for writing.
 pub fn seal(file: &File) -> io::Result<()> {
     let seals = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: a plain system call on a descriptor of ours.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-        return Err(io::Error::last_os_error());
+    let mut tries = 1..TRIES;
+    loop {
+        // SAFETY: a plain system call on a descriptor of ours.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        // So says the kernel too while it moves or counts pages of the file, for which it
+        // waits some 150 ms each time.
+        if error.kind() != io::ErrorKind::ResourceBusy || tries.next().is_none() {
+            return Err(error);
+        }
     }
-    Ok(())
 }
 
 #[cfg(test)]
