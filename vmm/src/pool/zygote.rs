@@ -369,6 +369,8 @@ pub(super) mod tests {
     use std::os::fd::FromRawFd as _;
     use std::process::Command;
 
+    use forge_protocol::codec::Encode;
+
     use super::*;
 
     /// A zygote by its socket alone, and the other end; behind it is a process
@@ -406,13 +408,23 @@ pub(super) mod tests {
         (zygote, theirs)
     }
 
+    pub(in super::super) fn say<T: Encode>(
+        link: &mut Link,
+        kind: Kind,
+        message: &T,
+        passed: Option<&File>,
+    ) {
+        let mut bytes = Vec::new();
+        frame::write_message(kind, message, &mut bytes);
+        let mut passed = passed.map(|file| file.as_fd());
+        link.pass(&bytes, &mut passed, Patience::default()).unwrap();
+    }
+
     fn answer(theirs: &mut Link, answer: &Zygoted) {
         theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
         theirs.take_passed().unwrap();
-        let mut bytes = Vec::new();
-        frame::write_message(Kind::Zygoted, answer, &mut bytes);
         let process = File::open("/dev/null").unwrap();
-        theirs.pass(&bytes, &mut Some(process.as_fd()), Patience::default()).unwrap();
+        say(theirs, Kind::Zygoted, answer, Some(&process));
     }
 
     #[test]

@@ -1,0 +1,149 @@
+//! The filling thread: ends what is spent, makes what is missing, lets go what is not
+//! missed.
+
+use std::time::{Duration, Instant};
+
+use forge_protocol::worker::VmFailure;
+
+use super::Shared;
+use super::failures::Failures;
+use super::shelves::Missing;
+use super::worker::Worker;
+use crate::link::Patience;
+
+/// How long a worker may take to stand ready. It takes a millisecond; this is
+/// for hosts that emulate everything.
+const READY_TIME_MAX: Duration = Duration::from_secs(30);
+/// How long the filling thread waits for a VM that stands ready to load a program.
+/// The largest take 1.7 s where little else runs. One may hang, and nothing else is
+/// made or ended meanwhile; a run that finds none that has it loaded has one load it in
+/// its own time.
+pub(super) const PREPARE_TIME_MAX: Duration = Duration::from_secs(5);
+/// How long the filling thread waits after it failed.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// How often the filling thread looks for what nobody misses, and for what has
+/// something to say.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// The thread's whole life, until the shelves are closed.
+pub(super) fn fill(shared: &Shared) {
+    let Shared { stock, losses, .. } = shared;
+    let mut shelves = stock.lock();
+    let mut looked = Instant::now();
+    let mut failures = Failures::default();
+    while !shelves.is_closing() {
+        if looked.elapsed() >= LOOK_EVERY {
+            looked = Instant::now();
+            let speaking = shelves.take_speaking();
+            if !speaking.is_empty() {
+                drop(shelves);
+                tracing::warn!(workers = speaking.len(), "workers that stood ready have ended");
+                losses.end(speaking);
+                shelves = stock.lock();
+                continue;
+            }
+        }
+        let spent = shelves.take_spent();
+        if !spent.is_empty() {
+            drop(shelves);
+            losses.end(spent);
+            shelves = stock.lock();
+            shelves.ended();
+            continue;
+        }
+        let Some(missing) = shelves.missing() else {
+            let unmissed = shelves.let_go(Instant::now());
+            if unmissed.is_some() {
+                drop(shelves);
+                losses.end(unmissed);
+                shelves = stock.lock();
+                continue;
+            }
+            shelves = stock.wait(shelves, LOOK_EVERY);
+            continue;
+        };
+        drop(shelves);
+        let made = make(shared, &missing);
+        shelves = stock.lock();
+        match made {
+            Ok(worker) => {
+                failures = Failures::default();
+                if let Some(unwanted) = shelves.add(missing, worker) {
+                    drop(shelves);
+                    drop(unwanted);
+                    shelves = stock.lock();
+                }
+            }
+            Err(failure) => {
+                if failures.is_due(&failure.message, Instant::now()) {
+                    tracing::warn!(reason = failure.message, "the pool cannot be filled");
+                }
+                shelves.give_up(&missing);
+                shelves = stock.wait(shelves, RETRY_AFTER);
+            }
+        }
+    }
+}
+
+/// What is missing, which then stands ready.
+fn make(shared: &Shared, missing: &Missing) -> Result<Worker, VmFailure> {
+    let patience = Patience::until(Instant::now() + READY_TIME_MAX);
+    match missing {
+        Missing::Standing => {
+            let mut worker = shared.make(shared.stock.usual_ram_bytes(), true, patience)?;
+            worker.await_ready(patience)?;
+            Ok(worker)
+        }
+        Missing::Prepared(key, order) => {
+            let mut worker = shared.make(key.ram_bytes, true, patience)?;
+            worker.await_ready(patience)?;
+            worker.prepare(order, Patience::until(Instant::now() + PREPARE_TIME_MAX))?;
+            Ok(worker)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::net::UnixStream;
+
+    use forge_protocol::frame::Kind;
+    use forge_protocol::guest::Load;
+    use forge_protocol::limits::RunLimits;
+    use forge_protocol::signature::TrustKeys;
+    use forge_protocol::worker::{Jailed, Prepare, Ready, Timing, ZygoteReady, Zygoted};
+
+    use super::*;
+    use crate::link::Link;
+    use crate::pool::maker::tests::begin_zygote;
+    use crate::pool::zygote::tests::say;
+    use crate::pool::{Key, Pool, PoolOptions, ProgramKey};
+
+    #[test]
+    fn a_program_that_hangs_while_it_is_prepared_keeps_the_pool_from_nothing_for_long() {
+        let options = PoolOptions { ready_max: 1, ..PoolOptions::default() };
+        let pool = Pool::new(&TrustKeys::new([]).unwrap(), options).unwrap();
+        let mut theirs = begin_zygote(&pool.shared.maker);
+        let stands = ZygoteReady::Ok(Jailed { procfs: true, landlock_abi: None });
+        say(&mut theirs, Kind::ZygoteReady, &stands, None);
+        let limits = RunLimits::default();
+        let program = ProgramKey { digest: [1; 32], signer: [0; 32], limits: limits.clone() };
+        let key = Key { tenant: "a".into(), ram_bytes: 1 << 20, program: Some(program) };
+        let load = Load { limits, announce: true };
+        pool.shared.stock.lock().keep_prepared(&key, Prepare { load, program: vec![1] });
+        pool.shared.stock.resume_filling();
+        theirs.receive(|kind| kind == Kind::Fork, Patience::default()).unwrap();
+        let mut worker = Link::new(UnixStream::from(theirs.take_passed().unwrap()));
+        let process = File::open("/dev/null").unwrap();
+        say(&mut theirs, Kind::Zygoted, &Zygoted::Ok(()), Some(&process));
+        say(&mut worker, Kind::Ready, &Ready::Ok(Timing::default()), None);
+        worker.receive(|kind| kind == Kind::Prepare, Patience::default()).unwrap();
+        // It never says that it has it loaded; and it is not asked again.
+        let until = Instant::now() + READY_TIME_MAX / 3;
+        while !pool.is_full() {
+            assert!(Instant::now() < until, "the pool still waits for it");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! How a worker comes to be: forked from the zygote, which is started when it is first
+//! needed, and again when it is gone.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use forge_protocol::signature::TrustKeys;
+use forge_protocol::worker::{Fork, Reuse, VmFailure, VmFailureKind, ZygoteSetup};
+
+use super::PoolOptions;
+use super::failures::Failures;
+use super::turn::Turn;
+use super::worker::Worker;
+use super::zygote::{Unmade, Zygote};
+use crate::jail::{GroupLimits, Hardening, Spawned};
+use crate::link::Patience;
+use crate::shortage;
+
+/// How much memory a VM that serves one run touches while it waits, so that its
+/// run need not: the stack, the queues, data, and the heap with a first page of
+/// linear memory. One that is reset keeps what its runs touch, and would put
+/// back what it touched ahead after every one of them.
+const TOUCH_BYTES: u32 = 61 * 4096;
+
+/// What makes workers.
+#[derive(Debug)]
+pub(super) struct Maker {
+    setup: ZygoteSetup,
+    group: Option<GroupLimits>,
+    /// What becomes of a VM after its run.
+    reuse: Reuse,
+    zygote: Turn<Option<Zygote>>,
+    reach: Mutex<Reach>,
+    /// Of the last zygote.
+    hardening: Mutex<Option<Hardening>>,
+}
+
+/// What [`Maker::kill`] reaches while others wait for the zygote.
+#[derive(Debug, Default)]
+struct Reach {
+    /// The last zygote's process.
+    process: Option<Arc<Spawned>>,
+    /// No zygote is to live from now on.
+    killed: bool,
+}
+
+impl Maker {
+    pub(super) fn new(trust: &TrustKeys, options: PoolOptions) -> Self {
+        let trust = trust.as_slice().iter().map(|key| key.to_bytes()).collect();
+        Self {
+            setup: ZygoteSetup { tier: options.tier, trust },
+            group: options.group,
+            // Where nothing is kept nothing is used again.
+            reuse: if options.ready_max > 0 { options.reuse } else { Reuse::Fresh },
+            zygote: Turn::new(None),
+            reach: Mutex::default(),
+            hardening: Mutex::new(None),
+        }
+    }
+
+    /// What is on of the jail around workers, once there has been one.
+    pub(super) fn hardening(&self) -> Option<Hardening> {
+        self.lock_hardening().clone()
+    }
+
+    /// Whether the workers that it makes are reset after a run. Without a procfs the
+    /// zygote makes them for one.
+    pub(super) fn makes_for_many(&self) -> bool {
+        self.reuse != Reuse::Fresh && self.lock_hardening().as_ref().is_none_or(|on| on.procfs)
+    }
+
+    /// The zygote's process id, while there is one.
+    pub(super) fn zygote(&self) -> Option<libc::pid_t> {
+        self.zygote.take(Patience::default()).ok()?.as_ref().map(Zygote::id)
+    }
+
+    /// Ends the zygote and with it all workers, whoever has them and waits for what.
+    /// There is no other from now on.
+    pub(super) fn kill(&self) {
+        let mut reach = self.lock_reach();
+        reach.killed = true;
+        if let Some(process) = &reach.process {
+            // One that is gone was waited for, and its descriptor names no other.
+            let _ = process.kill();
+        }
+    }
+
+    /// Starts the first zygote, if none ever stood.
+    pub(super) fn stand_by(&self, patience: Patience<'_>) -> Result<(), Unmade> {
+        // A zygote that was lost since is started by whoever needs it.
+        if self.lock_hardening().is_some() {
+            return Ok(());
+        }
+        let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
+        self.standing(&mut zygote, patience)?;
+        Ok(())
+    }
+
+    /// The same, and what the host lacks for a moment is waited for, and so is a zygote
+    /// that ended as it began.
+    pub(super) fn stand_by_to_serve(&self, patience: Patience<'_>) -> Result<(), Unmade> {
+        let last = Instant::now() + shortage::TIME_MAX;
+        let until = patience.until.map_or(last, |until| until.min(last));
+        let mut failures = Failures::default();
+        let passes = |unmade: &Unmade| unmade.is_loss() || matches!(unmade, Unmade::Short(_));
+        shortage::outlast_until(until, passes, || {
+            let stood = self.stand_by(patience);
+            if let Err(unmade @ (Unmade::Short(failure) | Unmade::Failed(failure))) = &stood
+                && passes(unmade)
+                && failures.is_due(&failure.message, Instant::now())
+            {
+                tracing::warn!(reason = failure.message, "there is no zygote yet");
+            }
+            stood
+        })
+    }
+
+    /// Forks a worker, as long as patience lasts. It may not stand ready yet. Workers
+    /// end with their zygote: `bereft` is called when one is found gone, before another
+    /// is started.
+    pub(super) fn make(
+        &self,
+        ram_bytes: usize,
+        touched: bool,
+        patience: Patience<'_>,
+        bereft: impl Fn(),
+    ) -> Result<Worker, Unmade> {
+        let touch_bytes = if touched && self.reuse == Reuse::Fresh { TOUCH_BYTES } else { 0 };
+        let order = Fork { ram_bytes: ram_bytes as u64, touch_bytes, reuse: self.reuse };
+        let mut zygote = self.zygote.take(patience).map_err(Unmade::Late)?;
+        let mut lost = None;
+        for _ in 0..2 {
+            let standing = self.standing(&mut zygote, patience).map_err(|unmade| match unmade {
+                // Where none ever stood that is a word on this host, and not on the run.
+                Unmade::Late(error)
+                    if error.kind() == io::ErrorKind::TimedOut
+                        && self.lock_hardening().is_none() =>
+                {
+                    Unmade::Failed(Unmade::Late(error).into())
+                }
+                unmade => unmade,
+            });
+            match standing?.fork(order, patience) {
+                Ok(made) => return made,
+                Err(error) => {
+                    tracing::warn!(%error, "the zygote is gone; another is started");
+                    bereft();
+                    lost = Some(error);
+                    *zygote = None;
+                }
+            }
+        }
+        let why = lost.map_or_else(String::new, |error| format!("the zygote is gone: {error}"));
+        Err(Unmade::Failed(VmFailure::new(VmFailureKind::Internal, why)))
+    }
+
+    /// A zygote that stands, as long as patience lasts; started if there is none.
+    /// One that does not stand yet goes on, for whoever comes next.
+    fn standing<'a>(
+        &self,
+        place: &'a mut Option<Zygote>,
+        patience: Patience<'_>,
+    ) -> Result<&'a mut Zygote, Unmade> {
+        // One that is lost while it begins is no word on this host.
+        for again in [true, false] {
+            let mut zygote = match place.take() {
+                Some(zygote) if zygote.stands() => return Ok(place.insert(zygote)),
+                Some(zygote) => zygote,
+                None if self.lock_reach().killed => {
+                    return Err(Unmade::Late(io::ErrorKind::ConnectionAborted.into()));
+                }
+                None => match Zygote::begin(&self.setup, self.group.as_ref()) {
+                    Err(unmade) if again && unmade.is_loss() => continue,
+                    begun => begun?,
+                },
+            };
+            self.reach(&zygote);
+            match zygote.stand(patience) {
+                Ok(()) => {
+                    *self.lock_hardening() = Some(zygote.hardening().clone());
+                    return Ok(place.insert(zygote));
+                }
+                Err(unmade) if again && unmade.is_loss() => {}
+                Err(late @ Unmade::Late(_)) => {
+                    *place = Some(zygote);
+                    return Err(late);
+                }
+                Err(unmade) => return Err(unmade),
+            }
+        }
+        Err(Unmade::Failed(VmFailure::new(VmFailureKind::Internal, "no zygote was tried")))
+    }
+
+    /// Has [`Self::kill`] reach this zygote. One that was started meanwhile ends here.
+    fn reach(&self, zygote: &Zygote) {
+        let process = zygote.process();
+        let mut reach = self.lock_reach();
+        if reach.killed {
+            let _ = process.kill();
+        }
+        reach.process = Some(process);
+    }
+
+    fn lock_reach(&self) -> MutexGuard<'_, Reach> {
+        self.reach.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_hardening(&self) -> MutexGuard<'_, Option<Hardening>> {
+        self.hardening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::time::Duration;
+
+    use forge_protocol::frame::Kind;
+    use forge_protocol::worker::ZygoteReady;
+
+    use super::*;
+    use crate::cancel::Cancel;
+    use crate::link::Link;
+    use crate::pool::zygote::tests::{beginning, say};
+
+    /// Has it make its workers from a zygote that has not said yet that it stands, whose
+    /// end of the link to it this is.
+    pub(in super::super) fn begin_zygote(maker: &Maker) -> Link {
+        let (zygote, theirs) = beginning();
+        *maker.zygote.take(Patience::default()).unwrap() = Some(zygote);
+        theirs
+    }
+
+    fn maker() -> Maker {
+        Maker::new(&TrustKeys::new([]).unwrap(), PoolOptions::default())
+    }
+
+    /// The process of the zygote that it has.
+    fn process(maker: &Maker) -> Arc<Spawned> {
+        maker.zygote.take(Patience::default()).unwrap().as_ref().unwrap().process()
+    }
+
+    #[test]
+    fn a_zygote_that_stands_still_is_ended_though_somebody_waits_for_it() {
+        let maker = maker();
+        let mut theirs = begin_zygote(&maker);
+        let process = process(&maker);
+        std::thread::scope(|scope| {
+            let stands = scope.spawn(|| maker.stand_by(Patience::default()));
+            while maker.lock_reach().process.is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            maker.kill();
+            assert!(process.wait().is_ok());
+            assert!(!stands.is_finished(), "nobody waited for it");
+            let gone = ZygoteReady::Err(VmFailure::new(VmFailureKind::Internal, "gone"));
+            say(&mut theirs, Kind::ZygoteReady, &gone, None);
+            assert!(stands.join().unwrap().is_err());
+        });
+    }
+
+    #[test]
+    fn a_zygote_that_is_started_while_all_are_ended_ends_and_no_other_follows() {
+        let maker = maker();
+        maker.kill();
+        let theirs = begin_zygote(&maker);
+        let process = process(&maker);
+        std::thread::scope(|scope| {
+            let stands = scope.spawn(|| maker.stand_by(Patience::default()));
+            assert!(process.wait().is_ok());
+            // As its end of the socket goes with it.
+            drop(theirs);
+            let failure = VmFailure::from(stands.join().unwrap().unwrap_err());
+            assert_eq!(failure.kind, VmFailureKind::Cancelled);
+        });
+        assert_eq!(maker.zygote(), None);
+    }
+
+    #[test]
+    fn what_a_host_lacks_for_good_is_told_a_service_at_once() {
+        let maker = maker();
+        let mut theirs = begin_zygote(&maker);
+        let failure = VmFailure::new(VmFailureKind::Unavailable, "no namespaces here");
+        say(&mut theirs, Kind::ZygoteReady, &ZygoteReady::Err(failure.clone()), None);
+        // Another one would say something else.
+        let told = maker.stand_by_to_serve(Patience::default());
+        assert_eq!(told.map_err(VmFailure::from), Err(failure));
+        assert_eq!(maker.zygote(), None);
+    }
+
+    #[test]
+    fn a_run_waits_no_longer_than_it_can_for_a_zygote_that_begins() {
+        let maker = maker();
+        let mut theirs = begin_zygote(&maker);
+        let id = process(&maker).pid;
+        let make = |patience| maker.make(1 << 20, false, patience, || ());
+        let soon = Patience::until(Instant::now() + Duration::from_millis(5));
+        match make(soon) {
+            // None ever stood here.
+            Err(Unmade::Failed(failure)) => assert_eq!(failure.kind, VmFailureKind::Unavailable),
+            other => panic!("{other:?}"),
+        }
+        *maker.lock_hardening() =
+            maker.zygote.take(soon).ok().and_then(|it| Some(it.as_ref()?.hardening().clone()));
+        match make(Patience::until(Instant::now() + Duration::from_millis(5))) {
+            Err(Unmade::Late(error)) => assert_eq!(error.kind(), io::ErrorKind::TimedOut),
+            other => panic!("{other:?}"),
+        }
+        *maker.lock_hardening() = None;
+        let cancel = Cancel::new().unwrap();
+        cancel.raise();
+        assert!(maker.stand_by(Patience { until: None, cancel: Some(&cancel) }).is_err());
+        // It goes on, and what it says then is heard by whoever comes next.
+        assert_eq!(maker.zygote(), Some(id));
+        let failure = VmFailure::new(VmFailureKind::Unavailable, "no VM here");
+        say(&mut theirs, Kind::ZygoteReady, &ZygoteReady::Err(failure), None);
+        match make(Patience::default()) {
+            Err(Unmade::Failed(failure)) => assert_eq!(failure.message, "no VM here"),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(maker.zygote(), None);
+    }
+}
