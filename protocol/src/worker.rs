@@ -197,6 +197,8 @@ pub enum VmFailureKind {
     Internal,
     /// A reset left something behind, as its proof found.
     NotReset,
+    /// A run changed more than a reset puts back, as it may: its VM is let go.
+    TooChanged,
 }
 
 /// Where a worker's time went, in nanoseconds.

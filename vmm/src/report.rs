@@ -299,7 +299,10 @@ impl Outcome {
             VmFailureKind::Stopped => (Status::Internal, "vm_stopped"),
             VmFailureKind::BrokerLost => (Status::Internal, "broker_lost"),
             VmFailureKind::Cancelled => (Status::Cancelled, "cancelled"),
-            VmFailureKind::WorkerLost => (Status::Internal, "worker_lost"),
+            // With too much changed it ended before the run, which another is given.
+            VmFailureKind::WorkerLost | VmFailureKind::TooChanged => {
+                (Status::Internal, "worker_lost")
+            }
             VmFailureKind::WorkerBroke => (Status::Internal, "worker_broke"),
             VmFailureKind::Internal => (Status::Internal, "internal"),
             VmFailureKind::NotReset => (Status::Internal, "not_reset"),

@@ -725,6 +725,7 @@ fn a_run_that_changed_too_much_is_refused_a_reset() {
     ));
     assert!(matches!(report.fate, Fate::Ended(_)), "{report:?}");
     let refused = vm.reset(&to).unwrap_err();
+    assert_eq!(refused.kind, VmFailureKind::TooChanged);
     let said = format!("a reset puts back at most {RESET_PAGES_MAX}");
     assert!(refused.message.contains(&said), "{}", refused.message);
     let pages: usize = refused.message.split(' ').next().unwrap().parse().unwrap();

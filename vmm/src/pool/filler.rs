@@ -37,8 +37,7 @@ pub(super) fn fill(shared: &Shared) {
             let speaking = shelves.take_speaking();
             if !speaking.is_empty() {
                 drop(shelves);
-                tracing::warn!(workers = speaking.len(), "workers that stood ready have ended");
-                losses.end(speaking);
+                losses.end_speaking(speaking);
                 shelves = stock.lock();
                 continue;
             }

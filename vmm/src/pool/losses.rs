@@ -1,5 +1,6 @@
 //! What a pool hears of workers that it loses, and of those that it ends.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -35,6 +36,11 @@ impl Losses {
     /// reason for silence if its last reset was not one, or if it tried what
     /// its jail forbids.
     pub(super) fn note(&self, failure: &VmFailure) {
+        self.tell(failure);
+    }
+
+    /// Tells what is told wherever it is met. Whether this is.
+    fn tell(&self, failure: &VmFailure) -> bool {
         match failure.kind {
             VmFailureKind::NotReset => {
                 self.resets_disproven.fetch_add(1, Ordering::Relaxed);
@@ -43,8 +49,13 @@ impl Losses {
             VmFailureKind::WorkerBroke => {
                 tracing::error!(reason = failure.message, "a worker was lost between two runs");
             }
-            _ => {}
+            // As it is meant to be.
+            VmFailureKind::TooChanged => {
+                tracing::info!(reason = failure.message, "a VM is let go instead of reset");
+            }
+            _ => return false,
         }
+        true
     }
 
     /// Ends workers that nobody needs, and hears what they have to say. One whose
@@ -58,11 +69,69 @@ impl Losses {
             }
         }
     }
+
+    /// Ends workers that stood ready and have something to say, which is why they are
+    /// of no further use. Those that say the same, as when all are killed, are told
+    /// together.
+    pub(super) fn end_speaking(&self, workers: Vec<Worker>) {
+        let until = Instant::now() + HEARD_TIME_MAX;
+        let mut untold = BTreeMap::<_, usize>::new();
+        for worker in workers {
+            let failure = worker.last_word(until);
+            if !self.tell(&failure) {
+                *untold.entry(failure.message).or_default() += 1;
+            }
+        }
+        for (reason, workers) in untold {
+            tracing::warn!(workers, reason, "workers that stood ready have ended");
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+    use std::os::unix::net::UnixStream;
+
+    use forge_protocol::worker::Ready;
+
     use super::*;
+    use crate::pool::worker::tests::{say, standing};
+
+    /// What is logged of the end of workers that stood ready, if nobody asked for more
+    /// than warnings.
+    fn warned_of(workers: Vec<Worker>) -> String {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let log = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::WARN)
+            .with_ansi(false)
+            .with_writer(Arc::new(ours))
+            .finish();
+        tracing::subscriber::with_default(log, || Losses::new(Reuse::Fresh).end_speaking(workers));
+        let mut said = String::new();
+        theirs.read_to_string(&mut said).unwrap();
+        said
+    }
+
+    #[test]
+    fn a_vm_that_is_let_go_as_too_much_changed_is_no_warning() {
+        let (worker, mut theirs) = standing();
+        let failure = VmFailure::new(VmFailureKind::TooChanged, "1300 pages have changed");
+        say(&mut theirs, &Ready::Err(failure));
+        assert_eq!(warned_of(vec![worker]), "");
+    }
+
+    #[test]
+    fn workers_that_ended_while_they_stood_ready_are_a_warning_which_says_why() {
+        let gone = (0..3).map(|_| standing().0);
+        let (fails, mut theirs) = standing();
+        say(&mut theirs, &Ready::Err(VmFailure::new(VmFailureKind::Unavailable, "KVM: no")));
+        let said = warned_of(gone.chain([fails]).collect());
+        let lines: Vec<_> = said.lines().collect();
+        let [kvm, gone] = lines[..] else { panic!("{said}") };
+        assert!(kvm.contains("workers=1 reason=\"KVM: no\""), "{said}");
+        assert!(gone.contains("workers=3 reason=\"the worker ended without a report\""), "{said}");
+    }
 
     #[test]
     fn a_reset_that_was_disproven_is_counted_and_other_losses_are_not() {

@@ -266,10 +266,14 @@ impl Worker {
         let said = self.receive_last_word(Patience::until(until));
         match said.unwrap_or_else(|error| lost(&error)) {
             // It served no run, after which a reset could fail.
-            failure if failure.kind == VmFailureKind::NotReset && self.runs == 0 => VmFailure::new(
-                VmFailureKind::Misbehaved,
-                "the worker tells of a reset that there was none of",
-            ),
+            VmFailure { kind: VmFailureKind::NotReset | VmFailureKind::TooChanged, .. }
+                if self.runs == 0 =>
+            {
+                VmFailure::new(
+                    VmFailureKind::Misbehaved,
+                    "the worker tells of a reset that there was none of",
+                )
+            }
             failure => failure,
         }
     }
@@ -506,6 +510,17 @@ pub(super) mod tests {
         let (worker, mut theirs) = standing();
         say(&mut theirs, &not_reset());
         assert_eq!(lost_by(worker), (true, VmFailureKind::NotReset));
+    }
+
+    #[test]
+    fn a_worker_that_served_no_run_has_no_reset_to_tell_of() {
+        for kind in [VmFailureKind::NotReset, VmFailureKind::TooChanged] {
+            let tells = |(worker, mut theirs): (Worker, UnixStream)| {
+                say(&mut theirs, &Err(VmFailure::new(kind, "page 7")));
+                worker.last_word(Instant::now() + LAST_WORD_TIME_MAX).kind
+            };
+            assert_eq!([tells(standing()), tells(unused())], [kind, VmFailureKind::Misbehaved]);
+        }
     }
 
     #[test]

@@ -114,8 +114,8 @@ impl From<MachineError> for VmFailure {
             | MachineError::Memory { .. }
             | MachineError::Sealed(_)
             | MachineError::Base(_)
-            | MachineError::PageMap(_)
-            | MachineError::TooChanged { .. } => VmFailureKind::Unavailable,
+            | MachineError::PageMap(_) => VmFailureKind::Unavailable,
+            MachineError::TooChanged { .. } => VmFailureKind::TooChanged,
         };
         Self { kind, message }
     }
