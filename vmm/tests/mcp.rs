@@ -1125,7 +1125,11 @@ fn an_answer_that_a_broken_connection_lost_is_heard_by_who_comes_back() {
         let again =
             answer.lines().any(|line| line.strip_prefix("id:").is_some_and(|id| id.trim() == last));
         assert!(!again, "{last} once more: {answer}");
-        heard = answer.lines().filter_map(|line| line.strip_prefix("id:")).next_back().map(|id| id.trim().to_owned());
+        heard = answer
+            .lines()
+            .filter_map(|line| line.strip_prefix("id:"))
+            .next_back()
+            .map(|id| id.trim().to_owned());
     }
     // Who has heard all is told so, or would come back at once and without end.
     let heard = heard.unwrap();

@@ -34,10 +34,11 @@ pub(super) fn fill(shared: &Shared) {
     while !shelves.is_closing() {
         if looked.elapsed() >= LOOK_EVERY {
             looked = Instant::now();
-            let speaking = shelves.take_speaking();
-            if !speaking.is_empty() {
+            let (speaking, restless) = (shelves.take_speaking(), shelves.take_restless());
+            if !(speaking.is_empty() && restless.is_empty()) {
                 drop(shelves);
                 losses.end_speaking(speaking);
+                losses.end_restless(restless);
                 shelves = stock.lock();
                 continue;
             }

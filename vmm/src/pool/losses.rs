@@ -70,6 +70,14 @@ impl Losses {
         }
     }
 
+    /// Ends workers that computed while they waited for a run.
+    pub(super) fn end_restless(&self, workers: Vec<Worker>) {
+        if !workers.is_empty() {
+            let workers = workers.len();
+            tracing::error!(workers, "workers that waited for a run used the CPU, and are ended");
+        }
+    }
+
     /// Ends workers that stood ready and have something to say, which is why they are
     /// of no further use. Those that say the same, as when all are killed, are told
     /// together.

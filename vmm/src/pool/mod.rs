@@ -22,6 +22,7 @@
 //! | `filler` | the thread that makes what is missing and ends what is spent |
 //! | `losses` | what is heard of workers that are lost, or ended |
 //! | `maker` | how a worker comes to be, and the zygote that it is forked from |
+//! | `rest` | what a worker uses of the CPU while it waits |
 //! | `shelves` | the workers that stand ready, by what they can be used for |
 //! | `stock` | the shelves as threads share them |
 //! | `turn` | a lock for which nobody waits longer than it can |
@@ -34,6 +35,7 @@ mod failures;
 mod filler;
 mod losses;
 mod maker;
+mod rest;
 mod shelves;
 mod stock;
 mod turn;

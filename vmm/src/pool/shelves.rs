@@ -212,6 +212,12 @@ impl Shelves {
         speaking
     }
 
+    /// Takes those that compute while they stand there for their tenant.
+    pub(super) fn take_restless(&mut self) -> Vec<Worker> {
+        let restless = self.owned.extract_if(.., |(_, worker)| worker.is_restless());
+        restless.map(|(_, worker)| worker).collect()
+    }
+
     /// Whether the next who comes for this use would find nothing, and somebody
     /// could make something before.
     pub(super) fn is_bare(&self, key: &Key) -> bool {

@@ -12,6 +12,7 @@ use forge_protocol::service::{Event, RunEvent};
 use forge_protocol::tally::Tally;
 use forge_protocol::worker::{Job, Prepare, PreparedJob, Ready, Report, VmFailure, VmFailureKind};
 
+use super::rest::Rest;
 use crate::link::{Link, Patience, Unpassed};
 
 /// How long the last word of a worker that is gone may take. It is there
@@ -38,6 +39,8 @@ pub struct Worker {
     is_to_tell: bool,
     /// Of the program that it was given last.
     limits: RunLimits,
+    /// Since it was given something.
+    rest: Rest,
 }
 
 /// Who hears what happens in a run.
@@ -121,7 +124,8 @@ impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
         let (link, limits) = (Link::new(socket), RunLimits::default());
         let (ready, has_served, has_link, is_to_tell) = (false, false, false, false);
-        Self { link, process, ready, runs: 0, has_served, has_link, is_to_tell, limits }
+        let rest = Rest::default();
+        Self { link, process, ready, runs: 0, has_served, has_link, is_to_tell, limits, rest }
     }
 
     /// How many jobs it has carried out.
@@ -165,6 +169,7 @@ impl Worker {
     /// Why it did not; the worker is of no use then.
     pub fn prepare(&mut self, order: &Prepare, patience: Patience<'_>) -> Result<(), VmFailure> {
         self.await_ready(patience)?;
+        self.rest = Rest::default();
         self.limits = order.load.limits.clone();
         let mut bytes = Vec::with_capacity(order.program.len() + 1024);
         frame::write_message(Kind::Prepare, order, &mut bytes);
@@ -257,6 +262,11 @@ impl Worker {
     #[must_use]
     pub fn speaks(&self) -> bool {
         self.ready && self.link.has_something()
+    }
+
+    /// Whether it computes, and was given nothing to: somebody has taken it over.
+    pub(super) fn is_restless(&mut self) -> bool {
+        self.rest.is_broken(&self.process)
     }
 
     /// Why one that speaks unasked is of no further use. What it says is there,
@@ -392,6 +402,7 @@ impl Worker {
         };
         self.runs += 1;
         self.has_served = true;
+        self.rest = Rest::default();
         let report: Report = decode(&frame.payload).map_err(Lost::During)?;
         report.check(&self.limits).map_err(|over| Lost::During(misbehaved(over)))?;
         Ok(report)

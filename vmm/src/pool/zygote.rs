@@ -367,11 +367,20 @@ impl Drop for Zygote {
 #[cfg(test)]
 pub(super) mod tests {
     use std::os::fd::FromRawFd as _;
-    use std::process::Command;
+    use std::process::{Child, Command};
 
     use forge_protocol::codec::Encode;
 
     use super::*;
+
+    /// The process descriptor of a child.
+    pub(in crate::pool) fn pidfd_of(child: &Child) -> OwnedFd {
+        // SAFETY: a plain system call; the process is a child of ours.
+        let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id() as libc::pid_t, 0) };
+        assert!(pidfd >= 0);
+        // SAFETY: the descriptor is new, and nobody else's.
+        unsafe { OwnedFd::from_raw_fd(pidfd as i32) }
+    }
 
     /// A zygote by its socket alone, and the other end; behind it is a process
     /// that ends with it.
@@ -379,12 +388,7 @@ pub(super) mod tests {
     fn zygote() -> (Zygote, Link) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let child = Command::new("sleep").arg("600").spawn().unwrap();
-        let pid = child.id() as libc::pid_t;
-        // SAFETY: a plain system call; the process is a child of ours.
-        let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-        assert!(pidfd >= 0);
-        // SAFETY: the descriptor is new, and nobody else's.
-        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd as i32) };
+        let (pid, pidfd) = (child.id() as libc::pid_t, pidfd_of(&child));
         let hardening = Hardening {
             vm: false,
             namespaces: false,
