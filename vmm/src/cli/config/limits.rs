@@ -55,7 +55,7 @@ mod tests {
         let of = |wall_ms| LowLimits { wall_ms: Some(wall_ms) };
         for wall_ms in [*WALL_MS.start(), *WALL_MS.end()] {
             assert!(of(wall_ms).faults().is_empty());
-            RunLimits::default().within(&of(wall_ms).resolve()).unwrap();
+            assert_eq!(RunLimits::default().within(&of(wall_ms).resolve()), Ok(()));
         }
         for wall_ms in [WALL_MS.start() - 1, WALL_MS.end() + 1] {
             assert_eq!(of(wall_ms).faults().len(), 1, "{wall_ms}");
