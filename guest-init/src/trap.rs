@@ -81,19 +81,26 @@ fn trapped(code: TrapCode, limits: &RunLimits) -> Ending {
             return Ending::Limit { kind: LimitKind::Fuel, limit: limits.fuel };
         }
         TrapCode::UnreachableCodeReached => (TrapKind::Unreachable, "unreachable was executed"),
-        TrapCode::MemoryOutOfBounds => {
-            (TrapKind::MemoryOutOfBounds, "an access beyond the end of linear memory")
-        }
-        TrapCode::TableOutOfBounds => {
-            (TrapKind::TableOutOfBounds, "an access beyond the end of a table")
-        }
+        TrapCode::MemoryOutOfBounds => (
+            TrapKind::MemoryOutOfBounds,
+            "an access beyond the end of linear memory or of a data segment, or a data segment that \
+             does not fit linear memory",
+        ),
+        TrapCode::TableOutOfBounds => (
+            TrapKind::TableOutOfBounds,
+            "an access beyond the end of a table or of an element segment",
+        ),
         TrapCode::IndirectCallToNull => {
             (TrapKind::IndirectCallToNull, "an indirect call to an entry that is null")
         }
         TrapCode::IntegerDivisionByZero => (TrapKind::DivisionByZero, "an integer divided by zero"),
-        TrapCode::IntegerOverflow => (TrapKind::IntegerOverflow, "an integer operation overflowed"),
+        TrapCode::IntegerOverflow => (
+            TrapKind::IntegerOverflow,
+            "an integer division overflowed, or a float is out of the range of the integer that it \
+             is converted to",
+        ),
         TrapCode::BadConversionToInteger => {
-            (TrapKind::BadConversion, "a float that no integer of the type represents")
+            (TrapKind::BadConversion, "NaN was converted to an integer")
         }
         TrapCode::StackOverflow => (
             TrapKind::StackOverflow,

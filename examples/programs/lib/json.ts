@@ -1,5 +1,5 @@
-// Reads JSON. What is malformed or missing reads as null, so that a program
-// asks for what it expects and checks what it got.
+// Reads what tools answer, which is JSON. What is missing, or of another type, reads as
+// null, so that a program asks for what it expects and checks what it got.
 
 export class Json {
   private fields: Map<string, Json> = new Map<string, Json>();
