@@ -457,6 +457,7 @@ fn a_grant_opens_what_it_names_and_nothing_else() {
     let other = [&granted[..], &["--principal", "somebody"]].concat();
     let (code, report) = desk.run_text(&calls("test.echo", r#"{"text":"x"}"#), &other);
     assert_eq!((code, &report["kind"]), (3, &json!("grant")), "{report:#}");
+    assert_eq!(report["vm"], "none");
 }
 
 fn artifacts_are_written_and_never_over_anything() {
