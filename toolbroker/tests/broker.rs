@@ -466,6 +466,16 @@ fn an_old_server_that_says_nothing_to_discover_is_used_all_the_same() {
 }
 
 #[test]
+fn an_old_server_that_ends_over_discover_is_used_all_the_same() {
+    let (mut broker, _log) = Broker::with_server_args(&["--oldest"]);
+    assert_eq!(broker.tools().len(), 14);
+    let mut worker = broker.run(&["test.crash", "test.echo"], limits());
+    assert_eq!(worker.call("test.crash", &json!({})).0, Some(CallCode::OutcomeUnknown));
+    // Once known, it is not asked again.
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+}
+
+#[test]
 fn a_failing_tool_says_why_without_its_credential() {
     let (mut broker, _) = Broker::with_test_server();
     let mut worker = broker.run(&["test.fail", "test.refuse"], limits());

@@ -8,7 +8,8 @@
 //! was updated; the tool `change` does the same while it runs, and announces
 //! it. `--log FILE` appends the name of every tool that is called, before it
 //! does anything, so that a test sees what arrived. `--old` makes it a server
-//! of the older protocol that says nothing at all to `server/discover`. The
+//! of the older protocol that says nothing at all to `server/discover`, and `--oldest`
+//! one that ends over it. The
 //! list of tools always comes in pages. Its resources are `test://open/token`
 //! and `test://closed/token` (its credential), `…/large`, and `…/echo/WORD`.
 //! `--hostile` adds the tools of an attacker: `attack` tries what [`attack`]
@@ -359,13 +360,17 @@ fn spelled(how: &str, token: &str) -> Vec<String> {
 }
 
 /// Standard input without the messages that a server of the older protocol
-/// would not understand.
-fn without_discover() -> impl AsyncRead + Send + Unpin {
+/// would not understand, or to the first of them.
+fn without_discover(ends: bool) -> impl AsyncRead + Send + Unpin {
     let (mut write, read) = tokio::io::duplex(64 * 1024);
     tokio::spawn(async move {
         let mut lines = BufReader::new(tokio::io::stdin()).lines();
         while let Ok(Some(line)) = lines.next_line().await {
             if line.contains("\"server/discover\"") {
+                if ends {
+                    eprintln!("the first request is not `initialize`");
+                    std::process::exit(1);
+                }
                 continue;
             }
             if write.write_all(format!("{line}\n").as_bytes()).await.is_err() {
@@ -378,13 +383,14 @@ fn without_discover() -> impl AsyncRead + Send + Unpin {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let (mut log, mut changed, mut old, mut hostile) = (None, false, false, false);
+    let (mut log, mut changed, mut old, mut hostile) = (None, false, None, false);
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--log" => log = args.next().map(PathBuf::from),
             "--changed" => changed = true,
-            "--old" => old = true,
+            "--old" => old = Some(false),
+            "--oldest" => old = Some(true),
             "--hostile" => hostile = true,
             "--raw" => return Ok(raw::serve(&args.next().unwrap_or_default())?),
             "--attack" => {
@@ -397,8 +403,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     let server = Server::new(log, changed, hostile);
-    let service = if old {
-        server.serve((without_discover(), tokio::io::stdout())).await?
+    let service = if let Some(ends) = old {
+        server.serve((without_discover(ends), tokio::io::stdout())).await?
     } else {
         server.serve(rmcp::transport::stdio()).await?
     };

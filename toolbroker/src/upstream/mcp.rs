@@ -293,7 +293,8 @@ impl Session {
                 if listed.len() + left_out.len() > TOOLS_MAX {
                     return Err(format!("it lists more than {TOOLS_MAX} tools"));
                 }
-                cursor = page.list.next_cursor;
+                // Some servers say so that there is no other page.
+                cursor = page.list.next_cursor.filter(|cursor| !cursor.is_empty());
                 if cursor.is_none() {
                     return Ok(());
                 }

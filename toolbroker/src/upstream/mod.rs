@@ -53,7 +53,7 @@ use std::time::Duration;
 
 use forge_protocol::name::ToolName;
 use rmcp::model::{JsonObject, ProtocolVersion};
-use rmcp::service::RunningService;
+use rmcp::service::{ClientInitializeError, RunningService};
 use rmcp::transport::Transport;
 use rmcp::{ClientCacheConfig, ClientLifecycleMode, ClientServiceExt as _, RoleClient};
 use serde_json::{Value, json};
@@ -66,7 +66,7 @@ use self::declined::Declined;
 use self::hosted::Hosted;
 use self::mcp::{Handler, Line, Session, start_error};
 use self::scrubs::Scrubs;
-use crate::config::{ServerConfig, Source};
+use crate::config::{ServerConfig, Source, StdioConfig};
 use crate::definition::Tool;
 use crate::openapi::Api;
 use crate::registry::LookupError;
@@ -414,24 +414,14 @@ impl Upstream {
                     .map(Connection::Api)
                     .map_err(|reason| UpstreamError::Start { reason });
             }
-            Source::Stdio(config) => {
-                let spawned = stdio::spawn(&self.name, config, &self.scrubs);
-                let spawned = timeout_at(until, spawned).await;
-                let (transport, process) = spawned.map_err(|_| UpstreamError::Start {
-                    reason: "the files that it is to be given do not answer in time".to_owned(),
-                })??;
-                match self.handshake(transport, until).await {
-                    Ok(service) => Session::new(self, service, Line::Process(process)),
-                    Err(reason) => return Err(self.not_started(&process, &reason).await),
-                }
-            }
+            Source::Stdio(config) => self.start_program(config, until).await?,
             Source::Http(endpoint) => {
                 let client = http::Client::new(endpoint, &self.scrubs, true)
                     .map_err(|reason| UpstreamError::Start { reason })?;
                 let http = streamable::Mcp::new(client);
                 match self.handshake(http.transport(endpoint), until).await {
                     Ok(service) => Session::new(self, service, Line::Http(http)),
-                    Err(reason) => return Err(self.refusal(reason)),
+                    Err(failed) => return Err(self.refusal(failed.reason)),
                 }
             }
         };
@@ -465,12 +455,43 @@ impl Upstream {
         Ok(Connection::Mcp(Box::new(session)))
     }
 
+    /// Starts a program and has the first exchange with it. One that ends over a first
+    /// request that is not `initialize`, as some libraries of the older protocol do, is
+    /// started once more, to be asked that.
+    async fn start_program(
+        self: &Arc<Self>,
+        config: &StdioConfig,
+        until: Instant,
+    ) -> Result<Session, UpstreamError> {
+        let mut is_second = false;
+        loop {
+            let spawned = stdio::spawn(&self.name, config, &self.scrubs);
+            let spawned = timeout_at(until, spawned).await;
+            let (transport, process) = spawned.map_err(|_| UpstreamError::Start {
+                reason: "the files that it is to be given do not answer in time".to_owned(),
+            })??;
+            let Unstarted { reason, hung_up } = match self.handshake(transport, until).await {
+                Ok(service) => return Ok(Session::new(self, service, Line::Process(process))),
+                Err(failed) => failed,
+            };
+            if hung_up && !is_second && !self.legacy.swap(true, Ordering::AcqRel) {
+                is_second = true;
+                continue;
+            }
+            if is_second {
+                // That was not it.
+                self.legacy.store(false, Ordering::Release);
+            }
+            return Err(self.not_started(&process, &reason).await);
+        }
+    }
+
     /// The first exchange with a server, in the words of its era.
     async fn handshake(
         &self,
         transport: impl Transport<RoleClient> + 'static,
         until: Instant,
-    ) -> Result<RunningService<RoleClient, Handler>, String> {
+    ) -> Result<RunningService<RoleClient, Handler>, Unstarted> {
         let lifecycle = if self.legacy.load(Ordering::Acquire) {
             ClientLifecycleMode::Initialize
         } else {
@@ -489,8 +510,11 @@ impl Upstream {
                 service.set_response_cache_config(ClientCacheConfig::disabled()).await;
                 Ok(service)
             }
-            Ok(Err(error)) => Err(start_error(&error)),
-            Err(_) => Err(not_in_time()),
+            Ok(Err(error)) => {
+                let hung_up = matches!(error, ClientInitializeError::ConnectionClosed(_));
+                Err(Unstarted { reason: start_error(&error), hung_up })
+            }
+            Err(_) => Err(Unstarted { reason: not_in_time(), hung_up: false }),
         }
     }
 
@@ -543,6 +567,13 @@ impl Upstream {
     }
 }
 
+/// A first exchange that came to nothing.
+struct Unstarted {
+    reason: String,
+    /// The server closed its end and gave no answer.
+    hung_up: bool,
+}
+
 /// Said of a server that does not start in its time.
 fn not_in_time() -> String {
     format!("no answer within {} s", START_TIME_MAX.as_secs())
@@ -551,7 +582,6 @@ fn not_in_time() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::StdioConfig;
 
     fn without_a_program() -> Arc<Upstream> {
         let source = Source::Stdio(StdioConfig {
