@@ -336,7 +336,7 @@ fn is_same_name(a: &str, b: &str) -> bool {
 
 /// A member's name as the most careless server reads it: without regard to case, to what
 /// parts words, or to what stands behind a zero.
-fn folded(name: &str) -> impl Iterator<Item = char> {
+pub(crate) fn folded(name: &str) -> impl Iterator<Item = char> {
     let parts_words =
         |it: &char| it.is_whitespace() || it.is_control() || matches!(it, '_' | '-' | '.');
     let told = name.chars().take_while(|it| *it != '\0').filter(move |it| !parts_words(it));
@@ -346,7 +346,7 @@ fn folded(name: &str) -> impl Iterator<Item = char> {
 /// A character without regard to case. There and back, since some letters have a capital
 /// and are that of none: the long s (U+017F), the Kelvin sign (U+212A). Whatever Unicode's
 /// case folding, and so Go's `EqualFold`, takes for one comes out as one here.
-pub(crate) fn without_case(character: char) -> impl Iterator<Item = char> {
+fn without_case(character: char) -> impl Iterator<Item = char> {
     character.to_lowercase().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
 }
 

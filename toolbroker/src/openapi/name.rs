@@ -1,13 +1,13 @@
 //! Names of parameters as the most careless server reads them.
 
-use crate::constraint::without_case;
+use crate::constraint;
 use crate::egress::rule::percent_decoded;
 use crate::secret::Secret;
 
-/// A name as the most careless server reads it: letters' case does not count, nor
-/// white space before it, and a point or a blank is an underscore.
+/// A name as the most careless server reads it, which constraints go by as well: neither
+/// letters' case counts, nor what parts words.
 pub(super) fn folded(name: &str) -> String {
-    name.trim().chars().flat_map(without_case).collect::<String>().replace(['.', ' '], "_")
+    constraint::folded(name).collect()
 }
 
 /// A header's name as CGI and its heirs read it: neither case nor which of `-` and `_`

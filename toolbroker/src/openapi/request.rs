@@ -162,7 +162,10 @@ impl Request {
                 let name = folded(&other.name);
                 let value = arguments.get(&other.key).unwrap_or(&Value::Null);
                 let is_its = name == key || name.split('[').next() == Some(&key);
-                other.place == Place::Query && is_its || other.own_names(value).contains(&key)
+                // Some servers take `a.b` for `a[b]`.
+                let flat = |name: &str| name.replace(['[', ']'], "");
+                let mut own = other.own_names(value).into_iter();
+                other.place == Place::Query && is_its || own.any(|it| flat(&it) == flat(&key))
             };
             let mut others = self.parameters.iter().filter(|it| it.key != parameter.key);
             if let Some(other) = others.find(|it| taken(it)) {
@@ -410,6 +413,9 @@ mod tests {
             json!({"limit": 5, "filter": {"LIMIT": 100}}),
             json!({"limit": 5, "filter": {" limit": 100}}),
             json!({"max_price": 5, "filter": {"max.price": 100}}),
+            json!({"max_price": 5, "filter": {"maxPrice": 100}}),
+            json!({"max_price": 5, "filter": {"max-price": 100}}),
+            json!({"sorting": {"x": 1}, "filter": {"sorting.x": 2}}),
             json!({"sort[by]": "a", "sorting": {"x": 1}, "sort": {"by": "b"}}),
             json!({"filter": {"sort": 100}}),
             json!({"filter": {"x": 1}, "more": {"x": 2}}),
