@@ -324,7 +324,7 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     if timeout > most {
         let most = humantime::format_duration(most);
         return Err(CliError::Usage(format!(
-            "--timeout: a call may take at most {most}: [limits] wall_ms in forge.toml says more"
+            "--timeout: a call may take at most {most}: [limits] wall_ms in forge.toml can say more"
         )));
     }
     let broker = config::start_broker(&args.broker, GrantKey::Passing)?;

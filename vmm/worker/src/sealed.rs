@@ -56,8 +56,8 @@ pub fn seal(file: &File) -> io::Result<()> {
             return Ok(());
         }
         let error = io::Error::last_os_error();
-        // So says the kernel too while it moves or counts pages of the file, for which it
-        // waits some 150 ms each time.
+        // So says the kernel too while anything else holds a page of the file, as reclaim
+        // does, for which it waits a little each time (memfd_wait_for_pins).
         if error.kind() != io::ErrorKind::ResourceBusy || tries.next().is_none() {
             return Err(error);
         }

@@ -114,20 +114,18 @@ pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Va
     let all = tables(&read_text(path)?).map_err(|fault| fault.of(path))?;
     let mut found = BTreeMap::new();
     for (name, value) in all {
-        let of = |field: &str, value: &Value| value.get(field).cloned();
-        match name.as_str() {
+        let fields: &[&str] = match name.as_str() {
             // `[mcp]` is another command's.
-            "trust" | "roles" | "principals" | "mcp" => {}
-            "service" | "http" => {
-                let fields: &[&str] = match name.as_str() {
-                    "http" => &["listen", "user"],
-                    _ => &["socket", "mode", "vsock"],
-                };
-                let read = |field: &&str| Some((format!("{name}.{field}"), of(field, &value)?));
-                found.extend(fields.iter().filter_map(read));
+            "trust" | "roles" | "principals" | "mcp" => continue,
+            "service" => &["socket", "mode", "vsock"],
+            "http" => &["listen", "user"],
+            _ => {
+                found.insert(name, value);
+                continue;
             }
-            _ => drop(found.insert(name, value)),
-        }
+        };
+        let of = |field: &&str| Some((format!("{name}.{field}"), value.get(*field)?.clone()));
+        found.extend(fields.iter().filter_map(of));
     }
     Ok(found)
 }
