@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use forge_protocol::broker::ToolWord;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
+use rmcp::model::JsonObject;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
@@ -55,6 +56,17 @@ pub enum Carrier {
 }
 
 impl Carrier {
+    /// Whether arguments that fit the tool's schema can be sent to whoever carries it out.
+    ///
+    /// # Errors
+    /// Says which of them cannot.
+    pub(crate) fn can_send(&self, tool: &Tool, arguments: &JsonObject) -> Result<(), String> {
+        match self {
+            Self::Builtin(_) => Ok(()),
+            Self::Server(connection) => connection.can_send(tool, arguments),
+        }
+    }
+
     /// What it does in the calling thread, if it is one that does.
     pub(crate) fn in_place(&self) -> Option<InPlace> {
         match self {

@@ -252,8 +252,8 @@ fn a_key_in_the_query_goes_to_the_interface_and_is_told_nobody() {
     assert_eq!(code, Some(CallCode::BadRequest), "{error}");
     for name in ["appid", "APPID", " appid"] {
         let (code, error) = worker.call("parts.find", &json!({"filter": {name: "mine"}}));
-        assert_eq!(code, Some(CallCode::ToolFailed), "{error}");
-        assert!(error["message"].as_str().unwrap().contains("the operator sets"), "{error}");
+        assert_eq!(code, Some(CallCode::BadRequest), "{error}");
+        assert!(error["error"].as_str().unwrap().contains("the operator sets"), "{error}");
     }
     assert_eq!(interface.seen().len(), 1);
     let (_, error) = worker.call("parts.redirect", &json!({}));
@@ -298,7 +298,9 @@ fn walk(folder: &std::path::Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
 fn arguments_that_do_not_fit_cost_the_interface_not_one_byte() {
     let interface = Interface::new("");
     let mut broker = interface.broker();
-    let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits());
+    // Nor of the budget, which is one call.
+    let limits = RunLimits { calls: 1, ..limits() };
+    let mut worker = broker.run(&["parts.getPart", "parts.putPart"], limits);
     for (tool, arguments) in [
         ("parts.putPart", json!({"id": "7"})),
         ("parts.putPart", json!({"id": "7", "body": {"stock": -1}})),
@@ -316,10 +318,12 @@ fn arguments_that_do_not_fit_cost_the_interface_not_one_byte() {
         json!({"id": "7", "X-Trace": "a\r\nX-API-Key: mine"}),
     ] {
         let (code, error) = worker.call("parts.getPart", &arguments);
-        assert_eq!(code, Some(CallCode::ToolFailed), "{arguments}");
-        assert_eq!(error["name"], "BadArgument", "{error}");
+        assert_eq!(code, Some(CallCode::BadRequest), "{arguments}");
+        assert!(error["error"].as_str().unwrap().contains("cannot be sent"), "{error}");
     }
     assert_eq!(interface.seen().len(), 0);
+    let (code, part) = worker.call("parts.getPart", &json!({"id": "7"}));
+    assert_eq!(code, None, "{part}");
 }
 
 #[test]

@@ -196,32 +196,43 @@ pub(super) struct Pinned {
 }
 
 impl Pinned {
-    /// The arguments fit, and the run can afford the call.
-    pub(super) fn checked(self) -> Result<Checked, Refused> {
+    /// The arguments fit, can be sent to `carrier`, which is none where the broker itself
+    /// carries the call out in this thread, and the run can afford it.
+    pub(super) fn checked(self, carrier: Option<&Carrier>) -> Result<Checked, Refused> {
         let Self { mut facts, request, tool, effect, cost } = self;
         if facts.call.arguments_sha256.is_none() {
             facts.call.arguments_sha256 = Some(Sha256::digest(&request).into());
         }
-        match check(&facts.run, &tool, cost, &request) {
+        match check(&facts.run, &tool, carrier, cost, &request) {
             Ok(arguments) => Ok(Checked { facts, tool, effect, arguments }),
             Err(failure) => Err(facts.refused(failure)),
         }
     }
 }
 
-fn check(run: &Run, tool: &Tool, cost: u32, request: &[u8]) -> Result<JsonObject, CallFailure> {
+fn check(
+    run: &Run,
+    tool: &Tool,
+    carrier: Option<&Carrier>,
+    cost: u32,
+    request: &[u8],
+) -> Result<JsonObject, CallFailure> {
     let arguments = Value::Object(parse(request)?);
     tool.check(&arguments).map_err(CallFailure::BadArguments)?;
     let outside = |violation| CallFailure::OutsideGrant { tool: tool.name().clone(), violation };
     run.grant().check(tool.name(), &arguments, &tool.spec().input_schema).map_err(outside)?;
+    let Value::Object(arguments) = arguments else {
+        return Err(CallFailure::NotAnObject { why: "it is another JSON value".into() });
+    };
+    if let Some(carrier) = carrier {
+        let unsendable = |why| CallFailure::Unsendable { why };
+        carrier.can_send(tool, &arguments).map_err(unsendable)?;
+    }
     // What is refused above costs no budget. What passes here is dispatched,
     // unless the journal or the clock says no.
     run.spend(cost)?;
     in_time(run)?;
-    match arguments {
-        Value::Object(arguments) => Ok(arguments),
-        _ => Err(CallFailure::NotAnObject { why: "it is another JSON value".into() }),
-    }
+    Ok(arguments)
 }
 
 /// Whether anybody still waits for what would be sent now. A cancelled run's

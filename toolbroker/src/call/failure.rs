@@ -57,6 +57,12 @@ pub enum CallFailure {
     /// The request is not what the schema asks.
     #[error("the arguments do not fit the tool's schema: {}", .0.texts.join("; "))]
     BadArguments(Violations),
+    /// The arguments fit, and there is no request that has them.
+    #[error("the arguments cannot be sent to the tool: {why}")]
+    Unsendable {
+        /// Which of them, and why.
+        why: String,
+    },
     /// The arguments are outside what the grant allows.
     #[error("a call of {tool} is not allowed with these arguments: {violation}")]
     OutsideGrant {
@@ -114,9 +120,10 @@ impl CallFailure {
             | Self::DefinitionChanged { .. }
             | Self::OutsideGrant { .. } => CallCode::Denied,
             Self::NoSuchTool(_) => CallCode::NoSuchTool,
-            Self::NotAnObject { .. } | Self::InexactNumber { .. } | Self::BadArguments(_) => {
-                CallCode::BadRequest
-            }
+            Self::NotAnObject { .. }
+            | Self::InexactNumber { .. }
+            | Self::BadArguments(_)
+            | Self::Unsendable { .. } => CallCode::BadRequest,
             Self::RequestTooLarge { .. } => CallCode::RequestTooLarge,
             Self::ToolFailed { .. } => CallCode::ToolFailed,
             Self::BudgetSpent(_) => CallCode::BudgetSpent,
@@ -139,6 +146,8 @@ impl CallFailure {
             Self::BadArguments(Violations { places, .. }) => {
                 format!("the arguments do not fit the tool's schema at {}", places.join(", "))
             }
+            // Why quotes names of members.
+            Self::Unsendable { .. } => "the arguments cannot be sent to the tool".to_owned(),
             Self::BadResponse { .. } => {
                 "the response is not what the tool's output schema says".to_owned()
             }

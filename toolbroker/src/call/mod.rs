@@ -8,6 +8,7 @@
 //!    → its definition is the granted one  Pinned        denied
 //!    → the arguments fit its schema                     bad request
 //!    → the arguments fit the grant                      denied
+//!    → they can be sent to the tool                     bad request
 //!    · (data-flow labels)
 //!    → the budget is not spent                          budget spent
 //!    · (budgets over time, approvals)
@@ -57,7 +58,7 @@ use tokio::time::timeout_at;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument as _;
 
-use self::chain::{Books, Checked, Granted, Identified, Pinned, Refused, unheard};
+use self::chain::{Books, Checked, Granted, Identified, Refused, unheard};
 use crate::beside;
 use crate::builtin::Work;
 use crate::definition::Effect;
@@ -193,7 +194,7 @@ impl Dispatcher {
                 let cost = self.registry.cost(granted.tool());
                 let checked = granted
                     .pinned(Arc::clone(builtin.tool()), Effect::None, cost)
-                    .and_then(Pinned::checked);
+                    .and_then(|pinned| pinned.checked(None));
                 Taken::Settled(match checked {
                     Ok(checked) => checked
                         .intended_at_once(&self.books)
@@ -290,13 +291,9 @@ impl Dispatcher {
         };
         let small = granted.is_small(&tool);
         let pinned = granted.pinned(tool, effect, cost)?;
-        let checked = if small {
-            pinned.checked()
-        } else {
-            // Long work for a thread that nobody else waits for.
-            beside(|| pinned.checked()).await
-        };
-        Ok((checked?, carrier))
+        let check = move || Ok((pinned.checked(Some(&carrier))?, carrier));
+        // Long work for a thread that nobody else waits for.
+        if small { check() } else { beside(check).await }
     }
 }
 

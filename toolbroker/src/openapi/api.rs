@@ -53,16 +53,33 @@ impl Api {
         Arc::clone(&self.tools)
     }
 
+    fn operation(&self, tool: &Tool) -> Option<&Operation> {
+        let found = self.operations.binary_search_by(|it| it.tool.name().cmp(tool.name()));
+        self.operations.get(found.ok()?).map(|it| &**it)
+    }
+
+    /// Whether there is a request for these arguments, which fit the tool's schema.
+    ///
+    /// # Errors
+    /// Says which of them cannot be sent.
+    pub(crate) fn can_send(&self, tool: &Tool, arguments: &JsonObject) -> Result<(), String> {
+        match self.operation(tool) {
+            Some(operation) => operation.request.head(arguments).map(drop),
+            // Its call says so.
+            None => Ok(()),
+        }
+    }
+
     /// Calls an operation. An answer that is no success is the tool's own
     /// error; one that does not come at all leaves the outcome unknown, unless
     /// the request was surely not sent.
     pub(crate) async fn call(&self, tool: &Tool, arguments: &JsonObject) -> CallEnd {
-        let found = self.operations.binary_search_by(|it| it.tool.name().cmp(tool.name()));
-        let Some(operation) = found.ok().and_then(|at| self.operations.get(at)) else {
+        let Some(operation) = self.operation(tool) else {
             return CallEnd::failed("NoSuchTool", "the interface has no such operation");
         };
         let request = match operation.request.build(self.client.http(), arguments) {
             Ok(request) => request,
+            // `can_send` has said so before.
             Err(why) => return CallEnd::failed("BadArgument", &why),
         };
         let admission = match self.breaker.enter() {

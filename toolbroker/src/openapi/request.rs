@@ -51,6 +51,13 @@ pub(super) struct Request {
     keys: Vec<(String, Secret)>,
 }
 
+/// What the arguments make of a request, but for its body.
+#[derive(Debug)]
+pub(super) struct Head {
+    address: Url,
+    headers: Vec<(HeaderName, HeaderValue)>,
+}
+
 impl fmt::Display for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.method, crate::cut(&self.path.shown, 256))
@@ -82,12 +89,31 @@ impl Request {
     /// The request for these arguments, which fit the tool's schema.
     ///
     /// # Errors
-    /// Says which argument cannot be sent.
+    /// As [`Request::head`].
     pub(super) fn build(
         &self,
         http: &reqwest::Client,
         arguments: &JsonObject,
     ) -> Result<RequestBuilder, String> {
+        let Head { address, headers } = self.head(arguments)?;
+        let request = http.request(self.method.clone(), address);
+        let mut request = request.header(ACCEPT, self.accept.clone());
+        for (name, value) in headers {
+            request = request.header(name, value);
+        }
+        if let (Some(body), Some(value)) = (&self.body, arguments.get("body")) {
+            request = request.header(CONTENT_TYPE, body.kind.clone()).body(value.to_string());
+        } else if says_length(&self.method) {
+            request = request.header(CONTENT_LENGTH, 0);
+        }
+        Ok(request)
+    }
+
+    /// What stands before the body. Any body that fits the schema can be sent.
+    ///
+    /// # Errors
+    /// Says which argument cannot be sent.
+    pub(super) fn head(&self, arguments: &JsonObject) -> Result<Head, String> {
         let path = self.path.fill(|at| {
             let Some(parameter) = self.parameters.get(at) else { return Ok(String::new()) };
             let value = arguments.get(&parameter.key).unwrap_or(&Value::Null);
@@ -119,17 +145,7 @@ impl Request {
         query
             .extend(keys.map(|(name, key)| format!("{}={}", percent(name), percent(key.expose()))));
         let address = self.address(&path, &query.join("&"))?;
-        let request = http.request(self.method.clone(), address);
-        let mut request = request.header(ACCEPT, self.accept.clone());
-        for (name, value) in headers {
-            request = request.header(name, value);
-        }
-        if let (Some(body), Some(value)) = (&self.body, arguments.get("body")) {
-            request = request.header(CONTENT_TYPE, body.kind.clone()).body(value.to_string());
-        } else if says_length(&self.method) {
-            request = request.header(CONTENT_LENGTH, 0);
-        }
-        Ok(request)
+        Ok(Head { address, headers })
     }
 
     /// Refuses a member that would stand in the query under the name of another

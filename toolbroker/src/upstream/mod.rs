@@ -208,6 +208,18 @@ impl Connection {
         tools.get(found).cloned()
     }
 
+    /// Whether arguments that fit the tool's schema can be sent to it at all.
+    ///
+    /// # Errors
+    /// Says which of them cannot.
+    pub fn can_send(&self, tool: &Tool, arguments: &JsonObject) -> Result<(), String> {
+        match self {
+            Self::Api(api) => api.can_send(tool, arguments),
+            // Any JSON object is the arguments of a call.
+            Self::Mcp(_) | Self::Hosted(_) => Ok(()),
+        }
+    }
+
     /// Calls a tool and waits for its end, however long. Dropping the future
     /// tells the other side that nobody waits any more, as far as it can be
     /// told. An idempotency key goes along where there is a place for it: a
