@@ -11,7 +11,7 @@ use rmcp::model::JsonObject;
 use serde_json::{Value, json};
 
 use super::Plan;
-use super::media::is_json;
+use super::media::Kind;
 use super::plan::Operation;
 use super::request::Request;
 use crate::definition::Tool;
@@ -104,11 +104,9 @@ impl Api {
             }
         };
         let status = response.status();
-        let is_json = response
-            .headers()
-            .get(CONTENT_TYPE)
-            .and_then(|value| value.to_str().ok())
-            .is_some_and(is_json);
+        let kind = response.headers().get(CONTENT_TYPE);
+        let kind = Kind::of(kind.and_then(|value| value.to_str().ok()).unwrap_or_default());
+        let is_json = kind == Kind::Json;
         // None was asked for.
         let encoding = response.headers().get(CONTENT_ENCODING);
         let is_encoded = encoding.is_some_and(|it| {
@@ -135,7 +133,7 @@ impl Api {
             Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
                 CallEnd::Unusable(Unusable::Encoded)
             }
-            Ok(body) if status.is_success() => answer(body, is_json),
+            Ok(body) if status.is_success() => answer(body, kind),
             Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
                 "name": "AnswerTooLarge",
                 "message": format!(
@@ -168,13 +166,14 @@ impl Api {
 
 /// A successful answer: JSON as it is, text as a string, nothing as null, and what is
 /// neither, an image for example, in base64.
-fn answer(body: Vec<u8>, is_json: bool) -> CallEnd {
+fn answer(body: Vec<u8>, kind: Kind) -> CallEnd {
     if body.is_empty() {
         return CallEnd::Answered(Value::Null);
     }
-    if !is_json {
+    if kind != Kind::Json {
         // Text in another encoding loses what is no UTF-8. None has a zero.
-        let is_text = !body.contains(&0) || std::str::from_utf8(&body).is_ok();
+        let is_text =
+            std::str::from_utf8(&body).is_ok() || kind == Kind::Text && !body.contains(&0);
         return match is_text {
             true => CallEnd::Answered(text(&body)),
             false => CallEnd::Bytes(json!({"base64": STANDARD.encode(body)}), "base64"),
@@ -223,16 +222,29 @@ mod tests {
 
     #[test]
     fn an_answer_that_is_no_text_loses_nothing() {
-        let CallEnd::Bytes(image, "base64") = answer(b"\x89PNG\r\n\x1a\n\0\0".into(), false) else {
-            panic!("it is no text");
+        let bytes = |body: &[u8], kind| match answer(body.to_vec(), Kind::of(kind)) {
+            CallEnd::Bytes(bytes, "base64") => bytes,
+            other => panic!("{kind}: {other:?}"),
         };
-        assert_eq!(image, json!({"base64": "iVBORw0KGgoAAA=="}));
-        assert_eq!(answered(b"p\xe4ss", false), json!("p\u{fffd}ss"));
-        assert_eq!(answered("p\u{e4}ss\0".as_bytes(), false), json!("p\u{e4}ss\0"));
+        let image = b"\x89PNG\r\n\x1a\n\0\0";
+        for kind in ["image/png", "text/plain; charset=utf-8", ""] {
+            assert_eq!(bytes(image, kind), json!({"base64": "iVBORw0KGgoAAA=="}));
+        }
+        // No zero is in every image.
+        for kind in ["image/gif", "application/octet-stream; name=\"a\"", "audio/x; q", ""] {
+            assert_eq!(bytes(b"p\xe4ss", kind), json!({"base64": "cORzcw=="}));
+        }
+        let latin = ["text/csv", "application/x; Charset=latin1", "application/atom+xml"];
+        for kind in latin.into_iter().chain(["application/xml"]) {
+            assert_eq!(answered(b"p\xe4ss", kind), json!("p\u{fffd}ss"), "{kind}");
+        }
+        for kind in ["text/plain", "image/svg", ""] {
+            assert_eq!(answered("p\u{e4}ss\0".as_bytes(), kind), json!("p\u{e4}ss\0"));
+        }
     }
 
-    fn answered(body: &[u8], is_json: bool) -> Value {
-        match answer(body.to_vec(), is_json) {
+    fn answered(body: &[u8], kind: &str) -> Value {
+        match answer(body.to_vec(), Kind::of(kind)) {
             CallEnd::Answered(answer) => answer,
             other => panic!("{other:?}"),
         }
@@ -241,8 +253,9 @@ mod tests {
     #[test]
     fn half_a_character_costs_itself_and_not_its_answer() {
         let expected = json!({"text": "cut \u{fffd}"});
-        assert_eq!(answered(br#"{"text":"cut \ud83d"}"#, true), expected);
-        assert_eq!(answered(b"{\"text\":\"cut \xf0\x9f\"}", true), expected);
+        let json = "application/json; charset=utf-8";
+        assert_eq!(answered(br#"{"text":"cut \ud83d"}"#, json), expected);
+        assert_eq!(answered(b"{\"text\":\"cut \xf0\x9f\"}", json), expected);
     }
 
     #[tokio::test]

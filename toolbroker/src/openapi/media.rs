@@ -13,6 +13,34 @@ pub(super) fn is_json(kind: &str) -> bool {
     essence == "application/json" || essence.ends_with("+json")
 }
 
+/// What an answer says that it is, as far as it matters how it is handed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// JSON.
+    Json,
+    /// Text, in whatever encoding.
+    Text,
+    /// Anything else, or nothing.
+    Other,
+}
+
+impl Kind {
+    /// What the value of a `Content-Type` says.
+    pub(super) fn of(kind: &str) -> Self {
+        let (essence, parameters) = (essence(kind), kind.split(';').skip(1));
+        let mut names = parameters.filter_map(|it| it.split_once('=')).map(|(name, _)| name.trim());
+        let is_text = essence.starts_with("text/")
+            || essence == "application/xml"
+            || essence.ends_with("+xml")
+            || names.any(|name| name.eq_ignore_ascii_case("charset"));
+        match () {
+            () if is_json(kind) => Self::Json,
+            () if is_text => Self::Text,
+            () => Self::Other,
+        }
+    }
+}
+
 /// The JSON media type to use: plain JSON first, then other `+json`, then JSON Patch (its
 /// value has another shape), then a range.
 pub(super) fn json_of(content: &Map<String, Value>) -> Option<(&str, &Value)> {
