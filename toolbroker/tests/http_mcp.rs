@@ -80,6 +80,37 @@ fn servers_of_both_eras_are_listed_and_called_in_their_own_words() {
 }
 
 #[test]
+fn an_old_server_is_used_whatever_it_makes_of_the_newer_beginning() {
+    let html = |status| Some((status, "text/html"));
+    for said in [
+        html(500),
+        html(503),
+        html(405),
+        html(200),
+        html(202),
+        html(204),
+        Some((200, "application/json")),
+        None,
+    ] {
+        let mcp = Mcp::new(Era::Session);
+        mcp.get().on_discover = Some(said);
+        let web = mcp.serve();
+        let mut broker = broker(&web, "");
+        let mut worker = broker.run(&["web.echo"], limits());
+        let (code, answer) = worker.call("web.echo", &json!({}));
+        assert_eq!(code, None, "{said:?}: {answer}");
+    }
+}
+
+#[test]
+fn an_address_that_is_no_mcp_servers_is_told_by_what_it_answers() {
+    let router =
+        Router::new().route("/mcp", any(|| async { ([("content-type", "text/html")], "<p>") }));
+    let why = unavailable(&mut broker(&Web::serve(router), ""));
+    assert!(why.contains("its answer is text/html") && why.contains("address"), "{why}");
+}
+
+#[test]
 fn a_credential_goes_into_its_header_and_nowhere_else() {
     let mcp = Mcp::new(Era::Session);
     mcp.get().token = Some(format!("Bearer {CANARY}"));
@@ -275,6 +306,8 @@ fn an_exchange_that_is_over_is_the_end_of_its_call_whatever_was_said() {
         ("puzzled_sse", CallCode::ToolFailed, "pardon?"),
         ("nobodys", CallCode::BadResponse, "another request"),
         ("puzzled", CallCode::ToolFailed, "pardon?"),
+        ("accepted", CallCode::BadResponse, "with nothing"),
+        ("silent", CallCode::BadResponse, "with nothing"),
     ] {
         let mut worker = broker.run(&[&format!("web.{name}"), "web.echo"], limits());
         let (got, error) = worker.call(&format!("web.{name}"), &json!({}));

@@ -766,7 +766,7 @@ fn service_error(error: &ServiceError) -> String {
 /// What went wrong at the start, without the debug output of whole messages.
 pub(super) fn start_error(error: &ClientInitializeError) -> String {
     match error {
-        ClientInitializeError::ConnectionClosed(_) => "it closed its standard output".into(),
+        ClientInitializeError::ConnectionClosed(_) => "it hung up before it answered".into(),
         ClientInitializeError::TransportError { error, .. } => {
             match error.error.downcast_ref::<Fault>() {
                 Some(fault) => streamable::fault_text(fault),

@@ -48,6 +48,9 @@ const DELETE_TIME_MAX: Duration = Duration::from_secs(2);
 const REQUESTS_MAX: usize = 64;
 /// The most bytes of what a server says with a status that is no success.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
+/// How long an answer to `server/discover` may take, after which `initialize` is
+/// asked: less than the MCP library itself would wait.
+const DISCOVER_TIME_MAX: Duration = Duration::from_secs(8);
 
 /// The session that a request is of.
 const SESSION: HeaderName = HeaderName::from_static("mcp-session-id");
@@ -154,21 +157,29 @@ impl StreamableHttpClient for Mcp {
             .header(ACCEPT, format!("{JSON}, {EVENTS}"))
             .header(CONTENT_TYPE, JSON)
             .body(serde_json::to_vec(&message)?);
-        let response = self.send(request, session.as_deref(), headers).await?;
-        let (id, is_discovery) = match message {
-            ClientJsonRpcMessage::Request(asked) => {
-                (Some(asked.id), matches!(asked.request, ClientRequest::DiscoverRequest(_)))
-            }
-            _ => (None, false),
+        let sent = self.send(request, session.as_deref(), headers);
+        let asked = match message {
+            ClientJsonRpcMessage::Request(asked) => match asked.request {
+                ClientRequest::DiscoverRequest(_) if session.is_none() => Asked::Era(asked.id),
+                _ => Asked::Request(asked.id),
+            },
+            _ => Asked::Nothing,
+        };
+        let response = match &asked {
+            Asked::Era(id) => match timeout(DISCOVER_TIME_MAX, sent).await {
+                Ok(response) => response?,
+                Err(_) => return Ok(of_the_older_era(id.clone(), "it does not answer")),
+            },
+            Asked::Nothing | Asked::Request(_) => sent.await?,
         };
         let status = response.status();
         if status == StatusCode::NOT_FOUND && session.is_some() {
             return Err(Fault::SessionExpired);
         }
         if !status.is_success() {
-            return refusal(response, id, is_discovery && session.is_none()).await;
+            return refusal(response, asked).await;
         }
-        let answer = answer(response, id, &self.0.is_too_large).await?;
+        let answer = answer(response, asked, &self.0.is_too_large).await?;
         if let StreamableHttpPostResponse::Json(_, Some(_))
         | StreamableHttpPostResponse::Sse(_, Some(_)) = answer
             && session.is_none()
@@ -236,24 +247,54 @@ impl StreamableHttpClient for Mcp {
     }
 }
 
-/// What a server answers that took a message. `asked` is the message's id, if it
-/// is a request.
+/// What a message that is sent asks.
+enum Asked {
+    /// Nothing: it tells.
+    Nothing,
+    /// A request.
+    Request(RequestId),
+    /// The one that a session of the newer protocol begins with: whatever a server
+    /// says to that which knows no such request, it may know the older one.
+    Era(RequestId),
+}
+
+/// What the MCP library is given in the place of an answer to `server/discover` that
+/// is none: so it asks `initialize`.
+fn of_the_older_era(asked: RequestId, why: &str) -> StreamableHttpPostResponse {
+    let error = ErrorData::invalid_request(why.to_owned(), None);
+    StreamableHttpPostResponse::Json(ServerJsonRpcMessage::error(error, Some(asked)), None)
+}
+
+/// What a server answers that took a message.
 async fn answer(
     response: Response,
-    asked: Option<RequestId>,
+    asked: Asked,
     is_too_large: &Arc<AtomicBool>,
 ) -> Result<StreamableHttpPostResponse, Fault> {
-    if matches!(response.status(), StatusCode::ACCEPTED | StatusCode::NO_CONTENT) {
-        return Ok(StreamableHttpPostResponse::Accepted);
-    }
+    let status = response.status();
+    let has_none = matches!(status, StatusCode::ACCEPTED | StatusCode::NO_CONTENT);
     let session = response.headers().get(SESSION);
     let session = session.and_then(|id| id.to_str().ok()).map(str::to_owned);
-    if is(&response, EVENTS) {
+    if !has_none && is(&response, EVENTS) {
+        let asked = match asked {
+            Asked::Nothing => None,
+            Asked::Request(id) | Asked::Era(id) => Some(id),
+        };
         let events = events(response, MESSAGE_BYTES_MAX, asked, Arc::clone(is_too_large));
         return Ok(StreamableHttpPostResponse::Sse(events, session));
     }
-    // To what is no request nothing is to be said.
-    let Some(asked) = asked else { return Ok(StreamableHttpPostResponse::Accepted) };
+    let asked = match asked {
+        // To what is no request nothing is to be said.
+        Asked::Nothing => return Ok(StreamableHttpPostResponse::Accepted),
+        Asked::Era(id) if has_none || !is(&response, JSON) => {
+            return Ok(of_the_older_era(id, "it answers with no message of MCP"));
+        }
+        Asked::Request(id) | Asked::Era(id) => id,
+    };
+    if has_none {
+        // The answer to a request comes on its own exchange, and this is over.
+        return Ok(StreamableHttpPostResponse::Json(Unusable::Nothing.answer(asked), session));
+    }
     if !is(&response, JSON) {
         return Err(Fault::UnexpectedContentType(content_type(&response)));
     }
@@ -284,14 +325,8 @@ fn answer_to(asked: RequestId, body: &[u8]) -> ServerJsonRpcMessage {
 }
 
 /// What comes of a status that is no success: the server's own error, if it says
-/// one. `asked` is the id of what was asked, if it was a request. `begins` says
-/// that it is the one that a session of the newer protocol begins with: whatever a
-/// server says to that which knows no such request, it may know the older one.
-async fn refusal(
-    response: Response,
-    asked: Option<RequestId>,
-    begins: bool,
-) -> Result<StreamableHttpPostResponse, Fault> {
+/// one.
+async fn refusal(response: Response, asked: Asked) -> Result<StreamableHttpPostResponse, Fault> {
     let status = response.status();
     // It is about a credential, and not about what was asked.
     if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
@@ -302,21 +337,23 @@ async fn refusal(
         true => body_within(response, REFUSAL_BYTES_MAX).await.unwrap_or_default(),
         false => Vec::new(),
     };
-    let error = match forge_protocol::json::from_slice_mended(&said) {
-        Ok(ServerJsonRpcMessage::Error(said)) => said.error,
-        _ if begins && status.is_client_error() => {
-            ErrorData::invalid_request(format!("it answers {status}"), None)
-        }
-        _ => return Err(waits),
+    let said = match forge_protocol::json::from_slice_mended(&said) {
+        Ok(ServerJsonRpcMessage::Error(said)) => Some(said.error),
+        _ => None,
     };
-    Ok(match asked {
-        Some(asked) => {
-            let message = ServerJsonRpcMessage::error(error, Some(asked));
-            StreamableHttpPostResponse::Json(message, None)
+    match (asked, said) {
+        (Asked::Request(id) | Asked::Era(id), Some(error)) => {
+            let message = ServerJsonRpcMessage::error(error, Some(id));
+            Ok(StreamableHttpPostResponse::Json(message, None))
         }
         // A server that understood what was told, and did not want it.
-        None => StreamableHttpPostResponse::Accepted,
-    })
+        (Asked::Nothing, Some(_)) => Ok(StreamableHttpPostResponse::Accepted),
+        // Some fail over a request that they do not know.
+        (Asked::Era(id), None) if !status.is_redirection() => {
+            Ok(of_the_older_era(id, &format!("it answers {status}")))
+        }
+        (_, None) => Err(waits),
+    }
 }
 
 fn refused(response: &Response) -> Fault {
@@ -369,6 +406,10 @@ pub(super) fn fault_text(fault: &Fault) -> String {
         Some(status) => refusal_text(fault, status),
         None => match fault {
             Fault::Client(error) => error.to_string(),
+            Fault::UnexpectedContentType(kind) => {
+                let kind = kind.as_deref().map_or("of no type".into(), |it| crate::cut(it, 128));
+                format!("its answer is {kind}, and no JSON and no events: is the address right?")
+            }
             other => other.to_string(),
         },
     }

@@ -28,6 +28,9 @@ const UNUSABLE: ErrorCode = ErrorCode(-32_077);
 /// Why nothing is made of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unusable {
+    /// There is none.
+    #[error("with nothing")]
+    Nothing,
     /// It has too many values.
     #[error("with more than {VALUES_MAX} values")]
     TooMany,
@@ -55,7 +58,8 @@ pub enum Unusable {
 }
 
 impl Unusable {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
+        Self::Nothing,
         Self::TooMany,
         Self::TooLong,
         Self::NoJson,

@@ -149,6 +149,9 @@ pub struct Inner {
     pub token: Option<String>,
     /// Whether each page of the list promises another.
     pub endless_list: bool,
+    /// The status and kind that `server/discover` is answered with by a server of the
+    /// older protocol, if it does not refuse it; and whether it answers at all.
+    pub on_discover: Option<Option<(u16, &'static str)>>,
     /// Statuses that the next calls are answered with.
     pub refuse: Vec<u16>,
     /// What the next reads of resources are answered with: a status, and the
@@ -172,6 +175,7 @@ impl Mcp {
             tools: Vec::new(),
             token: None,
             endless_list: false,
+            on_discover: None,
             refuse: Vec::new(),
             resources: Vec::new(),
             elsewhere: String::new(),
@@ -309,12 +313,20 @@ async fn handle(
         _ => {}
     }
     let capabilities = json!({"tools": {"listChanged": true}});
+    let on_discover = mcp.get().on_discover;
     match rpc.as_str() {
         "server/discover" if era == Era::Modern => reply(
             &id,
             json!({"resultType": "complete", "supportedVersions": ["2026-07-28"],
                    "capabilities": capabilities, "ttlMs": 0, "cacheScope": "private"}),
         ),
+        "server/discover" if let Some(said) = on_discover => match said {
+            Some((status, kind)) => {
+                let status = StatusCode::from_u16(status).unwrap();
+                (status, [("content-type", kind)], "<p>What?</p>").into_response()
+            }
+            None => std::future::pending().await,
+        },
         "server/discover" => failure(StatusCode::BAD_REQUEST, &id, -32601, "no such method"),
         "initialize" if era == Era::Modern => {
             failure(StatusCode::BAD_REQUEST, &id, -32601, "no such method")
@@ -362,6 +374,8 @@ async fn handle(
                 tool("texted", "Gives numbers back as texts."),
                 tool("nobodys", "Answers somebody else."),
                 tool("puzzled", "Cannot tell what it was asked."),
+                tool("accepted", "Takes it and answers nothing."),
+                tool("silent", "Has nothing to say."),
                 tool("many_sse", "Says very much, as a stream."),
                 tool("redirect", "Sends elsewhere."),
                 tool("refuse", "Refuses."),
@@ -444,6 +458,8 @@ async fn call(mcp: &Mcp, era: Era, id: &Value, seen: &Seen) -> Response {
         "texted" => reply(&id.to_string().into(), said),
         "nobodys" => reply(&json!(4711), said),
         "puzzled" => failure(StatusCode::BAD_REQUEST, &json!("server-error"), -32600, "pardon?"),
+        "accepted" => StatusCode::ACCEPTED.into_response(),
+        "silent" => StatusCode::NO_CONTENT.into_response(),
         "asks_sse" => {
             let asked = |number| json!({"jsonrpc": "2.0", "id": number, "method": "ping"});
             let asked: String = (0..1_000).map(|number| event(&asked(number))).collect();
