@@ -26,6 +26,8 @@ use sha2::{Digest as _, Sha256};
 use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns, translation_bytes_max};
 use crate::schema_cost::{Cost, Plan, compiled_places_bytes_max};
 
+/// Tools of one server.
+pub(crate) const TOOLS_MAX: usize = 2_000;
 /// One tool's description and schemas together, in bytes of canonical JSON.
 const DEFINITION_BYTES_MAX: usize = 256 * 1024;
 /// A server's own annotations of one tool, in bytes; more is cut.

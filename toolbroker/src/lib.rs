@@ -14,6 +14,7 @@
 //! | [`definition`] | one tool as its server describes it: digest and schema |
 //! | [`builtin`] | tools of the broker's own |
 //! | [`egress`] | requests over HTTP that tools make, and the guard before them |
+//! | [`endpoint`] | where a server over HTTP is, and what may be sent to it |
 //! | [`upstream`] | the servers that tools come from: start, list, call, restart, stop |
 //! | [`hosting`] | callers that host tools for one run each |
 //! | [`openapi`] | an OpenAPI document: each operation a tool |
@@ -47,6 +48,7 @@ pub mod constraint;
 pub mod definition;
 mod difference;
 pub mod egress;
+pub mod endpoint;
 pub mod filter;
 pub mod grant;
 pub mod hosting;
@@ -67,6 +69,7 @@ pub mod stranger;
 pub mod telemetry;
 mod turns;
 pub mod upstream;
+mod uri;
 pub mod verified;
 
 pub(crate) use forge_protocol::hex::hex;

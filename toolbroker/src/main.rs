@@ -188,7 +188,7 @@ impl HiArgs {
             _ => Issuer::ephemeral(),
         };
         let reviews = Reviews::open(config.review, args.state.as_deref())?;
-        let mut files = config.builtins.credential_files();
+        let mut files = config.credential_files();
         files.append(&mut config.signing_keys);
         files.extend([&args.mcp_config, &args.config].into_iter().flatten().cloned());
         let journal = journal(args.journal, args.state.clone(), &lookup);
@@ -201,7 +201,7 @@ impl HiArgs {
             files.push(folder.clone());
         }
         let uids = config.server_uids.clone().unwrap_or(stranger::UIDS);
-        stranger::settle(&mut config.servers, &uids, args.state.as_deref(), &files)?;
+        stranger::settle(config.programs(), &uids, args.state.as_deref(), &files)?;
         Ok(Self { control, config, issuer, reviews, journal })
     }
 }

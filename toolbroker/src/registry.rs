@@ -21,7 +21,7 @@ use crate::egress;
 use crate::policy::Policy;
 use crate::secret::Scrubber;
 use crate::upstream::scrubs::Scrubs;
-use crate::upstream::{Connection, Upstream, UpstreamError};
+use crate::upstream::{Away, Connection, Upstream, UpstreamError};
 
 /// The built-in tools, and the tool servers by name.
 #[derive(Debug)]
@@ -106,18 +106,9 @@ pub enum LookupError {
         /// Why not.
         source: UpstreamError,
     },
-    /// The same as programs are told it: paths and a server's last words are the
-    /// operator's to read.
-    #[error(
-        "the tool server {server:?} cannot be used now{}; the operator's log says why",
-        again_in(*wait_ms)
-    )]
-    Away {
-        /// The server.
-        server: String,
-        /// Until it is tried again, if that is known.
-        wait_ms: Option<u128>,
-    },
+    /// The same as programs are told it.
+    #[error(transparent)]
+    Away(#[from] Away),
 }
 
 impl LookupError {
@@ -135,7 +126,7 @@ impl LookupError {
                 };
                 closest.take_if(|tool| !sees(tool));
             }
-            Self::Unavailable { .. } | Self::Away { .. } => {}
+            Self::Unavailable { .. } | Self::Away(_) => {}
         }
         self
     }
@@ -147,26 +138,14 @@ impl LookupError {
         match self {
             Self::NoServer { server, .. } => Self::NoServer { server, closest: None },
             Self::NoTool { tool, .. } => Self::NoTool { tool, closest: None },
-            Self::Unavailable { server, source } => {
-                let wait_ms = match source {
-                    UpstreamError::BackOff { wait_ms, .. } => Some(wait_ms),
-                    UpstreamError::Spawn { .. }
-                    | UpstreamError::Start { .. }
-                    | UpstreamError::Stopped => None,
-                };
-                Self::Away { server, wait_ms }
-            }
-            Self::Away { .. } => self,
+            Self::Unavailable { server, source } => Away::of(server, &source).into(),
+            Self::Away(_) => self,
         }
     }
 }
 
 fn did_you_mean(closest: &Option<String>) -> String {
     closest.as_ref().map(|name| format!(": did you mean {name:?}?")).unwrap_or_default()
-}
-
-fn again_in(wait_ms: Option<u128>) -> String {
-    wait_ms.map(|ms| format!(", and is tried again in {ms} ms")).unwrap_or_default()
 }
 
 fn unavailable(name: &ToolName, source: UpstreamError) -> LookupError {

@@ -15,7 +15,7 @@ use std::collections::HashMap;
 
 use serde_json::Value;
 
-use crate::egress::rule::percent_decoded;
+use crate::uri::percent_decoded;
 
 /// Weight, times values of the instance, that is worth validating: some
 /// seconds on a thread that nobody waits for.

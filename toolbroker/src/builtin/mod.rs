@@ -34,6 +34,7 @@ pub mod stash;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
@@ -46,10 +47,35 @@ use rmcp::model::JsonObject;
 use serde_json::{Value, json};
 
 use self::stash::Stash;
-use crate::config::BuiltinsConfig;
 use crate::definition::{Effect, Listed, Tool};
+use crate::egress;
 use crate::grant::Grant;
+use crate::secret::Secret;
 use crate::upstream::{CallEnd, Upstream};
+
+/// The built-in tools that need configuration.
+#[derive(Debug, Default)]
+pub struct BuiltinsConfig {
+    /// Where `http.fetch` may go.
+    pub http: Option<egress::Policy>,
+    /// What `fs.*` may look into.
+    pub fs: Vec<fs::Root>,
+    /// Keys for `crypto.hmac` and `crypto.verify`, by name.
+    pub keys: BTreeMap<String, keys::Key>,
+    /// What `stash.*` may hold.
+    pub stash: Option<stash::Terms>,
+    /// What `resource.read` may read.
+    pub resource: Option<resource::Sources>,
+}
+
+impl BuiltinsConfig {
+    /// The files that credentials of built-in tools came from.
+    #[must_use]
+    pub fn credential_files(&self) -> Vec<PathBuf> {
+        let sent = self.http.iter().flat_map(egress::Policy::credentials).flat_map(Secret::files);
+        sent.chain(self.keys.values().flat_map(|key| &key.files)).cloned().collect()
+    }
+}
 
 /// Who calls, as the broker knows it from the connection and the grant.
 #[derive(Clone, Debug)]

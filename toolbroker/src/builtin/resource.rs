@@ -17,7 +17,7 @@ use url::Url;
 use super::{Failure, Plan, Work, text};
 use crate::definition::Effect;
 use crate::egress::rule::{URL_BYTES_MAX, is_plain_path};
-use crate::upstream::{CallEnd, Upstream, told_to_a_program};
+use crate::upstream::{Away, CallEnd, Upstream};
 
 /// What the operator allows.
 #[derive(Clone, Debug)]
@@ -105,7 +105,7 @@ async fn carry_out(
     let connection = match upstream.connection().await {
         Ok(connection) => connection,
         Err(source) => {
-            return Failure::new("unavailable", told_to_a_program(server, source)).into();
+            return Failure::new("unavailable", Away::of(server, &source).to_string()).into();
         }
     };
     match connection.read_resource(uri, until).await {

@@ -182,7 +182,7 @@ impl CallFailure {
                 json!({ "error": self.to_string(), "constraint": violation.constraint })
             }
             // By its name a program tells it from a tool that is not there.
-            Self::NoSuchTool(LookupError::Unavailable { .. } | LookupError::Away { .. }) => {
+            Self::NoSuchTool(LookupError::Unavailable { .. } | LookupError::Away(_)) => {
                 json!({ "error": self.to_string(), "name": "Unavailable" })
             }
             Self::BadArguments(Violations { texts: violations, .. })
@@ -234,6 +234,7 @@ pub(super) fn tool_error(given: Value) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::upstream::Away;
 
     #[test]
     fn a_members_name_is_told_to_its_program_and_not_to_the_log() {
@@ -269,7 +270,7 @@ mod tests {
             assert_eq!(failure.code(), CallCode::NoSuchTool);
             serde_json::from_slice::<Value>(&failure.body(1_000)).unwrap()
         };
-        let away = of(LookupError::Away { server: "shop".into(), wait_ms: Some(7) });
+        let away = of(Away { server: "shop".into(), wait_ms: Some(7) }.into());
         assert_eq!(away["name"], "Unavailable");
         assert!(away["error"].as_str().unwrap().contains("in 7 ms"), "{away}");
         let none = of(LookupError::NoTool { tool: "shop.x".into(), closest: None });

@@ -14,13 +14,13 @@ use ring::hmac;
 
 use super::credentials::credential;
 use super::node::{ITEMS_MAX, Node};
-use super::{ConfigError, Lookup, Problem, ServerConfig, egress};
+use super::{ConfigError, Lookup, Problem, egress};
+use crate::builtin::BuiltinsConfig;
 use crate::builtin::fs::Root;
 use crate::builtin::keys::{Key, Material, unhex};
 use crate::builtin::resource::{Source, Sources, is_canonical};
 use crate::builtin::stash::Terms;
-use crate::egress::Policy;
-use crate::secret::Secret;
+use crate::upstream::ServerConfig;
 
 /// A name that stands in a tool's definition, in bytes.
 const NAME_BYTES_MAX: usize = 64;
@@ -30,46 +30,22 @@ const HMAC_KEY_BYTES_MIN: usize = 16;
 pub(super) const CONTENT_BYTES: RangeInclusive<u64> = 1..=16 * 1024 * 1024;
 const CONTENT_BYTES_DEFAULT: u64 = 1024 * 1024;
 
-/// The built-in tools that need configuration.
-#[derive(Debug, Default)]
-pub struct BuiltinsConfig {
-    /// Where `http.fetch` may go.
-    pub http: Option<Policy>,
-    /// What `fs.*` may look into.
-    pub fs: Vec<Root>,
-    /// Keys for `crypto.hmac` and `crypto.verify`, by name.
-    pub keys: BTreeMap<String, Key>,
-    /// What `stash.*` may hold.
-    pub stash: Option<Terms>,
-    /// What `resource.read` may read.
-    pub resource: Option<Sources>,
-}
-
-impl BuiltinsConfig {
-    /// The files that credentials of built-in tools came from.
-    #[must_use]
-    pub fn credential_files(&self) -> Vec<PathBuf> {
-        let sent = self.http.iter().flat_map(Policy::credentials).flat_map(Secret::files);
-        sent.chain(self.keys.values().flat_map(|key| &key.files)).cloned().collect()
-    }
-
-    /// That every server named here is there. It may stand in another file,
-    /// so this comes after both are read.
-    pub(super) fn check_servers(
-        &self,
-        file: &Path,
-        servers: &BTreeMap<String, ServerConfig>,
-    ) -> Result<(), ConfigError> {
-        let sources = self.resource.iter().flat_map(|sources| &sources.allow);
-        for (position, source) in sources.enumerate() {
-            if !servers.contains_key(&source.server) {
-                let field = format!("builtins.resource.allow.{position}.server");
-                let problem = Problem::Value("no tool server of this name is configured".into());
-                return Err(ConfigError::of(file, field, problem));
-            }
+/// That every server that `[builtins]` names is there. It may stand in another file,
+/// so this comes after both are read.
+pub(super) fn check_servers(
+    config: &BuiltinsConfig,
+    file: &Path,
+    servers: &BTreeMap<String, ServerConfig>,
+) -> Result<(), ConfigError> {
+    let sources = config.resource.iter().flat_map(|sources| &sources.allow);
+    for (position, source) in sources.enumerate() {
+        if !servers.contains_key(&source.server) {
+            let field = format!("builtins.resource.allow.{position}.server");
+            let problem = Problem::Value("no tool server of this name is configured".into());
+            return Err(ConfigError::of(file, field, problem));
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// `[builtins]`.

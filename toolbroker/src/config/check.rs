@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::error::find_lines;
 use super::node::Strict;
-use super::{Config, ConfigError, Lookup, Problem, document_of, forge_config};
+use super::{Config, ConfigError, Lookup, Problem, builtins, document_of, forge_config};
 use super::{json_document, mcp_servers, read};
 
 /// What is told at most. A file with more is the wrong file.
@@ -80,7 +80,7 @@ fn sought(
     // A server that is wrong is there all the same.
     if let Some(file) = forge_config
         && has_all_servers
-        && let Err(error) = config.builtins.check_servers(file, &config.servers)
+        && let Err(error) = builtins::check_servers(&config.builtins, file, &config.servers)
     {
         faults.push(error);
     }

@@ -19,12 +19,8 @@ mod strangers;
 mod telemetry;
 mod tools;
 
-pub use self::builtins::BuiltinsConfig;
 pub use self::check::faults;
 pub use self::error::{ConfigError, Problem};
-pub use self::servers::{
-    Endpoint, OAuthConfig, ServerConfig, Source, StdioConfig, is_own_header, is_safe_url,
-};
 pub use self::tools::{COST_DEFAULT, Word};
 
 use std::collections::BTreeMap;
@@ -39,8 +35,12 @@ use url::Url;
 use self::error::find_lines;
 use self::node::{Node, Strict, syntax_of};
 use self::servers::{forge_server, mcp_server};
+use crate::builtin::BuiltinsConfig;
 use crate::policy::Policy;
 use crate::review::Mode;
+use crate::secret::Secret;
+use crate::stranger::Program;
+use crate::upstream::{ServerConfig, Source};
 
 /// The tables of `forge.toml` that belong to the broker.
 pub const BROKER_TABLES: [&str; 7] =
@@ -110,9 +110,28 @@ impl Config {
             config.join(file, parse_mcp_json(file, &read(file)?, lookup)?)?;
         }
         if let Some(file) = forge_config {
-            config.builtins.check_servers(file, &config.servers)?;
+            builtins::check_servers(&config.builtins, file, &config.servers)?;
         }
         Ok(config)
+    }
+
+    /// The files that credentials came from.
+    #[must_use]
+    pub fn credential_files(&self) -> Vec<PathBuf> {
+        let of_servers = self.servers.values().flat_map(|server| &server.scrub);
+        let mut files: Vec<PathBuf> = of_servers.flat_map(Secret::files).cloned().collect();
+        files.extend(self.builtins.credential_files());
+        files
+    }
+
+    /// The tool servers that are programs, by name.
+    pub fn programs(&mut self) -> Vec<(&String, &mut Program)> {
+        let servers = self.servers.iter_mut();
+        let programs = servers.filter_map(|(name, server)| match &mut server.source {
+            Source::Stdio(program) => Some((name, program)),
+            Source::Http(_) | Source::OpenApi(_) => None,
+        });
+        programs.collect()
     }
 
     fn join(
@@ -259,14 +278,14 @@ mod tests {
         parse_forge_toml(Path::new("forge.toml"), text, &environment).map(|config| config.servers)
     }
 
-    fn stdio(server: &ServerConfig) -> &StdioConfig {
+    fn stdio(server: &ServerConfig) -> &Program {
         match &server.source {
             Source::Stdio(config) => config,
             other => panic!("{other:?}"),
         }
     }
 
-    fn http(server: &ServerConfig) -> &Endpoint {
+    fn http(server: &ServerConfig) -> &crate::endpoint::Endpoint {
         match &server.source {
             Source::Http(endpoint) => endpoint,
             other => panic!("{other:?}"),

@@ -5,7 +5,6 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::name::{RESERVED_SERVERS, is_server_name};
@@ -15,9 +14,11 @@ use reqwest::header::{HeaderName, HeaderValue};
 use super::credentials::credential;
 use super::node::Node;
 use super::{ConfigError, Lookup, Problem, strangers};
+use crate::endpoint::{Endpoint, OAuthConfig, is_own_header, is_safe_url};
 use crate::openapi::Plan;
 use crate::secret::{Secret, is_short};
-use crate::stranger::Jail;
+use crate::stranger::{Jail, Program};
+use crate::upstream::{ServerConfig, Source};
 
 /// Fields of an `mcpServers` entry that other programs use and that change
 /// nothing here.
@@ -36,111 +37,6 @@ const TOLERATED_FIELDS: [&str; 9] = [
 /// Parts of an environment variable's name that say its value is a credential.
 const CREDENTIAL_NAME_PARTS: [&str; 9] =
     ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL", "AUTH", "COOKIE", "DSN"];
-
-/// Headers that belong to the protocol and not to a configuration.
-const OWN_HEADERS: [&str; 17] = [
-    "accept",
-    "accept-encoding",
-    "connection",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "expect",
-    "host",
-    "last-event-id",
-    "mcp-method",
-    "mcp-name",
-    "mcp-protocol-version",
-    "mcp-session-id",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-];
-
-/// One tool server.
-#[derive(Clone, Debug)]
-pub struct ServerConfig {
-    /// What it is.
-    pub source: Source,
-    /// Values to be removed from whatever it says.
-    pub scrub: Vec<Secret>,
-}
-
-/// What tools come from.
-#[derive(Clone, Debug)]
-pub enum Source {
-    /// A program that speaks MCP on its standard streams.
-    Stdio(StdioConfig),
-    /// An MCP server over HTTP.
-    Http(Endpoint),
-    /// An HTTP interface with an OpenAPI document.
-    OpenApi(Plan),
-}
-
-/// How a program is started.
-#[derive(Clone, Debug)]
-pub struct StdioConfig {
-    /// The program: a name to be looked up in `PATH`, or a path.
-    pub command: PathBuf,
-    /// Its arguments.
-    pub args: Vec<String>,
-    /// Where it runs; the broker's own working directory if not given.
-    pub cwd: Option<PathBuf>,
-    /// Environment variables beside the basic ones. All are held as secrets,
-    /// since an `mcp.json` keeps credentials among them.
-    pub env: BTreeMap<String, Secret>,
-    /// Where it lives.
-    pub jail: Jail,
-}
-
-/// Where a server over HTTP is, and what it is told with each request.
-#[derive(Clone, Debug)]
-pub struct Endpoint {
-    /// Its address, without `query`.
-    pub url: Url,
-    /// Headers. All are held as secrets.
-    pub headers: Vec<(HeaderName, Secret)>,
-    /// Credentials that go into the query of each request, by their parameter.
-    pub query: Vec<(String, Secret)>,
-    /// Where access tokens come from.
-    pub oauth: Option<OAuthConfig>,
-}
-
-/// A machine's own account at an authorization server.
-#[derive(Clone, Debug)]
-pub struct OAuthConfig {
-    /// The client's name.
-    pub client_id: String,
-    /// Its secret.
-    pub client_secret: Secret,
-    /// What it asks for.
-    pub scopes: Vec<String>,
-    /// Where tokens are handed out.
-    pub token_url: Option<Url>,
-    /// Who hands them out, to be asked where.
-    pub issuer: Option<Url>,
-}
-
-/// Whether a credential may travel to this address: over TLS, or over plain
-/// HTTP where no network is.
-#[must_use]
-pub fn is_safe_url(url: &Url) -> bool {
-    url.scheme() == "https" || url.scheme() == "http" && is_loopback(url)
-}
-
-/// Whether a header, in small letters, is set by the broker itself.
-#[must_use]
-pub fn is_own_header(name: &str) -> bool {
-    OWN_HEADERS.contains(&name)
-}
-
-fn is_loopback(url: &Url) -> bool {
-    let host = url.host_str().unwrap_or_default();
-    host == "localhost"
-        || host == "[::1]"
-        || host.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback())
-}
 
 /// One entry of `mcpServers`; `None` if it is switched off.
 pub(super) fn mcp_server(
@@ -205,7 +101,7 @@ fn mcp_stdio(
     expanded: impl Fn(&Node<'_>) -> Result<String, ConfigError>,
 ) -> Result<ServerConfig, ConfigError> {
     let mut scrub = Vec::new();
-    let mut server = StdioConfig {
+    let mut server = Program {
         command: command(&entry.needed("command")?, &expanded)?,
         args: Vec::new(),
         cwd: None,
@@ -315,7 +211,7 @@ pub(super) fn forge_server(
         }
     }
     let as_written = |node: &Node<'_>| node.text().map(str::to_owned);
-    let mut server = StdioConfig {
+    let mut server = Program {
         command: command(&entry.needed("command")?, as_written)?,
         args: Vec::new(),
         cwd: None,

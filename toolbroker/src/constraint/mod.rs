@@ -56,7 +56,7 @@ use self::decimal::Decimal;
 
 pub(crate) use self::decimal::first_changed;
 pub use self::written::{WrittenError, parse_where};
-use crate::egress::rule::{percent_decoded, segment_name};
+use crate::uri::{percent_decoded, segment_name};
 
 /// The longest string a pattern is matched against, in bytes. With
 /// [`PATTERN_BYTES_MAX`] it bounds the time of one match.

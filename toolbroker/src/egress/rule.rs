@@ -19,6 +19,7 @@ use url::{Host, Url};
 
 use super::address::AddressRange;
 use crate::secret::Secret;
+use crate::uri::{percent_decoded, segment_name};
 
 /// The longest URL, in bytes.
 pub const URL_BYTES_MAX: usize = 8 * 1024;
@@ -371,36 +372,8 @@ pub fn is_plain_path(path: &str) -> bool {
     false
 }
 
-/// A segment of a path as some server might read it: it ends before `?`, `#` and, where
-/// parameters are cut off, `;`, and spaces around it are dropped.
-pub(crate) fn segment_name(segment: &[u8]) -> &[u8] {
-    let ends = |byte: &u8| matches!(byte, b'?' | b'#' | b';');
-    segment[..segment.iter().position(ends).unwrap_or(segment.len())].trim_ascii()
-}
-
 fn is_dot_segment(segment: &[u8]) -> bool {
     matches!(segment_name(segment), b"." | b"..")
-}
-
-/// What a percent-encoded text stands for (RFC 3986, 2.1). What is no such
-/// encoding stays.
-pub(crate) fn percent_decoded(text: &[u8]) -> Vec<u8> {
-    let digit = |at: usize| text.get(at).and_then(|byte| char::from(*byte).to_digit(16));
-    let mut decoded = Vec::with_capacity(text.len());
-    let mut at = 0;
-    while at < text.len() {
-        match (text[at], digit(at + 1), digit(at + 2)) {
-            (b'%', Some(high), Some(low)) => {
-                decoded.push((high * 16 + low) as u8);
-                at += 3;
-            }
-            (byte, ..) => {
-                decoded.push(byte);
-                at += 1;
-            }
-        }
-    }
-    decoded
 }
 
 /// Headers that a program may always set.

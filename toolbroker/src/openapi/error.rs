@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::definition::DefinitionError;
-use crate::upstream::TOOLS_MAX;
+use crate::definition::TOOLS_MAX;
 
 /// Why a document is refused.
 #[derive(Debug, thiserror::Error)]

@@ -15,7 +15,7 @@ pub(super) fn is_json(kind: &str) -> bool {
 
 /// What an answer says that it is, as far as it matters how it is handed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// JSON.
     Json,
     /// Text, in whatever encoding.
@@ -26,7 +26,7 @@ pub(super) enum Kind {
 
 impl Kind {
     /// What the value of a `Content-Type` says.
-    pub(super) fn of(kind: &str) -> Self {
+    pub(crate) fn of(kind: &str) -> Self {
         let (essence, parameters) = (essence(kind), kind.split(';').skip(1));
         let mut names = parameters.filter_map(|it| it.split_once('=')).map(|(name, _)| name.trim());
         let is_text = essence.starts_with("text/")

@@ -16,8 +16,7 @@
 //! | `parameter`, `body`, `template` | what an argument is written as, and where |
 //! | `name`, `media` | names and media types as servers read them |
 //! | `response` | how answers are described |
-//! | `request` | a call becomes a request |
-//! | `api` | it is sent, and answered |
+//! | `request` | a call becomes a request, which `upstream` sends |
 //! | `error` | why not |
 //!
 //! The tool's name is the operation's `operationId`, or else its method and
@@ -28,7 +27,6 @@
 //! Deliberately absent are YAML, parameters that are cookies, bodies other than
 //! JSON and callbacks, and that an answer is held against its schema.
 
-mod api;
 mod body;
 mod error;
 mod media;
@@ -40,12 +38,14 @@ mod response;
 mod schema;
 mod template;
 
-pub use api::Api;
 pub use error::{ApiError, Refusal};
+pub(crate) use media::Kind;
+pub(crate) use plan::Operation;
 pub use plan::Plan;
+pub(crate) use request::Request;
 
 #[cfg(test)]
-fn tests_endpoint() -> crate::config::Endpoint {
+pub(crate) fn tests_endpoint() -> crate::endpoint::Endpoint {
     let url = reqwest::Url::parse("https://api.example/v1/").unwrap();
-    crate::config::Endpoint { url, headers: Vec::new(), query: Vec::new(), oauth: None }
+    crate::endpoint::Endpoint { url, headers: Vec::new(), query: Vec::new(), oauth: None }
 }

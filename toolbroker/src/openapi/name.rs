@@ -1,8 +1,8 @@
 //! Names of parameters as the most careless server reads them.
 
 use crate::constraint;
-use crate::egress::rule::percent_decoded;
 use crate::secret::Secret;
+use crate::uri::percent_decoded;
 
 /// A name as the most careless server reads it, which constraints go by as well: neither
 /// letters' case counts, nor what parts words.

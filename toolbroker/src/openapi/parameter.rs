@@ -9,8 +9,8 @@ use super::Refusal;
 use super::media::json_of;
 use super::name::{folded, folded_header, is_set};
 use super::schema::Resolver;
-use crate::config::{Endpoint, is_own_header};
-use crate::upstream::oauth::percent;
+use crate::endpoint::{Endpoint, is_own_header};
+use crate::uri::percent_encoded;
 
 /// Where a parameter goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -230,10 +230,10 @@ impl Parameter {
     /// Its pairs in the query.
     pub(super) fn pairs(&self, value: &Value, out: &mut Vec<String>) -> Result<(), String> {
         let mut pair = |name: &str, value: &Value| {
-            out.push(format!("{name}={}", percent(&self.scalar(value)?)));
+            out.push(format!("{name}={}", percent_encoded(&self.scalar(value)?)));
             Ok(())
         };
-        let name = percent(&self.name);
+        let name = percent_encoded(&self.name);
         match (self.style, value) {
             (Style::Exploded, Value::Array(items)) => {
                 items.iter().try_for_each(|it| pair(&name, it))
@@ -249,15 +249,17 @@ impl Parameter {
                 Err(format!("{:?}: the name {key:?} cannot have {what}", self.key))
             }
             (Style::Exploded, Value::Object(members)) => {
-                members.iter().try_for_each(|(key, it)| pair(&percent(key), it))
+                members.iter().try_for_each(|(key, it)| pair(&percent_encoded(key), it))
             }
-            (Style::DeepObject, Value::Object(members)) => members
-                .iter()
-                .try_for_each(|(key, it)| pair(&format!("{name}%5B{}%5D", percent(key)), it)),
+            (Style::DeepObject, Value::Object(members)) => {
+                members.iter().try_for_each(|(key, it)| {
+                    pair(&format!("{name}%5B{}%5D", percent_encoded(key)), it)
+                })
+            }
             (Style::DeepObject, _) => Err(format!("{:?}: expected an object", self.key)),
             (Style::Exploded, value) => pair(&name, value),
             (Style::Joined(_) | Style::Json, value) => {
-                out.push(format!("{name}={}", self.joined(value, percent)?));
+                out.push(format!("{name}={}", self.joined(value, percent_encoded)?));
                 Ok(())
             }
         }

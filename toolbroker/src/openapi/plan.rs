@@ -18,9 +18,8 @@ use super::response::{Answers, Told};
 use super::schema::Resolver;
 use super::template::Path as Template;
 use super::{ApiError, Refusal};
-use crate::config::Endpoint;
-use crate::definition::{CompiledRoom, DefinitionError, Listed, Tool};
-use crate::upstream::TOOLS_MAX;
+use crate::definition::{CompiledRoom, DefinitionError, Listed, TOOLS_MAX, Tool};
+use crate::endpoint::Endpoint;
 
 /// A larger document is a wrong file.
 const DOCUMENT_BYTES_MAX: u64 = 16 * 1024 * 1024;
@@ -44,14 +43,14 @@ const METHODS: [(&str, Method); 8] = [
 /// The operations of a document that are tools.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    pub(super) endpoint: Endpoint,
-    pub(super) operations: Vec<Arc<Operation>>,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) operations: Vec<Arc<Operation>>,
 }
 
 #[derive(Debug)]
-pub(super) struct Operation {
-    pub(super) tool: Arc<Tool>,
-    pub(super) request: Request,
+pub(crate) struct Operation {
+    pub(crate) tool: Arc<Tool>,
+    pub(crate) request: Request,
 }
 
 impl Plan {

@@ -27,10 +27,10 @@ use super::body::Body;
 use super::name::{folded, is_one_of, is_set};
 use super::parameter::{Parameter, Place};
 use super::template::{Path, unclimbing};
-use crate::config::Endpoint;
 use crate::egress::says_length;
+use crate::endpoint::Endpoint;
 use crate::secret::Secret;
-use crate::upstream::oauth::percent;
+use crate::uri::percent_encoded;
 
 /// One address, in bytes.
 const URL_BYTES_MAX: usize = 16 * 1024;
@@ -39,7 +39,7 @@ const HEADER_BYTES_MAX: usize = 8 * 1024;
 
 /// What a call of one operation sends.
 #[derive(Debug)]
-pub(super) struct Request {
+pub(crate) struct Request {
     method: Method,
     base: Url,
     path: Path,
@@ -53,7 +53,7 @@ pub(super) struct Request {
 
 /// What the arguments make of a request, but for its body.
 #[derive(Debug)]
-pub(super) struct Head {
+pub(crate) struct Head {
     address: Url,
     headers: Vec<(HeaderName, HeaderValue)>,
 }
@@ -90,7 +90,7 @@ impl Request {
     ///
     /// # Errors
     /// As [`Request::head`].
-    pub(super) fn build(
+    pub(crate) fn build(
         &self,
         http: &reqwest::Client,
         arguments: &JsonObject,
@@ -113,11 +113,11 @@ impl Request {
     ///
     /// # Errors
     /// Says which argument cannot be sent.
-    pub(super) fn head(&self, arguments: &JsonObject) -> Result<Head, String> {
+    pub(crate) fn head(&self, arguments: &JsonObject) -> Result<Head, String> {
         let path = self.path.fill(|at| {
             let Some(parameter) = self.parameters.get(at) else { return Ok(String::new()) };
             let value = arguments.get(&parameter.key).unwrap_or(&Value::Null);
-            let text = parameter.joined(value, percent)?;
+            let text = parameter.joined(value, percent_encoded)?;
             if text.is_empty() {
                 return Err(format!("{:?}: a part of the path cannot be empty", parameter.key));
             }
@@ -142,8 +142,9 @@ impl Request {
             }
         }
         let keys = self.keys.iter();
-        query
-            .extend(keys.map(|(name, key)| format!("{}={}", percent(name), percent(key.expose()))));
+        query.extend(keys.map(|(name, key)| {
+            format!("{}={}", percent_encoded(name), percent_encoded(key.expose()))
+        }));
         let address = self.address(&path, &query.join("&"))?;
         Ok(Head { address, headers })
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Refusal;
 use super::name::{folded, is_one_of, names_of};
 use super::parameter::{Parameter, Place};
-use crate::egress::rule::percent_decoded;
+use crate::uri::percent_decoded;
 
 /// A path with its parameters, and the query that documents write behind it where one
 /// address has several operations (`/messages?beta=true`).

@@ -40,7 +40,7 @@ use self::launch::{LAUNCH, Order};
 use self::reach::{Kept, Seen};
 use self::tree::Tree;
 use self::view::View;
-use crate::config::{ServerConfig, Source, StdioConfig};
+use crate::secret::Secret;
 
 /// This program, whatever has become of its file since it started.
 const LAUNCHER: &str = "/proc/self/exe";
@@ -65,6 +65,22 @@ enum Namespaces {
     User,
     /// In the broker's.
     Shared,
+}
+
+/// A program that is a tool server: how it is started.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// The program: a name to be looked up in `PATH`, or a path.
+    pub command: PathBuf,
+    /// Its arguments.
+    pub args: Vec<String>,
+    /// Where it runs; the broker's own working directory if not given.
+    pub cwd: Option<PathBuf>,
+    /// Environment variables beside the basic ones. All are held as secrets,
+    /// since an `mcp.json` keeps credentials among them.
+    pub env: BTreeMap<String, Secret>,
+    /// Where it lives.
+    pub jail: Jail,
 }
 
 /// What the operator says of one server's place.
@@ -118,7 +134,7 @@ struct Writer {
 }
 
 impl Writer {
-    fn of(server: &StdioConfig) -> io::Result<Self> {
+    fn of(server: &Program) -> io::Result<Self> {
         let Jail { write, named, place, .. } = &server.jail;
         let here = here(server)?;
         let cwd = (*named && server.cwd.is_some()).then(|| here.clone());
@@ -176,40 +192,27 @@ pub enum SettleError {
 }
 
 /// Gives each server its user and its home, and hides from all of them what
-/// is the broker's: its `state`, the `files` that its configuration and its
-/// built-in tools' credentials came from, and those of the servers' credentials. A
-/// home is kept in the `state` where there
+/// is the broker's: its `state`, and the `files` that its configuration and all
+/// credentials came from. A home is kept in the `state` where there
 /// is one, and new at each start where there is none.
 ///
 /// # Errors
 /// [`SettleError`].
 pub fn settle(
-    servers: &mut BTreeMap<String, ServerConfig>,
+    mut servers: Vec<(&String, &mut Program)>,
     uids: &Range<u32>,
     state: Option<&Path>,
     files: &[PathBuf],
 ) -> Result<(), SettleError> {
-    let own: Vec<PathBuf> = files
-        .iter()
-        .cloned()
-        .chain(state.map(Path::to_owned))
-        .chain(servers.values().flat_map(|server| &server.scrub).flat_map(|it| it.files()).cloned())
-        .collect();
-    let mut hidden: Vec<PathBuf> = own.iter().filter_map(|path| path.canonicalize().ok()).collect();
+    let own = files.iter().map(PathBuf::as_path).chain(state);
+    let mut hidden: Vec<PathBuf> = own.filter_map(|path| path.canonicalize().ok()).collect();
     hidden.sort();
     hidden.dedup();
     let hidden: Vec<Kept> = hidden.into_iter().filter_map(Kept::at).collect();
-    let mut local: Vec<(&String, &mut StdioConfig)> = servers
-        .iter_mut()
-        .filter_map(|(name, server)| match &mut server.source {
-            Source::Stdio(stdio) => Some((name, stdio)),
-            Source::Http(_) | Source::OpenApi(_) => None,
-        })
-        .collect();
-    if local.len() > uids.len() {
-        return Err(SettleError::FewUids { servers: local.len(), uids: uids.len() });
+    if servers.len() > uids.len() {
+        return Err(SettleError::FewUids { servers: servers.len(), uids: uids.len() });
     }
-    for ((name, server), uid) in local.iter_mut().zip(uids.clone()) {
+    for ((name, server), uid) in servers.iter_mut().zip(uids.clone()) {
         let home = state.map(|state| state.join("homes").join(name));
         if let Some(folder) = &home {
             std::fs::DirBuilder::new()
@@ -222,9 +225,9 @@ pub fn settle(
         server.jail.place = Place { uid, home, hidden: hidden.clone(), writers: Arc::default() };
     }
     // Where nobody knows where relative paths count from, no server starts.
-    let writers = local.iter().filter_map(|(_, server)| Writer::of(server).ok());
+    let writers = servers.iter().filter_map(|(_, server)| Writer::of(server).ok());
     let writers = Arc::new(writers.collect::<Vec<_>>());
-    for (_, server) in &mut local {
+    for (_, server) in &mut servers {
         server.jail.place.writers = Arc::clone(&writers);
     }
     Ok(())
@@ -235,7 +238,7 @@ pub fn settle(
 ///
 /// # Errors
 /// Why it cannot be started; `NotFound` if the program is not there.
-pub fn command(server: &StdioConfig) -> io::Result<Command> {
+pub fn command(server: &Program) -> io::Result<Command> {
     let program = program::find(&server.command)?;
     let host = Host::get().map_err(io::Error::other)?;
     if !server.jail.network && host.namespaces == Namespaces::Shared {
@@ -272,7 +275,7 @@ pub fn command(server: &StdioConfig) -> io::Result<Command> {
 /// The variables of its environment that name a file or a folder of the host's
 /// which it is not given. Their names alone: a value may be a credential.
 #[must_use]
-pub fn unseen_variables(server: &StdioConfig) -> Vec<String> {
+pub fn unseen_variables(server: &Program) -> Vec<String> {
     let (Ok(program), Ok(here)) = (program::find(&server.command), here(server)) else {
         return Vec::new();
     };
@@ -290,7 +293,7 @@ pub fn unseen_variables(server: &StdioConfig) -> Vec<String> {
 /// The first file that its command line names and that it may not read: what a
 /// server that did not start was probably missing.
 #[must_use]
-pub fn unseen(server: &StdioConfig) -> Option<PathBuf> {
+pub fn unseen(server: &Program) -> Option<PathBuf> {
     let (program, here) = (program::find(&server.command).ok()?, here(server).ok()?);
     let view = view(server, &program, &here, own_home().as_deref()).ok()?;
     server.args.iter().find_map(|word| view.missing(word, &here))
@@ -302,7 +305,7 @@ fn own_home() -> Option<PathBuf> {
 }
 
 /// Where the server runs.
-fn here(server: &StdioConfig) -> io::Result<PathBuf> {
+fn here(server: &Program) -> io::Result<PathBuf> {
     match &server.cwd {
         Some(cwd) => std::path::absolute(cwd),
         None => std::env::current_dir(),
@@ -310,12 +313,7 @@ fn here(server: &StdioConfig) -> io::Result<PathBuf> {
 }
 
 /// What the server sees of the host's files.
-fn view(
-    server: &StdioConfig,
-    program: &Path,
-    here: &Path,
-    home: Option<&Path>,
-) -> io::Result<View> {
+fn view(server: &Program, program: &Path, here: &Path, home: Option<&Path>) -> io::Result<View> {
     static SYSTEM: LazyLock<View> = LazyLock::new(View::of_system);
     let Jail { read, write, named, place, .. } = &server.jail;
     let mut view = SYSTEM.clone();
@@ -352,7 +350,7 @@ fn granted<T>(path: &Path, outcome: io::Result<T>) -> io::Result<T> {
     })
 }
 
-fn order(server: &StdioConfig, program: &Path, host: &Host) -> io::Result<Order> {
+fn order(server: &Program, program: &Path, host: &Host) -> io::Result<Order> {
     let Jail { network, limits, place, .. } = &server.jail;
     let (here, own_home) = (here(server)?, own_home());
     let view = view(server, program, &here, own_home.as_deref())?;

@@ -21,8 +21,8 @@ use reqwest::{RequestBuilder, Response, StatusCode};
 use super::CallEnd;
 use super::oauth::{OAuth, TokenError};
 use super::scrubs::Scrubs;
-use crate::config::Endpoint;
 use crate::egress::SystemResolver;
+use crate::endpoint::Endpoint;
 use crate::secret::Secret;
 
 /// How long a connection may take to stand.

@@ -36,8 +36,8 @@ use super::declined::Heard;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Unusable, Upstream, told_to_a_program};
-use crate::definition::{CompiledRoom, Listed, Tool};
+use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Unusable, Upstream};
+use crate::definition::{CompiledRoom, Listed, TOOLS_MAX, Tool};
 
 /// How long a listing may take once the server is up.
 const LIST_TIME_MAX: Duration = Duration::from_secs(10);
@@ -58,8 +58,6 @@ const IDEMPOTENCY_KEY: &str = "forge-vmm/idempotency-key";
 /// The types of content that the library reads.
 const KNOWN_BLOCKS: [&str; 5] = ["text", "image", "audio", "resource", "resource_link"];
 
-/// Tools one server may list.
-pub(crate) const TOOLS_MAX: usize = 2_000;
 /// Pages its list may have.
 const PAGES_MAX: usize = 200;
 /// Bytes of JSON that its list may have, all pages together.
@@ -406,7 +404,7 @@ impl Session {
         let upstream = self.upstream.upgrade().ok_or_else(|| gone("the session ended"))?;
         // A box, since this may in principle come back here.
         let connection = Box::pin(upstream.connection()).await.map_err(|source| {
-            let away = told_to_a_program(&self.server, source);
+            let away = Away::of(&*self.server, &source);
             gone(&format!("the session ended, and no other began: {away}"))
         })?;
         // The other may have taken its time, and what it does last may still be

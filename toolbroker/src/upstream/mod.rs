@@ -6,6 +6,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | [`source`] | what tools come from, as the operator says it |
 //! | [`mcp`] | a session of MCP: tools and calls |
 //! | [`stdio`] | a process and its standard streams |
 //! | [`lines`] | the messages on them |
@@ -14,6 +15,7 @@
 //! | [`streamable`] | MCP on it |
 //! | [`events`] | how much a stream of events has |
 //! | [`oauth`] | access tokens for it |
+//! | [`openapi`] | operations of an HTTP interface, sent and answered |
 //! | [`declined`] | what a server asks of us: nothing is carried out |
 //! | [`breaker`] | when a server that failed is tried again |
 //! | [`hosted`] | tools that a caller hosts itself |
@@ -37,13 +39,15 @@ pub(crate) mod http;
 mod lines;
 mod mcp;
 pub(crate) mod oauth;
+mod openapi;
 pub(crate) mod scrubs;
+mod source;
 mod stdio;
 mod streamable;
 mod unusable;
 
 pub(crate) use self::breaker::{Admission, Breaker};
-pub(crate) use self::mcp::TOOLS_MAX;
+pub use self::source::{ServerConfig, Source};
 pub use self::unusable::Unusable;
 pub(crate) use self::unusable::{VALUES_MAX, has_few_values};
 
@@ -65,12 +69,10 @@ use tokio::time::{Instant, timeout_at};
 use self::declined::Declined;
 use self::hosted::Hosted;
 use self::mcp::{Handler, Line, Session, start_error};
+use self::openapi::Api;
 use self::scrubs::Scrubs;
-use crate::config::{ServerConfig, Source, StdioConfig};
 use crate::definition::Tool;
-use crate::openapi::Api;
-use crate::registry::LookupError;
-use crate::stranger;
+use crate::stranger::{self, Program};
 
 /// From a server's start to its list of tools.
 const START_TIME_MAX: Duration = Duration::from_secs(30);
@@ -112,10 +114,35 @@ pub enum UpstreamError {
     Stopped,
 }
 
-/// What a program is told of a server that cannot be asked: why is the
-/// operator's to know.
-pub(crate) fn told_to_a_program(server: &str, source: UpstreamError) -> String {
-    LookupError::Unavailable { server: server.to_owned(), source }.told_to_a_program().to_string()
+/// A server that cannot be asked, as programs are told of it: paths and its last words
+/// are the operator's to read.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "the tool server {server:?} cannot be used now{}; the operator's log says why",
+    again_in(*wait_ms)
+)]
+pub struct Away {
+    /// The server.
+    pub server: String,
+    /// Until it is tried again, in milliseconds, if that is known.
+    pub wait_ms: Option<u128>,
+}
+
+impl Away {
+    /// What is told of `why`.
+    pub(crate) fn of(server: impl Into<String>, why: &UpstreamError) -> Self {
+        let wait_ms = match why {
+            UpstreamError::BackOff { wait_ms, .. } => Some(*wait_ms),
+            UpstreamError::Spawn { .. } | UpstreamError::Start { .. } | UpstreamError::Stopped => {
+                None
+            }
+        };
+        Self { server: server.into(), wait_ms }
+    }
+}
+
+fn again_in(wait_ms: Option<u128>) -> String {
+    wait_ms.map(|ms| format!(", and is tried again in {ms} ms")).unwrap_or_default()
 }
 
 /// How a dispatched call ended. Nothing is scrubbed yet: the chain does that
@@ -472,7 +499,7 @@ impl Upstream {
     /// started once more, to be asked that.
     async fn start_program(
         self: &Arc<Self>,
-        config: &StdioConfig,
+        config: &Program,
         until: Instant,
     ) -> Result<Session, UpstreamError> {
         let mut is_second = false;
@@ -596,7 +623,7 @@ mod tests {
     use super::*;
 
     fn without_a_program() -> Arc<Upstream> {
-        let source = Source::Stdio(StdioConfig {
+        let source = Source::Stdio(Program {
             command: "/nonexistent/server".into(),
             args: Vec::new(),
             cwd: None,

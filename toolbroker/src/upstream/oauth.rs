@@ -30,8 +30,9 @@ use tokio::time::{Instant, timeout};
 
 use super::http::{body_within, explain};
 use super::scrubs::Scrubs;
-use crate::config::{Endpoint, OAuthConfig, is_safe_url};
+use crate::endpoint::{Endpoint, OAuthConfig, is_safe_url};
 use crate::secret::{Secret, is_short};
+use crate::uri::percent_encoded;
 
 /// Each exchange with an authorization server.
 const EXCHANGE_TIME_MAX: Duration = Duration::from_secs(10);
@@ -265,7 +266,7 @@ impl OAuth {
             form.push('&');
             form.push_str(key);
             form.push('=');
-            form.push_str(&percent(value));
+            form.push_str(&percent_encoded(value));
         };
         if !scopes.is_empty() {
             add("scope", &scopes.join(" "));
@@ -279,7 +280,11 @@ impl OAuth {
             add("client_secret", client_secret.expose());
         } else {
             // RFC 6749, 2.3.1: both are encoded before they are joined.
-            let pair = format!("{}:{}", percent(client_id), percent(client_secret.expose()));
+            let pair = format!(
+                "{}:{}",
+                percent_encoded(client_id),
+                percent_encoded(client_secret.expose())
+            );
             let text = format!("Basic {}", STANDARD.encode(pair));
             if let Ok(mut value) = HeaderValue::from_str(&text) {
                 value.set_sensitive(true);
@@ -341,21 +346,6 @@ impl OAuth {
     }
 }
 
-/// Text in which every byte that is not unreserved (RFC 3986, 2.3) is
-/// percent-encoded: fit for a path segment, a query and a form.
-pub(crate) fn percent(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
-            out.push(char::from(byte));
-        } else {
-            out.push('%');
-            out.push_str(&crate::hex(&[byte]).to_ascii_uppercase());
-        }
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::http::plain_client;
@@ -408,14 +398,5 @@ mod tests {
         may_answer.add_permits(1);
         assert!(oauth.token().await.is_err());
         assert_eq!(asked.load(Ordering::Acquire), 2);
-    }
-
-    #[test]
-    fn everything_but_unreserved_characters_is_encoded() {
-        assert_eq!(percent("aZ9-._~"), "aZ9-._~");
-        assert_eq!(
-            percent("a/b?c#d%e f+g&h=é\r\n"),
-            "a%2Fb%3Fc%23d%25e%20f%2Bg%26h%3D%C3%A9%0D%0A"
-        );
     }
 }

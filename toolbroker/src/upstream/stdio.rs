@@ -30,9 +30,8 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::UpstreamError;
 use super::lines::Lines;
 use super::scrubs::Scrubs;
-use crate::config::StdioConfig;
 use crate::secret::SECRET_BYTES_MAX;
-use crate::stranger;
+use crate::stranger::{self, Program};
 
 /// How long an answer to `server/discover` may take. Some seconds, since a
 /// server in a slow language is silent while it starts.
@@ -56,7 +55,7 @@ const STDERR_LINES_KEPT: usize = 5;
 /// [`UpstreamError::Spawn`].
 pub(super) async fn spawn(
     name: &str,
-    config: &StdioConfig,
+    config: &Program,
     scrubs: &Arc<Scrubs>,
 ) -> Result<(StdioTransport, Process), UpstreamError> {
     let failed = |reason: String| UpstreamError::Spawn {

@@ -30,10 +30,10 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within, retry_after};
-use super::oauth::percent;
 use super::stdio::answers;
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
-use crate::config::Endpoint;
+use crate::endpoint::Endpoint;
+use crate::uri::percent_encoded;
 
 /// Two requests for one server's stream of events have at least this between
 /// them, whatever the server says about coming back.
@@ -103,8 +103,9 @@ impl Mcp {
         if !endpoint.query.is_empty() {
             let own = url.query().filter(|own| !own.is_empty()).map(str::to_owned);
             let keys = endpoint.query.iter();
-            let keys =
-                keys.map(|(name, key)| format!("{}={}", percent(name), percent(key.expose())));
+            let keys = keys.map(|(name, key)| {
+                format!("{}={}", percent_encoded(name), percent_encoded(key.expose()))
+            });
             url.set_query(Some(&own.into_iter().chain(keys).collect::<Vec<_>>().join("&")));
         }
         let mut config = StreamableHttpClientTransportConfig::with_uri(url.as_str())

@@ -1,4 +1,4 @@
-//! Calls of operations, and what becomes of their answers.
+//! Calls of the operations of an HTTP interface, and what becomes of their answers.
 
 use std::sync::Arc;
 
@@ -10,16 +10,11 @@ use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
 
-use super::Plan;
-use super::media::Kind;
-use super::plan::Operation;
-use super::request::Request;
+use super::http::{BodyError, Client, body_within, retry_after};
+use super::scrubs::Scrubs;
+use super::{Admission, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, has_few_values};
 use crate::definition::Tool;
-use crate::upstream::http::{BodyError, Client, body_within, retry_after};
-use crate::upstream::scrubs::Scrubs;
-use crate::upstream::{
-    Admission, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, has_few_values, told_to_a_program,
-};
+use crate::openapi::{Kind, Operation, Plan, Request};
 
 /// What is read of an answer that is an error, in bytes.
 const ERROR_BODY_BYTES_MAX: usize = 64 * 1024;
@@ -85,8 +80,8 @@ impl Api {
         let admission = match self.breaker.enter() {
             Ok(admission) => admission,
             Err(source) => {
-                let away = told_to_a_program(tool.name().server(), source);
-                return CallEnd::failed("Unavailable", &away);
+                let away = Away::of(tool.name().server(), &source);
+                return CallEnd::failed("Unavailable", &away.to_string());
             }
         };
         let response = match self.client.send(request).await {
@@ -217,8 +212,8 @@ fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) ->
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests_endpoint;
     use super::*;
+    use crate::openapi::tests_endpoint;
 
     #[test]
     fn an_answer_that_is_no_text_loses_nothing() {
