@@ -1,0 +1,209 @@
+//! What a client has under way, by its numbers.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use forge_protocol::limits::{NUMBERS_MAX, QUESTIONS_MAX};
+use forge_protocol::service::Question;
+
+use super::super::lock;
+use super::breach;
+use crate::cancel::Cancel;
+
+/// Cancel handles that are kept for what comes next.
+const SPARE_MAX: usize = 4;
+
+/// The runs and questions of one client.
+#[derive(Debug, Default)]
+pub(super) struct Live {
+    doings: Mutex<Doings>,
+    closed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Doings {
+    numbers: HashMap<u64, Doing>,
+    /// Those that may wait for somebody.
+    questions: usize,
+    spare: Vec<Arc<Cancel>>,
+}
+
+#[derive(Debug)]
+enum Doing {
+    Run {
+        cancel: Arc<Cancel>,
+        /// Where answers go of the tools that the client hosts for it.
+        host: Option<Arc<UnixStream>>,
+    },
+    Question {
+        cancel: Arc<Cancel>,
+        is_counted: bool,
+    },
+}
+
+impl Live {
+    /// Takes a number for a run; `None` if there is no descriptor for it: the
+    /// others of this connection go on.
+    ///
+    /// # Errors
+    /// The number is in use, or one too many.
+    pub(super) fn enter_run(&self, number: u64) -> io::Result<Option<Arc<Cancel>>> {
+        let mut doings = lock(&self.doings);
+        doings.check(number)?;
+        let Ok(cancel) = doings.cancel() else { return Ok(None) };
+        self.enter(&mut doings, number, Doing::Run { cancel: Arc::clone(&cancel), host: None });
+        Ok(Some(cancel))
+    }
+
+    /// Takes a number for a question; `None` if there are too many. How the
+    /// service stands is answered at once, whoever waits for the broker, and is
+    /// none of them.
+    ///
+    /// # Errors
+    /// As [`Live::enter_run`].
+    pub(super) fn enter_question(
+        &self,
+        number: u64,
+        question: &Question,
+    ) -> io::Result<Option<Arc<Cancel>>> {
+        let mut doings = lock(&self.doings);
+        doings.check(number)?;
+        let is_counted = !matches!(question, Question::Status);
+        if is_counted && doings.questions >= QUESTIONS_MAX {
+            return Ok(None);
+        }
+        // Where no descriptor is left, that is one too many as well: the runs of
+        // this connection go on.
+        let Ok(cancel) = doings.cancel() else { return Ok(None) };
+        doings.questions += usize::from(is_counted);
+        let doing = Doing::Question { cancel: Arc::clone(&cancel), is_counted };
+        self.enter(&mut doings, number, doing);
+        Ok(Some(cancel))
+    }
+
+    fn enter(&self, doings: &mut Doings, number: u64, doing: Doing) {
+        // Whoever closes looks at what is under way after it has said so.
+        if self.closed.load(Ordering::SeqCst) {
+            doing.cancel().raise();
+        }
+        doings.numbers.insert(number, doing);
+    }
+
+    /// A run is over. Its number is free then.
+    pub(super) fn leave_run(&self, number: u64, cancel: Arc<Cancel>) {
+        let mut doings = lock(&self.doings);
+        if let Some(Doing::Run { host: Some(host), .. }) = doings.numbers.remove(&number) {
+            let _ = host.shutdown(Shutdown::Both);
+        }
+        doings.spare(cancel);
+    }
+
+    /// The same of a question.
+    pub(super) fn leave_question(&self, number: u64, cancel: Arc<Cancel>) {
+        let mut doings = lock(&self.doings);
+        if let Some(Doing::Question { is_counted: true, .. }) = doings.numbers.remove(&number) {
+            doings.questions -= 1;
+        }
+        doings.spare(cancel);
+    }
+
+    /// Cancels what has this number. If it is not there, it has ended meanwhile.
+    pub(super) fn cancel(&self, number: u64) {
+        if let Some(doing) = lock(&self.doings).numbers.get(&number) {
+            doing.cancel().raise();
+        }
+    }
+
+    /// Cancels everything.
+    pub(super) fn cancel_all(&self) {
+        for doing in lock(&self.doings).numbers.values() {
+            doing.cancel().raise();
+        }
+    }
+
+    /// What enters from now on is cancelled. Whether somebody has said so before.
+    pub(super) fn close(&self) -> bool {
+        self.closed.swap(true, Ordering::SeqCst)
+    }
+
+    /// Has the answers of the client's own tools for this run go there.
+    pub(super) fn set_host(&self, number: u64, link: Arc<UnixStream>) {
+        if let Some(Doing::Run { host, .. }) = lock(&self.doings).numbers.get_mut(&number) {
+            *host = Some(link);
+        }
+    }
+
+    /// Where they go; `None` if the run has ended meanwhile.
+    pub(super) fn host(&self, number: u64) -> Option<Arc<UnixStream>> {
+        match lock(&self.doings).numbers.get(&number)? {
+            Doing::Run { host, .. } => host.clone(),
+            Doing::Question { .. } => None,
+        }
+    }
+
+    /// Whether the run of this number is there, and this is its link.
+    pub(super) fn is_hosted_by(&self, number: u64, link: &Arc<UnixStream>) -> bool {
+        self.host(number).is_some_and(|host| Arc::ptr_eq(&host, link))
+    }
+}
+
+impl Doing {
+    fn cancel(&self) -> &Cancel {
+        match self {
+            Self::Run { cancel, .. } | Self::Question { cancel, .. } => cancel,
+        }
+    }
+}
+
+impl Doings {
+    /// A cancel handle: one that is left of another, or a new one.
+    fn cancel(&mut self) -> io::Result<Arc<Cancel>> {
+        match self.spare.pop() {
+            Some(cancel) => Ok(cancel),
+            None => Cancel::new().map(Arc::new),
+        }
+    }
+
+    fn check(&self, number: u64) -> io::Result<()> {
+        if self.numbers.contains_key(&number) {
+            return Err(breach(format!("number {number} is in use")));
+        }
+        if self.numbers.len() >= NUMBERS_MAX {
+            return Err(breach(format!("more than {NUMBERS_MAX} runs and questions at once")));
+        }
+        Ok(())
+    }
+
+    /// Keeps the handle of what is over for something else. Its number is gone,
+    /// so nobody raises it any more.
+    fn spare(&mut self, cancel: Arc<Cancel>) {
+        cancel.calm();
+        if !cancel.is_raised() && self.spare.len() < SPARE_MAX {
+            self.spare.push(cancel);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn how_the_service_stands_may_be_asked_beside_as_many_questions_as_there_may_be() {
+        let live = Live::default();
+        let enter = |number, question| live.enter_question(number, &question).unwrap();
+        let most = QUESTIONS_MAX as u64;
+        let asked: Vec<_> = (0..most).map(|it| enter(it, Question::Metrics).unwrap()).collect();
+        assert!(enter(most, Question::Metrics).is_none());
+        let standing = enter(most, Question::Status).unwrap();
+        let leave = |number, cancel| live.leave_question(number, cancel);
+        leave(most, standing);
+        assert!(enter(most, Question::Metrics).is_none(), "it had no place to give back");
+        (0..).zip(asked).for_each(|(number, cancel)| leave(number, cancel));
+        assert!(enter(0, Question::Metrics).is_some());
+    }
+}

@@ -1,0 +1,169 @@
+//! Frames to a client: one whole one at a time, each in a bounded time.
+
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::time::{Duration, Instant};
+
+use forge_protocol::codec::Encode;
+use forge_protocol::frame::{self, Kind};
+use forge_protocol::run::Artifact;
+use forge_protocol::service::{Finish, Finished};
+
+use super::super::lock;
+use super::{Connection, FRAME_TIME_MAX, breach};
+use crate::link::send_once;
+use crate::report::{OutputEncoding, RunReport, Status};
+use crate::supervisor::RunResult;
+
+/// A client that takes nothing of what is sent to it for this long is cut
+/// off.
+pub(super) const SEND_PATIENCE: Duration = Duration::from_secs(10);
+/// What is sent at once, in bytes.
+const SEND_BYTES: usize = 64 * 1024;
+/// What most reports fit in, in bytes.
+const REPORT_BYTES: usize = 2 * 1024;
+
+impl Connection {
+    /// Sends one frame, whole.
+    ///
+    /// # Errors
+    /// What the kernel said; `TimedOut` for a client that does not take it.
+    /// The connection is of no use then.
+    pub(super) fn send<T: Encode>(&self, kind: Kind, message: &T) -> io::Result<()> {
+        self.send_if(kind, message, || true)
+    }
+
+    /// The same, if that is still wanted when it is this frame's turn.
+    pub(super) fn send_if<T: Encode>(
+        &self,
+        kind: Kind,
+        message: &T,
+        is_wanted: impl FnOnce() -> bool,
+    ) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
+        self.send_frame(&bytes, is_wanted)
+    }
+
+    fn send_frame(&self, bytes: &[u8], is_wanted: impl FnOnce() -> bool) -> io::Result<()> {
+        let _writing = lock(&self.writing);
+        if !is_wanted() {
+            return Ok(());
+        }
+        let until = Instant::now() + FRAME_TIME_MAX;
+        let mut unsent = bytes;
+        while !unsent.is_empty() {
+            // The kernel's patience begins anew with each piece of what it sends.
+            let part = &unsent[..unsent.len().min(SEND_BYTES)];
+            let asked = Instant::now();
+            match send_once(self.socket.as_raw_fd(), part) {
+                // It was over within this piece: what fitted is told first.
+                Ok(sent) if sent < part.len() && asked.elapsed() >= SEND_PATIENCE => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Ok(sent) => unsent = &unsent[sent..],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Err(error) => return Err(error),
+            }
+            if !unsent.is_empty() && Instant::now() > until {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells how a run ended.
+    pub(super) fn finish(&self, number: u64, result: RunResult) -> io::Result<()> {
+        // The pool's upkeep comes after the answer.
+        let RunResult { report, artifacts, upkeep: _upkeep, .. } = result;
+        let bytes = finished(number, report, artifacts, Kind::Finished.payload_bytes_max())?;
+        let _untaken = self.owed.another();
+        self.send_frame(&bytes, || true)
+    }
+}
+
+/// The frame that tells how a run ended, whose payload has at most so many bytes. A
+/// result that would pass them is told as our failure: to close the connection would
+/// end the runs of others, as a door has those of all its clients on one.
+fn finished(
+    number: u64,
+    report: RunReport,
+    artifacts: Vec<Artifact>,
+    payload_bytes_max: u32,
+) -> io::Result<Vec<u8>> {
+    let written = |report: &RunReport, artifacts| -> io::Result<Option<Vec<u8>>> {
+        let mut json = Vec::with_capacity(REPORT_BYTES);
+        serde_json::to_writer(&mut json, report)?;
+        let result = Finish { report: json, artifacts };
+        let mut bytes = Vec::new();
+        let message = Finished { number, result };
+        let fits = frame::try_write_message(Kind::Finished, &message, &mut bytes).is_ok()
+            && bytes.len() <= frame::HEADER_BYTES + payload_bytes_max as usize;
+        Ok(fits.then_some(bytes))
+    };
+    if let Some(bytes) = written(&report, artifacts)? {
+        return Ok(bytes);
+    }
+    tracing::error!(run = report.run_id, "a run's result is larger than a message may be");
+    let report = RunReport {
+        status: Status::Internal,
+        kind: "internal",
+        reason: "the run's result is larger than a message may be, and left out".into(),
+        output: String::new(),
+        output_encoding: OutputEncoding::Utf8,
+        artifacts: Vec::new(),
+        log: Vec::new(),
+        retrieved: Vec::new(),
+        tool_calls: Vec::new(),
+        ..report
+    };
+    written(&report, Vec::new())?.ok_or_else(|| breach("no room for a run's end"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::Weak;
+
+    use forge_protocol::codec;
+    use forge_protocol::frame::Assembler;
+    use forge_protocol::worker::Tier;
+
+    use super::super::super::peer::Peer;
+    use super::*;
+
+    #[test]
+    fn a_result_that_is_too_large_to_be_told_ends_as_our_failure_under_its_number() {
+        let told = |text_bytes: usize, content_bytes: usize| {
+            let result = RunResult::unstarted(Tier::Vm, Status::Trap, "other", "x");
+            let RunResult { mut report, .. } = result;
+            report.output = "a".repeat(text_bytes);
+            let content = vec![1; content_bytes];
+            let artifact = Artifact { name: "a".into(), media_type: "b".into(), content };
+            let bytes = finished(7, report, vec![artifact], 4096).unwrap();
+            let mut rest = &bytes[..];
+            let whole = Assembler::default().next(&mut rest, |_| Some(4096)).unwrap().unwrap();
+            let Finished { number, result } = codec::decode(&whole.payload).unwrap();
+            let report: serde_json::Value = serde_json::from_slice(&result.report).unwrap();
+            (number, report["status"].as_str().unwrap().to_owned(), result.artifacts.len())
+        };
+        assert_eq!(told(1, 1), (7, "trap".into(), 1));
+        assert_eq!(told(4096, 1), (7, "internal".into(), 0));
+        assert_eq!(told(1, 4096), (7, "internal".into(), 0));
+    }
+
+    #[test]
+    fn a_client_that_takes_nothing_is_waited_for_once() {
+        let (_client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let report = vec![0; 2 << 20];
+        let result = Finish { report, artifacts: Vec::new() };
+        let began = Instant::now();
+        let sent = connection.send(Kind::Finished, &Finished { number: 0, result });
+        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert!(began.elapsed() < SEND_PATIENCE * 3 / 2, "{:?}", began.elapsed());
+    }
+}
