@@ -6,10 +6,13 @@
 //! 4. a worker from the pool carries it out in its VM;
 //! 5. the report.
 //!
-//! Whatever is refused is refused before a VM is made.
+//! Whatever is refused is refused before a VM is made. `opened` is a run at its broker,
+//! `result` what is told of it.
+
+mod opened;
+mod result;
 
 use std::io;
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,81 +20,33 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use forge_protocol::RunId;
 use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply, Request};
 use forge_protocol::guest::{Load, Start};
-use forge_protocol::hex::hex;
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
-use forge_protocol::run::{Artifact, CallRecord};
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Report, Tier, Timing, VmFailure};
+use forge_protocol::worker::{Fate, Job, Tier};
 use serde::de::IgnoredAny;
 
-use crate::admission::{Admission, Admitted, Violation};
+pub use self::result::RunResult;
+
+use self::opened::{AfterLoss, Opened, SYNC_GRACE, Settled, after_loss};
+use self::result::{Place, Refused, held_back, reported, unstarted};
+use crate::admission::{Admission, Admitted};
 use crate::broker::{Broker, BrokerError};
 use crate::cancel::Cancel;
-use crate::jail::Weakness;
 use crate::keeper::{BrokerStanding, Keeper};
 use crate::link::Patience;
 use crate::machine::deadline_in;
-use crate::pool::worker::{Tell, misbehaved};
-use crate::pool::{Done, Pool, PoolOptions, Task, Unserved, Upkeep, Vm};
-use crate::report::{
-    LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
-    encode_output,
-};
-use crate::trace::{Supervised, Trace, now_ns};
+use crate::pool::worker::Tell;
+use crate::pool::{Done, Pool, PoolOptions, Task, Unserved, Vm};
+use crate::report::{Outcome, Status};
+use crate::trace::{Supervised, now_ns};
 use crate::worker;
 
-/// Violations of one program that are told one by one.
-const VIOLATIONS_TOLD: usize = 16;
 /// How much longer than its deadline a worker may take to say so.
 const WORKER_GRACE: Duration = Duration::from_secs(2);
-/// How much longer than its deadline a run may wait for what its calls did to be
-/// on the disk.
-const SYNC_GRACE: Duration = Duration::from_secs(10);
 /// How often it is looked whether runs in an engine of former keys are over.
 const UNDER_WAY_LOOK_EVERY: Duration = Duration::from_millis(100);
-
-/// A run's report and the artifacts it left.
-#[derive(Debug)]
-pub struct RunResult {
-    /// The report.
-    pub report: RunReport,
-    /// The artifacts, in the order of the report's list.
-    pub artifacts: Vec<Artifact>,
-    /// Where the time went.
-    pub trace: Trace,
-    /// What the run's pool has to do, once whoever waits has the rest of this.
-    pub upkeep: Option<Upkeep>,
-}
-
-impl RunResult {
-    /// A run that was not begun, and would have been carried out in this tier.
-    #[must_use]
-    pub fn unstarted(
-        tier: Tier,
-        status: Status,
-        kind: &'static str,
-        reason: impl Into<String>,
-    ) -> Self {
-        let at = Supervised { started: now_ns(), ..Supervised::default() };
-        let run_id = RunId(crate::keys::random().unwrap_or_default());
-        unstarted(run_id, tier, None, Outcome::new(status, kind, reason), at)
-    }
-
-    /// One that there was no room for, and when there may be.
-    #[must_use]
-    pub fn refused(
-        tier: Tier,
-        kind: &'static str,
-        reason: impl Into<String>,
-        retry_after_ms: Option<u64>,
-    ) -> Self {
-        let mut result = Self::unstarted(tier, Status::Refused, kind, reason);
-        result.report.retry_after_ms = retry_after_ms;
-        result
-    }
-}
 
 /// What a supervisor goes by.
 #[derive(Debug)]
@@ -140,15 +95,6 @@ impl Engine {
         let trust = if pool.stands().ready_max > 0 { trust.with_tables() } else { trust };
         Arc::new(Self { admission: Admission::new(trust), pool: Arc::new(pool) })
     }
-}
-
-/// Why a run is refused before it has a VM.
-enum Refused {
-    Violations(Vec<Violation>),
-    Broker(BrokerError),
-    Over(OverLimit),
-    Input(String),
-    Host(io::Error),
 }
 
 /// Whether a run's input is JSON. It is looked at and not read.
@@ -487,325 +433,9 @@ impl Supervisor {
     }
 }
 
-/// A run's connection at the broker that opened it. What the run did is that
-/// one's to know, whichever is there by then.
-struct Opened {
-    broker: Arc<Broker>,
-    link: UnixStream,
-    /// Whether anything may be called over the link.
-    grants_any: bool,
-}
-
-/// What is known, at a run's end, of what its calls did.
-enum Settled {
-    /// All: it is on the disk, or nobody was to wait until it is.
-    Known,
-    /// It may not be on the disk, and a result is not told before it is.
-    Unsynced(BrokerError),
-    /// Not even what it called.
-    Untold(BrokerError),
-}
-
-impl Opened {
-    /// Ends a run that has a result.
-    fn settle(&self, patience: Patience<'_>) -> Settled {
-        // That nothing was called, only its worker says. Whoever wants the run no
-        // more has heard of no result yet.
-        let synced = self.end(self.grants_any, patience);
-        synced.map_or_else(Settled::Unsynced, |()| Settled::Known)
-    }
-
-    /// Ends a run that was cancelled at the broker, which tells its calls.
-    fn settle_cancelled(
-        &self,
-        told: Result<Vec<CallRecord>, BrokerError>,
-        calls: &mut Vec<CallRecord>,
-    ) -> Settled {
-        let untold = match told {
-            Ok(told) => {
-                *calls = told;
-                None
-            }
-            Err(error) => {
-                tracing::warn!(%error, "the calls of a run that ended go on");
-                Some(error)
-            }
-        };
-        // It has no result that could be held back, and is waited for all the same.
-        let patience = Patience::until(Instant::now() + SYNC_GRACE);
-        if let Err(error) = self.end(!calls.is_empty(), patience) {
-            tracing::warn!(%error, "what a run's calls did may not be on the disk");
-        }
-        untold.map_or(Settled::Known, Settled::Untold)
-    }
-
-    /// What its calls did is on the disk before anybody hears of it. The broker
-    /// answers at once if all of it is; a run that cannot have called asks nobody.
-    fn end(&self, may_have_called: bool, patience: Patience<'_>) -> Result<(), BrokerError> {
-        let synced = if may_have_called { self.broker.sync_for(patience) } else { Ok(()) };
-        // The run is over, whoever still has this end of its link: a worker that
-        // was taken over has. What was called before is read yet.
-        let _ = self.link.shutdown(Shutdown::Write);
-        synced
-    }
-}
-
-/// What becomes of a run whose worker was lost with its link to the broker, and seems
-/// not to have begun it.
-#[derive(Debug)]
-enum AfterLoss {
-    /// Another worker may have it, over a link of its own.
-    Again,
-    /// It ends, with these calls.
-    Over { failure: VmFailure, calls: Result<Vec<CallRecord>, BrokerError> },
-}
-
-/// Cancels it at the broker, which so tells what it called until then.
-fn after_loss(
-    failure: &VmFailure,
-    cancel: impl Fn() -> Result<Vec<CallRecord>, BrokerError>,
-) -> AfterLoss {
-    // A call that is taken while the first answer is made up is in the second, and
-    // from then on none is. A broker that knows no such run refuses: whoever broke its
-    // link may have called before.
-    let calls = cancel().and_then(|calls| if calls.is_empty() { cancel() } else { Ok(calls) });
-    let failure = match &calls {
-        Ok(calls) if calls.is_empty() => return AfterLoss::Again,
-        Ok(_) => misbehaved(format_args!(
-            "that a run had not begun which has called: {}",
-            failure.message
-        )),
-        Err(_) => failure.clone(),
-    };
-    AfterLoss::Over { failure, calls }
-}
-
-impl Refused {
-    fn result(
-        self,
-        run_id: RunId,
-        tier: Tier,
-        admitted: Option<&Admitted>,
-        at: Supervised,
-    ) -> RunResult {
-        let retry_after_ms = match &self {
-            Self::Broker(BrokerError::Away { retry_after_ms, .. }) => Some(*retry_after_ms),
-            _ => None,
-        };
-        let mut result = unstarted(run_id, tier, admitted, self.into(), at);
-        result.report.retry_after_ms = retry_after_ms;
-        result
-    }
-}
-
-impl From<Refused> for Outcome {
-    fn from(refused: Refused) -> Self {
-        match refused {
-            Refused::Violations(violations) => {
-                let kind = violations.first().map_or("invalid", |v| v.kind.as_str());
-                let more = violations.len().saturating_sub(VIOLATIONS_TOLD);
-                let mut messages: Vec<_> =
-                    violations.into_iter().take(VIOLATIONS_TOLD).map(|v| v.message).collect();
-                if more > 0 {
-                    messages.push(format!("and {more} more"));
-                }
-                Self::new(Status::Rejected, kind, messages.join("; "))
-            }
-            Refused::Input(why) => {
-                Self::new(Status::Rejected, "bad_request", format!("the input is not JSON: {why}"))
-            }
-            Refused::Over(over) => Self::new(Status::Rejected, "too_large", over.to_string()),
-            Refused::Broker(error) => {
-                let (status, kind) = match &error {
-                    BrokerError::Refused { kind, .. } => match kind {
-                        RefusalKind::NoSuchTool => (Status::Rejected, "no_such_tool"),
-                        RefusalKind::BadGrant => (Status::Rejected, "grant"),
-                        RefusalKind::BadRequest => (Status::Rejected, "bad_request"),
-                        RefusalKind::Forbidden => (Status::Rejected, "forbidden"),
-                        RefusalKind::NotReviewed => (Status::Rejected, "not_reviewed"),
-                        RefusalKind::Internal => (Status::Internal, "broker"),
-                        RefusalKind::Journal => (Status::Internal, "journal"),
-                        RefusalKind::Overloaded => (Status::Refused, "overloaded"),
-                    },
-                    BrokerError::Away { .. } => (Status::Refused, "broker_away"),
-                    BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
-                    BrokerError::NoLink(_) => (Status::Unavailable, "host"),
-                    BrokerError::OutOfTime => (Status::Limit, "deadline"),
-                    error if error.ends_the_link() => (Status::Internal, "broker_lost"),
-                    _ => (Status::Internal, "broker"),
-                };
-                Self::new(status, kind, error.to_string())
-            }
-            Refused::Host(error) => Self::new(Status::Unavailable, "host", error.to_string()),
-        }
-    }
-}
-
-/// Withholds the result of a run whose calls may not be on the disk. Only events that
-/// were already sent stand; the list of calls stays only if the broker was lost, since
-/// its journal has them.
-fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
-    let RunResult { mut report, trace, upkeep, .. } = result;
-    let (status, kind) = match error {
-        BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
-        error if error.ends_the_link() => (Status::Internal, "broker_lost"),
-        _ => (Status::Internal, "journal"),
-    };
-    if kind != "broker_lost" {
-        report.tool_calls.clear();
-    }
-    report.status = status;
-    report.kind = kind;
-    report.reason = format!(
-        "the run may have made calls, and its result is held back, since what they did may not \
-         be on the disk yet; `forge-vmm journal list --run {}` has what is: {error}",
-        report.run_id
-    );
-    (report.output, report.output_encoding) = encode_output(&[]);
-    report.artifacts.clear();
-    report.log.clear();
-    RunResult { report, artifacts: Vec::new(), trace, upkeep }
-}
-
-fn us_since(since_ns: u64) -> u64 {
-    now_ns().saturating_sub(since_ns) / 1000
-}
-
-/// The report of a run that no VM was made for.
-fn unstarted(
-    run_id: RunId,
-    tier: Tier,
-    admitted: Option<&Admitted>,
-    outcome: Outcome,
-    at: Supervised,
-) -> RunResult {
-    let total = us_since(at.started);
-    let timing_us = TimingReport { admission: total, total, ..TimingReport::default() };
-    let (output, output_encoding) = encode_output(&[]);
-    let report = RunReport {
-        run_id: run_id.to_string(),
-        status: outcome.status,
-        kind: outcome.kind,
-        reason: outcome.reason,
-        retry_after_ms: None,
-        output,
-        output_encoding,
-        artifacts: Vec::new(),
-        log: Vec::new(),
-        log_dropped: 0,
-        isolation: tier.as_str(),
-        weaknesses: Vec::new(),
-        vm: "none",
-        program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
-        signer: admitted.map(|admitted| admitted.signer.to_string()),
-        retrieved: Vec::new(),
-        tool_calls: Vec::new(),
-        fuel_used: 0,
-        memory_peak_bytes: 0,
-        vm_exits: 0,
-        timing_us,
-    };
-    let trace = Trace { supervised: at, timing: Timing::default() };
-    RunResult { report, artifacts: Vec::new(), trace, upkeep: None }
-}
-
-/// What a run was carried out in.
-struct Place<'a> {
-    tier: Tier,
-    vm: Vm,
-    weaknesses: &'a [Weakness],
-}
-
-/// The report of a run that a worker was given.
-fn reported(
-    run_id: RunId,
-    admitted: &Admitted,
-    outcome: Outcome,
-    report: Report,
-    place: Place<'_>,
-    at: Supervised,
-) -> RunResult {
-    // Only a guest that told its end has told these.
-    let (fuel_used, memory_peak_bytes, log_dropped) = match &report.fate {
-        Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes, ended.logs_dropped),
-        Fate::Deadline | Fate::Vm(_) => (0, 0, 0),
-    };
-    let timing: Timing = report.timing;
-    let timing_us = TimingReport {
-        admission: at.opened.saturating_sub(at.started) / 1000,
-        total: us_since(at.started),
-        ..TimingReport::of_worker(timing)
-    };
-    let (output, output_encoding) = encode_output(&report.output);
-    let public = RunReport {
-        run_id: run_id.to_string(),
-        status: outcome.status,
-        kind: outcome.kind,
-        reason: outcome.reason,
-        retry_after_ms: None,
-        output,
-        output_encoding,
-        artifacts: report.artifacts.iter().map(artifact_report).collect(),
-        log: report
-            .logs
-            .iter()
-            .map(|log| LogReport { level: log.level, text: log.text.clone() })
-            .collect(),
-        log_dropped,
-        isolation: place.tier.as_str(),
-        weaknesses: place.weaknesses.iter().map(|weakness| weakness.word()).collect(),
-        vm: place.vm.as_str(),
-        program_sha256: Some(hex(&admitted.sha256)),
-        signer: Some(admitted.signer.to_string()),
-        retrieved: Vec::new(),
-        tool_calls: report.calls.iter().map(call_report).collect(),
-        fuel_used,
-        memory_peak_bytes,
-        vm_exits: report.vm_exits,
-        timing_us,
-    };
-    let trace = Trace { supervised: at, timing };
-    RunResult { report: public, artifacts: report.artifacts, trace, upkeep: None }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::cell::RefCell;
-
-    use forge_protocol::worker::VmFailureKind;
-
     use super::*;
-
-    #[test]
-    fn a_run_that_called_or_may_have_is_given_to_no_second_worker() {
-        let lost = VmFailure::new(VmFailureKind::NotReset, "page 7 differs");
-        let call = CallRecord { id: 0, tool: ToolName::parse("a.b").unwrap(), settled: None };
-        let told = |answers: [Result<Vec<CallRecord>, BrokerError>; 2]| {
-            let answers = RefCell::new(answers.into_iter());
-            after_loss(&lost, || answers.borrow_mut().next().unwrap())
-        };
-        let none = || Ok(Vec::new());
-        assert!(matches!(told([none(), none()]), AfterLoss::Again));
-        // Also one that was taken while it was asked.
-        for answers in [[Ok(vec![call.clone()]), none()], [none(), Ok(vec![call.clone()])]] {
-            let AfterLoss::Over { failure, calls } = told(answers) else { panic!("again") };
-            assert_eq!(
-                (failure.kind, calls.unwrap()),
-                (VmFailureKind::Misbehaved, vec![call.clone()])
-            );
-        }
-        let gone = || Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into()));
-        let unknown = || {
-            let (kind, message) = (RefusalKind::BadRequest, "no such run".into());
-            Err(BrokerError::Refused { kind, message })
-        };
-        for answers in
-            [[gone(), none()], [none(), gone()], [unknown(), none()], [none(), unknown()]]
-        {
-            let AfterLoss::Over { failure, calls } = told(answers) else { panic!("again") };
-            assert!(failure == lost && calls.is_err());
-        }
-    }
 
     #[test]
     fn an_input_is_one_json_value_in_utf_8() {

@@ -1,0 +1,261 @@
+//! What is told of a run, whatever became of it.
+
+use std::io;
+
+use forge_protocol::RunId;
+use forge_protocol::broker::RefusalKind;
+use forge_protocol::hex::hex;
+use forge_protocol::limits::OverLimit;
+use forge_protocol::run::Artifact;
+use forge_protocol::worker::{Fate, Report, Tier, Timing};
+
+use crate::admission::{Admitted, Violation};
+use crate::broker::BrokerError;
+use crate::jail::Weakness;
+use crate::pool::{Upkeep, Vm};
+use crate::report::{
+    LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
+    encode_output,
+};
+use crate::trace::{Supervised, Trace, now_ns};
+
+/// Violations of one program that are told one by one.
+const VIOLATIONS_TOLD: usize = 16;
+
+/// A run's report and the artifacts it left.
+#[derive(Debug)]
+pub struct RunResult {
+    /// The report.
+    pub report: RunReport,
+    /// The artifacts, in the order of the report's list.
+    pub artifacts: Vec<Artifact>,
+    /// Where the time went.
+    pub trace: Trace,
+    /// What the run's pool has to do, once whoever waits has the rest of this.
+    pub upkeep: Option<Upkeep>,
+}
+
+impl RunResult {
+    /// A run that was not begun, and would have been carried out in this tier.
+    #[must_use]
+    pub fn unstarted(
+        tier: Tier,
+        status: Status,
+        kind: &'static str,
+        reason: impl Into<String>,
+    ) -> Self {
+        let at = Supervised { started: now_ns(), ..Supervised::default() };
+        let run_id = RunId(crate::keys::random().unwrap_or_default());
+        unstarted(run_id, tier, None, Outcome::new(status, kind, reason), at)
+    }
+
+    /// One that there was no room for, and when there may be.
+    #[must_use]
+    pub fn refused(
+        tier: Tier,
+        kind: &'static str,
+        reason: impl Into<String>,
+        retry_after_ms: Option<u64>,
+    ) -> Self {
+        let mut result = Self::unstarted(tier, Status::Refused, kind, reason);
+        result.report.retry_after_ms = retry_after_ms;
+        result
+    }
+}
+
+/// Why a run is refused before it has a VM.
+pub(super) enum Refused {
+    Violations(Vec<Violation>),
+    Broker(BrokerError),
+    Over(OverLimit),
+    Input(String),
+    Host(io::Error),
+}
+
+impl Refused {
+    pub(super) fn result(
+        self,
+        run_id: RunId,
+        tier: Tier,
+        admitted: Option<&Admitted>,
+        at: Supervised,
+    ) -> RunResult {
+        let retry_after_ms = match &self {
+            Self::Broker(BrokerError::Away { retry_after_ms, .. }) => Some(*retry_after_ms),
+            _ => None,
+        };
+        let mut result = unstarted(run_id, tier, admitted, self.into(), at);
+        result.report.retry_after_ms = retry_after_ms;
+        result
+    }
+}
+
+impl From<Refused> for Outcome {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Violations(violations) => {
+                let kind = violations.first().map_or("invalid", |v| v.kind.as_str());
+                let more = violations.len().saturating_sub(VIOLATIONS_TOLD);
+                let mut messages: Vec<_> =
+                    violations.into_iter().take(VIOLATIONS_TOLD).map(|v| v.message).collect();
+                if more > 0 {
+                    messages.push(format!("and {more} more"));
+                }
+                Self::new(Status::Rejected, kind, messages.join("; "))
+            }
+            Refused::Input(why) => {
+                Self::new(Status::Rejected, "bad_request", format!("the input is not JSON: {why}"))
+            }
+            Refused::Over(over) => Self::new(Status::Rejected, "too_large", over.to_string()),
+            Refused::Broker(error) => {
+                let (status, kind) = match &error {
+                    BrokerError::Refused { kind, .. } => match kind {
+                        RefusalKind::NoSuchTool => (Status::Rejected, "no_such_tool"),
+                        RefusalKind::BadGrant => (Status::Rejected, "grant"),
+                        RefusalKind::BadRequest => (Status::Rejected, "bad_request"),
+                        RefusalKind::Forbidden => (Status::Rejected, "forbidden"),
+                        RefusalKind::NotReviewed => (Status::Rejected, "not_reviewed"),
+                        RefusalKind::Internal => (Status::Internal, "broker"),
+                        RefusalKind::Journal => (Status::Internal, "journal"),
+                        RefusalKind::Overloaded => (Status::Refused, "overloaded"),
+                    },
+                    BrokerError::Away { .. } => (Status::Refused, "broker_away"),
+                    BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
+                    BrokerError::NoLink(_) => (Status::Unavailable, "host"),
+                    BrokerError::OutOfTime => (Status::Limit, "deadline"),
+                    error if error.ends_the_link() => (Status::Internal, "broker_lost"),
+                    _ => (Status::Internal, "broker"),
+                };
+                Self::new(status, kind, error.to_string())
+            }
+            Refused::Host(error) => Self::new(Status::Unavailable, "host", error.to_string()),
+        }
+    }
+}
+
+/// Withholds the result of a run whose calls may not be on the disk. Only events that
+/// were already sent stand; the list of calls stays only if the broker was lost, since
+/// its journal has them.
+pub(super) fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
+    let RunResult { mut report, trace, upkeep, .. } = result;
+    let (status, kind) = match error {
+        BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
+        error if error.ends_the_link() => (Status::Internal, "broker_lost"),
+        _ => (Status::Internal, "journal"),
+    };
+    if kind != "broker_lost" {
+        report.tool_calls.clear();
+    }
+    report.status = status;
+    report.kind = kind;
+    report.reason = format!(
+        "the run may have made calls, and its result is held back, since what they did may not \
+         be on the disk yet; `forge-vmm journal list --run {}` has what is: {error}",
+        report.run_id
+    );
+    (report.output, report.output_encoding) = encode_output(&[]);
+    report.artifacts.clear();
+    report.log.clear();
+    RunResult { report, artifacts: Vec::new(), trace, upkeep }
+}
+
+fn us_since(since_ns: u64) -> u64 {
+    now_ns().saturating_sub(since_ns) / 1000
+}
+
+/// The report of a run that no VM was made for.
+pub(super) fn unstarted(
+    run_id: RunId,
+    tier: Tier,
+    admitted: Option<&Admitted>,
+    outcome: Outcome,
+    at: Supervised,
+) -> RunResult {
+    let total = us_since(at.started);
+    let timing_us = TimingReport { admission: total, total, ..TimingReport::default() };
+    let (output, output_encoding) = encode_output(&[]);
+    let report = RunReport {
+        run_id: run_id.to_string(),
+        status: outcome.status,
+        kind: outcome.kind,
+        reason: outcome.reason,
+        retry_after_ms: None,
+        output,
+        output_encoding,
+        artifacts: Vec::new(),
+        log: Vec::new(),
+        log_dropped: 0,
+        isolation: tier.as_str(),
+        weaknesses: Vec::new(),
+        vm: "none",
+        program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
+        signer: admitted.map(|admitted| admitted.signer.to_string()),
+        retrieved: Vec::new(),
+        tool_calls: Vec::new(),
+        fuel_used: 0,
+        memory_peak_bytes: 0,
+        vm_exits: 0,
+        timing_us,
+    };
+    let trace = Trace { supervised: at, timing: Timing::default() };
+    RunResult { report, artifacts: Vec::new(), trace, upkeep: None }
+}
+
+/// What a run was carried out in.
+pub(super) struct Place<'a> {
+    pub(super) tier: Tier,
+    pub(super) vm: Vm,
+    pub(super) weaknesses: &'a [Weakness],
+}
+
+/// The report of a run that a worker was given.
+pub(super) fn reported(
+    run_id: RunId,
+    admitted: &Admitted,
+    outcome: Outcome,
+    report: Report,
+    place: Place<'_>,
+    at: Supervised,
+) -> RunResult {
+    // Only a guest that told its end has told these.
+    let (fuel_used, memory_peak_bytes, log_dropped) = match &report.fate {
+        Fate::Ended(ended) => (ended.fuel_used, ended.memory_peak_bytes, ended.logs_dropped),
+        Fate::Deadline | Fate::Vm(_) => (0, 0, 0),
+    };
+    let timing: Timing = report.timing;
+    let timing_us = TimingReport {
+        admission: at.opened.saturating_sub(at.started) / 1000,
+        total: us_since(at.started),
+        ..TimingReport::of_worker(timing)
+    };
+    let (output, output_encoding) = encode_output(&report.output);
+    let public = RunReport {
+        run_id: run_id.to_string(),
+        status: outcome.status,
+        kind: outcome.kind,
+        reason: outcome.reason,
+        retry_after_ms: None,
+        output,
+        output_encoding,
+        artifacts: report.artifacts.iter().map(artifact_report).collect(),
+        log: report
+            .logs
+            .iter()
+            .map(|log| LogReport { level: log.level, text: log.text.clone() })
+            .collect(),
+        log_dropped,
+        isolation: place.tier.as_str(),
+        weaknesses: place.weaknesses.iter().map(|weakness| weakness.word()).collect(),
+        vm: place.vm.as_str(),
+        program_sha256: Some(hex(&admitted.sha256)),
+        signer: Some(admitted.signer.to_string()),
+        retrieved: Vec::new(),
+        tool_calls: report.calls.iter().map(call_report).collect(),
+        fuel_used,
+        memory_peak_bytes,
+        vm_exits: report.vm_exits,
+        timing_us,
+    };
+    let trace = Trace { supervised: at, timing };
+    RunResult { report: public, artifacts: report.artifacts, trace, upkeep: None }
+}
