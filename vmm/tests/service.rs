@@ -21,7 +21,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{ExitCode, Output};
+use std::process::{ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use desk::Desk;
@@ -49,6 +49,7 @@ fn main() -> ExitCode {
         claims![
             a_clients_run_answers_as_the_command_does,
             the_command_prints_and_exits_the_same_with_a_service,
+            a_command_that_is_interrupted_cancels_its_run_at_a_service_and_prints_the_report,
             artifacts_of_a_run_at_a_service_are_written_as_of_one_without,
             several_clients_are_served_at_once,
             one_connection_carries_many_runs,
@@ -146,6 +147,34 @@ fn the_command_prints_and_exits_the_same_with_a_service() {
     // A key that the service would not ask for is none to be named.
     let trusted = run_served(&desk, "ok", &["--trust", "signer.pub"]);
     assert_eq!(trusted.status.code(), Some(2), "{trusted:?}");
+}
+
+fn a_command_that_is_interrupted_cancels_its_run_at_a_service_and_prints_the_report() {
+    let desk = desk();
+    let service = desk.serve(&[]);
+    fs::write(desk.path("endless"), endless().program).unwrap();
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        let mut command = desk.command(&["run", "--service", "socket", "--json", "endless"]);
+        // Whoever runs this in the background may have it ignored, and so would we.
+        // SAFETY: signal is async-signal-safe.
+        unsafe {
+            command.pre_exec(move || {
+                libc::signal(signal, libc::SIG_DFL);
+                Ok(())
+            })
+        };
+        command.args(["--timeout", "30s"]).stdout(Stdio::piped()).stderr(Stdio::null());
+        let run = command.spawn().unwrap();
+        eventually("it runs", || standing(&mut service.client())["runs"]["running"] == 1);
+        // SAFETY: sends a signal to a process that this test started, and has not
+        // waited for.
+        unsafe { libc::kill(run.id() as i32, signal) };
+        let output = run.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(7), "{output:?}");
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(report["status"], "cancelled", "{report:#}");
+    }
+    assert_eq!(cancelled(&service), 2);
 }
 
 fn artifacts_of_a_run_at_a_service_are_written_as_of_one_without() {

@@ -1,13 +1,15 @@
 //! A client that waits for each run.
 
 use std::io::{self, Read as _, Write as _};
+use std::iter;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
 use forge_protocol::frame::{Frame, Kind};
 use forge_protocol::service::{
-    Answered, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
+    Answered, Cancel, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -77,13 +79,31 @@ impl Client {
     pub fn run_with(
         &mut self,
         order: &Order,
+        on_event: impl FnMut(RunEvent),
+    ) -> Result<Finish, ClientError> {
+        self.run_until(order, None, on_event)
+    }
+
+    /// The same; cancels the run once there is something to read at `cancelled`, which
+    /// this does not read, and waits for its end as before.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_until(
+        &mut self,
+        order: &Order,
+        mut cancelled: Option<BorrowedFd<'_>>,
         mut on_event: impl FnMut(RunEvent),
     ) -> Result<Finish, ClientError> {
         let number = self.number();
         // `Submit` without a copy of the program.
         self.socket.write_all(&wire::bounded(Kind::Submit, &(number, order))?)?;
         loop {
-            let frame = self.receive(wire::may_come)?;
+            let Some(frame) = self.receive_or(wire::may_come, cancelled)? else {
+                cancelled = None;
+                self.socket.write_all(&wire::bounded(Kind::Cancel, &Cancel { number })?)?;
+                continue;
+            };
             match frame.kind {
                 Kind::Event => {
                     let Event { what, .. } = wire::decode(&frame)?;
@@ -125,11 +145,24 @@ impl Client {
 
     fn receive(&mut self, awaits: impl Fn(Kind) -> Option<u32>) -> Result<Frame, ClientError> {
         loop {
-            if let Some(frame) = self.unread.frame(&awaits)? {
+            if let Some(frame) = self.receive_or(&awaits, None)? {
                 return Ok(frame);
             }
-            if self.is_greeted {
-                wait_readable(&self.socket)?;
+        }
+    }
+
+    /// The next frame; `None` if there is something to read at `other` first.
+    fn receive_or(
+        &mut self,
+        awaits: impl Fn(Kind) -> Option<u32>,
+        other: Option<BorrowedFd<'_>>,
+    ) -> Result<Option<Frame>, ClientError> {
+        loop {
+            if let Some(frame) = self.unread.frame(&awaits)? {
+                return Ok(Some(frame));
+            }
+            if self.is_greeted && !wait_readable(&self.socket, other)? {
+                return Ok(None);
             }
             match self.socket.read(self.unread.room()) {
                 Ok(bytes) => self.unread.filled(bytes)?,
@@ -160,13 +193,19 @@ pub fn reach(path: &Path, patience: Duration) -> io::Result<UnixStream> {
     Ok(socket.into())
 }
 
-/// Waits until there is something to read. Who waits in a read is woken as well
-/// when the service takes the order, and then sleeps again.
-fn wait_readable(socket: &UnixStream) -> io::Result<()> {
+/// Waits until there is something to read, or `false` if there is at `other` first. Who
+/// waits in a read is woken as well when the service takes the order, and then sleeps
+/// again.
+fn wait_readable(socket: &UnixStream, other: Option<BorrowedFd<'_>>) -> io::Result<bool> {
+    let socket = PollFd::new(socket, PollFlags::IN);
+    let mut waits: Vec<PollFd<'_>> = iter::once(socket)
+        .chain(other.map(|other| PollFd::from_borrowed_fd(other, PollFlags::IN)))
+        .collect();
     loop {
-        match poll(&mut [PollFd::new(socket, PollFlags::IN)], None) {
+        match poll(&mut waits, None) {
             Err(Errno::INTR) => {}
-            polled => return polled.map(|_| ()).map_err(io::Error::from),
+            Err(error) => return Err(error.into()),
+            Ok(_) => return Ok(waits.first().is_some_and(|it| !it.revents().is_empty())),
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::io::{self, Write as _};
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -28,6 +29,7 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
 use super::config::{self, GrantKey, ServiceConfig};
 use super::door::{self, Door};
+use super::interrupt::Interruptible;
 use super::run::Shown;
 use super::{CliError, Exit, complain, out, print_json, progress, top};
 
@@ -249,7 +251,11 @@ pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliEr
         let names = retrieved.iter().map(|tool| tool.spec.name.clone());
         order.authority = Authority::Tools(names.collect());
     }
-    let Finish { report, artifacts, .. } = client.run(&order).map_err(undone)?;
+    let interruptible = Interruptible::new()?;
+    let cancelled = Some(interruptible.cancel().as_fd());
+    let finish = client.run_until(&order, cancelled, |_| ());
+    drop(interruptible);
+    let Finish { report, artifacts, .. } = finish.map_err(undone)?;
     let unreadable = |error: serde_json::Error| at(error.into());
     let mut report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
     if !retrieved.is_empty() {

@@ -6,7 +6,7 @@
 //! `poll` that is made anyway.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use vmm_sys_util::eventfd::EventFd;
@@ -54,6 +54,13 @@ impl Cancel {
         if self.is_raised() {
             self.nudge();
         }
+    }
+}
+
+impl AsFd for Cancel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the event is open for as long as it is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.event.as_raw_fd()) }
     }
 }
 
