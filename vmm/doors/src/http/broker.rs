@@ -21,7 +21,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::order::{
-    base64, bounded, check_principal, check_session, media_type, tools, unsupported,
+    Tools, base64, bounded, check_principal, check_session, media_type, tools, unsupported,
 };
 use super::problem::Problem;
 use super::{Caller, Door, answer_json, order, read_body};
@@ -146,7 +146,7 @@ fn described(tool: &ToolSpec) -> Value {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Issue {
-    tools: Vec<String>,
+    tools: Tools<String>,
     #[serde(default)]
     constraints: Vec<String>,
     valid_s: u64,
@@ -172,7 +172,7 @@ pub(crate) async fn issue(
     check_constraints(&asked.constraints)?;
     let question = Question::IssueGrant(GrantRequest {
         principal: caller.tenant.name.clone(),
-        tools: some_tools(&asked.tools)?,
+        tools: some_tools(&asked.tools.0)?,
         constraints: asked.constraints,
         valid_s: asked.valid_s,
         calls_max: asked.calls_max,
@@ -187,7 +187,7 @@ pub(crate) async fn issue(
 struct Attenuate {
     grant: String,
     #[serde(default, deserialize_with = "order::present")]
-    tools: Option<Vec<String>>,
+    tools: Option<Tools<String>>,
     #[serde(default)]
     constraints: Vec<String>,
     #[serde(default)]
@@ -212,7 +212,7 @@ pub(crate) async fn attenuate(
     let question = Question::AttenuateGrant(Narrowing {
         token: base64("grant", &asked.grant, GRANT_BYTES_MAX)?,
         // No names leave all, which an empty list would not be meant to.
-        tools: asked.tools.map_or_else(|| Ok(Vec::new()), |names| some_tools(&names))?,
+        tools: asked.tools.map_or_else(|| Ok(Vec::new()), |names| some_tools(&names.0))?,
         constraints: asked.constraints,
         valid_s: asked.valid_s,
         calls_max: asked.calls_max,

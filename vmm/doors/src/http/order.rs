@@ -4,6 +4,9 @@
 //! service closes it over a message that is larger than it may be. So every
 //! part of an order is held against its own bound here.
 
+use std::fmt;
+use std::marker::PhantomData;
+
 use axum::body::Body;
 use axum::extract::multipart::MultipartError;
 use axum::extract::{DefaultBodyLimit, FromRequest as _, Multipart, Request};
@@ -17,7 +20,7 @@ use forge_protocol::limits::{
 };
 use forge_protocol::name::ToolName;
 use forge_protocol::service::Order;
-use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::de::{DeserializeOwned, Error as _, IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
@@ -32,6 +35,37 @@ pub(crate) const RUN_BYTES_MAX: usize = (PROGRAM_BYTES_MAX as usize + GRANT_BYTE
 /// The same over a WebSocket, with the tools that the client hosts.
 pub(crate) const MESSAGE_BYTES_MAX: usize = RUN_BYTES_MAX + 2 * HOSTED_TOOLS_BYTES_MAX as usize;
 
+/// Tools, no more than a grant has: a longer list is refused where it is too long, and
+/// nothing of it is kept.
+#[derive(Debug, Default)]
+pub(crate) struct Tools<T>(pub(crate) Vec<T>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Tools<T> {
+    fn deserialize<D: Deserializer<'de>>(list: D) -> Result<Self, D::Error> {
+        struct Bounded<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Bounded<T> {
+            type Value = Tools<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list of tools")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Tools<T>, A::Error> {
+                let mut tools = Vec::new();
+                while let Some(tool) = list.next_element()? {
+                    if tools.len() == GRANTED_TOOLS_MAX {
+                        let what = format!("there are more than {GRANTED_TOOLS_MAX} tools");
+                        return Err(A::Error::custom(what));
+                    }
+                    tools.push(tool);
+                }
+                Ok(Tools(tools))
+            }
+        }
+        list.deserialize_seq(Bounded(PhantomData))
+    }
+}
+
 /// A run, in JSON.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -44,7 +78,7 @@ pub(crate) struct RunBody {
     #[serde(default)]
     limits: Object<Limits>,
     #[serde(default)]
-    tools: Option<Vec<String>>,
+    tools: Option<Tools<String>>,
     #[serde(default)]
     session: Option<String>,
     #[serde(default)]
@@ -60,7 +94,7 @@ pub(crate) struct RunBody {
 #[serde(deny_unknown_fields)]
 struct Options {
     #[serde(default)]
-    tools: Option<Vec<String>>,
+    tools: Option<Tools<String>>,
     #[serde(default)]
     session: Option<String>,
     #[serde(default)]
@@ -115,7 +149,7 @@ limits! {
 #[serde(deny_unknown_fields)]
 pub(crate) struct HostedBody {
     server: String,
-    tools: Vec<Object<HostedToolBody>>,
+    tools: Tools<Object<HostedToolBody>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -300,7 +334,7 @@ impl Parts {
                 bounded("grant", grant.len(), GRANT_BYTES_MAX as usize)?;
                 Authority::Grant(grant)
             }
-            (None, names) => Authority::Tools(tools(&names.unwrap_or_default())?),
+            (None, names) => Authority::Tools(tools(&names.unwrap_or_default().0)?),
         };
         let order = Order {
             program,
@@ -352,12 +386,6 @@ pub(crate) fn base64(what: &str, text: &str, limit: u32) -> Result<Vec<u8>, Prob
 
 /// Reads names of tools.
 pub(crate) fn tools(names: &[String]) -> Result<Vec<ToolName>, Problem> {
-    if names.len() > GRANTED_TOOLS_MAX {
-        let count = names.len();
-        return Err(Problem::bad_request(format!(
-            "{count} tools are more than {GRANTED_TOOLS_MAX}"
-        )));
-    }
     let name = |name: &String| {
         ToolName::parse(name).map_err(|error| Problem::bad_request(format!("tools: {error}")))
     };
@@ -368,6 +396,7 @@ fn hosted_tools(hosted: HostedBody) -> Result<HostedTools, Problem> {
     let text = |schema: Box<RawValue>| String::from(Box::<str>::from(schema));
     let tools: Vec<HostedTool> = hosted
         .tools
+        .0
         .into_iter()
         .map(|Object(tool)| HostedTool {
             name: tool.name,
@@ -376,10 +405,6 @@ fn hosted_tools(hosted: HostedBody) -> Result<HostedTools, Problem> {
             output_schema: tool.output_schema.map(text),
         })
         .collect();
-    if tools.len() > GRANTED_TOOLS_MAX {
-        let detail = format!("{} hosted tools are more than {GRANTED_TOOLS_MAX}", tools.len());
-        return Err(Problem::bad_request(detail));
-    }
     // Each text has its length beside it on the wire.
     let bytes = |tool: &HostedTool| {
         let output = tool.output_schema.as_ref().map_or(0, String::len);
@@ -494,6 +519,17 @@ mod tests {
         let tools = vec!["a.b"; GRANTED_TOOLS_MAX + 1];
         let body = serde_json::json!({ "program": "", "tools": tools }).to_string();
         assert_eq!(refusal(&body), (422, "bad_request".into()));
+        // It ends where it is too long: what follows is not read, or it would be no JSON.
+        let cut = &body[..body.len() - 1];
+        let problem = asked(&cut.replace(']', ", 7, [")).unwrap_err();
+        let told = serde_json::to_string(&problem.body()).unwrap();
+        assert!(told.contains("more than 256 tools"), "{told}");
+        let hosted = |tools: &str| format!(r#"{{"server": "app", "tools": [{tools}]}}"#);
+        let tool = r#"{"name": "t", "input_schema": {}},"#.repeat(GRANTED_TOOLS_MAX);
+        let most = hosted(tool.trim_end_matches(','));
+        serde_json::from_str::<HostedBody>(&most).unwrap();
+        let beyond = serde_json::from_str::<HostedBody>(&hosted(&(tool + "{}"))).unwrap_err();
+        assert!(beyond.is_data(), "{beyond}");
 
         let description = "d".repeat(HOSTED_TOOLS_BYTES_MAX as usize);
         let hosted = serde_json::json!({ "server": "app", "tools": [
@@ -514,12 +550,12 @@ mod tests {
         });
         let hosted = HostedBody {
             server: "app".into(),
-            tools: vec![Object(HostedToolBody {
+            tools: Tools(vec![Object(HostedToolBody {
                 name: "t".into(),
                 description: "d".repeat(HOSTED_TOOLS_BYTES_MAX as usize - 100),
                 input_schema: RawValue::from_string("{}".into()).unwrap(),
                 output_schema: None,
-            })],
+            })]),
         };
         let order = Order {
             program: vec![0; PROGRAM_BYTES_MAX as usize],
