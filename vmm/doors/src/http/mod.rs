@@ -43,7 +43,7 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, Version, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use forge_client::{Client, ClientError};
@@ -198,7 +198,10 @@ fn router(door: Arc<Door>) -> Router {
 async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
     let place = Place::default();
     request.extensions_mut().insert(place.clone());
-    let checked = guard::check(request.uri(), request.headers(), &door.options.borrow().hosts);
+    let checked = match is_balancers(&request) {
+        true => Ok(()),
+        false => guard::check(request.uri(), request.headers(), &door.options.borrow().hosts),
+    };
     let mut response = match checked {
         Ok(()) => tokio::select! {
             response = next.run(request) => response,
@@ -214,6 +217,14 @@ async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
+}
+
+/// Whether a balancer of load looks whether the door answers, in HTTP/1.0, which knows no
+/// `Host`. No browser speaks that.
+fn is_balancers(request: &Request) -> bool {
+    request.version() == Version::HTTP_10
+        && matches!(request.uri().path(), "/healthz" | "/readyz")
+        && !request.headers().contains_key(header::HOST)
 }
 
 /// Who asks, and its place among the requests under way.

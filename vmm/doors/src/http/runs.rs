@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use forge_client::{Run, RunMessage};
 use forge_protocol::service::{Finish, Order, RunEvent};
@@ -296,8 +296,12 @@ pub(crate) async fn events(
     }
     let (sender, receiver) = mpsc::channel(UNSENT_MAX);
     tokio::spawn(stream(kept, last, sender, door, caller.bearer.clone()));
-    let kind = HeaderValue::from_static("text/event-stream");
-    Ok(([(header::CONTENT_TYPE, kind)], Body::from_stream(Feed(receiver))).into_response())
+    // The second for nginx, which holds an answer back until it is whole.
+    let head = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream")),
+        (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
+    ];
+    Ok((head, Body::from_stream(Feed(receiver))).into_response())
 }
 
 /// Sends a run's events until its end, or until nobody takes them or may.
