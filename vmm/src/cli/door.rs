@@ -319,7 +319,8 @@ impl Shared {
                 return;
             }
             if let Some(status) = status {
-                tracing::warn!(?status, "the HTTP door ended, and is opened again");
+                let how = status.map_or_else(|error| error.to_string(), |it| it.to_string());
+                tracing::warn!(how, "the HTTP door ended, and is opened again");
             }
             since = Instant::now();
             // Held until it stands where whoever changes them looks for it.

@@ -66,6 +66,8 @@ pub(super) enum Denied {
     Draining,
     /// The principal has as many as it may have.
     TooManyRuns { limit: usize, retry_after_ms: u64 },
+    /// There is no place for it, and as many wait for one as may.
+    QueueFull { limit: usize, retry_after_ms: u64 },
     /// There is no place for it, and none came free in time.
     Overloaded { retry_after_ms: u64 },
     /// Nobody wants it any more.
@@ -130,7 +132,7 @@ impl Gate {
         // Whoever waits while there is a place may not have it.
         let is_free = state.running < state.bounds.runs_max && state.may_run(principal, limit);
         if !is_free && state.waiting.len() >= state.bounds.queue_max {
-            return Err(state.overloaded());
+            return Err(state.queue_full());
         }
         state.tenants.entry(principal.to_owned()).or_default().here += 1;
         let stay = Stay { gate: self, principal: principal.to_owned() };
@@ -287,8 +289,17 @@ impl State {
     }
 
     fn overloaded(&self) -> Denied {
-        let retry_after_ms = self.retry_after_ms(self.bounds.runs_max, self.waiting.len());
-        Denied::Overloaded { retry_after_ms }
+        Denied::Overloaded { retry_after_ms: self.next_turn_ms() }
+    }
+
+    fn queue_full(&self) -> Denied {
+        let (limit, retry_after_ms) = (self.bounds.queue_max, self.next_turn_ms());
+        Denied::QueueFull { limit, retry_after_ms }
+    }
+
+    /// When all that wait may have had their turns.
+    fn next_turn_ms(&self) -> u64 {
+        self.retry_after_ms(self.bounds.runs_max, self.waiting.len())
     }
 }
 
@@ -342,7 +353,8 @@ mod tests {
         let gate = gate(1, 0, 5);
         let first = gate.enter("a", None, &cancel()).unwrap();
         let refused = gate.enter("b", None, &cancel()).unwrap_err();
-        assert!(matches!(refused, Denied::Overloaded { retry_after_ms: 1.. }), "{refused:?}");
+        let is_full = matches!(refused, Denied::QueueFull { limit: 0, retry_after_ms: 1.. });
+        assert!(is_full, "{refused:?}");
         drop(first);
         drop(gate.enter("b", None, &cancel()).unwrap());
         assert!(lock(&gate.0).tenants.is_empty(), "nothing is kept of those that left");

@@ -54,7 +54,7 @@ pub use server::{Reloaded, Server, serve_connection};
 pub use socket_file::SocketFile;
 
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use forge_protocol::limits::PRINCIPAL_BYTES_MAX;
@@ -102,6 +102,8 @@ pub(crate) struct Service {
     busy: AtomicUsize,
     /// Has the event loop look again.
     wake: EventFd,
+    /// What runs now is cancelled, for the service ends.
+    ending: AtomicBool,
 }
 
 /// Something is under way whose end is to be sent. Dropped after that.
@@ -145,6 +147,7 @@ impl Service {
             counts: Counts::new(),
             busy: AtomicUsize::new(0),
             wake,
+            ending: AtomicBool::new(false),
         }))
     }
 
@@ -222,8 +225,12 @@ impl Service {
         let limit = options.principals.0.get(principal).and_then(|it| it.runs_max);
         let denied = match self.gate.enter(principal, limit, cancel) {
             Ok((stay, pass)) => {
-                let result = self.supervisor.run_for(order, attendance);
+                let mut result = self.supervisor.run_for(order, attendance);
                 drop(pass);
+                let report = &mut result.report;
+                if report.status == Status::Cancelled && self.ending.load(Ordering::Acquire) {
+                    report.reason = "the service ended before the run did".into();
+                }
                 return (result, Some(stay));
             }
             Err(denied) => denied,
@@ -238,10 +245,16 @@ impl Service {
                 format!("the principal has {limit} runs here already, as many as it may"),
                 Some(retry_after_ms),
             ),
+            Denied::QueueFull { limit, retry_after_ms } => RunResult::refused(
+                tier,
+                "overloaded",
+                format!("every place for a run is taken, and {limit} wait for one, as many as may"),
+                Some(retry_after_ms),
+            ),
             Denied::Overloaded { retry_after_ms } => RunResult::refused(
                 tier,
                 "overloaded",
-                "every place for a run is taken, and none came free in time",
+                "every place for a run is taken, and none came free in the time that a run may wait",
                 Some(retry_after_ms),
             ),
             Denied::Cancelled => RunResult::unstarted(
@@ -276,6 +289,7 @@ impl Service {
 
     /// Ends what still runs.
     fn cancel_all(&self) {
+        self.ending.store(true, Ordering::Release);
         let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
         for connection in connections {
             connection.cancel_all();
