@@ -278,7 +278,8 @@ impl Outcome {
                 Status::Limit,
                 kind.as_str(),
                 format!(
-                    "the program left more artifacts, or larger ones, than its limit of {limit}"
+                    "the program left more than `artifacts`, or one of more than `artifact_bytes`: \
+                     its limit is {limit}"
                 ),
             ),
             Ending::Limit { kind, limit } => Self::new(

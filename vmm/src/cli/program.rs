@@ -1,5 +1,6 @@
 //! `keygen`, `sign`, `inspect` and `check`: programs before they run.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
@@ -176,7 +177,7 @@ fn print_inspection(inspection: &Inspection, shape: &Shape) -> io::Result<()> {
     writeln!(
         out,
         "may call    {}",
-        match shape.tools().count() {
+        match shape.tools().collect::<BTreeSet<_>>().len() {
             _ if shape.imports.iter().any(|import| by_name.contains(&import.recognised)) => {
                 "any tool that is granted, by its name".to_owned()
             }
@@ -184,9 +185,12 @@ fn print_inspection(inspection: &Inspection, shape: &Shape) -> io::Result<()> {
             count => format!("{count} tool{}", if count == 1 { "" } else { "s" }),
         }
     )?;
+    let mut told = BTreeSet::new();
     for import in &shape.imports {
         let (module, name) = (shown(&import.module), shown(&import.name));
         match &import.recognised {
+            // One that is imported twice is one tool.
+            Ok(Import::Tool(tool)) if !told.insert(tool) => {}
             Ok(Import::Tool(tool)) => writeln!(out, "  tool      {}", shown(tool.as_str()))?,
             Ok(Import::Forge(_) | Import::Wasi(_)) => writeln!(out, "  {module:<9} {name}")?,
             Err(why) => writeln!(out, "  REFUSED   {module}.{name}: {why}")?,

@@ -190,6 +190,9 @@ pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: St
             None => None,
         },
         ("fuel" | "deadline" | "memory", _) => option(kind),
+        ("output", _) => Some("--limit output_bytes".to_owned()),
+        ("artifacts", _) => Some("--limit".to_owned()),
+        ("signature", _) => Some(args.program.display().to_string()),
         ("grant", Some(file)) => Some(file.display().to_string()),
         ("import", None) if args.intent.is_none() && reason.contains(UNGRANTED) => {
             let wanted = Shape::read(program).map(|shape| ungranted(&shape, &args.allow));
