@@ -153,8 +153,12 @@ fn bounded(program: &VerifiedProgram<'_>) -> Result<Option<Vec<u8>>, Ending> {
 
 /// See [`crate::check`].
 pub(crate) fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
-    let respelled = bounded_trusted(module)?;
-    compile(limits, respelled.as_deref().unwrap_or(module)).map(|_| ())
+    let Some(respelled) = bounded_trusted(module)? else {
+        return compile(limits, module).map(drop);
+    };
+    // What is wrong is told by the bytes that its author has.
+    let anew = |ending| compile(limits, module).err().unwrap_or(ending);
+    compile(limits, &respelled).map(drop).map_err(anew)
 }
 
 /// Holds bytes that the caller trusts to the bounds; gives them back if they have

@@ -58,6 +58,7 @@ fn main() -> ExitCode {
             input_comes_from_a_file_or_standard_input,
             no_process_is_left_behind,
             a_run_that_is_interrupted_is_cancelled_and_reports_what_it_called,
+            what_is_invalid_is_told_by_the_bytes_that_its_author_has,
             a_group_in_the_configuration_holds_what_a_run_starts,
             probe_proves_that_a_guest_boots,
         ],
@@ -671,6 +672,28 @@ fn no_process_is_left_behind() {
             let over = status.is_none_or(|stat| stat.contains(") Z "));
             over.then_some(())
         });
+    }
+}
+
+fn what_is_invalid_is_told_by_the_bytes_that_its_author_has() {
+    let desk = Desk::new();
+    // A guest spells this otherwise, which is longer.
+    let spelled = "(drop (select (i32.const 5) (i32.const 0) (i32.eqz (local.get 0))))".repeat(200);
+    for before in ["", &spelled] {
+        let module = wat::parse_str(format!(
+            "(module (memory (export \"memory\") 1) (func (param i32) {before})
+                (func (export \"forge_run\") (result i32)
+                    (i32.add (i64.const 1) (i32.const 2))))"
+        ));
+        let module = module.unwrap();
+        // The operator before the last `end`.
+        let at = format!("(at offset {:#x})", module.len() - 2);
+        desk.write("invalid.wasm", &module);
+        let checked = desk.forge(&["check", "--trust", "signer.pub", "invalid.wasm"]);
+        let ran = desk.forge(&["run", "--sign-with", "signer.pem", "invalid.wasm"]);
+        for told in [text(&checked.stdout), text(&ran.stderr)] {
+            assert!(told.contains(&at), "{at}: {told}");
+        }
     }
 }
 

@@ -47,8 +47,17 @@ pub(crate) fn sign(args: &SignArgs) -> Result<ExitCode, CliError> {
 
 /// Reads a program, assembles it if it is text, and signs it.
 pub(crate) fn sign_file(signer: &SignerKey, path: &Path) -> Result<Vec<u8>, CliError> {
+    let module = unsigned(path)?;
+    signer.sign(&module).map_err(|error| {
+        let why = admission::unverified(&module, error);
+        CliError::Program(format!("{}: {why}", path.display()))
+    })
+}
+
+/// Reads a program that is to be signed, and assembles it if it is text.
+pub(super) fn unsigned(path: &Path) -> Result<Vec<u8>, CliError> {
     let bytes = read_file(path)?;
-    let module = if path.extension().is_some_and(|extension| extension == "wat") {
+    Ok(if path.extension().is_some_and(|extension| extension == "wat") {
         wat::parse_bytes(&bytes)
             .map_err(|mut error| {
                 error.set_path(path);
@@ -57,10 +66,6 @@ pub(crate) fn sign_file(signer: &SignerKey, path: &Path) -> Result<Vec<u8>, CliE
             .into_owned()
     } else {
         bytes
-    };
-    signer.sign(&module).map_err(|error| {
-        let why = admission::unverified(&module, error);
-        CliError::Program(format!("{}: {why}", path.display()))
     })
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use forge_protocol::broker::{Authority, FoundTool, ListedTool, Reply, Request, Standing};
-use forge_protocol::ending::{UNGRANTED, WALL_MS};
+use forge_protocol::ending::{Ending, RejectKind, UNGRANTED, WALL_MS};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::run::Artifact;
@@ -193,6 +193,7 @@ pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: St
         ("output", _) => Some("--limit output_bytes".to_owned()),
         ("artifacts", _) => Some("--limit".to_owned()),
         ("signature", _) => Some(args.program.display().to_string()),
+        ("invalid", _) => return by_its_authors_bytes(args, program).unwrap_or(reason),
         ("grant", Some(file)) => Some(file.display().to_string()),
         ("import", None) if args.intent.is_none() && reason.contains(UNGRANTED) => {
             let wanted = Shape::read(program).map(|shape| ungranted(&shape, &args.allow));
@@ -206,6 +207,17 @@ pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: St
     match subject {
         Some(subject) => format!("{subject}: {reason}"),
         None => reason,
+    }
+}
+
+/// Why a program is invalid, by the bytes that its author has: a guest counts the
+/// signature that this command gave it, and what it had to spell otherwise.
+fn by_its_authors_bytes(args: &RunArgs, program: &[u8]) -> Option<String> {
+    let unsigned = args.sign_with.as_ref().map(|_| program::unsigned(&args.program));
+    let module = unsigned.transpose().ok()?;
+    match forge_guest_init::check(&limits(args), module.as_deref().unwrap_or(program)) {
+        Err(Ending::Rejected { kind: RejectKind::Invalid, detail }) => Some(shown_whole(&detail)),
+        _ => None,
     }
 }
 
