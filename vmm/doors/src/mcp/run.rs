@@ -235,6 +235,13 @@ fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
     let is_ungranted = reason.contains(UNGRANTED) || calls.any(|call| call["status"] == "denied");
     let said = match reason.strip_prefix(WALL_MS) {
         Some(rest) if rest.starts_with(' ') => format!("timeout_ms{rest}"),
+        _ if ["initial memory is ", "memory_bytes is "].iter().any(|it| reason.starts_with(it)) => {
+            format!("limits.memory_bytes: {reason}")
+        }
+        // It was good when this door had it: its toolbroker is another, or it is over.
+        _ if report["kind"] == "grant" && is_granted => {
+            format!("the grant is not good any more: {} gives another", teach::SEARCH)
+        }
         _ if is_ungranted && !is_granted => format!(
             "{reason} (`grant` is not among the arguments: {} gives one, for the tools it finds)",
             teach::SEARCH
@@ -554,6 +561,10 @@ mod tests {
             assert!(told(report.clone(), false).unwrap().contains("search_tools gives one"));
             assert_eq!(told(report, true), reason, "it has a grant, and this is outside of it");
         }
+        let memory = json!({"reason": "initial memory is 9, the limit is 8"});
+        assert!(told(memory, false).unwrap().starts_with("limits.memory_bytes: initial memory"));
+        let grant = json!({"reason": "this is no grant of this broker", "kind": "grant"});
+        assert!(told(grant, true).unwrap().contains("search_tools gives another"));
         let other = json!({"reason": "it returned 7", "tool_calls": []});
         assert_eq!(told(other.clone(), false).unwrap(), "it returned 7");
         assert_eq!(told(json!({"reason": ""}), false).unwrap(), "");
