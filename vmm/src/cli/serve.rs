@@ -130,6 +130,8 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let at_start = &at_start;
     let load = || {
         let load = || {
+            let mcp_config = args.broker.mcp_config.as_deref();
+            config.map_or(Ok(()), |config| config::is_good(config, mcp_config))?;
             let options = config::service(config)?.options;
             let http = door::configured(config, &options.principals)?;
             let trust = trust_keys(&args)?;

@@ -6,6 +6,7 @@
 //! is started.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -33,6 +34,12 @@ struct Told {
     line: Option<u32>,
     #[serde(flatten)]
     fault: Fault,
+}
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", place(&self.file, self.line), self.fault)
+    }
 }
 
 /// Prints a configuration, or what is wrong with one.
@@ -65,11 +72,34 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         }
         other => other,
     })?;
-    let mut faults: Vec<Told> = match tables(&text) {
+    tell(args, file, &faults(file, &text, args.mcp_config.as_deref())?)
+}
+
+/// Whether a service could be started with this file: a reload that reads a part of it
+/// is refused over the rest too, or the next toolbroker would find it.
+///
+/// # Errors
+/// [`CliError::Usage`] with the first thing that is wrong.
+pub(crate) fn is_good(file: &Path, mcp_config: Option<&Path>) -> Result<(), CliError> {
+    match faults(file, &read_text(file)?, mcp_config)?.as_slice() {
+        [] => Ok(()),
+        [first, rest @ ..] => {
+            let more = match rest.len() {
+                0 => String::new(),
+                more => format!(" (and {more} more: `forge-vmm config check` tells them)"),
+            };
+            Err(CliError::Usage(format!("{first}{more}")))
+        }
+    }
+}
+
+/// All that is wrong with a file that says this.
+fn faults(file: &Path, text: &str, mcp_config: Option<&Path>) -> Result<Vec<Told>, CliError> {
+    let mut faults: Vec<Told> = match tables(text) {
         Ok(all) => {
-            let lines = Lines::of(&text);
+            let lines = Lines::of(text);
             let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")));
-            let theirs = brokers(Some(file), args.mcp_config.as_deref(), user)?;
+            let theirs = brokers(Some(file), mcp_config, user)?;
             let mut known = BTreeSet::new();
             let ours = ours.into_iter().map(|fault| told(file, line_of(&fault, &lines), fault));
             // What both read, both complain of: the toolbroker says it better.
@@ -84,7 +114,7 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
     };
     // As whoever mends the file goes through it.
     faults.sort_by_key(|told| (told.file != file, told.line));
-    tell(args, file, &faults)
+    Ok(faults)
 }
 
 fn told(file: &Path, line: Option<u32>, fault: Fault) -> Told {
@@ -98,8 +128,8 @@ fn tell(args: &ConfigCheckArgs, file: &Path, faults: &[Told]) -> Result<ExitCode
         print_json(&faults)?;
     } else {
         let mut out = out();
-        for Told { file, line, fault } in faults {
-            writeln!(out, "{}: {fault}", place(file, *line))?;
+        for fault in faults {
+            writeln!(out, "{fault}")?;
         }
         if is_good {
             writeln!(out, "{}: good", file.display())?;

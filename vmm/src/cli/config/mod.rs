@@ -16,6 +16,7 @@ mod names;
 mod pool;
 mod service;
 
+pub(crate) use check::is_good;
 pub(crate) use fault::{Fault, sifted, table, tables};
 pub(crate) use limits::maxima;
 pub(crate) use names::{Port, misnamed};
