@@ -115,7 +115,7 @@ fn of_refusal(kind: RefusalKind) -> Exit {
         | RefusalKind::BadRequest
         | RefusalKind::Forbidden
         | RefusalKind::NotReviewed => Exit::Rejected,
-        RefusalKind::Overloaded => Exit::Refused,
+        RefusalKind::Overloaded | RefusalKind::Away => Exit::Refused,
         RefusalKind::Internal | RefusalKind::Journal => Exit::Internal,
     }
 }

@@ -97,10 +97,10 @@ fn refused(error: BrokerError) -> Reply {
     match error {
         BrokerError::Refused { kind, message } => Reply::Refused { kind, message },
         away @ BrokerError::Away { .. } => {
-            Reply::Refused { kind: RefusalKind::Overloaded, message: away.to_string() }
+            Reply::Refused { kind: RefusalKind::Away, message: away.to_string() }
         }
         BrokerError::Cancelled => Reply::Refused {
-            kind: RefusalKind::Overloaded,
+            kind: RefusalKind::Away,
             message: "the question was cancelled, or the service ends".to_owned(),
         },
         other => Reply::Refused { kind: RefusalKind::Internal, message: other.to_string() },

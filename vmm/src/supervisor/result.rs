@@ -118,6 +118,7 @@ impl From<Refused> for Outcome {
                         RefusalKind::Internal => (Status::Internal, "broker"),
                         RefusalKind::Journal => (Status::Internal, "journal"),
                         RefusalKind::Overloaded => (Status::Refused, "overloaded"),
+                        RefusalKind::Away => (Status::Refused, "broker_away"),
                     },
                     BrokerError::Away { .. } => (Status::Refused, "broker_away"),
                     BrokerError::Cancelled => (Status::Cancelled, "cancelled"),

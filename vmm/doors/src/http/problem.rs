@@ -148,6 +148,7 @@ impl From<ClientError> for Problem {
             RefusalKind::NotReviewed => (StatusCode::FORBIDDEN, "not_reviewed"),
             RefusalKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "broker"),
             RefusalKind::Overloaded => (StatusCode::TOO_MANY_REQUESTS, "overloaded"),
+            RefusalKind::Away => (StatusCode::SERVICE_UNAVAILABLE, "broker_away"),
             RefusalKind::Journal => (StatusCode::INTERNAL_SERVER_ERROR, "journal"),
         };
         Self::new(status, kind, message)
