@@ -248,6 +248,12 @@ impl Parameter {
                 let what = "a bracket or a control character";
                 Err(format!("{:?}: the name {key:?} cannot have {what}", self.key))
             }
+            (Style::Exploded | Style::DeepObject, Value::Object(members))
+                if let Some((key, _)) = members.iter().find(|(_, it)| !is_scalar(it)) =>
+            {
+                let what = "a list, an object or null, which cannot be written in the query";
+                Err(format!("{:?}: its member {key:?} is {what}: leave it out", self.key))
+            }
             (Style::Exploded, Value::Object(members)) => {
                 members.iter().try_for_each(|(key, it)| pair(&percent_encoded(key), it))
             }
@@ -264,6 +270,10 @@ impl Parameter {
             }
         }
     }
+}
+
+fn is_scalar(value: &Value) -> bool {
+    matches!(value, Value::String(_) | Value::Number(_) | Value::Bool(_))
 }
 
 /// A number as a server reads it that wants an integer. To JSON Schema `1.0` and `1e2`

@@ -191,7 +191,8 @@ impl<'a> Resolver<'a> {
             } else {
                 value.clone()
             };
-            out.insert(key.clone(), value);
+            let is_told_apart = word == "oneOf" && self.is_told_apart(object);
+            out.insert(if is_told_apart { "anyOf".to_owned() } else { key.clone() }, value);
         }
         if let Some(properties) = object.get("properties").and_then(Value::as_object)
             && let Some(Value::Array(required)) = out.get_mut("required")
@@ -206,6 +207,23 @@ impl<'a> Resolver<'a> {
         }
         say_exclusive_bounds(&mut out);
         Ok(Value::Object(out))
+    }
+
+    /// Whether a member of the value says which of the schemas under its `oneOf` is meant
+    /// (`discriminator`, here or in a base that they all have). That is no keyword of
+    /// JSON Schema, and without it a value may well fit several.
+    fn is_told_apart(&self, object: &'a Map<String, Value>) -> bool {
+        let says = |schema: &'a Value| {
+            self.object(schema).is_ok_and(|it| it.contains_key("discriminator"))
+        };
+        let inherits = |schema: &'a Value| {
+            let bases = self.object(schema).ok().and_then(|it| it.get("allOf")?.as_array());
+            says(schema) || bases.into_iter().flatten().any(says)
+        };
+        let branches = object.get("oneOf").and_then(Value::as_array);
+        !object.contains_key("anyOf")
+            && (object.contains_key("discriminator")
+                || branches.is_some_and(|it| !it.is_empty() && it.iter().all(inherits)))
     }
 
     /// Whether only the server sets it, or only whoever asks.
@@ -319,6 +337,27 @@ mod tests {
         assert_eq!(inline(&document, true).unwrap(), expected);
         let in_3_1 = inline(&document, false).unwrap();
         assert_eq!(in_3_1["properties"]["a"]["anyOf"], Value::Null);
+    }
+
+    #[test]
+    fn what_a_discriminator_tells_apart_may_fit_several() {
+        let branches = json!([{"$ref": "#/a"}, {"$ref": "#/b"}]);
+        let of = |schema: Value, base: Value| {
+            let document = json!({"s": schema, "base": base,
+                "a": {"allOf": [{"$ref": "#/base"}, {"required": ["x"]}]},
+                "b": {"allOf": [{"$ref": "#/base"}]}});
+            let schema = inline(&document, false).unwrap();
+            schema.as_object().unwrap().keys().cloned().collect::<Vec<_>>()
+        };
+        let told = json!({"propertyName": "kind"});
+        let base = json!({"discriminator": told, "properties": {"kind": {}}});
+        assert_eq!(of(json!({"oneOf": branches, "discriminator": told}), json!({})), ["anyOf"]);
+        assert_eq!(of(json!({"oneOf": branches}), base.clone()), ["anyOf"]);
+        assert_eq!(of(json!({"oneOf": branches}), json!({})), ["oneOf"]);
+        let both = json!({"oneOf": branches, "anyOf": [{}], "discriminator": told});
+        assert_eq!(of(both, base.clone()), ["anyOf", "oneOf"]);
+        let one_is_none = json!({"oneOf": [{"$ref": "#/a"}, {"type": "null"}]});
+        assert_eq!(of(one_is_none, base), ["oneOf"]);
     }
 
     #[test]
