@@ -229,11 +229,15 @@ fn a_reload_names_what_it_does_not_load() {
     load(format!("{}[service]\nruns_max = 7\n", roles(&bob.replace("61001", "61002"))));
     eventually("it is loaded", || standing(&mut service.client())["bounds"]["runs_max"] == 7);
     assert!(!said().contains("restart"), "{}", said());
+    // What another command reads, and may read alone, is no reason.
+    let of_mcp = "[service]\nruns_max = 8\n[mcp]\nhosts = ['a b']\nprincipal = 'bob'\n";
+    load(roles(&format!("{of_mcp}{bob}sign_with = 'none.pem'\n")));
+    eventually("it is loaded", || standing(&mut service.client())["bounds"]["runs_max"] == 8);
     // What is wrong with another's part, who reads it when it starts again, is wrong now.
     load(roles("[service]\nruns_max = 9\n[servers.z]\ncomand = 'x'\n"));
     eventually("it is refused", || said().contains("servers.z"));
     assert!(said().contains("forge.toml:6: "), "{}", said());
-    assert_eq!(standing(&mut service.client())["bounds"]["runs_max"], 7);
+    assert_eq!(standing(&mut service.client())["bounds"]["runs_max"], 8);
 }
 
 fn a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload() {

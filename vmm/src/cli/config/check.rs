@@ -7,13 +7,16 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{ChildStdout, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use forge_document::{Lines, place};
 use forge_vmm::broker::{Broker, BrokerError};
 use forge_vmm::keys;
+use forge_vmm::link::{Patience, wait};
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, line_of, sifted, tables};
@@ -25,6 +28,10 @@ use crate::cli::{CliError, Exit, door, out, print_json};
 /// after a blank: without the `#` before settings, the file is checked as good
 /// by `vmm/tests/config.rs`, which finds every key there.
 const COMMENTED: &str = include_str!("commented.toml");
+
+/// How long the toolbroker may take to check its part: a service that reloads waits for
+/// it, and a file may be a pipe that nobody writes to.
+const CHECK_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// A fault, the file it is in, and the line, if that is found.
 #[derive(Debug, Serialize, Deserialize)]
@@ -72,7 +79,16 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         }
         other => other,
     })?;
-    tell(args, file, &faults(file, &text, args.mcp_config.as_deref())?)
+    tell(args, file, &faults(file, &text, args.mcp_config.as_deref(), Of::Everybody)?)
+}
+
+/// Whose reading of a file is checked.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Of {
+    /// Every command's.
+    Everybody,
+    /// A service's and its toolbroker's.
+    AService,
 }
 
 /// Whether a service could be started with this file: a reload that reads a part of it
@@ -81,7 +97,7 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
 /// # Errors
 /// [`CliError::Usage`] with the first thing that is wrong.
 pub(crate) fn is_good(file: &Path, mcp_config: Option<&Path>) -> Result<(), CliError> {
-    match faults(file, &read_text(file)?, mcp_config)?.as_slice() {
+    match faults(file, &read_text(file)?, mcp_config, Of::AService)?.as_slice() {
         [] => Ok(()),
         [first, rest @ ..] => {
             let more = match rest.len() {
@@ -94,11 +110,16 @@ pub(crate) fn is_good(file: &Path, mcp_config: Option<&Path>) -> Result<(), CliE
 }
 
 /// All that is wrong with a file that says this.
-fn faults(file: &Path, text: &str, mcp_config: Option<&Path>) -> Result<Vec<Told>, CliError> {
+fn faults(
+    file: &Path,
+    text: &str,
+    mcp_config: Option<&Path>,
+    of: Of,
+) -> Result<Vec<Told>, CliError> {
     let mut faults: Vec<Told> = match tables(text) {
         Ok(all) => {
             let lines = Lines::of(text);
-            let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")));
+            let (ours, user) = supervisors(&all, file.parent().unwrap_or(Path::new("")), of);
             let theirs = brokers(Some(file), mcp_config, user)?;
             let mut known = BTreeSet::new();
             let ours = ours.into_iter().map(|fault| told(file, line_of(&fault, &lines), fault));
@@ -142,6 +163,7 @@ fn tell(args: &ConfigCheckArgs, file: &Path, faults: &[Told]) -> Result<ExitCode
 fn supervisors(
     all: &toml::Table,
     folder: &Path,
+    of: Of,
 ) -> (Vec<Fault>, Option<forge_vmm::broker::BrokerUser>) {
     let mut faults = Vec::new();
     // What is good in a table; the rest is noted.
@@ -173,7 +195,11 @@ fn supervisors(
     let limits: limits::LowLimits = read(all, "limits", &mut faults);
     faults.extend(limits.faults());
     let mcp: McpConfig = read(all, "mcp", &mut faults);
-    faults.extend(mcp.faults());
+    // It and the keys that programs are signed with are `forge-vmm mcp`'s, which may be
+    // another user's.
+    if of == Of::Everybody {
+        faults.extend(mcp.faults());
+    }
     let low: service::LowService = read(all, "service", &mut faults);
     let mut principals = std::collections::BTreeMap::new();
     match all.get("principals").map(toml::Value::as_table) {
@@ -191,7 +217,8 @@ fn supervisors(
     let service = service::resolve(low, principals, folder, &mut faults);
     let principals = &service.options.principals;
     for (name, principal) in &principals.0 {
-        if let Some(key) = &principal.sign_with
+        if of == Of::Everybody
+            && let Some(key) = &principal.sign_with
             && let Err(error) = keys::read_signer(key)
         {
             faults.push(Fault::at(format!("principals.{name}.sign_with"), error.to_string()));
@@ -226,14 +253,42 @@ fn brokers(
     if let Some(user) = user {
         user.becomes(&mut command);
     }
-    let said = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
-    let said = said.map_err(|source| match uid {
+    let started = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let mut child = started.map_err(|source| match uid {
         Some(uid) => BrokerError::StartAs { uid, executable: broker.clone(), source },
         None => BrokerError::Start(source),
     })?;
-    if !said.status.success() {
+    let said = child.stdout.take().map_or_else(|| Ok(Vec::new()), all_in_time);
+    if said.is_err() {
+        let _ = child.kill();
+    }
+    let status = child.wait().map_err(BrokerError::Start)?;
+    let said =
+        said.map_err(|source| CliError::File { path: "what the toolbroker finds".into(), source })?;
+    if !status.success() {
         return Err(BrokerError::Configuration.into());
     }
     let unreadable = |error: serde_json::Error| BrokerError::Protocol(error.to_string());
-    Ok(serde_json::from_slice(&said.stdout).map_err(unreadable)?)
+    Ok(serde_json::from_slice(&said).map_err(unreadable)?)
+}
+
+/// All that is said there, within [`CHECK_TIME_MAX`].
+fn all_in_time(mut from: ChildStdout) -> io::Result<Vec<u8>> {
+    let patience = Patience::until(Instant::now() + CHECK_TIME_MAX);
+    let (mut said, mut buffer) = (Vec::new(), [0; 4096]);
+    loop {
+        wait(from.as_raw_fd(), libc::POLLIN, patience).map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => io::Error::other(format!(
+                "nothing within {} s: a file that the configuration names has no end, perhaps",
+                CHECK_TIME_MAX.as_secs()
+            )),
+            _ => error,
+        })?;
+        match from.read(&mut buffer) {
+            Ok(0) => return Ok(said),
+            Ok(bytes) => said.extend_from_slice(&buffer[..bytes]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
 }
