@@ -90,6 +90,8 @@ fn an_old_server_is_used_whatever_it_makes_of_the_newer_beginning() {
         html(202),
         html(204),
         Some((200, "application/json")),
+        Some((200, "text/event-stream")),
+        Some((200, "text/event-stream; silent")),
         None,
     ] {
         let mcp = Mcp::new(Era::Session);

@@ -28,8 +28,8 @@
 //! Servers from 2026-07-28 on answer `server/discover` and keep no session;
 //! older ones want `initialize`. The client asks `server/discover` first and
 //! falls back when the server refuses it. Some old servers neither answer nor
-//! refuse: on standard streams, after some seconds the refusal is written for
-//! them. Which era a server is of is remembered for its next start.
+//! refuse, or answer with what is no message of MCP: then, or after some seconds, the
+//! refusal is written for them. Which era a server is of is remembered for its next start.
 
 mod breaker;
 mod declined;
@@ -460,7 +460,11 @@ impl Upstream {
                 let http = streamable::Mcp::new(client);
                 match self.handshake(http.transport(endpoint), until).await {
                     Ok(service) => Session::new(self, service, Line::Http(http)),
-                    Err(failed) => return Err(self.refusal(failed.reason)),
+                    Err(failed) => {
+                        // Whichever it was asked for, the next start begins anew.
+                        self.legacy.store(false, Ordering::Release);
+                        return Err(self.refusal(failed.reason));
+                    }
                 }
             }
         };

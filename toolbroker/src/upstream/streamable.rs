@@ -8,6 +8,7 @@
 //! access token that was refused ([`Client::send`]).
 
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -137,6 +138,28 @@ impl Mcp {
         self.0.client.send(request).await.map_err(|error| Fault::Client(error.into()))
     }
 
+    /// What comes of the first request of the newer protocol. A stream is read here:
+    /// the MCP library would wait for its events as long as they may take.
+    async fn began(
+        &self,
+        response: Response,
+        asked: RequestId,
+    ) -> Result<StreamableHttpPostResponse, Fault> {
+        if !response.status().is_success() {
+            return refusal(response, Asked::Era(asked)).await;
+        }
+        let era = Asked::Era(asked.clone());
+        match answer(response, era, &self.0.is_too_large).await? {
+            StreamableHttpPostResponse::Sse(events, session) => {
+                Ok(match answer_among(events, &asked).await {
+                    Some(message) => StreamableHttpPostResponse::Json(message, session),
+                    None => of_the_older_era(asked, "it ends its answer before there is one"),
+                })
+            }
+            other => Ok(other),
+        }
+    }
+
     fn request(&self, method: Method, uri: &str) -> RequestBuilder {
         self.0.client.http().request(method, uri)
     }
@@ -166,21 +189,26 @@ impl StreamableHttpClient for Mcp {
             },
             _ => Asked::Nothing,
         };
-        let response = match &asked {
-            Asked::Era(id) => match timeout(DISCOVER_TIME_MAX, sent).await {
-                Ok(response) => response?,
-                Err(_) => return Ok(of_the_older_era(id.clone(), "it does not answer")),
-            },
-            Asked::Nothing | Asked::Request(_) => sent.await?,
+        let answer = match asked {
+            Asked::Era(id) => {
+                let exchange = async { self.began(sent.await?, id.clone()).await };
+                match timeout(DISCOVER_TIME_MAX, exchange).await {
+                    Ok(answer) => answer?,
+                    Err(_) => of_the_older_era(id, "it does not answer"),
+                }
+            }
+            asked => {
+                let response = sent.await?;
+                let status = response.status();
+                if status == StatusCode::NOT_FOUND && session.is_some() {
+                    return Err(Fault::SessionExpired);
+                }
+                if !status.is_success() {
+                    return refusal(response, asked).await;
+                }
+                answer(response, asked, &self.0.is_too_large).await?
+            }
         };
-        let status = response.status();
-        if status == StatusCode::NOT_FOUND && session.is_some() {
-            return Err(Fault::SessionExpired);
-        }
-        if !status.is_success() {
-            return refusal(response, asked).await;
-        }
-        let answer = answer(response, asked, &self.0.is_too_large).await?;
         if let StreamableHttpPostResponse::Json(_, Some(_))
         | StreamableHttpPostResponse::Sse(_, Some(_)) = answer
             && session.is_none()
@@ -305,6 +333,23 @@ async fn answer(
         Err(error) => return Err(Fault::Client(error.into())),
     };
     Ok(StreamableHttpPostResponse::Json(message, session))
+}
+
+/// The answer among the events of a stream; `None` if they end without.
+async fn answer_among(
+    mut events: BoxStream<'static, Result<Sse, SseError>>,
+    asked: &RequestId,
+) -> Option<ServerJsonRpcMessage> {
+    loop {
+        let event = poll_fn(|context| events.as_mut().poll_next(context)).await?.ok()?;
+        let data = event.data.unwrap_or_default();
+        let said = serde_json::from_str::<ServerJsonRpcMessage>(&data);
+        if let Ok(said) = said
+            && answers(&said).is_some_and(|id| is_same(id, asked))
+        {
+            return Some(said);
+        }
+    }
 }
 
 /// The answer in a body. Nothing else comes on this exchange, so whatever is no

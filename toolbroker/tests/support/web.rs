@@ -323,7 +323,16 @@ async fn handle(
         "server/discover" if let Some(said) = on_discover => match said {
             Some((status, kind)) => {
                 let status = StatusCode::from_u16(status).unwrap();
-                (status, [("content-type", kind)], "<p>What?</p>").into_response()
+                // Some streams have no end.
+                let body = match kind {
+                    "text/event-stream; silent" => {
+                        let (sender, body) = flow();
+                        mcp.get().listeners.push((None, sender));
+                        body
+                    }
+                    _ => Body::from("<p>What?</p>"),
+                };
+                (status, [("content-type", kind)], body).into_response()
             }
             None => std::future::pending().await,
         },
