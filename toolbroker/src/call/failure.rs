@@ -189,6 +189,7 @@ impl CallFailure {
             | Self::BadResponse { violations } => {
                 json!({ "error": self.to_string(), "violations": violations })
             }
+            Self::Unsendable { why } => json!({ "error": self.to_string(), "violations": [why] }),
             other => json!({ "error": other.to_string() }),
         };
         let body = whole.to_string().into_bytes();

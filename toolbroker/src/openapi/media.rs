@@ -28,11 +28,16 @@ impl Kind {
     /// What the value of a `Content-Type` says.
     pub(crate) fn of(kind: &str) -> Self {
         let (essence, parameters) = (essence(kind), kind.split(';').skip(1));
-        let mut names = parameters.filter_map(|it| it.split_once('=')).map(|(name, _)| name.trim());
+        let mut parameters = parameters.filter_map(|it| it.split_once('='));
+        // Some say so of what is no text.
+        let is_encoding = |(name, value): (&str, &str)| {
+            name.trim().eq_ignore_ascii_case("charset")
+                && !value.trim().eq_ignore_ascii_case("binary")
+        };
         let is_text = essence.starts_with("text/")
             || essence == "application/xml"
             || essence.ends_with("+xml")
-            || names.any(|name| name.eq_ignore_ascii_case("charset"));
+            || parameters.any(is_encoding);
         match () {
             () if is_json(kind) => Self::Json,
             () if is_text => Self::Text,

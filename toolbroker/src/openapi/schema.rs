@@ -20,6 +20,8 @@ const NODES_TOTAL_MAX: usize = 500_000;
 const DEPTH_MAX: usize = 64;
 /// References after each other that lead to no schema.
 const HOPS_MAX: usize = 16;
+/// Schemas among which one is looked for that all of a `oneOf` inherit from.
+const BASES_MAX: usize = 32;
 
 /// Keywords whose value maps names to schemas.
 const MAPS: [&str; 3] = ["properties", "patternProperties", "dependentSchemas"];
@@ -209,21 +211,31 @@ impl<'a> Resolver<'a> {
         Ok(Value::Object(out))
     }
 
-    /// Whether a member of the value says which of the schemas under its `oneOf` is meant
-    /// (`discriminator`, here or in a base that they all have). That is no keyword of
-    /// JSON Schema, and without it a value may well fit several.
+    /// Whether a member of the value says which of the schemas under its `oneOf` is meant:
+    /// by a `discriminator` here, or by one of the same member that each of them has or
+    /// inherits. That is no keyword of JSON Schema, and without it a value may well fit
+    /// several.
     fn is_told_apart(&self, object: &'a Map<String, Value>) -> bool {
-        let says = |schema: &'a Value| {
-            self.object(schema).is_ok_and(|it| it.contains_key("discriminator"))
-        };
-        let inherits = |schema: &'a Value| {
-            let bases = self.object(schema).ok().and_then(|it| it.get("allOf")?.as_array());
-            says(schema) || bases.into_iter().flatten().any(says)
-        };
         let branches = object.get("oneOf").and_then(Value::as_array);
-        !object.contains_key("anyOf")
-            && (object.contains_key("discriminator")
-                || branches.is_some_and(|it| !it.is_empty() && it.iter().all(inherits)))
+        let mut told = branches.into_iter().flatten().map(|branch| self.told_by(branch));
+        let inherited = match told.next() {
+            Some(Some(first)) => told.all(|other| other == Some(first)),
+            _ => false,
+        };
+        !object.contains_key("anyOf") && (inherited || object.contains_key("discriminator"))
+    }
+
+    /// The member that tells what a value of this schema is.
+    fn told_by(&self, schema: &'a Value) -> Option<&'a str> {
+        let mut bases = vec![schema];
+        for _ in 0..BASES_MAX {
+            let Ok(object) = self.object(bases.pop()?) else { continue };
+            if let Some(told) = object.get("discriminator") {
+                return told.get("propertyName")?.as_str();
+            }
+            bases.extend(object.get("allOf").and_then(Value::as_array).into_iter().flatten());
+        }
+        None
     }
 
     /// Whether only the server sets it, or only whoever asks.
@@ -345,7 +357,7 @@ mod tests {
         let of = |schema: Value, base: Value| {
             let document = json!({"s": schema, "base": base,
                 "a": {"allOf": [{"$ref": "#/base"}, {"required": ["x"]}]},
-                "b": {"allOf": [{"$ref": "#/base"}]}});
+                "b": {"allOf": [{"allOf": [{"$ref": "#/base"}]}]}});
             let schema = inline(&document, false).unwrap();
             schema.as_object().unwrap().keys().cloned().collect::<Vec<_>>()
         };
@@ -354,6 +366,9 @@ mod tests {
         assert_eq!(of(json!({"oneOf": branches, "discriminator": told}), json!({})), ["anyOf"]);
         assert_eq!(of(json!({"oneOf": branches}), base.clone()), ["anyOf"]);
         assert_eq!(of(json!({"oneOf": branches}), json!({})), ["oneOf"]);
+        let another = json!({"discriminator": {"propertyName": "type"}});
+        let unrelated = json!([{"$ref": "#/a"}, another]);
+        assert_eq!(of(json!({"oneOf": unrelated}), base.clone()), ["oneOf"]);
         let both = json!({"oneOf": branches, "anyOf": [{}], "discriminator": told});
         assert_eq!(of(both, base.clone()), ["anyOf", "oneOf"]);
         let one_is_none = json!({"oneOf": [{"$ref": "#/a"}, {"type": "null"}]});

@@ -226,7 +226,9 @@ mod tests {
             assert_eq!(bytes(image, kind), json!({"base64": "iVBORw0KGgoAAA=="}));
         }
         // No zero is in every image.
-        for kind in ["image/gif", "application/octet-stream; name=\"a\"", "audio/x; q", ""] {
+        for kind in
+            ["image/gif; charset=binary", "application/octet-stream; name=\"a\"", "audio/x; q", ""]
+        {
             assert_eq!(bytes(b"p\xe4ss", kind), json!({"base64": "cORzcw=="}));
         }
         let latin = ["text/csv", "application/x; Charset=latin1", "application/atom+xml"];
