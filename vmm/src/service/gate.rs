@@ -67,7 +67,7 @@ pub(super) enum Denied {
     /// The principal has as many as it may have.
     TooManyRuns { limit: usize, retry_after_ms: u64 },
     /// There is no place for it, and as many wait for one as may.
-    QueueFull { limit: usize, retry_after_ms: u64 },
+    QueueFull { retry_after_ms: u64 },
     /// There is no place for it, and none came free in time.
     Overloaded { retry_after_ms: u64 },
     /// Nobody wants it any more.
@@ -293,8 +293,7 @@ impl State {
     }
 
     fn queue_full(&self) -> Denied {
-        let (limit, retry_after_ms) = (self.bounds.queue_max, self.next_turn_ms());
-        Denied::QueueFull { limit, retry_after_ms }
+        Denied::QueueFull { retry_after_ms: self.next_turn_ms() }
     }
 
     /// When all that wait may have had their turns.
@@ -353,7 +352,7 @@ mod tests {
         let gate = gate(1, 0, 5);
         let first = gate.enter("a", None, &cancel()).unwrap();
         let refused = gate.enter("b", None, &cancel()).unwrap_err();
-        let is_full = matches!(refused, Denied::QueueFull { limit: 0, retry_after_ms: 1.. });
+        let is_full = matches!(refused, Denied::QueueFull { retry_after_ms: 1.. });
         assert!(is_full, "{refused:?}");
         drop(first);
         drop(gate.enter("b", None, &cancel()).unwrap());

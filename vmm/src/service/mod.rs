@@ -245,10 +245,10 @@ impl Service {
                 format!("the principal has {limit} runs here already, as many as it may"),
                 Some(retry_after_ms),
             ),
-            Denied::QueueFull { limit, retry_after_ms } => RunResult::refused(
+            Denied::QueueFull { retry_after_ms } => RunResult::refused(
                 tier,
                 "overloaded",
-                format!("every place for a run is taken, and {limit} wait for one, as many as may"),
+                "every place for a run is taken, and as many wait for one as may",
                 Some(retry_after_ms),
             ),
             Denied::Overloaded { retry_after_ms } => RunResult::refused(

@@ -198,7 +198,7 @@ fn router(door: Arc<Door>) -> Router {
 async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
     let place = Place::default();
     request.extensions_mut().insert(place.clone());
-    let checked = match is_balancers(&request) {
+    let checked = match is_health_check(&request) {
         true => Ok(()),
         false => guard::check(request.uri(), request.headers(), &door.options.borrow().hosts),
     };
@@ -219,9 +219,9 @@ async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next
     response
 }
 
-/// Whether a balancer of load looks whether the door answers, in HTTP/1.0, which knows no
-/// `Host`. No browser speaks that.
-fn is_balancers(request: &Request) -> bool {
+/// Whether a load balancer asks whether the door answers, in HTTP/1.0, which has no `Host`.
+/// No browser speaks that.
+fn is_health_check(request: &Request) -> bool {
     request.version() == Version::HTTP_10
         && matches!(request.uri().path(), "/healthz" | "/readyz")
         && !request.headers().contains_key(header::HOST)

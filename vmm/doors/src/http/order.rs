@@ -528,8 +528,9 @@ mod tests {
         let tool = r#"{"name": "t", "input_schema": {}},"#.repeat(GRANTED_TOOLS_MAX);
         let most = hosted(tool.trim_end_matches(','));
         serde_json::from_str::<HostedBody>(&most).unwrap();
-        let beyond = serde_json::from_str::<HostedBody>(&hosted(&(tool + "{}"))).unwrap_err();
-        assert!(beyond.is_data(), "{beyond}");
+        let beyond = hosted(&format!("{tool}{}", &tool[..tool.find("},").unwrap() + 1]));
+        let told = serde_json::from_str::<HostedBody>(&beyond).unwrap_err().to_string();
+        assert!(told.contains("more than 256 tools"), "{told}");
 
         let description = "d".repeat(HOSTED_TOOLS_BYTES_MAX as usize);
         let hosted = serde_json::json!({ "server": "app", "tools": [

@@ -160,6 +160,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_toolbroker_that_is_away_is_no_lack_of_room() {
+        let of = |kind| Problem::from(ClientError::Refused { kind, message: String::new() });
+        let away = of(RefusalKind::Away);
+        assert_eq!((away.body().status(), away.body().kind()), (503, "broker_away"));
+        assert_eq!(of(RefusalKind::Overloaded).body().status(), 429);
+    }
+
+    #[test]
     fn a_problem_repeats_no_more_than_a_reason_may_have() {
         let detail = Problem::bad_request("é".repeat(REASON_BYTES_MAX)).detail;
         assert!(detail.len() < REASON_BYTES_MAX + 4 && detail.ends_with("é…"), "{}", detail.len());
