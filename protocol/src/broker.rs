@@ -488,6 +488,6 @@ pub enum RefusalKind {
     Journal,
     /// There is no room for it now: ask again later.
     Overloaded,
-    /// The broker is not there now, or the service ends: ask again later.
+    /// The broker is not there now, the service ends, or the question was cancelled.
     Away,
 }

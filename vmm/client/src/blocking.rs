@@ -11,7 +11,7 @@ use forge_protocol::frame::{Frame, Kind};
 use forge_protocol::service::{
     Answered, Cancel, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
 };
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -99,11 +99,14 @@ impl Client {
         // `Submit` without a copy of the program.
         self.socket.write_all(&wire::bounded(Kind::Submit, &(number, order))?)?;
         loop {
-            let Some(frame) = self.receive_or(wire::may_come, cancelled)? else {
+            if let Some(cancel) = cancelled
+                && is_readable(cancel)?
+            {
                 cancelled = None;
-                self.socket.write_all(&wire::bounded(Kind::Cancel, &Cancel { number })?)?;
-                continue;
-            };
+                // A service that has gone says so to whoever reads what it left.
+                let _ = self.socket.write_all(&wire::bounded(Kind::Cancel, &Cancel { number })?);
+            }
+            let Some(frame) = self.receive_or(wire::may_come, cancelled)? else { continue };
             match frame.kind {
                 Kind::Event => {
                     let Event { what, .. } = wire::decode(&frame)?;
@@ -206,6 +209,16 @@ fn wait_readable(socket: &UnixStream, other: Option<BorrowedFd<'_>>) -> io::Resu
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(_) => return Ok(waits.first().is_some_and(|it| !it.revents().is_empty())),
+        }
+    }
+}
+
+fn is_readable(other: BorrowedFd<'_>) -> io::Result<bool> {
+    loop {
+        let polled = PollFd::from_borrowed_fd(other, PollFlags::IN);
+        match poll(&mut [polled], Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
+            Err(Errno::INTR) => {}
+            polled => return polled.map(|ready| ready > 0).map_err(io::Error::from),
         }
     }
 }

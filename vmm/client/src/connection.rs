@@ -567,7 +567,7 @@ mod tests {
         leave().await;
         leave().await;
         assert_eq!(Arc::strong_count(&held), 1 + 3);
-        let refused = Reply::Refused { kind: RefusalKind::Overloaded, message: "cancelled".into() };
+        let refused = Reply::Refused { kind: RefusalKind::Away, message: "cancelled".into() };
         say(&mut service, Kind::Answered, &Answered { number: 2, reply: refused }).await;
         given_back(2).await;
         drop(service);

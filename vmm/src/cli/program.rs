@@ -47,17 +47,8 @@ pub(crate) fn sign(args: &SignArgs) -> Result<ExitCode, CliError> {
 
 /// Reads a program, assembles it if it is text, and signs it.
 pub(crate) fn sign_file(signer: &SignerKey, path: &Path) -> Result<Vec<u8>, CliError> {
-    let module = unsigned(path)?;
-    signer.sign(&module).map_err(|error| {
-        let why = admission::unverified(&module, error);
-        CliError::Program(format!("{}: {why}", path.display()))
-    })
-}
-
-/// Reads a program that is to be signed, and assembles it if it is text.
-pub(super) fn unsigned(path: &Path) -> Result<Vec<u8>, CliError> {
     let bytes = read_file(path)?;
-    Ok(if path.extension().is_some_and(|extension| extension == "wat") {
+    let module = if path.extension().is_some_and(|extension| extension == "wat") {
         wat::parse_bytes(&bytes)
             .map_err(|mut error| {
                 error.set_path(path);
@@ -66,6 +57,10 @@ pub(super) fn unsigned(path: &Path) -> Result<Vec<u8>, CliError> {
             .into_owned()
     } else {
         bytes
+    };
+    signer.sign(&module).map_err(|error| {
+        let why = admission::unverified(&module, error);
+        CliError::Program(format!("{}: {why}", path.display()))
     })
 }
 

@@ -11,7 +11,7 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::run::Artifact;
 use forge_protocol::service::Order;
-use forge_protocol::signature::TrustKeys;
+use forge_protocol::signature::{CORE_HEADER, SignedParts, TrustKeys};
 use forge_protocol::worker::Tier;
 use forge_vmm::admission::{Shape, shown, shown_whole};
 use forge_vmm::broker::Broker;
@@ -213,9 +213,11 @@ pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: St
 /// Why a program is invalid, by the bytes that its author has: a guest counts the
 /// signature that this command gave it, and what it had to spell otherwise.
 fn by_its_authors_bytes(args: &RunArgs, program: &[u8]) -> Option<String> {
-    let unsigned = args.sign_with.as_ref().map(|_| program::unsigned(&args.program));
-    let module = unsigned.transpose().ok()?;
-    match forge_guest_init::check(&limits(args), module.as_deref().unwrap_or(program)) {
+    let module = match args.sign_with {
+        Some(_) => [&CORE_HEADER, SignedParts::scan(program).ok()?.covered()].concat(),
+        None => program.to_vec(),
+    };
+    match forge_guest_init::check(&limits(args), &module) {
         Err(Ending::Rejected { kind: RejectKind::Invalid, detail }) => Some(shown_whole(&detail)),
         _ => None,
     }
