@@ -403,6 +403,7 @@ fn a_signal_drains_and_a_second_ends_at_once() {
                 // Its time is over, and it is told so.
                 let report = report(&run.finish().await.unwrap());
                 assert_eq!(report["status"], "cancelled");
+                assert!(report["reason"].as_str().unwrap().contains("service ended"), "{report:#}");
             }
         });
         assert!(service.child.wait().unwrap().success());

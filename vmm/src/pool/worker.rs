@@ -86,13 +86,13 @@ pub enum Lost {
     Crowded(VmFailure),
 }
 
+/// Said of a run that is wanted no more.
+pub(crate) const CANCELLED: &str = "the run was cancelled, or whoever asked for it left";
+
 pub(super) fn lost(error: &io::Error) -> VmFailure {
     let gone = |message: &str| VmFailure::new(VmFailureKind::WorkerLost, message);
     match error.kind() {
-        io::ErrorKind::ConnectionAborted => VmFailure::new(
-            VmFailureKind::Cancelled,
-            "the run was cancelled, or whoever asked for it left",
-        ),
+        io::ErrorKind::ConnectionAborted => VmFailure::new(VmFailureKind::Cancelled, CANCELLED),
         io::ErrorKind::TimedOut => gone("the worker said nothing in time"),
         io::ErrorKind::UnexpectedEof => gone("the worker ended without a report"),
         _ => gone(&format!("the worker was lost: {error}")),

@@ -64,6 +64,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::cancel::Cancel;
 use crate::cpu_latency::CpuLatency;
+use crate::pool::worker::CANCELLED;
 use crate::report::Status;
 use crate::supervisor::{Attendance, RunResult, Supervisor};
 use answers::Questions;
@@ -227,9 +228,10 @@ impl Service {
             Ok((stay, pass)) => {
                 let mut result = self.supervisor.run_for(order, attendance);
                 drop(pass);
-                let report = &mut result.report;
-                if report.status == Status::Cancelled && self.ending.load(Ordering::Acquire) {
-                    report.reason = "the service ended before the run did".into();
+                if self.ending.load(Ordering::Acquire) {
+                    // What else is said of it stands.
+                    let reason = &mut result.report.reason;
+                    *reason = reason.replacen(CANCELLED, "the service ended before the run did", 1);
                 }
                 return (result, Some(stay));
             }
