@@ -10,7 +10,7 @@ import { quote } from "./lib/json";
 @external("tool", "inventory.find_parts") declare function find_parts(request: usize, length: i32): i32;
 @external("tool", "inventory.get_stock") declare function get_stock(request: usize, length: i32): i32;
 
-function euros(cents: i32): string {
+function euros(cents: i64): string {
   return (cents / 100).toString() + "." + (cents % 100).toString().padStart(2, "0");
 }
 
@@ -27,7 +27,7 @@ export function forge_run(): i32 {
   if (found.failed) return forge.fail("find_parts", found);
 
   let csv = "part_id,order,cost_eur\n";
-  let total = 0;
+  let total: i64 = 0;
   row("part", "name", "in stock", "to order", "cost EUR");
   const parts = found.body.get("parts").items;
   for (let i = 0; i < parts.length; i++) {

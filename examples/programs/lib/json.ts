@@ -2,8 +2,9 @@
 // null, so that a program asks for what it expects and checks what it got.
 
 export class Json {
-  private fields: Map<string, Json> = new Map<string, Json>();
-  items: Json[] = [];
+  // Memory is never freed, and most values are neither: what has no members has no map.
+  private fields: Map<string, Json> | null = null;
+  items: Json[] = none;
   text: string = "";
   number: f64 = NaN;
   isNull: bool = true;
@@ -14,17 +15,23 @@ export class Json {
 
   // The member of an object; null if there is none.
   get(name: string): Json {
-    return this.fields.has(name) ? this.fields.get(name) : new Json();
+    const fields = this.fields;
+    return fields && fields.has(name) ? fields.get(name) : new Json();
   }
 
   set(name: string, value: Json): void {
-    this.fields.set(name, value);
+    let fields = this.fields;
+    if (!fields) this.fields = fields = new Map<string, Json>();
+    fields.set(name, value);
   }
 
-  get integer(): i32 {
-    return isFinite(this.number) ? <i32>this.number : 0;
+  // Exact up to 2^53, as everywhere in JSON that numbers are doubles; 0 if it is no number.
+  get integer(): i64 {
+    return isFinite(this.number) ? <i64>this.number : 0;
   }
 }
+
+const none: Json[] = [];
 
 // A text as a JSON string.
 export function quote(text: string): string {
@@ -93,6 +100,7 @@ class Reader {
       isWhole = this.take(0x7d);
     } else if (first == 0x5b) {
       this.at++;
+      value.items = [];
       while (this.peek() != 0x5d && this.at < this.text.length) {
         value.items.push(this.value());
         if (!this.take(0x2c)) break;
