@@ -21,7 +21,7 @@ const WORKER: Executable<'_> = Executable {
     flags: &[
         STATIC,
         // Each segment starts at a large page, and so can have large pages of
-        // its own (`worker/text.rs`). A linker that knows only the first leaves
+        // its own (`zygote/text.rs`). A linker that knows only the first leaves
         // small pages at the segments' ends.
         "-Clink-arg=-Wl,-z,max-page-size=2097152",
         "-Clink-arg=-Wl,-z,separate-loadable-segments",

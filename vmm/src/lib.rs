@@ -42,4 +42,4 @@ pub mod shortage;
 pub mod supervisor;
 pub mod trace;
 
-pub use forge_worker::{cancel, jail, link, machine, process, sealed, vsock, worker};
+pub use forge_worker::{cancel, jail, link, machine, process, sealed, vsock, worker, zygote};

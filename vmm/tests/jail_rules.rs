@@ -38,7 +38,7 @@ use forge_vmm::jail::{Filter, Identity, Namespaces, Place, Role, Spawned, spawn}
 use forge_vmm::link::{Link, Patience};
 use forge_vmm::machine::{self, deadline_in};
 use forge_vmm::pool::{Pool, PoolOptions};
-use forge_vmm::worker::zygote::{Filters, KVM_DESCRIPTOR, serve};
+use forge_vmm::zygote::{Filters, KVM_DESCRIPTOR, serve};
 use support::{eventually, forge_module, job, signed, signer};
 
 fn main() -> ExitCode {

@@ -22,7 +22,7 @@ use crate::link::{Link, Patience, Unpassed};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
 use crate::shortage;
-use crate::worker::zygote::KVM_DESCRIPTOR;
+use crate::zygote::KVM_DESCRIPTOR;
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);

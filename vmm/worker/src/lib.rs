@@ -18,7 +18,8 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`worker`] | zygote and worker: their lives, and a guest's |
+//! | [`zygote`] | the process that workers are forked from |
+//! | [`worker`] | a worker's life, and a guest's |
 //! | [`machine`] | the virtual machine |
 //! | [`vsock`] | its device |
 //! | [`process`] | the tier without a VM |
@@ -38,3 +39,4 @@ pub mod process;
 pub mod sealed;
 pub mod vsock;
 pub mod worker;
+pub mod zygote;

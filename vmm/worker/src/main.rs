@@ -9,7 +9,7 @@ use forge_worker::worker::heap::Heap;
 static HEAP: Heap = Heap;
 
 fn main() -> ExitCode {
-    match forge_worker::worker::zygote::main() {
+    match forge_worker::zygote::main() {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::FAILURE,
     }

@@ -18,8 +18,8 @@ use crate::bench::cases::THROUGHPUT_TIME;
 use crate::jail::{WorkerJail, landlock};
 use crate::machine::hypervisor::Placeholder;
 use crate::machine::{self, Hypervisor};
-use crate::worker::zygote::Filters;
-use crate::worker::{life, zygote};
+use crate::worker::life;
+use crate::zygote::{self, Filters};
 
 pub(super) fn fork() -> Result<Box<dyn Case>, String> {
     let beside = Beside::fork(|| {

@@ -57,16 +57,16 @@ const HEAP_BYTES: usize = 8 * 4096;
 pub const REST: Duration = Duration::from_millis(1);
 
 /// What a worker has from the zygote.
-pub(super) struct Inherited<'a> {
-    pub(super) hypervisor: &'a Hypervisor,
-    pub(super) base: &'a GuestBase,
-    pub(super) procfs: Result<BorrowedFd<'a>, &'a io::Error>,
-    pub(super) jail: &'a WorkerJail,
-    pub(super) order: Fork,
+pub(crate) struct Inherited<'a> {
+    pub(crate) hypervisor: &'a Hypervisor,
+    pub(crate) base: &'a GuestBase,
+    pub(crate) procfs: Result<BorrowedFd<'a>, &'a io::Error>,
+    pub(crate) jail: &'a WorkerJail,
+    pub(crate) order: Fork,
 }
 
 /// The child's whole life.
-pub(super) fn main(socket: OwnedFd, inherited: &Inherited<'_>) -> ! {
+pub(crate) fn main(socket: OwnedFd, inherited: &Inherited<'_>) -> ! {
     end(|| live(socket, inherited))
 }
 
@@ -254,7 +254,7 @@ fn settle_in(
 }
 
 /// Called in the handler of SIGSYS: tells the supervisor.
-pub(super) fn tell_forbidden(call: i32) {
+pub(crate) fn tell_forbidden(call: i32) {
     let mut bytes = [0u8; HEADER_BYTES + 4];
     let header = Header { kind: Kind::Forbidden, payload_bytes: 4 };
     bytes[..HEADER_BYTES].copy_from_slice(&header.to_bytes());

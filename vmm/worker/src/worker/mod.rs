@@ -12,18 +12,14 @@
 //! | `verdict` | why the host's side serves a guest no further |
 //! | `broker_link` | the run's connection to the broker |
 //! | [`heap`] | what both allocate from |
-//! | [`zygote`] | the process that workers are forked from |
 //! | [`life`] | a worker's life |
-//! | `text` | the zygote's own code and constants, in pages that a fork need not find again |
 
 mod board;
 mod broker_link;
 pub(crate) mod counterpart;
 pub mod heap;
 pub mod life;
-mod text;
 mod verdict;
-pub mod zygote;
 
 use std::os::fd::RawFd;
 use std::sync::Arc;

@@ -6,6 +6,12 @@
 //! but the jail to inherit ([`crate::process`]). The zygote itself never sees a
 //! program. It has one thread, so that a fork is whole, and it is the first
 //! process of its pid namespace: when it ends, so does every worker.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | `text` | its own code and constants, in pages that a fork need not find again |
+
+mod text;
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,8 +26,6 @@ use forge_protocol::worker::{
     Fork, Jailed, Tier, VmFailure, VmFailureKind, ZygoteReady, ZygoteSetup, Zygoted,
 };
 
-use super::life::say;
-use super::{Guest, GuestBase, heap, life, text, unavailable};
 use crate::jail::seccomp::FilterError;
 use crate::jail::{Filter, Limits, Role, WorkerJail, landlock, privileges, seccomp, tree};
 use crate::link::{Link, Patience};
@@ -29,6 +33,8 @@ use crate::machine::{
     Hypervisor, Image, PageMap, Watchdog, hypervisor::Placeholder, snapshot::BASE_FILE_BYTES,
 };
 use crate::process;
+use crate::worker::life::say;
+use crate::worker::{Guest, GuestBase, heap, life, unavailable};
 
 /// Bases kept at a time: each is some hundred KiB. A run that needs a size of
 /// RAM that has none waits a few milliseconds longer.
