@@ -490,4 +490,6 @@ pub enum RefusalKind {
     Overloaded,
     /// The broker is not there now, the service ends, or the question was cancelled.
     Away,
+    /// The time of the run was nearly over before all of its servers were up.
+    OutOfTime,
 }

@@ -13,6 +13,7 @@ use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use rmcp::model::JsonObject;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use crate::builtin::{Builtin, Builtins, Caller, InPlace, Work};
 use crate::config::{COST_DEFAULT, Config, Word};
@@ -323,13 +324,15 @@ impl Registry {
         }
     }
 
-    /// Several tools; servers that are not up are started at the same time.
+    /// Several tools; servers that are not up are started at the same time, and
+    /// waited for until then.
     ///
     /// # Errors
     /// [`LookupError`], for the first name that cannot be had.
     pub async fn find_all(
         &self,
         names: impl IntoIterator<Item = ToolName>,
+        until: Option<Instant>,
     ) -> Result<Vec<Arc<Tool>>, LookupError> {
         let names: Vec<ToolName> = names.into_iter().collect();
         let mut servers: Vec<&str> = names
@@ -345,7 +348,7 @@ impl Registry {
             // Alone, it needs no task of its own.
             [server] => {
                 if let Some(upstream) = self.servers.get(*server) {
-                    connections.insert((*server).to_owned(), upstream.connection().await);
+                    connections.insert((*server).to_owned(), upstream.connection_by(until).await);
                 }
             }
             several => {
@@ -353,7 +356,7 @@ impl Registry {
                 for upstream in several.iter().filter_map(|server| self.servers.get(*server)) {
                     let upstream = Arc::clone(upstream);
                     starting.spawn(async move {
-                        let connection = upstream.connection().await;
+                        let connection = upstream.connection_by(until).await;
                         (upstream.name().to_owned(), connection)
                     });
                 }

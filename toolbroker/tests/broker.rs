@@ -349,6 +349,38 @@ fn a_crashed_server_leaves_the_outcome_unknown_and_is_started_again() {
     let (code, said) = worker.call("test.echo", &json!({"text": "back"}));
     assert_eq!((code, said), (None, json!({"text": "back"})));
     assert_eq!(server.calls(), ["crash", "echo"]);
+    drop(worker);
+    let (_, log) = broker.finish();
+    assert!(log.contains("lost before it answered; it exited with status 3"), "{log}");
+}
+
+#[test]
+fn a_run_whose_time_ends_before_a_server_is_up_is_told_which() {
+    let mut broker = Broker::with_config(&json!({"mcpServers": {
+        "stuck": {"command": "/bin/sleep", "args": ["60"]},
+    }}));
+    let tools = Authority::Tools(vec![name("stuck.tool")]);
+    let limits = RunLimits { wall_ms: 300, ..limits() };
+    let (kind, why) = broker.open(run_request("alice", tools, limits)).err().unwrap();
+    assert_eq!(kind, RefusalKind::OutOfTime);
+    assert!(why.contains("\"stuck\"") && why.contains("not up yet"), "{why}");
+    let (status, log) = broker.finish();
+    assert!(status.success(), "{log}");
+}
+
+#[test]
+fn a_server_that_ends_at_its_start_is_told_with_how_it_ended() {
+    for (line, how) in [
+        ("echo no licence >&2; exit 7", "; it exited with status 7; it said: no licence"),
+        ("kill -9 $$", "; it exited with status 137, as by signal 9"),
+    ] {
+        let mut broker = Broker::with_config(&json!({"mcpServers": {
+            "ends": {"command": "/bin/sh", "args": ["-c", line]},
+        }}));
+        let listed = broker.ask(&Request::ListTools { principal: "alice".into() });
+        let Reply::Tools { unavailable, .. } = listed else { panic!("{listed:?}") };
+        assert!(unavailable[0].1.ends_with(how), "{unavailable:?}");
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use forge_protocol::broker::{GrantRequest, GrantedTool, Narrowing};
 use forge_protocol::limits::{CONSTRAINTS_MAX, GRANTED_TOOLS_MAX, OverLimit};
 use forge_protocol::name::ToolName;
+use tokio::time::Instant;
 
 use super::{Broker, Refused};
 use crate::beside;
@@ -25,7 +26,7 @@ impl Broker {
             true => Vec::new(),
             false => beside(move || read_constraints(&constraints)).await?,
         };
-        let tools = self.grantable(&principal, tools).await?;
+        let tools = self.grantable(&principal, tools, None).await?;
         let tools = match constraints.is_empty() {
             true => pinned(&tools),
             false => beside(move || constrained(&tools, constraints)).await?,
@@ -34,24 +35,27 @@ impl Broker {
         Ok(self.grants.issuer().issue(&terms, SystemTime::now())?)
     }
 
-    /// Each named tool once, with the digest of its present definition.
+    /// Each named tool once, with the digest of its present definition; its server is
+    /// waited for until then.
     pub(super) async fn pin(
         &self,
         principal: &str,
         names: Vec<ToolName>,
+        until: Option<Instant>,
     ) -> Result<Vec<GrantedTool>, Refused> {
-        Ok(pinned(&self.grantable(principal, names).await?))
+        Ok(pinned(&self.grantable(principal, names, until).await?))
     }
 
-    /// Each named tool once.
+    /// Each named tool once; its server is waited for until then.
     async fn grantable(
         &self,
         principal: &str,
         names: Vec<ToolName>,
+        until: Option<Instant>,
     ) -> Result<Vec<Arc<Tool>>, Refused> {
         let names: BTreeSet<ToolName> = names.into_iter().collect();
         self.check_visible(principal, names.iter())?;
-        let tools = self.registry.find_all(names).await;
+        let tools = self.registry.find_all(names, until).await;
         let tools = tools.map_err(|error| error.told_to(principal, &self.policy()))?;
         self.check_reviewed(&tools).await?;
         Ok(tools)

@@ -26,7 +26,7 @@ use std::future::poll_fn;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::task::Poll;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
@@ -37,13 +37,14 @@ use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
     CALLS_IN_FLIGHT_MAX, CALLS_MAX, FOUND_TOOLS_MAX, INTENT_BYTES_MAX, OverLimit, REASON_BYTES_MAX,
-    TOOL_LIST_BYTES_MAX,
+    RunLimits, TOOL_LIST_BYTES_MAX,
 };
 use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
 use self::grants::{narrowed, with_hosted};
@@ -70,6 +71,8 @@ use crate::verified::Verified;
 /// How long a grant is good that is issued for one run alone, beyond the
 /// run's own wall clock: servers may have to start first.
 const RUN_GRANT_SLACK_S: u64 = 120;
+/// How much of a run's time is left, at most, when its servers are waited for no longer.
+const OPEN_SLACK_MAX: Duration = Duration::from_millis(200);
 /// What the tools of one list may take, in bytes; the rest of its frame is for
 /// counters and the unavailable.
 const LIST_ROOM_BYTES: usize = TOOL_LIST_BYTES_MAX as usize - 1024 * 1024;
@@ -149,6 +152,9 @@ enum Refused {
 impl Refused {
     fn kind(&self) -> RefusalKind {
         match self {
+            Self::Lookup(LookupError::Unavailable { source: UpstreamError::Starting, .. }) => {
+                RefusalKind::OutOfTime
+            }
             Self::Lookup(_) => RefusalKind::NoSuchTool,
             Self::Grant(error) => match error {
                 GrantError::Principal
@@ -470,7 +476,7 @@ impl Broker {
     }
 
     async fn approve(&self, pins: Vec<(ToolName, [u8; 32])>) -> Result<u32, Refused> {
-        let tools = self.registry.find_all(pins.iter().map(|(name, _)| name.clone())).await?;
+        let tools = self.registry.find_all(pins.iter().map(|(name, _)| name.clone()), None).await?;
         for ((name, sha256), tool) in pins.iter().zip(&tools) {
             if tool.sha256() != *sha256 {
                 return Err(Refused::ChangedMeanwhile { tool: name.clone() });
@@ -576,6 +582,7 @@ impl Broker {
                 return Err(Refused::OverLimit(OverLimit { what, got, limit }));
             }
         }
+        let until = servers_until(&limits);
         let grant = match authority {
             Authority::Grant(token) => {
                 let grant = self.verify(token).await?;
@@ -585,7 +592,7 @@ impl Broker {
                 // grant too.
                 self.check_visible(&principal, claims.tools.iter().map(|tool| &tool.name))?;
                 let names = claims.tools.iter().map(|tool| tool.name.clone());
-                let current = self.registry.find_all(names).await;
+                let current = self.registry.find_all(names, until).await;
                 let current = current.map_err(|error| error.told_to(&principal, &self.policy()))?;
                 for (granted, current) in claims.tools.iter().zip(&current) {
                     if granted.definition_sha256 != current.sha256() {
@@ -596,7 +603,7 @@ impl Broker {
                 grant
             }
             Authority::Tools(names) => {
-                let tools = self.pin(&principal, names).await?;
+                let tools = self.pin(&principal, names, until).await?;
                 let valid_s = (limits.wall_ms / 1000).saturating_add(RUN_GRANT_SLACK_S);
                 let (principal, calls_max, cost_max) = (principal.clone(), None, None);
                 let session = session.clone();
@@ -634,6 +641,13 @@ impl Broker {
         });
         Ok(claims)
     }
+}
+
+/// Until when a run that is to be opened can wait for its servers. A little less than it
+/// has, by which its supervisor counts: whoever answers first can say which server it was.
+fn servers_until(limits: &RunLimits) -> Option<Instant> {
+    let wall = Duration::from_millis(limits.wall_ms);
+    Instant::now().checked_add(wall - (wall / 10).min(OPEN_SLACK_MAX))
 }
 
 /// An answer as it is sent. What does not fit into a frame is refused: others

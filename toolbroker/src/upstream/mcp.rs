@@ -48,6 +48,8 @@ const LIST_LIFE: Duration = Duration::from_secs(60);
 const LIST_LIFE_MIN: Duration = Duration::from_secs(10);
 /// The longest life of a list that is reckoned with.
 const LIST_LIFE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+/// How long a call that was lost waits to know how its server ended.
+const END_TIME_MAX: Duration = Duration::from_millis(200);
 /// After this, a subscription that ended is asked for again.
 const RESUBSCRIBE_AFTER: Duration = Duration::from_secs(30);
 
@@ -168,6 +170,14 @@ impl Session {
         match &self.line {
             Line::Process(process) => Some(process),
             Line::Http(_) => None,
+        }
+    }
+
+    /// What is known of its end, behind `what`.
+    pub(super) async fn end_of(&self, what: &str) -> String {
+        match self.process() {
+            Some(process) => process.end_of(what, END_TIME_MAX).await,
+            None => what.to_owned(),
         }
     }
 
@@ -416,12 +426,13 @@ impl Session {
     }
 
     async fn attempt(&self, tool: &Tool, params: CallToolRequestParams) -> Attempt {
-        self.ended(self.call_once(tool, params).await)
+        let outcome = self.call_once(tool, params).await;
+        self.ended(outcome).await
     }
 
     /// What a request came to, whatever was asked: one that was refused was not
     /// carried out, and of one that was lost nothing is known.
-    fn ended(&self, outcome: Result<CallEnd, ServiceError>) -> Attempt {
+    async fn ended(&self, outcome: Result<CallEnd, ServiceError>) -> Attempt {
         let fault = match outcome {
             Ok(end) => {
                 self.breaker.answered();
@@ -437,7 +448,8 @@ impl Session {
         };
         let Some(fault) = fault else {
             // The request may or may not have reached the server.
-            return Attempt::Ended(self.failed("it was lost before it answered".into()));
+            let reason = self.end_of("it was lost before it answered").await;
+            return Attempt::Ended(self.failed(reason));
         };
         let why = self.scrubs.text(&streamable::fault_text(&fault));
         Attempt::Ended(match (&*fault, streamable::status_of(&fault)) {
@@ -507,7 +519,7 @@ impl Session {
     /// Reads one of its resources: its contents as a JSON list. A server that
     /// forgot the session is asked once more in a new one, as for a call.
     pub(super) async fn read_resource(&self, uri: &str, until: Instant) -> CallEnd {
-        if let Attempt::Ended(end) = self.ended(self.read_once(uri).await) {
+        if let Attempt::Ended(end) = self.ended(self.read_once(uri).await).await {
             return end;
         }
         let connection = match self.next(until).await {
@@ -516,7 +528,7 @@ impl Session {
         };
         match &*connection {
             Connection::Mcp(session) => {
-                session.ended(session.read_once(uri).await).or_gone(session)
+                session.ended(session.read_once(uri).await).await.or_gone(session)
             }
             Connection::Api(_) | Connection::Hosted(_) => gone("the session ended"),
         }

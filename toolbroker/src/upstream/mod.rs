@@ -76,6 +76,8 @@ use crate::stranger::{self, Program};
 
 /// From a server's start to its list of tools.
 const START_TIME_MAX: Duration = Duration::from_secs(30);
+/// How long one that did not start is listened to for why.
+const LAST_WORDS_TIME_MAX: Duration = Duration::from_secs(1);
 /// A server that stood this long is started again at once.
 const HEALTHY_AFTER: Duration = Duration::from_secs(10);
 
@@ -109,6 +111,12 @@ pub enum UpstreamError {
         /// The last failure.
         reason: String,
     },
+    /// It is not up yet, and whoever asked waits no longer.
+    #[error(
+        "it was not up yet when the time of the run was nearly over: it goes on starting, for a \
+         later run, or give this one more time"
+    )]
+    Starting,
     /// The broker is shutting down.
     #[error("the broker is shutting down")]
     Stopped,
@@ -133,9 +141,10 @@ impl Away {
     pub(crate) fn of(server: impl Into<String>, why: &UpstreamError) -> Self {
         let wait_ms = match why {
             UpstreamError::BackOff { wait_ms, .. } => Some(*wait_ms),
-            UpstreamError::Spawn { .. } | UpstreamError::Start { .. } | UpstreamError::Stopped => {
-                None
-            }
+            UpstreamError::Spawn { .. }
+            | UpstreamError::Start { .. }
+            | UpstreamError::Starting
+            | UpstreamError::Stopped => None,
         };
         Self { server: server.into(), wait_ms }
     }
@@ -346,6 +355,22 @@ impl Upstream {
         }
     }
 
+    /// The same for somebody to whom it is of no use after `until`. A start goes on.
+    ///
+    /// # Errors
+    /// [`UpstreamError`].
+    pub async fn connection_by(
+        self: &Arc<Self>,
+        until: Option<Instant>,
+    ) -> Result<Arc<Connection>, UpstreamError> {
+        match until {
+            None => self.connection().await,
+            Some(until) => {
+                timeout_at(until, self.connection()).await.unwrap_or(Err(UpstreamError::Starting))
+            }
+        }
+    }
+
     fn slot(&self) -> MutexGuard<'_, Slot> {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -421,7 +446,7 @@ impl Upstream {
     async fn made_current(&self, connection: &Connection) -> bool {
         let Connection::Mcp(session) = connection else { return true };
         let reason = if session.is_closed() {
-            "it ended".to_owned()
+            session.end_of("it ended").await
         } else {
             match session.list().await {
                 Ok(()) => return true,
@@ -569,11 +594,7 @@ impl Upstream {
     /// An error with the server's last words, which say more than ours, and with
     /// what it was probably missing.
     async fn not_started(&self, process: &stdio::Process, reason: &str) -> UpstreamError {
-        let mut reason = reason.to_owned();
-        let last_words = process.last_words().await;
-        if !last_words.is_empty() {
-            reason = format!("{reason}; it said: {}", last_words.join(" / "));
-        }
+        let mut reason = process.end_of(reason, LAST_WORDS_TIME_MAX).await;
         let unseen = match &self.source {
             Source::Stdio(config) => {
                 let asked = config.clone();

@@ -7,8 +7,9 @@
 //! [`crate::stranger`]'s.
 
 use std::collections::VecDeque;
+use std::fmt::{self, Display, Formatter};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
@@ -20,7 +21,9 @@ use rmcp::model::{
 };
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
+};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncReadExt as _, Interest};
 use tokio::process::{Child, ChildStdout};
@@ -311,9 +314,38 @@ impl End {
         Ok(Self(AsyncFd::with_interest(child, Interest::READABLE)?))
     }
 
-    async fn came(&self) {
+    async fn came(&self) -> Ending {
         // An error means that the runtime ends, and its tasks with it.
         let _ = self.0.readable().await;
+        let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+        let status = waitid(WaitId::PidFd(self.0.get_ref().as_fd()), look).ok().flatten();
+        match status.map(|it| (it.exit_status(), it.terminating_signal())) {
+            Some((Some(status), _)) => Ending::Exited(status),
+            Some((_, Some(signal))) => Ending::Killed(signal),
+            _ => Ending::Unknown,
+        }
+    }
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug)]
+enum Ending {
+    Exited(i32),
+    Killed(i32),
+    Unknown,
+}
+
+impl Display for Ending {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            // As shells tell it, and what stands between us and a server.
+            Self::Exited(status @ 129..=192) => {
+                write!(f, "it exited with status {status}, as by signal {}", status - 128)
+            }
+            Self::Exited(status) => write!(f, "it exited with status {status}"),
+            Self::Killed(signal) => write!(f, "signal {signal} ended it"),
+            Self::Unknown => f.write_str("it ended"),
+        }
     }
 }
 
@@ -321,7 +353,8 @@ impl End {
 #[derive(Debug)]
 pub(super) struct Process {
     group: Pid,
-    exited: watch::Receiver<bool>,
+    /// How, once it has.
+    ended: watch::Receiver<Option<Ending>>,
     /// Whether its standard error came to its end.
     silent: watch::Receiver<bool>,
     last_words: Arc<StdMutex<VecDeque<String>>>,
@@ -350,42 +383,56 @@ impl Process {
                 let _ = fall_silent.send(true);
             });
         }
-        let (exit, exited) = watch::channel(false);
+        let (end_it, ended) = watch::channel(None);
         let server = server.to_owned();
         tokio::spawn(async move {
-            end.came().await;
+            let ending = end.came().await;
             // Whatever it left behind in its group goes too, and nobody else: until
             // it is reaped, its number is no other group's.
             let _ = kill_process_group(group, Signal::KILL);
-            let _ = exit.send(true);
+            let _ = end_it.send(Some(ending));
             let status = child.wait().await;
             tracing::debug!(server, ?status, "tool server ended");
         });
-        Ok(Self { group, exited, silent, last_words })
+        Ok(Self { group, ended, silent, last_words })
     }
 
     pub(super) fn has_exited(&self) -> bool {
-        *self.exited.borrow()
+        self.ended.borrow().is_some()
     }
 
     async fn exited(&self) {
         // An error means that the watching task is gone, and with it the child.
-        let _ = self.exited.clone().wait_for(|exited| *exited).await;
+        let _ = self.ended.clone().wait_for(Option::is_some).await;
     }
 
-    /// Its last lines. Its standard error ends a moment after its standard
-    /// output, unless it lives on: that moment is waited for.
-    pub(super) async fn last_words(&self) -> Vec<String> {
+    /// What is known of its end, behind `what`: how it came, and its last lines. Both are
+    /// told a moment after its standard output ends, unless it lives on: that moment is
+    /// waited for, and no longer than `most`.
+    pub(super) async fn end_of(&self, what: &str, most: Duration) -> String {
         let mut silent = self.silent.clone();
-        let _ = timeout(STOP_TIME_MAX, silent.wait_for(|silent| *silent)).await;
-        self.last_words.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+        let _ = timeout(most, async {
+            let _ = silent.wait_for(|silent| *silent).await;
+            self.exited().await;
+        })
+        .await;
+        let mut told = what.to_owned();
+        if let Some(ending) = *self.ended.borrow() {
+            told = format!("{told}; {ending}");
+        }
+        let lines = self.last_words.lock().unwrap_or_else(PoisonError::into_inner);
+        if !lines.is_empty() {
+            let lines: Vec<_> = lines.iter().map(String::as_str).collect();
+            told = format!("{told}; it said: {}", lines.join(" / "));
+        }
+        told
     }
 
     fn signal(&self, signal: Signal) {
         // Held until it is sent: that it exited is said before it is reaped, and
         // cannot be said meanwhile.
-        let exited = self.exited.borrow();
-        if !*exited {
+        let ended = self.ended.borrow();
+        if ended.is_none() {
             let _ = kill_process_group(self.group, signal);
         }
     }

@@ -39,6 +39,7 @@ pub(crate) enum Exit {
     Failed = 1,
     Usage = 2,
     Rejected = 3,
+    Limit = 4,
     Unavailable = 5,
     Refused = 7,
     Internal = 70,
@@ -87,6 +88,7 @@ impl CliError {
             Self::Broker(error) => match error {
                 BrokerError::Configuration => Exit::Usage,
                 BrokerError::Refused { kind, .. } => of_refusal(*kind),
+                BrokerError::OutOfTime => Exit::Limit,
                 BrokerError::Missing(_)
                 | BrokerError::Start(_)
                 | BrokerError::StartAs { .. }
@@ -94,7 +96,6 @@ impl CliError {
                 BrokerError::Lost(_)
                 | BrokerError::Unsent(_)
                 | BrokerError::NoAnswer(_)
-                | BrokerError::OutOfTime
                 | BrokerError::Handshake(_)
                 | BrokerError::Protocol(_)
                 | BrokerError::Away { .. }
@@ -116,6 +117,7 @@ fn of_refusal(kind: RefusalKind) -> Exit {
         | RefusalKind::Forbidden
         | RefusalKind::NotReviewed => Exit::Rejected,
         RefusalKind::Overloaded | RefusalKind::Away => Exit::Refused,
+        RefusalKind::OutOfTime => Exit::Limit,
         RefusalKind::Internal | RefusalKind::Journal => Exit::Internal,
     }
 }

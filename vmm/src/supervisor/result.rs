@@ -119,6 +119,7 @@ impl From<Refused> for Outcome {
                         RefusalKind::Journal => (Status::Internal, "journal"),
                         RefusalKind::Overloaded => (Status::Refused, "overloaded"),
                         RefusalKind::Away => (Status::Refused, "broker_away"),
+                        RefusalKind::OutOfTime => (Status::Limit, "deadline"),
                     },
                     BrokerError::Away { .. } => (Status::Refused, "broker_away"),
                     BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
@@ -230,12 +231,8 @@ pub(super) fn reported(
         ..TimingReport::of_worker(timing)
     };
     let (output, output_encoding) = encode_output(&report.output);
+    let unstarted = unstarted(run_id, place.tier, Some(admitted), outcome, at);
     let public = RunReport {
-        run_id: run_id.to_string(),
-        status: outcome.status,
-        kind: outcome.kind,
-        reason: outcome.reason,
-        retry_after_ms: None,
         output,
         output_encoding,
         artifacts: report.artifacts.iter().map(artifact_report).collect(),
@@ -245,17 +242,14 @@ pub(super) fn reported(
             .map(|log| LogReport { level: log.level, text: log.text.clone() })
             .collect(),
         log_dropped,
-        isolation: place.tier.as_str(),
         weaknesses: place.weaknesses.iter().map(|weakness| weakness.word()).collect(),
         vm: place.vm.as_str(),
-        program_sha256: Some(hex(&admitted.sha256)),
-        signer: Some(admitted.signer.to_string()),
-        retrieved: Vec::new(),
         tool_calls: report.calls.iter().map(call_report).collect(),
         fuel_used,
         memory_peak_bytes,
         vm_exits: report.vm_exits,
         timing_us,
+        ..unstarted.report
     };
     let trace = Trace { supervised: at, timing };
     RunResult { report: public, artifacts: report.artifacts, trace, upkeep: None }

@@ -149,6 +149,8 @@ impl From<ClientError> for Problem {
             RefusalKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "broker"),
             RefusalKind::Overloaded => (StatusCode::TOO_MANY_REQUESTS, "overloaded"),
             RefusalKind::Away => (StatusCode::SERVICE_UNAVAILABLE, "broker_away"),
+            // Of runs alone, whose results say it.
+            RefusalKind::OutOfTime => (StatusCode::GATEWAY_TIMEOUT, "deadline"),
             RefusalKind::Journal => (StatusCode::INTERNAL_SERVER_ERROR, "journal"),
         };
         Self::new(status, kind, message)
