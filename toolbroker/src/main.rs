@@ -228,9 +228,10 @@ fn main() -> ExitCode {
         return launched;
     }
     let hardened = process::harden();
+    let log = forge_log::stderr();
     tracing_subscriber::fmt()
         .with_env_filter(log_filter())
-        .with_writer(std::io::stderr)
+        .with_writer(move || log)
         .with_ansi(false)
         // It says that a line cannot be written where that cannot be written either,
         // which panics: a full disk would end whichever call logs.

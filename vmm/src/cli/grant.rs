@@ -1,9 +1,6 @@
 //! `forge-vmm grant`.
 
-use std::ffi::OsString;
-use std::fs;
-use std::io::{self, Write as _};
-use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+use std::io::Write as _;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
@@ -21,6 +18,7 @@ use super::args::{
     GrantTerms,
 };
 use super::config::{self, GrantKey};
+use super::replace::{Readers, replace};
 use super::{CliError, Exit, out, print_json};
 
 /// Issues a grant, narrows it, or looks into it.
@@ -91,47 +89,11 @@ fn write(broker: &Broker, request: &Request, output: &Path) -> Result<ExitCode, 
         }
         other => other,
     })?;
-    keep(output, &token)
+    // Whoever holds a grant may use it as its principal.
+    replace(output, &token, Readers::Owner)
         .map_err(|source| CliError::File { path: output.display().to_string(), source })?;
     writeln!(out(), "{}  {} bytes", output.display(), token.len())?;
     Ok(Exit::Ok.into())
-}
-
-/// Whoever holds a grant may use it as its principal: the file is its owner's
-/// alone, and what was there before stays until the new one is whole, if its
-/// folder lets it.
-fn keep(output: &Path, token: &[u8]) -> io::Result<()> {
-    if fs::metadata(output).is_ok_and(|there| !there.is_file()) {
-        // A pipe, or a terminal.
-        return fs::write(output, token);
-    }
-    // Behind a link it is the file that is replaced.
-    let output = fs::canonicalize(output).unwrap_or_else(|_| output.to_owned());
-    let mut name = OsString::from(".");
-    name.push(output.file_name().unwrap_or_default());
-    name.push(format!(".{}", std::process::id()));
-    let beside = output.with_file_name(name);
-    let replaced = fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&beside)
-        .and_then(|mut file| file.write_all(token).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&beside, &output));
-    let Err(error) = replaced else { return Ok(()) };
-    let _ = fs::remove_file(&beside);
-    // A folder that takes no file, or a file that is mounted there.
-    let stays = matches!(
-        error.kind(),
-        io::ErrorKind::PermissionDenied
-            | io::ErrorKind::ReadOnlyFilesystem
-            | io::ErrorKind::ResourceBusy
-    );
-    if !stays || !output.is_file() {
-        return Err(error);
-    }
-    fs::set_permissions(&output, fs::Permissions::from_mode(0o600))?;
-    fs::write(&output, token)
 }
 
 #[derive(Serialize)]

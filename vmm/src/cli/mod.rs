@@ -15,6 +15,7 @@ mod manual;
 mod mcp;
 mod place;
 mod program;
+mod replace;
 mod run;
 mod serve;
 mod status;
@@ -205,9 +206,10 @@ fn start_logging() {
     if let Ok(silence) = "rmcp=off".parse() {
         filter = filter.add_directive(silence);
     }
+    let log = forge_log::stderr();
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(io::stderr)
+        .with_writer(move || log)
         // It says that a line cannot be written where that cannot be written either,
         // which panics: a full disk would end whichever thread logs.
         .log_internal_errors(false)

@@ -18,6 +18,7 @@ use forge_vmm::keys;
 use serde::Serialize;
 
 use super::args::{CheckArgs, InspectArgs, KeygenArgs, SignArgs};
+use super::replace::{Readers, replace};
 use super::{CliError, Exit, config, grant, out, print_json, read_file, run};
 
 /// Makes a key pair.
@@ -33,7 +34,7 @@ pub(crate) fn keygen(args: &KeygenArgs) -> Result<ExitCode, CliError> {
 pub(crate) fn sign(args: &SignArgs) -> Result<ExitCode, CliError> {
     let signer = keys::read_signer(&args.key)?;
     let signed = sign_file(&signer, &args.input)?;
-    std::fs::write(&args.output, &signed)
+    replace(&args.output, &signed, Readers::AsBefore)
         .map_err(|source| CliError::File { path: args.output.display().to_string(), source })?;
     writeln!(
         out(),
@@ -215,7 +216,10 @@ struct Checked {
 /// it asks.
 #[derive(Serialize)]
 struct Needs {
-    memory_bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    program_bytes: Option<usize>,
 }
 
 #[derive(Serialize)]
@@ -251,15 +255,20 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     let bytes = read_program(&args.program)?;
     let usual = RunLimits::default();
     // What a run may ask for keeps no program from running.
-    let memory_bytes = RunLimits::operator_maxima().memory_bytes;
-    let limits = RunLimits { memory_bytes, ..usual };
-    let mut needs = None;
+    let RunLimits { memory_bytes, program_bytes, .. } = RunLimits::operator_maxima();
+    let limits = RunLimits { memory_bytes, program_bytes, ..usual };
+    let is_large = bytes.len() > usual.program_bytes as usize;
+    let mut needs = Needs { memory_bytes: None, program_bytes: is_large.then_some(bytes.len()) };
     let mut violations = Vec::new();
     let mut add = |kind, message| violations.push(CheckedViolation { kind, message });
 
     let verified = trust.verify(&bytes);
-    if let Err(error) = &verified {
-        add("signature", admission::unverified(&bytes, *error));
+    match &verified {
+        Ok(_) => {}
+        Err(SignatureError::Untrusted) if trust.as_slice().is_empty() => {
+            add("signature", "no key is trusted, so no program can run: --trust signer.pub".into());
+        }
+        Err(error) => add("signature", admission::unverified(&bytes, *error)),
     }
     if bytes.len() > limits.program_bytes as usize {
         let limit = limits.program_bytes;
@@ -301,12 +310,9 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
             }
             add(kind.as_str(), message);
         }
-        needs = shape
-            .memory
-            .filter(|(initial_bytes, _)| {
-                (usual.memory_bytes + 1..=memory_bytes).contains(initial_bytes)
-            })
-            .map(|(memory_bytes, _)| Needs { memory_bytes });
+        let initial_bytes = shape.memory.map(|(initial_bytes, _)| initial_bytes);
+        needs.memory_bytes =
+            initial_bytes.filter(|it| (usual.memory_bytes + 1..=memory_bytes).contains(it));
     }
     // What is no module is not looked into, nor what no guest gets. The guest
     // says one thing at a time, so of its kind everything may have been said.
@@ -317,6 +323,12 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     {
         violations.push(CheckedViolation { kind: kind.as_str(), message: shown_whole(&detail) });
     }
+    let flags = [
+        needs.memory_bytes.map(|bytes| format!("--memory {bytes}")),
+        needs.program_bytes.map(|bytes| format!("--limit program_bytes={bytes}")),
+    ];
+    let flags: Vec<_> = flags.into_iter().flatten().collect();
+    let needs = (!flags.is_empty()).then_some(needs);
     let checked = Checked { ok: violations.is_empty(), violations, needs };
     if args.json {
         print_json(&checked)?;
@@ -327,13 +339,12 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         }
         if checked.ok {
             let ok = "ok: nothing keeps this program from running";
-            match &checked.needs {
-                None => writeln!(out, "{ok}")?,
-                Some(Needs { memory_bytes }) => writeln!(
+            match flags.as_slice() {
+                [] => writeln!(out, "{ok}")?,
+                flags => writeln!(
                     out,
-                    "{ok} with --memory {memory_bytes}: it starts with so much, and has {} unless \
-                     told otherwise",
-                    usual.memory_bytes,
+                    "{ok} with {}: it is so large, and a run has less unless told otherwise",
+                    flags.join(" "),
                 )?,
             }
         }

@@ -114,7 +114,7 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
     } else {
         let mut out = out();
         for tool in &tools {
-            let first = tool.spec.description.lines().next().unwrap_or_default();
+            let first = tool.spec.description.trim_start().lines().next().unwrap_or_default();
             let blocked = match tool.standing {
                 Standing::Approved => String::new(),
                 other => format!("[blocked: {}] ", other.as_str()),

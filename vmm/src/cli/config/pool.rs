@@ -44,6 +44,11 @@ pub(crate) struct Pool {
 
 /// What a command line and a configuration say of the pool.
 pub(crate) fn pool(args: &PoolArgs, config: Option<&Path>) -> Result<Pool, CliError> {
+    for (flag, value) in [("--ready", args.ready), ("--ready-max", args.ready_max)] {
+        if value.is_some_and(|value| value > READY_BOUND) {
+            return Err(CliError::Usage(format!("{flag}: at most {READY_BOUND}")));
+        }
+    }
     let Some(path) = config else { return Ok(LowPool::default().resolve(args)) };
     let low = read_config(path)?.pool;
     match low.faults().into_iter().next() {

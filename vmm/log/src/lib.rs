@@ -1,0 +1,250 @@
+//! Standard error as a log that nobody is kept waiting by.
+//!
+//! A pipe holds 64 KiB. Where nobody reads it, because whoever started a service never
+//! meant to, or a shipper of logs stands still, each thread with a line to write would
+//! stand still too, and with it runs and their deadlines. So a line that finds no room
+//! waits a moment for it, is dropped, and is counted where there is room again.
+//!
+//! Distrusted is whoever reads. Files and terminals are written to as ever: they wait for
+//! a disk or a person. Deliberately absent is a queue: what is between us and a reader
+//! has one.
+
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, OFlags, fstat};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
+
+/// How long a line waits for room.
+const WAIT_MAX: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+/// How long none waits once one has waited for nothing.
+const IMPATIENT_TIME: Duration = Duration::from_secs(10);
+/// What a pipe that has room takes at once (pipe(7), `PIPE_BUF`).
+const PIPE_BUF: usize = 4096;
+
+/// Where lines of the log go. Each is one write to `&Log`.
+#[derive(Debug)]
+pub struct Log {
+    way: Way,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+enum Way {
+    /// A pipe, opened anew: what we were given is open for others too, and whether it
+    /// blocks is not for us to say.
+    Pipe(OwnedFd),
+    /// One that is not ours to open: another user's.
+    OthersPipe(OwnedFd),
+    /// A socket.
+    Socket(OwnedFd),
+    /// What waits for no reader.
+    Plain(Option<OwnedFd>),
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Lines that were dropped since one was written.
+    dropped: u64,
+    /// Whether the last line was written in part.
+    is_torn: bool,
+    /// When one last waited for nothing.
+    waited: Option<Instant>,
+}
+
+/// Standard error.
+#[must_use]
+pub fn stderr() -> &'static Log {
+    static LOG: OnceLock<Log> = OnceLock::new();
+    LOG.get_or_init(|| Log::to(io::stderr().as_fd()))
+}
+
+impl Log {
+    /// A log to what is open there.
+    #[must_use]
+    pub fn to(target: BorrowedFd<'_>) -> Self {
+        let kind = fstat(target).map(|stat| FileType::from_raw_mode(stat.st_mode));
+        let own = target.try_clone_to_owned();
+        let way = match (kind, own) {
+            (Ok(FileType::Fifo), Ok(own)) => {
+                let path = format!("/proc/self/fd/{}", target.as_raw_fd());
+                let flags = OFlags::NONBLOCK.bits().cast_signed();
+                let anew = OpenOptions::new().write(true).custom_flags(flags).open(path);
+                anew.map_or(Way::OthersPipe(own), |anew| Way::Pipe(anew.into()))
+            }
+            (Ok(FileType::Socket), Ok(own)) => Way::Socket(own),
+            (_, own) => Way::Plain(own.ok()),
+        };
+        Self { way, state: Mutex::default() }
+    }
+
+    fn line(&self, line: &[u8]) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.dropped > 0 {
+            let end = if state.is_torn { "\n" } else { "" };
+            let told = format!("{end}{} lines of this log were read too late\n", state.dropped);
+            if !self.is_put(told.as_bytes(), &mut state) {
+                state.dropped += 1;
+                return;
+            }
+            *state = State::default();
+        }
+        if !self.is_put(line, &mut state) {
+            state.dropped += 1;
+        }
+    }
+
+    /// Whether all of it is written.
+    fn is_put(&self, line: &[u8], state: &mut State) -> bool {
+        let mut rest = line;
+        while !rest.is_empty() {
+            match self.put(rest) {
+                Ok(written) => rest = &rest[written.min(rest.len())..],
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if self.has_room_soon(state) => {}
+                Err(_) => {
+                    state.is_torn |= rest.len() < line.len();
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// Writes some, and waits for nobody.
+    fn put(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
+        match &self.way {
+            Way::Pipe(pipe) => rustix::io::write(pipe, bytes),
+            Way::OthersPipe(pipe) => {
+                let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+                match has_room(pipe, &now) {
+                    true => rustix::io::write(pipe, &bytes[..bytes.len().min(PIPE_BUF)]),
+                    false => Err(Errno::AGAIN),
+                }
+            }
+            Way::Socket(socket) => send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
+            Way::Plain(Some(target)) => rustix::io::write(target, bytes),
+            Way::Plain(None) => Err(Errno::BADF),
+        }
+    }
+
+    /// Whether there is room within a moment, unless there was none lately.
+    fn has_room_soon(&self, state: &mut State) -> bool {
+        let (Way::Pipe(target) | Way::OthersPipe(target) | Way::Socket(target)) = &self.way else {
+            return false;
+        };
+        if state.waited.is_some_and(|waited| waited.elapsed() < IMPATIENT_TIME) {
+            return false;
+        }
+        let has_room = has_room(target, &WAIT_MAX);
+        state.waited = (!has_room).then(Instant::now);
+        has_room
+    }
+}
+
+impl Write for &Log {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.line(line);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn has_room(target: &OwnedFd, within: &Timespec) -> bool {
+    let mut asked = [PollFd::new(target, PollFlags::OUT)];
+    poll(&mut asked, Some(within)).is_ok_and(|ready| ready > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const LINE: &[u8] = b"0123456789 0123456789 0123456789 0123456789 0123456789 0123456789\n";
+    /// More than any pipe or socket holds.
+    const LINES: usize = 40_000;
+
+    /// Writes more than anybody reads, then reads; the lines after that.
+    fn read_late(log: &Log, mut reader: impl io::Read + Send + 'static) -> Vec<String> {
+        for _ in 0..LINES {
+            (&*log).write_all(LINE).unwrap();
+        }
+        let (heard, hears) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(got @ 1..) = reader.read(&mut buffer) {
+                if heard.send(buffer[..got].to_vec()).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut said = Vec::new();
+        while !said.ends_with(b"the last\n") {
+            match hears.recv_timeout(Duration::from_millis(200)) {
+                Ok(more) => said.extend(more),
+                // All that was there is read.
+                Err(_) => (&*log).write_all(b"the last\n").unwrap(),
+            }
+        }
+        String::from_utf8(said).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    /// What was read is whole but for one line, says how much is missing, and goes on.
+    fn check(lines: &[String]) {
+        let told: Vec<_> = lines.iter().filter(|line| line.ends_with("read too late")).collect();
+        assert_eq!(told.len(), 1, "{told:?}");
+        let missing: usize = told[0].split(' ').next().unwrap().parse().unwrap();
+        let whole = lines.iter().filter(|line| line.as_bytes() == &LINE[..LINE.len() - 1]).count();
+        assert_eq!(whole + missing, LINES);
+        assert!(whole > 100, "{whole}");
+        assert_eq!(lines.last().unwrap(), "the last");
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_reads_keeps_no_line_waiting_and_says_later_how_many_are_missing() {
+        let (reader, writer) = io::pipe().unwrap();
+        let log = Log::to(writer.as_fd());
+        assert!(matches!(log.way, Way::Pipe(_)));
+        check(&read_late(&log, reader));
+    }
+
+    #[test]
+    fn another_users_pipe_and_a_socket_keep_no_line_waiting() {
+        let (reader, writer) = io::pipe().unwrap();
+        let log = Log { way: Way::OthersPipe(writer.into()), state: Mutex::default() };
+        check(&read_late(&log, reader));
+        let (reader, writer) = UnixStream::pair().unwrap();
+        let log = Log::to(writer.as_fd());
+        assert!(matches!(log.way, Way::Socket(_)));
+        check(&read_late(&log, reader));
+    }
+
+    #[test]
+    fn a_file_is_written_at_its_end_and_a_closed_pipe_ends_nobody() {
+        let path = std::env::temp_dir().join(format!("forge-log-{}", std::process::id()));
+        let file = OpenOptions::new().append(true).create(true).open(&path).unwrap();
+        (&file).write_all(b"before\n").unwrap();
+        (&Log::to(file.as_fd())).write_all(b"after\n").unwrap();
+        let mut said = String::new();
+        std::fs::File::open(&path).unwrap().read_to_string(&mut said).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(said, "before\nafter\n");
+        let (reader, writer) = io::pipe().unwrap();
+        let log = Log::to(writer.as_fd());
+        drop(reader);
+        (&log).write_all(LINE).unwrap();
+    }
+}
