@@ -12,8 +12,10 @@
 //! | `sources` | environment, file, age file, command |
 //! | `scrub` | known values found in text and JSON, in many spellings |
 //! | `spelling` | those spellings |
+//! | `kin` | other values that are as secret as a credential |
 //! | `patterns` | credentials that nobody told us of, known by their shape |
 
+mod kin;
 mod patterns;
 mod scrub;
 mod sources;

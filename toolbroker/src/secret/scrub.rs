@@ -22,6 +22,7 @@ use std::sync::Arc;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 
+use super::kin::kin;
 use super::spelling::{ESCAPES_DEEP_MAX, Ends, Plain, narrow, spellings, torn, undone};
 use super::{REDACTED, SECRET_BYTES_MIN, Secret, patterns};
 
@@ -77,10 +78,7 @@ impl Scrubber {
     pub fn new(secrets: impl IntoIterator<Item = Secret>) -> Self {
         patterns::prepare();
         let mut secrets: Vec<Secret> = secrets.into_iter().collect();
-        // As forms and most queries spell a blank.
-        let of_forms = secrets.iter().filter(|secret| secret.expose().contains(' '));
-        let of_forms = of_forms.filter_map(|it| Secret::new(it.expose().replace(' ', "+")).ok());
-        secrets.extend(of_forms.collect::<Vec<_>>());
+        secrets.extend(secrets.iter().flat_map(kin).collect::<Vec<_>>());
         let mut all: Vec<_> =
             secrets.iter().flat_map(|secret| spellings(secret.expose())).collect();
         // Where values hold white space, what is looked for without it.
