@@ -130,8 +130,19 @@ impl Eq for Decimal {}
 /// all come back as they were written.
 const SHORT_BYTES: usize = 15;
 
-/// The first byte of a number in this text of JSON that is held as another.
-pub(crate) fn first_changed(json: &[u8]) -> Option<usize> {
+/// The first byte of a number in these arguments, a text of JSON, that reaches a tool as
+/// another than its program has.
+pub(crate) fn first_changed(arguments: &[u8]) -> Option<usize> {
+    first(arguments, |number| is_held(number) || names_double(number))
+}
+
+/// The first byte of a number in this text of JSON that is held as another than is
+/// written there.
+pub(super) fn first_inexact(json: &[u8]) -> Option<usize> {
+    first(json, is_held)
+}
+
+fn first(json: &[u8], is_held: impl Fn(&str) -> bool) -> Option<usize> {
     let (mut at, mut in_string) = (0, false);
     while let Some(byte) = json.get(at) {
         match byte {
@@ -142,7 +153,7 @@ pub(crate) fn first_changed(json: &[u8]) -> Option<usize> {
                     matches!(byte, b'-' | b'+' | b'.' | b'e' | b'E' | b'0'..=b'9')
                 });
                 let bytes = &json[at..at + number.count()];
-                if !std::str::from_utf8(bytes).is_ok_and(is_held) {
+                if !std::str::from_utf8(bytes).is_ok_and(&is_held) {
                     return Some(at);
                 }
                 at += bytes.len();
@@ -173,6 +184,24 @@ fn is_held(text: &str) -> bool {
     double.is_finite()
         && (is_written(format!("{double:e}"))
             || text.contains(['.', 'e', 'E']) && is_written(format!("{double:.behind_first$e}")))
+}
+
+/// Digits that name each double, and so many some languages write although fewer would
+/// do, or another last one (AssemblyScript, of a quarter of all doubles).
+const DOUBLE_DIGITS: u32 = 17;
+/// From here on doubles are further apart than integers.
+const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
+
+/// Whether a number of JSON, with a point or an exponent, has no more digits than name a
+/// double. Its program has that double, and so has the tool.
+fn names_double(text: &str) -> bool {
+    let has_exponent = text.contains(['e', 'E']);
+    let (Some(written), Ok(double)) = (Decimal::parse(text), text.parse::<f64>()) else {
+        return false;
+    };
+    (has_exponent || text.contains('.') && double.abs() < WHOLE_MAX)
+        && written.digits().unsigned_abs() <= DOUBLE_DIGITS
+        && double.is_normal()
 }
 
 #[cfg(test)]
@@ -237,6 +266,9 @@ mod tests {
             "0.10000000000000000555",
             "100000000000000000.000",
             "0.30000000000000004",
+            "0.30000000000000007",
+            "0.30000000000000001",
+            "1.1677701180048833e+41",
             "0.10000000000000001",
             "1.7976931348623157e308",
             "3.1415926535897931",
@@ -255,8 +287,9 @@ mod tests {
             "-9223372036854775809",
             "12345678901234567890123",
             "4.99999999999999999999999",
-            "0.30000000000000001",
+            "0.300000000000000012",
             "9007199254740992.7",
+            "1.2345678901234567e-320",
             "9007199254740993.0",
             "1e-400",
             "123456789.123456789123",
@@ -265,6 +298,10 @@ mod tests {
             let within = format!(r#"{{"a\\":"1e-400 \" 1e-400","b":[1,{changed}]}}"#);
             let at = within.rfind(changed);
             assert_eq!(first_changed(within.as_bytes()), at, "{within}");
+        }
+        // What an operator writes is not taken for another, nor for a program's.
+        for inexact in ["0.30000000000000007", "0.30000000000000001"] {
+            assert_eq!(first_inexact(inexact.as_bytes()), Some(0), "{inexact}");
         }
     }
 

@@ -7,7 +7,7 @@ use forge_protocol::name::{NameError, ToolName};
 use regex::RegexBuilder;
 
 use super::decimal::Decimal;
-use super::decimal::first_changed;
+use super::decimal::first_inexact;
 use super::{Constraint, PATTERN_BYTES_MAX, PATTERN_NEST_MAX, Test};
 
 /// Why a text is no constraint, and where.
@@ -182,7 +182,7 @@ fn equals(value: &str) -> Result<Test, (usize, Wrong)> {
         return Ok(Test::EqualsNumber(number));
     }
     // Within a list or an object numbers are compared as arguments are held.
-    if let Some(at) = first_changed(trimmed.as_bytes()) {
+    if let Some(at) = first_inexact(trimmed.as_bytes()) {
         return Err((begins + at, Wrong::NoNumber));
     }
     serde_json::from_str(trimmed).map(Test::Equals).map_err(|wrong| {
