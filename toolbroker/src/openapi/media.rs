@@ -46,6 +46,12 @@ impl Kind {
     }
 }
 
+/// What is taken if anything is, or anything of applications.
+pub(super) fn any_of(content: &Map<String, Value>) -> Option<&Value> {
+    let any = content.iter().find(|(kind, _)| matches!(&*essence(kind), "*/*" | "application/*"));
+    any.map(|(_, media)| media)
+}
+
 /// The JSON media type to use: plain JSON first, then other `+json`, then JSON Patch (its
 /// value has another shape), then a range.
 pub(super) fn json_of(content: &Map<String, Value>) -> Option<(&str, &Value)> {

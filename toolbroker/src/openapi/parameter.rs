@@ -100,12 +100,13 @@ impl Parameter {
             _ => return Err(Refusal::Malformed("a parameter")),
         };
         if place == Place::Header {
-            // These three are not parameters, says the standard; and what the
-            // operator sets is not for a program to say.
+            // The first three are not parameters, says the standard, and the next are on
+            // every request; what the operator sets is not for a program to say.
             let ignored = ["accept", "content-type", "authorization"];
+            let sent = ["accept-encoding", "content-length", "host"];
             let folded = folded_header(name);
             let set = endpoint.headers.iter().any(|(it, _)| folded_header(it.as_str()) == folded);
-            if set || ignored.contains(&&*folded) {
+            if set || ignored.contains(&&*folded) || sent.contains(&&*folded) {
                 return Ok(Read::Set);
             }
             let is_name = HeaderName::from_bytes(name.as_bytes()).is_ok();

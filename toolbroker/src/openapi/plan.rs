@@ -506,8 +506,10 @@ mod tests {
                 "cookie",
             ),
             (
-                parameter(json!({"name": "Host", "in": "header", "required": true, "schema": {}})),
-                "Host",
+                parameter(
+                    json!({"name": "Upgrade", "in": "header", "required": true, "schema": {}}),
+                ),
+                "Upgrade",
             ),
             (
                 parameter(json!({"name": "a b", "in": "header", "required": true, "schema": {}})),
@@ -542,6 +544,17 @@ mod tests {
         for (document, expected) in cases {
             let refused = plan(&document, &["a"]).unwrap_err().to_string();
             assert!(refused.contains(expected), "{expected}: {refused}");
+        }
+    }
+
+    #[test]
+    fn a_header_that_is_on_every_request_costs_no_operation() {
+        for name in ["Host", "Content-Length", "accept-encoding", "Accept"] {
+            let given = json!({"name": name, "in": "header", "required": true, "schema": {}});
+            let paths = json!({"/a": {"get": {"operationId": "a", "parameters": [given]}}});
+            let plan = plan(&document(paths), &["a"]).unwrap();
+            let schema = &plan.operations[0].tool.spec().input_schema;
+            assert!(!schema.to_lowercase().contains(&name.to_lowercase()), "{schema}");
         }
     }
 

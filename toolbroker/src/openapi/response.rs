@@ -11,7 +11,7 @@ use reqwest::header::HeaderValue;
 use rmcp::model::JsonObject;
 use serde_json::{Map, Value};
 
-use super::media::is_json;
+use super::media::{essence, is_json};
 use super::schema::Resolver;
 
 /// One schema, in bytes of JSON: people and models read it in lists of tools.
@@ -57,9 +57,10 @@ impl<'a> Answers<'a> {
             .unwrap_or(HeaderValue::from_static("application/json, */*;q=0.5"))
     }
 
-    /// The schema of all that is JSON, as it stands in the document.
+    /// The schema of all that is JSON, as it stands in the document; of all that may be, if
+    /// it names no kind, as Spring's do.
     fn schema(&self) -> Option<&'a Value> {
-        let json = self.0.iter().filter(|(kind, _)| is_json(kind));
+        let json = self.0.iter().filter(|(kind, _)| is_json(kind) || essence(kind) == "*/*");
         let mut schemas = json.map(|(_, media)| media.get("schema"));
         let first = schemas.next()?;
         if schemas.all(|other| other == first) { first } else { None }

@@ -2,11 +2,13 @@
 //!
 //! The configured address is the only one that is ever asked. Redirects are
 //! answers like any other and never followed, proxies of the environment are
-//! not used, cookies are not kept, nothing is sent twice by the client itself,
-//! and the credentials of one server are known to its own client alone, which
-//! puts them into the declared headers and nowhere else. Connections are kept
-//! and used again. What a server sends is bounded: the head of an answer by
-//! the HTTP library, a body by [`body_within`].
+//! not used, cookies are not kept, and the credentials of one server are known
+//! to its own client alone, which puts them into the declared headers and
+//! nowhere else. Connections are used again within a moment: servers close
+//! those that are idle, some after two seconds, and what is sent meanwhile is
+//! lost. What only reads (RFC 9110, 9.2.1) is sent once more then, and nothing
+//! else is ever sent twice. What a server sends is bounded: the head of an
+//! answer by the HTTP library, a body by [`body_within`].
 //!
 //! Deliberately absent are client certificates and certificates that are not
 //! checked.
@@ -15,7 +17,7 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue, RETRY_AFTER};
+use reqwest::header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{RequestBuilder, Response, StatusCode};
 
 use super::CallEnd;
@@ -27,8 +29,8 @@ use crate::secret::Secret;
 
 /// How long a connection may take to stand.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(10);
-/// How long a connection is kept that nobody uses.
-const IDLE_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long a connection is kept that nobody uses: less than servers do.
+const IDLE_TIME_MAX: Duration = Duration::from_millis(1_500);
 
 /// A client for one server.
 #[derive(Debug)]
@@ -41,7 +43,9 @@ pub(crate) struct Client {
 ///
 /// # Errors
 /// Says what is wrong with the host's certificates.
-pub(crate) fn plain_client(headers: HeaderMap) -> Result<reqwest::Client, String> {
+pub(crate) fn plain_client(mut headers: HeaderMap) -> Result<reqwest::Client, String> {
+    // To say nothing is to take any (RFC 9110, 12.5.3).
+    headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     // The first one stands for the whole process; a second one is no error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     reqwest::Client::builder()
@@ -104,14 +108,21 @@ impl Client {
 
     /// Sends a request, with the access token if there is one. A token that is
     /// refused is fetched anew, once: a request answered by 401 was not
-    /// carried out.
+    /// carried out. One that only reads is sent once more over another
+    /// connection if the first broke.
     ///
     /// # Errors
     /// [`SendError`].
     pub(crate) async fn send(&self, request: RequestBuilder) -> Result<Response, SendError> {
         let again = request.try_clone();
         let token = self.token().await?;
-        let response = authorized(request, token.as_ref()).send().await?;
+        let response = match (authorized(request, token.as_ref()).send().await, &again) {
+            (Err(error), Some(again)) if broke(&error) && only_reads(again) => {
+                let again = again.try_clone().ok_or(error)?;
+                authorized(again, token.as_ref()).send().await?
+            }
+            (response, _) => response?,
+        };
         match (&self.oauth, token, again) {
             (Some(oauth), Some(token), Some(again))
                 if response.status() == StatusCode::UNAUTHORIZED =>
@@ -124,6 +135,16 @@ impl Client {
             _ => Ok(response),
         }
     }
+}
+
+/// Whether a connection that stood ended before the answer began.
+fn broke(error: &reqwest::Error) -> bool {
+    error.is_request() && !error.is_connect() && !error.is_timeout()
+}
+
+fn only_reads(request: &RequestBuilder) -> bool {
+    let built = request.try_clone().and_then(|it| it.build().ok());
+    built.is_some_and(|it| it.method().is_safe())
 }
 
 fn authorized(request: RequestBuilder, token: Option<&Secret>) -> RequestBuilder {

@@ -113,8 +113,8 @@ pub enum UpstreamError {
     },
     /// It is not up yet, and whoever asked waits no longer.
     #[error(
-        "it was not up yet when the time of the run was nearly over: it goes on starting, for a \
-         later run, or give this one more time"
+        "it was not up yet when the time of the run was nearly over: give the run more time; \
+         where the toolbroker stays, as a service's does, a later run finds it up"
     )]
     Starting,
     /// The broker is shutting down.

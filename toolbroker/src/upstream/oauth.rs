@@ -297,7 +297,7 @@ impl OAuth {
             .body(form);
         let (status, answer) = self.exchange(&at.url, request).await?;
         let text = |key: &str| answer.get(key).and_then(Value::as_str);
-        if status != 200 {
+        if !(200..=299).contains(&status) {
             let said = [text("error"), text("error_description")];
             let said: Vec<&str> = said.into_iter().flatten().collect();
             let why = self.scrubs.text(&format!("{status} {}", said.join(": ")));

@@ -6,7 +6,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
 use reqwest::StatusCode;
-use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use reqwest::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, LOCATION};
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
 
@@ -16,6 +16,8 @@ use super::{Admission, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, h
 use crate::definition::Tool;
 use crate::openapi::{Kind, Operation, Plan, Request};
 
+/// What some servers begin JSON with.
+const BOM: &[u8] = b"\xEF\xBB\xBF";
 /// What is read of an answer that is an error, in bytes.
 const ERROR_BODY_BYTES_MAX: usize = 64 * 1024;
 
@@ -89,8 +91,7 @@ impl Api {
             Err(error) => {
                 let why = self.scrubs.text(&error.to_string());
                 let Some(end) = error.unsent() else {
-                    self.failed(tool, admission, why);
-                    return CallEnd::Lost;
+                    return self.lost(tool, admission, why);
                 };
                 let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
                 tracing::warn!(server = tool.name().server(), ?reason, "nothing was sent");
@@ -102,12 +103,9 @@ impl Api {
         let kind = response.headers().get(CONTENT_TYPE);
         let kind = Kind::of(kind.and_then(|value| value.to_str().ok()).unwrap_or_default());
         let is_json = kind == Kind::Json;
-        // None was asked for.
-        let encoding = response.headers().get(CONTENT_ENCODING);
-        let is_encoded = encoding.is_some_and(|it| {
-            let compressions = ["gzip", "x-gzip", "deflate", "compress", "br", "zstd"];
-            compressions.iter().any(|known| it.as_bytes().eq_ignore_ascii_case(known.as_bytes()))
-        });
+        let is_encoded = is_encoded(response.headers());
+        let location = response.headers().get(LOCATION).filter(|_| status.is_redirection());
+        let location = location.map(|it| String::from_utf8_lossy(it.as_bytes()).into_owned());
         let limit =
             if status.is_success() { RESPONSE_BYTES_MAX as usize } else { ERROR_BODY_BYTES_MAX };
         let retry_after = retry_after(&response).filter(|_| !status.is_success());
@@ -120,11 +118,12 @@ impl Api {
                 | StatusCode::SERVICE_UNAVAILABLE
                 | StatusCode::GATEWAY_TIMEOUT,
             ) => self.failed(tool, admission, format!("it answers {status}")),
-            (Err(BodyError::Broken(why)), _) => self.failed(tool, admission, self.scrubs.text(why)),
+            (Err(BodyError::Broken(why)), _) => {
+                return self.lost(tool, admission, self.scrubs.text(why));
+            }
             _ => admission.answered(),
         }
         match body {
-            Err(BodyError::Broken(_)) => CallEnd::Lost,
             Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
                 CallEnd::Unusable(Unusable::Encoded)
             }
@@ -139,14 +138,31 @@ impl Api {
                 "code": status.as_u16(),
             })),
             other => {
-                let mut error =
-                    error(&operation.request, status, other.unwrap_or_default(), is_json);
+                let said = match other {
+                    Ok(body) if is_encoded && !body.is_empty() => {
+                        Err("it is compressed, which was not asked for".to_owned())
+                    }
+                    said => said.map_err(|why| why.to_string()),
+                };
+                let mut error = error(&operation.request, status, said, is_json);
                 if let Some(when) = retry_after {
                     error["retryAfter"] = when.into();
+                }
+                if let Some(location) = location {
+                    error["location"] = location.into();
                 }
                 CallEnd::Failed(error)
             }
         }
+    }
+
+    /// Takes note of a call that may have been carried out. Who has to find out reads
+    /// here why. `why` is scrubbed.
+    fn lost(&self, tool: &Tool, admission: Admission, why: String) -> CallEnd {
+        let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
+        tracing::warn!(tool = %tool.name(), ?reason, "call lost");
+        self.failed(tool, admission, reason);
+        CallEnd::Lost
     }
 
     /// Takes note of a failure. When from then on nobody asks it for a while, the
@@ -177,7 +193,7 @@ fn answer(body: Vec<u8>, kind: Kind) -> CallEnd {
     if !has_few_values(&body) {
         return CallEnd::Unusable(Unusable::TooMany);
     }
-    let body = body.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&body);
+    let body = body.strip_prefix(BOM).unwrap_or(&body);
     forge_protocol::json::from_slice_mended(body)
         .map_or(CallEnd::Unusable(Unusable::NoJson), CallEnd::Answered)
 }
@@ -186,26 +202,50 @@ fn text(body: &[u8]) -> Value {
     String::from_utf8_lossy(body).into_owned().into()
 }
 
-/// An answer that is no success, as the tool's own error.
-fn error(request: &Request, status: StatusCode, body: Vec<u8>, is_json: bool) -> Value {
+/// Whether an answer is compressed, which none was asked to be.
+fn is_encoded(headers: &HeaderMap) -> bool {
+    let compressions = ["gzip", "x-gzip", "deflate", "compress", "br", "zstd"];
+    let values = headers.get_all(CONTENT_ENCODING).iter();
+    values.flat_map(|value| value.as_bytes().split(|byte| *byte == b',')).any(|coding| {
+        let coding = coding.trim_ascii();
+        compressions.iter().any(|known| coding.eq_ignore_ascii_case(known.as_bytes()))
+    })
+}
+
+/// An answer that is no success, as the tool's own error. `said` is its body, or why that
+/// is not here.
+fn error(
+    request: &Request,
+    status: StatusCode,
+    said: Result<Vec<u8>, String>,
+    is_json: bool,
+) -> Value {
     let (name, hint) = if status.is_redirection() {
         ("Redirect", "; no redirect is followed")
     } else {
         ("HttpError", "")
     };
+    let is_json = is_json && !status.is_redirection();
+    // Whole, since what is cut through is not known as a credential.
+    let data = said.and_then(|body| match body.strip_prefix(BOM).unwrap_or(&body) {
+        b"" => Ok(None),
+        body if is_json && !has_few_values(body) => Err("it has too many values".to_owned()),
+        body if is_json => {
+            Ok(Some(forge_protocol::json::from_slice_mended(body).unwrap_or_else(|_| text(body))))
+        }
+        body => Ok(Some(text(body))),
+    });
+    let dropped = match &data {
+        Ok(_) => String::new(),
+        Err(why) => format!("; what it said is dropped: {why}"),
+    };
     let mut error = json!({
         "name": name,
-        "message": format!("{request} answered {status}{hint}"),
+        "message": format!("{request} answered {status}{hint}{dropped}"),
         "code": status.as_u16(),
     });
-    if !body.is_empty() {
-        // Whole, since what is cut through is not known as a credential.
-        let is_json = is_json && !status.is_redirection();
-        error["data"] = match has_few_values(&body) && is_json {
-            true => forge_protocol::json::from_slice_mended(&body).unwrap_or_else(|_| text(&body)),
-            false if is_json => Value::Null,
-            false => text(&body),
-        };
+    if let Ok(Some(data)) = data {
+        error["data"] = data;
     }
     error
 }
