@@ -33,8 +33,14 @@ export function input(): Json {
   return Json.parse(String.UTF8.decode(buffer));
 }
 
+// A text as UTF-8. Half of a character, which is left where a text is cut through an emoji,
+// becomes a replacement character: alone it is no UTF-8, and costs all of the text.
+function utf8(text: string): ArrayBuffer {
+  return String.UTF8.encode(text, false, String.UTF8.ErrorMode.REPLACE);
+}
+
 export function call(tool: Tool, request: string): Answer {
-  const bytes = String.UTF8.encode(request);
+  const bytes = utf8(request);
   const code = tool(changetype<usize>(bytes), bytes.byteLength);
   const buffer = new ArrayBuffer(resp_len());
   resp_read(changetype<usize>(buffer), 0, buffer.byteLength);
@@ -42,14 +48,14 @@ export function call(tool: Tool, request: string): Answer {
 }
 
 export function print(text: string): void {
-  const bytes = String.UTF8.encode(text + "\n");
+  const bytes = utf8(text + "\n");
   forge_output(changetype<usize>(bytes), bytes.byteLength);
 }
 
 export function artifact(name: string, mediaType: string, text: string): void {
-  const nameBytes = String.UTF8.encode(name);
-  const typeBytes = String.UTF8.encode(mediaType);
-  const bytes = String.UTF8.encode(text);
+  const nameBytes = utf8(name);
+  const typeBytes = utf8(mediaType);
+  const bytes = utf8(text);
   forge_artifact(
     changetype<usize>(nameBytes), nameBytes.byteLength,
     changetype<usize>(typeBytes), typeBytes.byteLength,
@@ -59,7 +65,7 @@ export function artifact(name: string, mediaType: string, text: string): void {
 // Logs an error and gives the code that `forge_run` fails with.
 export function fail(what: string, answer: Answer): i32 {
   const text = what + ": " + answer.body.get("error").text + " (code " + answer.code.toString() + ")";
-  const bytes = String.UTF8.encode(text);
+  const bytes = utf8(text);
   forge_log(0, changetype<usize>(bytes), bytes.byteLength);
   return 1;
 }

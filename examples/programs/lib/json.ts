@@ -5,8 +5,8 @@ export class Json {
   // Memory is never freed, and most values are neither: what has no members has no map.
   private fields: Map<string, Json> | null = null;
   items: Json[] = none;
-  text: string = "";
-  number: f64 = NaN;
+  text: string = ""; // of a number as well, as it was written
+  number: f64 = NaN; // to 17 digits; parseFloat is not right from 1e38 on
   isNull: bool = true;
 
   static parse(text: string): Json {
