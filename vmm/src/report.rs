@@ -321,12 +321,15 @@ fn printable(text: &str) -> String {
     text.lines().map(crate::admission::shown_whole).collect::<Vec<_>>().join("; ")
 }
 
+/// The status of a call of which no more is known.
+pub(crate) const UNSETTLED: &str = "unsettled";
+
 pub(crate) fn call_report(call: &CallRecord) -> CallReport {
     CallReport {
         id: call.id,
         tool: call.tool.to_string(),
         status: match call.settled {
-            None => "unsettled",
+            None => UNSETTLED,
             Some(settled) => settled.code.map_or("ok", CallCode::as_str),
         },
         duration_us: call.settled.map(|settled| settled.duration_ns / 1000),

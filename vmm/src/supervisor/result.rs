@@ -14,7 +14,7 @@ use crate::broker::BrokerError;
 use crate::jail::Weakness;
 use crate::pool::{Upkeep, Vm};
 use crate::report::{
-    LogReport, Outcome, RunReport, Status, TimingReport, artifact_report, call_report,
+    LogReport, Outcome, RunReport, Status, TimingReport, UNSETTLED, artifact_report, call_report,
     encode_output,
 };
 use crate::trace::{Supervised, Trace, now_ns};
@@ -136,8 +136,8 @@ impl From<Refused> for Outcome {
 }
 
 /// Withholds the result of a run whose calls may not be on the disk. Only events that
-/// were already sent stand; the list of calls stays only if the broker was lost, since
-/// its journal has them.
+/// were already sent stand, and which calls there were: what became of them only if the
+/// broker was lost, since its journal has that.
 pub(super) fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     let RunResult { mut report, trace, upkeep, .. } = result;
     let (status, kind) = match error {
@@ -146,7 +146,10 @@ pub(super) fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
         _ => (Status::Internal, "journal"),
     };
     if kind != "broker_lost" {
-        report.tool_calls.clear();
+        for call in &mut report.tool_calls {
+            call.status = UNSETTLED;
+            call.duration_us = None;
+        }
     }
     report.status = status;
     report.kind = kind;

@@ -147,7 +147,7 @@ fn described(tool: &ToolSpec) -> Value {
 #[serde(deny_unknown_fields)]
 struct Issue {
     tools: Tools<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "order::or_default")]
     constraints: Vec<String>,
     valid_s: u64,
     #[serde(default)]
@@ -188,7 +188,7 @@ struct Attenuate {
     grant: String,
     #[serde(default, deserialize_with = "order::present")]
     tools: Option<Tools<String>>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "order::or_default")]
     constraints: Vec<String>,
     #[serde(default)]
     valid_s: Option<u64>,

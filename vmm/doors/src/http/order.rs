@@ -75,13 +75,13 @@ pub(crate) struct RunBody {
     grant: Option<String>,
     #[serde(default, deserialize_with = "present")]
     input: Option<Box<RawValue>>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     limits: Object<Limits>,
     #[serde(default)]
     tools: Option<Tools<String>>,
     #[serde(default)]
     session: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     prepare: bool,
     #[serde(default)]
     principal: Option<String>,
@@ -97,7 +97,7 @@ struct Options {
     tools: Option<Tools<String>>,
     #[serde(default)]
     session: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     prepare: bool,
     #[serde(default)]
     principal: Option<String>,
@@ -156,7 +156,7 @@ pub(crate) struct HostedBody {
 #[serde(deny_unknown_fields)]
 struct HostedToolBody {
     name: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     description: String,
     input_schema: Box<RawValue>,
     #[serde(default)]
@@ -239,6 +239,13 @@ pub(crate) fn present<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
     field: D,
 ) -> Result<Option<T>, D::Error> {
     T::deserialize(field).map(Some)
+}
+
+/// A field that may as well be `null` as left out.
+pub(crate) fn or_default<'de, T: Default + Deserialize<'de>, D: Deserializer<'de>>(
+    field: D,
+) -> Result<T, D::Error> {
+    Option::<T>::deserialize(field).map(Option::unwrap_or_default)
 }
 
 fn from_json(body: &[u8], principal: &str) -> Result<Asked, Problem> {

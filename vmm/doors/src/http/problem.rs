@@ -64,10 +64,17 @@ impl Problem {
         Self::new(StatusCode::TOO_MANY_REQUESTS, "overloaded", detail)
     }
 
-    /// The service went away.
+    /// The service went away, and nothing had been asked of it.
     pub(crate) fn gone() -> Self {
-        let detail = "the service went away; whether a run had begun is not known";
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", detail)
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", "the service went away")
+    }
+
+    /// The service went away with a run. It says nothing of coming again: who did would
+    /// have done twice what the run did.
+    pub(crate) fn lost() -> Self {
+        let detail = "the service went away: whether the run had begun is not known, and the \
+                      journal has what it called";
+        Self::new(StatusCode::BAD_GATEWAY, "service_lost", detail)
     }
 
     /// With the report of a run that did not take place, and when it says to
@@ -167,6 +174,15 @@ mod tests {
         let away = of(RefusalKind::Away);
         assert_eq!((away.body().status(), away.body().kind()), (503, "broker_away"));
         assert_eq!(of(RefusalKind::Overloaded).body().status(), 429);
+    }
+
+    #[test]
+    fn nobody_is_told_to_repeat_a_run_that_was_lost() {
+        let lost = Problem::lost().into_response();
+        assert_eq!(lost.status(), StatusCode::BAD_GATEWAY);
+        assert!(!lost.headers().contains_key(header::RETRY_AFTER));
+        let gone = Problem::gone().into_response();
+        assert!(gone.headers().contains_key(header::RETRY_AFTER));
     }
 
     #[test]

@@ -60,7 +60,7 @@ async fn waited(
             return answer_over(&kept, StatusCode::OK);
         }
     }
-    Err(Problem::gone())
+    Err(Problem::lost())
 }
 
 /// Answers as soon as the run is admitted.
@@ -76,7 +76,7 @@ async fn begun(
     drop(room);
     let events = Events::default();
     let id = loop {
-        match run.next().await.ok_or_else(Problem::gone)? {
+        match run.next().await.ok_or_else(Problem::lost)? {
             RunMessage::Event(event) => {
                 events.push(happened(&event));
                 if let RunEvent::Admitted { run_id } = event {
@@ -148,7 +148,7 @@ impl Follower {
 /// Keeps a run that is over already, if it took place: what was refused, however
 /// often, must not push out the ends of runs.
 pub(crate) fn over(tenant: &Tenant, events: Events, finish: Finish) -> Result<Arc<Kept>, Problem> {
-    let end = End::of(finish).ok_or_else(Problem::gone)?;
+    let end = End::of(finish).ok_or_else(Problem::lost)?;
     let (id, took_place) = (end.head.run_id.clone(), refusal(&end).is_none());
     events.end(end);
     let kept = Arc::new(Kept { id, canceller: None, events });
@@ -179,7 +179,7 @@ fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
         response.headers_mut().extend(place(header::LOCATION));
         return Ok(response);
     };
-    let Ended::Reported(end) = ended else { return Err(Problem::gone()) };
+    let Ended::Reported(end) = ended else { return Err(Problem::lost()) };
     if submitted == StatusCode::ACCEPTED {
         let body = json!({ "run_id": kept.id, "status": end.head.status });
         let mut response = answer_json(submitted, &body);
@@ -239,7 +239,7 @@ pub(crate) async fn artifact(
     let kept = caller.tenant.find(&id)?;
     let missing = |what: &str| Problem::not_found(what);
     let ended = kept.events.ended().ok_or_else(|| missing("the run is not over"))?;
-    let Ended::Reported(end) = ended else { return Err(Problem::gone()) };
+    let Ended::Reported(end) = ended else { return Err(Problem::lost()) };
     let missing_artifact = || missing("the run left no such artifact");
     let plain = number.parse::<usize>().ok().filter(|it| it.to_string() == number);
     let number = plain.ok_or_else(missing_artifact)?;

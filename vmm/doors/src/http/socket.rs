@@ -468,7 +468,7 @@ impl Carried {
                 () = self.sender.closed() => return,
             };
             let said = match message {
-                None => self.finished(Err(Problem::gone())),
+                None => self.finished(Err(Problem::lost())),
                 Some(RunMessage::Event(event)) => {
                     if !self.tell(&happened(&event)) {
                         self.missed += 1;
@@ -535,7 +535,7 @@ impl Carried {
             Ok(Some(super::events::Ended::Reported(end))) => {
                 ToClient::Finished { number, report: raw(&end.report) }.text()
             }
-            Ok(_) => complaint(Some(number.into()), true, &Problem::gone()),
+            Ok(_) => complaint(Some(number.into()), true, &Problem::lost()),
             Err(problem) => complaint(Some(number.into()), true, &problem),
         };
         Said { missed: None, text, over: Some(number) }

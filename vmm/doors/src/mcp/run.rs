@@ -39,7 +39,7 @@ const ARTIFACT_BYTES_MAX: usize = 256 * 1024;
 const ARTIFACT_NAME_CHARS_MAX: usize = 100;
 /// A result, in bytes as JSON. Clients bound what they take of a stream at once, at
 /// 1 MiB say, which has to do for the rest of the message too.
-const RESULT_BYTES_MAX: usize = 1_000_000;
+pub(super) const RESULT_BYTES_MAX: usize = 1_000_000;
 /// What names of artifacts that are left out may take of it.
 const NAMES_BYTES_MAX: usize = 64 * 1024;
 /// An output that a result has twice, in bytes as JSON: whole in its text, and in the
@@ -164,7 +164,7 @@ fn told_of(mut report: Value, artifacts: Vec<Artifact>) -> CallToolResult {
 }
 
 /// What it takes as JSON, in bytes.
-fn json_bytes(value: &(impl Serialize + ?Sized)) -> usize {
+pub(super) fn json_bytes(value: &(impl Serialize + ?Sized)) -> usize {
     struct Count(usize);
     impl io::Write for Count {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -238,13 +238,21 @@ fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
         _ if ["initial memory is ", "memory_bytes is "].iter().any(|it| reason.starts_with(it)) => {
             format!("limits.memory_bytes: {reason}")
         }
-        // It was good when this door had it: its toolbroker is another, or it is over.
+        // It was good when this door had it: a tool of it is another, its toolbroker is, or
+        // it is over.
         _ if report["kind"] == "grant" && is_granted => {
-            format!("the grant is not good any more: {} gives another", teach::SEARCH)
+            let changed = reason.split_once(": ").map(|(what, _)| what);
+            let what = changed.filter(|what| what.starts_with("the definition of "));
+            let what = what.unwrap_or("the grant is not good any more");
+            format!("{what}: {} gives another", teach::SEARCH)
         }
         _ if is_ungranted && !is_granted => format!(
             "{reason} (`grant` is not among the arguments: {} gives one, for the tools it finds)",
             teach::SEARCH
+        ),
+        _ if reason.contains(UNGRANTED) => format!(
+            "{reason} (a grant is for the tools of one search: one whose `intent` has all steps \
+             gives a grant for all)"
         ),
         _ => return,
     };
@@ -370,7 +378,11 @@ fn text(report: &Value, is_whole: bool) -> String {
         "" => word("status").to_owned(),
         kind => format!("{} ({kind})", word("status")),
     };
-    text.push_str(&format!(": {}\n", word("reason")));
+    text.push_str(&format!(": {}", word("reason")));
+    if let Some(ms) = report["retry_after_ms"].as_u64() {
+        text.push_str(&format!("; try again in {} s", ms.div_ceil(1000)));
+    }
+    text.push('\n');
     let calls = report["tool_calls"].as_array().into_iter().flatten();
     for call in calls.filter(|call| call["status"] != "ok") {
         let (tool, status) = (&call["tool"], &call["status"]);
@@ -557,14 +569,19 @@ mod tests {
         let call =
             json!({"reason": "it returned 7", "tool_calls": [{"tool": "a.b", "status": "denied"}]});
         for report in [import, call] {
-            let reason = report["reason"].as_str().map(str::to_owned);
             assert!(told(report.clone(), false).unwrap().contains("search_tools gives one"));
-            assert_eq!(told(report, true), reason, "it has a grant, and this is outside of it");
+            // It has a grant, and this is outside of it.
+            let said = told(report, true).unwrap();
+            assert_eq!(said.contains("all steps"), said.contains("does not name"), "{said}");
         }
         let memory = json!({"reason": "initial memory is 9, the limit is 8"});
         assert!(told(memory, false).unwrap().starts_with("limits.memory_bytes: initial memory"));
         let grant = json!({"reason": "this is no grant of this broker", "kind": "grant"});
         assert!(told(grant, true).unwrap().contains("search_tools gives another"));
+        let changed = "the definition of a.b changed since this grant was issued: look at it";
+        let changed = told(json!({"reason": changed, "kind": "grant"}), true).unwrap();
+        assert!(changed.starts_with("the definition of a.b changed"), "{changed}");
+        assert!(changed.ends_with("issued: search_tools gives another"), "{changed}");
         let other = json!({"reason": "it returned 7", "tool_calls": []});
         assert_eq!(told(other.clone(), false).unwrap(), "it returned 7");
         assert_eq!(told(json!({"reason": ""}), false).unwrap(), "");

@@ -14,7 +14,11 @@ use serde_json::Number;
 use serde_json::value::RawValue;
 
 use super::result::{self, failed};
+use super::run::{RESULT_BYTES_MAX, json_bytes};
 use super::{Door, handles, teach};
+
+/// What an answer has beside the tools, in bytes.
+const OTHER_BYTES_MAX: usize = 100_000;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -30,6 +34,8 @@ struct Found {
     grant: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     expires_in_s: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    left_out: Option<usize>,
     unavailable: Vec<Unavailable>,
 }
 
@@ -103,11 +109,15 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
     let Reply::Found { tools, unavailable } = door.ask(question).await? else {
         return Err(SearchError::Answer);
     };
+    let mut names: Vec<_> = tools.iter().map(|found| found.spec.name.clone()).collect();
+    let tools: Result<Vec<_>, _> = tools.into_iter().map(shown).collect();
+    let (tools, left_out) = within(tools?, RESULT_BYTES_MAX - OTHER_BYTES_MAX);
+    names.truncate(tools.len());
     let mut grant = None;
     if !tools.is_empty() {
         let request = GrantRequest {
             principal,
-            tools: tools.iter().map(|found| found.spec.name.clone()).collect(),
+            tools: names,
             constraints: Vec::new(),
             valid_s: handles::VALID.as_secs(),
             calls_max: None,
@@ -119,14 +129,35 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
         };
         grant = Some(door.handles().insert(token, Instant::now())?);
     }
-    let tools: Result<Vec<_>, _> = tools.into_iter().map(shown).collect();
     let unavailable = unavailable.into_iter();
     Ok(Found {
-        tools: tools?,
+        tools,
+        left_out: (left_out > 0).then_some(left_out),
         expires_in_s: grant.is_some().then_some(handles::VALID.as_secs()),
         grant,
         unavailable: unavailable.map(|(server, reason)| Unavailable { server, reason }).collect(),
     })
+}
+
+/// The first tools, as far as an answer has room for them, which has each as text and as
+/// it is; what comes back from a tool is left out before a tool is. Says how many tools
+/// were.
+fn within(mut tools: Vec<Shown>, room: usize) -> (Vec<Shown>, usize) {
+    let bytes = |tool: &Shown| {
+        let text = serde_json::to_string(tool).unwrap_or_default();
+        text.len() + json_bytes(&text)
+    };
+    if tools.iter().map(bytes).sum::<usize>() > room {
+        tools.iter_mut().for_each(|tool| tool.output_schema = None);
+    }
+    let mut left = room;
+    let fits = tools.iter().map_while(|tool| {
+        left = left.checked_sub(bytes(tool))?;
+        Some(())
+    });
+    let (found, kept) = (tools.len(), fits.count());
+    tools.truncate(kept);
+    (tools, found - kept)
 }
 
 fn shown(FoundTool { spec, .. }: FoundTool) -> Result<Shown, serde_json::Error> {

@@ -121,6 +121,10 @@ fn search_output() -> Value {
                 "description": "For run_program; absent if nothing was found",
             },
             "expires_in_s": { "type": "integer" },
+            "left_out": {
+                "type": "integer",
+                "description": "So many more were found, for which this answer has no room",
+            },
             "unavailable": {
                 "type": "array",
                 "items": unavailable,
