@@ -68,6 +68,7 @@ pub(crate) fn replace(output: &Path, bytes: &[u8], readers: Readers) -> io::Resu
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use std::path::PathBuf;
 
