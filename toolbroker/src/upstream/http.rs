@@ -259,6 +259,36 @@ pub(crate) async fn body_within(
 mod tests {
     use super::*;
 
+    /// Answers the first request of each connection, and ends with the second.
+    async fn breaks_each_second(listener: tokio::net::TcpListener) {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        loop {
+            let Ok((mut stream, _)) = listener.accept().await else { return };
+            let mut buffer = [0; 4096];
+            let _ = stream.read(&mut buffer).await;
+            let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
+            // The next one is taken, and never answered.
+            let _ = stream.read(&mut buffer).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn what_reads_is_sent_once_more_where_its_connection_broke_and_nothing_else_is() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/", listener.local_addr().unwrap());
+        tokio::spawn(breaks_each_second(listener));
+        let client = || Client { http: plain_client(HeaderMap::new()).unwrap(), oauth: None };
+        let (reads, writes) = (client(), client());
+        for _ in 0..2 {
+            let answer = reads.send(reads.http().get(&url)).await;
+            assert!(answer.is_ok(), "{answer:?}");
+        }
+        drop(reads);
+        assert!(writes.send(writes.http().post(&url)).await.is_ok());
+        let broken = writes.send(writes.http().post(&url)).await.unwrap_err();
+        assert!(broken.unsent().is_none(), "{broken}");
+    }
+
     #[tokio::test]
     async fn no_error_holds_the_address_that_a_key_is_in() {
         let client = plain_client(HeaderMap::new()).unwrap();
