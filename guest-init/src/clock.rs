@@ -4,7 +4,8 @@
 //! still while it computes and moves when it learns how a call settled: a call
 //! that was started at `t` and took `d` settled at `t + d`, and now is the
 //! latest such moment the program has seen. Three calls of 10 ms started
-//! together and all waited for thus cost 10 ms, one after the other 30 ms.
+//! together and all waited for thus cost 10 ms, one after the other 30 ms. A
+//! program that sleeps moves it too, and no real time passes.
 
 /// The clock of one run, in nanoseconds since the Unix epoch.
 #[derive(Clone, Copy, Debug)]
@@ -28,7 +29,12 @@ impl Clock {
     /// The program learns that the call it started at `started_ns` took
     /// `duration_ns`. Time never goes back, and stops at its last moment.
     pub fn observe(&mut self, started_ns: u64, duration_ns: u64) {
-        self.now_ns = self.now_ns.max(started_ns.saturating_add(duration_ns));
+        self.sleep_until(started_ns.saturating_add(duration_ns));
+    }
+
+    /// The program sleeps until `time_ns`, if that is not over.
+    pub fn sleep_until(&mut self, time_ns: u64) {
+        self.now_ns = self.now_ns.max(time_ns);
     }
 }
 

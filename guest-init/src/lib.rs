@@ -24,7 +24,7 @@
 //! | `admission` | imports and exports against the ABI, tools against the grant |
 //! | [`engine`] | how wasmi is configured |
 //! | `host` | what a running program has: budgets, calls, input, memory |
-//! | `abi` | the functions of `tool`, `forge` and the WASI subset |
+//! | `abi` | the functions of `tool`, `forge` and WASI |
 //! | [`random`] | the seeded generator |
 //! | [`clock`] | virtual time |
 //! | `trap` | wasmi's errors as the protocol's endings |

@@ -3,7 +3,7 @@
 
 mod support;
 
-use forge_protocol::abi::CallCode;
+use forge_protocol::abi::{CallCode, Value, Wasi};
 use forge_protocol::ending::{Ending, LimitKind, TrapKind};
 use sha2::{Digest, Sha256};
 use support::{Order, Reply, Report, Run, program, reply};
@@ -585,6 +585,10 @@ fn a_pointer_outside_memory_traps_in_every_function() {
             format!("(call $clock_time_get (i32.const 0) (i64.const 0) {at})"),
             format!("(call $clock_res_get (i32.const 1) {at})"),
             format!("(call $fd_fdstat_get (i32.const 1) {at})"),
+            format!("(call $fd_filestat_get (i32.const 1) {at})"),
+            format!("(call $poll_oneoff {at} (i32.const 0) (i32.const 1) (i32.const 0))"),
+            format!("(call $poll_oneoff (i32.const 0) {at} (i32.const 1) (i32.const 0))"),
+            format!("(call $poll_oneoff (i32.const 0) (i32.const 0) (i32.const 1) {at})"),
             format!("(call $fd_write (i32.const 1) {at} (i32.const 1) (i32.const 0))"),
             format!("(call $fd_write (i32.const 1) {one_iovec} {at})"),
             format!("(call $fd_read (i32.const 0) {at} (i32.const 1) (i32.const 0))"),
@@ -596,6 +600,8 @@ fn a_pointer_outside_memory_traps_in_every_function() {
         "(call $fd_write (i32.const 1) (i32.const 0) (i32.const 0x20000000) (i32.const 0))".into(),
         "(call $fd_read (i32.const 0) (i32.const 0) (i32.const 0x20000001) (i32.const 0))".into(),
         "(call $fd_write (i32.const 1) (i32.const 24) (i32.const 1) (i32.const 0))".into(),
+        "(call $poll_oneoff (i32.const 0) (i32.const 0) (i32.const 0x08000000) (i32.const 0))"
+            .into(),
         "(call $fd_read (i32.const 0) (i32.const 24) (i32.const 1) (i32.const 0))".into(),
     ]);
     let data = r#"(data (i32.const 0) "a.b") (data (i32.const 24) "\fe\ff\00\00\10\00\00\00")"#;
@@ -819,13 +825,29 @@ fn answers<const N: usize>(expressions: [&str; N]) -> [i32; N] {
 const EBADF: i32 = 8;
 
 /// Each function that takes a descriptor, with what it answers for 0, 1 and 2.
-const OF_DESCRIPTORS: [(&str, &str, [i32; 3]); 9] = [
+const OF_DESCRIPTORS: [(&str, &str, [i32; 3]); 25] = [
     ("fd_read", "(i32.const 0) (i32.const 0) (i32.const 0)", [0, EBADF, EBADF]),
     ("fd_write", "(i32.const 0) (i32.const 0) (i32.const 0)", [EBADF, 0, 0]),
     ("fd_fdstat_get", "(i32.const 0)", [0; 3]),
     ("fd_fdstat_set_flags", "(i32.const 4)", [0; 3]),
     ("fd_seek", "(i64.const 0) (i32.const 1) (i32.const 0)", [70; 3]),
     ("fd_tell", "(i32.const 0)", [70; 3]),
+    ("fd_pread", "(i32.const 0) (i32.const 0) (i64.const 0) (i32.const 0)", [70; 3]),
+    ("fd_pwrite", "(i32.const 0) (i32.const 0) (i64.const 0) (i32.const 0)", [70; 3]),
+    ("fd_advise", "(i64.const 0) (i64.const 0) (i32.const 0)", [70; 3]),
+    ("fd_allocate", "(i64.const 0) (i64.const 0)", [70; 3]),
+    ("fd_filestat_get", "(i32.const 0)", [0; 3]),
+    ("fd_filestat_set_size", "(i64.const 0)", [28; 3]),
+    ("fd_filestat_set_times", "(i64.const 0) (i64.const 0) (i32.const 0)", [28; 3]),
+    ("fd_fdstat_set_rights", "(i64.const 0) (i64.const 0)", [58; 3]),
+    ("fd_renumber", "(i32.const 0)", [58; 3]),
+    ("fd_readdir", "(i32.const 0) (i32.const 0) (i64.const 0) (i32.const 0)", [54; 3]),
+    ("fd_sync", "", [0; 3]),
+    ("fd_datasync", "", [0; 3]),
+    ("sock_accept", "(i32.const 0) (i32.const 0)", [57; 3]),
+    ("sock_recv", "(i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0)", [57; 3]),
+    ("sock_send", "(i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0)", [57; 3]),
+    ("sock_shutdown", "(i32.const 0)", [57; 3]),
     ("fd_prestat_get", "(i32.const 0)", [EBADF; 3]),
     ("fd_prestat_dir_name", "(i32.const 0) (i32.const 8)", [EBADF; 3]),
     ("fd_close", "", [0; 3]),
@@ -874,10 +896,140 @@ fn a_character_device_is_told_with_what_may_be_done_to_it() {
 }
 
 #[test]
-fn no_path_leads_anywhere_and_who_yields_goes_on() {
-    let open = "(call $path_open (i32.const 3) (i32.const 1) (i32.const 0) (i32.const 4)
-        (i32.const 0) (i64.const 2) (i64.const 0) (i32.const 0) (i32.const 8))";
-    assert_eq!(answers([open, "(call $sched_yield)", "(i32.load (i32.const 8))"]), [76, 0, 0]);
+fn a_character_device_has_no_size_and_no_times() {
+    for fd in 0..3 {
+        let body = format!(
+            "(i64.store (i32.const 56) (i64.const -1))
+            (if (call $fd_filestat_get (i32.const {fd}) (i32.const 0)) (then unreachable))
+            (drop (call $output (i32.const 0) (i32.const 64)))"
+        );
+        let report = Run::of(&command("", &body)).go();
+        returned(&report, 0);
+        let mut filestat = [0; 64];
+        filestat[16] = 2;
+        assert_eq!(report.output, filestat);
+    }
+}
+
+#[test]
+fn no_path_leads_anywhere_whatever_is_asked_of_it() {
+    let paths = Wasi::ALL.iter().filter(|it| it.name().starts_with("path_"));
+    let calls: Vec<String> = (paths.clone())
+        .map(|function| {
+            let arguments = function.signature().params.iter().map(|value| match value {
+                Value::I32 => "(i32.const -1)",
+                Value::I64 => "(i64.const -1)",
+            });
+            format!("(call ${} {})", function.name(), arguments.collect::<String>())
+        })
+        .collect();
+    assert_eq!(calls.len(), 10);
+    for call in calls {
+        assert_eq!(answers([&call]), [76], "{call}");
+    }
+}
+
+#[test]
+fn who_yields_goes_on_and_no_signal_is_raised() {
+    assert_eq!(answers(["(call $sched_yield)", "(call $proc_raise (i32.const 6))"]), [0, 58]);
+}
+
+// ---- poll_oneoff
+
+/// A subscription to a time, in nanoseconds.
+fn time(userdata: u64, clock: u32, ns: u64, is_absolute: bool) -> Vec<u8> {
+    let mut bytes = subscription(userdata, 0, clock);
+    bytes[24..32].copy_from_slice(&ns.to_le_bytes());
+    bytes[40] = is_absolute.into();
+    bytes
+}
+
+/// A subscription to a descriptor: 1 for input, 2 for room.
+fn subscription(userdata: u64, tag: u8, number: u32) -> Vec<u8> {
+    let mut bytes = vec![0; 48];
+    bytes[..8].copy_from_slice(&userdata.to_le_bytes());
+    bytes[8] = tag;
+    bytes[16..20].copy_from_slice(&number.to_le_bytes());
+    bytes
+}
+
+/// User data, error, tag, bytes and flags.
+type Event = (u64, u16, u8, u64, u16);
+
+/// What `poll_oneoff` answers, how far it moves the clock, and its events.
+fn polled(input: &str, before: &str, subscriptions: &[Vec<u8>]) -> (i32, u64, Vec<Event>) {
+    let bytes: String = subscriptions.concat().iter().map(|byte| format!("\\{byte:02x}")).collect();
+    let body = format!(
+        "(local $begun i64) {before} (local.set $begun (call $now_ns))
+        (i32.store (i32.const 0) (call $poll_oneoff (i32.const 1024) (i32.const 4096)
+            (i32.const {}) (i32.const 4)))
+        (i64.store (i32.const 8) (i64.sub (call $now_ns) (local.get $begun)))
+        (drop (call $output (i32.const 0) (i32.const 16)))
+        (drop (call $output (i32.const 4096)
+            (i32.mul (i32.const 32) (i32.load (i32.const 4)))))",
+        subscriptions.len(),
+    );
+    let data = format!("(data (i32.const 1024) \"{bytes}\")");
+    let report = Run::of(&command(&data, &body)).input(input).go();
+    returned(&report, 0);
+    let (head, events) = report.output.split_at(16);
+    let word = |bytes: &[u8], at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let half = |bytes: &[u8], at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+    let told = |it: &[u8]| (word(it, 0), half(it, 8), it[10], word(it, 16), half(it, 24));
+    (head[0].into(), word(head, 8), events.chunks_exact(32).map(told).collect())
+}
+
+#[test]
+fn a_program_that_sleeps_finds_that_so_much_time_has_passed() {
+    let second = 1_000_000_000;
+    for clock in [0, 1] {
+        let slept = polled("", "", &[time(7, clock, 3 * second, false)]);
+        assert_eq!(slept, (0, 3 * second, vec![(7, 0, 0, 0, 0)]));
+    }
+    // The first time ends the wait, and whatever else is due by then is told.
+    let times = [time(1, 1, 9, false), time(2, 1, 5, false), time(3, 0, 5, false)];
+    assert_eq!(polled("", "", &times), (0, 5, vec![(2, 0, 0, 0, 0), (3, 0, 0, 0, 0)]));
+    // A time that is over is not waited for, and the clock goes no way back.
+    let times = [time(1, 1, 1, true), time(2, 1, 5, false)];
+    assert_eq!(polled("", "", &times), (0, 0, vec![(1, 0, 0, 0, 0)]));
+    let far = polled("", "", &[time(1, 1, u64::MAX, false)]);
+    assert_eq!((far.0, far.2), (0, vec![(1, 0, 0, 0, 0)]));
+}
+
+#[test]
+fn a_time_on_the_clock_is_slept_until() {
+    let until = Run::of("(module)").start_unix_ns + 250;
+    assert_eq!(polled("", "", &[time(1, 0, until, true)]), (0, 250, vec![(1, 0, 0, 0, 0)]));
+}
+
+#[test]
+fn input_and_room_are_there_and_nothing_is_waited_for() {
+    let all =
+        [time(1, 1, 5, false), subscription(2, 1, 0), subscription(3, 2, 1), subscription(4, 2, 2)];
+    let there = |input| {
+        vec![(2, 0, 1, input, u16::from(input == 0)), (3, 0, 2, 4096, 0), (4, 0, 2, 4096, 0)]
+    };
+    assert_eq!(polled("12345", "", &all), (0, 0, there(5)));
+    assert_eq!(polled("", "", &all), (0, 0, there(0)));
+}
+
+#[test]
+fn what_cannot_be_waited_for_is_an_error_of_its_own() {
+    let none = [
+        time(1, 2, 5, false),
+        subscription(2, 1, 1),
+        subscription(3, 2, 0),
+        subscription(4, 1, 9),
+        time(5, 1, 5, false),
+    ];
+    let bad = |userdata, tag| (userdata, 8, tag, 0, 0);
+    let events = vec![(1, 28, 0, 0, 0), bad(2, 1), bad(3, 2), bad(4, 1)];
+    assert_eq!(polled("", "", &none), (0, 0, events));
+    let closed = "(drop (call $fd_close (i32.const 1)))";
+    assert_eq!(polled("", closed, &[subscription(1, 2, 1)]), (0, 0, vec![bad(1, 2)]));
+    // Nothing, and what there is no name for.
+    assert_eq!(polled("", "", &[]), (28, 0, vec![]));
+    assert_eq!(polled("", "", &[time(1, 1, 5, false), subscription(2, 3, 0)]), (28, 0, vec![]));
 }
 
 #[test]

@@ -119,12 +119,16 @@ fn proposals_that_are_on_run() {
 #[test]
 fn an_unknown_import_is_named() {
     let report = Run::of(&module("(import \"env\" \"abort\" (func))", "(i32.const 0)")).go();
-    rejected(&report, RejectKind::Import, &["\"env\".\"abort\"", "`tool`, `forge` and the WASI"]);
-    let field = "(import \"wasi_snapshot_preview1\" \"path_rename\" (func))";
+    rejected(
+        &report,
+        RejectKind::Import,
+        &["\"env\".\"abort\"", "`tool`, `forge` and `wasi_snapshot_preview1`"],
+    );
+    let field = "(import \"wasi_snapshot_preview1\" \"sock_open\" (func))";
     rejected(
         &Run::of(&module(field, "(i32.const 0)")).go(),
         RejectKind::Import,
-        &["\"path_rename\"", "no such function", "no files and no sleeping"],
+        &["\"sock_open\"", "no such function in WASI preview 1"],
     );
 }
 

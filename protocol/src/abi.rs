@@ -48,7 +48,7 @@ impl core::fmt::Display for Signature {
 pub const TOOL_MODULE: &str = "tool";
 /// The module name of the environment's own functions.
 pub const FORGE_MODULE: &str = "forge";
-/// The module name of the WASI subset.
+/// The module name of WASI preview 1.
 pub const WASI_MODULE: &str = "wasi_snapshot_preview1";
 
 /// The type of every tool import: request pointer and length, then response
@@ -130,7 +130,8 @@ functions! {
 }
 
 functions! {
-    /// The functions of module [`WASI_MODULE`] that are there.
+    /// The functions of module [`WASI_MODULE`], all of them. Those for files,
+    /// sockets and signals are there to be linked, and refuse.
     Wasi {
         /// No arguments.
         ArgsGet = "args_get"(I32, I32) -> I32;
@@ -154,20 +155,75 @@ functions! {
         FdFdstatGet = "fd_fdstat_get"(I32, I32) -> I32;
         /// 0, 1 and 2 take any.
         FdFdstatSetFlags = "fd_fdstat_set_flags"(I32, I32) -> I32;
+        /// ENOTSUP.
+        FdFdstatSetRights = "fd_fdstat_set_rights"(I32, I64, I64) -> I32;
+        /// 0, 1 and 2 are character devices.
+        FdFilestatGet = "fd_filestat_get"(I32, I32) -> I32;
+        /// EINVAL.
+        FdFilestatSetSize = "fd_filestat_set_size"(I32, I64) -> I32;
+        /// EINVAL.
+        FdFilestatSetTimes = "fd_filestat_set_times"(I32, I64, I64, I32) -> I32;
         /// 0, 1 and 2 are gone then.
         FdClose = "fd_close"(I32) -> I32;
+        /// Nothing: what is written is written.
+        FdSync = "fd_sync"(I32) -> I32;
+        /// Nothing: what is written is written.
+        FdDatasync = "fd_datasync"(I32) -> I32;
         /// ESPIPE.
         FdSeek = "fd_seek"(I32, I64, I32, I32) -> I32;
         /// ESPIPE.
         FdTell = "fd_tell"(I32, I32) -> I32;
+        /// ESPIPE.
+        FdPread = "fd_pread"(I32, I32, I32, I64, I32) -> I32;
+        /// ESPIPE.
+        FdPwrite = "fd_pwrite"(I32, I32, I32, I64, I32) -> I32;
+        /// ESPIPE.
+        FdAdvise = "fd_advise"(I32, I64, I64, I32) -> I32;
+        /// ESPIPE.
+        FdAllocate = "fd_allocate"(I32, I64, I64) -> I32;
+        /// ENOTDIR.
+        FdReaddir = "fd_readdir"(I32, I32, I32, I64, I32) -> I32;
+        /// ENOTSUP.
+        FdRenumber = "fd_renumber"(I32, I32) -> I32;
         /// EBADF.
         FdPrestatGet = "fd_prestat_get"(I32, I32) -> I32;
         /// EBADF.
         FdPrestatDirName = "fd_prestat_dir_name"(I32, I32, I32) -> I32;
         /// ENOTCAPABLE.
         PathOpen = "path_open"(I32, I32, I32, I32, I32, I64, I64, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathCreateDirectory = "path_create_directory"(I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathFilestatGet = "path_filestat_get"(I32, I32, I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathFilestatSetTimes =
+            "path_filestat_set_times"(I32, I32, I32, I32, I64, I64, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathLink = "path_link"(I32, I32, I32, I32, I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathReadlink = "path_readlink"(I32, I32, I32, I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathRemoveDirectory = "path_remove_directory"(I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathRename = "path_rename"(I32, I32, I32, I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathSymlink = "path_symlink"(I32, I32, I32, I32, I32) -> I32;
+        /// ENOTCAPABLE.
+        PathUnlinkFile = "path_unlink_file"(I32, I32, I32) -> I32;
+        /// ENOTSOCK.
+        SockAccept = "sock_accept"(I32, I32, I32) -> I32;
+        /// ENOTSOCK.
+        SockRecv = "sock_recv"(I32, I32, I32, I32, I32, I32) -> I32;
+        /// ENOTSOCK.
+        SockSend = "sock_send"(I32, I32, I32, I32, I32) -> I32;
+        /// ENOTSOCK.
+        SockShutdown = "sock_shutdown"(I32, I32) -> I32;
+        /// Sleeps, in virtual time, if nothing it asks for is there.
+        PollOneoff = "poll_oneoff"(I32, I32, I32, I32) -> I32;
         /// Nothing.
         SchedYield = "sched_yield"() -> I32;
+        /// ENOTSUP.
+        ProcRaise = "proc_raise"(I32) -> I32;
         /// Ends the run with this code.
         ProcExit = "proc_exit"(I32);
     }
@@ -180,7 +236,7 @@ pub enum Import {
     Tool(ToolName),
     /// A function of the environment.
     Forge(Forge),
-    /// A function of the WASI subset.
+    /// A function of WASI.
     Wasi(Wasi),
 }
 
@@ -189,10 +245,10 @@ pub enum Import {
 pub enum ImportError {
     /// No import module has this name.
     UnknownModule,
-    /// The module has no function of this name.
-    UnknownFunction,
-    /// WASI has it, perhaps, and the subset that is here has not.
-    NotInSubset,
+    /// Module [`FORGE_MODULE`] has no function of this name.
+    NotInAbi,
+    /// WASI preview 1 has no function of this name.
+    NotInWasi,
     /// A tool import whose name is none.
     BadToolName(NameError),
 }
@@ -201,14 +257,10 @@ impl core::fmt::Display for ImportError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
             Self::UnknownModule => {
-                write!(f, "programs import from `tool`, `forge` and the WASI subset only")
+                write!(f, "programs import from `tool`, `forge` and `{WASI_MODULE}` only")
             }
-            Self::UnknownFunction => write!(f, "there is no such function in forge ABI v1"),
-            Self::NotInSubset => write!(
-                f,
-                "there is no such function: of WASI only the subset in docs/abi.md is here, with \
-                 no files and no sleeping"
-            ),
+            Self::NotInAbi => write!(f, "there is no such function in forge ABI v1"),
+            Self::NotInWasi => write!(f, "there is no such function in WASI preview 1"),
             Self::BadToolName(why) => write!(f, "{why}"),
         }
     }
@@ -226,10 +278,8 @@ impl Import {
             TOOL_MODULE => {
                 ToolName::parse(function).map(Self::Tool).map_err(ImportError::BadToolName)
             }
-            FORGE_MODULE => {
-                Forge::by_name(function).map(Self::Forge).ok_or(ImportError::UnknownFunction)
-            }
-            WASI_MODULE => Wasi::by_name(function).map(Self::Wasi).ok_or(ImportError::NotInSubset),
+            FORGE_MODULE => Forge::by_name(function).map(Self::Forge).ok_or(ImportError::NotInAbi),
+            WASI_MODULE => Wasi::by_name(function).map(Self::Wasi).ok_or(ImportError::NotInWasi),
             _ => Err(ImportError::UnknownModule),
         }
     }
@@ -331,10 +381,10 @@ mod tests {
     #[test]
     fn unknown_imports_are_refused() {
         assert_eq!(Import::recognise("env", "abort"), Err(ImportError::UnknownModule));
-        assert_eq!(Import::recognise("forge", "system"), Err(ImportError::UnknownFunction));
+        assert_eq!(Import::recognise("forge", "system"), Err(ImportError::NotInAbi));
         assert_eq!(
-            Import::recognise("wasi_snapshot_preview1", "path_rename"),
-            Err(ImportError::NotInSubset)
+            Import::recognise("wasi_snapshot_preview1", "sock_open"),
+            Err(ImportError::NotInWasi)
         );
         assert_eq!(
             Import::recognise("tool", "nodot"),

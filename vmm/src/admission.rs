@@ -485,7 +485,7 @@ mod tests {
         let found = messages(
             r#"(module
                 (import "env" "abort" (func))
-                (import "wasi_snapshot_preview1" "path_rename" (func))
+                (import "wasi_snapshot_preview1" "sock_open" (func))
                 (import "forge" "log" (func (param i32)))
                 (func $f) (start $f))"#,
             &[],

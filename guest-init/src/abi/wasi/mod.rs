@@ -1,15 +1,17 @@
-//! Module `wasi_snapshot_preview1`: the few functions of WASI preview 1 that
-//! a program compiled for it needs to start, to speak and to end.
+//! Module `wasi_snapshot_preview1`: what a program compiled for WASI preview 1
+//! needs to start, to speak, to sleep and to end.
 //!
 //! Descriptor 0 is the run's input, 1 its output, 2 its log by lines; there is
 //! no other, no file and no socket. Functions that ask for one exist because
 //! libraries link them into programs that never call them: they refuse, and look
-//! at no pointer. Error numbers and the layout of `fdstat` are those of the
+//! at no pointer. Error numbers and layouts are those of the
 //! preview 1 witx definitions. Pointers of the others are held to the same rule as
 //! everywhere: a bad one traps, it is no `EFAULT`.
 
-use forge_protocol::abi::Wasi;
-use wasmi::{AsContextMut, Caller, Error, Func};
+mod poll;
+
+use forge_protocol::abi::{Value, Wasi};
+use wasmi::{AsContextMut, Caller, Error, Func, FuncType, Val, ValType};
 
 use super::{COPY_BYTES_PER_FUEL, charge, parts, random, range, stop};
 use crate::host::Host;
@@ -18,6 +20,9 @@ use crate::link::Stream;
 const SUCCESS: i32 = 0;
 const EBADF: i32 = 8;
 const EINVAL: i32 = 28;
+const ENOTDIR: i32 = 54;
+const ENOTSOCK: i32 = 57;
+const ENOTSUP: i32 = 58;
 const ESPIPE: i32 = 70;
 const ENOTCAPABLE: i32 = 76;
 
@@ -33,7 +38,10 @@ const CLOCK_STEP_NS: u64 = 1;
 /// An `iovec`: pointer and length, 32 bits each.
 const IOVEC_BYTES: u64 = 8;
 /// An `fdstat`.
-const FDSTAT_BYTES: i32 = 24;
+const FDSTAT_BYTES: usize = 24;
+/// A `filestat`, and where its type stands.
+const FILESTAT_BYTES: usize = 64;
+const FILESTAT_TYPE: usize = 16;
 const FILETYPE_CHARACTER_DEVICE: u8 = 2;
 const RIGHT_FD_READ: u64 = 1 << 1;
 const RIGHT_FD_WRITE: u64 = 1 << 6;
@@ -61,6 +69,7 @@ pub(super) fn function<S: Stream + 'static>(
         Wasi::FdWrite => Func::wrap(store, fd_write::<S>),
         Wasi::FdRead => Func::wrap(store, fd_read::<S>),
         Wasi::FdFdstatGet => Func::wrap(store, fd_fdstat_get::<S>),
+        Wasi::FdFilestatGet => Func::wrap(store, fd_filestat_get::<S>),
         Wasi::FdClose => Func::wrap(store, |mut caller: Caller<'_, Host<S>>, fd: i32| {
             if !is_open(&caller, fd) {
                 return EBADF;
@@ -69,26 +78,38 @@ pub(super) fn function<S: Stream + 'static>(
             caller.data_mut().closed[fd as usize] = true;
             SUCCESS
         }),
-        Wasi::FdSeek => {
-            Func::wrap(store, |caller: Caller<'_, Host<S>>, fd: i32, _: i64, _: i32, _: i32| {
-                no_position(&caller, fd)
-            })
+        // Nothing here blocks, what is written is appended, and written at once,
+        // whatever is asked for.
+        Wasi::FdFdstatSetFlags | Wasi::FdSync | Wasi::FdDatasync => {
+            of_open(store, function, SUCCESS)
         }
-        Wasi::FdTell => Func::wrap(store, |caller: Caller<'_, Host<S>>, fd: i32, _: i32| {
-            no_position(&caller, fd)
-        }),
-        // Nothing here blocks, and what is written is appended, whatever the flags.
-        Wasi::FdFdstatSetFlags => Func::wrap(
-            store,
-            |caller: Caller<'_, Host<S>>, fd: i32, _: i32| {
-                if is_open(&caller, fd) { SUCCESS } else { EBADF }
-            },
-        ),
-        Wasi::FdPrestatGet => Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i32| EBADF),
-        Wasi::FdPrestatDirName => {
-            Func::wrap(store, |_: Caller<'_, Host<S>>, _: i32, _: i32, _: i32| EBADF)
+        Wasi::FdSeek
+        | Wasi::FdTell
+        | Wasi::FdPread
+        | Wasi::FdPwrite
+        | Wasi::FdAdvise
+        | Wasi::FdAllocate => of_open(store, function, ESPIPE),
+        Wasi::FdFilestatSetSize | Wasi::FdFilestatSetTimes => of_open(store, function, EINVAL),
+        Wasi::FdFdstatSetRights | Wasi::FdRenumber => of_open(store, function, ENOTSUP),
+        Wasi::FdReaddir => of_open(store, function, ENOTDIR),
+        Wasi::SockAccept | Wasi::SockRecv | Wasi::SockSend | Wasi::SockShutdown => {
+            of_open(store, function, ENOTSOCK)
         }
-        Wasi::PathOpen => Func::wrap(store, path_open::<S>),
+        // No descriptor is a folder that was opened before the start.
+        Wasi::FdPrestatGet | Wasi::FdPrestatDirName => of_open(store, function, EBADF),
+        // There is no folder that anything is in, whatever the descriptor.
+        Wasi::PathOpen
+        | Wasi::PathCreateDirectory
+        | Wasi::PathFilestatGet
+        | Wasi::PathFilestatSetTimes
+        | Wasi::PathLink
+        | Wasi::PathReadlink
+        | Wasi::PathRemoveDirectory
+        | Wasi::PathRename
+        | Wasi::PathSymlink
+        | Wasi::PathUnlinkFile => constant(store, function, |_, _| ENOTCAPABLE),
+        Wasi::ProcRaise => constant(store, function, |_, _| ENOTSUP),
+        Wasi::PollOneoff => Func::wrap(store, poll::oneoff::<S>),
         Wasi::SchedYield => Func::wrap(store, |_: Caller<'_, Host<S>>| SUCCESS),
         Wasi::ProcExit => {
             Func::wrap(store, |_: Caller<'_, Host<S>>, code: i32| -> Result<(), Error> {
@@ -96,6 +117,35 @@ pub(super) fn function<S: Stream + 'static>(
             })
         }
     }
+}
+
+/// A function of this type that looks at nothing but its first argument.
+fn constant<S: Stream + 'static>(
+    store: impl AsContextMut<Data = Host<S>>,
+    function: Wasi,
+    answer: impl Fn(&Caller<'_, Host<S>>, i32) -> i32 + Send + Sync + 'static,
+) -> Func {
+    let value = |value: &Value| match value {
+        Value::I32 => ValType::I32,
+        Value::I64 => ValType::I64,
+    };
+    let signature = function.signature();
+    let ty = FuncType::new(signature.params.iter().map(value), signature.result.iter().map(value));
+    Func::new(store, ty, move |caller, params, results| {
+        if let (Some(Val::I32(first)), [result]) = (params.first(), results) {
+            *result = Val::I32(answer(&caller, *first));
+        }
+        Ok(())
+    })
+}
+
+/// A function of a descriptor, whose answer is the same for each that is open.
+fn of_open<S: Stream + 'static>(
+    store: impl AsContextMut<Data = Host<S>>,
+    function: Wasi,
+    answer: i32,
+) -> Func {
+    constant(store, function, move |caller, fd| if is_open(caller, fd) { answer } else { EBADF })
 }
 
 /// Writes `bytes` where the program said.
@@ -156,28 +206,6 @@ fn is_open<S>(caller: &Caller<'_, Host<S>>, fd: i32) -> bool {
     closed.is_some_and(|closed| !closed)
 }
 
-/// What asks for a position is told that there is none.
-fn no_position<S>(caller: &Caller<'_, Host<S>>, fd: i32) -> i32 {
-    if is_open(caller, fd) { ESPIPE } else { EBADF }
-}
-
-/// There is no folder to open anything in.
-#[expect(clippy::too_many_arguments, reason = "WASI's own")]
-fn path_open<S: Stream>(
-    _: Caller<'_, Host<S>>,
-    _folder: i32,
-    _lookup: i32,
-    _path: i32,
-    _path_length: i32,
-    _how: i32,
-    _rights: i64,
-    _inherited: i64,
-    _flags: i32,
-    _opened: i32,
-) -> i32 {
-    ENOTCAPABLE
-}
-
 fn fd_fdstat_get<S: Stream>(
     mut caller: Caller<'_, Host<S>>,
     fd: i32,
@@ -188,10 +216,25 @@ fn fd_fdstat_get<S: Stream>(
     }
     let rights = if fd == STDIN { RIGHT_FD_READ } else { RIGHT_FD_WRITE };
     // filetype u8, padding, flags u16, padding, rights u64, inherited u64.
-    let mut fdstat = [0; FDSTAT_BYTES as usize];
+    let mut fdstat = [0; FDSTAT_BYTES];
     fdstat[0] = FILETYPE_CHARACTER_DEVICE;
     fdstat[8..16].copy_from_slice(&rights.to_le_bytes());
     write(&mut caller, target, &fdstat)?;
+    Ok(SUCCESS)
+}
+
+fn fd_filestat_get<S: Stream>(
+    mut caller: Caller<'_, Host<S>>,
+    fd: i32,
+    target: i32,
+) -> Result<i32, Error> {
+    if !is_open(&caller, fd) {
+        return Ok(EBADF);
+    }
+    // A device has no size, and these no times.
+    let mut filestat = [0; FILESTAT_BYTES];
+    filestat[FILESTAT_TYPE] = FILETYPE_CHARACTER_DEVICE;
+    write(&mut caller, target, &filestat)?;
     Ok(SUCCESS)
 }
 
