@@ -440,11 +440,14 @@ fn a_tool_whose_schema_is_none_is_left_out_by_name_and_costs_no_other() {
 }
 
 #[test]
-fn blocks_of_an_unknown_type_reach_the_program_beside_the_others() {
+fn blocks_of_content_reach_the_program_as_they_came() {
     let mut broker = with_raw_server("odd");
     let mut worker = broker.run(&["raw.gives"], limits());
-    let (text, chart) = (json!({"type": "text", "text": "good"}), json!({"type": "chart", "x": 1}));
-    let content = json!([text, chart]);
+    // With what the broker's MCP library has no member for, and less precise.
+    let text = json!({"type": "text", "text": "good", "annotations": {"priority": 0.7, "x": 1},
+        "beside": [0.1], "_meta": null});
+    let image = json!({"type": "image", "data": "AAAA", "mime": "image/png"});
+    let content = json!([text, {"type": "chart", "x": 1}, image]);
     let mut given = |result: Value| worker.call("raw.gives", &json!({ "result": result }));
     assert_eq!(given(json!({ "content": content })), (None, content.clone()));
     let (code, why) = given(json!({ "content": content, "isError": true }));
@@ -480,6 +483,10 @@ fn a_result_that_is_none_is_a_bad_response() {
         assert_eq!(code, Some(CallCode::BadResponse), "{result}: {why}");
         assert!(why["error"].as_str().unwrap().contains("no tool result"), "{result}: {why}");
     }
+    let text = json!({"type": "text", "text": "good"});
+    let (_, why) =
+        worker.call("raw.gives", &json!({ "result": {"content": [text, {"type": "text"}]} }));
+    assert!(why["error"].as_str().unwrap().contains("content[1] is no block"), "{why}");
 }
 
 #[test]

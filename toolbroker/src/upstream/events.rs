@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
-use forge_protocol::json;
 use futures_core::Stream;
 use futures_core::stream::BoxStream;
 use reqwest::Response;
@@ -22,8 +21,10 @@ use rmcp::RoleClient;
 use rmcp::model::{JsonRpcMessage, RequestId};
 use rmcp::service::RxJsonRpcMessage;
 use rmcp::transport::streamable_http_client::SseError;
+use serde::Deserialize as _;
 use sse_stream::{Sse, SseStream};
 
+use super::received;
 use super::unusable::{Scan, Unusable, is_same};
 
 /// The events of a response, each of at most `bytes_max` bytes. If they answer
@@ -130,16 +131,16 @@ impl<S> Answers<S> {
         let why = if scan.has_too_many() {
             Unusable::TooMany
         } else {
-            let mut read = json::from_slice::<RxJsonRpcMessage<RoleClient>>(data.as_bytes());
-            if read.is_err()
-                && let Some(mended) = json::mended(data.as_bytes())
-            {
-                read = json::from_slice(mended.as_bytes());
-                // The library reads it anew.
-                event.data = Some(mended);
-            }
+            let read = received::read(data.as_bytes()).and_then(|read| {
+                let message = RxJsonRpcMessage::<RoleClient>::deserialize(&read)?;
+                Ok((message, read.to_string()))
+            });
             match read {
-                Ok(message) => return Some(self.pass(message, event)),
+                // The library reads it anew.
+                Ok((message, text)) => {
+                    event.data = Some(text);
+                    return Some(self.pass(message, event));
+                }
                 // A notification that this release does not know.
                 Err(_) if scan.has_method() => return Some(event),
                 Err(error) => Unusable::unread(&error),
@@ -294,11 +295,11 @@ mod tests {
             let got = ended(out(Some(RequestId::Number(7)), &["", &answer(id, error)]));
             assert_eq!(got, [(json!(7), None)], "{id}");
         }
-        let ping = answer("\"server-error\"", "\"method\":\"ping\"");
+        let ping = r#"{"id":"server-error","jsonrpc":"2.0","method":"ping"}"#;
         let unknown = r#"{"jsonrpc":"2.0","method":"notifications/unheard-of","params":7}"#;
-        let got = out(Some(RequestId::Number(7)), &["", &ping, unknown]);
+        let got = out(Some(RequestId::Number(7)), &["", ping, unknown]);
         let said: Vec<_> = got.iter().map(|it| it.as_ref().unwrap().data.as_deref()).collect();
-        assert_eq!(said, [Some(""), Some(ping.as_str()), Some(unknown)]);
+        assert_eq!(said, [Some(""), Some(ping), Some(unknown)]);
     }
 
     #[test]

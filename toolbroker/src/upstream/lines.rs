@@ -20,6 +20,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _,
 use tokio::sync::{Notify, oneshot};
 use tokio::task::AbortHandle;
 
+use super::received;
 use super::stdio::answers;
 use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable, is_same};
 
@@ -97,7 +98,7 @@ impl Line {
         if text.trim_ascii().is_empty() {
             return Ok(None);
         }
-        match forge_protocol::json::from_slice_mended(text) {
+        match received::read(text).and_then(serde_json::from_value) {
             Ok(message) => Ok(Some(message)),
             // A notification that this release does not know.
             Err(error) if error.is_data() && self.scan.has_method() => Ok(None),

@@ -6,9 +6,9 @@
 //! 2026-07-28 wants), or by the time it gave the list to live. Not every server
 //! says so, and one that gave no time is asked again after a while.
 //!
-//! What the library cannot read of a list or a result it hands over as it came,
-//! and it is read here, tool by tool and block by block: one that is none costs
-//! no other.
+//! What the library cannot read of a list it hands over as it came,
+//! and it is read here, tool by tool: one that is none costs no other. The result
+//! of a call passes it unread ([`received`](super::received)).
 
 use std::collections::BTreeSet;
 use std::io;
@@ -17,11 +17,10 @@ use std::sync::{Arc, Mutex as StdMutex, PoisonError, Weak};
 use std::time::Duration;
 
 use rmcp::model::{
-    CallToolRequest, CallToolRequestParams, CallToolResult, CancelledNotificationParam,
-    ClientCapabilities, ClientConfig, ClientRequest, ContentBlock, CustomResult, Implementation,
-    JsonObject, ListToolsRequest, ListToolsResult, PaginatedRequestParams, ProtocolVersion,
-    ReadResourceRequest, ReadResourceRequestParams, RequestId, RequestMetaObject, ServerResult,
-    SubscriptionFilter,
+    CallToolRequest, CallToolRequestParams, CancelledNotificationParam, ClientCapabilities,
+    ClientConfig, ClientRequest, CustomResult, Implementation, JsonObject, ListToolsRequest,
+    ListToolsResult, PaginatedRequestParams, ProtocolVersion, ReadResourceRequest,
+    ReadResourceRequestParams, RequestId, RequestMetaObject, ServerResult, SubscriptionFilter,
 };
 use rmcp::service::{ClientInitializeError, PeerRequestOptions, RunningService, ServiceError};
 use rmcp::{ClientHandler, Peer, RoleClient};
@@ -33,6 +32,7 @@ use tokio::time::{Instant, timeout};
 
 use super::breaker::Breaker;
 use super::declined::Heard;
+use super::received;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
@@ -56,9 +56,6 @@ const RESUBSCRIBE_AFTER: Duration = Duration::from_secs(30);
 /// Where a call's idempotency key stands in its `_meta`. MCP has no name of its
 /// own for it.
 const IDEMPOTENCY_KEY: &str = "forge-vmm/idempotency-key";
-
-/// The types of content that the library reads.
-const KNOWN_BLOCKS: [&str; 5] = ["text", "image", "audio", "resource", "resource_link"];
 
 /// Pages its list may have.
 const PAGES_MAX: usize = 200;
@@ -496,15 +493,10 @@ impl Session {
         let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
         let promised = tool.spec().output_schema.is_some();
         Ok(match self.asked(request).await {
-            Ok(ServerResult::CallToolResult(mut result)) => {
-                let blocks = std::mem::take(&mut result.content);
-                let content = blocks.iter().map(|block| json!(block)).collect();
-                end_of(result, content, promised)
-            }
-            Ok(ServerResult::CustomResult(CustomResult(said))) => match result_of(said) {
-                Some((result, content)) => end_of(result, content, promised),
-                None => CallEnd::Unusable(Unusable::NoResult),
-            },
+            Ok(ServerResult::CustomResult(said)) => received::as_it_came(said)
+                .ok_or(Unusable::NoResult)
+                .and_then(|result| end_of(result, promised))
+                .unwrap_or_else(CallEnd::Unusable),
             Ok(ServerResult::InputRequiredResult(_)) => {
                 failed("the tool asks its user for input, and a run has none")
             }
@@ -538,9 +530,12 @@ impl Session {
     async fn read_once(&self, uri: &str) -> Result<CallEnd, ServiceError> {
         let request = ReadResourceRequest::new(ReadResourceRequestParams::new(uri));
         match self.asked(ClientRequest::ReadResourceRequest(request)).await {
-            Ok(ServerResult::ReadResourceResult(result)) => {
-                let contents = serde_json::to_value(&result.contents).unwrap_or(Value::Null);
-                Ok(CallEnd::Answered(contents))
+            Ok(ServerResult::CustomResult(said)) => {
+                let result = received::as_it_came(said);
+                let contents = result.and_then(|mut it| it.get_mut("contents").map(Value::take));
+                let contents = contents
+                    .filter(|it| it.as_array().is_some_and(|all| all.iter().all(is_content)));
+                Ok(contents.map_or(CallEnd::Unusable(Unusable::NoResource), CallEnd::Answered))
             }
             Ok(ServerResult::InputRequiredResult(_)) => {
                 let text = "the resource asks its reader for input, and a run has none";
@@ -558,6 +553,12 @@ impl Session {
             Line::Http(http) => http.ended().await,
         }
     }
+}
+
+/// Whether it is what a resource has in one place: it says where, and has a text or
+/// bytes in base64.
+fn is_content(content: &Value) -> bool {
+    content["uri"].is_string() && (content["text"].is_string() || content["blob"].is_string())
 }
 
 /// The end of a request that was answered with an error. Any other is handed back.
@@ -602,36 +603,44 @@ impl Drop for Waiting {
     }
 }
 
-/// How a call ended, by its result and the blocks of its content. `promised` says
-/// that the tool has a schema for what is structured, which may be `null` then.
-fn end_of(result: CallToolResult, content: Vec<Value>, promised: bool) -> CallEnd {
-    let structured = result.structured_content.filter(|it| promised || !it.is_null());
-    if result.is_error == Some(true) {
-        let is_text = |block: &&Value| block["type"] == "text";
-        let text: Vec<&str> =
-            content.iter().filter(is_text).filter_map(|block| block["text"].as_str()).collect();
-        let mut error = json!({ "error": text.join("\n"), "content": content });
-        if let Some(structured) = structured {
-            error["structuredContent"] = structured;
-        }
-        return CallEnd::Failed(error);
+/// How a call ended, by its result. `promised` says that the tool has a schema for
+/// what is structured, which may be `null` then. Whatever is a block goes on as it
+/// came.
+fn end_of(mut result: Value, promised: bool) -> Result<CallEnd, Unusable> {
+    let content = match result.get_mut("content").map(Value::take) {
+        None => Vec::new(),
+        Some(Value::Array(blocks)) => blocks,
+        Some(_) => return Err(Unusable::NoResult),
+    };
+    if let Some(at) = content.iter().position(|block| !is_block(block)) {
+        return Err(Unusable::NoBlock(at));
     }
-    structured.map_or_else(|| CallEnd::Content(content.into()), CallEnd::Answered)
+    let structured = result.get_mut("structuredContent").map(Value::take);
+    let structured = structured.filter(|it| promised || !it.is_null());
+    match &result["isError"] {
+        Value::Null | Value::Bool(false) => {
+            Ok(structured.map_or_else(|| CallEnd::Content(content.into()), CallEnd::Answered))
+        }
+        Value::Bool(true) => {
+            let texts: Vec<&str> = content.iter().filter_map(text_of).collect();
+            let mut error = json!({ "error": texts.join("\n"), "content": content });
+            if let Some(structured) = structured {
+                error["structuredContent"] = structured;
+            }
+            Ok(CallEnd::Failed(error))
+        }
+        _ => Err(Unusable::NoResult),
+    }
 }
 
-/// A result that the library cannot read, and the blocks of its content: those of a
-/// type that it does not know stay as they are.
-fn result_of(mut said: Value) -> Option<(CallToolResult, Vec<Value>)> {
-    let content = said.get_mut("content")?.as_array_mut()?;
-    let blocks: Option<Vec<Value>> = std::mem::take(content)
-        .into_iter()
-        .map(|block| match ContentBlock::deserialize(&block) {
-            Ok(known) => Some(json!(known)),
-            Err(_) if !KNOWN_BLOCKS.contains(&block["type"].as_str()?) => Some(block),
-            Err(_) => None,
-        })
-        .collect();
-    Some((CallToolResult::deserialize(said).ok()?, blocks?))
+/// Whether it is a block of content: it has a type, and a text where that is one.
+fn is_block(block: &Value) -> bool {
+    block["type"].as_str().is_some_and(|kind| kind != "text" || block["text"].is_string())
+}
+
+/// The text of a block of text.
+fn text_of(block: &Value) -> Option<&str> {
+    if block["type"] == "text" { block["text"].as_str() } else { None }
 }
 
 /// How long a list is good for that was given this time to live.

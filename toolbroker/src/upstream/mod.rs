@@ -10,6 +10,7 @@
 //! | [`mcp`] | a session of MCP: tools and calls |
 //! | [`stdio`] | a process and its standard streams |
 //! | [`lines`] | the messages on them |
+//! | [`received`] | messages of MCP, as its library is to read them |
 //! | [`unusable`] | answers of which nothing is made |
 //! | [`http`] | the way to a server over HTTP |
 //! | [`streamable`] | MCP on it |
@@ -40,6 +41,7 @@ mod lines;
 mod mcp;
 pub(crate) mod oauth;
 mod openapi;
+mod received;
 pub(crate) mod scrubs;
 mod source;
 mod stdio;

@@ -31,6 +31,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within, retry_after};
+use super::received;
 use super::stdio::answers;
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
 use crate::endpoint::Endpoint;
@@ -360,7 +361,7 @@ fn answer_to(asked: RequestId, body: &[u8]) -> ServerJsonRpcMessage {
     if !has_few_values(body) {
         return Unusable::TooMany.answer(asked);
     }
-    match forge_protocol::json::from_slice_mended(body) {
+    match received::read(body).and_then(serde_json::from_value) {
         Ok(ServerJsonRpcMessage::Error(said)) => {
             ServerJsonRpcMessage::error(said.error, Some(asked))
         }

@@ -9,7 +9,7 @@
 //!
 //! To the MCP library such an answer is an error of the request that it was for:
 //! one that this module makes ([`Unusable::answer`]) and knows again
-//! ([`Unusable::of`]).
+//! ([`Unusable::of`]). That a result is none is seen behind the library.
 
 use rmcp::RoleClient;
 use rmcp::model::{ErrorCode, ErrorData, JsonRpcMessage, RequestId};
@@ -52,6 +52,9 @@ pub enum Unusable {
     /// It is an answer of MCP, and no tool's.
     #[error("with no tool result")]
     NoResult,
+    /// It is a tool's, and this one of its blocks, counted from 0, is none.
+    #[error("with no tool result: content[{0}] is no block of MCP")]
+    NoBlock(usize),
     /// It is an answer of MCP, and no resource's.
     #[error("with no resource")]
     NoResource,

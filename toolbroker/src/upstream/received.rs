@@ -1,0 +1,96 @@
+//! A message of a server, as the MCP library is to read it.
+//!
+//! The library reads a result into types of its own, which keep the members that
+//! they know and numbers of their own width (a priority of 0.7 in 32 bits is
+//! 0.699999988079071), and take no list of blocks with one that they do not
+//! know. What a tool answered is for the program, so it passes the library as a
+//! result of no type that it knows, behind one member, and comes out as it came.
+
+use forge_protocol::json;
+use rmcp::model::CustomResult;
+use serde_json::{Error, Value, json};
+
+/// The member that it stands behind. A server that sends it by itself sends a
+/// result all the same.
+const AS_IT_CAME: &str = "forge-vmm/as-it-came";
+
+/// Which results those are: a tool's (MCP's `CallToolResult`) by any of the first
+/// three, a resource's (`ReadResourceResult`) by the last.
+const MEMBERS: [&str; 4] = ["content", "structuredContent", "isError", "contents"];
+
+/// Reads a message.
+///
+/// # Errors
+/// As [`json::from_slice_mended`].
+pub(super) fn read(text: &[u8]) -> Result<Value, Error> {
+    let mut message: Value = json::from_slice_mended(text)?;
+    if let Some(result) = message.get_mut("result").filter(|result| is_an_end(result)) {
+        *result = json!({ AS_IT_CAME: result.take() });
+    }
+    Ok(message)
+}
+
+/// Whether it is what a call or a reading came to. Of another type than that it is
+/// complete, it is a question or a promise.
+fn is_an_end(result: &Value) -> bool {
+    let is_complete = match result.get("resultType") {
+        None | Some(Value::Null) => true,
+        Some(kind) => kind == "complete",
+    };
+    is_complete && MEMBERS.iter().any(|member| result.get(member).is_some())
+}
+
+/// The result behind what the library made of it, if it was one of those.
+pub(super) fn as_it_came(CustomResult(mut result): CustomResult) -> Option<Value> {
+    result.get_mut(AS_IT_CAME).map(Value::take)
+}
+
+#[cfg(test)]
+mod tests {
+    use rmcp::RoleClient;
+    use rmcp::model::{JsonRpcMessage, ServerResult};
+    use rmcp::service::RxJsonRpcMessage;
+    use serde::Deserialize as _;
+
+    use super::*;
+
+    /// What the library makes of a result.
+    fn through(result: &Value) -> ServerResult {
+        let message = json!({ "jsonrpc": "2.0", "id": 1, "result": result });
+        let message = read(message.to_string().as_bytes()).unwrap();
+        match RxJsonRpcMessage::<RoleClient>::deserialize(message).unwrap() {
+            JsonRpcMessage::Response(said) => said.result,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_a_tool_answered_passes_the_library_as_it_came() {
+        for result in [
+            json!({"content": [{"type": "text", "text": "x", "annotations": {"priority": 0.7},
+                "_meta": {"a": 1}, "beside": true}], "resultType": "complete", "more": [0.1]}),
+            json!({"content": "none"}),
+            json!({"structuredContent": null}),
+            json!({"isError": true}),
+            json!({"contents": [{"uri": "a:b", "text": "x", "beside": 1}]}),
+        ] {
+            match through(&result) {
+                ServerResult::CustomResult(said) => assert_eq!(as_it_came(said), Some(result)),
+                other => panic!("{result}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_tools_answer_is_the_librarys_to_read() {
+        let tools = json!({ "tools": [] });
+        assert!(matches!(through(&tools), ServerResult::ListToolsResult(_)));
+        let asks = json!({ "resultType": "input_required", "inputRequests": {}, "content": [] });
+        assert!(matches!(through(&asks), ServerResult::InputRequiredResult(_)));
+        assert!(matches!(through(&json!({})), ServerResult::EmptyResult(_)));
+        match through(&json!({ "what": 1 })) {
+            ServerResult::CustomResult(said) => assert_eq!(as_it_came(said), None),
+            other => panic!("{other:?}"),
+        }
+    }
+}
