@@ -283,7 +283,7 @@ fn main() -> ExitCode {
 fn list_journal(
     JournalCommand::List { journal, run, last, json }: JournalCommand,
 ) -> Result<(), Error> {
-    let calls = read::calls(&journal, run, last)?;
+    let (calls, mut left_out) = read::calls(&journal, run, last)?;
     let mut out = std::io::stdout().lock();
     let written = if json {
         let written = serde_json::to_writer_pretty(&mut out, &calls).map_err(Into::into);
@@ -293,9 +293,15 @@ fn list_journal(
     };
     match written.and_then(|()| out.flush()) {
         // Whoever reads us has read enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => written.map_err(Error::Output),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
+        written => written.map_err(Error::Output)?,
     }
+    // What was shown is not all: the command ends with that.
+    let Some(last) = left_out.pop() else { return Ok(()) };
+    for error in left_out {
+        let _ = writeln!(std::io::stderr(), "forge-toolbroker: left out: {error}");
+    }
+    Err(last.into())
 }
 
 /// Prints what is wrong. That something is, is no error of this command.

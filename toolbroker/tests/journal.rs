@@ -11,7 +11,7 @@ use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::time::Duration;
 
 use forge_protocol::RunId;
@@ -127,13 +127,17 @@ impl Desk {
         serde_json::from_str(&output).unwrap()
     }
 
-    fn list(&self, more: &[&str]) -> String {
-        let output = Command::new(env!("CARGO_BIN_EXE_forge-toolbroker"))
+    fn listing(&self, more: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_forge-toolbroker"))
             .args(["journal", "list", "--journal"])
             .arg(self.journal())
             .args(more)
             .output()
-            .unwrap();
+            .unwrap()
+    }
+
+    fn list(&self, more: &[&str]) -> String {
+        let output = self.listing(more);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     }
@@ -879,8 +883,16 @@ fn a_damaged_journal_is_said_and_nothing_of_it_is_changed() {
         assert!(log.contains("move it away"), "{what}: {log}");
     }
     // Nothing was lost.
-    std::fs::write(&file, whole).unwrap();
+    std::fs::write(&file, &whole).unwrap();
     assert_eq!(desk.listed().len(), 50);
+    // What another broker wrote is shown beside one that is damaged, and that is said.
+    std::fs::write(desk.journal().join("journal-01.sqlite"), whole).unwrap();
+    std::fs::write(&file, [0xA5; 8192]).unwrap();
+    let output = desk.listing(&["--json", "--last", "1000"]);
+    let calls: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(calls.len() == 50 && !output.status.success(), "{stderr}");
+    assert!(stderr.contains("journal-00.sqlite"), "{stderr}");
 }
 
 #[test]

@@ -85,32 +85,34 @@ impl CallState {
 }
 
 /// The newest calls of all journals in this folder, or of one run, oldest
-/// first; at most `last` of each journal.
+/// first; at most `last` of each journal. Beside them, why files were left out
+/// that cannot be read: they cost no other.
 ///
 /// # Errors
-/// [`JournalError`].
+/// [`JournalError`] if there is no journal.
 pub fn calls(
     folder: &Path,
     run: Option<RunId>,
     last: usize,
-) -> Result<Vec<CallEntry>, JournalError> {
+) -> Result<(Vec<CallEntry>, Vec<JournalError>), JournalError> {
     let files = slot::files(folder)
         .map_err(|source| JournalError::File { path: folder.to_owned(), source })?;
     if files.is_empty() {
         // No calls at all and a folder that is misspelt look the same.
         return Err(JournalError::Missing { folder: folder.to_owned() });
     }
-    let mut calls = Vec::new();
+    let (mut calls, mut left_out) = (Vec::new(), Vec::new());
     for (file, taken) in files {
-        let in_file = calls_of(&file, run, last, taken);
-        let in_file =
-            in_file.map_err(|source| JournalError::Database { path: file.clone(), source })?;
-        calls.extend(in_file.ok_or(JournalError::Foreign { path: file })?);
+        match calls_of(&file, run, last, taken) {
+            Ok(Some(in_file)) => calls.extend(in_file),
+            Ok(None) => left_out.push(JournalError::Foreign { path: file }),
+            Err(source) => left_out.push(JournalError::Database { path: file, source }),
+        }
     }
     calls.sort_by(|a: &CallEntry, b| {
         (a.at_us, &a.run_id, a.call).cmp(&(b.at_us, &b.run_id, b.call))
     });
-    Ok(calls)
+    Ok((calls, left_out))
 }
 
 /// `None` if this release cannot read the file.
