@@ -679,7 +679,12 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
     let cancelled = hear(&mut socket);
     assert_eq!(cancelled["finished"]["report"]["status"], "cancelled", "{cancelled:#}");
 
-    say(&mut socket, json!({ "submit": { "number": 1, "run": endless() } }));
+    say(&mut socket, json!({ "submit": { "number": 1, "run": endless(), "events": true } }));
+    let admitted = hear(&mut socket);
+    assert_eq!(admitted["event"]["event"], "admitted", "{admitted:#}");
+    let id = admitted["event"]["data"]["run_id"].as_str().unwrap().to_owned();
+    let state = || service.get(&format!("/v1/runs/{id}")).json;
+    assert_eq!(state()["status"], "running", "who knows its id finds it");
     let mut its = Vec::new();
     // One that is being made is busy as well, for a while.
     eventually("its run is carried out", || {
@@ -688,6 +693,8 @@ fn a_socket_carries_runs_and_closing_it_cancels_them() {
     });
     drop(socket);
     eventually("it is cancelled, as that before", || service.cancelled() == 2);
+    // What its client would have been told is kept for it.
+    eventually("its report is there", || state()["status"] == "cancelled");
     for pid in its {
         eventually("its worker is gone", || is_gone(pid));
     }

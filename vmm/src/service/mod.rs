@@ -57,7 +57,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use forge_protocol::limits::PRINCIPAL_BYTES_MAX;
+use forge_protocol::limits::{PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX};
 use forge_protocol::service::Order;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
@@ -217,6 +217,12 @@ impl Service {
             let reason = not_theirs(principal);
             return (RunResult::unstarted(tier, Status::Rejected, "forbidden", reason), None);
         }
+        if order.session.as_deref().is_some_and(|it| !is_text(it, SESSION_BYTES_MAX)) {
+            let reason = format!(
+                "a session's name has 1 to {SESSION_BYTES_MAX} bytes and no control characters"
+            );
+            return (RunResult::unstarted(tier, Status::Rejected, "bad_request", reason), None);
+        }
         let options = self.options();
         if options.pm_qos
             && let Some(awake) = &self.awake
@@ -311,7 +317,12 @@ impl Service {
 /// Whether this names a principal, as the toolbroker has it, which is not asked
 /// for every run.
 fn is_name(principal: &str) -> bool {
-    (1..=PRINCIPAL_BYTES_MAX).contains(&principal.len()) && !principal.chars().any(char::is_control)
+    is_text(principal, PRINCIPAL_BYTES_MAX)
+}
+
+/// Whether a name of so many bytes at most is one.
+fn is_text(name: &str, bytes_max: usize) -> bool {
+    (1..=bytes_max).contains(&name.len()) && !name.chars().any(char::is_control)
 }
 
 /// Why a client that names this principal is refused.

@@ -137,12 +137,17 @@ impl Follower {
                 None => break,
             }
         }
-        match end {
-            Some(end) => self.kept.events.end(end),
-            None => self.kept.events.lose(),
-        }
-        self.tenant.ended(&self.kept, Instant::now());
+        self::end(&self.tenant, &self.kept, end);
     }
+}
+
+/// Takes note of how a kept run ended, or that this will not be known.
+pub(crate) fn end(tenant: &Tenant, kept: &Kept, end: Option<End>) {
+    match end {
+        Some(end) => kept.events.end(end),
+        None => kept.events.lose(),
+    }
+    tenant.ended(kept, Instant::now());
 }
 
 /// Keeps a run that is over already, if it took place: what was refused, however

@@ -30,8 +30,9 @@ use axum::extract::{Extension, State};
 use axum::http::StatusCode;
 use axum::response::Response;
 use forge_client::{Canceller, Run, RunMessage};
+use forge_protocol::json as protocol_json;
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
-use forge_protocol::service::Callback;
+use forge_protocol::service::{Callback, Finish, RunEvent};
 use serde::de::{Error as _, IgnoredAny};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
@@ -40,7 +41,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 
 use super::access::Bearer;
-use super::events::{Events, Happened, happened};
+use super::events::{End, Events, Happened, happened};
 use super::order::{self, HostedBody, MESSAGE_BYTES_MAX, RunBody, bounded, present};
 use super::problem::{self, Problem};
 use super::runs;
@@ -95,7 +96,7 @@ struct Settle {
     #[serde(default, deserialize_with = "present")]
     result: Option<Box<RawValue>>,
     #[serde(default)]
-    error: Option<Object<ToolError>>,
+    error: Option<Box<RawValue>>,
 }
 
 /// A tool's own error.
@@ -391,6 +392,7 @@ impl Talk {
             stuck: Arc::clone(&self.stuck),
             places: Arc::new(Semaphore::new(EVENTS_UNSENT_MAX)),
             missed: 0,
+            kept: None,
             _slot: slot,
         };
         tokio::spawn(carried.carry());
@@ -401,7 +403,7 @@ impl Talk {
         let Settle { number, callback, result, error } = settle;
         let result = match (result, error) {
             (Some(result), None) => Ok(String::from(Box::<str>::from(result)).into_bytes()),
-            (None, Some(Object(error))) => Err(serde_json::to_vec(&error).unwrap_or_default()),
+            (None, Some(error)) => Err(tool_error(&error)?),
             _ => return Err(Problem::bad_request("settle with a result or an error")),
         };
         let bytes = result.as_ref().map_or_else(Vec::len, Vec::len);
@@ -412,6 +414,14 @@ impl Talk {
         }
         Ok(())
     }
+}
+
+/// A tool's own error, read as answers are: half a character in it costs itself.
+fn tool_error(error: &RawValue) -> Result<Vec<u8>, Problem> {
+    let read = protocol_json::from_slice_mended::<Object<ToolError>>(error.get().as_bytes());
+    let Object(error) =
+        read.map_err(|error| Problem::bad_request(format!("the message: error: {error}")))?;
+    Ok(serde_json::to_vec(&error).unwrap_or_default())
 }
 
 /// Whether this is an object with one field, or no JSON at all. Of anything else its
@@ -434,8 +444,12 @@ fn number_of(text: &str) -> Option<Number> {
     struct Numbered {
         number: Number,
     }
-    let mut said: HashMap<String, Numbered> = serde_json::from_str(text).ok()?;
-    let (_, Numbered { number }) = said.drain().next()?;
+    let said: HashMap<String, Numbered> = serde_json::from_str(text).ok()?;
+    // Of several nobody knows which is meant.
+    let Ok([Numbered { number }]) = <[_; 1]>::try_from(said.into_values().collect::<Vec<_>>())
+    else {
+        return None;
+    };
     (number.is_i64() || number.is_u64()).then_some(number)
 }
 
@@ -455,44 +469,79 @@ struct Carried {
     places: Arc<Semaphore>,
     /// Events that there was no room for since the last that there was.
     missed: u64,
+    /// Where it is found by its id, from the moment that its client may know that.
+    kept: Option<Arc<Kept>>,
     _slot: OwnedSemaphorePermit,
 }
 
 impl Carried {
-    /// Passes on what the service says. Ends early, and the run with it, when
-    /// the client is gone or takes nothing.
+    /// Passes on what the service says. The run is cancelled when the client is gone
+    /// or takes nothing: its end comes all the same, and is kept for who asks.
     async fn carry(mut self) {
+        let mut is_cancelled = false;
         loop {
             let message = tokio::select! {
                 message = self.run.next() => message,
-                () = self.sender.closed() => return,
+                () = self.sender.closed(), if !is_cancelled => {
+                    is_cancelled = true;
+                    self.run.cancel().await;
+                    continue;
+                }
             };
             let said = match message {
-                None => self.finished(Err(Problem::lost())),
+                None => self.over(None),
                 Some(RunMessage::Event(event)) => {
-                    if !self.tell(&happened(&event)) {
-                        self.missed += 1;
-                    }
+                    self.happened(&event);
                     continue;
                 }
                 Some(RunMessage::Callback(callback)) => self.callback(&callback),
-                Some(RunMessage::Finished(finish)) => {
-                    let over = runs::over(&self.tenant, Events::default(), finish);
-                    self.finished(over)
-                }
+                Some(RunMessage::Finished(finish)) => self.over(Some(finish)),
             };
             let said = Said { missed: self.missed(), ..said };
             let is_over = said.over.is_some();
-            let Some(room) = self.tenant.unsent(said.bytes()) else {
-                self.stuck.notify_one();
-                return;
-            };
-            // Of a client that is gone it ends with the next turn.
-            let _ = self.sender.send(Unsent { said, _room: room, _place: None });
-            self.missed = 0;
+            match self.tenant.unsent(said.bytes()) {
+                // One that is gone is seen with the next turn.
+                Some(room) => {
+                    let _ = self.sender.send(Unsent { said, _room: room, _place: None });
+                    self.missed = 0;
+                }
+                // The socket ends of it.
+                None => self.stuck.notify_one(),
+            }
             if is_over {
                 return;
             }
+        }
+    }
+
+    /// Tells an event, and keeps it for who asks for the run.
+    fn happened(&mut self, event: &RunEvent) {
+        if let RunEvent::Admitted { run_id } = event {
+            let (id, canceller) = (run_id.to_string(), Some(self.run.canceller()));
+            let kept = Arc::new(Kept { id, canceller, events: Events::default() });
+            self.tenant.keep(Arc::clone(&kept));
+            self.kept = Some(kept);
+        }
+        let event = happened(event);
+        if !self.tell(&event) {
+            self.missed += 1;
+        }
+        if let Some(kept) = &self.kept {
+            kept.events.push(event);
+        }
+    }
+
+    /// Keeps its end, or that there is none to be known.
+    fn over(&self, finish: Option<Finish>) -> Said {
+        match (&self.kept, finish) {
+            (Some(kept), finish) => {
+                runs::end(&self.tenant, kept, finish.and_then(End::of));
+                self.finished(Ok(Arc::clone(kept)))
+            }
+            (None, Some(finish)) => {
+                self.finished(runs::over(&self.tenant, Events::default(), finish))
+            }
+            (None, None) => self.finished(Err(Problem::lost())),
         }
     }
 
@@ -557,8 +606,30 @@ mod tests {
         let submitted = number(r#"{"submit": {"number": 3, "run": {"program": 1}}}"#);
         assert_eq!(submitted.as_deref(), Some("3"));
         assert_eq!(number(r#"{"settled": {"number": 0}}"#).as_deref(), Some("0"));
-        for text in [r#"{"submit": {"number": "1"}}"#, r#"{"submit": {}}"#, "{}", "[]", "{"] {
+        for text in [
+            r#"{"submit": {"number": "1"}}"#,
+            r#"{"submit": {}}"#,
+            r#"{"cancel": {"number": 3}, "submit": {"number": 4}}"#,
+            "{}",
+            "[]",
+            "{",
+        ] {
             assert_eq!(number(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn half_a_character_in_a_tools_error_costs_itself() {
+        let said = r#"{"settle": {"number": 1, "callback": 0,
+            "error": {"name": "Error", "message": "cut \ud83d"}}}"#;
+        let Ok(FromClient::Settle(Object(settle))) = order::json("the message", said.as_bytes())
+        else {
+            panic!("it cannot be read");
+        };
+        let error = tool_error(&settle.error.unwrap()).unwrap();
+        assert_eq!(error, "{\"name\":\"Error\",\"message\":\"cut \u{FFFD}\"}".as_bytes());
+        for none in ["{}", "7", r#"{"name": "x", "message": 7}"#] {
+            assert!(tool_error(serde_json::from_str(none).unwrap()).is_err(), "{none}");
         }
     }
 
@@ -618,6 +689,7 @@ mod tests {
             stuck: Arc::clone(&stuck),
             places: Arc::new(Semaphore::new(EVENTS_UNSENT_MAX)),
             missed: 0,
+            kept: None,
             _slot: tenant.run().unwrap(),
         };
         let carried = tokio::spawn(carried.carry());

@@ -175,7 +175,8 @@ impl Entrance {
             return text(StatusCode::UNSUPPORTED_MEDIA_TYPE, what);
         }
         let (head, body) = request.into_parts();
-        let body = match tokio::time::timeout(BODY_TIME_MAX, read(body, &self.room, held)).await {
+        let mut body = match tokio::time::timeout(BODY_TIME_MAX, read(body, &self.room, held)).await
+        {
             // As over stdio.
             Ok(Ok(body)) if body.starts_with(BYTE_ORDER_MARK) => {
                 body.slice(BYTE_ORDER_MARK.len()..)
@@ -193,7 +194,14 @@ impl Entrance {
         });
         // Read twice and held once: rmcp has the bytes alone while a request lasts.
         if is_json {
-            let refusal = match json::from_slice::<ClientJsonRpcMessage>(&body) {
+            let mut read = json::from_slice::<ClientJsonRpcMessage>(&body);
+            if read.is_err()
+                && let Some(mended) = json::mended(&body)
+            {
+                body = mended.into();
+                read = json::from_slice(&body);
+            }
+            let refusal = match read {
                 Ok(message) => no_beginning(&message),
                 Err(error) => Some(super::no_message(&body, &error)),
             };

@@ -49,9 +49,13 @@ const OUTPUT_BYTES_TWICE_MAX: usize = 256 * 1024;
 const OUTPUT_BYTES_SHOWN: usize = 4 * 1024;
 /// What it has of calls and of the log, in bytes as JSON.
 const TOLD_BYTES_MAX: usize = 64 * 1024;
-/// Said where an output was cut.
-const OUTPUT_CUT: &str = "…\n(cut: a result has at most 1,000,000 bytes as JSON here. The HTTP \
-                          door's POST /v1/runs gives the whole, or have the program write less)";
+/// Said of an output that was cut.
+const OUTPUT_CUT: &str = "a result has at most 1,000,000 bytes as JSON here. The HTTP door's POST \
+                          /v1/runs gives the whole, or have the program write less";
+/// A member of a report that says so, in bytes as JSON, or a little more.
+const OUTPUT_CUT_BYTES: usize = OUTPUT_CUT.len() + 20;
+/// Characters of base64 that are read together.
+const BASE64_GROUP: usize = 4;
 /// How long the end of a cancelled run is waited for.
 const CANCEL_TIME_MAX: Duration = Duration::from_secs(10);
 
@@ -206,11 +210,17 @@ fn cut(report: &mut Value, room: usize) -> bool {
     if much == 0 {
         return false;
     }
+    let is_base64 = report["output_encoding"] == "base64";
     if let Some(Value::String(output)) = report.get_mut("output")
         && !output.is_empty()
     {
-        let left = json_bytes(output).saturating_sub(much + json_bytes(OUTPUT_CUT) + 2);
-        *output = format!("{}{OUTPUT_CUT}", beginning(output, left));
+        let left = json_bytes(output).saturating_sub(much + OUTPUT_CUT_BYTES + 2);
+        let mut end = beginning(output, left).len();
+        if is_base64 {
+            end -= end % BASE64_GROUP;
+        }
+        output.truncate(end);
+        report["output_cut"] = OUTPUT_CUT.into();
     }
     for field in ["log", "tool_calls"] {
         let mut much = over(report);
@@ -728,10 +738,18 @@ mod tests {
                 let is_whole = report["output"] == output;
                 assert_eq!(is_whole, output.len() <= 200_000, "{}", output.len());
                 if !is_whole {
-                    assert!(report["output"].as_str().unwrap().ends_with(OUTPUT_CUT));
+                    let shown = report["output"].as_str().unwrap();
+                    assert!(output.starts_with(shown) && report["output_cut"] == OUTPUT_CUT);
                     assert!(bytes > RESULT_BYTES_MAX / 2, "{bytes}");
                 }
             }
+        }
+        for left in 0..8 {
+            let output = "QUJD".repeat(RESULT_BYTES_MAX / 4 + left);
+            let report = json!({ "status": "ok", "output": output, "output_encoding": "base64" });
+            let report = told_of(report, Vec::new()).structured_content.unwrap();
+            let shown = report["output"].as_str().unwrap();
+            assert!(shown.len() > RESULT_BYTES_MAX / 2 && shown.len().is_multiple_of(BASE64_GROUP));
         }
         assert_eq!(beginning("é\"x\u{1}y", 11), "é\"x\u{1}");
         assert_eq!(beginning("ab", 2), "ab");

@@ -337,7 +337,7 @@ impl Outlet {
         if line.is_empty() {
             return Ok(None);
         }
-        let mut message = json::from_slice(line)
+        let mut message = json::from_slice_mended(line)
             .map_err(|error| Outgoing::new(&super::no_message(line, &error)))?;
         match &mut message {
             ClientJsonRpcMessage::Request(request) => {
@@ -554,6 +554,19 @@ mod tests {
         let line =
             r#"{"jsonrpc":"2.0","id":{"$serde_json::private::RawValue":"7"},"method":"ping"}"#;
         assert!(refused(&outlet, line).unwrap()["id"].is_null());
+    }
+
+    #[test]
+    fn half_a_character_in_a_message_costs_itself() {
+        let (outlet, _taken) = outlet();
+        let line = r#"{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"run_program",
+            "arguments":{"program":"","input":"cut \ud83d"}}}"#;
+        match outlet.admit(line.as_bytes()) {
+            Ok(Some(message)) => {
+                assert!(serde_json::to_string(&message).unwrap().contains("cut \u{FFFD}"));
+            }
+            _ => panic!("it is refused"),
+        }
     }
 
     #[test]

@@ -135,6 +135,13 @@ fn search_output() -> Value {
     })
 }
 
+/// Every type of JSON by its name. A schema that says nothing means the same, and some
+/// clients have no tool whose argument has none.
+fn any_json() -> Value {
+    let types = ["object", "array", "string", "number", "boolean", "null"];
+    types.iter().map(|name| json!({ "type": name })).collect()
+}
+
 fn run_input() -> Value {
     let usual = RunLimits::default();
     json!({
@@ -146,7 +153,7 @@ fn run_input() -> Value {
                 "default": "wat",
                 "description": "wat: WebAssembly text; wasm: a binary module as base64",
             },
-            "input": { "default": {}, "description": "Any JSON" },
+            "input": { "anyOf": any_json(), "default": {}, "description": "Any JSON" },
             "grant": {
                 "type": "string",
                 "description": "The handle from search_tools; without one, no tool can be called",
@@ -213,6 +220,11 @@ fn run_output() -> Value {
             "reason": { "type": "string" },
             "output": { "type": "string" },
             "output_encoding": { "enum": ["utf8", "base64"] },
+            "output_cut": {
+                "type": "string",
+                "description": "Says, where the output is only the beginning of what was written, \
+                                how to have all of it",
+            },
             "log": { "type": "array", "items": log },
             "log_dropped": { "type": "integer" },
             "tool_calls": { "type": "array", "items": call },
