@@ -42,6 +42,7 @@ fn main() -> ExitCode {
             a_service_manager_passes_the_socket_and_is_told,
             a_configuration_may_be_loaded_again_before_the_service_listens,
             a_host_that_can_make_no_vm_is_no_service,
+            a_pool_leaves_descriptors_to_runs_and_clients,
             what_is_configured_is_loaded_again,
             a_reload_names_what_it_does_not_load,
             a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload,
@@ -139,6 +140,25 @@ fn a_host_that_can_make_no_vm_is_no_service() {
     assert_eq!(output.status.code(), Some(5), "{stderr}");
     assert!(stderr.contains("the zygote cannot be started"), "{stderr}");
     assert!(!desk.socket().exists());
+}
+
+fn a_pool_leaves_descriptors_to_runs_and_clients() {
+    let desk = desk();
+    let mut serves = desk.serves(&["--ready", "100", "--ready-max", "100"]);
+    let few = || {
+        let few = libc::rlimit { rlim_cur: 96, rlim_max: 96 };
+        // SAFETY: a plain system call on a limit that is whole.
+        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &few) };
+        Ok(())
+    };
+    // SAFETY: the closure makes one system call between fork and exec.
+    let child = unsafe { serves.pre_exec(few) }.spawn().unwrap();
+    let service = Service::listening(child, desk.socket());
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        stands(&client, "as many as fit stand", |status| status["pool"]["standing"] == 24).await;
+    });
+    service.serves();
 }
 
 fn the_socket_is_the_operators_and_no_second_service_takes_it() {

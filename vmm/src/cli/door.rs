@@ -121,6 +121,10 @@ impl LowHttp {
                 return Err(Fault::at(format!("http.hosts.{at}"), why));
             }
         }
+        if http.listen.contains("://") {
+            let why = "it has a scheme: give ADDRESS:PORT, or the path of a socket with a / in it";
+            return Err(Fault::at("http.listen", why));
+        }
         let place = if http.listen.contains('/') {
             Place::Path(folder.join(&http.listen))
         } else {
@@ -139,6 +143,12 @@ impl LowHttp {
                 tokens: principal.token_sha256.iter().copied().map(TokenHash::from).collect(),
             })
             .collect();
+        if let Some(theirs) = &http.metrics_token_sha256
+            && let Some(same) = principals.iter().find(|it| it.tokens.contains(theirs))
+        {
+            let why = format!("it is a token of {}'s: metrics speak of everybody", same.name);
+            return Err(Fault::at("http.metrics_token_sha256", why));
+        }
         let access = match http.principal {
             None if principals.is_empty() => {
                 let why = "nobody could use it: give principals a token_sha256, or, for everybody \
@@ -582,6 +592,15 @@ mod tests {
         let text = "[http]\nlisten = '127.0.0.1:80'\nprincipal = 'local'";
         let refused = with(text, &principals).unwrap_err();
         assert!(refused.contains("http.principal"), "{refused}");
+        // Nor is one token two things.
+        let metrics = |hex: &str| {
+            let token = hex.repeat(32);
+            let text = format!("[http]\nlisten = '0.0.0.0:80'\nmetrics_token_sha256 = '{token}'");
+            with(&text, &principals)
+        };
+        assert!(metrics("04").is_ok());
+        let refused = metrics("03").unwrap_err();
+        assert!(refused.contains("metrics_token_sha256: it is a token of bob's"), "{refused}");
     }
 
     #[test]
@@ -589,6 +608,10 @@ mod tests {
         for (text, said) in [
             ("[http]", "listen"),
             ("[http]\nlisten = 'hunter2'\nprincipal = 'a'", "http.listen"),
+            (
+                "[http]\nlisten = 'http://hunter2:80'\nprincipal = 'a'",
+                "http.listen: it has a scheme",
+            ),
             ("[http]\nlisten = '127.0.0.1:0'\nprinciple = 'a'", "unknown field"),
             ("[http]\nlisten = '127.0.0.1:0'\nmetrics_token_sha256 = 'hunter2'", "64 hex digits"),
         ] {

@@ -39,6 +39,9 @@ const STAND_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long the toolbroker may take to hear of other roles: it has only to read them.
 const ROLES_TIME_MAX: Duration = Duration::from_secs(5);
 
+/// What a VM that stands ready takes: its worker and the socket to that.
+const DESCRIPTORS_OF_A_VM: u64 = 2;
+
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let passed = |source| CliError::File { path: "the passed socket".into(), source };
@@ -46,7 +49,8 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let listener = systemd::passed_listener().map_err(passed)?;
     let trust = trust_keys(&args)?;
     // A run takes four, a client one.
-    if let Err(error) = privileges::raise_descriptors() {
+    let descriptors = privileges::raise_descriptors();
+    if let Err(error) = &descriptors {
         complain(&format!("descriptors stay as few as they are: {error}"));
     }
     let ServiceConfig { socket, mode, vsock, options } =
@@ -64,7 +68,10 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let config = args.broker.config.as_deref();
     let at_start = config::read_at_start(config)?;
     let http = door::configured(config, &options.principals)?;
-    let ready = config::pool(&args.pool, config)?;
+    let ready = match descriptors {
+        Ok(most) => within(config::pool(&args.pool, config)?, most),
+        Err(_) => config::pool(&args.pool, config)?,
+    };
     // From here on there is something for it to end.
     server::await_reload().map_err(CliError::Host)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
@@ -131,7 +138,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let load = || {
         let load = || {
             let mcp_config = args.broker.mcp_config.as_deref();
-            config.map_or(Ok(()), |config| config::is_good(config, mcp_config))?;
+            config::is_good(config, mcp_config)?;
             let options = config::service(config)?.options;
             let http = door::configured(config, &options.principals)?;
             let trust = trust_keys(&args)?;
@@ -155,6 +162,21 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     };
     server.serve(&supervisor, options, load).map_err(failed)?;
     Ok(Exit::Ok.into())
+}
+
+/// As many VMs as leave half of so many descriptors to runs and clients.
+fn within(pool: config::Pool, descriptors: u64) -> config::Pool {
+    let most = usize::try_from(descriptors / 2 / DESCRIPTORS_OF_A_VM).unwrap_or(usize::MAX);
+    if pool.ready_max > most {
+        complain(&format!(
+            "of the {} VMs that [pool] or the command line has stand ready, {most} do: the service \
+             may have {descriptors} descriptors, and leaves half of them to runs and clients. \
+             Raise its limit on open files",
+            pool.ready_max,
+        ));
+    }
+    let (ready_min, ready_max) = (pool.ready_min.min(most), pool.ready_max.min(most));
+    config::Pool { ready_min, ready_max, ..pool }
 }
 
 /// Has the toolbroker take the roles that this file says. One that is away reads it

@@ -91,13 +91,18 @@ enum Of {
     AService,
 }
 
-/// Whether a service could be started with this file: a reload that reads a part of it
+/// Whether a service could be started with these files: a reload that reads a part of it
 /// is refused over the rest too, or the next toolbroker would find it.
 ///
 /// # Errors
 /// [`CliError::Usage`] with the first thing that is wrong.
-pub(crate) fn is_good(file: &Path, mcp_config: Option<&Path>) -> Result<(), CliError> {
-    match faults(file, &read_text(file)?, mcp_config, Of::AService)?.as_slice() {
+pub(crate) fn is_good(config: Option<&Path>, mcp_config: Option<&Path>) -> Result<(), CliError> {
+    let faults = match config {
+        Some(file) => faults(file, &read_text(file)?, mcp_config, Of::AService)?,
+        None if mcp_config.is_some() => brokers(None, mcp_config, None)?,
+        None => Vec::new(),
+    };
+    match faults.as_slice() {
         [] => Ok(()),
         [first, rest @ ..] => {
             let more = match rest.len() {

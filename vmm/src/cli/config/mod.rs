@@ -20,7 +20,7 @@ pub(crate) use check::is_good;
 pub(crate) use fault::{Fault, sifted, table, tables};
 pub(crate) use limits::maxima;
 pub(crate) use names::{Port, misnamed};
-pub(crate) use pool::pool;
+pub(crate) use pool::{Pool, pool};
 pub(crate) use service::{ServiceConfig, read_at_start, roles, service};
 
 use std::collections::BTreeMap;

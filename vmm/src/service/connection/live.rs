@@ -59,7 +59,8 @@ impl Live {
         Ok(Some(cancel))
     }
 
-    /// Takes a number for a question; `None` if there are too many. How the
+    /// Takes a number for a question; `None` if there are too many, or no descriptor is
+    /// left. How the
     /// service stands is answered at once, whoever waits for the broker, and is
     /// none of them.
     ///
@@ -83,6 +84,11 @@ impl Live {
         let doing = Doing::Question { cancel: Arc::clone(&cancel), is_counted };
         self.enter(&mut doings, number, doing);
         Ok(Some(cancel))
+    }
+
+    /// Whether as many questions as there may be are not what keeps this one out.
+    pub(super) fn has_place_for(&self, question: &Question) -> bool {
+        matches!(question, Question::Status) || lock(&self.doings).questions < QUESTIONS_MAX
     }
 
     fn enter(&self, doings: &mut Doings, number: u64, doing: Doing) {

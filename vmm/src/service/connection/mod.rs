@@ -61,6 +61,8 @@ const STRANGERS_FRAME_BYTES_MAX: u32 = 1024 * 1024;
 const READ_BYTES: usize = 64 * 1024;
 /// When a run that found no descriptor may come again, in milliseconds.
 const RETRY_AFTER_MS: u64 = 1_000;
+/// Said to who would need a descriptor more.
+const NO_DESCRIPTOR: &str = "the service has no descriptor left: raise its limit on open files";
 
 /// One client.
 #[derive(Debug)]
@@ -338,8 +340,7 @@ impl Connection {
                 if let Some(cancel) = self.live.enter_run(number)? {
                     return Ok(Some(Work::Run { number, order: Box::new(order), cancel }));
                 }
-                let why = "the service has no descriptor left: raise its limit on open files";
-                self.finish(number, service.refuse(&order, why, RETRY_AFTER_MS))?;
+                self.finish(number, service.refuse(&order, NO_DESCRIPTOR, RETRY_AFTER_MS))?;
                 Ok(None)
             }
             Kind::Cancel => {
@@ -354,10 +355,13 @@ impl Connection {
                     let untaken = matches!(question, Question::Status).then(|| self.owed.another());
                     return Ok(Some(Work::Question { number, question, cancel, untaken }));
                 }
-                let reply = Reply::Refused {
-                    kind: forge_protocol::broker::RefusalKind::Overloaded,
-                    message: format!("{QUESTIONS_MAX} questions are unanswered: wait for one"),
+                let message = if self.live.has_place_for(&question) {
+                    NO_DESCRIPTOR.to_owned()
+                } else {
+                    format!("{QUESTIONS_MAX} questions are unanswered: wait for one")
                 };
+                let kind = forge_protocol::broker::RefusalKind::Overloaded;
+                let reply = Reply::Refused { kind, message };
                 self.send(Kind::Answered, &Answered { number, reply })?;
                 Ok(None)
             }

@@ -144,17 +144,19 @@ impl AddressSpace {
 }
 
 /// Lets the calling process have as many descriptors as it may, and what it
-/// starts. Shells commonly begin with 1,024, for the sake of `select`.
+/// starts. Shells commonly begin with 1,024, for the sake of `select`. How many that
+/// are.
 ///
 /// # Errors
 /// If the kernel refuses.
-pub fn raise_descriptors() -> Result<(), PrivilegeError> {
+pub fn raise_descriptors() -> Result<u64, PrivilegeError> {
     let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `now` is writable.
     checked("RLIMIT_NOFILE", unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut now) })?;
     let to = libc::rlimit { rlim_cur: now.rlim_max, ..now };
     // SAFETY: `to` is readable.
-    checked("RLIMIT_NOFILE", unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const to) })
+    checked("RLIMIT_NOFILE", unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const to) })?;
+    Ok(now.rlim_max)
 }
 
 impl Limits {
