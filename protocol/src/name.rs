@@ -3,6 +3,8 @@
 //! `<server>.<tool>`: the server part is `[a-z0-9_-]+` and ends at the first
 //! dot; the rest is the tool's own name as its server gave it, dots included.
 
+use alloc::borrow::Cow;
+use alloc::format;
 use alloc::string::String;
 use core::fmt;
 
@@ -97,6 +99,22 @@ impl ToolName {
     pub fn tool(&self) -> &str {
         &self.text[self.server_bytes + 1..]
     }
+
+    /// The name as one word of a POSIX shell, to be shown in a command that may be
+    /// pasted: a server or a program chose it, and neither may choose what the shell
+    /// does. None for one that cannot be shown as it is.
+    #[must_use]
+    pub fn shell_word(&self) -> Option<Cow<'_, str>> {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        let is_shown = |c: char| c.is_alphanumeric() || c.is_ascii_graphic() || c == ' ';
+        if self.text.chars().all(is_plain) {
+            Some(Cow::Borrowed(&self.text))
+        } else if self.text.chars().all(is_shown) {
+            Some(Cow::Owned(format!("'{}'", self.text.replace('\'', r"'\''"))))
+        } else {
+            None
+        }
+    }
 }
 
 impl fmt::Display for ToolName {
@@ -151,6 +169,20 @@ mod tests {
     fn the_first_dot_parts_server_and_tool() {
         let name = ToolName::parse("github.issues.list").unwrap();
         assert_eq!((name.server(), name.tool()), ("github", "issues.list"));
+    }
+
+    #[test]
+    fn no_name_is_more_than_a_word_to_a_shell() {
+        let word = |text: &str| {
+            ToolName::parse(text).unwrap().shell_word().map(alloc::borrow::Cow::into_owned)
+        };
+        assert_eq!(word("git-hub.issues_2.list").unwrap(), "git-hub.issues_2.list");
+        assert_eq!(word("a.x; touch y #").unwrap(), "'a.x; touch y #'");
+        assert_eq!(word("a.$(id) --b").unwrap(), "'a.$(id) --b'");
+        assert_eq!(word("a.it's `b`").unwrap(), r"'a.it'\''s `b`'");
+        assert_eq!(word("a.\u{f6}l").unwrap(), "'a.\u{f6}l'");
+        // Turns round what is written behind it.
+        assert_eq!(word("a.\u{202e}b"), None);
     }
 
     #[test]

@@ -82,7 +82,11 @@ impl core::fmt::Display for SignatureError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
             Self::NotCoreModule => {
-                write!(f, "this is no core WebAssembly module (components are not supported)")
+                write!(
+                    f,
+                    "this is no core WebAssembly module (components are not supported: build for wasm32-wasip1 \
+                 or wasm32-unknown-unknown)"
+                )
             }
             Self::Unsigned => write!(f, "the program is not signed"),
             Self::Malformed { offset } => {

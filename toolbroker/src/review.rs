@@ -99,8 +99,9 @@ pub enum ReviewError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{tool} is blocked, its definition is {}: look at it with `forge-vmm tools review`, then \
-     `forge-vmm tools approve {tool}`",
-    match standing { Standing::Changed => "another than the one approved", _ => "not approved yet" }
+     `forge-vmm tools approve {}`",
+    match standing { Standing::Changed => "another than the one approved", _ => "not approved yet" },
+    tool.shell_word().unwrap_or("NAME".into()),
 )]
 pub struct Blocked {
     /// The tool.

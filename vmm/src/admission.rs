@@ -126,10 +126,17 @@ impl Shape {
                 Ok(_) => continue,
             };
             let (module, name) = (shown(&import.module), shown(&import.name));
-            add(RejectKind::Import, format!("import {module}.{name}: {why}"));
+            let hint = match (&*import.module, &*import.name) {
+                ("env", "abort") => " (AssemblyScript: asc --use abort= leaves it out)",
+                ("env", "seed") => " (AssemblyScript's Math.random: take forge.random)",
+                _ => "",
+            };
+            add(RejectKind::Import, format!("import {module}.{name}: {why}{hint}"));
         }
         if self.has_start {
-            let message = "the module has a start section; export _initialize instead".into();
+            let message = "the module has a start section; export _initialize instead \
+                           (AssemblyScript: asc --exportStart _initialize)"
+                .into();
             add(RejectKind::StartSection, message);
         }
         let export = |name: &str| self.exports.iter().find(|export| export.name == name);
@@ -140,19 +147,25 @@ impl Shape {
             ("forge_run", Signature { params: &[], result: Some(Value::I32) }),
             ("_start", Signature { params: &[], result: None }),
         ];
-        let exported = entries.map(|(name, expected)| (name, export(name), expected));
+        let mut exported = entries
+            .iter()
+            .filter_map(|(name, expected)| export(name).map(|found| (*name, found, expected)));
         let fits = |found: &ExportFound, expected| {
             found.ty.as_deref().is_some_and(|ty| has_type(ty, expected))
         };
-        if !exported.iter().any(|(_, found, expected)| found.is_some_and(|it| fits(it, expected))) {
-            let other = exported.iter().find_map(|(name, found, expected)| {
-                let found = (*found)?;
+        // The first that is there is the one that is called.
+        match exported.next() {
+            Some((_, found, expected)) if fits(found, expected) => {}
+            Some((name, found, expected)) => {
                 let is = found.signature().unwrap_or_else(|| found.kind.into());
-                Some(format!("the export `{name}` is {is}, the ABI has {expected}"))
-            });
-            let neither = "the module exports neither `forge_run` (func (result i32)) nor WASI's \
-                           `_start` (func)";
-            add(RejectKind::Export, other.unwrap_or_else(|| neither.into()));
+                let message = format!("the export `{name}` is {is}, the ABI has {expected}");
+                add(RejectKind::Export, message);
+            }
+            None => {
+                let message = "the module exports neither `forge_run` (func (result i32)) nor \
+                               WASI's `_start` (func)";
+                add(RejectKind::Export, message.into());
+            }
         }
         if let Some((initial_bytes, _)) = self.memory
             && initial_bytes > limits.memory_bytes
@@ -492,6 +505,23 @@ mod tests {
         );
         assert_eq!(found.len(), 6, "{found:#?}");
         assert!(found[2].contains("is (func (param i32)), the ABI has"), "{}", found[2]);
+    }
+
+    #[test]
+    fn what_a_guest_would_call_is_held_to_its_type_whatever_else_is_exported() {
+        let found = |exports: &str| {
+            messages(&format!("(module (memory (export \"memory\") 1) {exports})"), &[])
+        };
+        let start = "(func (export \"_start\"))";
+        let run = |result: &str| {
+            format!("(func (export \"forge_run\") (result {result}) ({result}.const 0))")
+        };
+        assert_eq!(found(&format!("{start}{}", run("i32"))), Vec::<String>::new());
+        assert_eq!(found(start), Vec::<String>::new());
+        let wrong = found(&format!("{start}{}", run("i64")));
+        assert!(wrong.len() == 1 && wrong[0].contains("`forge_run` is"), "{wrong:?}");
+        let wrong = found(&format!("{}(func (export \"_start\") (param i32))", run("i32")));
+        assert_eq!(wrong, Vec::<String>::new(), "nobody calls it");
     }
 
     #[test]

@@ -292,7 +292,9 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
             Err(error) => return Err(error),
         },
     };
-    if let Ok(shape) = Shape::read(&bytes) {
+    // What is no module is not looked into.
+    let is_module = !matches!(verified, Err(SignatureError::NotCoreModule));
+    if is_module && let Ok(shape) = Shape::read(&bytes) {
         // What a grant that is not good was for is not known.
         let granted = granted.unwrap_or_else(|| shape.tools().cloned().collect());
         // In the order in which they are told.
@@ -314,9 +316,9 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         needs.memory_bytes =
             initial_bytes.filter(|it| (usual.memory_bytes + 1..=memory_bytes).contains(it));
     }
-    // What is no module is not looked into, nor what no guest gets. The guest
-    // says one thing at a time, so of its kind everything may have been said.
-    if !matches!(verified, Err(SignatureError::NotCoreModule))
+    // Nor is what no guest gets. The guest says one thing at a time, so of its kind
+    // everything may have been said.
+    if is_module
         && bytes.len() <= limits.program_bytes as usize
         && let Err(Ending::Rejected { kind, detail }) = forge_guest_init::check(&limits, &bytes)
         && violations.iter().all(|said| said.kind != kind.as_str())

@@ -173,18 +173,33 @@ const LIMITS: [(&str, &str); 7] = [
 pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: String) -> String {
     let option = |name: &str| LIMITS.iter().find(|it| it.0 == name).map(|it| it.1.to_owned());
     let subject = match (kind, &args.grant) {
+        ("too_large", _) if reason.starts_with(BR_TABLE) => {
+            return by_its_authors_bytes(args, program).unwrap_or(reason);
+        }
         ("too_large", _) => match reason.split_once(" is ") {
             Some((name, value)) => {
                 let value = value.split(',').next().and_then(|value| value.parse().ok());
-                let most = RunLimits::operator_maxima().memory_bytes;
-                if name == "initial memory" && value > Some(most) {
+                let RunLimits { memory_bytes, program_bytes, .. } = RunLimits::operator_maxima();
+                let most = match name {
+                    "initial memory" => Some(memory_bytes),
+                    "program_bytes" => Some(program_bytes.into()),
+                    _ => None,
+                };
+                if let Some(most) = most.filter(|most| value > Some(*most)) {
                     // No option helps.
                     return format!("{reason}, and no run may have more than {most}");
                 }
-                match args.limit.iter().any(|(said, n)| said == name && Some(*n) == value) {
-                    true => Some("--limit".to_owned()),
-                    false if name == "program_bytes" => Some(args.program.display().to_string()),
-                    false => option(name),
+                match (args.limit.iter().any(|(said, n)| said == name && Some(*n) == value), value)
+                {
+                    (true, _) => Some("--limit".to_owned()),
+                    (false, Some(value)) if name == "program_bytes" => {
+                        let program = args.program.display();
+                        return format!(
+                            "{program}: {reason}: `--limit {name}={value}` lets it, and without \
+                             what is there for debuggers it is smaller"
+                        );
+                    }
+                    (false, _) => option(name),
                 }
             }
             None => None,
@@ -218,10 +233,15 @@ fn by_its_authors_bytes(args: &RunArgs, program: &[u8]) -> Option<String> {
         None => program.to_vec(),
     };
     match forge_guest_init::check(&limits(args), &module) {
-        Err(Ending::Rejected { kind: RejectKind::Invalid, detail }) => Some(shown_whole(&detail)),
+        Err(Ending::Rejected { kind: RejectKind::Invalid | RejectKind::TooLarge, detail }) => {
+            Some(shown_whole(&detail))
+        }
         _ => None,
     }
 }
+
+/// How a reason begins that has a place in the module, though its kind is of sizes.
+const BR_TABLE: &str = "the br_table at byte";
 
 /// The tools that a program imports and nobody allowed it, each once.
 fn ungranted(shape: &Shape, allow: &[ToolName]) -> Vec<ToolName> {
@@ -239,13 +259,10 @@ const CURES_SHOWN: usize = 16;
 
 /// What grants these tools.
 pub(super) fn cure(tools: &[ToolName]) -> String {
-    let allow = |tool: &ToolName| format!("--allow {}", shown(tool.as_str()));
-    let options: Vec<_> = tools.iter().take(CURES_SHOWN).map(allow).collect();
-    format!(
-        "`{}` {}",
-        options.join(" "),
-        if tools.len() == 1 { "grants it" } else { "grants them" }
-    )
+    let allow = |tool: &ToolName| Some(format!("--allow {}", tool.shell_word()?));
+    let options: Option<Vec<_>> = tools.iter().take(CURES_SHOWN).map(allow).collect();
+    let options = options.map_or_else(|| "--allow NAME".into(), |options| options.join(" "));
+    format!("`{options}` {}", if tools.len() == 1 { "grants it" } else { "grants them" })
 }
 
 /// How the command ends after a run: as the run did, unless that went well and
