@@ -852,7 +852,33 @@ fn attack_18_a_journal_that_is_replaced_by_a_link_ends_all_calls() {
     std::os::unix::fs::symlink(&elsewhere, desk.journal().join("journal-00.sqlite")).unwrap();
     refused_as_not_recorded(&desk, &mut broker);
     let log = broker.finish().1;
-    assert!(log.contains("moved or deleted"), "{log}");
+    assert!(log.contains("moved, deleted or cut off"), "{log}");
+}
+
+#[test]
+fn a_journal_that_is_cut_off_ends_all_calls_and_its_log_is_kept() {
+    let desk = Desk::new();
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.note"], limits());
+    assert_eq!(worker.call("test.note", &json!({"text": "x"})).0, None);
+    let file = desk.files().pop().unwrap();
+    File::options().write(true).open(&file).unwrap().set_len(0).unwrap();
+    assert_eq!(worker.call("test.note", &json!({"text": "y"})).0, Some(CallCode::NotRecorded));
+    refused_as_not_recorded(&desk, &mut broker);
+    let log = file.with_extension("sqlite-wal");
+    let bytes = std::fs::metadata(&log).unwrap().len();
+    assert!(bytes > 0);
+    // As after a broker that was killed.
+    let copy = desk.0.path().join("log");
+    std::fs::copy(&log, &copy).unwrap();
+    broker.finish();
+    File::options().write(true).open(&file).unwrap().set_len(0).unwrap();
+    std::fs::copy(&copy, &log).unwrap();
+    let said = refused_and_left_alone(&desk, &log);
+    assert!(said.contains("the journal is damaged"), "{said}");
+    let output = desk.listing(&[]);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && stderr.contains("the journal is damaged"), "{stderr}");
 }
 
 #[test]

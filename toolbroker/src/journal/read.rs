@@ -16,7 +16,7 @@ use rusqlite::{Connection, OpenFlags, Row, ffi};
 use serde::Serialize;
 
 use super::slot;
-use super::store::{JournalError, readable};
+use super::store::{self, JournalError, readable};
 
 /// What a reader waits for a file that is being set up.
 const BUSY_TIME_MAX: Duration = Duration::from_secs(2);
@@ -103,6 +103,10 @@ pub fn calls(
     }
     let (mut calls, mut left_out) = (Vec::new(), Vec::new());
     for (file, taken) in files {
+        if store::is_cut_off(&file).unwrap_or(false) {
+            left_out.push(JournalError::Damaged { path: file });
+            continue;
+        }
         match calls_of(&file, run, last, taken) {
             Ok(Some(in_file)) => calls.extend(in_file),
             Ok(None) => left_out.push(JournalError::Foreign { path: file }),

@@ -122,9 +122,10 @@ pub enum JournalError {
         /// The file.
         path: PathBuf,
     },
-    /// The file that is open is no longer the one at its path.
+    /// The file that is open is no longer the one at its path, or not all of it is
+    /// there.
     #[error(
-        "{}: the journal was moved or deleted under the broker: start the broker again",
+        "{}: the journal was moved, deleted or cut off under the broker: start the broker again",
         path.display()
     )]
     Gone {
@@ -140,6 +141,8 @@ pub struct Store {
     connection: Connection,
     /// The file's identity, so that another one at its path is noticed.
     identity: (u64, u64),
+    /// What it had when it was opened. SQLite never makes it smaller.
+    bytes_min: u64,
     session: i64,
     next_seq: i64,
 }
@@ -155,13 +158,17 @@ impl Store {
             .map_err(|source| JournalError::File { path: folder.to_owned(), source })?;
         let at = |source| JournalError::File { path: slot.file.clone(), source };
         slot.make_private().map_err(at)?;
-        let identity = identity(&slot.file).map_err(at)?;
+        let (identity, _) = identity_and_bytes(&slot.file).map_err(at)?;
         let path = slot.file.clone();
         let failed = |source| database(&path, source);
+        if is_cut_off(&slot.file).map_err(at)? {
+            return Err(JournalError::Damaged { path });
+        }
         let mut connection = connect(&slot.file).map_err(failed)?;
         make_ready(&mut connection, &slot.file)?;
+        let bytes_min = slot.file.metadata().map_err(at)?.len();
         let (session, next_seq) = begin_session(&mut connection).map_err(failed)?;
-        Ok(Self { slot, connection, identity, session, next_seq })
+        Ok(Self { slot, connection, identity, bytes_min, session, next_seq })
     }
 
     /// Opens the same file again after it failed, for the same session.
@@ -178,8 +185,8 @@ impl Store {
 
     fn check_identity(&self) -> Result<(), JournalError> {
         let path = self.slot.file.clone();
-        match identity(&path) {
-            Ok(found) if found == self.identity => Ok(()),
+        match identity_and_bytes(&path) {
+            Ok((found, bytes)) if found == self.identity && bytes >= self.bytes_min => Ok(()),
             Ok(_) => Err(JournalError::Gone { path }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(JournalError::Gone { path })
@@ -238,8 +245,18 @@ fn database(path: &Path, source: rusqlite::Error) -> JournalError {
 }
 
 /// Of the file itself: a link at its path is another one.
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    path.symlink_metadata().map(|metadata| (metadata.dev(), metadata.ino()))
+fn identity_and_bytes(path: &Path) -> io::Result<((u64, u64), u64)> {
+    let metadata = path.symlink_metadata()?;
+    Ok(((metadata.dev(), metadata.ino()), metadata.len()))
+}
+
+/// Whether nothing is left of a file whose write-ahead log is there. SQLite takes it
+/// for a new one, and drops the log.
+pub(super) fn is_cut_off(path: &Path) -> io::Result<bool> {
+    let mut log = path.as_os_str().to_owned();
+    log.push("-wal");
+    let has_log = Path::new(&log).metadata().is_ok_and(|log| log.len() > 0);
+    Ok(has_log && path.metadata()?.len() == 0)
 }
 
 /// Writes from its first statement on. One that reads first does not wait for
