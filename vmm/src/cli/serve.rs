@@ -66,7 +66,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         ));
     }
     let config = args.broker.config.as_deref();
-    let at_start = config::read_at_start(config)?;
+    let at_start = config::read_at_start(config, args.broker.mcp_config.as_deref())?;
     let http = door::configured(config, &options.principals)?;
     let ready = match descriptors {
         Ok(most) => within(config::pool(&args.pool, config)?, most),
@@ -142,7 +142,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
             let options = config::service(config)?.options;
             let http = door::configured(config, &options.principals)?;
             let trust = trust_keys(&args)?;
-            let now = config::read_at_start(config)?;
+            let now = config::read_at_start(config, mcp_config)?;
             let tell = door.as_ref().map(|door| door.reload(http)).transpose()?;
             // Last: where anything fails, nothing changes.
             config.map_or(Ok(()), |config| load_roles(&supervisor, config))?;

@@ -2,6 +2,7 @@
 //! takes, and who may speak for whom. The doors read the same principals.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -108,11 +109,19 @@ pub(crate) fn service(config: Option<&Path>) -> Result<ServiceConfig, CliError> 
 }
 
 /// What of a configuration only a start reads, by the names of its tables and fields: what
-/// is the toolbroker's but for roles, the pool's and the socket's.
-pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Value>, CliError> {
-    let Some(path) = config else { return Ok(BTreeMap::new()) };
-    let all = tables(&read_text(path)?).map_err(|fault| fault.of(path))?;
+/// is the toolbroker's but for roles, the pool's and the socket's. Of files that it names
+/// (credentials, OpenAPI documents), and of `--mcp-config`, which state they are in.
+pub(crate) fn read_at_start(
+    config: Option<&Path>,
+    mcp_config: Option<&Path>,
+) -> Result<BTreeMap<String, Value>, CliError> {
     let mut found = BTreeMap::new();
+    if let Some(file) = mcp_config {
+        found.insert("--mcp-config".into(), state_of(file));
+    }
+    let Some(path) = config else { return Ok(found) };
+    let all = tables(&read_text(path)?).map_err(|fault| fault.of(path))?;
+    let folder = path.parent().unwrap_or(Path::new(""));
     for (name, value) in all {
         let fields: &[&str] = match name.as_str() {
             // `[mcp]` is another command's.
@@ -120,6 +129,7 @@ pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Va
             "service" => &["socket", "mode", "vsock"],
             "http" => &["listen", "user"],
             _ => {
+                states_of(&name, &value, folder, &mut found);
                 found.insert(name, value);
                 continue;
             }
@@ -128,6 +138,38 @@ pub(crate) fn read_at_start(config: Option<&Path>) -> Result<BTreeMap<String, Va
         found.extend(fields.iter().filter_map(of));
     }
     Ok(found)
+}
+
+/// The states of the files that are named in a table, by where they are.
+fn states_of(name: &str, value: &Value, folder: &Path, found: &mut BTreeMap<String, Value>) {
+    match value {
+        Value::Table(fields) => {
+            for (field, value) in fields {
+                let name = format!("{name}.{field}");
+                match (field.as_str(), value) {
+                    ("file" | "openapi" | "age" | "identity", Value::String(file)) => {
+                        found.insert(name, state_of(&folder.join(file)));
+                    }
+                    _ => states_of(&name, value, folder, found),
+                }
+            }
+        }
+        Value::Array(values) => {
+            for (at, value) in values.iter().enumerate() {
+                states_of(&format!("{name}.{at}"), value, folder, found);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Another where another file is there, or something else in it. What is in it, nobody
+/// but the toolbroker reads.
+fn state_of(file: &Path) -> Value {
+    let state = file.metadata().map(|it| {
+        format!("{} {} {} {} {}", it.dev(), it.ino(), it.len(), it.mtime(), it.mtime_nsec())
+    });
+    Value::String(state.unwrap_or_else(|error| error.kind().to_string()))
 }
 
 /// What a configuration says of roles, as [`Request::LoadRoles`] has it.
@@ -252,6 +294,34 @@ fn digest(text: &str) -> Option<[u8; 32]> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_is_named_and_changed_is_found_by_where_it_is_named() {
+        let folder = std::env::temp_dir().join(format!("forge-named-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let at = |name: &str| folder.join(name);
+        let text = "[servers.a]\nopenapi = 'a.json'\ncredentials = { B = { file = 'b' } }\n\
+                    [service]\nruns_max = 3\n[pool]\nready = 2";
+        std::fs::write(at("forge.toml"), text).unwrap();
+        std::fs::write(at("mcp.json"), "{}").unwrap();
+        std::fs::write(at("a.json"), "{}").unwrap();
+        let read = || read_at_start(Some(&at("forge.toml")), Some(&at("mcp.json"))).unwrap();
+        let mut before = read();
+        assert_eq!(before, read());
+        for (file, name) in [
+            ("b", "servers.a.credentials.B.file"),
+            ("a.json", "servers.a.openapi"),
+            ("mcp.json", "--mcp-config"),
+        ] {
+            std::fs::write(at(file), "{ }").unwrap();
+            let now = read();
+            let changed: Vec<_> =
+                now.iter().filter(|(name, now)| before.get(*name) != Some(now)).collect();
+            assert!(changed.len() == 1 && changed[0].0 == name, "{file}: {changed:?}");
+            before = now;
+        }
+        std::fs::remove_dir_all(folder).unwrap();
+    }
 
     fn read(text: &str) -> Result<ServiceConfig, String> {
         let folder = std::env::temp_dir().join(format!("forge-config-{}", std::process::id()));
