@@ -73,7 +73,11 @@ pub enum ReviewError {
         source: io::Error,
     },
     /// Others could have written it.
-    #[error("the reviews of tools in {}: others may write it: chmod 600 it", file.display())]
+    #[error(
+        "the reviews of tools in {}: others may write it, or own it: give it to the toolbroker's \
+         user, and chmod 600 it",
+        file.display()
+    )]
     Open {
         /// The file.
         file: PathBuf,
@@ -357,7 +361,11 @@ fn read(file: &Path) -> Result<Book, ReviewError> {
     let failed = |source| ReviewError::Io { file: file.to_owned(), source };
     let opened = File::open(file).map_err(failed)?;
     let metadata = opened.metadata().map_err(failed)?;
-    if metadata.mode() & 0o022 != 0 {
+    // Who owns it may write it, whatever its bits say now, and the folder's owner may
+    // put another in its place.
+    let folder = file.parent().unwrap_or(Path::new(".")).metadata().map_err(failed)?;
+    let owners = [0, rustix::process::geteuid().as_raw(), folder.uid()];
+    if metadata.mode() & 0o022 != 0 || !owners.contains(&metadata.uid()) {
         return Err(ReviewError::Open { file: file.to_owned() });
     }
     let mut text = String::new();
