@@ -4,6 +4,7 @@
 //! A guest says it first, and a worker, the supervisor and the service say it
 //! again. So it is of no link, and knows none of them.
 
+use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -61,19 +62,32 @@ pub struct Artifact {
 }
 
 impl Artifact {
-    /// A plain file name for its untrusted one: of at most 100 letters, digits,
-    /// `.`, `_` and `-`, without a dot in front. Two may have the same.
+    /// A plain file name for its untrusted one: letters and digits of any script,
+    /// `.`, `_` and `-`, without a dot in front, of at most [`FILE_NAME_BYTES_MAX`]
+    /// bytes. What is cut is not its extension. Two may have the same.
     #[must_use]
     pub fn file_name(&self) -> String {
-        let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        let plain: String =
-            self.name.chars().map(|c| if fits(c) { c } else { '_' }).take(100).collect();
-        match plain.trim_start_matches('.') {
-            "" => "artifact".into(),
-            trimmed => trimmed.into(),
-        }
+        let fits = |c: char| c.is_alphanumeric() || "._-".contains(c);
+        let plain: String = self.name.chars().map(|c| if fits(c) { c } else { '_' }).collect();
+        let plain = match plain.trim_start_matches('.') {
+            "" => "artifact",
+            trimmed => trimmed,
+        };
+        let (stem, extension) = match plain.rfind('.') {
+            Some(dot) if plain.len() - dot <= EXTENSION_BYTES_MAX => plain.split_at(dot),
+            _ => (plain, ""),
+        };
+        let room = FILE_NAME_BYTES_MAX - extension.len();
+        let stem = &stem[..stem.floor_char_boundary(room)];
+        format!("{stem}{extension}")
     }
 }
+
+/// Bytes of an artifact's file name: a folder takes 255, and who writes there may
+/// number names that are the same.
+pub const FILE_NAME_BYTES_MAX: usize = 200;
+/// Bytes of what is taken for an extension, with its dot.
+const EXTENSION_BYTES_MAX: usize = 16;
 
 /// One tool call, as it is reported.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -117,5 +131,21 @@ mod tests {
                 Artifact { name: name.into(), media_type: String::new(), content: Vec::new() };
             assert_eq!(artifact.file_name(), expected, "{name:?}");
         }
+    }
+
+    #[test]
+    fn an_artifacts_name_keeps_its_letters_and_its_extension() {
+        let file_name = |name: &str| {
+            let (media_type, content) = (String::new(), Vec::new());
+            Artifact { name: name.into(), media_type, content }.file_name()
+        };
+        assert_eq!(file_name("\u{dc}bersicht Q3.csv"), "\u{dc}bersicht_Q3.csv");
+        assert_eq!(file_name("\u{5831}\u{544a}.csv"), "\u{5831}\u{544a}.csv");
+        // No other direction, and no slash that looks like one.
+        assert_eq!(file_name("a\u{202e}b\u{2215}c"), "a_b_c");
+        let cut = file_name(&format!("{}.csv", "\u{544a}".repeat(200)));
+        assert_eq!(cut, format!("{}.csv", "\u{544a}".repeat(65)));
+        let cut = file_name(&format!("a.{}", "b".repeat(300)));
+        assert_eq!(cut.len(), FILE_NAME_BYTES_MAX);
     }
 }

@@ -249,10 +249,9 @@ pub(crate) async fn artifact(
     let plain = number.parse::<usize>().ok().filter(|it| it.to_string() == number);
     let number = plain.ok_or_else(missing_artifact)?;
     let artifact = end.artifacts.get(number).ok_or_else(missing_artifact)?;
-    let disposition = format!("attachment; filename=\"{}\"", artifact.file_name);
     let headers = [
         (header::CONTENT_TYPE, media_type(&artifact.media_type)),
-        (header::CONTENT_DISPOSITION, HeaderValue::try_from(disposition).ok()),
+        (header::CONTENT_DISPOSITION, HeaderValue::try_from(saved_as(&artifact.file_name)).ok()),
         (
             header::CONTENT_SECURITY_POLICY,
             Some(HeaderValue::from_static("sandbox; default-src 'none'")),
@@ -265,6 +264,23 @@ pub(crate) async fn artifact(
         }
     }
     Ok(response)
+}
+
+/// Has a browser save it under this name (RFC 6266): twice, where it is not of ASCII.
+fn saved_as(file_name: &str) -> String {
+    let ascii: String = file_name.chars().map(|c| if c.is_ascii() { c } else { '_' }).collect();
+    let mut said = format!("attachment; filename=\"{ascii}\"");
+    if !file_name.is_ascii() {
+        said.push_str("; filename*=UTF-8''");
+        for byte in file_name.bytes() {
+            match byte {
+                b'.' | b'_' | b'-' => said.push(byte.into()),
+                _ if byte.is_ascii_alphanumeric() => said.push(byte.into()),
+                _ => said.push_str(&format!("%{byte:02X}")),
+            }
+        }
+    }
+    said
 }
 
 /// A program's media type if it is a plain one, else that of bytes.
