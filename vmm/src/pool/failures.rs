@@ -18,6 +18,8 @@ impl Failures {
     /// Whether it is to be said now, which then is when it was said last.
     pub(super) fn is_due(&mut self, why: &str, now: Instant) -> bool {
         match &self.said {
+            // Whatever it is about: reasons may take turns.
+            Some((_, at)) if now.saturating_duration_since(*at) < SILENCE_MIN => return false,
             Some((before, at)) if before == why => {
                 if now.saturating_duration_since(*at) < self.silence {
                     return false;
@@ -42,5 +44,8 @@ mod tests {
         let said = (0..100).filter(|s| failures.is_due("no KVM", at(*s)));
         assert_eq!(said.collect::<Vec<_>>(), [0, 1, 3, 7, 15, 31, 63]);
         assert!(failures.is_due("no memory", at(100)), "another reason");
+        let soon = at(100) + Duration::from_millis(999);
+        assert!(!failures.is_due("no KVM", soon) && !failures.is_due("no memory", soon));
+        assert!(failures.is_due("no KVM", at(101)));
     }
 }

@@ -352,8 +352,14 @@ fn cannot_start(error: io::Error) -> Unmade {
     if shortage::is_one(&error) { Unmade::Short(failure) } else { Unmade::Failed(failure) }
 }
 
-fn lacks(what: &str, error: &dyn std::error::Error) -> Unmade {
-    Unmade::Failed(VmFailure::new(VmFailureKind::Unavailable, format!("{what}: {error}")))
+fn lacks(what: &str, error: &(dyn std::error::Error + 'static)) -> Unmade {
+    let error_code = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+    let cure = match error_code {
+        Some(libc::EMFILE) => ": raise the service's limit on open files",
+        Some(libc::ENFILE) => ": raise fs.file-max",
+        _ => "",
+    };
+    Unmade::Failed(VmFailure::new(VmFailureKind::Unavailable, format!("{what}: {error}{cure}")))
 }
 
 impl Drop for Zygote {

@@ -119,7 +119,10 @@ enum RunError {
     Input(usize),
     #[error("assembling the program failed in a way that it should not")]
     Assembler,
-    #[error("the grant {0:?} is not known here or is over: search_tools gives another")]
+    #[error(
+        "the grant {0:?} is not known here or is over: search_tools gives another. (A client that \
+         starts this server anew for each call loses it each time: have it keep one session)"
+    )]
     Grant(String),
     #[error("too many programs run already: wait for one to end")]
     Busy,
