@@ -68,10 +68,10 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let config = args.broker.config.as_deref();
     let at_start = config::read_at_start(config, args.broker.mcp_config.as_deref())?;
     let http = door::configured(config, &options.principals)?;
-    let ready = match descriptors {
-        Ok(most) => within(config::pool(&args.pool, config)?, most),
-        Err(_) => config::pool(&args.pool, config)?,
-    };
+    let mut ready = config::pool(&args.pool, config)?;
+    if let Ok(most) = descriptors {
+        ready = within(ready, most);
+    }
     // From here on there is something for it to end.
     server::await_reload().map_err(CliError::Host)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;

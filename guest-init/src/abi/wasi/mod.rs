@@ -10,6 +10,8 @@
 
 mod poll;
 
+use core::ops::Range;
+
 use forge_protocol::abi::{Value, Wasi};
 use wasmi::{AsContextMut, Caller, Error, Func, FuncType, Val, ValType};
 
@@ -36,7 +38,7 @@ const CLOCK_MONOTONIC: i32 = 1;
 const CLOCK_STEP_NS: u64 = 1;
 
 /// An `iovec`: pointer and length, 32 bits each.
-const IOVEC_BYTES: u64 = 8;
+const IOVEC_BYTES: usize = 8;
 /// An `fdstat`.
 const FDSTAT_BYTES: usize = 24;
 /// A `filestat`, and where its type stands.
@@ -107,8 +109,8 @@ pub(super) fn function<S: Stream + 'static>(
         | Wasi::PathRemoveDirectory
         | Wasi::PathRename
         | Wasi::PathSymlink
-        | Wasi::PathUnlinkFile => constant(store, function, |_, _| ENOTCAPABLE),
-        Wasi::ProcRaise => constant(store, function, |_, _| ENOTSUP),
+        | Wasi::PathUnlinkFile => answering(store, function, |_, _| ENOTCAPABLE),
+        Wasi::ProcRaise => answering(store, function, |_, _| ENOTSUP),
         Wasi::PollOneoff => Func::wrap(store, poll::oneoff::<S>),
         Wasi::SchedYield => Func::wrap(store, |_: Caller<'_, Host<S>>| SUCCESS),
         Wasi::ProcExit => {
@@ -119,8 +121,8 @@ pub(super) fn function<S: Stream + 'static>(
     }
 }
 
-/// A function of this type that looks at nothing but its first argument.
-fn constant<S: Stream + 'static>(
+/// A function whose answer goes by its first argument, whatever else it is given.
+fn answering<S: Stream + 'static>(
     store: impl AsContextMut<Data = Host<S>>,
     function: Wasi,
     answer: impl Fn(&Caller<'_, Host<S>>, i32) -> i32 + Send + Sync + 'static,
@@ -145,7 +147,7 @@ fn of_open<S: Stream + 'static>(
     function: Wasi,
     answer: i32,
 ) -> Func {
-    constant(store, function, move |caller, fd| if is_open(caller, fd) { answer } else { EBADF })
+    answering(store, function, move |caller, fd| if is_open(caller, fd) { answer } else { EBADF })
 }
 
 /// Writes `bytes` where the program said.
@@ -245,15 +247,12 @@ fn check_iovecs<S: Stream>(
     iovecs: i32,
     count: i32,
 ) -> Result<u64, Error> {
-    let count = u64::from(count as u32);
     let (memory, _) = parts(caller)?;
-    let bytes = count * IOVEC_BYTES;
-    // More than 2^32 bytes of array are past the end of any memory.
-    let array = range(memory, iovecs, u32::try_from(bytes).unwrap_or(u32::MAX) as i32)?;
-    charge(caller, count)?;
+    let array = array(memory, iovecs, count, IOVEC_BYTES)?;
+    charge(caller, u64::from(count as u32))?;
     let (memory, _) = parts(caller)?;
     let mut total = 0u64;
-    for iovec in memory[array].chunks_exact(IOVEC_BYTES as usize) {
+    for iovec in memory[array].chunks_exact(IOVEC_BYTES) {
         let (pointer, length) = iovec_at(iovec);
         total += range(memory, pointer, length)?.len() as u64;
     }
@@ -262,12 +261,21 @@ fn check_iovecs<S: Stream>(
 
 /// The pointer and length in eight bytes of an `iovec` array.
 fn iovec_at(bytes: &[u8]) -> (i32, i32) {
-    let word = |at: usize| {
-        let mut word = [0; 4];
-        word.copy_from_slice(&bytes[at..at + 4]);
-        i32::from_le_bytes(word)
-    };
-    (word(0), word(4))
+    (i32::from_le_bytes(field(bytes, 0)), i32::from_le_bytes(field(bytes, 4)))
+}
+
+/// An array of so many entries, checked as every stretch of memory is.
+fn array(memory: &[u8], pointer: i32, count: i32, each: usize) -> Result<Range<usize>, Error> {
+    let bytes = u64::from(count as u32) * each as u64;
+    // More than 2^32 bytes are past the end of any memory.
+    range(memory, pointer, u32::try_from(bytes).unwrap_or(u32::MAX) as i32)
+}
+
+/// The bytes of a field of one entry.
+fn field<const N: usize>(entry: &[u8], at: usize) -> [u8; N] {
+    let mut field = [0; N];
+    field.copy_from_slice(&entry[at..at + N]);
+    field
 }
 
 fn fd_write<S: Stream>(
@@ -290,8 +298,8 @@ fn fd_write<S: Stream>(
     }
     let (memory, host) = parts(&mut caller)?;
     let memory = &*memory;
-    let array = range(memory, iovecs, count.wrapping_mul(IOVEC_BYTES as i32))?;
-    for iovec in memory[array].chunks_exact(IOVEC_BYTES as usize) {
+    let array = array(memory, iovecs, count, IOVEC_BYTES)?;
+    for iovec in memory[array].chunks_exact(IOVEC_BYTES) {
         let (pointer, length) = iovec_at(iovec);
         let bytes = &memory[range(memory, pointer, length)?];
         if fd == STDOUT { host.output(bytes) } else { host.stderr(bytes) }.map_err(stop)?;
@@ -315,11 +323,11 @@ fn fd_read<S: Stream>(
     let given = total.min((host.input.len() - host.input_given) as u64);
     charge(&mut caller, given / COPY_BYTES_PER_FUEL)?;
     let (memory, host) = parts(&mut caller)?;
-    let array = range(memory, iovecs, count.wrapping_mul(IOVEC_BYTES as i32))?;
+    let array = array(memory, iovecs, count, IOVEC_BYTES)?;
     let given_before = host.input_given;
-    for at in array.step_by(IOVEC_BYTES as usize) {
+    for at in array.step_by(IOVEC_BYTES) {
         // Read anew each time: a stretch may overlap the array itself.
-        let (pointer, length) = iovec_at(&memory[at..at + IOVEC_BYTES as usize]);
+        let (pointer, length) = iovec_at(&memory[at..at + IOVEC_BYTES]);
         let target = range(memory, pointer, length)?;
         let rest = &host.input[host.input_given..];
         if rest.is_empty() {

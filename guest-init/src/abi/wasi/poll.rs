@@ -7,7 +7,8 @@
 use wasmi::{Caller, Error};
 
 use super::{
-    CLOCK_MONOTONIC, CLOCK_REALTIME, EBADF, EINVAL, STDERR, STDIN, STDOUT, SUCCESS, is_open, write,
+    CLOCK_MONOTONIC, CLOCK_REALTIME, EBADF, EINVAL, STDERR, STDIN, STDOUT, SUCCESS, array, field,
+    is_open, write,
 };
 use crate::abi::{charge, parts, range};
 use crate::host::Host;
@@ -51,11 +52,11 @@ impl Subscription {
     /// Reads one, with times from now as times on the clock. None if there is no
     /// name for what it waits for.
     fn read(bytes: &[u8], now: u64) -> Option<Self> {
-        let (tag, number) = (bytes[8], i32::from_le_bytes(array(bytes, 16)));
+        let (tag, number) = (bytes[8], i32::from_le_bytes(field(bytes, 16)));
         let what = match (tag, number) {
             (EVENT_CLOCK, CLOCK_REALTIME | CLOCK_MONOTONIC) => {
-                let time = u64::from_le_bytes(array(bytes, 24));
-                let is_absolute = u16::from_le_bytes(array(bytes, 40)) & ABSTIME != 0;
+                let time = u64::from_le_bytes(field(bytes, 24));
+                let is_absolute = u16::from_le_bytes(field(bytes, 40)) & ABSTIME != 0;
                 What::Time(if is_absolute { time } else { now.saturating_add(time) })
             }
             (EVENT_CLOCK, _) => What::NoClock,
@@ -63,7 +64,7 @@ impl Subscription {
             (EVENT_FD_WRITE, fd) => What::Room(fd),
             _ => return None,
         };
-        Some(Self { userdata: array(bytes, 0), tag, what })
+        Some(Self { userdata: field(bytes, 0), tag, what })
     }
 
     /// What has come of it by `now`.
@@ -105,12 +106,6 @@ impl Event {
     }
 }
 
-fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let mut array = [0; N];
-    array.copy_from_slice(&bytes[at..at + N]);
-    array
-}
-
 pub(super) fn oneoff<S: Stream>(
     mut caller: Caller<'_, Host<S>>,
     subscriptions: i32,
@@ -118,18 +113,15 @@ pub(super) fn oneoff<S: Stream>(
     count: i32,
     told: i32,
 ) -> Result<i32, Error> {
-    let count = u64::from(count as u32);
     if count == 0 {
         return Ok(EINVAL);
     }
-    // More than 2^32 bytes are past the end of any memory.
-    let length = |each: usize| u32::try_from(count * each as u64).unwrap_or(u32::MAX) as i32;
     let (memory, _) = parts(&mut caller)?;
-    let waited = range(memory, subscriptions, length(SUBSCRIPTION_BYTES))?;
-    let target = range(memory, events, length(EVENT_BYTES))?;
+    let waited = array(memory, subscriptions, count, SUBSCRIPTION_BYTES)?;
+    let target = array(memory, events, count, EVENT_BYTES)?;
     range(memory, told, 4)?;
     // Each is looked at twice.
-    charge(&mut caller, 2 * count)?;
+    charge(&mut caller, 2 * u64::from(count as u32))?;
 
     let open = [STDIN, STDOUT, STDERR].map(|fd| is_open(&caller, fd));
     let (memory, host) = parts(&mut caller)?;

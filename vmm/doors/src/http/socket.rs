@@ -30,7 +30,7 @@ use axum::extract::{Extension, State};
 use axum::http::StatusCode;
 use axum::response::Response;
 use forge_client::{Canceller, Run, RunMessage};
-use forge_protocol::json as protocol_json;
+use forge_protocol::json;
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
 use forge_protocol::service::{Callback, Finish, RunEvent};
 use serde::de::{Error as _, IgnoredAny};
@@ -418,7 +418,7 @@ impl Talk {
 
 /// A tool's own error, read as answers are: half a character in it costs itself.
 fn tool_error(error: &RawValue) -> Result<Vec<u8>, Problem> {
-    let read = protocol_json::from_slice_mended::<Object<ToolError>>(error.get().as_bytes());
+    let read = json::from_slice_mended::<Object<ToolError>>(error.get().as_bytes());
     let Object(error) =
         read.map_err(|error| Problem::bad_request(format!("the message: error: {error}")))?;
     Ok(serde_json::to_vec(&error).unwrap_or_default())

@@ -45,6 +45,15 @@ enum Doing {
     },
 }
 
+/// Why a question is not taken up.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NoPlace {
+    /// As many as there may be are unanswered.
+    TooMany,
+    /// The service has no descriptor for it.
+    NoDescriptor,
+}
+
 impl Live {
     /// Takes a number for a run; `None` if there is no descriptor for it: the
     /// others of this connection go on.
@@ -59,10 +68,9 @@ impl Live {
         Ok(Some(cancel))
     }
 
-    /// Takes a number for a question; `None` if there are too many, or no descriptor is
-    /// left. How the
-    /// service stands is answered at once, whoever waits for the broker, and is
-    /// none of them.
+    /// Takes a number for a question, if there is a place for it. How the service
+    /// stands is answered at once, whoever waits for the broker, and is none of
+    /// those that there may be.
     ///
     /// # Errors
     /// As [`Live::enter_run`].
@@ -70,25 +78,19 @@ impl Live {
         &self,
         number: u64,
         question: &Question,
-    ) -> io::Result<Option<Arc<Cancel>>> {
+    ) -> io::Result<Result<Arc<Cancel>, NoPlace>> {
         let mut doings = lock(&self.doings);
         doings.check(number)?;
         let is_counted = !matches!(question, Question::Status);
         if is_counted && doings.questions >= QUESTIONS_MAX {
-            return Ok(None);
+            return Ok(Err(NoPlace::TooMany));
         }
-        // Where no descriptor is left, that is one too many as well: the runs of
-        // this connection go on.
-        let Ok(cancel) = doings.cancel() else { return Ok(None) };
+        // The runs of this connection go on.
+        let Ok(cancel) = doings.cancel() else { return Ok(Err(NoPlace::NoDescriptor)) };
         doings.questions += usize::from(is_counted);
         let doing = Doing::Question { cancel: Arc::clone(&cancel), is_counted };
         self.enter(&mut doings, number, doing);
-        Ok(Some(cancel))
-    }
-
-    /// Whether as many questions as there may be are not what keeps this one out.
-    pub(super) fn has_place_for(&self, question: &Question) -> bool {
-        matches!(question, Question::Status) || lock(&self.doings).questions < QUESTIONS_MAX
+        Ok(Ok(cancel))
     }
 
     fn enter(&self, doings: &mut Doings, number: u64, doing: Doing) {
@@ -204,12 +206,12 @@ mod tests {
         let enter = |number, question| live.enter_question(number, &question).unwrap();
         let most = QUESTIONS_MAX as u64;
         let asked: Vec<_> = (0..most).map(|it| enter(it, Question::Metrics).unwrap()).collect();
-        assert!(enter(most, Question::Metrics).is_none());
+        assert!(matches!(enter(most, Question::Metrics), Err(NoPlace::TooMany)));
         let standing = enter(most, Question::Status).unwrap();
         let leave = |number, cancel| live.leave_question(number, cancel);
         leave(most, standing);
-        assert!(enter(most, Question::Metrics).is_none(), "it had no place to give back");
+        assert!(enter(most, Question::Metrics).is_err(), "it had no place to give back");
         (0..).zip(asked).for_each(|(number, cancel)| leave(number, cancel));
-        assert!(enter(0, Question::Metrics).is_some());
+        assert!(enter(0, Question::Metrics).is_ok());
     }
 }

@@ -35,7 +35,7 @@ use forge_protocol::service::{
 };
 use vmm_sys_util::epoll::ControlOperation;
 
-use self::live::Live;
+use self::live::{Live, NoPlace};
 use self::owed::{Owed, Untaken};
 use self::sending::SEND_PATIENCE;
 use super::options::Principals;
@@ -351,14 +351,19 @@ impl Connection {
             Kind::CallbackSettled => self.settle(decode(frame)?).map(|()| None),
             _ => {
                 let Query { number, question } = decode(frame)?;
-                if let Some(cancel) = self.live.enter_question(number, &question)? {
-                    let untaken = matches!(question, Question::Status).then(|| self.owed.another());
-                    return Ok(Some(Work::Question { number, question, cancel, untaken }));
-                }
-                let message = if self.live.has_place_for(&question) {
-                    NO_DESCRIPTOR.to_owned()
-                } else {
-                    format!("{QUESTIONS_MAX} questions are unanswered: wait for one")
+                let no_place = match self.live.enter_question(number, &question)? {
+                    Ok(cancel) => {
+                        let untaken =
+                            matches!(question, Question::Status).then(|| self.owed.another());
+                        return Ok(Some(Work::Question { number, question, cancel, untaken }));
+                    }
+                    Err(no_place) => no_place,
+                };
+                let message = match no_place {
+                    NoPlace::NoDescriptor => NO_DESCRIPTOR.to_owned(),
+                    NoPlace::TooMany => {
+                        format!("{QUESTIONS_MAX} questions are unanswered: wait for one")
+                    }
                 };
                 let kind = forge_protocol::broker::RefusalKind::Overloaded;
                 let reply = Reply::Refused { kind, message };
