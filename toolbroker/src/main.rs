@@ -5,6 +5,7 @@
 //! It distrusts its command line as far as it can be checked. Deliberately
 //! absent is a socket of its own to listen on.
 
+use std::error::Error as _;
 use std::fs::DirBuilder;
 use std::io::{ErrorKind, Write as _};
 use std::os::fd::RawFd;
@@ -163,6 +164,7 @@ impl Error {
     /// for the host, 70 for what should not happen.
     fn exit_code(&self) -> u8 {
         match self {
+            _ if self.is_full_disk() => 5,
             Self::Control(_)
             | Self::Config(_)
             | Self::RootKey(_)
@@ -173,6 +175,13 @@ impl Error {
             Self::Host(_) | Self::Threads(_) => 5,
             Self::Serve(_) => 70,
         }
+    }
+
+    /// Whether room on a disk is all that was missing.
+    fn is_full_disk(&self) -> bool {
+        let causes = std::iter::successors(self.source(), |&cause| cause.source());
+        let mut errors = causes.filter_map(|cause| cause.downcast_ref::<std::io::Error>());
+        errors.any(|it| matches!(it.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded))
     }
 }
 

@@ -168,7 +168,8 @@ fn the_socket_is_the_operators_and_no_second_service_takes_it() {
     assert!(socket.file_type().is_socket());
     assert_eq!(socket.permissions().mode() & 0o7777, 0o600);
     let second = desk.serves(&["--ready", "0"]).output().unwrap();
-    assert!(!second.status.success());
+    // What another moment may mend: a unit tries again.
+    assert_eq!(second.status.code(), Some(5), "{second:?}");
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(said.contains("socket") && said.contains("in use"), "{said}");
     // The first goes on at the same socket.

@@ -35,6 +35,8 @@ use crate::shortage;
 const EXECUTABLE: &str = "forge-toolbroker";
 /// The broker's exit code for a configuration it cannot use.
 const EXIT_CONFIGURATION: i32 = 2;
+/// And for a host that gives it too little.
+const EXIT_SHORT: i32 = 5;
 /// How long one request may take. Starting tool servers is part of it.
 const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
 /// How long one may take that starts nothing and waits for no disk.
@@ -70,6 +72,9 @@ pub enum BrokerError {
     /// It refuses its configuration, and has said why on standard error.
     #[error("the toolbroker refuses its configuration: it said why on standard error")]
     Configuration,
+    /// This host gives it too little to start, and it has said what on standard error.
+    #[error("this host gives the toolbroker too little to start: it said what on standard error")]
+    Short,
     /// The control link broke. The broker says why on its standard error.
     #[error("the toolbroker is gone ({0})")]
     Lost(io::Error),
@@ -369,6 +374,7 @@ impl Broker {
                 Ok(status) if status.code() == Some(EXIT_CONFIGURATION) => {
                     Err(BrokerError::Configuration)
                 }
+                Ok(status) if status.code() == Some(EXIT_SHORT) => Err(BrokerError::Short),
                 _ => Err(BrokerError::Lost(error)),
             },
             Err(error) => {

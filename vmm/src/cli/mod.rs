@@ -84,6 +84,7 @@ pub(crate) enum CliError {
 impl CliError {
     fn exit(&self) -> Exit {
         match self {
+            Self::File { source, .. } if is_of_the_moment(source) => Exit::Unavailable,
             Self::Usage(_) | Self::Key(_) | Self::File { .. } => Exit::Usage,
             Self::Program(_) => Exit::Rejected,
             Self::Broker(error) => match error {
@@ -91,6 +92,7 @@ impl CliError {
                 BrokerError::Refused { kind, .. } => of_refusal(*kind),
                 BrokerError::OutOfTime => Exit::Limit,
                 BrokerError::Missing(_)
+                | BrokerError::Short
                 | BrokerError::Start(_)
                 | BrokerError::StartAs { .. }
                 | BrokerError::NoLink(_) => Exit::Unavailable,
@@ -107,6 +109,19 @@ impl CliError {
             Self::Output(_) => Exit::Failed,
         }
     }
+}
+
+/// Whether the same command may do better later: the address is another's for now or
+/// not there yet, the disk is full, or the host has no more of what files take. A unit
+/// that is started anew on failure is not on a usage error.
+fn is_of_the_moment(error: &io::Error) -> bool {
+    use io::ErrorKind::{
+        AddrInUse, AddrNotAvailable, OutOfMemory, QuotaExceeded, ResourceBusy, StorageFull,
+    };
+    matches!(
+        error.kind(),
+        AddrInUse | AddrNotAvailable | OutOfMemory | QuotaExceeded | ResourceBusy | StorageFull
+    ) || matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 /// As a run ends that is refused so, whoever refused it.
