@@ -17,6 +17,7 @@ mod serving;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
@@ -39,7 +40,8 @@ fn main() -> ExitCode {
             a_model_searches_and_its_program_calls_what_was_found,
             a_client_of_the_newest_protocol_needs_no_handshake,
             what_a_program_did_wrong_is_told,
-            a_handle_is_good_on_its_own_connection_alone,
+            a_handle_is_good_at_the_next_door_of_its_principal,
+            a_handle_is_good_at_the_next_door_before_a_service_too,
             a_call_outside_the_handle_is_refused,
             progress_tells_of_calls_to_who_asks,
             a_cancelled_request_ends_its_run,
@@ -380,16 +382,49 @@ fn what_a_program_did_wrong_is_told() {
     }
 }
 
-fn a_handle_is_good_on_its_own_connection_alone() {
+fn a_handle_is_good_at_the_next_door_of_its_principal() {
     let desk = desk();
-    let (mut one, mut other) = (desk.greeted(), desk.greeted());
+    let mut one = desk.greeted();
     let grant = one.search("say a text back")["grant"].clone();
     let program = caller("test.echo", r#"{"text": "hello"}"#);
-    let result = other.run(json!({"program": program, "grant": grant}));
-    assert_eq!(result["isError"], true, "{result}");
-    assert!(text(&result).contains("is not known here"), "{result}");
-    let result = one.run(json!({"program": program, "grant": grant}));
+    let run = json!({"program": program, "grant": grant});
+    let at = |more: &[&str]| {
+        let mut door = desk.client(&[&["--mcp-config", "servers.json"], more].concat());
+        door.greet();
+        door.run(run.clone())
+    };
+    // Beside the first door, and after it.
+    assert_eq!(text(&at(&[])), r#"{"text":"hello"}"#);
+    assert!(one.leave().success());
+    assert_eq!(text(&at(&[])), r#"{"text":"hello"}"#);
+    for strange in [["--principal", "bob"], ["--state", "another"]] {
+        let result = at(&strange);
+        assert_eq!(result["isError"], true, "{result}");
+        assert!(text(&result).contains("is not known here"), "{result}");
+    }
+    // Where others may write, a name is good at its own door.
+    fs::create_dir(desk.path("shared")).unwrap();
+    fs::set_permissions(desk.path("shared"), fs::Permissions::from_mode(0o770)).unwrap();
+    let mut door = desk.client(&["--mcp-config", "servers.json", "--state", "shared"]);
+    door.greet();
+    let grant = door.search("say a text back")["grant"].clone();
+    let result = door.run(json!({"program": program, "grant": grant}));
     assert_eq!(text(&result), r#"{"text":"hello"}"#, "{result}");
+    assert!(!desk.path("shared/handles").exists());
+}
+
+fn a_handle_is_good_at_the_next_door_before_a_service_too() {
+    let desk = desk();
+    let _service = desk.serve_tools();
+    let door = || {
+        let mut door = desk.client(&["--service", "socket"]);
+        door.greet();
+        door
+    };
+    let grant = door().search("say a text back")["grant"].clone();
+    let program = STANDARD.encode(signed(&caller("test.echo", r#"{"text": "hello"}"#)));
+    let run = json!({"program": program, "language": "wasm", "grant": grant});
+    assert_eq!(text(&door().run(run)), r#"{"text":"hello"}"#);
 }
 
 fn a_call_outside_the_handle_is_refused() {

@@ -6,7 +6,7 @@
 use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -33,8 +33,9 @@ const READY_MAX: usize = 4;
 
 /// Whom the door is for.
 enum Clients {
-    /// The one that started this process.
-    Stdio(Principal),
+    /// The one that started this process, and where what it was granted is kept: some
+    /// clients start one for each call.
+    Stdio(Principal, Option<PathBuf>),
     /// Those who know a token, by the SHA-256 of their tokens.
     Http {
         address: SocketAddr,
@@ -55,7 +56,7 @@ pub(crate) fn mcp(args: McpArgs) -> Result<ExitCode, CliError> {
     let (served, own) = match &args.service {
         Some(socket) => (runtime.block_on(serve_at(socket, clients)), None),
         None => {
-            let (own, connection) = OwnService::start(&args, &clients.signers())?;
+            let (own, connection) = OwnService::start(&args, &clients)?;
             (runtime.block_on(serve_over(connection, clients)), Some(own))
         }
     };
@@ -90,7 +91,8 @@ impl Clients {
             let name = principal.unwrap_or_else(|| args.broker.principal.clone());
             let configured = known.get(&name).and_then(|known| known.sign_with.as_deref());
             let signer = signer(args.sign_with.as_deref().or(configured))?;
-            return Ok(Self::Stdio(Principal { name, signer }));
+            let grants = config::named_grants(args.broker.state.as_deref());
+            return Ok(Self::Stdio(Principal { name, signer }, grants));
         };
         let mut principals = Vec::new();
         for (name, known) in known {
@@ -111,7 +113,7 @@ impl Clients {
     /// The keys that programs are signed with here.
     fn signers(&self) -> Vec<Arc<SignerKey>> {
         match self {
-            Self::Stdio(principal) => principal.signer.iter().cloned().collect(),
+            Self::Stdio(principal, _) => principal.signer.iter().cloned().collect(),
             Self::Http { principals, .. } => {
                 principals.iter().filter_map(|(_, principal)| principal.signer.clone()).collect()
             }
@@ -138,8 +140,8 @@ async fn serve(link: ServiceLink, clients: Clients) -> Result<(), CliError> {
     let link = Arc::new(link);
     let signalled = signalled().map_err(CliError::Host)?;
     match clients {
-        Clients::Stdio(principal) => {
-            let door = Door::new(link, principal).map_err(CliError::Host)?;
+        Clients::Stdio(principal, grants) => {
+            let door = Door::new(link, principal, grants).map_err(CliError::Host)?;
             let closing = door.clone();
             tokio::spawn(async move {
                 signalled.await;
@@ -153,7 +155,7 @@ async fn serve(link: ServiceLink, clients: Clients) -> Result<(), CliError> {
                 .into_iter()
                 .map(|(tokens, principal)| {
                     let tokens = tokens.into_iter().map(TokenHash::from).collect();
-                    Ok((tokens, Door::new(Arc::clone(&link), principal)?))
+                    Ok((tokens, Door::new(Arc::clone(&link), principal, None)?))
                 })
                 .collect();
             let doors = doors.map_err(CliError::Host)?;
@@ -196,13 +198,13 @@ struct OwnService {
 }
 
 impl OwnService {
-    fn start(args: &McpArgs, signers: &[Arc<SignerKey>]) -> Result<(Self, UnixStream), CliError> {
+    fn start(args: &McpArgs, clients: &Clients) -> Result<(Self, UnixStream), CliError> {
         let config = args.broker.config.as_deref();
         let mut paths = args.trust.clone();
         paths.extend(config::trust_keys(config)?);
         let given = keys::read_trust(&paths)?;
         let mut all = given.as_slice().to_vec();
-        for key in signers.iter().map(|signer| signer.trust_key()) {
+        for key in clients.signers().iter().map(|signer| signer.trust_key()) {
             if !all.contains(&key) {
                 all.push(key);
             }
@@ -222,8 +224,12 @@ impl OwnService {
             group: config::vm_group(config)?,
             ..PoolOptions::default()
         };
-        // Grants live as long as their handles, which end with this process.
-        let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
+        // Grants live as long as their handles.
+        let key = match clients {
+            Clients::Stdio(..) => GrantKey::Lasting,
+            Clients::Http { .. } => GrantKey::Passing,
+        };
+        let broker = config::start_broker(&args.broker, key)?;
         let options = SupervisorOptions { trust, maxima: config::maxima(config)?, pool };
         let supervisor = Arc::new(Supervisor::new(options, Some(broker)).map_err(CliError::Host)?);
         let (ours, theirs) = UnixStream::pair().map_err(CliError::Host)?;

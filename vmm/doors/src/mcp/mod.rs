@@ -18,7 +18,7 @@
 //! | `handler` | what MCP asks a server |
 //! | `search`, `run` | the two tools |
 //! | `result` | what both answer with |
-//! | `handles` | grants, by short names |
+//! | `handles` | grants, by short names, and those that outlive a door |
 //! | `skim` | the id of a message that is too long |
 //! | `sessions`, `kept` | sessions over HTTP, and what was said in them |
 //! | `program` | a program as a model writes it, made into a signed module |
@@ -39,6 +39,7 @@ mod sessions;
 mod skim;
 mod teach;
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use forge_client::ClientError;
@@ -86,8 +87,7 @@ pub struct Door(Arc<Inner>);
 struct Inner {
     service: Arc<ServiceLink>,
     principal: Principal,
-    /// The session of every grant and run of this door: a token is good in no
-    /// other.
+    /// The session of every grant that this door finds: a token is good in no other.
     session: String,
     handles: Mutex<Handles>,
     /// Places for questions that are not answered. All doors of a service share
@@ -99,16 +99,22 @@ struct Inner {
 }
 
 impl Door {
-    /// A door of a principal's to this service.
+    /// A door of a principal's to this service. Grants that it has found are good at the
+    /// principal's next door too if both are given this folder.
     ///
     /// # Errors
     /// If the host gives no random bytes.
-    pub fn new(service: Arc<ServiceLink>, principal: Principal) -> std::io::Result<Self> {
+    pub fn new(
+        service: Arc<ServiceLink>,
+        principal: Principal,
+        grants: Option<PathBuf>,
+    ) -> std::io::Result<Self> {
+        let handles = grants.map(|folder| Handles::lasting(folder, &principal.name));
         Ok(Self(Arc::new(Inner {
             service,
             principal,
             session: format!("mcp-{}", handles::random_name()?),
-            handles: Mutex::default(),
+            handles: Mutex::new(handles.unwrap_or_default()),
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             runs: Semaphore::new(REQUESTS_MAX),
             closing: CancellationToken::new(),
@@ -280,7 +286,7 @@ mod tests {
         let link = Arc::new(ServiceLink::over(socket).await.unwrap());
         let door = || {
             let principal = Principal { name: "a".into(), signer: None };
-            Door::new(Arc::clone(&link), principal).unwrap()
+            Door::new(Arc::clone(&link), principal, None).unwrap()
         };
         let leave = async |door: &Door| {
             let asking = door.ask(Question::ListTools { principal: "a".into() });

@@ -119,10 +119,7 @@ enum RunError {
     Input(usize),
     #[error("assembling the program failed in a way that it should not")]
     Assembler,
-    #[error(
-        "the grant {0:?} is not known here or is over: search_tools gives another. (A client that \
-         starts this server anew for each call loses it each time: have it keep one session)"
-    )]
+    #[error("the grant {0:?} is not known here or is over: search_tools gives another")]
     Grant(String),
     #[error("too many programs run already: wait for one to end")]
     Busy,
@@ -290,10 +287,10 @@ async fn carried_out(
     if input.len() > INPUT_BYTES_MAX as usize {
         return Err(RunError::Input(input.len()));
     }
-    let authority = match grant {
-        None => Authority::Tools(Vec::new()),
-        Some(name) => match door.handles().token(&name, Instant::now()) {
-            Some(token) => Authority::Grant(token.to_vec()),
+    let (authority, session) = match grant {
+        None => (Authority::Tools(Vec::new()), door.0.session.clone()),
+        Some(name) => match door.handles().grant(&name, Instant::now()) {
+            Some(grant) => (Authority::Grant(grant.token), grant.session),
             None => return Err(RunError::Grant(one_line(&name, 40))),
         },
     };
@@ -305,7 +302,7 @@ async fn carried_out(
         program,
         input,
         principal: door.0.principal.name.clone(),
-        session: Some(door.0.session.clone()),
+        session: Some(session),
         authority,
         limits,
         prepare: false,

@@ -13,9 +13,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Number;
 use serde_json::value::RawValue;
 
+use super::handles::{self, Grant};
 use super::result::{self, failed};
 use super::run::{RESULT_BYTES_MAX, json_bytes};
-use super::{Door, handles, teach};
+use super::{Door, teach};
 
 /// What an answer has beside the tools, in bytes.
 const OTHER_BYTES_MAX: usize = 100_000;
@@ -127,7 +128,8 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
         let Reply::Grant(token) = door.ask(Question::IssueGrant(request)).await? else {
             return Err(SearchError::Answer);
         };
-        grant = Some(door.handles().insert(token, Instant::now())?);
+        let found = Grant { token, session: door.0.session.clone() };
+        grant = Some(door.handles().insert(found, Instant::now())?);
     }
     let unavailable = unavailable.into_iter();
     Ok(Found {

@@ -92,7 +92,6 @@ fn search_input() -> Value {
             },
         },
         "required": ["intent"],
-        "additionalProperties": false,
     })
 }
 
@@ -179,11 +178,9 @@ fn run_input() -> Value {
                     },
                     "calls": { "type": "integer", "minimum": 0, "default": usual.calls },
                 },
-                "additionalProperties": false,
             },
         },
         "required": ["program"],
-        "additionalProperties": false,
     })
 }
 

@@ -286,7 +286,10 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
     let user = broker_user(args.config.as_deref())?;
     let state = match (key, &args.state) {
         (_, Some(path)) => Some(path.clone()),
-        (GrantKey::Lasting | GrantKey::Kept, None) => Some(default_state()?),
+        (GrantKey::Lasting | GrantKey::Kept, None) => Some(match &user {
+            Some(user) => state_of(user),
+            None => default_state()?,
+        }),
         // A broker with a user of its own cannot use this user's folder.
         (_, None) if user.is_some() => None,
         // Without a journal no call has a result, however it went.
@@ -304,7 +307,7 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
              the one that `grant issue` or `serve` was given"
         )));
     }
-    if let (Some(user), GrantKey::Passing) = (&user, key) {
+    if let (Some(user), GrantKey::Passing | GrantKey::Lasting) = (&user, key) {
         check_journalled(user, journal.as_deref())?;
     }
     let is_needed = key == GrantKey::Passing || args.state.is_some();
@@ -339,8 +342,7 @@ fn make_state(folder: &Path) -> Result<(), CliError> {
 /// Refuses a user of the broker's own that cannot keep a journal, before anything runs:
 /// without one no call has a result.
 fn check_journalled(user: &BrokerUser, journal: Option<&Path>) -> Result<(), CliError> {
-    let own = || base(user.home()).join("forge-vmm").join(JOURNAL);
-    let folder = journal.map_or_else(own, Path::to_owned);
+    let folder = journal.map_or_else(|| state_of(user).join(JOURNAL), Path::to_owned);
     if user.may_write(&folder) {
         return Ok(());
     }
@@ -352,9 +354,11 @@ fn check_journalled(user: &BrokerUser, journal: Option<&Path>) -> Result<(), Cli
     )))
 }
 
-/// Where state is kept by whoever has this home. The variable is the broker's as well.
-fn base(home: &Path) -> PathBuf {
-    absolute("XDG_STATE_HOME").unwrap_or_else(|| home.join(".local/state"))
+/// Where state is kept by a user of the broker's own. The variable is the broker's as
+/// well.
+fn state_of(user: &BrokerUser) -> PathBuf {
+    let base = absolute("XDG_STATE_HOME").unwrap_or_else(|| user.home().join(".local/state"));
+    base.join("forge-vmm")
 }
 
 /// A folder that a variable names. A relative one is to be ignored (XDG base
@@ -379,6 +383,20 @@ fn default_state() -> Result<PathBuf, CliError> {
             let what = "there is no HOME to keep the grant key, reviews and the journal in";
             CliError::Usage(format!("{what}: give --state"))
         })
+}
+
+/// Where an MCP door may keep the grants that it has named, if its state folder is this
+/// user's alone to write: with them goes what a principal may do.
+pub(crate) fn named_grants(state: Option<&Path>) -> Option<PathBuf> {
+    use std::os::unix::fs::MetadataExt as _;
+    let state = state.map_or_else(default_state, |state| Ok(state.to_owned())).ok()?;
+    // SAFETY: takes nothing and cannot fail.
+    let own = unsafe { libc::geteuid() };
+    let is_own = match std::fs::metadata(&state) {
+        Ok(found) => found.uid() == own && found.mode() & 0o022 == 0,
+        Err(error) => error.kind() == ErrorKind::NotFound,
+    };
+    is_own.then(|| state.join("handles"))
 }
 
 /// Refuses tools of servers where no flag names a server. Built-in tools need
