@@ -9,9 +9,9 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, Effect, FoundTool, GrantClaims, GrantRequest, GrantedTool, HostedTool,
-    HostedTools, ListedTool, Narrowing, OpenRun, RefusalKind, Reply, Request, ReviewedTool,
-    Standing, ToolSpec, ToolWord,
+    Answer, Ask, Authority, BlockedTool, Effect, FoundTool, GrantClaims, GrantRequest, GrantedTool,
+    HostedTool, HostedTools, ListedTool, Narrowing, OpenRun, RefusalKind, Reply, Request,
+    ReviewedTool, Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
@@ -242,6 +242,7 @@ pub fn seeds() -> Vec<Seed> {
     };
     let found = Reply::Found {
         tools: vec![FoundTool { spec: spec.clone(), score_millionths: 900_000 }],
+        blocked: vec![BlockedTool { name: tool.clone(), standing: Standing::Changed }],
         unavailable: Vec::new(),
     };
     let listed = ListedTool { spec, word, standing: Standing::Approved };

@@ -274,6 +274,10 @@ pub enum Reply {
     Found {
         /// The tools, in the order in which they should be taken.
         tools: Vec<FoundTool>,
+        /// Tools that no search finds, though they may fit, until the operator has
+        /// approved their definitions: the first
+        /// [`FOUND_TOOLS_MAX`](crate::limits::FOUND_TOOLS_MAX) of them.
+        blocked: Vec<BlockedTool>,
         /// Servers that could not be asked, each with the reason: their tools
         /// could not be found.
         unavailable: Vec<(String, String)>,
@@ -422,6 +426,15 @@ pub struct FoundTool {
     /// How well it fits, in millionths. Scores of one answer can be compared
     /// with each other, and with nothing else.
     pub score_millionths: u32,
+}
+
+/// A tool that is neither found nor granted.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct BlockedTool {
+    /// The tool.
+    pub name: ToolName,
+    /// How its definition stands.
+    pub standing: Standing,
 }
 
 /// One tool, as its server describes it: untrusted text.

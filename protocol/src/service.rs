@@ -23,8 +23,8 @@ use alloc::vec::Vec;
 
 use crate::abi::CallCode;
 use crate::broker::{
-    Authority, FoundTool, GrantClaims, GrantRequest, HostedTools, ListedTool, Narrowing,
-    RefusalKind,
+    Authority, BlockedTool, FoundTool, GrantClaims, GrantRequest, HostedTools, ListedTool,
+    Narrowing, RefusalKind,
 };
 use crate::codec::{Decode, Encode};
 use crate::limits::{OverLimit, RunLimits};
@@ -230,6 +230,9 @@ pub enum Reply {
     Found {
         /// The tools, in the order in which they should be taken.
         tools: Vec<FoundTool>,
+        /// Tools that no search finds, though they may fit, until the operator has
+        /// approved their definitions.
+        blocked: Vec<BlockedTool>,
         /// Servers that could not be asked, each with the reason.
         unavailable: Vec<(String, String)>,
     },

@@ -135,6 +135,15 @@ fn what_an_intent_grants_and_what_is_blocked_is_said() {
     assert_eq!(granted, ["forge-vmm: granted by --intent: test.echo"], "{stderr}");
     assert!(stderr.contains("blocked and therefore not searched: test."), "{stderr}");
     assert!(stderr.contains("(new)") && stderr.contains("`forge-vmm tools review`"), "{stderr}");
+    let (_, stderr) = forge(&["tools", "search", "say the same text again"]);
+    assert!(stderr.contains("blocked and therefore not searched: test."), "{stderr}");
+    let (stdout, _) = forge(&["tools", "search", "say the same text again", "--json"]);
+    let found: Value = serde_json::from_str(&stdout).unwrap();
+    let is_named = |tool: &str| {
+        let entry = json!({"name": tool, "standing": "new"});
+        found["blocked"].as_array().unwrap().contains(&entry)
+    };
+    assert!(is_named("test.big") && !is_named("test.echo"), "{found:#}");
     // The report says it to programs.
     let (stdout, stderr) = forge(&[&run[..], &intent, &["--json"]].concat());
     let report: Value = serde_json::from_str(&stdout).unwrap();

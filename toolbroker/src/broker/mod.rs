@@ -30,8 +30,8 @@ use std::time::{Duration, SystemTime};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, FoundTool, GrantClaims, ListedTool, OpenRun, REQUESTS_IN_FLIGHT_MAX,
-    RefusalKind, Reply, Request, ReviewedTool, Standing,
+    Answer, Ask, Authority, BlockedTool, FoundTool, GrantClaims, ListedTool, OpenRun,
+    REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool, Standing,
 };
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
@@ -538,7 +538,14 @@ impl Broker {
         }
         let (mut listed, unavailable) = self.seen(principal).await?;
         // What is blocked could not be granted.
-        listed.retain(|tool| self.reviews.standing(tool) == Standing::Approved);
+        let mut blocked = Vec::new();
+        listed.retain(|tool| {
+            let standing = self.reviews.standing(tool);
+            if standing != Standing::Approved && blocked.len() < FOUND_TOOLS_MAX as usize {
+                blocked.push(BlockedTool { name: tool.name().clone(), standing });
+            }
+            standing == Standing::Approved
+        });
         let retrieval = Arc::clone(&self.retrieval);
         // Tools that changed are indexed first, which takes its time.
         let found = beside(move || retrieval.search(&listed, &intent, k)).await;
@@ -549,7 +556,7 @@ impl Broker {
                 score_millionths: found.score_millionths,
             })
             .collect();
-        Ok(Reply::Found { tools, unavailable: shown(unavailable) })
+        Ok(Reply::Found { tools, blocked, unavailable: shown(unavailable) })
     }
 
     fn open_runs(&self) -> MutexGuard<'_, HashMap<RunId, Weak<Run>>> {

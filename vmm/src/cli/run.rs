@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use forge_protocol::broker::{Authority, FoundTool, ListedTool, Reply, Request, Standing};
+use forge_protocol::broker::{Authority, BlockedTool, FoundTool};
 use forge_protocol::ending::{Ending, RejectKind, UNGRANTED, WALL_MS};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -21,7 +21,7 @@ use forge_vmm::report::{RetrievedReport, RunReport, Status};
 use forge_vmm::supervisor::{Attendance, RunResult, Supervisor, SupervisorOptions};
 
 use super::args::RunArgs;
-use super::config::{self, GrantKey};
+use super::config::{self, Found, GrantKey};
 use super::interrupt::Interruptible;
 use super::{CliError, Exit, complain, out, print_json, program, progress, serve};
 
@@ -288,30 +288,20 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> CliError {
 /// Finds the tools that the run is to be granted.
 fn retrieve(broker: &Broker, args: &RunArgs, intent: &str) -> Result<Vec<FoundTool>, CliError> {
     progress("searching tools");
-    let principal = &args.broker.principal;
-    let found = config::search(broker, principal, intent, args.k)?;
-    let request = Request::ListTools { principal: principal.clone() };
-    let listed = config::ask(broker, &request, |reply| match reply {
-        Reply::Tools { tools, .. } => Ok(tools),
-        other => Err(other),
-    })?;
-    Ok(told(args, found, &listed))
+    Ok(told(args, config::search(broker, &args.broker.principal, intent, args.k)?))
 }
 
 /// Says what was found and is granted, and what could not be searched. Nobody named
 /// these tools, so whoever starts the run learns here which they are.
-pub(crate) fn told(
-    args: &RunArgs,
-    (tools, unavailable): config::Found,
-    listed: &[ListedTool],
-) -> Vec<FoundTool> {
+pub(crate) fn told(args: &RunArgs, found: Found) -> Vec<FoundTool> {
+    let Found { tools, blocked, unavailable } = found;
     if tools.is_empty() && unavailable.is_empty() {
         complain(&config::nothing_found(&args.broker.principal));
     }
     for (server, reason) in &unavailable {
         complain(&format!("server {server} was not searched: {}", shown_whole(reason)));
     }
-    if let Some(blocked) = blocked(listed) {
+    if let Some(blocked) = not_searched(&blocked) {
         complain(&blocked);
     }
     // The report has them.
@@ -326,19 +316,17 @@ pub(crate) fn told(
 const BLOCKED_SHOWN: usize = 8;
 
 /// What no search finds, though it may fit: tools whose definitions nobody approved.
-fn blocked(listed: &[ListedTool]) -> Option<String> {
-    let mut blocked = listed.iter().filter(|tool| tool.standing != Standing::Approved);
-    let names: Vec<_> = blocked
-        .by_ref()
-        .take(BLOCKED_SHOWN)
-        .map(|ListedTool { spec, standing, .. }| {
-            format!("{} ({})", shown_whole(spec.name.as_str()), standing.as_str())
+pub(crate) fn not_searched(blocked: &[BlockedTool]) -> Option<String> {
+    let shown = blocked.iter().take(BLOCKED_SHOWN);
+    let names: Vec<_> = shown
+        .map(|BlockedTool { name, standing }| {
+            format!("{} ({})", shown_whole(name.as_str()), standing.as_str())
         })
         .collect();
     if names.is_empty() {
         return None;
     }
-    let more = match blocked.count() {
+    let more = match blocked.len() - names.len() {
         0 => String::new(),
         more => format!(" and {more} more"),
     };

@@ -27,7 +27,7 @@ use forge_vmm::service::{Reloaded, Server, VsockListener, server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
-use super::config::{self, GrantKey, ServiceConfig};
+use super::config::{self, Found, GrantKey, ServiceConfig};
 use super::door::{self, Door};
 use super::interrupt::Interruptible;
 use super::run::Shown;
@@ -246,17 +246,12 @@ fn retrieve(
     args: &RunArgs,
     intent: &str,
 ) -> Result<Vec<FoundTool>, ClientError> {
-    let (principal, intent) = (&args.broker.principal, intent.to_owned());
-    let question = Question::SearchTools { principal: principal.clone(), intent, k: args.k };
-    let Reply::Found { tools, unavailable } = client.ask(question)? else {
+    let (principal, intent) = (args.broker.principal.clone(), intent.to_owned());
+    let question = Question::SearchTools { principal, intent, k: args.k };
+    let Reply::Found { tools, blocked, unavailable } = client.ask(question)? else {
         return Err(ClientError::Protocol("a search is answered by something else".into()));
     };
-    let Reply::Tools { tools: listed, .. } =
-        client.ask(Question::ListTools { principal: principal.clone() })?
-    else {
-        return Err(ClientError::Protocol("a list is answered by something else".into()));
-    };
-    Ok(super::run::told(args, (tools, unavailable), &listed))
+    Ok(super::run::told(args, Found { tools, blocked, unavailable }))
 }
 
 /// Has a service carry out a run, and first find the tools for it where it has

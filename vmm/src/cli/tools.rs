@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Authority, FoundTool, ListedTool as Tool, OpenRun, Reply, Request, ReviewedTool, Standing,
-    ToolSpec, ToolWord,
+    Authority, BlockedTool, FoundTool, ListedTool as Tool, OpenRun, Reply, Request, ReviewedTool,
+    Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -25,7 +25,7 @@ use serde::Serialize;
 use super::args::{
     ToolsApproveArgs, ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs, ToolsSearchArgs,
 };
-use super::config::{self, GrantKey};
+use super::config::{self, Found, GrantKey};
 use super::{CliError, Exit, complain, out, print_json, progress};
 
 /// How long the broker may take to say that a call's time is over.
@@ -135,8 +135,9 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
 }
 
 #[derive(Serialize)]
-struct Found {
+struct FoundTools {
     tools: Vec<FoundEntry>,
+    blocked: Vec<BlockedEntry>,
     unavailable: Vec<Unavailable>,
 }
 
@@ -147,18 +148,29 @@ struct FoundEntry {
     tool: Described,
 }
 
+#[derive(Serialize)]
+struct BlockedEntry {
+    name: String,
+    standing: &'static str,
+}
+
 fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
     let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     progress("asking the tool servers");
-    let (tools, unavailable) =
+    let Found { tools, blocked, unavailable } =
         config::search(&broker, &args.broker.principal, &args.intent, args.k)?;
     let score = |tool: &FoundTool| f64::from(tool.score_millionths) / 1e6;
     if args.json {
-        print_json(&Found {
+        let entry = |tool: &BlockedTool| BlockedEntry {
+            name: tool.name.to_string(),
+            standing: tool.standing.as_str(),
+        };
+        print_json(&FoundTools {
             tools: tools
                 .iter()
                 .map(|tool| FoundEntry { score: score(tool), tool: described(&tool.spec) })
                 .collect(),
+            blocked: blocked.iter().map(entry).collect(),
             unavailable: unavailable.iter().map(gone).collect(),
         })?;
     } else {
@@ -171,6 +183,9 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
             }
             writeln!(out, "       arguments: {}", shown_whole(input_schema))?;
         }
+    }
+    if let Some(blocked) = super::run::not_searched(&blocked) {
+        complain(&blocked);
     }
     if tools.is_empty() && unavailable.is_empty() {
         complain(&config::nothing_found(&args.broker.principal));

@@ -159,7 +159,9 @@ impl Service {
             }
         };
         match self.supervisor.ask(&request, patience) {
-            Ok(BrokerReply::Found { tools, unavailable }) => Reply::Found { tools, unavailable },
+            Ok(BrokerReply::Found { tools, blocked, unavailable }) => {
+                Reply::Found { tools, blocked, unavailable }
+            }
             Ok(BrokerReply::Tools { tools, unavailable }) => Reply::Tools { tools, unavailable },
             Ok(BrokerReply::Grant(token)) => Reply::Grant(token),
             Ok(BrokerReply::Claims(claims)) => Reply::Claims(claims),

@@ -108,13 +108,18 @@ pub(crate) async fn search(
     }
     let principal = caller.tenant.name.clone();
     match ask(&door, &caller, Question::SearchTools { principal, intent, k }).await? {
-        Reply::Found { tools, unavailable } => {
+        Reply::Found { tools, blocked, unavailable } => {
             let tools = tools.iter().map(|tool| {
                 let mut shown = described(&tool.spec);
                 shown["score"] = (f64::from(tool.score_millionths) / 1e6).into();
                 shown
             });
-            Ok(answer_json(StatusCode::OK, &listing(tools.collect(), &unavailable)))
+            let mut found = listing(tools.collect(), &unavailable);
+            let blocked = blocked.iter().map(
+                |tool| json!({ "name": tool.name.as_str(), "standing": tool.standing.as_str() }),
+            );
+            found["blocked"] = blocked.collect();
+            Ok(answer_json(StatusCode::OK, &found))
         }
         other => Err(strange(other)),
     }

@@ -37,6 +37,8 @@ struct Found {
     expires_in_s: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     left_out: Option<usize>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    blocked: Vec<String>,
     unavailable: Vec<Unavailable>,
 }
 
@@ -55,6 +57,9 @@ struct Unavailable {
     server: String,
     reason: String,
 }
+
+/// So many blocked tools a model is told of.
+const BLOCKED_MAX: usize = 8;
 
 /// Why nothing was found.
 #[derive(Debug, thiserror::Error)]
@@ -107,7 +112,7 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
         .ok_or(SearchError::Hits(k))?;
     let principal = door.0.principal.name.clone();
     let question = Question::SearchTools { principal: principal.clone(), intent, k };
-    let Reply::Found { tools, unavailable } = door.ask(question).await? else {
+    let Reply::Found { tools, blocked, unavailable } = door.ask(question).await? else {
         return Err(SearchError::Answer);
     };
     let mut names: Vec<_> = tools.iter().map(|found| found.spec.name.clone()).collect();
@@ -137,6 +142,7 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
         left_out: (left_out > 0).then_some(left_out),
         expires_in_s: grant.is_some().then_some(handles::VALID.as_secs()),
         grant,
+        blocked: blocked.into_iter().take(BLOCKED_MAX).map(|tool| tool.name.to_string()).collect(),
         unavailable: unavailable.map(|(server, reason)| Unavailable { server, reason }).collect(),
     })
 }

@@ -124,6 +124,11 @@ fn search_output() -> Value {
                 "type": "integer",
                 "description": "So many more were found, for which this answer has no room",
             },
+            "blocked": {
+                "type": "array",
+                "items": { "type": "string" },
+                "description": "Tools that may fit too, and cannot be called until the operator has reviewed them",
+            },
             "unavailable": {
                 "type": "array",
                 "items": unavailable,

@@ -30,7 +30,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use forge_document::{line_after, place};
-use forge_protocol::broker::{Authority, FoundTool, Reply, Request};
+use forge_protocol::broker::{Authority, BlockedTool, FoundTool, Reply, Request};
 use forge_protocol::limits::GRANT_BYTES_MAX;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use forge_protocol::worker::Tier;
@@ -450,8 +450,15 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
     Ok(bytes)
 }
 
-/// The tools that fit an intent, and the servers that could not be asked.
-pub(crate) type Found = (Vec<FoundTool>, Vec<(String, String)>);
+/// What a search gives.
+pub(crate) struct Found {
+    /// The tools that fit the intent, the best first.
+    pub(crate) tools: Vec<FoundTool>,
+    /// Those that no search finds.
+    pub(crate) blocked: Vec<BlockedTool>,
+    /// Servers that could not be asked, with the reasons.
+    pub(crate) unavailable: Vec<(String, String)>,
+}
 
 /// What is said where a search found nothing at all.
 pub(crate) fn nothing_found(principal: &str) -> String {
@@ -470,7 +477,7 @@ pub(crate) fn search(
 ) -> Result<Found, CliError> {
     let request = Request::SearchTools { principal: principal.into(), intent: intent.into(), k };
     ask(broker, &request, |reply| match reply {
-        Reply::Found { tools, unavailable } => Ok((tools, unavailable)),
+        Reply::Found { tools, blocked, unavailable } => Ok(Found { tools, blocked, unavailable }),
         other => Err(other),
     })
 }
