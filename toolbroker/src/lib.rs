@@ -65,6 +65,7 @@ pub mod retrieval;
 pub mod review;
 mod schema_cost;
 pub mod secret;
+pub mod state;
 pub mod stranger;
 pub mod telemetry;
 mod turns;

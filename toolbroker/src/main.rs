@@ -22,6 +22,7 @@ use forge_toolbroker::config::{Config, ConfigError, faults};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
 use forge_toolbroker::journal::{JournalError, Place, read};
 use forge_toolbroker::review::{ReviewError, Reviews};
+use forge_toolbroker::state::{self, StateError};
 use forge_toolbroker::{link, process, stranger};
 use rustix::fs::FileType;
 use tokio::net::UnixStream;
@@ -139,6 +140,8 @@ enum Error {
     #[error("{0}")]
     Config(#[from] ConfigError),
     #[error("{0}")]
+    State(#[from] StateError),
+    #[error("{0}")]
     RootKey(#[from] RootKeyError),
     #[error("{0}")]
     Reviews(#[from] ReviewError),
@@ -167,6 +170,7 @@ impl Error {
             _ if self.is_full_disk() => 5,
             Self::Control(_)
             | Self::Config(_)
+            | Self::State(_)
             | Self::RootKey(_)
             | Self::Reviews(_)
             | Self::Settle(_)
@@ -192,6 +196,8 @@ impl HiArgs {
         let control = process::adopt(number).and_then(link::stream_of).map_err(Error::Control)?;
         let lookup = |name: &str| std::env::var(name).ok();
         let mut config = Config::load(args.mcp_config.as_deref(), args.config.as_deref(), &lookup)?;
+        let check_state = || args.state.as_deref().map_or(Ok(()), state::check);
+        check_state()?;
         let issuer = match &args.state {
             Some(state) if !args.passing_grants => Issuer::open(state)?,
             _ => Issuer::ephemeral(),
@@ -211,6 +217,8 @@ impl HiArgs {
         }
         let uids = config.server_uids.clone().unwrap_or(stranger::UIDS);
         stranger::settle(config.programs(), &uids, args.state.as_deref(), &files)?;
+        // Somebody may have been quicker to make it.
+        check_state()?;
         Ok(Self { control, config, issuer, reviews, journal })
     }
 }

@@ -39,6 +39,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::definition::Tool;
 use crate::difference;
+use crate::state::is_trusted;
 
 /// The file in the state folder that holds the pins.
 const REVIEWS_FILE: &str = "reviews.json";
@@ -361,11 +362,8 @@ fn read(file: &Path) -> Result<Book, ReviewError> {
     let failed = |source| ReviewError::Io { file: file.to_owned(), source };
     let opened = File::open(file).map_err(failed)?;
     let metadata = opened.metadata().map_err(failed)?;
-    // Who owns it may write it, whatever its bits say now, and the folder's owner may
-    // put another in its place.
-    let folder = file.parent().unwrap_or(Path::new(".")).metadata().map_err(failed)?;
-    let owners = [0, rustix::process::geteuid().as_raw(), folder.uid()];
-    if metadata.mode() & 0o022 != 0 || !owners.contains(&metadata.uid()) {
+    // Who owns it may write it, whatever its bits say now.
+    if metadata.mode() & 0o022 != 0 || !is_trusted(metadata.uid()) {
         return Err(ReviewError::Open { file: file.to_owned() });
     }
     let mut text = String::new();

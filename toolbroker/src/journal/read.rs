@@ -262,12 +262,12 @@ pub fn print(calls: &[CallEntry], out: &mut impl Write) -> io::Result<()> {
             humantime::format_rfc3339_micros(at),
             call.run_id,
             call.call,
-            call.effect.as_deref().unwrap_or("-"),
+            call.effect.as_deref().unwrap_or("-").escape_debug(),
             call.state.as_str(),
             call.principal.escape_debug(),
             call.tool.escape_debug(),
         )?;
-        match (call.code.as_deref(), call.took_us) {
+        match (call.code.as_deref().map(str::escape_debug), call.took_us) {
             (Some(code), Some(us)) => write!(out, "  {code}, {us} us")?,
             (Some(code), None) => write!(out, "  {code}")?,
             (None, _) => {}

@@ -20,6 +20,8 @@ use std::time::Duration;
 
 use rustix::fs::OFlags;
 
+use crate::state::is_trusted;
+
 /// Brokers that may write into one folder at a time.
 pub const SLOTS_MAX: u32 = 64;
 
@@ -64,6 +66,9 @@ fn open_own(path: &Path) -> io::Result<File> {
     if metadata.nlink() > 1 {
         return Err(foreign(path, "has another name besides"));
     }
+    if !is_trusted(metadata.uid()) {
+        return Err(foreign(path, "is another user's"));
+    }
     Ok(file)
 }
 
@@ -93,7 +98,11 @@ impl Slot {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         // The operator may reach it by links; nothing in it is one.
         let folder = &folder.canonicalize()?;
-        let mode = folder.metadata()?.permissions().mode();
+        let metadata = folder.metadata()?;
+        if !is_trusted(metadata.uid()) {
+            return Err(foreign(folder, "is another user's folder"));
+        }
+        let mode = metadata.permissions().mode();
         if mode & 0o022 != 0 {
             // Whoever may write into it may put files in the places of ours.
             std::fs::set_permissions(folder, Permissions::from_mode(mode & 0o7755))?;
