@@ -433,16 +433,18 @@ pub fn shown(name: &str) -> String {
     }
 }
 
-/// Text from outside, made safe to print.
+/// Text from outside, made safe to print: what is in it is seen.
 #[must_use]
 pub fn shown_whole(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
+    let mut before = ' ';
     for c in text.chars() {
-        if c.is_control() || moves_others(c) {
+        if c.is_control() || moves_others(c) || (is_unseen(c) && !joins(before, c)) {
             safe.extend(c.escape_unicode());
         } else {
             safe.push(c);
         }
+        before = c;
     }
     safe
 }
@@ -454,6 +456,41 @@ fn moves_others(c: char) -> bool {
         c,
         '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
     )
+}
+
+/// Characters that a terminal shows nothing of and a model reads (Unicode's
+/// `Default_Ignorable_Code_Point`).
+fn is_unseen(c: char) -> bool {
+    matches!(
+        c,
+        '\u{ad}'
+            | '\u{34f}'
+            | '\u{115f}'..='\u{1160}'
+            | '\u{17b4}'..='\u{17b5}'
+            | '\u{180b}'..='\u{180f}'
+            | '\u{200b}'..='\u{200d}'
+            | '\u{2060}'..='\u{2065}'
+            | '\u{206a}'..='\u{206f}'
+            | '\u{3164}'
+            | '\u{fe00}'..='\u{fe0f}'
+            | '\u{feff}'
+            | '\u{ffa0}'
+            | '\u{fff0}'..='\u{fff8}'
+            | '\u{1bca0}'..='\u{1bca3}'
+            | '\u{1d173}'..='\u{1d17a}'
+            | '\u{e0000}'..='\u{e0fff}'
+    )
+}
+
+/// Whether the second does to the first what it is there for, as in an emoji or in
+/// Persian: one of them says nothing by itself.
+fn joins(before: char, c: char) -> bool {
+    let is_seen = !before.is_ascii() && !is_unseen(before);
+    match c {
+        '\u{fe0e}' | '\u{fe0f}' | '\u{200c}' => is_seen,
+        '\u{200d}' => is_seen || before == '\u{fe0f}',
+        _ => false,
+    }
 }
 
 #[cfg(test)]
@@ -674,5 +711,20 @@ mod tests {
             assert_eq!(shown(&format!("a{mover}b")), format!("a{}b", mover.escape_unicode()));
         }
         assert_eq!(shown(&"x".repeat(200)).chars().count(), NAME_CHARS_MAX + 1);
+    }
+
+    #[test]
+    fn nothing_is_said_that_is_not_seen() {
+        for unseen in ['\u{ad}', '\u{200b}', '\u{2062}', '\u{3164}', '\u{feff}', '\u{e0049}'] {
+            assert_eq!(shown(&format!("a{unseen}b")), format!("a{}b", unseen.escape_unicode()));
+            assert_eq!(shown(&format!("é{unseen}b")), format!("é{}b", unseen.escape_unicode()));
+        }
+        // What these are there for, and no more of them.
+        for written in
+            ["⚠\u{fe0f} deletes", "❤\u{fe0f}\u{200d}🔥", "👩\u{200d}💻", "می\u{200c}خواهم"]
+        {
+            assert_eq!(shown(written), written);
+        }
+        assert_eq!(shown("⚠\u{fe0f}\u{fe0f}a\u{fe0f}"), "⚠\u{fe0f}\\u{fe0f}a\\u{fe0f}");
     }
 }
