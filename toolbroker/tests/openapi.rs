@@ -28,7 +28,11 @@ async fn handle(
     headers: HeaderMap,
     body: Bytes,
 ) -> Response {
-    let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+    let text = || String::from_utf8_lossy(&body).into_owned();
+    let body: Value = match body.is_empty() {
+        true => Value::Null,
+        false => serde_json::from_slice(&body).unwrap_or_else(|_| text().into()),
+    };
     let seen = Seen { method, path: uri.to_string(), headers, body };
     log.lock().unwrap().push(seen.clone());
     let said = || {
@@ -66,6 +70,9 @@ async fn handle(
             (headers, "\u{1f}").into_response()
         }
         "/v1/nothing" => StatusCode::NO_CONTENT.into_response(),
+        "/v1/made" => {
+            (StatusCode::CREATED, [("location", "/v1/parts/7"), ("x-more", "1")]).into_response()
+        }
         "/v1/hang" => std::future::pending().await,
         _ => axum::Json(said()).into_response(),
     }
@@ -184,6 +191,59 @@ fn an_operation_is_called_with_its_arguments_where_they_belong() {
 }
 
 #[test]
+fn a_form_reaches_its_interface_as_its_members_were_given() {
+    let interface = Interface::new("");
+    let mut document = Interface::document();
+    let schema = json!({"type": "object", "required": ["channel"], "properties": {
+        "channel": {"type": "string"}, "amount": {"type": "integer"},
+        "metadata": {"type": "object", "additionalProperties": {"type": "string"}},
+        "lines": {"type": "array", "items": {"type": "object"}},
+    }});
+    let encoding = json!({"metadata": {"style": "deepObject", "explode": true}});
+    let form = json!({"schema": schema, "encoding": encoding});
+    document["paths"]["/form"] = json!({"post": {"operationId": "form", "summary": "Posts it.",
+        "requestBody": {"content": {"application/x-www-form-urlencoded": form}}}});
+    let mut broker = interface.broker_of(&document);
+    let tools = broker.tools();
+    let tool = tools.iter().find(|it| it.name.as_str() == "parts.form").unwrap();
+    assert!(tool.description.contains("cannot be given here: lines"), "{}", tool.description);
+    let mut worker = broker.run(&["parts.form"], limits());
+    let body = json!({"channel": "#a&amount=9", "amount": 1e3, "metadata": {"k": "v w"}});
+    let (code, said) = worker.call("parts.form", &json!({ "body": body }));
+    assert_eq!(code, None, "{said}");
+    let mut pairs: Vec<_> = said["body"].as_str().unwrap().split('&').collect();
+    pairs.sort_unstable();
+    assert_eq!(pairs, ["amount=1000", "channel=%23a%26amount%3D9", "metadata%5Bk%5D=v%20w"]);
+    let seen = interface.seen();
+    assert_eq!(seen[0].header("content-type"), Some("application/x-www-form-urlencoded"));
+    // What has no form is not sent at all: it would say something else.
+    for body in [
+        json!({"amount": 1}),
+        json!({"channel": "a", "lines": []}),
+        json!({"channel": "a", "other": 1}),
+    ] {
+        let (code, said) = worker.call("parts.form", &json!({ "body": body }));
+        assert_eq!(code, Some(CallCode::BadRequest), "{said}");
+    }
+    let nested = json!({"channel": "a", "metadata": {"k][x": "v"}});
+    let (code, said) = worker.call("parts.form", &json!({ "body": nested }));
+    assert!(code.is_some() && said.to_string().contains("bracket"), "{said}");
+    assert_eq!(interface.seen().len(), 1);
+}
+
+#[test]
+fn where_to_find_what_was_made_is_an_answer() {
+    let interface = Interface::new("");
+    let mut document = Interface::document();
+    document["paths"]["/made"] = json!({"post": {"operationId": "make"}});
+    let mut broker = interface.broker_of(&document);
+    let mut worker = broker.run(&["parts.make", "parts.nothing"], limits());
+    let made = worker.call("parts.make", &json!({}));
+    assert_eq!(made, (None, json!({"location": "/v1/parts/7"})));
+    assert_eq!(worker.call("parts.nothing", &json!({})), (None, Value::Null));
+}
+
+#[test]
 fn what_is_left_out_of_an_operation_and_what_it_wants_in_the_query_is_in_the_log() {
     let interface = Interface::new("");
     let mut document = Interface::document();
@@ -206,7 +266,7 @@ fn what_is_left_out_of_an_operation_and_what_it_wants_in_the_query_is_in_the_log
     let has = |words: &[&str]| {
         log.lines().any(|line| line.contains("WARN") && words.iter().all(|it| line.contains(it)))
     };
-    assert!(has(&["POST /upload", "its body is not JSON"]), "{log}");
+    assert!(has(&["POST /upload", "its body is neither JSON nor a plain form"]), "{log}");
     assert!(has(&["POST /upload", "shape", "cannot be written as a part of the header"]), "{log}");
     assert!(has(&["GET /shape/{shape}", "operation left out", "a part of the path"]), "{log}");
     assert!(has(&["appid", "operations=18", "`credentials`"]), "{log}");

@@ -1,27 +1,39 @@
-//! A JSON body.
+//! What a body is: JSON, or a form.
 
 use reqwest::header::HeaderValue;
 use serde_json::{Map, Value};
 
 use super::Refusal;
+use super::form::{Form, Offered, form_of, required};
 use super::media::{any_of, json_of};
 use super::schema::Resolver;
 
-/// A JSON body.
+/// A body.
 #[derive(Debug)]
 pub(super) struct Body {
     pub(super) required: bool,
     pub(super) kind: HeaderValue,
+    /// How it is written, if not as JSON.
+    pub(super) form: Option<Form>,
+}
+
+/// What becomes of a body that the document has.
+pub(super) enum Read {
+    /// An argument, with its schema, and what of it cannot be given.
+    Argument(Body, Value, Vec<String>),
+    /// There is nothing to be given.
+    Nothing,
+    /// It can be left out, and is.
+    LeftOut,
 }
 
 impl Body {
-    /// Reads a body, with its schema. `None` if it is no JSON and can be left
-    /// out.
+    /// Reads a body, with its schema.
     pub(super) fn read<'a>(
         given: &'a Map<String, Value>,
         resolver: &mut Resolver<'a>,
-    ) -> Result<Option<(Self, Value)>, Refusal> {
-        let required = given.get("required") == Some(&Value::Bool(true));
+    ) -> Result<Read, Refusal> {
+        let is_required = given.get("required") == Some(&Value::Bool(true));
         let content = given.get("content").and_then(Value::as_object);
         let content = content.ok_or(Refusal::Malformed("`requestBody`"))?;
         let mut read = |media: &'a Value| match media.get("schema") {
@@ -40,13 +52,41 @@ impl Body {
             }
             (None, None) => None,
         };
-        let Some((kind, schema)) = json else {
-            let why = "its body is not JSON".to_owned();
-            return if required { Err(Refusal::Unsupported(why)) } else { Ok(None) };
+        if let Some((kind, schema)) = json {
+            let kind = HeaderValue::from_str(kind);
+            let kind = kind.map_err(|_| Refusal::Malformed("`requestBody`"))?;
+            let body = Self { required: is_required, kind, form: None };
+            return Ok(Read::Argument(body, schema, Vec::new()));
+        }
+        let form = match form_of(content) {
+            Some(media) => Form::read(media, read(media)?),
+            None => None,
         };
-        let kind = HeaderValue::from_str(kind).map_err(|_| Refusal::Malformed("`requestBody`"))?;
-        Ok(Some((Self { required, kind }, schema)))
+        if let Some(Offered { form, schema, left_out }) = form {
+            if form.is_empty() && left_out.is_empty() {
+                return Ok(Read::Nothing);
+            }
+            if !form.is_empty() {
+                let kind = HeaderValue::from_static("application/x-www-form-urlencoded");
+                // To say so is optional, and often forgotten.
+                let required = is_required || schema.as_object().is_some_and(is_needed);
+                let body = Self { required, kind, form: Some(form) };
+                return Ok(Read::Argument(body, schema, left_out));
+            }
+        }
+        // An operation without what it cannot do without does something else.
+        let mut schemas = content.values().filter_map(|media| media.get("schema"));
+        let is_needed = schemas.any(|it| resolver.object(it).is_ok_and(is_needed));
+        match is_required || is_needed {
+            true => Err(Refusal::Unsupported("its body is neither JSON nor a plain form".into())),
+            false => Ok(Read::LeftOut),
+        }
     }
+}
+
+/// Whether there are members that a value must have.
+fn is_needed(schema: &Map<String, Value>) -> bool {
+    required(schema).next().is_some()
 }
 
 /// Whether a schema is of a text, or of bytes that are said to be one.
@@ -70,8 +110,10 @@ mod tests {
             let given = json!({"content": content});
             let document = json!({});
             let mut resolver = Resolver::new(&document, false);
-            let (body, _) = Body::read(given.as_object().unwrap(), &mut resolver).unwrap()?;
-            Some(body.kind.to_str().unwrap().to_owned())
+            match Body::read(given.as_object().unwrap(), &mut resolver).unwrap() {
+                Read::Argument(body, ..) => Some(body.kind.to_str().unwrap().to_owned()),
+                _ => None,
+            }
         };
         let plain = Some("application/json".to_owned());
         assert_eq!(of(&["application/*+json", "application/json", "text/json"]), plain);
@@ -92,10 +134,38 @@ mod tests {
             let given = json!({"content": {"*/*": {"schema": schema}}});
             let document = json!({});
             let mut resolver = Resolver::new(&document, false);
-            Body::read(given.as_object().unwrap(), &mut resolver).unwrap().is_some()
+            let read = Body::read(given.as_object().unwrap(), &mut resolver).unwrap();
+            matches!(read, Read::Argument(..))
         };
         assert!(of(json!({"type": "object"})) && of(json!({})) && of(json!({"type": "array"})));
         assert!(!of(json!({"type": "string", "format": "binary"})));
         assert!(!of(json!({"type": ["string", "null"]})));
+    }
+
+    #[test]
+    fn a_body_without_which_an_operation_does_something_else_is_not_left_out() {
+        let of = |kind: &str, schema: Value| {
+            let given = json!({"content": {kind: {"schema": schema}}});
+            let document = json!({"components": {"schemas": {"It": {"required": ["file"]}}}});
+            let mut resolver = Resolver::new(&document, false);
+            match Body::read(given.as_object().unwrap(), &mut resolver) {
+                Ok(Read::Argument(body, ..)) if body.required => "required",
+                Ok(Read::Argument(..)) => "argument",
+                Ok(Read::Nothing) => "nothing",
+                Ok(Read::LeftOut) => "left out",
+                Err(_) => "refused",
+            }
+        };
+        let (parts, form) = ("multipart/form-data", "application/x-www-form-urlencoded");
+        assert_eq!(of(parts, json!({"properties": {"file": {}}})), "left out");
+        assert_eq!(of(parts, json!({"required": ["file"]})), "refused");
+        assert_eq!(of(parts, json!({"$ref": "#/components/schemas/It"})), "refused");
+        let text = json!({"type": "string"});
+        assert_eq!(of(form, json!({"properties": {"a": text}})), "argument");
+        assert_eq!(of(form, json!({"properties": {"a": text}, "required": ["a"]})), "required");
+        assert_eq!(of(form, json!({"properties": {}})), "nothing");
+        let list = json!({"type": "array", "items": {"type": "object"}});
+        assert_eq!(of(form, json!({"properties": {"a": list}, "required": ["a"]})), "refused");
+        assert_eq!(of(form, json!({"properties": {"a": list}})), "left out");
     }
 }

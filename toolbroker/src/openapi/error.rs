@@ -28,10 +28,10 @@ pub enum ApiError {
         line: usize,
     },
     /// It is something else.
-    #[error("this is no OpenAPI 3.0 or 3.1 document{}", hint(*.is_swagger))]
+    #[error("this is no OpenAPI 3.0 or 3.1 document{}", hint(.version.as_deref()))]
     Version {
-        /// Whether it is the version before.
-        is_swagger: bool,
+        /// What it says that it is.
+        version: Option<String>,
     },
     /// It has no operations.
     #[error("the document has no operation that can be a tool")]
@@ -64,8 +64,12 @@ pub enum ApiError {
     BaseQuery,
 }
 
-fn hint(is_swagger: bool) -> &'static str {
-    if is_swagger { ": it is Swagger 2.0, convert it first" } else { "" }
+fn hint(version: Option<&str>) -> String {
+    match version {
+        Some("2.0") => ": it is Swagger 2.0, convert it first".into(),
+        Some(version) => format!(": it says that it is {version}"),
+        None => String::new(),
+    }
 }
 
 impl ApiError {

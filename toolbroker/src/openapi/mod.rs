@@ -13,7 +13,7 @@
 //! |---|---|
 //! | `plan` | a document's operations, each a tool, and why not |
 //! | `schema` | what they take, without references |
-//! | `parameter`, `body`, `template` | what an argument is written as, and where |
+//! | `parameter`, `body`, `form`, `template` | what an argument is written as, and where |
 //! | `name`, `media` | names and media types as servers read them |
 //! | `response` | how answers are described |
 //! | `request` | a call becomes a request, which `upstream` sends |
@@ -25,10 +25,11 @@
 //! `body`.
 //!
 //! Deliberately absent are YAML, parameters that are cookies, bodies other than
-//! JSON and callbacks, and that an answer is held against its schema.
+//! JSON and plain forms, callbacks, and that an answer is held against its schema.
 
 mod body;
 mod error;
+mod form;
 mod media;
 mod name;
 mod parameter;

@@ -18,6 +18,8 @@ pub(super) enum Place {
     Path,
     Query,
     Header,
+    /// A body that is a form.
+    Form,
 }
 
 impl Place {
@@ -26,6 +28,7 @@ impl Place {
             Self::Path => "path",
             Self::Query => "query",
             Self::Header => "header",
+            Self::Form => "form",
         }
     }
 }
@@ -41,6 +44,21 @@ enum Style {
     DeepObject,
     /// As JSON.
     Json,
+}
+
+impl Style {
+    /// That of what is written as pairs of name and value.
+    fn in_pairs(style: Option<&str>, explode: Option<bool>) -> Option<Self> {
+        match (style, explode) {
+            (None | Some("form"), Some(false)) => Some(Self::Joined(',')),
+            (None | Some("form"), _) => Some(Self::Exploded),
+            (Some("spaceDelimited" | "pipeDelimited"), Some(true)) => Some(Self::Exploded),
+            (Some("spaceDelimited"), _) => Some(Self::Joined(' ')),
+            (Some("pipeDelimited"), _) => Some(Self::Joined('|')),
+            (Some("deepObject"), _) => Some(Self::DeepObject),
+            _ => None,
+        }
+    }
 }
 
 /// One parameter.
@@ -130,12 +148,7 @@ impl Parameter {
         let style = match (place, text("style")) {
             _ if is_json => Style::Json,
             (Place::Path | Place::Header, None | Some("simple")) => Style::Joined(','),
-            (Place::Query, None | Some("form")) if explode != Some(false) => Style::Exploded,
-            (Place::Query, None | Some("form")) => Style::Joined(','),
-            (Place::Query, Some("spaceDelimited")) if explode != Some(true) => Style::Joined(' '),
-            (Place::Query, Some("pipeDelimited")) if explode != Some(true) => Style::Joined('|'),
-            (Place::Query, Some("spaceDelimited" | "pipeDelimited")) => Style::Exploded,
-            (Place::Query, Some("deepObject")) => Style::DeepObject,
+            (Place::Query, style) if let Some(style) = Style::in_pairs(style, explode) => style,
             _ => return unsent("has a style that is not written here"),
         };
         let mut schema = match schema {
@@ -149,6 +162,27 @@ impl Parameter {
         let (name, key) = (name.to_owned(), name.to_owned());
         let required = required || place == Place::Path;
         Ok(Read::Argument(Self { name, key, place, required, style, may_be_list }, schema))
+    }
+
+    /// A member of a form, of this style or as `"json"`. `None` if it cannot be written.
+    pub(super) fn in_form(
+        name: &str,
+        style: Option<&str>,
+        explode: Option<bool>,
+        schema: &Value,
+    ) -> Option<Self> {
+        let style = match style {
+            Some("json") => Style::Json,
+            style => Style::in_pairs(style, explode)?,
+        };
+        let may_be_list = may_be(schema, &["array"]);
+        // Members of an object that is written out would stand among the form's own.
+        let is_own = may_be_list || may_be(schema, &SCALARS) || !matches!(style, Style::Exploded);
+        // Servers read structure out of brackets.
+        let is_plain = !name.contains(|c: char| c == '[' || c == ']' || c.is_control());
+        let (name, key, place) = (name.to_owned(), name.to_owned(), Place::Form);
+        let field = Self { name, key, place, required: false, style, may_be_list };
+        (is_own && is_plain && field.unwritable(schema).is_none()).then_some(field)
     }
 
     /// Why it is no argument: what its schema asks for has no form in its style.
@@ -185,8 +219,8 @@ impl Parameter {
                 let parts: Result<Vec<String>, String> = parts.collect();
                 // A comma parts path segments and headers as it stands.
                 let between = match (self.place, between) {
-                    (Place::Query, ' ') => "%20".to_owned(),
-                    (Place::Query, '|') => "%7C".to_owned(),
+                    (Place::Query | Place::Form, ' ') => "%20".to_owned(),
+                    (Place::Query | Place::Form, '|') => "%7C".to_owned(),
                     (_, between) => between.to_string(),
                 };
                 Ok(parts?.join(&between))
@@ -228,7 +262,7 @@ impl Parameter {
         }
     }
 
-    /// Its pairs in the query.
+    /// Its pairs in the query, or in a form.
     pub(super) fn pairs(&self, value: &Value, out: &mut Vec<String>) -> Result<(), String> {
         let mut pair = |name: &str, value: &Value| {
             out.push(format!("{name}={}", percent_encoded(&self.scalar(value)?)));
@@ -236,6 +270,9 @@ impl Parameter {
         };
         let name = percent_encoded(&self.name);
         match (self.style, value) {
+            (Style::Exploded, Value::Object(_)) if self.place == Place::Form => {
+                Err(format!("{:?}: this cannot be written as {}", self.key, self.written()))
+            }
             (Style::Exploded, Value::Array(items)) => {
                 items.iter().try_for_each(|it| pair(&name, it))
             }
@@ -252,8 +289,9 @@ impl Parameter {
             (Style::Exploded | Style::DeepObject, Value::Object(members))
                 if let Some((key, _)) = members.iter().find(|(_, it)| !is_scalar(it)) =>
             {
-                let what = "a list, an object or null, which cannot be written in the query";
-                Err(format!("{:?}: its member {key:?} is {what}: leave it out", self.key))
+                let place = self.place.as_str();
+                let what = "a list, an object or null, which cannot be written in the";
+                Err(format!("{:?}: its member {key:?} is {what} {place}: leave it out", self.key))
             }
             (Style::Exploded, Value::Object(members)) => {
                 members.iter().try_for_each(|(key, it)| pair(&percent_encoded(key), it))

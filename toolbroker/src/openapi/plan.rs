@@ -11,7 +11,7 @@ use reqwest::header::COOKIE;
 use rmcp::model::JsonObject;
 use serde_json::{Map, Value, json};
 
-use super::body::Body;
+use super::body::{self, Body};
 use super::parameter::{Parameter, Read};
 use super::request::Request;
 use super::response::{Answers, Told};
@@ -27,6 +27,8 @@ const DOCUMENT_BYTES_MAX: u64 = 16 * 1024 * 1024;
 const PARAMETERS_MAX: usize = 1_000;
 /// An operation's description, in bytes.
 const DESCRIPTION_BYTES_MAX: usize = 8 * 1024;
+/// What is said of members that cannot be given, in bytes.
+const LEFT_OUT_BYTES_MAX: usize = 1024;
 
 /// The fields of a path item that are operations.
 const METHODS: [(&str, Method); 8] = [
@@ -95,7 +97,9 @@ impl Plan {
         let version = document.get("openapi").and_then(Value::as_str).unwrap_or_default();
         let is_3_0 = version.starts_with("3.0");
         if !is_3_0 && !version.starts_with("3.1") {
-            return Err(ApiError::Version { is_swagger: document.get("swagger").is_some() });
+            let said = document.get("openapi").or_else(|| document.get("swagger"));
+            let version = said.and_then(Value::as_str).map(|it| crate::cut(it, 32));
+            return Err(ApiError::Version { version });
         }
         let mut resolver = Resolver::new(document, is_3_0);
         let mut listed = listed(server, document, &resolver);
@@ -324,15 +328,26 @@ impl<'a> Entry<'a> {
                 Read::Set => {}
             }
         }
+        // Whoever reads the description reads of what cannot be done by it.
+        let mut unsaid = String::new();
         let body = match self.operation.get("requestBody") {
             None => None,
-            Some(body) => {
-                let read = Body::read(resolver.object(body)?, resolver)?;
-                if read.is_none() {
-                    self.warn_of(server, "its body is not JSON");
+            Some(body) => match Body::read(resolver.object(body)?, resolver)? {
+                body::Read::Argument(body, schema, left_out) => {
+                    if !left_out.is_empty() {
+                        let names = crate::cut(&left_out.join(", "), LEFT_OUT_BYTES_MAX);
+                        self.warn_of(server, &format!("members of its form: {names}"));
+                        unsaid = format!("\n\nOf its body these cannot be given here: {names}.");
+                    }
+                    Some((body, schema))
                 }
-                read
-            }
+                body::Read::Nothing => None,
+                body::Read::LeftOut => {
+                    self.warn_of(server, "its body is neither JSON nor a plain form");
+                    "\n\nIts body cannot be given here.".clone_into(&mut unsaid);
+                    None
+                }
+            },
         };
         // A name that stands in several places gets its place in front.
         let names: Vec<String> = parameters.iter().map(|it: &Parameter| it.name.clone()).collect();
@@ -381,7 +396,7 @@ impl<'a> Entry<'a> {
             return Err(Refusal::Malformed("its schema"));
         };
         let answers = Answers::of(self.operation, resolver);
-        let tool = self.tool(server, input_schema, told.schema(&answers))?;
+        let tool = self.tool(server, &unsaid, input_schema, told.schema(&answers))?;
         let path = Template::parse(self.path, &parameters)?;
         let (method, accept) = (self.method.clone(), answers.accept());
         let request = Request::new(method, endpoint, path, parameters, body, accept)?;
@@ -393,11 +408,12 @@ impl<'a> Entry<'a> {
     fn tool(
         &self,
         server: &str,
+        unsaid: &str,
         input_schema: JsonObject,
         answers: Option<JsonObject>,
     ) -> Result<Tool, Refusal> {
         let made = |output_schema| {
-            let (name, description) = (self.name(), Some(self.description()));
+            let (name, description) = (self.name(), Some(self.description() + unsaid));
             let input_schema = input_schema.clone();
             let listed = Listed { name, description, input_schema, output_schema };
             Tool::unheld(&mut CompiledRoom::new(usize::MAX), server, listed)

@@ -51,11 +51,13 @@ pub(crate) struct Request {
     keys: Vec<(String, Secret)>,
 }
 
-/// What the arguments make of a request, but for its body.
+/// What the arguments make of a request, but for a body that is JSON.
 #[derive(Debug)]
 pub(crate) struct Head {
     address: Url,
     headers: Vec<(HeaderName, HeaderValue)>,
+    /// A body that is a form.
+    form: Option<String>,
 }
 
 impl fmt::Display for Request {
@@ -95,21 +97,23 @@ impl Request {
         http: &reqwest::Client,
         arguments: &JsonObject,
     ) -> Result<RequestBuilder, String> {
-        let Head { address, headers } = self.head(arguments)?;
+        let Head { address, headers, form } = self.head(arguments)?;
         let request = http.request(self.method.clone(), address);
         let mut request = request.header(ACCEPT, self.accept.clone());
         for (name, value) in headers {
             request = request.header(name, value);
         }
         if let (Some(body), Some(value)) = (&self.body, arguments.get("body")) {
-            request = request.header(CONTENT_TYPE, body.kind.clone()).body(value.to_string());
+            request = request
+                .header(CONTENT_TYPE, body.kind.clone())
+                .body(form.unwrap_or_else(|| value.to_string()));
         } else if says_length(&self.method) {
             request = request.header(CONTENT_LENGTH, 0);
         }
         Ok(request)
     }
 
-    /// What stands before the body. Any body that fits the schema can be sent.
+    /// What stands before the body, and a form. Any JSON that fits the schema can be sent.
     ///
     /// # Errors
     /// Says which argument cannot be sent.
@@ -133,7 +137,7 @@ impl Request {
                 continue;
             };
             match parameter.place {
-                Place::Path => {}
+                Place::Path | Place::Form => {}
                 Place::Query => {
                     self.check_names(parameter, value, arguments)?;
                     parameter.pairs(value, &mut query)?;
@@ -146,7 +150,11 @@ impl Request {
             format!("{}={}", percent_encoded(name), percent_encoded(key.expose()))
         }));
         let address = self.address(&path, &query.join("&"))?;
-        Ok(Head { address, headers })
+        let form = match (&self.body, arguments.get("body")) {
+            (Some(Body { form: Some(form), .. }), Some(value)) => Some(form.write(value)?),
+            _ => None,
+        };
+        Ok(Head { address, headers, form })
     }
 
     /// Refuses a member that would stand in the query under the name of another

@@ -104,7 +104,9 @@ impl Api {
         let kind = Kind::of(kind.and_then(|value| value.to_str().ok()).unwrap_or_default());
         let is_json = kind == Kind::Json;
         let is_encoded = is_encoded(response.headers());
-        let location = response.headers().get(LOCATION).filter(|_| status.is_redirection());
+        let is_made = matches!(status, StatusCode::CREATED | StatusCode::ACCEPTED);
+        let tells = is_made || status.is_redirection();
+        let location = response.headers().get(LOCATION).filter(|_| tells);
         let location = location.map(|it| String::from_utf8_lossy(it.as_bytes()).into_owned());
         let limit =
             if status.is_success() { RESPONSE_BYTES_MAX as usize } else { ERROR_BODY_BYTES_MAX };
@@ -126,6 +128,10 @@ impl Api {
         match body {
             Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
                 CallEnd::Unusable(Unusable::Encoded)
+            }
+            // Where what was made can be found, if that is all that is said.
+            Ok(body) if body.is_empty() && is_made && location.is_some() => {
+                CallEnd::Answered(json!({ "location": location }))
             }
             Ok(body) if status.is_success() => answer(body, kind),
             Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
