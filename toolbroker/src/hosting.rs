@@ -36,12 +36,14 @@ pub enum HostingError {
         server: String,
     },
     /// A schema is no JSON object.
-    #[error("the tool {tool:?}: {what} is no JSON object")]
+    #[error("the tool {tool:?}: {what} cannot be read as a JSON object: {why}")]
     Schema {
         /// The tool.
         tool: String,
         /// Which schema.
         what: &'static str,
+        /// Why not.
+        why: serde_json::Error,
     },
     /// Too many are registered whose runs are not open.
     #[error("{UNCLAIMED_MAX} callers host tools for runs that are not open yet")]
@@ -114,8 +116,11 @@ impl Hosting {
 fn listed(tool: HostedTool) -> Result<Listed, HostingError> {
     let HostedTool { name, description, input_schema, output_schema } = tool;
     let schema = |what, text: &str| {
-        forge_protocol::json::from_slice(text.as_bytes())
-            .map_err(|_| HostingError::Schema { tool: crate::cut(&name, 128), what })
+        forge_protocol::json::from_slice(text.as_bytes()).map_err(|why| HostingError::Schema {
+            tool: crate::cut(&name, 128),
+            what,
+            why,
+        })
     };
     let input_schema = schema("its input schema", &input_schema)?;
     let output_schema = output_schema.map(|text| schema("its output schema", &text)).transpose()?;

@@ -312,7 +312,9 @@ impl<'a> Graph<'a> {
                 }
             }
             if weight > WEIGHT_MAX {
-                return Err("its references make it larger than any use".to_owned());
+                return Err(format!(
+                    "with its references and patterns it is larger than any use ({weight}, of {WEIGHT_MAX})"
+                ));
             }
             depth = depth.saturating_add(own_depth);
             if depth > DEPTH_MAX {

@@ -841,6 +841,26 @@ fn attack_18_a_link_in_the_place_of_a_journals_file_leads_nowhere() {
 }
 
 #[test]
+fn attack_18_a_journal_of_another_user_is_not_written_to() {
+    let stranger = Some(rustix::fs::Uid::from_raw(64_123));
+    for planted in ["", "journal-00.sqlite", "journal-00.lock"] {
+        let desk = Desk::new();
+        std::fs::create_dir(desk.journal()).unwrap();
+        let path = desk.journal().join(planted);
+        if !planted.is_empty() {
+            std::fs::write(&path, "").unwrap();
+        }
+        if rustix::fs::chown(&path, stranger, None).is_err() {
+            eprintln!("SKIPPED: only root can give a file away");
+            return;
+        }
+        let victim = desk.0.path().join("victim");
+        let log = refused_and_left_alone(&desk, &victim);
+        assert!(log.contains("is another user's"), "{planted}: {log}");
+    }
+}
+
+#[test]
 fn attack_18_a_journal_that_is_replaced_by_a_link_ends_all_calls() {
     let desk = Desk::new();
     let mut broker = desk.broker();

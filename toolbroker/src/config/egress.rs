@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hyper::header::HeaderName;
 use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::pem::{self, PemObject as _};
 use url::{Host, Url};
 
 use super::builtins::CONTENT_BYTES;
@@ -48,13 +48,17 @@ pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<Policy, Conf
 
 fn certificates(node: &Node<'_>) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
     let file = Path::new(node.text()?);
-    let unusable = || node.unfit("cannot be read as a file of certificates in PEM");
+    let what = "cannot be read as a file of certificates in PEM";
+    let unusable = |error| match error {
+        pem::Error::Io(error) => node.unfit(format!("{what}: {error}")),
+        _ => node.unfit(what),
+    };
     let roots = CertificateDer::pem_file_iter(file)
-        .map_err(|_| unusable())?
+        .map_err(unusable)?
         .take(CERTIFICATES_MAX)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|_| unusable())?;
-    if roots.is_empty() { Err(unusable()) } else { Ok(roots) }
+        .map_err(unusable)?;
+    if roots.is_empty() { Err(node.unfit(what)) } else { Ok(roots) }
 }
 
 fn rule(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Rule, ConfigError> {

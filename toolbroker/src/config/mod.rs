@@ -191,9 +191,13 @@ fn mcp_servers(
     let document = Node::root(file, document);
     let mut servers = BTreeMap::new();
     let listed = document.object()?.get("mcpServers");
-    let listed = document
-        .child("mcpServers", listed)
-        .ok_or_else(|| document.wrong_at("mcpServers", Problem::Missing))?;
+    let listed = document.child("mcpServers", listed).ok_or_else(|| match document.object() {
+        // Of VS Code.
+        Ok(it) if it.contains_key("servers") => {
+            document.wrong_at("servers", Problem::OtherName { name: "mcpServers" })
+        }
+        _ => document.wrong_at("mcpServers", Problem::Missing),
+    })?;
     for (name, entry) in listed.children()? {
         if let Some(server) = mcp_server(name, &entry, lookup)? {
             servers.insert(name.to_owned(), server);
@@ -704,6 +708,8 @@ mod tests {
         assert!(wrong.starts_with("mcp.json:2: mcpServers.a.command: "), "{wrong}");
         let none = told("{}", "");
         assert!(none.starts_with("mcp.json: mcpServers: this field is missing"), "{none}");
+        let other = told("{\n\"servers\": {\"a\": {\"command\": \"x\"}}}", "");
+        assert!(other.starts_with("mcp.json:2: servers: call this field `mcpServers`"), "{other}");
     }
 
     #[test]

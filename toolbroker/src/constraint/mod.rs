@@ -88,6 +88,11 @@ const MEMBERS_BESIDE: [&str; 14] = [
     "unevaluatedProperties",
 ];
 
+/// Those of them that take effect beside `additionalProperties: false`, and do not take
+/// its place as a reference does in drafts before 2019-09.
+const COMPOSED: [&str; 7] =
+    ["allOf", "anyOf", "dependencies", "dependentSchemas", "if", "oneOf", "unevaluatedProperties"];
+
 /// One constraint: a place in the arguments and what is asked of the value
 /// there.
 #[derive(Clone, Debug)]
@@ -201,7 +206,10 @@ impl Constraint {
         for token in &self.place {
             let words = schema.as_object()?;
             let is_open = |word: &str| words.get(word).is_some_and(|it| *it != Value::Bool(false));
-            if MEMBERS_BESIDE.iter().any(|word| is_open(word)) {
+            // What schemas beside say can then add no member.
+            let is_closed = words.get("additionalProperties") == Some(&Value::Bool(false));
+            let is_beside = |word: &str| !(is_closed && COMPOSED.contains(&word));
+            if MEMBERS_BESIDE.iter().any(|word| is_beside(word) && is_open(word)) {
                 return None;
             }
             match words.get("properties")?.as_object()?.get(token) {
@@ -426,17 +434,26 @@ mod tests {
         for (word, value) in [
             ("additionalProperties", json!(true)),
             ("patternProperties", json!({"^q": {}})),
-            ("allOf", json!([{"properties": {"qty": {}}}])),
             ("$ref", json!("#/$defs/x")),
             ("$recursiveRef", json!("#")),
-            ("dependencies", json!({"item": {"properties": {"qty": {}}}})),
         ] {
             let mut open = schema.clone();
             open[word] = value;
             assert_eq!(unknown(&open, "/qty<=5"), None, "{word}");
         }
+        let closed = schema.clone();
         schema.as_object_mut().unwrap().remove("additionalProperties");
         assert_eq!(unknown(&schema, "/qty<=5").as_deref(), Some("qty"));
+        for (word, value) in [
+            ("oneOf", json!([{"required": ["item"]}, {"required": ["quantity"]}])),
+            ("allOf", json!([{"properties": {"qty": {}}}])),
+            ("dependencies", json!({"item": {"properties": {"qty": {}}}})),
+        ] {
+            let (mut closed, mut open) = (closed.clone(), schema.clone());
+            (closed[word], open[word]) = (value.clone(), value);
+            assert_eq!(unknown(&closed, "/qty<=5").as_deref(), Some("qty"), "{word}");
+            assert_eq!(unknown(&open, "/qty<=5"), None, "{word}");
+        }
         for schema in [json!({}), json!(true), json!({"type": "object"})] {
             assert_eq!(unknown(&schema, "/qty<=5"), None, "{schema}");
         }

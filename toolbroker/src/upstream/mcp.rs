@@ -10,6 +10,7 @@
 //! and it is read here, tool by tool: one that is none costs no other. The result
 //! of a call passes it unread ([`received`](super::received)).
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -712,11 +713,16 @@ fn offered(
             left_out.push(LeftOut { tool, why });
             continue;
         }
+        // Some tools have nothing else to say what they are for.
+        let hinted = tool.annotations.as_ref().and_then(|it| it.title.clone());
+        let title = tool.title.or(hinted);
+        let description = tool.description.map(Cow::into_owned).filter(|it| !it.trim().is_empty());
+        let description = description.or(title).map(|text| scrubs.text(&text));
         let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());
         let advice = advice.map(|text| scrubs.text(&text));
         let listed = Listed {
             name: name.clone(),
-            description: tool.description.map(|text| scrubs.text(&text)),
+            description,
             input_schema: clean(tool.input_schema),
             output_schema: tool.output_schema.map(clean),
         };
@@ -837,5 +843,21 @@ mod tests {
         assert_eq!(life(Some(30_000)), Duration::from_secs(30));
         assert_eq!(life(Some(0)), LIST_LIFE_MIN);
         assert_eq!(life(Some(u64::MAX)), LIST_LIFE_MAX);
+    }
+
+    #[test]
+    fn a_tool_that_has_only_a_title_is_described_by_it() {
+        let tools = json!([
+            {"name": "a", "title": "Weather", "inputSchema": {}},
+            {"name": "b", "annotations": {"title": "Books a room"}, "inputSchema": {}},
+            {"name": "c", "title": "Fax", "description": "Sends a fax.", "inputSchema": {}},
+            {"name": "d", "title": "Other", "description": " ", "inputSchema": {}},
+            {"name": "e", "inputSchema": {}},
+        ]);
+        let tools = serde_json::from_value(tools).unwrap();
+        let mut left_out = Vec::new();
+        let tools = offered("s", &Scrubs::new(Vec::new()), tools, &mut left_out);
+        let said: Vec<_> = tools.iter().map(|it| it.spec().description.as_str()).collect();
+        assert_eq!(said, ["Weather", "Books a room", "Sends a fax.", "Other", ""]);
     }
 }
