@@ -92,12 +92,25 @@ impl Client {
     pub fn run_until(
         &mut self,
         order: &Order,
-        mut cancelled: Option<BorrowedFd<'_>>,
-        mut on_event: impl FnMut(RunEvent),
+        cancelled: Option<BorrowedFd<'_>>,
+        on_event: impl FnMut(RunEvent),
     ) -> Result<Finish, ClientError> {
         let number = self.number();
         // `Submit` without a copy of the program.
         self.socket.write_all(&wire::bounded(Kind::Submit, &(number, order))?)?;
+        self.followed(number, cancelled, on_event).map_err(|error| match error {
+            ClientError::Connection(error) => ClientError::Lost(error),
+            other => other,
+        })
+    }
+
+    /// A run that is submitted, to its end.
+    fn followed(
+        &mut self,
+        number: u64,
+        mut cancelled: Option<BorrowedFd<'_>>,
+        mut on_event: impl FnMut(RunEvent),
+    ) -> Result<Finish, ClientError> {
         loop {
             if let Some(cancel) = cancelled
                 && is_readable(cancel)?

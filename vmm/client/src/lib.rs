@@ -58,6 +58,13 @@ pub enum ClientError {
     /// It cannot be reached, or is gone.
     #[error("{}", lost(.0))]
     Connection(#[from] io::Error),
+    /// It went away with a run that was submitted. Whoever submits it again may have done
+    /// twice what it did.
+    #[error(
+        "the service went away with the run ({0}): whether it had begun is not known, and its \
+         calls may have happened; `forge-vmm journal list` has them"
+    )]
+    Lost(io::Error),
     /// Another release answers.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),

@@ -168,7 +168,7 @@ pub(crate) struct RunArgs {
     #[arg(short, value_name = "N", default_value = "5", value_parser = hits(), requires = "intent")]
     pub(crate) k: u32,
     /// The run's input: JSON, @FILE, or - for standard input
-    #[arg(long, value_name = "JSON|@FILE|-", default_value = "{}")]
+    #[arg(long, value_name = "JSON|@FILE|-", default_value = "{}", allow_negative_numbers = true)]
     pub(crate) input: String,
     /// How the program is isolated
     /// [default: [vm] isolation of --config, or vm]

@@ -73,6 +73,9 @@ pub(crate) enum CliError {
     /// A service said no.
     #[error("{message}")]
     Refused { kind: RefusalKind, message: String },
+    /// A service went away with a run.
+    #[error("{0}")]
+    Lost(String),
     /// This host refuses what it should give: threads, sockets, randomness.
     #[error("this host: {0}")]
     Host(io::Error),
@@ -105,6 +108,7 @@ impl CliError {
                 | BrokerError::Cancelled => Exit::Internal,
             },
             Self::Refused { kind, .. } => of_refusal(*kind),
+            Self::Lost(_) => Exit::Internal,
             Self::Host(_) => Exit::Unavailable,
             Self::Output(_) => Exit::Failed,
         }
@@ -138,6 +142,8 @@ fn of_refusal(kind: RefusalKind) -> Exit {
     }
 }
 
+/// The variable that says what is logged.
+const LOG: &str = "FORGE_LOG";
 /// The variable that names the state folder.
 const STATE: &str = "FORGE_STATE";
 
@@ -215,8 +221,13 @@ fn be_door() -> ExitCode {
 
 fn start_logging() {
     use tracing_subscriber::EnvFilter;
-    let mut filter =
-        EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    let asked = EnvFilter::try_from_env(LOG);
+    if let Err(error) = &asked
+        && std::env::var_os(LOG).is_some_and(|asked| !asked.is_empty())
+    {
+        complain(&format!("{LOG}: {error}: the log has warnings and errors, as without it"));
+    }
+    let mut filter = asked.unwrap_or_else(|_| EnvFilter::new("warn"));
     // The MCP library shows whole messages, programs and results among them.
     if let Ok(silence) = "rmcp=off".parse() {
         filter = filter.add_directive(silence);

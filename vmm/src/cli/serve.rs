@@ -208,6 +208,7 @@ fn trust_keys(args: &ServeArgs) -> Result<TrustKeys, CliError> {
 fn undone(place: impl fmt::Display, error: ClientError) -> CliError {
     match error {
         ClientError::Refused { kind, message } => CliError::Refused { kind, message },
+        lost @ ClientError::Lost(_) => CliError::Lost(format!("{place}: {lost}")),
         gone => CliError::File { path: place.to_string(), source: io::Error::other(gone) },
     }
 }

@@ -75,7 +75,8 @@ pub(super) fn fill(shared: &Shared) {
                 }
             }
             Err(failure) => {
-                if failures.is_due(&failure.message, Instant::now()) {
+                // What is being made ends with the pool.
+                if !shelves.is_closing() && failures.is_due(&failure.message, Instant::now()) {
                     tracing::warn!(reason = failure.message, "the pool cannot be filled");
                 }
                 shelves.give_up(&missing);
