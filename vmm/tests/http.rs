@@ -1012,6 +1012,22 @@ fn what_does_not_fit_is_refused_by_its_kind_before_it_is_read() {
         assert_eq!(refused.header("upgrade"), (status == 426).then_some("websocket"));
         assert_eq!(refused.header("sec-websocket-version"), (status == 426).then_some("13"));
     }
+    // A WebSocket is opened as RFC 6455 has it.
+    for (key, body) in [("x", ""), ("", ""), ("dGhlIHNhbXBsZSBub25jZQ==", "hello")] {
+        let upgrade = format!(
+            "GET /v1/runs/ws HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALICE}\r\n\
+             connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n\
+             sec-websocket-key: {key}\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        let mut stream = service.connect();
+        stream.write_all(upgrade.as_bytes()).unwrap();
+        let _ = stream.shutdown(Shutdown::Write);
+        let mut all = Vec::new();
+        let _ = stream.read_to_end(&mut all);
+        let refused = Answer::of(&all);
+        assert_eq!((refused.status, refused.kind()), (422, "bad_request"), "{key:?} {body:?}");
+    }
     let long = "x".repeat(INTENT_BYTES_MAX as usize + 1);
     let large = "x".repeat(600 * 1024);
     let program = "A".repeat((PROGRAM_BYTES_MAX as usize).div_ceil(3) * 4 + 4);

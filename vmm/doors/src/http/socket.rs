@@ -27,8 +27,11 @@ use std::time::Duration;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::extract::{Extension, State};
-use axum::http::StatusCode;
+use axum::http::header::{CONTENT_LENGTH, SEC_WEBSOCKET_KEY, TRANSFER_ENCODING};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::Response;
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use forge_client::{Canceller, Run, RunMessage};
 use forge_protocol::json;
 use forge_protocol::limits::RESPONSE_BYTES_MAX;
@@ -204,6 +207,7 @@ pub(crate) async fn open(
     State(door): State<Arc<Door>>,
     caller: Caller,
     Extension(standing): Extension<Arc<Standing>>,
+    headers: HeaderMap,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Problem> {
     let upgrade = upgrade.map_err(|error| {
@@ -215,6 +219,7 @@ pub(crate) async fn open(
         };
         Problem::new(status, "bad_request", detail)
     })?;
+    check_handshake(&headers)?;
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES_MAX).max_frame_size(MESSAGE_BYTES_MAX);
     let Caller { tenant, permit, bearer } = caller;
     let permits = (permit, tenant.socket()?);
@@ -224,6 +229,21 @@ pub(crate) async fn open(
         let talk = Talk { door, tenant, bearer, sender, runs, stuck, standing, _permits: permits };
         talk.converse(socket, said).await;
     }))
+}
+
+/// What RFC 6455 (4.2.1) asks of a request beside what was looked at: a key of 16 bytes,
+/// and no body, which whoever is in between could take for frames.
+fn check_handshake(headers: &HeaderMap) -> Result<(), Problem> {
+    let key = headers.get(SEC_WEBSOCKET_KEY).map(HeaderValue::as_bytes).unwrap_or_default();
+    let is_key = BASE64_STANDARD.decode(key).is_ok_and(|key| key.len() == 16);
+    let has_body = headers.contains_key(TRANSFER_ENCODING)
+        || headers.get(CONTENT_LENGTH).is_some_and(|length| length != "0");
+    let why = match (is_key, has_body) {
+        (true, false) => return Ok(()),
+        (false, _) => "`Sec-WebSocket-Key` is 16 bytes as base64",
+        (true, true) => "a request for a WebSocket has no body",
+    };
+    Err(Problem::bad_request(format!("open a WebSocket (RFC 6455, version 13) here: {why}")))
 }
 
 /// One socket.
