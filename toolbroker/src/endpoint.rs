@@ -50,10 +50,25 @@ pub struct OAuthConfig {
     pub client_secret: Secret,
     /// What it asks for.
     pub scopes: Vec<String>,
+    /// The interface that they are for, where the authorization server wants it so
+    /// (`audience`).
+    pub audience: Option<String>,
+    /// How the secret is sent. Where nothing is said, as the authorization server's
+    /// metadata has it, and else as [`ClientAuth::Basic`].
+    pub client_auth: Option<ClientAuth>,
     /// Where tokens are handed out.
     pub token_url: Option<Url>,
     /// Who hands them out, to be asked where.
     pub issuer: Option<Url>,
+}
+
+/// How a client says who it is (RFC 6749, 2.3.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientAuth {
+    /// In the header `Authorization`: `client_secret_basic`.
+    Basic,
+    /// In the form: `client_secret_post`.
+    Post,
 }
 
 /// Whether a credential may travel to this address: over TLS, or over plain

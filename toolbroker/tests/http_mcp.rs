@@ -622,6 +622,24 @@ fn a_token_is_fetched_once_and_anew_once_when_it_is_refused() {
 }
 
 #[test]
+fn an_account_is_shown_and_a_token_asked_for_as_the_operator_says() {
+    let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+    let web = mcp.serve();
+    let id = Web::serve(issuer.router(Some(mcp.clone())));
+    let oauth = format!(
+        "oauth = {{ {ACCOUNT}, client_auth = \"post\", audience = \"https://x.example/a b\", \
+         token_url = \"{}\" }}",
+        id.url("/token")
+    );
+    let mut broker = broker(&web, &oauth);
+    assert_eq!(broker.run(&["web.echo"], limits()).call("web.echo", &json!({})).0, None);
+    let (header, form) = issuer.get().asked[0].clone();
+    assert_eq!(header, None);
+    assert!(form.contains("&audience=https%3A%2F%2Fx.example%2Fa%20b&"), "{form}");
+    assert!(form.ends_with(&format!("&client_id=me%3Ax&client_secret={CANARY}")), "{form}");
+}
+
+#[test]
 fn a_token_that_is_refused_again_and_again_is_an_error_and_no_loop() {
     let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
     mcp.get().token = Some("Bearer nobody has it".into());

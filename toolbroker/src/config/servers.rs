@@ -14,7 +14,7 @@ use reqwest::header::{HeaderName, HeaderValue};
 use super::credentials::credential;
 use super::node::Node;
 use super::{ConfigError, Lookup, Problem, strangers};
-use crate::endpoint::{Endpoint, OAuthConfig, is_own_header, is_safe_url};
+use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_own_header, is_safe_url};
 use crate::openapi::Plan;
 use crate::secret::{Secret, is_short};
 use crate::stranger::{Jail, Program};
@@ -337,7 +337,15 @@ fn oauth(
     lookup: Lookup<'_>,
     scrub: &mut Vec<Secret>,
 ) -> Result<OAuthConfig, ConfigError> {
-    node.only(&["client_id", "client_secret", "scopes", "token_url", "issuer"])?;
+    node.only(&[
+        "client_id",
+        "client_secret",
+        "client_auth",
+        "scopes",
+        "audience",
+        "token_url",
+        "issuer",
+    ])?;
     let client_secret = credential(&node.needed("client_secret")?, &[], lookup)?;
     scrub.push(client_secret.clone());
     let mut scopes = Vec::new();
@@ -355,7 +363,16 @@ fn oauth(
         return Err(node.wrong_at("issuer", Problem::TwoIssuers));
     }
     let client_id = node.needed("client_id")?.text()?.to_owned();
-    Ok(OAuthConfig { client_id, client_secret, scopes, token_url, issuer })
+    let audience = node.field("audience").map(|it| it.text().map(str::to_owned)).transpose()?;
+    let client_auth = match node.field("client_auth") {
+        None => None,
+        Some(said) => Some(match said.text()? {
+            "basic" => ClientAuth::Basic,
+            "post" => ClientAuth::Post,
+            _ => return Err(said.unfit("known ways are \"basic\" and \"post\"")),
+        }),
+    };
+    Ok(OAuthConfig { client_id, client_secret, scopes, audience, client_auth, token_url, issuer })
 }
 
 /// The operations of the document under `openapi`.

@@ -30,7 +30,7 @@ use tokio::time::{Instant, timeout};
 
 use super::http::{body_within, explain};
 use super::scrubs::Scrubs;
-use crate::endpoint::{Endpoint, OAuthConfig, is_safe_url};
+use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_safe_url};
 use crate::secret::{Secret, is_short};
 use crate::uri::percent_encoded;
 
@@ -99,8 +99,8 @@ struct Token {
 #[derive(Clone, Debug)]
 struct TokenEndpoint {
     url: Url,
-    /// Whether the secret goes into the body, for want of anything better.
-    secret_in_body: bool,
+    /// How the secret is sent, as its metadata has it.
+    client_auth: ClientAuth,
 }
 
 impl OAuth {
@@ -176,7 +176,7 @@ impl OAuth {
     /// Where tokens are to be had.
     async fn find(&self) -> Result<TokenEndpoint, TokenError> {
         if let Some(url) = &self.config.token_url {
-            return Ok(TokenEndpoint { url: url.clone(), secret_in_body: false });
+            return Ok(TokenEndpoint { url: url.clone(), client_auth: ClientAuth::Basic });
         }
         if let Some(issuer) = &self.config.issuer {
             return self.of_issuer(issuer).await;
@@ -239,9 +239,11 @@ impl OAuth {
             return Err(failed("its token_endpoint is plain http to another host"));
         }
         let methods = "token_endpoint_auth_methods_supported";
-        let secret_in_body = lists(methods, "client_secret_basic") == Some(false)
+        // In the form for want of anything better alone.
+        let only_post = lists(methods, "client_secret_basic") == Some(false)
             && lists(methods, "client_secret_post") == Some(true);
-        Ok(TokenEndpoint { url, secret_in_body })
+        let client_auth = if only_post { ClientAuth::Post } else { ClientAuth::Basic };
+        Ok(TokenEndpoint { url, client_auth })
     }
 
     /// The first of these documents of `host` that is there.
@@ -260,7 +262,8 @@ impl OAuth {
     }
 
     async fn fetch(&self, at: &TokenEndpoint) -> Result<Token, TokenError> {
-        let OAuthConfig { client_id, client_secret, scopes, .. } = &self.config;
+        let OAuthConfig { client_id, client_secret, scopes, audience, client_auth, .. } =
+            &self.config;
         let mut form = "grant_type=client_credentials".to_owned();
         let mut add = |key: &str, value: &str| {
             form.push('&');
@@ -271,11 +274,14 @@ impl OAuth {
         if !scopes.is_empty() {
             add("scope", &scopes.join(" "));
         }
+        if let Some(audience) = audience {
+            add("audience", audience);
+        }
         if self.is_resource {
             add("resource", self.server.as_str());
         }
         let mut request = self.http.post(at.url.clone());
-        if at.secret_in_body {
+        if client_auth.unwrap_or(at.client_auth) == ClientAuth::Post {
             add("client_id", client_id);
             add("client_secret", client_secret.expose());
         } else {
@@ -305,8 +311,10 @@ impl OAuth {
         }
         let place = at.url.origin().ascii_serialization();
         let failed = |why: &str| TokenError::Exchange { place: place.clone(), why: why.to_owned() };
-        if !text("token_type").is_some_and(|it| it.eq_ignore_ascii_case("bearer")) {
-            return Err(failed("its token is of another type than Bearer"));
+        match text("token_type") {
+            Some(kind) if kind.eq_ignore_ascii_case("bearer") => {}
+            Some(_) => return Err(failed("its token is of another type than Bearer")),
+            None => return Err(failed("its answer has no token_type")),
         }
         let value = text("access_token")
             // RFC 6750, 2.1: what a token is made of.
@@ -374,6 +382,8 @@ mod tests {
             client_id: "me".into(),
             client_secret: Secret::new("a secret of mine".into()).unwrap(),
             scopes: Vec::new(),
+            audience: None,
+            client_auth: None,
             token_url: Some(url.join("token").unwrap()),
             issuer: None,
         };
