@@ -37,6 +37,8 @@ pub(crate) struct Read<'a> {
     server: &'a str,
     category: &'a str,
     description: &'a str,
+    /// The first sentence of that.
+    lead: &'a str,
     parameters: String,
     parameter_descriptions: String,
 }
@@ -53,18 +55,20 @@ impl<'a> Read<'a> {
             parameter_descriptions.push_str(text::cut(description, PARAMETER_BYTES_MAX));
             parameter_descriptions.push(' ');
         }
+        let description = text::cut(tool.description, DESCRIPTION_BYTES_MAX);
         Self {
             name: text::cut(tool.name, NAME_BYTES_MAX),
             server: text::cut(tool.server, NAME_BYTES_MAX),
             category: text::cut(tool.category, NAME_BYTES_MAX),
-            description: text::cut(tool.description, DESCRIPTION_BYTES_MAX),
+            description,
+            lead: text::sentences(description, 2).first().copied().unwrap_or_default(),
             parameters,
             parameter_descriptions,
         }
     }
 
-    /// The parts in the order of the lexical fields.
-    fn fields(&self) -> [&str; lexical::FIELDS] {
+    /// All that is said.
+    fn parts(&self) -> [&str; 6] {
         [
             self.name,
             self.server,
@@ -73,6 +77,12 @@ impl<'a> Read<'a> {
             &self.parameters,
             &self.parameter_descriptions,
         ]
+    }
+
+    /// The parts in the order of the lexical fields.
+    fn fields(&self) -> [&str; lexical::FIELDS] {
+        let [name, server, category, description, parameters, more] = self.parts();
+        [name, server, category, description, parameters, more, self.lead]
     }
 
     pub(crate) fn counts(&self) -> Counts {
@@ -85,7 +95,7 @@ impl<'a> Read<'a> {
 
     /// Halfway between all that is said and what matters of it.
     pub(crate) fn vector(&self, table: &Table) -> Vector {
-        let all = self.fields().map(|text| (text, 1.0));
+        let all = self.parts().map(|text| (text, 1.0));
         let gist = [
             (self.name, 1.0),
             (self.description, 1.0),

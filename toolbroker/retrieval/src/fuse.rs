@@ -25,6 +25,7 @@ struct Closer {
 pub(crate) fn rank(
     index: &Index,
     candidates: &mut [Candidate],
+    whole: &Query,
     sentences: &[Query],
     weights: Weights,
     hits: usize,
@@ -34,6 +35,12 @@ pub(crate) fn rank(
         candidates.select_nth_unstable_by(kept, Candidate::order);
     }
     let candidates = &mut candidates[..kept];
+    let alike = |tool, query: &Query| {
+        weights.alike * index.lexical.alike(tool, &query.terms, query.unknown)
+    };
+    for candidate in candidates.iter_mut().filter(|it| it.score > 0.0) {
+        candidate.score += alike(candidate.tool, whole);
+    }
     candidates.sort_unstable_by(Candidate::order);
     let hit = |tool: u32, score| Hit { place: tool as usize, score };
     // Nothing in common with the intent: no hit.
@@ -50,7 +57,7 @@ pub(crate) fn rank(
             let has = |sentence: &Query| {
                 let cosine = kernel::dot(&sentence.vector.values, row) as f32;
                 let words = index.lexical.rate(*tool, &sentence.terms);
-                weights.fuse(cosine * sentence.vector.scale * scale, words)
+                weights.fuse(cosine * sentence.vector.scale * scale, words) + alike(*tool, sentence)
             };
             let sentences: Vec<f32> = sentences.iter().map(has).collect();
             let most = sentences.iter().copied().fold(0.0, f32::max);

@@ -17,10 +17,13 @@ const B: f32 = 0.75;
 const QUERY_TERMS_MAX: usize = 48;
 
 /// The parts of a description, by place in [`Counts`].
-pub(crate) const FIELDS: usize = 6;
+pub(crate) const FIELDS: usize = 7;
 /// What a word is worth in each: name, server, category, description,
-/// parameter names, parameter descriptions.
-const FIELD_WEIGHTS: [f32; FIELDS] = [2.0, 1.0, 1.0, 1.0, 0.5, 0.3];
+/// parameter names, parameter descriptions, and the description's first sentence, which
+/// has counted already and is what [`Lexical::alike`] goes by.
+const FIELD_WEIGHTS: [f32; FIELDS] = [2.0, 1.0, 1.0, 1.0, 0.5, 0.3, 0.0];
+/// The place of the first sentence.
+const LEAD: usize = 6;
 
 /// How often each term stands in each part of one tool's description.
 pub(crate) type Counts = BTreeMap<String, [u16; FIELDS]>;
@@ -50,6 +53,10 @@ pub(crate) struct Lexical {
     terms: HashMap<String, u32>,
     by_term: Rows,
     by_tool: Rows,
+    /// How rare each term is.
+    idf: Vec<f32>,
+    /// The terms of each tool's first sentence, in order.
+    leads: Vec<Box<[u32]>>,
 }
 
 /// Rows of different lengths, one after the other.
@@ -64,6 +71,12 @@ impl Rows {
         let start = if at == 0 { 0 } else { self.ends[at - 1] as usize };
         &self.all[start..self.ends[at] as usize]
     }
+}
+
+/// How rare a term is that so many of all tools have.
+fn idf(with: u32, all: usize) -> f32 {
+    let (with, all) = (with as f32, all as f32);
+    (1.0 + (all - with + 0.5) / (with + 0.5)).ln()
 }
 
 impl Lexical {
@@ -87,13 +100,7 @@ impl Lexical {
         }
         let terms: HashMap<String, u32> =
             tools_with.keys().zip(0..).map(|(term, id)| ((*term).to_owned(), id)).collect();
-        let idf: Vec<f32> = tools_with
-            .values()
-            .map(|with| {
-                let (with, all) = (*with as f32, tools.len() as f32);
-                (1.0 + (all - with + 0.5) / (with + 0.5)).ln()
-            })
-            .collect();
+        let idf: Vec<f32> = tools_with.values().map(|with| idf(*with, tools.len())).collect();
 
         let mut by_tool = Rows { ends: Vec::new(), all: Vec::new() };
         for counts in tools {
@@ -113,6 +120,12 @@ impl Lexical {
             by_tool.ends.push(by_tool.all.len() as u32);
         }
 
+        let lead = |counts: &Counts| {
+            let terms = counts.iter().filter(|(_, count)| count[LEAD] > 0).map(|(it, _)| terms[it]);
+            terms.collect()
+        };
+        let leads = tools.iter().map(lead).collect();
+
         let mut starts = Vec::with_capacity(idf.len());
         let mut ends = Vec::with_capacity(idf.len());
         let mut end = 0;
@@ -129,7 +142,7 @@ impl Lexical {
                 *next += 1;
             }
         }
-        Self { terms, by_term: Rows { ends, all }, by_tool }
+        Self { terms, by_term: Rows { ends, all }, by_tool, idf, leads }
     }
 
     /// The terms of a request that any tool has, by number.
@@ -158,6 +171,16 @@ impl Lexical {
         terms
     }
 
+    /// How many words of a request no tool has.
+    pub(crate) fn unknown(&self, request: &str) -> usize {
+        let mut unknown = 0;
+        text::words(request, |word| {
+            let is_new = !text::is_stop_word(word) && !self.terms.contains_key(&text::stem(word));
+            unknown += usize::from(is_new);
+        });
+        unknown
+    }
+
     /// In how many tools a term is.
     pub(crate) fn tools_with(&self, term: u32) -> usize {
         self.by_term.row(term).len()
@@ -174,6 +197,25 @@ impl Lexical {
             // Never back to zero, however little it is.
             *score += (weight * gives).max(f32::MIN_POSITIVE);
         }
+    }
+
+    /// How nearly a request says what the first sentence of a tool's description does: of
+    /// the terms of both, by how rare they are, what part they share, squared. All of it is
+    /// 1, and what a long request and a sentence have in common by the way is next to
+    /// nothing.
+    pub(crate) fn alike(&self, tool: u32, terms: &[(u32, f32)], unknown: usize) -> f32 {
+        let lead = &self.leads[tool as usize];
+        let rarity = |id: &u32| self.idf[*id as usize];
+        let known: f32 = terms.iter().map(|(id, _)| rarity(id)).sum();
+        let asked = known + unknown as f32 * idf(0, self.leads.len());
+        let (mut shared, mut own) = (0.0, 0.0);
+        for id in lead {
+            match terms.binary_search_by_key(id, |(term, _)| *term) {
+                Ok(_) => shared += rarity(id),
+                Err(_) => own += rarity(id),
+            }
+        }
+        if shared > 0.0 { (shared / (asked + own)).powi(2) } else { 0.0 }
     }
 
     /// What a request's terms give one tool.

@@ -91,6 +91,8 @@ struct Vectors {
 /// An intent, or a sentence of it, as it is compared with tools.
 struct Query {
     terms: Terms,
+    /// Words that no tool has.
+    unknown: usize,
     vector: Quantised,
 }
 
@@ -166,7 +168,7 @@ impl Index {
         };
         let mut scratch = self.free().pop().unwrap_or_default();
         scratch.find(self, &whole, weights, full_scan_max);
-        let found = fuse::rank(self, &mut scratch.found, &sentences, weights, hits);
+        let found = fuse::rank(self, &mut scratch.found, &whole, &sentences, weights, hits);
         self.free().push(scratch);
         found
     }
@@ -176,8 +178,8 @@ impl Index {
     }
 
     fn query(&self, text: &str) -> Query {
-        let terms = self.lexical.terms(text);
-        Query { terms, vector: TABLE.embed(&[(text, 1.0)]).quantised() }
+        let (terms, unknown) = (self.lexical.terms(text), self.lexical.unknown(text));
+        Query { terms, unknown, vector: TABLE.embed(&[(text, 1.0)]).quantised() }
     }
 }
 
@@ -219,6 +221,44 @@ mod tests {
             description,
             input_schema: &schema,
         }))
+    }
+
+    #[test]
+    fn an_intent_in_a_descriptions_own_words_finds_it_however_much_more_is_said_there() {
+        let long = "To create a new Droplet, send a POST request with the attributes set that \
+            the account needs. A Droplet will be created using the provided information. The \
+            response body will contain an object with the standard attributes, and will return \
+            the networks object when the machine becomes active. Create multiple machines by \
+            a list of names; any user data, volumes, keys, backups, monitoring and tags apply to \
+            each of them. Request headers, rate limits, regions, sizes and images are told \
+            elsewhere."
+            .repeat(3);
+        let create = format!("Create a New Droplet\n\n{long}\n\nPOST /v2/droplets");
+        let others = [
+            ("droplets_get", "Retrieve an existing droplet"),
+            ("droplets_destroy", "Delete an existing droplet"),
+            ("droplets_list", "List all droplets"),
+            ("dropletActions_post", "Initiate a droplet action"),
+            ("droplets_list_kernels", "List all available kernels for a droplet"),
+            ("droplets_list_snapshots", "List snapshots for a droplet"),
+            ("droplets_list_backups", "List backups for a droplet"),
+            ("autoscalepools_create", "Create a new autoscale pool for droplets"),
+        ];
+        let schema = json!({});
+        let described = |(name, description)| Description {
+            name,
+            server: "ocean",
+            category: "",
+            description,
+            input_schema: &schema,
+        };
+        let all = others.into_iter().chain([("droplets_create", create.as_str())]);
+        let index = Index::new(all.map(described));
+        for (intent, place) in
+            [("Create a new droplet", others.len()), ("Delete an existing droplet", 1)]
+        {
+            assert_eq!(index.search(intent, 1)[0].place, place, "{intent}");
+        }
     }
 
     #[test]
