@@ -7,6 +7,7 @@ use super::Refusal;
 use super::form::{Form, Offered, form_of, required};
 use super::media::{any_of, json_of};
 use super::schema::Resolver;
+use crate::endpoint::Endpoint;
 
 /// A body.
 #[derive(Debug)]
@@ -31,6 +32,7 @@ impl Body {
     /// Reads a body, with its schema.
     pub(super) fn read<'a>(
         given: &'a Map<String, Value>,
+        endpoint: &Endpoint,
         resolver: &mut Resolver<'a>,
     ) -> Result<Read, Refusal> {
         let is_required = given.get("required") == Some(&Value::Bool(true));
@@ -59,7 +61,7 @@ impl Body {
             return Ok(Read::Argument(body, schema, Vec::new()));
         }
         let form = match form_of(content) {
-            Some(media) => Form::read(media, read(media)?),
+            Some(media) => Form::read(media, read(media)?, &endpoint.query),
             None => None,
         };
         if let Some(Offered { form, schema, left_out }) = form {
@@ -69,15 +71,15 @@ impl Body {
             if !form.is_empty() {
                 let kind = HeaderValue::from_static("application/x-www-form-urlencoded");
                 // To say so is optional, and often forgotten.
-                let required = is_required || schema.as_object().is_some_and(is_needed);
+                let required = is_required || is_needed(&schema);
                 let body = Self { required, kind, form: Some(form) };
                 return Ok(Read::Argument(body, schema, left_out));
             }
         }
         // An operation without what it cannot do without does something else.
         let mut schemas = content.values().filter_map(|media| media.get("schema"));
-        let is_needed = schemas.any(|it| resolver.object(it).is_ok_and(is_needed));
-        match is_required || is_needed {
+        let is_one = |it: &'a Value| resolver.schema(it).map_or(true, |it| is_needed(&it));
+        match is_required || schemas.any(is_one) {
             true => Err(Refusal::Unsupported("its body is neither JSON nor a plain form".into())),
             false => Ok(Read::LeftOut),
         }
@@ -85,8 +87,13 @@ impl Body {
 }
 
 /// Whether there are members that a value must have.
-fn is_needed(schema: &Map<String, Value>) -> bool {
-    required(schema).next().is_some()
+fn is_needed(schema: &Value) -> bool {
+    let Some(object) = schema.as_object() else { return false };
+    let listed = |word| object.get(word).and_then(Value::as_array).filter(|it| !it.is_empty());
+    required(object).next().is_some()
+        || listed("allOf").is_some_and(|all| all.iter().any(is_needed))
+        || listed("anyOf").is_some_and(|some| some.iter().all(is_needed))
+        || listed("oneOf").is_some_and(|some| some.iter().all(is_needed))
 }
 
 /// Whether a schema is of a text, or of bytes that are said to be one.
@@ -99,6 +106,7 @@ fn is_text(schema: &Value) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests_endpoint;
     use super::*;
     use serde_json::json;
 
@@ -110,7 +118,8 @@ mod tests {
             let given = json!({"content": content});
             let document = json!({});
             let mut resolver = Resolver::new(&document, false);
-            match Body::read(given.as_object().unwrap(), &mut resolver).unwrap() {
+            match Body::read(given.as_object().unwrap(), &tests_endpoint(), &mut resolver).unwrap()
+            {
                 Read::Argument(body, ..) => Some(body.kind.to_str().unwrap().to_owned()),
                 _ => None,
             }
@@ -134,7 +143,8 @@ mod tests {
             let given = json!({"content": {"*/*": {"schema": schema}}});
             let document = json!({});
             let mut resolver = Resolver::new(&document, false);
-            let read = Body::read(given.as_object().unwrap(), &mut resolver).unwrap();
+            let read =
+                Body::read(given.as_object().unwrap(), &tests_endpoint(), &mut resolver).unwrap();
             matches!(read, Read::Argument(..))
         };
         assert!(of(json!({"type": "object"})) && of(json!({})) && of(json!({"type": "array"})));
@@ -148,7 +158,7 @@ mod tests {
             let given = json!({"content": {kind: {"schema": schema}}});
             let document = json!({"components": {"schemas": {"It": {"required": ["file"]}}}});
             let mut resolver = Resolver::new(&document, false);
-            match Body::read(given.as_object().unwrap(), &mut resolver) {
+            match Body::read(given.as_object().unwrap(), &tests_endpoint(), &mut resolver) {
                 Ok(Read::Argument(body, ..)) if body.required => "required",
                 Ok(Read::Argument(..)) => "argument",
                 Ok(Read::Nothing) => "nothing",
@@ -160,6 +170,11 @@ mod tests {
         assert_eq!(of(parts, json!({"properties": {"file": {}}})), "left out");
         assert_eq!(of(parts, json!({"required": ["file"]})), "refused");
         assert_eq!(of(parts, json!({"$ref": "#/components/schemas/It"})), "refused");
+        let reference = json!({"$ref": "#/components/schemas/It"});
+        assert_eq!(of(parts, json!({"allOf": [{}, reference]})), "refused");
+        assert_eq!(of(parts, json!({"oneOf": [{"required": ["a"]}, reference]})), "refused");
+        assert_eq!(of(parts, json!({"oneOf": [{}, reference]})), "left out");
+        assert_eq!(of(parts, json!({"$ref": "#/nowhere"})), "refused");
         let text = json!({"type": "string"});
         assert_eq!(of(form, json!({"properties": {"a": text}})), "argument");
         assert_eq!(of(form, json!({"properties": {"a": text}, "required": ["a"]})), "required");

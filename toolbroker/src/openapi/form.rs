@@ -7,10 +7,14 @@
 //! lists of objects, and objects in objects, the standard has no form; interfaces that take
 //! them have each their own.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value};
 
 use super::media::{essence, is_json};
+use super::name::{folded, is_set};
 use super::parameter::Parameter;
+use crate::secret::Secret;
 
 /// The members of a form.
 #[derive(Debug)]
@@ -32,40 +36,57 @@ pub(super) fn form_of(content: &Map<String, Value>) -> Option<&Value> {
 }
 
 impl Form {
-    /// Reads a form, whose schema has no references any more. `None` if it is none that
+    /// Reads a form, whose schema has no references any more. What the operator sets in
+    /// the `query` is no member: many servers take either. `None` if it is none that
     /// can be written: no object with members of its own, or one that has to have a member
     /// that cannot be.
-    pub(super) fn read(media: &Value, mut schema: Value) -> Option<Offered> {
+    pub(super) fn read(
+        media: &Value,
+        schema: Value,
+        query: &[(String, Secret)],
+    ) -> Option<Offered> {
+        let mut schema = unwrapped(schema);
         let object = schema.as_object_mut()?;
         let composed = ["allOf", "anyOf", "oneOf", "if", "not", "patternProperties"];
         if composed.iter().any(|word| object.contains_key(*word)) {
             return None;
         }
-        let required: Vec<String> = required(object).map(str::to_owned).collect();
+        let is_open =
+            object.get("additionalProperties").is_some_and(|it| *it != Value::Bool(false));
+        let is_the_operators = |name: &str| is_set(query, &folded(name));
+        let required: BTreeSet<String> =
+            required(object).filter(|name| !is_the_operators(name)).map(str::to_owned).collect();
         let Some(Value::Object(members)) = object.get_mut("properties") else { return None };
+        if members.is_empty() && is_open {
+            return None;
+        }
+        members.retain(|name, _| !is_the_operators(name));
         let mut fields = Vec::new();
         let mut left_out = Vec::new();
         members.retain(|name, schema| {
             let said = media.get("encoding").and_then(|it| it.get(name));
             let text = |key: &str| said.and_then(|it| it.get(key)?.as_str());
             let explode = said.and_then(|it| it.get("explode")?.as_bool());
-            let style = match text("contentType") {
-                Some(kind) if is_json(kind) => Some("json"),
-                _ => text("style"),
+            let style = match text("style") {
+                None if text("contentType").is_some_and(is_json) => InForm::Json,
+                style => InForm::Styled(style, explode),
             };
-            let field = Parameter::in_form(name, style, explode, schema);
-            match field {
-                Some(field) => fields.push(field),
-                None => left_out.push(name.clone()),
+            let field = Parameter::in_form(name, required.contains(name), style, schema);
+            let can = field.is_some();
+            fields.extend(field);
+            if !can {
+                left_out.push(name.clone());
             }
-            left_out.last() != Some(name)
+            can
         });
-        let is_given = |name: &String| members.contains_key(name);
-        if !required.iter().all(is_given) {
+        if !required.iter().all(|name| members.contains_key(name)) {
             return None;
         }
         object.insert("type".into(), "object".into());
         object.insert("additionalProperties".into(), false.into());
+        if object.contains_key("required") {
+            object.insert("required".into(), required.into_iter().collect());
+        }
         Some(Offered { form: Self(fields), schema, left_out })
     }
 
@@ -74,19 +95,63 @@ impl Form {
         self.0.is_empty()
     }
 
+    /// The names of its members, as servers tell them apart.
+    pub(super) fn names(&self) -> impl Iterator<Item = String> {
+        self.0.iter().map(|field| folded(&field.name))
+    }
+
     /// The form as it is sent.
     ///
     /// # Errors
     /// Says which member cannot be.
     pub(super) fn write(&self, value: &Value) -> Result<String, String> {
         let mut pairs = Vec::new();
+        // Some servers take `a.b` for `a[b]`.
+        let mut taken: BTreeSet<String> = self.names().collect();
         for field in &self.0 {
-            if let Some(value) = value.get(&field.name).filter(|value| !value.is_null()) {
+            let value = value.get(&field.name).unwrap_or(&Value::Null);
+            let before = pairs.len();
+            if !value.is_null() {
+                for name in field.own_names(value) {
+                    if !taken.insert(name.replace(['[', ']'], "")) {
+                        let why = "would be read as another: leave one out";
+                        return Err(format!("{:?}: its member {name:?} {why}", field.name));
+                    }
+                }
                 field.pairs(value, &mut pairs)?;
+            }
+            if field.required && pairs.len() == before {
+                return Err(format!("{:?}: this has to be given, and is nothing", field.name));
             }
         }
         Ok(pairs.join("&"))
     }
+}
+
+/// How a member of a form is written.
+pub(super) enum InForm<'a> {
+    /// As JSON.
+    Json,
+    /// In this style, exploded or not.
+    Styled(Option<&'a str>, Option<bool>),
+}
+
+/// A schema that is all of one other is that.
+fn unwrapped(mut schema: Value) -> Value {
+    while let Some(Value::Array(all)) = schema.get_mut("allOf")
+        && all.len() == 1
+        && let Some(only) = all.pop()
+    {
+        let beside = schema.as_object().is_some_and(|it| {
+            it.keys().any(|word| !matches!(word.as_str(), "allOf" | "title" | "description"))
+        });
+        if beside {
+            schema["allOf"] = Value::Array(vec![only]);
+            return schema;
+        }
+        schema = only;
+    }
+    schema
 }
 
 /// Members that an object of this schema must have.
@@ -100,7 +165,8 @@ mod tests {
     use serde_json::json;
 
     fn offered(schema: Value, encoding: Value) -> Option<Offered> {
-        Form::read(&json!({"encoding": encoding}), schema)
+        let key = |name: &str| (name.to_owned(), Secret::new("a key of mine".into()).unwrap());
+        Form::read(&json!({"encoding": encoding}), schema, &[key("api_key"), key("acct[id]")])
     }
 
     #[test]
@@ -165,5 +231,35 @@ mod tests {
         assert!(offered(either, json!({})).is_none());
         let nothing = offered(json!({"properties": {}}), json!({})).unwrap();
         assert!(nothing.form.is_empty());
+        let open = json!({"properties": {}, "additionalProperties": {"type": "string"}});
+        assert!(offered(open, json!({})).is_none());
+        let all = json!({"description": "It.", "allOf": [{"properties": {"a": {}}}]});
+        assert!(!offered(all, json!({})).unwrap().form.is_empty());
+    }
+
+    #[test]
+    fn no_member_says_what_the_operator_sets_or_what_another_says() {
+        let text = json!({"type": "string"});
+        let schema = json!({"properties": {
+            "apiKey": text, "api_key": text, "acct": text, "name": text,
+            "meta": {"type": "object"}, "metaName": text, "tags": {"type": "array"},
+        }, "required": ["api_key", "tags"]});
+        let encoding = json!({"meta": {"style": "deepObject", "explode": true}});
+        let Offered { form, schema, left_out } = offered(schema, encoding).unwrap();
+        assert_eq!((&schema["required"], left_out), (&json!(["tags"]), vec![]));
+        let names: Vec<_> = schema["properties"].as_object().unwrap().keys().collect();
+        assert_eq!(names, ["meta", "metaName", "name", "tags"]);
+        for meta in [json!({"a.b": "1", "a_b": "2"}), json!({"name": "1"})] {
+            let refused = form.write(&json!({"meta": meta, "tags": ["x"]})).unwrap_err();
+            assert!(refused.contains("would be read as another"), "{refused}");
+        }
+        for value in [json!({}), json!({"tags": []}), json!({"tags": null})] {
+            let refused = form.write(&value).unwrap_err();
+            assert!(refused.contains("\"tags\": this has to be given"), "{refused}");
+        }
+        assert_eq!(
+            form.write(&json!({"meta": {"a": "1"}, "tags": ["x"]})).unwrap(),
+            "meta%5Ba%5D=1&tags=x"
+        );
     }
 }

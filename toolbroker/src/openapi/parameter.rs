@@ -6,6 +6,7 @@ use reqwest::header::HeaderName;
 use serde_json::{Map, Number, Value};
 
 use super::Refusal;
+use super::form::InForm;
 use super::media::json_of;
 use super::name::{folded, folded_header, is_set};
 use super::schema::Resolver;
@@ -164,16 +165,16 @@ impl Parameter {
         Ok(Read::Argument(Self { name, key, place, required, style, may_be_list }, schema))
     }
 
-    /// A member of a form, of this style or as `"json"`. `None` if it cannot be written.
+    /// A member of a form. `None` if it cannot be written.
     pub(super) fn in_form(
         name: &str,
-        style: Option<&str>,
-        explode: Option<bool>,
+        required: bool,
+        style: InForm<'_>,
         schema: &Value,
     ) -> Option<Self> {
         let style = match style {
-            Some("json") => Style::Json,
-            style => Style::in_pairs(style, explode)?,
+            InForm::Json => Style::Json,
+            InForm::Styled(style, explode) => Style::in_pairs(style, explode)?,
         };
         let may_be_list = may_be(schema, &["array"]);
         // Members of an object that is written out would stand among the form's own.
@@ -181,7 +182,7 @@ impl Parameter {
         // Servers read structure out of brackets.
         let is_plain = !name.contains(|c: char| c == '[' || c == ']' || c.is_control());
         let (name, key, place) = (name.to_owned(), name.to_owned(), Place::Form);
-        let field = Self { name, key, place, required: false, style, may_be_list };
+        let field = Self { name, key, place, required, style, may_be_list };
         (is_own && is_plain && field.unwritable(schema).is_none()).then_some(field)
     }
 
@@ -249,13 +250,13 @@ impl Parameter {
         format!("a part of the {}", self.place.as_str())
     }
 
-    /// The names under which members of a value of its stand in the query, as
+    /// The names under which members of a value of its stand in the query or a form, as
     /// servers tell them apart.
     pub(super) fn own_names(&self, value: &Value) -> Vec<String> {
         let members = value.as_object().into_iter().flat_map(Map::keys);
         match (self.place, self.style) {
             (Place::Query, Style::Exploded) => members.map(|key| folded(key)).collect(),
-            (Place::Query, Style::DeepObject) => {
+            (Place::Query | Place::Form, Style::DeepObject) => {
                 members.map(|key| format!("{}[{}]", folded(&self.name), folded(key))).collect()
             }
             _ => Vec::new(),

@@ -332,7 +332,7 @@ impl<'a> Entry<'a> {
         let mut unsaid = String::new();
         let body = match self.operation.get("requestBody") {
             None => None,
-            Some(body) => match Body::read(resolver.object(body)?, resolver)? {
+            Some(body) => match Body::read(resolver.object(body)?, endpoint, resolver)? {
                 body::Read::Argument(body, schema, left_out) => {
                     if !left_out.is_empty() {
                         let names = crate::cut(&left_out.join(", "), LEFT_OUT_BYTES_MAX);

@@ -81,6 +81,17 @@ impl Request {
             let why = format!("its path says what the operator sets: {:?}", crate::cut(name, 128));
             return Err(Refusal::Unsupported(why));
         }
+        // Many servers take a value from either.
+        let form = request.body.as_ref().and_then(|body| body.form.as_ref());
+        let in_query = |name: &String| {
+            let mut query = request.parameters.iter().filter(|it| it.place == Place::Query);
+            is_one_of(&request.path.set, name) || query.any(|it| folded(&it.name) == *name)
+        };
+        if let Some(name) = form.and_then(|form| form.names().find(in_query)) {
+            let name = crate::cut(&name, 128);
+            let why = format!("its form says what its query does: {name:?}");
+            return Err(Refusal::Unsupported(why));
+        }
         // What is wrong with the path itself shows with any argument.
         let tried = request.path.texts(|_| Ok("x".into())).and_then(|it| unclimbing(&it));
         let tried = tried.and_then(|path| request.address(&path, &request.path.query));
