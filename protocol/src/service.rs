@@ -230,8 +230,8 @@ pub enum Reply {
     Found {
         /// The tools, in the order in which they should be taken.
         tools: Vec<FoundTool>,
-        /// Tools that no search finds, though they may fit, until the operator has
-        /// approved their definitions.
+        /// Tools that no search finds, whatever the intent, until the operator has
+        /// approved their definitions: by name, the first 64.
         blocked: Vec<BlockedTool>,
         /// Servers that could not be asked, each with the reason.
         unavailable: Vec<(String, String)>,

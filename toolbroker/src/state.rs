@@ -37,8 +37,8 @@ pub enum StateError {
     },
     /// Others may put files there.
     #[error(
-        "others may write into the state folder {} (mode {mode:o}): `chmod go-w` it, or give \
-         --state a folder of its own",
+        "others may write into the state folder {} (mode {mode:o}): give --state a \
+         folder of its own, or see that nothing strange lies in this one and `chmod go-w` it",
         folder.display()
     )]
     Open {

@@ -26,7 +26,7 @@ mod view;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
@@ -41,6 +41,7 @@ use self::reach::{Kept, Seen};
 use self::tree::Tree;
 use self::view::View;
 use crate::secret::Secret;
+use crate::state::is_trusted;
 
 /// This program, whatever has become of its file since it started.
 const LAUNCHER: &str = "/proc/self/exe";
@@ -219,6 +220,7 @@ pub fn settle(
                 .recursive(true)
                 .mode(0o700)
                 .create(folder)
+                .and_then(|()| check_home(folder, uid))
                 .map_err(|source| SettleError::Home { folder: folder.clone(), source })?;
         }
         let home = home.and_then(|home| home.canonicalize().ok());
@@ -229,6 +231,23 @@ pub fn settle(
     let writers = Arc::new(writers.collect::<Vec<_>>());
     for (_, server) in &mut servers {
         server.jail.place.writers = Arc::clone(&writers);
+    }
+    Ok(())
+}
+
+/// That the home of the server that is this user, and the folder of all homes, are what
+/// was made here: a server is as good as root in what it is shown as its home. What mode
+/// its own home has is its own to say, and so is whose it is on a host that shows it no
+/// other way.
+fn check_home(home: &Path, uid: u32) -> io::Result<()> {
+    let homes = home.parent().unwrap_or(home).symlink_metadata()?;
+    if !homes.is_dir() || !is_trusted(homes.uid()) || homes.mode() & 0o022 != 0 {
+        let why = "the folder around it is a link, or others own it or may write it";
+        return Err(io::Error::other(why));
+    }
+    let home = home.symlink_metadata()?;
+    if !home.is_dir() || !(is_trusted(home.uid()) || home.uid() == uid) {
+        return Err(io::Error::other("it is a link, or another user's: move it away"));
     }
     Ok(())
 }
@@ -393,4 +412,37 @@ fn order(server: &Program, program: &Path, host: &Host) -> io::Result<Order> {
         cwd_needed: server.cwd.is_some(),
         program: program.to_owned(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_home_that_is_a_link_or_another_users_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (homes, victim) = (folder.path().join("homes"), folder.path().join("victim"));
+        let home = homes.join("shop");
+        fs::create_dir_all(&home).unwrap();
+        fs::create_dir_all(victim.join("shop")).unwrap();
+        check_home(&home, 64_123).unwrap();
+        fs::remove_dir(&home).unwrap();
+        symlink(&victim, &home).unwrap();
+        assert!(check_home(&home, 64_123).is_err(), "a link in its place");
+        fs::remove_file(&home).unwrap();
+        fs::remove_dir(&homes).unwrap();
+        symlink(&victim, &homes).unwrap();
+        assert!(check_home(&home, 64_123).is_err(), "a link in the place of all homes");
+        let theirs = victim.join("shop");
+        let stranger = rustix::fs::Uid::from_raw(64_123);
+        if rustix::fs::chown(&theirs, Some(stranger), None).is_err() {
+            eprintln!("SKIPPED in part: only root gives files away");
+            return;
+        }
+        check_home(&theirs, 64_123).unwrap();
+        assert!(check_home(&theirs, 64_124).is_err(), "another server's");
+    }
 }

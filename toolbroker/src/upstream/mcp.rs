@@ -715,7 +715,7 @@ fn offered(
         }
         // Some tools have nothing else to say what they are for.
         let hinted = tool.annotations.as_ref().and_then(|it| it.title.clone());
-        let title = tool.title.or(hinted);
+        let title = tool.title.filter(|it| !it.trim().is_empty()).or(hinted);
         let description = tool.description.map(Cow::into_owned).filter(|it| !it.trim().is_empty());
         let description = description.or(title).map(|text| scrubs.text(&text));
         let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use forge_protocol::broker::{Authority, BlockedTool, FoundTool};
 use forge_protocol::ending::{Ending, RejectKind, UNGRANTED, WALL_MS};
-use forge_protocol::limits::RunLimits;
+use forge_protocol::limits::{FOUND_TOOLS_MAX, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::run::Artifact;
 use forge_protocol::service::Order;
@@ -315,7 +315,7 @@ pub(crate) fn told(args: &RunArgs, found: Found) -> Vec<FoundTool> {
 /// So many blocked tools are named.
 const BLOCKED_SHOWN: usize = 8;
 
-/// What no search finds, though it may fit: tools whose definitions nobody approved.
+/// What no search finds: tools whose definitions nobody approved.
 pub(crate) fn not_searched(blocked: &[BlockedTool]) -> Option<String> {
     let shown = blocked.iter().take(BLOCKED_SHOWN);
     let names: Vec<_> = shown
@@ -328,6 +328,8 @@ pub(crate) fn not_searched(blocked: &[BlockedTool]) -> Option<String> {
     }
     let more = match blocked.len() - names.len() {
         0 => String::new(),
+        // There may be others that were not told.
+        more if blocked.len() >= FOUND_TOOLS_MAX as usize => format!(" and at least {more} more"),
         more => format!(" and {more} more"),
     };
     let names = names.join(", ");

@@ -100,7 +100,8 @@ struct Inner {
 
 impl Door {
     /// A door of a principal's to this service. Grants that it has found are good at the
-    /// principal's next door too if both are given this folder.
+    /// principal's next door too if both are given this folder, which is there and its
+    /// user's alone to write.
     ///
     /// # Errors
     /// If the host gives no random bytes.

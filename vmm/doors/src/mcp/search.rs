@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use forge_client::ClientError;
-use forge_protocol::broker::{FoundTool, GrantRequest, ToolSpec};
+use forge_protocol::broker::{BlockedTool, FoundTool, GrantRequest, ToolSpec};
 use forge_protocol::limits::{FOUND_TOOLS_MAX, INTENT_BYTES_MAX};
 use forge_protocol::service::{Question, Reply};
 use rmcp::RoleServer;
@@ -60,6 +60,19 @@ struct Unavailable {
 
 /// So many blocked tools a model is told of.
 const BLOCKED_MAX: usize = 8;
+/// Bytes of a name that is one.
+const PLAIN_NAME_BYTES_MAX: usize = 64;
+
+/// The first of these tools. What nobody has reviewed says nothing to a model: a name
+/// that could be a sentence is passed over.
+fn named(blocked: &[BlockedTool]) -> Vec<String> {
+    let is_plain = |name: &&str| {
+        name.len() <= PLAIN_NAME_BYTES_MAX
+            && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+    };
+    let names = blocked.iter().map(|tool| tool.name.as_str()).filter(is_plain);
+    names.take(BLOCKED_MAX).map(str::to_owned).collect()
+}
 
 /// Why nothing was found.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +155,7 @@ async fn find(door: &Door, Arguments { intent, k }: Arguments) -> Result<Found, 
         left_out: (left_out > 0).then_some(left_out),
         expires_in_s: grant.is_some().then_some(handles::VALID.as_secs()),
         grant,
-        blocked: blocked.into_iter().take(BLOCKED_MAX).map(|tool| tool.name.to_string()).collect(),
+        blocked: named(&blocked),
         unavailable: unavailable.map(|(server, reason)| Unavailable { server, reason }).collect(),
     })
 }

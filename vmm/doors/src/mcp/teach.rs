@@ -127,7 +127,7 @@ fn search_output() -> Value {
             "blocked": {
                 "type": "array",
                 "items": { "type": "string" },
-                "description": "Tools that may fit too, and cannot be called until the operator has reviewed them",
+                "description": "Some tools that no search finds until the operator has reviewed them",
             },
             "unavailable": {
                 "type": "array",

@@ -286,12 +286,13 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
     let user = broker_user(args.config.as_deref())?;
     let state = match (key, &args.state) {
         (_, Some(path)) => Some(path.clone()),
-        (GrantKey::Lasting | GrantKey::Kept, None) => Some(match &user {
-            Some(user) => state_of(user),
-            None => default_state()?,
-        }),
         // A broker with a user of its own cannot use this user's folder.
-        (_, None) if user.is_some() => None,
+        (_, None) if let Some(user) = &user => {
+            let own = state_of(user);
+            (matches!(key, GrantKey::Lasting | GrantKey::Kept) || user.may_write(&own))
+                .then_some(own)
+        }
+        (GrantKey::Lasting | GrantKey::Kept, None) => Some(default_state()?),
         // Without a journal no call has a result, however it went.
         (GrantKey::Passing, None) => Some(default_state()?),
         // Reviews of tools are kept there too. A host may have none at all: then
@@ -310,7 +311,7 @@ pub(crate) fn start_broker(args: &BrokerArgs, key: GrantKey) -> Result<Broker, C
     if let (Some(user), GrantKey::Passing | GrantKey::Lasting) = (&user, key) {
         check_journalled(user, journal.as_deref())?;
     }
-    let is_needed = key == GrantKey::Passing || args.state.is_some();
+    let is_needed = matches!(key, GrantKey::Passing | GrantKey::Lasting) || args.state.is_some();
     if let (Some(folder), None, true) = (&state, &user, is_needed) {
         make_state(folder)?;
     }
@@ -385,18 +386,26 @@ fn default_state() -> Result<PathBuf, CliError> {
         })
 }
 
-/// Where an MCP door may keep the grants that it has named, if its state folder is this
-/// user's alone to write: with them goes what a principal may do.
+/// The folder in which an MCP door may keep the grants that it has named, which is made
+/// now, while it is known whose it is: what lies there says what a principal may do. None
+/// where it, or the state folder around it, is not this user's alone to write.
 pub(crate) fn named_grants(state: Option<&Path>) -> Option<PathBuf> {
     use std::os::unix::fs::MetadataExt as _;
     let state = state.map_or_else(default_state, |state| Ok(state.to_owned())).ok()?;
-    // SAFETY: takes nothing and cannot fail.
-    let own = unsafe { libc::geteuid() };
-    let is_own = match std::fs::metadata(&state) {
-        Ok(found) => found.uid() == own && found.mode() & 0o022 == 0,
-        Err(error) => error.kind() == ErrorKind::NotFound,
+    let folder = state.join("handles");
+    let is_own = |folder: &Path| {
+        // SAFETY: takes nothing and cannot fail.
+        let own = unsafe { libc::geteuid() };
+        let found = std::fs::symlink_metadata(folder);
+        found.is_ok_and(|it| it.is_dir() && it.uid() == own && it.mode() & 0o022 == 0)
     };
-    is_own.then(|| state.join("handles"))
+    make_state(&state).ok()?;
+    let state = state.canonicalize().ok()?;
+    if !is_own(&state) {
+        return None;
+    }
+    make_state(&folder).ok()?;
+    is_own(&folder).then_some(folder)
 }
 
 /// Refuses tools of servers where no flag names a server. Built-in tools need

@@ -1,14 +1,13 @@
 //! Grants that outlive their door: some clients start a door anew for each call, so that
 //! the one that is told of a grant is not the one that found it.
 //!
-//! One file for each, which has the handle's name, mode 0600. Whoever can read it can
-//! read the key that signed the grant, which is in the same state folder, or is the same
-//! user. How long a grant is good for, the broker decides; files that are older are
-//! removed when the next grant is kept.
+//! One file for each, which has the handle's name, mode 0600. The folder is the door's own
+//! user's, as whoever gives it has seen. How long a grant is good for, the broker decides;
+//! files that are older are passed over, and removed now and then.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -22,11 +21,16 @@ use super::{Grant, VALID};
 /// Grants of one folder. A client that searches before each run has as many in an hour.
 const KEPT_MAX: usize = 1024;
 
+/// After so many more it is looked for those that are over.
+const SWEPT_EACH: usize = 64;
+
 /// Where the grants of a principal outlive its doors.
 #[derive(Debug)]
 pub(super) struct Folder {
     path: PathBuf,
     principal: String,
+    /// How many this door has kept.
+    kept: usize,
 }
 
 /// A file's content.
@@ -40,18 +44,20 @@ struct Kept {
 }
 
 impl Folder {
-    /// It is made when the first grant is kept.
     pub(super) fn new(path: PathBuf, principal: &str) -> Self {
-        Self { path, principal: principal.into() }
+        Self { path, principal: principal.into(), kept: 0 }
     }
 
-    /// Keeps a grant that was issued just now, and forgets those that are over.
+    /// Keeps a grant that was issued just now.
     ///
     /// # Errors
-    /// If there is no room for it, or the folder is another's.
-    pub(super) fn keep(&self, name: &str, grant: &Grant, now: SystemTime) -> io::Result<()> {
-        DirBuilder::new().recursive(true).mode(0o700).create(&self.path)?;
-        self.forget(now)?;
+    /// If there is no room for it.
+    pub(super) fn keep(&mut self, name: &str, grant: &Grant, now: SystemTime) -> io::Result<()> {
+        if self.kept.is_multiple_of(SWEPT_EACH) {
+            // What cannot be removed is over all the same.
+            let _ = self.forget(now);
+        }
+        self.kept += 1;
         let kept = Kept {
             principal: self.principal.clone(),
             session: grant.session.clone(),
@@ -84,8 +90,7 @@ impl Folder {
     /// Removes what is over, and the oldest of too many.
     fn forget(&self, now: SystemTime) -> io::Result<()> {
         let mut kept = Vec::new();
-        for entry in fs::read_dir(&self.path)? {
-            let entry = entry?;
+        for entry in fs::read_dir(&self.path)?.flatten() {
             // Another door may have removed it meanwhile.
             if let (Some(_), Ok(Ok(since))) = (
                 entry.file_name().to_str().filter(|name| is_name(name)),
@@ -133,7 +138,9 @@ mod tests {
     fn folder(of: &str) -> Folder {
         let path = std::env::temp_dir().join(format!("handles-{of}-{}", std::process::id()));
         let _ = fs::remove_dir_all(&path);
-        Folder::new(path.join("handles"), "alice")
+        let path = path.join("handles");
+        fs::create_dir_all(&path).unwrap();
+        Folder::new(path, "alice")
     }
 
     fn gone(folder: &Folder) {
@@ -143,21 +150,21 @@ mod tests {
     #[test]
     fn a_grant_is_known_to_the_next_door_of_its_principal_for_as_long_as_it_is_good() {
         let now = SystemTime::now();
-        let one = folder("next");
+        let mut one = folder("next");
         one.keep(NAME, &grant(), now).unwrap();
         let next = Folder::new(one.path.clone(), "alice");
         assert_eq!(next.grant(NAME, now), Some(grant()));
         assert_eq!(next.grant(NAME, now + VALID + Duration::from_secs(5)), None);
         assert_eq!(Folder::new(one.path.clone(), "bob").grant(NAME, now), None);
         assert_eq!(next.grant("0000000000000000", now), None);
-        let mode = |path: &PathBuf| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!((mode(&one.path), mode(&one.path.join(NAME))), (0o700, 0o600));
+        let file = fs::metadata(one.path.join(NAME)).unwrap();
+        assert_eq!(file.permissions().mode() & 0o777, 0o600);
         gone(&one);
     }
 
     #[test]
     fn no_name_leads_to_another_file() {
-        let one = folder("names");
+        let mut one = folder("names");
         one.keep(NAME, &grant(), SystemTime::now()).unwrap();
         fs::rename(one.path.join(NAME), one.path.parent().unwrap().join("other")).unwrap();
         fs::create_dir(one.path.join("0123456789abcdef")).unwrap();
@@ -178,9 +185,8 @@ mod tests {
 
     #[test]
     fn what_is_over_is_removed_and_so_is_the_oldest_of_too_many_and_nothing_else() {
-        let one = folder("over");
+        let mut one = folder("over");
         let now = SystemTime::now();
-        fs::create_dir_all(&one.path).unwrap();
         let put = |name: &str, age: Duration| {
             let file = File::create(one.path.join(name)).unwrap();
             file.set_modified(now - age).unwrap();

@@ -38,7 +38,7 @@ struct Handle {
 
 impl Handles {
     /// Of a principal whose grants are good at its next door too, which has the same
-    /// folder.
+    /// folder: one that is there, and its user's alone to write.
     pub(super) fn lasting(folder: PathBuf, principal: &str) -> Self {
         Self { folder: Some(Folder::new(folder, principal)), ..Self::default() }
     }
@@ -46,7 +46,7 @@ impl Handles {
     /// Remembers a grant that was issued just now, and names it.
     pub(super) fn insert(&mut self, grant: Grant, now: Instant) -> io::Result<String> {
         let name = random_name()?;
-        if let Some(folder) = &self.folder
+        if let Some(folder) = &mut self.folder
             && let Err(error) = folder.keep(&name, &grant, SystemTime::now())
         {
             tracing::warn!(%error, "a grant is good at this door alone: it cannot be kept");
