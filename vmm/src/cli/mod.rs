@@ -115,8 +115,8 @@ impl CliError {
     }
 }
 
-/// Whether the same command may do better later: the address is another's for now or
-/// not there yet, the disk is full, or the host has no more of what files take. A unit
+/// Whether the same command may do better later: the address is taken or not there, the
+/// disk is full, or the host has no more of what files take. A unit
 /// that is started anew on failure is not on a usage error.
 fn is_of_the_moment(error: &io::Error) -> bool {
     use io::ErrorKind::{
