@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{Extensions, HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use forge_protocol::service::{Question, Reply};
 use serde::Deserialize;
@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use super::access::{self, Access};
 use super::problem::Problem;
 use super::{Door, answer_json};
-use crate::web::listen::Connections;
+use crate::web::places::{self, Connections};
 
 /// How long the service may take to say how it stands.
 const STATUS_TIME_MAX: Duration = Duration::from_secs(2);
@@ -51,7 +51,7 @@ impl Counters {
             (
                 "forge_http_connections_refused_total",
                 "counter",
-                "Connections that there was no room for.",
+                "Connections that there was no room for, or no more.",
                 &self.connections.refused,
             ),
         ] {
@@ -104,6 +104,7 @@ pub(crate) async fn ready(State(door): State<Arc<Door>>) -> Result<Response, Pro
 /// opens them where there are tokens.
 pub(crate) async fn metrics(
     State(door): State<Arc<Door>>,
+    of_request: Extensions,
     headers: HeaderMap,
 ) -> Result<Response, Problem> {
     {
@@ -117,6 +118,7 @@ pub(crate) async fn metrics(
             }
         }
     }
+    places::stay(&of_request);
     // In turn: who scrapes often takes nobody's place for a question. How the
     // service stands is asked by one at a time, and is no question there.
     let turn = Arc::clone(&door.operators_questions).acquire_owned().await;
@@ -143,7 +145,7 @@ mod tests {
     async fn scrapes_wait_for_their_turn_and_take_no_principals_place() {
         let (mut service, door) = door().await;
         let door = Arc::new(door);
-        let scrape = || metrics(State(Arc::clone(&door)), HeaderMap::new());
+        let scrape = || metrics(State(Arc::clone(&door)), Extensions::new(), HeaderMap::new());
         // Each is sent, if it is its turn, and cancelled.
         for _ in 0..2 * OPERATORS_QUESTIONS_MAX {
             assert!(tokio::time::timeout(Duration::ZERO, scrape()).await.is_err());

@@ -61,7 +61,7 @@ use access::Bearer;
 use problem::Problem;
 use tenant::{Tenant, Tenants};
 
-use crate::web::{self, Held, Listener, TokenHash};
+use crate::web::{self, Held, Listener, TokenHash, places};
 
 /// How long a body may take to arrive.
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
@@ -264,6 +264,7 @@ impl FromRequestParts<Arc<Door>> for Caller {
     ) -> Result<Self, Self::Rejection> {
         let principal = door.options.borrow().access.principal(&parts.headers)?;
         let bearer = Bearer::new(principal.clone(), &parts.headers, door.options.clone());
+        places::stay(&parts.extensions);
         let tenant = door.tenants.named(principal);
         let permit = Arc::new(tenant.request()?);
         let caller = Self { tenant, permit, bearer };

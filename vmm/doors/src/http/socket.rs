@@ -52,7 +52,7 @@ use super::tenant::{Kept, Tenant};
 use super::{Caller, Door};
 use crate::object::Object;
 use crate::web::is_set;
-use crate::web::listen::Standing;
+use crate::web::places::Standing;
 
 /// Runs of one socket at the same time.
 const RUNS_MAX: usize = 16;

@@ -367,7 +367,10 @@ async fn answer(
         web::token::holder(token, entrances).ok_or("nobody has this token")
     });
     let entrance = match known {
-        Ok(entrance) => entrance,
+        Ok(entrance) => {
+            web::places::stay(request.extensions());
+            entrance
+        }
         Err(what) => {
             let mut refusal = refuse(StatusCode::UNAUTHORIZED, what);
             let scheme = HeaderValue::from_static("Bearer");

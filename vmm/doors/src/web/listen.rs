@@ -1,8 +1,8 @@
 //! Connections: how many, and how long each may take over what it does.
 //!
 //! A connection that sends its request's head too slowly is closed, and so is
-//! one that takes its answer too slowly; one more than there is room for is
-//! told so and closed. So a stranger can hold a place for a bounded time. One that
+//! one that takes its answer too slowly. Where no place is left, a stranger makes room
+//! ([`places`](super::places)), or the newcomer is told so and closed. One that
 //! ends gives its client time to read why ([`sent`](super::sent)). One whose client
 //! has left ends, and what it had asked for with it: hyper sees that only where the
 //! client has sent nothing beyond its request, so it is looked for here.
@@ -23,14 +23,15 @@ use hyper::{Request, Response, StatusCode, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
 use super::is_set;
+use super::places::{Connections, Places};
 use super::sent::{Linger, Rest, Sent};
 
-/// Connections at a time.
-const CONNECTIONS_MAX: usize = 1024;
+/// Connections at a time. Tests fill them, and may open fewer files.
+const CONNECTIONS_MAX: usize = if cfg!(test) { 64 } else { 1024 };
 /// How long the head of a request may take, and how long a connection may be
 /// idle between two.
 const HEAD_TIME_MAX: Duration = Duration::from_secs(10);
@@ -85,43 +86,6 @@ impl Listener {
     }
 }
 
-/// How many there are.
-#[derive(Debug, Default)]
-pub(crate) struct Connections {
-    /// Open now.
-    pub(crate) open: AtomicU64,
-    /// That there was no room for.
-    pub(crate) refused: AtomicU64,
-}
-
-/// One connection that is open: a place among all. Requests have it in their
-/// extensions, so that what a connection becomes keeps it.
-#[derive(Debug)]
-pub(crate) struct Standing {
-    connections: Arc<Connections>,
-    /// Bytes that its client has sent.
-    heard: Arc<AtomicU64>,
-    _place: OwnedSemaphorePermit,
-}
-
-impl Standing {
-    fn new(connections: Arc<Connections>, place: OwnedSemaphorePermit) -> Self {
-        connections.open.fetch_add(1, Ordering::Relaxed);
-        Self { connections, heard: Arc::default(), _place: place }
-    }
-
-    /// How many bytes have come, of whatever is not whole yet, too.
-    pub(crate) fn heard_bytes(&self) -> u64 {
-        self.heard.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for Standing {
-    fn drop(&mut self) {
-        self.connections.open.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 /// Answers whoever connects until `end` is there. Then calls `close`, for
 /// answers that would not end by themselves, and lets what is known already
 /// still go out.
@@ -138,7 +102,7 @@ pub(crate) async fn serve<S, B>(
     B: Body<Data: Send, Error: Into<Box<dyn Error + Send + Sync>>> + Send + 'static,
 {
     let closing = watch::Sender::new(false);
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let places = Places::new(CONNECTIONS_MAX, connections);
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIME_MAX)
@@ -158,16 +122,21 @@ pub(crate) async fn serve<S, B>(
             },
             () = end.as_mut() => break,
         };
-        let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
-            connections.refused.fetch_add(1, Ordering::Relaxed);
-            if refusal_told.is_none_or(|told| told.elapsed() >= REFUSALS_SILENCE) {
-                refusal_told = Some(Instant::now());
-                tracing::warn!(CONNECTIONS_MAX, "connections are refused: no place is left");
-            }
+        let place = places.take().await;
+        let is_short = place.as_ref().is_none_or(|(.., is_anothers)| *is_anothers);
+        if is_short && refusal_told.is_none_or(|told| told.elapsed() >= REFUSALS_SILENCE) {
+            refusal_told = Some(Instant::now());
+            tracing::warn!(
+                CONNECTIONS_MAX,
+                "no place is left for connections: those that showed no token are closed, or \
+                 new ones refused"
+            );
+        }
+        let Some((standing, gives_way, _)) = place else {
             tokio::spawn(refuse(stream));
             continue;
         };
-        let standing = Arc::new(Standing::new(Arc::clone(&connections), place));
+        let standing = Arc::new(standing);
         let (service, of_request) = (service.clone(), Arc::clone(&standing));
         let stream = Patient::new(stream, Arc::clone(&standing.heard));
         let (owed, wire) = (Arc::clone(&stream.owed), Arc::clone(&stream.wire));
@@ -216,6 +185,7 @@ pub(crate) async fn serve<S, B>(
                 biased;
                 ended = served => ended,
                 () = left(&wire) => return,
+                () = gives_way.told() => return,
             };
             if let Err(error) = ended {
                 tracing::debug!(%error, "a connection ends");
@@ -225,8 +195,7 @@ pub(crate) async fn serve<S, B>(
     drop(listener);
     close();
     closing.send_replace(true);
-    let all = u32::try_from(CONNECTIONS_MAX).unwrap_or(u32::MAX);
-    let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.acquire_many(all)).await;
+    let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.are_free(CONNECTIONS_MAX)).await;
 }
 
 /// Whether this request's connection surely stays for another by HTTP/1.1 (RFC 9112, 9.3).
@@ -424,6 +393,7 @@ mod tests {
     use tokio::io::AsyncReadExt as _;
 
     use super::*;
+    use crate::web::places;
 
     #[tokio::test]
     async fn a_client_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
@@ -587,6 +557,39 @@ mod tests {
             assert!(said.contains("\r\nconnection: close\r\n"), "{header}: {said}");
             assert!(!said.contains("keep-alive") && said.ends_with("no"), "{header}: {said}");
         }
+    }
+
+    #[tokio::test]
+    async fn strangers_who_hold_every_place_keep_nobody_out() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let known = service_fn(async |request: Request<Sent>| {
+            places::stay(request.extensions());
+            Ok::<_, std::convert::Infallible>(Response::new("yes".to_owned()))
+        });
+        let end = std::future::pending();
+        tokio::spawn(serve(Listener::Tcp(listener), known, Arc::default(), end, || {}));
+        let ask = async |client: &mut tokio::net::TcpStream| {
+            client.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+            let mut all = Vec::new();
+            while !all.ends_with(b"yes") && client.read_buf(&mut all).await.unwrap() > 0 {}
+            String::from_utf8(all).unwrap()
+        };
+        let mut here = tokio::net::TcpStream::connect(address).await.unwrap();
+        assert!(ask(&mut here).await.ends_with("yes"));
+        let mut strangers = Vec::new();
+        for _ in 0..2 * CONNECTIONS_MAX {
+            let mut stranger = tokio::net::TcpStream::connect(address).await.unwrap();
+            stranger.write_all(b"GET / HTTP/1.1\r\n").await.unwrap();
+            strangers.push(stranger);
+        }
+        let mut newcomer = tokio::net::TcpStream::connect(address).await.unwrap();
+        assert!(ask(&mut newcomer).await.ends_with("yes"));
+        assert!(ask(&mut here).await.ends_with("yes"), "one that is known gave way");
+        let mut oldest = Vec::new();
+        // Reset, if it was closed before what it sent was read.
+        let _ = strangers[0].read_to_end(&mut oldest).await;
+        assert!(oldest.is_empty());
     }
 
     #[tokio::test]

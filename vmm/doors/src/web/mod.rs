@@ -4,6 +4,7 @@
 pub(crate) mod guard;
 mod held;
 pub(crate) mod listen;
+pub(crate) mod places;
 mod sent;
 pub(crate) mod token;
 
