@@ -21,6 +21,7 @@
 //! | `operators` | a function's operators, of which the next two need to know little |
 //! | `respelled` | code that wasmi translates wrongly, spelled otherwise |
 //! | `untranslatable` | code that wasmi translates wrongly, refused |
+//! | `place` | which function an error is in |
 //! | `admission` | imports and exports against the ABI, tools against the grant |
 //! | [`engine`] | how wasmi is configured |
 //! | `host` | what a running program has: budgets, calls, input, memory |
@@ -42,6 +43,7 @@ pub mod engine;
 mod host;
 pub mod link;
 mod operators;
+mod place;
 pub mod random;
 mod respelled;
 mod run;

@@ -19,6 +19,7 @@ use crate::admission::{self, Admitted, Entry};
 use crate::engine;
 use crate::host::Host;
 use crate::link::{Link, ServeError, Stream};
+use crate::place;
 use crate::respelled;
 use crate::shape::{self, ShapeError};
 use crate::trap::{self, rejected};
@@ -129,6 +130,10 @@ struct Prepared {
     admitted: Admitted,
 }
 
+/// A program of so many bytes is kept while it is compiled in another spelling, so that
+/// what is wrong with it is told by the bytes that its author has.
+const KEPT_BYTES_MAX: usize = 512 * 1024;
+
 /// Verifies, bounds, compiles and admits a program, in this order. The engine has
 /// its own form of it then, and its bytes are gone: a large program's heap is
 /// better used by its run.
@@ -139,8 +144,12 @@ fn prepare(limits: &RunLimits, program: Vec<u8>, trust: &TrustKeys) -> Result<Pr
     match bounded(&verified)? {
         None => compile(limits, &program),
         Some(respelled) => {
-            drop(program);
-            compile(limits, &respelled)
+            let kept = (program.len() <= KEPT_BYTES_MAX).then_some(program);
+            let by_its_own = |ending| match kept {
+                Some(program) => compile(limits, &program).err().unwrap_or(ending),
+                None => ending,
+            };
+            compile(limits, &respelled).map_err(by_its_own)
         }
     }
 }
@@ -186,7 +195,8 @@ fn bounded_trusted(module: &[u8]) -> Result<Option<Vec<u8>>, Ending> {
 /// Compiles and admits bytes that are bounded.
 fn compile(limits: &RunLimits, module: &[u8]) -> Result<Prepared, Ending> {
     let engine = Engine::new(&engine::config(limits));
-    let module = Module::new(&engine, module).map_err(|error| trap::not_compiled(&error))?;
+    let module = Module::new(&engine, module)
+        .map_err(|error| trap::not_compiled(&error, |text| place::told(text, module)))?;
     let admitted = admission::admit(&module)?;
     Ok(Prepared { engine, module, admitted })
 }

@@ -139,8 +139,12 @@ fn not_instantiated(error: &InstantiationError, limits: &RunLimits) -> Ending {
 }
 
 /// The ending for an error that wasmi returned while it compiled the module.
-pub(crate) fn not_compiled(error: &Error) -> Ending {
-    let text = error.to_string();
+/// `placed` adds where it is.
+pub(crate) fn not_compiled(error: &Error, placed: impl FnOnce(String) -> String) -> Ending {
+    let mut text = placed(error.to_string());
+    if text.contains("SIMD") {
+        text.push_str(": SIMD is not there, build the program without it");
+    }
     match error.kind() {
         // The only error of this kind that depends on our configuration alone;
         // wasmi keeps the type private.

@@ -98,15 +98,21 @@ fn cut(said: &str) -> String {
 }
 
 /// A module that carries a signature stays as it is, whoever signed it:
-/// admission knows whom it trusts. Another gets the principal's.
+/// admission knows whom it trusts. Another gets the principal's. With it comes how many
+/// bytes the signature put before all that its author wrote.
 ///
 /// # Errors
 /// [`ProgramError`].
-pub(super) fn signed(module: Vec<u8>, signer: Option<&SignerKey>) -> Result<Vec<u8>, ProgramError> {
+pub(super) fn signed(
+    module: Vec<u8>,
+    signer: Option<&SignerKey>,
+) -> Result<(Vec<u8>, usize), ProgramError> {
     match (SignedParts::scan(&module), signer) {
-        (Ok(_), _) => Ok(module),
+        (Ok(_), _) => Ok((module, 0)),
         (Err(SignatureError::Unsigned), Some(signer)) => {
-            signer.sign(&module).map_err(ProgramError::Module)
+            let signed = signer.sign(&module).map_err(ProgramError::Module)?;
+            let before = signed.len() - module.len();
+            Ok((signed, before))
         }
         (Err(SignatureError::Unsigned), None) => Err(ProgramError::Unsigned),
         (Err(error), _) => Err(ProgramError::Module(error)),
@@ -158,7 +164,8 @@ mod tests {
     fn an_unsigned_program_gets_the_principals_signature_or_is_refused() {
         let unsigned = module(TEXT, Language::Wat).unwrap();
         let trust = TrustKeys::new([key(1).trust_key()]).unwrap();
-        let ours = signed(unsigned.clone(), Some(&key(1))).unwrap();
+        let (ours, before) = signed(unsigned.clone(), Some(&key(1))).unwrap();
+        assert_eq!(ours.len() - before, unsigned.len());
         assert_eq!(trust.verify(&ours).unwrap().signer(), key(1).trust_key());
         assert!(matches!(signed(unsigned, None), Err(ProgramError::Unsigned)));
     }
@@ -166,8 +173,8 @@ mod tests {
     #[test]
     fn a_signature_is_never_replaced() {
         let theirs = key(2).sign(&module(TEXT, Language::Wat).unwrap()).unwrap();
-        assert_eq!(signed(theirs.clone(), Some(&key(1))).unwrap(), theirs);
-        assert_eq!(signed(theirs.clone(), None).unwrap(), theirs);
+        assert_eq!(signed(theirs.clone(), Some(&key(1))).unwrap(), (theirs.clone(), 0));
+        assert_eq!(signed(theirs.clone(), None).unwrap(), (theirs.clone(), 0));
         // One that is broken is not made good either.
         let mut broken = theirs;
         broken.extend_from_slice(b"\x00\x0a\x09signature");

@@ -141,13 +141,16 @@ pub(super) async fn run(
 ) -> CallToolResult {
     let is_granted = arguments.grant.is_some();
     match carried_out(door, arguments, context).await {
-        Ok(Finish { report, artifacts }) => match serde_json::from_slice::<Value>(&report) {
-            Ok(mut report) => {
-                in_words_of_a_model(&mut report, is_granted);
-                told_of(report, artifacts)
+        Ok((Finish { report, artifacts }, before)) => {
+            match serde_json::from_slice::<Value>(&report) {
+                Ok(mut report) => {
+                    in_words_of_a_model(&mut report, is_granted);
+                    by_its_authors_bytes(&mut report, before);
+                    told_of(report, artifacts)
+                }
+                Err(error) => failed(&RunError::Report(error)),
             }
-            Err(error) => failed(&RunError::Report(error)),
-        },
+        }
         Err(error) => failed(&error),
     }
 }
@@ -269,11 +272,26 @@ fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
     report["reason"] = said.into();
 }
 
+/// Tells places in a module as its author has it, before whose bytes a signature of so
+/// many stands since.
+fn by_its_authors_bytes(report: &mut Value, before: usize) {
+    const AT: &str = "(at offset 0x";
+    let Some((what, rest)) = report["reason"].as_str().and_then(|it| it.split_once(AT)) else {
+        return;
+    };
+    let digits = rest.split(')').next().unwrap_or_default();
+    let place = usize::from_str_radix(digits, 16).ok().and_then(|it| it.checked_sub(before));
+    if let Some(place) = place {
+        report["reason"] = format!("{what}{AT}{place:x}{}", &rest[digits.len()..]).into();
+    }
+}
+
+/// How a run ends, and how many bytes a signature put before its program's own.
 async fn carried_out(
     door: &Door,
     arguments: Arguments,
     context: RequestContext<RoleServer>,
-) -> Result<Finish, RunError> {
+) -> Result<(Finish, usize), RunError> {
     // Held until the run is over, not until somebody has stopped waiting.
     let _running = door.0.runs.try_acquire().map_err(|_| RunError::Busy)?;
     let Arguments { program, language, input, grant, limits } = arguments;
@@ -296,7 +314,7 @@ async fn carried_out(
     };
     let module = tokio::task::spawn_blocking(move || program::module(&program, language));
     let module = module.await.map_err(|_| RunError::Assembler)??;
-    let program = program::signed(module, door.0.principal.signer.as_deref())?;
+    let (program, before) = program::signed(module, door.0.principal.signer.as_deref())?;
     let progress_token = context.meta.get_progress_token();
     let order = Order {
         program,
@@ -321,7 +339,7 @@ async fn carried_out(
             () = door.0.closing.cancelled() => {}
         }
     };
-    attended(run, progress, given_up).await
+    Ok((attended(run, progress, given_up).await?, before))
 }
 
 /// Tells of a run until its end, or cancels it when it is given up.
@@ -565,6 +583,21 @@ mod tests {
         }
         assert!(read(json!({"calls": -1})).err().unwrap().to_string().contains("`calls` is -1"));
         assert_eq!(limits(json!({"calls": 1_u64 << 40})).calls, u32::MAX);
+    }
+
+    #[test]
+    fn a_place_is_told_by_the_bytes_that_the_author_has() {
+        let told = |reason: &str| {
+            let mut report = json!({ "reason": reason });
+            by_its_authors_bytes(&mut report, 0x77);
+            report["reason"].as_str().unwrap().to_owned()
+        };
+        let (signed, own) =
+            ("i32 (at offset 0xdf) in function 1", "i32 (at offset 0x68) in function 1");
+        assert_eq!(told(signed), own);
+        for other in ["", "no place", "x (at offset 0x8)", "(at offset 0xzz)"] {
+            assert_eq!(told(other), other);
+        }
     }
 
     #[test]
