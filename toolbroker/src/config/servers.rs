@@ -16,7 +16,7 @@ use super::node::Node;
 use super::{ConfigError, Lookup, Problem, strangers};
 use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_own_header, is_safe_url};
 use crate::openapi::Plan;
-use crate::secret::{Secret, is_short};
+use crate::secret::{Secret, is_short, names_credential, parts_of_header};
 use crate::stranger::{Jail, Program};
 use crate::upstream::{ServerConfig, Source};
 
@@ -33,10 +33,6 @@ const TOLERATED_FIELDS: [&str; 9] = [
     "version",
     "note",
 ];
-
-/// Parts of an environment variable's name that say its value is a credential.
-const CREDENTIAL_NAME_PARTS: [&str; 9] =
-    ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL", "AUTH", "COOKIE", "DSN"];
 
 /// One entry of `mcpServers`; `None` if it is switched off.
 pub(super) fn mcp_server(
@@ -156,7 +152,7 @@ fn mcp_http(
         for (name, node) in listed.children()? {
             let value = expanded(&node)?;
             if names_credential(name) {
-                for part in secret_parts(&value) {
+                for part in parts_of_header(&value) {
                     scrub.push(node.secret(part.to_owned())?);
                 }
             }
@@ -262,6 +258,9 @@ fn endpoint(
                 node.secret(node.text()?.to_owned())?
             } else {
                 let bare = credential(&node, &["prefix"], lookup)?;
+                for part in parts_of_header(bare.expose()) {
+                    scrub.push(node.secret(part.to_owned())?);
+                }
                 scrub.push(bare.clone());
                 let prefix = node.field("prefix").map_or(Ok(""), |prefix| prefix.text())?;
                 node.secret(format!("{prefix}{}", bare.expose()))?
@@ -411,29 +410,6 @@ fn check_variable(variable: &str, node: &Node<'_>) -> Result<(), ConfigError> {
 /// short one is not, on the strength of its name alone.
 fn is_guessed_secret(name: &str, value: &str) -> bool {
     !is_short(value) && names_credential(name)
-}
-
-/// What is secret of a header's value: all of it but the scheme, and each part,
-/// since a server that tells it may tell one cookie alone.
-fn secret_parts(value: &str) -> Vec<&str> {
-    const SCHEMES: [&str; 6] = ["Bearer", "Basic", "Digest", "Token", "ApiKey", "Key"];
-    let is_scheme = |word: &str| SCHEMES.iter().any(|scheme| word.eq_ignore_ascii_case(scheme));
-    let bare = value.split_once(' ').filter(|(word, _)| is_scheme(word)).map_or(value, |it| it.1);
-    let mut parts = vec![bare.trim()];
-    for part in bare.split([' ', ';', ',']) {
-        // A cookie's name is none.
-        let value = part.split_once('=').map_or(part, |(_, value)| value);
-        parts.extend([part, value.trim_matches('"')]);
-    }
-    parts.retain(|part| !is_short(part));
-    parts.sort_unstable();
-    parts.dedup();
-    parts
-}
-
-fn names_credential(variable: &str) -> bool {
-    let variable = variable.to_ascii_uppercase();
-    CREDENTIAL_NAME_PARTS.iter().any(|part| variable.contains(part))
 }
 
 /// The program to start. A path is made absolute, so that the server's own

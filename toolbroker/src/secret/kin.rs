@@ -1,17 +1,117 @@
-//! Other values that are as secret as a credential: what a server makes of it once it
-//! has it, and tells as its own.
+//! Other values that are as secret as a credential: its parts, and what a server makes
+//! of it once it has it, and tells as its own.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use zeroize::Zeroizing;
 
-use super::{Secret, is_short};
+use super::{SECRET_BYTES_MIN, Secret, is_short};
+
+/// What the name of something has that is a credential.
+const CREDENTIAL_NAME_PARTS: [&str; 9] =
+    ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL", "AUTH", "COOKIE", "DSN"];
+/// What an `Authorization` header's value begins with.
+const SCHEMES: [&str; 6] = ["Bearer", "Basic", "Digest", "Token", "ApiKey", "Key"];
 
 /// The other values of one credential.
 pub(super) fn kin(secret: &Secret) -> Vec<Secret> {
     let value = secret.expose();
-    let all = as_forms(value).into_iter().chain(of_basic(value)).chain(in_other_cases(value));
-    all.filter(|it| !is_short(it) && it != value).filter_map(|it| Secret::new(it).ok()).collect()
+    let mut all: Vec<String> = as_forms(value).into_iter().collect();
+    all.extend(of_basic(value).into_iter().chain(in_other_cases(value)).chain(parts(value)));
+    let misread: Vec<String> =
+        all.iter().map(String::as_str).chain([value]).flat_map(misread).collect();
+    all.extend(misread);
+    all.retain(|it| !is_short(it) && it != value);
+    all.into_iter().filter_map(|it| Secret::new(it).ok()).collect()
+}
+
+/// Whether a variable, a header or a member is called like a credential.
+pub(crate) fn names_credential(name: &str) -> bool {
+    let name = name.to_ascii_uppercase();
+    CREDENTIAL_NAME_PARTS.iter().any(|part| name.contains(part))
+}
+
+/// What is secret of a header's value: all of it but the scheme, and each part,
+/// since a server that tells it may tell one cookie alone.
+pub(crate) fn parts_of_header(value: &str) -> Vec<&str> {
+    let bare = without_scheme(value);
+    let mut parts = vec![bare.unwrap_or(value).trim()];
+    // A name and a key, as some have them behind a scheme.
+    parts.extend(bare.and_then(|it| it.trim().split_once(':')).map(|(_, key)| key));
+    for part in bare.unwrap_or(value).split([' ', ';', ',']) {
+        // A cookie's name is none.
+        let value = part.split_once('=').map_or(part, |(_, value)| value);
+        parts.extend([part, value.trim_matches('"')]);
+    }
+    parts.retain(|part| !is_short(part));
+    parts.sort_unstable();
+    parts.dedup();
+    parts
+}
+
+/// What stands behind a scheme, if one is there.
+fn without_scheme(value: &str) -> Option<&str> {
+    let is_scheme = |word: &str| SCHEMES.iter().any(|scheme| word.eq_ignore_ascii_case(scheme));
+    value.split_once(' ').filter(|(word, _)| is_scheme(word)).map(|(_, bare)| bare)
+}
+
+/// What is secret of any value by itself: what stands behind a scheme, the password of
+/// an address, and what has a credential's name in a list of settings, as databases are
+/// told how to be reached.
+fn parts(value: &str) -> Vec<String> {
+    let mut parts: Vec<String> = Vec::new();
+    parts.extend(without_scheme(value).map(|bare| bare.trim().to_owned()));
+    if let Some((_, rest)) = value.split_once("://")
+        && let Some((user, _)) = rest.rsplit_once('@')
+        && let Some((_, password)) = user.split_once(':')
+    {
+        parts.push(password.to_owned());
+    }
+    for (name, value) in value.split([' ', ';', ',', '&', '?']).filter_map(|it| it.split_once('='))
+    {
+        if names_credential(name) || name.trim().eq_ignore_ascii_case("pwd") {
+            parts.push(value.trim_matches(['"', '\'']).to_owned());
+        }
+    }
+    parts
+}
+
+/// A value with letters beyond ASCII as those spell it who take its bytes for those of
+/// another encoding: HTTP's libraries read headers as Latin-1.
+fn misread(value: &str) -> Vec<String> {
+    if value.is_ascii() {
+        return Vec::new();
+    }
+    let in_octal = |byte: u8| match byte {
+        0x80.. => format!("\\{byte:03o}"),
+        _ => char::from(byte).into(),
+    };
+    let mut all: Vec<String> = vec![
+        value.bytes().map(char::from).collect(),
+        value.bytes().map(windows_1252).collect(),
+        value.bytes().map(in_octal).collect(),
+    ];
+    // What is left of it has to be told from innocent text.
+    if value.bytes().filter(u8::is_ascii_graphic).count() >= SECRET_BYTES_MIN {
+        // As Latin-1 read as UTF-8, and as what cannot be written in ASCII.
+        for mark in [char::REPLACEMENT_CHARACTER, '?'] {
+            all.push(value.chars().map(|it| if it.is_ascii() { it } else { mark }).collect());
+        }
+    }
+    all
+}
+
+/// The character of a byte in the encoding of many editors and pages.
+fn windows_1252(byte: u8) -> char {
+    const FROM_80: [char; 32] = [
+        '€', '\u{81}', '‚', 'ƒ', '„', '…', '†', '‡', 'ˆ', '‰', 'Š', '‹', 'Œ', '\u{8d}', 'Ž',
+        '\u{8f}', '\u{90}', '‘', '’', '“', '”', '•', '–', '—', '˜', '™', 'š', '›', 'œ', '\u{9d}',
+        'ž', 'Ÿ',
+    ];
+    match byte {
+        0x80..0xa0 => FROM_80[usize::from(byte - 0x80)],
+        other => other.into(),
+    }
 }
 
 /// As forms and most queries spell a blank.
@@ -65,12 +165,47 @@ mod tests {
         let password = "Corr3ct-Horse/Battery";
         let encoded = STANDARD.encode(pair);
         assert_eq!(kin_of(&encoded), [pair, password]);
-        assert_eq!(kin_of(&format!("basic {encoded}"))[1..], [pair, password]);
+        assert_eq!(kin_of(&format!("basic {encoded}"))[1..], [pair, password, &encoded]);
         // Too short to be told from innocent text, and no pair.
         assert_eq!(kin_of(&STANDARD.encode("somebody:short")), ["somebody:short"]);
         for other in ["no pair at all", "bytes:\u{1}\u{2}"] {
             assert_eq!(kin_of(&STANDARD.encode(other)), Vec::<String>::new());
         }
+    }
+
+    #[test]
+    fn what_is_secret_in_a_value_is_secret_by_itself() {
+        for (value, part) in [
+            ("Bearer abcSECRET-12345", "abcSECRET-12345"),
+            ("postgres://app:PASS%21word@db.internal/orders", "PASS%21word"),
+            ("redis://:pass/word@1@cache:6379", "pass/word@1"),
+            ("Server=db;User Id=sa;Password=Corr3ct-Horse;Encrypt=true", "Corr3ct-Horse"),
+            ("host=db user=app pwd='Corr3ct-Horse'", "Corr3ct-Horse"),
+            ("DefaultEndpointsProtocol=https;AccountKey=abc+/12345==", "abc+/12345=="),
+        ] {
+            assert!(kin_of(value).iter().any(|it| it == part), "{value}");
+        }
+        for innocent in ["correct horse battery telephone", "https://db.internal/a?b=c@d"] {
+            let kin = kin_of(innocent);
+            assert!(kin.iter().all(|it| it.len() == innocent.len()), "{kin:?}");
+        }
+        assert_eq!(parts_of_header("ApiKey reader:abc-12345"), ["abc-12345", "reader:abc-12345"]);
+    }
+
+    #[test]
+    fn a_value_beyond_ascii_is_as_secret_misread() {
+        let kin = kin_of("Schlüssel-Straße");
+        for other in [
+            "SchlÃ¼ssel-StraÃ\u{9f}e",
+            "SchlÃ¼ssel-StraÃŸe",
+            "Schl\u{fffd}ssel-Stra\u{fffd}e",
+            "Schl?ssel-Stra?e",
+            r"Schl\303\274ssel-Stra\303\237e",
+        ] {
+            assert!(kin.iter().any(|it| it == other), "{other}: {kin:?}");
+        }
+        let parts = kin_of("Bearer Schlüssel-Straße");
+        assert!(parts.iter().any(|it| it == "SchlÃ¼ssel-StraÃŸe"), "{parts:?}");
     }
 
     #[test]

@@ -53,21 +53,34 @@ pub(super) fn spellings(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
             all.push(spelling);
         }
     };
-    let hex = Zeroizing::new(crate::hex(value.as_bytes()));
-    add(Zeroizing::new(hex.to_ascii_uppercase().into_bytes()));
-    add(Zeroizing::new(hex.as_bytes().to_vec()));
-    for before in 0..3 {
-        let bits = before * 8..(before + value.len()) * 8;
-        let mut shifted = Zeroizing::new(vec![0; before]);
-        shifted.extend_from_slice(value.as_bytes());
-        // Characters of six bits that are the value's alone.
-        let own = bits.start.div_ceil(6)..bits.end / 6;
-        for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
-            let spelled = Zeroizing::new(engine.encode(&*shifted));
-            add(Zeroizing::new(spelled.as_bytes()[own.clone()].to_vec()));
+    for bytes in encoded(value) {
+        let hex = Zeroizing::new(crate::hex(&bytes));
+        add(Zeroizing::new(hex.to_ascii_uppercase().into_bytes()));
+        add(Zeroizing::new(hex.as_bytes().to_vec()));
+        for before in 0..3 {
+            let bits = before * 8..(before + bytes.len()) * 8;
+            let mut shifted = Zeroizing::new(vec![0; before]);
+            shifted.extend_from_slice(&bytes);
+            // Characters of six bits that are the value's alone.
+            let own = bits.start.div_ceil(6)..bits.end / 6;
+            for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
+                let spelled = Zeroizing::new(engine.encode(&*shifted));
+                add(Zeroizing::new(spelled.as_bytes()[own.clone()].to_vec()));
+            }
         }
+        add(bytes);
     }
     all
+}
+
+/// Its bytes in the encodings that texts have: UTF-8, UTF-16 in both orders, and, where
+/// it can be written so and is another, Latin-1.
+fn encoded(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
+    let wide = |bytes_of: fn(u16) -> [u8; 2]| value.encode_utf16().flat_map(bytes_of).collect();
+    let latin: Option<Vec<u8>> = value.chars().map(|it| u8::try_from(u32::from(it)).ok()).collect();
+    let mut all = vec![value.as_bytes().to_vec(), wide(u16::to_le_bytes), wide(u16::to_be_bytes)];
+    all.extend(latin.filter(|_| !value.is_ascii()));
+    all.into_iter().map(Zeroizing::new).collect()
 }
 
 /// A value as it comes out of escapes that stand for a character and name it by one
@@ -411,7 +424,7 @@ mod tests {
 
     #[test]
     fn short_values_are_looked_for_as_they_are_and_not_in_spellings_that_anything_meets() {
-        assert_eq!(spellings("abc").len(), 1);
+        assert_eq!(spellings("ab").len(), 1);
         assert!(spellings("abcdefgh").len() > 1);
     }
 }
