@@ -1,5 +1,9 @@
 //! How text stands in a URI (RFC 3986), and how servers read it there.
 
+/// How often a value may be percent-encoded over itself before it is taken for
+/// a trick.
+const ENCODINGS_MAX: usize = 3;
+
 /// Text in which every byte that is not unreserved (RFC 3986, 2.3) is
 /// percent-encoded: fit for a path segment, a query and a form.
 pub(crate) fn percent_encoded(text: &str) -> String {
@@ -43,9 +47,86 @@ pub(crate) fn segment_name(segment: &[u8]) -> &[u8] {
     segment[..segment.iter().position(ends).unwrap_or(segment.len())].trim_ascii()
 }
 
+/// Whether a segment of `text` is `..` to anybody who might resolve it. Segments
+/// are parted by `/` and `\`, and read as [`segment_name`] says. Parsers of URLs drop
+/// tabs and line ends wherever they stand. All of it may be percent-encoded, several
+/// times over.
+pub(crate) fn climbs(text: &str) -> bool {
+    let mut text = text.as_bytes().to_vec();
+    for _ in 0..=ENCODINGS_MAX {
+        text.retain(|byte| !byte.is_ascii_control());
+        let mut segments = text.split(|byte| matches!(byte, b'/' | b'\\'));
+        if segments.any(|segment| segment_name(segment) == b"..") {
+            return true;
+        }
+        let decoded = percent_decoded(&text);
+        if decoded.len() == text.len() {
+            return false;
+        }
+        text = decoded;
+    }
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_prefix_lets_nothing_climb() {
+        for text in [
+            "..",
+            "a/..",
+            "../a",
+            "a/../b",
+            "a\\..\\b",
+            "a/%2e%2E/b",
+            "a%2F..%5cb",
+            "a/.%2e",
+            "a/.\t./b",
+            "a/.\n./b",
+            "a/.\r\n./b",
+            "a/\0../b",
+            "a/.%0a./b",
+            "a/..?x",
+            "a/..#x",
+            "a/..%3fx",
+            "a/.. ",
+            "a/ .. /b",
+            "a/..%20",
+            "a/..;/b",
+            "a/..;c=d/b",
+            "a/%252e%252e/b",
+            "a/%25252e%25252e/b",
+            "a/%2525252525252e",
+            "a/%252e%252e%255cb",
+        ] {
+            assert!(climbs(text), "{text:?}");
+        }
+        for text in [
+            "",
+            "a",
+            ".",
+            "...",
+            "a..b",
+            "..a/b",
+            "a/...",
+            "a/.b/c.",
+            "%2",
+            "a%2",
+            "v1.2..3",
+            "docs/...",
+            "docs/./a",
+            "docs/..gitignore",
+            "docs/a;b/c?d=1..2#e",
+            "100%25 of a/b",
+            "a b%20c%2520d",
+            "two lines\nand more\t...",
+            "Really?.. Yes; .. no",
+        ] {
+            assert!(!climbs(text), "{text:?}");
+        }
+    }
 
     #[test]
     fn everything_but_unreserved_characters_is_encoded() {

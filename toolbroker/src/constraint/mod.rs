@@ -56,7 +56,7 @@ use self::decimal::Decimal;
 
 pub(crate) use self::decimal::first_changed;
 pub use self::written::{WrittenError, parse_where};
-use crate::uri::{percent_decoded, segment_name};
+use crate::uri::climbs;
 
 /// The longest string a pattern is matched against, in bytes. With
 /// [`PATTERN_BYTES_MAX`] it bounds the time of one match.
@@ -64,9 +64,6 @@ const MATCHED_BYTES_MAX: usize = 4 * 1024;
 /// A compiled pattern, in bytes; and what its lazy automaton may take beside
 /// it.
 const PATTERN_BYTES_MAX: usize = 96 * 1024;
-/// How often a value may be percent-encoded over itself before it is taken for
-/// a trick.
-const ENCODINGS_MAX: usize = 3;
 /// Nesting of a pattern.
 const PATTERN_NEST_MAX: u32 = 32;
 
@@ -343,12 +340,23 @@ fn is_same_name(a: &str, b: &str) -> bool {
 }
 
 /// A member's name as the most careless server reads it: without regard to case, to what
-/// parts words, or to what stands behind a zero.
+/// parts words, to what is not seen, or to what stands behind a zero.
 pub(crate) fn folded(name: &str) -> impl Iterator<Item = char> {
     let parts_words =
         |it: &char| it.is_whitespace() || it.is_control() || matches!(it, '_' | '-' | '.');
     let told = name.chars().take_while(|it| *it != '\0').filter(move |it| !parts_words(it));
-    told.flat_map(without_case)
+    told.flat_map(without_case).filter(|it| !is_unseen(*it))
+}
+
+/// Whether nothing is seen of it: soft hyphens, joiners, marks of direction and of byte
+/// order; and the dot above, which is what is left of the Turkish capital of `i` (U+0130)
+/// beside an `i`, and to Java is that.
+fn is_unseen(character: char) -> bool {
+    matches!(
+        character,
+        '\u{ad}' | '\u{307}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}'
+    )
 }
 
 /// A character without regard to case. There and back, since some letters have a capital
@@ -378,27 +386,6 @@ fn same(a: &Value, b: &Value) -> bool {
         }
         _ => a == b,
     }
-}
-
-/// Whether a segment of `text` is `..` to anybody who might resolve it. Segments
-/// are parted by `/` and `\`, and read as [`segment_name`] says. Parsers of URLs drop
-/// tabs and line ends wherever they stand. All of it may be percent-encoded, several
-/// times over.
-fn climbs(text: &str) -> bool {
-    let mut text = text.as_bytes().to_vec();
-    for _ in 0..=ENCODINGS_MAX {
-        text.retain(|byte| !byte.is_ascii_control());
-        let mut segments = text.split(|byte| matches!(byte, b'/' | b'\\'));
-        if segments.any(|segment| segment_name(segment) == b"..") {
-            return true;
-        }
-        let decoded = percent_decoded(&text);
-        if decoded.len() == text.len() {
-            return false;
-        }
-        text = decoded;
-    }
-    true
 }
 
 #[cfg(test)]
@@ -511,62 +498,6 @@ mod tests {
         }
         assert_eq!(outside("={\"a\": 1}", &json!({"a": 1})), None);
         assert_eq!(outside("={\"a\": 1}", &json!({"a": 1, "b": 2})), Some(Other));
-    }
-
-    #[test]
-    fn a_prefix_lets_nothing_climb() {
-        for text in [
-            "..",
-            "a/..",
-            "../a",
-            "a/../b",
-            "a\\..\\b",
-            "a/%2e%2E/b",
-            "a%2F..%5cb",
-            "a/.%2e",
-            "a/.\t./b",
-            "a/.\n./b",
-            "a/.\r\n./b",
-            "a/\0../b",
-            "a/.%0a./b",
-            "a/..?x",
-            "a/..#x",
-            "a/..%3fx",
-            "a/.. ",
-            "a/ .. /b",
-            "a/..%20",
-            "a/..;/b",
-            "a/..;c=d/b",
-            "a/%252e%252e/b",
-            "a/%25252e%25252e/b",
-            "a/%2525252525252e",
-            "a/%252e%252e%255cb",
-        ] {
-            assert!(climbs(text), "{text:?}");
-        }
-        for text in [
-            "",
-            "a",
-            ".",
-            "...",
-            "a..b",
-            "..a/b",
-            "a/...",
-            "a/.b/c.",
-            "%2",
-            "a%2",
-            "v1.2..3",
-            "docs/...",
-            "docs/./a",
-            "docs/..gitignore",
-            "docs/a;b/c?d=1..2#e",
-            "100%25 of a/b",
-            "a b%20c%2520d",
-            "two lines\nand more\t...",
-            "Really?.. Yes; .. no",
-        ] {
-            assert!(!climbs(text), "{text:?}");
-        }
     }
 
     #[test]

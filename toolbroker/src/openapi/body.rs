@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 use super::Refusal;
 use super::form::{Form, Offered, form_of, required};
 use super::media::{any_of, json_of};
+use super::name::folded;
 use super::schema::Resolver;
 use crate::endpoint::Endpoint;
 
@@ -29,6 +30,14 @@ pub(super) enum Read {
 }
 
 impl Body {
+    /// The names of its members, as servers tell them apart: those that are given, and
+    /// all that a form has.
+    pub(super) fn names(&self, value: Option<&Value>) -> Vec<String> {
+        let given = value.and_then(Value::as_object).into_iter().flat_map(Map::keys);
+        let of_form = self.form.iter().flat_map(Form::names);
+        given.map(|name| folded(name)).chain(of_form).collect()
+    }
+
     /// Reads a body, with its schema.
     pub(super) fn read<'a>(
         given: &'a Map<String, Value>,

@@ -2,10 +2,10 @@
 //! should.
 //!
 //! An argument is a value and never structure. In a path and a query every
-//! byte but the unreserved ones is percent-encoded, so that `/`, `?`, `#` and
-//! `..` stay inside their parameter; a path segment that would still be `.`
-//! or `..`, or nothing, is refused, since whoever reads the address would
-//! climb with it, and so are values that share a segment and could be parted otherwise
+//! byte but the unreserved ones is percent-encoded, so that `/`, `?` and `#`
+//! stay inside their parameter; a path segment that would be `.`
+//! or `..` to a server that decodes it, or nothing, is refused, since whoever reads the
+//! address would climb with it, and so are values that share a segment and could be parted otherwise
 //! than they were put together. In a header only what a header can carry is taken. Whoever
 //! reads a list parts it where it is joined, percent-encoded or not, so no item
 //! has that character; and a member of an object whose members stand in the
@@ -169,7 +169,7 @@ impl Request {
     }
 
     /// Refuses a member that would stand in the query under the name of another
-    /// parameter, given or not, or of another member: a server takes one of the two,
+    /// parameter, given or not, of another member, or of one of the body: a server takes one of the two,
     /// and what the schema and a grant say of that was held against the other.
     fn check_names(
         &self,
@@ -185,6 +185,10 @@ impl Request {
                 parameter.key
             ));
         }
+        let in_body = match &self.body {
+            Some(body) if !names.is_empty() => body.names(arguments.get("body")),
+            _ => Vec::new(),
+        };
         for key in names {
             if is_set(&self.keys, &key) {
                 let why = "would be read as what the operator sets";
@@ -192,6 +196,10 @@ impl Request {
             }
             if is_one_of(&self.path.set, &key) {
                 let why = "would be read as what the path says";
+                return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
+            }
+            if is_one_of(&in_body, &key) {
+                let why = "would be read as a part of the body";
                 return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
             }
             let taken = |other: &Parameter| {
@@ -299,13 +307,23 @@ mod tests {
             request.map(|it| it.url().as_str().to_owned())
         };
         let base = "https://api.example/v1/parts";
-        assert_eq!(of("a/../../b").unwrap(), format!("{base}/a%2F..%2F..%2Fb/x"));
+        assert_eq!(of("a/b..c/..d").unwrap(), format!("{base}/a%2Fb..c%2F..d/x"));
         assert_eq!(of("a?b#c").unwrap(), format!("{base}/a%3Fb%23c/x"));
         assert_eq!(of("@evil.example:80").unwrap(), format!("{base}/%40evil.example%3A80/x"));
-        assert_eq!(of("%2e%2e").unwrap(), format!("{base}/%252e%252e/x"));
+        assert_eq!(of("%2ea").unwrap(), format!("{base}/%252ea/x"));
         assert_eq!(of("a\\b\r\nX: y").unwrap(), format!("{base}/a%5Cb%0D%0AX%3A%20y/x"));
         assert_eq!(of("...").unwrap(), format!("{base}/.../x"));
-        for climbing in [".", "..", ""] {
+        for climbing in [
+            ".",
+            "..",
+            "",
+            "../admin",
+            "a/../../b",
+            r"..\admin",
+            "%2e%2e",
+            "%252e%252e/b",
+            "a/..;x",
+        ] {
             assert!(of(climbing).is_err(), "{climbing:?}");
         }
     }
@@ -357,7 +375,7 @@ mod tests {
             {"name": "X-H", "in": "header", "schema": {}},
         ]);
         for evil in
-            ["//evil.example/", "https://evil.example/", "@evil.example", "\\\\evil", "..;/x"]
+            ["//evil.example/", "https://evil.example/", "@evil.example", "\\\\evil", "...;/x"]
         {
             let arguments = json!({"p": evil, "q": evil, "X-H": evil, "body": evil});
             let request = build("/{p}", &all, &arguments).unwrap();
@@ -461,6 +479,25 @@ mod tests {
         }
         assert!(of(json!({"limit": 5, "filter": {"limit[]": 100}})).is_err());
         assert!(of(json!({"limit": 5, "filter": {"limit\u{0}x": 100}})).is_err());
+    }
+
+    #[test]
+    fn no_argument_says_what_the_body_says() {
+        let parameters = json!([{"name": "filter", "in": "query", "schema": {"type": "object"}}]);
+        let amount = json!({"schema": {"properties": {"amount": {"type": "integer"}}}});
+        for kind in ["application/json", "application/x-www-form-urlencoded"] {
+            let document = json!({"openapi": "3.1.0", "paths": {"/pay": {"post": {
+                "parameters": parameters, "requestBody": {"content": {kind: amount}}}}}});
+            let plan = Plan::of("shop", &document, None, tests_endpoint()).unwrap();
+            let head =
+                |arguments: Value| plan.operations[0].request.head(arguments.as_object().unwrap());
+            head(json!({"body": {"amount": 5}, "filter": {"other": 1}})).unwrap();
+            for name in ["amount", "Amount", "amount[]"] {
+                let refused = head(json!({"body": {"amount": 5}, "filter": {name: 1_000_000}}));
+                let refused = refused.unwrap_err();
+                assert!(refused.contains("a part of the body"), "{kind}: {refused}");
+            }
+        }
     }
 
     #[test]

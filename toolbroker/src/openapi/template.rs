@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Refusal;
 use super::name::{folded, is_one_of, names_of};
 use super::parameter::{Parameter, Place};
-use crate::uri::percent_decoded;
+use crate::uri::{climbs, percent_decoded};
 
 /// A path with its parameters, and the query that documents write behind it where one
 /// address has several operations (`/messages?beta=true`).
@@ -128,16 +128,14 @@ impl Path {
     }
 }
 
-/// The path of these texts, unless whoever reads it would climb with it.
+/// The path of these texts, unless whoever reads it would climb with it: many servers
+/// decode all of it first, `%2F` too, and choose by what is left once `..` is resolved.
 pub(super) fn unclimbing(texts: &[String]) -> Result<String, String> {
     let path = texts.concat();
     // As an address is read: `%2e` is a dot there too.
-    let climbs = path.split('/').any(|segment| {
-        let segment = segment.to_ascii_lowercase().replace("%2e", ".");
-        segment == "." || segment == ".."
-    });
-    if climbs {
-        return Err("a segment of the path would be `.` or `..`".into());
+    let stays = |segment: &str| segment.to_ascii_lowercase().replace("%2e", ".") == ".";
+    if climbs(&path) || path.split('/').any(stays) {
+        return Err("a segment of the path would be `.` or `..`, once it is decoded".into());
     }
     Ok(path)
 }
