@@ -2,15 +2,48 @@
 //!
 //! Both texts are a server's. Time and space are bounded by the lines
 //! compared: where the middle of two texts is too large for that, all of it
-//! has changed. Deliberately absent is any cleverness about moved lines.
+//! has changed. What is shown of it is what changed, with a few lines around, and
+//! never less. Deliberately absent is any cleverness about moved lines.
 
 /// Lines compared with each other on either side, after equal beginnings and
 /// ends are taken off.
 const LINES_MAX: usize = 1_000;
 
+/// Lines that stay, shown before and behind what changed.
+const AROUND: usize = 3;
+
+/// What changed, with what is around, and how many other lines stay between.
+pub(crate) fn shown(old: &str, new: &str) -> String {
+    let lines = lines(old, new);
+    let changed: Vec<usize> = (0..lines.len()).filter(|at| !lines[*at].starts_with(' ')).collect();
+    let mut out: Vec<String> = Vec::new();
+    let mut next = 0;
+    let skipped = |out: &mut Vec<String>, count: usize| {
+        if count > 0 {
+            out.push(format!("  ({count} equal lines)"));
+        }
+    };
+    for at in changed {
+        let (start, end) =
+            (at.saturating_sub(AROUND).max(next), (at + AROUND + 1).min(lines.len()));
+        if start > next {
+            skipped(&mut out, start - next);
+        }
+        let from = start.max(next);
+        if end > from {
+            out.extend_from_slice(&lines[from..end]);
+            next = end;
+        }
+    }
+    if !out.is_empty() {
+        skipped(&mut out, lines.len() - next);
+    }
+    out.join("\n")
+}
+
 /// The lines of both, each with what became of it in front: `-` for one that
 /// went, `+` for one that came, two spaces for one that stayed.
-pub(crate) fn lines(old: &str, new: &str) -> Vec<String> {
+fn lines(old: &str, new: &str) -> Vec<String> {
     let (old, new): (Vec<&str>, Vec<&str>) = (old.lines().collect(), new.lines().collect());
     let same = |pair: &(&&str, &&str)| pair.0 == pair.1;
     let head = old.iter().zip(&new).take_while(same).count();
@@ -76,6 +109,22 @@ mod tests {
             }
         }
         assert_eq!(lines("a\nb\nc", "a\nx\nc"), ["  a", "- b", "+ x", "  c"]);
+    }
+
+    #[test]
+    fn every_line_that_changed_is_shown_and_few_others() {
+        let old: Vec<String> = (0..5_000).map(|at| format!("line {at}")).collect();
+        let mut new = old.clone();
+        new[10] = "first".into();
+        new[4_990] = "last".into();
+        let shown = shown(&old.join("\n"), &new.join("\n"));
+        let changed = ["- line 10", "+ first", "- line 4990", "+ last"];
+        assert!(changed.iter().all(|line| shown.lines().any(|it| it == *line)), "{shown}");
+        assert!(shown.starts_with("  (7 equal lines)\n  line 7\n"), "{shown}");
+        assert!(shown.ends_with("  line 4993\n  (6 equal lines)"), "{shown}");
+        assert!(shown.lines().filter(|it| it.starts_with("  ")).count() < 20, "{shown}");
+        assert_eq!(super::shown("a\nb", "a\nb"), "");
+        assert_eq!(super::shown("", "a\nb"), "+ a\n+ b");
     }
 
     #[test]

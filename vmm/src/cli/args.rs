@@ -432,9 +432,36 @@ pub(crate) struct ToolsApproveArgs {
     /// Approve every tool there is
     #[arg(long, conflicts_with = "tools")]
     pub(crate) all: bool,
-    /// The tools, as <server>.<tool>
-    #[arg(required_unless_present = "all")]
-    pub(crate) tools: Vec<ToolName>,
+    /// The tools, as <server>.<tool>, each as it stands or, with @ and the digest that
+    /// `tools review` shows, as it was then
+    #[arg(required_unless_present = "all", value_name = "TOOL[@DIGEST]")]
+    pub(crate) tools: Vec<Reviewed>,
+}
+
+/// Digits of a digest in hex that tell one definition from all others.
+const DIGEST_DIGITS: std::ops::RangeInclusive<usize> = 16..=64;
+
+/// A tool to be approved.
+#[derive(Clone, Debug)]
+pub(crate) struct Reviewed {
+    pub(crate) name: ToolName,
+    /// What the digest of its definition begins with, if that was looked at before.
+    pub(crate) digest: Option<String>,
+}
+
+impl std::str::FromStr for Reviewed {
+    type Err = forge_protocol::name::NameError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let is_digest = |it: &str| {
+            DIGEST_DIGITS.contains(&it.len()) && it.bytes().all(|digit| digit.is_ascii_hexdigit())
+        };
+        let (name, digest) = match text.rsplit_once('@') {
+            Some((name, digest)) if is_digest(digest) => (name, Some(digest.to_ascii_lowercase())),
+            _ => (text, None),
+        };
+        Ok(Self { name: ToolName::parse(name)?, digest })
+    }
 }
 
 #[derive(Debug, ClapArgs)]

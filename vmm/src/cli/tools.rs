@@ -229,6 +229,9 @@ fn described(tool: &ToolSpec) -> Described {
     }
 }
 
+/// Digits of a digest that are shown: nobody makes another definition with the same.
+const DIGEST_SHOWN: usize = 32;
+
 /// All tools beside their approved definitions, and what could not be asked.
 type Review = (Vec<ReviewedTool>, Vec<(String, String)>);
 
@@ -274,6 +277,12 @@ fn show_review(tool: &ReviewedTool) -> Result<(), CliError> {
     if let (Some(advice), false) = (advice, tool.difference.is_empty()) {
         writeln!(out, "    its server says, unproven: {}", shown_whole(advice))?;
     }
+    if tool.standing != Standing::Approved
+        && let Some(word) = tool.name.shell_word()
+    {
+        let digest = &hex(&tool.definition_sha256)[..DIGEST_SHOWN];
+        writeln!(out, "    approve this: forge-vmm tools approve {word}@{digest}")?;
+    }
     Ok(())
 }
 
@@ -290,12 +299,12 @@ fn word_of(tool: &ReviewedTool) -> &'static str {
 /// Approves what it shows: the definitions go by their digests from the one
 /// question to the other.
 fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
-    config::check_servers(&args.broker, &args.tools)?;
+    config::check_servers(&args.broker, args.tools.iter().map(|it| &it.name))?;
     let broker = config::start_broker(&args.broker, GrantKey::Passing)?;
     let (mut tools, unavailable) = ask_reviews(&broker)?;
     if !args.all {
-        if let Some(none) = args.tools.iter().find(|name| tools.iter().all(|it| it.name != **name))
-        {
+        let names = || args.tools.iter().map(|it| &it.name);
+        if let Some(none) = names().find(|name| tools.iter().all(|it| it.name != **name)) {
             said(&unavailable);
             let why = match unavailable.iter().any(|(server, _)| server == none.server()) {
                 true => ": the tools of its server cannot be told",
@@ -303,7 +312,19 @@ fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
             };
             return Err(CliError::Usage(format!("there is no tool {none} to approve{why}")));
         }
-        tools.retain(|tool| args.tools.contains(&tool.name));
+        tools.retain(|tool| names().any(|name| *name == tool.name));
+    }
+    for tool in &tools {
+        let digest = hex(&tool.definition_sha256);
+        let asked = args.tools.iter().filter(|it| it.name == tool.name);
+        if asked.filter_map(|it| it.digest.as_ref()).any(|it| !digest.starts_with(it)) {
+            let name = tool.name.as_str();
+            return Err(CliError::Usage(format!(
+                "{} is another by now: look at it again with `forge-vmm tools review`; nothing \
+                 was approved",
+                shown_whole(name)
+            )));
+        }
     }
     tools.retain(|tool| tool.standing != Standing::Approved);
     let pins = tools.iter().map(|tool| (tool.name.clone(), tool.definition_sha256)).collect();
