@@ -24,6 +24,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
 use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns, translation_bytes_max};
+use crate::pattern_read::read_as_javascript;
 use crate::schema_cost::{Cost, Plan, compiled_places_bytes_max};
 
 /// Tools of one server.
@@ -287,6 +288,8 @@ impl Schema {
     /// Compiles a schema that may refer to nothing outside itself. Draft
     /// 2020-12 holds where `$schema` names no other.
     fn compile(schema: &Value, room: &mut CompiledRoom) -> Result<Self, String> {
+        let read = read_as_javascript(schema);
+        let schema = read.as_ref().unwrap_or(schema);
         let cost = Cost::of(schema)?;
         let (mut bytes, mut nones) = (0_usize, Vec::new());
         for pattern in patterns(schema) {

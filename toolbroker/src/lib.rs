@@ -57,6 +57,7 @@ pub mod link;
 pub mod metrics;
 pub mod openapi;
 mod pattern_cost;
+mod pattern_read;
 pub mod policy;
 #[allow(unsafe_code)]
 pub mod process;
