@@ -6,11 +6,8 @@
 //! 2026-07-28 wants), or by the time it gave the list to live. Not every server
 //! says so, and one that gave no time is asked again after a while.
 //!
-//! What the library cannot read of a list it hands over as it came,
-//! and it is read here, tool by tool: one that is none costs no other. The result
-//! of a call passes it unread ([`received`](super::received)).
+//! The result of a call passes the library unread ([`received`](super::received)).
 
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,13 +16,12 @@ use std::time::Duration;
 
 use rmcp::model::{
     CallToolRequest, CallToolRequestParams, CancelledNotificationParam, ClientCapabilities,
-    ClientConfig, ClientRequest, CustomResult, Implementation, JsonObject, ListToolsRequest,
-    ListToolsResult, PaginatedRequestParams, ProtocolVersion, ReadResourceRequest,
-    ReadResourceRequestParams, RequestId, RequestMetaObject, ServerResult, SubscriptionFilter,
+    ClientConfig, ClientRequest, Implementation, JsonObject, ListToolsRequest,
+    PaginatedRequestParams, ProtocolVersion, ReadResourceRequest, ReadResourceRequestParams,
+    RequestId, RequestMetaObject, ServerResult, SubscriptionFilter,
 };
 use rmcp::service::{ClientInitializeError, PeerRequestOptions, RunningService, ServiceError};
 use rmcp::{ClientHandler, Peer, RoleClient};
-use serde::Deserialize as _;
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -33,22 +29,16 @@ use tokio::time::{Instant, timeout};
 
 use super::breaker::Breaker;
 use super::declined::Heard;
+use super::listing::{LIST_LIFE, LeftOut, Listing, Offer};
 use super::received;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
 use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Unusable, Upstream};
-use crate::definition::{CompiledRoom, Listed, TOOLS_MAX, Tool};
+use crate::definition::Tool;
 
 /// How long a listing may take once the server is up.
 const LIST_TIME_MAX: Duration = Duration::from_secs(10);
-/// A list that was given no time to live is good for so long, and one that was
-/// read before and could not be read again.
-const LIST_LIFE: Duration = Duration::from_secs(60);
-/// A list is good for at least this long, whatever time it was given.
-const LIST_LIFE_MIN: Duration = Duration::from_secs(10);
-/// The longest life of a list that is reckoned with.
-const LIST_LIFE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 /// How long a call that was lost waits to know how its server ended.
 const END_TIME_MAX: Duration = Duration::from_millis(200);
 /// After this, a subscription that ended is asked for again.
@@ -57,14 +47,6 @@ const RESUBSCRIBE_AFTER: Duration = Duration::from_secs(30);
 /// Where a call's idempotency key stands in its `_meta`. MCP has no name of its
 /// own for it.
 const IDEMPOTENCY_KEY: &str = "forge-vmm/idempotency-key";
-
-/// Pages its list may have.
-const PAGES_MAX: usize = 200;
-/// Bytes of JSON that its list may have, all pages together.
-const LIST_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// What is compiled of its tools may take so much, in bytes: 256 of the largest
-/// patterns, or 65,000 as most are.
-const COMPILED_ROOM_BYTES: usize = 256 * 1024 * 1024;
 
 /// What carries a session.
 #[derive(Debug)]
@@ -99,13 +81,6 @@ pub struct Session {
     /// When the list of tools is too old.
     list_until: StdMutex<Instant>,
     subscription: StdMutex<Option<AbortHandle>>,
-}
-
-/// A tool that is not offered, and why.
-#[derive(Debug, PartialEq, Eq)]
-struct LeftOut {
-    tool: String,
-    why: String,
 }
 
 /// How one attempt at a call ended.
@@ -281,31 +256,15 @@ impl Session {
     pub(super) async fn list(&self) -> Result<(), String> {
         self.subscribe();
         let announced = self.heard().changes();
-        let mut listed = Vec::new();
-        let mut left_out = Vec::new();
-        let mut bytes = 0;
-        let mut life_ms = None;
+        let mut listing = Listing::default();
         let pages = async {
             let mut cursor = None;
-            for _ in 0..PAGES_MAX {
-                let page = self.page(cursor, &mut left_out).await?;
-                bytes += page.bytes;
-                if bytes > LIST_BYTES_MAX {
-                    let limit = LIST_BYTES_MAX / (1024 * 1024);
-                    return Err(format!("its list of tools has more than {limit} MiB"));
-                }
-                listed.extend(page.list.tools);
-                life_ms = page.list.ttl_ms.or(life_ms);
-                if listed.len() + left_out.len() > TOOLS_MAX {
-                    return Err(format!("it lists more than {TOOLS_MAX} tools"));
-                }
-                // Some servers say so that there is no other page.
-                cursor = page.list.next_cursor.filter(|cursor| !cursor.is_empty());
+            loop {
+                cursor = self.page(cursor, &mut listing).await?;
                 if cursor.is_none() {
                     return Ok(());
                 }
             }
-            Err(format!("its list of tools has more than {PAGES_MAX} pages"))
         };
         timeout(LIST_TIME_MAX, pages).await.unwrap_or_else(|_| {
             Err(format!("tools/list took more than {} s", LIST_TIME_MAX.as_secs()))
@@ -313,24 +272,22 @@ impl Session {
 
         let (server, scrubs) = (self.server.clone(), Arc::clone(&self.scrubs));
         // Long work, if the server wants it to be.
-        let (tools, left_out) = crate::beside(move || {
-            let tools = offered(&server, &scrubs, listed, &mut left_out);
-            (tools, left_out)
-        })
-        .await;
+        let Offer { tools, left_out, life } =
+            crate::beside(move || listing.offer(&server, &scrubs)).await;
         *self.tools.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(tools);
         self.warn_of(left_out);
         self.listed_at_change.store(announced, Ordering::Release);
-        self.list_lives(life(life_ms));
+        self.list_lives(life);
         Ok(())
     }
 
-    /// One page of its list. What is no tool in it is left out.
+    /// Asks for one page of its list, and takes it over. Where the next begins, if there
+    /// is one.
     async fn page(
         &self,
         cursor: Option<String>,
-        left_out: &mut Vec<LeftOut>,
-    ) -> Result<Page, String> {
+        listing: &mut Listing,
+    ) -> Result<Option<String>, String> {
         let failed = |error: &ServiceError| {
             let error = self.scrubs.text(&service_error(error));
             format!("tools/list failed: {}", crate::cut(&error, ERROR_TEXT_BYTES_MAX))
@@ -338,13 +295,10 @@ impl Session {
         let params = PaginatedRequestParams::default().with_cursor(cursor);
         let request = ListToolsRequest::with_param(params);
         match self.asked(ClientRequest::ListToolsRequest(request)).await {
-            Ok(ServerResult::ListToolsResult(list)) => {
-                Ok(Page { bytes: list.tools.iter().map(bytes_of).sum(), list })
-            }
-            Ok(ServerResult::CustomResult(CustomResult(page))) => {
-                Page::read(page, &self.scrubs, left_out)
-                    .ok_or_else(|| failed(&ServiceError::UnexpectedResponse))
-            }
+            Ok(ServerResult::ListToolsResult(page)) => listing.add(page),
+            Ok(ServerResult::CustomResult(page)) => listing
+                .add_each(page, &self.scrubs)
+                .unwrap_or_else(|| Err(failed(&ServiceError::UnexpectedResponse))),
             Ok(_) => Err(failed(&ServiceError::UnexpectedResponse)),
             Err(error) => {
                 // It has forgotten the session, and with it whatever was listed.
@@ -644,123 +598,12 @@ fn text_of(block: &Value) -> Option<&str> {
     if block["type"] == "text" { block["text"].as_str() } else { None }
 }
 
-/// How long a list is good for that was given this time to live.
-fn life(given_ms: Option<u64>) -> Duration {
-    given_ms.map_or(LIST_LIFE, |ms| Duration::from_millis(ms).clamp(LIST_LIFE_MIN, LIST_LIFE_MAX))
-}
-
-/// A page of a list of tools.
-struct Page {
-    list: ListToolsResult,
-    /// What it takes.
-    bytes: usize,
-}
-
-impl Page {
-    /// Reads one that the library cannot, tool by tool.
-    fn read(mut page: Value, scrubs: &Scrubs, left_out: &mut Vec<LeftOut>) -> Option<Self> {
-        let tools = std::mem::take(page.get_mut("tools")?.as_array_mut()?);
-        let mut list = ListToolsResult::deserialize(page).ok()?;
-        let mut bytes = 0;
-        for tool in tools {
-            bytes += bytes_of(&tool);
-            match rmcp::model::Tool::deserialize(&tool) {
-                Ok(tool) => list.tools.push(tool),
-                Err(error) => {
-                    let name = scrubs.text(tool["name"].as_str().unwrap_or_default());
-                    let why = match &tool["inputSchema"] {
-                        Value::Object(_) => scrubs.text(&error.to_string()),
-                        _ => "its inputSchema is no object".to_owned(),
-                    };
-                    let (tool, why) = (crate::cut(&name, 256), crate::cut(&why, 256));
-                    left_out.push(LeftOut { tool, why });
-                }
-            }
-        }
-        Some(Self { list, bytes })
-    }
-}
-
 impl Drop for Session {
     fn drop(&mut self) {
         let subscription = self.subscription.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(task) = subscription {
             task.abort();
         }
-    }
-}
-
-/// Those of a server's tools that can be offered, by name.
-fn offered(
-    server: &str,
-    scrubs: &Scrubs,
-    listed: Vec<rmcp::model::Tool>,
-    left_out: &mut Vec<LeftOut>,
-) -> Vec<Arc<Tool>> {
-    let clean = |schema: Arc<JsonObject>| -> JsonObject {
-        let clean = |(key, value)| (key, scrubs.json(value));
-        Arc::unwrap_or_clone(schema).into_iter().map(clean).collect()
-    };
-    let mut room = CompiledRoom::new(COMPILED_ROOM_BYTES);
-    let mut tools: Vec<Arc<Tool>> = Vec::with_capacity(listed.len());
-    for tool in listed {
-        let name = tool.name.into_owned();
-        // Names are in grants, records and logs: no scrubbed one stands
-        // for the tool.
-        let shown = scrubs.text(&name);
-        if shown != name {
-            let (tool, why) = (crate::cut(&shown, 256), "a credential's name".to_owned());
-            left_out.push(LeftOut { tool, why });
-            continue;
-        }
-        // Some tools have nothing else to say what they are for.
-        let hinted = tool.annotations.as_ref().and_then(|it| it.title.clone());
-        let title = tool.title.filter(|it| !it.trim().is_empty()).or(hinted);
-        let description = tool.description.map(Cow::into_owned).filter(|it| !it.trim().is_empty());
-        let description = description.or(title).map(|text| scrubs.text(&text));
-        let advice = tool.annotations.and_then(|advice| serde_json::to_string(&advice).ok());
-        let advice = advice.map(|text| scrubs.text(&text));
-        let listed = Listed {
-            name: name.clone(),
-            description,
-            input_schema: clean(tool.input_schema),
-            output_schema: tool.output_schema.map(clean),
-        };
-        let tool = Tool::within(&mut room, server, listed);
-        match tool.map(|tool| tool.with_advice(advice.as_deref())) {
-            Ok(tool) if tools.iter().any(|other| other.name() == tool.name()) => {
-                left_out.push(LeftOut { tool: name, why: "it is listed twice".to_owned() });
-            }
-            Ok(tool) => tools.push(Arc::new(tool)),
-            Err(error) => {
-                let (tool, why) = (crate::cut(&name, 256), error.to_string());
-                left_out.push(LeftOut { tool, why });
-            }
-        }
-    }
-    tools.sort_by(|a, b| a.name().cmp(b.name()));
-    tools
-}
-
-/// What a tool takes in a list, in bytes, or nearly.
-fn bytes_of(tool: &impl serde::Serialize) -> usize {
-    let mut count = Count(0);
-    // Writing what was read a moment ago does not fail.
-    let _ = serde_json::to_writer(&mut count, tool);
-    count.0
-}
-
-/// Counts bytes and keeps none.
-struct Count(usize);
-
-impl std::io::Write for Count {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0 += bytes.len();
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
     }
 }
 
@@ -830,34 +673,5 @@ impl ClientHandler for Handler {
     fn get_info(&self) -> ClientConfig {
         let own = Implementation::new("forge-toolbroker", env!("CARGO_PKG_VERSION"));
         ClientConfig::new(ClientCapabilities::default(), own)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_list_is_good_for_the_time_it_was_given_and_never_for_ever() {
-        assert_eq!(life(None), LIST_LIFE);
-        assert_eq!(life(Some(30_000)), Duration::from_secs(30));
-        assert_eq!(life(Some(0)), LIST_LIFE_MIN);
-        assert_eq!(life(Some(u64::MAX)), LIST_LIFE_MAX);
-    }
-
-    #[test]
-    fn a_tool_that_has_only_a_title_is_described_by_it() {
-        let tools = json!([
-            {"name": "a", "title": "Weather", "inputSchema": {}},
-            {"name": "b", "annotations": {"title": "Books a room"}, "inputSchema": {}},
-            {"name": "c", "title": "Fax", "description": "Sends a fax.", "inputSchema": {}},
-            {"name": "d", "title": "Other", "description": " ", "inputSchema": {}},
-            {"name": "e", "inputSchema": {}},
-        ]);
-        let tools = serde_json::from_value(tools).unwrap();
-        let mut left_out = Vec::new();
-        let tools = offered("s", &Scrubs::new(Vec::new()), tools, &mut left_out);
-        let said: Vec<_> = tools.iter().map(|it| it.spec().description.as_str()).collect();
-        assert_eq!(said, ["Weather", "Books a room", "Sends a fax.", "Other", ""]);
     }
 }

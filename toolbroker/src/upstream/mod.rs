@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`source`] | what tools come from, as the operator says it |
 //! | [`mcp`] | a session of MCP: tools and calls |
+//! | [`listing`] | a list of tools, and which of them can be offered |
 //! | [`stdio`] | a process and its standard streams |
 //! | [`lines`] | the messages on them |
 //! | [`received`] | messages of MCP, as its library is to read them |
@@ -38,6 +39,7 @@ mod events;
 pub mod hosted;
 pub(crate) mod http;
 mod lines;
+mod listing;
 mod mcp;
 pub(crate) mod oauth;
 mod openapi;

@@ -24,10 +24,22 @@ const MEMBERS: [&str; 4] = ["content", "structuredContent", "isError", "contents
 /// As [`json::from_slice_mended`].
 pub(super) fn read(text: &[u8]) -> Result<Value, Error> {
     let mut message: Value = json::from_slice_mended(text)?;
-    if let Some(result) = message.get_mut("result").filter(|result| is_an_end(result)) {
+    if let Some(result) = message.get_mut("result").filter(|result| passes(result)) {
         *result = json!({ AS_IT_CAME: result.take() });
     }
     Ok(message)
+}
+
+/// Whether it is what passes the library unread: what a call or a reading came to, or a
+/// list with a tool of a kind that the library does not tell from others.
+fn passes(result: &Value) -> bool {
+    let tools = result.get("tools").and_then(Value::as_array);
+    is_an_end(result) || tools.is_some_and(|tools| tools.iter().any(is_a_task))
+}
+
+/// Whether a tool, as it is listed, is called as a task alone.
+pub(super) fn is_a_task(tool: &Value) -> bool {
+    tool["execution"]["taskSupport"] == "required"
 }
 
 /// Whether it is what a call or a reading came to. Of another type than that it is
@@ -45,8 +57,17 @@ pub(super) fn as_it_came(CustomResult(mut result): CustomResult) -> Option<Value
     result.get_mut(AS_IT_CAME).map(Value::take)
 }
 
+/// The same of a list, which may be none of those: what the library could not read of
+/// itself it hands over as well.
+pub(super) fn unread(CustomResult(mut result): CustomResult) -> Value {
+    match result.get_mut(AS_IT_CAME) {
+        Some(came) => came.take(),
+        None => result,
+    }
+}
+
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use rmcp::RoleClient;
     use rmcp::model::{JsonRpcMessage, ServerResult};
     use rmcp::service::RxJsonRpcMessage;
@@ -55,7 +76,7 @@ mod tests {
     use super::*;
 
     /// What the library makes of a result.
-    fn through(result: &Value) -> ServerResult {
+    pub(in super::super) fn through(result: &Value) -> ServerResult {
         let message = json!({ "jsonrpc": "2.0", "id": 1, "result": result });
         let message = read(message.to_string().as_bytes()).unwrap();
         match RxJsonRpcMessage::<RoleClient>::deserialize(message).unwrap() {
