@@ -284,7 +284,10 @@ impl Shared {
         drop(command);
         let hand = || -> io::Result<()> {
             let (kind, listener) = self.listener.rider();
-            let service = UnixStream::connect(&self.service)?;
+            let service = UnixStream::connect(&self.service).map_err(|error| {
+                let what = format!("no connection to {}: {error}", self.service.display());
+                io::Error::new(error.kind(), what)
+            })?;
             for (word, descriptor) in [(kind, listener), (b's', service.as_fd())] {
                 ours.send_with_fd(&[word][..], descriptor.as_raw_fd())
                     .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;

@@ -61,10 +61,13 @@ use access::Bearer;
 use problem::Problem;
 use tenant::{Tenant, Tenants};
 
+use crate::web::listen::After;
 use crate::web::{self, Held, Listener, TokenHash, places};
 
 /// How long a body may take to arrive.
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
+/// How long a service that closed the door's connection may take to say that it ends.
+const ENDING_TIME_MAX: Duration = Duration::from_secs(1);
 /// How often what was kept for long enough is forgotten.
 const SWEEP_EVERY: Duration = Duration::from_secs(30);
 /// Questions of those who operate the service that are with it at a time; more
@@ -171,7 +174,12 @@ pub async fn serve(
     let end = async {
         tokio::select! {
             () = client.closed() => {}
-            () = unwanted => {}
+            () = &mut unwanted => return After::Closed,
+        }
+        // It ends, mostly, and says so soon; who connects meanwhile is told that it is gone.
+        match tokio::time::timeout(ENDING_TIME_MAX, unwanted).await {
+            Ok(()) => After::Closed,
+            Err(_) => After::Kept,
         }
     };
     let close = || {

@@ -34,6 +34,7 @@ use super::kept::Ahead;
 use super::sessions::{SESSIONS_MAX, Sessions};
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 use crate::web::guard::Refused;
+use crate::web::listen::After;
 use crate::web::{self, Held, Listener, Sent, TokenHash};
 
 /// The one path that is served.
@@ -196,6 +197,7 @@ impl Entrance {
         if is_json {
             let mut read = json::from_slice::<ClientJsonRpcMessage>(&body);
             if read.is_err()
+                && std::str::from_utf8(&body).is_ok()
                 && let Some(mended) = json::mended(&body)
             {
                 body = mended.into();
@@ -353,6 +355,10 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
             let _ = tokio::time::timeout(LAST_ANSWERS_TIME_MAX, quiet).await;
             closing.cancel();
         });
+    };
+    let end = async {
+        end.await;
+        After::Closed
     };
     web::listen::serve(listener, service, Arc::default(), end, close).await;
 }

@@ -9,6 +9,8 @@
 
 use std::error::Error;
 use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +25,7 @@ use hyper::{Request, Response, StatusCode, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, Sleep};
 
 use super::is_set;
@@ -51,6 +53,9 @@ const AHEAD_BYTES_MAX: usize = 16 * 1024;
 /// How long what was asked for may still be answered when the client has ended: it
 /// may have ended its sending alone.
 const LEAVING_TIME_MAX: Duration = Duration::from_millis(500);
+/// How long one that connected at the last moment has for its first request: it is told
+/// that nothing is taken any more, and not reset.
+const FIRST_TIME_MAX: Duration = Duration::from_millis(500);
 /// How long answers may still go out after the end.
 const CLOSING_TIME_MAX: Duration = Duration::from_secs(5);
 /// After how long the door tries again to take a connection when the host has
@@ -84,16 +89,57 @@ impl Listener {
             Self::Unix(listener) => Ok(Box::new(listener.accept().await?.0)),
         }
     }
+
+    /// Has nobody connect here any more, whoever else has this socket, and takes all who
+    /// have: left where they are, they would be reset.
+    fn close(&self) -> io::Result<Vec<Box<dyn Stream>>> {
+        let mut last: Vec<Box<dyn Stream>> = Vec::new();
+        match self {
+            Self::Tcp(listener) => {
+                let listener = std::net::TcpListener::from(listener.as_fd().try_clone_to_owned()?);
+                while last.len() < CONNECTIONS_MAX
+                    && let Ok((stream, _)) = listener.accept()
+                {
+                    stream.set_nonblocking(true)?;
+                    stream.set_nodelay(true)?;
+                    last.push(Box::new(tokio::net::TcpStream::from_std(stream)?));
+                }
+                std::net::TcpStream::from(OwnedFd::from(listener)).shutdown(Shutdown::Both)?;
+            }
+            Self::Unix(listener) => {
+                let listener =
+                    std::os::unix::net::UnixListener::from(listener.as_fd().try_clone_to_owned()?);
+                while last.len() < CONNECTIONS_MAX
+                    && let Ok((stream, _)) = listener.accept()
+                {
+                    stream.set_nonblocking(true)?;
+                    last.push(Box::new(tokio::net::UnixStream::from_std(stream)?));
+                }
+                let listener = OwnedFd::from(listener);
+                std::os::unix::net::UnixStream::from(listener).shutdown(Shutdown::Both)?;
+            }
+        }
+        Ok(last)
+    }
 }
 
-/// Answers whoever connects until `end` is there. Then calls `close`, for
-/// answers that would not end by themselves, and lets what is known already
-/// still go out.
+/// What becomes of the place where a door listened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum After {
+    /// Nobody connects there any more.
+    Closed,
+    /// Another door takes whoever does.
+    Kept,
+}
+
+/// Answers whoever connects until `end` is there, and whoever had connected before that.
+/// Then calls `close`, for answers that would not end by themselves, and lets what is
+/// known already still go out.
 pub(crate) async fn serve<S, B>(
     listener: Listener,
     service: S,
     connections: Arc<Connections>,
-    end: impl Future<Output = ()>,
+    end: impl Future<Output = After>,
     close: impl FnOnce(),
 ) where
     S: Service<Request<Sent>, Response = Response<B>> + Clone + Send + 'static,
@@ -110,17 +156,35 @@ pub(crate) async fn serve<S, B>(
         .max_header_size(HEAD_BYTES_MAX);
     let mut end = std::pin::pin!(end);
     let mut refusal_told: Option<Instant> = None;
+    let mut last: Option<std::vec::IntoIter<Box<dyn Stream>>> = None;
     loop {
-        let stream = tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok(stream) => stream,
-                Err(error) => {
-                    tracing::warn!(%error, "a connection was not taken");
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
+        let accepted = match &mut last {
+            None => tokio::select! {
+                accepted = listener.accept() => accepted,
+                after = end.as_mut() => {
+                    let closed = match after {
+                        After::Closed => listener.close(),
+                        After::Kept => Ok(Vec::new()),
+                    };
+                    let closed = closed.inspect_err(|error| {
+                        tracing::warn!(%error, "the place where the door listened is not closed");
+                    });
+                    last = Some(closed.unwrap_or_default().into_iter());
                     continue;
                 }
             },
-            () = end.as_mut() => break,
+            Some(last) => match last.next() {
+                Some(stream) => Ok(stream),
+                None => break,
+            },
+        };
+        let stream = match accepted {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a connection was not taken");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
         };
         let place = places.take().await;
         let is_short = place.as_ref().is_none_or(|(.., is_anothers)| *is_anothers);
@@ -136,13 +200,17 @@ pub(crate) async fn serve<S, B>(
             tokio::spawn(refuse(stream));
             continue;
         };
+        let asked = Arc::new(Notify::new());
         let standing = Arc::new(standing);
         let (service, of_request) = (service.clone(), Arc::clone(&standing));
         let stream = Patient::new(stream, Arc::clone(&standing.heard));
         let (owed, wire) = (Arc::clone(&stream.owed), Arc::clone(&stream.wire));
+        let (asks, is_closing) = (Arc::clone(&asked), closing.subscribe());
         let service = service_fn(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&of_request));
+            asks.notify_one();
             let (stays, owed) = (stays(&request), Arc::clone(&owed));
+            let is_closing = is_closing.clone();
             let expects = request.headers().contains_key(header::EXPECT);
             let mut rest = Rest::default();
             let answer = service.call(request.map(|body| {
@@ -157,6 +225,8 @@ pub(crate) async fn serve<S, B>(
                     }
                     let is_read = rest.read(expects, response.status(), &owed);
                     match (stays, is_read) {
+                        // hyper may hear of it after this.
+                        _ if *is_closing.borrow() => tell_end(response.headers_mut()),
                         (true, true) => tell_idle_time(response.headers_mut()),
                         (_, false) => tell_end(response.headers_mut()),
                         // hyper says so.
@@ -173,12 +243,17 @@ pub(crate) async fn serve<S, B>(
             let mut connection = std::pin::pin!(connection);
             let served = async {
                 tokio::select! {
-                    ended = connection.as_mut() => ended,
-                    () = is_set(&mut closing) => {
-                        connection.as_mut().graceful_shutdown();
-                        connection.await
-                    }
+                    ended = connection.as_mut() => return ended,
+                    () = is_set(&mut closing) => {}
                 }
+                // Who has asked nothing so far may have connected just now.
+                let first = tokio::time::timeout(FIRST_TIME_MAX, asked.notified());
+                tokio::select! {
+                    ended = connection.as_mut() => return ended,
+                    _ = first => {}
+                }
+                connection.as_mut().graceful_shutdown();
+                connection.await
             };
             let ended = tokio::select! {
                 // It reads first: what is left to be read it does not read now.
@@ -557,6 +632,32 @@ mod tests {
             assert!(said.contains("\r\nconnection: close\r\n"), "{header}: {said}");
             assert!(!said.contains("keep-alive") && said.ends_with("no"), "{header}: {said}");
         }
+    }
+
+    #[tokio::test]
+    async fn who_has_connected_when_a_door_closes_is_answered_and_nobody_connects_then() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let kept = listener.as_fd().try_clone_to_owned().unwrap();
+        let mut clients = Vec::new();
+        for _ in 0..8 {
+            clients.push(tokio::net::TcpStream::connect(address).await.unwrap());
+        }
+        let answers = service_fn(async |_: Request<Sent>| {
+            Ok::<_, std::convert::Infallible>(Response::new("closing".to_owned()))
+        });
+        let end = std::future::ready(After::Closed);
+        let served =
+            tokio::spawn(serve(Listener::Tcp(listener), answers, Arc::default(), end, || {}));
+        for client in &mut clients {
+            client.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+            let mut said = String::new();
+            client.read_to_string(&mut said).await.unwrap();
+            assert!(said.ends_with("closing") && said.contains("connection: close"), "{said}");
+        }
+        served.await.unwrap();
+        assert!(tokio::net::TcpStream::connect(address).await.is_err());
+        drop(kept);
     }
 
     #[tokio::test]
