@@ -484,7 +484,7 @@ pub struct GrantClaims {
 /// Why the broker refused a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum RefusalKind {
-    /// A tool that is named does not exist, or its server cannot be asked.
+    /// A tool that is named does not exist.
     NoSuchTool,
     /// The grant is not good: forged, expired, another principal's, or a
     /// definition changed since.
@@ -505,4 +505,7 @@ pub enum RefusalKind {
     Away,
     /// The time of the run was nearly over before all of its servers were up.
     OutOfTime,
+    /// The server of a tool that is named cannot be asked now, so that it is not known
+    /// whether there is such a tool.
+    ServerAway,
 }

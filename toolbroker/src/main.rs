@@ -351,9 +351,13 @@ fn leave_standard_error() {
     }
 }
 
-/// What `FORGE_LOG` asks for, `warn` by default.
+/// What `FORGE_LOG` asks for, `warn` by default, and where it asks for nothing that there
+/// is, as the supervisor has said.
 fn log_filter() -> EnvFilter {
-    EnvFilter::try_from_env("FORGE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"))
+    let is_good = |text: &String| forge_log::no_level(text).is_none();
+    let asked = std::env::var("FORGE_LOG").ok().filter(is_good);
+    let asked = asked.and_then(|text| EnvFilter::try_new(text).ok());
+    asked.unwrap_or_else(|| EnvFilter::new("warn"))
 }
 
 async fn run(args: LowArgs, servers: &Handle) -> Result<(), Error> {

@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
+use forge_protocol::broker::{RefusalKind, Reply, Request};
 use forge_protocol::limits::{CALLS_MAX, RunLimits};
 use serde_json::json;
 use support::web::{Era, Mcp, Web};
-use support::{Broker, PATIENCE, Worker, server_processes, test_server};
+use support::{Broker, PATIENCE, Worker, grant_request, server_processes, test_server};
 
 fn broker(web: &Web) -> Broker {
     Broker::with_config(&json!({"mcpServers": {"web": {"url": web.url("/mcp")}}}))
@@ -50,6 +51,11 @@ fn a_server_that_went_away_is_left_alone_and_found_again_when_it_is_back() {
         assert!(Instant::now() < until, "it never opened: {said}");
     }
     assert!(!said.contains("cannot be reached"), "why is the operator's to know: {said}");
+    // It is no wrong name: who asks for a grant may come again.
+    match broker.ask(&Request::IssueGrant(grant_request(&["web.echo"]))) {
+        Reply::Refused { kind: RefusalKind::ServerAway, .. } => {}
+        other => panic!("{other:?}"),
+    }
     // While it is open, whoever is there now hears nothing for a moment; then
     // it is asked again, in a new session.
     let before = mcp.calls("echo");

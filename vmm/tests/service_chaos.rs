@@ -109,7 +109,7 @@ impl Load {
             (Self::Note | Self::Slow, "failed", "returned") => Ok(false),
             (Self::Note | Self::Slow, "internal", "broker_lost") => Ok(false),
             (Self::Note | Self::Slow, "refused", "broker_away") => Ok(false),
-            (Self::Note | Self::Slow, "rejected", "no_such_tool") => Ok(false),
+            (Self::Note | Self::Slow, "refused", "server_away") => Ok(false),
             _ => Err(format!("a run ended as none may: {report:#}")),
         }
     }

@@ -155,6 +155,9 @@ impl Refused {
             Self::Lookup(LookupError::Unavailable { source: UpstreamError::Starting, .. }) => {
                 RefusalKind::OutOfTime
             }
+            Self::Lookup(LookupError::Unavailable { .. } | LookupError::Away(_)) => {
+                RefusalKind::ServerAway
+            }
             Self::Lookup(_) => RefusalKind::NoSuchTool,
             Self::Grant(error) => match error {
                 GrantError::Principal

@@ -30,6 +30,22 @@ const IMPATIENT_TIME: Duration = Duration::from_secs(10);
 /// What a pipe that has room takes at once (pipe(7), `PIPE_BUF`).
 const PIPE_BUF: usize = 4096;
 
+/// The first word of a filter for the log (`warn,forge_vmm=debug`) that stands alone and is
+/// no level: who writes `warning` means one, and not a part of that name, whose lines
+/// alone would be left.
+#[must_use]
+pub fn no_level(filter: &str) -> Option<&str> {
+    const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+    let is_level = |word: &str| {
+        LEVELS.iter().any(|level| word.eq_ignore_ascii_case(level))
+            || word.parse::<u8>().is_ok_and(|it| usize::from(it) < LEVELS.len())
+    };
+    let mut words = filter.split(',').map(str::trim).filter(|word| !word.is_empty());
+    words.find(|word| {
+        !word.contains(['=', '[', ':', '_']) && !word.starts_with("forge") && !is_level(word)
+    })
+}
+
 /// Where lines of the log go. Each is one write to `&Log`.
 #[derive(Debug)]
 pub struct Log {
@@ -168,6 +184,20 @@ fn has_room(target: &OwnedFd, within: &Timespec) -> bool {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn a_word_that_is_meant_for_a_level_and_is_none_is_found() {
+        for good in
+            ["", "warn", "WARN,", "3", "info,forge_vmm=debug", "forge_worker", "a::b", "x[y]"]
+        {
+            assert_eq!(super::no_level(good), None, "{good}");
+        }
+        for (bad, word) in
+            [("warning", "warning"), ("forge_vmm=debug, verbose", "verbose"), ("6", "6")]
+        {
+            assert_eq!(super::no_level(bad), Some(word), "{bad}");
+        }
+    }
+
     use std::io::Read as _;
     use std::os::unix::net::UnixStream;
 

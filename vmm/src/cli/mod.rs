@@ -136,7 +136,7 @@ fn of_refusal(kind: RefusalKind) -> Exit {
         | RefusalKind::BadRequest
         | RefusalKind::Forbidden
         | RefusalKind::NotReviewed => Exit::Rejected,
-        RefusalKind::Overloaded | RefusalKind::Away => Exit::Refused,
+        RefusalKind::Overloaded | RefusalKind::Away | RefusalKind::ServerAway => Exit::Refused,
         RefusalKind::OutOfTime => Exit::Limit,
         RefusalKind::Internal | RefusalKind::Journal => Exit::Internal,
     }
@@ -221,13 +221,21 @@ fn be_door() -> ExitCode {
 
 fn start_logging() {
     use tracing_subscriber::EnvFilter;
+    let text = std::env::var_os(LOG).unwrap_or_default();
+    let no_level = text.to_str().and_then(forge_log::no_level);
     let asked = EnvFilter::try_from_env(LOG);
-    if let Err(error) = &asked
-        && std::env::var_os(LOG).is_some_and(|asked| !asked.is_empty())
-    {
-        complain(&format!("{LOG}: {error}: the log has warnings and errors, as without it"));
+    let why = match (&asked, no_level) {
+        (_, Some(word)) => {
+            Some(format!("{word:?} is none of off, error, warn, info, debug, trace"))
+        }
+        (Err(error), None) if !text.is_empty() => Some(error.to_string()),
+        _ => None,
+    };
+    if let Some(why) = &why {
+        complain(&format!("{LOG}: {why}: the log has warnings and errors, as without it"));
     }
-    let mut filter = asked.unwrap_or_else(|_| EnvFilter::new("warn"));
+    let asked = asked.ok().filter(|_| why.is_none());
+    let mut filter = asked.unwrap_or_else(|| EnvFilter::new("warn"));
     // The MCP library shows whole messages, programs and results among them.
     if let Ok(silence) = "rmcp=off".parse() {
         filter = filter.add_directive(silence);

@@ -63,6 +63,10 @@ impl RunResult {
     }
 }
 
+/// After how long one may come again whose tool's server is away: about as long as a server
+/// that failed once is left alone.
+const SERVER_RETRY_MS: u64 = 1_000;
+
 /// Why a run is refused before it has a VM.
 pub(super) enum Refused {
     Violations(Vec<Violation>),
@@ -82,6 +86,9 @@ impl Refused {
     ) -> RunResult {
         let retry_after_ms = match &self {
             Self::Broker(BrokerError::Away { retry_after_ms, .. }) => Some(*retry_after_ms),
+            Self::Broker(BrokerError::Refused { kind: RefusalKind::ServerAway, .. }) => {
+                Some(SERVER_RETRY_MS)
+            }
             _ => None,
         };
         let mut result = unstarted(run_id, tier, admitted, self.into(), at);
@@ -120,6 +127,7 @@ impl From<Refused> for Outcome {
                         RefusalKind::Overloaded => (Status::Refused, "overloaded"),
                         RefusalKind::Away => (Status::Refused, "broker_away"),
                         RefusalKind::OutOfTime => (Status::Limit, "deadline"),
+                        RefusalKind::ServerAway => (Status::Refused, "server_away"),
                     },
                     BrokerError::Away { .. } => (Status::Refused, "broker_away"),
                     BrokerError::Cancelled => (Status::Cancelled, "cancelled"),

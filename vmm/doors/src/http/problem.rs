@@ -156,6 +156,7 @@ impl From<ClientError> for Problem {
             RefusalKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "broker"),
             RefusalKind::Overloaded => (StatusCode::TOO_MANY_REQUESTS, "overloaded"),
             RefusalKind::Away => (StatusCode::SERVICE_UNAVAILABLE, "broker_away"),
+            RefusalKind::ServerAway => (StatusCode::SERVICE_UNAVAILABLE, "server_away"),
             // Of runs alone, whose results say it.
             RefusalKind::OutOfTime => (StatusCode::GATEWAY_TIMEOUT, "deadline"),
             RefusalKind::Journal => (StatusCode::INTERNAL_SERVER_ERROR, "journal"),

@@ -204,7 +204,7 @@ fn refusal(end: &End) -> Option<StatusCode> {
         return None;
     }
     match (end.head.status.as_str(), end.head.kind.as_str()) {
-        ("refused", "draining" | "broker_away") | ("unavailable", _) => {
+        ("refused", "draining" | "broker_away" | "server_away") | ("unavailable", _) => {
             Some(StatusCode::SERVICE_UNAVAILABLE)
         }
         ("refused", _) => Some(StatusCode::TOO_MANY_REQUESTS),
@@ -426,6 +426,7 @@ mod tests {
         assert_eq!(status("refused", "queue_full"), Some(429));
         assert_eq!(status("refused", "draining"), Some(503));
         assert_eq!(status("refused", "broker_away"), Some(503));
+        assert_eq!(status("refused", "server_away"), Some(503));
         assert_eq!(status("unavailable", "kvm"), Some(503));
         for ended in ["ok", "failed", "trap", "rejected", "limit", "cancelled", "internal"] {
             assert_eq!(status(ended, "x"), None, "{ended}");
