@@ -43,6 +43,18 @@ pub fn from_slice_mended<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
     })
 }
 
+/// As [`from_slice_mended`], of what its sender wrote itself: half a character is mended,
+/// and a byte that is no UTF-8 is an error, since it may be a program's.
+///
+/// # Errors
+/// The same.
+pub fn from_text_mended<T: DeserializeOwned>(json: &[u8]) -> Result<T, Error> {
+    match core::str::from_utf8(json) {
+        Ok(_) => from_slice_mended(json),
+        Err(_) => from_slice(json),
+    }
+}
+
 /// The same text with U+FFFD in the place of each half of a surrogate pair and of
 /// each byte that is no UTF-8; `None` if there is none of them. Where strings and
 /// values begin and end is as it was.
@@ -289,6 +301,14 @@ mod tests {
             let expected: Value = serde_json::from_str(read).unwrap();
             assert_eq!(from_slice_mended::<Value>(json).unwrap(), expected);
         }
+    }
+
+    #[test]
+    fn a_byte_that_is_no_utf_8_is_mended_for_nobody_who_wrote_it() {
+        let half = br#""cut \ud83d""#;
+        assert_eq!(from_text_mended::<Value>(half).unwrap(), Value::from("cut \u{FFFD}"));
+        assert!(from_text_mended::<Value>(b"\"(data \xff)\"").is_err());
+        assert!(from_slice_mended::<Value>(b"\"(data \xff)\"").is_ok());
     }
 
     #[test]

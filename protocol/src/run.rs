@@ -63,13 +63,13 @@ pub struct Artifact {
 
 impl Artifact {
     /// A plain file name for its untrusted one: letters and digits of any script,
-    /// `.`, `_` and `-`, without a dot in front, of at most [`FILE_NAME_BYTES_MAX`]
+    /// `.`, `_` and `-`, without a dot or a dash in front, of at most [`FILE_NAME_BYTES_MAX`]
     /// bytes. What is cut is not its extension. Two may have the same.
     #[must_use]
     pub fn file_name(&self) -> String {
         let fits = |c: char| c.is_alphanumeric() || "._-".contains(c);
         let plain: String = self.name.chars().map(|c| if fits(c) { c } else { '_' }).collect();
-        let plain = match plain.trim_start_matches('.') {
+        let plain = match plain.trim_start_matches(['.', '-']) {
             "" => "artifact",
             trimmed => trimmed,
         };

@@ -6,9 +6,13 @@
 //! in the place of ours, or approved definitions that nobody approved. So it is the
 //! broker's user's or root's, and nobody else may write into it.
 
-use std::io;
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+
+/// What has to have room, in bytes: a few records.
+const ROOM_BYTES_MIN: usize = 64 * 1024;
 
 /// Why a folder is not used.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +38,14 @@ pub enum StateError {
         uid: u32,
         /// Who the broker is.
         own: u32,
+    },
+    /// Nothing can be written there.
+    #[error("nothing can be written into the state folder {}: {source}", folder.display())]
+    Unwritable {
+        /// The folder.
+        folder: PathBuf,
+        /// Why not.
+        source: io::Error,
     },
     /// Others may put files there.
     #[error(
@@ -65,7 +77,22 @@ pub fn check(folder: &Path) -> Result<(), StateError> {
     }
     match found.mode() & 0o7777 {
         mode if mode & 0o022 != 0 => Err(StateError::Open { folder: folder.into(), mode }),
-        _ => Ok(()),
+        _ => has_room(folder)
+            .map_err(|source| StateError::Unwritable { folder: folder.into(), source }),
+    }
+}
+
+/// That something can be written there: a broker that finds out with its first record has
+/// promised what it cannot do.
+fn has_room(folder: &Path) -> io::Result<()> {
+    let probe = folder.join(format!(".room.{}", std::process::id()));
+    let opened = File::options().write(true).create(true).truncate(true).mode(0o600).open(&probe);
+    let written = opened.and_then(|mut file| file.write_all(&[0; ROOM_BYTES_MIN]));
+    let _ = fs::remove_file(&probe);
+    match written {
+        // A limit of the process says nothing of the folder.
+        Err(error) if error.kind() == io::ErrorKind::FileTooLarge => Ok(()),
+        written => written,
     }
 }
 
@@ -76,7 +103,7 @@ pub(crate) fn is_trusted(uid: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, Permissions};
+    use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;

@@ -15,10 +15,10 @@ use forge_protocol::limits::{CONSTRAINTS_MAX, GRANT_BYTES_MAX};
 use forge_protocol::name::ToolName;
 use prost::Message as _;
 
-use super::GrantError;
 use super::chain::fact;
 use super::shape::{Symbols, check_shape, undecodable};
 use super::terms::{VALID_S_MAX, check_session};
+use super::{GrantError, check_clock};
 use crate::constraint::Constraint;
 
 /// What a later block is to take away.
@@ -82,6 +82,7 @@ pub fn attenuate(
 fn block(narrowing: &Narrowing, now: SystemTime) -> Result<BlockBuilder, GrantError> {
     let Narrowing { tools, constraints, valid_s, calls_max, cost_max, session } = narrowing;
     let failed = |error: error::Token| GrantError::Issue(error.to_string());
+    check_clock(now)?;
     let mut facts = Vec::new();
     for (tool, constraint) in constraints {
         let terms = [builder::string(tool.as_str()), builder::string(constraint.text())];

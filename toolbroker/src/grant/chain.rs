@@ -12,7 +12,7 @@ use forge_protocol::name::ToolName;
 use super::error::engine;
 use super::shape::{APPENDED_MAX, unix_s};
 use super::terms::{check_principal, check_session};
-use super::{Grant, GrantError};
+use super::{Grant, GrantError, check_clock};
 
 /// Facts of one verification: the authority block's, and what later blocks
 /// add.
@@ -171,6 +171,7 @@ fn authorizer(
     now: SystemTime,
     tool: Option<&ToolName>,
 ) -> Result<biscuit_auth::Authorizer, GrantError> {
+    check_clock(now)?;
     let mut world = AuthorizerBuilder::new()
         .set_limits(AuthorizerLimits {
             max_facts: FACTS_MAX,

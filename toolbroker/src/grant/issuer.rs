@@ -12,7 +12,7 @@ use forge_protocol::limits::GRANT_BYTES_MAX;
 
 use super::chain::{Chain, fact};
 use super::shape::check_shape;
-use super::{Grant, GrantError, Terms};
+use super::{Grant, GrantError, Terms, check_clock};
 use crate::secret::{SecretError, read_private};
 
 /// The file in the state folder that holds the root key.
@@ -132,6 +132,7 @@ impl Issuer {
     pub fn issue(&self, terms: &Terms, now: SystemTime) -> Result<Vec<u8>, GrantError> {
         terms.check()?;
         let failed = |error: error::Token| GrantError::Issue(error.to_string());
+        check_clock(now)?;
         let expires = now + Duration::from_secs(terms.valid_s);
         let mut token = Biscuit::builder()
             .fact(fact("principal", [builder::string(&terms.principal)]))
@@ -191,6 +192,18 @@ impl Issuer {
 mod tests {
     use super::*;
     use crate::grant::tests::{now, terms};
+
+    #[test]
+    fn a_clock_before_1970_is_an_error_and_no_panic() {
+        let issuer = Issuer::ephemeral();
+        let token = issuer.issue(&terms(), now()).unwrap();
+        let lost = SystemTime::UNIX_EPOCH - Duration::from_secs(1);
+        for refused in
+            [issuer.issue(&terms(), lost).map(drop), issuer.verify(&token, lost).map(drop)]
+        {
+            assert!(refused.unwrap_err().to_string().contains("1970"));
+        }
+    }
 
     #[test]
     fn the_root_key_outlives_the_process_and_stays_private() {

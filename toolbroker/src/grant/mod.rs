@@ -45,6 +45,15 @@ mod granted;
 mod issuer;
 mod shape;
 mod terms;
+/// That a token can say what time it is: it has no dates before 1970, and a host whose
+/// clock is there has lost it.
+fn check_clock(now: std::time::SystemTime) -> Result<(), GrantError> {
+    if now < std::time::SystemTime::UNIX_EPOCH {
+        return Err(GrantError::Issue("the host's clock is before 1970: set it".to_owned()));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 pub(crate) mod tests;
 

@@ -337,7 +337,7 @@ impl Outlet {
         if line.is_empty() {
             return Ok(None);
         }
-        let mut message = json::from_slice_mended(line)
+        let mut message = json::from_text_mended(line)
             .map_err(|error| Outgoing::new(&super::no_message(line, &error)))?;
         match &mut message {
             ClientJsonRpcMessage::Request(request) => {
