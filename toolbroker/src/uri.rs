@@ -52,11 +52,22 @@ pub(crate) fn segment_name(segment: &[u8]) -> &[u8] {
 /// tabs and line ends wherever they stand. All of it may be percent-encoded, several
 /// times over.
 pub(crate) fn climbs(text: &str) -> bool {
+    is_read_so(text, |segments| segments.contains(&&b".."[..]))
+}
+
+/// Whether `text` has no segment but `.` and empty ones, to anybody likewise.
+pub(crate) fn leads_nowhere(text: &str) -> bool {
+    is_read_so(text, |segments| segments.iter().all(|it| matches!(*it, b"" | b".")))
+}
+
+/// Whether the segments of `text` are so to somebody who decodes it often enough; what
+/// can be decoded too often is a trick.
+fn is_read_so(text: &str, is_so: impl Fn(&[&[u8]]) -> bool) -> bool {
     let mut text = text.as_bytes().to_vec();
     for _ in 0..=ENCODINGS_MAX {
         text.retain(|byte| !byte.is_ascii_control());
-        let mut segments = text.split(|byte| matches!(byte, b'/' | b'\\'));
-        if segments.any(|segment| segment_name(segment) == b"..") {
+        let segments = text.split(|byte| matches!(byte, b'/' | b'\\'));
+        if is_so(&segments.map(segment_name).collect::<Vec<_>>()) {
             return true;
         }
         let decoded = percent_decoded(&text);

@@ -73,6 +73,8 @@ pub(super) struct Parameter {
     style: Style,
     /// Whether its value may be a list, as far as its schema says at first sight.
     may_be_list: bool,
+    /// The members of an object that its schema names, as servers tell them apart.
+    members: BTreeSet<String>,
 }
 
 /// What becomes of a parameter that the document names.
@@ -91,7 +93,8 @@ impl Parameter {
     pub(super) fn in_path(name: &str) -> Self {
         let (key, style) = (name.to_owned(), Style::Joined(','));
         let name = name.to_owned();
-        Self { name, key, place: Place::Path, required: true, style, may_be_list: false }
+        let members = BTreeSet::new();
+        Self { name, key, place: Place::Path, required: true, style, may_be_list: false, members }
     }
 
     /// Reads a parameter.
@@ -162,7 +165,10 @@ impl Parameter {
         let may_be_list = may_be(&schema, &["array"]);
         let (name, key) = (name.to_owned(), name.to_owned());
         let required = required || place == Place::Path;
-        Ok(Read::Argument(Self { name, key, place, required, style, may_be_list }, schema))
+        let members = schema.get("properties").and_then(Value::as_object);
+        let members = members.into_iter().flat_map(Map::keys).map(|it| folded(it)).collect();
+        let parameter = Self { name, key, place, required, style, may_be_list, members };
+        Ok(Read::Argument(parameter, schema))
     }
 
     /// A member of a form. `None` if it cannot be written.
@@ -182,7 +188,8 @@ impl Parameter {
         // Servers read structure out of brackets.
         let is_plain = !name.contains(|c: char| c == '[' || c == ']' || c.is_control());
         let (name, key, place) = (name.to_owned(), name.to_owned(), Place::Form);
-        let field = Self { name, key, place, required, style, may_be_list };
+        let members = BTreeSet::new();
+        let field = Self { name, key, place, required, style, may_be_list, members };
         (is_own && is_plain && field.unwritable(schema).is_none()).then_some(field)
     }
 
@@ -261,6 +268,13 @@ impl Parameter {
             }
             _ => Vec::new(),
         }
+    }
+
+    /// Whether this name of a member of its is the caller's choice: it stands in the query
+    /// by itself, and the document does not have it.
+    pub(super) fn is_free(&self, name: &str) -> bool {
+        let stands_alone = (self.place, self.style);
+        matches!(stands_alone, (Place::Query, Style::Exploded)) && !self.members.contains(name)
     }
 
     /// Its pairs in the query, or in a form.

@@ -14,7 +14,7 @@
 //! what was meant: the same scheme, host, port and base path, the path and
 //! query as written.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use reqwest::header::{ACCEPT, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue};
@@ -142,15 +142,16 @@ impl Request {
         if !self.path.query.is_empty() {
             query.push(self.path.query.clone());
         }
+        let names = self.names(arguments)?;
         let mut headers = Vec::new();
-        for parameter in &self.parameters {
+        for (at, parameter) in self.parameters.iter().enumerate() {
             let Some(value) = arguments.get(&parameter.key).filter(|value| !value.is_null()) else {
                 continue;
             };
             match parameter.place {
                 Place::Path | Place::Form => {}
                 Place::Query => {
-                    self.check_names(parameter, value, arguments)?;
+                    self.check_names(at, &names)?;
                     parameter.pairs(value, &mut query)?;
                 }
                 Place::Header => headers.push(header(parameter, value)?),
@@ -169,57 +170,68 @@ impl Request {
     }
 
     /// Refuses a member that would stand in the query under the name of another
-    /// parameter, given or not, of another member, or of one of the body: a server takes one of the two,
-    /// and what the schema and a grant say of that was held against the other.
-    fn check_names(
-        &self,
-        parameter: &Parameter,
-        value: &Value,
-        arguments: &JsonObject,
-    ) -> Result<(), String> {
-        let names = parameter.own_names(value);
-        let mut own = BTreeSet::new();
-        if let Some(twice) = names.iter().find(|name| !own.insert(*name)) {
-            return Err(format!(
-                "{:?}: two of its members would be read as one, {twice:?}: leave one out",
-                parameter.key
-            ));
-        }
-        let in_body = match &self.body {
-            Some(body) if !names.is_empty() => body.names(arguments.get("body")),
-            _ => Vec::new(),
+    /// parameter, given or not, of another member, or of one of the body, unless the
+    /// document has both: a server takes one of the two, and what the schema and a grant
+    /// say of that was held against the other.
+    fn check_names(&self, at: usize, names: &Names) -> Result<(), String> {
+        let parameter = &self.parameters[at];
+        let refused = |key: &str, why: &str| {
+            Err(format!("{:?}: its member {key:?} would be read as {why}", parameter.key))
         };
-        for key in names {
-            if is_set(&self.keys, &key) {
-                let why = "would be read as what the operator sets";
-                return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
-            }
-            if is_one_of(&self.path.set, &key) {
-                let why = "would be read as what the path says";
-                return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
-            }
-            if is_one_of(&in_body, &key) {
-                let why = "would be read as a part of the body";
-                return Err(format!("{:?}: its member {key:?} {why}", parameter.key));
-            }
-            let taken = |other: &Parameter| {
-                let name = folded(&other.name);
-                let value = arguments.get(&other.key).unwrap_or(&Value::Null);
-                let is_its = name == key || name.split('[').next() == Some(&key);
-                // Some servers take `a.b` for `a[b]`.
-                let flat = |name: &str| name.replace(['[', ']'], "");
-                let mut own = other.own_names(value).into_iter();
-                other.place == Place::Query && is_its || own.any(|it| flat(&it) == flat(&key))
-            };
-            let mut others = self.parameters.iter().filter(|it| it.key != parameter.key);
-            if let Some(other) = others.find(|it| taken(it)) {
+        let mut own = BTreeSet::new();
+        for key in &names.own[at] {
+            if !own.insert(key) {
                 return Err(format!(
-                    "{:?}: its member {key:?} would be read as a part of {:?}",
-                    parameter.key, other.key
+                    "{:?}: two of its members would be read as one, {key:?}: leave one out",
+                    parameter.key
                 ));
+            }
+            if is_set(&self.keys, key) {
+                return refused(key, "what the operator sets");
+            }
+            if is_one_of(&self.path.set, key) {
+                return refused(key, "what the path says");
+            }
+            if parameter.is_free(key) && names.in_body.contains(head_of(key)) {
+                return refused(key, "a part of the body");
+            }
+            let others = [names.listed.get(key), names.flat.get(&flat(key))];
+            let mut others = others.into_iter().flatten().flatten();
+            if let Some(other) = others.find(|other| **other != at) {
+                return refused(key, &format!("a part of {:?}", self.parameters[*other].key));
             }
         }
         Ok(())
+    }
+
+    /// The names in the query that these arguments make.
+    fn names(&self, arguments: &JsonObject) -> Result<Names, String> {
+        let mut names = Names::default();
+        let mut bytes = 0;
+        let mut has_free = false;
+        for (at, parameter) in self.parameters.iter().enumerate() {
+            let value = arguments.get(&parameter.key).unwrap_or(&Value::Null);
+            let own = parameter.own_names(value);
+            bytes += value.as_object().map_or(0, |it| it.keys().map(|key| key.len() + 1).sum());
+            if bytes > URL_BYTES_MAX && parameter.place == Place::Query {
+                return Err(format!("the address would have more than {URL_BYTES_MAX} bytes"));
+            }
+            if parameter.place == Place::Query {
+                let name = folded(&parameter.name);
+                names.listed.entry(head_of(&name).to_owned()).or_default().push(at);
+                names.listed.entry(name).or_default().push(at);
+            }
+            for key in &own {
+                names.flat.entry(flat(key)).or_default().push(at);
+                has_free |= parameter.is_free(key);
+            }
+            names.own.push(own);
+        }
+        if let Some(body) = self.body.as_ref().filter(|_| has_free) {
+            let in_body = body.names(arguments.get("body"));
+            names.in_body = in_body.iter().map(|name| head_of(name).to_owned()).collect();
+        }
+        Ok(names)
     }
 
     /// The address, or a refusal if it is any other than meant.
@@ -240,6 +252,29 @@ impl Request {
             && url.password().is_none();
         if same { Ok(url) } else { Err("the address would be another than meant".to_owned()) }
     }
+}
+
+/// Names in the query, as servers tell them apart, and which parameters have them.
+#[derive(Debug, Default)]
+struct Names {
+    /// Those of each parameter's members, in the order of parameters.
+    own: Vec<Vec<String>>,
+    /// The parameters' own, and what stands before a bracket in them.
+    listed: BTreeMap<String, Vec<usize>>,
+    /// Those of all members, without brackets.
+    flat: BTreeMap<String, Vec<usize>>,
+    /// What the body says, where a member may be called like anything.
+    in_body: BTreeSet<String>,
+}
+
+/// What stands before a bracket.
+fn head_of(name: &str) -> &str {
+    name.split('[').next().unwrap_or_default()
+}
+
+/// Some servers take `a.b` for `a[b]`.
+fn flat(name: &str) -> String {
+    name.replace(['[', ']'], "")
 }
 
 fn header(parameter: &Parameter, value: &Value) -> Result<(HeaderName, HeaderValue), String> {
@@ -498,6 +533,35 @@ mod tests {
                 assert!(refused.contains("a part of the body"), "{kind}: {refused}");
             }
         }
+    }
+
+    #[test]
+    fn what_the_document_has_in_both_is_said_in_both() {
+        let in_query = |more: Value| {
+            let mut parameter = json!({"name": "page", "in": "query", "schema": {
+                "type": "object", "properties": {"size": {}, "limit": {}}}});
+            parameter.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            json!([parameter])
+        };
+        for (more, page) in
+            [(json!({"style": "deepObject"}), json!({"size": 5})), (json!({}), json!({"limit": 5}))]
+        {
+            let arguments = json!({"page": page, "body": {"page": 1, "limit": 7}});
+            build("/a", &in_query(more), &arguments).unwrap();
+        }
+    }
+
+    #[test]
+    fn many_members_are_as_soon_refused_as_few() {
+        let parameters = json!([{"name": "filter", "in": "query", "schema": {"type": "object"}}]);
+        let many = |count: usize| -> Value {
+            (0..count).map(|at| (format!("m{at}"), Value::from(1))).collect::<JsonObject>().into()
+        };
+        let arguments = json!({"filter": many(60_000), "body": many(60_000)});
+        let refused = build("/a", &parameters, &arguments).unwrap_err();
+        assert!(refused.contains("16384"), "{refused}");
+        let arguments = json!({"filter": many(1_500), "body": {"other": many(60_000)}});
+        build("/a", &parameters, &arguments).unwrap();
     }
 
     #[test]

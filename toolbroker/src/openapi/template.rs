@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Refusal;
 use super::name::{folded, is_one_of, names_of};
 use super::parameter::{Parameter, Place};
-use crate::uri::{climbs, percent_decoded};
+use crate::uri::{climbs, leads_nowhere, percent_decoded};
 
 /// A path with its parameters, and the query that documents write behind it where one
 /// address has several operations (`/messages?beta=true`).
@@ -132,10 +132,10 @@ impl Path {
 /// decode all of it first, `%2F` too, and choose by what is left once `..` is resolved.
 pub(super) fn unclimbing(texts: &[String]) -> Result<String, String> {
     let path = texts.concat();
-    // As an address is read: `%2e` is a dot there too.
-    let stays = |segment: &str| segment.to_ascii_lowercase().replace("%2e", ".") == ".";
-    if climbs(&path) || path.split('/').any(stays) {
-        return Err("a segment of the path would be `.` or `..`, once it is decoded".into());
+    let is_none = |segment: &str| !segment.is_empty() && leads_nowhere(segment);
+    if climbs(&path) || path.split('/').any(is_none) {
+        let why = "a segment of the path would be `.`, `..` or nothing, once it is decoded";
+        return Err(why.into());
     }
     Ok(path)
 }
