@@ -16,7 +16,7 @@ use super::node::Node;
 use super::{ConfigError, Lookup, Problem, strangers};
 use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_own_header, is_safe_url};
 use crate::openapi::Plan;
-use crate::secret::{Secret, is_short, names_credential, parts_of_header};
+use crate::secret::{Secret, is_short, names_credential, parts_of_credential, parts_of_header};
 use crate::stranger::{Jail, Program};
 use crate::upstream::{ServerConfig, Source};
 
@@ -258,7 +258,7 @@ fn endpoint(
                 node.secret(node.text()?.to_owned())?
             } else {
                 let bare = credential(&node, &["prefix"], lookup)?;
-                for part in parts_of_header(bare.expose()) {
+                for part in parts_of_credential(name, bare.expose()) {
                     scrub.push(node.secret(part.to_owned())?);
                 }
                 scrub.push(bare.clone());

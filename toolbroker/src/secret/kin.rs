@@ -10,6 +10,27 @@ use super::{SECRET_BYTES_MIN, Secret, is_short};
 /// What the name of something has that is a credential.
 const CREDENTIAL_NAME_PARTS: [&str; 9] =
     ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIAL", "AUTH", "COOKIE", "DSN"];
+/// What a setting is called that is a credential, without what parts words, where a value
+/// is a list of settings. Others beside it say where and how, and are none.
+const CREDENTIAL_SETTINGS: [&str; 17] = [
+    "PASSWORD",
+    "PASSWD",
+    "PWD",
+    "PASS",
+    "SSLPASSWORD",
+    "SECRET",
+    "CLIENTSECRET",
+    "TOKEN",
+    "ACCESSTOKEN",
+    "AUTHTOKEN",
+    "KEY",
+    "APIKEY",
+    "ACCESSKEY",
+    "ACCOUNTKEY",
+    "SECRETKEY",
+    "SECRETACCESSKEY",
+    "SHAREDACCESSKEY",
+];
 /// What an `Authorization` header's value begins with.
 const SCHEMES: [&str; 6] = ["Bearer", "Basic", "Digest", "Token", "ApiKey", "Key"];
 
@@ -49,6 +70,17 @@ pub(crate) fn parts_of_header(value: &str) -> Vec<&str> {
     parts
 }
 
+/// The same of a value that is a credential for sure, and may have any characters: its
+/// parts where it is cookies, and what stands behind a scheme.
+pub(crate) fn parts_of_credential<'v>(header: &str, value: &'v str) -> Vec<&'v str> {
+    if header.eq_ignore_ascii_case("cookie") {
+        return parts_of_header(value);
+    }
+    let Some(bare) = without_scheme(value).map(str::trim) else { return Vec::new() };
+    let key = bare.split_once(':').map(|(_, key)| key);
+    [bare].into_iter().chain(key).filter(|part| !is_short(part)).collect()
+}
+
 /// What stands behind a scheme, if one is there.
 fn without_scheme(value: &str) -> Option<&str> {
     let is_scheme = |word: &str| SCHEMES.iter().any(|scheme| word.eq_ignore_ascii_case(scheme));
@@ -69,7 +101,8 @@ fn parts(value: &str) -> Vec<String> {
     }
     for (name, value) in value.split([' ', ';', ',', '&', '?']).filter_map(|it| it.split_once('='))
     {
-        if names_credential(name) || name.trim().eq_ignore_ascii_case("pwd") {
+        let name: String = name.chars().filter(char::is_ascii_alphanumeric).collect();
+        if CREDENTIAL_SETTINGS.contains(&&*name.to_ascii_uppercase()) {
             parts.push(value.trim_matches(['"', '\'']).to_owned());
         }
     }
@@ -185,10 +218,21 @@ mod tests {
         ] {
             assert!(kin_of(value).iter().any(|it| it == part), "{value}");
         }
-        for innocent in ["correct horse battery telephone", "https://db.internal/a?b=c@d"] {
+        for innocent in [
+            "correct horse battery telephone",
+            "https://db.internal/a?b=c@d",
+            "DSN=inventory;UID=application",
+            "SharedAccessKeyName=RootManageSharedAccessKey;Endpoint=sb://one",
+            "mongodb://db/?authMechanism=SCRAM-SHA-256",
+            "Keyspace=production",
+        ] {
             let kin = kin_of(innocent);
             assert!(kin.iter().all(|it| it.len() == innocent.len()), "{kin:?}");
         }
+        let of = |header: &str, value| parts_of_credential(header, value).join(" ");
+        assert!(of("Cookie", "session=8f3a99bc12; theme=dark").starts_with("8f3a99bc12 "));
+        assert_eq!(of("Authorization", "ApiKey reader:abc-12345"), "reader:abc-12345 abc-12345");
+        assert_eq!(of("X-Api-Key", "correct horse battery telephone"), "");
         assert_eq!(parts_of_header("ApiKey reader:abc-12345"), ["abc-12345", "reader:abc-12345"]);
     }
 

@@ -28,7 +28,7 @@ use std::time::Duration;
 use secrecy::{ExposeSecret as _, SecretString};
 use zeroize::Zeroizing;
 
-pub(crate) use self::kin::{names_credential, parts_of_header};
+pub(crate) use self::kin::{names_credential, parts_of_credential, parts_of_header};
 pub use self::scrub::{Scrubbed, Scrubber};
 pub(crate) use self::sources::read_private;
 

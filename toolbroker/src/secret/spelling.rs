@@ -31,6 +31,8 @@ use zeroize::Zeroizing;
 
 use super::SECRET_BYTES_MIN;
 
+/// A longer value is looked for in UTF-8 alone: each encoding more takes as much memory.
+const WIDE_BYTES_MAX: usize = 256;
 /// A shorter spelling than this would meet innocent text.
 const SPELLING_BYTES_MIN: usize = 10;
 /// How often an escape may itself be escaped.
@@ -78,7 +80,10 @@ pub(super) fn spellings(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
 fn encoded(value: &str) -> Vec<Zeroizing<Vec<u8>>> {
     let wide = |bytes_of: fn(u16) -> [u8; 2]| value.encode_utf16().flat_map(bytes_of).collect();
     let latin: Option<Vec<u8>> = value.chars().map(|it| u8::try_from(u32::from(it)).ok()).collect();
-    let mut all = vec![value.as_bytes().to_vec(), wide(u16::to_le_bytes), wide(u16::to_be_bytes)];
+    let mut all = vec![value.as_bytes().to_vec()];
+    if value.len() <= WIDE_BYTES_MAX {
+        all.extend([wide(u16::to_le_bytes), wide(u16::to_be_bytes)]);
+    }
     all.extend(latin.filter(|_| !value.is_ascii()));
     all.into_iter().map(Zeroizing::new).collect()
 }
