@@ -10,35 +10,45 @@ use serde_json::{Map, Value};
 /// Members of a schema that are data, whatever is in them.
 const DATA: [&str; 5] = ["const", "enum", "default", "examples", "example"];
 
+/// Members of a schema whose members are schemas, whatever they are called.
+const OF_SCHEMAS: [&str; 4] = ["properties", "$defs", "definitions", "dependentSchemas"];
+
 /// The same schema with its patterns so written; `None` if nothing in it differs.
 pub(crate) fn read_as_javascript(schema: &Value) -> Option<Value> {
     match schema {
         Value::Array(items) => {
             let read: Vec<_> = items.iter().map(read_as_javascript).collect();
-            read.iter().any(Option::is_some).then(|| {
-                let items = read.into_iter().zip(items);
-                items.map(|(read, as_it_was)| read.unwrap_or_else(|| as_it_was.clone())).collect()
-            })
+            let items = || read.iter().zip(items);
+            read.iter()
+                .any(Option::is_some)
+                .then(|| items().map(|(read, was)| read.as_ref().unwrap_or(was).clone()).collect())
         }
-        Value::Object(members) => {
-            let mut is_other = false;
-            let mut all = Map::new();
-            for (key, member) in members {
-                let read = match (key.as_str(), member) {
-                    ("pattern", Value::String(text)) => rewritten(text).map(Value::String),
-                    ("patternProperties", Value::Object(by_pattern)) => {
-                        by_written_pattern(by_pattern)
-                    }
-                    (key, _) if DATA.contains(&key) => None,
-                    _ => read_as_javascript(member),
-                };
-                is_other |= read.is_some();
-                all.insert(key.clone(), read.unwrap_or_else(|| member.clone()));
+        Value::Object(members) => with_members(members, |key, member| match (key, member) {
+            ("pattern", Value::String(text)) => rewritten(text).map(Value::String),
+            ("patternProperties", Value::Object(by_pattern)) => by_written_pattern(by_pattern),
+            (key, Value::Object(schemas)) if OF_SCHEMAS.contains(&key) => {
+                with_members(schemas, |_, schema| read_as_javascript(schema))
             }
-            is_other.then_some(Value::Object(all))
-        }
+            (key, _) if DATA.contains(&key) => None,
+            _ => read_as_javascript(member),
+        }),
         _ => None,
     }
+}
+
+/// An object with these of its members read; `None` if none differs.
+fn with_members(
+    members: &Map<String, Value>,
+    read: impl Fn(&str, &Value) -> Option<Value>,
+) -> Option<Value> {
+    let others: Vec<_> =
+        members.iter().filter_map(|(key, member)| Some((key, read(key, member)?))).collect();
+    if others.is_empty() {
+        return None;
+    }
+    let mut all = members.clone();
+    all.extend(others.into_iter().map(|(key, member)| (key.clone(), member)));
+    Some(Value::Object(all))
 }
 
 /// The same of schemas by pattern. Two that come to one pattern stay as they are.
@@ -54,54 +64,100 @@ fn by_written_pattern(by_pattern: &Map<String, Value>) -> Option<Value> {
     (is_other && all.len() == by_pattern.len()).then_some(Value::Object(all))
 }
 
+/// Where in a class the next character stands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum At {
+    /// Outside of any.
+    Text,
+    /// Where a range may begin, or end.
+    Class,
+    /// Behind what stands for several characters, or ended what began with a `-` that
+    /// is itself: a `-` here is itself.
+    Set,
+    /// Behind a `-` that is itself.
+    Dash,
+}
+
 /// A pattern as the engines take it; `None` if it is that already.
 fn rewritten(pattern: &str) -> Option<String> {
     let mut out = String::with_capacity(pattern.len() + 8);
     let mut rest = pattern;
-    let mut in_class = false;
-    // Whether what was read last of a class stands for more than one character.
-    let mut after_set = false;
+    let mut at = At::Text;
     while let Some(next) = rest.chars().next() {
         let mut length = next.len_utf8();
         let escaped = rest[length..].chars().next().filter(|_| next == '\\');
-        let was_set = std::mem::take(&mut after_set);
+        let after = if at == At::Dash { At::Set } else { At::Class };
         match (next, escaped) {
             ('\\', Some('0')) if !rest[2..].starts_with(|it: char| it.is_ascii_digit()) => {
                 length = 2;
                 out.push_str(r"\x00");
+                at = if at == At::Text { at } else { after };
             }
             ('\\', Some(escaped)) => {
                 length += escaped.len_utf8();
                 out.push_str(&rest[..length]);
-                after_set = in_class && is_set(escaped);
+                at = match at {
+                    At::Text => at,
+                    _ if is_set(escaped) => At::Set,
+                    _ => after,
+                };
             }
-            ('[', _) if !in_class => {
+            ('[', _) if at == At::Text => {
                 let empty = [("[^]", r"[\s\S]"), ("[]", r"[^\s\S]")];
-                if let Some((read, written)) = empty.iter().find(|it| rest.starts_with(it.0)) {
-                    length = read.len();
-                    out.push_str(written);
-                } else {
-                    in_class = true;
-                    out.push('[');
+                match empty.iter().find(|it| rest.starts_with(it.0)) {
+                    Some((read, written)) if !closes(&rest[read.len()..]) => {
+                        length = read.len();
+                        out.push_str(written);
+                    }
+                    // In other languages a `]` that comes first is itself, and whoever
+                    // closes the class once more means that.
+                    Some((read, _)) => {
+                        length = read.len();
+                        out.push_str(read);
+                        at = At::Class;
+                    }
+                    None => {
+                        length = if rest.starts_with("[^") { 2 } else { 1 };
+                        out.push_str(&rest[..length]);
+                        at = At::Class;
+                    }
                 }
             }
-            (']', _) if in_class => {
-                in_class = false;
+            (']', _) if at != At::Text => {
                 out.push(']');
+                at = At::Text;
             }
-            ('-', _) if in_class => {
+            ('-', _) if at != At::Text => {
                 // At an end it is itself to everybody.
-                let behind = &rest[1..];
-                let is_last = behind.starts_with(']');
+                let is_last = rest[1..].starts_with(']');
                 let set_follows =
-                    behind.strip_prefix('\\').is_some_and(|it| it.starts_with(is_set));
-                out.push_str(if (was_set && !is_last) || set_follows { r"\-" } else { "-" });
+                    rest[1..].strip_prefix('\\').is_some_and(|it| it.starts_with(is_set));
+                let is_itself = (at == At::Set && !is_last) || set_follows;
+                out.push_str(if is_itself { r"\-" } else { "-" });
+                at = if is_itself { At::Dash } else { At::Class };
             }
-            (other, _) => out.push(other),
+            (other, _) => {
+                out.push(other);
+                at = if at == At::Text { at } else { after };
+            }
         }
         rest = &rest[length..];
     }
     (out != pattern).then_some(out)
+}
+
+/// Whether a class that is open is closed before another is opened.
+fn closes(rest: &str) -> bool {
+    let mut characters = rest.chars();
+    while let Some(next) = characters.next() {
+        match next {
+            '\\' => drop(characters.next()),
+            ']' => return true,
+            '[' => return false,
+            _ => {}
+        }
+    }
+    false
 }
 
 /// Whether `\` and this stand for any of several characters.
@@ -124,11 +180,16 @@ mod tests {
             ("a[]b", r"a[^\s\S]b"),
             (r"a\0b", r"a\x00b"),
             (r"[\0-\x1f]", r"[\x00-\x1f]"),
+            (r"[\d-a-z]", r"[\d\-a\-z]"),
+            (r"[\d-a]b-c[a-z]", r"[\d\-a]b-c[a-z]"),
+            (r"[]x[a]", r"[^\s\S]x[a]"),
         ] {
             assert_eq!(rewritten(pattern).as_deref(), Some(written), "{pattern}");
         }
         for pattern in [
             "",
+            "^[^]]+$",
+            r"[]\w]",
             "^[a-z0-9-]+$",
             r"[\]-a]",
             r"\[^]",
@@ -160,6 +221,10 @@ mod tests {
         });
         assert_eq!(read_as_javascript(&schema), Some(expected.clone()));
         assert_eq!(read_as_javascript(&expected), None);
+        // A property may be called like a word that has data.
+        let named = json!({"properties": {"default": {"pattern": "[^]"}}});
+        let read = read_as_javascript(&named).unwrap();
+        assert_eq!(read["properties"]["default"]["pattern"], r"[\s\S]");
         let twice = json!({"patternProperties": {"[^]": {}, r"[\s\S]": {"type": "string"}}});
         assert_eq!(read_as_javascript(&twice), None);
     }
