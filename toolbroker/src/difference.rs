@@ -41,10 +41,15 @@ pub(crate) fn shown(old: &str, new: &str) -> String {
     out.join("\n")
 }
 
+/// A text's lines, with all that is in them: a carriage return is a change too.
+fn parted(text: &str) -> Vec<&str> {
+    text.split_terminator('\n').collect()
+}
+
 /// The lines of both, each with what became of it in front: `-` for one that
 /// went, `+` for one that came, two spaces for one that stayed.
 fn lines(old: &str, new: &str) -> Vec<String> {
-    let (old, new): (Vec<&str>, Vec<&str>) = (old.lines().collect(), new.lines().collect());
+    let (old, new) = (parted(old), parted(new));
     let same = |pair: &(&&str, &&str)| pair.0 == pair.1;
     let head = old.iter().zip(&new).take_while(same).count();
     let tail = old[head..].iter().rev().zip(new[head..].iter().rev()).take_while(same).count();
@@ -125,6 +130,7 @@ mod tests {
         assert!(shown.lines().filter(|it| it.starts_with("  ")).count() < 20, "{shown}");
         assert_eq!(super::shown("a\nb", "a\nb"), "");
         assert_eq!(super::shown("", "a\nb"), "+ a\n+ b");
+        assert_eq!(super::shown("a\nb", "a\r\nb"), "- a\n+ a\r\n  b");
     }
 
     #[test]

@@ -52,9 +52,9 @@ const FILE_BYTES_MAX: u64 = 64 * 1024 * 1024;
 /// The pins of one server's tools that come at first sight, in bytes of their texts: what
 /// its later tools do not have they get by approval alone, and other servers' have room.
 const SERVER_BYTES_MAX: usize = if cfg!(test) { 64 * 1024 } else { 8 * 1024 * 1024 };
-/// How many times as long as it came a schema may be shown, which is what indenting it
-/// takes.
-const INDENTED_MAX: usize = 4;
+/// A schema is indented for its reader up to so many bytes: all tools of a server have to
+/// fit into one list.
+const INDENTED_BYTES_MAX: usize = 64 * 1024;
 
 /// What becomes of a tool without a pin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -181,8 +181,7 @@ impl Pin {
         let pretty = |json: &str| {
             let value: serde_json::Value = serde_json::from_str(json).unwrap_or_default();
             let pretty = serde_json::to_string_pretty(&value).unwrap_or_default();
-            let is_deep = pretty.len() / INDENTED_MAX > json.len();
-            if is_deep { json.to_owned() } else { pretty }
+            if pretty.len() > INDENTED_BYTES_MAX { json.to_owned() } else { pretty }
         };
         let mut text = format!("description:\n{}\n", self.description);
         let _ = writeln!(text, "input schema:\n{}", pretty(&self.input_schema));

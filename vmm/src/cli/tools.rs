@@ -260,24 +260,25 @@ fn review(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
         })?;
     } else {
         for tool in &tools {
-            show_review(tool)?;
+            show_review(tool, true)?;
         }
     }
     Ok(said(&unavailable).into())
 }
 
-fn show_review(tool: &ReviewedTool) -> Result<(), CliError> {
+fn show_review(tool: &ReviewedTool, waits: bool) -> Result<(), CliError> {
     let mut out = out();
     let (standing, name) = (word_of(tool), shown_whole(tool.name.as_str()));
     let ToolWord { effect, cost, advice } = &tool.word;
     writeln!(out, "{standing:<8}  {name}  effect {}, cost {cost}", effect.as_str())?;
-    for line in tool.difference.lines() {
+    for line in tool.difference.split_terminator('\n') {
         writeln!(out, "    {}", shown_whole(line))?;
     }
     if let (Some(advice), false) = (advice, tool.difference.is_empty()) {
         writeln!(out, "    its server says, unproven: {}", shown_whole(advice))?;
     }
-    if tool.standing != Standing::Approved
+    if waits
+        && tool.standing != Standing::Approved
         && let Some(word) = tool.name.shell_word()
     {
         let digest = &hex(&tool.definition_sha256)[..DIGEST_SHOWN];
@@ -334,7 +335,7 @@ fn approve(args: &ToolsApproveArgs) -> Result<ExitCode, CliError> {
             other => Err(other),
         })?;
     for tool in &tools {
-        show_review(tool)?;
+        show_review(tool, false)?;
     }
     if tools.is_empty() {
         complain(&"nothing had to be approved: all of these definitions are");
