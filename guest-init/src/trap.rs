@@ -141,8 +141,10 @@ fn not_instantiated(error: &InstantiationError, limits: &RunLimits) -> Ending {
 /// The ending for an error that wasmi returned while it compiled the module.
 /// `placed` adds where it is.
 pub(crate) fn not_compiled(error: &Error, placed: impl FnOnce(String) -> String) -> Ending {
-    let mut text = placed(error.to_string());
-    if text.contains("SIMD") {
+    let mut text = error.to_string();
+    let is_simd = text.contains("SIMD");
+    text = placed(text);
+    if is_simd {
         text.push_str(": SIMD is not there, build the program without it");
     }
     match error.kind() {

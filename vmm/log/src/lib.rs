@@ -40,10 +40,12 @@ pub fn no_level(filter: &str) -> Option<&str> {
         LEVELS.iter().any(|level| word.eq_ignore_ascii_case(level))
             || word.parse::<u8>().is_ok_and(|it| usize::from(it) < LEVELS.len())
     };
-    let mut words = filter.split(',').map(str::trim).filter(|word| !word.is_empty());
-    words.find(|word| {
-        !word.contains(['=', '[', ':', '_']) && !word.starts_with("forge") && !is_level(word)
-    })
+    let words = || filter.split(',').map(str::trim).filter(|word| !word.is_empty());
+    // With a level beside it, a word alone is a part's name.
+    if words().any(is_level) {
+        return None;
+    }
+    words().find(|word| !word.contains(['=', '[', ':', '_']) && !word.starts_with("forge"))
 }
 
 /// Where lines of the log go. Each is one write to `&Log`.
@@ -186,9 +188,17 @@ fn has_room(target: &OwnedFd, within: &Timespec) -> bool {
 mod tests {
     #[test]
     fn a_word_that_is_meant_for_a_level_and_is_none_is_found() {
-        for good in
-            ["", "warn", "WARN,", "3", "info,forge_vmm=debug", "forge_worker", "a::b", "x[y]"]
-        {
+        for good in [
+            "",
+            "warn",
+            "WARN,",
+            "3",
+            "info,forge_vmm=debug",
+            "warn,hyper",
+            "forge_worker",
+            "a::b",
+            "x[y]",
+        ] {
             assert_eq!(super::no_level(good), None, "{good}");
         }
         for (bad, word) in

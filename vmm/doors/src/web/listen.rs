@@ -97,9 +97,7 @@ impl Listener {
         match self {
             Self::Tcp(listener) => {
                 let listener = std::net::TcpListener::from(listener.as_fd().try_clone_to_owned()?);
-                while last.len() < CONNECTIONS_MAX
-                    && let Ok((stream, _)) = listener.accept()
-                {
+                for (stream, _) in all_of(|| listener.accept()) {
                     stream.set_nonblocking(true)?;
                     stream.set_nodelay(true)?;
                     last.push(Box::new(tokio::net::TcpStream::from_std(stream)?));
@@ -109,9 +107,7 @@ impl Listener {
             Self::Unix(listener) => {
                 let listener =
                     std::os::unix::net::UnixListener::from(listener.as_fd().try_clone_to_owned()?);
-                while last.len() < CONNECTIONS_MAX
-                    && let Ok((stream, _)) = listener.accept()
-                {
+                for (stream, _) in all_of(|| listener.accept()) {
                     stream.set_nonblocking(true)?;
                     last.push(Box::new(tokio::net::UnixStream::from_std(stream)?));
                 }
@@ -121,6 +117,20 @@ impl Listener {
         }
         Ok(last)
     }
+}
+
+/// All that there are now, of a listener that does not wait.
+fn all_of<T>(mut accept: impl FnMut() -> io::Result<T>) -> Vec<T> {
+    let mut all = Vec::new();
+    while all.len() < CONNECTIONS_MAX {
+        match accept() {
+            Ok(one) => all.push(one),
+            // One that has left again.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+            Err(_) => break,
+        }
+    }
+    all
 }
 
 /// What becomes of the place where a door listened.
