@@ -19,7 +19,6 @@ use crate::admission::{self, Admitted, Entry};
 use crate::engine;
 use crate::host::Host;
 use crate::link::{Link, ServeError, Stream};
-use crate::place;
 use crate::respelled;
 use crate::shape::{self, ShapeError};
 use crate::trap::{self, rejected};
@@ -195,8 +194,8 @@ fn bounded_trusted(module: &[u8]) -> Result<Option<Vec<u8>>, Ending> {
 /// Compiles and admits bytes that are bounded.
 fn compile(limits: &RunLimits, module: &[u8]) -> Result<Prepared, Ending> {
     let engine = Engine::new(&engine::config(limits));
-    let module = Module::new(&engine, module)
-        .map_err(|error| trap::not_compiled(&error, |text| place::told(text, module)))?;
+    let module =
+        Module::new(&engine, module).map_err(|error| trap::not_compiled(&error, module))?;
     let admitted = admission::admit(&module)?;
     Ok(Prepared { engine, module, admitted })
 }

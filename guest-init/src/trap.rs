@@ -13,6 +13,7 @@ use wasmi::errors::{ErrorKind, InstantiationError, MemoryError, TableError};
 use wasmi::{Error, TrapCode};
 
 use crate::link::ServeError;
+use crate::place;
 
 /// Why a host function ends the program. It travels through wasmi as a host
 /// error.
@@ -139,11 +140,11 @@ fn not_instantiated(error: &InstantiationError, limits: &RunLimits) -> Ending {
 }
 
 /// The ending for an error that wasmi returned while it compiled the module.
-/// `placed` adds where it is.
-pub(crate) fn not_compiled(error: &Error, placed: impl FnOnce(String) -> String) -> Ending {
-    let mut text = error.to_string();
-    let is_simd = text.contains("SIMD");
-    text = placed(text);
+/// Names the function of this module that it is in.
+pub(crate) fn not_compiled(error: &Error, module: &[u8]) -> Ending {
+    let said = error.to_string();
+    let is_simd = said.contains("SIMD");
+    let mut text = place::told(said, module);
     if is_simd {
         text.push_str(": SIMD is not there, build the program without it");
     }

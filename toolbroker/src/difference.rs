@@ -24,16 +24,11 @@ pub(crate) fn shown(old: &str, new: &str) -> String {
         }
     };
     for at in changed {
-        let (start, end) =
-            (at.saturating_sub(AROUND).max(next), (at + AROUND + 1).min(lines.len()));
-        if start > next {
-            skipped(&mut out, start - next);
-        }
-        let from = start.max(next);
-        if end > from {
-            out.extend_from_slice(&lines[from..end]);
-            next = end;
-        }
+        let start = at.saturating_sub(AROUND).max(next);
+        let end = (at + AROUND + 1).min(lines.len());
+        skipped(&mut out, start - next);
+        out.extend_from_slice(&lines[start..end]);
+        next = end;
     }
     if !out.is_empty() {
         skipped(&mut out, lines.len() - next);

@@ -170,12 +170,6 @@ impl Pin {
         }
     }
 
-    /// What its texts take.
-    fn bytes(&self) -> usize {
-        let schemas = self.input_schema.len() + self.output_schema.as_deref().map_or(0, str::len);
-        self.description.len() + schemas
-    }
-
     /// For a person to read, all of it.
     fn shown(&self) -> String {
         let pretty = |json: &str| {
@@ -199,19 +193,25 @@ impl Room {
     fn of(server: &str, pins: &BTreeMap<String, Pin>) -> Self {
         let first = format!("{server}.");
         let own = pins.range(first.clone()..).take_while(|(name, _)| name.starts_with(&first));
-        let taken = own.map(|(_, pin)| pin.bytes()).sum();
+        let taken = own
+            .map(|(_, pin)| {
+                bytes_of(&pin.description, &pin.input_schema, pin.output_schema.as_deref())
+            })
+            .sum();
         Self(SERVER_BYTES_MAX.saturating_sub(taken))
     }
 
-    fn has(&self, tool: &Tool) -> bool {
-        Pin::of(tool.spec()).bytes() <= self.0
+    /// What is left with this tool's definition taken, if it has room.
+    fn without(&self, tool: &Tool) -> Option<Self> {
+        let spec = tool.spec();
+        let bytes = bytes_of(&spec.description, &spec.input_schema, spec.output_schema.as_deref());
+        self.0.checked_sub(bytes).map(Self)
     }
+}
 
-    fn take(&mut self, tool: &Tool) -> bool {
-        let left = self.0.checked_sub(Pin::of(tool.spec()).bytes());
-        self.0 = left.unwrap_or(self.0);
-        left.is_some()
-    }
+/// What a definition's texts take.
+fn bytes_of(description: &str, input_schema: &str, output_schema: Option<&str>) -> usize {
+    description.len() + input_schema.len() + output_schema.map_or(0, str::len)
 }
 
 impl Reviews {
@@ -255,7 +255,9 @@ impl Reviews {
         let new: Vec<_> =
             tools.iter().filter(|tool| self.standing(tool) == Standing::New).collect();
         let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(new.into_iter().any(|tool| Room::of(tool.name().server(), &book.pins).has(tool)))
+        Ok(new
+            .into_iter()
+            .any(|tool| Room::of(tool.name().server(), &book.pins).without(tool).is_some()))
     }
 
     /// Tells the log of each definition that is another than the approved one, once: all
@@ -296,14 +298,15 @@ impl Reviews {
                     if pins.contains_key(name) {
                         continue;
                     }
-                    if !room.take(tool) {
+                    let Some(left) = room.without(tool) else {
                         tracing::warn!(
                             tool = ?name,
                             "definition not pinned: this server has had too many others; it \
                              waits for `forge-vmm tools approve`"
                         );
                         continue;
-                    }
+                    };
+                    room = left;
                     tracing::info!(tool = ?name, "definition pinned at first sight");
                     pins.insert(name.to_owned(), Pin::of(tool.spec()));
                 }

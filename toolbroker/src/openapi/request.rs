@@ -212,8 +212,8 @@ impl Request {
         for (at, parameter) in self.parameters.iter().enumerate() {
             let value = arguments.get(&parameter.key).unwrap_or(&Value::Null);
             let own = parameter.own_names(value);
-            bytes += value.as_object().map_or(0, |it| it.keys().map(|key| key.len() + 1).sum());
-            if bytes > URL_BYTES_MAX && parameter.place == Place::Query {
+            bytes += own.iter().map(|key| key.len() + 1).sum::<usize>();
+            if bytes > URL_BYTES_MAX {
                 return Err(format!("the address would have more than {URL_BYTES_MAX} bytes"));
             }
             if parameter.place == Place::Query {
