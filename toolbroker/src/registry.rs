@@ -22,7 +22,7 @@ use crate::egress;
 use crate::policy::Policy;
 use crate::secret::Scrubber;
 use crate::upstream::scrubs::Scrubs;
-use crate::upstream::{Away, Connection, Upstream, UpstreamError};
+use crate::upstream::{Away, Connection, Place, Upstream, UpstreamError};
 
 /// The built-in tools, and the tool servers by name.
 #[derive(Debug)]
@@ -65,6 +65,14 @@ impl Carrier {
         match self {
             Self::Builtin(_) => Ok(()),
             Self::Server(connection) => connection.can_send(tool, arguments),
+        }
+    }
+
+    /// Waits until a call of this principal can be sent to whoever carries it out.
+    pub(crate) async fn place(&self, of: &Arc<str>) -> Option<Place> {
+        match self {
+            Self::Builtin(_) => None,
+            Self::Server(connection) => connection.place(of).await,
         }
     }
 

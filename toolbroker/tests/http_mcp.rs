@@ -11,11 +11,11 @@ use std::time::Instant;
 use axum::Router;
 use axum::routing::{any, get, post};
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Reply, Request};
+use forge_protocol::broker::{Authority, Reply, Request};
 use forge_protocol::limits::RunLimits;
 use serde_json::{Value, json};
 use support::web::{Era, Mcp, Web, tool};
-use support::{Broker, CANARY, PATIENCE};
+use support::{Broker, CANARY, PATIENCE, name, run_request};
 
 /// A broker with one server `web` in `forge.toml`, with these lines about it.
 fn broker(web: &Web, lines: &str) -> Broker {
@@ -478,6 +478,31 @@ fn a_server_that_hangs_holds_up_nothing_but_its_call() {
     assert_eq!(worker.settled().id, quick);
     let settled = worker.settled();
     assert_eq!((settled.id, settled.code), (hung, Some(CallCode::OutcomeUnknown)));
+}
+
+#[test]
+fn a_principal_whose_calls_a_server_takes_its_time_for_keeps_no_other_from_it() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    assert_eq!(broker.run(&["web.echo"], limits()).call("web.echo", &json!({})).0, None);
+    let _alices: Vec<_> = (0..40)
+        .map(|_| {
+            let mut hers = broker.run(&["web.hang"], limits());
+            for _ in 0..8 {
+                hers.send("web.hang", b"{}");
+            }
+            hers
+        })
+        .collect();
+    // As many of hers as may be there at once, and no more.
+    mcp.wait_until("her calls arrived", |inner| {
+        inner.seen.iter().filter(|it| it.tool() == Some("hang")).count() >= 256
+    });
+    let tools = Authority::Tools(vec![name("web.echo")]);
+    let mut bobs = broker.open(run_request("bob", tools, limits())).unwrap().0;
+    assert_eq!(bobs.call("web.echo", &json!({})).0, None);
+    assert_eq!(mcp.calls("hang"), 256);
 }
 
 #[test]

@@ -79,9 +79,10 @@ pub(super) fn read(sources: Sources, servers: &BTreeMap<String, Arc<Upstream>>) 
         }),
         work: Work::waits(move |caller, arguments| {
             let (shared, until) = (Arc::clone(&shared), caller.deadline);
+            let principal = Arc::clone(&caller.principal);
             async move {
                 let (sources, servers) = &*shared;
-                carry_out(sources, servers, &arguments, until).await
+                carry_out(sources, servers, &arguments, &principal, until).await
             }
         }),
     }
@@ -91,6 +92,7 @@ async fn carry_out(
     sources: &Sources,
     servers: &BTreeMap<String, Arc<Upstream>>,
     arguments: &JsonObject,
+    principal: &Arc<str>,
     until: Instant,
 ) -> CallEnd {
     let server = text(arguments, "server").unwrap_or_default();
@@ -108,6 +110,7 @@ async fn carry_out(
             return Failure::new("unavailable", Away::of(server, &source).to_string()).into();
         }
     };
+    let _place = connection.place(principal).await;
     match connection.read_resource(uri, until).await {
         CallEnd::Answered(contents) => {
             let bytes = bytes_of(&contents);

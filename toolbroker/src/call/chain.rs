@@ -36,7 +36,7 @@ use crate::registry::Carrier;
 use crate::schema_cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
 use crate::telemetry::{CallSpan, CalledTool, Span, Spans, Steps};
-use crate::upstream::{CallEnd, Unusable, VALUES_MAX};
+use crate::upstream::{CallEnd, Place, Unusable, VALUES_MAX};
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays
@@ -280,6 +280,15 @@ impl Checked {
     /// What the operator says it does.
     pub(super) fn effect(&self) -> Effect {
         self.effect
+    }
+
+    /// There is a place for it at whoever carries it out.
+    pub(super) async fn placed(self, carrier: &Carrier) -> Result<(Self, Option<Place>), Refused> {
+        let run = &self.facts.run;
+        match timeout_at(run.deadline(), carrier.place(run.principal())).await {
+            Ok(place) => Ok((self, place)),
+            Err(_) => Err(self.facts.refused(CallFailure::DeadlinePassed)),
+        }
     }
 
     /// The journal has the intent: on the disk if the call changes something.

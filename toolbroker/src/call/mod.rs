@@ -13,6 +13,7 @@
 //!    → the budget is not spent                          budget spent
 //!    · (budgets over time, approvals)
 //!    → there is time                      Checked       deadline passed
+//!    → there is a place at its server                   deadline passed
 //!    → the journal has the intent         Intended      not recorded
 //!  ═══ dispatched: it may have happened from here on ═══
 //!    → with its credential, until its
@@ -67,6 +68,7 @@ use crate::metrics::Metrics;
 use crate::registry::{Carrier, Found, Registry};
 use crate::telemetry::{RunSpan, Span, Spans};
 use crate::turns::Turns;
+use crate::upstream::Place;
 
 /// Large results that are held against their schemas and cleared of credentials
 /// at the same time. Each takes several times its size meanwhile, and none
@@ -219,7 +221,7 @@ impl Dispatcher {
         };
         let (run, call, began) = (Arc::clone(granted.run()), granted.call(), granted.began());
         let span = tracing::info_span!("call", run = %run.id(), call, tool = ?granted.tool());
-        let (checked, carrier) = match self.check(granted).instrument(span.clone()).await {
+        let (checked, carrier, place) = match self.check(granted).instrument(span.clone()).await {
             Ok(checked) => checked,
             Err(refused) => return refused.recorded(&self.books).await,
         };
@@ -244,6 +246,7 @@ impl Dispatcher {
                     }
                     None => {
                         let mut dispatched = intended.dispatched(&carrier).await;
+                        drop(place);
                         let turn = match dispatched.is_small() {
                             true => None,
                             false => dispatched.turn(async |of| large_results.turn(of).await).await,
@@ -277,8 +280,8 @@ impl Dispatcher {
         unheard(&run, call, began, &failure)
     }
 
-    /// The steps from the grant to the line.
-    async fn check(&self, granted: Granted) -> Result<(Checked, Carrier), Refused> {
+    /// The steps from the grant to the journal.
+    async fn check(&self, granted: Granted) -> Result<(Checked, Carrier, Option<Place>), Refused> {
         let run = granted.run();
         let found = self.registry.find(granted.tool(), run.hosted());
         let Found { tool, carrier, effect, cost } = match timeout_at(run.deadline(), found).await {
@@ -293,7 +296,9 @@ impl Dispatcher {
         let pinned = granted.pinned(tool, effect, cost)?;
         let check = move || Ok((pinned.checked(Some(&carrier))?, carrier));
         // Long work for a thread that nobody else waits for.
-        if small { check() } else { beside(check).await }
+        let (checked, carrier) = if small { check() } else { beside(check).await }?;
+        let (checked, place) = checked.placed(&carrier).await?;
+        Ok((checked, carrier, place))
     }
 }
 

@@ -34,7 +34,7 @@ use super::received;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Unusable, Upstream};
+use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Place, Unusable, Upstream};
 use crate::definition::Tool;
 
 /// How long a listing may take once the server is up.
@@ -321,6 +321,15 @@ impl Session {
                 tracing::warn!(server = self.server, ?tool, ?why, "tool left out");
             }
             *last = left_out;
+        }
+    }
+
+    /// Waits until a call of this principal can be sent. A process has no places:
+    /// it reads one call after the other.
+    pub(super) async fn place(&self, of: &Arc<str>) -> Option<Place> {
+        match &self.line {
+            Line::Process(_) => None,
+            Line::Http(http) => http.place(of).await,
         }
     }
 

@@ -66,7 +66,7 @@ use rmcp::transport::Transport;
 use rmcp::{ClientCacheConfig, ClientLifecycleMode, ClientServiceExt as _, RoleClient};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
@@ -185,6 +185,9 @@ impl CallEnd {
     }
 }
 
+/// One of the places for calls to a server, until it is dropped.
+pub type Place = OwnedSemaphorePermit;
+
 /// One configured server.
 #[derive(Debug)]
 pub struct Upstream {
@@ -257,6 +260,15 @@ impl Connection {
             Self::Api(api) => api.can_send(tool, arguments),
             // Any JSON object is the arguments of a call.
             Self::Mcp(_) | Self::Hosted(_) => Ok(()),
+        }
+    }
+
+    /// Waits until a call of this principal can be sent, where there are places
+    /// for so many alone. The place is held as long as the call goes on.
+    pub async fn place(&self, of: &Arc<str>) -> Option<Place> {
+        match self {
+            Self::Mcp(session) => session.place(of).await,
+            Self::Api(_) | Self::Hosted(_) => None,
         }
     }
 
