@@ -1190,6 +1190,8 @@ fn a_door_that_is_killed_is_opened_again_and_ends_with_its_service() {
         let mut service = desk.open_without_vm();
         assert_eq!(service.get("/readyz").status, 200);
         let first = service.door();
+        // Somebody tidies up, and the service listens at a socket without a name.
+        fs::remove_file(desk.socket()).unwrap();
         service.signal(first, libc::SIGKILL);
         eventually("it is gone", || is_gone(first));
         // At the same address: whoever comes meanwhile waits for it.

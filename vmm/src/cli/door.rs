@@ -8,10 +8,12 @@
 //! may be another user. Where it ends before the service does, it is started
 //! again at the same socket.
 
+use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::num::NonZero;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -242,14 +244,38 @@ pub(crate) struct Door {
     ended: mpsc::Receiver<()>,
 }
 
+/// Where a service listens: its socket itself, which somebody may remove or
+/// replace at its path while it listens on.
+#[derive(Debug)]
+struct ServiceAt {
+    socket: File,
+    path: PathBuf,
+}
+
+impl ServiceAt {
+    /// The socket that is at this path now.
+    fn of(path: &Path) -> io::Result<Self> {
+        let socket = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path)?;
+        Ok(Self { socket, path: path.to_owned() })
+    }
+
+    fn connect(&self) -> io::Result<UnixStream> {
+        // The kernel follows this link to the socket, under whatever name or none.
+        let socket = format!("/proc/self/fd/{}", self.socket.as_raw_fd());
+        UnixStream::connect(socket).map_err(|error| {
+            let what = format!("no connection to {}: {error}", self.path.display());
+            io::Error::new(error.kind(), what)
+        })
+    }
+}
+
 /// What the keeper of a door and its owner share.
 #[derive(Debug)]
 struct Shared {
     listener: Listener,
     user: Option<BrokerUser>,
     options: Mutex<Options>,
-    /// Where the service listens.
-    service: PathBuf,
+    service: ServiceAt,
     ending: AtomicBool,
     /// The process that is the door now, and our end of its descriptor 0.
     now: Mutex<Option<(Child, UnixStream)>>,
@@ -284,10 +310,7 @@ impl Shared {
         drop(command);
         let hand = || -> io::Result<()> {
             let (kind, listener) = self.listener.rider();
-            let service = UnixStream::connect(&self.service).map_err(|error| {
-                let what = format!("no connection to {}: {error}", self.service.display());
-                io::Error::new(error.kind(), what)
-            })?;
+            let service = self.service.connect()?;
             for (word, descriptor) in [(kind, listener), (b's', service.as_fd())] {
                 ours.send_with_fd(&[word][..], descriptor.as_raw_fd())
                     .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
@@ -371,15 +394,16 @@ impl Door {
         };
         let listener = Listener::bind(&place).map_err(failed)?;
         let place = listener.place();
+        let unopened = |source| CliError::File { path: "the HTTP door".into(), source };
         let shared = Arc::new(Shared {
             listener,
             user,
             options: Mutex::new(options),
-            service: service.to_owned(),
+            service: ServiceAt::of(service)
+                .map_err(|source| CliError::File { path: service.display().to_string(), source })?,
             ending: AtomicBool::new(false),
             now: Mutex::default(),
         });
-        let unopened = |source| CliError::File { path: "the HTTP door".into(), source };
         let opened = shortage::outlast(|| shared.open(&shared.options()));
         let (child, ours) = opened.map_err(unopened)?;
         let for_reading = ours.try_clone().map_err(unopened)?;
@@ -649,7 +673,7 @@ mod tests {
             listener: Listener::bind(&Place::Path(path.clone())).unwrap(),
             user: None,
             options: Mutex::new(options),
-            service: path,
+            service: ServiceAt::of(&path).unwrap(),
             ending: AtomicBool::new(true),
             now: Mutex::new(Some((stays, ours))),
         };
