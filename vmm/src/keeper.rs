@@ -36,6 +36,8 @@ const STEADY_DELAYS: u32 = 50;
 const ABSENCE_PATIENCE: Duration = Duration::from_secs(1);
 /// How often they look whether they are still to wait.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How long a journal that took no records may take to say whether it does now.
+const JOURNAL_TIME_MAX: Duration = Duration::from_millis(200);
 
 /// How the broker stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +46,8 @@ pub struct BrokerStanding {
     pub pid: Option<u32>,
     /// How many were started after one was lost.
     pub restarts: u64,
+    /// Whether its journal takes records: without, no run's calls are carried out.
+    pub records: bool,
     /// Why it is not there, or what is wrong with one that is.
     pub reason: Option<String>,
 }
@@ -110,15 +114,34 @@ impl Keeper {
         Ok(Self { shared, stop })
     }
 
-    /// How it stands.
+    /// How it stands. One whose journal took no records when a run's calls were to be on
+    /// the disk is asked again whether it does now: no run may come that would.
     #[must_use]
     pub fn standing(&self) -> BrokerStanding {
-        let state = self.shared.state();
-        let (pid, reason) = match &state.broker {
-            Ok(broker) => (Some(broker.id()), self.shared.silence_of(broker.id())),
-            Err(away) => (None, Some(away.reason.clone())),
+        let (broker, restarts) = {
+            let state = self.shared.state();
+            let broker = state.broker.as_ref().map(Arc::clone);
+            (broker.map_err(|away| away.reason.clone()), state.restarts)
         };
-        BrokerStanding { pid, restarts: state.restarts, reason }
+        let broker = match broker {
+            Ok(broker) => broker,
+            Err(reason) => {
+                return BrokerStanding {
+                    pid: None,
+                    restarts,
+                    records: false,
+                    reason: Some(reason),
+                };
+            }
+        };
+        let again = Patience::until(Instant::now() + JOURNAL_TIME_MAX);
+        let unrecorded = broker.unrecorded().and_then(|_| {
+            let _ = broker.sync_for(again);
+            broker.unrecorded()
+        });
+        let (pid, records) = (broker.id(), unrecorded.is_none());
+        let reason = self.shared.silence_of(pid).or(unrecorded);
+        BrokerStanding { pid: Some(pid), restarts, records, reason }
     }
 
     /// Asks the broker, and gives back who answered. A broker that is lost over

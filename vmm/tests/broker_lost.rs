@@ -51,6 +51,7 @@ fn main() -> ExitCode {
         claims![
             a_lost_broker_comes_back_and_runs_that_were_calling_say_so,
             a_broker_that_cannot_come_back_is_said_and_comes_back_when_it_can,
+            a_journal_that_takes_nothing_is_said_until_it_does,
             a_broker_that_stands_still_costs_a_run_its_time_and_no_more,
         ],
         claims![
@@ -347,6 +348,32 @@ fn a_broker_that_stands_still_costs_a_run_its_time_and_no_more() {
         let standing = status(&client).await;
         assert_eq!(standing["broker"]["restarts"], 0, "{standing:#}");
         assert_eq!(broker_pid(&standing), Some(broker));
+    });
+}
+
+fn a_journal_that_takes_nothing_is_said_until_it_does() {
+    let desk = desk();
+    let service = desk.serve(&[]);
+    let (there, away) = (desk.path("state/journal"), desk.path("state/journal.away"));
+    runtime().block_on(async {
+        let client = forge_client::Client::connect(&service.socket).await.unwrap();
+        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
+        assert_eq!(status(&client).await["state"], "serving");
+        fs::rename(&there, &away).unwrap();
+        eventually("no call is recorded", || {
+            let run =
+                forge_client::blocking::Client::connect(&service.socket).unwrap().run(&hashes());
+            report(&run.unwrap())["status"] != "ok"
+        });
+        let standing = status(&client).await;
+        let reason = standing["broker"]["reason"].as_str().unwrap_or_default();
+        assert!(reason.contains("journal cannot be written"), "{standing:#}");
+        assert_eq!(standing["state"], "recovering");
+        fs::rename(&away, &there).unwrap();
+        // Without a run that would find it out.
+        stands(&client, "it takes records again", |status| status["state"] == "serving").await;
+        assert_eq!(status(&client).await["broker"]["reason"], Value::Null);
+        assert_eq!(report(&client.run(&hashes()).await.unwrap())["status"], "ok");
     });
 }
 

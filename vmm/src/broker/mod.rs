@@ -312,6 +312,8 @@ pub struct Broker {
     options: BrokerOptions,
     child: Mutex<Child>,
     control: Control,
+    /// Why its journal takes no records, as far as it was asked.
+    unrecorded: Mutex<Option<String>>,
 }
 
 impl Broker {
@@ -365,6 +367,7 @@ impl Broker {
             options: options.clone(),
             child: Mutex::new(child),
             control: Control::new(ours),
+            unrecorded: Mutex::default(),
         };
         let patience = Patience::until(Instant::now() + REQUEST_TIME_MAX);
         let greeted = broker.control.greet(patience);
@@ -519,10 +522,24 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn sync_for(&self, patience: Patience<'_>) -> Result<(), BrokerError> {
-        match self.exchange(Request::Sync, None, REQUEST_TIME_MAX, patience)? {
-            Reply::Synced => Ok(()),
-            other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
+        match self.exchange(Request::Sync, None, REQUEST_TIME_MAX, patience) {
+            Ok(Reply::Synced) => {
+                *lock(&self.unrecorded) = None;
+                Ok(())
+            }
+            Ok(other) => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
+            Err(error) => {
+                if let BrokerError::Refused { kind: RefusalKind::Journal, message } = &error {
+                    *lock(&self.unrecorded) = Some(message.clone());
+                }
+                Err(error)
+            }
         }
+    }
+
+    /// Why its journal takes no records, if it took none when it was last asked.
+    pub(crate) fn unrecorded(&self) -> Option<String> {
+        lock(&self.unrecorded).clone()
     }
 
     /// Says that nobody wants a run any more whose link is still open: what it

@@ -55,10 +55,10 @@ impl Service {
         let pool = self.supervisor.pool();
         let weaknesses: Vec<_> = pool.weaknesses().iter().map(|weakness| weakness.word()).collect();
         let broker = self.supervisor.broker();
-        let is_away = broker.as_ref().is_some_and(|it| it.pid.is_none());
+        let is_impaired = broker.as_ref().is_some_and(|it| !it.records);
         let (stands, uptime_s) = (pool.stands(), self.counts.since.elapsed().as_secs());
         let mut status = json!({
-            "state": match (self.gate.is_draining(), is_away) {
+            "state": match (self.gate.is_draining(), is_impaired) {
                 (true, _) => "draining",
                 // Runs that call tools are refused.
                 (false, true) => "recovering",
