@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aho_corasick::{AhoCorasick, MatchKind};
+use aho_corasick::{AhoCorasick, AhoCorasickKind, MatchKind};
 use serde_json::Value;
 
 use super::kin::kin;
@@ -30,6 +30,11 @@ use super::{REDACTED, SECRET_BYTES_MIN, Secret, patterns};
 /// parsed to begin with.
 const DEPTH_MAX: usize = 256;
 
+/// What is looked for, in all spellings together, from which on the automaton is the
+/// kind that takes less memory: of a value of 60,000 bytes some 30 MiB instead of 320,
+/// a tenth of the time to build it, and up to twice the time to look through a text.
+const SMALL_AUTOMATON_BYTES: usize = 32 * 1024;
+
 /// Removes credentials from text and JSON.
 #[derive(Clone, Default)]
 pub struct Scrubber {
@@ -37,13 +42,18 @@ pub struct Scrubber {
 }
 
 /// The values that are looked for.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 enum Known {
-    #[default]
-    None,
-    Some(Arc<Sought>),
+    /// With an automaton for each set that came by itself.
+    These(Vec<Arc<Sought>>),
     /// Nobody can look for them: any text may be one.
     Unsearchable,
+}
+
+impl Default for Known {
+    fn default() -> Self {
+        Self::These(Vec::new())
+    }
 }
 
 /// What they are looked for with.
@@ -111,11 +121,13 @@ impl Scrubber {
             all.push(torn.left);
             ends.push(torn.ends);
         }
-        let built = AhoCorasick::builder().match_kind(MatchKind::Standard).build(&all);
+        let bytes: usize = all.iter().map(|it| it.len()).sum();
+        let small = (bytes > SMALL_AUTOMATON_BYTES).then_some(AhoCorasickKind::ContiguousNFA);
+        let built = AhoCorasick::builder().match_kind(MatchKind::Standard).kind(small).build(&all);
         match built {
             Ok(spellings) => {
                 let sought = Sought { spellings, whole, torn: ends, deep };
-                Self { known: Known::Some(Arc::new(sought)) }
+                Self { known: Known::These(vec![Arc::new(sought)]) }
             }
             Err(error) => {
                 // 64 KiB each, and as many as an operator writes down.
@@ -132,6 +144,18 @@ impl Scrubber {
     #[must_use]
     pub fn text(&self, text: &str) -> String {
         self.text_counted(text).left
+    }
+
+    /// One that looks for what either does. Nothing is built anew.
+    #[must_use]
+    pub fn and(&self, other: &Self) -> Self {
+        let known = match (&self.known, &other.known) {
+            (Known::These(these), Known::These(others)) => {
+                Known::These(these.iter().chain(others).cloned().collect())
+            }
+            _ => Known::Unsearchable,
+        };
+        Self { known }
     }
 
     /// The first `bytes_max` bytes of `text`, or all of it, as [`Scrubber::text`]
@@ -187,7 +211,7 @@ impl Scrubber {
     /// As [`Scrubber::json`], and says whether there was one.
     #[must_use]
     pub fn json_counted(&self, value: Value) -> Scrubbed<Value> {
-        let in_rows = matches!(self.known, Known::Some(_));
+        let in_rows = matches!(&self.known, Known::These(these) if !these.is_empty());
         let mut texts = Texts { in_rows, ..Texts::default() };
         texts.collect(&value, 0, 0);
         let mut found: Vec<Vec<Range<usize>>> =
@@ -219,17 +243,20 @@ impl Scrubber {
 
     fn find_known(&self, text: &[u8]) -> Vec<Range<usize>> {
         let known = match &self.known {
-            Known::Some(known) => known,
+            Known::These(known) => known,
             Known::Unsearchable if !text.is_empty() => {
                 return std::iter::once(0..text.len()).collect();
             }
-            Known::None | Known::Unsearchable => return Vec::new(),
+            Known::Unsearchable => return Vec::new(),
         };
+        let Some(deep) = known.iter().map(|it| it.deep).max() else { return Vec::new() };
         // With the ends of a torn one, which is nothing by itself.
         let matches = |text: &[u8], meet: &mut dyn FnMut(Range<usize>, Option<Ends>)| {
-            for found in known.spellings.find_overlapping_iter(text) {
-                let torn = found.pattern().as_usize().checked_sub(known.whole);
-                meet(found.range(), torn.map(|torn| known.torn[torn]));
+            for known in known {
+                for found in known.spellings.find_overlapping_iter(text) {
+                    let torn = found.pattern().as_usize().checked_sub(known.whole);
+                    meet(found.range(), torn.map(|torn| known.torn[torn]));
+                }
             }
         };
         let mut all = Vec::new();
@@ -240,7 +267,7 @@ impl Scrubber {
         });
         // Most texts have nothing to undo.
         if text.iter().any(|it| matches!(it, b'%' | b'\\' | b'&') || it.is_ascii_whitespace()) {
-            Plain::each(text, known.deep, |plain| {
+            Plain::each(text, deep, |plain| {
                 matches(&plain.bytes, &mut |found, torn| {
                     let origin = match torn {
                         None => Some(plain.origin(found)),

@@ -207,9 +207,36 @@ fn ends(part: &[u8]) -> bool {
 #[derive(Debug, Default)]
 pub(super) struct Plain {
     pub(super) bytes: Zeroizing<Vec<u8>>,
-    from: Vec<Range<usize>>,
+    /// In order; of nearly all texts few.
+    runs: Vec<Run>,
     /// How long it was.
     length: usize,
+}
+
+/// Bytes that came from one place: each from one of its own, one after the other, or
+/// all from the same escape, which is longer than one. Of texts of at most 4 GiB, so
+/// that a server that escapes all it says takes little memory with it.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    /// Which byte is the first.
+    at: u32,
+    /// Where what it came from begins, and how long that is.
+    start: u32,
+    length: u32,
+}
+
+impl Run {
+    /// Where the byte with this number came from.
+    fn origin(self, at: usize) -> Range<usize> {
+        let (start, length) = (self.start as usize, self.length as usize);
+        match length {
+            1 => {
+                let start = start + (at - self.at as usize);
+                start..start + 1
+            }
+            _ => start..start + length,
+        }
+    }
 }
 
 impl Plain {
@@ -223,7 +250,7 @@ impl Plain {
             if !plain.bytes.iter().any(|byte| matches!(byte, b'%' | b'\\' | b'&')) {
                 break;
             }
-            let next = Self::pass(&plain.bytes, text.len(), |at| plain.from[at].clone());
+            let next = Self::pass(&plain.bytes, text.len(), plain.origins());
             if next.bytes.len() == plain.bytes.len() {
                 break;
             }
@@ -232,10 +259,10 @@ impl Plain {
         }
     }
 
-    fn pass(text: &[u8], length: usize, came_from: impl Fn(usize) -> Range<usize>) -> Self {
+    fn pass(text: &[u8], length: usize, mut came_from: impl FnMut(usize) -> Range<usize>) -> Self {
         let mut plain = Self {
             bytes: Zeroizing::new(Vec::with_capacity(text.len())),
-            from: Vec::with_capacity(text.len()),
+            runs: Vec::new(),
             length,
         };
         let mut at = 0;
@@ -243,18 +270,47 @@ impl Plain {
             let (bytes, length) = unescaped(&text[at..]);
             let from = came_from(at).start..came_from(at + length - 1).end;
             for byte in bytes.iter().filter(|byte| !byte.is_ascii_whitespace()) {
-                plain.bytes.push(*byte);
-                plain.from.push(from.clone());
+                plain.push(*byte, from.clone());
             }
             at += length;
         }
         plain
     }
 
+    /// The next byte, which came from there.
+    fn push(&mut self, byte: u8, from: Range<usize>) {
+        let at = self.bytes.len();
+        self.bytes.push(byte);
+        let goes_on = self.runs.last().is_some_and(|run| run.origin(at) == from);
+        if !goes_on {
+            let [at, start, length] =
+                [at, from.start, from.len()].map(|it| u32::try_from(it).unwrap_or(u32::MAX));
+            self.runs.push(Run { at, start, length });
+        }
+    }
+
+    /// Where the byte with this number came from, if there is one.
+    fn from(&self, at: usize) -> Option<Range<usize>> {
+        let next = self.runs.partition_point(|run| run.at as usize <= at);
+        let run = self.runs.get(next.checked_sub(1)?)?;
+        (at < self.bytes.len()).then(|| run.origin(at))
+    }
+
+    /// The same for somebody who asks in order.
+    fn origins(&self) -> impl FnMut(usize) -> Range<usize> {
+        let mut runs = self.runs.iter().peekable();
+        let mut run = Run { at: 0, start: 0, length: 1 };
+        move |at| {
+            while let Some(next) = runs.next_if(|next| next.at as usize <= at) {
+                run = *next;
+            }
+            run.origin(at)
+        }
+    }
+
     /// Where in the text a part of this came from.
     pub(super) fn origin(&self, part: Range<usize>) -> Range<usize> {
-        match (self.from.get(part.start), part.end.checked_sub(1).and_then(|it| self.from.get(it)))
-        {
+        match (self.from(part.start), part.end.checked_sub(1).and_then(|it| self.from(it))) {
             (Some(first), Some(last)) => first.start..last.end,
             _ => 0..0,
         }
@@ -265,7 +321,7 @@ impl Plain {
     pub(super) fn torn_origin(&self, part: Range<usize>, ends: Ends) -> Option<Range<usize>> {
         let mut origin = self.origin(part.clone());
         if ends.first {
-            let before = part.start.checked_sub(1).and_then(|at| self.from.get(at)).cloned();
+            let before = part.start.checked_sub(1).and_then(|at| self.from(at));
             let before = before.unwrap_or(0..0);
             // What came to white space lies between.
             let gap = before.end..origin.start;
@@ -273,7 +329,7 @@ impl Plain {
             origin.start = (escape.len() > 1).then_some(escape.start)?;
         }
         if ends.last {
-            let behind = self.from.get(part.end).cloned().unwrap_or(self.length..self.length);
+            let behind = self.from(part.end).unwrap_or(self.length..self.length);
             let gap = origin.end..behind.start;
             let escape = if gap.is_empty() { behind } else { gap };
             origin.end = (escape.len() > 1).then_some(escape.end)?;
@@ -366,8 +422,8 @@ mod tests {
     fn plain(text: &str) -> Plain {
         let mut last = Plain::default();
         Plain::each(text.as_bytes(), ESCAPES_DEEP_MAX, |plain| {
-            let (bytes, from) = (plain.bytes.clone(), plain.from.clone());
-            last = Plain { bytes, from, length: plain.length };
+            let (bytes, runs) = (plain.bytes.clone(), plain.runs.clone());
+            last = Plain { bytes, runs, length: plain.length };
         });
         last
     }
