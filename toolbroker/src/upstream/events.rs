@@ -28,18 +28,20 @@ use super::received;
 use super::unusable::{Scan, Unusable, is_same};
 
 /// The events of a response, each of at most `bytes_max` bytes. If they answer
-/// a request, `asked` is its id. `is_too_large` is set by an event that is.
+/// a request, `asked` is its id. An event that is too large is told `session` too.
 pub(super) fn events(
     response: Response,
     bytes_max: usize,
     asked: Option<RequestId>,
-    is_too_large: Arc<AtomicBool>,
+    session: Arc<AtomicBool>,
 ) -> BoxStream<'static, Result<Sse, SseError>> {
+    // What becomes of this stream says nothing of another's answer.
+    let is_too_large = Arc::new(AtomicBool::new(false));
     let bytes = Bounded {
         inner: Box::pin(response.bytes_stream()),
         event: Event { bytes_max, ..Event::default() },
         is_over: false,
-        is_too_large: Arc::clone(&is_too_large),
+        is_too_large: [Arc::clone(&is_too_large), session],
     };
     let inner = Box::pin(SseStream::from_bytes_stream(bytes));
     Box::pin(Answers { inner, asked, is_over: false, is_too_large })
@@ -80,7 +82,8 @@ struct Bounded<S> {
     inner: Pin<Box<S>>,
     event: Event,
     is_over: bool,
-    is_too_large: Arc<AtomicBool>,
+    /// Of this stream, and of its session.
+    is_too_large: [Arc<AtomicBool>; 2],
 }
 
 impl<S, B, E> Stream for Bounded<S>
@@ -101,7 +104,9 @@ where
             Some(Ok(_)) => {
                 let limit = this.event.bytes_max;
                 tracing::warn!("an event of a tool server has more than {limit} bytes");
-                this.is_too_large.store(true, Ordering::Release);
+                for is_too_large in &this.is_too_large {
+                    is_too_large.store(true, Ordering::Release);
+                }
                 Err(io::Error::from(io::ErrorKind::InvalidData))
             }
             Some(Err(error)) => Err(io::Error::other(error)),
