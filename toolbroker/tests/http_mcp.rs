@@ -322,6 +322,9 @@ fn an_exchange_that_is_over_is_the_end_of_its_call_whatever_was_said() {
     assert_eq!(worker.call("web.texted", &json!({})).0, None, "its number as a text");
     // All in one session.
     assert!(mcp.get().seen.iter().filter(|it| it.body["method"] == "initialize").count() == 1);
+    // A stream that breaks off is no end of its call, whatever another of its session was.
+    let mut worker = broker.run(&["web.die_sse"], limits());
+    assert_eq!(worker.call("web.die_sse", &json!({})).0, Some(CallCode::OutcomeUnknown));
 }
 
 #[test]
@@ -734,6 +737,29 @@ fn an_authorization_server_is_found_by_the_servers_own_metadata_at_the_same_orig
     let (basic, form) = issuer.get().asked[0].clone();
     assert_eq!(basic, None, "it wants the secret in the body");
     assert!(form.contains(&format!("client_id=me%3Ax&client_secret={CANARY}")), "{form}");
+}
+
+#[test]
+fn a_token_that_a_server_issues_itself_is_taken_out_of_what_it_says_alone() {
+    let (mcp, issuer, other) = (Mcp::new(Era::Session), Issuer::default(), Mcp::new(Era::Session));
+    // It would have a new one for each call.
+    issuer.get().expires_in = Some(0);
+    let web = Web::serve(issuer.router(Some(mcp.clone())).merge(mcp.router()));
+    issuer.describe(&web.url(""), &["client_credentials"]);
+    let metadata = json!({"resource": web.url("/mcp"), "authorization_servers": [web.url("")]});
+    issuer.get().metadata.insert("/.well-known/oauth-protected-resource/mcp".into(), metadata);
+    let others = other.serve();
+    let oauth = format!("oauth = {{ {ACCOUNT} }}\n[servers.other]\nurl = '{}'", others.url("/mcp"));
+    let mut broker = broker(&web, &oauth);
+    let mut worker = broker.run(&["web.echo", "other.echo"], limits());
+    let said = json!({"say": "access-token-1"});
+    for (tool, is_left) in [("web.echo", false), ("other.echo", true)] {
+        let (code, answer) = worker.call(tool, &said);
+        assert_eq!(code, None, "{tool}: {answer}");
+        let text = answer[0]["text"].as_str().unwrap();
+        assert_eq!(text.contains(r#"{"say":"access-token-1"}"#), is_left, "{tool}: {text}");
+    }
+    assert_eq!(issuer.get().asked.len(), 1, "nor does it choose how often");
 }
 
 #[test]

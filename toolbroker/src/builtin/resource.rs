@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use url::Url;
 
 use super::{Failure, Plan, Work, text};
+use crate::beside;
 use crate::definition::Effect;
 use crate::egress::rule::{URL_BYTES_MAX, is_plain_path};
 use crate::upstream::{Away, CallEnd, Upstream};
@@ -119,6 +120,11 @@ async fn carry_out(
                 let message = format!("the resource has {bytes} bytes, the limit is {limit}");
                 return Failure::new("too_large", message).into();
             }
+            // What its server issued itself is sought in what this server says alone.
+            let contents = match connection.own_scrubber() {
+                Some(scrubber) => beside(move || scrubber.json(contents)).await,
+                None => contents,
+            };
             CallEnd::Answered(json!({ "contents": contents }))
         }
         other => other,

@@ -71,7 +71,7 @@ use crate::turns::Turns;
 use crate::upstream::Place;
 
 /// Large results that are held against their schemas and cleared of credentials
-/// at the same time. Each takes several times its size meanwhile, and none
+/// at the same time. Each takes some ten times its size meanwhile, and none
 /// waits for anything but a processor: more at once would end no sooner.
 const LARGE_RESULTS_MAX: usize = 8;
 /// The same of one principal, so that none keeps the others waiting.
@@ -254,7 +254,7 @@ impl Dispatcher {
                         let ended = move || {
                             dispatched
                                 .fitting(&books)
-                                .redacted(Some(&registry.scrubber()))
+                                .redacted(Some(&registry.scrubber(&carrier)))
                                 .recorded(&books)
                         };
                         match turn {

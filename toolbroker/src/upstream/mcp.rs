@@ -133,6 +133,11 @@ impl Session {
         }
     }
 
+    /// What it says passes these.
+    pub(super) fn scrubs(&self) -> &Scrubs {
+        &self.scrubs
+    }
+
     /// The version of the protocol that is spoken.
     pub(super) fn version(&self) -> Option<ProtocolVersion> {
         self.service.peer_info().map(|info| info.protocol_version.clone())

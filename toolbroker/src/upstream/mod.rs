@@ -76,6 +76,7 @@ use self::mcp::{Handler, Line, Session, start_error};
 use self::openapi::Api;
 use self::scrubs::Scrubs;
 use crate::definition::Tool;
+use crate::secret::Scrubber;
 use crate::stranger::{self, Program};
 
 /// From a server's start to its list of tools.
@@ -249,6 +250,26 @@ impl Connection {
         let tools = self.tools();
         let found = tools.binary_search_by(|tool| tool.name().cmp(name)).ok()?;
         tools.get(found).cloned()
+    }
+
+    /// What takes credentials out of what it says, as far as they are known now. A
+    /// caller that hosts tools has none of its own.
+    #[must_use]
+    pub fn scrubber(&self) -> Option<Scrubber> {
+        self.scrubs().map(|scrubs| scrubs.scrubber())
+    }
+
+    /// What takes tokens out of what it says that it issued itself, if it did.
+    pub(crate) fn own_scrubber(&self) -> Option<Scrubber> {
+        self.scrubs()?.own()
+    }
+
+    fn scrubs(&self) -> Option<&Scrubs> {
+        match self {
+            Self::Mcp(session) => Some(session.scrubs()),
+            Self::Api(api) => Some(api.scrubs()),
+            Self::Hosted(_) => None,
+        }
     }
 
     /// Whether arguments that fit the tool's schema can be sent to it at all.

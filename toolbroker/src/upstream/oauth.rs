@@ -29,7 +29,7 @@ use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 
 use super::http::{body_within, explain};
-use super::scrubs::Scrubs;
+use super::scrubs::{IssuedBy, Scrubs};
 use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_safe_url};
 use crate::secret::{Secret, is_short};
 use crate::uri::percent_encoded;
@@ -38,6 +38,12 @@ use crate::uri::percent_encoded;
 const EXCHANGE_TIME_MAX: Duration = Duration::from_secs(10);
 /// Each of its answers, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
+/// The longest token: no server takes more in a header, and looking for one takes many
+/// times its length.
+const TOKEN_BYTES_MAX: usize = 16 * 1024;
+/// The shortest life that a server gives its own tokens: one that is over before is
+/// refused, and fetched anew then.
+const LIFE_MIN: Duration = Duration::from_secs(10);
 /// How long a token is used that does not say how long it lasts.
 const LIFE_IF_UNKNOWN: Duration = Duration::from_secs(300);
 /// The longest life reckoned with.
@@ -156,8 +162,15 @@ impl OAuth {
         held.at = None;
         let token = self.fetch(&at).await?;
         held.at = Some(at);
-        self.scrubs.learn(&self.client(), &token.value);
+        self.scrubs.learn(&self.client(), &token.value, self.issued_by()).await;
         Ok(token)
+    }
+
+    fn issued_by(&self) -> IssuedBy {
+        match (&self.config.token_url, &self.config.issuer) {
+            (None, None) => IssuedBy::Itself,
+            _ => IssuedBy::Named,
+        }
     }
 
     /// Whose tokens these are, however often it is made anew.
@@ -325,9 +338,16 @@ impl OAuth {
             // It would be looked for in what every server says.
             return Err(failed("its access_token is too short to be one"));
         }
+        if value.expose().len() > TOKEN_BYTES_MAX {
+            return Err(failed("its access_token has more than 16 KiB"));
+        }
         let life = match answer.get("expires_in").and_then(Value::as_u64) {
             Some(seconds) => Duration::from_secs(seconds).min(LIFE_MAX),
             None => LIFE_IF_UNKNOWN,
+        };
+        let life = match self.issued_by() {
+            IssuedBy::Itself => life.max(LIFE_MIN),
+            IssuedBy::Named => life,
         };
         let renew_at = Instant::now() + (life - MARGIN_MAX.min(life / 4));
         Ok(Token { value, renew_at })

@@ -50,6 +50,11 @@ impl Api {
         Arc::clone(&self.tools)
     }
 
+    /// What it says passes these.
+    pub(super) fn scrubs(&self) -> &Scrubs {
+        &self.scrubs
+    }
+
     fn operation(&self, tool: &Tool) -> Option<&Operation> {
         let found = self.operations.binary_search_by(|it| it.tool.name().cmp(tool.name()));
         self.operations.get(found.ok()?).map(|it| &**it)

@@ -521,6 +521,7 @@ fn escaped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::scrubs::IssuedBy;
     use super::*;
     use crate::secret::Secret;
 
@@ -617,12 +618,12 @@ mod tests {
         last_words.lock().unwrap().iter().cloned().collect()
     }
 
-    #[test]
-    fn a_token_fetched_after_the_start_leaves_standard_error_too() {
+    #[tokio::test]
+    async fn a_token_fetched_after_the_start_leaves_standard_error_too() {
         let scrubs = Scrubs::new(Vec::new());
         let mut log = log(Arc::clone(&scrubs));
         log.line(b"before token-1");
-        scrubs.learn("a", &secret("token-1"));
+        scrubs.learn("a", &secret("token-1"), IssuedBy::Named).await;
         log.line(b"after token-1");
         assert_eq!(kept(&log.last_words), ["before token-1", "after [credential removed]"]);
     }
