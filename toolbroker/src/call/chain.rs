@@ -18,7 +18,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_protocol::abi::CallCode;
 use forge_protocol::guest::{Call, Settled};
-use forge_protocol::json::first_deeper;
+use forge_protocol::json::{self, first_deeper};
 use forge_protocol::limits::REQUEST_DEPTH_MAX;
 use rmcp::model::JsonObject;
 use serde_json::Value;
@@ -254,7 +254,15 @@ fn parse(request: &[u8]) -> Result<JsonObject, CallFailure> {
         let why = format!("it is nested more than {REQUEST_DEPTH_MAX} deep: make it flatter");
         CallFailure::NotAnObject { why }
     };
-    match forge_protocol::json::from_slice(request) {
+    // Half a character costs itself, as in results: what is mended is checked and sent.
+    let read = json::from_slice::<Value>(request);
+    let is_text = || std::str::from_utf8(request).is_ok();
+    let mended = (read.is_err() && is_text()).then(|| json::mended(request)).flatten();
+    let (read, request) = match &mended {
+        Some(mended) => (json::from_slice::<Value>(mended.as_bytes()), mended.as_bytes()),
+        None => (read, request),
+    };
+    match read {
         Ok(_) if first_deeper(request, REQUEST_DEPTH_MAX).is_some() => Err(too_deep()),
         Ok(Value::Object(arguments)) => match first_changed(request) {
             None => Ok(arguments),
@@ -463,8 +471,8 @@ enum Misfit {
 }
 
 impl Fitting {
-    /// Takes credentials out, of reasons too: all known ones, of whichever
-    /// server, and whatever looks like one. `None` where the broker itself
+    /// Takes credentials out, of reasons too: all that are not to be in what comes
+    /// from there, and whatever looks like one. `None` where the broker itself
     /// answers, which has none to tell.
     pub(super) fn redacted(self, scrubber: Option<&Scrubber>) -> Redacted {
         let Self { facts, tool, end, encoded } = self;
@@ -801,5 +809,11 @@ mod tests {
         }
         assert!(parse(&[b'{', 0xFF, b'}']).is_err());
         parse(b"{\"a\": 1}").unwrap();
+        // What a program cut in the middle of a character.
+        let mended = parse(br#"{"a": "cut \ud83d", "b": 1e2}"#).unwrap();
+        assert_eq!(mended["a"], "cut \u{fffd}");
+        let refused = parse(br#"{"a": "cut \ud83d", "b": 0.10000000000000000001}"#).unwrap_err();
+        assert!(matches!(refused, CallFailure::InexactNumber { .. }), "{refused}");
+        assert!(parse(b"{\"a\": \"\xff\"}").is_err(), "what is no text is not changed");
     }
 }
