@@ -12,7 +12,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use forge_protocol::json;
 use http_body_util::combinators::BoxBody;
@@ -22,7 +22,9 @@ use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::http::uri::Authority;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
-use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ServerJsonRpcMessage};
+use rmcp::model::{
+    ClientJsonRpcMessage, ClientRequest, ErrorCode, ErrorData, RequestId, ServerJsonRpcMessage,
+};
 use rmcp::transport::StreamableHttpService;
 use rmcp::transport::streamable_http_server::StreamableHttpServerConfig;
 use rmcp::transport::streamable_http_server::session::SessionManager as _;
@@ -32,6 +34,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::kept::Ahead;
 use super::sessions::{SESSIONS_MAX, Sessions};
+use super::skim::Skim;
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 use crate::web::guard::Refused;
 use crate::web::listen::After;
@@ -45,8 +48,8 @@ const HEADER_SESSION_ID: &str = "mcp-session-id";
 const HEADER_LAST_EVENT_ID: &str = "last-event-id";
 /// What a client of MCP accepts.
 const BOTH: &str = "application/json, text/event-stream";
-/// A refusal that is no message of MCP.
-const TEXT: &str = "text/plain; charset=utf-8";
+/// What answers are, and refusals: some clients show no other.
+const JSON: &str = "application/json";
 /// To who names a session that is not there.
 const NO_SESSION: &str = "there is no such session, or it has ended: send initialize again, \
                           without an Mcp-Session-Id";
@@ -59,6 +62,8 @@ const LOOPBACK_ORIGINS: [&str; 3] = ["http://localhost:*", "http://127.0.0.1:*",
 /// Up to so many bytes a message is small: there is always room for it, so that
 /// what cancels a large one is heard.
 const SMALL_MESSAGE_BYTES: usize = 64 * 1024;
+/// What is looked through of a message that is not read, for its id.
+const SKIMMED_BYTES_MAX: usize = 4 * MESSAGE_BYTES_MAX;
 /// How long a request's body may take to come: it has its room meanwhile.
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
 /// How long that and the beginning of its answer may take together.
@@ -144,7 +149,7 @@ impl Entrance {
         &self,
         mut request: Request<Sent>,
         held: &mut Vec<OwnedSemaphorePermit>,
-    ) -> Response<BoxBody<Bytes, Infallible>> {
+    ) -> Said {
         let headers = request.headers_mut();
         // rmcp looks for both by their names, and for an event without one.
         if accepts_anything(headers) {
@@ -163,7 +168,7 @@ impl Entrance {
                     return over;
                 }
                 // rmcp would give one without an end to wait for.
-                Ahead::Unknown => return text(StatusCode::GONE, NO_STREAM.to_owned()),
+                Ahead::Unknown => return refusal(StatusCode::GONE, NO_STREAM.to_owned()),
             }
         }
         if request.method() != Method::POST {
@@ -173,7 +178,7 @@ impl Entrance {
         if encodings.iter().any(|it| !it.as_bytes().trim_ascii().eq_ignore_ascii_case(b"identity"))
         {
             let what = "send application/json, and no Content-Encoding".to_owned();
-            return text(StatusCode::UNSUPPORTED_MEDIA_TYPE, what);
+            return refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, what);
         }
         let (head, body) = request.into_parts();
         let mut body = match tokio::time::timeout(BODY_TIME_MAX, read(body, &self.room, held)).await
@@ -186,7 +191,7 @@ impl Entrance {
             Ok(Err(unread)) => return unread.answer(),
             Err(_) => {
                 let what = format!("the body took more than {} s", BODY_TIME_MAX.as_secs());
-                return text(StatusCode::REQUEST_TIMEOUT, what);
+                return refusal(StatusCode::REQUEST_TIMEOUT, what);
             }
         };
         let is_json = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| {
@@ -208,11 +213,7 @@ impl Entrance {
                 Err(error) => Some(super::no_message(&body, &error)),
             };
             if let Some(refusal) = refusal {
-                let said = serde_json::to_string(&refusal);
-                let mut response = text(StatusCode::BAD_REQUEST, said.unwrap_or_default());
-                let kind = HeaderValue::from_static("application/json");
-                response.headers_mut().insert(header::CONTENT_TYPE, kind);
-                return response;
+                return said(StatusCode::BAD_REQUEST, &refusal);
             }
         }
         in_our_words(self.service.handle(Request::from_parts(head, Full::new(body))).await)
@@ -221,12 +222,10 @@ impl Entrance {
 
 /// What rmcp says of a session that is not there, and what to do then. It says it
 /// without a media type, which an answer of MCP has.
-fn in_our_words(
-    said: Response<BoxBody<Bytes, Infallible>>,
-) -> Response<BoxBody<Bytes, Infallible>> {
+fn in_our_words(said: Said) -> Said {
     let is_of_session = said.status() == StatusCode::NOT_FOUND
         && !said.headers().contains_key(header::CONTENT_TYPE);
-    if is_of_session { text(StatusCode::NOT_FOUND, NO_SESSION.to_owned()) } else { said }
+    if is_of_session { refusal(StatusCode::NOT_FOUND, NO_SESSION.to_owned()) } else { said }
 }
 
 /// What is said to an `initialize` whose params cannot be read. rmcp takes it for one
@@ -238,32 +237,55 @@ fn no_beginning(message: &ClientJsonRpcMessage) -> Option<ServerJsonRpcMessage> 
     Some(ServerJsonRpcMessage::error(error, Some(request.id.clone())))
 }
 
-/// Why a body is not taken.
+/// Why a body is not taken, with the id of the request in it, if that was seen.
 #[derive(Debug)]
 enum Unread {
-    TooLarge,
-    NoRoom,
+    TooLarge(Option<RequestId>),
+    NoRoom(Option<RequestId>),
     Broken(String),
 }
 
 impl Unread {
-    fn answer(self) -> Response<BoxBody<Bytes, Infallible>> {
-        match self {
-            Self::TooLarge => {
+    /// What is about one request is that one's answer, as over stdio: to many clients any
+    /// other status is the end of all that they wait for in their session.
+    fn answer(self) -> Said {
+        let (code, what, id, status) = match self {
+            Self::TooLarge(id) => {
                 let what = format!("a message has at most {MESSAGE_BYTES_MAX} bytes");
-                text(StatusCode::PAYLOAD_TOO_LARGE, what)
+                (ErrorCode::INVALID_REQUEST, what, id, StatusCode::PAYLOAD_TOO_LARGE)
             }
-            Self::NoRoom => {
+            Self::NoRoom(id) => {
                 let what = format!(
                     "too much at once: large messages have {REQUEST_BYTES_MAX} bytes together"
                 );
-                let mut refusal = text(StatusCode::SERVICE_UNAVAILABLE, what);
-                refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-                refusal
+                (ErrorCode::INTERNAL_ERROR, what, id, StatusCode::SERVICE_UNAVAILABLE)
             }
-            Self::Broken(why) => text(StatusCode::BAD_REQUEST, format!("the body: {why}")),
+            Self::Broken(why) => {
+                return refusal(StatusCode::BAD_REQUEST, format!("the body: {why}"));
+            }
+        };
+        let status = if id.is_some() { StatusCode::OK } else { status };
+        let error = ServerJsonRpcMessage::error(ErrorData::new(code, what, None), id);
+        let mut answer = said(status, &error);
+        if status == StatusCode::SERVICE_UNAVAILABLE {
+            answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }
+        answer
     }
+}
+
+/// The id of a request that is not read: it began with these bytes. Of one that does not
+/// end there is none.
+async fn skimmed<B: Body<Data = Bytes> + Unpin>(began: &[&[u8]], mut body: B) -> Option<RequestId> {
+    let mut skim = Skim::default();
+    began.iter().for_each(|bytes| skim.pass(bytes));
+    let mut left = SKIMMED_BYTES_MAX;
+    while let Some(frame) = body.frame().await {
+        let bytes = frame.ok()?.into_data().unwrap_or_default();
+        left = left.checked_sub(bytes.len())?;
+        skim.pass(&bytes);
+    }
+    skim.id()
 }
 
 /// Reads a message. A large one has room before it is in memory: for all of it
@@ -279,12 +301,16 @@ async fn read<B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin>(
     let mut piece = Bytes::new();
     loop {
         if wanted > MESSAGE_BYTES_MAX {
-            return Err(Unread::TooLarge);
+            return Err(Unread::TooLarge(skimmed(&[&bytes, &piece], body).await));
         }
         let has = taken.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         if wanted > SMALL_MESSAGE_BYTES.max(has) {
             let more = Arc::clone(room).try_acquire_many_owned((wanted - has) as u32);
-            let more = more.map_err(|_| Unread::NoRoom)?;
+            let Ok(more) = more else {
+                // What it had is somebody else's while the rest goes by.
+                drop(taken);
+                return Err(Unread::NoRoom(skimmed(&[&bytes, &piece], body).await));
+            };
             match &mut taken {
                 Some(taken) => taken.merge(more),
                 None => taken = Some(more),
@@ -300,14 +326,22 @@ async fn read<B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin>(
     Ok(bytes.into())
 }
 
-fn text(status: StatusCode, what: String) -> Response<BoxBody<Bytes, Infallible>> {
-    let mut response = Response::new(Full::new(Bytes::from(what)).boxed());
+type Said = Response<BoxBody<Bytes, Infallible>>;
+type Answer = Response<Held<BoxBody<Bytes, Infallible>, Vec<OwnedSemaphorePermit>>>;
+
+fn said(status: StatusCode, message: &ServerJsonRpcMessage) -> Said {
+    // It is a map of texts and numbers.
+    let bytes = serde_json::to_vec(message).unwrap_or_default();
+    let mut response = Response::new(Full::new(Bytes::from(bytes)).boxed());
     *response.status_mut() = status;
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(TEXT));
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(JSON));
     response
 }
 
-type Answer = Response<Held<BoxBody<Bytes, Infallible>, Vec<OwnedSemaphorePermit>>>;
+/// A refusal of what has no id, or none that is known.
+fn refusal(status: StatusCode, what: String) -> Said {
+    said(status, &ServerJsonRpcMessage::error(ErrorData::invalid_request(what, None), None))
+}
 
 /// Serves until it is told to end. What runs then is cancelled.
 pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Output = ()>) {
@@ -403,7 +437,7 @@ async fn answer(
     let is_stream = request.method() == Method::GET;
     let places = if is_stream { &entrance.streams } else { &entrance.open };
     let Ok(permit) = Arc::clone(places).try_acquire_owned() else {
-        return no_room("too much at once");
+        return no_room("too much at once", Duration::ZERO);
     };
     let begins = !request.headers().contains_key(HEADER_SESSION_ID);
     let ends = request.method() == Method::DELETE;
@@ -418,7 +452,8 @@ async fn answer(
                 && response.status() == StatusCode::INTERNAL_SERVER_ERROR
                 && entrance.sessions.is_full().await =>
         {
-            no_room("too many sessions are open: end one, with DELETE")
+            let what = "too many sessions are open: end one, with DELETE";
+            no_room(what, entrance.sessions.room_in(Instant::now()))
         }
         Ok(mut response) => {
             // It has ended already: some clients take another status for a failure.
@@ -449,19 +484,16 @@ fn refuse_page() -> Answer {
     refuse(StatusCode::FORBIDDEN, what)
 }
 
-/// A refusal of what there may be room for later.
-fn no_room(what: &'static str) -> Answer {
+/// A refusal of what there may be room for then.
+fn no_room(what: &'static str, then: Duration) -> Answer {
     let mut refusal = refuse(StatusCode::SERVICE_UNAVAILABLE, what);
-    refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    let seconds = HeaderValue::from(then.as_secs().max(1));
+    refusal.headers_mut().insert(header::RETRY_AFTER, seconds);
     refusal
 }
 
 fn refuse(status: StatusCode, what: &'static str) -> Answer {
-    let body = Full::new(Bytes::from_static(what.as_bytes())).boxed();
-    let mut response = Response::new(Held::new(body, Vec::new()));
-    *response.status_mut() = status;
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(TEXT));
-    response
+    refusal(status, what.to_owned()).map(|body| Held::new(body, Vec::new()))
 }
 
 /// Whether a request takes an answer of any media type, as one does that does not say.
@@ -532,16 +564,17 @@ mod tests {
         let large = Pieces { left: 4, said: None, before };
         assert_eq!(read(large, &room, &mut held).await.unwrap().len(), 4 * PIECE_BYTES);
         assert_eq!(left(), 1);
-        let unread = |_| panic!("it was read");
-        let large = Pieces { left: 2, said: Some(2 * PIECE_BYTES), before: unread };
-        assert!(matches!(read(large, &room, &mut held).await, Err(Unread::NoRoom)));
+        // It goes by, for its id, and nothing of it is kept.
+        let unkept = |_| assert_eq!(left(), 1);
+        let large = Pieces { left: 2, said: Some(2 * PIECE_BYTES), before: unkept };
+        assert!(matches!(read(large, &room, &mut held).await, Err(Unread::NoRoom(None))));
         let large = Pieces { left: 9, said: None, before: |_| {} };
-        assert!(matches!(read(large, &room, &mut held).await, Err(Unread::NoRoom)));
+        assert!(matches!(read(large, &room, &mut held).await, Err(Unread::NoRoom(None))));
         assert_eq!(left(), 1, "what was refused keeps nothing");
         let small = Pieces { left: 1, said: None, before: |_| {} };
         assert!(read(small, &room, &mut held).await.is_ok());
-        let huge = Pieces { left: 1, said: Some(MESSAGE_BYTES_MAX + 1), before: unread };
-        assert!(matches!(read(huge, &room, &mut held).await, Err(Unread::TooLarge)));
+        let huge = Pieces { left: 1, said: Some(MESSAGE_BYTES_MAX + 1), before: |_| {} };
+        assert!(matches!(read(huge, &room, &mut held).await, Err(Unread::TooLarge(None))));
         drop(held);
         assert_eq!(left(), 8);
     }

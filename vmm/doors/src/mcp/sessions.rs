@@ -30,6 +30,9 @@ use super::kept::{Ahead, Kept};
 pub(super) const SESSIONS_MAX: usize = 64;
 /// For how long one has been silent that gives way to another where there is no room.
 const SILENT_TIME: Duration = Duration::from_secs(300);
+/// The same of one whose client listened and does no more: it went away, as some do that
+/// end no session, or comes back at once.
+const LEFT_TIME: Duration = Duration::from_secs(10);
 
 /// Requests of one session that are not answered.
 const OPEN_MAX: usize = 1024;
@@ -52,22 +55,25 @@ struct Known {
     used: Instant,
     /// Each stream of what it says unasked has it as well.
     listened: Arc<()>,
+    /// There was such a stream.
+    has_listened: bool,
 }
 
 impl Default for Known {
     fn default() -> Self {
-        let (is_primed, open, listened) = Default::default();
-        Self { is_primed, open, used: Instant::now(), listened }
+        let (is_primed, open, listened, has_listened) = Default::default();
+        Self { is_primed, open, used: Instant::now(), listened, has_listened }
     }
 }
 
 impl Known {
-    /// Whether it has been silent for so long that it gives way to another: nobody
-    /// waits for anything that it says.
-    fn gives_way(&self, now: Instant) -> bool {
-        Arc::strong_count(&self.listened) == 1
-            && lock(&self.open).is_empty()
-            && now.saturating_duration_since(self.used) >= SILENT_TIME
+    /// When it will have been silent for so long that it gives way to another. Not while
+    /// anybody waits for anything that it says.
+    fn gives_way_in(&self, now: Instant) -> Option<Duration> {
+        let is_waited_for = Arc::strong_count(&self.listened) > 1 || !lock(&self.open).is_empty();
+        let silent = now.saturating_duration_since(self.used);
+        let time = if self.has_listened { LEFT_TIME } else { SILENT_TIME };
+        (!is_waited_for).then(|| time.saturating_sub(silent))
     }
 }
 
@@ -161,8 +167,24 @@ impl Sessions {
     /// The session that has been silent for longest, if it gives way to another.
     fn silent(&self, now: Instant) -> Option<SessionId> {
         let all = lock(&self.known);
-        let silent = all.iter().filter(|(_, known)| known.gives_way(now));
+        let silent =
+            all.iter().filter(|(_, known)| known.gives_way_in(now) == Some(Duration::ZERO));
         silent.min_by_key(|(_, known)| known.used).map(|(id, _)| Arc::clone(id))
+    }
+
+    /// When the first may give way, if nobody takes it up before.
+    pub(super) fn room_in(&self, now: Instant) -> Duration {
+        let all = lock(&self.known);
+        all.values().filter_map(|known| known.gives_way_in(now)).min().unwrap_or(SILENT_TIME)
+    }
+
+    /// What is known of a session whose client listens from now on.
+    fn listens(&self, id: &SessionId) -> Known {
+        let known = self.known(id);
+        if let Some(known) = lock(&self.known).get_mut(id) {
+            known.has_listened = true;
+        }
+        known
     }
 
     /// Whether all requests are answered, and the answers with whoever waits.
@@ -278,7 +300,7 @@ impl SessionManager for Sessions {
         id: &SessionId,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let stream = self.sessions.create_standalone_stream(id).await?;
-        let Known { is_primed, listened, .. } = self.known(id);
+        let Known { is_primed, listened, .. } = self.listens(id);
         Ok(Told { _listened: Some(listened), ..Told::over(stream, is_primed) })
     }
 
@@ -287,7 +309,7 @@ impl SessionManager for Sessions {
         id: &SessionId,
         last_event_id: String,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
-        let Known { is_primed, listened, .. } = self.known(id);
+        let Known { is_primed, .. } = self.known(id);
         if let Some(listener) = self.kept.resume(id, &last_event_id) {
             return Ok(Told::over(listener, is_primed));
         }
@@ -301,6 +323,7 @@ impl SessionManager for Sessions {
             Err(_) => last_event_id,
         };
         let stream = self.sessions.resume(id, after).await?;
+        let Known { listened, .. } = self.listens(id);
         Ok(Told { _listened: Some(listened), ..Told::over(stream, is_primed) })
     }
 }
@@ -368,5 +391,13 @@ mod tests {
         lock(&sessions.known).get_mut(&ids[3]).unwrap().used = now - SILENT_TIME;
         sessions.create_session().await.unwrap();
         assert!(!sessions.has_session(&ids[3]).await.unwrap());
+        // One whose client has left may be taken up again for a little while.
+        drop(sessions.listens(&ids[4]));
+        let used = lock(&sessions.known).get(&ids[4]).unwrap().used;
+        assert_eq!(sessions.room_in(used), LEFT_TIME);
+        assert_eq!(sessions.silent(used + LEFT_TIME / 2), None);
+        assert_eq!(sessions.silent(used + LEFT_TIME).as_ref(), Some(&ids[4]));
+        let _listens = sessions.listens(&ids[4]);
+        assert_eq!(sessions.silent(used + LEFT_TIME), None);
     }
 }
