@@ -29,7 +29,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, Sleep};
 
 use super::is_set;
-use super::places::{Connections, Places};
+use super::places::{Connections, Places, Standing};
 use super::sent::{Linger, Rest, Sent};
 
 /// Connections at a time. Tests fill them, and may open fewer files.
@@ -164,31 +164,11 @@ pub(crate) async fn serve<S, B>(
         .header_read_timeout(HEAD_TIME_MAX)
         .max_headers(HEADERS_MAX)
         .max_header_size(HEAD_BYTES_MAX);
+    let mut arrivals = Arrivals { listener: &listener, last: None };
     let mut end = std::pin::pin!(end);
     let mut refusal_told: Option<Instant> = None;
-    let mut last: Option<std::vec::IntoIter<Box<dyn Stream>>> = None;
-    loop {
-        let accepted = match &mut last {
-            None => tokio::select! {
-                accepted = listener.accept() => accepted,
-                after = end.as_mut() => {
-                    let closed = match after {
-                        After::Closed => listener.close(),
-                        After::Kept => Ok(Vec::new()),
-                    };
-                    let closed = closed.inspect_err(|error| {
-                        tracing::warn!(%error, "the place where the door listened is not closed");
-                    });
-                    last = Some(closed.unwrap_or_default().into_iter());
-                    continue;
-                }
-            },
-            Some(last) => match last.next() {
-                Some(stream) => Ok(stream),
-                None => break,
-            },
-        };
-        let stream = match accepted {
+    while let Some(arrival) = arrivals.next(end.as_mut()).await {
+        let stream = match arrival {
             Ok(stream) => stream,
             Err(error) => {
                 tracing::warn!(%error, "a connection was not taken");
@@ -210,17 +190,103 @@ pub(crate) async fn serve<S, B>(
             tokio::spawn(refuse(stream));
             continue;
         };
-        let asked = Arc::new(Notify::new());
-        let standing = Arc::new(standing);
-        let (service, of_request) = (service.clone(), Arc::clone(&standing));
+        let (standing, asked) = (Arc::new(standing), Arc::new(Notify::new()));
         let stream = Patient::new(stream, Arc::clone(&standing.heard));
         let (owed, wire) = (Arc::clone(&stream.owed), Arc::clone(&stream.wire));
-        let (asks, is_closing) = (Arc::clone(&asked), closing.subscribe());
-        let service = service_fn(move |mut request: Request<Incoming>| {
-            request.extensions_mut().insert(Arc::clone(&of_request));
-            asks.notify_one();
-            let (stays, owed) = (stays(&request), Arc::clone(&owed));
-            let is_closing = is_closing.clone();
+        let of_one = OfOne {
+            standing: Arc::clone(&standing),
+            asked: Arc::clone(&asked),
+            owed,
+            closing: closing.subscribe(),
+        };
+        let service = of_one.answered_by(service.clone());
+        let connection = http.serve_connection(TokioIo::new(stream), service).with_upgrades();
+        let is_closing = closing.subscribe();
+        tokio::spawn(async move {
+            let _standing = standing;
+            let mut connection = std::pin::pin!(connection);
+            let served = async {
+                tokio::select! {
+                    ended = connection.as_mut() => return ended,
+                    () = may_be_closed(is_closing, &asked) => {}
+                }
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            };
+            let ended = tokio::select! {
+                // It reads first: what is left to be read it does not read now.
+                biased;
+                ended = served => ended,
+                () = left(&wire) => return,
+                () = gives_way.told() => return,
+            };
+            if let Err(error) = ended {
+                tracing::debug!(%error, "a connection ends");
+            }
+        });
+    }
+    drop(listener);
+    close();
+    closing.send_replace(true);
+    let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.are_free(CONNECTIONS_MAX)).await;
+}
+
+/// Whoever connects until the end, and whoever had connected by then.
+struct Arrivals<'a> {
+    listener: &'a Listener,
+    /// Those at the end, once it is there.
+    last: Option<std::vec::IntoIter<Box<dyn Stream>>>,
+}
+
+impl Arrivals<'_> {
+    /// The next; `None` if nobody comes any more.
+    async fn next(
+        &mut self,
+        end: Pin<&mut impl Future<Output = After>>,
+    ) -> Option<io::Result<Box<dyn Stream>>> {
+        if self.last.is_none() {
+            let after = tokio::select! {
+                accepted = self.listener.accept() => return Some(accepted),
+                after = end => after,
+            };
+            let closed = match after {
+                After::Closed => self.listener.close(),
+                After::Kept => Ok(Vec::new()),
+            };
+            let closed = closed.inspect_err(|error| {
+                tracing::warn!(%error, "the place where the door listened is not closed");
+            });
+            self.last = Some(closed.unwrap_or_default().into_iter());
+        }
+        self.last.as_mut()?.next().map(Ok)
+    }
+}
+
+/// What the requests of one connection have in common.
+struct OfOne {
+    standing: Arc<Standing>,
+    /// Told of each.
+    asked: Arc<Notify>,
+    owed: Arc<AtomicBool>,
+    closing: watch::Receiver<bool>,
+}
+
+impl OfOne {
+    /// Has a service answer them, and each answer say whether the connection stays.
+    fn answered_by<S, B>(
+        self,
+        service: S,
+    ) -> impl Service<Request<Incoming>, Response = Response<B>, Error = S::Error, Future: Send>
+    where
+        S: Service<Request<Sent>, Response = Response<B>, Future: Send>,
+        S::Error: Into<Box<dyn Error + Send + Sync>>,
+        B: Body,
+    {
+        service_fn(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(Arc::clone(&self.standing));
+            self.asked.notify_one();
+            let (stays, owed) = (stays(&request), Arc::clone(&self.owed));
+            let is_closing = self.closing.clone();
             let expects = request.headers().contains_key(header::EXPECT);
             let mut rest = Rest::default();
             let answer = service.call(request.map(|body| {
@@ -245,42 +311,15 @@ pub(crate) async fn serve<S, B>(
                     response
                 })
             }
-        });
-        let connection = http.serve_connection(TokioIo::new(stream), service).with_upgrades();
-        let mut closing = closing.subscribe();
-        tokio::spawn(async move {
-            let _standing = standing;
-            let mut connection = std::pin::pin!(connection);
-            let served = async {
-                tokio::select! {
-                    ended = connection.as_mut() => return ended,
-                    () = is_set(&mut closing) => {}
-                }
-                // Who has asked nothing so far may have connected just now.
-                let first = tokio::time::timeout(FIRST_TIME_MAX, asked.notified());
-                tokio::select! {
-                    ended = connection.as_mut() => return ended,
-                    _ = first => {}
-                }
-                connection.as_mut().graceful_shutdown();
-                connection.await
-            };
-            let ended = tokio::select! {
-                // It reads first: what is left to be read it does not read now.
-                biased;
-                ended = served => ended,
-                () = left(&wire) => return,
-                () = gives_way.told() => return,
-            };
-            if let Err(error) = ended {
-                tracing::debug!(%error, "a connection ends");
-            }
-        });
+        })
     }
-    drop(listener);
-    close();
-    closing.send_replace(true);
-    let _ = tokio::time::timeout(CLOSING_TIME_MAX, places.are_free(CONNECTIONS_MAX)).await;
+}
+
+/// Ends when the door closes, and the connection has asked something or had time to: who
+/// has asked nothing so far may have connected just now.
+async fn may_be_closed(mut closing: watch::Receiver<bool>, asked: &Notify) {
+    is_set(&mut closing).await;
+    let _ = tokio::time::timeout(FIRST_TIME_MAX, asked.notified()).await;
 }
 
 /// Whether this request's connection surely stays for another by HTTP/1.1 (RFC 9112, 9.3).
