@@ -514,7 +514,8 @@ fn a_door_is_loaded_again_with_all_or_not_at_all() {
     nothing_changed();
 
     // All of it is good, but the host has no thread for the new keys' pool.
-    configure("signer.pub", http, "second-token");
+    assert!(desk.command(&["keygen", "--out", "others"]).output().unwrap().status.success());
+    configure("others/signer.pub", http, "second-token");
     let pid = service.child.id() as i32;
     bound_memory(pid, mapped_bytes(pid) + (1 << 20));
     hangup(&service);

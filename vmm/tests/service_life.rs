@@ -104,7 +104,8 @@ fn a_service_manager_passes_the_socket_and_is_told() {
         let _run = client.submit(&endless()).await.unwrap();
         stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
         signal(&service, libc::SIGTERM);
-        assert_eq!(hears(), "STOPPING=1");
+        // 30 s to drain, and what its end takes.
+        assert_eq!(hears(), "STOPPING=1\nEXTEND_TIMEOUT_USEC=62000000");
         // What it reads while it ends makes it no service that is ready.
         signal(&service, libc::SIGHUP);
         signal(&service, libc::SIGTERM);

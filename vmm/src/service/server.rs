@@ -30,6 +30,9 @@ const GREETING_TIME_MAX: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How long cancelled runs of a service that ends have to tell their clients.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// What it takes at most, from its last answer, until the process is gone: a door and a
+/// toolbroker are waited for, each at most so long as they say themselves.
+const END_TIME: Duration = Duration::from_secs(30);
 /// Descriptors that are looked at after one wait, and arrivals at each.
 const EVENTS: usize = 64;
 /// The loop's own numbers; connections count from 0.
@@ -242,8 +245,9 @@ impl Server {
                 service.drain();
             }
             if ending.is_none() && service.gate.is_draining() {
-                notify(Standing::Stopping);
-                ending = Some(Ending::within(service.options().drain));
+                let drain = service.options().drain;
+                notify(Standing::Stopping(drain + FAREWELL + END_TIME));
+                ending = Some(Ending::within(drain));
             }
             if let Some(ending) = &mut ending
                 && (ends_asked > 1 || service.is_drained() || ending.is_over(&service))

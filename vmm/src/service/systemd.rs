@@ -8,6 +8,8 @@ use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::trace::now_ns;
 
@@ -19,7 +21,8 @@ const LISTEN_FDS_START: RawFd = 3;
 pub(super) enum Standing {
     Ready,
     Reloading,
-    Stopping,
+    /// It is at its end within this time.
+    Stopping(Duration),
 }
 
 /// Tells the manager, if there is one.
@@ -38,7 +41,10 @@ fn words(standing: Standing, monotonic_ns: u64) -> String {
     match standing {
         Standing::Ready => "READY=1".into(),
         Standing::Reloading => format!("RELOADING=1\nMONOTONIC_USEC={}", monotonic_ns / 1000),
-        Standing::Stopping => "STOPPING=1".into(),
+        // Without, the manager kills what takes longer than its unit says.
+        Standing::Stopping(within) => {
+            format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={}", within.as_micros())
+        }
     }
 }
 
@@ -49,12 +55,12 @@ fn address(name: &[u8]) -> io::Result<SocketAddr> {
     }
 }
 
-/// The listening socket that the manager passed, if it passed one. To be
+/// The listening socket that the manager passed, if it passed one, and its path. To be
 /// called once, before any process is started.
 ///
 /// # Errors
-/// If what it passed is not one listening unix socket.
-pub fn passed_listener() -> io::Result<Option<UnixListener>> {
+/// If what it passed is not one listening unix socket with a path.
+pub fn passed_listener() -> io::Result<Option<(UnixListener, PathBuf)>> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
     if number("LISTEN_PID") != Some(std::process::id()) {
         return Ok(None);
@@ -76,7 +82,11 @@ pub fn passed_listener() -> io::Result<Option<UnixListener>> {
                 return Err(io::Error::last_os_error());
             }
             // SAFETY: it was passed to this process, and this is called once.
-            Ok(Some(UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) })))
+            let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(fd) });
+            // Who may connect is said by a file's mode.
+            let path = listener.local_addr()?.as_pathname().map(Path::to_path_buf);
+            let path = path.ok_or_else(|| wrong("it has no path: give ListenStream= one"))?;
+            Ok(Some((listener, path)))
         }
         Some(more) => Err(io::Error::new(
             io::ErrorKind::InvalidInput,
@@ -102,7 +112,8 @@ mod tests {
     #[test]
     fn the_manager_is_told_in_its_own_words() {
         assert_eq!(words(Standing::Ready, 0), "READY=1");
-        assert_eq!(words(Standing::Stopping, 0), "STOPPING=1");
+        let stopping = words(Standing::Stopping(Duration::from_millis(2)), 0);
+        assert_eq!(stopping, "STOPPING=1\nEXTEND_TIMEOUT_USEC=2000");
         assert_eq!(words(Standing::Reloading, 5_000), "RELOADING=1\nMONOTONIC_USEC=5");
         assert!(address(b"@name").unwrap().as_abstract_name().is_some());
         assert!(address(b"/run/x").unwrap().as_pathname().is_some());

@@ -40,6 +40,7 @@ use self::owed::{Owed, Untaken};
 use self::sending::SEND_PATIENCE;
 use super::options::Principals;
 use super::peer::{Peer, Who};
+use super::seldom::Seldom;
 use super::{Busy, Service, lock};
 use crate::cancel::Cancel;
 use crate::link::{Patience, wait};
@@ -269,12 +270,22 @@ impl Connection {
                     return Err(Pause::Idle);
                 }
                 Err(error) => {
-                    if error.kind() != io::ErrorKind::UnexpectedEof {
-                        tracing::debug!(%error, "a client's connection ends");
-                    }
+                    self.log_end(&error);
                     return Err(Pause::Over);
                 }
             }
+        }
+    }
+
+    /// Whoever writes a client learns from nothing else what was wrong.
+    fn log_end(&self, error: &io::Error) {
+        static SAID: Seldom = Seldom::new();
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => {}
+            io::ErrorKind::InvalidData if SAID.is_due() => {
+                tracing::warn!(peer = ?self.peer, %error, "a client broke the protocol: its connection ends");
+            }
+            _ => tracing::debug!(%error, "a client's connection ends"),
         }
     }
 
@@ -340,7 +351,7 @@ impl Connection {
                 if let Some(cancel) = self.live.enter_run(number)? {
                     return Ok(Some(Work::Run { number, order: Box::new(order), cancel }));
                 }
-                self.finish(number, service.refuse(&order, NO_DESCRIPTOR, RETRY_AFTER_MS))?;
+                self.finish(number, service.refuse(&order, NO_DESCRIPTOR, RETRY_AFTER_MS), None)?;
                 Ok(None)
             }
             Kind::Cancel => {
@@ -399,11 +410,11 @@ impl Connection {
                 let tell: Option<Tell<'_>> = if order.events { Some(&tell) } else { None };
                 let host = |calls| self.host(number, calls);
                 let attendance = Attendance { cancel: Some(&cancel), tell, host: Some(&host) };
-                let (result, _stay) = service.run(&order, &self.peer, &cancel, &attendance);
+                let (result, stay) = service.run(&order, &self.peer, &cancel, &attendance);
                 drop(order);
                 // The number is free before the client can know it.
                 self.live.leave_run(number, cancel);
-                self.finish(number, result)
+                self.finish(number, result, stay)
             }
             Work::Question { number, question, cancel, untaken } => {
                 let reply = service.answer(question, &self.peer, &cancel);

@@ -9,6 +9,7 @@ use forge_protocol::frame::{self, Kind};
 use forge_protocol::run::Artifact;
 use forge_protocol::service::{Finish, Finished};
 
+use super::super::gate::Stay;
 use super::super::lock;
 use super::{Connection, FRAME_TIME_MAX, breach};
 use crate::link::send_once;
@@ -42,11 +43,18 @@ impl Connection {
     ) -> io::Result<()> {
         let mut bytes = Vec::new();
         frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
-        self.send_frame(&bytes, is_wanted)
+        self.send_frame(&bytes, is_wanted, || ())
     }
 
-    fn send_frame(&self, bytes: &[u8], is_wanted: impl FnOnce() -> bool) -> io::Result<()> {
+    /// `before_end` is done before the client has all of it.
+    fn send_frame(
+        &self,
+        bytes: &[u8],
+        is_wanted: impl FnOnce() -> bool,
+        before_end: impl FnOnce(),
+    ) -> io::Result<()> {
         let _writing = lock(&self.writing);
+        let mut before_end = Some(before_end);
         if !is_wanted() {
             return Ok(());
         }
@@ -55,6 +63,11 @@ impl Connection {
         while !unsent.is_empty() {
             // The kernel's patience begins anew with each piece of what it sends.
             let part = &unsent[..unsent.len().min(SEND_BYTES)];
+            if part.len() == unsent.len()
+                && let Some(before_end) = before_end.take()
+            {
+                before_end();
+            }
             let asked = Instant::now();
             match send_once(self.socket.as_raw_fd(), part) {
                 // It was over within this piece: what fitted is told first.
@@ -75,13 +88,20 @@ impl Connection {
         Ok(())
     }
 
-    /// Tells how a run ended.
-    pub(super) fn finish(&self, number: u64, result: RunResult) -> io::Result<()> {
+    /// Tells how a run ended. It stays where runs are counted until its client has as
+    /// good as all of that, and no longer: who submits the next one on hearing it is
+    /// within its bound.
+    pub(super) fn finish(
+        &self,
+        number: u64,
+        result: RunResult,
+        stay: Option<Stay<'_>>,
+    ) -> io::Result<()> {
         // The pool's upkeep comes after the answer.
         let RunResult { report, artifacts, upkeep: _upkeep, .. } = result;
         let bytes = finished(number, report, artifacts, Kind::Finished.payload_bytes_max())?;
         let _untaken = self.owed.another();
-        self.send_frame(&bytes, || true)
+        self.send_frame(&bytes, || true, || drop(stay))
     }
 }
 
@@ -125,6 +145,7 @@ fn finished(
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
     use std::os::unix::net::UnixStream;
     use std::sync::Weak;
 
@@ -153,6 +174,37 @@ mod tests {
         assert_eq!(told(1, 1), (7, "trap".into(), 1));
         assert_eq!(told(4096, 1), (7, "internal".into(), 0));
         assert_eq!(told(1, 4096), (7, "internal".into(), 0));
+    }
+
+    #[test]
+    fn a_place_is_free_before_the_client_can_know_it_and_not_much_before() {
+        let (client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        client.set_nonblocking(true).unwrap();
+        let bytes = vec![7; 3 * SEND_BYTES];
+        let mut taken = 0;
+        std::thread::scope(|scope| {
+            let (free, is_free) = std::sync::mpsc::channel();
+            let (seen, go_on) = std::sync::mpsc::channel();
+            scope.spawn(move || {
+                let before_end = || {
+                    free.send(()).unwrap();
+                    go_on.recv().unwrap();
+                };
+                connection.send_frame(&bytes, || true, before_end).unwrap();
+            });
+            let mut piece = vec![0; SEND_BYTES];
+            while taken < 2 * SEND_BYTES {
+                match (&client).read(&mut piece) {
+                    Ok(read) => taken += read,
+                    Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+                }
+            }
+            is_free.recv().unwrap();
+            let more = (&client).read(&mut piece).unwrap_err();
+            assert_eq!(more.kind(), io::ErrorKind::WouldBlock, "it has not all of it");
+            seen.send(()).unwrap();
+        });
     }
 
     #[test]
