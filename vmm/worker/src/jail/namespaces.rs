@@ -54,15 +54,30 @@ pub enum Identity {
 }
 
 impl Identity {
-    /// [`NOBODYS_ID`] for root, and the caller for everybody else.
+    /// [`NOBODYS_ID`] for root, where its user namespace has that, as a container's may
+    /// not; and the caller for everybody else.
     #[must_use]
     pub fn best() -> Self {
+        let has = |map: &str| fs::read_to_string(map).is_ok_and(|map| maps(&map, NOBODYS_ID));
         // SAFETY: has no preconditions.
         match unsafe { libc::geteuid() } {
-            0 => Self::Id(NOBODYS_ID),
+            0 if has("/proc/self/uid_map") && has("/proc/self/gid_map") => Self::Id(NOBODYS_ID),
             _ => Self::Caller,
         }
     }
+}
+
+/// Whether a user namespace with this map (user_namespaces(7)) has this id.
+fn maps(map: &str, id: u32) -> bool {
+    map.lines().any(|line| {
+        let mut numbers = line.split_ascii_whitespace().map(str::parse::<u32>);
+        let (Some(Ok(first)), Some(Ok(_)), Some(Ok(count))) =
+            (numbers.next(), numbers.next(), numbers.next())
+        else {
+            return false;
+        };
+        id.checked_sub(first).is_some_and(|at| at < count)
+    })
 }
 
 /// Which namespaces the child is in.
@@ -554,4 +569,20 @@ fn map_identity(pid: libc::pid_t, identity: Identity) -> Result<(), SpawnError> 
     }
     write("uid_map", &format!("0 {uid} 1"))?;
     write("gid_map", &format!("0 {gid} 1"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_map_without_an_id_is_told_from_one_with_it() {
+        let host = "         0          0 4294967295\n";
+        let container = "         0     100000      65536\n";
+        let parted = "0 1000 1\n2130706432 100000 1\n";
+        for (map, has) in [(host, true), (container, false), (parted, true), ("", false)] {
+            assert_eq!(maps(map, NOBODYS_ID), has, "{map:?}");
+        }
+        assert!(maps(container, 65_535) && !maps(container, 65_536));
+    }
 }
