@@ -127,9 +127,13 @@ impl Shape {
             };
             let (module, name) = (shown(&import.module), shown(&import.name));
             let hint = match (&*import.module, &*import.name) {
-                ("env", "abort") => " (AssemblyScript: asc --use abort= leaves it out)",
-                ("env", "seed") => " (AssemblyScript's Math.random: take forge.random)",
-                _ => "",
+                ("env", "abort") => " (AssemblyScript: asc --use abort= leaves it out)".into(),
+                ("env", "seed") => " (AssemblyScript's Math.random: take forge.random)".into(),
+                (parted, _) if let Some(server) = parted.strip_prefix("tool.") => format!(
+                    " (the module of every tool is `tool`: import \"tool\" \"{}.{name}\")",
+                    shown(server)
+                ),
+                _ => String::new(),
             };
             add(RejectKind::Import, format!("import {module}.{name}: {why}{hint}"));
         }
@@ -214,6 +218,12 @@ impl Admission {
     #[must_use]
     pub fn new(trust: TrustKeys) -> Self {
         Self { trust, known: Mutex::default() }
+    }
+
+    /// Whose signatures count.
+    #[must_use]
+    pub fn trust(&self) -> &TrustKeys {
+        &self.trust
     }
 
     /// The same as [`admit`], faster for a program that came before.

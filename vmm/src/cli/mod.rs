@@ -147,12 +147,27 @@ const LOG: &str = "FORGE_LOG";
 /// The variable that names the state folder.
 const STATE: &str = "FORGE_STATE";
 
-/// The whole command.
-pub(crate) fn main() -> ExitCode {
+/// Signals as this command and what it starts reckon with them, whoever started it.
+fn signals_as_expected() {
     // Where a file may grow no further (RLIMIT_FSIZE), a write says so and nobody is
     // ended: not the service by its log. Zygotes start with all signals as they were.
     // SAFETY: ignoring a signal needs no handler.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    // Some ignore it, and so do their children then: how a process ended is known to
+    // nobody.
+    // SAFETY: as above.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
+    // Who reads signals from a descriptor blocks them, and what it starts could not be
+    // ended.
+    // SAFETY: all zero is an empty set.
+    let none: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the set is readable, and nobody asks for the old one.
+    unsafe { libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()) };
+}
+
+/// The whole command.
+pub(crate) fn main() -> ExitCode {
+    signals_as_expected();
     if std::env::args_os().nth(1).is_some_and(|first| first == door::COMMAND) {
         return be_door();
     }

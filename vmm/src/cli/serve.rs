@@ -4,7 +4,7 @@
 use std::fmt;
 use std::io::{self, Write as _};
 use std::os::fd::AsFd as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ use forge_vmm::service::{Reloaded, Server, VsockListener, server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
 use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
-use super::config::{self, Found, GrantKey, ServiceConfig};
+use super::config::{self, AtStart, Found, GrantKey, ServiceConfig};
 use super::door::{self, Door};
 use super::interrupt::Interruptible;
 use super::run::Shown;
@@ -44,57 +44,33 @@ const DESCRIPTORS_OF_A_VM: u64 = 2;
 
 /// Serves until it is ended.
 pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
-    let passed = |source| CliError::File { path: "the passed socket".into(), source };
+    let unusable = |source| CliError::File { path: "the passed socket".into(), source };
     // Before anything is started that could inherit it.
-    let listener = systemd::passed_listener().map_err(passed)?;
+    let passed = systemd::passed_listener().map_err(unusable)?;
     let trust = trust_keys(&args)?;
     // A run takes four, a client one.
     let descriptors = privileges::raise_descriptors();
     if let Err(error) = &descriptors {
         complain(&format!("descriptors stay as few as they are: {error}"));
     }
-    let ServiceConfig { socket, mode, vsock, options } =
-        config::service(args.broker.config.as_deref())?;
-    let (server, at) = match listener {
-        Some(listener) => (None, Some(listener)),
-        None => (args.socket.clone().or(socket), None),
+    let config = args.broker.config.as_deref();
+    let ServiceConfig { socket, mode, vsock, options } = config::service(config)?;
+    let (passed, path) = match passed {
+        Some((listener, path)) => (Some(listener), path),
+        None => (None, args.socket.clone().or(socket).unwrap_or_default()),
     };
-    let path = server.unwrap_or_default();
-    if at.is_none() && path.as_os_str().is_empty() {
+    if path.as_os_str().is_empty() {
         return Err(CliError::Usage(
             "there is no socket to listen at: --socket, or [service] socket in forge.toml".into(),
         ));
     }
-    let config = args.broker.config.as_deref();
     let at_start = config::read_at_start(config, args.broker.mcp_config.as_deref())?;
     let http = door::configured(config, &options.principals)?;
-    let mut ready = config::pool(&args.pool, config)?;
-    if let Ok(most) = descriptors {
-        ready = within(ready, most);
-    }
+    let pool = pool(&args, descriptors.ok())?;
+    let tier = pool.tier;
     // From here on there is something for it to end.
     server::await_reload().map_err(CliError::Host)?;
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
-    let tier = config::tier(None, config)?;
-    if tier == Tier::Process && matches!(ready.reuse, Reuse::Reset { .. }) {
-        return Err(CliError::Usage(
-            "--reuse reset, or [pool] reuse: in isolation `process` each run has a process of its \
-             own, and none is put back"
-                .into(),
-        ));
-    }
-    if tier == Tier::Vm && ready.ready_max > 0 {
-        // Or the pool would try for ever.
-        let missing = |error| CliError::Host(io::Error::other(VmFailure::from(error).message));
-        Hypervisor::open().map_err(missing)?;
-    }
-    let pool = PoolOptions {
-        tier,
-        ready_min: ready.ready_min,
-        ready_max: ready.ready_max,
-        group: config::vm_group(args.broker.config.as_deref())?,
-        reuse: ready.reuse,
-    };
     let supervisor_options = SupervisorOptions { trust, maxima: config::maxima(config)?, pool };
     let supervisor =
         Arc::new(Supervisor::new(supervisor_options, Some(broker)).map_err(CliError::Host)?);
@@ -104,8 +80,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let no_vm = |failure: VmFailure| CliError::Host(io::Error::other(failure.message));
     supervisor.pool().stand_by_to_serve(patience).map_err(no_vm)?;
     let failed = |source| CliError::File { path: path.display().to_string(), source };
-    let passed_at = at.as_ref().and_then(|at| at.local_addr().ok()?.as_pathname().map(Into::into));
-    let server = match at {
+    let server = match passed {
         Some(listener) => Server::passed(listener),
         None => Server::bind(&path, mode),
     };
@@ -121,8 +96,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         }
     }
     server.heed_signals().map_err(failed)?;
-    let reached_at: PathBuf = passed_at.unwrap_or_else(|| path.clone());
-    let door = http.map(|config| Door::open(config, &reached_at)).transpose()?;
+    let door = http.map(|config| Door::open(config, &path)).transpose()?;
     if let Some(door) = &door {
         let _ = writeln!(io::stderr(), "forge-vmm: HTTP at {}", door.place());
     }
@@ -130,38 +104,68 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         let said = "programs run in jailed processes of this host and not in VMs";
         let _ = writeln!(io::stderr(), "forge-vmm: {said}");
     }
-    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", reached_at.display());
+    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", path.display());
     if let Some(at) = vsock {
         let _ = writeln!(io::stderr(), "forge-vmm: serving at {at} too");
     }
-    let at_start = &at_start;
     let load = || {
-        let load = || {
-            let mcp_config = args.broker.mcp_config.as_deref();
-            config::is_good(config, mcp_config)?;
-            let options = config::service(config)?.options;
-            let http = door::configured(config, &options.principals)?;
-            let trust = trust_keys(&args)?;
-            let now = config::read_at_start(config, mcp_config)?;
-            let tell = door.as_ref().map(|door| door.reload(http)).transpose()?;
-            // Last: where anything fails, nothing changes.
-            config.map_or(Ok(()), |config| load_roles(&supervisor, config))?;
-            let then = move || {
-                if let Some(tell) = tell {
-                    tell();
-                }
-                let others =
-                    at_start.keys().chain(now.keys().filter(|it| !at_start.contains_key(*it)));
-                for name in others.filter(|name| at_start.get(*name) != now.get(*name)) {
-                    tracing::warn!(name, "this changed and holds after a restart of the service");
-                }
-            };
-            Ok((Reloaded { trust, options }, then))
-        };
-        load().map_err(|error: CliError| error.to_string())
+        reloaded(&args, &supervisor, door.as_ref(), &at_start).map_err(|error| error.to_string())
     };
     server.serve(&supervisor, options, load).map_err(failed)?;
     Ok(Exit::Ok.into())
+}
+
+/// What VMs a service keeps, where it may have so many descriptors.
+fn pool(args: &ServeArgs, descriptors: Option<u64>) -> Result<PoolOptions, CliError> {
+    let config = args.broker.config.as_deref();
+    let ready = config::pool(&args.pool, config)?;
+    let ready = match descriptors {
+        Some(most) => within(ready, most),
+        None => ready,
+    };
+    let tier = config::tier(None, config)?;
+    if tier == Tier::Process && matches!(ready.reuse, Reuse::Reset { .. }) {
+        return Err(CliError::Usage(
+            "--reuse reset, or [pool] reuse: in isolation `process` each run has a process of its \
+             own, and none is put back"
+                .into(),
+        ));
+    }
+    if tier == Tier::Vm && ready.ready_max > 0 {
+        // Or the pool would try for ever.
+        let missing = |error| CliError::Host(io::Error::other(VmFailure::from(error).message));
+        Hypervisor::open().map_err(missing)?;
+    }
+    let config::Pool { ready_min, ready_max, reuse } = ready;
+    Ok(PoolOptions { tier, ready_min, ready_max, group: config::vm_group(config)?, reuse })
+}
+
+/// What a service goes by from now on, as its files say it, and what is to be done once
+/// it does. The toolbroker goes by them already: where anything fails, nothing changes.
+fn reloaded<'a>(
+    args: &ServeArgs,
+    supervisor: &Supervisor,
+    door: Option<&'a Door>,
+    at_start: &'a AtStart,
+) -> Result<(Reloaded, impl FnOnce() + use<'a>), CliError> {
+    let (config, mcp_config) = (args.broker.config.as_deref(), args.broker.mcp_config.as_deref());
+    config::is_good(config, mcp_config)?;
+    let options = config::service(config)?.options;
+    let http = door::configured(config, &options.principals)?;
+    let trust = trust_keys(args)?;
+    let now = config::read_at_start(config, mcp_config)?;
+    let tell = door.map(|door| door.reload(http)).transpose()?;
+    config.map_or(Ok(()), |config| load_roles(supervisor, config))?;
+    let then = move || {
+        if let Some(tell) = tell {
+            tell();
+        }
+        let others = at_start.keys().chain(now.keys().filter(|it| !at_start.contains_key(*it)));
+        for name in others.filter(|name| at_start.get(*name) != now.get(*name)) {
+            tracing::warn!(name, "this changed and holds after a restart of the service");
+        }
+    };
+    Ok((Reloaded { trust, options }, then))
 }
 
 /// As many VMs as leave half of so many descriptors to runs and clients.

@@ -17,7 +17,7 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<ExitCode, CliError> {
     } else {
         print(&probe)?;
     }
-    Ok(if probe.vm.booted { Exit::Ok } else { Exit::Unavailable }.into())
+    Ok(if probe.vm.booted && probe.jail.on.is_some() { Exit::Ok } else { Exit::Unavailable }.into())
 }
 
 fn print_jail(out: &mut impl io::Write, jail: &Jail) -> io::Result<()> {
@@ -61,6 +61,9 @@ fn print(probe: &Probe) -> io::Result<()> {
     writeln!(out, "guest   {}", probe.guest_sha256)?;
     print_jail(&mut out, &probe.jail)?;
     match (&probe.vm.boot_us, &probe.vm.reason) {
+        (Some(us), _) if probe.jail.on.is_none() => {
+            writeln!(out, "vm      a guest booted in {us} us, and no run can: no worker starts")?;
+        }
         (Some(us), _) => writeln!(out, "vm      a guest booted in {us} us: isolation `vm` works")?,
         (None, Some(reason)) => writeln!(out, "vm      NO GUEST BOOTS HERE: {reason}")?,
         (None, None) => writeln!(out, "vm      no guest boots here")?,

@@ -133,8 +133,10 @@ impl Zygote {
             Tier::Process => None,
         };
         let (ours, theirs) = UnixStream::pair().map_err(cannot_start)?;
-        let null =
-            || File::options().read(true).write(true).open("/dev/null").map_err(cannot_start);
+        let null = || {
+            let opened = File::options().read(true).write(true).open("/dev/null");
+            opened.map_err(|error| cannot_start(io::Error::other(format!("/dev/null: {error}"))))
+        };
         let mut descriptors = vec![
             (OwnedFd::from(theirs), 0),
             (OwnedFd::from(null()?), 1),

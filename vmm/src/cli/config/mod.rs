@@ -21,7 +21,7 @@ pub(crate) use fault::{Fault, sifted, table, tables};
 pub(crate) use limits::maxima;
 pub(crate) use names::{Port, misnamed};
 pub(crate) use pool::{Pool, pool};
-pub(crate) use service::{ServiceConfig, read_at_start, roles, service};
+pub(crate) use service::{AtStart, ServiceConfig, read_at_start, roles, service};
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;

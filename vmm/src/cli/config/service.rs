@@ -108,14 +108,17 @@ pub(crate) fn service(config: Option<&Path>) -> Result<ServiceConfig, CliError> 
     }
 }
 
+/// What only a start reads, by the names of its tables and fields.
+pub(crate) type AtStart = BTreeMap<String, Value>;
+
 /// What of a configuration only a start reads, by the names of its tables and fields: what
 /// is the toolbroker's but for roles, the pool's and the socket's. Of files that it names
 /// (credentials, OpenAPI documents), and of `--mcp-config`, which state they are in.
 pub(crate) fn read_at_start(
     config: Option<&Path>,
     mcp_config: Option<&Path>,
-) -> Result<BTreeMap<String, Value>, CliError> {
-    let mut found = BTreeMap::new();
+) -> Result<AtStart, CliError> {
+    let mut found = AtStart::new();
     if let Some(file) = mcp_config {
         found.insert("--mcp-config".into(), state_of(file));
     }
