@@ -61,6 +61,9 @@ pub enum Verdict {
     HostFaster,
     /// The host is slower now.
     HostSlower,
+    /// It moved, and was measured on another host or in another build, without a ratio
+    /// that would tell code from those.
+    Elsewhere,
     /// It moved, and one of the benches was disturbed too much to say why.
     Disturbed,
     /// There are not enough samples on one side.
@@ -77,6 +80,7 @@ impl std::fmt::Display for Verdict {
             Self::Larger => "larger",
             Self::HostFaster => "host faster",
             Self::HostSlower => "host slower",
+            Self::Elsewhere => "moved, on another host or in another build",
             Self::Disturbed => "moved, but the host was busy",
             Self::TooFewSamples => "too few samples",
         })
@@ -101,6 +105,7 @@ pub fn parse(json: &[u8]) -> Result<Results, String> {
 #[must_use]
 pub fn compare(old: &Results, new: &Results) -> Vec<Moved> {
     let disturbed = old.disturbed.max(new.disturbed) > DISTURBED_MAX;
+    let elsewhere = old.host != new.host || old.profile != new.profile;
     let moved = |new: &Outcome| {
         let old = old.results.iter().find(|old| old.name == new.name && old.unit == new.unit)?;
         let moved = one(old, new);
@@ -109,6 +114,9 @@ pub fn compare(old: &Results, new: &Results) -> Vec<Moved> {
         }
         match moved.verdict {
             Verdict::WithinNoise | Verdict::TooFewSamples => Some(moved),
+            Verdict::Faster | Verdict::Slower if elsewhere && moved.new_ratio.is_none() => {
+                Some(Moved { verdict: Verdict::Elsewhere, ..moved })
+            }
             _ if disturbed => Some(Moved { verdict: Verdict::Disturbed, ..moved }),
             _ => Some(moved),
         }
@@ -143,13 +151,13 @@ fn judge(entry: &Outcome, [old_low, old_high]: Interval, [new_low, new_high]: In
     let floor = entry.name.starts_with("floor_");
     let rate = entry.unit.contains("/s");
     let size = entry.unit.contains("iB");
-    match (more, less) {
+    // Of a rate, less is worse.
+    let (worse, better) = if rate { (less, more) } else { (more, less) };
+    match (worse, better) {
         (true, _) if floor => Verdict::HostSlower,
         (_, true) if floor => Verdict::HostFaster,
         (true, _) if size => Verdict::Larger,
         (_, true) if size => Verdict::Smaller,
-        (true, _) if rate => Verdict::Faster,
-        (_, true) if rate => Verdict::Slower,
         (true, _) => Verdict::Slower,
         (_, true) => Verdict::Faster,
         (false, false) => Verdict::WithinNoise,
@@ -204,6 +212,39 @@ mod tests {
 
     fn verdict(old: Outcome, new: Outcome) -> Verdict {
         compare(&results(vec![old]), &results(vec![new]))[0].verdict
+    }
+
+    #[test]
+    fn of_a_rate_more_is_better_of_a_floor_too() {
+        let of = |name: &str, unit, old, new| {
+            verdict(outcome(name, unit, old), outcome(name, unit, new))
+        };
+        assert_eq!(of("floor_throughput", "runs/s/core", 48.0, 430.0), Verdict::HostFaster);
+        assert_eq!(of("floor_kvm", "us", 48.0, 430.0), Verdict::HostSlower);
+        assert_eq!(of("throughput_reset", "runs/s/core", 48.0, 430.0), Verdict::Faster);
+        assert_eq!(of("density", "KiB/VM", 48.0, 430.0), Verdict::Larger);
+    }
+
+    #[test]
+    fn figures_of_another_host_or_build_say_nothing_of_code_without_a_ratio() {
+        let old = results(vec![
+            outcome("throughput_reset", "runs/s/core", 50.0),
+            with_ratio(outcome("boot", "us", 2_000.0), 10.0),
+        ]);
+        let new = vec![
+            outcome("throughput_reset", "runs/s/core", 5.0),
+            with_ratio(outcome("boot", "us", 2_000.0), 5.0),
+        ];
+        let verdicts = |new: &Results| -> Vec<Verdict> {
+            compare(&old, new).iter().map(|moved| moved.verdict).collect()
+        };
+        let mut new = results(new);
+        assert_eq!(verdicts(&new), [Verdict::Slower, Verdict::Faster]);
+        new.profile = "debug".into();
+        assert_eq!(verdicts(&new), [Verdict::Elsewhere, Verdict::Faster]);
+        new.profile = "release".into();
+        new.host.cpu = "another".into();
+        assert_eq!(verdicts(&new), [Verdict::Elsewhere, Verdict::Faster]);
     }
 
     #[test]

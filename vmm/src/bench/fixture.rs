@@ -1,7 +1,7 @@
 //! What cases are measured in: a supervisor in this process, or a service in
 //! another with this process as its client.
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -151,7 +151,10 @@ impl Served {
         let until = Instant::now() + START_TIME_MAX;
         while Client::connect(&served.socket).is_err() {
             if let Ok(Some(status)) = served.child.try_wait() {
-                return Err(format!("the service ended: {status}"));
+                let mut all = String::new();
+                let _ = served.said.read_to_string(&mut all);
+                let last = all.lines().last().unwrap_or("it said nothing");
+                return Err(format!("the service ended: {status}: {last}"));
             }
             if Instant::now() > until {
                 return Err("the service does not listen".into());

@@ -630,7 +630,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) data: Option<PathBuf>,
     /// Samples of each latency
-    #[arg(long, value_name = "N", default_value = "200", value_parser = at_least_one)]
+    #[arg(long, value_name = "N", default_value = "200", value_parser = samples)]
     pub(crate) runs: usize,
     /// Print JSON
     #[arg(long)]
@@ -645,6 +645,17 @@ pub(crate) struct BenchArgs {
 
 fn hits() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..=i64::from(FOUND_TOOLS_MAX))
+}
+
+/// Samples that are kept of each latency.
+const SAMPLES_MAX: usize = 1_000_000;
+
+/// Samples, no more than are kept.
+fn samples(text: &str) -> Result<usize, String> {
+    match at_least_one(text)? {
+        more if more > SAMPLES_MAX => Err(format!("at most {SAMPLES_MAX}")),
+        samples => Ok(samples),
+    }
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

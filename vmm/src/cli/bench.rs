@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use forge_vmm::bench::compare::{self, Moved};
-use forge_vmm::bench::{self, Progress, Results, plot};
+use forge_vmm::bench::{self, HostInfo, Progress, Results, plot};
+use forge_vmm::jail::privileges;
 use serde::Serialize;
 
 use super::args::BenchArgs;
@@ -20,7 +21,24 @@ struct Printed<'a> {
     #[serde(flatten)]
     results: &'a Results,
     #[serde(skip_serializing_if = "Option::is_none")]
+    compared_with: Option<Old<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     compared: Option<&'a [Moved]>,
+}
+
+/// Where and of what the other figures are.
+#[derive(Serialize)]
+struct Old<'a> {
+    host: &'a HostInfo,
+    commit: &'a str,
+    profile: &'a str,
+    disturbed: f64,
+}
+
+impl<'a> Old<'a> {
+    fn of(Results { host, commit, profile, disturbed, .. }: &'a Results) -> Self {
+        Self { host, commit, profile, disturbed: *disturbed }
+    }
 }
 
 /// Measures.
@@ -35,6 +53,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
         fs::create_dir_all(folder).map_err(|source| file_error(folder, source))?;
     }
     heed_signals();
+    // Hundreds of VMs are there at once, with two each. Where that is too many, it says so.
+    let _ = privileges::raise_descriptors();
     let mut bar = Bar::new();
     let results = bench::run(&entries, args.runs, |progress| {
         bar.show(progress);
@@ -59,7 +79,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode, CliError> {
     }
     let moved = old.as_ref().map(|old| compare::compare(old, &results));
     if args.json {
-        print_json(&Printed { results: &results, compared: moved.as_deref() })?;
+        let compared_with = old.as_ref().map(Old::of);
+        print_json(&Printed { results: &results, compared_with, compared: moved.as_deref() })?;
     } else {
         print(&results)?;
         if let (Some(old), Some(moved)) = (&old, &moved) {
@@ -81,11 +102,19 @@ extern "C" fn break_off(signal: libc::c_int) {
     BROKEN_OFF_BY.store(signal, Ordering::Relaxed);
 }
 
-/// Has the first SIGINT or SIGTERM end the bench between two samples, so that
+/// Has the first SIGINT, SIGTERM or SIGHUP end the bench between two samples, so that
 /// folders and processes that it measures in go with it. A second ends it at
 /// once.
 fn heed_signals() {
-    for signal in [libc::SIGINT, libc::SIGTERM] {
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: all zero is a valid sigaction, to be written to.
+        let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut now) };
+        // As under nohup.
+        if now.sa_sigaction == libc::SIG_IGN {
+            continue;
+        }
         // SAFETY: all zero is a valid sigaction, with an empty mask.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = break_off as extern "C" fn(_) as usize;
@@ -115,7 +144,7 @@ fn retrieval(args: &BenchArgs) -> Result<ExitCode, CliError> {
     let results = bench::retrieval::run(&sets, |progress| bar.show(progress));
     bar.clear();
     if args.json {
-        print_json(&Printed { results: &results, compared: None })?;
+        print_json(&Printed { results: &results, compared_with: None, compared: None })?;
     } else {
         print(&results)?;
     }
