@@ -239,15 +239,10 @@ impl Registry {
         }
     }
 
-    /// What takes credentials out of what comes back from there, as far as they are
-    /// known now.
+    /// What takes credentials out of results, as far as they are known now.
     #[must_use]
-    pub fn scrubber(&self, carrier: &Carrier) -> Scrubber {
-        let of_its_server = match carrier {
-            Carrier::Builtin(_) => None,
-            Carrier::Server(connection) => connection.scrubber(),
-        };
-        of_its_server.unwrap_or_else(|| self.scrubs.scrubber())
+    pub fn scrubber(&self) -> Scrubber {
+        self.scrubs.scrubber()
     }
 
     /// The built-in tool of this name.

@@ -749,9 +749,12 @@ fn a_token_that_a_server_issues_itself_is_taken_out_of_what_it_says_alone() {
     let metadata = json!({"resource": web.url("/mcp"), "authorization_servers": [web.url("")]});
     issuer.get().metadata.insert("/.well-known/oauth-protected-resource/mcp".into(), metadata);
     let others = other.serve();
-    let oauth = format!("oauth = {{ {ACCOUNT} }}\n[servers.other]\nurl = '{}'", others.url("/mcp"));
+    let oauth = format!(
+        "oauth = {{ {ACCOUNT} }}\n[servers.other]\nurl = '{}'\n{RESOURCES}",
+        others.url("/mcp")
+    );
     let mut broker = broker(&web, &oauth);
-    let mut worker = broker.run(&["web.echo", "other.echo"], limits());
+    let mut worker = broker.run(&["web.echo", "other.echo", "resource.read"], limits());
     let said = json!({"say": "access-token-1"});
     for (tool, is_left) in [("web.echo", false), ("other.echo", true)] {
         let (code, answer) = worker.call(tool, &said);
@@ -759,6 +762,13 @@ fn a_token_that_a_server_issues_itself_is_taken_out_of_what_it_says_alone() {
         let text = answer[0]["text"].as_str().unwrap();
         assert_eq!(text.contains(r#"{"say":"access-token-1"}"#), is_left, "{tool}: {text}");
     }
+    // Of what a built-in has from it as well.
+    mcp.get().resources = vec![resource("see access-token-1")];
+    worker.send("resource.read", br#"{"server":"web","uri":"test://x"}"#);
+    let read = worker.settled();
+    let text = String::from_utf8(read.body).unwrap();
+    assert_eq!((read.code, read.redacted), (None, true), "{text}");
+    assert!(text.contains("see ") && !text.contains("access-token-1"), "{text}");
     assert_eq!(issuer.get().asked.len(), 1, "nor does it choose how often");
 }
 

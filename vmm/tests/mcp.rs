@@ -991,13 +991,15 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
     let long = request("tools/call", json!({"name": "run_program", "x": "x".repeat(5 << 20)}));
     // One about a request is that one's answer: to many clients any other status is the
     // end of their session.
-    for (headers, status, id) in [(&[ALICE][..], "200", json!(1)), (&[], "401", Value::Null)] {
-        let answer = http.post(headers, &long);
-        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{headers:?}: {answer}");
-        assert!(answer.contains("content-type: application/json"), "{headers:?}: {answer}");
-        let said: Value = serde_json::from_str(answer.split("\r\n\r\n").nth(1).unwrap()).unwrap();
-        assert_eq!((&said["id"], said["error"].is_object()), (&id, true), "{said}");
-    }
+    let answer = http.post(&[ALICE], &long);
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    assert!(answer.contains("content-type: application/json"), "{answer}");
+    let said: Value = serde_json::from_str(answer.split("\r\n\r\n").nth(1).unwrap()).unwrap();
+    assert_eq!((&said["id"], said["error"].is_object()), (&json!(1), true), "{said}");
+    // Without an id it would be nobody's answer.
+    let answer = http.post(&[], &long);
+    assert!(answer.starts_with("HTTP/1.1 401 "), "{answer}");
+    assert!(answer.contains("content-type: text/plain"), "{answer}");
     // Of two hosts, or one and another's address, neither counts.
     for (target, hosts) in [
         ("/mcp", "Host: localhost\r\nHost: evil.example\r\n"),

@@ -51,7 +51,7 @@ use crate::definition::{Effect, Listed, Tool};
 use crate::egress;
 use crate::grant::Grant;
 use crate::secret::Secret;
-use crate::upstream::{CallEnd, Upstream};
+use crate::upstream::{CallEnd, Said, Upstream};
 
 /// The built-in tools that need configuration.
 #[derive(Debug, Default)]
@@ -122,7 +122,7 @@ pub enum Work {
 }
 
 /// A call under way. Dropping it gives the call up as far as that goes.
-pub type Pending = Pin<Box<dyn Future<Output = CallEnd> + Send>>;
+pub type Pending = Pin<Box<dyn Future<Output = Said> + Send>>;
 
 /// What is done in one go. The arguments fit the tool's schema.
 #[derive(Clone)]
@@ -193,10 +193,13 @@ impl Work {
         Self::InPlace(InPlace(Arc::new(work)))
     }
 
-    fn waits<F: Future<Output = CallEnd> + Send + 'static>(
+    fn waits<F: Future<Output: Into<Said>> + Send + 'static>(
         work: impl Fn(&Caller, JsonObject) -> F + Send + Sync + 'static,
     ) -> Self {
-        Self::Waits(Waits(Arc::new(move |caller, arguments| Box::pin(work(caller, arguments)))))
+        Self::Waits(Waits(Arc::new(move |caller, arguments| {
+            let ends = work(caller, arguments);
+            Box::pin(async { ends.await.into() })
+        })))
     }
 }
 
@@ -235,7 +238,10 @@ impl Builtin {
     #[must_use]
     pub fn carry_out(&self, caller: &Caller, arguments: JsonObject) -> Pending {
         match &self.work {
-            Work::InPlace(work) => Box::pin(std::future::ready(work.carry_out(caller, &arguments))),
+            Work::InPlace(work) => {
+                let end = work.carry_out(caller, &arguments);
+                Box::pin(std::future::ready(end.into()))
+            }
             Work::Waits(work) => (work.0)(caller, arguments),
         }
     }

@@ -11,14 +11,12 @@ use std::sync::Arc;
 
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
-use tokio::time::Instant;
 use url::Url;
 
-use super::{Failure, Plan, Work, text};
-use crate::beside;
+use super::{Caller, Failure, Plan, Work, text};
 use crate::definition::Effect;
 use crate::egress::rule::{URL_BYTES_MAX, is_plain_path};
-use crate::upstream::{Away, CallEnd, Upstream};
+use crate::upstream::{Away, CallEnd, Said, Upstream};
 
 /// What the operator allows.
 #[derive(Clone, Debug)]
@@ -79,11 +77,10 @@ pub(super) fn read(sources: Sources, servers: &BTreeMap<String, Arc<Upstream>>) 
             "additionalProperties": false,
         }),
         work: Work::waits(move |caller, arguments| {
-            let (shared, until) = (Arc::clone(&shared), caller.deadline);
-            let principal = Arc::clone(&caller.principal);
+            let (shared, caller) = (Arc::clone(&shared), caller.clone());
             async move {
                 let (sources, servers) = &*shared;
-                carry_out(sources, servers, &arguments, &principal, until).await
+                carry_out(sources, servers, &caller, &arguments).await
             }
         }),
     }
@@ -92,43 +89,42 @@ pub(super) fn read(sources: Sources, servers: &BTreeMap<String, Arc<Upstream>>) 
 async fn carry_out(
     sources: &Sources,
     servers: &BTreeMap<String, Arc<Upstream>>,
+    caller: &Caller,
     arguments: &JsonObject,
-    principal: &Arc<str>,
-    until: Instant,
-) -> CallEnd {
+) -> Said {
     let server = text(arguments, "server").unwrap_or_default();
     let uri = text(arguments, "uri").unwrap_or_default();
     if !sources.allows(server, uri) {
         let message = "no rule of the operator allows this resource";
-        return Failure::new("not_allowed", message).into();
+        return CallEnd::from(Failure::new("not_allowed", message)).into();
     }
     let Some(upstream) = servers.get(server) else {
-        return Failure::new("unavailable", "this server is not configured").into();
+        return CallEnd::from(Failure::new("unavailable", "this server is not configured")).into();
     };
     let connection = match upstream.connection().await {
         Ok(connection) => connection,
         Err(source) => {
-            return Failure::new("unavailable", Away::of(server, &source).to_string()).into();
+            let away = Away::of(server, &source).to_string();
+            return CallEnd::from(Failure::new("unavailable", away)).into();
         }
     };
-    let _place = connection.place(principal).await;
-    match connection.read_resource(uri, until).await {
+    let _place = match caller.turn(connection.place(&caller.principal)).await {
+        Ok(place) => place,
+        Err(failure) => return CallEnd::from(failure).into(),
+    };
+    let end = match connection.read_resource(uri, caller.deadline).await {
         CallEnd::Answered(contents) => {
-            let bytes = bytes_of(&contents);
-            if bytes > sources.bytes_max {
-                let limit = sources.bytes_max;
+            let (bytes, limit) = (bytes_of(&contents), sources.bytes_max);
+            if bytes > limit {
                 let message = format!("the resource has {bytes} bytes, the limit is {limit}");
-                return Failure::new("too_large", message).into();
+                Failure::new("too_large", message).into()
+            } else {
+                CallEnd::Answered(json!({ "contents": contents }))
             }
-            // What its server issued itself is sought in what this server says alone.
-            let contents = match connection.own_scrubber() {
-                Some(scrubber) => beside(move || scrubber.json(contents)).await,
-                None => contents,
-            };
-            CallEnd::Answered(json!({ "contents": contents }))
         }
         other => other,
-    }
+    };
+    connection.said(end)
 }
 
 fn bytes_of(contents: &Value) -> usize {

@@ -36,7 +36,7 @@ use crate::registry::Carrier;
 use crate::schema_cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
 use crate::telemetry::{CallSpan, CalledTool, Span, Spans, Steps};
-use crate::upstream::{CallEnd, Place, Unusable, VALUES_MAX};
+use crate::upstream::{CallEnd, Place, Said, Unusable, VALUES_MAX};
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays
@@ -348,19 +348,22 @@ impl Intended {
         let calling = async {
             match carrier {
                 Carrier::Server(connection) => {
-                    connection.call(&tool, arguments, key, facts.run.deadline()).await
+                    let until = facts.run.deadline();
+                    connection.said(connection.call(&tool, arguments, key, until).await)
                 }
                 Carrier::Builtin(builtin) => builtin.carry_out(facts.run.caller(), arguments).await,
             }
         };
         // Whoever carries it out is told that nobody waits, where it can be.
         // Nothing is sent for one that is cancelled already.
-        let end = tokio::select! {
+        let said = tokio::select! {
             biased;
-            () = facts.run.cancelled() => CallEnd::Lost,
-            called = timeout_at(heard_until(&facts.run), calling) => called.unwrap_or(CallEnd::Lost),
+            () = facts.run.cancelled() => CallEnd::Lost.into(),
+            called = timeout_at(heard_until(&facts.run), calling) => {
+                called.unwrap_or_else(|_| CallEnd::Lost.into())
+            }
         };
-        Dispatched::ended(facts, tool, sent, end)
+        Dispatched::ended(facts, tool, sent, said)
     }
 
     /// Carries a tool of the broker's own out, in this thread.
@@ -368,7 +371,7 @@ impl Intended {
         let Self { facts, tool, effect: _, arguments } = self;
         let sent = Instant::now();
         let end = work.carry_out(facts.run.caller(), &arguments);
-        Dispatched::ended(facts, tool, sent, end)
+        Dispatched::ended(facts, tool, sent, end.into())
     }
 }
 
@@ -380,13 +383,16 @@ pub(super) struct Dispatched {
     /// From its dispatch until it was there.
     took: Duration,
     end: CallEnd,
+    /// What takes out what only its server's words are searched for.
+    own: Option<Scrubber>,
 }
 
 impl Dispatched {
     /// It is there now: what it waits for from here on is not its tool.
-    fn ended(mut facts: Facts, tool: Arc<Tool>, sent: Instant, end: CallEnd) -> Self {
+    fn ended(mut facts: Facts, tool: Arc<Tool>, sent: Instant, said: Said) -> Self {
         facts.steps.answered = Some(facts.began.elapsed());
-        Self { facts, tool, took: sent.elapsed(), end }
+        let Said { end, own } = said;
+        Self { facts, tool, took: sent.elapsed(), end, own }
     }
 
     /// Whether what came back is so soon looked through that others can wait
@@ -420,7 +426,7 @@ impl Dispatched {
 
     /// Holds a result against the tool's own output schema.
     pub(super) fn fitting(self, books: &Books) -> Fitting {
-        let Self { facts, tool, took, end } = self;
+        let Self { facts, tool, took, end, own } = self;
         books.metrics.dispatched(took);
         let encoded = match end {
             CallEnd::Bytes(_, name) => Some(name),
@@ -446,7 +452,7 @@ impl Dispatched {
             CallEnd::Failed(error) => Ok(CallEnd::Failed(tool_error(error))),
             other => Ok(other),
         };
-        Fitting { facts, tool, end, encoded }
+        Fitting { facts, tool, end, encoded, own }
     }
 }
 
@@ -459,6 +465,7 @@ pub(super) struct Fitting {
     end: Result<CallEnd, Misfit>,
     /// Under which name it has bytes in base64.
     encoded: Option<&'static str>,
+    own: Option<Scrubber>,
 }
 
 /// How a result is none that could be passed on.
@@ -471,11 +478,13 @@ enum Misfit {
 }
 
 impl Fitting {
-    /// Takes credentials out, of reasons too: all that are not to be in what comes
-    /// from there, and whatever looks like one. `None` where the broker itself
+    /// Takes credentials out, of reasons too: all known ones, of whichever
+    /// server, its own, and whatever looks like one. `None` where the broker itself
     /// answers, which has none to tell.
     pub(super) fn redacted(self, scrubber: Option<&Scrubber>) -> Redacted {
-        let Self { facts, tool, end, encoded } = self;
+        let Self { facts, tool, end, encoded, own } = self;
+        let both = scrubber.zip(own).map(|(all, own)| all.and(&own));
+        let scrubber = both.as_ref().or(scrubber);
         let removed = Cell::new(0_u32);
         let redact = |mut value: Value| match scrubber {
             Some(scrubber) => {
@@ -729,7 +738,7 @@ mod tests {
         };
         let began = Instant::now();
         let facts = Facts { run, call, began, steps: Steps::default() };
-        Dispatched::ended(facts, tool, began, end)
+        Dispatched::ended(facts, tool, began, end.into())
     }
 
     fn books(folder: &std::path::Path) -> Books {

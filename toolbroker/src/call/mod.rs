@@ -254,7 +254,7 @@ impl Dispatcher {
                         let ended = move || {
                             dispatched
                                 .fitting(&books)
-                                .redacted(Some(&registry.scrubber(&carrier)))
+                                .redacted(Some(&registry.scrubber()))
                                 .recorded(&books)
                         };
                         match turn {

@@ -178,6 +178,22 @@ pub enum CallEnd {
     Lost,
 }
 
+/// How a call ended, and what takes out of that what is looked for in its server's words
+/// alone.
+#[derive(Debug)]
+pub struct Said {
+    /// How it ended.
+    pub end: CallEnd,
+    /// For the tokens that the server issued itself, if it did.
+    pub own: Option<Scrubber>,
+}
+
+impl From<CallEnd> for Said {
+    fn from(end: CallEnd) -> Self {
+        Self { end, own: None }
+    }
+}
+
 impl CallEnd {
     /// A failure with a name of its own.
     pub(crate) fn failed(name: &str, message: &str) -> Self {
@@ -252,24 +268,14 @@ impl Connection {
         tools.get(found).cloned()
     }
 
-    /// What takes credentials out of what it says, as far as they are known now. A
-    /// caller that hosts tools has none of its own.
-    #[must_use]
-    pub fn scrubber(&self) -> Option<Scrubber> {
-        self.scrubs().map(|scrubs| scrubs.scrubber())
-    }
-
-    /// What takes tokens out of what it says that it issued itself, if it did.
-    pub(crate) fn own_scrubber(&self) -> Option<Scrubber> {
-        self.scrubs()?.own()
-    }
-
-    fn scrubs(&self) -> Option<&Scrubs> {
-        match self {
-            Self::Mcp(session) => Some(session.scrubs()),
-            Self::Api(api) => Some(api.scrubs()),
+    /// With what is to be taken out of its words alone, as far as that is known now.
+    pub(crate) fn said(&self, end: CallEnd) -> Said {
+        let own = match self {
+            Self::Mcp(session) => session.scrubs().own(),
+            Self::Api(api) => api.scrubs().own(),
             Self::Hosted(_) => None,
-        }
+        };
+        Said { end, own }
     }
 
     /// Whether arguments that fit the tool's schema can be sent to it at all.

@@ -105,7 +105,7 @@ pub fn parse(json: &[u8]) -> Result<Results, String> {
 #[must_use]
 pub fn compare(old: &Results, new: &Results) -> Vec<Moved> {
     let disturbed = old.disturbed.max(new.disturbed) > DISTURBED_MAX;
-    let elsewhere = old.host != new.host || old.profile != new.profile;
+    let (other_host, other_build) = (old.host != new.host, old.profile != new.profile);
     let moved = |new: &Outcome| {
         let old = old.results.iter().find(|old| old.name == new.name && old.unit == new.unit)?;
         let moved = one(old, new);
@@ -114,7 +114,9 @@ pub fn compare(old: &Results, new: &Results) -> Vec<Moved> {
         }
         match moved.verdict {
             Verdict::WithinNoise | Verdict::TooFewSamples => Some(moved),
-            Verdict::Faster | Verdict::Slower if elsewhere && moved.new_ratio.is_none() => {
+            Verdict::Faster | Verdict::Slower
+                if other_build || other_host && moved.new_ratio.is_none() =>
+            {
                 Some(Moved { verdict: Verdict::Elsewhere, ..moved })
             }
             _ if disturbed => Some(Moved { verdict: Verdict::Disturbed, ..moved }),
@@ -241,7 +243,11 @@ mod tests {
         let mut new = results(new);
         assert_eq!(verdicts(&new), [Verdict::Slower, Verdict::Faster]);
         new.profile = "debug".into();
-        assert_eq!(verdicts(&new), [Verdict::Elsewhere, Verdict::Faster]);
+        assert_eq!(
+            verdicts(&new),
+            [Verdict::Elsewhere, Verdict::Elsewhere],
+            "floors are none of it"
+        );
         new.profile = "release".into();
         new.host.cpu = "another".into();
         assert_eq!(verdicts(&new), [Verdict::Elsewhere, Verdict::Faster]);

@@ -109,7 +109,7 @@ fn heed_signals() {
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         // SAFETY: all zero is a valid sigaction, to be written to.
         let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: as above.
+        // SAFETY: `now` is writable, and nothing is set.
         unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut now) };
         // As under nohup.
         if now.sa_sigaction == libc::SIG_IGN {

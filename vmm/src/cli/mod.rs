@@ -155,7 +155,7 @@ fn signals_as_expected() {
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     // Some ignore it, and so do their children then: how a process ended is known to
     // nobody.
-    // SAFETY: as above.
+    // SAFETY: neither does its default.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
     // Who reads signals from a descriptor blocks them, and what it starts could not be
     // ended.

@@ -119,7 +119,7 @@ impl Supervisor {
     }
 
     /// Trusts these keys from now on and no others. Runs that are under way
-    /// end as they would have; new ones get new VMs.
+    /// end as they would have; where the keys are others, new ones get new VMs.
     ///
     /// # Errors
     /// If the host has no thread left for a pool. Nothing changed then.

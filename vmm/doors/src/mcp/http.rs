@@ -48,8 +48,10 @@ const HEADER_SESSION_ID: &str = "mcp-session-id";
 const HEADER_LAST_EVENT_ID: &str = "last-event-id";
 /// What a client of MCP accepts.
 const BOTH: &str = "application/json, text/event-stream";
-/// What answers are, and refusals: some clients show no other.
+/// An answer.
 const JSON: &str = "application/json";
+/// A refusal that is no message of MCP.
+const TEXT: &str = "text/plain; charset=utf-8";
 /// To who names a session that is not there.
 const NO_SESSION: &str = "there is no such session, or it has ended: send initialize again, \
                           without an Mcp-Session-Id";
@@ -168,7 +170,7 @@ impl Entrance {
                     return over;
                 }
                 // rmcp would give one without an end to wait for.
-                Ahead::Unknown => return refusal(StatusCode::GONE, NO_STREAM.to_owned()),
+                Ahead::Unknown => return text(StatusCode::GONE, NO_STREAM.to_owned()),
             }
         }
         if request.method() != Method::POST {
@@ -178,7 +180,7 @@ impl Entrance {
         if encodings.iter().any(|it| !it.as_bytes().trim_ascii().eq_ignore_ascii_case(b"identity"))
         {
             let what = "send application/json, and no Content-Encoding".to_owned();
-            return refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, what);
+            return text(StatusCode::UNSUPPORTED_MEDIA_TYPE, what);
         }
         let (head, body) = request.into_parts();
         let mut body = match tokio::time::timeout(BODY_TIME_MAX, read(body, &self.room, held)).await
@@ -191,7 +193,7 @@ impl Entrance {
             Ok(Err(unread)) => return unread.answer(),
             Err(_) => {
                 let what = format!("the body took more than {} s", BODY_TIME_MAX.as_secs());
-                return refusal(StatusCode::REQUEST_TIMEOUT, what);
+                return text(StatusCode::REQUEST_TIMEOUT, what);
             }
         };
         let is_json = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| {
@@ -225,7 +227,7 @@ impl Entrance {
 fn in_our_words(said: Said) -> Said {
     let is_of_session = said.status() == StatusCode::NOT_FOUND
         && !said.headers().contains_key(header::CONTENT_TYPE);
-    if is_of_session { refusal(StatusCode::NOT_FOUND, NO_SESSION.to_owned()) } else { said }
+    if is_of_session { text(StatusCode::NOT_FOUND, NO_SESSION.to_owned()) } else { said }
 }
 
 /// What is said to an `initialize` whose params cannot be read. rmcp takes it for one
@@ -261,25 +263,35 @@ impl Unread {
                 (ErrorCode::INTERNAL_ERROR, what, id, StatusCode::SERVICE_UNAVAILABLE)
             }
             Self::Broken(why) => {
-                return refusal(StatusCode::BAD_REQUEST, format!("the body: {why}"));
+                return text(StatusCode::BAD_REQUEST, format!("the body: {why}"));
             }
         };
-        let status = if id.is_some() { StatusCode::OK } else { status };
-        let error = ServerJsonRpcMessage::error(ErrorData::new(code, what, None), id);
-        let mut answer = said(status, &error);
-        if status == StatusCode::SERVICE_UNAVAILABLE {
-            answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        if let Some(id) = id {
+            let error = ErrorData::new(code, what, None);
+            return said(StatusCode::OK, &ServerJsonRpcMessage::error(error, Some(id)));
         }
-        answer
+        let mut refusal = text(status, what);
+        if status == StatusCode::SERVICE_UNAVAILABLE {
+            refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        refusal
     }
 }
 
-/// The id of a request that is not read: it began with these bytes. Of one that does not
-/// end there is none.
-async fn skimmed<B: Body<Data = Bytes> + Unpin>(began: &[&[u8]], mut body: B) -> Option<RequestId> {
+/// The id of a request that is not read and began with these bytes, none of which is kept
+/// while the rest goes by. Of one that does not end there is none.
+async fn skimmed<B: Body<Data = Bytes> + Unpin>(
+    began: [Bytes; 2],
+    mut body: B,
+) -> Option<RequestId> {
     let mut skim = Skim::default();
-    began.iter().for_each(|bytes| skim.pass(bytes));
     let mut left = SKIMMED_BYTES_MAX;
+    if body.size_hint().lower() > left as u64 {
+        return None;
+    }
+    for bytes in began {
+        skim.pass(&bytes);
+    }
     while let Some(frame) = body.frame().await {
         let bytes = frame.ok()?.into_data().unwrap_or_default();
         left = left.checked_sub(bytes.len())?;
@@ -301,15 +313,15 @@ async fn read<B: Body<Data = Bytes, Error: std::fmt::Display> + Unpin>(
     let mut piece = Bytes::new();
     loop {
         if wanted > MESSAGE_BYTES_MAX {
-            return Err(Unread::TooLarge(skimmed(&[&bytes, &piece], body).await));
+            drop(taken);
+            return Err(Unread::TooLarge(skimmed([bytes.into(), piece], body).await));
         }
         let has = taken.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         if wanted > SMALL_MESSAGE_BYTES.max(has) {
             let more = Arc::clone(room).try_acquire_many_owned((wanted - has) as u32);
             let Ok(more) = more else {
-                // What it had is somebody else's while the rest goes by.
                 drop(taken);
-                return Err(Unread::NoRoom(skimmed(&[&bytes, &piece], body).await));
+                return Err(Unread::NoRoom(skimmed([bytes.into(), piece], body).await));
             };
             match &mut taken {
                 Some(taken) => taken.merge(more),
@@ -331,16 +343,20 @@ type Answer = Response<Held<BoxBody<Bytes, Infallible>, Vec<OwnedSemaphorePermit
 
 fn said(status: StatusCode, message: &ServerJsonRpcMessage) -> Said {
     // It is a map of texts and numbers.
-    let bytes = serde_json::to_vec(message).unwrap_or_default();
-    let mut response = Response::new(Full::new(Bytes::from(bytes)).boxed());
-    *response.status_mut() = status;
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(JSON));
-    response
+    with_body(status, JSON, serde_json::to_vec(message).unwrap_or_default())
 }
 
-/// A refusal of what has no id, or none that is known.
-fn refusal(status: StatusCode, what: String) -> Said {
-    said(status, &ServerJsonRpcMessage::error(ErrorData::invalid_request(what, None), None))
+/// A refusal of what has no id, or none that is known. As a message of MCP it would be
+/// nobody's answer, and whoever asked would wait on.
+fn text(status: StatusCode, what: String) -> Said {
+    with_body(status, TEXT, what.into_bytes())
+}
+
+fn with_body(status: StatusCode, kind: &'static str, body: Vec<u8>) -> Said {
+    let mut response = Response::new(Full::new(Bytes::from(body)).boxed());
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
 }
 
 /// Serves until it is told to end. What runs then is cancelled.
@@ -487,13 +503,14 @@ fn refuse_page() -> Answer {
 /// A refusal of what there may be room for then.
 fn no_room(what: &'static str, then: Duration) -> Answer {
     let mut refusal = refuse(StatusCode::SERVICE_UNAVAILABLE, what);
-    let seconds = HeaderValue::from(then.as_secs().max(1));
-    refusal.headers_mut().insert(header::RETRY_AFTER, seconds);
+    // No sooner than then.
+    let seconds = then.as_millis().div_ceil(1_000).max(1) as u64;
+    refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     refusal
 }
 
 fn refuse(status: StatusCode, what: &'static str) -> Answer {
-    refusal(status, what.to_owned()).map(|body| Held::new(body, Vec::new()))
+    text(status, what.to_owned()).map(|body| Held::new(body, Vec::new()))
 }
 
 /// Whether a request takes an answer of any media type, as one does that does not say.

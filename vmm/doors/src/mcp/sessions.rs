@@ -30,8 +30,8 @@ use super::kept::{Ahead, Kept};
 pub(super) const SESSIONS_MAX: usize = 64;
 /// For how long one has been silent that gives way to another where there is no room.
 const SILENT_TIME: Duration = Duration::from_secs(300);
-/// The same of one whose client listened and does no more: it went away, as some do that
-/// end no session, or comes back at once.
+/// The same of one whose client listened last and does no more: it went away, as some do
+/// that end no session, or comes back at once.
 const LEFT_TIME: Duration = Duration::from_secs(10);
 
 /// Requests of one session that are not answered.
@@ -51,18 +51,24 @@ struct Known {
     /// Requests that are not answered. One whose client went away is among them:
     /// it goes on, and rmcp would give its answer to another of its id.
     open: Arc<Mutex<HashSet<RequestId>>>,
-    /// When something came on it last.
-    used: Instant,
+    silence: Arc<Mutex<Silence>>,
     /// Each stream of what it says unasked has it as well.
     listened: Arc<()>,
-    /// There was such a stream.
-    has_listened: bool,
+}
+
+/// Since when a session is silent.
+struct Silence {
+    /// When something came on it last, or a stream of what it says unasked ended.
+    since: Instant,
+    /// It was such a stream that ended: its client went away, or comes back at once.
+    left: bool,
 }
 
 impl Default for Known {
     fn default() -> Self {
-        let (is_primed, open, listened, has_listened) = Default::default();
-        Self { is_primed, open, used: Instant::now(), listened, has_listened }
+        let (is_primed, open, listened) = Default::default();
+        let silence = Arc::new(Mutex::new(Silence { since: Instant::now(), left: false }));
+        Self { is_primed, open, silence, listened }
     }
 }
 
@@ -71,9 +77,25 @@ impl Known {
     /// anybody waits for anything that it says.
     fn gives_way_in(&self, now: Instant) -> Option<Duration> {
         let is_waited_for = Arc::strong_count(&self.listened) > 1 || !lock(&self.open).is_empty();
-        let silent = now.saturating_duration_since(self.used);
-        let time = if self.has_listened { LEFT_TIME } else { SILENT_TIME };
-        (!is_waited_for).then(|| time.saturating_sub(silent))
+        let Silence { since, left } = *lock(&self.silence);
+        let time = if left { LEFT_TIME } else { SILENT_TIME };
+        (!is_waited_for).then(|| time.saturating_sub(now.saturating_duration_since(since)))
+    }
+
+    fn since(&self) -> Instant {
+        lock(&self.silence).since
+    }
+}
+
+/// A stream of what a session says unasked.
+struct Listens {
+    silence: Arc<Mutex<Silence>>,
+    _listened: Arc<()>,
+}
+
+impl Drop for Listens {
+    fn drop(&mut self) {
+        *lock(&self.silence) = Silence { since: Instant::now(), left: true };
     }
 }
 
@@ -102,7 +124,7 @@ struct Told {
     stream: Option<Pin<Box<dyn Stream<Item = ServerSseMessage> + Send + Sync>>>,
     is_primed: bool,
     /// While it is what a session says unasked.
-    _listened: Option<Arc<()>>,
+    _listens: Option<Listens>,
 }
 
 impl Told {
@@ -110,12 +132,12 @@ impl Told {
         stream: impl Stream<Item = ServerSseMessage> + Send + Sync + 'static,
         is_primed: bool,
     ) -> Self {
-        Self { refusal: None, stream: Some(Box::pin(stream)), is_primed, _listened: None }
+        Self { refusal: None, stream: Some(Box::pin(stream)), is_primed, _listens: None }
     }
 
     fn refused(error: ErrorData, id: Option<RequestId>) -> Self {
         let refusal = ServerSseMessage::from_message(ServerJsonRpcMessage::error(error, id));
-        Self { refusal: Some(refusal), stream: None, is_primed: false, _listened: None }
+        Self { refusal: Some(refusal), stream: None, is_primed: false, _listens: None }
     }
 }
 
@@ -158,9 +180,9 @@ impl Sessions {
 
     /// What is known of a session that something comes on now.
     fn known(&self, id: &SessionId) -> Known {
-        let mut all = lock(&self.known);
-        let Some(known) = all.get_mut(id) else { return Known::default() };
-        known.used = Instant::now();
+        let all = lock(&self.known);
+        let Some(known) = all.get(id) else { return Known::default() };
+        *lock(&known.silence) = Silence { since: Instant::now(), left: false };
         known.clone()
     }
 
@@ -169,7 +191,7 @@ impl Sessions {
         let all = lock(&self.known);
         let silent =
             all.iter().filter(|(_, known)| known.gives_way_in(now) == Some(Duration::ZERO));
-        silent.min_by_key(|(_, known)| known.used).map(|(id, _)| Arc::clone(id))
+        silent.min_by_key(|(_, known)| known.since()).map(|(id, _)| Arc::clone(id))
     }
 
     /// When the first may give way, if nobody takes it up before.
@@ -178,13 +200,10 @@ impl Sessions {
         all.values().filter_map(|known| known.gives_way_in(now)).min().unwrap_or(SILENT_TIME)
     }
 
-    /// What is known of a session whose client listens from now on.
-    fn listens(&self, id: &SessionId) -> Known {
-        let known = self.known(id);
-        if let Some(known) = lock(&self.known).get_mut(id) {
-            known.has_listened = true;
-        }
-        known
+    /// A stream of what this session says unasked begins.
+    fn listens(&self, id: &SessionId) -> Listens {
+        let Known { silence, listened, .. } = self.known(id);
+        Listens { silence, _listened: listened }
     }
 
     /// Whether all requests are answered, and the answers with whoever waits.
@@ -300,8 +319,8 @@ impl SessionManager for Sessions {
         id: &SessionId,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
         let stream = self.sessions.create_standalone_stream(id).await?;
-        let Known { is_primed, listened, .. } = self.listens(id);
-        Ok(Told { _listened: Some(listened), ..Told::over(stream, is_primed) })
+        let is_primed = self.known(id).is_primed;
+        Ok(Told { _listens: Some(self.listens(id)), ..Told::over(stream, is_primed) })
     }
 
     async fn resume(
@@ -309,7 +328,7 @@ impl SessionManager for Sessions {
         id: &SessionId,
         last_event_id: String,
     ) -> Result<impl Stream<Item = ServerSseMessage> + Send + Sync + 'static, SessionsError> {
-        let Known { is_primed, .. } = self.known(id);
+        let is_primed = self.known(id).is_primed;
         if let Some(listener) = self.kept.resume(id, &last_event_id) {
             return Ok(Told::over(listener, is_primed));
         }
@@ -323,8 +342,7 @@ impl SessionManager for Sessions {
             Err(_) => last_event_id,
         };
         let stream = self.sessions.resume(id, after).await?;
-        let Known { listened, .. } = self.listens(id);
-        Ok(Told { _listened: Some(listened), ..Told::over(stream, is_primed) })
+        Ok(Told { _listens: Some(self.listens(id)), ..Told::over(stream, is_primed) })
     }
 }
 
@@ -385,19 +403,29 @@ mod tests {
         let Known { open, listened, .. } = sessions.known(&ids[1]);
         lock(&open).insert(RequestId::Number(1));
         let _listened = (listened, sessions.known(&ids[2]).listened);
-        lock(&sessions.known).get_mut(&ids[0]).unwrap().used = later;
+        let since = |at: usize, since| {
+            let silence = Arc::clone(&lock(&sessions.known)[&ids[at]].silence);
+            lock(&silence).since = since;
+        };
+        since(0, later);
         assert_eq!(sessions.silent(later).as_ref(), Some(&ids[3]));
         assert!(matches!(sessions.create_session().await, Err(SessionsError::Full)));
-        lock(&sessions.known).get_mut(&ids[3]).unwrap().used = now - SILENT_TIME;
+        since(3, now - SILENT_TIME);
         sessions.create_session().await.unwrap();
         assert!(!sessions.has_session(&ids[3]).await.unwrap());
-        // One whose client has left may be taken up again for a little while.
-        drop(sessions.listens(&ids[4]));
-        let used = lock(&sessions.known).get(&ids[4]).unwrap().used;
-        assert_eq!(sessions.room_in(used), LEFT_TIME);
-        assert_eq!(sessions.silent(used + LEFT_TIME / 2), None);
-        assert_eq!(sessions.silent(used + LEFT_TIME).as_ref(), Some(&ids[4]));
-        let _listens = sessions.listens(&ids[4]);
-        assert_eq!(sessions.silent(used + LEFT_TIME), None);
+        // One whose client has left may be taken up again for a little while: from then on,
+        // however long it had listened.
+        let listens = sessions.listens(&ids[4]);
+        since(4, now - SILENT_TIME);
+        assert_eq!(sessions.silent(now), None);
+        drop(listens);
+        let left = lock(&sessions.known)[&ids[4]].since();
+        assert!(left >= now);
+        assert_eq!(sessions.room_in(left), LEFT_TIME);
+        assert_eq!(sessions.silent(left + LEFT_TIME / 2), None);
+        assert_eq!(sessions.silent(left + LEFT_TIME).as_ref(), Some(&ids[4]));
+        // A message by itself is no sign that it will listen again.
+        sessions.known(&ids[4]);
+        assert_eq!(sessions.silent(left + 2 * LEFT_TIME), None);
     }
 }

@@ -10,7 +10,7 @@ use rmcp::model::RequestId;
 /// A key or an id as it is written, in bytes. Longer ones are none that are looked for.
 const WORD_BYTES_MAX: usize = 1024;
 
-/// What has gone by of one line.
+/// What has gone by of one message.
 #[derive(Default)]
 pub(super) struct Skim {
     depth: usize,
@@ -69,7 +69,7 @@ impl Skim {
                 self.word.clear();
             }
             b',' if is_top => self.value(),
-            b' ' | b'\t' | b'\r' => {}
+            b' ' | b'\t' | b'\r' | b'\n' => {}
             _ => {
                 if byte == b'"' {
                     self.text = Some(Escape::No);
