@@ -48,10 +48,12 @@ const LOCK_FILE: &str = "reviews.lock";
 /// The file's form.
 const FORMAT: u32 = 1;
 /// All pins together, in bytes of the file.
-const FILE_BYTES_MAX: u64 = 64 * 1024 * 1024;
-/// The pins of one server's tools that come at first sight, in bytes of their texts: what
+const FILE_BYTES_MAX: u64 = if cfg!(test) { 256 * 1024 } else { 64 * 1024 * 1024 };
+/// The pins of one server's tools that come at first sight, in bytes of the file: what
 /// its later tools do not have they get by approval alone, and other servers' have room.
 const SERVER_BYTES_MAX: usize = if cfg!(test) { 64 * 1024 } else { 8 * 1024 * 1024 };
+/// What a pin takes in the file beside its texts, and a little.
+const PIN_BYTES: usize = 256;
 /// A schema is indented for its reader up to so many bytes: all tools of a server have to
 /// fit into one list.
 const INDENTED_BYTES_MAX: usize = 64 * 1024;
@@ -186,32 +188,50 @@ impl Pin {
     }
 }
 
-/// What is left to a server of its share.
-struct Room(usize);
+/// What may be pinned of a server's tools at first sight, in bytes of the file.
+struct Room {
+    of_its_share: usize,
+    of_the_file: usize,
+}
 
 impl Room {
     fn of(server: &str, pins: &BTreeMap<String, Pin>) -> Self {
         let first = format!("{server}.");
-        let own = pins.range(first.clone()..).take_while(|(name, _)| name.starts_with(&first));
-        let taken = own
-            .map(|(_, pin)| {
-                bytes_of(&pin.description, &pin.input_schema, pin.output_schema.as_deref())
-            })
-            .sum();
-        Self(SERVER_BYTES_MAX.saturating_sub(taken))
+        let (mut all, mut own) = (PIN_BYTES, 0);
+        for (name, pin) in pins {
+            let texts = [&*pin.description, &*pin.input_schema];
+            let bytes = written_bytes(name, texts, pin.output_schema.as_deref());
+            all += bytes;
+            own += if name.starts_with(&first) { bytes } else { 0 };
+        }
+        Self {
+            of_its_share: SERVER_BYTES_MAX.saturating_sub(own),
+            of_the_file: (FILE_BYTES_MAX as usize).saturating_sub(all),
+        }
     }
 
     /// What is left with this tool's definition taken, if it has room.
     fn without(&self, tool: &Tool) -> Option<Self> {
         let spec = tool.spec();
-        let bytes = bytes_of(&spec.description, &spec.input_schema, spec.output_schema.as_deref());
-        self.0.checked_sub(bytes).map(Self)
+        let texts = [&*spec.description, &*spec.input_schema];
+        let bytes = written_bytes(tool.name().as_str(), texts, spec.output_schema.as_deref());
+        Some(Self {
+            of_its_share: self.of_its_share.checked_sub(bytes)?,
+            of_the_file: self.of_the_file.checked_sub(bytes)?,
+        })
     }
 }
 
-/// What a definition's texts take.
-fn bytes_of(description: &str, input_schema: &str, output_schema: Option<&str>) -> usize {
-    description.len() + input_schema.len() + output_schema.map_or(0, str::len)
+/// What a definition takes in the file. A server chooses its characters, of which JSON
+/// writes some in six bytes.
+fn written_bytes(name: &str, texts: [&str; 2], output_schema: Option<&str>) -> usize {
+    let written = |byte: u8| match byte {
+        b'"' | b'\\' | b'\n' | b'\r' | b'\t' | 0x08 | 0x0c => 2,
+        0..0x20 => 6,
+        _ => 1,
+    };
+    let texts = [name].into_iter().chain(texts).chain(output_schema);
+    PIN_BYTES + texts.flat_map(str::bytes).map(written).sum::<usize>()
 }
 
 impl Reviews {
@@ -255,9 +275,11 @@ impl Reviews {
         let new: Vec<_> =
             tools.iter().filter(|tool| self.standing(tool) == Standing::New).collect();
         let book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(new
-            .into_iter()
-            .any(|tool| Room::of(tool.name().server(), &book.pins).without(tool).is_some()))
+        let mut servers = new.chunk_by(|a, b| a.name().server() == b.name().server());
+        Ok(servers.any(|new| {
+            let room = Room::of(new[0].name().server(), &book.pins);
+            new.iter().any(|tool| room.without(tool).is_some())
+        }))
     }
 
     /// Tells the log of each definition that is another than the approved one, once: all
@@ -301,8 +323,8 @@ impl Reviews {
                     let Some(left) = room.without(tool) else {
                         tracing::warn!(
                             tool = ?name,
-                            "definition not pinned: this server has had too many others; it \
-                             waits for `forge-vmm tools approve`"
+                            "definition not pinned: this server, or all of them, had too many \
+                             others; it waits for `forge-vmm tools approve`"
                         );
                         continue;
                     };
@@ -467,13 +489,17 @@ mod tests {
     use serde_json::Map;
 
     fn tool(name: &str, description: &str) -> Arc<Tool> {
+        tool_of("shop", name, description)
+    }
+
+    fn tool_of(server: &str, name: &str, description: &str) -> Arc<Tool> {
         let listed = Listed {
             name: name.into(),
             description: Some(description.into()),
             input_schema: Map::new(),
             output_schema: None,
         };
-        Arc::new(Tool::new("shop", listed).unwrap())
+        Arc::new(Tool::new(server, listed).unwrap())
     }
 
     fn first_use(folder: &Path) -> Reviews {
@@ -523,6 +549,25 @@ mod tests {
         reviews.check(&[tool("small", "Finds.")]).unwrap();
         assert_eq!(reviews.approve(&names[3..]).unwrap(), 2);
         reviews.check(&names).unwrap();
+    }
+
+    #[test]
+    fn what_fills_the_file_keeps_no_other_tool_from_anybody() {
+        let folder = tempfile::tempdir().unwrap();
+        let reviews = first_use(folder.path());
+        // A byte that is six in the file.
+        let unseen = "\u{1}".repeat(9 * 1024);
+        let servers: Vec<_> =
+            (0..8).map(|at| tool_of(&format!("s{at}"), "find", &unseen)).collect();
+        for tool in &servers {
+            reviews.see(std::slice::from_ref(tool)).unwrap();
+        }
+        let standings = servers.iter().map(|tool| reviews.standing(tool));
+        assert_eq!(standings.filter(|it| *it == Standing::Approved).count(), 4);
+        // The fifth is not tried again and again, and a small one has room.
+        assert!(!reviews.would_pin(&servers).unwrap());
+        reviews.see(&[tool("small", "Finds.")]).unwrap();
+        reviews.check(&[tool("small", "Finds.")]).unwrap();
     }
 
     #[test]
