@@ -6,8 +6,9 @@
 //! very token that was verified is found again. Its end is looked at every
 //! time. Where checks of the token depend on the time in any other way, only
 //! the chain is remembered and the checks are evaluated anew. What is kept is
-//! bounded; the token that was used least recently leaves first. Deliberately
-//! absent are refusals: a bad token costs its bearer the same every time.
+//! bounded; the token that was used least recently leaves first, and of a principal
+//! who has more than half of all one of those: whoever holds a grant may make as many
+//! of it as they like. Deliberately absent are refusals: a bad token costs its bearer the same every time.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -42,6 +43,7 @@ struct Known {
 #[derive(Debug)]
 struct Entry {
     standing: Standing,
+    principal: String,
     token_bytes: usize,
     used: u64,
 }
@@ -97,7 +99,8 @@ impl Verified {
         } else {
             Standing::Timed(Arc::new(chain))
         };
-        self.remember(digest, token.len() + grant.bytes(), standing);
+        let principal = &grant.claims().principal;
+        self.remember(digest, principal, token.len() + grant.bytes(), standing);
         Ok(grant)
     }
 
@@ -110,23 +113,36 @@ impl Verified {
         Some(entry.standing.clone())
     }
 
-    fn remember(&self, digest: [u8; 32], token_bytes: usize, standing: Standing) {
+    fn remember(&self, digest: [u8; 32], principal: &str, token_bytes: usize, standing: Standing) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.clock += 1;
-        let entry = Entry { standing, token_bytes, used: known.clock };
+        let principal = principal.to_owned();
+        let entry = Entry { standing, principal, token_bytes, used: known.clock };
         known.bytes += token_bytes;
         if let Some(former) = known.tokens.insert(digest, entry) {
             known.bytes -= former.token_bytes;
         }
         while known.tokens.len() > TOKENS_MAX || known.bytes > TOKEN_BYTES_MAX {
-            let oldest = known.tokens.iter().min_by_key(|(_, entry)| entry.used);
-            let Some((digest, token_bytes)) = oldest.map(|(digest, it)| (*digest, it.token_bytes))
-            else {
-                return;
-            };
-            known.tokens.remove(&digest);
-            known.bytes -= token_bytes;
+            let Some(leaves) = known.leaves() else { return };
+            if let Some(left) = known.tokens.remove(&leaves) {
+                known.bytes -= left.token_bytes;
+            }
         }
+    }
+}
+
+impl Known {
+    /// Which is forgotten next.
+    fn leaves(&self) -> Option<[u8; 32]> {
+        let newest = self.tokens.values().max_by_key(|entry| entry.used)?;
+        let own = |entry: &Entry| entry.principal == newest.principal;
+        let (mut count, mut bytes) = (0, 0);
+        for entry in self.tokens.values().filter(|entry| own(entry)) {
+            (count, bytes) = (count + 1, bytes + entry.token_bytes);
+        }
+        let has_most = count > TOKENS_MAX / 2 || bytes > TOKEN_BYTES_MAX / 2;
+        let among = self.tokens.iter().filter(|(_, entry)| !has_most || own(entry));
+        among.min_by_key(|(_, entry)| entry.used).map(|(digest, _)| *digest)
     }
 }
 
@@ -237,7 +253,19 @@ mod tests {
         assert!(verified.known(&first, at(0)).is_some(), "used all the time");
         assert!(verified.known(&second, at(0)).is_none(), "not used for longest");
         let empty = Grant::new(claims_of_nothing()).unwrap();
-        verified.remember([1; 32], TOKEN_BYTES_MAX, Standing::Settled(Arc::new(empty)));
-        assert_eq!(count(&verified), 1, "a bound on bytes too");
+        let empty = Standing::Settled(Arc::new(empty));
+        verified.remember([1; 32], "mallory", TOKEN_BYTES_MAX, empty.clone());
+        assert_eq!(count(&verified), TOKENS_MAX, "what is so large is itself not kept");
+        // Whoever has half of it has only its own forgotten, by count and by bytes.
+        for number in 0..TOKENS_MAX as u32 {
+            let mut digest = [2; 32];
+            digest[..4].copy_from_slice(&number.to_le_bytes());
+            verified.remember(digest, "mallory", TOKEN_BYTES_MAX / 128, empty.clone());
+        }
+        let of = |whose: fn(&Entry) -> bool| {
+            verified.known.lock().unwrap().tokens.values().filter(|it| whose(it)).count()
+        };
+        assert!(of(|it| it.principal == "mallory") <= 65);
+        assert!(of(|it| it.principal != "mallory") >= TOKENS_MAX / 2);
     }
 }
