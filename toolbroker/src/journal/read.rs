@@ -107,7 +107,13 @@ pub fn calls(
             left_out.push(JournalError::Damaged { path: file });
             continue;
         }
-        match calls_of(&file, run, last, taken) {
+        let read = calls_of(&file, run, last, taken);
+        // A broker that took it meanwhile has out what would be unknown.
+        let read = match !taken && slot::is_taken(&file) {
+            true => calls_of(&file, run, last, true),
+            false => read,
+        };
+        match read {
             Ok(Some(in_file)) => calls.extend(in_file),
             Ok(None) => left_out.push(JournalError::Foreign { path: file }),
             Err(source) => left_out.push(JournalError::Database { path: file, source }),

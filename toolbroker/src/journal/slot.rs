@@ -160,13 +160,17 @@ pub fn files(folder: &Path) -> io::Result<Vec<(PathBuf, bool)>> {
         if !file.try_exists()? {
             continue;
         }
-        let lock = OpenOptions::new().read(true).open(named(folder, number, "lock"));
-        // A shared lock, so that readers do not take each other for a broker.
-        let taken =
-            lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)));
+        let taken = is_taken(&file);
         files.push((file, taken));
     }
     Ok(files)
+}
+
+/// Whether a broker has this journal file now.
+pub fn is_taken(file: &Path) -> bool {
+    let lock = OpenOptions::new().read(true).open(file.with_extension("lock"));
+    // A shared lock, so that readers do not take each other for a broker.
+    lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
 #[cfg(test)]
