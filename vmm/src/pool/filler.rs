@@ -43,6 +43,7 @@ pub(super) fn fill(shared: &Shared) {
                 continue;
             }
         }
+        shelves.forget_unused(Instant::now());
         let spent = shelves.take_spent();
         if !spent.is_empty() {
             drop(shelves);

@@ -68,7 +68,8 @@ pub struct PoolOptions {
     pub tier: Tier,
     /// So many stand ready at all times.
     pub ready_min: usize,
-    /// At most so many do, when cold starts show that more are needed.
+    /// At most so many do, when cold starts show that more are needed. Those that are
+    /// prepared with a program, or are a tenant's own, are not among them.
     pub ready_max: usize,
     /// What becomes of a VM after its run.
     pub reuse: Reuse,

@@ -14,6 +14,8 @@ use crate::machine;
 
 /// After so long without a cold start the pool keeps one worker less.
 const SHRINK_AFTER: Duration = Duration::from_secs(10);
+/// After so long without a run of it a program has no VMs prepared.
+const FORGET_AFTER: Duration = Duration::from_secs(600);
 /// Programs that VMs are kept prepared for. Of the tenant that has most of them
 /// the one used longest ago goes first, so that nobody's many take another's few.
 const PROGRAMS_MAX: usize = 16;
@@ -75,6 +77,8 @@ pub(super) enum Missing {
 struct Program {
     key: Key,
     order: Arc<Prepare>,
+    /// When it was asked for last.
+    used: Instant,
 }
 
 /// The shelves.
@@ -144,7 +148,7 @@ impl Shelves {
             && let Some(at) = self.programs.iter().position(|program| program.key == *key)
             && let Some(program) = self.programs.remove(at)
         {
-            self.programs.push_front(program);
+            self.programs.push_front(Program { used: Instant::now(), ..program });
         }
         // The one used last has the most of its memory in the caches.
         if let Some(at) = self.owned.iter().rposition(|(of, _)| of == key) {
@@ -236,12 +240,27 @@ impl Shelves {
         if self.programs.iter().any(|program| program.key == *key) {
             return;
         }
-        self.programs.push_front(Program { key: key.clone(), order: Arc::new(order) });
+        let (order, used) = (Arc::new(order), Instant::now());
+        self.programs.push_front(Program { key: key.clone(), order, used });
         if self.programs.len() > PROGRAMS_MAX
-            && let Some(forgotten) = self.least_missed().and_then(|at| self.programs.remove(at))
+            && let Some(least) = self.least_missed()
         {
-            let owned = self.owned.extract_if(.., |(of, _)| *of == forgotten.key);
-            self.spent.extend(owned.map(|(_, worker)| worker));
+            self.forget(least);
+        }
+    }
+
+    /// Keeps no VM prepared with the program at this place any more.
+    fn forget(&mut self, at: usize) {
+        let Some(forgotten) = self.programs.remove(at) else { return };
+        let owned = self.owned.extract_if(.., |(of, _)| *of == forgotten.key);
+        self.spent.extend(owned.map(|(_, worker)| worker));
+    }
+
+    /// The same of all that nobody has asked for in a while.
+    pub(super) fn forget_unused(&mut self, now: Instant) {
+        let is_unused = |last: &Program| now.saturating_duration_since(last.used) >= FORGET_AFTER;
+        while self.programs.back().is_some_and(is_unused) {
+            self.forget(self.programs.len() - 1);
         }
     }
 
@@ -409,6 +428,25 @@ mod tests {
             assert_eq!(fill(&mut shelves), 0);
         }
         assert!(shelves.let_go(then + 10 * SHRINK_AFTER).is_none());
+    }
+
+    #[test]
+    fn a_program_that_nobody_asks_for_has_no_vms_after_a_while() {
+        let mut shelves = shelves(1, 4, Reuse::Fresh);
+        let ((one, order), (other, others)) = (prepared(1), prepared(2));
+        shelves.keep_prepared(&one, order);
+        shelves.keep_prepared(&other, others);
+        fill(&mut shelves);
+        let begun = Instant::now();
+        let taken = shelves.take(&one, true).unwrap();
+        assert!(shelves.put_back(&one, taken, true).is_none());
+        shelves.programs.front_mut().unwrap().used = begun + FORGET_AFTER / 2;
+        shelves.forget_unused(begun + FORGET_AFTER);
+        assert_eq!(shelves.take_spent().len(), 1, "the VM of the other");
+        shelves.ended();
+        assert!(shelves.take(&one, true).is_some() && shelves.take(&other, true).is_none());
+        shelves.forget_unused(Instant::now() + FORGET_AFTER);
+        assert!(shelves.programs.is_empty());
     }
 
     #[test]
