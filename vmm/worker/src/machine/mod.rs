@@ -63,6 +63,9 @@ pub enum MachineError {
         /// What the kernel said.
         source: kvm_ioctls::Error,
     },
+    /// KVM has no task for its own thread.
+    #[error("{}", Death::NoTask)]
+    NoTask,
     /// `/dev/kvm` cannot be used.
     #[error(transparent)]
     Hypervisor(#[from] hypervisor::HypervisorError),

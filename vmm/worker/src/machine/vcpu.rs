@@ -142,7 +142,7 @@ impl std::fmt::Display for Death {
     }
 }
 
-/// How often KVM is asked anew for the first entry to a guest, with [`PAUSE_MS`]
+/// How often KVM is asked anew for the first KVM_RUN of a VM, with [`PAUSE_MS`]
 /// between: together a quarter of a second.
 const REFUSALS_MAX: u32 = 50;
 const PAUSE_MS: i32 = 5;
@@ -188,16 +188,27 @@ impl Vcpu {
     /// whole. KVM does so at the start of the next KVM_RUN, which
     /// `immediate_exit` makes end before the guest's next instruction.
     pub(super) fn settle(&mut self) -> Result<(), MachineError> {
-        self.fd.set_kvm_immediate_exit(1);
-        let ran = self.fd.run().map(|exit| format!("{exit:?}"));
-        self.fd.set_kvm_immediate_exit(0);
-        let failed = |source| MachineError::Kvm { call: "KVM_RUN to settle", source };
-        match ran {
-            Err(error) if error.errno() == libc::EINTR => Ok(()),
-            Err(source) => Err(failed(source)),
-            Ok(exit) => {
-                tracing::warn!(exit, "a settled guest left again");
-                Err(failed(kvm_ioctls::Error::new(libc::EBUSY)))
+        let mut refused = 0;
+        loop {
+            self.fd.set_kvm_immediate_exit(1);
+            let ran = self.fd.run().map(|exit| format!("{exit:?}"));
+            self.fd.set_kvm_immediate_exit(0);
+            let failed = |source| MachineError::Kvm { call: "KVM_RUN to settle", source };
+            match ran {
+                Err(error) if error.errno() == libc::EINTR => return Ok(()),
+                // Of a new VM. There is no task for KVM's own thread; another may end.
+                Err(error) if error.errno() == libc::EAGAIN => {
+                    if refused == REFUSALS_MAX {
+                        return Err(MachineError::NoTask);
+                    }
+                    refused += 1;
+                    pause();
+                }
+                Err(source) => return Err(failed(source)),
+                Ok(exit) => {
+                    tracing::warn!(exit, "a settled guest left again");
+                    return Err(failed(kvm_ioctls::Error::new(libc::EBUSY)));
+                }
             }
         }
     }

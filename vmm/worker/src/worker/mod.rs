@@ -106,6 +106,7 @@ impl From<MachineError> for VmFailure {
         let kind = match error {
             MachineError::Image(_) => VmFailureKind::Internal,
             MachineError::Kvm { .. }
+            | MachineError::NoTask
             | MachineError::Hypervisor(_)
             | MachineError::Memory { .. }
             | MachineError::Sealed(_)
