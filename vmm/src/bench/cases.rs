@@ -405,7 +405,8 @@ fn measure_waiting(pool: &Pool, program: &mut Program, count: usize) -> Result<f
         job.deadline = machine::deadline_in(Duration::from_secs(120));
         job.start.granted = vec![tool.clone()];
         let (ours, theirs) = UnixStream::pair().map_err(said)?;
-        let mut worker = pool.make(false).map_err(|failure| failure.message)?;
+        // As VMs are that a service has standing ready.
+        let mut worker = pool.make(true).map_err(|failure| failure.message)?;
         worker
             .begin(Run::Whole(&job), Some(&theirs), patience)
             .map_err(|unbegun| forge_protocol::worker::VmFailure::from(unbegun).message)?;

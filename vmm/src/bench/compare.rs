@@ -114,7 +114,7 @@ pub fn compare(old: &Results, new: &Results) -> Vec<Moved> {
         }
         match moved.verdict {
             Verdict::WithinNoise | Verdict::TooFewSamples => Some(moved),
-            Verdict::Faster | Verdict::Slower
+            Verdict::Faster | Verdict::Slower | Verdict::Larger | Verdict::Smaller
                 if other_build || other_host && moved.new_ratio.is_none() =>
             {
                 Some(Moved { verdict: Verdict::Elsewhere, ..moved })
@@ -229,28 +229,23 @@ mod tests {
 
     #[test]
     fn figures_of_another_host_or_build_say_nothing_of_code_without_a_ratio() {
-        let old = results(vec![
-            outcome("throughput_reset", "runs/s/core", 50.0),
-            with_ratio(outcome("boot", "us", 2_000.0), 10.0),
-        ]);
-        let new = vec![
-            outcome("throughput_reset", "runs/s/core", 5.0),
-            with_ratio(outcome("boot", "us", 2_000.0), 5.0),
-        ];
+        let of = |rate, kib, ratio| {
+            results(vec![
+                outcome("throughput_reset", "runs/s/core", rate),
+                outcome("density", "KiB/VM", kib),
+                with_ratio(outcome("boot", "us", 2_000.0), ratio),
+            ])
+        };
+        let (old, mut new) = (of(50.0, 800.0, 10.0), of(5.0, 1_000.0, 5.0));
         let verdicts = |new: &Results| -> Vec<Verdict> {
             compare(&old, new).iter().map(|moved| moved.verdict).collect()
         };
-        let mut new = results(new);
-        assert_eq!(verdicts(&new), [Verdict::Slower, Verdict::Faster]);
+        assert_eq!(verdicts(&new), [Verdict::Slower, Verdict::Larger, Verdict::Faster]);
         new.profile = "debug".into();
-        assert_eq!(
-            verdicts(&new),
-            [Verdict::Elsewhere, Verdict::Elsewhere],
-            "floors are none of it"
-        );
+        assert_eq!(verdicts(&new), [Verdict::Elsewhere; 3], "floors are none of the build");
         new.profile = "release".into();
         new.host.cpu = "another".into();
-        assert_eq!(verdicts(&new), [Verdict::Elsewhere, Verdict::Faster]);
+        assert_eq!(verdicts(&new), [Verdict::Elsewhere, Verdict::Elsewhere, Verdict::Faster]);
     }
 
     #[test]

@@ -38,13 +38,23 @@ pub(super) fn executable() -> PathBuf {
 /// A folder of its own that goes with it.
 pub(super) struct Folder(PathBuf);
 
+/// On a disk, as a service's journal is: many hosts have /tmp in memory.
+const ON_DISK: &str = "/var/tmp";
+
 impl Folder {
     pub(super) fn new() -> Result<Self, String> {
         let name = crate::keys::random::<8>().map_err(said)?;
-        let path =
-            std::env::temp_dir().join(format!("forge-bench-{}", forge_protocol::hex::hex(&name)));
-        std::fs::DirBuilder::new().mode(0o700).create(&path).map_err(said)?;
-        Ok(Self(path))
+        let name = format!("forge-bench-{}", forge_protocol::hex::hex(&name));
+        let create = |below: &Path| {
+            let path = below.join(&name);
+            std::fs::DirBuilder::new().mode(0o700).create(&path).map(|()| Self(path))
+        };
+        let usual = std::env::temp_dir();
+        match std::env::var_os("TMPDIR") {
+            Some(_) => create(&usual),
+            None => create(Path::new(ON_DISK)).or_else(|_| create(&usual)),
+        }
+        .map_err(said)
     }
 
     pub(super) fn path(&self) -> &Path {

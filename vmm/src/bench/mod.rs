@@ -1,5 +1,5 @@
-//! `forge-vmm bench`: what a run costs on this host, beside the floors that
-//! no design can go below.
+//! `forge-vmm bench`: what a run costs on this host, beside floors: what its parts
+//! take by themselves.
 //!
 //! Every case and every floor is sampled in turn, round by round, so that a
 //! host that becomes slower in the middle makes all of them slower. Figures

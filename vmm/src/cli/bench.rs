@@ -190,6 +190,7 @@ fn draw(results: &Results, folder: &Path) -> Result<(), CliError> {
 /// A bar on standard error, for a person who watches.
 struct Bar {
     watched: bool,
+    columns: usize,
     /// What is shown.
     shown: String,
 }
@@ -198,7 +199,8 @@ const BAR_CHARS: usize = 30;
 
 impl Bar {
     fn new() -> Self {
-        Self { watched: io::stderr().is_terminal(), shown: String::new() }
+        let watched = io::stderr().is_terminal();
+        Self { watched, columns: columns(), shown: String::new() }
     }
 
     fn show(&mut self, Progress { what, done, of }: Progress) {
@@ -209,6 +211,8 @@ impl Bar {
             "█".repeat(full),
             "░".repeat(BAR_CHARS.saturating_sub(full))
         );
+        // One that wraps is not written over.
+        let line: String = line.chars().take(self.columns.saturating_sub(1)).collect();
         // A terminal that is written to between samples costs the samples.
         if self.watched && line != self.shown {
             let _ = write!(io::stderr(), "\r\x1b[K{line}");
@@ -221,6 +225,15 @@ impl Bar {
             let _ = write!(io::stderr(), "\r\x1b[K");
         }
     }
+}
+
+/// How wide the terminal at standard error is, as far as it says.
+fn columns() -> usize {
+    // SAFETY: numbers, all of which may be 0.
+    let mut size: libc::winsize = unsafe { std::mem::zeroed() };
+    // SAFETY: `size` is writable, and what the request asks for.
+    let asked = unsafe { libc::ioctl(libc::STDERR_FILENO, libc::TIOCGWINSZ, &raw mut size) };
+    if asked == 0 && size.ws_col > 0 { usize::from(size.ws_col) } else { 80 }
 }
 
 /// The host and what was measured: the line above each table.

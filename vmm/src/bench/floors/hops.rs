@@ -158,16 +158,25 @@ impl Case for HopsFloor {
 struct DoorFloor {
     bare: Row,
     through: Row,
+    /// Whether that has the first turn, as doors have it.
+    through_first: bool,
 }
 
 pub(super) fn door() -> Result<Box<dyn Case>, String> {
     let through = Row::to_worker(nothing())?.with_one_more(nothing())?;
-    Ok(Box::new(DoorFloor { bare: Row::to_worker(nothing())?, through }))
+    let bare = Row::to_worker(nothing())?;
+    Ok(Box::new(DoorFloor { bare, through, through_first: false }))
 }
 
 impl Case for DoorFloor {
     fn sample(&mut self) -> Result<u64, String> {
-        let bare = self.bare.pass()?;
-        Ok(self.through.pass()?.saturating_sub(bare).as_nanos() as u64)
+        self.through_first = !self.through_first;
+        let (bare, through) = if self.through_first {
+            let through = self.through.pass()?;
+            (self.bare.pass()?, through)
+        } else {
+            (self.bare.pass()?, self.through.pass()?)
+        };
+        Ok(through.saturating_sub(bare).as_nanos() as u64)
     }
 }

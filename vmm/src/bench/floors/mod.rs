@@ -1,4 +1,4 @@
-//! What no design can go below on this host.
+//! What the parts of a run take by themselves on this host, by the plainest means.
 
 mod bare;
 mod forked;
