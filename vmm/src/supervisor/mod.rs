@@ -6,45 +6,41 @@
 //! 4. a worker from the pool carries it out in its VM;
 //! 5. the report.
 //!
-//! Whatever is refused is refused before a VM is made. `opened` is a run at its broker,
-//! `result` what is told of it.
+//! Whatever is refused is refused before a VM is made. `carrying` is a run from the
+//! broker on, `opened` what the broker has of it, `result` what is told of it.
 
+mod carrying;
 mod opened;
 mod result;
 
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, OpenRun, RefusalKind, Reply, Request};
-use forge_protocol::guest::{Load, Start};
+use forge_protocol::broker::{RefusalKind, Reply, Request};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
 use forge_protocol::signature::TrustKeys;
-use forge_protocol::worker::{Fate, Job, Tier};
+use forge_protocol::worker::Tier;
 use serde::de::IgnoredAny;
 
 pub use self::result::RunResult;
 
-use self::opened::{AfterLoss, Opened, SYNC_GRACE, Settled, after_loss};
-use self::result::{Place, Refused, held_back, reported, unstarted};
+use self::carrying::{Carrying, Clock};
+use self::result::{Refused, unstarted};
 use crate::admission::{Admission, Admitted};
 use crate::broker::{Broker, BrokerError};
 use crate::cancel::Cancel;
 use crate::keeper::{BrokerStanding, Keeper};
 use crate::link::Patience;
-use crate::machine::deadline_in;
 use crate::pool::worker::Tell;
-use crate::pool::{Done, Pool, PoolOptions, Task, Unserved, Vm};
+use crate::pool::{Pool, PoolOptions};
 use crate::report::{Outcome, Status};
 use crate::trace::{Supervised, now_ns};
-use crate::worker;
 
-/// How much longer than its deadline a worker may take to say so.
-const WORKER_GRACE: Duration = Duration::from_secs(2);
 /// How often it is looked whether runs in an engine of former keys are over.
 const UNDER_WAY_LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -275,164 +271,24 @@ impl Supervisor {
         }
         // If it cannot be, the run says so.
         let _ = pool.stand_by(Patience { until: None, cancel: attendance.cancel });
-        // From here on the run's clock goes, for everybody: the broker counts
-        // from the moment at which it is asked to open the run.
-        let wall = Duration::from_millis(request.limits.wall_ms);
-        let (began, deadline) = (Instant::now(), deadline_in(wall));
-        let until = began.checked_add(wall);
-        let patience = Patience { until, cancel: attendance.cancel };
-        let open = |wall_ms: u64| {
-            let limits = RunLimits { wall_ms, ..request.limits.clone() };
-            let (granted, opened) =
-                self.open(run_id, request, limits, admitted, attendance.host, patience)?;
-            let violations = admitted.shape.violations(&granted, &request.limits);
-            match violations.is_empty() {
-                true => Ok((granted, opened)),
-                false => Err(Refused::Violations(violations)),
-            }
+        let carrying = Carrying {
+            pool,
+            broker: self.broker.as_ref(),
+            tier: self.tier(),
+            run_id,
+            request,
+            admitted,
+            attendance,
+            clock: Clock::start(request.limits.wall_ms),
         };
-        let (granted, opened) = open(request.limits.wall_ms)?;
+        let (granted, opened) = carrying.opened()?;
         at.opened = now_ns();
         if let Some(tell) = attendance.tell {
             tell(RunEvent::Admitted { run_id });
         }
-        let start_unix_ns = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX));
-        let job = Job {
-            load: Load { limits: request.limits.clone(), announce: false },
-            start: Start {
-                run_id,
-                seed: crate::keys::random().map_err(Refused::Host)?,
-                start_unix_ns,
-                granted,
-            },
-            program: request.program.clone(),
-            input: request.input.clone(),
-            deadline,
-            brokered: opened.is_some(),
-        };
-        let task = Task {
-            tenant: &request.principal,
-            job: &job,
-            broker: opened.as_ref().map(|opened| &opened.link),
-            prepared: request.prepare.then_some(admitted),
-            tell: attendance.tell,
-        };
-        let after = |grace| until.and_then(|until| until.checked_add(grace));
-        let patience = Patience { until: after(WORKER_GRACE), ..patience };
-        let mut carried_out = pool.carry_out(&task, patience);
-        let (mut cancelled, mut reopened) = (None, None);
-        if let (Err(Unserved::Handed(failure)), Some(opened)) = (&carried_out, &opened) {
-            match after_loss(failure, || opened.broker.cancel_run(run_id)) {
-                AfterLoss::Again => {
-                    // The broker's clock for it ends with ours.
-                    let left =
-                        until.map_or(wall, |it| it.saturating_duration_since(Instant::now()));
-                    let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
-                    let (granted, again) = open(left_ms.max(1))?;
-                    let start = Start { granted, ..job.start.clone() };
-                    let job = Job { start, ..job.clone() };
-                    let broker = again.as_ref().map(|again| &again.link);
-                    let task = Task { job: &job, broker, ..task };
-                    carried_out = pool.carry_out_afresh(&task, patience);
-                    reopened = again;
-                }
-                AfterLoss::Over { failure, calls } => {
-                    carried_out = Err(Unserved::Ended(Fate::Vm(failure)));
-                    cancelled = Some(calls);
-                }
-            }
-        }
-        let at_broker = reopened.as_ref().or(opened.as_ref());
-        let (report, vm, upkeep, settled) = match carried_out {
-            Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
-                *at = Supervised { taken, handed, reported, ..*at };
-                let patience = Patience { until: after(SYNC_GRACE), ..patience };
-                let settled = at_broker.map_or(Settled::Known, |opened| opened.settle(patience));
-                (report, vm, Some(upkeep), settled)
-            }
-            // Cancelled, or its worker was lost or had to be ended: what it
-            // called, the broker knows alone.
-            Err(unserved) => {
-                let mut report = worker::unserved(unserved.into());
-                let settled = at_broker.map_or(Settled::Known, |opened| {
-                    // Its tools hear of it. A broker that is lost tells nobody.
-                    let called = cancelled.unwrap_or_else(|| opened.broker.cancel_run(run_id));
-                    opened.settle_cancelled(called, &mut report.calls)
-                });
-                (report, Vm::Fresh, None, settled)
-            }
-        };
-        drop((reopened, opened));
-        let place = Place { tier: self.tier(), vm, weaknesses: &pool.weaknesses() };
-        let outcome = Outcome::of_fate(&report.fate, request.limits.wall_ms, place.tier);
-        let mut result = reported(run_id, admitted, outcome, report, place, *at);
-        result.upkeep = upkeep;
-        Ok(match settled {
-            Settled::Known => result,
-            Settled::Unsynced(error) => held_back(result, &error),
-            Settled::Untold(error) => {
-                let reason = &mut result.report.reason;
-                *reason = format!("{reason}; what it called is not known here: {error}");
-                result
-            }
-        })
-    }
-
-    /// Opens the run at the broker. A program that can call nothing, and is
-    /// granted nothing, needs none.
-    fn open(
-        &self,
-        run_id: RunId,
-        request: &Order,
-        limits: RunLimits,
-        admitted: &Admitted,
-        hosting: Option<&dyn Fn(UnixStream)>,
-        patience: Patience<'_>,
-    ) -> Result<(Vec<ToolName>, Option<Opened>), Refused> {
-        if request.authority == Authority::Tools(Vec::new()) && request.hosted.is_none() {
-            return Ok((Vec::new(), None));
-        }
-        let Some(keeper) = &self.broker else {
-            return Ok((Vec::new(), None));
-        };
-        let open = OpenRun {
-            run_id,
-            principal: request.principal.clone(),
-            session: request.session.clone(),
-            program_sha256: admitted.sha256,
-            authority: request.authority.clone(),
-            limits,
-        };
-        // A broker that is lost over it has dispatched nothing of the run.
-        let opened = keeper.with(patience, |broker| {
-            let host = match (&request.hosted, hosting) {
-                (None, _) => None,
-                (Some(tools), Some(takes)) => {
-                    let (host, calls) = broker.host(tools.clone(), patience)?;
-                    takes(calls);
-                    Some(host)
-                }
-                (Some(_), None) => {
-                    return Err(BrokerError::Refused {
-                        kind: RefusalKind::BadRequest,
-                        message: "nobody is there to carry out the tools that the order hosts"
-                            .into(),
-                    });
-                }
-            };
-            let hosts = host.is_some();
-            broker.open_run_for(open.clone(), host, patience).map_err(|error| match error {
-                // It has looked at what the caller hosts, and may have died of that.
-                BrokerError::Unsent(why) if hosts => BrokerError::Lost(io::Error::other(why)),
-                error => error,
-            })
-        });
-        let ((claims, link), broker) = opened.map_err(Refused::Broker)?;
-        let granted: Vec<_> = claims.tools.into_iter().map(|tool| tool.name).collect();
-        let grants_any = !granted.is_empty();
-        Ok((granted, Some(Opened { broker, link, grants_any })))
+        let job = carrying.job(granted, opened.is_some())?;
+        let carried = carrying.carried_out(&job, opened)?;
+        Ok(carrying.concluded(carried, at))
     }
 }
 
