@@ -294,7 +294,24 @@ impl<'a> Entry<'a> {
         if [self.operation, self.item].iter().any(|level| level.contains_key("servers")) {
             self.warn_of(server, "its own `servers`: it is asked at `base_url` as all others are");
         }
-        let mut given: Vec<&'a Map<String, Value>> = Vec::new();
+        let (mut parameters, schemas) = self.parameters(server, endpoint, resolver)?;
+        let (body, unsaid) = self.body(server, endpoint, resolver)?;
+        name_apart(&mut parameters);
+        let (body, of_body) = body.unzip();
+        let of_body = body.as_ref().zip(of_body);
+        let input_schema = self.input_schema(server, &parameters, schemas, of_body)?;
+        let answers = Answers::of(self.operation, resolver);
+        let tool = self.tool(server, &unsaid, input_schema, told.schema(&answers))?;
+        let path = Template::parse(self.path, &parameters)?;
+        let (method, accept) = (self.method.clone(), answers.accept());
+        let request = Request::new(method, endpoint, path, parameters, body, accept)?;
+        Ok(Operation { tool: Arc::new(tool), request })
+    }
+
+    /// Its parameters as they are written, an operation's own in the place of its
+    /// path's.
+    fn given(&self, resolver: &Resolver<'a>) -> Result<Vec<&'a Map<String, Value>>, Refusal> {
+        let mut given = Vec::new();
         let mut known = BTreeSet::new();
         for level in [self.operation, self.item] {
             let Some(list) = level.get("parameters") else { continue };
@@ -310,15 +327,23 @@ impl<'a> Entry<'a> {
                     "header" => (text("name").to_ascii_lowercase(), "header"),
                     place => (text("name").to_owned(), place),
                 };
-                // An operation's own stand in for its path's.
                 if known.insert(id) {
                     given.push(parameter);
                 }
             }
         }
-        let mut parameters = Vec::new();
-        let mut schemas = Vec::new();
-        for parameter in given {
+        Ok(given)
+    }
+
+    /// Those that are arguments, and their schemas.
+    fn parameters(
+        &self,
+        server: &str,
+        endpoint: &Endpoint,
+        resolver: &mut Resolver<'a>,
+    ) -> Result<(Vec<Parameter>, Vec<Value>), Refusal> {
+        let (mut parameters, mut schemas) = (Vec::new(), Vec::new());
+        for parameter in self.given(resolver)? {
             match Parameter::read(parameter, endpoint, resolver)? {
                 Read::Argument(parameter, schema) => {
                     parameters.push(parameter);
@@ -328,35 +353,46 @@ impl<'a> Entry<'a> {
                 Read::Set => {}
             }
         }
-        // Whoever reads the description reads of what cannot be done by it.
-        let mut unsaid = String::new();
-        let body = match self.operation.get("requestBody") {
-            None => None,
-            Some(body) => match Body::read(resolver.object(body)?, endpoint, resolver)? {
-                body::Read::Argument(body, schema, left_out) => {
-                    if !left_out.is_empty() {
-                        let names = crate::cut(&left_out.join(", "), LEFT_OUT_BYTES_MAX);
-                        self.warn_of(server, &format!("members of its form: {names}"));
-                        unsaid = format!("\n\nOf its body these cannot be given here: {names}.");
-                    }
-                    Some((body, schema))
-                }
-                body::Read::Nothing => None,
-                body::Read::LeftOut => {
-                    self.warn_of(server, "its body is neither JSON nor a plain form");
-                    "\n\nIts body cannot be given here.".clone_into(&mut unsaid);
-                    None
-                }
-            },
+        Ok((parameters, schemas))
+    }
+
+    /// Its body and the schema of that, if there is one that can be given, and what
+    /// whoever reads the description reads of what cannot be.
+    fn body(
+        &self,
+        server: &str,
+        endpoint: &Endpoint,
+        resolver: &mut Resolver<'a>,
+    ) -> Result<(Option<(Body, Value)>, String), Refusal> {
+        let Some(body) = self.operation.get("requestBody") else {
+            return Ok((None, String::new()));
         };
-        // A name that stands in several places gets its place in front.
-        let names: Vec<String> = parameters.iter().map(|it: &Parameter| it.name.clone()).collect();
-        for parameter in &mut parameters {
-            let twice = names.iter().filter(|name| **name == parameter.name).count() > 1;
-            if twice || parameter.name == "body" {
-                parameter.key = format!("{}_{}", parameter.place.as_str(), parameter.name);
+        Ok(match Body::read(resolver.object(body)?, endpoint, resolver)? {
+            body::Read::Argument(body, schema, left_out) => {
+                let mut unsaid = String::new();
+                if !left_out.is_empty() {
+                    let names = crate::cut(&left_out.join(", "), LEFT_OUT_BYTES_MAX);
+                    self.warn_of(server, &format!("members of its form: {names}"));
+                    unsaid = format!("\n\nOf its body these cannot be given here: {names}.");
+                }
+                (Some((body, schema)), unsaid)
             }
-        }
+            body::Read::Nothing => (None, String::new()),
+            body::Read::LeftOut => {
+                self.warn_of(server, "its body is neither JSON nor a plain form");
+                (None, "\n\nIts body cannot be given here.".to_owned())
+            }
+        })
+    }
+
+    /// The schema of its arguments, by the keys that they have.
+    fn input_schema(
+        &self,
+        server: &str,
+        parameters: &[Parameter],
+        schemas: Vec<Value>,
+        body: Option<(&Body, Value)>,
+    ) -> Result<JsonObject, Refusal> {
         let mut properties = Map::new();
         let mut required = Vec::new();
         let mut left_out = Vec::new();
@@ -379,28 +415,22 @@ impl<'a> Entry<'a> {
         }
         // What nobody can give keeps its name all the same: no other argument has it.
         properties.retain(|key, _| !left_out.contains(&key));
-        let body = body.map(|(body, schema)| {
+        if let Some((body, schema)) = body {
             properties.insert("body".into(), schema);
             if body.required {
                 required.push("body".into());
             }
-            body
-        });
+        }
         let input_schema = json!({
             "type": "object",
             "properties": properties,
             "required": required,
             "additionalProperties": false,
         });
-        let Value::Object(input_schema) = input_schema else {
-            return Err(Refusal::Malformed("its schema"));
-        };
-        let answers = Answers::of(self.operation, resolver);
-        let tool = self.tool(server, &unsaid, input_schema, told.schema(&answers))?;
-        let path = Template::parse(self.path, &parameters)?;
-        let (method, accept) = (self.method.clone(), answers.accept());
-        let request = Request::new(method, endpoint, path, parameters, body, accept)?;
-        Ok(Operation { tool: Arc::new(tool), request })
+        match input_schema {
+            Value::Object(input_schema) => Ok(input_schema),
+            _ => Err(Refusal::Malformed("its schema")),
+        }
     }
 
     /// The tool itself, without the schema of its answers where there is no room
@@ -423,6 +453,17 @@ impl<'a> Entry<'a> {
             made => made,
         };
         made.map_err(Refusal::Definition)
+    }
+}
+
+/// A name that stands in several places gets its place in front.
+fn name_apart(parameters: &mut [Parameter]) {
+    let names: Vec<String> = parameters.iter().map(|it| it.name.clone()).collect();
+    for parameter in parameters {
+        let twice = names.iter().filter(|name| **name == parameter.name).count() > 1;
+        if twice || parameter.name == "body" {
+            parameter.key = format!("{}_{}", parameter.place.as_str(), parameter.name);
+        }
     }
 }
 
