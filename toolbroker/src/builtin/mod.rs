@@ -160,6 +160,12 @@ impl From<Failure> for CallEnd {
     }
 }
 
+impl From<Failure> for Said {
+    fn from(failure: Failure) -> Self {
+        CallEnd::from(failure).into()
+    }
+}
+
 impl From<Result<Value, Failure>> for CallEnd {
     fn from(outcome: Result<Value, Failure>) -> Self {
         outcome.map_or_else(Self::from, Self::Answered)

@@ -96,21 +96,20 @@ async fn carry_out(
     let uri = text(arguments, "uri").unwrap_or_default();
     if !sources.allows(server, uri) {
         let message = "no rule of the operator allows this resource";
-        return CallEnd::from(Failure::new("not_allowed", message)).into();
+        return Failure::new("not_allowed", message).into();
     }
     let Some(upstream) = servers.get(server) else {
-        return CallEnd::from(Failure::new("unavailable", "this server is not configured")).into();
+        return Failure::new("unavailable", "this server is not configured").into();
     };
     let connection = match upstream.connection().await {
         Ok(connection) => connection,
         Err(source) => {
-            let away = Away::of(server, &source).to_string();
-            return CallEnd::from(Failure::new("unavailable", away)).into();
+            return Failure::new("unavailable", Away::of(server, &source).to_string()).into();
         }
     };
     let _place = match caller.turn(connection.place(&caller.principal)).await {
         Ok(place) => place,
-        Err(failure) => return CallEnd::from(failure).into(),
+        Err(failure) => return failure.into(),
     };
     let end = match connection.read_resource(uri, caller.deadline).await {
         CallEnd::Answered(contents) => {
