@@ -134,6 +134,10 @@ struct Pin {
     description: String,
     input_schema: String,
     output_schema: Option<String>,
+    /// What it takes in the file, reckoned once: it is asked for with each look at a tool
+    /// that is new.
+    #[serde(skip)]
+    written_bytes: usize,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -164,12 +168,27 @@ pub struct Reviews {
 
 impl Pin {
     fn of(spec: &ToolSpec) -> Self {
+        let ToolSpec { name, description, input_schema, output_schema, .. } = spec;
         Self {
             definition_sha256: crate::hex(&spec.definition_sha256),
-            description: spec.description.clone(),
-            input_schema: spec.input_schema.clone(),
-            output_schema: spec.output_schema.clone(),
+            description: description.clone(),
+            input_schema: input_schema.clone(),
+            output_schema: output_schema.clone(),
+            written_bytes: written_bytes(
+                name.as_str(),
+                description,
+                input_schema,
+                output_schema.as_deref(),
+            ),
         }
+    }
+
+    /// The same pin of a tool of this name, as it was read.
+    fn reckoned(self, name: &str) -> Self {
+        let Self { description, input_schema, output_schema, .. } = &self;
+        let written_bytes =
+            written_bytes(name, description, input_schema, output_schema.as_deref());
+        Self { written_bytes, ..self }
     }
 
     /// For a person to read, all of it.
@@ -199,10 +218,8 @@ impl Room {
         let first = format!("{server}.");
         let (mut all, mut own) = (PIN_BYTES, 0);
         for (name, pin) in pins {
-            let texts = [&*pin.description, &*pin.input_schema];
-            let bytes = written_bytes(name, texts, pin.output_schema.as_deref());
-            all += bytes;
-            own += if name.starts_with(&first) { bytes } else { 0 };
+            all += pin.written_bytes;
+            own += if name.starts_with(&first) { pin.written_bytes } else { 0 };
         }
         Self {
             of_its_share: SERVER_BYTES_MAX.saturating_sub(own),
@@ -212,9 +229,9 @@ impl Room {
 
     /// What is left with this tool's definition taken, if it has room.
     fn without(&self, tool: &Tool) -> Option<Self> {
-        let spec = tool.spec();
-        let texts = [&*spec.description, &*spec.input_schema];
-        let bytes = written_bytes(tool.name().as_str(), texts, spec.output_schema.as_deref());
+        let ToolSpec { name, description, input_schema, output_schema, .. } = tool.spec();
+        let output_schema = output_schema.as_deref();
+        let bytes = written_bytes(name.as_str(), description, input_schema, output_schema);
         Some(Self {
             of_its_share: self.of_its_share.checked_sub(bytes)?,
             of_the_file: self.of_the_file.checked_sub(bytes)?,
@@ -224,13 +241,18 @@ impl Room {
 
 /// What a definition takes in the file. A server chooses its characters, of which JSON
 /// writes some in six bytes.
-fn written_bytes(name: &str, texts: [&str; 2], output_schema: Option<&str>) -> usize {
+fn written_bytes(
+    name: &str,
+    description: &str,
+    input_schema: &str,
+    output_schema: Option<&str>,
+) -> usize {
     let written = |byte: u8| match byte {
         b'"' | b'\\' | b'\n' | b'\r' | b'\t' | 0x08 | 0x0c => 2,
         0..0x20 => 6,
         _ => 1,
     };
-    let texts = [name].into_iter().chain(texts).chain(output_schema);
+    let texts = [name, description, input_schema].into_iter().chain(output_schema);
     PIN_BYTES + texts.flat_map(str::bytes).map(written).sum::<usize>()
 }
 
@@ -476,7 +498,12 @@ fn read(file: &Path) -> Result<Book, ReviewError> {
     }
     match serde_json::from_str(&text) {
         Ok(Written { format: FORMAT, tools }) => {
-            Ok(Book { pins: tools, stamp: Some(stamp(&metadata)) })
+            let reckoned = |(name, pin): (String, Pin)| {
+                let pin = pin.reckoned(&name);
+                (name, pin)
+            };
+            let pins = tools.into_iter().map(reckoned).collect();
+            Ok(Book { pins, stamp: Some(stamp(&metadata)) })
         }
         _ => Err(ReviewError::Malformed { file: file.to_owned() }),
     }
@@ -566,6 +593,7 @@ mod tests {
         assert_eq!(standings.filter(|it| *it == Standing::Approved).count(), 4);
         // The fifth is not tried again and again, and a small one has room.
         assert!(!reviews.would_pin(&servers).unwrap());
+        assert!(!first_use(folder.path()).would_pin(&servers).unwrap(), "nor by who reads it");
         reviews.see(&[tool("small", "Finds.")]).unwrap();
         reviews.check(&[tool("small", "Finds.")]).unwrap();
     }

@@ -8,7 +8,8 @@
 //! the chain is remembered and the checks are evaluated anew. What is kept is
 //! bounded; the token that was used least recently leaves first, and of a principal
 //! who has more than half of all one of those: whoever holds a grant may make as many
-//! of it as they like. Deliberately absent are refusals: a bad token costs its bearer the same every time.
+//! of it as they like. Deliberately absent are refusals: a bad token costs its bearer
+//! the same every time.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
