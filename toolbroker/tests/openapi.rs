@@ -191,6 +191,23 @@ fn an_operation_is_called_with_its_arguments_where_they_belong() {
 }
 
 #[test]
+fn members_reach_a_tool_and_come_back_in_the_order_they_were_written() {
+    let interface = Interface::new("");
+    let mut document = Interface::document();
+    document["paths"]["/find"] = json!({"post": {"operationId": "find",
+        "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}}});
+    let mut broker = interface.broker_of(&document);
+    let mut worker = broker.run(&["parts.find"], limits());
+    let sort = r#"{"price":-1,"age":1,"sort":{"z":1,"b":2,"a":3}}"#;
+    worker.send("parts.find", format!(r#"{{"body":{sort}}}"#).as_bytes());
+    let settled = worker.settled();
+    let said = String::from_utf8(settled.body).unwrap();
+    assert_eq!(settled.code, None, "{said}");
+    assert_eq!(interface.seen()[0].body.to_string(), sort);
+    assert!(said.contains(sort), "{said}");
+}
+
+#[test]
 fn a_form_reaches_its_interface_as_its_members_were_given() {
     let interface = Interface::new("");
     let mut document = Interface::document();

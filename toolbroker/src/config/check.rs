@@ -240,7 +240,7 @@ impl Taken {
         });
         match (parent, last) {
             (Some(Value::Object(fields)), Step::Key(key)) => {
-                fields.remove(key);
+                fields.shift_remove(key);
             }
             (Some(Value::Array(items)), Step::Item(position)) => {
                 items.remove(*position);

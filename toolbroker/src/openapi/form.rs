@@ -223,7 +223,7 @@ mod tests {
         let encoding = json!({"items": {"style": "deepObject", "explode": true}});
         let Offered { schema: shown, left_out, .. } =
             offered(schema(json!(["name"])), encoding.clone()).unwrap();
-        assert_eq!(left_out, ["items", "name[first]", "plain"]);
+        assert_eq!(left_out, ["items", "plain", "name[first]"]);
         assert_eq!(shown["properties"], json!({"name": {"type": "string"}}));
         assert!(offered(schema(json!(["items"])), encoding).is_none());
         assert!(offered(json!({"type": "object"}), json!({})).is_none());
@@ -248,7 +248,7 @@ mod tests {
         let Offered { form, schema, left_out } = offered(schema, encoding).unwrap();
         assert_eq!((&schema["required"], left_out), (&json!(["tags"]), vec![]));
         let names: Vec<_> = schema["properties"].as_object().unwrap().keys().collect();
-        assert_eq!(names, ["meta", "metaName", "name", "tags"]);
+        assert_eq!(names, ["name", "meta", "metaName", "tags"]);
         for meta in [json!({"a.b": "1", "a_b": "2"}), json!({"name": "1"})] {
             let refused = form.write(&json!({"meta": meta, "tags": ["x"]})).unwrap_err();
             assert!(refused.contains("would be read as another"), "{refused}");

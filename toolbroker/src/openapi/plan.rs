@@ -78,7 +78,7 @@ impl Plan {
         }
         let document = serde_json::from_str(text.trim_start_matches('\u{feff}'))
             .map_err(|error| ApiError::NotJson { file: file.to_owned(), line: error.line() })?;
-        Self::of(server, &document, include, endpoint)
+        Self::of(server, document, include, endpoint)
     }
 
     /// As [`Plan::read`], of a document that was read.
@@ -87,13 +87,16 @@ impl Plan {
     /// [`ApiError`].
     pub fn of(
         server: &str,
-        document: &Value,
+        mut document: Value,
         include: Option<&[String]>,
         endpoint: Endpoint,
     ) -> Result<Self, ApiError> {
         if endpoint.url.query().is_some() {
             return Err(ApiError::BaseQuery);
         }
+        // A tool is the same whatever order the document has: its definition is approved.
+        document.sort_all_objects();
+        let document = &document;
         let version = document.get("openapi").and_then(Value::as_str).unwrap_or_default();
         let is_3_0 = version.starts_with("3.0");
         if !is_3_0 && !version.starts_with("3.1") {
@@ -475,7 +478,7 @@ mod tests {
     fn plan(document: &Value, include: &[&str]) -> Result<Plan, ApiError> {
         let include: Vec<String> = include.iter().map(|&name| name.to_owned()).collect();
         let include = (!include.is_empty()).then_some(include.as_slice());
-        Plan::of("shop", document, include, endpoint())
+        Plan::of("shop", document.clone(), include, endpoint())
     }
 
     fn document(paths: Value) -> Value {
@@ -519,6 +522,37 @@ mod tests {
         let body = &schema(&plan, 1)["properties"]["body"];
         assert_eq!(body["required"], json!(["name"]), "what only the server sets is not asked for");
         assert!(body["properties"].get("id").is_none());
+    }
+
+    #[test]
+    fn a_document_in_another_order_has_the_same_tools() {
+        // With two kinds of JSON to choose from, an operation under a name twice, and
+        // members that are only told of in the description.
+        let read = |text: &str| {
+            let read = plan(&serde_json::from_str(text).unwrap(), &[]).unwrap();
+            read.operations.iter().map(|it| it.tool.sha256()).collect::<Vec<_>>()
+        };
+        let one = r#"{"openapi": "3.1.0", "paths": {
+            "/a": {"post": {"operationId": "a", "requestBody": {"content": {
+                "application/vnd.a+json": {"schema": {"title": "a"}},
+                "application/vnd.b+json": {"schema": {"title": "b"}}}}}},
+            "/b": {"post": {"operationId": "a"}},
+            "/f": {"post": {"operationId": "f", "requestBody": {"content": {
+                "application/x-www-form-urlencoded": {"schema": {"properties": {
+                    "p": {"items": {"type": "object"}}, "q": {"items": {"type": "object"}},
+                    "r": {"type": "string"}}}}}}}}}}"#;
+        let other = r#"{"paths": {
+            "/f": {"post": {"requestBody": {"content": {
+                "application/x-www-form-urlencoded": {"schema": {"properties": {
+                    "r": {"type": "string"}, "q": {"items": {"type": "object"}},
+                    "p": {"items": {"type": "object"}}}}}}}, "operationId": "f"}},
+            "/b": {"post": {"operationId": "a"}},
+            "/a": {"post": {"requestBody": {"content": {
+                "application/vnd.b+json": {"schema": {"title": "b"}},
+                "application/vnd.a+json": {"schema": {"title": "a"}}}}, "operationId": "a"}}},
+            "openapi": "3.1.0"}"#;
+        assert_eq!(read(one).len(), 2);
+        assert_eq!(read(one), read(other));
     }
 
     #[test]

@@ -305,7 +305,7 @@ mod tests {
             "requestBody": {"content": {"application/json": {}}},
         }}}});
         let include = [format!("POST {path}")];
-        let plan = Plan::of("shop", &document, Some(&include), tests_endpoint()).unwrap();
+        let plan = Plan::of("shop", document.clone(), Some(&include), tests_endpoint()).unwrap();
         let arguments = arguments.as_object().unwrap();
         let http = crate::upstream::http::plain_client(Default::default()).unwrap();
         plan.operations[0].request.build(&http, arguments).map(|it| it.build().unwrap())
@@ -323,7 +323,7 @@ mod tests {
         let parameters = json!([{"name": "q", "in": "query", "schema": {"type": "string"}}]);
         let document = json!({"openapi": "3.1.0", "paths": {"/a": {"get": {
             "operationId": "a", "parameters": parameters}}}});
-        let plan = Plan::of("shop", &document, None, endpoint).unwrap();
+        let plan = Plan::of("shop", document.clone(), None, endpoint).unwrap();
         let http = crate::upstream::http::plain_client(Default::default()).unwrap();
         for arguments in [json!({}), json!({"q": "x&a key&=mine#"})] {
             let arguments = arguments.as_object().unwrap();
@@ -523,7 +523,7 @@ mod tests {
         for kind in ["application/json", "application/x-www-form-urlencoded"] {
             let document = json!({"openapi": "3.1.0", "paths": {"/pay": {"post": {
                 "parameters": parameters, "requestBody": {"content": {kind: amount}}}}}});
-            let plan = Plan::of("shop", &document, None, tests_endpoint()).unwrap();
+            let plan = Plan::of("shop", document.clone(), None, tests_endpoint()).unwrap();
             let head =
                 |arguments: Value| plan.operations[0].request.head(arguments.as_object().unwrap());
             head(json!({"body": {"amount": 5}, "filter": {"other": 1}})).unwrap();
@@ -630,7 +630,7 @@ mod tests {
             let document = json!({"openapi": "3.1.0", "paths": {path: {"get": {"parameters": [
                 {"name": "q", "in": "query", "schema": {}},
             ]}}}});
-            Plan::of("shop", &document, Some(&[format!("GET {path}")]), endpoint).map(drop)
+            Plan::of("shop", document.clone(), Some(&[format!("GET {path}")]), endpoint).map(drop)
         };
         of("/a?b=1", tests_endpoint()).unwrap();
         for path in [
@@ -728,7 +728,7 @@ mod tests {
             names.iter().map(|name| json!({"name": name, "in": "header", "schema": {}})).collect();
         let document =
             json!({"openapi": "3.0.0", "paths": {"/a": {"get": {"parameters": parameters}}}});
-        let plan = Plan::of("shop", &document, None, endpoint).unwrap();
+        let plan = Plan::of("shop", document.clone(), None, endpoint).unwrap();
         let schema: Value =
             serde_json::from_str(&plan.operations[0].tool.spec().input_schema).unwrap();
         let left: Vec<&String> = schema["properties"].as_object().unwrap().keys().collect();

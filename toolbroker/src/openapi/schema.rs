@@ -370,7 +370,7 @@ mod tests {
         let unrelated = json!([{"$ref": "#/a"}, another]);
         assert_eq!(of(json!({"oneOf": unrelated}), base.clone()), ["oneOf"]);
         let both = json!({"oneOf": branches, "anyOf": [{}], "discriminator": told});
-        assert_eq!(of(both, base.clone()), ["anyOf", "oneOf"]);
+        assert_eq!(of(both, base.clone()), ["oneOf", "anyOf"]);
         let one_is_none = json!({"oneOf": [{"$ref": "#/a"}, {"type": "null"}]});
         assert_eq!(of(one_is_none, base), ["oneOf"]);
     }

@@ -310,7 +310,7 @@ mod tests {
     async fn a_program_hears_of_an_interface_that_is_left_alone_and_not_why() {
         let paths = json!({"/a": {"get": {"operationId": "a"}}});
         let document = json!({"openapi": "3.1.0", "info": {}, "paths": paths});
-        let plan = Plan::of("shop", &document, None, tests_endpoint()).unwrap();
+        let plan = Plan::of("shop", document.clone(), None, tests_endpoint()).unwrap();
         let breaker = Breaker::new();
         let api = Api::new(&plan, &Scrubs::new(Vec::new()), Arc::clone(&breaker)).unwrap();
         breaker.failed("at 10.1.2.3".into());
