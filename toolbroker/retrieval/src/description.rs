@@ -1,6 +1,6 @@
 //! What is read of a tool's description, and how much of it.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::embedding::{Table, Vector};
 use crate::lexical::{self, Counts};
@@ -12,6 +12,8 @@ const NAME_BYTES_MAX: usize = 256;
 const DESCRIPTION_BYTES_MAX: usize = 4096;
 /// Parameters that count.
 const PARAMETERS_MAX: usize = 64;
+/// So far from a parameter its members may be: a list of what one of several refers to.
+const STEPS_MAX: usize = 4;
 /// Bytes of one parameter's description that count.
 const PARAMETER_BYTES_MAX: usize = 256;
 
@@ -27,8 +29,41 @@ pub struct Description<'a> {
     /// What it is for.
     pub description: &'a str,
     /// The JSON Schema of its arguments. The names and descriptions of its
-    /// `properties` count; whatever else it is, it does no harm.
+    /// `properties` count, and of their own; whatever else it is, it does no harm.
     pub input_schema: &'a Value,
+}
+
+/// The parameters of a tool, and then the members of those that are objects or lists of
+/// them: a request's whole body may be one parameter.
+fn parameters_of(schema: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    fn of(schema: &Value) -> Option<&Map<String, Value>> {
+        schema.get("properties")?.as_object()
+    }
+    let own = of(schema).into_iter().flatten();
+    let members = of(schema).into_iter().flatten().filter_map(move |(_, parameter)| {
+        let mut inner = parameter;
+        for _ in 0..STEPS_MAX {
+            if of(inner).is_some() {
+                break;
+            }
+            inner = step_into(inner, schema)?;
+        }
+        of(inner)
+    });
+    own.chain(members.flatten())
+}
+
+/// What a schema is of that says it elsewhere: by a reference in the same document, of each
+/// item, or of one of several.
+fn step_into<'a>(schema: &'a Value, document: &'a Value) -> Option<&'a Value> {
+    if let Some(reference) = schema.get("$ref").and_then(Value::as_str) {
+        return document.pointer(reference.strip_prefix('#')?);
+    }
+    let one_of = ["anyOf", "oneOf", "allOf"].iter().find_map(|word| {
+        let several = schema.get(word)?.as_array()?;
+        several.iter().find(|it| it.get("type").is_none_or(|kind| kind != "null"))
+    });
+    one_of.or_else(|| schema.get("items"))
 }
 
 /// The parts that count, cut to what counts.
@@ -47,8 +82,7 @@ impl<'a> Read<'a> {
     pub(crate) fn new(tool: &Description<'a>) -> Self {
         let mut parameters = String::new();
         let mut parameter_descriptions = String::new();
-        let properties = tool.input_schema.get("properties").and_then(Value::as_object);
-        for (name, schema) in properties.into_iter().flatten().take(PARAMETERS_MAX) {
+        for (name, schema) in parameters_of(tool.input_schema).take(PARAMETERS_MAX) {
             parameters.push_str(text::cut(name, NAME_BYTES_MAX));
             parameters.push(' ');
             let description = schema.get("description").and_then(Value::as_str).unwrap_or_default();
@@ -61,7 +95,7 @@ impl<'a> Read<'a> {
             server: text::cut(tool.server, NAME_BYTES_MAX),
             category: text::cut(tool.category, NAME_BYTES_MAX),
             description,
-            lead: text::sentences(description, 2).first().copied().unwrap_or_default(),
+            lead: text::sentences(description, 2).first().map_or("", |first| first.text),
             parameters,
             parameter_descriptions,
         }

@@ -47,7 +47,7 @@ pub const INTENT_BYTES_MAX: usize = 4096;
 pub const HITS_MAX: usize = 100;
 
 /// Sentences of an intent that are looked at by themselves.
-const SENTENCES_MAX: usize = 8;
+const SENTENCES_MAX: usize = 16;
 
 /// A tool that fits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,6 +94,13 @@ struct Query {
     /// Words that no tool has.
     unknown: usize,
     vector: Quantised,
+}
+
+/// A sentence of an intent of several.
+struct Step {
+    query: Query,
+    /// Whether it has a line to itself ([`text::Sentence`]).
+    is_line: bool,
 }
 
 impl std::fmt::Debug for Index {
@@ -161,14 +168,18 @@ impl Index {
         let weights = Weights::of(method);
         let intent = text::cut(intent, INTENT_BYTES_MAX);
         let whole = self.query(intent);
-        let sentences = match text::sentences(intent, SENTENCES_MAX) {
+        let step = |sentence: &text::Sentence<'_>| Step {
+            query: self.query(sentence.text),
+            is_line: sentence.is_line,
+        };
+        let steps = match text::steps(intent, SENTENCES_MAX) {
             // The only one is the whole.
-            several if several.len() > 1 => several.iter().map(|text| self.query(text)).collect(),
+            several if several.len() > 1 => several.iter().map(step).collect(),
             _ => Vec::new(),
         };
         let mut scratch = self.free().pop().unwrap_or_default();
         scratch.find(self, &whole, weights, full_scan_max);
-        let found = fuse::rank(self, &mut scratch.found, &whole, &sentences, weights, hits);
+        let found = fuse::rank(self, &mut scratch.found, &whole, &steps, weights, hits);
         self.free().push(scratch);
         found
     }
@@ -276,5 +287,84 @@ mod tests {
         }
         assert!(all >= 190, "{all}");
         assert!(same * 100 >= all * 99, "{same} of {all}");
+    }
+
+    /// The example surface, and those of its queries that find their one tool first.
+    fn surface() -> (Vec<Value>, Index, Vec<(String, usize)>) {
+        let tools = lines(TOOLS);
+        let index = Index::new(tools.iter().map(|tool| Description {
+            name: tool["name"].as_str().unwrap(),
+            server: tool["server"].as_str().unwrap_or_default(),
+            category: "",
+            description: tool["description"].as_str().unwrap(),
+            input_schema: &tool["inputSchema"],
+        }));
+        let mut sure = Vec::new();
+        for query in lines(QUERIES) {
+            let (text, relevant) = (query["query"].as_str().unwrap(), query["relevant"].clone());
+            let first = index.search(text, 1)[0].place;
+            let is_sure = relevant == json!([tools[first]["name"]]);
+            let is_new = sure.iter().all(|(_, place)| *place != first);
+            if is_sure && is_new && text::sentences(text, 2).len() == 1 {
+                sure.push((text.trim_end_matches(['.', '?']).to_owned(), first));
+            }
+        }
+        (tools, index, sure)
+    }
+
+    #[test]
+    fn each_step_of_an_intent_has_its_tool_among_those_that_are_found() {
+        let (_, index, sure) = surface();
+        assert!(sure.len() >= 15, "{}", sure.len());
+        let found = |size: usize, write: &dyn Fn(&[&str]) -> String| {
+            let mut found = 0;
+            for at in 0..sure.len() {
+                // Far from each other, so that few are of one server.
+                let steps: Vec<_> = (0..size).map(|n| &sure[(at + 5 * n) % sure.len()]).collect();
+                let texts: Vec<&str> = steps.iter().map(|(text, _)| text.as_str()).collect();
+                let hits = index.search(&write(&texts), 5);
+                found += steps.iter().filter(|it| hits.iter().any(|hit| hit.place == it.1)).count();
+            }
+            (100 * found).div_ceil(size * sure.len())
+        };
+        let list = |texts: &[&str]| {
+            let lines = texts.iter().enumerate();
+            lines.map(|(at, text)| format!("{}. {text}\n", at + 1)).collect::<String>()
+        };
+        let (of_list, of_sentences, joined) = (
+            found(4, &list),
+            found(4, &|texts| texts.join(". ")),
+            found(2, &|texts| texts.join(", then ")),
+        );
+        assert!(
+            of_list >= 99 && of_sentences >= 96 && joined >= 99,
+            "{of_list} {of_sentences} {joined}"
+        );
+    }
+
+    #[test]
+    fn members_of_a_parameter_count_wherever_its_schema_says_them() {
+        let field = json!({"properties": {"auto_delete": {
+            "description": "Delete head branches automatically after a merge."}}});
+        for parameter in [
+            field.clone(),
+            json!({"type": "array", "items": field}),
+            json!({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/Patch"}]}),
+        ] {
+            let schema = json!({"properties": {"body": parameter}, "$defs": {"Patch": field}});
+            let endless = json!({"properties": {"body": {"$ref": "#/properties/body"}}});
+            let none = json!({});
+            let described = |(name, input_schema)| Description {
+                name,
+                server: "",
+                category: "",
+                description: "Changes a repository.",
+                input_schema,
+            };
+            let tools = [("a", &none), ("b", &endless), ("update", &schema)];
+            let index = Index::new(tools.into_iter().map(described));
+            let hits = index.search("delete head branches after a merge", 1);
+            assert_eq!(hits[0].place, 2, "{parameter}");
+        }
     }
 }

@@ -8,6 +8,11 @@ use rust_stemmers::{Algorithm, Stemmer};
 /// A longer word is no word of any language: only its beginning counts.
 const WORD_CHARS_MAX: usize = 40;
 
+/// What stands between two things to be done.
+const JOINTS: [&str; 6] = [", and then ", " and then ", ", then ", " then ", ", and ", " and "];
+/// A sentence of more words tells a story, in which these join anything.
+const JOINED_WORDS_MAX: usize = 30;
+
 /// Words that say how something is asked for, never what. Sorted.
 const STOP_WORDS: &[&str] = &[
     "a", "about", "also", "am", "an", "and", "any", "are", "as", "at", "be", "been", "but", "by",
@@ -87,31 +92,102 @@ pub(crate) fn stem(word: &str) -> String {
     Stemmer::create(Algorithm::English).stem(word).into_owned()
 }
 
-/// The sentences of a request: at most `most`, the last has the rest.
-pub(crate) fn sentences(text: &str, most: usize) -> Vec<&str> {
-    let mut found = Vec::new();
+/// A sentence of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sentence<'a> {
+    pub(crate) text: &'a str,
+    /// Whether it has a line to itself, among others: in a list of what is to be done, each
+    /// line is a step.
+    pub(crate) is_line: bool,
+}
+
+/// The sentences of a text: at most `most`, the last has the rest. What is no word is none,
+/// as the numbers of a list.
+pub(crate) fn sentences(text: &str, most: usize) -> Vec<Sentence<'_>> {
+    let mut found: Vec<Sentence<'_>> = Vec::new();
+    let mut lines = 0;
     let mut start = 0;
-    let bytes = text.as_bytes();
-    for (at, byte) in bytes.iter().enumerate() {
-        let ends = match byte {
-            b'\n' => true,
-            // `3.5` and `e.g.x` are no ends.
-            b'.' | b'!' | b'?' | b';' => bytes.get(at + 1).is_none_or(u8::is_ascii_whitespace),
-            _ => false,
-        };
-        if ends && found.len() + 1 < most {
-            push(&mut found, &text[start..=at]);
-            start = at + 1;
+    for line in text.split_inclusive('\n') {
+        let of_line = found.len();
+        let end = start + line.len();
+        let mut from = start;
+        for at in start..end {
+            let ends = match text.as_bytes()[at] {
+                // `3.5` and `e.g.x` are no ends.
+                b'.' | b'!' | b'?' | b';' => {
+                    text.as_bytes().get(at + 1).is_none_or(u8::is_ascii_whitespace)
+                }
+                _ => false,
+            };
+            if ends || at + 1 == end {
+                let sentence = &text[from..=at];
+                from = at + 1;
+                if !sentence.contains(char::is_alphabetic) {
+                    continue;
+                }
+                if found.len() == most {
+                    // All that is left belongs to the one before.
+                    if let Some(last) = found.last_mut() {
+                        let begins = last.text.as_ptr() as usize - text.as_ptr() as usize;
+                        last.text = text[begins..].trim();
+                    }
+                    return found;
+                }
+                found.push(Sentence { text: sentence.trim(), is_line: false });
+            }
         }
+        lines += usize::from(found.len() > of_line);
+        if let [only] = &mut found[of_line..] {
+            only.is_line = true;
+        }
+        start = end;
     }
-    push(&mut found, &text[start..]);
+    if lines < 2 {
+        found.iter_mut().for_each(|sentence| sentence.is_line = false);
+    }
     found
 }
 
-fn push<'a>(found: &mut Vec<&'a str>, sentence: &'a str) {
-    if sentence.chars().any(char::is_alphanumeric) {
-        found.push(sentence.trim());
+/// The steps of a request: its sentences, at most `most`; or of a single short one those
+/// that it joins.
+pub(crate) fn steps(text: &str, most: usize) -> Vec<Sentence<'_>> {
+    let sentences = sentences(text, most);
+    match sentences.as_slice() {
+        [only] if only.text.split_whitespace().count() <= JOINED_WORDS_MAX => {
+            joined(only.text, most)
+        }
+        _ => sentences,
     }
+}
+
+/// The parts of a sentence, where on both sides of what joins them enough is said for a
+/// thing to be done: `bread and butter` is one.
+fn joined(sentence: &str, most: usize) -> Vec<Sentence<'_>> {
+    let says_enough = |text: &str| {
+        let mut telling = 0;
+        words(text, |word| telling += usize::from(!is_stop_word(word)));
+        telling >= 2
+    };
+    let mut found = Vec::new();
+    let (mut start, mut at) = (0, 0);
+    loop {
+        let joint = |joint: &&str| {
+            let from = at + sentence[at..].find(*joint)?;
+            Some((from, from + joint.len()))
+        };
+        // The first, and of those that begin there the longest.
+        let first =
+            JOINTS.iter().filter_map(joint).min_by_key(|(from, to)| (*from, usize::MAX - to));
+        let Some((from, to)) = first else { break };
+        at = to;
+        let parts = (&sentence[start..from], &sentence[to..]);
+        if found.len() + 1 < most && says_enough(parts.0) && says_enough(parts.1) {
+            found.push(Sentence { text: parts.0.trim(), is_line: false });
+            start = to;
+        }
+    }
+    found.push(Sentence { text: sentence[start..].trim(), is_line: false });
+    found
 }
 
 /// `text`, cut at a character boundary to `bytes_max` bytes.
@@ -159,11 +235,38 @@ mod tests {
 
     #[test]
     fn a_request_falls_into_its_sentences_and_a_number_stays_whole() {
+        let of = |text, most| sentences(text, most).iter().map(|it| it.text).collect::<Vec<_>>();
         assert_eq!(
-            sentences("Book a room for 3.5 hours. Then tell Ann! And?", 8),
+            of("Book a room for 3.5 hours. Then tell Ann! And?", 8),
             ["Book a room for 3.5 hours.", "Then tell Ann!", "And?"]
         );
-        assert_eq!(sentences("a. b. c.", 2), ["a.", "b. c."]);
-        assert!(sentences(" ... ", 8).is_empty());
+        assert_eq!(of("a. b. c.", 2), ["a.", "b. c."]);
+        assert_eq!(of("a\nb\nc é\n", 2), ["a", "b\nc é"]);
+        assert!(sentences(" ... ", 8).is_empty() && sentences("", 8).is_empty());
+    }
+
+    #[test]
+    fn one_sentence_falls_into_what_it_joins_if_each_part_says_enough() {
+        let of = |text, most| steps(text, most).iter().map(|it| it.text).collect::<Vec<_>>();
+        let asked = "Create an issue for the pod, and then post its link and tell Ann Ä";
+        let parts = ["Create an issue for the pod", "post its link", "tell Ann Ä"];
+        assert_eq!(of(asked, 8), parts);
+        assert_eq!(of(asked, 2), [parts[0], "post its link and tell Ann Ä"]);
+        assert_eq!(of("buy bread and butter", 8), ["buy bread and butter"]);
+        let several = format!("{asked}. And then?");
+        assert_eq!(of(&several, 8).len(), 2);
+        let story = format!("{asked} {}", "because of it".repeat(10));
+        assert_eq!(of(&story, 8), [&story]);
+    }
+
+    #[test]
+    fn the_lines_of_a_list_are_told_from_the_sentences_of_a_paragraph() {
+        let lines = |text| sentences(text, 8).iter().map(|it| it.is_line).collect::<Vec<_>>();
+        let list = "1. Find the part.\n2. Order it\n\n- Tell Ann";
+        assert_eq!(lines(list), [true, true, true]);
+        assert_eq!(sentences(list, 8)[0].text, "Find the part.");
+        assert_eq!(lines("Find it. Order it.\nTell Ann."), [false, false, true]);
+        assert_eq!(lines("Find it. Order it."), [false, false]);
+        assert_eq!(lines("Find it\n"), [false]);
     }
 }

@@ -81,7 +81,7 @@ fn search_input() -> Value {
                 "type": "string",
                 "minLength": 1,
                 "maxLength": INTENT_BYTES_MAX,
-                "description": "What is to be done, in English; one sentence for each step",
+                "description": "What is to be done, in English; one line for each step",
             },
             "k": {
                 "type": "integer",
