@@ -304,7 +304,7 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
                 && let Some(tool) = ungranted.next()
                 && args.grant.is_none()
             {
-                message = format!("{message}: {}", run::cure(std::slice::from_ref(tool)));
+                message = format!("{message}: {}", run::reason::cure(std::slice::from_ref(tool)));
             }
             if kind == RejectKind::TooLarge && shape.memory.is_some_and(|(it, _)| it > memory_bytes)
             {

@@ -1,19 +1,16 @@
-//! `forge-vmm serve`, and what is asked of a service: `run --service`,
-//! `status`, `drain`.
+//! `forge-vmm serve`, and what is asked of a service: `status`, `drain`.
 
 use std::fmt;
 use std::io::{self, Write as _};
-use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use base64::Engine as _;
 use forge_client::ClientError;
 use forge_client::blocking::Client;
-use forge_protocol::broker::{Authority, FoundTool, Request};
-use forge_protocol::service::{Finish, Order, Question, Reply};
+use forge_protocol::broker::Request;
+use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
 use forge_vmm::broker::BrokerError;
@@ -22,16 +19,13 @@ use forge_vmm::keys;
 use forge_vmm::link::Patience;
 use forge_vmm::machine::Hypervisor;
 use forge_vmm::pool::PoolOptions;
-use forge_vmm::report::Status;
 use forge_vmm::service::{Reloaded, Server, VsockListener, server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
-use super::args::{DrainArgs, RunArgs, ServeArgs, StatusArgs};
-use super::config::{self, AtStart, Found, GrantKey, ServiceConfig};
+use super::args::{DrainArgs, ServeArgs, StatusArgs};
+use super::config::{self, AtStart, GrantKey, ServiceConfig};
 use super::door::{self, Door};
-use super::interrupt::Interruptible;
-use super::run::Shown;
-use super::{CliError, Exit, complain, out, print_json, progress, top};
+use super::{CliError, Exit, complain, out, print_json, top};
 
 /// How long a zygote may take to stand before there is a service. It takes some
 /// milliseconds; this is for hosts that emulate everything.
@@ -209,7 +203,7 @@ fn trust_keys(args: &ServeArgs) -> Result<TrustKeys, CliError> {
 }
 
 /// Why a service did not do what it was asked.
-fn undone(place: impl fmt::Display, error: ClientError) -> CliError {
+pub(super) fn undone(place: impl fmt::Display, error: ClientError) -> CliError {
     match error {
         ClientError::Refused { kind, message } => CliError::Refused { kind, message },
         lost @ ClientError::Lost(_) => CliError::Lost(format!("{place}: {lost}")),
@@ -243,87 +237,4 @@ pub(crate) fn status(args: &StatusArgs) -> Result<ExitCode, CliError> {
 pub(crate) fn drain(args: &DrainArgs) -> Result<ExitCode, CliError> {
     ask(&args.service, Question::Drain)?;
     Ok(Exit::Ok.into())
-}
-
-/// Has a service find the tools that a run is to be granted.
-fn retrieve(
-    client: &mut Client,
-    args: &RunArgs,
-    intent: &str,
-) -> Result<Vec<FoundTool>, ClientError> {
-    let (principal, intent) = (args.broker.principal.clone(), intent.to_owned());
-    let question = Question::SearchTools { principal, intent, k: args.k };
-    let Reply::Found { tools, blocked, unavailable } = client.ask(question)? else {
-        return Err(ClientError::Protocol("a search is answered by something else".into()));
-    };
-    Ok(super::run::told(args, Found { tools, blocked, unavailable }))
-}
-
-/// Has a service carry out a run, and first find the tools for it where it has
-/// an intent.
-pub(crate) fn submit(args: &RunArgs, mut order: Order) -> Result<ExitCode, CliError> {
-    let Some(place) = &args.service else {
-        return Err(CliError::Usage("--service says where".into()));
-    };
-    let at = |source| CliError::File { path: place.to_string(), source };
-    let undone = |error| undone(place, error);
-    let mut client = place.connect().map_err(undone)?;
-    let mut retrieved = Vec::new();
-    if let Some(intent) = &args.intent {
-        progress("searching tools");
-        retrieved = retrieve(&mut client, args, intent).map_err(undone)?;
-        let names = retrieved.iter().map(|tool| tool.spec.name.clone());
-        order.authority = Authority::Tools(names.collect());
-    }
-    let interruptible = Interruptible::new()?;
-    let cancelled = Some(interruptible.cancel().as_fd());
-    let finish = client.run_until(&order, cancelled, |_| ());
-    drop(interruptible);
-    let Finish { report, artifacts, .. } = finish.map_err(undone)?;
-    let unreadable = |error: serde_json::Error| at(error.into());
-    let mut report: serde_json::Value = serde_json::from_slice(&report).map_err(unreadable)?;
-    if !retrieved.is_empty() {
-        let retrieved: Vec<_> = retrieved.iter().map(super::run::retrieved_report).collect();
-        report["retrieved"] = serde_json::to_value(retrieved).map_err(unreadable)?;
-    }
-    if let (Some(kind), Some(reason)) = (report["kind"].as_str(), report["reason"].as_str()) {
-        let reason = super::run::in_words_of(args, &order.program, kind, reason.to_owned());
-        report["reason"] = reason.into();
-    }
-    let status: Status = serde_json::from_value(report["status"].clone()).map_err(unreadable)?;
-    let folder = args.artifacts.as_deref();
-    let kept = super::run::keep_artifacts(folder, args.json, &artifacts, |at, path| {
-        if let Some(entry) = report["artifacts"].get_mut(at) {
-            entry["path"] = path.into();
-        }
-    });
-    let printed = if args.json {
-        print_json(&report)
-    } else {
-        let text = report["output"].as_str().unwrap_or_default();
-        let output = match report["output_encoding"].as_str() {
-            Some("base64") => {
-                base64::engine::general_purpose::STANDARD.decode(text).unwrap_or_default()
-            }
-            _ => text.into(),
-        };
-        let of = |list: &str| report[list].as_array().into_iter().flatten();
-        fn words(value: &serde_json::Value) -> &str {
-            value.as_str().unwrap_or_default()
-        }
-        let shown = Shown {
-            output,
-            logs: of("log")
-                .map(|log| (log["level"].as_u64().unwrap_or(u64::MAX), words(&log["text"])))
-                .collect(),
-            log_dropped: report["log_dropped"].as_u64().unwrap_or_default(),
-            calls: of("tool_calls")
-                .map(|call| (words(&call["tool"]), words(&call["status"])))
-                .collect(),
-            status,
-            reason: words(&report["reason"]),
-        };
-        shown.print()
-    };
-    Ok(super::run::ended(status, [printed, kept]))
 }

@@ -184,7 +184,7 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
             writeln!(out, "       arguments: {}", shown_whole(input_schema))?;
         }
     }
-    if let Some(blocked) = super::run::not_searched(&blocked) {
+    if let Some(blocked) = super::run::found::not_searched(&blocked) {
         complain(&blocked);
     }
     if tools.is_empty() && unavailable.is_empty() {
