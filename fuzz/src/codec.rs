@@ -9,9 +9,9 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, BlockedTool, Effect, FoundTool, GrantClaims, GrantRequest, GrantedTool,
-    HostedTool, HostedTools, ListedTool, Narrowing, OpenRun, RefusalKind, Reply, Request,
-    ReviewedTool, Standing, ToolSpec, ToolWord,
+    Answer, Ask, Authority, BlockedTool, Callable, Effect, FoundTool, GrantClaims, GrantRequest,
+    GrantedTool, HostedTool, HostedTools, ListedTool, Narrowing, OpenRun, RefusalKind, Reply,
+    Request, ReviewedTool, Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
@@ -202,6 +202,7 @@ pub fn seeds() -> Vec<Seed> {
             session: Some("s".into()),
             program_sha256: [6; 32],
             authority,
+            callable: Callable::These(vec![tool.clone()]),
             limits: RunLimits::default(),
         })
     };

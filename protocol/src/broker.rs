@@ -204,9 +204,51 @@ pub struct OpenRun {
     pub program_sha256: [u8; 32],
     /// What it may call.
     pub authority: Authority,
+    /// What its program can call: of the tools of a grant the others are asked after at
+    /// no server.
+    pub callable: Callable,
     /// What it may use.
     pub limits: RunLimits,
 }
+
+/// Which tools a program can call.
+#[derive(Clone, Debug, PartialEq, Eq, Encode)]
+pub enum Callable {
+    /// Any: it calls them by names that it has or makes.
+    Any,
+    /// These, which it imports.
+    These(Vec<ToolName>),
+}
+
+impl Callable {
+    /// Of a program that imports these and calls none by its name. More than there can be
+    /// in a grant are as good as any: the run is refused over them.
+    #[must_use]
+    pub fn of_imports(tools: Vec<ToolName>) -> Self {
+        if tools.len() > LISTED_MAX { Self::Any } else { Self::These(tools) }
+    }
+
+    /// Whether it can call this one.
+    #[must_use]
+    pub fn includes(&self, tool: &ToolName) -> bool {
+        match self {
+            Self::Any => true,
+            Self::These(tools) => tools.contains(tool),
+        }
+    }
+}
+
+impl<Context> Decode<Context> for Callable {
+    fn decode<D: Decoder<Context = Context>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        match u32::decode(decoder)? {
+            0 => Ok(Self::Any),
+            1 => list(decoder, LISTED_MAX).map(Self::These),
+            _ => Err(DecodeError::Other("neither any tools nor these")),
+        }
+    }
+}
+
+impl_borrow_decode!(Callable);
 
 /// Where a run's right to call tools comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Encode)]

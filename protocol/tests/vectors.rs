@@ -10,7 +10,7 @@ use std::path::Path;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Ask, Authority, HostedTool, HostedTools, OpenRun, RefusalKind, Request,
+    Ask, Authority, Callable, HostedTool, HostedTools, OpenRun, RefusalKind, Request,
 };
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::ending::{Ending, TrapKind};
@@ -138,6 +138,7 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
                         session: None,
                         program_sha256: [0x33; 32],
                         authority: Authority::Tools(vec![tool("a.b")]),
+                        callable: Callable::These(vec![tool("a.b")]),
                         limits: RunLimits::default(),
                     }),
                 },

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Authority, Effect, GrantClaims, GrantRequest, ListedTool, Narrowing, RefusalKind, Reply,
-    Request, ReviewedTool, Standing,
+    Authority, Callable, Effect, GrantClaims, GrantRequest, ListedTool, Narrowing, RefusalKind,
+    Reply, Request, ReviewedTool, Standing,
 };
 use forge_protocol::limits::RunLimits;
 use serde_json::{Value, json};
@@ -347,6 +347,32 @@ fn a_changed_definition_blocks_its_tool_until_it_is_approved_again() {
     approve(&mut broker, &["test.echo"]);
     let (mut worker, _) = broker.open(run_request("alice", authority(), limits())).unwrap();
     assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+}
+
+#[test]
+fn a_tool_of_a_grant_that_a_program_cannot_call_keeps_it_from_no_run() {
+    let desk = Desk::new();
+    let mut broker = desk.broker("", &[]);
+    let both = grant_request(&["test.echo", "test.note"]);
+    let token = token(&mut broker, both);
+    drop(broker);
+
+    let mut broker = desk.broker("", &["--changed"]);
+    let (kind, why) = open(&mut broker, "alice", None, &token).err().unwrap();
+    assert!(kind == RefusalKind::BadGrant && why.contains("test.echo changed"), "{why}");
+    let mut open = |tool: &str| {
+        let mut request = run_request("alice", Authority::Grant(token.clone()), limits());
+        request.callable = Callable::These(vec![name(tool)]);
+        broker.open(request)
+    };
+    assert_eq!(open("test.echo").err().unwrap().0, RefusalKind::BadGrant);
+    let (mut worker, claims) = open("test.note").unwrap();
+    assert_eq!(claims.tools.len(), 2);
+    assert_eq!(worker.call("test.note", &json!({"text": "x"})).0, None);
+    // A worker that says something else all the same is held to the definition that was
+    // granted.
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, Some(CallCode::Denied));
+    assert_eq!(desk.calls(), ["note x"]);
 }
 
 #[test]

@@ -10,7 +10,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use forge_guest_init::shape::{self, ShapeError};
-use forge_protocol::abi::{Import, Signature, Value};
+use forge_protocol::abi::{Forge, Import, Signature, Value};
+use forge_protocol::broker::Callable;
 use forge_protocol::ending::{RejectKind, UNGRANTED};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
@@ -111,6 +112,18 @@ impl Shape {
             Ok(Import::Tool(name)) => Some(name),
             _ => None,
         })
+    }
+
+    /// The tools it can call, as far as its imports say.
+    #[must_use]
+    pub fn callable(&self) -> Callable {
+        let by_name = |import: &ImportFound| {
+            matches!(import.recognised, Ok(Import::Forge(Forge::Call | Forge::CallAsync)))
+        };
+        match self.imports.iter().any(by_name) {
+            true => Callable::Any,
+            false => Callable::of_imports(self.tools().cloned().collect()),
+        }
     }
 
     /// Everything that the declarations alone say is wrong, with a grant of

@@ -15,7 +15,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use executables::FORGE;
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, GrantRequest, OpenRun, RefusalKind, Reply, Request};
+use forge_protocol::broker::{
+    Authority, Callable, GrantRequest, OpenRun, RefusalKind, Reply, Request,
+};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser, UserError};
@@ -123,6 +125,7 @@ fn open(principal: &str) -> OpenRun {
         session: None,
         program_sha256: [0; 32],
         authority: Authority::Tools(hash()),
+        callable: Callable::Any,
         limits: RunLimits::default(),
     }
 }

@@ -24,7 +24,8 @@ use std::time::{Duration, Instant};
 use forge_client::ClientError;
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Authority, HostedTool, HostedTools, OpenRun, RefusalKind, Reply as BrokerReply, Request,
+    Authority, Callable, HostedTool, HostedTools, OpenRun, RefusalKind, Reply as BrokerReply,
+    Request,
 };
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::{Order, Question, Reply};
@@ -143,6 +144,7 @@ fn a_broker_that_takes_nothing_is_asked_for_as_long_as_somebody_waits() {
         session: None,
         program_sha256: [0; 32],
         authority: Authority::Grant(vec![0; 32 * 1024]),
+        callable: Callable::Any,
         limits: RunLimits::default(),
     };
     // More than its socket takes; none of them has the link broken.

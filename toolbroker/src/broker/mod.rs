@@ -582,7 +582,8 @@ impl Broker {
         stream: UnixStream,
         hosted: Option<Hosted>,
     ) -> Result<GrantClaims, Refused> {
-        let OpenRun { run_id, principal, session, program_sha256, authority, limits } = request;
+        let OpenRun { run_id, principal, session, program_sha256, authority, callable, limits } =
+            request;
         for (what, got, limit) in [
             ("calls", limits.calls, CALLS_MAX),
             ("calls_in_flight", limits.calls_in_flight, CALLS_IN_FLIGHT_MAX),
@@ -601,10 +602,12 @@ impl Broker {
                 // What a role lost since the grant was issued is lost to the
                 // grant too.
                 self.check_visible(&principal, claims.tools.iter().map(|tool| &tool.name))?;
-                let names = claims.tools.iter().map(|tool| tool.name.clone());
+                // A search grants some that the program has no use for.
+                let needed = || claims.tools.iter().filter(|tool| callable.includes(&tool.name));
+                let names = needed().map(|tool| tool.name.clone());
                 let current = self.registry.find_all(names, until).await;
                 let current = current.map_err(|error| error.told_to(&principal, &self.policy()))?;
-                for (granted, current) in claims.tools.iter().zip(&current) {
+                for (granted, current) in needed().zip(&current) {
                     if granted.definition_sha256 != current.sha256() {
                         return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
                     }

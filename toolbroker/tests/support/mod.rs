@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, GrantRequest, OpenRun, RefusalKind, Reply, Request,
-    ToolSpec,
+    Answer, Ask, Authority, Callable, GrantClaims, GrantRequest, OpenRun, RefusalKind, Reply,
+    Request, ToolSpec,
 };
 use forge_protocol::codec::{Encode, decode};
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -390,6 +390,7 @@ pub fn run_request(principal: &str, authority: Authority, limits: RunLimits) -> 
         session: None,
         program_sha256: [0; 32],
         authority,
+        callable: Callable::Any,
         limits,
     }
 }

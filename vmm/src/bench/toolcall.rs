@@ -10,7 +10,7 @@
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, GrantRequest, OpenRun, Reply, Request};
+use forge_protocol::broker::{Authority, Callable, GrantRequest, OpenRun, Reply, Request};
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::guest::{Call, Settled};
@@ -224,6 +224,7 @@ impl Case for Authorise {
             session: None,
             program_sha256: [0; 32],
             authority: Authority::Grant(self.token.clone()),
+            callable: Callable::Any,
             limits: RunLimits::default(),
         };
         let (_claims, link) = self.broker.open_run(open).map_err(said)?;

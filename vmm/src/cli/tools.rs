@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Authority, BlockedTool, FoundTool, ListedTool as Tool, OpenRun, Reply, Request, ReviewedTool,
-    Standing, ToolSpec, ToolWord,
+    Authority, BlockedTool, Callable, FoundTool, ListedTool as Tool, OpenRun, Reply, Request,
+    ReviewedTool, Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec;
 use forge_protocol::frame::{self, HEADER_BYTES, Header, Kind};
@@ -375,6 +375,7 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
         session: None,
         program_sha256: [0; 32],
         authority: Authority::Tools(vec![args.tool.clone()]),
+        callable: Callable::Any,
         limits,
     })?;
     progress("calling");

@@ -115,6 +115,7 @@ impl Carrying<'_> {
             session: request.session.clone(),
             program_sha256: self.admitted.sha256,
             authority: request.authority.clone(),
+            callable: self.admitted.shape.callable(),
             limits: RunLimits { wall_ms, ..request.limits.clone() },
         };
         let patience = self.patience(Duration::ZERO);
