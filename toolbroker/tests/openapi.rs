@@ -220,11 +220,14 @@ fn a_form_reaches_its_interface_as_its_members_were_given() {
     let form = json!({"schema": schema, "encoding": encoding});
     document["paths"]["/form"] = json!({"post": {"operationId": "form", "summary": "Posts it.",
         "requestBody": {"content": {"application/x-www-form-urlencoded": form}}}});
+    let note = json!({"schema": {"properties": {"text": {"type": "string"}}}});
+    document["paths"]["/note"] = json!({"post": {"operationId": "note",
+        "requestBody": {"content": {"application/x-www-form-urlencoded": note}}}});
     let mut broker = interface.broker_of(&document);
     let tools = broker.tools();
     let tool = tools.iter().find(|it| it.name.as_str() == "parts.form").unwrap();
     assert!(tool.description.contains("cannot be given here: lines"), "{}", tool.description);
-    let mut worker = broker.run(&["parts.form"], limits());
+    let mut worker = broker.run(&["parts.form", "parts.note"], limits());
     let body = json!({"channel": "#a&amount=9", "amount": 1e3, "metadata": {"k": "v w"}});
     let (code, said) = worker.call("parts.form", &json!({ "body": body }));
     assert_eq!(code, None, "{said}");
@@ -233,6 +236,10 @@ fn a_form_reaches_its_interface_as_its_members_were_given() {
     assert_eq!(pairs, ["amount=1000", "channel=%23a%26amount%3D9", "metadata%5Bk%5D=v%20w"]);
     let seen = interface.seen();
     assert_eq!(seen[0].header("content-type"), Some("application/x-www-form-urlencoded"));
+    let (code, said) = worker.call("parts.note", &json!({"body": {}}));
+    assert_eq!(code, None, "{said}");
+    let length = interface.seen()[1].header("content-length").map(str::to_owned);
+    assert_eq!(length.as_deref(), Some("0"), "some servers answer 411 else");
     // What has no form is not sent at all: it would say something else.
     for body in [
         json!({"amount": 1}),
@@ -245,7 +252,7 @@ fn a_form_reaches_its_interface_as_its_members_were_given() {
     let nested = json!({"channel": "a", "metadata": {"k][x": "v"}});
     let (code, said) = worker.call("parts.form", &json!({ "body": nested }));
     assert!(code.is_some() && said.to_string().contains("bracket"), "{said}");
-    assert_eq!(interface.seen().len(), 1);
+    assert_eq!(interface.seen().len(), 2);
 }
 
 #[test]

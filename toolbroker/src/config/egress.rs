@@ -145,7 +145,12 @@ fn host(node: &Node<'_>) -> Result<Host, ConfigError> {
     let is_same =
         in_url.and_then(|url| url.host().map(|host| host.to_owned())) == Some(host.clone());
     // A pattern would be taken for a name that nothing has.
-    let is_odd = matches!(&host, Host::Domain(name) if name.ends_with('.') || name.contains('*'));
+    let is_odd = match &host {
+        Host::Domain(name) => name.ends_with('.') || name.contains('*'),
+        // `1.2.3` is another address than it looks like.
+        Host::Ipv4(address) => address.to_string() != text,
+        Host::Ipv6(_) => false,
+    };
     if !is_same || is_odd {
         return Err(node.unfit(why));
     }
@@ -164,6 +169,9 @@ fn path_prefix(node: &Node<'_>) -> Result<String, ConfigError> {
     Ok(text.to_owned())
 }
 
+/// What is wrong with one of two headers of one name.
+pub(super) const TWICE: &str = "this header stands here twice: keep one";
+
 /// Names to values, or to where the value comes from.
 fn operator_headers(
     table: &Node<'_>,
@@ -177,7 +185,7 @@ fn operator_headers(
     for (key, node) in children {
         let name = header_name(key, &node, operator_may_send)?;
         if headers.iter().any(|header| header.name == name) {
-            return Err(node.unfit("this header stands here twice: keep one"));
+            return Err(node.unfit(TWICE));
         }
         let header = match node.object() {
             Err(_) => {

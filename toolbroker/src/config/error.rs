@@ -8,6 +8,7 @@ use forge_protocol::name::NameError;
 
 use super::read;
 use crate::openapi::ApiError;
+use crate::policy::PatternError;
 use crate::secret::SecretError;
 
 /// What is wrong with a server that two files configure.
@@ -241,7 +242,7 @@ pub enum Problem {
     ToolName(NameError),
     /// The text names no tools.
     #[error("this names no tools; write shop.find, shop.*, shop.get_* or *: {0}")]
-    ToolPattern(NameError),
+    ToolPattern(PatternError),
     /// No role has this name.
     #[error("no role has this name; known are {known}: add it as [roles.<name>]")]
     NoRole {

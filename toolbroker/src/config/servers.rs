@@ -13,7 +13,7 @@ use reqwest::header::{HeaderName, HeaderValue};
 
 use super::credentials::credential;
 use super::node::Node;
-use super::{ConfigError, Lookup, Problem, strangers};
+use super::{ConfigError, Lookup, Problem, egress, strangers};
 use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_own_header, is_safe_url};
 use crate::openapi::Plan;
 use crate::secret::{Secret, is_short, names_credential, parts_of_credential, parts_of_header};
@@ -156,7 +156,7 @@ fn mcp_http(
                     scrub.push(node.secret(part.to_owned())?);
                 }
             }
-            headers.push(header(&node, name, node.secret(value)?)?);
+            headers.push(header(&node, name, node.secret(value)?, &headers)?);
         }
     }
     let endpoint = Endpoint { url, headers, query: Vec::new(), oauth: None };
@@ -265,7 +265,7 @@ fn endpoint(
                 let prefix = node.field("prefix").map_or(Ok(""), |prefix| prefix.text())?;
                 node.secret(format!("{prefix}{}", bare.expose()))?
             };
-            headers.push(header(&node, name, value)?);
+            headers.push(header(&node, name, value, &headers)?);
         }
     }
     let oauth = entry.field("oauth").map(|node| oauth(&node, lookup, scrub)).transpose()?;
@@ -322,12 +322,22 @@ fn url(node: &Node<'_>, text: &str, allow_http: bool) -> Result<Url, ConfigError
     Ok(url)
 }
 
-fn header(node: &Node<'_>, name: &str, value: Secret) -> Result<(HeaderName, Secret), ConfigError> {
+/// A header, beside these `others`.
+fn header(
+    node: &Node<'_>,
+    name: &str,
+    value: Secret,
+    others: &[(HeaderName, Secret)],
+) -> Result<(HeaderName, Secret), ConfigError> {
     let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| node.wrong(Problem::Header))?;
     if is_own_header(name.as_str()) {
         return Err(node.wrong(Problem::OwnHeader));
     }
     HeaderValue::from_str(value.expose()).map_err(|_| node.wrong(Problem::HeaderValue))?;
+    // Small letters or not, one would be sent in the place of the other.
+    if others.iter().any(|(other, _)| *other == name) {
+        return Err(node.unfit(egress::TWICE));
+    }
     Ok((name, value))
 }
 
@@ -381,6 +391,9 @@ fn openapi(server: &str, entry: &Node<'_>, endpoint: Endpoint) -> Result<Plan, C
         let mut names = Vec::new();
         for name in listed.items()? {
             names.push(name.text()?.to_owned());
+        }
+        if names.is_empty() {
+            return Err(listed.unfit("is empty: give at least one, or leave it out for all"));
         }
         include = Some(names);
     }

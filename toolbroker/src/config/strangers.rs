@@ -64,7 +64,7 @@ pub(super) fn server_uids(document: &Node<'_>) -> Result<Option<Range<u32>>, Con
     let range = node.text()?.split_once('-').and_then(|(first, last)| {
         let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
         // Root is no stranger, and the last number of all means nobody.
-        (0 < first && first <= last && last < u32::MAX - 1).then_some(first..last + 1)
+        (0 < first && first <= last && last < u32::MAX - 1).then(|| first..last + 1)
     });
     range.map(Some).ok_or_else(|| node.wrong(Problem::Uids))
 }

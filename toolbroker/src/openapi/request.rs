@@ -114,11 +114,14 @@ impl Request {
         for (name, value) in headers {
             request = request.header(name, value);
         }
+        let mut is_empty = true;
         if let (Some(body), Some(value)) = (&self.body, arguments.get("body")) {
-            request = request
-                .header(CONTENT_TYPE, body.kind.clone())
-                .body(form.unwrap_or_else(|| value.to_string()));
-        } else if says_length(&self.method) {
+            let text = form.unwrap_or_else(|| value.to_string());
+            is_empty = text.is_empty();
+            request = request.header(CONTENT_TYPE, body.kind.clone()).body(text);
+        }
+        // Some servers answer 411 else.
+        if is_empty && says_length(&self.method) {
             request = request.header(CONTENT_LENGTH, 0);
         }
         Ok(request)

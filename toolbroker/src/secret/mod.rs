@@ -210,7 +210,9 @@ mod tests {
         std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
         let read = Secret::from_file(&file).unwrap();
         assert_eq!(read.expose(), "hunter2");
-        assert_eq!(read.files(), [file]);
+        assert_eq!(read.files(), [file.clone()]);
+        std::fs::write(&file, "\u{feff}hunter2\r\n").unwrap();
+        assert_eq!(Secret::from_file(&file).unwrap().expose(), "hunter2");
     }
 
     #[test]

@@ -103,7 +103,9 @@ impl Secret {
     }
 
     fn of_line(text: &str) -> Result<Self, SecretError> {
-        let line = text.strip_suffix('\n').unwrap_or(text);
+        // The mark that some editors begin a file with would go to the server unseen.
+        let line = text.strip_prefix('\u{feff}').unwrap_or(text);
+        let line = line.strip_suffix('\n').unwrap_or(line);
         Self::new(line.strip_suffix('\r').unwrap_or(line).to_owned())
     }
 }
