@@ -453,6 +453,9 @@ fn blocks_of_content_reach_the_program_as_they_came() {
     let (code, why) = given(json!({ "content": content, "isError": true }));
     assert_eq!(code, Some(CallCode::ToolFailed));
     assert_eq!((&why["message"], &why["content"]), (&json!("good"), &content));
+    let (code, why) = given(json!({ "content": [], "isError": true }));
+    assert_eq!(code, Some(CallCode::ToolFailed));
+    assert_eq!(why["message"], "the tool failed, and does not say why");
     // What is structured counts, unless it is nothing.
     let structured = json!({ "content": content, "structuredContent": {"a": 1} });
     assert_eq!(given(structured), (None, json!({"a": 1})));

@@ -30,6 +30,11 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
+/// What a server is told that asks for input, a completion or roots. Most hand it on to
+/// whoever called the tool.
+const NOBODY: &str = "nobody is there to be asked: who calls this tool is a program, which has no \
+                      user, no model and no roots";
+
 /// Answers that wait to be taken.
 const WAITING_MAX: usize = 64;
 /// Questions that wait for theirs. What comes in one piece is read whole, or its
@@ -109,7 +114,7 @@ impl<T: Transport<RoleClient>> Declined<T> {
         let answer = if is_ping {
             JsonRpcMessage::response(ClientResult::empty(()), id)
         } else {
-            let error = ErrorData::new(ErrorCode::METHOD_NOT_FOUND, "not of this client", None);
+            let error = ErrorData::new(ErrorCode::METHOD_NOT_FOUND, NOBODY, None);
             JsonRpcMessage::error(error, Some(id))
         };
         let sent = self.inner.send(answer);

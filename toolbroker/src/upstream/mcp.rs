@@ -592,7 +592,9 @@ fn end_of(mut result: Value, promised: bool) -> Result<CallEnd, Unusable> {
         }
         Value::Bool(true) => {
             let texts: Vec<&str> = content.iter().filter_map(text_of).collect();
-            let mut error = json!({ "error": texts.join("\n"), "content": content });
+            let said = Some(texts.join("\n")).filter(|said| !said.trim().is_empty());
+            let said = said.unwrap_or_else(|| "the tool failed, and does not say why".into());
+            let mut error = json!({ "error": said, "content": content });
             if let Some(structured) = structured {
                 error["structuredContent"] = structured;
             }

@@ -113,6 +113,9 @@ pub(super) struct Scan {
     /// Its member `id`, as it is written, cut.
     id: Vec<u8>,
     in_id: bool,
+    /// Its first byte that is no white space and no byte order mark.
+    first: Option<u8>,
+    is_jsonrpc: bool,
     has_method: bool,
 }
 
@@ -132,9 +135,11 @@ impl Scan {
         self.values > VALUES_MAX
     }
 
-    /// Which request it answers, as far as that is legible.
+    /// Which request it answers, as far as that is legible. A line of a log may have an
+    /// `id` too, or a message within it.
     pub(super) fn answers(&self) -> Option<RequestId> {
-        if self.has_method { None } else { serde_json::from_slice(&self.id).ok() }
+        let is_answer = self.first == Some(b'{') && self.is_jsonrpc && !self.has_method;
+        if is_answer { serde_json::from_slice(&self.id).ok() } else { None }
     }
 
     /// Whether it asks or tells something, by the name of a method.
@@ -148,6 +153,9 @@ impl Scan {
         }
         if self.in_id && self.id.len() < ID_BYTES_MAX {
             self.id.push(byte);
+        }
+        if self.first.is_none() && !byte.is_ascii_whitespace() && !b"\xef\xbb\xbf".contains(&byte) {
+            self.first = Some(byte);
         }
         match byte {
             _ if self.escaped => self.escaped = false,
@@ -168,7 +176,13 @@ impl Scan {
                     self.id.clear();
                     self.in_id = true;
                 }
-                self.has_method |= self.depth == 1 && self.name == b"method";
+                if self.depth == 1 {
+                    match self.name.as_slice() {
+                        b"jsonrpc" => self.is_jsonrpc = true,
+                        b"method" => self.has_method = true,
+                        _ => {}
+                    }
+                }
             }
             b',' => self.values += 1,
             b'[' | b'{' => {
@@ -225,21 +239,25 @@ mod tests {
         for text in [
             r#"{"jsonrpc":"2.0","id":7,"result":{"x":NaN}}"#,
             r#"{"result":{"id":1,"y":[{"id":2}],"z":"\"id\":3"},"jsonrpc":"2.0","id":7}"#,
-            r#"{"result":"\ud800","id" : 7 ,"x":0}"#,
-            r#"{"id":7,"error":{"code":1e400}}"#,
+            r#"{"result":"\ud800","id" : 7 ,"jsonrpc":0}"#,
+            "\u{feff} {\"jsonrpc\":\"2.0\",\"id\":7,\"error\":{\"code\":1e400}}",
+            r#"{"jsonrpc":"2.0","id":7,"result":{"#,
         ] {
             assert_eq!(scan(text).answers(), number, "{text}");
         }
         assert_eq!(
-            scan(r#"{"id":"a,}b","result":NaN}"#).answers(),
+            scan(r#"{"jsonrpc":"2.0","id":"a,}b","result":NaN}"#).answers(),
             Some(RequestId::String("a,}b".into()))
         );
         for text in [
-            r#"{"id":7,"method":"ping"}"#,
-            r#"{"method":"x","params":{}}"#,
-            r#"[{"id":7,"result":{}}]"#,
-            r#"{"id":null,"error":{}}"#,
-            r#"{"x":"id","result":7}"#,
+            r#"{"jsonrpc":"2.0","id":7,"method":"ping"}"#,
+            r#"{"jsonrpc":"2.0","method":"x","params":{}}"#,
+            r#"[{"jsonrpc":"2.0","id":7,"result":{}}]"#,
+            r#"{"jsonrpc":"2.0","id":null,"error":{}}"#,
+            r#"{"jsonrpc":"id","result":7}"#,
+            // Lines of logs.
+            r#"{"level":"error","id":7,"error":"no such row"}"#,
+            r#"[debug] sending {"jsonrpc":"2.0","id":7,"result":{}}"#,
             "\"id\": 7,",
             "",
         ] {

@@ -259,6 +259,11 @@ fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
             let what = what.unwrap_or("the grant is not good any more");
             format!("{what}: {} gives another", teach::SEARCH)
         }
+        // It was there when it was found, and nobody asked for it by its name.
+        _ if report["kind"] == "no_such_tool" && is_granted => {
+            let what = reason.split_once(": did you mean").map_or(reason, |(what, _)| what);
+            format!("{what} any more, which the grant names: {} gives another", teach::SEARCH)
+        }
         _ if is_ungranted && !is_granted => format!(
             "{reason} (`grant` is not among the arguments: {} gives one, for the tools it finds)",
             teach::SEARCH
@@ -625,6 +630,9 @@ mod tests {
         let changed = told(json!({"reason": changed, "kind": "grant"}), true).unwrap();
         assert!(changed.starts_with("the definition of a.b changed"), "{changed}");
         assert!(changed.ends_with("issued: search_tools gives another"), "{changed}");
+        let gone = "there is no tool \"a.b\": did you mean \"a.c\"?";
+        let gone = told(json!({"reason": gone, "kind": "no_such_tool"}), true).unwrap();
+        assert!(gone.starts_with("there is no tool \"a.b\" any more, which"), "{gone}");
         let other = json!({"reason": "it returned 7", "tool_calls": []});
         assert_eq!(told(other.clone(), false).unwrap(), "it returned 7");
         assert_eq!(told(json!({"reason": ""}), false).unwrap(), "");
