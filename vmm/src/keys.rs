@@ -114,7 +114,9 @@ fn read(path: &Path) -> Result<(String, fs::Metadata), KeyFileError> {
         Ok(metadata)
     });
     let metadata = read.map_err(io_error(path))?;
-    Ok((String::from_utf8_lossy(&bytes).into_owned(), metadata))
+    let text = String::from_utf8_lossy(&bytes);
+    // The mark that some editors begin a file with is no part of it.
+    Ok((text.trim_start_matches('\u{feff}').to_owned(), metadata))
 }
 
 /// Reads public keys and collects them.

@@ -406,7 +406,7 @@ fn a_name_that_no_request_can_have_is_refused_with_its_entry_and_what_to_write()
         ("hosts = ['*.hunter2']", "http.hosts.0", "a *, and nothing stands for several names"),
         ("hosts = ['hunter2 ']", "http.hosts.0", "is no host's name"),
         ("[mcp]\nhosts = ['https://hunter2']", "mcp.hosts.0", "a scheme"),
-        ("[mcp]\norigins = ['hunter2']", "mcp.origins.0", "https://app.example:443"),
+        ("[mcp]\norigins = ['hunter2']", "mcp.origins.0", "https://app.example"),
         ("[mcp]\norigins = ['https://*.hunter2']", "mcp.origins.0", "stands for any port alone"),
     ] {
         let (faults, status) = desk.check(&format!("{door}{text}\n"));

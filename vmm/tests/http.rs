@@ -729,6 +729,17 @@ fn a_socket_ends_with_its_token() {
     }
     let more: Vec<_> = std::iter::from_fn(|| service.socket(BOB)).take(40).collect();
     assert_eq!(more.len(), 31, "a principal has 32");
+    // So do the last of all.
+    let has_none = |line: &&str| !line.starts_with("token_sha256");
+    let nobodys: Vec<_> = config.lines().filter(has_none).collect();
+    desk.write("forge.toml", nobodys.join("\n"));
+    service.signal(service.child.id() as i32, libc::SIGHUP);
+    let goodbye = hear(&mut bobs);
+    assert!(
+        matches!(&goodbye, Message::Close(Some(frame)) if u16::from(frame.code) == 1008),
+        "{goodbye:?}"
+    );
+    assert!(service.socket(BOB).is_none());
 }
 
 fn a_socket_says_goodbye_to_who_does_and_to_who_breaks_the_protocol() {

@@ -972,7 +972,7 @@ fn http_serves_both_eras_to_who_has_a_token() {
 fn http_refuses_strangers_other_hosts_and_other_pages() {
     let desk = desk();
     let http = Http::start(&desk);
-    let cases: [(&[(&str, &str)], &str); 10] = [
+    let cases: [(&[(&str, &str)], &str); 11] = [
         (&[], "401"),
         (&[("Authorization", "Bearer mallory")], "401"),
         (&[("Authorization", "Basic alice")], "401"),
@@ -983,6 +983,7 @@ fn http_refuses_strangers_other_hosts_and_other_pages() {
         (&[ALICE, ("Sec-Fetch-Site", "cross-site")], "403"),
         (&[ALICE, ("Origin", "http://localhost"), ("Origin", "http://evil.example")], "403"),
         (&[ALICE, ("Origin", "http://localhost:3000")], "200"),
+        (&[ALICE, ("Host", "192.0.2.7:80")], "200"),
     ];
     for (headers, status) in cases {
         let answer = http.post(headers, &initialize());

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
-use forge_protocol::limits::{FOUND_TOOLS_MAX, PRINCIPAL_BYTES_MAX, RunLimits};
+use forge_protocol::limits::{FOUND_TOOLS_MAX, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_vmm::isolation::Isolation;
 use serde::Deserialize;
@@ -90,14 +90,7 @@ fn no_principal(principal: clap::Arg) -> clap::Arg {
 
 /// A principal's name, as the toolbroker takes it.
 fn principal(name: &str) -> Result<String, String> {
-    let fits = !name.is_empty()
-        && name.len() <= PRINCIPAL_BYTES_MAX
-        && !name.chars().any(char::is_control);
-    if fits {
-        Ok(name.to_owned())
-    } else {
-        Err(format!("a name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"))
-    }
+    super::config::no_principal(name).map_or_else(|| Ok(name.to_owned()), Err)
 }
 
 /// What tools are searched for.
@@ -156,7 +149,7 @@ pub(crate) struct RunArgs {
     /// The session that the run belongs to: a grant may be good in one alone
     #[arg(long, value_name = "NAME")]
     pub(crate) session: Option<String>,
-    /// Grant the -k tools that fit this intent best, those that write included
+    /// Grant the -k tools that fit this intent best (steps one on a line), those that write included
     #[arg(
         long,
         value_name = "TEXT",
@@ -483,7 +476,7 @@ pub(crate) struct ToolsSearchArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// What is to be done, in words
+    /// What is to be done, in words; steps one on a line
     #[arg(value_parser = intent)]
     pub(crate) intent: String,
 }

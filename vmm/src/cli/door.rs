@@ -85,7 +85,20 @@ pub(crate) struct DoorConfig {
     options: Options,
 }
 
-/// The HTTP door that a configuration asks for.
+/// The HTTP door that a configuration asks for, for somebody.
+pub(crate) fn at_start(
+    config: Option<&Path>,
+    principals: &Principals,
+) -> Result<Option<DoorConfig>, CliError> {
+    let door = configured(config, principals)?;
+    match (config, door.as_ref().and_then(DoorConfig::useless)) {
+        (Some(path), Some(fault)) => Err(fault.of(path)),
+        _ => Ok(door),
+    }
+}
+
+/// The HTTP door that a configuration asks for. There may be nobody who can use it: that
+/// is how the last token is taken back from a service.
 pub(crate) fn configured(
     config: Option<&Path>,
     principals: &Principals,
@@ -107,12 +120,32 @@ fn asked_for(
     config::table::<LowHttp>(all, "http")?.resolve(folder, principals).map(Some)
 }
 
-/// Everything that is wrong with `[http]`.
-pub(crate) fn faults(all: &toml::Table, folder: &Path, principals: &Principals) -> Vec<Fault> {
+/// Everything that is wrong with `[http]`; and that nobody could use it, if that
+/// `is_wrong`.
+pub(crate) fn faults(
+    all: &toml::Table,
+    folder: &Path,
+    principals: &Principals,
+    is_wrong: bool,
+) -> Vec<Fault> {
     let Some(table) = all.get("http") else { return Vec::new() };
     let (mut faults, rest) = config::sifted::<LowHttp>("http", table);
-    faults.extend(rest.and_then(|low| low.resolve(folder, principals).err()));
+    match rest.map(|low| low.resolve(folder, principals)) {
+        Some(Err(fault)) => faults.push(fault),
+        Some(Ok(door)) if is_wrong => faults.extend(door.useless()),
+        _ => {}
+    }
     faults
+}
+
+impl DoorConfig {
+    /// That nobody could use it, if that is so.
+    fn useless(&self) -> Option<Fault> {
+        let why = "nobody could use it: give principals a token_sha256, or, for everybody on this \
+                   host, say http.principal";
+        let is_useless = matches!(&self.options.access, Access::Tokens(of) if of.is_empty());
+        is_useless.then(|| Fault::at("http", why))
+    }
 }
 
 impl LowHttp {
@@ -152,18 +185,16 @@ impl LowHttp {
             return Err(Fault::at("http.metrics_token_sha256", why));
         }
         let access = match http.principal {
-            None if principals.is_empty() => {
-                let why = "nobody could use it: give principals a token_sha256, or, for everybody \
-                           on this host, say http.principal";
-                return Err(Fault::at("http", why));
-            }
             None => Access::Tokens(principals),
             Some(_) if !principals.is_empty() => {
                 let why = "leave it out: principals have tokens, and a request without one is \
                            nobody's";
                 return Err(Fault::at("http.principal", why));
             }
-            Some(name) => Access::Anybody(name),
+            Some(name) => match config::no_principal(&name) {
+                Some(why) => return Err(Fault::at("http.principal", why)),
+                None => Access::Anybody(name),
+            },
         };
         if let (Access::Anybody(_), Place::Address(address)) = (&access, &place)
             && !address.ip().is_loopback()
@@ -432,6 +463,9 @@ impl Door {
             Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
         let new = config.map_or(nobodys, |config| config.options);
         self.shared.listener.admits(&new)?;
+        if matches!(&new.access, Access::Tokens(of) if of.is_empty()) {
+            tracing::warn!("nobody can use the HTTP door any more: no principal has a token");
+        }
         Ok(|| self.tell(new))
     }
 
@@ -586,7 +620,6 @@ mod tests {
     #[test]
     fn a_door_without_tokens_is_this_hosts_alone_and_has_to_be_asked_for() {
         for (text, said) in [
-            ("[http]\nlisten = '127.0.0.1:0'", "nobody could use it"),
             ("[http]\nlisten = '0.0.0.0:80'\nprincipal = 'local'", "loopback alone"),
             ("[http]\nlisten = '[::]:80'\nprincipal = 'local'", "loopback alone"),
         ] {
@@ -598,6 +631,10 @@ mod tests {
             let access = resolved(&text).unwrap().unwrap().options.access;
             assert_eq!(access, Access::Anybody("local".into()));
         }
+        // It is closed to everybody, and no service starts with one that is.
+        let closed = resolved("[http]\nlisten = '127.0.0.1:0'").unwrap().unwrap();
+        assert_eq!(closed.options.access, Access::Tokens(Vec::new()));
+        assert!(closed.useless().unwrap().to_string().contains("nobody could use it"));
     }
 
     #[test]

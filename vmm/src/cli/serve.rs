@@ -50,6 +50,11 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     let config = args.broker.config.as_deref();
     let ServiceConfig { socket, mode, vsock, options } = config::service(config)?;
     let (passed, path) = match passed {
+        Some(_) if args.socket.is_some() => {
+            return Err(CliError::Usage(
+                "--socket: a socket was passed to listen at; leave one of the two out".into(),
+            ));
+        }
         Some((listener, path)) => (Some(listener), path),
         None => (None, args.socket.clone().or(socket).unwrap_or_default()),
     };
@@ -59,7 +64,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         ));
     }
     let at_start = config::read_at_start(config, args.broker.mcp_config.as_deref())?;
-    let http = door::configured(config, &options.principals)?;
+    let http = door::at_start(config, &options.principals)?;
     let pool = pool(&args, descriptors.ok())?;
     let tier = pool.tier;
     // From here on there is something for it to end.

@@ -74,7 +74,9 @@ impl Drop for SocketFile {
 fn remove_dead(path: &Path) -> io::Result<()> {
     let in_use = |what| Err(io::Error::new(io::ErrorKind::AddrInUse, what));
     if !path.symlink_metadata()?.file_type().is_socket() {
-        return in_use("in use by what is no socket: move it away, or listen elsewhere".to_owned());
+        // It does not go away by itself.
+        let why = "in use by what is no socket: move it away, or listen elsewhere";
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
     }
     // Whoever waits for the lock waits for this.
     match reach(path, PLACE_TIME_MAX) {

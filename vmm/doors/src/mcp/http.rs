@@ -11,6 +11,7 @@
 //! Deliberately absent is TLS: it listens on loopback, or behind a proxy.
 
 use std::convert::Infallible;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -82,7 +83,7 @@ const LAST_ANSWERS_PAUSE: Duration = Duration::from_millis(20);
 pub struct HttpOptions {
     /// Each principal's tokens, with the principal's door.
     pub doors: Vec<(Vec<TokenHash>, Door)>,
-    /// Host names by which clients may reach it, beside those of loopback.
+    /// Host names by which clients may reach it, beside `localhost`.
     pub hosts: Vec<String>,
     /// Origins of browser pages that may ask, beside those on loopback.
     pub origins: Vec<String>,
@@ -363,10 +364,10 @@ fn with_body(status: StatusCode, kind: &'static str, body: Vec<u8>) -> Said {
 pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Output = ()>) {
     let closing = CancellationToken::new();
     let HttpOptions { doors, hosts, origins } = options;
-    let own = StreamableHttpServerConfig::default();
-    let hosts: Vec<String> = own.allowed_hosts.into_iter().chain(hosts).collect();
+    let origins = origins.iter().map(|origin| with_its_port(origin));
     let config = StreamableHttpServerConfig::default()
-        .with_allowed_hosts(hosts.clone())
+        // Before anything comes to it they are looked at here.
+        .disable_allowed_hosts()
         .with_allowed_origins(LOOPBACK_ORIGINS.map(str::to_owned).into_iter().chain(origins))
         .enforce_origin_validation()
         .with_max_request_body_bytes(MESSAGE_BYTES_MAX)
@@ -434,15 +435,14 @@ async fn answer(
             return refusal;
         }
     };
-    let is_ours = |host: &Authority| is_among(host, hosts);
+    let is_ours = |host: &Authority| is_ours(host, hosts);
     let guarded = web::guard::check(request.uri(), request.headers(), is_ours, |_, _| true);
     match guarded {
         Ok(()) if entrance.is_foreign(&request).await => return refuse_page(),
         Ok(()) => {}
         Err(Refused::Malformed(what)) => return refuse(StatusCode::BAD_REQUEST, what),
         Err(Refused::Misdirected) => {
-            let what = "this door does not go by that name; [mcp] hosts lists its names, beside \
-                        those of loopback";
+            let what = "this door does not go by that name; [mcp] hosts lists its names";
             return refuse(StatusCode::FORBIDDEN, what);
         }
         Err(Refused::Foreign) => return refuse_page(),
@@ -482,16 +482,31 @@ async fn answer(
     }
 }
 
-/// Whether a host is one of these, each with a port or with any: as rmcp has it.
-fn is_among(host: &Authority, hosts: &[String]) -> bool {
+/// Whether a host is this door's: an address, which nobody can rebind, or one of these
+/// names, each with a port or with any.
+fn is_ours(host: &Authority, hosts: &[String]) -> bool {
     let bare = |host: &str| host.trim_matches(['[', ']']).to_ascii_lowercase();
-    hosts.iter().any(|it| {
-        let (name, port) = match Authority::try_from(it.trim()) {
+    let its = bare(host.host());
+    let is_listed = |listed: &String| {
+        let (name, port) = match Authority::try_from(listed.trim()) {
             Ok(it) => (bare(it.host()), it.port_u16()),
-            Err(_) => (bare(it.trim()), None),
+            Err(_) => (bare(listed.trim()), None),
         };
-        name == bare(host.host()) && (port.is_none() || port == host.port_u16())
-    })
+        name == its && (port.is_none() || port == host.port_u16())
+    };
+    its == "localhost" || its.parse::<IpAddr>().is_ok() || hosts.iter().any(is_listed)
+}
+
+/// An origin as browsers mean it: without a port it has its scheme's, where rmcp takes any.
+fn with_its_port(origin: &str) -> String {
+    let port = match origin.split_once("://") {
+        Some(("https", _)) => 443,
+        Some(("http", _)) => 80,
+        _ => return origin.to_owned(),
+    };
+    let origin = origin.trim_end_matches('/');
+    let has_port = origin.rsplit_once(':').is_some_and(|(_, port)| !port.contains(['/', ']']));
+    if has_port { origin.to_owned() } else { format!("{origin}:{port}") }
 }
 
 fn refuse_page() -> Answer {
@@ -537,6 +552,32 @@ mod tests {
     use hyper::body::{Frame, SizeHint};
 
     use super::*;
+
+    #[test]
+    fn its_hosts_are_addresses_and_names_that_are_listed() {
+        let hosts = ["forge.example".to_owned(), "other.example:8443".to_owned()];
+        let is = |host: &str| is_ours(&host.parse().unwrap(), &hosts);
+        for ours in ["LOCALHOST:1", "127.0.0.2:80", "192.0.2.7", "[::1]:80", "Forge.example:9"] {
+            assert!(is(ours), "{ours}");
+        }
+        assert!(is("other.example:8443") && !is("other.example:80") && !is("other.example"));
+        assert!(!is("evil.example") && !is("127.0.0.1.evil.example"));
+    }
+
+    #[test]
+    fn an_origin_without_a_port_is_of_its_schemes_alone() {
+        for (written, meant) in [
+            ("https://app.example", "https://app.example:443"),
+            ("http://app.example/", "http://app.example:80"),
+            ("http://[::1]", "http://[::1]:80"),
+            ("http://[::1]:8", "http://[::1]:8"),
+            ("https://app.example:*", "https://app.example:*"),
+            ("null", "null"),
+            ("app://x", "app://x"),
+        ] {
+            assert_eq!(with_its_port(written), meant);
+        }
+    }
 
     /// A body of pieces, whose length may be said, and what may be done before a
     /// piece is given.

@@ -232,7 +232,7 @@ fn supervisors(
     // Whether anybody could use the door is not known of principals that cannot be
     // read.
     let unread = faults.iter().any(|fault| fault.is_within("principals"));
-    let door = door::faults(all, folder, principals).into_iter();
+    let door = door::faults(all, folder, principals, of == Of::Everybody).into_iter();
     faults.extend(door.filter(|fault| !(unread && fault.field.as_deref() == Some("http"))));
     (faults, user)
 }

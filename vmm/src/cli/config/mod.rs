@@ -19,7 +19,7 @@ mod service;
 pub(crate) use check::is_good;
 pub(crate) use fault::{Fault, sifted, table, tables};
 pub(crate) use limits::maxima;
-pub(crate) use names::{Port, misnamed};
+pub(crate) use names::{Port, misnamed, no_principal};
 pub(crate) use pool::{Pool, pool};
 pub(crate) use service::{AtStart, ServiceConfig, read_at_start, roles, service};
 
@@ -97,7 +97,7 @@ pub(crate) struct McpConfig {
     pub(crate) principal: Option<String>,
     /// Whether programs that come unsigned are signed here at all.
     pub(crate) accept_unsigned: Option<bool>,
-    /// Host names by which clients reach it, beside those of loopback.
+    /// Host names by which clients reach it, beside `localhost`.
     #[serde(default)]
     pub(crate) hosts: Vec<String>,
     /// Origins of browser pages that may ask, beside those on loopback.
@@ -114,7 +114,12 @@ impl McpConfig {
             why.map(|why| Fault::at(format!("mcp.{list}.{at}"), why))
         };
         let hosts = hosts.enumerate().filter_map(|entry| of("hosts", entry));
-        hosts.chain(origins.enumerate().filter_map(|entry| of("origins", entry))).collect()
+        let principal = self.principal.as_deref().and_then(no_principal);
+        let principal = principal.map(|why| Fault::at("mcp.principal", why)).into_iter();
+        principal
+            .chain(hosts)
+            .chain(origins.enumerate().filter_map(|entry| of("origins", entry)))
+            .collect()
     }
 }
 
@@ -441,7 +446,7 @@ pub(crate) fn authority(allow: Vec<ToolName>, grant: Option<&Path>) -> Result<Au
 
 /// Resolves a JSON argument: the text itself, @FILE, or - for standard input.
 pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError> {
-    let bytes = match text {
+    let mut bytes = match text {
         "-" => read_all(std::io::stdin().lock(), "standard input".into())?,
         _ => match text.strip_prefix('@') {
             Some("") => {
@@ -451,6 +456,10 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
             None => text.as_bytes().to_vec(),
         },
     };
+    // The mark that some editors begin a file with is no part of it.
+    if bytes.starts_with(BYTE_ORDER_MARK) {
+        bytes.drain(..BYTE_ORDER_MARK.len());
+    }
     let no_json =
         |why: &dyn std::fmt::Display| CliError::Usage(format!("{flag}: this is not JSON: {why}"));
     // What is skipped is not looked at as text.
@@ -458,6 +467,9 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
     serde_json::from_str::<serde::de::IgnoredAny>(text).map_err(|error| no_json(&error))?;
     Ok(bytes)
 }
+
+/// In UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// What a search gives.
 pub(crate) struct Found {

@@ -1,8 +1,10 @@
-//! Names by which a door is reached, and origins of pages that may ask it: one
-//! that no request can have is a mistake of whoever wrote it, and is told here.
-//! Nobody else would say so before a client is refused.
+//! Names by which a door is reached, origins of pages that may ask it, and names of
+//! principals: one that no request can have is a mistake of whoever wrote it, and is told
+//! here. Nobody else would say so before a client is refused.
 
 use std::net::IpAddr;
+
+use forge_protocol::limits::PRINCIPAL_BYTES_MAX;
 
 /// Whether a name may be written with a port, which is then the only one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,10 +50,12 @@ pub(crate) fn no_origin(text: &str) -> Option<&'static str> {
     }
     let Some((scheme, rest)) = text.split_once("://").filter(|(scheme, _)| !scheme.is_empty())
     else {
-        return Some("has no scheme: write it as a browser sends it, https://app.example:443");
+        return Some("has no scheme: write it as a browser sends it, https://app.example");
     };
-    // What follows the host is not looked at.
-    let host = rest.split('/').next().unwrap_or_default();
+    if rest.trim_end_matches('/').contains('/') {
+        return Some("has a path: write it as a browser sends it, https://app.example");
+    }
+    let host = rest.trim_end_matches('/');
     let host = host.strip_suffix(":*").unwrap_or(host);
     if host.contains('*') {
         return Some("has a *, which stands for any port alone, as in https://app.example:*");
@@ -59,9 +63,17 @@ pub(crate) fn no_origin(text: &str) -> Option<&'static str> {
     let is_scheme =
         scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
     if !is_scheme || misnamed(host, Port::Allowed).is_some() {
-        return Some("is no origin: write it as a browser sends it, https://app.example:443");
+        return Some("is no origin: write it as a browser sends it, https://app.example");
     }
     None
+}
+
+/// Why no principal is called this, as the toolbroker has it; `None` if one can be.
+pub(crate) fn no_principal(name: &str) -> Option<String> {
+    let fits = (1..=PRINCIPAL_BYTES_MAX).contains(&name.len()) && !name.contains(char::is_control);
+    (!fits).then(|| {
+        format!("a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters")
+    })
 }
 
 /// A name and its port. The colons of an address in brackets are its own.
@@ -114,6 +126,7 @@ mod tests {
             ("https://", "no origin"),
             ("https://a b", "no origin"),
             ("https://x:x", "no origin"),
+            ("https://x/y", "a path"),
         ] {
             let told = no_origin(bad).unwrap_or_default();
             assert!(told.contains(why), "{bad}: {told}");

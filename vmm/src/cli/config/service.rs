@@ -2,6 +2,7 @@
 //! takes, and who may speak for whom. The doors read the same principals.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,7 +15,7 @@ use serde::de::IgnoredAny;
 use toml::Value;
 
 use super::fault::{Fault, tables};
-use super::{read_config, read_text};
+use super::{no_principal, read_config, read_text};
 use crate::cli::CliError;
 
 /// Waits and drains beyond this are a mistake.
@@ -203,10 +204,17 @@ pub(super) fn resolve(
     faults: &mut Vec<Fault>,
 ) -> ServiceConfig {
     let usual = ServiceOptions::usual(RunLimits::operator_maxima().memory_bytes);
+    let within = |field: &str, value: Option<usize>, these: RangeInclusive<usize>| {
+        let wrong = value.is_some_and(|value| !these.contains(&value));
+        wrong.then(|| Fault::at(field, format!("must be {} to {}", these.start(), these.end())))
+    };
     let bounded = |field: &str, value: Option<usize>, least: usize, faults: &mut Vec<Fault>| {
-        if value.is_some_and(|value| !(least..=BOUND_MAX).contains(&value)) {
-            faults.push(Fault::at(field, format!("must be {least} to {BOUND_MAX}")));
-        }
+        faults.extend(within(field, value, least..=BOUND_MAX));
+        value
+    };
+    // Those that run and those that wait together.
+    let both = |field: &str, value: Option<usize>, faults: &mut Vec<Fault>| {
+        faults.extend(within(field, value, 1..=2 * BOUND_MAX));
         value
     };
     let time = |field: &str, value: Option<u64>, usual: Duration, faults: &mut Vec<Fault>| {
@@ -219,7 +227,7 @@ pub(super) fn resolve(
         RunLimits::operator_maxima().memory_bytes,
         bounded("service.runs_max", low.runs_max, 1, faults),
         bounded("service.queue_max", low.queue_max, 0, faults),
-        bounded("service.principal_runs_max", low.principal_runs_max, 1, faults),
+        both("service.principal_runs_max", low.principal_runs_max, faults),
         time("service.queue_wait_ms", low.queue_wait_ms, usual.bounds.queue_wait, faults),
     );
     let drain = time("service.drain_ms", low.drain_ms, usual.drain, faults);
@@ -249,8 +257,11 @@ pub(super) fn resolve(
     let principals = principals
         .into_iter()
         .map(|(name, low)| {
+            if let Some(why) = no_principal(&name) {
+                faults.push(Fault::at("principals", format!("{name:?}: {why}")));
+            }
             let field = |key: &str| format!("principals.{name}.{key}");
-            let runs_max = bounded(&field("runs_max"), low.runs_max, 1, faults);
+            let runs_max = both(&field("runs_max"), low.runs_max, faults);
             let digests = low.token_sha256.iter().map(|text| digest(text));
             let token_sha256 = digests.collect::<Option<Vec<_>>>().unwrap_or_else(|| {
                 let why = "each must be a SHA-256 in 64 hex digits";
@@ -401,6 +412,8 @@ mod tests {
             ),
             ("[principals.ci]\ntoken_sha256 = ['hunter2']", "principals.ci.token_sha256"),
             ("[principals.ci]\nruns_max = 0", "principals.ci.runs_max"),
+            ("[service]\nprincipal_runs_max = 8193", "must be 1 to 8192"),
+            ("[principals.\"\"]\nuids = [1]", "principals: \"\": a principal's name has 1"),
             (
                 &format!(
                     "[principals.a]\ntoken_sha256 = ['{hex}']\n\
