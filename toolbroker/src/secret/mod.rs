@@ -210,7 +210,7 @@ mod tests {
         std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
         let read = Secret::from_file(&file).unwrap();
         assert_eq!(read.expose(), "hunter2");
-        assert_eq!(read.files(), [file.clone()]);
+        assert_eq!(read.files(), std::slice::from_ref(&file));
         std::fs::write(&file, "\u{feff}hunter2\r\n").unwrap();
         assert_eq!(Secret::from_file(&file).unwrap().expose(), "hunter2");
     }

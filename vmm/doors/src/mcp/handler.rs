@@ -46,11 +46,11 @@ impl ServerHandler for Door {
         let result = match &*request.name {
             teach::SEARCH => match read(arguments) {
                 Ok(arguments) => search::search(self, arguments, context).await,
-                Err(result) => result,
+                Err(result) => *result,
             },
             teach::RUN => match read(arguments) {
                 Ok(arguments) => run::run(self, arguments, context).await,
-                Err(result) => result,
+                Err(result) => *result,
             },
             _ => {
                 let what =
@@ -167,6 +167,7 @@ pub(super) fn unreadable(request: &CustomRequest) -> Option<ErrorData> {
 
 /// A model can mend its arguments if it is told, so what is wrong with them is
 /// a result and no error of the protocol.
-fn read<T: DeserializeOwned>(arguments: Value) -> Result<T, CallToolResult> {
-    serde_json::from_value(arguments).map_err(|error| failed(&format!("arguments: {error}")))
+fn read<T: DeserializeOwned>(arguments: Value) -> Result<T, Box<CallToolResult>> {
+    let unfit = |error| Box::new(failed(&format!("arguments: {error}")));
+    serde_json::from_value(arguments).map_err(unfit)
 }
