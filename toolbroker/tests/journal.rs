@@ -21,7 +21,9 @@ use forge_protocol::codec::decode;
 use forge_protocol::guest::Settled;
 use forge_protocol::limits::RunLimits;
 use rusqlite::{Connection, OpenFlags};
-use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change, mount_remount};
+use rustix::mount::{
+    MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_change, mount_remount, unmount,
+};
 use serde_json::{Value, json};
 use support::{Broker, CANARY, Worker, name, receive, run_request, test_server, wait};
 
@@ -34,6 +36,13 @@ fn limits() -> RunLimits {
 /// A folder with a journal in it, a test server's log, and any number of
 /// brokers one after another.
 struct Desk(tempfile::TempDir);
+
+impl Drop for Desk {
+    /// A folder that something is mounted over cannot be removed.
+    fn drop(&mut self) {
+        let _ = unmount(self.journal(), UnmountFlags::DETACH);
+    }
+}
 
 impl Desk {
     fn new() -> Self {
