@@ -41,7 +41,8 @@ pub struct Found {
 }
 
 impl Retrieval {
-    /// The at most `k` of `tools` that fit `intent` best, the best first. Takes
+    /// The at most `k` of `tools` that fit `intent` best, in the order of
+    /// [`Index::search`]. Takes
     /// a while if the tools are not those of a search before: some tens of
     /// microseconds for each.
     #[must_use]

@@ -47,7 +47,7 @@ pub const INTENT_BYTES_MAX: usize = 4096;
 pub const HITS_MAX: usize = 100;
 
 /// Sentences of an intent that are looked at by themselves.
-const SENTENCES_MAX: usize = 16;
+const SENTENCES_MAX: usize = 32;
 
 /// A tool that fits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -138,8 +138,9 @@ impl Index {
         self.vectors.rows.is_empty()
     }
 
-    /// The at most `hits` tools that fit an intent best, the best first; never
-    /// more than [`HITS_MAX`]. Of tools that fit equally the earlier comes
+    /// The at most `hits` tools that fit an intent best, the best first, or of an intent of
+    /// several steps the best of each step before all others; never more than
+    /// [`HITS_MAX`]. Of tools that fit equally the earlier comes
     /// first. There are fewer only where there are fewer tools, or where an
     /// intent has nothing in common with the rest.
     #[must_use]

@@ -8,6 +8,8 @@ use rust_stemmers::{Algorithm, Stemmer};
 /// A longer word is no word of any language: only its beginning counts.
 const WORD_CHARS_MAX: usize = 40;
 
+/// A line that goes on in the next without an end of a sentence is wrapped, if it is long.
+const WRAPPED_BYTES: usize = 50;
 /// What stands between two things to be done.
 const JOINTS: [&str; 6] = [", and then ", " and then ", ", then ", " then ", ", and ", " and "];
 /// A sentence of more words tells a story, in which these join anything.
@@ -96,54 +98,76 @@ pub(crate) fn stem(word: &str) -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sentence<'a> {
     pub(crate) text: &'a str,
-    /// Whether it has a line to itself, among others: in a list of what is to be done, each
-    /// line is a step.
+    /// Whether it is a line of a list: of what is to be done, each is a step.
     pub(crate) is_line: bool,
 }
 
-/// The sentences of a text: at most `most`, the last has the rest. What is no word is none,
-/// as the numbers of a list.
+/// The sentences of a text: at most `most`, the last has the rest. What is no word is none.
+/// A line of a list is one, whatever it has in it.
 pub(crate) fn sentences(text: &str, most: usize) -> Vec<Sentence<'_>> {
     let mut found: Vec<Sentence<'_>> = Vec::new();
-    let mut lines = 0;
-    let mut start = 0;
-    for line in text.split_inclusive('\n') {
-        let of_line = found.len();
-        let end = start + line.len();
-        let mut from = start;
-        for at in start..end {
-            let ends = match text.as_bytes()[at] {
-                // `3.5` and `e.g.x` are no ends.
-                b'.' | b'!' | b'?' | b';' => {
-                    text.as_bytes().get(at + 1).is_none_or(u8::is_ascii_whitespace)
-                }
-                _ => false,
-            };
-            if ends || at + 1 == end {
-                let sentence = &text[from..=at];
-                from = at + 1;
-                if !sentence.contains(char::is_alphabetic) {
-                    continue;
-                }
-                if found.len() == most {
-                    // All that is left belongs to the one before.
-                    if let Some(last) = found.last_mut() {
-                        let begins = last.text.as_ptr() as usize - text.as_ptr() as usize;
-                        last.text = text[begins..].trim();
-                    }
-                    return found;
-                }
-                found.push(Sentence { text: sentence.trim(), is_line: false });
+    let several = text.lines().filter(|line| says_something(line)).count() > 1;
+    let mut before = "";
+    for line in text.lines().filter(|line| says_something(line)) {
+        let item = without_mark(line.trim());
+        let own = of_line(item.unwrap_or(line));
+        // What was wrapped at some column is no list.
+        let is_wrapped = before.len() >= WRAPPED_BYTES
+            && !before.ends_with(['.', '!', '?', ';', ':'])
+            && line.starts_with(char::is_lowercase);
+        match item {
+            Some(item) => found.push(Sentence { text: item, is_line: several }),
+            None => {
+                let is_line = several && own.len() == 1 && !is_wrapped;
+                found.extend(own.into_iter().map(|text| Sentence { text, is_line }));
             }
         }
-        lines += usize::from(found.len() > of_line);
-        if let [only] = &mut found[of_line..] {
-            only.is_line = true;
-        }
-        start = end;
+        before = line.trim();
     }
-    if lines < 2 {
-        found.iter_mut().for_each(|sentence| sentence.is_line = false);
+    if found.len() > most
+        && let Some(last) = found[..most].last_mut()
+    {
+        let begins = last.text.as_ptr().addr() - text.as_ptr().addr();
+        *last = Sentence { text: text[begins..].trim(), is_line: false };
+    }
+    found.truncate(most);
+    found
+}
+
+fn says_something(text: &str) -> bool {
+    text.contains(char::is_alphabetic)
+}
+
+/// The item of a list behind its mark (`-`, `*`, `1.`, `a)`), if it has one.
+fn without_mark(line: &str) -> Option<&str> {
+    let (mark, item) = line.split_once(char::is_whitespace)?;
+    let is_numbered = || {
+        let number = mark.strip_suffix(['.', ')'])?.trim_start_matches('(');
+        let is_letter = number.len() == 1 && number.bytes().all(|it| it.is_ascii_alphabetic());
+        let is_number =
+            (1..=3).contains(&number.len()) && number.bytes().all(|byte| byte.is_ascii_digit());
+        (is_letter || is_number).then_some(())
+    };
+    let is_mark = matches!(mark, "-" | "*" | "+" | "•") || is_numbered().is_some();
+    is_mark.then(|| item.trim())
+}
+
+/// The sentences of one line.
+fn of_line(line: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    let mut rest = line;
+    // `3.5` and `e.g.x` are no ends.
+    let end = |text: &str| {
+        text.char_indices().find_map(|(at, c)| {
+            let next = text[at + c.len_utf8()..].chars().next();
+            let ends = matches!(c, '.' | '!' | '?' | ';') && next.is_none_or(char::is_whitespace);
+            ends.then_some(at + 1)
+        })
+    };
+    while !rest.is_empty() {
+        let (sentence, more) = rest.split_at(end(rest).unwrap_or(rest.len()));
+        found.extend(Some(sentence.trim()).filter(|it| says_something(it)));
+        rest = more;
     }
     found
 }
@@ -240,7 +264,7 @@ mod tests {
             of("Book a room for 3.5 hours. Then tell Ann! And?", 8),
             ["Book a room for 3.5 hours.", "Then tell Ann!", "And?"]
         );
-        assert_eq!(of("a. b. c.", 2), ["a.", "b. c."]);
+        assert_eq!(of("aa. bb. cc.", 2), ["aa.", "bb. cc."]);
         assert_eq!(of("a\nb\nc é\n", 2), ["a", "b\nc é"]);
         assert!(sentences(" ... ", 8).is_empty() && sentences("", 8).is_empty());
     }
@@ -262,10 +286,13 @@ mod tests {
     #[test]
     fn the_lines_of_a_list_are_told_from_the_sentences_of_a_paragraph() {
         let lines = |text| sentences(text, 8).iter().map(|it| it.is_line).collect::<Vec<_>>();
-        let list = "1. Find the part.\n2. Order it\n\n- Tell Ann";
+        let list = "1. Send it to Dr. Smith; now.\n2) Order it\n\n- Tell Ann";
         assert_eq!(lines(list), [true, true, true]);
-        assert_eq!(sentences(list, 8)[0].text, "Find the part.");
+        assert_eq!(sentences(list, 8)[0].text, "Send it to Dr. Smith; now.");
+        assert_eq!(lines("find it\norder it"), [true, true]);
         assert_eq!(lines("Find it. Order it.\nTell Ann."), [false, false, true]);
+        let wrapped = "Book a room for ten people on Friday afternoon and\ninvite everybody to it.";
+        assert_eq!(lines(wrapped)[1..], [false]);
         assert_eq!(lines("Find it. Order it."), [false, false]);
         assert_eq!(lines("Find it\n"), [false]);
     }
