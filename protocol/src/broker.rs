@@ -224,7 +224,9 @@ impl Callable {
     /// Of a program that imports these and calls none by its name. More than there can be
     /// in a grant are as good as any: the run is refused over them.
     #[must_use]
-    pub fn of_imports(tools: Vec<ToolName>) -> Self {
+    pub fn of_imports(mut tools: Vec<ToolName>) -> Self {
+        tools.sort_unstable();
+        tools.dedup();
         if tools.len() > LISTED_MAX { Self::Any } else { Self::These(tools) }
     }
 

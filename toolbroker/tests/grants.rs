@@ -355,23 +355,24 @@ fn a_tool_of_a_grant_that_a_program_cannot_call_keeps_it_from_no_run() {
     let mut broker = desk.broker("", &[]);
     let both = grant_request(&["test.echo", "test.note"]);
     let token = token(&mut broker, both);
-    drop(broker);
+    let of = |tool: &str| {
+        let mut request = run_request("alice", Authority::Grant(token.clone()), limits());
+        request.callable = Callable::These(vec![name(tool)]);
+        request
+    };
+    // After what it cannot call nobody was asked, and a worker that calls it all the same
+    // is held to that, whatever its grant says.
+    let (mut worker, _) = broker.open(of("test.note")).unwrap();
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, Some(CallCode::Denied));
+    drop((worker, broker));
 
     let mut broker = desk.broker("", &["--changed"]);
     let (kind, why) = open(&mut broker, "alice", None, &token).err().unwrap();
     assert!(kind == RefusalKind::BadGrant && why.contains("test.echo changed"), "{why}");
-    let mut open = |tool: &str| {
-        let mut request = run_request("alice", Authority::Grant(token.clone()), limits());
-        request.callable = Callable::These(vec![name(tool)]);
-        broker.open(request)
-    };
-    assert_eq!(open("test.echo").err().unwrap().0, RefusalKind::BadGrant);
-    let (mut worker, claims) = open("test.note").unwrap();
+    assert_eq!(broker.open(of("test.echo")).err().unwrap().0, RefusalKind::BadGrant);
+    let (mut worker, claims) = broker.open(of("test.note")).unwrap();
     assert_eq!(claims.tools.len(), 2);
     assert_eq!(worker.call("test.note", &json!({"text": "x"})).0, None);
-    // A worker that says something else all the same is held to the definition that was
-    // granted.
-    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, Some(CallCode::Denied));
     assert_eq!(desk.calls(), ["note x"]);
 }
 

@@ -603,11 +603,12 @@ impl Broker {
                 // grant too.
                 self.check_visible(&principal, claims.tools.iter().map(|tool| &tool.name))?;
                 // A search grants some that the program has no use for.
-                let needed = || claims.tools.iter().filter(|tool| callable.includes(&tool.name));
-                let names = needed().map(|tool| tool.name.clone());
+                let needed = claims.tools.iter().filter(|tool| callable.includes(&tool.name));
+                let needed: Vec<_> = needed.collect();
+                let names = needed.iter().map(|tool| tool.name.clone());
                 let current = self.registry.find_all(names, until).await;
                 let current = current.map_err(|error| error.told_to(&principal, &self.policy()))?;
-                for (granted, current) in needed().zip(&current) {
+                for (granted, current) in needed.into_iter().zip(&current) {
                     if granted.definition_sha256 != current.sha256() {
                         return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
                     }
@@ -632,7 +633,9 @@ impl Broker {
             None => grant,
         };
         let claims = grant.claims().clone();
-        let run = Run::new(run_id, program_sha256, grant, limits).in_session(session.as_deref());
+        let run = Run::new(run_id, program_sha256, grant, limits)
+            .in_session(session.as_deref())
+            .calling(callable);
         let run = Arc::new(match hosted {
             Some(hosted) => run.hosting(hosted),
             None => run,

@@ -118,7 +118,7 @@ impl Identified {
         if request.len() <= IN_PLACE_BYTES_MAX {
             facts.call.arguments_sha256 = Some(Sha256::digest(&request).into());
         }
-        let Some(definition_sha256) = facts.run.grant().pin(&facts.call.tool) else {
+        let Some(definition_sha256) = facts.run.pin(&facts.call.tool) else {
             let tool = facts.call.tool.clone();
             return Err(facts.refused(CallFailure::NotGranted { tool }));
         };

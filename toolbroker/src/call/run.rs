@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use forge_protocol::RunId;
+use forge_protocol::broker::Callable;
 use forge_protocol::guest::Settled;
 use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
@@ -34,6 +35,8 @@ pub struct Run {
     caller: Caller,
     program_sha256: [u8; 32],
     limits: RunLimits,
+    /// What its program can call: after the rest of its grant nobody was asked.
+    callable: Callable,
     budget: Budget,
     has_called: AtomicBool,
     is_closed: AtomicBool,
@@ -73,6 +76,7 @@ impl Run {
             },
             program_sha256,
             limits,
+            callable: Callable::Any,
             budget: Budget::new(calls_max, claims.cost_max),
             has_called: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
@@ -91,6 +95,19 @@ impl Run {
             self.caller.session = Some(session.into());
         }
         self
+    }
+
+    /// The same run, whose program can call these.
+    #[must_use]
+    pub fn calling(mut self, callable: Callable) -> Self {
+        self.callable = callable;
+        self
+    }
+
+    /// The definition that a tool was granted with, if the run may call it.
+    #[must_use]
+    pub fn pin(&self, tool: &ToolName) -> Option<[u8; 32]> {
+        self.grant().pin(tool).filter(|_| self.callable.includes(tool))
     }
 
     /// The same run, whose caller hosts these tools itself. What may be
