@@ -115,7 +115,8 @@ pub(super) struct Scan {
     in_id: bool,
     /// Its first byte that is no white space and no byte order mark.
     first: Option<u8>,
-    is_jsonrpc: bool,
+    /// Whether it has a `jsonrpc`, as every message should, or a `result`.
+    is_message: bool,
     has_method: bool,
 }
 
@@ -138,7 +139,7 @@ impl Scan {
     /// Which request it answers, as far as that is legible. A line of a log may have an
     /// `id` too, or a message within it.
     pub(super) fn answers(&self) -> Option<RequestId> {
-        let is_answer = self.first == Some(b'{') && self.is_jsonrpc && !self.has_method;
+        let is_answer = self.first == Some(b'{') && self.is_message && !self.has_method;
         if is_answer { serde_json::from_slice(&self.id).ok() } else { None }
     }
 
@@ -178,7 +179,7 @@ impl Scan {
                 }
                 if self.depth == 1 {
                     match self.name.as_slice() {
-                        b"jsonrpc" => self.is_jsonrpc = true,
+                        b"jsonrpc" | b"result" => self.is_message = true,
                         b"method" => self.has_method = true,
                         _ => {}
                     }
@@ -242,6 +243,8 @@ mod tests {
             r#"{"result":"\ud800","id" : 7 ,"jsonrpc":0}"#,
             "\u{feff} {\"jsonrpc\":\"2.0\",\"id\":7,\"error\":{\"code\":1e400}}",
             r#"{"jsonrpc":"2.0","id":7,"result":{"#,
+            r#"{"jsonrpc":"2.0","id":7}"#,
+            r#"{"id":7,"result":{}}"#,
         ] {
             assert_eq!(scan(text).answers(), number, "{text}");
         }
