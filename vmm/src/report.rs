@@ -185,10 +185,6 @@ pub struct RunReport {
     pub program_sha256: Option<String>,
     /// The public key that signed it, in hex.
     pub signer: Option<String>,
-    /// The tools that were found for its intent, where it was started with
-    /// one: exactly these are its grant.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub retrieved: Vec<RetrievedReport>,
     /// Its tool calls, in the order in which they settled.
     pub tool_calls: Vec<CallReport>,
     /// Fuel it used, as the guest counts; 0 of a guest that did not tell its
@@ -219,7 +215,8 @@ impl RunReport {
     }
 }
 
-/// A tool that was found for a run's intent.
+/// A tool that was found for a run's intent: exactly these are its grant. Whoever asked
+/// for them adds them to the report, as `retrieved`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RetrievedReport {
     /// Which tool.

@@ -85,20 +85,8 @@ pub(crate) struct DoorConfig {
     options: Options,
 }
 
-/// The HTTP door that a configuration asks for, for somebody.
-pub(crate) fn at_start(
-    config: Option<&Path>,
-    principals: &Principals,
-) -> Result<Option<DoorConfig>, CliError> {
-    let door = configured(config, principals)?;
-    match (config, door.as_ref().and_then(DoorConfig::useless)) {
-        (Some(path), Some(fault)) => Err(fault.of(path)),
-        _ => Ok(door),
-    }
-}
-
-/// The HTTP door that a configuration asks for. There may be nobody who can use it: that
-/// is how the last token is taken back from a service.
+/// The HTTP door that a configuration asks for. There may be nobody who can use it, which is
+/// how the last token is taken back from a service, and keeps none from its start.
 pub(crate) fn configured(
     config: Option<&Path>,
     principals: &Principals,
@@ -143,9 +131,13 @@ impl DoorConfig {
     fn useless(&self) -> Option<Fault> {
         let why = "nobody could use it: give principals a token_sha256, or, for everybody on this \
                    host, say http.principal";
-        let is_useless = matches!(&self.options.access, Access::Tokens(of) if of.is_empty());
-        is_useless.then(|| Fault::at("http", why))
+        is_nobodys(&self.options).then(|| Fault::at("http", why))
     }
+}
+
+/// Whether a door with these options is closed to everybody.
+fn is_nobodys(options: &Options) -> bool {
+    matches!(&options.access, Access::Tokens(of) if of.is_empty())
 }
 
 impl LowHttp {
@@ -416,6 +408,9 @@ impl Door {
     /// serve there.
     pub(crate) fn open(config: DoorConfig, service: &Path) -> Result<Self, CliError> {
         let DoorConfig { place, user, options } = config;
+        if is_nobodys(&options) {
+            complain(&"nobody can use the HTTP door: no principal has a token");
+        }
         let failed = |source| {
             let path = match &place {
                 Place::Address(address) => format!("http.listen: {address}"),
@@ -461,10 +456,13 @@ impl Door {
     ) -> Result<impl FnOnce() + '_, CliError> {
         let nobodys =
             Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
-        let new = config.map_or(nobodys, |config| config.options);
+        let (new, why) = match config {
+            Some(config) => (config.options, "no principal has a token"),
+            None => (nobodys, "there is no [http] any more"),
+        };
         self.shared.listener.admits(&new)?;
-        if matches!(&new.access, Access::Tokens(of) if of.is_empty()) {
-            tracing::warn!("nobody can use the HTTP door any more: no principal has a token");
+        if is_nobodys(&new) && !is_nobodys(&self.shared.options()) {
+            tracing::warn!(why, "nobody can use the HTTP door any more");
         }
         Ok(|| self.tell(new))
     }
@@ -631,7 +629,7 @@ mod tests {
             let access = resolved(&text).unwrap().unwrap().options.access;
             assert_eq!(access, Access::Anybody("local".into()));
         }
-        // It is closed to everybody, and no service starts with one that is.
+        // It is closed to everybody, which is no use and no danger.
         let closed = resolved("[http]\nlisten = '127.0.0.1:0'").unwrap().unwrap();
         assert_eq!(closed.options.access, Access::Tokens(Vec::new()));
         assert!(closed.useless().unwrap().to_string().contains("nobody could use it"));

@@ -64,7 +64,7 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         ));
     }
     let at_start = config::read_at_start(config, args.broker.mcp_config.as_deref())?;
-    let http = door::at_start(config, &options.principals)?;
+    let http = door::configured(config, &options.principals)?;
     let pool = pool(&args, descriptors.ok())?;
     let tier = pool.tier;
     // From here on there is something for it to end.

@@ -36,8 +36,8 @@ impl SocketFile {
     /// more is replaced.
     ///
     /// # Errors
-    /// `AddrInUse` if somebody listens there or something else lies there; else
-    /// what the kernel said.
+    /// `AddrInUse` if somebody listens there or may, `AlreadyExists` if something else
+    /// lies there; else what the kernel said.
     pub fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, Self)> {
         let _lock = Lock::beside(path)?;
         let listener = match UnixListener::bind(path) {
@@ -202,6 +202,8 @@ mod tests {
         fs::remove_file(&path).unwrap();
         fs::write(&path, "mine").unwrap();
         assert!(refused().contains("no socket"));
+        let kind = SocketFile::bind(&path, 0o600).unwrap_err().kind();
+        assert_eq!(kind, io::ErrorKind::AlreadyExists, "it does not go away by itself");
         assert_eq!(fs::read(&path).unwrap(), b"mine");
         assert_eq!(folder.names(), ["s"], "a lock stays");
     }

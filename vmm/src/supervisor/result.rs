@@ -203,7 +203,6 @@ pub(super) fn unstarted(
         vm: "none",
         program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
         signer: admitted.map(|admitted| admitted.signer.to_string()),
-        retrieved: Vec::new(),
         tool_calls: Vec::new(),
         fuel_used: 0,
         memory_peak_bytes: 0,

@@ -499,10 +499,11 @@ fn is_ours(host: &Authority, hosts: &[String]) -> bool {
 
 /// An origin as browsers mean it: without a port it has its scheme's, where rmcp takes any.
 fn with_its_port(origin: &str) -> String {
+    let origin = origin.to_ascii_lowercase();
     let port = match origin.split_once("://") {
         Some(("https", _)) => 443,
         Some(("http", _)) => 80,
-        _ => return origin.to_owned(),
+        _ => return origin,
     };
     let origin = origin.trim_end_matches('/');
     let has_port = origin.rsplit_once(':').is_some_and(|(_, port)| !port.contains(['/', ']']));
@@ -569,6 +570,7 @@ mod tests {
         for (written, meant) in [
             ("https://app.example", "https://app.example:443"),
             ("http://app.example/", "http://app.example:80"),
+            ("HTTPS://App.example", "https://app.example:443"),
             ("http://[::1]", "http://[::1]:80"),
             ("http://[::1]:8", "http://[::1]:8"),
             ("https://app.example:*", "https://app.example:*"),

@@ -136,7 +136,6 @@ fn finished(
         output_encoding: OutputEncoding::Utf8,
         artifacts: Vec::new(),
         log: Vec::new(),
-        retrieved: Vec::new(),
         tool_calls: Vec::new(),
         ..report
     };
