@@ -20,8 +20,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _,
 use tokio::sync::{Notify, oneshot};
 use tokio::task::AbortHandle;
 
-use super::received;
-use super::stdio::answers;
+use super::received::{self, answers};
 use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable, is_same};
 
 /// What may wait to be written, in bytes: a server that takes nothing gets no

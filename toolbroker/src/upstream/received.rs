@@ -5,9 +5,13 @@
 //! 0.699999988079071), and take no list of blocks with one that they do not
 //! know. What a tool answered is for the program, so it passes the library as a
 //! result of no type that it knows, behind one member, and comes out as it came.
+//!
+//! An error passes as one, with a number and a text, whatever it is written as.
 
 use forge_protocol::json;
-use rmcp::model::CustomResult;
+use rmcp::RoleClient;
+use rmcp::model::{CustomResult, ErrorCode, JsonRpcMessage, RequestId};
+use rmcp::service::RxJsonRpcMessage;
 use serde_json::{Error, Value, json};
 
 /// The member that it stands behind. A server that sends it by itself sends a
@@ -27,7 +31,42 @@ pub(super) fn read(text: &[u8]) -> Result<Value, Error> {
     if let Some(result) = message.get_mut("result").filter(|result| passes(result)) {
         *result = json!({ AS_IT_CAME: result.take() });
     }
+    // An answer of the older JSON-RPC has both, one of them null.
+    if let Some(members) = message.as_object_mut()
+        && let Some(error) = members.remove("error")
+        && !error.is_null()
+    {
+        if members.get("result").is_some_and(Value::is_null) {
+            members.remove("result");
+        }
+        members.insert("error".to_owned(), specified(error));
+    }
     Ok(message)
+}
+
+/// Which request a message from the server answers.
+pub(super) fn answers(message: &RxJsonRpcMessage<RoleClient>) -> Option<&RequestId> {
+    match message {
+        JsonRpcMessage::Response(response) => Some(&response.id),
+        JsonRpcMessage::Error(error) => error.id.as_ref(),
+        _ => None,
+    }
+}
+
+/// An error as JSON-RPC 2.0 has it (section 5.1). Servers that write their own put a word
+/// for its number, or a text for the whole: what has no place then is among its data.
+fn specified(error: Value) -> Value {
+    let number = |code: &Value| code.as_i64().and_then(|code| i32::try_from(code).ok());
+    let code = number(&error["code"]);
+    if code.is_some() && error["message"].is_string() {
+        return error;
+    }
+    let said = error["message"].as_str().or(error.as_str());
+    json!({
+        "code": code.unwrap_or(ErrorCode::INTERNAL_ERROR.0),
+        "message": said.unwrap_or("an error without a message"),
+        "data": error,
+    })
 }
 
 /// Whether it is what passes the library unread: what a call or a reading came to, or a
@@ -68,9 +107,7 @@ pub(super) fn unread(CustomResult(mut result): CustomResult) -> Value {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use rmcp::RoleClient;
-    use rmcp::model::{JsonRpcMessage, ServerResult};
-    use rmcp::service::RxJsonRpcMessage;
+    use rmcp::model::ServerResult;
     use serde::Deserialize as _;
 
     use super::*;
@@ -113,5 +150,45 @@ pub(super) mod tests {
             ServerResult::CustomResult(said) => assert_eq!(as_it_came(said), None),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn an_error_is_one_however_it_is_written_and_nothing_of_it_is_lost() {
+        let through = |error: &Value| {
+            let message = json!({ "jsonrpc": "2.0", "id": 1, "error": error });
+            let message = read(message.to_string().as_bytes()).unwrap();
+            match RxJsonRpcMessage::<RoleClient>::deserialize(message).unwrap() {
+                JsonRpcMessage::Error(said) => said.error,
+                other => panic!("{other:?}"),
+            }
+        };
+        let known = through(&json!({"code": -32602, "message": "no such part", "data": [7]}));
+        assert_eq!((known.code.0, &*known.message), (-32602, "no such part"));
+        assert_eq!(known.data, Some(json!([7])));
+        for (error, code, message) in [
+            (json!({"code": "E_PART", "message": "no such part"}), -32603, "no such part"),
+            (json!({"code": 1e12, "message": "no such part"}), -32603, "no such part"),
+            (json!({"message": "no such part"}), -32603, "no such part"),
+            (json!({"code": 7, "detail": "x"}), 7, "an error without a message"),
+            (json!({"code": 7, "message": {"text": "x"}}), 7, "an error without a message"),
+            (json!("no such part"), -32603, "no such part"),
+            (json!([]), -32603, "an error without a message"),
+        ] {
+            let said = through(&error);
+            assert_eq!((said.code.0, &*said.message), (code, message));
+            assert_eq!(said.data, Some(error));
+        }
+    }
+
+    #[test]
+    fn of_a_result_and_an_error_the_one_that_is_null_is_none() {
+        let read = |message: Value| {
+            let read = read(message.to_string().as_bytes()).unwrap();
+            RxJsonRpcMessage::<RoleClient>::deserialize(read).unwrap()
+        };
+        let result = json!({"jsonrpc": "2.0", "id": 1, "result": {"isError": true}, "error": null});
+        assert!(matches!(read(result), JsonRpcMessage::Response(_)));
+        let error = json!({"jsonrpc": "2.0", "id": 1, "result": null, "error": "no such part"});
+        assert!(matches!(read(error), JsonRpcMessage::Error(_)));
     }
 }

@@ -32,6 +32,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
 use super::lines::Lines;
+use super::received::answers;
 use super::scrubs::Scrubs;
 use crate::secret::SECRET_BYTES_MAX;
 use crate::stranger::{self, Program};
@@ -210,15 +211,6 @@ fn initialized(said: DiscoverResult) -> InitializeResult {
     }
     result.instructions = said.instructions;
     result
-}
-
-/// Which request a message from the server answers.
-pub(super) fn answers(message: &RxJsonRpcMessage<RoleClient>) -> Option<&RequestId> {
-    match message {
-        JsonRpcMessage::Response(response) => Some(&response.id),
-        JsonRpcMessage::Error(error) => error.id.as_ref(),
-        _ => None,
-    }
 }
 
 impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for StdioTransport<R> {

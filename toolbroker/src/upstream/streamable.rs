@@ -32,8 +32,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::Place;
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within, retry_after};
-use super::received;
-use super::stdio::answers;
+use super::received::{self, answers};
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
 use crate::endpoint::Endpoint;
 use crate::turns::Turns;
@@ -397,7 +396,7 @@ async fn refusal(response: Response, asked: Asked) -> Result<StreamableHttpPostR
         true => body_within(response, REFUSAL_BYTES_MAX).await.unwrap_or_default(),
         false => Vec::new(),
     };
-    let said = match forge_protocol::json::from_slice_mended(&said) {
+    let said = match received::read(&said).and_then(serde_json::from_value) {
         Ok(ServerJsonRpcMessage::Error(said)) => Some(said.error),
         _ => None,
     };
