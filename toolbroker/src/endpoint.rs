@@ -4,6 +4,7 @@ use std::net::Ipv4Addr;
 
 use reqwest::Url;
 use reqwest::header::HeaderName;
+use rustls::pki_types::CertificateDer;
 
 use crate::secret::Secret;
 
@@ -39,6 +40,8 @@ pub struct Endpoint {
     pub query: Vec<(String, Secret)>,
     /// Where access tokens come from.
     pub oauth: Option<OAuthConfig>,
+    /// Whom to trust beside the host's own store, here and where tokens come from.
+    pub roots: Vec<CertificateDer<'static>>,
 }
 
 /// A machine's own account at an authorization server.

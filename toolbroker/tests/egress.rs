@@ -21,8 +21,8 @@ use forge_toolbroker::egress::address::AddressRange;
 use forge_toolbroker::egress::rule::{Method, OperatorHeader, Rule, Scheme};
 use forge_toolbroker::egress::{Client, Fetched, Policy, Request, Resolver, Resolving, Response};
 use forge_toolbroker::secret::Secret;
-use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde_json::json;
+use support::secure::Identity;
 use support::{Broker, CANARY};
 use url::Host;
 
@@ -151,7 +151,7 @@ fn policy(rules: Vec<Rule>) -> Policy {
         rules,
         response_bytes_max: 10_000,
         time_max: Duration::from_secs(60),
-        tls: forge_toolbroker::egress::tls(vec![certificate().0.cert.der().clone()]).unwrap(),
+        tls: forge_toolbroker::egress::tls(vec![identity().certificate.clone()]).unwrap(),
     }
 }
 
@@ -647,47 +647,14 @@ async fn a_write_that_got_no_answer_is_lost_and_a_look_is_only_failed() {
 
 // TLS
 
-type Certified = rcgen::CertifiedKey<rcgen::KeyPair>;
-
-/// One certificate for all of these tests, for `api.example.com`.
-fn certificate() -> &'static (Certified, Arc<rustls::ServerConfig>) {
-    static MADE: std::sync::OnceLock<(Certified, Arc<rustls::ServerConfig>)> =
-        std::sync::OnceLock::new();
-    MADE.get_or_init(|| {
-        let made = rcgen::generate_simple_self_signed(["api.example.com".to_owned()]).unwrap();
-        let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = rustls::ServerConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_no_client_auth()
-            .with_single_cert(vec![made.cert.der().clone()], PrivateKeyDer::from(key))
-            .unwrap();
-        (made, Arc::new(config))
-    })
+/// One identity for all of these tests.
+fn identity() -> &'static Identity {
+    static MADE: std::sync::OnceLock<Identity> = std::sync::OnceLock::new();
+    MADE.get_or_init(|| Identity::of("api.example.com"))
 }
 
-/// A server over TLS; it writes down the name that it was asked for.
 fn tls_server() -> (u16, Arc<Mutex<Vec<String>>>) {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let heard: Arc<Mutex<Vec<String>>> = Arc::default();
-    let heard_here = Arc::clone(&heard);
-    std::thread::spawn(move || {
-        for mut stream in listener.incoming().map_while(Result::ok) {
-            let mut tls = rustls::ServerConnection::new(Arc::clone(&certificate().1)).unwrap();
-            let mut secured = rustls::Stream::new(&mut tls, &mut stream);
-            let mut request = [0; 4096];
-            let Ok(bytes) = secured.read(&mut request) else { continue };
-            let text = String::from_utf8_lossy(&request[..bytes]).into_owned();
-            let _ = secured.write_all(&ok(b"secure"));
-            let name = tls.server_name().unwrap_or("no name").to_owned();
-            heard_here.lock().unwrap().push(format!("{name} {text}"));
-            tls.send_close_notify();
-            let _ = tls.write_tls(&mut stream);
-        }
-    });
-    (port, heard)
+    identity().serve(|_| ok(b"secure"))
 }
 
 #[tokio::test]

@@ -1,14 +1,12 @@
 //! `[builtins.http]`: where `http.fetch` may go.
 
-use std::path::Path;
 use std::time::Duration;
 
 use hyper::header::HeaderName;
-use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::{self, PemObject as _};
 use url::{Host, Url};
 
 use super::builtins::CONTENT_BYTES;
+use super::certificates::ca_file;
 use super::credentials::credential;
 use super::node::{ITEMS_MAX, Node};
 use super::{ConfigError, Lookup};
@@ -19,9 +17,6 @@ use crate::egress::rule::{
 };
 use crate::egress::{Policy, tls};
 
-/// Roots in one file of certificates.
-const CERTIFICATES_MAX: usize = 1_000;
-
 /// `[builtins.http]`.
 pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<Policy, ConfigError> {
     table.only(&["allow", "response_bytes_max", "timeout_ms", "ca_file"])?;
@@ -31,11 +26,7 @@ pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<Policy, Conf
         .iter()
         .map(|entry| rule(entry, lookup))
         .collect::<Result<Vec<Rule>, _>>()?;
-    let more = match table.field("ca_file") {
-        Some(file) => certificates(&file)?,
-        None => Vec::new(),
-    };
-    let tls = tls(more)
+    let tls = tls(ca_file(table)?)
         .map_err(|error| table.unfit(format!("this host's certificate store: {error}")))?;
     Ok(Policy {
         rules,
@@ -44,21 +35,6 @@ pub(super) fn parse(table: &Node<'_>, lookup: Lookup<'_>) -> Result<Policy, Conf
         time_max: Duration::from_millis(table.number_in("timeout_ms", 1..=600_000, 30_000)?),
         tls,
     })
-}
-
-fn certificates(node: &Node<'_>) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
-    let file = Path::new(node.text()?);
-    let what = "cannot be read as a file of certificates in PEM";
-    let unusable = |error| match error {
-        pem::Error::Io(error) => node.unfit(format!("{what}: {error}")),
-        _ => node.unfit(what),
-    };
-    let roots = CertificateDer::pem_file_iter(file)
-        .map_err(unusable)?
-        .take(CERTIFICATES_MAX)
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(unusable)?;
-    if roots.is_empty() { Err(node.unfit(what)) } else { Ok(roots) }
 }
 
 fn rule(entry: &Node<'_>, lookup: Lookup<'_>) -> Result<Rule, ConfigError> {

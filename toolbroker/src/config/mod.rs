@@ -8,6 +8,7 @@
 //! relative to the working directory, but `sign_with`, which counts from the file.
 
 mod builtins;
+mod certificates;
 mod check;
 mod credentials;
 mod egress;
@@ -550,6 +551,12 @@ mod tests {
                  client_secret = {from_env = 'SHORT'}}",
                 "servers.a.oauth.client_secret: the value has fewer than 8 bytes",
             ),
+            (
+                forge,
+                "[servers.a]\nurl = 'https://x'\nca_file = '/hunter2'",
+                "servers.a.ca_file: cannot be read as a file of certificates",
+            ),
+            (forge, "[servers.a]\ncommand = 'x'\nca_file = 'x'", "servers.a.ca_file: unknown"),
             (forge, "[telemetry]\notlp = 'hunter2'", "telemetry.otlp: expected an http://"),
             (forge, "[tools.'a.b']\ncost = -1", "tools.a.b.cost"),
             (forge, "[tools.'a.b']\ncost = 'hunter2'", "tools.a.b.cost: expected a whole number"),

@@ -11,6 +11,7 @@ use forge_protocol::name::{RESERVED_SERVERS, is_server_name};
 use reqwest::Url;
 use reqwest::header::{HeaderName, HeaderValue};
 
+use super::certificates::ca_file;
 use super::credentials::credential;
 use super::node::Node;
 use super::{ConfigError, Lookup, Problem, egress, strangers};
@@ -159,7 +160,7 @@ fn mcp_http(
             headers.push(header(&node, name, node.secret(value)?, &headers)?);
         }
     }
-    let endpoint = Endpoint { url, headers, query: Vec::new(), oauth: None };
+    let endpoint = Endpoint { url, headers, query: Vec::new(), oauth: None, roots: Vec::new() };
     Ok(ServerConfig { source: Source::Http(endpoint), scrub })
 }
 
@@ -171,9 +172,17 @@ pub(super) fn forge_server(
 ) -> Result<ServerConfig, ConfigError> {
     const COMMAND: [&str; 9] =
         ["command", "args", "env", "credentials", "cwd", "read", "write", "network", "limits"];
-    const URL: [&str; 5] = ["url", "headers", "credentials", "oauth", "allow_http"];
-    const OPENAPI: [&str; 7] =
-        ["openapi", "base_url", "include", "headers", "credentials", "oauth", "allow_http"];
+    const URL: [&str; 6] = ["url", "headers", "credentials", "oauth", "ca_file", "allow_http"];
+    const OPENAPI: [&str; 8] = [
+        "openapi",
+        "base_url",
+        "include",
+        "headers",
+        "credentials",
+        "oauth",
+        "ca_file",
+        "allow_http",
+    ];
     check_server_name(name, entry)?;
     let kinds: [&[&str]; 3] = [&COMMAND, &URL, &OPENAPI];
     let mut given = kinds.into_iter().filter(|kind| entry.field(kind[0]).is_some());
@@ -241,7 +250,7 @@ pub(super) fn forge_server(
     Ok(ServerConfig { source: Source::Stdio(server), scrub })
 }
 
-/// The address under `key`, `headers`, `credentials`, `oauth` and `allow_http`.
+/// The address under `key`, `headers`, `credentials`, `oauth`, `ca_file` and `allow_http`.
 fn endpoint(
     entry: &Node<'_>,
     key: &str,
@@ -273,7 +282,7 @@ fn endpoint(
         return Err(entry.wrong_at("oauth", Problem::TwoTokens));
     }
     let query = in_the_query(entry, &url, lookup, scrub)?;
-    Ok(Endpoint { url, headers, query, oauth })
+    Ok(Endpoint { url, headers, query, oauth, roots: ca_file(entry)? })
 }
 
 /// `credentials` of a server over HTTP: each goes into the query, under its name here.

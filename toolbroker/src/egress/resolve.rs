@@ -156,7 +156,7 @@ mod tests {
             answers.recv().unwrap();
             Ok(vec![[127, 0, 0, 1].into()])
         });
-        let client = crate::upstream::http::plain_client(Default::default()).unwrap();
+        let client = crate::upstream::http::plain_client(Default::default(), &[]).unwrap();
         let mut asked = Box::pin(client.get(format!("http://slow.invalid:{port}/")).send());
         let early = tokio::time::timeout(Duration::from_millis(300), &mut asked).await;
         assert!(early.is_err(), "{early:?}");

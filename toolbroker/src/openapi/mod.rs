@@ -48,5 +48,11 @@ pub(crate) use request::Request;
 #[cfg(test)]
 pub(crate) fn tests_endpoint() -> crate::endpoint::Endpoint {
     let url = reqwest::Url::parse("https://api.example/v1/").unwrap();
-    crate::endpoint::Endpoint { url, headers: Vec::new(), query: Vec::new(), oauth: None }
+    crate::endpoint::Endpoint {
+        url,
+        headers: Vec::new(),
+        query: Vec::new(),
+        oauth: None,
+        roots: Vec::new(),
+    }
 }

@@ -310,7 +310,7 @@ mod tests {
         let include = [format!("POST {path}")];
         let plan = Plan::of("shop", document.clone(), Some(&include), tests_endpoint()).unwrap();
         let arguments = arguments.as_object().unwrap();
-        let http = crate::upstream::http::plain_client(Default::default()).unwrap();
+        let http = crate::upstream::http::plain_client(Default::default(), &[]).unwrap();
         plan.operations[0].request.build(&http, arguments).map(|it| it.build().unwrap())
     }
 
@@ -327,7 +327,7 @@ mod tests {
         let document = json!({"openapi": "3.1.0", "paths": {"/a": {"get": {
             "operationId": "a", "parameters": parameters}}}});
         let plan = Plan::of("shop", document.clone(), None, endpoint).unwrap();
-        let http = crate::upstream::http::plain_client(Default::default()).unwrap();
+        let http = crate::upstream::http::plain_client(Default::default(), &[]).unwrap();
         for arguments in [json!({}), json!({"q": "x&a key&=mine#"})] {
             let arguments = arguments.as_object().unwrap();
             let request = plan.operations[0].request.build(&http, arguments).unwrap();

@@ -159,7 +159,7 @@ impl Spans {
     /// # Errors
     /// Says what is wrong with the host's certificates.
     pub fn start(collector: Url, metrics: Arc<Metrics>, home: &Handle) -> Result<Self, String> {
-        let client = plain_client(reqwest::header::HeaderMap::new())?;
+        let client = plain_client(reqwest::header::HeaderMap::new(), &[])?;
         let (queue, spans) = mpsc::channel(QUEUE_SPANS_MAX);
         let closing = CancellationToken::new();
         let export =

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use reqwest::header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderValue, RETRY_AFTER};
 use reqwest::{RequestBuilder, Response, StatusCode};
+use rustls::pki_types::CertificateDer;
 
 use super::CallEnd;
 use super::oauth::{OAuth, TokenError};
@@ -39,11 +40,21 @@ pub(crate) struct Client {
     oauth: Option<Box<OAuth>>,
 }
 
-/// An HTTP client with this project's rules and these headers on each request.
+/// An HTTP client with this project's rules and these headers on each request. It
+/// trusts whom the host trusts, and these `roots`.
 ///
 /// # Errors
-/// Says what is wrong with the host's certificates.
-pub(crate) fn plain_client(mut headers: HeaderMap) -> Result<reqwest::Client, String> {
+/// Says what is wrong with the host's certificates, or these.
+pub(crate) fn plain_client(
+    mut headers: HeaderMap,
+    roots: &[CertificateDer<'static>],
+) -> Result<reqwest::Client, String> {
+    let no_client = |error: &reqwest::Error| format!("no HTTP client: {}", explain(error));
+    let roots = roots
+        .iter()
+        .map(|root| reqwest::Certificate::from_der(root))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| no_client(&error))?;
     // To say nothing is to take any (RFC 9110, 12.5.3).
     headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     // The first one stands for the whole process; a second one is no error.
@@ -51,6 +62,7 @@ pub(crate) fn plain_client(mut headers: HeaderMap) -> Result<reqwest::Client, St
     reqwest::Client::builder()
         .user_agent(concat!("forge-toolbroker/", env!("CARGO_PKG_VERSION")))
         .default_headers(headers)
+        .tls_certs_merge(roots)
         .redirect(reqwest::redirect::Policy::none())
         .retry(reqwest::retry::never())
         .no_proxy()
@@ -62,7 +74,7 @@ pub(crate) fn plain_client(mut headers: HeaderMap) -> Result<reqwest::Client, St
         .pool_idle_timeout(IDLE_TIME_MAX)
         .tcp_nodelay(true)
         .build()
-        .map_err(|error| format!("no HTTP client: {}", explain(&error)))
+        .map_err(|error| no_client(&error))
 }
 
 impl Client {
@@ -71,7 +83,7 @@ impl Client {
     /// endpoint is one (RFC 8707).
     ///
     /// # Errors
-    /// Says what is wrong with the host's certificates.
+    /// Says what is wrong with the host's certificates, or the endpoint's.
     pub(crate) fn new(
         endpoint: &Endpoint,
         scrubs: &Arc<Scrubs>,
@@ -86,12 +98,12 @@ impl Client {
         }
         let oauth = match &endpoint.oauth {
             Some(config) => {
-                let http = plain_client(HeaderMap::new())?;
+                let http = plain_client(HeaderMap::new(), &endpoint.roots)?;
                 Some(Box::new(OAuth::new(config.clone(), endpoint, is_resource, http, scrubs)))
             }
             None => None,
         };
-        Ok(Self { http: plain_client(headers)?, oauth })
+        Ok(Self { http: plain_client(headers, &endpoint.roots)?, oauth })
     }
 
     /// The client itself, which has the configured headers and no token.
@@ -277,7 +289,7 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/", listener.local_addr().unwrap());
         tokio::spawn(breaks_each_second(listener));
-        let client = || Client { http: plain_client(HeaderMap::new()).unwrap(), oauth: None };
+        let client = || Client { http: plain_client(HeaderMap::new(), &[]).unwrap(), oauth: None };
         let (reads, writes) = (client(), client());
         for _ in 0..2 {
             let answer = reads.send(reads.http().get(&url)).await;
@@ -291,7 +303,7 @@ mod tests {
 
     #[tokio::test]
     async fn no_error_holds_the_address_that_a_key_is_in() {
-        let client = plain_client(HeaderMap::new()).unwrap();
+        let client = plain_client(HeaderMap::new(), &[]).unwrap();
         let refused = client.get("http://127.0.0.1:1/?key=canary-key").send().await.unwrap_err();
         let error = SendError::from(refused);
         assert!(error.unsent().is_some(), "{error}");

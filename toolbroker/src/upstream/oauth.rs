@@ -407,8 +407,14 @@ mod tests {
             token_url: Some(url.join("token").unwrap()),
             issuer: None,
         };
-        let server = Endpoint { url, headers: Vec::new(), query: Vec::new(), oauth: None };
-        let http = plain_client(Default::default()).unwrap();
+        let server = Endpoint {
+            url,
+            headers: Vec::new(),
+            query: Vec::new(),
+            oauth: None,
+            roots: Vec::new(),
+        };
+        let http = plain_client(Default::default(), &[]).unwrap();
         let oauth = Arc::new(OAuth::new(config, &server, true, http, &Scrubs::new(Vec::new())));
         let mut calls = JoinSet::new();
         for _ in 0..8 {

@@ -5,6 +5,7 @@
 
 #[path = "../../../vmm/tests/support/built.rs"]
 mod built;
+pub mod secure;
 pub mod web;
 
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
