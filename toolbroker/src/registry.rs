@@ -68,11 +68,12 @@ impl Carrier {
         }
     }
 
-    /// Waits until a call of this principal can be sent to whoever carries it out.
-    pub(crate) async fn place(&self, of: &Arc<str>) -> Option<Place> {
+    /// Waits until a call of this principal, with so many bytes of arguments, can be
+    /// sent to whoever carries it out.
+    pub(crate) async fn place(&self, of: &Arc<str>, bytes: usize) -> Option<Place> {
         match self {
             Self::Builtin(_) => None,
-            Self::Server(connection) => connection.place(of).await,
+            Self::Server(connection) => connection.place(of, bytes).await,
         }
     }
 

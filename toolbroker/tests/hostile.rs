@@ -8,10 +8,10 @@
 mod support;
 
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{ListedTool, Reply, Request};
+use forge_protocol::broker::{Authority, ListedTool, Reply, Request};
 use forge_protocol::limits::RunLimits;
 use serde_json::{Value, json};
-use support::{Broker, CANARY, test_server};
+use support::{Broker, CANARY, name, run_request, test_server};
 
 fn limits() -> RunLimits {
     RunLimits { wall_ms: 60_000, ..RunLimits::default() }
@@ -185,26 +185,35 @@ fn attack_23_a_server_that_listens_no_more_is_not_kept_everything_for() {
         ..RunLimits::default()
     };
     let much = json!({ "x": "y".repeat(1_000_000) }).to_string();
-    let mut workers: Vec<_> = (0..2).map(|_| broker.run(&["raw.deaf"], limits.clone())).collect();
-    for worker in &mut workers {
-        for _ in 0..48 {
-            worker.send("raw.deaf", much.as_bytes());
-        }
-    }
-    let mut refused = 0;
-    for worker in &mut workers {
-        for _ in 0..48 {
-            let settled = worker.settled();
-            let why = String::from_utf8_lossy(&settled.body).into_owned();
-            if settled.code == Some(CallCode::ToolFailed) {
-                assert!(why.contains("takes nothing"), "{why}");
-                refused += 1;
+    let mut refused_of = |principals: &[&str]| {
+        let tools = || Authority::Tools(vec![name("raw.deaf")]);
+        let mut workers: Vec<_> = principals
+            .iter()
+            .map(|it| broker.open(run_request(it, tools(), limits.clone())).unwrap().0)
+            .collect();
+        for worker in &mut workers {
+            for _ in 0..48 {
+                worker.send("raw.deaf", much.as_bytes());
             }
         }
-    }
-    // What waits for it has 64 MiB, of the 96 MB that were asked for.
-    assert!((1..=40).contains(&refused), "{refused}");
-    drop(workers);
+        let mut refused = 0;
+        for worker in &mut workers {
+            for _ in 0..48 {
+                let settled = worker.settled();
+                let why = String::from_utf8_lossy(&settled.body).into_owned();
+                if settled.code == Some(CallCode::ToolFailed) {
+                    assert!(why.contains("takes nothing"), "{why}");
+                    refused += 1;
+                }
+            }
+        }
+        refused
+    };
+    // What waits for it has 64 MiB, of which one principal has half: the others' requests
+    // wait for their turn.
+    assert_eq!(refused_of(&["alice"]), 0);
+    let refused = refused_of(&["alice", "bob", "carol"]);
+    assert!((1..=3 * 48 - 60).contains(&refused), "{refused}");
     well(broker);
 }
 

@@ -7,6 +7,7 @@
 mod support;
 
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -14,10 +15,12 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
 use axum::response::{IntoResponse as _, Response};
 use forge_protocol::abi::CallCode;
+use forge_protocol::broker::Authority;
 use forge_protocol::limits::RunLimits;
 use serde_json::{Value, json};
+use support::secure::Identity;
 use support::web::{Seen, Web, broken, endless};
-use support::{Broker, CANARY};
+use support::{Broker, CANARY, PATIENCE, name, run_request};
 
 type Log = Arc<Mutex<Vec<Seen>>>;
 
@@ -509,6 +512,46 @@ fn an_interface_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_agai
 }
 
 #[test]
+fn a_companys_own_authority_is_trusted_by_the_servers_that_name_it_and_by_no_other() {
+    let identity = Identity::of("localhost");
+    let (port, heard) = identity.serve(|request| {
+        let body = match request.starts_with("POST /token ") {
+            true => r#"{"access_token": "a-token-of-the-company", "token_type": "Bearer"}"#,
+            false => r#"{"stock": 3}"#,
+        };
+        let length = body.len();
+        let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close";
+        format!("{head}\r\ncontent-length: {length}\r\n\r\n{body}").into_bytes()
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let authority = folder.path().join("ca.pem");
+    std::fs::write(&authority, identity.pem()).unwrap();
+    let oauth = format!(
+        "oauth = {{ client_id = \"me\", client_secret = {{ from_env = \"CANARY\" }}, \
+         token_url = \"https://localhost:{port}/token\" }}"
+    );
+    let ca_file = format!("ca_file = {authority:?}");
+    let url = format!("https://localhost:{port}/v1/");
+    let call = |lines: &str| {
+        let mut broker = Interface::broker_at(&url, &Interface::document(), lines);
+        let mut worker = broker.run(&["parts.text"], limits());
+        let (_, said) = worker.call("parts.text", &json!({}));
+        (said, broker.finish().1)
+    };
+    for (lines, name) in [("", "Unreachable"), (oauth.as_str(), "Unauthorized")] {
+        let (error, log) = call(lines);
+        assert_eq!(error["name"], name, "{error} {log}");
+        assert!(log.contains("invalid peer certificate"), "{log}");
+    }
+    assert!(heard.lock().unwrap().is_empty());
+    assert_eq!(call(&ca_file).0, json!({"stock": 3}));
+    assert_eq!(call(&format!("{ca_file}\n{oauth}")).0, json!({"stock": 3}));
+    let heard = heard.lock().unwrap();
+    assert!(heard[1].starts_with("localhost POST /token "), "{heard:?}");
+    assert!(heard[2].contains("authorization: Bearer a-token-of-the-company"), "{heard:?}");
+}
+
+#[test]
 fn a_program_hears_that_nothing_was_sent_and_not_why() {
     let refuse =
         || async { (StatusCode::UNAUTHORIZED, axum::Json(json!({"error": "invalid_client"}))) };
@@ -553,13 +596,37 @@ fn an_interface_that_hangs_holds_up_nothing_but_its_call() {
 }
 
 #[test]
+fn a_principal_has_so_many_calls_at_an_interface_and_keeps_no_other_from_it() {
+    let interface = Interface::new("");
+    let mut broker = interface.broker();
+    let _alices: Vec<_> = (0..40)
+        .map(|_| {
+            let mut hers = broker.run(&["parts.hang"], limits());
+            for _ in 0..8 {
+                hers.send("parts.hang", b"{}");
+            }
+            hers
+        })
+        .collect();
+    let deadline = Instant::now() + PATIENCE;
+    while interface.seen().len() < 256 {
+        assert!(Instant::now() < deadline, "only {}", interface.seen().len());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let tools = Authority::Tools(vec![name("parts.text")]);
+    let mut bobs = broker.open(run_request("bob", tools, limits())).unwrap().0;
+    assert_eq!(bobs.call("parts.text", &json!({})).0, None);
+    assert_eq!(interface.seen().len(), 256 + 1);
+}
+
+#[test]
 fn an_interface_that_is_down_is_left_alone_and_the_refusal_says_so() {
     let interface = Interface::new("");
     let mut broker = interface.broker();
     let mut worker = broker.run(&["parts.down", "parts.text"], limits());
     let (code, error) = worker.call("parts.down", &json!({}));
     assert_eq!((code, &error["code"]), (Some(CallCode::ToolFailed), &json!(503)));
-    let until = std::time::Instant::now() + support::PATIENCE;
+    let until = Instant::now() + PATIENCE;
     let error = loop {
         let before = interface.seen().len();
         let (code, error) = worker.call("parts.down", &json!({}));
@@ -568,14 +635,14 @@ fn an_interface_that_is_down_is_left_alone_and_the_refusal_says_so() {
             assert_eq!(error["name"], "Unavailable");
             break error["error"].as_str().unwrap().to_owned();
         }
-        assert!(std::time::Instant::now() < until, "it never opened: {error}");
+        assert!(Instant::now() < until, "it never opened: {error}");
     };
     assert!(error.contains("is tried again in") && !error.contains("503"), "{error}");
     // And tried again after it.
-    let until = std::time::Instant::now() + support::PATIENCE;
+    let until = Instant::now() + PATIENCE;
     while worker.call("parts.text", &json!({})).0.is_some() {
-        assert!(std::time::Instant::now() < until, "never tried again");
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert!(Instant::now() < until, "never tried again");
+        std::thread::sleep(Duration::from_millis(20));
     }
     // What the refusal does not say the operator's log does.
     let (_, log) = broker.finish();

@@ -107,7 +107,7 @@ async fn carry_out(
             return Failure::new("unavailable", Away::of(server, &source).to_string()).into();
         }
     };
-    let _place = match caller.turn(connection.place(&caller.principal)).await {
+    let _place = match caller.turn(connection.place(&caller.principal, uri.len())).await {
         Ok(place) => place,
         Err(failure) => return failure.into(),
     };

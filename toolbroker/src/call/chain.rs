@@ -204,7 +204,7 @@ impl Pinned {
             facts.call.arguments_sha256 = Some(Sha256::digest(&request).into());
         }
         match check(&facts.run, &tool, carrier, cost, &request) {
-            Ok(arguments) => Ok(Checked { facts, tool, effect, arguments }),
+            Ok(arguments) => Ok(Checked { facts, tool, effect, bytes: request.len(), arguments }),
             Err(failure) => Err(facts.refused(failure)),
         }
     }
@@ -281,6 +281,8 @@ pub(super) struct Checked {
     facts: Facts,
     tool: Arc<Tool>,
     effect: Effect,
+    /// Those of its request.
+    bytes: usize,
     arguments: JsonObject,
 }
 
@@ -293,7 +295,7 @@ impl Checked {
     /// There is a place for it at whoever carries it out.
     pub(super) async fn placed(self, carrier: &Carrier) -> Result<(Self, Option<Place>), Refused> {
         let run = &self.facts.run;
-        match timeout_at(run.deadline(), carrier.place(run.principal())).await {
+        match timeout_at(run.deadline(), carrier.place(run.principal(), self.bytes)).await {
             Ok(place) => Ok((self, place)),
             Err(_) => Err(self.facts.refused(CallFailure::DeadlinePassed)),
         }
@@ -301,7 +303,7 @@ impl Checked {
 
     /// The journal has the intent: on the disk if the call changes something.
     pub(super) async fn intended(self, books: &Books) -> Result<Intended, Refused> {
-        let Self { mut facts, tool, effect, arguments } = self;
+        let Self { mut facts, tool, effect, bytes: _, arguments } = self;
         facts.authorised(books);
         let asked = Instant::now();
         let intent = facts.event(Event::Intent(facts.call.clone()));
@@ -320,7 +322,7 @@ impl Checked {
     /// The same for a call without any effect, where the journal is known to
     /// be ready: nobody needs to be waited for.
     pub(super) fn intended_at_once(self, books: &Books) -> Intended {
-        let Self { mut facts, tool, effect, arguments } = self;
+        let Self { mut facts, tool, effect, bytes: _, arguments } = self;
         facts.authorised(books);
         books.journal.append(facts.event(Event::Intent(facts.call.clone())));
         facts.steps.intended = Some(facts.began.elapsed());

@@ -25,7 +25,7 @@ use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable, is_same};
 
 /// What may wait to be written, in bytes: a server that takes nothing gets no
 /// more requests.
-const WAITING_BYTES_MAX: usize = 64 * 1024 * 1024;
+pub(super) const WAITING_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Lines of one server that are told as unreadable.
 const COMPLAINTS_MAX: u32 = 20;
 

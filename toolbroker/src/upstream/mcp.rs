@@ -34,7 +34,7 @@ use super::received;
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Place, Unusable, Upstream};
+use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Unusable, Upstream};
 use crate::definition::Tool;
 
 /// How long a listing may take once the server is up.
@@ -65,6 +65,7 @@ pub struct Session {
     line: Line,
     scrubs: Arc<Scrubs>,
     breaker: Arc<Breaker>,
+    places: Arc<Places>,
     /// Who can start it again.
     upstream: Weak<Upstream>,
     tools: StdMutex<Arc<Vec<Arc<Tool>>>>,
@@ -121,6 +122,7 @@ impl Session {
             line,
             scrubs: Arc::clone(&upstream.scrubs),
             breaker: Arc::clone(&upstream.breaker),
+            places: Arc::clone(&upstream.places),
             upstream: Arc::downgrade(upstream),
             tools: StdMutex::default(),
             left_out: StdMutex::default(),
@@ -329,13 +331,9 @@ impl Session {
         }
     }
 
-    /// Waits until a call of this principal can be sent. A process has no places:
-    /// it reads one call after the other.
-    pub(super) async fn place(&self, of: &Arc<str>) -> Option<Place> {
-        match &self.line {
-            Line::Process(_) => None,
-            Line::Http(http) => http.place(of).await,
-        }
+    /// For calls of its tools.
+    pub(super) fn places(&self) -> &Places {
+        &self.places
     }
 
     /// Calls a tool and waits for its end, however long. Dropping the future

@@ -19,6 +19,7 @@
 //! | [`oauth`] | access tokens for it |
 //! | [`openapi`] | operations of an HTTP interface, sent and answered |
 //! | [`declined`] | what a server asks of us: nothing is carried out |
+//! | [`places`] | how many calls a principal may have at one server |
 //! | [`breaker`] | when a server that failed is tried again |
 //! | [`hosted`] | tools that a caller hosts itself |
 //! | [`scrubs`] | a server's credentials, removed from what it says |
@@ -43,6 +44,7 @@ mod listing;
 mod mcp;
 pub(crate) mod oauth;
 mod openapi;
+mod places;
 mod received;
 pub(crate) mod scrubs;
 mod source;
@@ -74,6 +76,7 @@ use self::declined::Declined;
 use self::hosted::Hosted;
 use self::mcp::{Handler, Line, Session, start_error};
 use self::openapi::Api;
+use self::places::Places;
 use self::scrubs::Scrubs;
 use crate::definition::Tool;
 use crate::secret::Scrubber;
@@ -215,6 +218,7 @@ pub struct Upstream {
     home: Handle,
     scrubs: Arc<Scrubs>,
     breaker: Arc<Breaker>,
+    places: Arc<Places>,
     slot: Mutex<Slot>,
     /// Whether the server is known to want `initialize`.
     legacy: AtomicBool,
@@ -290,12 +294,14 @@ impl Connection {
         }
     }
 
-    /// Waits until a call of this principal can be sent, where there are places
-    /// for so many alone. The place is held as long as the call goes on.
-    pub async fn place(&self, of: &Arc<str>) -> Option<Place> {
+    /// Waits until a call of this principal, with so many bytes of arguments, can be
+    /// sent. The place is held as long as the call goes on. A caller that hosts tools has
+    /// no calls but its own, and no places.
+    pub async fn place(&self, of: &Arc<str>, bytes: usize) -> Option<Place> {
         match self {
-            Self::Mcp(session) => session.place(of).await,
-            Self::Api(_) | Self::Hosted(_) => None,
+            Self::Mcp(session) => session.places().place(of, bytes).await,
+            Self::Api(api) => api.places().place(of, bytes).await,
+            Self::Hosted(_) => None,
         }
     }
 
@@ -342,6 +348,7 @@ impl Upstream {
             home,
             scrubs,
             breaker: Breaker::new(),
+            places: Arc::default(),
             slot: Mutex::default(),
             legacy: AtomicBool::new(false),
         }
@@ -517,7 +524,8 @@ impl Upstream {
         let until = began + START_TIME_MAX;
         let session = match &self.source {
             Source::OpenApi(plan) => {
-                return Api::new(plan, &self.scrubs, Arc::clone(&self.breaker))
+                let (breaker, places) = (Arc::clone(&self.breaker), Arc::clone(&self.places));
+                return Api::new(plan, &self.scrubs, breaker, places)
                     .map(Connection::Api)
                     .map_err(|reason| UpstreamError::Start { reason });
             }

@@ -12,7 +12,9 @@ use serde_json::{Value, json};
 
 use super::http::{BodyError, Client, body_within, retry_after};
 use super::scrubs::Scrubs;
-use super::{Admission, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Unusable, has_few_values};
+use super::{
+    Admission, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Places, Unusable, has_few_values,
+};
 use crate::definition::Tool;
 use crate::openapi::{Kind, Operation, Plan, Request};
 
@@ -29,19 +31,21 @@ pub struct Api {
     client: Client,
     scrubs: Arc<Scrubs>,
     breaker: Arc<Breaker>,
+    places: Arc<Places>,
 }
 
 impl Api {
-    pub(crate) fn new(
+    pub(super) fn new(
         plan: &Plan,
         scrubs: &Arc<Scrubs>,
         breaker: Arc<Breaker>,
+        places: Arc<Places>,
     ) -> Result<Self, String> {
         let operations = plan.operations.clone();
         let tools = operations.iter().map(|it| Arc::clone(&it.tool)).collect();
         let client = Client::new(&plan.endpoint, scrubs, false)?;
         let scrubs = Arc::clone(scrubs);
-        Ok(Self { operations, tools: Arc::new(tools), client, scrubs, breaker })
+        Ok(Self { operations, tools: Arc::new(tools), client, scrubs, breaker, places })
     }
 
     /// Its tools, by name.
@@ -53,6 +57,11 @@ impl Api {
     /// What it says passes these.
     pub(super) fn scrubs(&self) -> &Scrubs {
         &self.scrubs
+    }
+
+    /// For calls of its operations.
+    pub(super) fn places(&self) -> &Places {
+        &self.places
     }
 
     fn operation(&self, tool: &Tool) -> Option<&Operation> {
@@ -312,7 +321,8 @@ mod tests {
         let document = json!({"openapi": "3.1.0", "info": {}, "paths": paths});
         let plan = Plan::of("shop", document.clone(), None, tests_endpoint()).unwrap();
         let breaker = Breaker::new();
-        let api = Api::new(&plan, &Scrubs::new(Vec::new()), Arc::clone(&breaker)).unwrap();
+        let api = Api::new(&plan, &Scrubs::new(Vec::new()), Arc::clone(&breaker), Arc::default())
+            .unwrap();
         breaker.failed("at 10.1.2.3".into());
         breaker.failed("at 10.1.2.3".into());
         let tool = &api.tools()[0];

@@ -29,13 +29,11 @@ use sse_stream::Sse;
 use tokio::sync::{Mutex, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::Place;
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within, retry_after};
 use super::received::{self, answers};
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
 use crate::endpoint::Endpoint;
-use crate::turns::Turns;
 use crate::uri::percent_encoded;
 
 /// Two requests for one server's stream of events have at least this between
@@ -49,10 +47,7 @@ const STREAM_RETRIES_MAX: usize = 10;
 const DELETE_TIME_MAX: Duration = Duration::from_secs(2);
 /// Requests to one server that may wait for an answer at the same time. Further
 /// ones wait for a place, whosever they are.
-const REQUESTS_MAX: usize = 512;
-/// The same of one principal's, so that none keeps the others waiting with calls
-/// that a server takes its time for.
-const PRINCIPAL_REQUESTS_MAX: usize = REQUESTS_MAX / 2;
+pub(super) const REQUESTS_MAX: usize = 512;
 /// The most bytes of what a server says with a status that is no success.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
 /// How long an answer to `server/discover` may take, after which `initialize` is
@@ -85,7 +80,6 @@ pub(super) struct Mcp(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     client: Client,
-    places: Turns,
     /// Sessions that were given and not yet given back.
     sessions: watch::Sender<usize>,
     /// When the next stream may be asked for.
@@ -99,13 +93,7 @@ impl Mcp {
     pub(super) fn new(client: Client) -> Self {
         let (sessions, _) = watch::channel(0);
         let (stream_at, is_too_large) = (Mutex::new(Instant::now()), Arc::default());
-        let places = Turns::new(PRINCIPAL_REQUESTS_MAX);
-        Self(Arc::new(Shared { client, places, sessions, stream_at, is_too_large }))
-    }
-
-    /// Waits for a place among the requests of this principal.
-    pub(super) async fn place(&self, of: &Arc<str>) -> Option<Place> {
-        self.0.places.of(of).acquire_owned().await.ok()
+        Self(Arc::new(Shared { client, sessions, stream_at, is_too_large }))
     }
 
     /// A transport to the server.
