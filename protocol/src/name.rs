@@ -1,4 +1,5 @@
-//! Tool names that have been checked.
+//! Tool names that have been checked, and which texts are names of principals and
+//! sessions.
 //!
 //! `<server>.<tool>`: the server part is `[a-z0-9_-]+` and ends at the first
 //! dot; the rest is the tool's own name as its server gave it, dots included.
@@ -10,7 +11,7 @@ use core::fmt;
 
 use crate::codec::by_hand::{BorrowDecoder, DecodeError, Decoder, EncodeError, Encoder};
 use crate::codec::{BorrowDecode, Decode, Encode};
-use crate::limits::TOOL_NAME_BYTES_MAX;
+use crate::limits::{PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX, TOOL_NAME_BYTES_MAX};
 
 /// Servers that are the broker's own; no configuration may use these names.
 pub const RESERVED_SERVERS: [&str; 6] = ["http", "fs", "crypto", "stash", "resource", "forge"];
@@ -61,6 +62,22 @@ impl core::error::Error for NameError {}
 pub fn is_server_name(text: &str) -> bool {
     !text.is_empty()
         && text.bytes().all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'_' | b'-'))
+}
+
+/// Whether `text` can be the name of a principal.
+#[must_use]
+pub fn is_principal(text: &str) -> bool {
+    is_shown_text(text, PRINCIPAL_BYTES_MAX)
+}
+
+/// Whether `text` can be the name of a session.
+#[must_use]
+pub fn is_session(text: &str) -> bool {
+    is_shown_text(text, SESSION_BYTES_MAX)
+}
+
+fn is_shown_text(text: &str, bytes_max: usize) -> bool {
+    (1..=bytes_max).contains(&text.len()) && !text.contains(char::is_control)
 }
 
 impl ToolName {

@@ -56,6 +56,33 @@ impl Chain {
 
     fn claims(&self, now: SystemTime) -> Result<GrantClaims, GrantError> {
         let Self(token) = self;
+        let Stated { principal, session, end, tools, constraints, calls_max, cost_max } =
+            Stated::by(token, now)?;
+        if let Ok(over) = now.duration_since(end) {
+            return Err(GrantError::Expired { ago_s: over.as_secs() });
+        }
+        let tools = left(token, now, &tools, &constraints)?;
+        let expires_unix_s = unix_s(end);
+        Ok(GrantClaims { principal, tools, expires_unix_s, calls_max, cost_max, session })
+    }
+}
+
+/// What the blocks of a token state, whether or not their checks hold.
+#[derive(Debug)]
+struct Stated {
+    principal: String,
+    session: Option<String>,
+    end: SystemTime,
+    /// Each by its name, with the digest of its definition.
+    tools: Vec<(String, Vec<u8>)>,
+    /// Each by the name of its tool, in order.
+    constraints: Vec<(String, String)>,
+    calls_max: Option<u32>,
+    cost_max: Option<u32>,
+}
+
+impl Stated {
+    fn by(token: &Biscuit, now: SystemTime) -> Result<Self, GrantError> {
         // What the authority block says. A query sees that block's facts
         // alone, unless it is one over all blocks.
         let mut world = authorizer(token, now, None)?;
@@ -83,7 +110,7 @@ impl Chain {
         if ends.len() != 1 {
             return Err(GrantError::Malformed("it has not exactly one end"));
         }
-        let Some(end) = all_ends.iter().map(|(end,)| end).min() else {
+        let Some(end) = all_ends.iter().map(|(end,)| *end).min() else {
             return Err(GrantError::Malformed("it has no end"));
         };
         let session = match sessions.as_slice() {
@@ -97,61 +124,60 @@ impl Chain {
         if constraints.len() > CONSTRAINTS_MAX + APPENDED_MAX {
             return Err(GrantError::TooManyConstraints { got: constraints.len() });
         }
-        if let Ok(over) = now.duration_since(*end) {
-            return Err(GrantError::Expired { ago_s: over.as_secs() });
-        }
         if tools.len() > GRANTED_TOOLS_MAX {
             return Err(GrantError::TooManyTools { got: tools.len() });
         }
-
         // A tool misspelt: who wrote the constraint believes that it holds. One that
         // some block takes away is still the first block's.
         let names: HashSet<&str> = tools.iter().map(|(name, _)| name.as_str()).collect();
         if let Some((stray, _)) = constraints.iter().find(|(it, _)| !names.contains(it.as_str())) {
             return Err(GrantError::Stray { tool: crate::cut(stray, TOOL_NAME_BYTES_MAX) });
         }
-
-        // Each of its tools, asked for by itself, so that a later block's
-        // checks can tell them apart.
-        let began = Instant::now();
-        let mut granted = Vec::new();
-        let mut taken_away = None;
-        for (name, digest) in &tools {
-            let name = ToolName::parse(name)
-                .map_err(|_| GrantError::Malformed("it grants what is no tool name"))?;
-            let definition_sha256 = digest
-                .as_slice()
-                .try_into()
-                .map_err(|_| GrantError::Malformed("it pins what is no SHA-256"))?;
-            if began.elapsed() > VERIFY_ALL_TIME_MAX {
-                return Err(GrantError::TooCostly("its tools take too long together".to_owned()));
-            }
-            match authorizer(token, now, Some(&name))?.authorize() {
-                Ok(_) => {
-                    let of_it = constraints.iter().filter(|(tool, _)| tool == name.as_str());
-                    let constraints = of_it.map(|(_, text)| text.clone()).collect();
-                    granted.push(GrantedTool { name, definition_sha256, constraints });
-                }
-                Err(error::Token::FailedLogic(why)) => taken_away = Some(why.to_string()),
-                Err(other) => return Err(engine(other)),
-            }
-        }
-        if let (true, Some(why)) = (granted.is_empty(), taken_away) {
-            return Err(GrantError::NothingLeft(crate::cut(&why, 512)));
-        }
-        granted.sort_by(|a, b| a.name.cmp(&b.name));
-        if granted.windows(2).any(|pair| pair[0].name == pair[1].name) {
-            return Err(GrantError::Malformed("it grants one tool twice"));
-        }
-        Ok(GrantClaims {
-            principal: principal.clone(),
-            tools: granted,
-            expires_unix_s: unix_s(*end),
-            calls_max: smallest(calls),
-            cost_max: smallest(costs),
-            session,
-        })
+        let (calls_max, cost_max) = (smallest(calls), smallest(costs));
+        let principal = principal.clone();
+        Ok(Self { principal, session, end, tools, constraints, calls_max, cost_max })
     }
+}
+
+/// Which of a token's tools its later blocks leave, by name. Each is asked for by itself,
+/// so that a later block's checks can tell them apart.
+fn left(
+    token: &Biscuit,
+    now: SystemTime,
+    tools: &[(String, Vec<u8>)],
+    constraints: &[(String, String)],
+) -> Result<Vec<GrantedTool>, GrantError> {
+    let began = Instant::now();
+    let mut granted = Vec::new();
+    let mut taken_away = None;
+    for (name, digest) in tools {
+        let name = ToolName::parse(name)
+            .map_err(|_| GrantError::Malformed("it grants what is no tool name"))?;
+        let definition_sha256 = digest
+            .as_slice()
+            .try_into()
+            .map_err(|_| GrantError::Malformed("it pins what is no SHA-256"))?;
+        if began.elapsed() > VERIFY_ALL_TIME_MAX {
+            return Err(GrantError::TooCostly("its tools take too long together".to_owned()));
+        }
+        match authorizer(token, now, Some(&name))?.authorize() {
+            Ok(_) => {
+                let of_it = constraints.iter().filter(|(tool, _)| tool == name.as_str());
+                let constraints = of_it.map(|(_, text)| text.clone()).collect();
+                granted.push(GrantedTool { name, definition_sha256, constraints });
+            }
+            Err(error::Token::FailedLogic(why)) => taken_away = Some(why.to_string()),
+            Err(other) => return Err(engine(other)),
+        }
+    }
+    if let (true, Some(why)) = (granted.is_empty(), taken_away) {
+        return Err(GrantError::NothingLeft(crate::cut(&why, 512)));
+    }
+    granted.sort_by(|a, b| a.name.cmp(&b.name));
+    if granted.windows(2).any(|pair| pair[0].name == pair[1].name) {
+        return Err(GrantError::Malformed("it grants one tool twice"));
+    }
+    Ok(granted)
 }
 
 /// The smallest of a budget's facts.

@@ -3,9 +3,8 @@
 use std::time::{Duration, SystemTime};
 
 use forge_protocol::broker::{GrantClaims, GrantedTool};
-use forge_protocol::limits::{
-    CONSTRAINTS_MAX, GRANTED_TOOLS_MAX, PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX,
-};
+use forge_protocol::limits::{CONSTRAINTS_MAX, GRANTED_TOOLS_MAX};
+use forge_protocol::name::{is_principal, is_session};
 
 use super::GrantError;
 use super::shape::unix_s;
@@ -61,21 +60,10 @@ impl Terms {
 
 /// That a session's name can be one.
 pub(super) fn check_session(session: &str) -> Result<(), GrantError> {
-    if session.is_empty()
-        || session.len() > SESSION_BYTES_MAX
-        || session.chars().any(char::is_control)
-    {
-        return Err(GrantError::Session);
-    }
-    Ok(())
+    is_session(session).then_some(()).ok_or(GrantError::Session)
 }
 
+/// That a principal's name can be one.
 pub(super) fn check_principal(principal: &str) -> Result<(), GrantError> {
-    if principal.is_empty()
-        || principal.len() > PRINCIPAL_BYTES_MAX
-        || principal.chars().any(char::is_control)
-    {
-        return Err(GrantError::Principal);
-    }
-    Ok(())
+    is_principal(principal).then_some(()).ok_or(GrantError::Principal)
 }

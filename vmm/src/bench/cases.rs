@@ -17,7 +17,7 @@ use super::fixture::{self, PRINCIPAL, Served};
 use super::memory::{available_kib, wait_until_given_back};
 use super::program::Program;
 use super::quiet::wait_for_quiet;
-use super::{Case, Entry, Figure, Formula, Measure, toolcall};
+use super::{Case, Entry, Figure, Formula, Measure, said, toolcall};
 use crate::admission::KNOWN_MAX;
 use crate::link::{Link, Patience};
 use crate::machine::{self, Hypervisor, Image, PageMap, Watchdog};
@@ -134,10 +134,6 @@ const WARM: Formula = Formula::sum(&[
 ]);
 /// Two hops and one exit: both sides know the program.
 const WARM_PREPARED: Formula = Formula::sum(&[(2.0, "floor_socket"), (1.0, "floor_exit")]);
-
-fn said(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
 
 pub(super) fn request(job: Job, authority: Authority) -> Order {
     Order {

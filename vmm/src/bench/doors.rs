@@ -23,7 +23,7 @@ use super::cases::{RESET, quiet};
 use super::fixture::{self, PRINCIPAL, Served};
 use super::program::{self, Program};
 use super::quiet::wait_for_quiet;
-use super::{Case, Entry, Formula, Measure};
+use super::{Case, Entry, Formula, Measure, said};
 use crate::supervisor::Supervisor;
 
 pub(super) const ENTRIES: &[Entry] = &[
@@ -61,10 +61,6 @@ pub(super) const ENTRIES: &[Entry] = &[
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(30);
 /// The most of an answer's head, in bytes.
 const HEAD_BYTES_MAX: usize = 16 * 1024;
-
-fn said(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
 
 /// A way to a service.
 trait Door {

@@ -14,6 +14,7 @@ use forge_protocol::service::Order;
 use forge_protocol::worker::Reuse;
 
 use super::program::{self, Program};
+use super::said;
 use crate::broker::{Broker, BrokerOptions};
 use crate::pool::PoolOptions;
 use crate::supervisor::{Supervisor, SupervisorOptions};
@@ -24,10 +25,6 @@ use forge_client::blocking::Client;
 const START_TIME_MAX: Duration = Duration::from_secs(30);
 /// Whose runs the benched ones are.
 pub(super) const PRINCIPAL: &str = "bench";
-
-fn said(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
 
 /// `forge-vmm`: this executable, or for a bench that only links the library
 /// the one that the environment names.

@@ -481,6 +481,11 @@ fn host_info() -> HostInfo {
     }
 }
 
+/// Why a case cannot be made or measured, in its cause's words.
+fn said(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,7 +17,7 @@ use serde_json::Value;
 use super::cases::RESET;
 use super::fixture::{self, Served};
 use super::program::{self, Program};
-use super::{Entry, Figure, Measure, stats};
+use super::{Entry, Figure, Measure, said, stats};
 use crate::pool::PoolOptions;
 
 pub(super) const ENTRIES: &[Entry] = &[
@@ -46,10 +46,6 @@ const TIMES: usize = 10;
 const RUNS: usize = 100;
 /// Places in the queue for each run at once.
 const QUEUE_RUNS: usize = 3;
-
-fn said(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
 
 struct Overload {
     served: Served,

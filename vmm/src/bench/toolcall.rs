@@ -21,7 +21,7 @@ use forge_protocol::name::ToolName;
 use super::cases::{RESET, quiet, request};
 use super::fixture::{self, PRINCIPAL};
 use super::program::Program;
-use super::{Case, Entry, Formula, Measure};
+use super::{Case, Entry, Formula, Measure, said};
 use crate::broker::Broker;
 use crate::link::{Link, Patience};
 use crate::report::Status;
@@ -83,10 +83,6 @@ const CONSTRAINTS: [&str; 3] = [
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(30);
 /// How long the grant of `authorise` is good: longer than any bench.
 const GRANT_VALID_S: u64 = 7 * 24 * 60 * 60;
-
-fn said(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
 
 fn name(tool: &str) -> Result<ToolName, String> {
     ToolName::parse(tool).map_err(said)

@@ -58,6 +58,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use forge_protocol::limits::{PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX};
+use forge_protocol::name::{is_principal, is_session};
 use forge_protocol::service::Order;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
@@ -207,7 +208,7 @@ impl Service {
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let (principal, tier) = (&order.principal, self.supervisor.tier());
-        if !is_name(principal) {
+        if !is_principal(principal) {
             let reason = format!(
                 "a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"
             );
@@ -217,7 +218,7 @@ impl Service {
             let reason = not_theirs(principal);
             return (RunResult::unstarted(tier, Status::Rejected, "forbidden", reason), None);
         }
-        if order.session.as_deref().is_some_and(|it| !is_text(it, SESSION_BYTES_MAX)) {
+        if order.session.as_deref().is_some_and(|it| !is_session(it)) {
             let reason = format!(
                 "a session's name has 1 to {SESSION_BYTES_MAX} bytes and no control characters"
             );
@@ -314,20 +315,9 @@ impl Service {
     }
 }
 
-/// Whether this names a principal, as the toolbroker has it, which is not asked
-/// for every run.
-fn is_name(principal: &str) -> bool {
-    is_text(principal, PRINCIPAL_BYTES_MAX)
-}
-
-/// Whether a name of so many bytes at most is one.
-fn is_text(name: &str, bytes_max: usize) -> bool {
-    (1..=bytes_max).contains(&name.len()) && !name.chars().any(char::is_control)
-}
-
 /// Why a client that names this principal is refused.
 fn not_theirs(principal: &str) -> String {
-    let named = if is_name(principal) { principal } else { "the principal that it names" };
+    let named = if is_principal(principal) { principal } else { "the principal that it names" };
     format!(
         "this client may not speak for {named}: name a principal that it may speak for \
          (--principal on the command line); forge.toml, [principals.<name>] uids, or cids over \

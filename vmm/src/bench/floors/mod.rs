@@ -11,7 +11,7 @@ use std::io::Write as _;
 use std::time::Instant;
 
 use super::fixture::Folder;
-use super::{Case, Entry, Figure, Measure};
+use super::{Case, Entry, Figure, Measure, said};
 
 pub(super) const ENTRIES: &[Entry] = &[
     floor("floor_kvm", "bare KVM: create a VM, one slot, one vCPU, one exit", bare::kvm),
@@ -93,10 +93,6 @@ const fn floor(name: &'static str, about: &'static str, make: Make) -> Entry {
 }
 
 type Make = fn() -> Result<Box<dyn Case>, String>;
-
-fn said(error: impl std::fmt::Display) -> String {
-    error.to_string()
-}
 
 /// What one commit appends to a write-ahead log of SQLite at least: a page
 /// and its head (<https://www.sqlite.org/fileformat2.html>, 4.1).

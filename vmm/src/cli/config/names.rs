@@ -5,6 +5,7 @@
 use std::net::IpAddr;
 
 use forge_protocol::limits::PRINCIPAL_BYTES_MAX;
+use forge_protocol::name::is_principal;
 
 /// Whether a name may be written with a port, which is then the only one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,10 +69,9 @@ pub(crate) fn no_origin(text: &str) -> Option<&'static str> {
     None
 }
 
-/// Why no principal is called this, as the toolbroker has it; `None` if one can be.
+/// Why no principal is called this; `None` if one can be.
 pub(crate) fn no_principal(name: &str) -> Option<String> {
-    let fits = (1..=PRINCIPAL_BYTES_MAX).contains(&name.len()) && !name.contains(char::is_control);
-    (!fits).then(|| {
+    (!is_principal(name)).then(|| {
         format!("a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters")
     })
 }
