@@ -125,7 +125,6 @@ pub(crate) fn read_at_start(
     }
     let Some(path) = config else { return Ok(found) };
     let all = tables(&read_text(path)?).map_err(|fault| fault.of(path))?;
-    let folder = path.parent().unwrap_or(Path::new(""));
     for (name, value) in all {
         let fields: &[&str] = match name.as_str() {
             // `[mcp]` is another command's.
@@ -133,7 +132,7 @@ pub(crate) fn read_at_start(
             "service" => &["socket", "mode", "vsock"],
             "http" => &["listen", "user"],
             _ => {
-                states_of(&name, &value, folder, &mut found);
+                states_of(&name, &value, &mut found);
                 found.insert(name, value);
                 continue;
             }
@@ -144,23 +143,24 @@ pub(crate) fn read_at_start(
     Ok(found)
 }
 
-/// The states of the files that are named in a table, by where they are.
-fn states_of(name: &str, value: &Value, folder: &Path, found: &mut BTreeMap<String, Value>) {
+/// The states of the files that are named in a table, by where they are. They are the
+/// toolbroker's, whose paths count from the working directory.
+fn states_of(name: &str, value: &Value, found: &mut BTreeMap<String, Value>) {
     match value {
         Value::Table(fields) => {
             for (field, value) in fields {
                 let name = format!("{name}.{field}");
                 match (field.as_str(), value) {
-                    ("file" | "openapi" | "age" | "identity", Value::String(file)) => {
-                        found.insert(name, state_of(&folder.join(file)));
+                    ("file" | "openapi" | "age" | "identity" | "ca_file", Value::String(file)) => {
+                        found.insert(name, state_of(Path::new(file)));
                     }
-                    _ => states_of(&name, value, folder, found),
+                    _ => states_of(&name, value, found),
                 }
             }
         }
         Value::Array(values) => {
             for (at, value) in values.iter().enumerate() {
-                states_of(&format!("{name}.{at}"), value, folder, found);
+                states_of(&format!("{name}.{at}"), value, found);
             }
         }
         _ => {}
@@ -314,8 +314,10 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("forge-named-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let at = |name: &str| folder.join(name);
-        let text = "[servers.a]\nopenapi = 'a.json'\ncredentials = { B = { file = 'b' } }\n\
+        let text = "[servers.a]\nopenapi = 'HERE/a.json'\nca_file = 'HERE/ca.pem'\n\
+                    credentials = { B = { file = 'HERE/b' } }\n\
                     [service]\nruns_max = 3\n[pool]\nready = 2";
+        let text = text.replace("HERE", folder.to_str().unwrap());
         std::fs::write(at("forge.toml"), text).unwrap();
         std::fs::write(at("mcp.json"), "{}").unwrap();
         std::fs::write(at("a.json"), "{}").unwrap();
@@ -325,6 +327,7 @@ mod tests {
         for (file, name) in [
             ("b", "servers.a.credentials.B.file"),
             ("a.json", "servers.a.openapi"),
+            ("ca.pem", "servers.a.ca_file"),
             ("mcp.json", "--mcp-config"),
         ] {
             std::fs::write(at(file), "{ }").unwrap();
