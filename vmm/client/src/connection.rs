@@ -54,6 +54,8 @@ struct Shared {
 struct Waiting {
     runs: HashMap<u64, Entry>,
     questions: HashMap<u64, Asker>,
+    /// Why nothing more is sent, where that is not the client's doing.
+    unsendable: Option<String>,
     /// Why nothing more comes.
     over: Option<String>,
 }
@@ -151,7 +153,7 @@ impl Client {
         wire::greeted(&frame)?;
         let (outgoing, unsent) = mpsc::channel(UNSENT_MAX);
         let shared = Arc::new(Shared { next: AtomicU64::new(1), waiting: Mutex::default() });
-        let writing = tokio::spawn(send(socket, unsent));
+        let writing = tokio::spawn(send(socket, Arc::clone(&shared), unsent));
         tokio::spawn(read_all(reader, Arc::clone(&shared), writing));
         Ok(Self { shared, outgoing })
     }
@@ -277,7 +279,9 @@ impl Shared {
     }
 
     fn gone(&self) -> ClientError {
-        let reason = self.waiting().over.clone();
+        let waiting = self.waiting();
+        let reason = waiting.over.as_ref().or(waiting.unsendable.as_ref()).cloned();
+        drop(waiting);
         let reason = reason.unwrap_or_else(|| "the connection is closed".into());
         std::io::Error::new(std::io::ErrorKind::ConnectionAborted, reason).into()
     }
@@ -407,9 +411,10 @@ impl Drop for Unanswered {
     }
 }
 
-async fn send(socket: Socket, mut unsent: mpsc::Receiver<Vec<u8>>) {
+async fn send(socket: Socket, shared: Arc<Shared>, mut unsent: mpsc::Receiver<Vec<u8>>) {
     while let Some(bytes) = unsent.recv().await {
-        if socket.write_all(&bytes).await.is_err() {
+        if let Err(error) = socket.write_all(&bytes).await {
+            shared.waiting().unsendable = Some(error.to_string());
             break;
         }
     }
@@ -418,9 +423,17 @@ async fn send(socket: Socket, mut unsent: mpsc::Receiver<Vec<u8>>) {
 
 async fn read_all(mut reader: Reader, shared: Arc<Shared>, writing: tokio::task::JoinHandle<()>) {
     let reason = loop {
-        // Nobody holds the client any more.
         if writing.is_finished() {
-            break "the client was dropped".to_owned();
+            let waiting = shared.waiting();
+            match &waiting.unsendable {
+                None => break "the client was dropped".to_owned(),
+                // What the service said before it went is read, as long as somebody
+                // waits for it.
+                Some(why) if waiting.runs.is_empty() && waiting.questions.is_empty() => {
+                    break why.clone();
+                }
+                Some(_) => {}
+            }
         }
         match reader.next(wire::may_come).await {
             Ok(frame) => {
@@ -602,5 +615,27 @@ mod tests {
         let talked = tokio::time::timeout(Duration::from_secs(30), talk).await;
         talked.expect("the two wait for each other");
         service.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_a_service_said_before_it_went_is_heard_though_nothing_can_be_sent() {
+        let (mut service, socket) = UnixStream::pair().unwrap();
+        say(&mut service, Kind::Hello, &Hello::ours(Role::Supervisor)).await;
+        let client = Client::over(socket).await.unwrap();
+        let run = client.submit(&order()).await.unwrap();
+        // The client's greeting and the start of its order.
+        service.read_exact(&mut [0; 64]).await.unwrap();
+        for _ in 0..3 {
+            let what = RunEvent::Output(vec![7]);
+            say(&mut service, Kind::Event, &Event { number: 1, what }).await;
+        }
+        let result = Finish { report: b"{}".to_vec(), artifacts: Vec::new() };
+        say(&mut service, Kind::Finished, &Finished { number: 1, result }).await;
+        drop(service);
+        let lost = client.submit(&order()).await.unwrap();
+        assert_eq!(run.finish().await.unwrap().report, b"{}");
+        lost.finish().await.unwrap_err();
+        let why = client.submit(&order()).await.unwrap_err().to_string();
+        assert!(!why.contains("dropped"), "{why}");
     }
 }
