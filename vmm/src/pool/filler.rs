@@ -19,7 +19,7 @@ const READY_TIME_MAX: Duration = Duration::from_secs(30);
 /// made or ended meanwhile; a run that finds none that has it loaded has one load it in
 /// its own time.
 pub(super) const PREPARE_TIME_MAX: Duration = Duration::from_secs(5);
-/// How long the filling thread waits after it failed.
+/// How long the filling thread makes nothing after it failed, whoever has run meanwhile.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// How often the filling thread looks for what nobody misses, and for what has
 /// something to say.
@@ -31,6 +31,7 @@ pub(super) fn fill(shared: &Shared) {
     let mut shelves = stock.lock();
     let mut looked = Instant::now();
     let mut failures = Failures::default();
+    let mut makes_from = looked;
     while !shelves.is_closing() {
         if looked.elapsed() >= LOOK_EVERY {
             looked = Instant::now();
@@ -52,7 +53,8 @@ pub(super) fn fill(shared: &Shared) {
             shelves.ended();
             continue;
         }
-        let Some(missing) = shelves.missing() else {
+        let rest = makes_from.saturating_duration_since(Instant::now());
+        let Some(missing) = shelves.missing().filter(|_| rest.is_zero()) else {
             let unmissed = shelves.let_go(Instant::now());
             if unmissed.is_some() {
                 drop(shelves);
@@ -60,7 +62,7 @@ pub(super) fn fill(shared: &Shared) {
                 shelves = stock.lock();
                 continue;
             }
-            shelves = stock.wait(shelves, LOOK_EVERY);
+            shelves = stock.wait(shelves, if rest.is_zero() { LOOK_EVERY } else { rest });
             continue;
         };
         drop(shelves);
@@ -81,7 +83,7 @@ pub(super) fn fill(shared: &Shared) {
                     tracing::warn!(reason = failure.message, "the pool cannot be filled");
                 }
                 shelves.give_up(&missing);
-                shelves = stock.wait(shelves, RETRY_AFTER);
+                makes_from = Instant::now() + RETRY_AFTER;
             }
         }
     }

@@ -12,6 +12,9 @@ use super::worker::Worker;
 /// How long it is listened to workers that are ended together. What an honest one
 /// says is there at once.
 const HEARD_TIME_MAX: Duration = Duration::from_millis(20);
+/// How long each of them is listened to all the same: one that begins a word and does not
+/// end it takes the others' time, and not their last words.
+const HEARD_TIME_LEAST: Duration = Duration::from_millis(1);
 
 /// The losses of a pool. Its clone counts on where it has got to.
 #[derive(Clone, Debug)]
@@ -61,11 +64,11 @@ impl Losses {
     /// Ends workers that nobody needs, and hears what they have to say. One whose
     /// run is over and that is not put back has nothing to.
     pub(super) fn end(&self, workers: impl IntoIterator<Item = Worker>) {
-        let until = Instant::now() + HEARD_TIME_MAX;
+        let ear = Ear::new();
         for worker in workers {
             let is_over = self.reuse == Reuse::Fresh && worker.runs() > 0;
             if !is_over && worker.speaks() {
-                self.note(&worker.last_word(until));
+                self.note(&worker.last_word(ear.until()));
             }
         }
     }
@@ -82,10 +85,10 @@ impl Losses {
     /// of no further use. Those that say the same, as when all are killed, are told
     /// together.
     pub(super) fn end_speaking(&self, workers: Vec<Worker>) {
-        let until = Instant::now() + HEARD_TIME_MAX;
+        let ear = Ear::new();
         let mut untold = BTreeMap::<_, usize>::new();
         for worker in workers {
-            let failure = worker.last_word(until);
+            let failure = worker.last_word(ear.until());
             if !self.tell(&failure) {
                 *untold.entry(failure.message).or_default() += 1;
             }
@@ -96,9 +99,23 @@ impl Losses {
     }
 }
 
+/// How long workers that are ended together are listened to.
+struct Ear(Instant);
+
+impl Ear {
+    fn new() -> Self {
+        Self(Instant::now() + HEARD_TIME_MAX)
+    }
+
+    /// Until when the next one is.
+    fn until(&self) -> Instant {
+        self.0.max(Instant::now() + HEARD_TIME_LEAST)
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use std::io::Read as _;
+    use std::io::{Read as _, Write as _};
     use std::os::unix::net::UnixStream;
 
     use forge_protocol::worker::Ready;
@@ -139,6 +156,17 @@ mod tests {
         let [kvm, gone] = lines[..] else { panic!("{said}") };
         assert!(kvm.contains("workers=1 reason=\"KVM: no\""), "{said}");
         assert!(gone.contains("workers=3 reason=\"the worker ended without a report\""), "{said}");
+    }
+
+    #[test]
+    fn a_worker_that_ends_no_word_takes_no_other_its_last_one() {
+        let (hangs, mut begins) = standing();
+        begins.write_all(&[1]).unwrap();
+        let (lies, mut theirs) = standing();
+        say(&mut theirs, &crate::pool::worker::tests::not_reset());
+        let losses = Losses::new(Reuse::Fresh);
+        losses.end_speaking(vec![hangs, lies]);
+        assert_eq!(losses.resets_disproven(), 1);
     }
 
     #[test]

@@ -145,7 +145,7 @@ impl Shelves {
     /// program need be loaded.
     pub(super) fn take(&mut self, key: &Key, usual: bool) -> Option<Worker> {
         if key.program.is_some()
-            && let Some(at) = self.programs.iter().position(|program| program.key == *key)
+            && let Some(at) = self.place_of(key)
             && let Some(program) = self.programs.remove(at)
         {
             self.programs.push_front(Program { used: Instant::now(), ..program });
@@ -173,7 +173,7 @@ impl Shelves {
     }
 
     /// One that was taken and was given no run. Gives it back if there is no more room
-    /// for it.
+    /// for it, or its program was forgotten meanwhile.
     pub(super) fn put_back(&mut self, key: &Key, worker: Worker, usual: bool) -> Option<Worker> {
         // No tenant has touched it.
         if usual && key.program.is_none() && worker.runs() == 0 {
@@ -183,7 +183,10 @@ impl Shelves {
             self.standing.push(worker);
             return None;
         }
-        self.give_back(key, worker)
+        match key.program.is_none() || self.place_of(key).is_some() {
+            true => self.give_back(key, worker),
+            false => Some(worker),
+        }
     }
 
     /// After the run of a worker that is of no further use. Gives it back if
@@ -237,7 +240,7 @@ impl Shelves {
 
     /// Keeps VMs prepared with a program from now on.
     pub(super) fn keep_prepared(&mut self, key: &Key, order: Prepare) {
-        if self.programs.iter().any(|program| program.key == *key) {
+        if self.place_of(key).is_some() {
             return;
         }
         let (order, used) = (Arc::new(order), Instant::now());
@@ -247,6 +250,11 @@ impl Shelves {
         {
             self.forget(least);
         }
+    }
+
+    /// The place of a program that VMs are kept prepared for.
+    fn place_of(&self, key: &Key) -> Option<usize> {
+        self.programs.iter().position(|program| program.key == *key)
     }
 
     /// Keeps no VM prepared with the program at this place any more.
@@ -299,7 +307,7 @@ impl Shelves {
     pub(super) fn add(&mut self, missing: Missing, worker: Worker) -> Option<Worker> {
         match missing {
             Missing::Standing => self.standing.push(worker),
-            Missing::Prepared(key, _) if self.programs.iter().any(|it| it.key == key) => {
+            Missing::Prepared(key, _) if self.place_of(&key).is_some() => {
                 self.owned.push((key, worker));
             }
             Missing::Prepared(..) => return Some(worker),
@@ -308,10 +316,12 @@ impl Shelves {
     }
 
     /// What was missing cannot be made. A program that cannot be prepared is
-    /// not tried again until somebody asks for it.
+    /// forgotten until somebody asks for it.
     pub(super) fn give_up(&mut self, missing: &Missing) {
-        if let Missing::Prepared(key, _) = missing {
-            self.programs.retain(|program| program.key != *key);
+        if let Missing::Prepared(key, _) = missing
+            && let Some(at) = self.place_of(key)
+        {
+            self.forget(at);
         }
     }
 
@@ -472,7 +482,9 @@ mod tests {
         assert!(shelves.put_back(&key("a"), worker(), true).is_some(), "as many as should");
         assert!(shelves.take(&key("b"), true).is_some(), "it is nobody's");
         // What is prepared, or of another size, is its tenant's.
-        let (prepared, _) = prepared(1);
+        let (prepared, order) = prepared(1);
+        assert!(shelves.put_back(&prepared, worker(), true).is_some(), "nobody looks for it");
+        shelves.keep_prepared(&prepared, order);
         assert!(shelves.put_back(&prepared, worker(), true).is_none());
         assert!(shelves.put_back(&key("a"), worker(), false).is_none());
         assert!(shelves.take(&key("b"), true).is_none() && shelves.take(&prepared, true).is_some());
@@ -558,5 +570,18 @@ mod tests {
         // Until somebody asks for it.
         shelves.keep_prepared(&key, order);
         assert!(shelves.missing().is_some());
+    }
+
+    #[test]
+    fn where_one_vm_more_cannot_be_prepared_those_that_were_go_with_their_program() {
+        let mut shelves = shelves(2, 4, Reuse::Fresh);
+        fill(&mut shelves);
+        let (key, order) = prepared(1);
+        shelves.keep_prepared(&key, order);
+        let first = shelves.missing().unwrap();
+        assert!(shelves.add(first, worker()).is_none());
+        let second = shelves.missing().unwrap();
+        shelves.give_up(&second);
+        assert_eq!((shelves.owned.len(), shelves.take_spent().len()), (0, 1));
     }
 }
