@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -43,6 +43,9 @@ const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
 const WORD_TIME_MAX: Duration = Duration::from_secs(5);
 /// How long the end of an idle broker is waited for.
 const CLOSE_TIME_MAX: Duration = Duration::from_millis(200);
+/// How long a broker that closes its link before it has said a word may take to end. What
+/// it ends with says why it cannot serve.
+const END_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Why the broker gave no answer, or no good one.
 #[derive(Debug, thiserror::Error)]
@@ -373,20 +376,21 @@ impl Broker {
         let greeted = broker.control.greet(patience);
         match greeted.and_then(|it| it.ok_or(BrokerError::NoAnswer(REQUEST_TIME_MAX))) {
             Ok(()) => Ok(broker),
-            Err(BrokerError::Lost(error)) => match lock(&broker.child).wait() {
-                Ok(status) if status.code() == Some(EXIT_CONFIGURATION) => {
-                    Err(BrokerError::Configuration)
-                }
-                Ok(status) if status.code() == Some(EXIT_SHORT) => Err(BrokerError::Short),
-                _ => Err(BrokerError::Lost(error)),
-            },
             Err(error) => {
+                let status = match error {
+                    BrokerError::Lost(_) => broker.ended_within(END_TIME_MAX).ok().flatten(),
+                    _ => None,
+                };
                 // It carried nothing out yet, and nobody will wait for it.
                 let mut child = lock(&broker.child);
                 let _ = child.kill();
                 let _ = child.wait();
                 drop(child);
-                Err(error)
+                Err(match status.and_then(|it| it.code()) {
+                    Some(EXIT_CONFIGURATION) => BrokerError::Configuration,
+                    Some(EXIT_SHORT) => BrokerError::Short,
+                    _ => error,
+                })
             }
         }
     }
@@ -429,16 +433,21 @@ impl Broker {
     /// How its process ended, for a reader, where it has or is about to: its link
     /// closes a little before.
     pub(crate) fn how_it_ended(&self) -> String {
-        let until = Instant::now() + CLOSE_TIME_MAX;
+        match self.ended_within(CLOSE_TIME_MAX) {
+            Ok(Some(status)) => status.to_string(),
+            Ok(None) => "it runs yet, but closed its link".into(),
+            Err(error) => format!("the kernel does not say: {error}"),
+        }
+    }
+
+    /// How its process, which closed its link, ended; `None` where it goes on.
+    fn ended_within(&self, time: Duration) -> io::Result<Option<ExitStatus>> {
+        let until = Instant::now() + time;
         let mut child = lock(&self.child);
         loop {
-            match child.try_wait() {
-                Ok(Some(status)) => return status.to_string(),
-                Ok(None) if Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(2));
-                }
-                Ok(None) => return "it runs yet, but closed its link".into(),
-                Err(error) => return format!("the kernel does not say: {error}"),
+            match child.try_wait()? {
+                None if Instant::now() < until => std::thread::sleep(Duration::from_millis(2)),
+                status => return Ok(status),
             }
         }
     }
@@ -598,11 +607,7 @@ impl Drop for Broker {
         // It may still follow calls that it dispatched, and it is right to:
         // it is not waited for beyond a moment, and never ended.
         self.close();
-        let until = Instant::now() + CLOSE_TIME_MAX;
-        let mut child = lock(&self.child);
-        while matches!(child.try_wait(), Ok(None)) && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        let _ = self.ended_within(CLOSE_TIME_MAX);
     }
 }
 
