@@ -86,6 +86,27 @@ enum Standing {
     Failed(Arc<str>),
 }
 
+impl Standing {
+    fn working(&self) -> Result<(), Unwritable> {
+        match self {
+            Self::Failed(reason) => Err(Unwritable { reason: Arc::clone(reason) }),
+            Self::Untried | Self::Good => Ok(()),
+        }
+    }
+}
+
+/// Dropped by the writer's thread as it ends. One that panics writes nothing more, and
+/// whoever waits for it has to hear of it.
+struct Last(Arc<Shared>);
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail("its writer panicked, which is a bug");
+        }
+    }
+}
+
 /// Who decides where the journal is.
 #[derive(Clone, Debug)]
 pub enum Place {
@@ -106,7 +127,12 @@ impl Journal {
             writer: Mutex::default(),
         });
         let writer = Writer { place, store: None, shared: Arc::clone(&shared), metrics };
-        match std::thread::Builder::new().name("journal".into()).spawn(|| writer.write()) {
+        let last = Last(Arc::clone(&shared));
+        let writes = move || {
+            let _last = last;
+            writer.write();
+        };
+        match std::thread::Builder::new().name("journal".into()).spawn(writes) {
             Ok(thread) => *lock(&shared.writer) = Some(thread),
             Err(error) => shared.fail(&format!("no thread for it: {error}")),
         }
@@ -194,17 +220,15 @@ impl Journal {
         let over = |progress: &Progress| {
             progress.durable >= ticket || matches!(progress.standing, Standing::Failed(_))
         };
-        // Not one expression: what is waited for holds a lock that `working`
-        // takes as well.
-        let durable = progress.wait_for(over).await.is_ok_and(|it| it.durable >= ticket);
-        if durable { Ok(()) } else { self.working() }
+        let came = progress.wait_for(over).await;
+        let came = came.map_err(|_| Unwritable { reason: "its writer is gone".into() })?;
+        // By what was seen, and not by how it stands since: a later commit that went well
+        // may have had no room for this record.
+        if came.durable >= ticket { Ok(()) } else { came.standing.working() }
     }
 
     fn working(&self) -> Result<(), Unwritable> {
-        match &self.0.progress.borrow().standing {
-            Standing::Failed(reason) => Err(Unwritable { reason: Arc::clone(reason) }),
-            Standing::Untried | Standing::Good => Ok(()),
-        }
+        self.0.progress.borrow().standing.working()
     }
 
     /// Commits what is left and closes the file; if that fails, it leaves the
@@ -393,6 +417,24 @@ mod tests {
         let mut kinds = read.prepare("SELECT kind FROM records ORDER BY seq").unwrap();
         let kinds = kinds.query_map([], |row| row.get(0)).unwrap();
         kinds.collect::<Result<_, _>>().unwrap()
+    }
+
+    #[test]
+    fn a_writer_that_panics_leaves_nobody_waiting_and_no_call_unrecorded() {
+        let folder = tempfile::tempdir().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let place = Place::Folder(folder.path().into());
+        let journal = Journal::new(place, Arc::new(Metrics::default()));
+        runtime.block_on(journal.intend(intent(), true)).unwrap();
+        let shared = Arc::clone(&journal.0);
+        let writer = std::thread::spawn(move || {
+            let _last = Last(shared);
+            panic!("on purpose");
+        });
+        assert!(writer.join().is_err());
+        assert!(!journal.is_ready());
+        let refused = runtime.block_on(journal.intend(intent(), false)).unwrap_err();
+        assert!(refused.to_string().contains("panicked"), "{refused}");
     }
 
     #[test]
