@@ -181,7 +181,7 @@ mod tests {
         let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
         client.set_nonblocking(true).unwrap();
         let bytes = vec![7; 3 * SEND_BYTES];
-        let mut taken = 0;
+        let (all, mut taken) = (bytes.len(), 0);
         std::thread::scope(|scope| {
             let (free, is_free) = std::sync::mpsc::channel();
             let (seen, go_on) = std::sync::mpsc::channel();
@@ -193,15 +193,19 @@ mod tests {
                 connection.send_frame(&bytes, || true, before_end).unwrap();
             });
             let mut piece = vec![0; SEND_BYTES];
-            while taken < 2 * SEND_BYTES {
+            let mut has_heard = false;
+            loop {
                 match (&client).read(&mut piece) {
                     Ok(read) => taken += read,
-                    Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+                    // Whatever was sent before is taken.
+                    Err(_) if has_heard => break,
+                    Err(error) => {
+                        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                        has_heard = is_free.try_recv().is_ok();
+                    }
                 }
             }
-            is_free.recv().unwrap();
-            let more = (&client).read(&mut piece).unwrap_err();
-            assert_eq!(more.kind(), io::ErrorKind::WouldBlock, "it has not all of it");
+            assert!((1..=SEND_BYTES).contains(&(all - taken)), "{taken} of {all}");
             seen.send(()).unwrap();
         });
     }
