@@ -34,6 +34,8 @@ struct State {
     operators: VecDeque<Arc<Connection>>,
     others: VecDeque<Arc<Connection>>,
     idle: usize,
+    /// Of the threads, those that were started and have not looked yet.
+    starting: usize,
     threads: usize,
     handed: u64,
 }
@@ -80,12 +82,16 @@ impl Crew {
 
     fn start(&self, mut state: MutexGuard<'_, State>) {
         state.threads += 1;
+        state.starting += 1;
         drop(state);
         let shared = Arc::clone(&self.0);
         let started =
             std::thread::Builder::new().name("client".into()).spawn(move || shared.work());
         if let Err(error) = started {
-            lock(&self.0.state).threads -= 1;
+            let mut state = lock(&self.0.state);
+            state.threads -= 1;
+            state.starting -= 1;
+            drop(state);
             // Another thread takes it when it is free, or [`Self::look`] finds one.
             static SAID: Seldom = Seldom::new();
             if SAID.is_due() {
@@ -119,7 +125,7 @@ impl State {
     /// of them.
     fn wants_thread(&self) -> bool {
         let most = self.most + if self.operators.is_empty() { 0 } else { OPERATORS_OWN };
-        self.waiting() > self.idle && self.threads < most
+        self.waiting() > self.idle + self.starting && self.threads < most
     }
 
     /// The next connection for a thread that has nothing to do. Those that are
@@ -143,6 +149,7 @@ impl Drop for Place<'_> {
 impl Shared {
     fn work(&self) {
         let place = Place(self);
+        lock(&self.state).starting -= 1;
         while let Some(connection) = self.next() {
             // A bug of ours costs one connection.
             let attended = catch_unwind(AssertUnwindSafe(|| connection.attend()));
@@ -201,6 +208,19 @@ mod tests {
         }));
         assert!(panicked.is_err());
         assert_eq!(crew.threads(), 0);
+    }
+
+    #[test]
+    fn a_connection_that_a_thread_was_started_for_has_no_second_one_started() {
+        let crew = Crew::new(4);
+        let (_client, ours) = UnixStream::pair().unwrap();
+        let stranger = Connection::accept(Weak::new(), 1, ours, Peer::Stranger).unwrap();
+        // Until it is attended to, which a thread that has the lock keeps it from.
+        let mut state = lock(&crew.0.state);
+        state.others.push_back(stranger);
+        assert!(state.wants_thread());
+        state.starting += 1;
+        assert!(!state.wants_thread());
     }
 
     #[test]

@@ -206,37 +206,15 @@ impl Server {
         service.watch.always(self.signals.as_raw_fd(), SIGNALS)?;
         notify(Standing::Ready);
         let mut ending = None;
-        let mut events = [EpollEvent::default(); EVENTS];
         let mut next = 0;
         loop {
-            let waited = service.watch.0.wait(
-                ending.as_ref().map_or(LOOK_EVERY, Ending::look_in).as_millis() as i32,
-                &mut events,
-            );
-            let happened = match waited {
-                Ok(events_there) => &events[..events_there],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => &[],
-                Err(error) => return Err(error),
-            };
-            for event in happened {
-                match event.data() {
-                    SIGNALS => {
-                        let _ = self.signals.read();
-                    }
-                    LISTENER => accept(&service, &mut next, || {
-                        self.listener.accept().map(|(socket, _)| Arrival::unix(socket))
-                    })?,
-                    VSOCK_LISTENER => {
-                        if let Some(vsock) = &self.vsock {
-                            accept(&service, &mut next, || vsock.accept())?;
-                        }
-                    }
-                    AWAKE => service.look_at_cpus(),
-                    number => service.attend_to(number),
-                }
-            }
-            service.drop_the_slow();
-            service.crew.look();
+            let time = ending.as_ref().map_or(LOOK_EVERY, Ending::look_in);
+            service.turn(time, |listener| match (listener, &self.vsock) {
+                (VSOCK_LISTENER, Some(vsock)) => accept(&service, &mut next, || vsock.accept()),
+                _ => accept(&service, &mut next, || {
+                    self.listener.accept().map(|(socket, _)| Arrival::unix(socket))
+                }),
+            })?;
             if RELOAD_ASKED.swap(false, Ordering::AcqRel) {
                 service.load_again(&load);
             }
@@ -318,27 +296,16 @@ pub fn serve_connection(
     let service = Service::new(Arc::clone(supervisor), options, wake)?;
     service.watch.always(service.wake.as_raw_fd(), SIGNALS)?;
     service.welcome(0, Arrival::unix(socket));
-    let mut events = [EpollEvent::default(); EVENTS];
-    while !lock(&service.connections).is_empty() || service.is_busy() {
-        match service.watch.0.wait(LOOK_EVERY.as_millis() as i32, &mut events) {
-            Ok(there) => {
-                for event in &events[..there] {
-                    match event.data() {
-                        SIGNALS => {
-                            let _ = service.wake.read();
-                        }
-                        AWAKE => service.look_at_cpus(),
-                        number => service.attend_to(number),
-                    }
-                }
+    loop {
+        if lock(&service.connections).is_empty() {
+            // Whatever ends then wakes the loop.
+            service.drain();
+            if service.is_drained() {
+                return Ok(());
             }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
         }
-        service.drop_the_slow();
-        service.crew.look();
+        service.turn(LOOK_EVERY, |_| Ok(()))?;
     }
-    Ok(())
 }
 
 impl Drop for Server {
@@ -352,6 +319,32 @@ impl Drop for Server {
 pub(super) type Connections = HashMap<u64, Arc<Connection>>;
 
 impl Service {
+    /// A turn of the event loop: waits for something to happen, no longer than so, and
+    /// sees to it. Who connects is left to `accept`, with the listener's number.
+    fn turn(
+        &self,
+        time: Duration,
+        mut accept: impl FnMut(u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut events = [EpollEvent::default(); EVENTS];
+        let happened = match self.watch.0.wait(time.as_millis() as i32, &mut events) {
+            Ok(happened) => happened,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+            Err(error) => return Err(error),
+        };
+        for event in &events[..happened] {
+            match event.data() {
+                SIGNALS => drop(self.wake.read()),
+                AWAKE => self.look_at_cpus(),
+                listener @ (LISTENER | VSOCK_LISTENER) => accept(listener)?,
+                number => self.attend_to(number),
+            }
+        }
+        self.drop_the_slow();
+        self.crew.look();
+        Ok(())
+    }
+
     fn welcome(self: &Arc<Self>, number: u64, arrival: Arrival) {
         let peer = match arrival.peer(&self.options().principals) {
             Ok(peer) => peer,
