@@ -26,6 +26,8 @@ use sha2::{Digest as _, Sha256};
 use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns, translation_bytes_max};
 use crate::pattern_read::read_as_javascript;
 use crate::schema_cost::{Cost, Plan, compiled_places_bytes_max};
+use crate::schema_read::{Of, as_meant};
+pub use crate::violation::Violations;
 
 /// Tools of one server.
 pub(crate) const TOOLS_MAX: usize = 2_000;
@@ -33,12 +35,8 @@ pub(crate) const TOOLS_MAX: usize = 2_000;
 const DEFINITION_BYTES_MAX: usize = 256 * 1024;
 /// A server's own annotations of one tool, in bytes; more is cut.
 const ADVICE_BYTES_MAX: usize = 1024;
-/// Violations named in one refusal.
-const VIOLATIONS_MAX: usize = 5;
-/// One of them, in bytes; more is cut.
-const VIOLATION_BYTES_MAX: usize = 512;
-/// The place in the schema of one of them, in bytes; more is cut.
-const PLACE_BYTES_MAX: usize = 128;
+/// Why a schema does not compile, in bytes; more is cut.
+const REASON_BYTES_MAX: usize = 512;
 /// What one compiled schema may take without its patterns, in bytes: of 30,000
 /// parts, or fewer with long names above them.
 const SCHEMA_BYTES_MAX: usize = 16 * 1024 * 1024;
@@ -101,24 +99,6 @@ impl CompiledRoom {
     }
 }
 
-/// How a value does not fit a schema: at most five violations.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Violations {
-    /// What is wrong, and where in the value. They quote the value.
-    pub texts: Vec<String>,
-    /// The places in the schema that do not hold, as JSON pointers; none where to
-    /// look for them would be too much work. Nothing of the value is in them, not
-    /// even the name of a member, which whoever wrote the value may have chosen.
-    pub places: Vec<String>,
-}
-
-impl Violations {
-    /// The value as a whole.
-    fn whole(text: String) -> Self {
-        Self { texts: vec![text], places: Vec::new() }
-    }
-}
-
 /// Why a tool that a server lists is not offered.
 #[derive(Debug, thiserror::Error)]
 pub enum DefinitionError {
@@ -172,7 +152,8 @@ impl Tool {
     ) -> Result<Self, DefinitionError> {
         let output_schema = listed.output_schema.clone().map(Value::Object);
         let mut tool = Self::unheld(room, server, listed)?;
-        let result = output_schema.as_ref().map(|it| Schema::compile(it, room)).transpose();
+        let result =
+            output_schema.as_ref().map(|it| Schema::compile(it, Of::Result, room)).transpose();
         tool.result = result.map_err(DefinitionError::OutputSchema)?;
         Ok(tool)
     }
@@ -211,7 +192,8 @@ impl Tool {
             .finalize()
             .into();
 
-        let arguments = Schema::compile(&input_schema, room).map_err(DefinitionError::Schema)?;
+        let arguments = Schema::compile(&input_schema, Of::Arguments, room);
+        let arguments = arguments.map_err(DefinitionError::Schema)?;
         let spec = ToolSpec {
             name,
             description: listed.description.unwrap_or_default(),
@@ -285,11 +267,11 @@ impl Tool {
 }
 
 impl Schema {
-    /// Compiles a schema that may refer to nothing outside itself. Draft
+    /// Compiles a schema that may refer to nothing outside itself, as it is meant. Draft
     /// 2020-12 holds where `$schema` names no other.
-    fn compile(schema: &Value, room: &mut CompiledRoom) -> Result<Self, String> {
-        let read = read_as_javascript(schema);
-        let schema = read.as_ref().unwrap_or(schema);
+    fn compile(schema: &Value, of: Of, room: &mut CompiledRoom) -> Result<Self, String> {
+        let meant = as_meant(schema, of);
+        let schema = &read_as_javascript(&meant).unwrap_or(meant);
         let cost = Cost::of(schema)?;
         let (mut bytes, mut nones) = (0_usize, Vec::new());
         for pattern in patterns(schema) {
@@ -357,7 +339,7 @@ impl Schema {
         if !names_a_draft {
             options = options.with_draft(Draft::Draft202012);
         }
-        options.build(schema).map_err(|why| crate::cut(&why.to_string(), VIOLATION_BYTES_MAX))
+        options.build(schema).map_err(|why| crate::cut(&why.to_string(), REASON_BYTES_MAX))
     }
 
     /// Holds a value, called `whole`, against the schema, on a stack that is
@@ -391,18 +373,7 @@ impl Schema {
                 "{whole}: not what the schema asks; to say where would take too much work"
             )));
         }
-        let (texts, places) = self
-            .validator
-            .iter_errors(value)
-            .take(VIOLATIONS_MAX)
-            .map(|violation| {
-                let place = violation.instance_path().to_string();
-                let place = if place.is_empty() { whole } else { &place };
-                let text = crate::cut(&format!("{place}: {violation}"), VIOLATION_BYTES_MAX);
-                (text, crate::cut(violation.schema_path().as_str(), PLACE_BYTES_MAX))
-            })
-            .unzip();
-        Err(Violations { texts, places })
+        Err(Violations::of(self.validator.iter_errors(value), whole))
     }
 }
 

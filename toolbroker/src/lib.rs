@@ -65,6 +65,7 @@ pub mod registry;
 pub mod retrieval;
 pub mod review;
 mod schema_cost;
+mod schema_read;
 pub mod secret;
 pub mod state;
 pub mod stranger;
@@ -73,6 +74,7 @@ mod turns;
 pub mod upstream;
 mod uri;
 pub mod verified;
+mod violation;
 
 pub(crate) use forge_protocol::hex::hex;
 

@@ -8,10 +8,10 @@
 use serde_json::{Map, Value};
 
 /// Members of a schema that are data, whatever is in them.
-const DATA: [&str; 5] = ["const", "enum", "default", "examples", "example"];
+pub(crate) const DATA: [&str; 5] = ["const", "enum", "default", "examples", "example"];
 
 /// Members of a schema whose members are schemas, whatever they are called.
-const OF_SCHEMAS: [&str; 4] = ["properties", "$defs", "definitions", "dependentSchemas"];
+pub(crate) const OF_SCHEMAS: [&str; 4] = ["properties", "$defs", "definitions", "dependentSchemas"];
 
 /// The same schema with its patterns so written; `None` if nothing in it differs.
 pub(crate) fn read_as_javascript(schema: &Value) -> Option<Value> {

@@ -11,6 +11,7 @@
 use serde_json::{Map, Value};
 
 use super::Refusal;
+use crate::schema_read::say_exclusive_bounds;
 
 /// Schemas and lists of one operation.
 const NODES_MAX: usize = 20_000;
@@ -265,25 +266,6 @@ fn say_null(schema: &mut Map<String, Value>) {
             && !values.contains(&Value::Null)
         {
             values.push(Value::Null);
-        }
-    }
-}
-
-/// How 3.0 says that a bound is exclusive. Documents that were made 3.1 by their first
-/// line alone say it so too, and JSON Schema has another meaning for no boolean.
-fn say_exclusive_bounds(schema: &mut Map<String, Value>) {
-    for (exclusive, bound) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
-        match schema.get(exclusive) {
-            Some(Value::Bool(true)) => {
-                schema.remove(exclusive);
-                if let Some(value) = schema.remove(bound) {
-                    schema.insert(exclusive.into(), value);
-                }
-            }
-            Some(Value::Bool(false)) => {
-                schema.remove(exclusive);
-            }
-            _ => {}
         }
     }
 }

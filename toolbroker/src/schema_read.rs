@@ -1,0 +1,160 @@
+//! A schema as whoever wrote it meant it.
+//!
+//! Most schemas of tools are made by libraries, and some of these write what no draft
+//! has and everybody understands: `null` for a keyword that says nothing (a list that is
+//! nil in Go), a name twice under `required`, the tuples and bounds of older drafts. Such
+//! a tool is offered all the same. All else is left as it is.
+
+use serde_json::{Map, Value};
+
+use crate::pattern_read::{DATA, OF_SCHEMAS};
+
+/// What a schema is held against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Of {
+    /// Arguments. What has a default may be left out, also where it stands under
+    /// `required`: libraries whose schemas tell what the tool works with (zod's) list
+    /// it there, and the server fills it in.
+    Arguments,
+    /// A result, which keeps all that is promised.
+    Result,
+}
+
+/// The schema as it is meant.
+pub(crate) fn as_meant(schema: &Value, of: Of) -> Value {
+    let mut meant = schema.clone();
+    let is_newest = match schema.get("$schema").and_then(Value::as_str) {
+        Some(draft) => draft.contains("2020-12"),
+        None => true,
+    };
+    mend(&mut meant, is_newest, of);
+    meant
+}
+
+fn mend(schema: &mut Value, is_newest: bool, of: Of) {
+    match schema {
+        Value::Array(schemas) => schemas.iter_mut().for_each(|it| mend(it, is_newest, of)),
+        Value::Object(members) => {
+            members.retain(|key, said| {
+                !said.is_null() || key != "enum" && DATA.contains(&key.as_str())
+            });
+            mend_required(members, of);
+            if is_newest {
+                say_exclusive_bounds(members);
+                say_tuples(members);
+            }
+            for (key, member) in members {
+                match member {
+                    _ if DATA.contains(&key.as_str()) => {}
+                    Value::Object(named)
+                        if OF_SCHEMAS.contains(&key.as_str()) || key == "patternProperties" =>
+                    {
+                        named.values_mut().for_each(|it| mend(it, is_newest, of));
+                    }
+                    member => mend(member, is_newest, of),
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+fn mend_required(schema: &mut Map<String, Value>, of: Of) {
+    let Some(Value::Array(listed)) = schema.get("required") else { return };
+    let properties = schema.get("properties");
+    let has_default = |name: &Value| {
+        let property = name.as_str().and_then(|name| properties?.get(name));
+        property.is_some_and(|property| property.get("default").is_some())
+    };
+    let mut required: Vec<Value> = Vec::with_capacity(listed.len());
+    for name in listed {
+        if !(of == Of::Arguments && has_default(name)) && !required.contains(name) {
+            required.push(name.clone());
+        }
+    }
+    schema.insert("required".into(), required.into());
+}
+
+/// How older drafts, and OpenAPI 3.0, say that a bound is exclusive. JSON Schema has
+/// another meaning for no boolean.
+pub(crate) fn say_exclusive_bounds(schema: &mut Map<String, Value>) {
+    for (exclusive, bound) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
+        match schema.get(exclusive) {
+            Some(Value::Bool(true)) => {
+                schema.remove(exclusive);
+                if let Some(value) = schema.remove(bound) {
+                    schema.insert(exclusive.into(), value);
+                }
+            }
+            Some(Value::Bool(false)) => {
+                schema.remove(exclusive);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// How older drafts have a schema for each place of a list.
+fn say_tuples(schema: &mut Map<String, Value>) {
+    if !matches!(schema.get("items"), Some(Value::Array(_))) || schema.contains_key("prefixItems") {
+        return;
+    }
+    if let Some(places) = schema.remove("items") {
+        schema.insert("prefixItems".into(), places);
+    }
+    if let Some(rest) = schema.remove("additionalItems") {
+        schema.insert("items".into(), rest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn of_arguments(schema: Value) -> Value {
+        as_meant(&schema, Of::Arguments)
+    }
+
+    #[test]
+    fn what_no_draft_has_and_everybody_understands_is_read_as_that() {
+        for (written, meant) in [
+            (json!({"required": null, "properties": null, "enum": null}), json!({})),
+            (json!({"required": ["a", "b", "a"]}), json!({"required": ["a", "b"]})),
+            (
+                json!({"properties": {"n": {"minimum": 0, "exclusiveMinimum": true}}}),
+                json!({"properties": {"n": {"exclusiveMinimum": 0}}}),
+            ),
+            (
+                json!({"items": [{"type": "string"}, {"items": null}], "additionalItems": false}),
+                json!({"prefixItems": [{"type": "string"}, {}], "items": false}),
+            ),
+        ] {
+            assert_eq!(of_arguments(written.clone()), meant, "{written}");
+        }
+    }
+
+    #[test]
+    fn what_has_a_default_may_be_left_out_of_arguments_and_not_of_a_result() {
+        let schema = json!({"anyOf": [{"required": ["a", "b"],
+            "properties": {"a": {"default": null}, "b": {"type": "string"}}}]});
+        assert_eq!(of_arguments(schema.clone())["anyOf"][0]["required"], json!(["b"]));
+        assert_eq!(as_meant(&schema, Of::Result), schema);
+    }
+
+    #[test]
+    fn data_names_and_older_drafts_are_left_as_they_are() {
+        for schema in [
+            json!({"const": null, "default": {"required": null}, "enum": [null, {"items": null}]}),
+            json!({"properties": {"required": {"type": "null"}, "items": {"enum": [1]}}}),
+            json!({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{}, {}]}),
+            json!({"$schema": "http://json-schema.org/draft-04/schema#",
+                   "minimum": 0, "exclusiveMinimum": true}),
+            json!({"required": "a"}),
+            json!(true),
+        ] {
+            assert_eq!(of_arguments(schema.clone()), schema);
+        }
+    }
+}
