@@ -139,11 +139,16 @@ fn search_output() -> Value {
     })
 }
 
-/// Every type of JSON by its name. A schema that says nothing means the same, and some
-/// clients have no tool whose argument has none.
+/// Every type of JSON by its name, and of what it is made: a schema that says nothing
+/// means the same, and interfaces of models refuse a tool that has a list of they do not
+/// know what, or take an object without a word for an empty one.
 fn any_json() -> Value {
-    let types = ["object", "array", "string", "number", "boolean", "null"];
-    types.iter().map(|name| json!({ "type": name })).collect()
+    let of_one = ["string", "number", "boolean", "null"];
+    let of_many = [
+        json!({ "type": "object", "additionalProperties": true }),
+        json!({ "type": "array", "items": {} }),
+    ];
+    of_many.into_iter().chain(of_one.map(|name| json!({ "type": name }))).collect()
 }
 
 fn run_input() -> Value {
@@ -153,6 +158,7 @@ fn run_input() -> Value {
         "properties": {
             "program": { "type": "string", "minLength": 1 },
             "language": {
+                "type": "string",
                 "enum": ["wat", "wasm"],
                 "default": "wat",
                 "description": "wat: WebAssembly text; wasm: a binary module as base64",
@@ -221,7 +227,7 @@ fn run_output() -> Value {
             "kind": { "type": "string" },
             "reason": { "type": "string" },
             "output": { "type": "string" },
-            "output_encoding": { "enum": ["utf8", "base64"] },
+            "output_encoding": { "type": "string", "enum": ["utf8", "base64"] },
             "output_cut": {
                 "type": "string",
                 "description": "Says, where the output is only the beginning of what was written, \
@@ -286,6 +292,28 @@ mod tests {
         // Four bytes are about a token.
         let bytes = serde_json::to_string(tools()).unwrap().len();
         assert!(bytes < 8_000, "{bytes}");
+    }
+
+    /// Interfaces of models refuse a whole request over a schema without.
+    #[test]
+    fn every_list_says_of_what_and_every_enumeration_of_which_type() {
+        fn look(schema: &Value) {
+            match schema {
+                Value::Object(members) => {
+                    if members.get("type").is_some_and(|it| it == "array") {
+                        assert!(members.contains_key("items"), "{schema}");
+                    }
+                    assert!(!members.contains_key("enum") || members["type"].is_string());
+                    members.values().for_each(look);
+                }
+                Value::Array(items) => items.iter().for_each(look),
+                _ => {}
+            }
+        }
+        for tool in tools() {
+            look(&Value::Object((*tool.input_schema).clone()));
+            look(&Value::Object((**tool.output_schema.as_ref().unwrap()).clone()));
+        }
     }
 
     #[test]
