@@ -17,6 +17,9 @@ const STEPS_MAX: usize = 4;
 /// Bytes of one parameter's description that count.
 const PARAMETER_BYTES_MAX: usize = 256;
 
+/// Values of one parameter that count.
+const VALUES_MAX: usize = 32;
+
 /// A tool as its server describes it. All of it is untrusted text.
 #[derive(Clone, Copy, Debug)]
 pub struct Description<'a> {
@@ -28,7 +31,7 @@ pub struct Description<'a> {
     pub category: &'a str,
     /// What it is for.
     pub description: &'a str,
-    /// The JSON Schema of its arguments. The names and descriptions of its
+    /// The JSON Schema of its arguments. The names, descriptions and listed values of its
     /// `properties` count, and of their own; whatever else it is, it does no harm.
     pub input_schema: &'a Value,
 }
@@ -66,6 +69,12 @@ fn step_into<'a>(schema: &'a Value, document: &'a Value) -> Option<&'a Value> {
     one_of.or_else(|| schema.get("items"))
 }
 
+/// The words that a parameter may have: what an `action` may be says what its tool does.
+fn values_of(schema: &Value) -> impl Iterator<Item = &str> {
+    let listed = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
+    listed.chain(schema.get("const")).filter_map(Value::as_str)
+}
+
 /// The parts that count, cut to what counts.
 pub(crate) struct Read<'a> {
     name: &'a str,
@@ -88,6 +97,10 @@ impl<'a> Read<'a> {
             let description = schema.get("description").and_then(Value::as_str).unwrap_or_default();
             parameter_descriptions.push_str(text::cut(description, PARAMETER_BYTES_MAX));
             parameter_descriptions.push(' ');
+            for value in values_of(schema).take(VALUES_MAX) {
+                parameter_descriptions.push_str(text::cut(value, NAME_BYTES_MAX));
+                parameter_descriptions.push(' ');
+            }
         }
         let description = text::cut(tool.description, DESCRIPTION_BYTES_MAX);
         Self {

@@ -167,7 +167,7 @@ impl Index {
             return Vec::new();
         }
         let weights = Weights::of(method);
-        let intent = text::cut(intent, INTENT_BYTES_MAX);
+        let intent = &text::by_kind(text::cut(intent, INTENT_BYTES_MAX));
         let whole = self.query(intent);
         let step = |sentence: &text::Sentence<'_>| Step {
             query: self.query(sentence.text),
@@ -233,6 +233,23 @@ mod tests {
             description,
             input_schema: &schema,
         }))
+    }
+
+    #[test]
+    fn what_a_parameter_may_be_counts() {
+        let schema = |kinds: &[&str]| json!({"properties": {"kind": {"enum": kinds}}});
+        let (host, other) =
+            (schema(&["restart_vm", "create_backup", "rotate_keys"]), schema(&["open", "closed"]));
+        let index = Index::new([("act", &other), ("act", &host), ("act", &other)].map(
+            |(name, input_schema)| Description {
+                name,
+                server: "",
+                category: "",
+                description: "Does it.",
+                input_schema,
+            },
+        ));
+        assert_eq!(index.search("create a backup", 1)[0].place, 1);
     }
 
     #[test]

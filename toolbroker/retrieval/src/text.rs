@@ -3,6 +3,8 @@
 //! Any text is fine. What is neither letter nor digit separates, so control
 //! characters and markup vanish; a word is cut at [`WORD_CHARS_MAX`].
 
+use std::borrow::Cow;
+
 use rust_stemmers::{Algorithm, Stemmer};
 
 /// A longer word is no word of any language: only its beginning counts.
@@ -14,6 +16,11 @@ const WRAPPED_BYTES: usize = 50;
 const JOINTS: [&str; 6] = [", and then ", " and then ", ", then ", " then ", ", and ", " and "];
 /// A sentence of more words tells a story, in which these join anything.
 const JOINED_WORDS_MAX: usize = 30;
+
+/// What is before the path of an operation, whose words say what that does.
+const METHODS: [&str; 6] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"];
+/// A longer ending of a file's name is none.
+const ENDING_CHARS_MAX: usize = 8;
 
 /// Words that say how something is asked for, never what. Sorted.
 const STOP_WORDS: &[&str] = &[
@@ -92,6 +99,69 @@ pub(crate) fn is_stop_word(word: &str) -> bool {
 /// The stem of a word in lower case.
 pub(crate) fn stem(word: &str) -> String {
     Stemmer::create(Algorithm::English).stem(word).into_owned()
+}
+
+/// An intent that names kinds of things in the place of addresses and files: the words in
+/// these are of somebody's pages and folders, and say nothing of what a tool is to do.
+pub(crate) fn by_kind(intent: &str) -> Cow<'_, str> {
+    let mut out = String::new();
+    let (mut kept, mut before) = (0, "");
+    for word in intent.split_whitespace() {
+        let bare = word.trim_matches(|c: char| "\"'`()<>[],;:!?".contains(c)).trim_end_matches('.');
+        if let Some(kind) = kind_of(bare, before) {
+            let begins = bare.as_ptr().addr() - intent.as_ptr().addr();
+            out.push_str(&intent[kept..begins]);
+            out.push_str(&kind);
+            kept = begins + bare.len();
+        }
+        before = word;
+    }
+    if kept == 0 {
+        return Cow::Borrowed(intent);
+    }
+    out.push_str(&intent[kept..]);
+    Cow::Owned(out)
+}
+
+/// What an address or a path is.
+fn kind_of(word: &str, before: &str) -> Option<Cow<'static, str>> {
+    let is_scheme = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric());
+    let address = match word.split_once("://") {
+        Some((scheme, rest)) => is_scheme(scheme).then_some(rest),
+        None => word.starts_with("www.").then_some(word),
+    };
+    if let Some(address) = address.filter(|it| !it.is_empty()) {
+        return Some(match site_of(address) {
+            Some(site) => format!("{site} URL").into(),
+            None => "URL".into(),
+        });
+    }
+    let drive = word.get(1..3).filter(|_| word.starts_with(|c: char| c.is_ascii_alphabetic()));
+    let is_rooted = ["/", "~/", "./", "../"].iter().any(|root| word.starts_with(root))
+        && !METHODS.contains(&before)
+        && !word.contains(['{', '}'])
+        || matches!(drive, Some(":\\" | ":/"));
+    let name = word.rsplit(['/', '\\']).next().unwrap_or_default();
+    let ending = name.rsplit_once('.').map(|(_, ending)| ending).filter(|ending| {
+        let is_one = ending.chars().all(|c| c.is_ascii_alphanumeric());
+        (1..=ENDING_CHARS_MAX).contains(&ending.len()) && is_one
+    });
+    match ending {
+        Some(ending) if is_rooted || name.len() < word.len() => {
+            Some(format!("{ending} file").into())
+        }
+        _ if is_rooted && word.contains(char::is_alphabetic) => Some("path".into()),
+        _ => None,
+    }
+}
+
+/// Whose an address is, in the word that people call it by (`youtube`). Tools say which
+/// sites they are for.
+fn site_of(address: &str) -> Option<&str> {
+    let host = address.split(['/', ':', '?', '#']).next().unwrap_or_default();
+    let (name, _) = host.rsplit_once('.')?;
+    let site = name.rsplit('.').next().unwrap_or(name);
+    (site != "example" && site.contains(char::is_alphabetic)).then_some(site)
 }
 
 /// A sentence of a text.
@@ -222,6 +292,31 @@ pub(crate) fn cut(text: &str, bytes_max: usize) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn addresses_and_files_are_read_as_what_they_are() {
+        for (intent, kinds) in [
+            ("open https://news.ycombinator.com/x?a=git.", "open ycombinator URL."),
+            ("go to (https://example.com), then www.github.com", "go to (URL), then github URL"),
+            ("http://localhost:9876/index.html", "URL"),
+            ("list /var/log\nread '~/git/log.txt'!", "list path\nread 'txt file'!"),
+            ("move ./a/b.md to ../c", "move md file to path"),
+            (r"write C:\Users\me\out.json", "write json file"),
+            ("query data/test.sqlite", "query sqlite file"),
+        ] {
+            assert_eq!(by_kind(intent), kinds);
+        }
+        for intent in [
+            "GET /repos/{owner}/issues",
+            "call POST /v1/charges",
+            "what is 7/2 and/or 3",
+            "read notes.txt, e.g. its end. Then stop",
+            "a :// b ://",
+            "é:é é/é",
+        ] {
+            assert_eq!(by_kind(intent), intent);
+        }
+    }
 
     fn words_of(text: &str) -> Vec<String> {
         let mut found = Vec::new();
