@@ -196,6 +196,32 @@ pub(super) struct Pinned {
 }
 
 impl Pinned {
+    /// There is a place for it at whoever carries it out.
+    pub(super) async fn placed(self, carrier: &Carrier) -> Result<(Self, Option<Place>), Refused> {
+        let run = &self.facts.run;
+        match timeout_at(run.deadline(), carrier.place(run.principal(), self.request.len())).await {
+            Ok(place) => Ok((self, place)),
+            Err(_) => Err(self.facts.refused(CallFailure::DeadlinePassed)),
+        }
+    }
+
+    /// Waits for a turn to read its request, as long as its run has time.
+    pub(super) async fn turn<T>(
+        self,
+        turns: impl AsyncFnOnce(&Arc<str>) -> T,
+    ) -> Result<(Self, T), Refused> {
+        let run = &self.facts.run;
+        let turn = tokio::select! {
+            biased;
+            turn = timeout_at(run.deadline(), turns(run.principal())) => turn.ok(),
+            () = run.cancelled() => None,
+        };
+        match turn {
+            Some(turn) => Ok((self, turn)),
+            None => Err(self.facts.refused(CallFailure::DeadlinePassed)),
+        }
+    }
+
     /// The arguments fit, can be sent to `carrier`, which is none where the broker itself
     /// carries the call out in this thread, and the run can afford it.
     pub(super) fn checked(self, carrier: Option<&Carrier>) -> Result<Checked, Refused> {
@@ -204,7 +230,7 @@ impl Pinned {
             facts.call.arguments_sha256 = Some(Sha256::digest(&request).into());
         }
         match check(&facts.run, &tool, carrier, cost, &request) {
-            Ok(arguments) => Ok(Checked { facts, tool, effect, bytes: request.len(), arguments }),
+            Ok(arguments) => Ok(Checked { facts, tool, effect, arguments }),
             Err(failure) => Err(facts.refused(failure)),
         }
     }
@@ -281,8 +307,6 @@ pub(super) struct Checked {
     facts: Facts,
     tool: Arc<Tool>,
     effect: Effect,
-    /// Those of its request.
-    bytes: usize,
     arguments: JsonObject,
 }
 
@@ -292,18 +316,9 @@ impl Checked {
         self.effect
     }
 
-    /// There is a place for it at whoever carries it out.
-    pub(super) async fn placed(self, carrier: &Carrier) -> Result<(Self, Option<Place>), Refused> {
-        let run = &self.facts.run;
-        match timeout_at(run.deadline(), carrier.place(run.principal(), self.bytes)).await {
-            Ok(place) => Ok((self, place)),
-            Err(_) => Err(self.facts.refused(CallFailure::DeadlinePassed)),
-        }
-    }
-
     /// The journal has the intent: on the disk if the call changes something.
     pub(super) async fn intended(self, books: &Books) -> Result<Intended, Refused> {
-        let Self { mut facts, tool, effect, bytes: _, arguments } = self;
+        let Self { mut facts, tool, effect, arguments } = self;
         facts.authorised(books);
         let asked = Instant::now();
         let intent = facts.event(Event::Intent(facts.call.clone()));
@@ -322,7 +337,7 @@ impl Checked {
     /// The same for a call without any effect, where the journal is known to
     /// be ready: nobody needs to be waited for.
     pub(super) fn intended_at_once(self, books: &Books) -> Intended {
-        let Self { mut facts, tool, effect, bytes: _, arguments } = self;
+        let Self { mut facts, tool, effect, arguments } = self;
         facts.authorised(books);
         books.journal.append(facts.event(Event::Intent(facts.call.clone())));
         facts.steps.intended = Some(facts.began.elapsed());
@@ -405,6 +420,7 @@ impl Dispatched {
                 self.tool.checks_result_soon(response) && is_short(response)
             }
             CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
+            CallEnd::Unread(_) => false,
             CallEnd::Unusable(_) | CallEnd::Lost => true,
         }
     }
@@ -430,6 +446,10 @@ impl Dispatched {
     pub(super) fn fitting(self, books: &Books) -> Fitting {
         let Self { facts, tool, took, end, own } = self;
         books.metrics.dispatched(took);
+        let end = match end {
+            CallEnd::Unread(unread) => unread.read(),
+            end => end,
+        };
         let encoded = match end {
             CallEnd::Bytes(_, name) => Some(name),
             _ => None,
@@ -511,6 +531,8 @@ impl Fitting {
                 Err(CallFailure::BadResponse { violations })
             }
             Ok(CallEnd::Unusable(why)) => Err(CallFailure::Unusable(why)),
+            // It was read before it was held against its schema.
+            Ok(CallEnd::Unread(_)) => Err(CallFailure::Unusable(Unusable::NoJson)),
             // What is said of it quotes it and is cut: so it is said of what is
             // left, or a part of a credential would be left where it is cut.
             Err(Misfit::Result(response)) => {

@@ -6,6 +6,8 @@
 //!    → the request is of a size           Granted       request too large
 //!    → the tool is there                                no such tool
 //!    → its definition is the granted one  Pinned        denied
+//!    → there is a place at its server                   deadline passed
+//!    → if it is large, a turn to read it                deadline passed
 //!    → the arguments fit its schema                     bad request
 //!    → the arguments fit the grant                      denied
 //!    → they can be sent to the tool                     bad request
@@ -13,7 +15,6 @@
 //!    → the budget is not spent                          budget spent
 //!    · (budgets over time, approvals)
 //!    → there is time                      Checked       deadline passed
-//!    → there is a place at its server                   deadline passed
 //!    → the journal has the intent         Intended      not recorded
 //!  ═══ dispatched: it may have happened from here on ═══
 //!    → with its credential, until its
@@ -70,12 +71,12 @@ use crate::telemetry::{RunSpan, Span, Spans};
 use crate::turns::Turns;
 use crate::upstream::Place;
 
-/// Large results that are held against their schemas and cleared of credentials
-/// at the same time. Each takes some ten times its size meanwhile, and none
+/// Large requests and results that are read, held against their schemas and cleared of
+/// credentials at the same time. Each takes many times its size meanwhile, and none
 /// waits for anything but a processor: more at once would end no sooner.
-const LARGE_RESULTS_MAX: usize = 8;
+const LARGE_MAX: usize = 8;
 /// The same of one principal, so that none keeps the others waiting.
-const PRINCIPAL_LARGE_RESULTS_MAX: usize = 2;
+const PRINCIPAL_LARGE_MAX: usize = 2;
 
 /// Carries calls out.
 #[derive(Clone, Debug)]
@@ -84,7 +85,7 @@ pub struct Dispatcher {
     books: Books,
     /// Where servers are talked with.
     home: Handle,
-    large_results: Arc<LargeResults>,
+    large: Arc<Large>,
     /// Everything from the intent on, to be waited for at the end.
     dispatched: TaskTracker,
 }
@@ -119,8 +120,8 @@ impl Dispatcher {
         home: Handle,
     ) -> Self {
         let books = Books { journal, metrics, spans: None };
-        let large_results = Arc::new(LargeResults::default());
-        Self { registry, books, home, large_results, dispatched: TaskTracker::new() }
+        let large = Arc::new(Large::default());
+        Self { registry, books, home, large, dispatched: TaskTracker::new() }
     }
 
     /// The same, which tells a collector of its runs and calls.
@@ -221,20 +222,22 @@ impl Dispatcher {
         };
         let (run, call, began) = (Arc::clone(granted.run()), granted.call(), granted.began());
         let span = tracing::info_span!("call", run = %run.id(), call, tool = ?granted.tool());
-        let (checked, carrier, place) = match self.check(granted).instrument(span.clone()).await {
-            Ok(checked) => checked,
+        let ready = self.check(granted).instrument(span.clone()).await;
+        let Ready { checked, carrier, turn, place } = match ready {
+            Ok(ready) => ready,
             Err(refused) => return refused.recorded(&self.books).await,
         };
         let effect = checked.effect();
         let (deliver, delivered) = oneshot::channel();
         let (books, registry) = (self.books.clone(), Arc::clone(&self.registry));
-        let (large_results, of) = (Arc::clone(&self.large_results), Arc::clone(&run));
+        let (large, of) = (Arc::clone(&self.large), Arc::clone(&run));
         let called = async move {
             let settled = match checked.intended(&books).await {
                 Ok(intended) => match carrier.in_place() {
                     // Long work for a thread that nobody else waits for.
                     Some(work) => {
                         let carried = move || {
+                            let _turn = turn;
                             let carried = intended.carried_out(&work);
                             // What it kept for its run was forgotten before.
                             if of.is_closed() {
@@ -245,11 +248,13 @@ impl Dispatcher {
                         beside(carried).await
                     }
                     None => {
+                        // What is read is written now, and gone from here.
+                        drop(turn);
                         let mut dispatched = intended.dispatched(&carrier).await;
                         drop(place);
                         let turn = match dispatched.is_small() {
                             true => None,
-                            false => dispatched.turn(async |of| large_results.turn(of).await).await,
+                            false => dispatched.turn(async |of| large.turn(of).await).await,
                         };
                         let ended = move || {
                             dispatched
@@ -281,7 +286,7 @@ impl Dispatcher {
     }
 
     /// The steps from the grant to the journal.
-    async fn check(&self, granted: Granted) -> Result<(Checked, Carrier, Option<Place>), Refused> {
+    async fn check(&self, granted: Granted) -> Result<Ready, Refused> {
         let run = granted.run();
         let found = self.registry.find(granted.tool(), run.hosted());
         let Found { tool, carrier, effect, cost } = match timeout_at(run.deadline(), found).await {
@@ -293,16 +298,29 @@ impl Dispatcher {
             Err(_) => return Err(granted.refused(CallFailure::DeadlinePassed)),
         };
         let small = granted.is_small(&tool);
-        let pinned = granted.pinned(tool, effect, cost)?;
-        let check = move || Ok((pinned.checked(Some(&carrier))?, carrier));
+        let (pinned, place) = granted.pinned(tool, effect, cost)?.placed(&carrier).await?;
+        if small {
+            let checked = pinned.checked(Some(&carrier))?;
+            return Ok(Ready { checked, carrier, turn: None, place });
+        }
+        let (pinned, turn) = pinned.turn(async |of| self.large.turn(of).await).await?;
         // Long work for a thread that nobody else waits for.
-        let (checked, carrier) = if small { check() } else { beside(check).await }?;
-        let (checked, place) = checked.placed(&carrier).await?;
-        Ok((checked, carrier, place))
+        let check = move || Ok((pinned.checked(Some(&carrier))?, carrier));
+        let (checked, carrier) = beside(check).await?;
+        Ok(Ready { checked, carrier, turn: Some(turn), place })
     }
 }
 
-/// A turn to look through a large result, until it is dropped.
+/// A call that may be made, and what it holds.
+struct Ready {
+    checked: Checked,
+    carrier: Carrier,
+    /// If its request is large.
+    turn: Option<Turn>,
+    place: Option<Place>,
+}
+
+/// A turn to read a large request or to look through a large result, until it is dropped.
 #[derive(Debug)]
 struct Turn {
     _own: Option<OwnedSemaphorePermit>,
@@ -311,21 +329,21 @@ struct Turn {
 
 /// Where such turns are waited for.
 #[derive(Debug)]
-struct LargeResults {
+struct Large {
     of_each: Turns,
     of_all: Arc<Semaphore>,
 }
 
-impl Default for LargeResults {
+impl Default for Large {
     fn default() -> Self {
         Self {
-            of_each: Turns::new(PRINCIPAL_LARGE_RESULTS_MAX),
-            of_all: Arc::new(Semaphore::new(LARGE_RESULTS_MAX)),
+            of_each: Turns::new(PRINCIPAL_LARGE_MAX),
+            of_all: Arc::new(Semaphore::new(LARGE_MAX)),
         }
     }
 }
 
-impl LargeResults {
+impl Large {
     /// Waits for the principal's own turn first: while it waits for that, it
     /// is before nobody.
     async fn turn(&self, principal: &Arc<str>) -> Turn {
@@ -352,7 +370,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_principal_whose_turns_are_all_taken_holds_up_no_other() {
-        let turns = LargeResults::default();
+        let turns = Large::default();
         let name = |name: &str| Arc::<str>::from(name);
         let now = async |of: &str| {
             // A turn that is there is there at the first look.
@@ -364,11 +382,11 @@ mod tests {
         for wait in &mut waits {
             taken.extend(tokio::time::timeout(Duration::ZERO, wait).await.ok());
         }
-        assert_eq!(taken.len(), PRINCIPAL_LARGE_RESULTS_MAX);
+        assert_eq!(taken.len(), PRINCIPAL_LARGE_MAX);
         for of in ["bob", "bob", "carol", "carol", "dave", "dave"] {
             taken.push(now(of).await.expect(of));
         }
-        assert_eq!(taken.len(), LARGE_RESULTS_MAX);
+        assert_eq!(taken.len(), LARGE_MAX);
         assert!(now("erin").await.is_none());
         drop(taken);
         assert!(now("erin").await.is_some());

@@ -17,7 +17,7 @@ use rmcp::model::JsonObject;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{CallEnd, Unusable, has_few_values};
+use super::{CallEnd, Unread, Unusable, has_few_values};
 use crate::definition::{CompiledRoom, DefinitionError, Listed, Tool};
 
 /// Calls that may wait for the caller to take them.
@@ -136,15 +136,20 @@ impl Hosted {
             Some(Ok(said) | Err(said)) if !has_few_values(&said) => {
                 CallEnd::Unusable(Unusable::TooMany)
             }
-            Some(Ok(result)) => match forge_protocol::json::from_slice_mended(&result) {
-                Ok(result) => CallEnd::Answered(result),
-                Err(_) => CallEnd::failed("BadCaller", "the caller's answer is no JSON"),
-            },
+            Some(Ok(result)) => Unread::Hosted(result).end(),
             Some(Err(error)) => match forge_protocol::json::from_slice_mended(&error) {
                 Ok(error) => CallEnd::Failed(Value::Object(error)),
                 Err(_) => CallEnd::failed("BadCaller", "the caller's error is no JSON object"),
             },
             None => CallEnd::Lost,
         }
+    }
+}
+
+/// What a caller answered.
+pub(super) fn read(result: &[u8]) -> CallEnd {
+    match forge_protocol::json::from_slice_mended(result) {
+        Ok(result) => CallEnd::Answered(result),
+        Err(_) => CallEnd::failed("BadCaller", "the caller's answer is no JSON"),
     }
 }

@@ -30,11 +30,11 @@ use tokio::time::{Instant, timeout};
 use super::breaker::Breaker;
 use super::declined::Heard;
 use super::listing::{LIST_LIFE, LeftOut, Listing, Offer};
-use super::received;
+use super::received::{self, Came};
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Unusable, Upstream};
+use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable, Upstream};
 use crate::definition::Tool;
 
 /// How long a listing may take once the server is up.
@@ -460,10 +460,11 @@ impl Session {
         let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
         let promised = tool.spec().output_schema.is_some();
         Ok(match self.asked(request).await {
-            Ok(ServerResult::CustomResult(said)) => received::as_it_came(said)
-                .ok_or(Unusable::NoResult)
-                .and_then(|result| end_of(result, promised))
-                .unwrap_or_else(CallEnd::Unusable),
+            Ok(ServerResult::CustomResult(said)) => match received::as_it_came(said) {
+                Some(Came::Text(text)) => Unread::Result { text, promised }.end(),
+                Some(Came::Read(result)) => read(Some(result), promised),
+                None => CallEnd::Unusable(Unusable::NoResult),
+            },
             Ok(ServerResult::InputRequiredResult(_)) => {
                 failed("the tool asks its user for input, and a run has none")
             }
@@ -498,7 +499,7 @@ impl Session {
         let request = ReadResourceRequest::new(ReadResourceRequestParams::new(uri));
         match self.asked(ClientRequest::ReadResourceRequest(request)).await {
             Ok(ServerResult::CustomResult(said)) => {
-                let result = received::as_it_came(said);
+                let result = received::as_it_came(said).and_then(Came::read);
                 let contents = result.and_then(|mut it| it.get_mut("contents").map(Value::take));
                 let contents = contents
                     .filter(|it| it.as_array().is_some_and(|all| all.iter().all(is_content)));
@@ -568,6 +569,12 @@ impl Drop for Waiting {
             let _ = peer.notify_cancelled(CancelledNotificationParam::new(Some(asked), why)).await;
         });
     }
+}
+
+/// How a call ended, by its result, which is none where that is no JSON.
+pub(super) fn read(result: Option<Value>, promised: bool) -> CallEnd {
+    let Some(result) = result else { return CallEnd::Unusable(Unusable::NoJson) };
+    end_of(result, promised).unwrap_or_else(CallEnd::Unusable)
 }
 
 /// How a call ended, by its result. `promised` says that the tool has a schema for

@@ -12,6 +12,7 @@
 //! | [`stdio`] | a process and its standard streams |
 //! | [`lines`] | the messages on them |
 //! | [`received`] | messages of MCP, as its library is to read them |
+//! | [`unread`] | large answers, to be read when there is a turn for it |
 //! | [`unusable`] | answers of which nothing is made |
 //! | [`http`] | the way to a server over HTTP |
 //! | [`streamable`] | MCP on it |
@@ -50,10 +51,12 @@ pub(crate) mod scrubs;
 mod source;
 mod stdio;
 mod streamable;
+mod unread;
 mod unusable;
 
 pub(crate) use self::breaker::{Admission, Breaker};
 pub use self::source::{ServerConfig, Source};
+pub use self::unread::Unread;
 pub use self::unusable::Unusable;
 pub(crate) use self::unusable::{VALUES_MAX, has_few_values};
 
@@ -173,6 +176,8 @@ pub enum CallEnd {
     Bytes(Value, &'static str),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
+    /// The tool answered, and that is yet to be read.
+    Unread(Unread),
     /// The tool answered, and nothing can be made of that.
     Unusable(Unusable),
     /// The tool failed: its error as a JSON object.

@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use super::http::{BodyError, Client, body_within, retry_after};
 use super::scrubs::Scrubs;
 use super::{
-    Admission, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Places, Unusable, has_few_values,
+    Admission, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable,
+    has_few_values,
 };
 use crate::definition::Tool;
 use crate::openapi::{Kind, Operation, Plan, Request};
@@ -213,7 +214,12 @@ fn answer(body: Vec<u8>, kind: Kind) -> CallEnd {
     if !has_few_values(&body) {
         return CallEnd::Unusable(Unusable::TooMany);
     }
-    let body = body.strip_prefix(BOM).unwrap_or(&body);
+    Unread::Json(body).end()
+}
+
+/// An answer that is JSON, as it says.
+pub(super) fn read(body: &[u8]) -> CallEnd {
+    let body = body.strip_prefix(BOM).unwrap_or(body);
     forge_protocol::json::from_slice_mended(body)
         .map_or(CallEnd::Unusable(Unusable::NoJson), CallEnd::Answered)
 }

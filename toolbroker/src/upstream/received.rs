@@ -12,7 +12,12 @@ use forge_protocol::json;
 use rmcp::RoleClient;
 use rmcp::model::{CustomResult, ErrorCode, JsonRpcMessage, RequestId};
 use rmcp::service::RxJsonRpcMessage;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
 use serde_json::{Error, Value, json};
+
+use super::unread::SMALL_BYTES_MAX;
 
 /// The member that it stands behind. A server that sends it by itself sends a
 /// result all the same.
@@ -22,11 +27,48 @@ const AS_IT_CAME: &str = "forge-vmm/as-it-came";
 /// three, a resource's (`ReadResourceResult`) by the last.
 const MEMBERS: [&str; 4] = ["content", "structuredContent", "isError", "contents"];
 
+/// What of a message says what its result is, without it.
+#[derive(Deserialize)]
+struct Envelope<'a> {
+    #[serde(default)]
+    jsonrpc: Value,
+    #[serde(default)]
+    id: Value,
+    #[serde(borrow)]
+    result: Option<&'a RawValue>,
+    error: Option<IgnoredAny>,
+    method: Option<IgnoredAny>,
+}
+
+/// A result as it came.
+#[derive(Debug, PartialEq)]
+pub(super) enum Came {
+    /// Read.
+    Read(Value),
+    /// A large one, not read.
+    Text(String),
+}
+
+impl Came {
+    /// The result itself; none where that is no JSON.
+    pub(super) fn read(self) -> Option<Value> {
+        match self {
+            Self::Read(result) => Some(result),
+            Self::Text(text) => json::from_slice_mended(text.as_bytes()).ok(),
+        }
+    }
+}
+
 /// Reads a message.
 ///
 /// # Errors
 /// As [`json::from_slice_mended`].
 pub(super) fn read(text: &[u8]) -> Result<Value, Error> {
+    if text.len() > SMALL_BYTES_MAX
+        && let Some(message) = unread_end(text)
+    {
+        return Ok(message);
+    }
     let mut message: Value = json::from_slice_mended(text)?;
     if let Some(result) = message.get_mut("result").filter(|result| passes(result)) {
         *result = json!({ AS_IT_CAME: result.take() });
@@ -42,6 +84,26 @@ pub(super) fn read(text: &[u8]) -> Result<Value, Error> {
         members.insert("error".to_owned(), specified(error));
     }
     Ok(message)
+}
+
+/// A message whose result, what a call or a reading came to, is left as its text; `None`
+/// for any other, and for what is to be mended first.
+fn unread_end(text: &[u8]) -> Option<Value> {
+    #[derive(Deserialize)]
+    struct Members {
+        content: Option<IgnoredAny>,
+        #[serde(rename = "structuredContent")]
+        structured: Option<IgnoredAny>,
+        contents: Option<IgnoredAny>,
+        #[serde(default, rename = "resultType")]
+        kind: Value,
+    }
+    let Envelope { jsonrpc, id, result, error, method } = serde_json::from_slice(text).ok()?;
+    let result = result.filter(|_| error.is_none() && method.is_none())?.get();
+    let Members { content, structured, contents, kind } = serde_json::from_str(result).ok()?;
+    let has_members = content.is_some() || structured.is_some() || contents.is_some();
+    (has_members && is_complete(&kind))
+        .then(|| json!({ "jsonrpc": jsonrpc, "id": id, "result": { AS_IT_CAME: result } }))
 }
 
 /// Which request a message from the server answers.
@@ -84,16 +146,19 @@ pub(super) fn is_a_task(tool: &Value) -> bool {
 /// Whether it is what a call or a reading came to. Of another type than that it is
 /// complete, it is a question or a promise.
 fn is_an_end(result: &Value) -> bool {
-    let is_complete = match result.get("resultType") {
-        None | Some(Value::Null) => true,
-        Some(kind) => kind == "complete",
-    };
-    is_complete && MEMBERS.iter().any(|member| result.get(member).is_some())
+    is_complete(&result["resultType"]) && MEMBERS.iter().any(|member| result.get(member).is_some())
+}
+
+fn is_complete(kind: &Value) -> bool {
+    kind.is_null() || kind == "complete"
 }
 
 /// The result behind what the library made of it, if it was one of those.
-pub(super) fn as_it_came(CustomResult(mut result): CustomResult) -> Option<Value> {
-    result.get_mut(AS_IT_CAME).map(Value::take)
+pub(super) fn as_it_came(CustomResult(mut result): CustomResult) -> Option<Came> {
+    Some(match result.get_mut(AS_IT_CAME)?.take() {
+        Value::String(text) => Came::Text(text),
+        read => Came::Read(read),
+    })
 }
 
 /// The same of a list, which may be none of those: what the library could not read of
@@ -108,7 +173,6 @@ pub(super) fn unread(CustomResult(mut result): CustomResult) -> Value {
 #[cfg(test)]
 pub(super) mod tests {
     use rmcp::model::ServerResult;
-    use serde::Deserialize as _;
 
     use super::*;
 
@@ -133,10 +197,33 @@ pub(super) mod tests {
             json!({"contents": [{"uri": "a:b", "text": "x", "beside": 1}]}),
         ] {
             match through(&result) {
-                ServerResult::CustomResult(said) => assert_eq!(as_it_came(said), Some(result)),
+                ServerResult::CustomResult(said) => {
+                    assert_eq!(as_it_came(said), Some(Came::Read(result)))
+                }
                 other => panic!("{result}: {other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_large_answer_passes_as_its_text_and_is_the_same_when_it_is_read() {
+        let many: Vec<Value> = (0..10_000).map(|n| json!({ "a": n })).collect();
+        for result in [
+            json!({"structuredContent": {"many": many}, "isError": true}),
+            json!({"content": many, "resultType": "complete"}),
+            json!({"contents": many}),
+        ] {
+            let ServerResult::CustomResult(said) = through(&result) else { panic!("{result}") };
+            let came = as_it_came(said).unwrap();
+            assert!(matches!(came, Came::Text(_)), "{came:?}");
+            assert_eq!(came.read(), Some(result));
+        }
+        let asks = json!({"resultType": "input_required", "content": many, "inputRequests": {}});
+        assert!(matches!(through(&asks), ServerResult::InputRequiredResult(_)));
+        let tools: Vec<Value> = (0..500)
+            .map(|n| json!({"name": n.to_string(), "inputSchema": {"a": "b".repeat(90)}}))
+            .collect();
+        assert!(matches!(through(&json!({ "tools": tools })), ServerResult::ListToolsResult(_)));
     }
 
     #[test]
