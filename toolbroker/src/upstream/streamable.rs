@@ -26,13 +26,15 @@ use rmcp::transport::streamable_http_client::{
     StreamableHttpPostResponse,
 };
 use sse_stream::Sse;
-use tokio::sync::{Mutex, watch};
+use tokio::sync::{Mutex, Semaphore, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within, retry_after};
 use super::received::{self, answers};
+use super::unread::SMALL_BYTES_MAX;
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
+use crate::beside;
 use crate::endpoint::Endpoint;
 use crate::uri::percent_encoded;
 
@@ -53,6 +55,10 @@ const REFUSAL_BYTES_MAX: usize = 64 * 1024;
 /// How long an answer to `server/discover` may take, after which `initialize` is
 /// asked: less than the MCP library itself would wait.
 const DISCOVER_TIME_MAX: Duration = Duration::from_secs(8);
+
+/// Large answers of all servers that are read at the same time. None waits for anything but
+/// a processor, which others need too.
+static READING: Semaphore = Semaphore::const_new(2);
 
 /// The session that a request is of.
 const SESSION: HeaderName = HeaderName::from_static("mcp-session-id");
@@ -329,7 +335,12 @@ async fn answer(
         return Err(Fault::UnexpectedContentType(content_type(&response)));
     }
     let message = match body_within(response, MESSAGE_BYTES_MAX).await {
-        Ok(body) => answer_to(asked, &body),
+        Ok(body) if body.len() <= SMALL_BYTES_MAX => answer_to(asked, &body),
+        // The MCP library talks with a server in one task, which is everybody's.
+        Ok(body) => {
+            let _turn = READING.acquire().await;
+            beside(move || answer_to(asked, &body)).await
+        }
         Err(BodyError::TooLarge { .. }) => Unusable::TooLong.answer(asked),
         Err(error) => return Err(Fault::Client(error.into())),
     };
