@@ -685,7 +685,7 @@ mod tests {
         assert_eq!(jail.read, [Path::new("/a")]);
         assert!(jail.write[0].is_absolute() && jail.write[0].ends_with("b"));
         assert!(!jail.network && !jail.named);
-        assert_eq!(jail.limits.memory_mib, 7);
+        assert_eq!(jail.limits.memory_mib, Some(7));
         let plain = forge("[servers.a]\ncommand = 'x'").unwrap();
         assert_eq!(jail_of(&plain["a"]), Default::default());
     }

@@ -41,8 +41,9 @@ fn absolute(node: &Node<'_>) -> Result<PathBuf, ConfigError> {
 fn limits(node: &Node<'_>) -> Result<Limits, ConfigError> {
     let mut limits = Limits::default();
     node.only(&["memory_mib", "open_files", "processes", "file_mib"])?;
+    let mut memory_mib = 0;
     for (key, place) in [
-        ("memory_mib", &mut limits.memory_mib),
+        ("memory_mib", &mut memory_mib),
         ("open_files", &mut limits.open_files),
         ("processes", &mut limits.processes),
         ("file_mib", &mut limits.file_mib),
@@ -53,6 +54,7 @@ fn limits(node: &Node<'_>) -> Result<Limits, ConfigError> {
             return Err(value.wrong(Problem::Positive));
         }
     }
+    limits.memory_mib = (memory_mib > 0).then_some(memory_mib);
     Ok(limits)
 }
 

@@ -418,7 +418,7 @@ impl Limits {
     fn all(&self) -> [(Resource, u64); 8] {
         [
             (Resource::Core, 0),
-            (Resource::As, self.memory_mib.saturating_mul(1024 * 1024)),
+            (Resource::As, self.memory_mib.map_or(u64::MAX, |mib| mib.saturating_mul(1024 * 1024))),
             (Resource::Nofile, self.open_files),
             (Resource::Nproc, self.processes),
             (Resource::Fsize, self.file_mib.saturating_mul(1024 * 1024)),

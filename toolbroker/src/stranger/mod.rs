@@ -154,9 +154,9 @@ impl Writer {
 /// What a server gets at most. Bounds for one that has gone wild, not a diet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// Addresses of one process, in MiB. Runtimes reserve much more than they
-    /// use.
-    pub memory_mib: u64,
+    /// Addresses of one process, in MiB, if they are limited. Runtimes reserve much more
+    /// than they use, a browser a TiB and more for each of its own.
+    pub memory_mib: Option<u64>,
     /// Descriptors of one process.
     pub open_files: u64,
     /// Processes and threads of the server's user.
@@ -167,7 +167,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { memory_mib: 64 * 1024, open_files: 4096, processes: 512, file_mib: 1024 }
+        Self { memory_mib: None, open_files: 4096, processes: 512, file_mib: 1024 }
     }
 }
 
