@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use forge_protocol::RunId;
+use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
     Authority, BlockedTool, Callable, FoundTool, ListedTool as Tool, OpenRun, Reply, Request,
     ReviewedTool, Standing, ToolSpec, ToolWord,
@@ -394,8 +395,26 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
         None => Ok(Exit::Ok.into()),
         Some(code) => {
             complain(&format!("the call settled as {} ({})", code.as_str(), code as i32));
-            Ok(Exit::Failed.into())
+            Ok(exit_of(code).into())
         }
+    }
+}
+
+/// How the command ends whose call settled as this: a call that was not made is a request
+/// that was refused.
+fn exit_of(code: CallCode) -> Exit {
+    match code {
+        CallCode::Denied
+        | CallCode::NoSuchTool
+        | CallCode::BadRequest
+        | CallCode::RequestTooLarge
+        | CallCode::BudgetSpent => Exit::Rejected,
+        CallCode::NotRecorded => Exit::Unavailable,
+        CallCode::DeadlinePassed => Exit::Limit,
+        CallCode::ToolFailed
+        | CallCode::OutcomeUnknown
+        | CallCode::ResponseTooLarge
+        | CallCode::BadResponse => Exit::Failed,
     }
 }
 
