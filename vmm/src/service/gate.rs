@@ -70,6 +70,8 @@ pub(super) enum Denied {
     QueueFull { retry_after_ms: u64 },
     /// There is no place for it, and none came free in time.
     Overloaded { retry_after_ms: u64 },
+    /// There is, and the principal ran as many as it may run at once all that time.
+    ShareTaken { share: usize, retry_after_ms: u64 },
     /// Nobody wants it any more.
     Cancelled,
 }
@@ -172,7 +174,7 @@ impl Gate {
             } else if state.draining {
                 Denied::Draining
             } else if Instant::now() >= until {
-                state.overloaded()
+                state.overloaded(ticket)
             } else {
                 cancel.calm();
                 continue;
@@ -288,8 +290,17 @@ impl State {
         us.div_ceil(1000).max(1)
     }
 
-    fn overloaded(&self) -> Denied {
-        Denied::Overloaded { retry_after_ms: self.next_turn_ms() }
+    /// That the turn of who has this ticket did not come.
+    fn overloaded(&self, ticket: u64) -> Denied {
+        let retry_after_ms = self.next_turn_ms();
+        let waiting = self.waiting.iter().find(|waiting| waiting.ticket == ticket);
+        match waiting {
+            Some(waiting) if self.running < self.bounds.runs_max => {
+                let share = self.bounds.places(waiting.limit);
+                Denied::ShareTaken { share, retry_after_ms }
+            }
+            _ => Denied::Overloaded { retry_after_ms },
+        }
     }
 
     fn queue_full(&self) -> Denied {

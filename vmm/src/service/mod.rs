@@ -266,6 +266,15 @@ impl Service {
                 "every place for a run is taken, and none came free in the time that a run may wait",
                 Some(retry_after_ms),
             ),
+            Denied::ShareTaken { share, retry_after_ms } => RunResult::refused(
+                tier,
+                "overloaded",
+                format!(
+                    "the principal runs {share} at once, as many as it may here, and none of them \
+                     ended in the time that a run may wait"
+                ),
+                Some(retry_after_ms),
+            ),
             Denied::Cancelled => RunResult::unstarted(
                 tier,
                 Status::Cancelled,
