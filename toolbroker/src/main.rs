@@ -20,6 +20,7 @@ use forge_protocol::RunId;
 use forge_toolbroker::broker::{Broker, ServeError};
 use forge_toolbroker::config::{Config, ConfigError, faults};
 use forge_toolbroker::grant::{Issuer, RootKeyError};
+use forge_toolbroker::journal::store::RECORDS_MAX;
 use forge_toolbroker::journal::{JournalError, Place, read};
 use forge_toolbroker::review::{ReviewError, Reviews};
 use forge_toolbroker::state::{self, StateError};
@@ -300,7 +301,15 @@ fn main() -> ExitCode {
 fn list_journal(
     JournalCommand::List { journal, run, last, json }: JournalCommand,
 ) -> Result<(), Error> {
+    let is_of_one_run = run.is_some();
     let (calls, mut left_out) = read::calls(&journal, run, last)?;
+    if is_of_one_run && calls.is_empty() && left_out.is_empty() {
+        let _ = writeln!(
+            std::io::stderr(),
+            "forge-toolbroker: no call of this run is recorded here: it made none, it ran with \
+             another state folder, or newer records took its place (a file keeps {RECORDS_MAX})"
+        );
+    }
     let mut out = std::io::stdout().lock();
     let written = if json {
         let written = serde_json::to_writer_pretty(&mut out, &calls).map_err(Into::into);

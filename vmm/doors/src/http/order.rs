@@ -382,13 +382,15 @@ pub(crate) fn bounded(what: &str, got: usize, limit: usize) -> Result<(), Proble
 
 /// Reads base64, of at most so many bytes.
 pub(crate) fn base64(what: &str, text: &str, limit: u32) -> Result<Vec<u8>, Problem> {
+    let too_large = || Problem::too_large(format!("{what} has more than {limit} bytes"));
     // Whatever is longer decodes to more.
     let longest = limit.div_ceil(3) as usize * 4;
     if text.len() > longest {
-        return Err(Problem::too_large(format!("{what} has more than {limit} bytes")));
+        return Err(too_large());
     }
     let no_base64 = |error| Problem::bad_request(format!("{what} is no base64: {error}"));
-    STANDARD.decode(text).map_err(no_base64)
+    let bytes = STANDARD.decode(text).map_err(no_base64)?;
+    if bytes.len() > limit as usize { Err(too_large()) } else { Ok(bytes) }
 }
 
 /// Reads names of tools.

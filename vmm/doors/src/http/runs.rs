@@ -11,7 +11,7 @@ use axum::response::{IntoResponse as _, Response};
 use forge_client::{Run, RunMessage};
 use forge_protocol::service::{Finish, Order, RunEvent};
 use serde_json::json;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 
 use super::access::Bearer;
 use super::events::{End, Ended, Events, Happened, Next, happened};
@@ -370,8 +370,7 @@ async fn stream(
                     }
                     () = sender.closed() => return,
                     () = bearer.revoked() => return,
-                    // Its last events may come with the end.
-                    () = is_set(&mut closing), if kept.events.ended().is_none() => return,
+                    () = last_word(&mut closing), if kept.events.ended().is_none() => return,
                 };
                 if sent.is_err() {
                     return;
@@ -379,6 +378,16 @@ async fn stream(
             }
         }
     }
+}
+
+/// How long a door that closes waits for the end of a run: its service tells it with its
+/// own end, and the report is nowhere else.
+const LAST_WORD_TIME_MAX: Duration = Duration::from_secs(4);
+
+/// That the door closes, and nothing more came since.
+async fn last_word(closing: &mut watch::Receiver<bool>) {
+    is_set(closing).await;
+    tokio::time::sleep(LAST_WORD_TIME_MAX).await;
 }
 
 /// One event as it is sent. Its data is JSON, which has no line breaks.

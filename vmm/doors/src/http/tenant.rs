@@ -229,7 +229,12 @@ impl Tenant {
         let found = self.runs().by_id.get(id).cloned();
         found.ok_or_else(|| {
             let minutes = KEPT_TIME.as_secs() / 60;
-            Problem::not_found(format!("no run of this principal has this id, or it ended more than {minutes} minutes or {ENDED_MAX} runs ago"))
+            let mib = ENDED_BYTES_MAX >> 20;
+            Problem::not_found(format!(
+                "no run of this principal has this id, or it is not kept any more: it ended more \
+                 than {minutes} minutes, {ENDED_MAX} runs, or {mib} MiB of reports and artifacts \
+                 ago"
+            ))
         })
     }
 
