@@ -77,7 +77,7 @@ impl Facts {
     }
 
     fn event(&self, event: Event) -> Record {
-        Record::now(self.run.id(), event)
+        Record::now(self.run.id(), Arc::clone(self.run.principal()), event)
     }
 }
 
@@ -92,13 +92,11 @@ impl Identified {
     pub(super) fn new(run: &Arc<Run>, call: Call, books: &Books) -> Self {
         let Call { id, tool, request, waits: _ } = call;
         if run.calls_first() {
-            let (principal, program_sha256) = (Arc::clone(run.principal()), run.program_sha256());
-            let opened = Event::Opened { principal, program_sha256 };
-            books.journal.append(Record::now(run.id(), opened));
+            let opened = Event::Opened { program_sha256: run.program_sha256() };
+            books.journal.append(Record::now(run.id(), Arc::clone(run.principal()), opened));
         }
         let call = CallFacts {
             call: id,
-            principal: Arc::clone(run.principal()),
             held_by_caller: run.hosts(&tool),
             tool,
             definition_sha256: None,
@@ -753,7 +751,6 @@ mod tests {
         let tool = Arc::new(Tool::new("shop", listed).unwrap());
         let call = CallFacts {
             call: 0,
-            principal: Arc::clone(run.principal()),
             held_by_caller: false,
             tool: tool.name().clone(),
             definition_sha256: None,

@@ -163,7 +163,7 @@ impl Dispatcher {
         self.books.metrics.run_closed();
         if run.has_called() {
             self.registry.forget_run(run.caller());
-            let closed = Record::now(run.id(), Event::Closed { how });
+            let closed = Record::now(run.id(), Arc::clone(run.principal()), Event::Closed { how });
             if let Some(spans) = &self.books.spans {
                 let (run, ended_unix_ns, took) =
                     (run.id(), closed.at_us.saturating_mul(1_000), run.age());

@@ -15,6 +15,8 @@ use crate::definition::Effect;
 pub struct Record {
     /// The run.
     pub run: RunId,
+    /// Whose run it is.
+    pub principal: Arc<str>,
     /// When, in microseconds since the Unix epoch, by the host's clock.
     pub at_us: u64,
     /// What happened.
@@ -26,8 +28,6 @@ pub struct Record {
 pub enum Event {
     /// A run made its first call. Runs that make none leave no record.
     Opened {
-        /// Whose run it is.
-        principal: Arc<str>,
         /// The signed hash of its program.
         program_sha256: [u8; 32],
     },
@@ -74,8 +74,6 @@ pub enum Event {
 pub struct CallFacts {
     /// Its number in the run.
     pub call: u32,
-    /// Whose run it is.
-    pub principal: Arc<str>,
     /// The tool.
     pub tool: ToolName,
     /// The definition that the grant names; `None` if it names no such tool.
@@ -117,8 +115,8 @@ impl Close {
 impl Record {
     /// A record of this moment.
     #[must_use]
-    pub fn now(run: RunId, event: Event) -> Self {
-        Self { run, at_us: now_us(), event }
+    pub fn now(run: RunId, principal: Arc<str>, event: Event) -> Self {
+        Self { run, principal, at_us: now_us(), event }
     }
 }
 

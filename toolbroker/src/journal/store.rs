@@ -1,7 +1,8 @@
 //! One journal file: its tables, what opening it closes, and commits.
 //!
-//! `records` is only ever appended to, and bounded: the oldest leave when
-//! there are more than [`RECORDS_MAX`]. `sessions` has a row for each broker
+//! `records` is only ever appended to, and bounded: where there are more than
+//! [`RECORDS_MAX`], the oldest leave of the principal that has most, so that none takes
+//! another's. `sessions` has a row for each broker
 //! that had the file. One that is not closed when the next broker opens the
 //! file died, and its calls without an end are closed as unknown.
 //!
@@ -9,10 +10,11 @@
 //! is making a file anew that somebody took away: until the broker is started
 //! again, it has no journal.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use forge_protocol::RunId;
@@ -29,12 +31,18 @@ pub const RECORDS_MAX: i64 = 1_000_000;
 /// Says to SQLite's own tools whose file it is: `fjnl`.
 const APPLICATION_ID: i32 = 0x666a_6e6c;
 /// The tables below, after all of [`UPGRADES`].
-const SCHEMA_VERSION: i32 = 3;
+const SCHEMA_VERSION: i32 = 4;
 /// What makes a file of each earlier version, from 1 on, one of the next. A
 /// broker that takes such a file does it; a reader reads it as it is.
 const UPGRADES: [&str; SCHEMA_VERSION as usize - 1] = [
     "ALTER TABLE records ADD COLUMN redacted INTEGER",
     "ALTER TABLE records ADD COLUMN held_by TEXT",
+    "CREATE INDEX named ON records (run) WHERE principal IS NOT NULL;
+     UPDATE records SET principal = coalesce((SELECT named.principal FROM records AS named
+         WHERE named.run = records.run AND named.principal IS NOT NULL LIMIT 1), '')
+         WHERE principal IS NULL;
+     DROP INDEX named;
+     CREATE INDEX of_principals ON records (principal, seq);",
 ];
 /// What `held_by` says of a call that the run's caller carries out.
 pub(super) const HELD_BY_CALLER: &str = "caller";
@@ -67,7 +75,8 @@ const SCHEMA: &str = "
         program BLOB,
         redacted INTEGER,
         held_by TEXT
-    ) STRICT;";
+    ) STRICT;
+    CREATE INDEX of_principals ON records (principal, seq);";
 
 const INSERT: &str = "INSERT OR IGNORE INTO records
     (seq, at_us, kind, run, call, principal, tool, definition, effect, arguments, code, took_us,
@@ -145,6 +154,53 @@ pub struct Store {
     bytes_min: u64,
     session: i64,
     next_seq: i64,
+    kept: Kept,
+    /// So many are kept.
+    records_max: i64,
+}
+
+/// How many records of each principal there are.
+#[derive(Clone, Debug, Default)]
+struct Kept(HashMap<String, i64>);
+
+/// Records of one principal that leave at once, at least, as far as there are so many:
+/// where two have the same, not each record costs a statement.
+const LEAVING_MIN: i64 = 64;
+
+impl Kept {
+    fn read(connection: &Connection) -> rusqlite::Result<Self> {
+        let mut select =
+            connection.prepare("SELECT principal, count(*) FROM records GROUP BY principal")?;
+        let each = select.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        each.collect::<Result<_, _>>().map(Self)
+    }
+
+    fn add(&mut self, principal: &str, records: i64) {
+        match self.0.get_mut(principal) {
+            Some(kept) => *kept += records,
+            None => drop(self.0.insert(principal.to_owned(), records)),
+        }
+    }
+
+    /// Whose records leave next, and how many, where no more than `most` are kept.
+    fn leaving(&self, most: i64) -> Option<(String, i64)> {
+        let over = self.0.values().sum::<i64>() - most;
+        if over <= 0 {
+            return None;
+        }
+        let (principal, kept) = self.0.iter().max_by_key(|(name, kept)| (**kept, *name))?;
+        let others = self.0.iter().filter(|(name, _)| *name != principal);
+        let second = others.map(|(_, kept)| *kept).max().unwrap_or(0);
+        let leaving = (kept - second).max(LEAVING_MIN).min(over).min(*kept);
+        Some((principal.clone(), leaving))
+    }
+
+    fn left(&mut self, principal: &str, records: i64) {
+        if let Some(kept) = self.0.get_mut(principal) {
+            *kept -= records;
+        }
+        self.0.retain(|_, kept| *kept > 0);
+    }
 }
 
 impl Store {
@@ -154,6 +210,10 @@ impl Store {
     /// # Errors
     /// [`JournalError`].
     pub fn open(folder: &Path) -> Result<Self, JournalError> {
+        Self::keeping(folder, RECORDS_MAX)
+    }
+
+    fn keeping(folder: &Path, records_max: i64) -> Result<Self, JournalError> {
         let slot = Slot::take(folder)
             .map_err(|source| JournalError::File { path: folder.to_owned(), source })?;
         let at = |source| JournalError::File { path: slot.file.clone(), source };
@@ -168,7 +228,8 @@ impl Store {
         make_ready(&mut connection, &slot.file)?;
         let bytes_min = slot.file.metadata().map_err(at)?.len();
         let (session, next_seq) = begin_session(&mut connection).map_err(failed)?;
-        Ok(Self { slot, connection, identity, bytes_min, session, next_seq })
+        let kept = Kept::read(&connection).map_err(failed)?;
+        Ok(Self { slot, connection, identity, bytes_min, session, next_seq, kept, records_max })
     }
 
     /// Opens the same file again after it failed, for the same session.
@@ -202,11 +263,13 @@ impl Store {
     /// [`JournalError`].
     pub fn commit(&mut self, batch: &[Record]) -> Result<(), JournalError> {
         self.check_identity()?;
-        let next_seq = insert(&mut self.connection, self.next_seq, batch)
-            .map_err(|source| database(&self.slot.file, source))?;
+        let mut kept = self.kept.clone();
+        let next_seq =
+            insert(&mut self.connection, self.next_seq, batch, &mut kept, self.records_max)
+                .map_err(|source| database(&self.slot.file, source))?;
         // A commit into a file without a name would be lost with the process.
         self.check_identity()?;
-        self.next_seq = next_seq;
+        (self.next_seq, self.kept) = (next_seq, kept);
         Ok(())
     }
 
@@ -358,13 +421,16 @@ fn begin_session(connection: &mut Connection) -> rusqlite::Result<(i64, i64)> {
         let left = left_open_since(&transaction, first_seq)?;
         let at_us = now_us();
         let mut insert = transaction.prepare(INSERT)?;
-        for (run, call) in &left.calls {
-            let record = Record { run: *run, at_us, event: Event::Unknown { call: *call } };
+        for ((run, call), principal) in &left.calls {
+            let (run, principal) = (*run, Arc::clone(principal));
+            let record = Record { run, principal, at_us, event: Event::Unknown { call: *call } };
             add(&mut insert, next_seq, &record)?;
             next_seq += 1;
         }
-        for run in &left.runs {
-            let record = Record { run: *run, at_us, event: Event::Closed { how: Close::Lost } };
+        for (run, principal) in &left.runs {
+            let (run, principal) = (*run, Arc::clone(principal));
+            let event = Event::Closed { how: Close::Lost };
+            let record = Record { run, principal, at_us, event };
             add(&mut insert, next_seq, &record)?;
             next_seq += 1;
         }
@@ -388,24 +454,25 @@ fn begin_session(connection: &mut Connection) -> rusqlite::Result<(i64, i64)> {
     Ok((session, next_seq))
 }
 
+/// With whose they are.
 struct LeftOpen {
-    calls: BTreeSet<(RunId, u32)>,
-    runs: HashSet<RunId>,
+    calls: BTreeMap<(RunId, u32), Arc<str>>,
+    runs: HashMap<RunId, Arc<str>>,
 }
 
 /// Calls and runs without an end.
 fn left_open_since(connection: &Connection, first_seq: i64) -> rusqlite::Result<LeftOpen> {
-    let mut left = LeftOpen { calls: BTreeSet::new(), runs: HashSet::new() };
-    let mut select =
-        connection.prepare("SELECT kind, run, call FROM records WHERE seq >= ?1 ORDER BY seq")?;
+    let mut left = LeftOpen { calls: BTreeMap::new(), runs: HashMap::new() };
+    let mut select = connection
+        .prepare("SELECT kind, run, call, principal FROM records WHERE seq >= ?1 ORDER BY seq")?;
     let mut rows = select.query([first_seq])?;
     while let Some(row) = rows.next()? {
         let (run, call): ([u8; 16], Option<u32>) = (row.get(1)?, row.get(2)?);
         let (run, call) = (RunId(run), call.unwrap_or_default());
         match row.get_ref(0)?.as_str()? {
-            "opened" => drop(left.runs.insert(run)),
+            "opened" => drop(left.runs.insert(run, row.get::<_, String>(3)?.into())),
             "closed" => drop(left.runs.remove(&run)),
-            "intent" => drop(left.calls.insert((run, call))),
+            "intent" => drop(left.calls.insert((run, call), row.get::<_, String>(3)?.into())),
             _ => drop(left.calls.remove(&(run, call))),
         }
     }
@@ -417,15 +484,27 @@ fn insert(
     connection: &mut Connection,
     mut next_seq: i64,
     batch: &[Record],
+    kept: &mut Kept,
+    records_max: i64,
 ) -> rusqlite::Result<i64> {
     let transaction = writing(connection)?;
     let mut insert = transaction.prepare(INSERT)?;
     for record in batch {
-        add(&mut insert, next_seq, record)?;
+        // None where an earlier try left it there.
+        let added = add(&mut insert, next_seq, record)?;
+        kept.add(&record.principal, added);
         next_seq += 1;
     }
     drop(insert);
-    transaction.execute("DELETE FROM records WHERE seq <= ?1", [next_seq - 1 - RECORDS_MAX])?;
+    let mut delete = transaction.prepare(
+        "DELETE FROM records WHERE seq IN
+         (SELECT seq FROM records WHERE principal = ?1 ORDER BY seq LIMIT ?2)",
+    )?;
+    while let Some((principal, leaving)) = kept.leaving(records_max) {
+        delete.execute(params![principal, leaving])?;
+        kept.left(&principal, leaving);
+    }
+    drop(delete);
     transaction.commit()?;
     Ok(next_seq)
 }
@@ -433,8 +512,8 @@ fn insert(
 fn add(
     insert: &mut rusqlite::Statement<'_>,
     seq: i64,
-    Record { run, at_us, event }: &Record,
-) -> rusqlite::Result<()> {
+    Record { run, principal, at_us, event }: &Record,
+) -> rusqlite::Result<i64> {
     let none: Option<&CallFacts> = None;
     let (kind, call, facts, code, took_us, response_bytes) = match event {
         Event::Opened { .. } => ("opened", None, none, None, None, None),
@@ -453,21 +532,21 @@ fn add(
         }
         Event::Closed { how } => ("closed", None, None, Some(how.as_str()), None, None),
     };
-    let (principal, program) = match event {
-        Event::Opened { principal, program_sha256 } => (Some(principal), Some(program_sha256)),
-        _ => (facts.map(|facts| &facts.principal), None),
+    let program = match event {
+        Event::Opened { program_sha256 } => Some(program_sha256),
+        _ => None,
     };
     let redacted = match event {
         Event::Outcome { redacted, .. } => Some(*redacted),
         _ => None,
     };
-    insert.execute(params![
+    let added = insert.execute(params![
         seq,
         number(*at_us),
         kind,
         &run.0[..],
         call,
-        principal.map(|principal| &**principal),
+        &**principal,
         facts.map(|facts| facts.tool.as_str()),
         facts.and_then(|facts| facts.definition_sha256.as_ref()).map(|digest| &digest[..]),
         facts.and_then(|facts| facts.effect).map(|effect| effect.as_str()),
@@ -479,10 +558,58 @@ fn add(
         redacted,
         facts.and_then(|facts| facts.held_by_caller.then_some(HELD_BY_CALLER)),
     ])?;
-    Ok(())
+    Ok(i64::from(added > 0))
 }
 
 /// SQLite's integers are signed.
 fn number(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn records(principal: &str, run: u8, count: u32) -> Vec<Record> {
+        let event = |call| Event::Unknown { call };
+        (0..count)
+            .map(|call| Record::now(RunId([run; 16]), principal.into(), event(call)))
+            .collect()
+    }
+
+    /// How many there are of each, and the first call that is left of the principal's.
+    fn left(store: &Store, principal: &str) -> (i64, u32) {
+        let of = "SELECT count(*), coalesce(min(call), 0) FROM records WHERE principal = ?1";
+        let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?));
+        store.connection.query_row(of, [principal], read).unwrap()
+    }
+
+    #[test]
+    fn the_oldest_leave_of_the_principal_that_has_most() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::keeping(folder.path(), 1_000).unwrap();
+        store.commit(&records("alice", 1, 20)).unwrap();
+        for _ in 0..5 {
+            store.commit(&records("mallory", 2, 1_000)).unwrap();
+        }
+        assert_eq!(left(&store, "alice"), (20, 0));
+        assert_eq!(left(&store, "mallory"), (980, 20));
+        // What it counted is what there is, also for the next broker.
+        store.close().unwrap();
+        let mut store = Store::keeping(folder.path(), 1_000).unwrap();
+        store.commit(&records("bob", 3, 490)).unwrap();
+        assert_eq!((left(&store, "mallory").0, left(&store, "bob").0), (490, 490));
+        store.commit(&records("bob", 3, 10)).unwrap();
+        assert_eq!(left(&store, "alice"), (20, 0));
+        let all: i64 = ["alice", "mallory", "bob"].map(|it| left(&store, it).0).iter().sum();
+        assert_eq!(all, 1_000);
+    }
+
+    #[test]
+    fn one_principal_alone_keeps_its_newest() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::keeping(folder.path(), 100).unwrap();
+        store.commit(&records("alice", 1, 250)).unwrap();
+        assert_eq!(left(&store, "alice"), (100, 150));
+    }
 }

@@ -378,13 +378,12 @@ mod tests {
     use forge_protocol::name::ToolName;
 
     fn recorded(event: Event) -> Record {
-        Record::now(RunId([1; 16]), event)
+        Record::now(RunId([1; 16]), "alice".into(), event)
     }
 
     fn facts() -> CallFacts {
         CallFacts {
             call: 0,
-            principal: "alice".into(),
             tool: ToolName::parse("shop.order").unwrap(),
             definition_sha256: None,
             effect: None,
