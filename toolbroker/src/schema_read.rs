@@ -68,7 +68,8 @@ fn mend_required(schema: &mut Map<String, Value>, of: Of) {
     };
     let mut required: Vec<Value> = Vec::with_capacity(listed.len());
     for name in listed {
-        if !(of == Of::Arguments && has_default(name)) && !required.contains(name) {
+        let is_filled_in = of == Of::Arguments && has_default(name);
+        if !is_filled_in && !required.contains(name) {
             required.push(name.clone());
         }
     }

@@ -309,6 +309,22 @@ pub fn unseen_variables(server: &Program) -> Vec<String> {
         .collect()
 }
 
+/// The places in its command line, from 1, of what it is to make where it may not. Not what
+/// they are: one may be a credential.
+#[must_use]
+pub fn unmakeable(server: &Program) -> Vec<usize> {
+    let (Ok(program), Ok(here)) = (program::find(&server.command), here(server)) else {
+        return Vec::new();
+    };
+    let home = own_home();
+    let Ok(view) = view(server, &program, &here, home.as_deref()) else { return Vec::new() };
+    let words = server.args.iter().zip(1..);
+    words
+        .filter(|(word, _)| view.lacks_new(word, &here, home.as_deref()))
+        .map(|(_, at)| at)
+        .collect()
+}
+
 /// The first file that its command line names and that it may not read: what a
 /// server that did not start was probably missing.
 #[must_use]

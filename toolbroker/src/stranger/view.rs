@@ -279,6 +279,14 @@ impl View {
             && !self.shows(&there)
     }
 
+    /// Whether a word of a command line is a path to what is not there yet, in a folder that
+    /// is not shown: a database that the server is to make.
+    pub(super) fn lacks_new(&self, word: &str, cwd: &Path, home: Option<&Path>) -> bool {
+        let Some(value) = value_of(word).filter(|value| value.contains('/')) else { return false };
+        let path = cwd.join(value);
+        !path.exists() && path.to_str().is_some_and(|path| self.lacks(path, home))
+    }
+
     /// What a path was when it was granted, or of the system's what it is.
     pub(super) fn seen(&self, path: &Path) -> io::Result<Seen> {
         match self.seen.get(path) {
@@ -325,14 +333,17 @@ pub(super) fn private_settings() -> Vec<PathBuf> {
 /// The path that a word of a command line names, if there is one, and whether it
 /// is a file's.
 fn named(word: &str, cwd: &Path) -> Option<(PathBuf, bool)> {
-    let value = word.split_once('=').filter(|_| word.starts_with('-')).map_or(word, |it| it.1);
-    if value.is_empty() || value.starts_with('-') {
-        return None;
-    }
+    let value = value_of(word)?;
     let path = cwd.join(value);
     let is_file = path.metadata().ok()?.is_file();
     // A bare word is a name of something more often than a folder here.
     (value.contains('/') || (is_file && value.contains('.'))).then_some((path, is_file))
+}
+
+/// A word that is no option, or the value of one.
+fn value_of(word: &str) -> Option<&str> {
+    let value = word.split_once('=').filter(|_| word.starts_with('-')).map_or(word, |it| it.1);
+    (!value.is_empty() && !value.starts_with('-')).then_some(value)
 }
 
 fn has_code_name(path: &Path) -> bool {
@@ -745,6 +756,35 @@ mod tests {
         }
         for value in ["/usr/bin/env", "/tmp", "/dev/null", "/", "kept", "", "/9j/4AAQSkZJRg"] {
             assert!(!lacks(value), "{value}");
+        }
+    }
+
+    #[test]
+    fn an_argument_that_is_to_be_made_where_nothing_is_given_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().canonicalize().unwrap();
+        for made in ["data", "given", "here"] {
+            std::fs::create_dir(at.join(made)).unwrap();
+        }
+        std::fs::write(at.join("data/old.db"), "").unwrap();
+        let mut view = View::default();
+        view.add_write(&at.join("given")).unwrap();
+        let lacks = |word: &str| view.lacks_new(word, &at.join("here"), None);
+        let new = at.join("data/new.db").display().to_string();
+        for word in [new.as_str(), &format!("--db={new}"), "../data/new.db"] {
+            assert!(lacks(word), "{word}");
+        }
+        let (old, given) = (at.join("data/old.db"), at.join("given/new.db"));
+        for word in [
+            old.to_str().unwrap(),
+            given.to_str().unwrap(),
+            "--db-path",
+            "serve",
+            "@scope/package",
+            "https://a.example/b",
+            "",
+        ] {
+            assert!(!lacks(word), "{word}");
         }
     }
 

@@ -76,8 +76,19 @@ pub(super) async fn spawn(
     };
     // Of files that it asks for, any may lie where nobody answers.
     let asked = config.clone();
-    let look = move || Ok((stranger::command(&asked)?, stranger::unseen_variables(&asked)));
-    let (mut command, unseen) = crate::beside(look).await.map_err(unstartable)?;
+    let look = move || {
+        let command = stranger::command(&asked)?;
+        Ok((command, stranger::unseen_variables(&asked), stranger::unmakeable(&asked)))
+    };
+    let (mut command, unseen, unmakeable) = crate::beside(look).await.map_err(unstartable)?;
+    for argument in unmakeable {
+        tracing::warn!(
+            server = name,
+            argument,
+            "this argument names what is not there, in a folder that the server is not given: it \
+             cannot make it. Make it first, or put the folder under `write` in forge.toml"
+        );
+    }
     for variable in unseen {
         tracing::warn!(
             server = name,
