@@ -2,8 +2,8 @@
 //!
 //! serde_json's feature `raw_value` gives one object another meaning: whatever has
 //! the member [`RAW`] becomes the JSON that is in that member's text, read anew,
-//! without the bounds that the whole was held to. The MCP door needs the feature,
-//! and one crate of a build turns it on for all, so an object with this member is
+//! without the bounds that the whole was held to. The MCP door and the toolbroker need the
+//! feature, and one crate of a build turns it on for all, so an object with this member is
 //! no JSON where what a client or a tool server sent is read into values. What
 //! goes on as the text that came needs none of this.
 //!

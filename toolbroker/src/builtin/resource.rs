@@ -123,7 +123,7 @@ async fn carry_out(
         }
         other => other,
     };
-    connection.said(end)
+    connection.said(end.into())
 }
 
 fn bytes_of(contents: &Value) -> usize {

@@ -36,7 +36,7 @@ use crate::registry::Carrier;
 use crate::schema_cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
 use crate::telemetry::{CallSpan, CalledTool, Span, Spans, Steps};
-use crate::upstream::{CallEnd, Place, Said, Unusable, VALUES_MAX};
+use crate::upstream::{Answer, CallEnd, Place, Said, Unusable, VALUES_MAX};
 
 /// How long a dispatched call is followed after its run's deadline. Whoever
 /// has not answered by then is told that nobody waits, and the outcome stays
@@ -397,7 +397,7 @@ pub(super) struct Dispatched {
     tool: Arc<Tool>,
     /// From its dispatch until it was there.
     took: Duration,
-    end: CallEnd,
+    answer: Answer,
     /// What takes out what only its server's words are searched for.
     own: Option<Scrubber>,
 }
@@ -406,19 +406,19 @@ impl Dispatched {
     /// It is there now: what it waits for from here on is not its tool.
     fn ended(mut facts: Facts, tool: Arc<Tool>, sent: Instant, said: Said) -> Self {
         facts.steps.answered = Some(facts.began.elapsed());
-        let Said { end, own } = said;
-        Self { facts, tool, took: sent.elapsed(), end, own }
+        let Said { answer, own } = said;
+        Self { facts, tool, took: sent.elapsed(), answer, own }
     }
 
     /// Whether what came back is so soon looked through that others can wait
     /// for it.
     pub(super) fn is_small(&self) -> bool {
-        match &self.end {
+        let Answer::End(end) = &self.answer else { return false };
+        match end {
             CallEnd::Answered(response) | CallEnd::Bytes(response, _) => {
                 self.tool.checks_result_soon(response) && is_short(response)
             }
             CallEnd::Content(said) | CallEnd::Failed(said) => is_short(said),
-            CallEnd::Unread(_) => false,
             CallEnd::Unusable(_) | CallEnd::Lost => true,
         }
     }
@@ -435,19 +435,16 @@ impl Dispatched {
             () = run.cancelled() => None,
         };
         if turn.is_none() {
-            self.end = CallEnd::Lost;
+            self.answer = CallEnd::Lost.into();
         }
         turn
     }
 
     /// Holds a result against the tool's own output schema.
     pub(super) fn fitting(self, books: &Books) -> Fitting {
-        let Self { facts, tool, took, end, own } = self;
+        let Self { facts, tool, took, answer, own } = self;
         books.metrics.dispatched(took);
-        let end = match end {
-            CallEnd::Unread(unread) => unread.read(),
-            end => end,
-        };
+        let end = answer.read();
         let encoded = match end {
             CallEnd::Bytes(_, name) => Some(name),
             _ => None,
@@ -529,8 +526,6 @@ impl Fitting {
                 Err(CallFailure::BadResponse { violations })
             }
             Ok(CallEnd::Unusable(why)) => Err(CallFailure::Unusable(why)),
-            // It was read before it was held against its schema.
-            Ok(CallEnd::Unread(_)) => Err(CallFailure::Unusable(Unusable::NoJson)),
             // What is said of it quotes it and is cut: so it is said of what is
             // left, or a part of a credential would be left where it is cut.
             Err(Misfit::Result(response)) => {
@@ -828,7 +823,7 @@ mod tests {
                 .await
                 .unwrap();
         assert_eq!(turn, None);
-        assert!(matches!(result.end, CallEnd::Lost) && result.is_small());
+        assert!(matches!(result.answer, Answer::End(CallEnd::Lost)) && result.is_small());
     }
 
     #[test]

@@ -73,7 +73,8 @@ use crate::upstream::Place;
 
 /// Large requests and results that are read, held against their schemas and cleared of
 /// credentials at the same time. Each takes many times its size meanwhile, and none
-/// waits for anything but a processor: more at once would end no sooner.
+/// waits for anything but a processor, or a request for the journal: more at once would
+/// end no sooner.
 const LARGE_MAX: usize = 8;
 /// The same of one principal, so that none keeps the others waiting.
 const PRINCIPAL_LARGE_MAX: usize = 2;
@@ -304,9 +305,10 @@ impl Dispatcher {
             return Ok(Ready { checked, carrier, turn: None, place });
         }
         let (pinned, turn) = pinned.turn(async |of| self.large.turn(of).await).await?;
-        // Long work for a thread that nobody else waits for.
-        let check = move || Ok((pinned.checked(Some(&carrier))?, carrier));
-        let (checked, carrier) = beside(check).await?;
+        // Long work for a thread that nobody else waits for. It has its turn also when this
+        // is dropped meanwhile.
+        let check = move || Ok((pinned.checked(Some(&carrier))?, carrier, turn));
+        let (checked, carrier, turn) = beside(check).await?;
         Ok(Ready { checked, carrier, turn: Some(turn), place })
     }
 }

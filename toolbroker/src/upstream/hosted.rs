@@ -17,7 +17,7 @@ use rmcp::model::JsonObject;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{CallEnd, Unread, Unusable, has_few_values};
+use super::{Answer, CallEnd, Unread, Unusable, has_few_values};
 use crate::definition::{CompiledRoom, DefinitionError, Listed, Tool};
 
 /// Calls that may wait for the caller to take them.
@@ -119,11 +119,11 @@ impl Hosted {
         Arc::clone(&self.tools)
     }
 
-    pub(super) async fn call(&self, tool: &Tool, arguments: JsonObject) -> CallEnd {
+    pub(super) async fn call(&self, tool: &Tool, arguments: JsonObject) -> Answer {
         let (answer, answered) = oneshot::channel();
         let callback = Callback { tool: tool.name().clone(), arguments, answer };
         if self.calls.send(callback).await.is_err() {
-            return CallEnd::failed("Gone", "the caller that hosts this tool is gone");
+            return CallEnd::failed("Gone", "the caller that hosts this tool is gone").into();
         }
         let answered = tokio::select! {
             biased;
@@ -132,17 +132,18 @@ impl Hosted {
             // dropped as long as there are senders (tokio's issue 7714).
             () = self.calls.closed() => None,
         };
-        match answered {
+        let end = match answered {
             Some(Ok(said) | Err(said)) if !has_few_values(&said) => {
                 CallEnd::Unusable(Unusable::TooMany)
             }
-            Some(Ok(result)) => Unread::Hosted(result).end(),
+            Some(Ok(result)) => return Unread::Hosted(result).answer(),
             Some(Err(error)) => match forge_protocol::json::from_slice_mended(&error) {
                 Ok(error) => CallEnd::Failed(Value::Object(error)),
                 Err(_) => CallEnd::failed("BadCaller", "the caller's error is no JSON object"),
             },
             None => CallEnd::Lost,
-        }
+        };
+        end.into()
     }
 }
 

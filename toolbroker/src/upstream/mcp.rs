@@ -34,7 +34,10 @@ use super::received::{self, Came};
 use super::scrubs::Scrubs;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
-use super::{Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable, Upstream};
+use super::{
+    Answer, Away, CallEnd, Connection, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable, Upstream,
+};
+use crate::beside;
 use crate::definition::Tool;
 
 /// How long a listing may take once the server is up.
@@ -86,19 +89,19 @@ pub struct Session {
 
 /// How one attempt at a call ended.
 enum Attempt {
-    Ended(CallEnd),
+    Ended(Answer),
     /// The server knows the session no more, and did nothing.
     SessionGone,
 }
 
 impl Attempt {
     /// The end of the last attempt, which `session` was asked for.
-    fn or_gone(self, session: &Session) -> CallEnd {
+    fn or_gone(self, session: &Session) -> Answer {
         match self {
             Self::Ended(end) => end,
             Self::SessionGone => {
                 session.lose();
-                gone("the server ends each session as soon as it began")
+                gone("the server ends each session as soon as it began").into()
             }
         }
     }
@@ -346,7 +349,7 @@ impl Session {
         arguments: JsonObject,
         idempotency_key: Option<String>,
         until: Instant,
-    ) -> CallEnd {
+    ) -> Answer {
         let mut params =
             CallToolRequestParams::new(tool.name().tool().to_owned()).with_arguments(arguments);
         if let Some(key) = idempotency_key {
@@ -359,15 +362,15 @@ impl Session {
         }
         let connection = match self.next(until).await {
             Ok(connection) => connection,
-            Err(end) => return end,
+            Err(end) => return end.into(),
         };
         let now = connection.tool(tool.name());
         if now.is_none_or(|now| now.sha256() != tool.sha256()) {
-            return gone("the session ended, and in the next one this is another tool");
+            return gone("the session ended, and in the next one this is another tool").into();
         }
         match &*connection {
             Connection::Mcp(session) => session.attempt(tool, params).await.or_gone(session),
-            Connection::Api(_) | Connection::Hosted(_) => gone("the session ended"),
+            Connection::Api(_) | Connection::Hosted(_) => gone("the session ended").into(),
         }
     }
 
@@ -396,15 +399,15 @@ impl Session {
 
     /// What a request came to, whatever was asked: one that was refused was not
     /// carried out, and of one that was lost nothing is known.
-    async fn ended(&self, outcome: Result<CallEnd, ServiceError>) -> Attempt {
+    async fn ended(&self, outcome: Result<Answer, ServiceError>) -> Attempt {
         let fault = match outcome {
-            Ok(end) => {
+            Ok(answer) => {
                 self.breaker.answered();
-                return Attempt::Ended(end);
+                return Attempt::Ended(answer);
             }
             Err(ServiceError::TransportSend(error)) => {
                 if let Some(end) = busy(&*error.error) {
-                    return Attempt::Ended(end);
+                    return Attempt::Ended(end.into());
                 }
                 error.error.downcast::<Fault>().ok()
             }
@@ -413,10 +416,10 @@ impl Session {
         let Some(fault) = fault else {
             // The request may or may not have reached the server.
             let reason = self.end_of("it was lost before it answered").await;
-            return Attempt::Ended(self.failed(reason));
+            return Attempt::Ended(self.failed(reason).into());
         };
         let why = self.scrubs.text(&streamable::fault_text(&fault));
-        Attempt::Ended(match (&*fault, streamable::status_of(&fault)) {
+        let end = match (&*fault, streamable::status_of(&fault)) {
             (Fault::SessionExpired, _) => return Attempt::SessionGone,
             (_, Some(status @ 300..=499)) => {
                 let told = self.scrubs.text(&streamable::refusal_text(&fault, status));
@@ -432,7 +435,8 @@ impl Session {
             }
             // What a server does that answers otherwise is not known.
             _ => self.failed(why),
-        })
+        };
+        Attempt::Ended(end.into())
     }
 
     /// Whether this session was never refused with this status before.
@@ -455,13 +459,13 @@ impl Session {
         &self,
         tool: &Tool,
         params: CallToolRequestParams,
-    ) -> Result<CallEnd, ServiceError> {
+    ) -> Result<Answer, ServiceError> {
         let failed = |text: &str| CallEnd::Failed(json!({ "error": text }));
         let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
         let promised = tool.spec().output_schema.is_some();
-        Ok(match self.asked(request).await {
+        let end = match self.asked(request).await {
             Ok(ServerResult::CustomResult(said)) => match received::as_it_came(said) {
-                Some(Came::Text(text)) => Unread::Result { text, promised }.end(),
+                Some(Came::Text(text)) => return Ok(Unread::Result { text, promised }.answer()),
                 Some(Came::Read(result)) => read(Some(result), promised),
                 None => CallEnd::Unusable(Unusable::NoResult),
             },
@@ -472,15 +476,17 @@ impl Session {
                 failed("the tool answers with a task: not supported")
             }
             Ok(_) => CallEnd::Unusable(Unusable::NoResult),
-            Err(error) => return answered_error(error),
-        })
+            Err(error) => answered_error(error)?,
+        };
+        Ok(end.into())
     }
 
     /// Reads one of its resources: its contents as a JSON list. A server that
     /// forgot the session is asked once more in a new one, as for a call.
     pub(super) async fn read_resource(&self, uri: &str, until: Instant) -> CallEnd {
-        if let Attempt::Ended(end) = self.ended(self.read_once(uri).await).await {
-            return end;
+        let read = self.read_once(uri).await.map(Answer::End);
+        if let Attempt::Ended(answer) = self.ended(read).await {
+            return answer.read();
         }
         let connection = match self.next(until).await {
             Ok(connection) => connection,
@@ -488,7 +494,8 @@ impl Session {
         };
         match &*connection {
             Connection::Mcp(session) => {
-                session.ended(session.read_once(uri).await).await.or_gone(session)
+                let read = session.read_once(uri).await.map(Answer::End);
+                session.ended(read).await.or_gone(session).read()
             }
             Connection::Api(_) | Connection::Hosted(_) => gone("the session ended"),
         }
@@ -499,7 +506,10 @@ impl Session {
         let request = ReadResourceRequest::new(ReadResourceRequestParams::new(uri));
         match self.asked(ClientRequest::ReadResourceRequest(request)).await {
             Ok(ServerResult::CustomResult(said)) => {
-                let result = received::as_it_came(said).and_then(Came::read);
+                let result = match received::as_it_came(said) {
+                    Some(large @ Came::Text(_)) => beside(move || large.read()).await,
+                    came => came.and_then(Came::read),
+                };
                 let contents = result.and_then(|mut it| it.get_mut("contents").map(Value::take));
                 let contents = contents
                     .filter(|it| it.as_array().is_some_and(|all| all.iter().all(is_content)));

@@ -176,8 +176,6 @@ pub enum CallEnd {
     Bytes(Value, &'static str),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),
-    /// The tool answered, and that is yet to be read.
-    Unread(Unread),
     /// The tool answered, and nothing can be made of that.
     Unusable(Unusable),
     /// The tool failed: its error as a JSON object.
@@ -186,19 +184,44 @@ pub enum CallEnd {
     Lost,
 }
 
+/// An end of a call that may be yet to be read.
+#[derive(Debug)]
+pub enum Answer {
+    /// It is read.
+    End(CallEnd),
+    /// It is large, and is not.
+    Unread(Unread),
+}
+
+impl From<CallEnd> for Answer {
+    fn from(end: CallEnd) -> Self {
+        Self::End(end)
+    }
+}
+
+impl Answer {
+    /// The end, read now if it was not.
+    pub(crate) fn read(self) -> CallEnd {
+        match self {
+            Self::End(end) => end,
+            Self::Unread(unread) => unread.read(),
+        }
+    }
+}
+
 /// How a call ended, and what takes out of that what is looked for in its server's words
 /// alone.
 #[derive(Debug)]
 pub struct Said {
     /// How it ended.
-    pub end: CallEnd,
+    pub answer: Answer,
     /// For the tokens that the server issued itself, if it did.
     pub own: Option<Scrubber>,
 }
 
 impl From<CallEnd> for Said {
     fn from(end: CallEnd) -> Self {
-        Self { end, own: None }
+        Self { answer: end.into(), own: None }
     }
 }
 
@@ -278,13 +301,13 @@ impl Connection {
     }
 
     /// With what is to be taken out of its words alone, as far as that is known now.
-    pub(crate) fn said(&self, end: CallEnd) -> Said {
+    pub(crate) fn said(&self, answer: Answer) -> Said {
         let own = match self {
             Self::Mcp(session) => session.scrubs().own(),
             Self::Api(api) => api.scrubs().own(),
             Self::Hosted(_) => None,
         };
-        Said { end, own }
+        Said { answer, own }
     }
 
     /// Whether arguments that fit the tool's schema can be sent to it at all.
@@ -321,7 +344,7 @@ impl Connection {
         arguments: JsonObject,
         idempotency_key: Option<String>,
         until: Instant,
-    ) -> CallEnd {
+    ) -> Answer {
         match self {
             Self::Mcp(session) => session.call(tool, arguments, idempotency_key, until).await,
             Self::Api(api) => api.call(tool, &arguments).await,

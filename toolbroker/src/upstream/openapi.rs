@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::http::{BodyError, Client, body_within, retry_after};
 use super::scrubs::Scrubs;
 use super::{
-    Admission, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable,
+    Admission, Answer, Away, Breaker, CallEnd, ERROR_TEXT_BYTES_MAX, Places, Unread, Unusable,
     has_few_values,
 };
 use crate::definition::Tool;
@@ -85,20 +85,20 @@ impl Api {
     /// Calls an operation. An answer that is no success is the tool's own
     /// error; one that does not come at all leaves the outcome unknown, unless
     /// the request was surely not sent.
-    pub(crate) async fn call(&self, tool: &Tool, arguments: &JsonObject) -> CallEnd {
+    pub(crate) async fn call(&self, tool: &Tool, arguments: &JsonObject) -> Answer {
         let Some(operation) = self.operation(tool) else {
-            return CallEnd::failed("NoSuchTool", "the interface has no such operation");
+            return CallEnd::failed("NoSuchTool", "the interface has no such operation").into();
         };
         let request = match operation.request.build(self.client.http(), arguments) {
             Ok(request) => request,
             // `can_send` has said so before.
-            Err(why) => return CallEnd::failed("BadArgument", &why),
+            Err(why) => return CallEnd::failed("BadArgument", &why).into(),
         };
         let admission = match self.breaker.enter() {
             Ok(admission) => admission,
             Err(source) => {
                 let away = Away::of(tool.name().server(), &source);
-                return CallEnd::failed("Unavailable", &away.to_string());
+                return CallEnd::failed("Unavailable", &away.to_string()).into();
             }
         };
         let response = match self.client.send(request).await {
@@ -106,12 +106,12 @@ impl Api {
             Err(error) => {
                 let why = self.scrubs.text(&error.to_string());
                 let Some(end) = error.unsent() else {
-                    return self.lost(tool, admission, why);
+                    return self.lost(tool, admission, why).into();
                 };
                 let reason = crate::cut(&why, ERROR_TEXT_BYTES_MAX);
                 tracing::warn!(server = tool.name().server(), ?reason, "nothing was sent");
                 self.failed(tool, admission, reason);
-                return end;
+                return end.into();
             }
         };
         let status = response.status();
@@ -136,11 +136,11 @@ impl Api {
                 | StatusCode::GATEWAY_TIMEOUT,
             ) => self.failed(tool, admission, format!("it answers {status}")),
             (Err(BodyError::Broken(why)), _) => {
-                return self.lost(tool, admission, self.scrubs.text(why));
+                return self.lost(tool, admission, self.scrubs.text(why)).into();
             }
             _ => admission.answered(),
         }
-        match body {
+        let end = match body {
             Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
                 CallEnd::Unusable(Unusable::Encoded)
             }
@@ -148,7 +148,7 @@ impl Api {
             Ok(body) if body.is_empty() && is_made && location.is_some() => {
                 CallEnd::Answered(json!({ "location": location }))
             }
-            Ok(body) if status.is_success() => answer(body, kind),
+            Ok(body) if status.is_success() => return answer(body, kind),
             Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
                 "name": "AnswerTooLarge",
                 "message": format!(
@@ -174,7 +174,8 @@ impl Api {
                 }
                 CallEnd::Failed(error)
             }
-        }
+        };
+        end.into()
     }
 
     /// Takes note of a call that may have been carried out. Who has to find out reads
@@ -198,23 +199,24 @@ impl Api {
 
 /// A successful answer: JSON as it is, text as a string, nothing as null, and what is
 /// neither, an image for example, in base64.
-fn answer(body: Vec<u8>, kind: Kind) -> CallEnd {
+fn answer(body: Vec<u8>, kind: Kind) -> Answer {
     if body.is_empty() {
-        return CallEnd::Answered(Value::Null);
+        return CallEnd::Answered(Value::Null).into();
     }
     if kind != Kind::Json {
         // Text in another encoding loses what is no UTF-8. None has a zero.
         let is_text =
             std::str::from_utf8(&body).is_ok() || kind == Kind::Text && !body.contains(&0);
-        return match is_text {
+        let end = match is_text {
             true => CallEnd::Answered(text(&body)),
             false => CallEnd::Bytes(json!({"base64": STANDARD.encode(body)}), "base64"),
         };
+        return end.into();
     }
     if !has_few_values(&body) {
-        return CallEnd::Unusable(Unusable::TooMany);
+        return CallEnd::Unusable(Unusable::TooMany).into();
     }
-    Unread::Json(body).end()
+    Unread::Json(body).answer()
 }
 
 /// An answer that is JSON, as it says.
@@ -283,7 +285,7 @@ mod tests {
 
     #[test]
     fn an_answer_that_is_no_text_loses_nothing() {
-        let bytes = |body: &[u8], kind| match answer(body.to_vec(), Kind::of(kind)) {
+        let bytes = |body: &[u8], kind| match answer(body.to_vec(), Kind::of(kind)).read() {
             CallEnd::Bytes(bytes, "base64") => bytes,
             other => panic!("{kind}: {other:?}"),
         };
@@ -307,7 +309,7 @@ mod tests {
     }
 
     fn answered(body: &[u8], kind: &str) -> Value {
-        match answer(body.to_vec(), Kind::of(kind)) {
+        match answer(body.to_vec(), Kind::of(kind)).read() {
             CallEnd::Answered(answer) => answer,
             other => panic!("{other:?}"),
         }
@@ -332,7 +334,7 @@ mod tests {
         breaker.failed("at 10.1.2.3".into());
         breaker.failed("at 10.1.2.3".into());
         let tool = &api.tools()[0];
-        let CallEnd::Failed(told) = api.call(tool, &JsonObject::new()).await else {
+        let CallEnd::Failed(told) = api.call(tool, &JsonObject::new()).await.read() else {
             panic!("it was asked");
         };
         assert_eq!(told["name"], "Unavailable");

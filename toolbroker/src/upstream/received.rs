@@ -19,8 +19,7 @@ use serde_json::{Error, Value, json};
 
 use super::unread::SMALL_BYTES_MAX;
 
-/// The member that it stands behind. A server that sends it by itself sends a
-/// result all the same.
+/// The member that it stands behind.
 const AS_IT_CAME: &str = "forge-vmm/as-it-came";
 
 /// Which results those are: a tool's (MCP's `CallToolResult`) by any of the first
@@ -70,6 +69,9 @@ pub(super) fn read(text: &[u8]) -> Result<Value, Error> {
         return Ok(message);
     }
     let mut message: Value = json::from_slice_mended(text)?;
+    // Also what a server put behind that member itself: it is its result as it came, and
+    // no text that we left unread.
+    let passes = |result: &Value| passes(result) || result.get(AS_IT_CAME).is_some();
     if let Some(result) = message.get_mut("result").filter(|result| passes(result)) {
         *result = json!({ AS_IT_CAME: result.take() });
     }
@@ -98,6 +100,8 @@ fn unread_end(text: &[u8]) -> Option<Value> {
         #[serde(default, rename = "resultType")]
         kind: Value,
     }
+    // Values are read here too, and no text among them anew.
+    json::check(text).ok()?;
     let Envelope { jsonrpc, id, result, error, method } = serde_json::from_slice(text).ok()?;
     let result = result.filter(|_| error.is_none() && method.is_none())?.get();
     let Members { content, structured, contents, kind } = serde_json::from_str(result).ok()?;
@@ -224,6 +228,27 @@ pub(super) mod tests {
             .map(|n| json!({"name": n.to_string(), "inputSchema": {"a": "b".repeat(90)}}))
             .collect();
         assert!(matches!(through(&json!({ "tools": tools })), ServerResult::ListToolsResult(_)));
+    }
+
+    #[test]
+    fn a_text_within_a_message_is_never_read_as_one() {
+        let text = format!("[{}0]", "0,".repeat(100_000));
+        let raw = json!({ "$serde_json::private::RawValue": text });
+        let end = json!({ "content": [] });
+        for message in [
+            json!({"jsonrpc": raw, "id": 1, "result": end}),
+            json!({"jsonrpc": "2.0", "id": raw, "result": end}),
+            json!({"jsonrpc": "2.0", "id": 1, "result": {"content": [], "resultType": raw}}),
+        ] {
+            assert!(read(message.to_string().as_bytes()).is_err());
+        }
+        let behind = json!({ AS_IT_CAME: "{\"content\": []}" });
+        match through(&behind) {
+            ServerResult::CustomResult(said) => {
+                assert_eq!(as_it_came(said), Some(Came::Read(behind)));
+            }
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

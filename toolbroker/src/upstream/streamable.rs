@@ -338,8 +338,12 @@ async fn answer(
         Ok(body) if body.len() <= SMALL_BYTES_MAX => answer_to(asked, &body),
         // The MCP library talks with a server in one task, which is everybody's.
         Ok(body) => {
-            let _turn = READING.acquire().await;
-            beside(move || answer_to(asked, &body)).await
+            let turn = READING.acquire().await;
+            beside(move || {
+                let _turn = turn;
+                answer_to(asked, &body)
+            })
+            .await
         }
         Err(BodyError::TooLarge { .. }) => Unusable::TooLong.answer(asked),
         Err(error) => return Err(Fault::Client(error.into())),

@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 
-use super::{CallEnd, hosted, mcp, openapi};
+use super::{Answer, CallEnd, hosted, mcp, openapi};
 
 /// An answer of no more bytes is read at once.
 pub(super) const SMALL_BYTES_MAX: usize = 32 * 1024;
@@ -34,8 +34,8 @@ impl Unread {
     }
 
     /// The end of its call, which is yet to be read if it is large.
-    pub(super) fn end(self) -> CallEnd {
-        if self.bytes() <= SMALL_BYTES_MAX { self.read() } else { CallEnd::Unread(self) }
+    pub(super) fn answer(self) -> Answer {
+        if self.bytes() <= SMALL_BYTES_MAX { self.read().into() } else { Answer::Unread(self) }
     }
 
     /// The end of its call.
