@@ -151,15 +151,16 @@ impl Tool {
         listed: Listed,
     ) -> Result<Self, DefinitionError> {
         let output_schema = listed.output_schema.clone().map(Value::Object);
-        let mut tool = Self::unheld(room, server, listed)?;
+        let mut tool = Self::made(room, server, listed, Of::FilledIn)?;
         let result =
-            output_schema.as_ref().map(|it| Schema::compile(it, Of::Result, room)).transpose();
+            output_schema.as_ref().map(|it| Schema::compile(it, Of::Whole, room)).transpose();
         tool.result = result.map_err(DefinitionError::OutputSchema)?;
         Ok(tool)
     }
 
-    /// The same, but its results are held against nothing: its output schema is
-    /// told, and no promise.
+    /// The same of one whose requests are written here, so that nobody fills in what is
+    /// left out, and whose results are held against nothing: its output schema is told,
+    /// and no promise.
     ///
     /// # Errors
     /// [`DefinitionError`]: this tool cannot be offered.
@@ -167,6 +168,15 @@ impl Tool {
         room: &mut CompiledRoom,
         server: &str,
         listed: Listed,
+    ) -> Result<Self, DefinitionError> {
+        Self::made(room, server, listed, Of::Whole)
+    }
+
+    fn made(
+        room: &mut CompiledRoom,
+        server: &str,
+        listed: Listed,
+        arguments: Of,
     ) -> Result<Self, DefinitionError> {
         let name =
             ToolName::parse(&format!("{server}.{}", listed.name)).map_err(DefinitionError::Name)?;
@@ -192,7 +202,7 @@ impl Tool {
             .finalize()
             .into();
 
-        let arguments = Schema::compile(&input_schema, Of::Arguments, room);
+        let arguments = Schema::compile(&input_schema, arguments, room);
         let arguments = arguments.map_err(DefinitionError::Schema)?;
         let spec = ToolSpec {
             name,

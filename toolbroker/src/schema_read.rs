@@ -9,15 +9,15 @@ use serde_json::{Map, Value};
 
 use crate::pattern_read::{DATA, OF_SCHEMAS};
 
-/// What a schema is held against.
+/// Whether something is filled in by whoever gets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Of {
-    /// Arguments. What has a default may be left out, also where it stands under
-    /// `required`: libraries whose schemas tell what the tool works with (zod's) list
-    /// it there, and the server fills it in.
-    Arguments,
-    /// A result, which keeps all that is promised.
-    Result,
+    /// Arguments for a server that has the schema: what has a default may be left out, also
+    /// where it stands under `required`. Libraries whose schemas tell what the tool works
+    /// with (zod's) list it there.
+    FilledIn,
+    /// A result, or arguments that nobody fills in.
+    Whole,
 }
 
 /// The schema as it is meant.
@@ -43,19 +43,46 @@ fn mend(schema: &mut Value, is_newest: bool, of: Of) {
                 say_exclusive_bounds(members);
                 say_tuples(members);
             }
+            if of == Of::FilledIn {
+                say_any(members, is_newest);
+            }
             for (key, member) in members {
-                match member {
-                    _ if DATA.contains(&key.as_str()) => {}
-                    Value::Object(named)
-                        if OF_SCHEMAS.contains(&key.as_str()) || key == "patternProperties" =>
+                match (key.as_str(), member) {
+                    (key, _) if DATA.contains(&key) || key == "dependentRequired" => {}
+                    // Of the older drafts, which have lists of names in it too.
+                    ("dependencies", Value::Object(named)) => {
+                        let schemas = named.values_mut().filter(|it| it.is_object());
+                        schemas.for_each(|it| mend(it, is_newest, of));
+                    }
+                    (key, Value::Object(named))
+                        if OF_SCHEMAS.contains(&key) || key == "patternProperties" =>
                     {
                         named.values_mut().for_each(|it| mend(it, is_newest, of));
                     }
-                    member => mend(member, is_newest, of),
+                    // What holds where less is asked would say no, or something else; what
+                    // is any of several is none of them here any more.
+                    ("not" | "if" | "contains" | "oneOf", member) => {
+                        mend(member, is_newest, Of::Whole);
+                    }
+                    (_, member) => mend(member, is_newest, of),
                 }
             }
         }
         _ => {}
+    }
+}
+
+/// Where less is asked of one of several than was, more than one may hold.
+fn say_any(schema: &mut Map<String, Value>, is_newest: bool) {
+    let Some(several) = schema.get("oneOf") else { return };
+    let (mut filled_in, mut whole) = (several.clone(), several.clone());
+    mend(&mut filled_in, is_newest, Of::FilledIn);
+    mend(&mut whole, is_newest, Of::Whole);
+    if filled_in == whole || schema.contains_key("anyOf") {
+        schema.insert("oneOf".into(), whole);
+    } else {
+        schema.remove("oneOf");
+        schema.insert("anyOf".into(), filled_in);
     }
 }
 
@@ -68,7 +95,7 @@ fn mend_required(schema: &mut Map<String, Value>, of: Of) {
     };
     let mut required: Vec<Value> = Vec::with_capacity(listed.len());
     for name in listed {
-        let is_filled_in = of == Of::Arguments && has_default(name);
+        let is_filled_in = of == Of::FilledIn && has_default(name);
         if !is_filled_in && !required.contains(name) {
             required.push(name.clone());
         }
@@ -115,7 +142,7 @@ mod tests {
     use super::*;
 
     fn of_arguments(schema: Value) -> Value {
-        as_meant(&schema, Of::Arguments)
+        as_meant(&schema, Of::FilledIn)
     }
 
     #[test]
@@ -138,10 +165,23 @@ mod tests {
 
     #[test]
     fn what_has_a_default_may_be_left_out_of_arguments_and_not_of_a_result() {
-        let schema = json!({"anyOf": [{"required": ["a", "b"],
-            "properties": {"a": {"default": null}, "b": {"type": "string"}}}]});
+        let one = json!({"required": ["a", "b"],
+            "properties": {"a": {"default": null}, "b": {"type": "string"}}});
+        let schema = json!({ "anyOf": [one] });
         assert_eq!(of_arguments(schema.clone())["anyOf"][0]["required"], json!(["b"]));
-        assert_eq!(as_meant(&schema, Of::Result), schema);
+        assert_eq!(as_meant(&schema, Of::Whole), schema);
+        // Where less is asked, one of several is any of them.
+        let several = of_arguments(json!({ "oneOf": [one, {"type": "null"}] }));
+        assert_eq!(several["anyOf"][0]["required"], json!(["b"]));
+        for schema in [
+            json!({ "not": one }),
+            json!({ "if": one, "then": false }),
+            json!({ "items": { "contains": one } }),
+            json!({ "oneOf": [one], "anyOf": [true] }),
+            json!({ "oneOf": [{"required": ["a"], "properties": {"a": {}}}] }),
+        ] {
+            assert_eq!(of_arguments(schema.clone()), schema);
+        }
     }
 
     #[test]
@@ -153,6 +193,8 @@ mod tests {
             json!({"$schema": "http://json-schema.org/draft-04/schema#",
                    "minimum": 0, "exclusiveMinimum": true}),
             json!({"required": "a"}),
+            json!({"dependentRequired": {"items": ["a"], "required": ["b"]}}),
+            json!({"dependencies": {"items": ["a"]}}),
             json!(true),
         ] {
             assert_eq!(of_arguments(schema.clone()), schema);

@@ -5,6 +5,8 @@
 //! and each union, that way. A value that is quoted is cut, so that it leaves room for
 //! what is wrong with it.
 
+use std::io;
+
 use jsonschema::ValidationError;
 use jsonschema::error::ValidationErrorKind as Kind;
 
@@ -82,10 +84,32 @@ fn told(violation: &ValidationError<'_>) -> String {
     if !all.is_empty() {
         return all.join("; or ");
     }
-    let value = violation.instance().to_string();
-    match value.len() > QUOTED_BYTES_MAX {
-        true => violation.masked_with(crate::cut(&value, QUOTED_BYTES_MAX)).to_string(),
-        false => violation.to_string(),
+    let mut value = Beginning(Vec::new());
+    match serde_json::to_writer(&mut value, &**violation.instance()) {
+        Ok(()) => violation.to_string(),
+        Err(_) => {
+            let value = String::from_utf8_lossy(&value.0);
+            violation.masked_with(crate::cut(&value, QUOTED_BYTES_MAX)).to_string()
+        }
+    }
+}
+
+/// As much of a value as is quoted, and a little to see that there is more. What is longer
+/// is not written.
+struct Beginning(Vec<u8>);
+
+impl io::Write for Beginning {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let room = 2 * QUOTED_BYTES_MAX - self.0.len();
+        self.0.extend_from_slice(&bytes[..bytes.len().min(room)]);
+        match self.0.len() <= QUOTED_BYTES_MAX {
+            true => Ok(bytes.len()),
+            false => Err(io::ErrorKind::WriteZero.into()),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
