@@ -307,8 +307,7 @@ fn list_journal(
         let _ = writeln!(
             std::io::stderr(),
             "forge-toolbroker: no call of this run is recorded here: it made none, it ran with \
-             another state folder, or newer records of its principal took their place (a file keeps \
-             {RECORDS_MAX})"
+             another state folder, or its records left to make room (a file keeps {RECORDS_MAX})"
         );
     }
     let mut out = std::io::stdout().lock();

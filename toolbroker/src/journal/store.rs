@@ -163,8 +163,8 @@ pub struct Store {
 #[derive(Clone, Debug, Default)]
 struct Kept(HashMap<String, i64>);
 
-/// Records of one principal that leave at once, at least, as far as there are so many:
-/// where two have the same, not each record costs a statement.
+/// Records of one principal that leave at once, at least, as far as that is not more than
+/// half of them: where two have the same, not each record costs a statement.
 const LEAVING_MIN: i64 = 64;
 
 impl Kept {
@@ -191,7 +191,8 @@ impl Kept {
         let (principal, kept) = self.0.iter().max_by_key(|(name, kept)| (**kept, *name))?;
         let others = self.0.iter().filter(|(name, _)| *name != principal);
         let second = others.map(|(_, kept)| *kept).max().unwrap_or(0);
-        let leaving = (kept - second).max(LEAVING_MIN).min(over).min(*kept);
+        let at_least = LEAVING_MIN.min(kept / 2).max(1);
+        let leaving = (kept - second).max(at_least).min(over).min(*kept);
         Some((principal.clone(), leaving))
     }
 
@@ -240,6 +241,8 @@ impl Store {
         self.check_identity()?;
         let mut connection = connect(&self.slot.file).map_err(|e| database(&self.slot.file, e))?;
         make_ready(&mut connection, &self.slot.file)?;
+        // What failed may be there all the same.
+        self.kept = Kept::read(&connection).map_err(|e| database(&self.slot.file, e))?;
         self.connection = connection;
         Ok(())
     }
@@ -603,6 +606,35 @@ mod tests {
         assert_eq!(left(&store, "alice"), (20, 0));
         let all: i64 = ["alice", "mallory", "bob"].map(|it| left(&store, it).0).iter().sum();
         assert_eq!(all, 1_000);
+    }
+
+    #[test]
+    fn of_many_who_have_little_none_loses_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::keeping(folder.path(), 200).unwrap();
+        for round in 0..30 {
+            for principal in ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"] {
+                store.commit(&records(principal, round, 1)).unwrap();
+            }
+        }
+        for principal in ["a", "e", "j"] {
+            assert!((10..=30).contains(&left(&store, principal).0), "{principal}");
+        }
+    }
+
+    #[test]
+    fn a_batch_that_was_there_all_the_same_is_counted_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut store = Store::keeping(folder.path(), 100).unwrap();
+        let batch = records("alice", 1, 60);
+        // The commit that failed late.
+        let mut unseen = store.kept.clone();
+        insert(&mut store.connection, store.next_seq, &batch, &mut unseen, 100).unwrap();
+        store.reopen().unwrap();
+        store.commit(&batch).unwrap();
+        assert_eq!(store.kept.0, Kept::read(&store.connection).unwrap().0);
+        store.commit(&records("alice", 2, 60)).unwrap();
+        assert_eq!(left(&store, "alice").0, 100);
     }
 
     #[test]
