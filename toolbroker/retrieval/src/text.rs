@@ -19,6 +19,8 @@ const JOINED_WORDS_MAX: usize = 30;
 
 /// What is before the path of an operation, whose words say what that does.
 const METHODS: [&str; 6] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"];
+/// A label of a host's name that is no longer, and has another before it, is its country's.
+const SECOND_LEVEL_CHARS_MAX: usize = 3;
 /// A longer ending of a file's name is none.
 const ENDING_CHARS_MAX: usize = 8;
 
@@ -107,14 +109,16 @@ pub(crate) fn by_kind(intent: &str) -> Cow<'_, str> {
     let mut out = String::new();
     let (mut kept, mut before) = (0, "");
     for word in intent.split_whitespace() {
-        let bare = word.trim_matches(|c: char| "\"'`()<>[],;:!?".contains(c)).trim_end_matches('.');
+        let is_mark = |c: char| "\"'`()<>[],;:!?".contains(c);
+        let bare = word.trim_start_matches(is_mark);
+        let bare = bare.trim_end_matches(|c: char| c == '.' || is_mark(c));
         if let Some(kind) = kind_of(bare, before) {
             let begins = bare.as_ptr().addr() - intent.as_ptr().addr();
             out.push_str(&intent[kept..begins]);
             out.push_str(&kind);
             kept = begins + bare.len();
         }
-        before = word;
+        before = bare;
     }
     if kept == 0 {
         return Cow::Borrowed(intent);
@@ -144,7 +148,7 @@ fn kind_of(word: &str, before: &str) -> Option<Cow<'static, str>> {
     let name = word.rsplit(['/', '\\']).next().unwrap_or_default();
     let ending = name.rsplit_once('.').map(|(_, ending)| ending).filter(|ending| {
         let is_one = ending.chars().all(|c| c.is_ascii_alphanumeric());
-        (1..=ENDING_CHARS_MAX).contains(&ending.len()) && is_one
+        ending.len() <= ENDING_CHARS_MAX && is_one && ending.contains(char::is_alphabetic)
     });
     match ending {
         Some(ending) if is_rooted || name.len() < word.len() => {
@@ -160,7 +164,10 @@ fn kind_of(word: &str, before: &str) -> Option<Cow<'static, str>> {
 fn site_of(address: &str) -> Option<&str> {
     let host = address.split(['/', ':', '?', '#']).next().unwrap_or_default();
     let (name, _) = host.rsplit_once('.')?;
-    let site = name.rsplit('.').next().unwrap_or(name);
+    let mut labels = name.rsplit('.');
+    let last = labels.next().unwrap_or(name);
+    // As in `example.co.uk`.
+    let site = labels.next().filter(|_| last.len() <= SECOND_LEVEL_CHARS_MAX).unwrap_or(last);
     (site != "example" && site.contains(char::is_alphabetic)).then_some(site)
 }
 
@@ -303,13 +310,16 @@ mod tests {
             ("move ./a/b.md to ../c", "move md file to path"),
             (r"write C:\Users\me\out.json", "write json file"),
             ("query data/test.sqlite", "query sqlite file"),
+            ("read 'data/a.txt'. Open \"~/b\".", "read 'txt file'. Open \"path\"."),
+            ("go to https://shop.example.co.uk and https://www.bbc.co.uk", "go to URL and bbc URL"),
         ] {
             assert_eq!(by_kind(intent), kinds);
         }
         for intent in [
             "GET /repos/{owner}/issues",
             "call POST /v1/charges",
-            "what is 7/2 and/or 3",
+            "what is 7/2 and/or 1.5/2.5",
+            "call `POST /v1/charges` and GET: /v1/charges",
             "read notes.txt, e.g. its end. Then stop",
             "a :// b ://",
             "é:é é/é",
