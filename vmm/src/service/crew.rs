@@ -67,23 +67,22 @@ impl Crew {
         if state.idle > 0 {
             self.0.changed.notify_one();
         }
-        if state.wants_thread() {
-            self.start(state);
+        let starts = state.takes_thread();
+        drop(state);
+        if starts {
+            self.start();
         }
     }
 
     /// Tries again to have a thread where there was none to be had.
     pub(super) fn look(&self) {
-        let state = lock(&self.0.state);
-        if state.wants_thread() {
-            self.start(state);
+        if lock(&self.0.state).takes_thread() {
+            self.start();
         }
     }
 
-    fn start(&self, mut state: MutexGuard<'_, State>) {
-        state.threads += 1;
-        state.starting += 1;
-        drop(state);
+    /// Starts a thread that has its place already.
+    fn start(&self) {
         let shared = Arc::clone(&self.0);
         let started =
             std::thread::Builder::new().name("client".into()).spawn(move || shared.work());
@@ -121,11 +120,16 @@ impl State {
         self.operators.len() + self.others.len()
     }
 
-    /// Whether more wait than have a thread, and there may be another for one
-    /// of them.
-    fn wants_thread(&self) -> bool {
+    /// Whether more wait than have a thread, and there may be another for one of them,
+    /// which has its place then.
+    fn takes_thread(&mut self) -> bool {
         let most = self.most + if self.operators.is_empty() { 0 } else { OPERATORS_OWN };
-        self.waiting() > self.idle + self.starting && self.threads < most
+        let takes = self.waiting() > self.idle + self.starting && self.threads < most;
+        if takes {
+            self.threads += 1;
+            self.starting += 1;
+        }
+        takes
     }
 
     /// The next connection for a thread that has nothing to do. Those that are
@@ -149,8 +153,10 @@ impl Drop for Place<'_> {
 impl Shared {
     fn work(&self) {
         let place = Place(self);
-        lock(&self.state).starting -= 1;
-        while let Some(connection) = self.next() {
+        let mut state = lock(&self.state);
+        state.starting -= 1;
+        let mut next = self.next(state);
+        while let Some(connection) = next {
             // A bug of ours costs one connection.
             let attended = catch_unwind(AssertUnwindSafe(|| connection.attend()));
             if attended.is_err() {
@@ -158,14 +164,14 @@ impl Shared {
                 connection.close();
                 tracing::error!("a thread panicked, which is a bug; its client is cut off");
             }
+            next = self.next(lock(&self.state));
         }
         // Given back by whoever found that there is nothing to do, with the same lock.
         std::mem::forget(place);
     }
 
     /// The next connection, or `None` if none came for a while.
-    fn next(&self) -> Option<Arc<Connection>> {
-        let mut state = lock(&self.state);
+    fn next(&self, mut state: MutexGuard<'_, State>) -> Option<Arc<Connection>> {
         loop {
             if let Some(connection) = state.next() {
                 return Some(connection);
@@ -212,15 +218,12 @@ mod tests {
 
     #[test]
     fn a_connection_that_a_thread_was_started_for_has_no_second_one_started() {
-        let crew = Crew::new(4);
         let (_client, ours) = UnixStream::pair().unwrap();
         let stranger = Connection::accept(Weak::new(), 1, ours, Peer::Stranger).unwrap();
-        // Until it is attended to, which a thread that has the lock keeps it from.
-        let mut state = lock(&crew.0.state);
+        let mut state = State { most: 4, ..State::default() };
         state.others.push_back(stranger);
-        assert!(state.wants_thread());
-        state.starting += 1;
-        assert!(!state.wants_thread());
+        assert!(state.takes_thread());
+        assert!(!state.takes_thread(), "one is on its way");
     }
 
     #[test]
@@ -232,11 +235,12 @@ mod tests {
         };
         let mut state = State { most: 2, threads: 2, ..State::default() };
         state.others.push_back(connects(1, Peer::Stranger));
-        assert!(!state.wants_thread());
+        assert!(!state.takes_thread());
         let operators = connects(2, Peer::Operator);
         state.operators.push_back(Arc::clone(&operators));
-        assert!(state.wants_thread());
-        state.threads += 1;
+        assert!(state.takes_thread());
+        // It has begun.
+        state.starting -= 1;
         assert!(Arc::ptr_eq(&state.next().unwrap(), &operators));
         // It is done with that.
         assert!(state.next().is_none());
@@ -244,6 +248,6 @@ mod tests {
         assert!(state.next().is_some(), "another is, and took no thread of the operator's");
         state.threads = state.most + OPERATORS_OWN;
         state.operators.push_back(operators);
-        assert!(!state.wants_thread());
+        assert!(!state.takes_thread());
     }
 }

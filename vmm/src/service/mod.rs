@@ -270,8 +270,8 @@ impl Service {
                 tier,
                 "overloaded",
                 format!(
-                    "the principal runs {share} at once, as many as it may here, and none of them \
-                     ended in the time that a run may wait"
+                    "the principal runs {share} at once, as many as it may here, and no place of \
+                     its own came free for this one in the time that a run may wait"
                 ),
                 Some(retry_after_ms),
             ),
