@@ -11,7 +11,7 @@ use axum::response::{IntoResponse as _, Response};
 use forge_client::{Run, RunMessage};
 use forge_protocol::service::{Finish, Order, RunEvent};
 use serde_json::json;
-use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::access::Bearer;
 use super::events::{End, Ended, Events, Happened, Next, happened};
@@ -335,6 +335,7 @@ async fn stream(
 ) {
     let mut changed = kept.events.subscribe();
     let mut closing = door.closing.subscribe();
+    let mut closes_at = None;
     loop {
         match kept.events.after(last) {
             Next::Events { missed, first, events } => {
@@ -370,7 +371,11 @@ async fn stream(
                     }
                     () = sender.closed() => return,
                     () = bearer.revoked() => return,
-                    () = last_word(&mut closing), if kept.events.ended().is_none() => return,
+                    () = is_set(&mut closing), if closes_at.is_none() => {
+                        closes_at = Some(tokio::time::Instant::now() + LAST_WORD_TIME_MAX);
+                        Ok(())
+                    }
+                    () = at(closes_at) => return,
                 };
                 if sent.is_err() {
                     return;
@@ -384,10 +389,12 @@ async fn stream(
 /// own end, and the report is nowhere else.
 const LAST_WORD_TIME_MAX: Duration = Duration::from_secs(4);
 
-/// That the door closes, and nothing more came since.
-async fn last_word(closing: &mut watch::Receiver<bool>) {
-    is_set(closing).await;
-    tokio::time::sleep(LAST_WORD_TIME_MAX).await;
+/// That this moment has come, if there is one.
+async fn at(moment: Option<tokio::time::Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
 }
 
 /// One event as it is sent. Its data is JSON, which has no line breaks.
