@@ -50,7 +50,7 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// [`crate::handshake::Hello`], first on every link, from both sides.
+    /// [`crate::handshake::Hello`], first from both sides, but not on a run's link.
     Hello = 0x01,
     /// [`crate::handshake::Refusal`]: no common version; the link ends.
     Refuse = 0x02,

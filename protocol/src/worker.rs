@@ -1,5 +1,5 @@
-//! The link between the supervisor and a worker: one [`Job`] in, one
-//! [`Report`] out.
+//! The link between the supervisor and a worker: for each run a [`Job`] or a
+//! [`PreparedJob`] in, and a [`Report`] out; and what a zygote is asked.
 //!
 //! The worker is the jailed process around one VM. It trusts the supervisor;
 //! the supervisor takes the report for a claim by whoever the guest may have

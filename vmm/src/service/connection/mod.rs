@@ -137,7 +137,7 @@ fn decode<T: for<'a> BorrowDecode<'a, ()>>(frame: &Frame) -> io::Result<T> {
 }
 
 impl Connection {
-    /// A client that has just connected; says hello to it, and has it watched.
+    /// A client that has just connected; says hello to it.
     pub(super) fn accept(
         service: Weak<Service>,
         number: u64,
