@@ -10,7 +10,7 @@
 use std::error::Error;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,6 +23,7 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper::{Request, Response, StatusCode, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Notify, watch};
@@ -58,6 +59,8 @@ const LEAVING_TIME_MAX: Duration = Duration::from_millis(500);
 const FIRST_TIME_MAX: Duration = Duration::from_millis(500);
 /// How long answers may still go out after the end.
 const CLOSING_TIME_MAX: Duration = Duration::from_secs(5);
+/// What may wait to be sent to a client over TCP, in bytes, beside what is on its way.
+const UNSENT_BYTES: u32 = 128 * 1024;
 /// After how long the door tries again to take a connection when the host has
 /// no room for it.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -83,7 +86,7 @@ impl Listener {
         match self {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept().await?;
-                stream.set_nodelay(true)?;
+                prepare(&stream)?;
                 Ok(Box::new(stream))
             }
             Self::Unix(listener) => Ok(Box::new(listener.accept().await?.0)),
@@ -99,7 +102,7 @@ impl Listener {
                 let listener = std::net::TcpListener::from(listener.as_fd().try_clone_to_owned()?);
                 for (stream, _) in all_of(|| listener.accept()) {
                     stream.set_nonblocking(true)?;
-                    stream.set_nodelay(true)?;
+                    prepare(&stream)?;
                     last.push(Box::new(tokio::net::TcpStream::from_std(stream)?));
                 }
                 std::net::TcpStream::from(OwnedFd::from(listener)).shutdown(Shutdown::Both)?;
@@ -117,6 +120,15 @@ impl Listener {
         }
         Ok(last)
     }
+}
+
+/// What is sent goes out at once, and little waits here to be sent: how a client takes it
+/// is seen by when there is room for more, which a full buffer of the usual size, some
+/// megabytes, has again only when a third of it is taken.
+fn prepare(stream: &impl AsFd) -> io::Result<()> {
+    let stream = SockRef::from(stream);
+    stream.set_tcp_nodelay(true)?;
+    stream.set_tcp_notsent_lowat(UNSENT_BYTES)
 }
 
 /// All that there are now, of a listener that does not wait.
@@ -539,6 +551,30 @@ mod tests {
         patient.write_all(&[b'x'; 100]).await.unwrap();
         drop(patient);
         assert_eq!(reading.await.unwrap().len(), 104);
+    }
+
+    #[tokio::test]
+    async fn a_client_that_takes_a_little_at_a_time_is_waited_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let far = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        far.set_recv_buffer_size(64 * 1024).unwrap();
+        far.connect(&listener.local_addr().unwrap().into()).unwrap();
+        let near = Listener::Tcp(listener).accept().await.unwrap();
+        let reading = std::thread::spawn(move || {
+            let mut far = std::net::TcpStream::from(far);
+            let (mut piece, mut all) = (vec![0; 32 * 1024], 0);
+            while let Ok(bytes @ 1..) = io::Read::read(&mut far, &mut piece) {
+                all += bytes;
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            all
+        });
+        // A fifth of what it takes for all.
+        let patience = Duration::from_millis(700);
+        let mut patient = Patient { patience, ..Patient::new(near, Arc::default()) };
+        let sent = patient.write_all(&vec![b'x'; 6 << 20]).await;
+        drop(patient);
+        assert_eq!(reading.join().unwrap(), 6 << 20, "{sent:?}");
     }
 
     #[tokio::test]
