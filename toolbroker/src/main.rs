@@ -107,7 +107,7 @@ enum JournalCommand {
         /// Only this run's, by its id in hex
         #[arg(long, value_name = "ID", value_parser = run_id)]
         run: Option<RunId>,
-        /// At most so many of each broker's, the newest
+        /// At most so many, the newest
         #[arg(long, value_name = "N", default_value = "1000")]
         last: usize,
         /// Print JSON

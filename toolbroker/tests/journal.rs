@@ -524,7 +524,10 @@ fn two_brokers_at_once_have_a_file_each_and_one_reader_sees_both() {
         let mode = file.metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600, "{}", file.display());
     }
-    assert_eq!(desk.listed().len(), 2);
+    let all = desk.listed();
+    assert_eq!(all.len(), 2);
+    let newest: Vec<Value> = serde_json::from_str(&desk.list(&["--json", "--last", "1"])).unwrap();
+    assert_eq!(newest, all[1..]);
     let one = desk.list(&["--json", "--run", &RunId([2; 16]).to_string()]);
     let one: Vec<Value> = serde_json::from_str(&one).unwrap();
     assert_eq!(one.len(), 1);

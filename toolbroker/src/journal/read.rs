@@ -85,7 +85,7 @@ impl CallState {
 }
 
 /// The newest calls of all journals in this folder, or of one run, oldest
-/// first; at most `last` of each journal. Beside them, why files were left out
+/// first; at most `last`. Beside them, why files were left out
 /// that cannot be read: they cost no other.
 ///
 /// # Errors
@@ -122,6 +122,8 @@ pub fn calls(
     calls.sort_by(|a: &CallEntry, b| {
         (a.at_us, &a.run_id, a.call).cmp(&(b.at_us, &b.run_id, b.call))
     });
+    // Each file gave as many.
+    calls.drain(..calls.len().saturating_sub(last));
     Ok((calls, left_out))
 }
 

@@ -598,7 +598,7 @@ pub(crate) struct JournalListArgs {
     /// Only this run's, by the run_id of its report
     #[arg(long, value_name = "ID")]
     pub(crate) run: Option<String>,
-    /// At most so many of each broker's, the newest [default: 1000]
+    /// At most so many, the newest [default: 1000]
     #[arg(long, value_name = "N")]
     pub(crate) last: Option<usize>,
     /// Print JSON
