@@ -291,38 +291,31 @@ pub fn command(server: &Program) -> io::Result<Command> {
     Ok(command)
 }
 
-/// The variables of its environment that name a file or a folder of the host's
-/// which it is not given. Their names alone: a value may be a credential.
-#[must_use]
-pub fn unseen_variables(server: &Program) -> Vec<String> {
-    let (Ok(program), Ok(here)) = (program::find(&server.command), here(server)) else {
-        return Vec::new();
-    };
-    let home = own_home();
-    let Ok(view) = view(server, &program, &here, home.as_deref()) else { return Vec::new() };
-    let lacks = |value: &str| view.lacks(value, home.as_deref());
-    server
-        .env
-        .iter()
-        .filter(|(_, value)| lacks(value.expose()))
-        .map(|(name, _)| name.clone())
-        .collect()
+/// What a server is told of that it will not find.
+#[derive(Debug, Default)]
+pub struct Lacking {
+    /// The variables of its environment that name a file or a folder of the host's
+    /// which it is not given. Their names alone: a value may be a credential.
+    pub variables: Vec<String>,
+    /// The places in its command line, from 1, of what it is to make where it may not.
+    pub arguments: Vec<usize>,
 }
 
-/// The places in its command line, from 1, of what it is to make where it may not. Not what
-/// they are: one may be a credential.
+/// What is lacking, before the server is started.
 #[must_use]
-pub fn unmakeable(server: &Program) -> Vec<usize> {
+pub fn lacking(server: &Program) -> Lacking {
     let (Ok(program), Ok(here)) = (program::find(&server.command), here(server)) else {
-        return Vec::new();
+        return Lacking::default();
     };
     let home = own_home();
-    let Ok(view) = view(server, &program, &here, home.as_deref()) else { return Vec::new() };
-    let words = server.args.iter().zip(1..);
-    words
-        .filter(|(word, _)| view.lacks_new(word, &here, home.as_deref()))
-        .map(|(_, at)| at)
-        .collect()
+    let home = home.as_deref();
+    let Ok(view) = view(server, &program, &here, home) else { return Lacking::default() };
+    let variables = server.env.iter().filter(|(_, value)| view.lacks(value.expose(), home));
+    let words = server.args.iter().zip(1..).filter(|(word, _)| view.lacks_new(word, &here, home));
+    Lacking {
+        variables: variables.map(|(name, _)| name.clone()).collect(),
+        arguments: words.map(|(_, at)| at).collect(),
+    }
 }
 
 /// The first file that its command line names and that it may not read: what a

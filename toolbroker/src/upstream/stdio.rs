@@ -76,12 +76,9 @@ pub(super) async fn spawn(
     };
     // Of files that it asks for, any may lie where nobody answers.
     let asked = config.clone();
-    let look = move || {
-        let command = stranger::command(&asked)?;
-        Ok((command, stranger::unseen_variables(&asked), stranger::unmakeable(&asked)))
-    };
-    let (mut command, unseen, unmakeable) = crate::beside(look).await.map_err(unstartable)?;
-    for argument in unmakeable {
+    let look = move || Ok((stranger::command(&asked)?, stranger::lacking(&asked)));
+    let (mut command, lacking) = crate::beside(look).await.map_err(unstartable)?;
+    for argument in lacking.arguments {
         tracing::warn!(
             server = name,
             argument,
@@ -89,7 +86,7 @@ pub(super) async fn spawn(
              cannot make it. Make it first, or put the folder under `write` in forge.toml"
         );
     }
-    for variable in unseen {
+    for variable in lacking.variables {
         tracing::warn!(
             server = name,
             variable,
