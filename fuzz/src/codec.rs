@@ -30,7 +30,7 @@ use super::{Outcome, Seed, accepted, choice, refused};
 
 /// What decodes is one message and no more, and survives being sent on.
 pub fn check(mut data: &[u8]) -> Outcome {
-    let types: [fn(&[u8]) -> Outcome; 25] = [
+    let types: [fn(&[u8]) -> Outcome; 26] = [
         survives::<Hello>,
         survives::<Refusal>,
         survives::<Start>,
@@ -56,6 +56,7 @@ pub fn check(mut data: &[u8]) -> Outcome {
         survives::<PreparedJob>,
         survives::<ZygoteSetup>,
         survives::<Fork>,
+        survives::<service::Part>,
     ];
     let survives = types[usize::from(choice(&mut data)) % types.len()];
     survives(data)
@@ -114,9 +115,9 @@ fn of_clients(tool: &ToolName) -> Vec<Seed> {
     let query = |question| service::Query { number: 300, question };
     let answered = |reply| service::Answered { number: 300, reply };
     let settled = |result| service::CallbackSettled { number: 300, callback: 1, result };
-    let artifact =
-        Artifact { name: "a.txt".into(), media_type: "text/plain".into(), content: b"x".to_vec() };
-    let finish = service::Finish { report: b"{}".to_vec(), artifacts: vec![artifact] };
+    let left = service::Left { name: "a.txt".into(), media_type: "text/plain".into(), bytes: 1 };
+    let finished = service::Finished { number: 300, report: b"{}".to_vec(), artifacts: vec![left] };
+    let part = service::Part { number: 300, artifact: 0, content: b"x".to_vec() };
     let called = service::RunEvent::Called { call: 1, tool: tool.clone() };
     let ended = service::RunEvent::Settled {
         call: 1,
@@ -141,7 +142,8 @@ fn of_clients(tool: &ToolName) -> Vec<Seed> {
         accepted("event-called", input(14, &event(called))),
         accepted("event-settled", input(14, &event(ended))),
         accepted("event-output", input(14, &event(service::RunEvent::Output(b"x".to_vec())))),
-        accepted("finished", input(15, &service::Finished { number: 300, result: finish })),
+        accepted("finished", input(15, &finished)),
+        accepted("part", input(25, &part)),
         accepted("cancel", input(16, &service::Cancel { number: u64::MAX })),
         accepted("callback", input(17, &callback)),
         accepted("callback-result", input(18, &settled(Ok(b"{}".to_vec())))),

@@ -14,10 +14,11 @@ use alloc::vec::Vec;
 
 use crate::codec::{self, Encode};
 use crate::limits::{
-    ARTIFACT_BYTES_MAX, CONSTRAINTS_BYTES_MAX, GRANT_BYTES_MAX, GRANTED_TOOLS_MAX,
-    HOSTED_TOOLS_BYTES_MAX, INPUT_BYTES_MAX, LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES,
-    OUTPUT_BYTES_MAX, PROGRAM_BYTES_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX,
-    TOOL_LIST_BYTES_MAX, TOOL_NAME_BYTES_MAX,
+    ARTIFACT_BYTES_MAX, ARTIFACT_NAME_BYTES_MAX, ARTIFACTS_MAX, CALLS_MAX, CONSTRAINTS_BYTES_MAX,
+    GRANT_BYTES_MAX, GRANTED_TOOLS_MAX, HOSTED_TOOLS_BYTES_MAX, INPUT_BYTES_MAX, LOG_BYTES_MAX,
+    LOG_RECORD_BYTES_MAX, MESSAGE_OVERHEAD_BYTES, OUTPUT_BYTES_MAX, PART_BYTES_MAX,
+    PROGRAM_BYTES_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, TOOL_LIST_BYTES_MAX,
+    TOOL_NAME_BYTES_MAX,
 };
 
 /// The size of a [`Header`] on the wire.
@@ -129,6 +130,8 @@ kinds! {
     Callback = 0x66,
     /// [`crate::service::CallbackSettled`].
     CallbackSettled = 0x67,
+    /// [`crate::service::Part`].
+    Part = 0x68,
 }
 
 impl Kind {
@@ -168,18 +171,20 @@ impl Kind {
             Self::Submit => {
                 Self::Job.payload_bytes_max() + GRANT_BYTES_MAX + HOSTED_TOOLS_BYTES_MAX
             }
-            // The report as JSON, where a byte of text may be six (`\u0001`), and
-            // the artifacts as they are.
+            // The report as JSON, where a byte of text may be six (`\u0001`), and the
+            // names of artifacts, there and beside it.
             Self::Finished => {
-                const TEXT: u32 = OUTPUT_BYTES_MAX + crate::limits::LOG_BYTES_MAX * 2;
-                const _: () = assert!(6 * TEXT <= 2 * Kind::Report.payload_bytes_max());
-                3 * Self::Report.payload_bytes_max()
+                6 * (OUTPUT_BYTES_MAX + LOG_BYTES_MAX * 2)
+                    + CALLS_MAX * 1024
+                    + ARTIFACTS_MAX * 16 * ARTIFACT_NAME_BYTES_MAX
+                    + MESSAGE_OVERHEAD_BYTES
             }
+            Self::Part => PART_BYTES_MAX + MESSAGE_OVERHEAD_BYTES,
             Self::Report => {
                 OUTPUT_BYTES_MAX
-                    + crate::limits::ARTIFACTS_MAX * (ARTIFACT_BYTES_MAX + 1024)
-                    + crate::limits::LOG_BYTES_MAX * 2
-                    + crate::limits::CALLS_MAX * 512
+                    + ARTIFACTS_MAX * (ARTIFACT_BYTES_MAX + 1024)
+                    + LOG_BYTES_MAX * 2
+                    + CALLS_MAX * 512
             }
             Self::ZygoteSetup => 64 * 1024,
             Self::Fork => 256,

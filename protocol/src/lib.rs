@@ -23,6 +23,7 @@
 //! | [`broker`] | the link between a supervisor or worker and the toolbroker |
 //! | [`worker`] | the link between the supervisor and a worker |
 //! | [`service`] | the link between a client and the service |
+//! | [`parts`] | what a run left, in parts on that link |
 //! | [`platform`] | the machine a guest finds itself in |
 //! | `json` | JSON from outside; a feature, for the host |
 
@@ -44,6 +45,7 @@ pub mod hex;
 pub mod json;
 pub mod limits;
 pub mod name;
+pub mod parts;
 pub mod platform;
 pub mod run;
 pub mod service;

@@ -27,6 +27,8 @@ pub const OUTPUT_BYTES_MAX: u32 = 4 * MIB;
 pub const ARTIFACTS_MAX: u32 = 64;
 /// One artifact, in bytes.
 pub const ARTIFACT_BYTES_MAX: u32 = 4 * MIB;
+/// What a client is sent of an artifact at once, in bytes.
+pub const PART_BYTES_MAX: u32 = 64 * KIB;
 /// An artifact's name or its media type, in bytes.
 pub const ARTIFACT_NAME_BYTES_MAX: u32 = 256;
 /// All of a run's log records together, in bytes, each with its overhead.

@@ -12,6 +12,7 @@
 //!            ◀──────────────── Callback 7        a tool that the client hosts
 //!   CallbackSettled 7 ───────────────────▶
 //!   Cancel 7 ────────────────────────────▶       perhaps
+//!            ◀──────────────────── Part 7        of its artifacts, any number
 //!            ◀──────────────── Finished 7        always, exactly once
 //!
 //!   Query 8 ─────────────────────────────▶
@@ -120,17 +121,43 @@ impl RunEvent {
     }
 }
 
+/// A part of what an artifact contains. All parts of a run come before its [`Finished`]
+/// in the order of its artifacts, each one's from its beginning; an empty one has none.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Part {
+    /// The client's number.
+    pub number: u64,
+    /// Which artifact of the run's, from 0.
+    pub artifact: u32,
+    /// What follows of its content, [`crate::limits::PART_BYTES_MAX`] at most.
+    pub content: Vec<u8>,
+}
+
 /// A run's end.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Finished {
     /// The client's number.
     pub number: u64,
-    /// What became of it.
-    pub result: Finish,
+    /// The report, JSON: the object that `run --json` prints.
+    pub report: Vec<u8>,
+    /// The artifacts whose parts came before, in the order of the report's list.
+    pub artifacts: Vec<Left>,
 }
 
-/// What became of a run.
+/// An artifact that a run left, without its content.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Left {
+    /// Its name, untrusted: see [`Artifact::name`].
+    pub name: String,
+    /// Its media type.
+    pub media_type: String,
+    /// How long its content is, in bytes.
+    pub bytes: u32,
+}
+
+/// What became of a run, put together of its [`Part`]s and [`Finished`] by
+/// [`crate::parts::Contents`].
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finish {
     /// The report, JSON: the object that `run --json` prints.
     pub report: Vec<u8>,

@@ -21,8 +21,8 @@ use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::run::{Artifact, Log};
 use forge_protocol::service::{
-    Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Query, Question,
-    Reply, RunEvent, Submit,
+    Answered, Callback, CallbackSettled, Cancel, Event, Finished, Left, Order, Part, Query,
+    Question, Reply, RunEvent, Submit,
 };
 
 /// A message in its frame, which is first read back.
@@ -175,20 +175,19 @@ fn vectors() -> Vec<(&'static str, Vec<u8>)> {
             ),
         ),
         ("cancel", frame(Kind::Cancel, Cancel { number: 300 })),
+        ("part", frame(Kind::Part, Part { number: 300, artifact: 0, content: b"x,y".to_vec() })),
         (
             "finished",
             frame(
                 Kind::Finished,
                 Finished {
                     number: 300,
-                    result: Finish {
-                        report: b"{}".to_vec(),
-                        artifacts: vec![Artifact {
-                            name: "a.csv".into(),
-                            media_type: "text/csv".into(),
-                            content: b"x,y".to_vec(),
-                        }],
-                    },
+                    report: b"{}".to_vec(),
+                    artifacts: vec![Left {
+                        name: "a.csv".into(),
+                        media_type: "text/csv".into(),
+                        bytes: 3,
+                    }],
                 },
             ),
         ),

@@ -8,8 +8,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use forge_protocol::frame::{Frame, Kind};
+use forge_protocol::parts::Contents;
 use forge_protocol::service::{
-    Answered, Cancel, Event, Finish, Finished, Order, Query, Question, Reply, RunEvent,
+    Answered, Cancel, Event, Finish, Finished, Order, Part, Query, Question, Reply, RunEvent,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -111,6 +112,7 @@ impl Client {
         mut cancelled: Option<BorrowedFd<'_>>,
         mut on_event: impl FnMut(RunEvent),
     ) -> Result<Finish, ClientError> {
+        let mut contents = Contents::default();
         loop {
             if let Some(cancel) = cancelled
                 && is_readable(cancel)?
@@ -125,9 +127,19 @@ impl Client {
                     let Event { what, .. } = wire::decode(&frame)?;
                     on_event(what);
                 }
+                Kind::Part => match wire::decode::<Part>(&frame)? {
+                    part if part.number == number => {
+                        contents.take(part).map_err(wire::misplaced)?;
+                    }
+                    _ => return Err(out_of_turn(&frame)),
+                },
                 Kind::Finished => {
-                    let Finished { number: of, result } = wire::decode(&frame)?;
-                    return if of == number { Ok(result) } else { Err(out_of_turn(&frame)) };
+                    return match wire::decode::<Finished>(&frame)? {
+                        end if end.number == number => {
+                            contents.finish(end).map_err(wire::misplaced)
+                        }
+                        _ => Err(out_of_turn(&frame)),
+                    };
                 }
                 _ => return Err(out_of_turn(&frame)),
             }

@@ -15,9 +15,10 @@ use std::time::{Duration, Instant};
 use forge_protocol::broker::RefusalKind;
 use forge_protocol::frame::{Frame, Kind};
 use forge_protocol::limits::NUMBERS_MAX;
+use forge_protocol::parts::Contents;
 use forge_protocol::service::{
-    Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Query, Question,
-    Reply, RunEvent,
+    Answered, Callback, CallbackSettled, Cancel, Event, Finish, Finished, Order, Part, Query,
+    Question, Reply, RunEvent,
 };
 use tokio::net::UnixStream;
 use tokio::sync::mpsc::error::TrySendError;
@@ -65,6 +66,8 @@ struct Waiting {
 struct Entry {
     held: Box<dyn Any + Send>,
     sender: mpsc::Sender<RunMessage>,
+    /// Of what the run left.
+    contents: Contents,
 }
 
 /// Who asked, perhaps gone by now, and what is held until the answer is in.
@@ -182,7 +185,7 @@ impl Client {
         // `Submit` without a copy of the program.
         let bytes = wire::bounded(Kind::Submit, &(number, order))?;
         let (sender, messages) = mpsc::channel(UNTAKEN_MAX);
-        let entry = Entry { held: Box::new(held), sender };
+        let entry = Entry { held: Box::new(held), sender, contents: Contents::default() };
         self.shared.wait(|waiting| waiting.runs.insert(number, entry))?;
         place.send(bytes);
         let canceller = Canceller { number, outgoing: self.outgoing.clone() };
@@ -476,20 +479,30 @@ async fn hand_over(frame: &Frame, shared: &Shared) -> Result<(), ClientError> {
             let callback: Callback = wire::decode(frame)?;
             (callback.number, RunMessage::Callback(callback))
         }
+        Kind::Part => {
+            let part: Part = wire::decode(frame)?;
+            // Nobody takes what a run left that was dropped.
+            if let Some(entry) = shared.waiting().runs.get_mut(&part.number)
+                && !entry.sender.is_closed()
+            {
+                entry.contents.take(part).map_err(wire::misplaced)?;
+            }
+            return Ok(());
+        }
         _ => {
-            let Finished { number, result } = wire::decode(frame)?;
-            (number, RunMessage::Finished(result))
+            let finished: Finished = wire::decode(frame)?;
+            let entry = shared.waiting().runs.remove(&finished.number);
+            if let Some(Entry { held, sender, contents }) = entry {
+                drop(held);
+                if !sender.is_closed() {
+                    let finish = contents.finish(finished).map_err(wire::misplaced)?;
+                    let _ = sender.send(RunMessage::Finished(finish)).await;
+                }
+            }
+            return Ok(());
         }
     };
-    let run = if frame.kind == Kind::Finished {
-        let entry = shared.waiting().runs.remove(&number);
-        entry.map(|Entry { held, sender }| {
-            drop(held);
-            sender
-        })
-    } else {
-        shared.waiting().runs.get(&number).map(|entry| entry.sender.clone())
-    };
+    let run = shared.waiting().runs.get(&number).map(|entry| entry.sender.clone());
     if let Some(run) = run {
         let _ = run.send(message).await;
     }
@@ -629,8 +642,8 @@ mod tests {
             let what = RunEvent::Output(vec![7]);
             say(&mut service, Kind::Event, &Event { number: 1, what }).await;
         }
-        let result = Finish { report: b"{}".to_vec(), artifacts: Vec::new() };
-        say(&mut service, Kind::Finished, &Finished { number: 1, result }).await;
+        let end = Finished { number: 1, report: b"{}".to_vec(), artifacts: Vec::new() };
+        say(&mut service, Kind::Finished, &end).await;
         drop(service);
         let lost = client.submit(&order()).await.unwrap();
         assert_eq!(run.finish().await.unwrap().report, b"{}");

@@ -9,6 +9,7 @@ use forge_protocol::broker::RefusalKind;
 use forge_protocol::codec::{self, BorrowDecode, Encode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
+use forge_protocol::parts::OutOfPlace;
 
 use crate::ClientError;
 
@@ -56,8 +57,13 @@ pub(crate) fn may_greet(kind: Kind) -> Option<u32> {
 
 /// The bound of a frame that may come later.
 pub(crate) fn may_come(kind: Kind) -> Option<u32> {
-    matches!(kind, Kind::Event | Kind::Callback | Kind::Finished | Kind::Answered)
-        .then(|| kind.payload_bytes_max())
+    let comes = [Kind::Event, Kind::Callback, Kind::Part, Kind::Finished, Kind::Answered];
+    comes.contains(&kind).then(|| kind.payload_bytes_max())
+}
+
+/// What a run left is not what its end says.
+pub(crate) fn misplaced(out_of_place: OutOfPlace) -> ClientError {
+    ClientError::Protocol(out_of_place.to_string())
 }
 
 /// What the service's first message says.

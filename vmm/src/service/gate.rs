@@ -6,7 +6,8 @@
 //! Whoever cannot run is told at once, and when to come again. A place that
 //! becomes free goes to the waiting principal that has the fewest runs under
 //! way, the longest waiting first: a flood of one tenant's runs stands in
-//! nobody's way but its own.
+//! nobody's way but its own. One whose clients do not take what its runs left
+//! begins no more until they do.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsRawFd as _;
@@ -16,6 +17,10 @@ use std::time::{Duration, Instant};
 use super::lock;
 use super::options::Bounds;
 use crate::cancel::Cancel;
+
+/// A principal none of whose runs begins while its clients have more to take than this,
+/// in bytes: what its runs leave is in this process until then.
+const UNTAKEN_BYTES_MAX: usize = 64 << 20;
 
 /// The gate.
 #[derive(Debug)]
@@ -57,6 +62,8 @@ struct Waiting {
 struct Tenant {
     running: usize,
     here: usize,
+    /// Of the ends of its runs that no client has, in bytes.
+    untaken_bytes: usize,
 }
 
 /// Why a run may not run.
@@ -72,6 +79,8 @@ pub(super) enum Denied {
     Overloaded { retry_after_ms: u64 },
     /// There is, and the principal ran as many as it may run at once all that time.
     ShareTaken { share: usize, retry_after_ms: u64 },
+    /// There is, and all that time the principal's clients had more to take than they may.
+    ResultsUntaken { bytes: usize, retry_after_ms: u64 },
     /// Nobody wants it any more.
     Cancelled,
 }
@@ -81,6 +90,7 @@ pub(super) enum Denied {
 pub(super) struct Stay<'a> {
     gate: &'a Gate,
     principal: String,
+    untaken_bytes: usize,
 }
 
 /// It may run. Dropped when it has.
@@ -137,7 +147,7 @@ impl Gate {
             return Err(state.queue_full());
         }
         state.tenants.entry(principal.to_owned()).or_default().here += 1;
-        let stay = Stay { gate: self, principal: principal.to_owned() };
+        let stay = Stay { gate: self, principal: principal.to_owned(), untaken_bytes: 0 };
         if is_free {
             let begun = state.begin(principal);
             drop(state);
@@ -240,9 +250,14 @@ impl State {
         self.tenants.get(principal).map_or(0, |tenant| tenant.running)
     }
 
+    fn untaken_bytes_of(&self, principal: &str) -> usize {
+        self.tenants.get(principal).map_or(0, |tenant| tenant.untaken_bytes)
+    }
+
     /// Whether a place may be one of this principal's.
     fn may_run(&self, principal: &str, limit: Option<usize>) -> bool {
         self.running_of(principal) < self.bounds.places(limit)
+            && self.untaken_bytes_of(principal) <= UNTAKEN_BYTES_MAX
     }
 
     fn begin(&mut self, principal: &str) -> Begun {
@@ -297,7 +312,10 @@ impl State {
         match waiting {
             Some(waiting) if self.running < self.bounds.runs_max => {
                 let share = self.bounds.places(waiting.limit);
-                Denied::ShareTaken { share, retry_after_ms }
+                match self.untaken_bytes_of(&waiting.principal) {
+                    bytes @ UNTAKEN_BYTES_MAX.. => Denied::ResultsUntaken { bytes, retry_after_ms },
+                    _ => Denied::ShareTaken { share, retry_after_ms },
+                }
             }
             _ => Denied::Overloaded { retry_after_ms },
         }
@@ -325,14 +343,29 @@ impl Drop for Pass<'_> {
     }
 }
 
+impl Stay<'_> {
+    /// Its end takes so many bytes until its client has it.
+    pub(super) fn ends_with(&mut self, bytes: usize) {
+        let mut state = lock(&self.gate.0);
+        if let Some(tenant) = state.tenants.get_mut(&self.principal) {
+            tenant.untaken_bytes += bytes;
+            self.untaken_bytes += bytes;
+        }
+    }
+}
+
 impl Drop for Stay<'_> {
     fn drop(&mut self) {
         let mut state = lock(&self.gate.0);
-        if let Some(tenant) = state.tenants.get_mut(&self.principal) {
-            tenant.here -= 1;
-            if tenant.here == 0 {
-                state.tenants.remove(&self.principal);
-            }
+        let Some(tenant) = state.tenants.get_mut(&self.principal) else { return };
+        tenant.here -= 1;
+        tenant.untaken_bytes -= self.untaken_bytes;
+        if tenant.here == 0 {
+            state.tenants.remove(&self.principal);
+        }
+        if self.untaken_bytes > 0 {
+            // It may have been what another of its runs waited for.
+            state.call();
         }
     }
 }
@@ -400,6 +433,25 @@ mod tests {
         let held: Vec<_> = (0..4).map(|_| gate.enter("a", Some(8), &cancel()).unwrap()).collect();
         assert_eq!(gate.load(), (4, 0));
         drop(held);
+    }
+
+    #[test]
+    fn a_principal_whose_results_are_not_taken_begins_no_run_until_they_are() {
+        let gate = gate(4, 4, 8);
+        let (mut stay, pass) = gate.enter("a", None, &cancel()).unwrap();
+        stay.ends_with(UNTAKEN_BYTES_MAX + 1);
+        drop(pass);
+        std::thread::scope(|scope| {
+            let gate = &gate;
+            let next = scope.spawn(move || gate.enter("a", None, &cancel()).map(drop));
+            until("its next waits, though there are places", || gate.load() == (0, 1));
+            let denied = lock(&gate.0).overloaded(0);
+            let bytes_max = UNTAKEN_BYTES_MAX + 1;
+            assert!(matches!(denied, Denied::ResultsUntaken { bytes, .. } if bytes == bytes_max));
+            drop(gate.enter("b", None, &cancel()).unwrap());
+            drop(stay);
+            next.join().unwrap().unwrap();
+        });
     }
 
     #[test]

@@ -232,8 +232,9 @@ impl Service {
         }
         let limit = options.principals.0.get(principal).and_then(|it| it.runs_max);
         let denied = match self.gate.enter(principal, limit, cancel) {
-            Ok((stay, pass)) => {
+            Ok((mut stay, pass)) => {
                 let mut result = self.supervisor.run_for(order, attendance);
+                stay.ends_with(result.bytes());
                 drop(pass);
                 if self.ending.load(Ordering::Acquire) {
                     // What else is said of it stands.
@@ -272,6 +273,16 @@ impl Service {
                 format!(
                     "the principal runs {share} at once, as many as it may here, and no place of \
                      its own came free for this one in the time that a run may wait"
+                ),
+                Some(retry_after_ms),
+            ),
+            Denied::ResultsUntaken { bytes, retry_after_ms } => RunResult::refused(
+                tier,
+                "overloaded",
+                format!(
+                    "the principal's clients have {} MiB of its runs' results still to take, and \
+                     took too little of them in the time that a run may wait",
+                    bytes >> 20,
                 ),
                 Some(retry_after_ms),
             ),

@@ -36,6 +36,13 @@ pub struct RunResult {
 }
 
 impl RunResult {
+    /// As good as all that this takes until it is told, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let left: usize = self.artifacts.iter().map(|it| it.content.len()).sum();
+        left + self.report.output.len()
+    }
+
     /// A run that was not begun, and would have been carried out in this tier.
     #[must_use]
     pub fn unstarted(

@@ -721,8 +721,8 @@ mod tests {
             service.say(forge_protocol::frame::Kind::Event, &event).await;
         }
         let report = br#"{"run_id":"1","status":"ok","kind":"","reason":""}"#.to_vec();
-        let result = forge_protocol::service::Finish { report, artifacts: Vec::new() };
-        let finished = forge_protocol::service::Finished { number: 1, result };
+        let finished =
+            forge_protocol::service::Finished { number: 1, report, artifacts: Vec::new() };
         service.say(forge_protocol::frame::Kind::Finished, &finished).await;
         carried.await.unwrap();
         let mut heard = Vec::new();

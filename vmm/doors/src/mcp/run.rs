@@ -565,9 +565,9 @@ mod tests {
         while !heard.ends_with(&cancel) {
             assert!(socket.read_buf(&mut heard).await.unwrap() > 0);
         }
-        let result = Finish { report: b"{}".to_vec(), artifacts: Vec::new() };
+        let end = Finished { number: 1, report: b"{}".to_vec(), artifacts: Vec::new() };
         said.clear();
-        frame::write_message(Kind::Finished, &Finished { number: 1, result }, &mut said);
+        frame::write_message(Kind::Finished, &end, &mut said);
         socket.write_all(&said).await.unwrap();
     }
 

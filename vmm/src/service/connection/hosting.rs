@@ -78,7 +78,6 @@ mod tests {
     use forge_protocol::name::ToolName;
     use forge_protocol::service::Cancel;
 
-    use super::super::super::lock;
     use super::super::super::peer::Peer;
     use super::*;
 
@@ -114,7 +113,7 @@ mod tests {
         // The second call is on its way when its run ends, and the number is
         // another run's before its turn has come.
         let second = connection.live.enter_run(1).unwrap().unwrap();
-        let writing = lock(&connection.writing);
+        let writing = connection.writing.lock();
         let _broker = hosts();
         while !passes_on() {
             std::thread::yield_now();

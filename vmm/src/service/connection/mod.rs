@@ -53,7 +53,8 @@ const READ_PATIENCE: Duration = Duration::from_secs(1);
 /// How long it waits for more of a frame that takes longer than that. What
 /// flows stays with its thread; what drips has none between two drops.
 const FLOW_PATIENCE: Duration = Duration::from_millis(1);
-/// One that does not take, or send, one whole frame in this time is, too.
+/// One that does not take, or send, one whole frame in this time is, too; nor does it
+/// take a run's end, artifacts and all.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 /// The longest frame of somebody who speaks for nobody, in bytes. It is refused
 /// whatever is in it; a program of usual size is refused in words.
@@ -81,7 +82,8 @@ pub(super) struct Connection {
     /// Since when a frame of the client's is not whole.
     begun: Mutex<Option<Instant>>,
     reading: Mutex<Reading>,
-    writing: Mutex<()>,
+    /// In turn: what is sent in many frames, as artifacts are, lets others be sent in between.
+    writing: parking_lot::Mutex<()>,
     live: Live,
     owed: Owed,
 }
@@ -145,6 +147,7 @@ impl Connection {
         peer: Peer,
     ) -> io::Result<Arc<Self>> {
         socket.set_write_timeout(Some(SEND_PATIENCE))?;
+        let owed = Owed::to(&peer);
         let connection = Arc::new_cyclic(|itself| Self {
             number,
             itself: itself.clone(),
@@ -156,9 +159,9 @@ impl Connection {
             taken: AtomicBool::new(false),
             begun: Mutex::default(),
             reading: Mutex::default(),
-            writing: Mutex::default(),
+            writing: parking_lot::Mutex::default(),
             live: Live::default(),
-            owed: Owed::default(),
+            owed,
         });
         // There is room for it in a socket that nothing was sent on. Over
         // AF_VSOCK the other side says how much room there is: one that says

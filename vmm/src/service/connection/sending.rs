@@ -5,12 +5,13 @@ use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
 use forge_protocol::codec::Encode;
-use forge_protocol::frame::{self, Kind};
+use forge_protocol::frame::{self, HEADER_BYTES, Kind};
+use forge_protocol::limits::PART_BYTES_MAX;
 use forge_protocol::run::Artifact;
-use forge_protocol::service::{Finish, Finished};
+use forge_protocol::service::{Finished, Left};
+use parking_lot::MutexGuard;
 
 use super::super::gate::Stay;
-use super::super::lock;
 use super::{Connection, FRAME_TIME_MAX, breach};
 use crate::link::send_once;
 use crate::report::{OutputEncoding, RunReport, Status};
@@ -21,6 +22,8 @@ use crate::supervisor::RunResult;
 pub(super) const SEND_PATIENCE: Duration = Duration::from_secs(10);
 /// What is sent at once, in bytes.
 const SEND_BYTES: usize = 64 * 1024;
+/// What a part of an artifact has beside its content, at most, in bytes.
+const PART_BYTES: usize = 24;
 /// What most reports fit in, in bytes.
 const REPORT_BYTES: usize = 2 * 1024;
 
@@ -43,22 +46,37 @@ impl Connection {
     ) -> io::Result<()> {
         let mut bytes = Vec::new();
         frame::try_write_message(kind, message, &mut bytes).map_err(breach)?;
-        self.send_frame(&bytes, is_wanted, || ())
+        self.send_frame(&bytes, &mut { FRAME_TIME_MAX }, is_wanted, || ())
     }
 
+    /// Sends it when it is its turn, within `time`, and takes that off it.
     /// `before_end` is done before the client has all of it.
     fn send_frame(
         &self,
         bytes: &[u8],
+        time: &mut Duration,
         is_wanted: impl FnOnce() -> bool,
         before_end: impl FnOnce(),
     ) -> io::Result<()> {
-        let _writing = lock(&self.writing);
-        let mut before_end = Some(before_end);
+        let writing = self.writing.lock();
         if !is_wanted() {
             return Ok(());
         }
-        let until = Instant::now() + FRAME_TIME_MAX;
+        let until = Instant::now() + *time;
+        self.send_until(bytes, until, before_end)?;
+        *time = until.saturating_duration_since(Instant::now());
+        // Who has more to send is not before those who wait already.
+        MutexGuard::unlock_fair(writing);
+        Ok(())
+    }
+
+    fn send_until(
+        &self,
+        bytes: &[u8],
+        until: Instant,
+        before_end: impl FnOnce(),
+    ) -> io::Result<()> {
+        let mut before_end = Some(before_end);
         let mut unsent = bytes;
         while !unsent.is_empty() {
             // The kernel's patience begins anew with each piece of what it sends.
@@ -98,35 +116,51 @@ impl Connection {
         stay: Option<Stay<'_>>,
     ) -> io::Result<()> {
         // The pool's upkeep comes after the answer.
-        let RunResult { report, artifacts, upkeep: _upkeep, .. } = result;
-        let bytes = finished(number, report, artifacts, Kind::Finished.payload_bytes_max())?;
+        let RunResult { report, mut artifacts, upkeep: _upkeep, .. } = result;
+        let bytes = finished(number, report, &mut artifacts, Kind::Finished.payload_bytes_max())?;
         let _untaken = self.owed.another();
-        self.send_frame(&bytes, || true, || drop(stay))
+        let mut time = FRAME_TIME_MAX;
+        for (at, Artifact { content, .. }) in (0u32..).zip(artifacts) {
+            for piece in content.chunks(PART_BYTES_MAX as usize) {
+                // `Part` without a copy of the content.
+                let mut part = Vec::with_capacity(HEADER_BYTES + PART_BYTES + piece.len());
+                frame::write_message(Kind::Part, &(number, at, piece), &mut part);
+                self.send_frame(&part, &mut time, || true, || ())?;
+            }
+        }
+        self.send_frame(&bytes, &mut time, || true, || drop(stay))
     }
 }
 
 /// The frame that tells how a run ended, whose payload has at most so many bytes. A
-/// result that would pass them is told as our failure: to close the connection would
-/// end the runs of others, as a door has those of all its clients on one.
+/// report that would pass them is told as our failure, and nothing that was left: to
+/// close the connection would end the runs of others, as a door has those of all its
+/// clients on one.
 fn finished(
     number: u64,
     report: RunReport,
-    artifacts: Vec<Artifact>,
+    artifacts: &mut Vec<Artifact>,
     payload_bytes_max: u32,
 ) -> io::Result<Vec<u8>> {
-    let written = |report: &RunReport, artifacts| -> io::Result<Option<Vec<u8>>> {
+    let written = |report: &RunReport, artifacts: &[Artifact]| -> io::Result<Option<Vec<u8>>> {
         let mut json = Vec::with_capacity(REPORT_BYTES);
         serde_json::to_writer(&mut json, report)?;
-        let result = Finish { report: json, artifacts };
+        let left = |Artifact { name, media_type, content }: &Artifact| Left {
+            name: name.clone(),
+            media_type: media_type.clone(),
+            bytes: content.len() as u32,
+        };
+        let artifacts = artifacts.iter().map(left).collect();
         let mut bytes = Vec::new();
-        let message = Finished { number, result };
+        let message = Finished { number, report: json, artifacts };
         let fits = frame::try_write_message(Kind::Finished, &message, &mut bytes).is_ok()
-            && bytes.len() <= frame::HEADER_BYTES + payload_bytes_max as usize;
+            && bytes.len() <= HEADER_BYTES + payload_bytes_max as usize;
         Ok(fits.then_some(bytes))
     };
     if let Some(bytes) = written(&report, artifacts)? {
         return Ok(bytes);
     }
+    artifacts.clear();
     tracing::error!(run = report.run_id, "a run's result is larger than a message may be");
     let report = RunReport {
         status: Status::Internal,
@@ -139,7 +173,7 @@ fn finished(
         tool_calls: Vec::new(),
         ..report
     };
-    written(&report, Vec::new())?.ok_or_else(|| breach("no room for a run's end"))
+    written(&report, artifacts)?.ok_or_else(|| breach("no room for a run's end"))
 }
 
 #[cfg(test)]
@@ -154,6 +188,7 @@ mod tests {
 
     use super::super::super::peer::Peer;
     use super::*;
+    use crate::link::{Link, Patience};
 
     #[test]
     fn a_result_that_is_too_large_to_be_told_ends_as_our_failure_under_its_number() {
@@ -163,16 +198,47 @@ mod tests {
             report.output = "a".repeat(text_bytes);
             let content = vec![1; content_bytes];
             let artifact = Artifact { name: "a".into(), media_type: "b".into(), content };
-            let bytes = finished(7, report, vec![artifact], 4096).unwrap();
+            let mut left = vec![artifact];
+            let bytes = finished(7, report, &mut left, 4096).unwrap();
             let mut rest = &bytes[..];
             let whole = Assembler::default().next(&mut rest, |_| Some(4096)).unwrap().unwrap();
-            let Finished { number, result } = codec::decode(&whole.payload).unwrap();
-            let report: serde_json::Value = serde_json::from_slice(&result.report).unwrap();
-            (number, report["status"].as_str().unwrap().to_owned(), result.artifacts.len())
+            let Finished { number, report, artifacts } = codec::decode(&whole.payload).unwrap();
+            assert_eq!(left.len(), artifacts.len(), "what is sent is what is named");
+            let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+            (number, report["status"].as_str().unwrap().to_owned(), artifacts.len())
         };
         assert_eq!(told(1, 1), (7, "trap".into(), 1));
         assert_eq!(told(4096, 1), (7, "internal".into(), 0));
-        assert_eq!(told(1, 4096), (7, "internal".into(), 0));
+        // What an artifact contains is not in it.
+        assert_eq!(told(1, 4096), (7, "trap".into(), 1));
+    }
+
+    #[test]
+    fn a_short_end_is_sent_while_a_long_one_is() {
+        let (client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let mut heard = Link::new(client);
+        let mut next = || {
+            let frame = heard.receive(|_| true, Patience::default()).unwrap();
+            match frame.kind {
+                Kind::Finished => Some(codec::decode::<Finished>(&frame.payload).unwrap().number),
+                _ => None,
+            }
+        };
+        let ended = |artifacts| RunResult {
+            artifacts,
+            ..RunResult::unstarted(Tier::Vm, Status::Trap, "other", "x")
+        };
+        let content = vec![7; 64 * PART_BYTES_MAX as usize];
+        let long = Artifact { name: "a".into(), media_type: "b".into(), content };
+        std::thread::scope(|scope| {
+            scope.spawn(|| connection.finish(1, ended(vec![long]), None).unwrap());
+            // The greeting, and that the long one has begun.
+            assert_eq!((next(), next()), (None, None));
+            scope.spawn(|| connection.finish(2, ended(Vec::new()), None).unwrap());
+            let ends: Vec<u64> = std::iter::from_fn(|| Some(next())).flatten().take(2).collect();
+            assert_eq!(ends, [2, 1]);
+        });
     }
 
     #[test]
@@ -190,7 +256,8 @@ mod tests {
                     free.send(()).unwrap();
                     go_on.recv().unwrap();
                 };
-                connection.send_frame(&bytes, || true, before_end).unwrap();
+                let mut time = FRAME_TIME_MAX;
+                connection.send_frame(&bytes, &mut time, || true, before_end).unwrap();
             });
             let mut piece = vec![0; SEND_BYTES];
             let mut has_heard = false;
@@ -215,9 +282,9 @@ mod tests {
         let (_client, ours) = UnixStream::pair().unwrap();
         let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
         let report = vec![0; 2 << 20];
-        let result = Finish { report, artifacts: Vec::new() };
+        let end = Finished { number: 0, report, artifacts: Vec::new() };
         let began = Instant::now();
-        let sent = connection.send(Kind::Finished, &Finished { number: 0, result });
+        let sent = connection.send(Kind::Finished, &end);
         assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::TimedOut);
         assert!(began.elapsed() < SEND_PATIENCE * 3 / 2, "{:?}", began.elapsed());
     }
