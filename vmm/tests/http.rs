@@ -42,6 +42,7 @@ fn main() -> ExitCode {
             a_run_that_nobody_waits_for_is_asked_for_and_followed,
             a_run_is_cancelled_by_its_id,
             a_waiting_client_that_goes_away_takes_its_run_with_it,
+            a_run_is_submitted_once_under_a_key_and_outlives_its_client,
             an_artifact_is_a_download_and_nothing_else,
             a_run_belongs_to_the_principal_of_its_token_alone,
             a_grant_is_issued_narrowed_and_run_under_by_its_principal_alone,
@@ -514,6 +515,57 @@ fn a_waiting_client_that_goes_away_takes_its_run_with_it() {
     }
     let echo = service.post("/v1/runs", &order(&program(ECHO)));
     assert_eq!((echo.status, &echo.json["output"]), (200, &json!("{}")));
+}
+
+fn a_run_is_submitted_once_under_a_key_and_outlives_its_client() {
+    let desk = desk();
+    let service = desk.open(&["--ready", "0", "--ready-max", "0"]);
+    let submit = |key: &str, token, body: &Value| {
+        let request = Request::new("POST", "/v1/runs").by(Some(token)).json(body);
+        service.ask(request.with("idempotency-key", key))
+    };
+    let echo = order(&program(ECHO));
+    let first = submit("k-1", ALICE, &echo);
+    assert_eq!((first.status, &first.json["output"]), (200, &json!("{}")));
+    let again = submit("k-1", ALICE, &echo);
+    assert_eq!((again.status, &again.json), (200, &first.json), "the same run");
+    // Another run by another's word, another key, and without one.
+    let others = [submit("k-1", BOB, &echo), submit("k-2", ALICE, &echo)];
+    for other in &others {
+        assert_eq!(other.status, 200);
+        assert_ne!(other.json["run_id"], first.json["run_id"]);
+    }
+    let mut other = echo.clone();
+    other["input"] = json!([1]);
+    let reused = submit("k-1", ALICE, &other);
+    assert_eq!((reused.status, reused.kind()), (422, "key_reused"));
+    let nothing = submit("", ALICE, &echo);
+    assert_eq!((nothing.status, nothing.kind()), (422, "bad_request"));
+
+    // Its client leaves, and finds it again: by the list, and by asking once more.
+    let endless = endless();
+    let mut client = service.connect();
+    let request = Request::new("POST", "/v1/runs").json(&endless).with("idempotency-key", "k-3");
+    client.write_all(&request.bytes()).unwrap();
+    eventually("its run is carried out", || !service.busy_workers().is_empty());
+    client.shutdown(Shutdown::Both).unwrap();
+    drop(client);
+    let kept = service.get("/v1/runs");
+    kept.fits("Runs");
+    let [running, last, ..] = &kept.json["runs"].as_array().unwrap()[..] else { panic!() };
+    assert_eq!(
+        (&running["idempotency_key"], &running["status"]),
+        (&json!("k-3"), &json!("running"))
+    );
+    assert_eq!((&last["run_id"], &last["status"]), (&others[1].json["run_id"], &json!("ok")));
+    let mut polled = endless;
+    polled["wait"] = false.into();
+    let found = submit("k-3", ALICE, &polled);
+    assert_eq!((found.status, &found.json["run_id"]), (202, &running["run_id"]));
+    assert_eq!(service.cancelled(), 0);
+    let path = format!("/v1/runs/{}", running["run_id"].as_str().unwrap());
+    assert_eq!(service.ask(Request::new("DELETE", &path)).status, 202);
+    eventually("it is cancelled", || service.cancelled() == 1);
 }
 
 fn an_artifact_is_a_download_and_nothing_else() {

@@ -19,6 +19,7 @@
 //! | `guard` | hosts and origins |
 //! | `access` | tokens and principals |
 //! | `order` | bodies that ask for a run |
+//! | `key` | keys of clients, under which a run is asked for once |
 //! | `runs`, `broker`, `health`, `socket` | what is answered |
 //! | `tenant`, `events` | what is kept of runs, for each principal |
 //! | `problem` | refusals |
@@ -28,6 +29,7 @@ mod broker;
 mod events;
 mod guard;
 mod health;
+mod key;
 mod order;
 mod problem;
 mod runs;
@@ -133,6 +135,7 @@ macro_rules! routes {
 
 routes! {
     post "/v1/runs" => runs::submit;
+    get "/v1/runs" => runs::list;
     get "/v1/runs/{id}" => runs::state;
     delete "/v1/runs/{id}" => runs::cancel;
     get "/v1/runs/{id}/events" => runs::events;

@@ -118,7 +118,9 @@ impl IntoResponse for Problem {
             StatusCode::UNAUTHORIZED => {
                 headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             }
-            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+            StatusCode::TOO_MANY_REQUESTS
+            | StatusCode::SERVICE_UNAVAILABLE
+            | StatusCode::CONFLICT => {
                 headers.insert(header::RETRY_AFTER, self.retry_after_s.into());
             }
             // RFC 9110, 15.5.22: what to upgrade to; and 7.8: as an option of this

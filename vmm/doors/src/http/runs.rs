@@ -15,9 +15,10 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::access::Bearer;
 use super::events::{End, Ended, Events, Happened, Next, happened};
+use super::key::Keyed;
 use super::order::{self, Asked, RUN_BYTES_MAX};
 use super::problem::Problem;
-use super::tenant::{Kept, Tenant};
+use super::tenant::{Kept, Tenant, Under};
 use super::{Caller, Door, Feed, Named, answer_json, read_body};
 use crate::web::is_set;
 
@@ -35,11 +36,42 @@ pub(crate) async fn submit(
     let (parts, body) = request.into_parts();
     let (body, room) = read_body(&caller.tenant, &parts.headers, body, RUN_BYTES_MAX).await?;
     let Asked { order, wait } = order::read(&parts.headers, body, &caller.tenant.name).await?;
-    if wait {
-        waited(&door, &caller, order, room).await
-    } else {
-        begun(&door, &caller, order, room).await
+    match Keyed::read(&parts.headers, &order)? {
+        Some(keyed) => once(door, caller, keyed, order, room, wait).await,
+        None if wait => waited(&door, &caller, order, room).await,
+        None => answer(&*begun(&door, &caller, order, room).await?, StatusCode::ACCEPTED),
     }
+}
+
+/// Answers with the run that is under this key, which begins now if there is none. It is
+/// not its client's leaving that cancels it: who lost the answer asks again.
+async fn once(
+    door: Arc<Door>,
+    caller: Caller,
+    keyed: Keyed,
+    order: Order,
+    room: OwnedSemaphorePermit,
+    wait: bool,
+) -> Result<Response, Problem> {
+    let kept = match caller.tenant.under(keyed)? {
+        Under::Run(kept) => kept,
+        Under::Nothing(claim) => {
+            let caller = caller.clone();
+            // Whoever leaves while it begins does not know whether it has.
+            let beginning = tokio::spawn(async move {
+                let kept = begun(&door, &caller, order, room).await?;
+                claim.is_of(&kept);
+                Ok::<_, Problem>(kept)
+            });
+            beginning.await.map_err(|_| Problem::lost())??
+        }
+    };
+    if !wait {
+        return answer(&kept, StatusCode::ACCEPTED);
+    }
+    let mut changes = kept.events.subscribe();
+    while kept.events.ended().is_none() && changes.changed().await.is_ok() {}
+    answer(&kept, StatusCode::OK)
 }
 
 /// Answers with the report. Dropped before, the run is cancelled: that is
@@ -57,19 +89,19 @@ async fn waited(
         if let RunMessage::Finished(finish) = message {
             let events = Events::default();
             let kept = over(&caller.tenant, events, finish)?;
-            return answer_over(&kept, StatusCode::OK);
+            return took_no_place(&kept).map_or_else(|| answer(&kept, StatusCode::OK), Err);
         }
     }
     Err(Problem::lost())
 }
 
-/// Answers as soon as the run is admitted.
+/// A run that nobody waits for, as soon as it is admitted or over.
 async fn begun(
     door: &Door,
     caller: &Caller,
     order: Order,
     room: OwnedSemaphorePermit,
-) -> Result<Response, Problem> {
+) -> Result<Arc<Kept>, Problem> {
     let (slot, number) = (caller.tenant.run()?, caller.tenant.number()?);
     let order = Order { events: true, ..order };
     let mut run = door.client.submit_holding(&order, number).await?;
@@ -86,7 +118,7 @@ async fn begun(
             RunMessage::Callback(_) => {}
             RunMessage::Finished(finish) => {
                 let kept = over(&caller.tenant, events, finish)?;
-                return answer_over(&kept, StatusCode::ACCEPTED);
+                return took_no_place(&kept).map_or(Ok(kept), Err);
             }
         }
     };
@@ -101,7 +133,7 @@ async fn begun(
         _slot: slot,
     };
     tokio::spawn(follower.follow());
-    answer(&kept, StatusCode::ACCEPTED)
+    Ok(kept)
 }
 
 /// A run that nobody waits for.
@@ -164,12 +196,12 @@ pub(crate) fn over(tenant: &Tenant, events: Events, finish: Finish) -> Result<Ar
     Ok(kept)
 }
 
-/// How a run ended that was over at once. One that had no room or no host did
-/// not take place, and that is a problem.
-fn answer_over(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
+/// Why a run that was over at once did not take place: it had no room or no host. `None`
+/// if it did.
+fn took_no_place(kept: &Kept) -> Option<Problem> {
     match kept.events.ended() {
-        Some(Ended::Reported(end)) => refused(&end).map_or_else(|| answer(kept, submitted), Err),
-        _ => answer(kept, submitted),
+        Some(Ended::Reported(end)) => refused(&end),
+        _ => None,
     }
 }
 
@@ -217,6 +249,24 @@ fn refused(end: &End) -> Option<Problem> {
     let status = refusal(end)?;
     let problem = Problem::new(status, &end.head.kind, end.head.reason.clone());
     Some(problem.with_report(end))
+}
+
+/// `GET /v1/runs`
+pub(crate) async fn list(caller: Caller) -> Response {
+    let described = |(kept, key): (Arc<Kept>, Option<String>)| {
+        let status = match kept.events.ended() {
+            None => "running".to_owned(),
+            Some(Ended::Reported(end)) => end.head.status.clone(),
+            Some(Ended::Lost) => "lost".to_owned(),
+        };
+        let mut run = json!({ "run_id": kept.id, "status": status });
+        if let Some(key) = key {
+            run["idempotency_key"] = key.into();
+        }
+        run
+    };
+    let runs: Vec<_> = caller.tenant.all().into_iter().map(described).collect();
+    answer_json(StatusCode::OK, &json!({ "runs": runs }))
 }
 
 /// `GET /v1/runs/{id}`
@@ -519,8 +569,8 @@ mod tests {
             let over = over(&tenant, Events::default(), finish(status, kind)).unwrap();
             let found = tenant.find(&over.id).ok();
             assert_eq!(found.is_some(), answered.is_some(), "{status}");
-            let answer = answer_over(&over, StatusCode::OK).ok();
-            assert_eq!(answer.map(|it| it.status().as_u16()), answered, "{status}");
+            let answer = took_no_place(&over).map_or_else(|| answer(&over, StatusCode::OK), Err);
+            assert_eq!(answer.ok().map(|it| it.status().as_u16()), answered, "{status}");
         }
     }
 }

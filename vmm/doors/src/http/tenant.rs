@@ -16,6 +16,7 @@ use forge_client::protocol::limits;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::events::Events;
+use super::key::{self, Keyed};
 use super::problem::Problem;
 
 /// Requests of one principal that may be under way at the same time: a run
@@ -99,9 +100,57 @@ pub(crate) struct Tenant {
 #[derive(Debug, Default)]
 struct Runs {
     by_id: HashMap<String, Arc<Kept>>,
+    /// Of runs that were submitted with a key, and of submissions that are being admitted.
+    by_key: HashMap<String, Submitted>,
     /// In the order in which they ended: when, which, how large.
     ended: VecDeque<(Instant, String, usize)>,
     ended_bytes: usize,
+}
+
+/// What was submitted under a key.
+#[derive(Debug)]
+struct Submitted {
+    order_sha256: [u8; 32],
+    /// The run that it is, once it has begun.
+    run: Option<String>,
+}
+
+/// What is under a key.
+#[derive(Debug)]
+pub(crate) enum Under {
+    /// Nothing yet: it is the claimant's.
+    Nothing(Claim),
+    /// This run.
+    Run(Arc<Kept>),
+}
+
+/// A key whose run is to begin. Dropped before, it is free again.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    tenant: Arc<Tenant>,
+    key: String,
+}
+
+impl Claim {
+    /// Its run has begun.
+    pub(crate) fn is_of(&self, kept: &Kept) {
+        let mut runs = self.tenant.runs();
+        // One that is forgotten already has its key free with it.
+        if runs.by_id.contains_key(&kept.id)
+            && let Some(submitted) = runs.by_key.get_mut(&self.key)
+        {
+            submitted.run = Some(kept.id.clone());
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut runs = self.tenant.runs();
+        if runs.by_key.get(&self.key).is_some_and(|it| it.run.is_none()) {
+            runs.by_key.remove(&self.key);
+        }
+    }
 }
 
 fn kib(bytes: usize) -> u32 {
@@ -238,6 +287,39 @@ impl Tenant {
         })
     }
 
+    /// What is under the key of a submission.
+    ///
+    /// # Errors
+    /// It is another submission's, or it is not known yet whether its run begins.
+    pub(crate) fn under(self: &Arc<Self>, keyed: Keyed) -> Result<Under, Problem> {
+        let Keyed { key, order_sha256 } = keyed;
+        let mut runs = self.runs();
+        let Some(submitted) = runs.by_key.get(&key) else {
+            runs.by_key.insert(key.clone(), Submitted { order_sha256, run: None });
+            return Ok(Under::Nothing(Claim { tenant: Arc::clone(self), key }));
+        };
+        if submitted.order_sha256 != order_sha256 {
+            return Err(key::reused());
+        }
+        let run = submitted.run.as_ref().and_then(|id| runs.by_id.get(id));
+        run.map(|run| Under::Run(Arc::clone(run))).ok_or_else(key::in_progress)
+    }
+
+    /// The runs that are kept, those that are not over first, then the last to end first;
+    /// each with its key, if it has one.
+    pub(crate) fn all(&self) -> Vec<(Arc<Kept>, Option<String>)> {
+        let runs = self.runs();
+        let ended = runs.ended.iter().rev().filter_map(|(_, id, _)| runs.by_id.get(id));
+        let under_way = runs.by_id.values().filter(|kept| kept.events.ended().is_none());
+        let keys: HashMap<&str, &str> = runs
+            .by_key
+            .iter()
+            .filter_map(|(key, submitted)| Some((submitted.run.as_deref()?, key.as_str())))
+            .collect();
+        let key = |kept: &Kept| keys.get(kept.id.as_str()).map(|key| (*key).to_owned());
+        under_way.chain(ended).map(|kept| (Arc::clone(kept), key(kept))).collect()
+    }
+
     /// Forgets what was kept for long enough; says whether nothing is left.
     fn sweep(&self, now: Instant) -> bool {
         let mut runs = self.runs();
@@ -256,6 +338,7 @@ impl Runs {
                 return;
             }
             self.by_id.remove(id);
+            self.by_key.retain(|_, submitted| submitted.run.as_ref() != Some(id));
             self.ended_bytes -= bytes;
             self.ended.pop_front();
         }
