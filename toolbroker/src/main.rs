@@ -39,6 +39,9 @@ const SERVER_THREADS: usize = 2;
 /// Threads that a broker takes at least: these, the journal's, and one on each side for
 /// what blocks.
 const THREADS_MIN: usize = SERVER_THREADS + 3;
+/// How long a thread for what blocks is kept that has nothing to do: for good. A host may
+/// have no other to give by the time it is needed.
+const KEPT_TIME: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// How long what blocks a thread may take on when all else has ended.
 const LAST_WORK_TIME_MAX: Duration = Duration::from_secs(1);
 
@@ -275,13 +278,19 @@ fn main() -> ExitCode {
         let servers = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(SERVER_THREADS)
             .thread_name("servers")
+            .thread_keep_alive(KEPT_TIME)
             .enable_all()
             .build()
             .map_err(Error::Host)?;
         let links = tokio::runtime::Builder::new_current_thread()
+            .thread_keep_alive(KEPT_TIME)
             .enable_all()
             .build()
             .map_err(Error::Host)?;
+        // The first of each, which is there from now on: long work that finds no thread to be
+        // had waits for one of these, where without any it would be a panic.
+        servers.spawn_blocking(|| ());
+        links.spawn_blocking(|| ());
         let ended = links.block_on(run(args, servers.handle()));
         // A file that is being written is written. A name that is still looked
         // up has its thread for as long as libc likes.

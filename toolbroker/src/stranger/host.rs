@@ -5,13 +5,15 @@
 //! than it could be is told in words. Deliberately absent is reading settings
 //! to guess from: containers, security modules and kernels differ in too many.
 
+use std::io;
 use std::process::{Command, ExitCode, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
+use rustix::io::Errno;
 use rustix::process::WaitOptions;
 use serde::{Deserialize, Serialize};
 
-use super::launch::{self, Order, PROBE, code_of};
+use super::launch::{self, EXIT_SHORT, Order, PROBE, code_of};
 use super::tree::Tree;
 use super::{Limits, Namespaces, sys};
 
@@ -34,16 +36,21 @@ pub(super) struct Host {
 
 impl Host {
     /// This host. Says once what is weaker.
+    ///
+    /// # Errors
+    /// Why it could not be found out: the next server asks again.
     pub(super) fn get() -> Result<&'static Self, String> {
-        static HOST: OnceLock<Result<Host, String>> = OnceLock::new();
-        let host = HOST.get_or_init(|| {
-            let host = ask()?;
-            for weaker in host.weaknesses() {
-                tracing::warn!(weaker, refused = host.refused, "tool servers are less confined");
-            }
-            Ok(host)
-        });
-        host.as_ref().map_err(Clone::clone)
+        static HOST: OnceLock<Host> = OnceLock::new();
+        static ASKING: Mutex<()> = Mutex::new(());
+        let _asking = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(host) = HOST.get() {
+            return Ok(host);
+        }
+        let host = ask()?;
+        for weaker in host.weaknesses() {
+            tracing::warn!(weaker, refused = host.refused, "tool servers are less confined");
+        }
+        Ok(HOST.get_or_init(|| host))
     }
 
     /// What is weaker than it could be, in words.
@@ -91,13 +98,50 @@ fn ask() -> Result<Host, String> {
         .stderr(Stdio::null())
         .output()
         .map_err(|error| format!("the launcher cannot be started: {error}"))?;
+    if told.status.code() == Some(EXIT_SHORT.into()) {
+        let short = String::from_utf8_lossy(&told.stdout);
+        return Err(format!("the host is short of what a tool server takes: {}", short.trim()));
+    }
     serde_json::from_slice(&told.stdout)
         .map_err(|_| format!("the launcher could not try the host out ({})", told.status))
 }
 
+/// Why something did not work here.
+#[derive(Debug, PartialEq)]
+enum Why {
+    /// The host refuses it.
+    Refused(String),
+    /// It is short of what that takes, which says nothing of what it allows.
+    Short(String),
+}
+
+impl Why {
+    fn of(error: &io::Error) -> Self {
+        match launch::is_shortage(error) {
+            true => Self::Short(error.to_string()),
+            false => Self::Refused(error.to_string()),
+        }
+    }
+}
+
 /// The launcher's side: tries one kind after the other, from the strongest on,
-/// each in a process of its own, and tells the first that works.
+/// each in a process of its own, and tells the first that works. Where the host is
+/// short of anything it tells that: what is weaker would be found to be the best.
 pub(super) fn try_out() -> ExitCode {
+    match best() {
+        Ok(host) => {
+            println!("{}", serde_json::to_string(&host).unwrap_or_default());
+            ExitCode::SUCCESS
+        }
+        Err(Why::Short(why)) => {
+            println!("{why}");
+            EXIT_SHORT.into()
+        }
+        Err(Why::Refused(_)) => ExitCode::FAILURE,
+    }
+}
+
+fn best() -> Result<Host, Why> {
     let root = rustix::process::geteuid().is_root();
     let mut refused = None;
     for own_uid in [true, false] {
@@ -111,26 +155,20 @@ pub(super) fn try_out() -> ExitCode {
                         let landlock = in_child(|| {
                             let _ = rustix::thread::set_no_new_privs(true);
                             launch::landlock_version().try_into().unwrap_or(u8::MAX)
-                        });
-                        let host = Host {
-                            namespaces,
-                            procfs,
-                            own_uid,
-                            landlock: landlock.unwrap_or(0).into(),
-                            refused,
-                        };
-                        println!("{}", serde_json::to_string(&host).unwrap_or_default());
-                        return ExitCode::SUCCESS;
+                        })?;
+                        let landlock = landlock.into();
+                        return Ok(Host { namespaces, procfs, own_uid, landlock, refused });
                     }
-                    Err(why) => refused = refused.or(Some(why)),
+                    Err(short @ Why::Short(_)) => return Err(short),
+                    Err(Why::Refused(why)) => refused = refused.or(Some(why)),
                 }
             }
         }
     }
-    ExitCode::FAILURE
+    Err(Why::Refused(refused.unwrap_or_default()))
 }
 
-fn works(namespaces: Namespaces, procfs: bool, own_uid: bool) -> Result<(), String> {
+fn works(namespaces: Namespaces, procfs: bool, own_uid: bool) -> Result<(), Why> {
     let order = |broker| Order {
         broker,
         namespaces,
@@ -143,7 +181,7 @@ fn works(namespaces: Namespaces, procfs: bool, own_uid: bool) -> Result<(), Stri
         cwd_needed: true,
         program: Default::default(),
     };
-    let (told, tell) = rustix::pipe::pipe().map_err(|error| error.to_string())?;
+    let (told, tell) = rustix::pipe::pipe().map_err(|error| Why::of(&error.into()))?;
     let parent = rustix::process::getpid().as_raw_nonzero().get();
     let code = in_child(|| {
         let order = order(parent);
@@ -160,31 +198,35 @@ fn works(namespaces: Namespaces, procfs: bool, own_uid: bool) -> Result<(), Stri
         };
         outcome.unwrap_or_else(|failure| {
             let _ = rustix::io::write(&tell, failure.to_string().as_bytes());
-            1
+            if failure.is_shortage() { EXIT_SHORT } else { 1 }
         })
-    });
+    })?;
     drop(tell);
-    if code == Ok(0) {
+    if code == 0 {
         return Ok(());
     }
     let mut why = vec![0; 512];
     let got = rustix::io::read(&told, &mut why).unwrap_or(0);
     why.truncate(got);
-    Err(match why.is_empty() {
+    let why = match why.is_empty() {
         true => "a new root or /proc cannot be made".to_owned(),
         false => String::from_utf8_lossy(&why).into_owned(),
-    })
+    };
+    Err(if code == EXIT_SHORT { Why::Short(why) } else { Why::Refused(why) })
 }
 
 /// Does something in a child; its code.
-fn in_child(work: impl FnOnce() -> u8) -> Result<u8, ()> {
-    match sys::fork() {
-        Ok(None) => std::process::exit(work().into()),
-        Ok(Some(child)) => match rustix::process::waitpid(Some(child), WaitOptions::empty()) {
-            Ok(Some((_, status))) => Ok(code_of(status)),
-            _ => Err(()),
-        },
-        Err(_) => Err(()),
+fn in_child(work: impl FnOnce() -> u8) -> Result<u8, Why> {
+    let Some(child) = sys::fork().map_err(|error| Why::of(&error))? else {
+        std::process::exit(work().into())
+    };
+    loop {
+        match rustix::process::waitpid(Some(child), WaitOptions::empty()) {
+            Err(Errno::INTR) => {}
+            Ok(Some((_, status))) => return Ok(code_of(status)),
+            Ok(None) => return Err(Why::Refused("a child did not end".to_owned())),
+            Err(error) => return Err(Why::of(&error.into())),
+        }
     }
 }
 

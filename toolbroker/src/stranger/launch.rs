@@ -51,6 +51,9 @@ pub(super) const LAUNCH: &str = "--launch-server";
 pub(super) const PROBE: &str = "--probe-launch";
 /// A launcher that cannot make the surroundings.
 const EXIT_FAILED: u8 = 125;
+/// One that cannot make them now: the host is short of what they take (`EX_TEMPFAIL` of
+/// sysexits(3)).
+pub(super) const EXIT_SHORT: u8 = 75;
 /// What the server takes its host to be called.
 const HOSTNAME: &[u8] = b"stranger";
 
@@ -96,6 +99,23 @@ impl Failure {
     pub(super) fn at(what: &str, path: &Path, source: io::Error) -> Self {
         Self { what: format!("{what} {}", path.display()), source }
     }
+
+    /// Whether that says nothing of what the host allows: it lacks tasks, memory or
+    /// descriptors for the moment.
+    pub(super) fn is_shortage(&self) -> bool {
+        is_shortage(&self.source)
+    }
+
+    fn code(&self) -> u8 {
+        if self.is_shortage() { EXIT_SHORT } else { EXIT_FAILED }
+    }
+}
+
+/// The same of what the kernel says.
+pub(super) fn is_shortage(error: &io::Error) -> bool {
+    use io::ErrorKind::{Interrupted, OutOfMemory, WouldBlock};
+    matches!(error.kind(), WouldBlock | OutOfMemory | Interrupted)
+        || matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 pub(super) fn failed<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> Failure {
@@ -114,7 +134,7 @@ pub fn if_asked() -> Option<ExitCode> {
                 .and_then(|order| launch(&order, &words.collect::<Vec<_>>()));
             Some(outcome.unwrap_or_else(|failure| {
                 complain(&failure);
-                ExitCode::from(EXIT_FAILED)
+                ExitCode::from(failure.code())
             }))
         }
         word if word == PROBE.as_bytes() => Some(super::host::try_out()),
@@ -198,7 +218,7 @@ pub(super) fn start(
     let outcome = process_1(order, owners, &alive, then);
     let code = outcome.unwrap_or_else(|failure| {
         complain(&failure);
-        EXIT_FAILED
+        failure.code()
     });
     std::process::exit(code.into());
 }
