@@ -68,6 +68,7 @@ fn main() -> ExitCode {
         a_worker_cannot_gain_a_capability,
         a_worker_cannot_regain_one_by_executing,
         a_worker_cannot_map_executable_memory,
+        a_worker_cannot_map_huge_pages_of_the_hosts_reserve,
         a_worker_cannot_make_memory_executable,
         a_worker_gets_no_more_descriptors_than_allowed,
         a_worker_cannot_leave_a_file_larger_than_nothing,
@@ -495,6 +496,10 @@ fn a_worker_cannot_regain_one_by_executing() {
 
 fn a_worker_cannot_map_executable_memory() {
     stopped("map_executable", &[], libc::SYS_mmap, &[]);
+}
+
+fn a_worker_cannot_map_huge_pages_of_the_hosts_reserve() {
+    stopped("map_from_the_reserve", &[], libc::SYS_mmap, &[]);
 }
 
 fn a_worker_cannot_make_memory_executable() {

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -18,7 +19,7 @@ use forge_protocol::worker::{
 use super::executable;
 use super::worker::{self, Worker};
 use crate::jail::{self, Group, GroupLimits, Hardening, Identity, Place, Spawned};
-use crate::link::{Link, Patience, Unpassed};
+use crate::link::{Link, Patience, Unpassed, wait};
 use crate::machine::MachineError;
 use crate::machine::hypervisor::open_device;
 use crate::shortage;
@@ -26,6 +27,8 @@ use crate::zygote::KVM_DESCRIPTOR;
 
 /// How long a zygote may take over one answer. It boots a guest for some.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long one may take to end that was killed, with all that is in its namespaces.
+const END_TIME_MAX: Duration = Duration::from_secs(10);
 /// How long an answer is looked for that has been owed for longer than that: it
 /// may have come when nobody looked.
 const OWED_TIME: Duration = Duration::from_secs(1);
@@ -366,9 +369,17 @@ fn lacks(what: &str, error: &(dyn std::error::Error + 'static)) -> Unmade {
 
 impl Drop for Zygote {
     fn drop(&mut self) {
-        // With it ends everything in its namespaces.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        // With it ends everything in its namespaces. Where it cannot be signalled, it ends
+        // by itself once nobody asks it for workers any more.
+        let _ = self.link.socket().shutdown(Shutdown::Both);
+        let killed = self.process.kill();
+        let process = self.process.pidfd.as_raw_fd();
+        match wait(process, libc::POLLIN, Patience::until(Instant::now() + END_TIME_MAX)) {
+            Ok(()) => drop(self.process.wait()),
+            Err(error) => {
+                tracing::warn!(?killed, %error, "a zygote does not end, and is left behind");
+            }
+        }
     }
 }
 

@@ -33,6 +33,7 @@ pub fn find(name: &str) -> Attempt {
         ("capset", capset),
         ("capabilities_by_executing", capabilities_by_executing),
         ("map_executable", map_executable),
+        ("map_from_the_reserve", map_from_the_reserve),
         ("make_executable", make_executable),
         ("map_much", map_much),
         ("duplicate", duplicate),
@@ -229,6 +230,13 @@ const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 fn map_executable(_: &[String]) -> Result<(), i32> {
     let rights = libc::PROT_READ | libc::PROT_EXEC;
     call!(libc::SYS_mmap, 0, 4096, rights, ANONYMOUS, -1, 0).map(drop)
+}
+
+fn map_from_the_reserve(_: &[String]) -> Result<(), i32> {
+    // Without a reservation it is mapped though the host's reserve is empty.
+    let flags = ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_NORESERVE;
+    let rights = libc::PROT_READ;
+    call!(libc::SYS_mmap, 0, 2 << 20, rights, flags, -1, 0).map(drop)
 }
 
 fn make_executable(_: &[String]) -> Result<(), i32> {

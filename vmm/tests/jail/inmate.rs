@@ -165,6 +165,10 @@ fn rule(role: &str, index: usize, how: &str) -> ! {
         When::Always => {}
         When::Is(at, value) => arguments[usize::from(at)] = value.into(),
         When::Without(at, _) => arguments[usize::from(at)] = 0,
+        When::WithoutEither((first, _), (second, _)) => {
+            arguments[usize::from(first)] = 0;
+            arguments[usize::from(second)] = 0;
+        }
         When::Sealed(at, value) => {
             arguments[usize::from(at)] = value.into();
             arguments[usize::from(at) + 1] = slot::address() as i64;

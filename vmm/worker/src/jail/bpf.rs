@@ -122,7 +122,7 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
     for (at, when) in whens.iter().enumerate() {
         let is_last = at + 1 == whens.len();
         let otherwise = if is_last { To::Trap } else { To::On(0) };
-        let mut of_the_address = Vec::new();
+        let mut behind = Vec::new();
         let (argument, test) = match *when {
             When::Always => continue,
             When::Is(argument, with) => {
@@ -131,6 +131,16 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
             When::Without(argument, with) => {
                 (argument, Step::Test { jump: libc::BPF_JSET, with, yes: otherwise, no: To::Allow })
             }
+            When::WithoutEither(first, (second, with)) => {
+                let rest = [
+                    Step::Load(second),
+                    Step::Test { jump: libc::BPF_JSET, with, yes: otherwise, no: To::Allow },
+                ];
+                let yes = if is_last { To::Trap } else { To::On(rest.len()) };
+                behind.extend(rest);
+                let (argument, with) = first;
+                (argument, Step::Test { jump: libc::BPF_JSET, with, yes, no: To::On(0) })
+            }
             When::Sealed(argument, with) => {
                 let address = slot::address();
                 let is = |half: u64, yes| {
@@ -138,13 +148,13 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
                     Step::Test { jump: libc::BPF_JEQ, with, yes, no: To::Trap }
                 };
                 // No other rule is about the same value: elsewhere it is refused.
-                of_the_address = vec![
+                behind = vec![
                     Step::LoadHigh(argument + 1),
                     is(address >> 32, To::On(0)),
                     Step::Load(argument + 1),
                     is(address, To::Allow),
                 ];
-                let no = if is_last { To::Trap } else { To::On(of_the_address.len()) };
+                let no = if is_last { To::Trap } else { To::On(behind.len()) };
                 (argument, Step::Test { jump: libc::BPF_JEQ, with, yes: To::On(0), no })
             }
         };
@@ -152,7 +162,12 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
             steps.push(Step::Load(argument));
         }
         steps.push(test);
-        steps.extend(of_the_address);
+        if let Some(Step::Load(last) | Step::LoadHigh(last)) =
+            behind.iter().rfind(|it| matches!(it, Step::Load(_) | Step::LoadHigh(_)))
+        {
+            loaded = Some(*last);
+        }
+        steps.extend(behind);
     }
     steps
 }
@@ -181,6 +196,12 @@ mod tests {
                 When::Is(argument, value) => vec![(argument, low, is, value.into())],
                 When::Without(argument, bits) => {
                     vec![(argument, low, SeccompCmpOp::MaskedEq(bits.into()), 0)]
+                }
+                When::WithoutEither(first, second) => {
+                    let without = |(argument, bits): (u8, u32)| {
+                        (argument, low.clone(), SeccompCmpOp::MaskedEq(bits.into()), 0)
+                    };
+                    vec![without(first), without(second)]
                 }
                 When::Sealed(argument, value) => {
                     let address = slot::address();
@@ -248,6 +269,14 @@ mod tests {
                     let mut pair = [0; 6];
                     pair[usize::from(argument)] = value.into();
                     pair[usize::from(argument) + 1] = address;
+                    pairs.push(pair);
+                }
+            }
+            if let When::WithoutEither((first, bits), (second, others)) = rule.when {
+                for (these, those) in [(0, 0), (bits, 0), (0, others), (bits, others)] {
+                    let mut pair = [0; 6];
+                    pair[usize::from(first)] = these.into();
+                    pair[usize::from(second)] = those.into();
                     pairs.push(pair);
                 }
             }

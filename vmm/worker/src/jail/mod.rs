@@ -48,7 +48,7 @@ pub mod worker;
 
 pub use cgroup::{Group, GroupLimits};
 pub use hardening::{Hardening, Weakness};
-pub use namespaces::{Identity, Namespaces, Place, SpawnError, Spawned, spawn};
+pub use namespaces::{Identity, Namespaces, Place, SpawnError, Spawned, kill, spawn};
 pub use privileges::{AddressSpace, Limits};
 pub use rules::Role;
 pub use seccomp::Filter;

@@ -22,6 +22,8 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::ExitStatus;
 
+use super::privileges;
+
 /// The host's user and group that a jail's uid 0 is, when root starts it.
 ///
 /// From 0x70000000 to 0x7FFFFFFF no distribution allocates: systemd's list of
@@ -54,15 +56,21 @@ pub enum Identity {
 }
 
 impl Identity {
-    /// [`NOBODYS_ID`] for root, where its user namespace has that, as a container's may
-    /// not; and the caller for everybody else.
+    /// [`NOBODYS_ID`] for a root that may map it: its user namespace has that, as a
+    /// container's may not, and it has not lost the capabilities. The caller for
+    /// everybody else.
     #[must_use]
     pub fn best() -> Self {
+        const CAP_SETGID: u32 = 6;
+        const CAP_SETUID: u32 = 7;
         let has = |map: &str| fs::read_to_string(map).is_ok_and(|map| maps(&map, NOBODYS_ID));
+        let may_map = || privileges::has(&[CAP_SETGID, CAP_SETUID]).unwrap_or(false);
         // SAFETY: has no preconditions.
-        match unsafe { libc::geteuid() } {
-            0 if has("/proc/self/uid_map") && has("/proc/self/gid_map") => Self::Id(NOBODYS_ID),
-            _ => Self::Caller,
+        let is_root = unsafe { libc::geteuid() } == 0;
+        if is_root && has("/proc/self/uid_map") && has("/proc/self/gid_map") && may_map() {
+            Self::Id(NOBODYS_ID)
+        } else {
+            Self::Caller
         }
     }
 }
@@ -115,6 +123,24 @@ pub struct Spawned {
     pub pidfd: OwnedFd,
 }
 
+/// Ends the process that this stands for, a pidfd.
+///
+/// # Errors
+/// If it has been waited for already.
+pub fn kill(pidfd: &OwnedFd) -> io::Result<()> {
+    // SAFETY: no pointer but null, which means "as by kill".
+    let sent = unsafe {
+        libc::syscall(
+            libc::SYS_pidfd_send_signal,
+            pidfd.as_raw_fd(),
+            libc::SIGKILL,
+            std::ptr::null::<libc::siginfo_t>(),
+            0,
+        )
+    };
+    if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 impl Spawned {
     /// Ends the process. In new namespaces it is process 1: all processes in
     /// there end with it.
@@ -122,17 +148,7 @@ impl Spawned {
     /// # Errors
     /// If the process has been waited for already.
     pub fn kill(&self) -> io::Result<()> {
-        // SAFETY: no pointer but null, which means "as by kill".
-        let sent = unsafe {
-            libc::syscall(
-                libc::SYS_pidfd_send_signal,
-                self.pidfd.as_raw_fd(),
-                libc::SIGKILL,
-                std::ptr::null::<libc::siginfo_t>(),
-                0,
-            )
-        };
-        if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        kill(&self.pidfd)
     }
 
     /// Waits for its end.
@@ -195,13 +211,27 @@ fn host(what: &'static str, source: io::Error) -> SpawnError {
     SpawnError::Host { what, source, hint }
 }
 
+/// Why mounting fails in namespaces that were given.
+pub(super) fn hint_of_mounts(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => {
+            "; something around forge-vmm forbids mounting, also in namespaces of its own: a \
+             Landlock domain, a security module's profile or a container's filter"
+        }
+        Some(libc::ENOSYS | libc::EINVAL) => LACKING,
+        _ => "",
+    }
+}
+
+/// Said of a call that is not there.
+const LACKING: &str = "; the kernel lacks it, or a container's system-call filter hides it";
+
 /// Which setting keeps namespaces away, read below `root`.
-pub(super) fn hint(root: &Path, error: &io::Error) -> String {
+fn hint(root: &Path, error: &io::Error) -> String {
     let setting = |path: &str| {
         fs::read_to_string(root.join(path)).ok().and_then(|text| text.trim().parse::<u64>().ok())
     };
     let known = [
-        ("user.max_user_namespaces", "proc/sys/user/max_user_namespaces", 0, "a few thousand"),
         (
             "kernel.unprivileged_userns_clone",
             "proc/sys/kernel/unprivileged_userns_clone",
@@ -218,10 +248,13 @@ pub(super) fn hint(root: &Path, error: &io::Error) -> String {
     let refused = [libc::EPERM, libc::EACCES, libc::ENOSPC, libc::EUSERS];
     match error.raw_os_error() {
         Some(code) if refused.contains(&code) => {}
-        Some(libc::ENOSYS | libc::EINVAL) => {
-            return "; the kernel lacks it, or a container's system-call filter hides it".into();
-        }
+        Some(libc::ENOSYS | libc::EINVAL) => return LACKING.into(),
         _ => return String::new(),
+    }
+    for kind in ["user", "pid", "net", "mnt", "ipc", "uts"] {
+        if setting(&format!("proc/sys/user/max_{kind}_namespaces")) == Some(0) {
+            return format!("; user.max_{kind}_namespaces is 0: set it to a few thousand");
+        }
     }
     for (name, path, refusing, better) in known {
         if setting(path) == Some(refusing) {
@@ -482,7 +515,7 @@ pub fn spawn(
 ) -> Result<Spawned, SpawnError> {
     let mut plan = Plan::new(command, arguments, descriptors, place)?;
     let spawned = fork(&mut plan)?;
-    let outcome = accompany(plan, spawned.pid);
+    let outcome = accompany(plan, &spawned);
     if outcome.is_err() {
         let _ = spawned.kill();
         let _ = spawned.wait();
@@ -522,13 +555,18 @@ fn fork(plan: &mut Plan) -> Result<Spawned, SpawnError> {
 }
 
 /// The parent's part: the maps, the word to go, and the child's answer.
-fn accompany(plan: Plan, pid: libc::pid_t) -> Result<(), SpawnError> {
+fn accompany(plan: Plan, spawned: &Spawned) -> Result<(), SpawnError> {
     let Plan { mut ours, theirs, place, .. } = plan;
     // Or its end would never be seen to close.
     drop(theirs);
-    if place.namespaces == Namespaces::New {
-        map_identity(pid, place.identity)?;
-    }
+    let pid = match place.namespaces {
+        Namespaces::New => {
+            let pid = number_in_procfs(&spawned.pidfd)?;
+            map_identity(pid, place.identity)?;
+            pid
+        }
+        Namespaces::Shared => spawned.pid,
+    };
     // Where memory is short, what is in there goes first, and not who trusts it with
     // nothing. It is no layer of the jail: where it is refused, all else holds.
     let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), FIRST_TO_GO);
@@ -550,6 +588,19 @@ fn accompany(plan: Plan, pid: libc::pid_t) -> Result<(), SpawnError> {
         }
         _ => Err(failed(io::ErrorKind::InvalidData.into())),
     }
+}
+
+/// The number that the process of a pidfd has in the procfs at `/proc`, which may be that of
+/// another pid namespace than the caller's: what has the caller's number for it there may be
+/// anybody.
+fn number_in_procfs(pidfd: &OwnedFd) -> Result<libc::pid_t, SpawnError> {
+    let told = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))
+        .map_err(|error| host("reading /proc, which has to be mounted", error))?;
+    let number = told.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    number.filter(|number| *number > 0).ok_or_else(|| {
+        let other = io::Error::other("the /proc that is mounted knows no process of this place");
+        host("finding the child in /proc", other)
+    })
 }
 
 fn map_identity(pid: libc::pid_t, identity: Identity) -> Result<(), SpawnError> {

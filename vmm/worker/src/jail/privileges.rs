@@ -86,8 +86,26 @@ pub fn drop_all() -> Result<(), PrivilegeError> {
     checked("PR_SET_DUMPABLE", prctl(libc::PR_SET_DUMPABLE, 0))
 }
 
+/// Keeps all descriptors but the standard ones from whatever this process starts, unless
+/// they are given to it: what was open in who started this one is nobody's to have.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn keep_descriptors() -> Result<(), PrivilegeError> {
+    // SAFETY: it closes nothing here, and takes numbers alone.
+    checked("close_range", unsafe {
+        libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC)
+    })
+}
+
 fn has_setpcap() -> Result<bool, PrivilegeError> {
     const CAP_SETPCAP: u32 = 8;
+    has(&[CAP_SETPCAP])
+}
+
+/// Whether this thread may use these capabilities, all below the 32nd
+/// (`linux/capability.h`).
+pub(super) fn has(capabilities: &[u32]) -> Result<bool, PrivilegeError> {
     let header = CapHeader { version: CAP_VERSION_3, pid: 0 };
     let mut data = [CapData { effective: 0, permitted: 0, inheritable: 0 }; 2];
     // SAFETY: header and data as version 3 has them; the kernel writes both
@@ -95,7 +113,7 @@ fn has_setpcap() -> Result<bool, PrivilegeError> {
     checked("capget", unsafe {
         libc::syscall(libc::SYS_capget, &raw const header, data.as_mut_ptr())
     })?;
-    Ok(data[0].effective & 1 << CAP_SETPCAP != 0)
+    Ok(capabilities.iter().all(|capability| data[0].effective & 1 << capability != 0))
 }
 
 /// What the kernel gives a process at most. Each can only be lowered.

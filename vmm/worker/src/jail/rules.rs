@@ -79,6 +79,8 @@ pub enum When {
     Is(u8, u32),
     /// The argument of this index has none of these bits.
     Without(u8, u32),
+    /// The same of two arguments, both.
+    WithoutEither((u8, u32), (u8, u32)),
     /// The argument of this index is this, and the next is the address of what is
     /// sealed ([`slot::address`]), all 64 bits of it.
     Sealed(u8, u32),
@@ -107,6 +109,14 @@ pub(super) const SET_SLOT: u32 = iow::<kvm::kvm_userspace_memory_region>(K, 0x46
 pub(crate) const PAGEMAP_SCAN: u32 = iowr::<[u64; 12]>(b'f', 16);
 /// What makes a mapping executable.
 const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
+/// What takes a mapping from the host's reserve of huge pages, which is for others and which
+/// no limit of a worker's counts.
+const FROM_THE_RESERVE: u32 = libc::MAP_HUGETLB as u32;
+/// Locks and condition variables of one process. Other operations of futex(2) are a path
+/// of the kernel's that nobody here has a use for.
+const WAIT: u32 = (libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG) as u32;
+const WAIT_UNTIL: u32 = (libc::FUTEX_WAIT_BITSET | libc::FUTEX_PRIVATE_FLAG) as u32;
+const WAKE: u32 = (libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG) as u32;
 /// Urgent bytes on a unix socket: nobody here sends any, and what the kernel
 /// does for them is a path of its own.
 const OUT_OF_BAND: u32 = libc::MSG_OOB as u32;
@@ -148,6 +158,12 @@ const fn without(
     reason: &'static str,
 ) -> Rule {
     Rule { number, name, when: When::Without(argument, bits), reason, elsewhere: false }
+}
+/// Memory that is neither executable nor from the host's reserve.
+const fn mmap(reason: &'static str) -> Rule {
+    let (number, name) = (libc::SYS_mmap, "mmap, not executable, no huge page");
+    let when = When::WithoutEither((2, EXECUTABLE), (3, FROM_THE_RESERVE));
+    Rule { number, name, when, reason, elsewhere: false }
 }
 const fn ioctl(name: &'static str, request: u32, reason: &'static str) -> Rule {
     is(libc::SYS_ioctl, name, 1, request, reason)
@@ -226,7 +242,7 @@ pub const WORKER: &[Rule] = &[
     always(libc::SYS_poll, "poll", "waiting for the broker or the supervisor"),
     always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
     always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of the deadline's handler"),
-    without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "the allocator's large blocks"),
+    mmap("the allocator's large blocks"),
     always(libc::SYS_munmap, "munmap", "the allocator gives blocks back"),
     always(libc::SYS_mremap, "mremap", "the allocator grows blocks; it adds no right").elsewhere(),
     always(libc::SYS_brk, "brk", "the allocator's small blocks"),
@@ -234,7 +250,10 @@ pub const WORKER: &[Rule] = &[
         .elsewhere(),
     always(libc::SYS_restart_syscall, "restart_syscall", "a wait goes on after a stop signal")
         .elsewhere(),
-    always(libc::SYS_futex, "futex", "a lock that a signal handler finds taken").elsewhere(),
+    is(libc::SYS_futex, "futex WAIT", 1, WAIT, "a lock that a signal handler finds taken")
+        .elsewhere(),
+    is(libc::SYS_futex, "futex WAIT_BITSET", 1, WAIT_UNTIL, "the same, of std's").elsewhere(),
+    is(libc::SYS_futex, "futex WAKE", 1, WAKE, "gives such a lock back").elsewhere(),
     always(libc::SYS_close, "close", "a run's connection, when the run is over"),
     is(
         libc::SYS_fcntl,
@@ -277,7 +296,7 @@ pub const PROCESS: &[Rule] = &[
     always(libc::SYS_write, "write", "a panic's message, to the null device").elsewhere(),
     always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
     always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of the deadline's handler"),
-    without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "the allocator's large blocks"),
+    mmap("the allocator's large blocks"),
     always(libc::SYS_munmap, "munmap", "the allocator gives blocks back"),
     always(libc::SYS_mremap, "mremap", "the allocator grows blocks; it adds no right"),
     always(libc::SYS_brk, "brk", "the allocator's small blocks"),
@@ -285,7 +304,10 @@ pub const PROCESS: &[Rule] = &[
         .elsewhere(),
     always(libc::SYS_restart_syscall, "restart_syscall", "a wait goes on after a stop signal")
         .elsewhere(),
-    always(libc::SYS_futex, "futex", "a lock that a signal handler finds taken").elsewhere(),
+    is(libc::SYS_futex, "futex WAIT", 1, WAIT, "a lock that a signal handler finds taken")
+        .elsewhere(),
+    is(libc::SYS_futex, "futex WAIT_BITSET", 1, WAIT_UNTIL, "the same, of std's").elsewhere(),
+    is(libc::SYS_futex, "futex WAKE", 1, WAKE, "gives such a lock back").elsewhere(),
     always(libc::SYS_exit_group, "exit_group", "the end, which nobody sees who has hung up")
         .elsewhere(),
 ];
@@ -312,7 +334,7 @@ pub const ZYGOTE: &[Rule] = &[
     always(libc::SYS_rt_sigprocmask, "rt_sigprocmask", "the C library's way to end a process")
         .elsewhere(),
     always(libc::SYS_sigaltstack, "sigaltstack", "std's guard of the stack, at the end"),
-    without(libc::SYS_mmap, "mmap, not executable", 2, EXECUTABLE, "memory, a guest's too"),
+    mmap("memory, a guest's too"),
     always(libc::SYS_munmap, "munmap", "gives memory back"),
     is(
         libc::SYS_mprotect,

@@ -15,7 +15,7 @@ use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot leave the host's file tree: {what}: {source}{}",
-    super::namespaces::hint(std::path::Path::new("/"), source)
+    super::namespaces::hint_of_mounts(source)
 )]
 pub struct TreeError {
     what: &'static str,

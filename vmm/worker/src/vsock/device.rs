@@ -353,14 +353,28 @@ impl Device {
     }
 
     fn reset(&mut self) {
-        self.status = 0;
-        self.device_features_sel = 0;
-        self.driver_features_sel = 0;
-        self.driver_features = 0;
-        self.queue_sel = 0;
-        self.queues = std::array::from_fn(|_| fresh_queue());
-        self.receive_buffers = 0;
-        self.muxer.reset();
+        // Each field by name, so that none outlives it unnoticed.
+        let Self {
+            memory: _,
+            status,
+            device_features_sel,
+            driver_features_sel,
+            driver_features,
+            queue_sel,
+            queues,
+            muxer,
+            receive_buffers,
+            // Counted for the operator.
+            ignored_accesses: _,
+        } = self;
+        *status = 0;
+        *device_features_sel = 0;
+        *driver_features_sel = 0;
+        *driver_features = 0;
+        *queue_sel = 0;
+        *queues = std::array::from_fn(|_| fresh_queue());
+        muxer.reset();
+        *receive_buffers = 0;
     }
 
     fn break_down(&mut self, why: &'static str) {
@@ -415,7 +429,7 @@ impl Device {
         if !self.is_live() || !self.queues[RX].ready() {
             return false;
         }
-        self.guest_has_unread();
+        self.note_offered();
         let mut delivered = false;
         while self.muxer.wants_to_send() {
             let Self { memory, queues, muxer, .. } = self;
@@ -444,11 +458,17 @@ impl Device {
     /// Whether the guest has packets that it has not looked at, as far as the
     /// device can tell: it has not offered their buffers again.
     pub fn guest_has_unread(&mut self) -> bool {
+        self.note_offered().is_some_and(|offered| offered < self.receive_buffers)
+    }
+
+    /// How many receive buffers the guest offers now; of the most that it ever did, it
+    /// has the others.
+    fn note_offered(&mut self) -> Option<u16> {
         let queue = &self.queues[RX];
-        let Ok(index) = queue.avail_idx(&self.memory, Ordering::Acquire) else { return false };
+        let index = queue.avail_idx(&self.memory, Ordering::Acquire).ok()?;
         let offered = index.0.wrapping_sub(queue.next_avail());
         self.receive_buffers = self.receive_buffers.max(offered);
-        offered < self.receive_buffers
+        Some(offered)
     }
 }
 

@@ -208,7 +208,10 @@ impl Order {
             Self::RunPrepared(job, place) => (job.brokered, place),
         };
         if link.is_some() != brokered {
-            let message = "a job came without its connection to the broker";
+            let message = match brokered {
+                true => "a job came without its connection to the broker",
+                false => "a connection to the broker came with a job that has none",
+            };
             return Err(VmFailure::new(VmFailureKind::Internal, message));
         }
         *place = link;

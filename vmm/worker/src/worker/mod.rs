@@ -359,7 +359,11 @@ impl Guest {
                     let death = panicked(self.machine.memory(), message_bytes);
                     failed(VmFailureKind::Crash, death.to_string())
                 }
-                verdict => verdict.unwrap_or(Verdict::Ready).into(),
+                Some(verdict) => verdict.into(),
+                None => failed(
+                    VmFailureKind::Internal,
+                    "the machine stopped without a reason".to_owned(),
+                ),
             },
         }
     }

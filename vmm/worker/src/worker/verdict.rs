@@ -61,7 +61,8 @@ impl From<Verdict> for Fate {
             Verdict::BrokerLost(how) => (VmFailureKind::BrokerLost, how),
             Verdict::Internal(how) => (VmFailureKind::Internal, how),
             Verdict::Ready => {
-                (VmFailureKind::Internal, "the machine stopped without a reason".into())
+                let how = "the guest waits for a program in the middle of a run";
+                (VmFailureKind::Misbehaved, how.into())
             }
         };
         Self::Vm(VmFailure::new(kind, message))
