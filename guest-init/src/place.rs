@@ -5,6 +5,7 @@
 //! are what they look for.
 
 use alloc::string::String;
+use core::fmt::Display;
 
 use wasmparser::{BinaryReaderError, KnownCustom, Name, Parser, Payload, TypeRef};
 
@@ -23,6 +24,14 @@ pub(crate) fn told(text: String, module: &[u8]) -> String {
         Some((index, Some(name))) => alloc::format!("{text} in function {index}, ${name}"),
         Some((index, None)) => alloc::format!("{text} in function {index}"),
         None => text,
+    }
+}
+
+/// The same of what is told of this function already, by its index.
+pub(crate) fn named(said: impl Display, function: u32, module: &[u8]) -> String {
+    match name_of(module, function) {
+        Ok(Some(name)) => alloc::format!("{said}, ${name}"),
+        _ => alloc::format!("{said}"),
     }
 }
 

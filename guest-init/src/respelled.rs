@@ -223,7 +223,9 @@ fn find(
     found: &mut Vec<Other>,
 ) -> Result<(), ShapeError> {
     let before = found.len();
-    let few = |count: usize| within("instructions to spell otherwise", count as u64, OTHERS_MAX);
+    let few = |count: usize| {
+        within("instructions that are written anew for the interpreter", count as u64, OTHERS_MAX)
+    };
     let selects = |byte: &u8| matches!(*byte, op::SELECT | op::SELECT_TYPED);
     let may_select = body.as_bytes().iter().any(selects);
     // Comparisons after which wasmi may not have emitted anything, and whether the last
@@ -440,7 +442,7 @@ mod tests {
         for piece in [drops, selects] {
             assert!(respelled(&module(piece, OTHERS_MAX)).unwrap().is_some());
             let refused = respelled(&module(piece, OTHERS_MAX + 1)).unwrap_err();
-            assert!(matches!(refused, ShapeError::Over(_)), "{refused}");
+            assert!(matches!(refused, ShapeError::Over { .. }), "{refused}");
         }
         // One after another is one.
         let chain = format!("(drop (local.get 0 {}))", "i32.eqz ".repeat(200_000));

@@ -8,7 +8,7 @@
 
 use alloc::vec::Vec;
 
-use forge_protocol::ending::{Ending, RejectKind};
+use forge_protocol::ending::{Ending, RejectKind, TrapKind};
 use forge_protocol::guest::{Ended, LoadOrder, RunOrder};
 use forge_protocol::limits::{MEMORY_BYTES_MAX, RunLimits};
 use forge_protocol::signature::{TrustKeys, VerifiedProgram};
@@ -21,7 +21,7 @@ use crate::host::Host;
 use crate::link::{Link, ServeError, Stream};
 use crate::respelled;
 use crate::shape::{self, ShapeError};
-use crate::trap::{self, rejected};
+use crate::trap::{self, Stop, rejected};
 use crate::untranslatable;
 
 /// See [`crate::serve`].
@@ -172,12 +172,11 @@ pub(crate) fn check(limits: &RunLimits, module: &[u8]) -> Result<(), Ending> {
 /// Holds bytes that the caller trusts to the bounds; gives them back if they have
 /// to be [`respelled`](mod@respelled).
 fn bounded_trusted(module: &[u8]) -> Result<Option<Vec<u8>>, Ending> {
-    let refused = |error: ShapeError| {
-        let kind = match error {
-            ShapeError::Over(_) => RejectKind::TooLarge,
-            ShapeError::Malformed(_) => RejectKind::Invalid,
-        };
-        rejected(kind, alloc::format!("{error}"))
+    let refused = |error: ShapeError| match error {
+        ShapeError::Over { .. } => rejected(RejectKind::TooLarge, error.told(module)),
+        ShapeError::Malformed(_) => {
+            rejected(RejectKind::Invalid, trap::told(alloc::format!("{error}"), module))
+        }
     };
     shape::check(module).map_err(refused)?;
     if let Some(at) = untranslatable::find(module) {
@@ -218,7 +217,14 @@ impl Prepared {
         store.data_mut().link.instantiating(true);
         let instance = Instance::new(&mut *store, &self.module, &imports);
         store.data_mut().link.instantiating(false);
-        let instance = instance?;
+        // Nothing of the program runs here.
+        let instance = instance.map_err(|error| match error.as_trap_code() {
+            Some(TrapCode::MemoryOutOfBounds) => Error::host(Stop::Trap {
+                kind: TrapKind::MemoryOutOfBounds,
+                detail: "a data segment does not fit linear memory".into(),
+            }),
+            _ => error,
+        })?;
         store.data_mut().memory = instance.get_memory(&*store, admission::MEMORY);
         Ok(instance)
     }

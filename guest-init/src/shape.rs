@@ -11,16 +11,19 @@
 //! Nothing is validated here beyond that what is counted parses, with the parser
 //! wasmi uses and every proposal it knows; wasmi reads all of it.
 
+use alloc::format;
+use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
 
 use forge_protocol::limits::OverLimit;
 use wasmparser::{
     BinaryReaderError, BlockType, CompositeInnerType, ElementItems, FunctionBody, Operator, Parser,
-    Payload,
+    Payload, TypeRef,
 };
 
 use crate::operators::Operators;
+use crate::place;
 
 /// Types.
 pub const TYPES_MAX: u32 = 10_000;
@@ -70,7 +73,13 @@ pub const NESTING_MAX: u32 = 20_000;
 #[derive(Debug)]
 pub enum ShapeError {
     /// A count is over its bound.
-    Over(OverLimit),
+    Over {
+        /// Which.
+        over: OverLimit,
+        /// The function that it is of, if it is one's: those that are imported come
+        /// first.
+        function: Option<u32>,
+    },
     /// The module does not parse.
     Malformed(BinaryReaderError),
 }
@@ -78,8 +87,9 @@ pub enum ShapeError {
 impl fmt::Display for ShapeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Over(OverLimit { what, got, limit }) => {
-                write!(f, "the module has {got} {what}, the limit is {limit}")
+            Self::Over { over: OverLimit { what, got, limit }, function } => {
+                write!(f, "the module has {got} {what}, the limit is {limit}")?;
+                function.map_or(Ok(()), |function| write!(f, ", in function {function}"))
             }
             Self::Malformed(error) => write!(f, "{error}"),
         }
@@ -87,6 +97,25 @@ impl fmt::Display for ShapeError {
 }
 
 impl core::error::Error for ShapeError {}
+
+impl ShapeError {
+    /// The same of this module's, which may have a name for the function.
+    #[must_use]
+    pub fn told(&self, module: &[u8]) -> String {
+        match *self {
+            Self::Over { function: Some(function), .. } => place::named(self, function, module),
+            _ => format!("{self}"),
+        }
+    }
+
+    /// It is this function that has it.
+    fn of(self, function: u32) -> Self {
+        match self {
+            Self::Over { over, .. } => Self::Over { over, function: Some(function) },
+            malformed @ Self::Malformed(_) => malformed,
+        }
+    }
+}
 
 impl From<BinaryReaderError> for ShapeError {
     fn from(error: BinaryReaderError) -> Self {
@@ -100,6 +129,8 @@ impl From<BinaryReaderError> for ShapeError {
 /// [`ShapeError`]: the first count that is over its bound, or where what is
 /// counted does not parse.
 pub fn check(module: &[u8]) -> Result<(), ShapeError> {
+    // The next whose body comes; those that are imported come first.
+    let mut function = 0;
     let mut grows = 0;
     let mut widest = 0;
     let mut branches_at_most = 0;
@@ -119,7 +150,12 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
                     }
                 }
             }
-            Payload::ImportSection(imports) => within("imports", imports.count(), IMPORTS_MAX)?,
+            Payload::ImportSection(imports) => {
+                within("imports", imports.count(), IMPORTS_MAX)?;
+                for import in imports {
+                    function += u32::from(matches!(import?.ty, TypeRef::Func(_)));
+                }
+            }
             Payload::FunctionSection(functions) => {
                 within("functions", functions.count(), FUNCTIONS_MAX)?;
             }
@@ -152,12 +188,11 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
                 within("data segments", segments.count(), DATA_SEGMENTS_MAX)?;
             }
             Payload::CodeSectionEntry(body) => {
-                within("bytes of one function", body.range().len() as u64, FUNCTION_BYTES_MAX)?;
-                within("locals of one function", locals_of(&body)?, LOCALS_MAX)?;
+                within_function(&body).map_err(|error| error.of(function))?;
                 grows += grows_of(&body)?;
-                within("growing operators", grows, GROWS_MAX)?;
+                within("instructions memory.grow and table.grow", grows, GROWS_MAX)?;
                 branches_at_most += branches_at_most_of(&body);
-                within("nested blocks of one function", nesting_of(&body)?, NESTING_MAX)?;
+                function += 1;
             }
             _ => {}
         }
@@ -167,6 +202,13 @@ pub fn check(module: &[u8]) -> Result<(), ShapeError> {
         within("values carried by branches", branch_values(module)?, BRANCH_VALUES_MAX)?;
     }
     Ok(())
+}
+
+/// Holds one function to its bounds.
+fn within_function(body: &FunctionBody<'_>) -> Result<(), ShapeError> {
+    within("bytes of one function", body.range().len() as u64, FUNCTION_BYTES_MAX)?;
+    within("locals of one function", locals_of(body)?, LOCALS_MAX)?;
+    within("nested blocks of one function", nesting_of(body)?, NESTING_MAX)
 }
 
 /// No fewer than a function has branches, each target of a `br_table` being one.
@@ -324,7 +366,7 @@ fn grows_of(body: &FunctionBody<'_>) -> Result<u32, BinaryReaderError> {
 pub fn within(what: &'static str, got: impl Into<u64>, limit: u32) -> Result<(), ShapeError> {
     let (got, limit) = (got.into(), limit.into());
     if got > limit {
-        return Err(ShapeError::Over(OverLimit { what, got, limit }));
+        return Err(ShapeError::Over { over: OverLimit { what, got, limit }, function: None });
     }
     Ok(())
 }
@@ -332,13 +374,11 @@ pub fn within(what: &'static str, got: impl Into<u64>, limit: u32) -> Result<(),
 #[cfg(test)]
 mod tests {
     use super::*;
-    use alloc::format;
-    use alloc::string::String;
 
     fn check_text(text: &str) -> Result<(), OverLimit> {
         match check(&wat::parse_str(text).unwrap()) {
             Ok(()) => Ok(()),
-            Err(ShapeError::Over(over)) => Err(over),
+            Err(ShapeError::Over { over, .. }) => Err(over),
             Err(ShapeError::Malformed(error)) => panic!("{error}"),
         }
     }
@@ -400,7 +440,7 @@ mod tests {
                 "elements of all segments",
             ),
             (repeated("(data \"\")", DATA_SEGMENTS_MAX + 1), "data segments"),
-            (repeated(GROWS, GROWS_MAX / 2 + 1), "growing operators"),
+            (repeated(GROWS, GROWS_MAX / 2 + 1), "instructions memory.grow and table.grow"),
             (branching(BRANCHES_MAX + 1), "values carried by branches"),
             (nested(NESTING_MAX + 1), "nested blocks of one function"),
         ] {
@@ -452,7 +492,7 @@ mod tests {
             let bound = GROWS_MAX as usize;
             assert!(check(&code(operator, bound)).is_ok(), "{operator:x?}");
             let over = check(&code(operator, bound + 1));
-            assert!(matches!(over, Err(ShapeError::Over(_))), "{operator:x?}: {over:?}");
+            assert!(matches!(over, Err(ShapeError::Over { .. })), "{operator:x?}: {over:?}");
         }
     }
 

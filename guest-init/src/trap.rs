@@ -84,8 +84,7 @@ fn trapped(code: TrapCode, limits: &RunLimits) -> Ending {
         TrapCode::UnreachableCodeReached => (TrapKind::Unreachable, "unreachable was executed"),
         TrapCode::MemoryOutOfBounds => (
             TrapKind::MemoryOutOfBounds,
-            "an access beyond the end of linear memory or of a data segment, or a data segment that \
-             does not fit linear memory",
+            "an access beyond the end of linear memory or of a data segment",
         ),
         TrapCode::TableOutOfBounds => (
             TrapKind::TableOutOfBounds,
@@ -142,12 +141,7 @@ fn not_instantiated(error: &InstantiationError, limits: &RunLimits) -> Ending {
 /// The ending for an error that wasmi returned while it compiled the module.
 /// Names the function of this module that it is in.
 pub(crate) fn not_compiled(error: &Error, module: &[u8]) -> Ending {
-    let said = error.to_string();
-    let is_simd = said.contains("SIMD");
-    let mut text = place::told(said, module);
-    if is_simd {
-        text.push_str(": SIMD is not there, build the program without it");
-    }
+    let text = told(error.to_string(), module);
     match error.kind() {
         // The only error of this kind that depends on our configuration alone;
         // wasmi keeps the type private.
@@ -164,12 +158,58 @@ pub(crate) fn not_compiled(error: &Error, module: &[u8]) -> Ending {
                 u16::MAX,
             ),
         ),
+        // Valid, and a bound of the parser's.
+        _ if text.contains("br_table size is out of bounds") => {
+            rejected(RejectKind::TooLarge, alloc::format!("{text}: the most targets are 131072"))
+        }
         // What is translated is valid: what fails there is too much for its instructions.
         ErrorKind::Translation(_)
         | ErrorKind::UserLimits(_)
         | ErrorKind::ImplementationLimits(_) => rejected(RejectKind::TooLarge, text),
         _ => rejected(RejectKind::Invalid, text),
     }
+}
+
+/// What is wrong with a module, with the function that it is in and, where the module uses
+/// what is not there, what to build it without.
+pub(crate) fn told(said: String, module: &[u8]) -> String {
+    let lacking = lacking(&said);
+    let mut text = place::told(said, module);
+    if let Some(lacking) = lacking {
+        text.push_str(": ");
+        text.push_str(lacking);
+    }
+    text
+}
+
+/// What of WebAssembly is not there, by the words of the parser that refuses it. It speaks
+/// of switches, which a program's author has none of.
+fn lacking(said: &str) -> Option<&'static str> {
+    const LACKING: [(&[&str], &str); 6] = [
+        (&["SIMD"], "SIMD is not there, build the program without it"),
+        (
+            &["threads", "shared memor"],
+            "threads are not there, build the program without them (clang: no -pthread and no \
+             -matomics; asc: no --sharedMemory)",
+        ),
+        (
+            &["exceptions"],
+            "exceptions are not there, build the program without them (clang: -fno-exceptions, \
+             and no setjmp)",
+        ),
+        (&["memory64"], "64-bit memories are not there, build the program for wasm32"),
+        (
+            &["external kind"],
+            "compact imports are not there, build the program without them (wasm-opt: no -all, \
+             or --disable-compact-imports)",
+        ),
+        (
+            &["not enabled", "must be enabled", "without the "],
+            "this proposal is not there, build the program without it",
+        ),
+    ];
+    let uses = |(words, _): &&(&[&str], &str)| words.iter().any(|word| said.contains(word));
+    LACKING.iter().find(uses).map(|(_, told)| *told)
 }
 
 pub(crate) fn trap(kind: TrapKind, detail: impl Into<String>) -> Ending {

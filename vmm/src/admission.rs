@@ -6,8 +6,9 @@
 //! checks all of it again, and validates and compiles; nothing here is relied
 //! on inside it.
 
+use crate::locks::lock;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use forge_guest_init::shape::{self, ShapeError};
 use forge_protocol::abi::{Forge, Import, Signature, Value};
@@ -31,6 +32,14 @@ pub struct Violation {
     pub kind: RejectKind,
     /// What was found, and what to do.
     pub message: String,
+    /// The tool that it imports and is not granted, if that is it.
+    pub ungranted: Option<ToolName>,
+}
+
+impl Violation {
+    fn new(kind: RejectKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), ungranted: None }
+    }
 }
 
 /// An import, as the module declares it.
@@ -96,13 +105,10 @@ impl Shape {
     /// declares more than a guest takes.
     pub fn read(module: &[u8]) -> Result<Self, Violation> {
         read_shape(module).map_err(|error| match error {
-            ShapeError::Malformed(error) => Violation {
-                kind: RejectKind::Invalid,
-                message: format!("the module is invalid: {error}"),
-            },
-            ShapeError::Over(_) => {
-                Violation { kind: RejectKind::TooLarge, message: error.to_string() }
+            ShapeError::Malformed(error) => {
+                Violation::new(RejectKind::Invalid, format!("the module is invalid: {error}"))
             }
+            ShapeError::Over { .. } => Violation::new(RejectKind::TooLarge, error.to_string()),
         })
     }
 
@@ -131,16 +137,19 @@ impl Shape {
     #[must_use]
     pub fn violations(&self, granted: &[ToolName], limits: &RunLimits) -> Vec<Violation> {
         let mut found = Vec::new();
-        let mut add = |kind, message| found.push(Violation { kind, message });
         for import in &self.imports {
-            let why = match &import.recognised {
-                Err(why) => why,
-                Ok(Import::Tool(tool)) if !granted.contains(tool) => UNGRANTED,
+            let (why, ungranted) = match &import.recognised {
+                Err(why) => (why.as_str(), None),
+                Ok(Import::Tool(tool)) if !granted.contains(tool) => (UNGRANTED, Some(tool)),
                 Ok(_) => continue,
             };
             let (module, name) = (shown(&import.module), shown(&import.name));
             let hint = match (&*import.module, &*import.name) {
-                ("env", "abort") => " (AssemblyScript: asc --use abort= leaves it out)".into(),
+                ("env", "abort") => {
+                    " (AssemblyScript: asc --use abort= leaves it out; to have errors logged, see \
+                     examples/programs/lib/forge.ts)"
+                        .into()
+                }
                 ("env", "seed") => " (AssemblyScript's Math.random: take forge.random)".into(),
                 (parted, _) if let Some(server) = parted.strip_prefix("tool.") => format!(
                     " (the module of every tool is `tool`: import \"tool\" \"{}.{name}\")",
@@ -148,8 +157,11 @@ impl Shape {
                 ),
                 _ => String::new(),
             };
-            add(RejectKind::Import, format!("import {module}.{name}: {why}{hint}"));
+            let message = format!("import {module}.{name}: {why}{hint}");
+            let ungranted = ungranted.cloned();
+            found.push(Violation { kind: RejectKind::Import, message, ungranted });
         }
+        let mut add = |kind, message| found.push(Violation { kind, message, ungranted: None });
         if self.has_start {
             let message = "the module has a start section; export _initialize instead \
                            (AssemblyScript: asc --exportStart _initialize)"
@@ -196,6 +208,13 @@ impl Shape {
         }
         found
     }
+}
+
+/// What is wrong with the sections of a module, and at which byte; what functions do is
+/// not looked at.
+#[must_use]
+pub fn malformed(module: &[u8]) -> Option<String> {
+    Parser::new(0).parse_all(module).find_map(|payload| Some(payload.err()?.to_string()))
 }
 
 /// A program that passed admission.
@@ -249,7 +268,7 @@ impl Admission {
         }
         within(program, limits)?;
         let digest: [u8; 32] = Sha256::digest(program).into();
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.known);
         if let Some(at) = known.iter().position(|admitted| admitted.digest == digest)
             && let Some(admitted) = known.remove(at)
         {
@@ -258,7 +277,7 @@ impl Admission {
         }
         drop(known);
         let admitted = Arc::new(admitted(program, digest, &self.trust)?);
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.known);
         known.truncate(KNOWN_MAX - 1);
         known.push_front(Arc::clone(&admitted));
         Ok(admitted)
@@ -277,10 +296,9 @@ pub fn admit(program: &[u8], trust: &TrustKeys, limits: &RunLimits) -> Result<Ad
 
 /// The same for one that is not too large, and with its digest.
 fn admitted(program: &[u8], digest: [u8; 32], trust: &TrustKeys) -> Result<Admitted, Violation> {
-    let verified = trust.verify(program).map_err(|error| Violation {
-        kind: RejectKind::Signature,
-        message: unverified(program, error),
-    })?;
+    let verified = trust
+        .verify(program)
+        .map_err(|error| Violation::new(RejectKind::Signature, unverified(program, error)))?;
     Ok(Admitted {
         digest,
         sha256: verified.sha256(),
@@ -319,7 +337,7 @@ fn within(program: &[u8], limits: &RunLimits) -> Result<(), Violation> {
         got: program.len() as u64,
         limit: limits.program_bytes.into(),
     };
-    Err(Violation { kind: RejectKind::TooLarge, message: over.to_string() })
+    Err(Violation::new(RejectKind::TooLarge, over.to_string()))
 }
 
 /// Declarations are bounded here as in the guest: three bytes of a module are an

@@ -299,7 +299,8 @@ fn check_takes_what_a_run_may_ask_for_and_says_what_that_is() {
     let (code, report) = run(&[]);
     assert_eq!((code, &report["kind"]), (3, &json!("too_large")), "{report:#}");
     let reason = report["reason"].as_str().unwrap();
-    assert!(reason.starts_with("--memory: initial memory is 16842752, the limit is "), "{reason}");
+    assert!(reason.starts_with("initial memory is 16842752, the limit is "), "{reason}");
+    assert!(reason.ends_with(": `--memory 16842752` lets it"), "{reason}");
     let (code, report) = run(&["--memory", "16842752"]);
     assert_eq!(code, 0, "{report:#}");
 }

@@ -64,8 +64,19 @@ export function artifact(name: string, mediaType: string, text: string): void {
 
 // Logs an error and gives the code that `forge_run` fails with.
 export function fail(what: string, answer: Answer): i32 {
-  const text = what + ": " + answer.body.get("error").text + " (code " + answer.code.toString() + ")";
+  error(what + ": " + answer.body.get("error").text + " (code " + answer.code.toString() + ")");
+  return 1;
+}
+
+function error(text: string): void {
   const bytes = utf8(text);
   forge_log(0, changetype<usize>(bytes), bytes.byteLength);
-  return 1;
+}
+
+// For `asc --use abort=lib/forge/forge_abort` (the path of this file as the program imports
+// it): what is thrown and what fails an assertion is logged, with its place, before the trap.
+export function forge_abort(message: string | null, file: string | null, line: u32, column: u32): void {
+  const place = (file ? file : "?") + ":" + line.toString() + ":" + column.toString();
+  error((message ? message : "aborted") + " at " + place);
+  unreachable();
 }

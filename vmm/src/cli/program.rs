@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use forge_protocol::abi::{Forge, Import};
 use forge_protocol::broker::{GrantClaims, RefusalKind};
-use forge_protocol::ending::{Ending, RejectKind, UNGRANTED};
+use forge_protocol::ending::{Ending, RejectKind};
 use forge_protocol::hex::hex;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -76,6 +76,9 @@ struct Inspection {
     exports: Vec<InspectedExport>,
     memory: Option<InspectedMemory>,
     functions: u32,
+    /// Where it stops being a module, and how, if it does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    malformed: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -148,6 +151,7 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<ExitCode, CliError> {
             .memory
             .map(|(initial_bytes, maximum_bytes)| InspectedMemory { initial_bytes, maximum_bytes }),
         functions: shape.functions,
+        malformed: admission::malformed(&bytes),
     };
     if args.json {
         print_json(&inspection)?;
@@ -161,6 +165,9 @@ fn print_inspection(inspection: &Inspection, shape: &Shape) -> io::Result<()> {
     let mut out = out();
     writeln!(out, "size        {} bytes, {} functions", inspection.size_bytes, shape.functions)?;
     writeln!(out, "signature   {}", inspection.signature)?;
+    if let Some(malformed) = &inspection.malformed {
+        writeln!(out, "malformed   {malformed}")?;
+    }
     if let Some(signer) = &inspection.signer {
         writeln!(out, "signer      {signer}")?;
     }
@@ -278,7 +285,7 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         None => Some(args.allow),
         Some(file) => match grant::claims(&args.broker, file) {
             Ok(claims) => {
-                misfits(&claims, &args.broker.principal, args.session.as_deref())
+                misfits(&claims, &args.asker.principal, args.session.as_deref())
                     .for_each(|misfit| add(GRANT, format!("{}: {misfit}", file.display())));
                 Some(claims.tools.into_iter().map(|tool| tool.name).collect())
             }
@@ -297,14 +304,11 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
     if is_module && let Ok(shape) = Shape::read(&bytes) {
         // What a grant that is not good was for is not known.
         let granted = granted.unwrap_or_else(|| shape.tools().cloned().collect());
-        // In the order in which they are told.
-        let mut ungranted = shape.tools().filter(|tool| !granted.contains(tool));
-        for Violation { kind, mut message } in shape.violations(&granted, &limits) {
-            if message.ends_with(UNGRANTED)
-                && let Some(tool) = ungranted.next()
+        for Violation { kind, mut message, ungranted } in shape.violations(&granted, &limits) {
+            if let Some(tool) = ungranted
                 && args.grant.is_none()
             {
-                message = format!("{message}: {}", run::reason::cure(std::slice::from_ref(tool)));
+                message = format!("{message}: {}", run::reason::cure(&[tool]));
             }
             if kind == RejectKind::TooLarge && shape.memory.is_some_and(|(it, _)| it > memory_bytes)
             {
@@ -339,16 +343,15 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
         for violation in &checked.violations {
             writeln!(out, "{}: {}", violation.kind, violation.message)?;
         }
-        if checked.ok {
-            let ok = "ok: nothing keeps this program from running";
-            match flags.as_slice() {
-                [] => writeln!(out, "{ok}")?,
-                flags => writeln!(
-                    out,
-                    "{ok} with {}: it is so large, and a run has less unless told otherwise",
-                    flags.join(" "),
-                )?,
+        let needs = flags.join(" ");
+        let why = "it is so large, and a run has less unless told otherwise";
+        match (checked.ok, flags.is_empty()) {
+            (true, true) => writeln!(out, "ok: nothing keeps this program from running")?,
+            (true, false) => {
+                writeln!(out, "ok: nothing keeps this program from running with {needs}: {why}")?;
             }
+            (false, true) => {}
+            (false, false) => writeln!(out, "beside that its run takes {needs}: {why}")?,
         }
     }
     Ok(if checked.ok { Exit::Ok } else { Exit::Rejected }.into())

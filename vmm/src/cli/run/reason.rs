@@ -11,9 +11,8 @@ use crate::cli::args::RunArgs;
 
 /// The options of `run` by the names that what they bound has in a report: of a limit
 /// that something is over, and of one that the run reached. Any fuel may be asked for.
-const LIMITS: [(&str, &str); 7] = [
+const LIMITS: [(&str, &str); 6] = [
     ("memory_bytes", "--memory"),
-    ("initial memory", "--memory"),
     (WALL_MS, "--timeout"),
     ("input_bytes", "--input"),
     ("fuel", "--fuel"),
@@ -51,6 +50,9 @@ pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: St
                             "{program}: {reason}: `--limit {name}={value}` lets it, and without \
                              what is there for debuggers it is smaller"
                         );
+                    }
+                    (false, Some(value)) if name == "initial memory" => {
+                        return format!("{reason}: `--memory {value}` lets it");
                     }
                     (false, _) => option(name),
                 }
