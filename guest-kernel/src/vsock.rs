@@ -180,14 +180,14 @@ impl Stream {
             let in_flight = self.sent.wrapping_sub(self.peer_forwarded);
             let credit = self.peer_buffer_bytes.saturating_sub(in_flight) as usize;
             if credit == 0 {
-                self.transmit(OP_CREDIT_REQUEST, 0, &[]);
+                self.transmit(OP_CREDIT_REQUEST, &[]);
                 self.await_credit();
                 continue;
             }
             let (packet, rest) = bytes.split_at(bytes.len().min(credit).min(TX_PAYLOAD_BYTES_MAX));
             // Counted before the exit: the host's answer already knows of it.
             self.sent = self.sent.wrapping_add(packet.len() as u32);
-            self.transmit(OP_RW, 0, packet);
+            self.transmit(OP_RW, packet);
             bytes = rest;
         }
         Ok(())
@@ -218,7 +218,7 @@ impl Stream {
             // out of it does it need a packet of its own, and then that exit
             // is also the wait.
             if self.forwarded.wrapping_sub(self.forwarded_told) > RECEIVE_WINDOW / 2 {
-                self.transmit(OP_CREDIT_UPDATE, 0, &[]);
+                self.transmit(OP_CREDIT_UPDATE, &[]);
             } else {
                 Control::park();
             }
@@ -290,7 +290,7 @@ impl Stream {
                 take(payload);
             }
             OP_CREDIT_UPDATE => {}
-            OP_CREDIT_REQUEST => self.transmit(OP_CREDIT_UPDATE, 0, &[]),
+            OP_CREDIT_REQUEST => self.transmit(OP_CREDIT_UPDATE, &[]),
             OP_RST | OP_SHUTDOWN => self.open = false,
             _ => self.refuse(header),
         }
@@ -314,7 +314,7 @@ impl Stream {
         self.transmit_packet(reset, &[]);
     }
 
-    fn transmit(&mut self, operation: u16, flags: u32, payload: &[u8]) {
+    fn transmit(&mut self, operation: u16, payload: &[u8]) {
         self.forwarded_told = self.forwarded;
         let header = Header {
             source_cid: GUEST_CID,
@@ -324,7 +324,7 @@ impl Stream {
             payload_bytes: payload.len() as u32,
             kind: TYPE_STREAM,
             operation,
-            flags,
+            flags: 0,
             buffer_bytes: RECEIVE_WINDOW,
             forwarded: self.forwarded,
         };

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{Authority, GrantedTool, Reply, Request};
+use forge_protocol::broker::{Authority, Callable, GrantedTool, Reply, Request};
 use forge_protocol::frame::{self, HEADER_BYTES, Kind};
 use forge_protocol::guest::Call;
 use forge_protocol::limits::RunLimits;
@@ -143,7 +143,8 @@ fn authorisation(rounds: usize) {
         let verified = Verified::new(Issuer::ephemeral());
         let token = verified.issuer().issue(&terms, SystemTime::now()).unwrap();
         let grant = verified.verify(&token, SystemTime::now()).unwrap();
-        let run = Arc::new(Run::new(RunId([1; 16]), [0; 32], grant, RunLimits::default()));
+        let run =
+            Arc::new(Run::new(RunId([1; 16]), [0; 32], Callable::Any, grant, RunLimits::default()));
         let call =
             Call { id: 0, waits: true, tool: name("crypto.hash"), request: REQUEST.to_vec() };
         let mut took = Vec::new();

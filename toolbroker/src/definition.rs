@@ -4,7 +4,7 @@
 //! A description is untrusted text and a schema untrusted JSON. What cannot
 //! be checked is not offered: a name that is none, a schema that does not
 //! compile, refers to anything outside itself, or costs too much
-//! ([`crate::schema_cost`]).
+//! ([`crate::schema::cost`]).
 //!
 //! # The digest
 //! SHA-256 over `forge tool definition v1`, a zero byte, and the canonical
@@ -23,11 +23,13 @@ use jsonschema::{Draft, PatternOptions, Validator};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
-use crate::pattern_cost::{PATTERN_BYTES_MAX, compiled_bytes_max, patterns, translation_bytes_max};
-use crate::pattern_read::read_as_javascript;
-use crate::schema_cost::{Cost, Plan, compiled_places_bytes_max};
-use crate::schema_read::{Of, as_meant};
-pub use crate::violation::Violations;
+use crate::schema::cost::{Cost, Plan, compiled_places_bytes_max};
+use crate::schema::pattern_cost::{
+    PATTERN_BYTES_MAX, compiled_bytes_max, patterns, translation_bytes_max,
+};
+use crate::schema::pattern_read::read_as_javascript;
+use crate::schema::read::{Of, as_meant};
+pub use crate::schema::violation::Violations;
 
 /// Tools of one server.
 pub(crate) const TOOLS_MAX: usize = 2_000;

@@ -12,6 +12,7 @@
 //! | [`config`] | `mcp.json` and `forge.toml`, read and checked |
 //! | [`secret`] | credential values, and their removal from whatever leaves |
 //! | [`definition`] | one tool as its server describes it: digest and schema |
+//! | `schema` | a stranger's schema: read as meant, weighed, and what does not fit it |
 //! | [`builtin`] | tools of the broker's own |
 //! | [`egress`] | requests over HTTP that tools make, and the guard before them |
 //! | [`endpoint`] | where a server over HTTP is, and what may be sent to it |
@@ -34,6 +35,10 @@
 //! | [`broker`] | the control link and the run links |
 //! | [`filter`] | the system calls that this process and its servers do without |
 //! | [`process`] | what this process does to itself before anything else |
+//! | [`state`] | where the broker keeps what outlives it |
+//! | `difference` | two definitions beside each other |
+//! | `turns` | a turn for what takes much memory |
+//! | `uri` | what is a URI reference |
 //! | [`stranger`] | the place of a tool server: its user, namespaces, files, limits |
 
 #![deny(unsafe_code)]
@@ -56,16 +61,13 @@ pub mod journal;
 pub mod link;
 pub mod metrics;
 pub mod openapi;
-mod pattern_cost;
-mod pattern_read;
 pub mod policy;
 #[allow(unsafe_code)]
 pub mod process;
 pub mod registry;
 pub mod retrieval;
 pub mod review;
-mod schema_cost;
-mod schema_read;
+mod schema;
 pub mod secret;
 pub mod state;
 pub mod stranger;
@@ -74,7 +76,6 @@ mod turns;
 pub mod upstream;
 mod uri;
 pub mod verified;
-mod violation;
 
 pub(crate) use forge_protocol::hex::hex;
 

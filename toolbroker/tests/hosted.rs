@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
-use forge_protocol::broker::{GrantClaims, GrantedTool};
+use forge_protocol::broker::{Callable, GrantClaims, GrantedTool};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
@@ -55,7 +55,7 @@ fn granting(id: u8, tools: Vec<GrantedTool>) -> Run {
         session: None,
     };
     let grant = Arc::new(Grant::new(claims).unwrap());
-    Run::new(RunId([id; 16]), [0; 32], grant, RunLimits::default())
+    Run::new(RunId([id; 16]), [0; 32], Callable::Any, grant, RunLimits::default())
 }
 
 /// One whose caller hosts it and `app.other`.

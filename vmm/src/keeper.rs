@@ -25,6 +25,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::broker::{Broker, BrokerError, BrokerOptions};
 use crate::link::Patience;
+use crate::locks::lock;
 
 /// How long after a loss another broker is started, at least and at most.
 const DELAY_MIN: Duration = Duration::from_millis(20);
@@ -202,7 +203,7 @@ impl Drop for Keeper {
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         // What it guards is whole between any two statements.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The broker. One that is about to be there is waited for.

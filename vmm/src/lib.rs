@@ -6,7 +6,7 @@
 //! toolbroker, another process, and nothing here could hold one.
 //!
 //! ```text
-//!  cli, service
+//!  service (and the command's own runs)
 //!           ▼
 //!        supervisor ─▶ admission     signature, declarations, limits
 //!              │ ─────▶ broker        opens the run, says what is granted
@@ -19,6 +19,23 @@
 //!              ▼
 //!           report                    one object, the same at every door
 //! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`service`] | runs for clients: who may run, connections, questions |
+//! | [`supervisor`] | one run from its order to its report |
+//! | [`admission`] | what a program declares and who signed it, checked |
+//! | [`broker`] | the toolbroker's process and the links to it |
+//! | [`keeper`] | a broker that was lost is started anew |
+//! | [`pool`] | workers that stand ready, made, given a run, put back or ended |
+//! | [`isolation`] | which tier programs run in |
+//! | [`report`] | what is told of a run |
+//! | [`trace`] | where its time went |
+//! | [`keys`] | key files, and randomness |
+//! | [`probe`] | what this host can do |
+//! | [`cpu_latency`] | CPUs that are kept from deep sleep while runs come |
+//! | [`shortage`] | what gives way where memory is short |
+//! | [`bench`] | what a run costs beside its floors |
 //!
 //! From the worker on it is the crate `forge-worker`, of which a worker's process is built;
 //! `pool` carries that executable, and the rooms that both have in common are found here too.
@@ -34,6 +51,7 @@ mod crowd;
 pub mod isolation;
 pub mod keeper;
 pub mod keys;
+mod locks;
 pub mod pool;
 pub mod probe;
 pub mod report;

@@ -167,7 +167,7 @@ pub struct RunReport {
     pub output_encoding: OutputEncoding,
     /// Its artifacts.
     pub artifacts: Vec<ArtifactReport>,
-    /// Its log records, as `[level] text`.
+    /// Its log records, in order.
     pub log: Vec<LogReport>,
     /// Records that were dropped because its log was full.
     pub log_dropped: u64,

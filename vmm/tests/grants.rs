@@ -34,7 +34,8 @@ fn main() -> ExitCode {
             a_grants_file_is_its_owners_alone_and_whole_or_as_it_was,
             a_grant_that_is_refused_is_told_by_its_file,
             a_definition_that_nobody_approved_is_not_called_approved,
-            an_approval_of_nothing_says_so_and_asks_for_no_principal,
+            an_approval_of_nothing_says_so,
+            a_command_that_is_for_no_principal_takes_none,
             a_constraint_that_cannot_be_read_exits_2_and_points_at_the_character,
         ],
     )
@@ -350,19 +351,27 @@ fn a_definition_that_nobody_approved_is_not_called_approved() {
     assert_eq!((standing("test.echo"), standing("crypto.hash")), ("pinned", "built-in"), "{shown}");
 }
 
-fn an_approval_of_nothing_says_so_and_asks_for_no_principal() {
+fn an_approval_of_nothing_says_so() {
     let desk = Shop::new();
-    let approve = ["tools", "approve", "--principal", "anybody", "crypto.hash"];
-    let output = desk.forge(&approve);
+    let output = desk.forge(&["tools", "approve", "crypto.hash"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("nothing had to be approved"), "{output:?}");
-    for command in
-        [&["serve"][..], &["tools", "review"], &["tools", "approve"], &["grant", "inspect"]]
-    {
-        let help = desk.done(&[command, &["--help"]].concat());
-        assert!(!help.contains("--principal"), "{help}");
+}
+
+fn a_command_that_is_for_no_principal_takes_none() {
+    let desk = Shop::new();
+    let whom = ["--principal", "anybody"];
+    for command in [
+        &["serve"][..],
+        &["tools", "review"],
+        &["tools", "approve", "--all"],
+        &["grant", "inspect", "x"],
+    ] {
+        let output = desk.forge(&[command, &whom].concat());
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        assert!(text(&output.stderr).contains("--principal"), "{output:?}");
     }
-    assert!(desk.done(&["tools", "list", "--help"]).contains("--principal"));
+    desk.done(&[&["tools", "list"], &whom[..]].concat());
 }
 
 fn a_constraint_that_cannot_be_read_exits_2_and_points_at_the_character() {

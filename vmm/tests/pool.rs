@@ -124,7 +124,7 @@ fn try_run(pool: &Pool, tenant: &str, job: &Job, prepared: bool) -> Result<Done,
     let admitted = prepared.then(|| admit(job));
     let task = Task { tenant, job, broker: None, prepared: admitted.as_deref(), tell: None };
     let patience = Patience::until(Instant::now() + Duration::from_secs(120));
-    pool.carry_out(&task, patience).map_err(Fate::from)
+    pool.carry_out(&task, patience).map_err(|unserved| unserved.told().0)
 }
 
 fn run(pool: &Pool, tenant: &str, job: &Job) -> Done {
@@ -268,7 +268,7 @@ fn nobody_waits_longer_than_it_can_for_a_zygote_that_stands_still() {
     let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
     std::thread::scope(|scope| {
         let (pool, task, cancel) = (&pool, &task, &cancel);
-        let late = |patience| move || Fate::from(pool.carry_out(task, patience).unwrap_err());
+        let late = |patience| move || pool.carry_out(task, patience).unwrap_err().told().0;
         let soon = || Patience::until(Instant::now() + Duration::from_millis(200));
         // One of them has asked it for a worker, the others wait for their turn.
         let runs: Vec<_> = (0..3).map(|_| scope.spawn(late(soon()))).collect();
@@ -554,7 +554,7 @@ fn a_cancelled_run_is_given_no_worker() {
     cancel.raise();
     let task = Task { tenant: "a", job: &job, broker: None, prepared: None, tell: None };
     let patience = Patience { until: None, cancel: Some(&cancel) };
-    match Fate::from(pool.carry_out(&task, patience).unwrap_err()) {
+    match pool.carry_out(&task, patience).unwrap_err().told().0 {
         Fate::Vm(failure) => assert_eq!(failure.kind, VmFailureKind::Cancelled),
         other => panic!("{other:?}"),
     }

@@ -833,6 +833,7 @@ fn without_kvm_a_vm_is_refused_and_a_process_runs_the_readmes_example() {
     let report = reported(&output);
     assert_eq!(output.status.code(), Some(5), "{report:#}");
     assert_eq!((&report["status"], &report["isolation"]), (&json!("unavailable"), &json!("vm")));
+    assert_eq!(report["vm"], "none");
     let reason = report["reason"].as_str().unwrap();
     for said in ["/dev/kvm", "--isolation process", "weaker"] {
         assert!(reason.contains(said), "{said}: {reason}");

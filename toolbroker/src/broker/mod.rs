@@ -30,7 +30,7 @@ use std::time::{Duration, SystemTime};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, BlockedTool, FoundTool, GrantClaims, ListedTool, OpenRun,
+    Answer, Ask, Authority, BlockedTool, Callable, FoundTool, GrantClaims, ListedTool, OpenRun,
     REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool, Standing,
 };
 use forge_protocol::frame::{self, Kind};
@@ -576,6 +576,31 @@ impl Broker {
         beside(move || this.grants.verify(&token, SystemTime::now())).await
     }
 
+    /// That what was granted is there still for a program that can call these: visible to
+    /// the principal, defined as it was, and reviewed.
+    async fn check_current(
+        &self,
+        principal: &str,
+        claims: &GrantClaims,
+        callable: &Callable,
+        until: Option<Instant>,
+    ) -> Result<(), Refused> {
+        // What a role lost since the grant was issued is lost to the grant too.
+        self.check_visible(principal, claims.tools.iter().map(|tool| &tool.name))?;
+        // A search grants some that the program has no use for.
+        let needed = claims.tools.iter().filter(|tool| callable.includes(&tool.name));
+        let needed: Vec<_> = needed.collect();
+        let names = needed.iter().map(|tool| tool.name.clone());
+        let current = self.registry.find_all(names, until).await;
+        let current = current.map_err(|error| error.told_to(principal, &self.policy()))?;
+        for (granted, current) in needed.into_iter().zip(&current) {
+            if granted.definition_sha256 != current.sha256() {
+                return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
+            }
+        }
+        self.check_reviewed(&current).await
+    }
+
     async fn open(
         self: &Arc<Self>,
         request: OpenRun,
@@ -597,23 +622,8 @@ impl Broker {
         let grant = match authority {
             Authority::Grant(token) => {
                 let grant = self.verify(token).await?;
-                let claims = grant.claims();
-                grant::check_presenter(claims, &principal, session.as_deref())?;
-                // What a role lost since the grant was issued is lost to the
-                // grant too.
-                self.check_visible(&principal, claims.tools.iter().map(|tool| &tool.name))?;
-                // A search grants some that the program has no use for.
-                let needed = claims.tools.iter().filter(|tool| callable.includes(&tool.name));
-                let needed: Vec<_> = needed.collect();
-                let names = needed.iter().map(|tool| tool.name.clone());
-                let current = self.registry.find_all(names, until).await;
-                let current = current.map_err(|error| error.told_to(&principal, &self.policy()))?;
-                for (granted, current) in needed.into_iter().zip(&current) {
-                    if granted.definition_sha256 != current.sha256() {
-                        return Err(Refused::DefinitionChanged { tool: granted.name.clone() });
-                    }
-                }
-                self.check_reviewed(&current).await?;
+                grant::check_presenter(grant.claims(), &principal, session.as_deref())?;
+                self.check_current(&principal, grant.claims(), &callable, until).await?;
                 grant
             }
             Authority::Tools(names) => {
@@ -633,9 +643,8 @@ impl Broker {
             None => grant,
         };
         let claims = grant.claims().clone();
-        let run = Run::new(run_id, program_sha256, grant, limits)
-            .in_session(session.as_deref())
-            .calling(callable);
+        let run = Run::new(run_id, program_sha256, callable, grant, limits)
+            .in_session(session.as_deref());
         let run = Arc::new(match hosted {
             Some(hosted) => run.hosting(hosted),
             None => run,

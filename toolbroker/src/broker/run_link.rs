@@ -105,7 +105,7 @@ async fn take_calls(
                 // Calls past the budget are answered; calls without end are not.
                 over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
                 next_call += 1;
-                run.calls(&call.tool);
+                run.record_call(&call.tool);
                 // A call is in flight until the worker can have its answer.
                 let in_flight = (calls.len() + sender.unsent() + 1) as u64;
                 over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
@@ -119,7 +119,7 @@ async fn take_calls(
                 }
             }
         };
-        run.settles(&settled);
+        run.record_settled(&settled);
         let mut frame = Vec::with_capacity(HEADER_BYTES + settled.body.len() + SETTLED_BYTES);
         frame::write_message(Kind::Settled, &settled, &mut frame);
         if let Err(error) = sender.send(frame) {

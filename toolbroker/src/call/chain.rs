@@ -33,7 +33,7 @@ use crate::definition::{Effect, Tool};
 use crate::journal::{CallFacts, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::Carrier;
-use crate::schema_cost::values_of;
+use crate::schema::cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
 use crate::telemetry::{CallSpan, CalledTool, Span, Spans, Steps};
 use crate::upstream::{Answer, CallEnd, Place, Said, Unusable, VALUES_MAX};
@@ -91,7 +91,7 @@ pub(super) struct Identified {
 impl Identified {
     pub(super) fn new(run: &Arc<Run>, call: Call, books: &Books) -> Self {
         let Call { id, tool, request, waits: _ } = call;
-        if run.calls_first() {
+        if run.mark_called() {
             let opened = Event::Opened { program_sha256: run.program_sha256() };
             books.journal.append(Record::now(run.id(), Arc::clone(run.principal()), opened));
         }
@@ -252,10 +252,10 @@ fn check(
         let unsendable = |why| CallFailure::Unsendable { why };
         carrier.can_send(tool, &arguments).map_err(unsendable)?;
     }
-    // What is refused above costs no budget. What passes here is dispatched,
-    // unless the journal or the clock says no.
-    run.spend(cost)?;
     in_time(run)?;
+    // What is refused above costs no budget. What passes here is dispatched, unless
+    // the journal says no.
+    run.spend(cost)?;
     Ok(arguments)
 }
 
@@ -727,6 +727,7 @@ mod tests {
     use crate::grant::tests::claims_of_nothing;
     use crate::journal::Place;
     use forge_protocol::RunId;
+    use forge_protocol::broker::Callable;
     use forge_protocol::limits::RunLimits;
 
     fn answered(response: Value) -> Dispatched {
@@ -736,7 +737,8 @@ mod tests {
     /// A call of alice's that ended just now.
     fn ended(end: CallEnd) -> Dispatched {
         let grant = Arc::new(Grant::new(claims_of_nothing()).unwrap());
-        let run = Arc::new(Run::new(RunId([0; 16]), [0; 32], grant, RunLimits::default()));
+        let (id, limits) = (RunId([0; 16]), RunLimits::default());
+        let run = Arc::new(Run::new(id, [0; 32], Callable::Any, grant, limits));
         let listed = Listed {
             name: "find".into(),
             description: None,

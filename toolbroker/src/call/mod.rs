@@ -12,9 +12,9 @@
 //!    → the arguments fit the grant                      denied
 //!    → they can be sent to the tool                     bad request
 //!    · (data-flow labels)
-//!    → the budget is not spent                          budget spent
+//!    → there is time                                    deadline passed
 //!    · (budgets over time, approvals)
-//!    → there is time                      Checked       deadline passed
+//!    → the budget is not spent            Checked       budget spent
 //!    → the journal has the intent         Intended      not recorded
 //!  ═══ dispatched: it may have happened from here on ═══
 //!    → with its credential, until its
@@ -30,9 +30,9 @@
 //! The steps are types in [`chain`](self), each made from the one before, so
 //! the order cannot be written otherwise. Each stands as early as it can and
 //! as late as it must: size before parsing, since what is too large is not
-//! worth parsing; the budget behind all that can refuse, so that a refused
-//! call costs none; the journal behind that, so that what it calls an intent
-//! is one.
+//! worth parsing; the budget behind all that can refuse but the journal, so
+//! that a refused call costs none; the journal behind that, so that what it
+//! calls an intent is one.
 //!
 //! A call that is refused above the line costs its server not one byte, and
 //! is journalled. One that reached the journal is followed to its end and
@@ -365,7 +365,7 @@ mod tests {
     use crate::journal::Place;
     use forge_protocol::RunId;
     use forge_protocol::abi::CallCode;
-    use forge_protocol::broker::{GrantClaims, GrantedTool};
+    use forge_protocol::broker::{Callable, GrantClaims, GrantedTool};
     use forge_protocol::limits::RunLimits;
     use forge_protocol::name::ToolName;
     use std::time::Duration;
@@ -413,7 +413,10 @@ mod tests {
             };
             let tools = names.iter().map(granted).collect();
             let grant = Grant::new(GrantClaims { tools, ..claims_of_nothing() }).unwrap();
-            Arc::new(Run::new(RunId([1; 16]), [0; 32], Arc::new(grant), RunLimits::default()))
+            {
+                let (limits, grant) = (RunLimits::default(), Arc::new(grant));
+                Arc::new(Run::new(RunId([1; 16]), [0; 32], Callable::Any, grant, limits))
+            }
         };
         let call = |run: &Arc<Run>, tool: usize, request: &str| {
             let request = request.as_bytes().to_vec();
@@ -470,7 +473,8 @@ mod tests {
                 ..claims_of_nothing()
             };
             let grant = Arc::new(Grant::new(claims).unwrap());
-            let run = Run::new(RunId([0; 16]), [0; 32], grant, RunLimits::default());
+            let (id, limits) = (RunId([0; 16]), RunLimits::default());
+            let run = Run::new(id, [0; 32], Callable::Any, grant, limits);
             let request = br#"{"algorithm": "sha256", "text": "abc"}"#.to_vec();
             dispatcher
                 .take(&Arc::new(run), Call { id: 0, waits: true, tool: name.clone(), request })

@@ -51,9 +51,16 @@ pub struct Run {
 }
 
 impl Run {
-    /// A run of a program under a verified grant, whose wall clock starts now.
+    /// A run of a program, which can call these, under a verified grant. Its wall clock
+    /// starts now.
     #[must_use]
-    pub fn new(id: RunId, program_sha256: [u8; 32], grant: Arc<Grant>, limits: RunLimits) -> Self {
+    pub fn new(
+        id: RunId,
+        program_sha256: [u8; 32],
+        callable: Callable,
+        grant: Arc<Grant>,
+        limits: RunLimits,
+    ) -> Self {
         let claims = grant.claims();
         let calls_max = limits.calls.min(claims.calls_max.unwrap_or(u32::MAX)).min(CALLS_MAX);
         // Whoever asks for more than the protocol can carry gets that.
@@ -76,7 +83,7 @@ impl Run {
             },
             program_sha256,
             limits,
-            callable: Callable::Any,
+            callable,
             budget: Budget::new(calls_max, claims.cost_max),
             has_called: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
@@ -94,13 +101,6 @@ impl Run {
         if let Some(session) = session {
             self.caller.session = Some(session.into());
         }
-        self
-    }
-
-    /// The same run, whose program can call these.
-    #[must_use]
-    pub fn calling(mut self, callable: Callable) -> Self {
-        self.callable = callable;
         self
     }
 
@@ -125,16 +125,16 @@ impl Run {
     }
 
     /// It makes its next call, of this tool.
-    pub(crate) fn calls(&self, tool: &ToolName) {
-        let mut calls = self.called();
+    pub(crate) fn record_call(&self, tool: &ToolName) {
+        let mut calls = self.lock_calls();
         let id = u32::try_from(calls.len()).unwrap_or(u32::MAX);
         calls.push(CallRecord { id, tool: tool.clone(), settled: None });
     }
 
     /// One of them settled.
-    pub(crate) fn settles(&self, settled: &Settled) {
+    pub(crate) fn record_settled(&self, settled: &Settled) {
         let Settled { id, code, duration_ns, redacted, .. } = *settled;
-        if let Some(call) = self.called().get_mut(id as usize) {
+        if let Some(call) = self.lock_calls().get_mut(id as usize) {
             call.settled = Some(CallSettled { code, duration_ns, redacted });
         }
     }
@@ -142,10 +142,10 @@ impl Run {
     /// Its calls so far, in the order of calling.
     #[must_use]
     pub fn calls_so_far(&self) -> Vec<CallRecord> {
-        self.called().clone()
+        self.lock_calls().clone()
     }
 
-    fn called(&self) -> MutexGuard<'_, Vec<CallRecord>> {
+    fn lock_calls(&self) -> MutexGuard<'_, Vec<CallRecord>> {
         // What it guards is whole between any two statements.
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -221,8 +221,8 @@ impl Run {
         }
     }
 
-    /// `true` once: for its first call.
-    pub(super) fn calls_first(&self) -> bool {
+    /// It calls. `true` once: for its first call.
+    pub(super) fn mark_called(&self) -> bool {
         !self.has_called.load(Ordering::Relaxed) && !self.has_called.swap(true, Ordering::AcqRel)
     }
 
@@ -256,7 +256,8 @@ mod tests {
 
     fn run(limits: RunLimits, calls_max: Option<u32>) -> Run {
         let claims = GrantClaims { calls_max, ..claims_of_nothing() };
-        Run::new(RunId([0; 16]), [0; 32], Arc::new(Grant::new(claims).unwrap()), limits)
+        let grant = Arc::new(Grant::new(claims).unwrap());
+        Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, limits)
     }
 
     #[test]
@@ -289,8 +290,8 @@ mod tests {
     fn a_run_is_opened_in_the_journal_once() {
         let run = run(RunLimits::default(), None);
         assert!(!run.has_called());
-        assert!(run.calls_first());
-        assert!(!run.calls_first());
+        assert!(run.mark_called());
+        assert!(!run.mark_called());
         assert!(run.has_called());
     }
 }

@@ -107,7 +107,7 @@ impl Drop for Last {
     }
 }
 
-/// Who decides where the journal is.
+/// Where the journal is.
 #[derive(Clone, Debug)]
 pub enum Place {
     /// This folder.
@@ -117,7 +117,7 @@ pub enum Place {
 }
 
 impl Journal {
-    /// A journal in this folder. Nothing is opened before the first record.
+    /// A journal at this place. Nothing is opened before the first record.
     #[must_use]
     pub fn new(place: Place, metrics: Arc<Metrics>) -> Self {
         let shared = Arc::new(Shared {

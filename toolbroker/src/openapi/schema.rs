@@ -11,7 +11,7 @@
 use serde_json::{Map, Value};
 
 use super::Refusal;
-use crate::schema_read::say_exclusive_bounds;
+use crate::schema::read::say_exclusive_bounds;
 
 /// Schemas and lists of one operation.
 const NODES_MAX: usize = 20_000;

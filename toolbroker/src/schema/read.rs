@@ -7,7 +7,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::pattern_read::{DATA, OF_SCHEMAS};
+use super::pattern_read::{DATA, OF_SCHEMAS};
 
 /// Whether something is filled in by whoever gets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

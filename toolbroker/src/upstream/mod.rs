@@ -171,8 +171,8 @@ fn again_in(wait_ms: Option<u128>) -> String {
 pub enum CallEnd {
     /// The tool answered: its structured result.
     Answered(Value),
-    /// The same, and what is under this name, if anything is, is bytes in base64, in which nobody finds a
-    /// credential that is spelled otherwise than as it is.
+    /// The same, whose member of this name, if it has one, is bytes in base64: what they
+    /// spell in it, the scrubber does not find.
     Bytes(Value, &'static str),
     /// The tool answered with content blocks and nothing structured.
     Content(Value),

@@ -18,6 +18,7 @@ use super::cases::RESET;
 use super::fixture::{self, Served};
 use super::program::{self, Program};
 use super::{Entry, Figure, Measure, said, stats};
+use crate::locks::lock;
 use crate::pool::PoolOptions;
 
 pub(super) const ENTRIES: &[Entry] = &[
@@ -113,7 +114,7 @@ impl Overload {
                 }
                 End::Refused { again, .. } => {
                     let us = time.as_secs_f64() * 1e6;
-                    flood.refused_us.lock().unwrap_or_else(PoisonError::into_inner).push(us);
+                    lock(&flood.refused_us).push(us);
                     std::thread::sleep(again);
                 }
             }
@@ -177,7 +178,7 @@ impl Figure for Overload {
                 .collect();
             // Every client has been admitted or refused once.
             let has_begun = || {
-                let refused = flood.refused_us.lock().unwrap_or_else(PoisonError::into_inner).len();
+                let refused = lock(&flood.refused_us).len();
                 refused + flood.admitted.load(Ordering::Relaxed) as usize >= clients.len()
             };
             while !has_begun() && !flood.over.load(Ordering::Relaxed) {

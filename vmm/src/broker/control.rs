@@ -22,8 +22,9 @@ use forge_protocol::codec::{self, BorrowDecode};
 use forge_protocol::frame::{self, Assembler, Frame, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 
-use super::{BrokerError, lock};
+use super::BrokerError;
 use crate::link::{self, Arrivals, Patience, Unpassed};
+use crate::locks::lock;
 
 /// How often somebody looks whether an answer is still wanted while another
 /// thread reads the link.

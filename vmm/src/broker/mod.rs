@@ -19,7 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
@@ -29,6 +29,7 @@ use forge_protocol::run::CallRecord;
 
 use self::control::{Control, Silence};
 use crate::link::Patience;
+use crate::locks::lock;
 use crate::shortage;
 
 /// The broker's executable, looked for beside this one.
@@ -609,9 +610,4 @@ impl Drop for Broker {
         self.close();
         let _ = self.ended_within(CLOSE_TIME_MAX);
     }
-}
-
-/// What the locks guard is whole between any two statements.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

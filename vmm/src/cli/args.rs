@@ -26,7 +26,6 @@ pub(crate) enum Command {
     /// Run a signed program in a VM and print its output
     Run(Box<RunArgs>),
     /// Keep VMs ready and run programs for other processes
-    #[command(mut_arg("principal", no_principal))]
     Serve(Box<ServeArgs>),
     /// Let any MCP client search tools and run programs: a server over stdio,
     /// or over HTTP with --listen
@@ -78,14 +77,14 @@ pub(crate) struct BrokerArgs {
     /// [default: forge-vmm below $XDG_STATE_HOME or ~/.local/state]
     #[arg(long, value_name = "DIR", env = super::STATE)]
     pub(crate) state: Option<PathBuf>,
+}
+
+/// Who asks for tools.
+#[derive(Clone, Debug, ClapArgs)]
+pub(crate) struct AskerArgs {
     /// Who asks: the principal whose roles and grants count
     #[arg(long, value_name = "NAME", default_value = "local", value_parser = principal)]
     pub(crate) principal: String,
-}
-
-/// Where it changes nothing: taken, and not offered.
-fn no_principal(principal: clap::Arg) -> clap::Arg {
-    principal.hide(true)
 }
 
 /// A principal's name, as the toolbroker takes it.
@@ -140,6 +139,8 @@ pub(crate) struct RunArgs {
     pub(crate) sign_with: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    #[command(flatten)]
+    pub(crate) asker: AskerArgs,
     /// Grant this tool to the run; may be given several times
     #[arg(long, value_name = "TOOL", conflicts_with = "grant")]
     pub(crate) allow: Vec<ToolName>,
@@ -273,6 +274,8 @@ pub(crate) struct McpArgs {
     pub(crate) listen: Option<SocketAddr>,
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    #[command(flatten)]
+    pub(crate) asker: AskerArgs,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -380,6 +383,8 @@ pub(crate) struct CheckArgs {
     pub(crate) trust: Vec<PathBuf>,
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    #[command(flatten)]
+    pub(crate) asker: AskerArgs,
     /// A tool that would be granted; may be given several times
     #[arg(long, value_name = "TOOL", conflicts_with = "grant")]
     pub(crate) allow: Vec<ToolName>,
@@ -411,10 +416,8 @@ pub(crate) enum ToolsCommand {
     /// Call a tool, under the same checks as a program's call
     Call(ToolsCallArgs),
     /// Show each tool's definition beside the approved one
-    #[command(mut_arg("principal", no_principal))]
-    Review(ToolsListArgs),
+    Review(ToolsReviewArgs),
     /// Approve the present definitions of tools
-    #[command(mut_arg("principal", no_principal))]
     Approve(ToolsApproveArgs),
 }
 
@@ -461,6 +464,17 @@ impl std::str::FromStr for Reviewed {
 pub(crate) struct ToolsListArgs {
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    #[command(flatten)]
+    pub(crate) asker: AskerArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ToolsReviewArgs {
+    #[command(flatten)]
+    pub(crate) broker: BrokerArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -470,6 +484,8 @@ pub(crate) struct ToolsListArgs {
 pub(crate) struct ToolsSearchArgs {
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    #[command(flatten)]
+    pub(crate) asker: AskerArgs,
     /// How many tools
     #[arg(short, value_name = "N", default_value = "5", value_parser = hits())]
     pub(crate) k: u32,
@@ -485,6 +501,8 @@ pub(crate) struct ToolsSearchArgs {
 pub(crate) struct ToolsCallArgs {
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    #[command(flatten)]
+    pub(crate) asker: AskerArgs,
     /// How long the call may take, such as 500ms or 5s [default: 30s, or
     /// what [limits] in forge.toml says, which is the most]
     #[arg(long, value_name = "DUR", value_parser = humantime::parse_duration)]
@@ -509,7 +527,6 @@ pub(crate) enum GrantCommand {
     /// Narrow a grant, offline: neither key nor tool servers are needed
     Attenuate(GrantAttenuateArgs),
     /// Verify a grant and show what is in it
-    #[command(mut_arg("principal", no_principal))]
     Inspect(GrantInspectArgs),
 }
 
@@ -517,6 +534,8 @@ pub(crate) enum GrantCommand {
 pub(crate) struct GrantIssueArgs {
     #[command(flatten)]
     pub(crate) broker: BrokerArgs,
+    #[command(flatten)]
+    pub(crate) asker: AskerArgs,
     /// A tool to grant; may be given several times
     #[arg(long, value_name = "TOOL", required = true)]
     pub(crate) allow: Vec<ToolName>,

@@ -35,7 +35,7 @@ fn issue(args: GrantIssueArgs) -> Result<ExitCode, CliError> {
     let broker = config::start_broker(&args.broker, GrantKey::Lasting)?;
     let GrantTerms { constraints, calls, cost, session } = args.terms;
     let request = Request::IssueGrant(GrantRequest {
-        principal: args.broker.principal,
+        principal: args.asker.principal,
         tools: args.allow,
         constraints,
         valid_s: args.valid.as_secs(),

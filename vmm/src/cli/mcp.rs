@@ -88,7 +88,7 @@ impl Clients {
             None => Ok(fresh.clone()),
         };
         let Some(address) = args.listen else {
-            let name = principal.unwrap_or_else(|| args.broker.principal.clone());
+            let name = principal.unwrap_or_else(|| args.asker.principal.clone());
             let configured = known.get(&name).and_then(|known| known.sign_with.as_deref());
             let signer = signer(args.sign_with.as_deref().or(configured))?;
             let grants = config::named_grants(args.broker.state.as_deref());

@@ -14,6 +14,7 @@ mod journal;
 mod manual;
 mod mcp;
 mod place;
+mod probe;
 mod program;
 mod replace;
 mod run;
@@ -76,6 +77,9 @@ pub(crate) enum CliError {
     /// A service went away with a run.
     #[error("{0}")]
     Lost(String),
+    /// A service answered what none of this version does.
+    #[error("{path}: {what}")]
+    Protocol { path: String, what: String },
     /// This host refuses what it should give: threads, sockets, randomness.
     #[error("this host: {0}")]
     Host(io::Error),
@@ -108,7 +112,7 @@ impl CliError {
                 | BrokerError::Cancelled => Exit::Internal,
             },
             Self::Refused { kind, .. } => of_refusal(*kind),
-            Self::Lost(_) => Exit::Internal,
+            Self::Lost(_) | Self::Protocol { .. } => Exit::Internal,
             Self::Host(_) => Exit::Unavailable,
             Self::Output(_) => Exit::Failed,
         }
@@ -168,6 +172,8 @@ fn signals_as_expected() {
 /// The whole command.
 pub(crate) fn main() -> ExitCode {
     signals_as_expected();
+    // Where the kernel does not know it, what is started has what everybody's children had.
+    let _ = forge_vmm::jail::privileges::keep_descriptors();
     if std::env::args_os().nth(1).is_some_and(|first| first == door::COMMAND) {
         return be_door();
     }
@@ -201,11 +207,11 @@ pub(crate) fn main() -> ExitCode {
         Command::Tools(args) => tools::tools(args),
         Command::Grant(args) => grant::grant(args),
         Command::Journal(args) => journal::journal(&args),
-        Command::Status(args) => serve::status(&args),
+        Command::Status(args) => status::status(&args),
         Command::Top(args) => top::top(&args),
-        Command::Drain(args) => serve::drain(&args),
+        Command::Drain(args) => status::drain(&args),
         Command::Config(args) => config::check::config(&args),
-        Command::Probe(args) => status::probe(&args),
+        Command::Probe(args) => probe::probe(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::man(&args),

@@ -1,16 +1,12 @@
-//! `forge-vmm serve`, and what is asked of a service: `status`, `drain`.
+//! `forge-vmm serve`.
 
-use std::fmt;
 use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use forge_client::ClientError;
-use forge_client::blocking::Client;
 use forge_protocol::broker::Request;
-use forge_protocol::service::{Question, Reply};
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Reuse, Tier, VmFailure};
 use forge_vmm::broker::BrokerError;
@@ -22,10 +18,10 @@ use forge_vmm::pool::PoolOptions;
 use forge_vmm::service::{Reloaded, Server, VsockListener, server, systemd};
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 
-use super::args::{DrainArgs, ServeArgs, StatusArgs};
+use super::args::ServeArgs;
 use super::config::{self, AtStart, GrantKey, ServiceConfig};
 use super::door::{self, Door};
-use super::{CliError, Exit, complain, out, print_json, top};
+use super::{CliError, Exit, complain};
 
 /// How long a zygote may take to stand before there is a service. It takes some
 /// milliseconds; this is for hosts that emulate everything.
@@ -205,41 +201,4 @@ fn trust_keys(args: &ServeArgs) -> Result<TrustKeys, CliError> {
         ));
     }
     Ok(trust)
-}
-
-/// Why a service did not do what it was asked.
-pub(super) fn undone(place: impl fmt::Display, error: ClientError) -> CliError {
-    match error {
-        ClientError::Refused { kind, message } => CliError::Refused { kind, message },
-        lost @ ClientError::Lost(_) => CliError::Lost(format!("{place}: {lost}")),
-        gone => CliError::File { path: place.to_string(), source: io::Error::other(gone) },
-    }
-}
-
-/// Asks a service.
-fn ask(socket: &Path, question: Question) -> Result<Reply, CliError> {
-    Client::connect(socket)
-        .and_then(|mut client| client.ask(question))
-        .map_err(|error| undone(socket.display(), error))
-}
-
-/// Says how a service stands.
-pub(crate) fn status(args: &StatusArgs) -> Result<ExitCode, CliError> {
-    let Reply::Status(text) = ask(&args.service, Question::Status)? else {
-        return Err(CliError::Usage("the service answers something else".into()));
-    };
-    let unreadable = |error: serde_json::Error| CliError::Usage(error.to_string());
-    let status: serde_json::Value = serde_json::from_str(&text).map_err(unreadable)?;
-    if args.json {
-        print_json(&status)?;
-        return Ok(Exit::Ok.into());
-    }
-    out().write_all(top::frame(&args.service, &status, None).as_bytes())?;
-    Ok(Exit::Ok.into())
-}
-
-/// Has a service take no more runs.
-pub(crate) fn drain(args: &DrainArgs) -> Result<ExitCode, CliError> {
-    ask(&args.service, Question::Drain)?;
-    Ok(Exit::Ok.into())
 }

@@ -24,7 +24,8 @@ use forge_vmm::keys;
 use serde::Serialize;
 
 use super::args::{
-    ToolsApproveArgs, ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs, ToolsSearchArgs,
+    ToolsApproveArgs, ToolsArgs, ToolsCallArgs, ToolsCommand, ToolsListArgs, ToolsReviewArgs,
+    ToolsSearchArgs,
 };
 use super::config::{self, Found, GrantKey};
 use super::{CliError, Exit, complain, out, print_json, progress};
@@ -102,7 +103,7 @@ struct Unavailable {
 fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
     let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     progress("asking the tool servers");
-    let request = Request::ListTools { principal: args.broker.principal.clone() };
+    let request = Request::ListTools { principal: args.asker.principal.clone() };
     let (tools, unavailable) = config::ask(&broker, &request, |reply| match reply {
         Reply::Tools { tools, unavailable } => Ok((tools, unavailable)),
         other => Err(other),
@@ -129,7 +130,7 @@ fn list(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
         complain(&format!(
             "there is no tool for the principal {:?}: none of its roles names one that is there \
              (forge.toml, [principals] and [roles]); --principal says who asks",
-            args.broker.principal,
+            args.asker.principal,
         ));
     }
     Ok(said(&unavailable).into())
@@ -159,7 +160,7 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
     let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     progress("asking the tool servers");
     let Found { tools, blocked, unavailable } =
-        config::search(&broker, &args.broker.principal, &args.intent, args.k)?;
+        config::search(&broker, &args.asker.principal, &args.intent, args.k)?;
     let score = |tool: &FoundTool| f64::from(tool.score_millionths) / 1e6;
     if args.json {
         let entry = |tool: &BlockedTool| BlockedEntry {
@@ -189,7 +190,7 @@ fn search(args: &ToolsSearchArgs) -> Result<ExitCode, CliError> {
         complain(&blocked);
     }
     if tools.is_empty() && unavailable.is_empty() {
-        complain(&config::nothing_found(&args.broker.principal));
+        complain(&config::nothing_found(&args.asker.principal));
     }
     Ok(said(&unavailable).into())
 }
@@ -244,7 +245,7 @@ fn ask_reviews(broker: &Broker) -> Result<Review, CliError> {
     })
 }
 
-fn review(args: &ToolsListArgs) -> Result<ExitCode, CliError> {
+fn review(args: &ToolsReviewArgs) -> Result<ExitCode, CliError> {
     let broker = config::start_broker(&args.broker, GrantKey::Idle)?;
     let (tools, unavailable) = ask_reviews(&broker)?;
     if args.json {
@@ -372,7 +373,7 @@ fn call(args: ToolsCallArgs) -> Result<ExitCode, CliError> {
     let limits = RunLimits { wall_ms: timeout.as_millis() as u64, ..maxima };
     let (_, mut link) = broker.open_run(OpenRun {
         run_id,
-        principal: args.broker.principal,
+        principal: args.asker.principal,
         session: None,
         program_sha256: [0; 32],
         authority: Authority::Tools(vec![args.tool.clone()]),

@@ -11,12 +11,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use forge_client::blocking::Client;
-use forge_protocol::service::{Question, Reply};
 use forge_vmm::admission::shown_whole;
 use serde_json::Value;
 
 use super::args::TopArgs;
+use super::status::{connect, standing};
 use super::{CliError, Exit};
 
 /// How often it looks.
@@ -24,20 +23,12 @@ const EVERY: Duration = Duration::from_secs(1);
 
 /// Shows a service until it is gone, or once.
 pub(crate) fn top(args: &TopArgs) -> Result<ExitCode, CliError> {
-    let gone = |error| CliError::File {
-        path: args.service.display().to_string(),
-        source: io::Error::other(error),
-    };
-    let mut client = Client::connect(&args.service).map_err(gone)?;
+    let mut client = connect(&args.service)?;
     let is_watched = io::stdout().is_terminal();
     let mut before = None;
     loop {
         let asked = Instant::now();
-        let Reply::Status(text) = client.ask(Question::Status).map_err(gone)? else {
-            return Err(CliError::Usage("the service answers something else".into()));
-        };
-        let status: Value =
-            serde_json::from_str(&text).map_err(|error| CliError::Usage(error.to_string()))?;
+        let status = standing(&mut client, &args.service)?;
         let ended = ended(&status);
         let rate = before.map(|(then, ended_then): (Instant, u64)| {
             let seconds = asked.duration_since(then).as_secs_f64();

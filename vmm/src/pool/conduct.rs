@@ -9,7 +9,7 @@ use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, VmFailure, VmFailu
 
 use super::filler::PREPARE_TIME_MAX;
 use super::shelves::{Key, ProgramKey};
-use super::worker::{self, Lost, Run, Worker};
+use super::worker::{self, Lost, Run, Unbegun, Worker};
 use super::{Done, Shared, Task, Unserved, Upkeep, Vm};
 use crate::link::Patience;
 use crate::trace::now_ns;
@@ -44,11 +44,10 @@ impl<'a> Conduct<'a> {
             let key = Key { program: Some(program), ..key.clone() };
             match self.carry_out_prepared(key) {
                 // It could not be prepared; the plain way says why.
-                Err(Lost::Before(failure)) => self.shared.losses.note(&failure),
-                Err(Lost::Handed(failure)) => return Err(self.handed(failure)),
-                Err(Lost::During(failure) | Lost::Crowded(failure)) => {
-                    return Err(Fate::Vm(failure).into());
+                Err(Undone::Unbegun(failure)) => {
+                    self.shared.losses.tell(&failure);
                 }
+                Err(Undone::Over(unserved)) => return Err(unserved),
                 Ok(done) => return Ok(done),
             }
         }
@@ -75,14 +74,11 @@ impl<'a> Conduct<'a> {
             };
             match self.use_worker(key, worker, Run::Whole(self.task.job)) {
                 // It was lost while nobody looked; another can do the same.
-                Err(Lost::Before(failure)) => {
-                    self.shared.losses.note(&failure);
+                Err(Undone::Unbegun(failure)) => {
+                    self.shared.losses.tell(&failure);
                     lost = Some(failure);
                 }
-                Err(Lost::Handed(failure)) => return Err(self.handed(failure)),
-                Err(Lost::During(failure) | Lost::Crowded(failure)) => {
-                    return Err(Fate::Vm(failure).into());
-                }
+                Err(Undone::Over(unserved)) => return Err(unserved),
                 Ok(done) => return Ok(done),
             }
         }
@@ -93,15 +89,26 @@ impl<'a> Conduct<'a> {
         Err(Fate::Vm(lost.unwrap_or_else(untried)).into())
     }
 
-    /// Its worker was lost with the run's link. Nobody asks on for a run that is
-    /// wanted no more.
-    fn handed(&self, failure: VmFailure) -> Unserved {
-        self.shared.losses.note(&failure);
-        unwanted(self.patience).map_or(Unserved::Handed(failure), Unserved::Ended)
+    /// The worker with this VM was lost over it.
+    fn lost(&self, lost: Lost, vm: Vm) -> Undone {
+        match lost {
+            Lost::Before(failure) => Undone::Unbegun(failure),
+            Lost::During(failure) => {
+                Undone::Over(Unserved::Ended { fate: Fate::Vm(failure), vm: Some(vm) })
+            }
+            Lost::Handed(failure) => {
+                self.shared.losses.tell(&failure);
+                // Nobody asks on for a run that is wanted no more.
+                Undone::Over(match unwanted(self.patience) {
+                    Some(fate) => Unserved::Ended { fate, vm: Some(vm) },
+                    None => Unserved::Handed { failure, vm },
+                })
+            }
+        }
     }
 
     /// In a worker that has its program loaded, or loads it now.
-    fn carry_out_prepared(&self, key: Key) -> Result<Done, Lost> {
+    fn carry_out_prepared(&self, key: Key) -> Result<Done, Undone> {
         let Job { load, start, program, input, deadline, brokered } = self.task.job;
         let stock = &self.shared.stock;
         let worker = match stock.take(&key) {
@@ -113,12 +120,12 @@ impl<'a> Conduct<'a> {
                     Some(worker) => worker,
                     None => {
                         let made = self.shared.make(key.ram_bytes, false, self.patience);
-                        made.map_err(|unmade| Lost::Before(unmade.into()))?
+                        made.map_err(|unmade| Undone::Unbegun(unmade.into()))?
                     }
                 };
-                worker.await_ready(self.patience).map_err(Lost::Before)?;
+                worker.await_ready(self.patience).map_err(Undone::Unbegun)?;
                 let began = Instant::now();
-                worker.prepare(&prepare, self.patience).map_err(Lost::Before)?;
+                worker.prepare(&prepare, self.patience).map_err(Undone::Unbegun)?;
                 // Only now, as nobody else could prepare one that fails, hangs or takes
                 // longer than the filling thread waits.
                 if began.elapsed() < PREPARE_TIME_MAX {
@@ -137,31 +144,33 @@ impl<'a> Conduct<'a> {
     }
 
     /// Gives it to this worker, and waits for its report.
-    fn use_worker(&self, key: &Key, worker: Worker, run: Run<'_>) -> Result<Done, Lost> {
+    fn use_worker(&self, key: &Key, worker: Worker, run: Run<'_>) -> Result<Done, Undone> {
         let Self { shared, task, patience } = *self;
         // However it goes.
         let mut upkeep = Upkeep { shared: Arc::downgrade(shared), ended: None };
         // Dropped before that: whoever fills the pool then finds it ended.
         let mut worker = worker;
-        let vm = if worker.runs() == 0 { Vm::Fresh } else { Vm::Reset };
+        let vm = Vm::of(&worker);
         let taken = now_ns();
         if task.tell.is_some() {
             worker.ask_to_tell();
         }
-        if let Err(unbegun) = worker.begin(run, task.broker, patience) {
-            let lost = worker.not_given(unbegun);
-            if let Lost::Crowded(_) = lost {
+        match worker.begin(run, task.broker, patience) {
+            Ok(()) => {}
+            Err(Unbegun::Lost(failure)) => return Err(self.lost(worker.not_begun(failure), vm)),
+            Err(Unbegun::Crowded(failure)) => {
                 // As it was, and with it what stands ready. One that did not say yet
                 // that it stands ready may never do.
                 upkeep.ended = match worker.is_ready() {
                     true => shared.stock.put_back(key, worker),
                     false => Some(worker),
                 };
+                return Err(Undone::Over(Fate::Vm(failure).into()));
             }
-            return Err(lost);
         }
         let handed = now_ns();
-        let report = worker.finish_telling(patience, task.tell)?;
+        let told = worker.finish_telling(patience, task.tell);
+        let report = told.map_err(|lost| self.lost(lost, vm))?;
         let reported = now_ns();
         // Who fills the pool ends workers too; without, the result does.
         upkeep.ended = if shared.options.ready_max == 0 {
@@ -173,6 +182,14 @@ impl<'a> Conduct<'a> {
         };
         Ok(Done { report, vm, taken, handed, reported, upkeep })
     }
+}
+
+/// Why one worker did not carry a run out.
+enum Undone {
+    /// It was lost, or could not be had, before the run began: another can do the same.
+    Unbegun(VmFailure),
+    /// And no other is to.
+    Over(Unserved),
 }
 
 /// What has become of a run that nobody waits for any more.
@@ -308,7 +325,9 @@ mod tests {
         let task = Task { job: &brokered, broker: Some(&link), ..task };
         let lied = lies(&key);
         match pool.carry_out(&task, Patience::default()) {
-            Err(Unserved::Handed(failure)) => assert_eq!(failure.kind, VmFailureKind::NotReset),
+            Err(Unserved::Handed { failure, vm: Vm::Reset }) => {
+                assert_eq!(failure.kind, VmFailureKind::NotReset);
+            }
             other => panic!("{other:?}"),
         }
         lied.join().unwrap();

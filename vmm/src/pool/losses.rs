@@ -9,10 +9,10 @@ use forge_protocol::worker::{Reuse, VmFailure, VmFailureKind};
 
 use super::worker::Worker;
 
-/// How long it is listened to workers that are ended together. What an honest one
+/// How long workers that are ended together are listened to. What an honest one
 /// says is there at once.
 const HEARD_TIME_MAX: Duration = Duration::from_millis(20);
-/// How long each of them is listened to all the same: one that begins a word and does not
+/// How long each of them is at least: one that begins a word and does not
 /// end it takes the others' time, and not their last words.
 const HEARD_TIME_LEAST: Duration = Duration::from_millis(1);
 
@@ -35,15 +35,10 @@ impl Losses {
         self.resets_disproven.load(Ordering::Relaxed)
     }
 
-    /// A worker was lost before it had a run, which another gets. That is no
-    /// reason for silence if its last reset was not one, or if it tried what
-    /// its jail forbids.
-    pub(super) fn note(&self, failure: &VmFailure) {
-        self.tell(failure);
-    }
-
-    /// Tells what is told wherever it is met. Whether this is.
-    fn tell(&self, failure: &VmFailure) -> bool {
+    /// A worker was lost. What is to be told wherever it is met is: that its last reset
+    /// was none, or that it tried what its jail forbids, though another gets its run.
+    /// Whether this is such.
+    pub(super) fn tell(&self, failure: &VmFailure) -> bool {
         match failure.kind {
             VmFailureKind::NotReset => {
                 self.resets_disproven.fetch_add(1, Ordering::Relaxed);
@@ -68,7 +63,7 @@ impl Losses {
         for worker in workers {
             let is_over = self.reuse == Reuse::Fresh && worker.runs() > 0;
             if !is_over && worker.speaks() {
-                self.note(&worker.last_word(ear.until()));
+                self.tell(&worker.last_word(ear.until()));
             }
         }
     }
@@ -172,7 +167,7 @@ mod tests {
     #[test]
     fn a_reset_that_was_disproven_is_counted_and_other_losses_are_not() {
         let losses = Losses::new(Reuse::Fresh);
-        let lost = |kind| losses.note(&VmFailure::new(kind, "gone"));
+        let lost = |kind| losses.tell(&VmFailure::new(kind, "gone"));
         lost(VmFailureKind::WorkerLost);
         assert_eq!(losses.resets_disproven(), 0);
         lost(VmFailureKind::NotReset);

@@ -2,7 +2,7 @@
 //! needed, and again when it is gone.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use forge_protocol::signature::TrustKeys;
@@ -15,6 +15,7 @@ use super::worker::Worker;
 use super::zygote::{Unmade, Zygote};
 use crate::jail::{GroupLimits, Hardening, Spawned};
 use crate::link::Patience;
+use crate::locks::lock;
 use crate::shortage;
 
 /// How much memory a VM that serves one run touches while it waits, so that its
@@ -203,11 +204,11 @@ impl Maker {
     }
 
     fn lock_reach(&self) -> MutexGuard<'_, Reach> {
-        self.reach.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.reach)
     }
 
     fn lock_hardening(&self) -> MutexGuard<'_, Option<Hardening>> {
-        self.hardening.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.hardening)
     }
 }
 

@@ -88,6 +88,11 @@ pub enum Vm {
 }
 
 impl Vm {
+    /// That of a worker which is to be given a run.
+    fn of(worker: &Worker) -> Self {
+        if worker.runs() == 0 { Self::Fresh } else { Self::Reset }
+    }
+
     /// Its word in a report.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
@@ -142,31 +147,43 @@ impl Drop for Upkeep {
 pub enum Unserved {
     /// How it ended: [`Fate::Vm`] if the host can make no VM or the worker was lost,
     /// [`Fate::Deadline`] if patience was over before there was a VM.
-    Ended(Fate),
+    Ended {
+        /// How.
+        fate: Fate,
+        /// What it had begun in, if it had.
+        vm: Option<Vm>,
+    },
     /// Its worker seems not to have begun it, and was given its link to the broker
     /// ([`worker::Lost::Handed`]). Over another link it may be carried out
     /// [afresh](Pool::carry_out_afresh), if the broker knows of no call.
-    Handed(VmFailure),
+    Handed {
+        /// How the worker was lost.
+        failure: VmFailure,
+        /// What it was handed to.
+        vm: Vm,
+    },
 }
 
-impl From<Unserved> for Fate {
-    fn from(unserved: Unserved) -> Self {
-        match unserved {
-            Unserved::Ended(fate) => fate,
-            Unserved::Handed(failure) => Self::Vm(failure),
+impl Unserved {
+    /// How it ended, and what it was carried out in, if it may have begun.
+    #[must_use]
+    pub fn told(self) -> (Fate, Option<Vm>) {
+        match self {
+            Self::Ended { fate, vm } => (fate, vm),
+            Self::Handed { failure, vm } => (Fate::Vm(failure), Some(vm)),
         }
     }
 }
 
 impl From<Fate> for Unserved {
     fn from(fate: Fate) -> Self {
-        Self::Ended(fate)
+        Self::Ended { fate, vm: None }
     }
 }
 
 impl From<Unmade> for Unserved {
     fn from(unmade: Unmade) -> Self {
-        Self::Ended(unmade.into())
+        Fate::from(unmade).into()
     }
 }
 

@@ -9,6 +9,7 @@ use forge_protocol::limits::RunLimits;
 use super::PoolOptions;
 use super::shelves::{Key, Shelves};
 use super::worker::Worker;
+use crate::locks::lock;
 use crate::machine;
 
 /// The shelves, by one thread at a time.
@@ -34,7 +35,7 @@ impl Stock {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Shelves> {
-        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shelves)
     }
 
     /// Gives the shelves to others until something may be to be done, or for so long.

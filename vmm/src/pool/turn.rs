@@ -6,6 +6,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::link::Patience;
+use crate::locks::lock;
 
 /// How often somebody who waits looks whether it is still wanted.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -54,11 +55,6 @@ impl<T> Turn<T> {
         drop(is_taken);
         Ok(Taken { turn: self, value: lock(&self.value) })
     }
-}
-
-/// What the locks guard is whole between any two statements.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<T> Deref for Taken<'_, T> {

@@ -1,7 +1,7 @@
 //! One worker, as the supervisor sees it.
 
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -82,8 +82,6 @@ pub enum Lost {
     Handed(VmFailure),
     /// It had begun.
     During(VmFailure),
-    /// It was not lost: [`Unbegun::Crowded`].
-    Crowded(VmFailure),
 }
 
 /// Said of a run that is wanted no more.
@@ -109,6 +107,11 @@ fn is_last_word(kind: Kind) -> bool {
 fn last_word(frame: &Frame) -> VmFailure {
     if frame.kind == Kind::Forbidden {
         let call = frame.payload.as_slice().try_into().map_or(-1, i32::from_le_bytes);
+        // The first that abort(3) makes.
+        if libc::c_long::from(call) == libc::SYS_rt_sigprocmask {
+            let message = "the worker aborted: it had no memory left, or by a bug of ours";
+            return VmFailure::new(VmFailureKind::WorkerLost, message);
+        }
         let message = format!("the worker made system call {call}, which its jail forbids");
         return VmFailure::new(VmFailureKind::WorkerBroke, message);
     }
@@ -190,7 +193,7 @@ impl Worker {
         broker: Option<&UnixStream>,
         patience: Patience<'_>,
     ) -> Result<Report, Lost> {
-        self.begin(run, broker, patience).map_err(|unbegun| self.not_given(unbegun))?;
+        self.begin(run, broker, patience).map_err(|unbegun| self.not_begun(unbegun.into()))?;
         self.finish(patience)
     }
 
@@ -232,13 +235,6 @@ impl Worker {
     }
 
     /// What is made of a run that it was not given.
-    pub(super) fn not_given(&self, unbegun: Unbegun) -> Lost {
-        match unbegun {
-            Unbegun::Lost(failure) => self.not_begun(failure),
-            Unbegun::Crowded(failure) => Lost::Crowded(failure),
-        }
-    }
-
     /// The loss to report when its run had not begun.
     pub(super) fn not_begun(&self, failure: VmFailure) -> Lost {
         if self.has_served && self.has_link { Lost::Handed(failure) } else { Lost::Before(failure) }
@@ -437,17 +433,8 @@ fn decode<T: for<'a> codec::BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, V
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // SAFETY: a plain system call on a descriptor of ours. The process may
-        // have ended already.
-        unsafe {
-            libc::syscall(
-                libc::SYS_pidfd_send_signal,
-                self.process.as_raw_fd(),
-                libc::SIGKILL,
-                std::ptr::null::<libc::siginfo_t>(),
-                0,
-            )
-        };
+        // It may have ended already.
+        let _ = crate::jail::kill(&self.process);
     }
 }
 
@@ -506,7 +493,7 @@ pub(super) mod tests {
         match worker.carry_out(Run::Prepared(&job()), None, Patience::default()) {
             Err(Lost::Before(failure)) => (true, failure.kind),
             Err(Lost::During(failure)) => (false, failure.kind),
-            Err(lost @ (Lost::Handed(_) | Lost::Crowded(_))) => panic!("it has no link: {lost:?}"),
+            Err(lost @ Lost::Handed(_)) => panic!("it has no link: {lost:?}"),
             Ok(report) => panic!("it was carried out: {report:?}"),
         }
     }
@@ -623,8 +610,8 @@ pub(super) mod tests {
         let (link, _broker) = UnixStream::pair().unwrap();
         let crowd = Crowd::new();
         worker.ask_to_tell();
-        match worker.carry_out(Run::Prepared(&job()), Some(&link), Patience::default()) {
-            Err(Lost::Crowded(failure)) => assert_eq!(failure.kind, VmFailureKind::Unavailable),
+        match worker.begin(Run::Prepared(&job()), Some(&link), Patience::default()) {
+            Err(Unbegun::Crowded(failure)) => assert_eq!(failure.kind, VmFailureKind::Unavailable),
             other => panic!("{other:?}"),
         }
         drop(crowd);

@@ -8,10 +8,11 @@ use forge_protocol::broker::{RefusalKind, Reply as BrokerReply, Request};
 use forge_protocol::service::{Question, Reply};
 
 use super::peer::{Peer, Who};
-use super::{Service, lock, not_theirs};
+use super::{Service, not_theirs};
 use crate::broker::BrokerError;
 use crate::cancel::Cancel;
 use crate::link::Patience;
+use crate::locks::lock;
 
 /// Questions of one principal that may wait for tool servers at the same time,
 /// over all its connections.

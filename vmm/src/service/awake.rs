@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::lock;
 use crate::cpu_latency::CpuLatency;
+use crate::locks::lock;
 
 /// How long after the last run came.
 const HOLD: Duration = Duration::from_millis(20);

@@ -9,9 +9,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::OPERATORS_OWN;
 use super::connection::Connection;
 use super::seldom::Seldom;
-use super::{OPERATORS_OWN, lock};
+use crate::locks::lock;
 
 /// How long a thread without work stays.
 const LINGER: Duration = Duration::from_secs(10);

@@ -14,9 +14,13 @@ use std::os::fd::AsRawFd as _;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::lock;
+use forge_protocol::worker::Tier;
+
 use super::options::Bounds;
 use crate::cancel::Cancel;
+use crate::locks::lock;
+use crate::report::Status;
+use crate::supervisor::RunResult;
 
 /// A principal none of whose runs begins while its clients have more to take than this,
 /// in bytes: what its runs leave is in this process until then.
@@ -83,6 +87,60 @@ pub(super) enum Denied {
     ResultsUntaken { bytes: usize, retry_after_ms: u64 },
     /// Nobody wants it any more.
     Cancelled,
+}
+
+impl Denied {
+    /// The end of a run that was denied so, and would have been carried out in this tier.
+    pub(super) fn result(self, tier: Tier) -> RunResult {
+        match self {
+            Self::Draining => {
+                RunResult::refused(tier, "draining", "this service takes no more runs", None)
+            }
+            Self::TooManyRuns { limit, retry_after_ms } => RunResult::refused(
+                tier,
+                "too_many_runs",
+                format!("the principal has {limit} runs here already, as many as it may"),
+                Some(retry_after_ms),
+            ),
+            Self::QueueFull { retry_after_ms } => RunResult::refused(
+                tier,
+                "overloaded",
+                "every place for a run is taken, and as many wait for one as may",
+                Some(retry_after_ms),
+            ),
+            Self::Overloaded { retry_after_ms } => RunResult::refused(
+                tier,
+                "overloaded",
+                "every place for a run is taken, and none came free in the time that a run may wait",
+                Some(retry_after_ms),
+            ),
+            Self::ShareTaken { share, retry_after_ms } => RunResult::refused(
+                tier,
+                "overloaded",
+                format!(
+                    "the principal runs {share} at once, as many as it may here, and no place of \
+                     its own came free for this one in the time that a run may wait"
+                ),
+                Some(retry_after_ms),
+            ),
+            Self::ResultsUntaken { bytes, retry_after_ms } => RunResult::refused(
+                tier,
+                "overloaded",
+                format!(
+                    "the principal's clients have {} MiB of its runs' results still to take, and \
+                     took too little of them in the time that a run may wait",
+                    bytes >> 20,
+                ),
+                Some(retry_after_ms),
+            ),
+            Self::Cancelled => RunResult::unstarted(
+                tier,
+                Status::Cancelled,
+                "cancelled",
+                "the run was cancelled before its turn came",
+            ),
+        }
+    }
 }
 
 /// A run of a principal is here. Dropped when its end is sent.

@@ -55,7 +55,7 @@ pub use socket_file::SocketFile;
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use forge_protocol::limits::{PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX};
 use forge_protocol::name::{is_principal, is_session};
@@ -65,15 +65,15 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::cancel::Cancel;
 use crate::cpu_latency::CpuLatency;
-use crate::pool::worker::CANCELLED;
+use crate::locks::lock;
 use crate::report::Status;
 use crate::supervisor::{Attendance, RunResult, Supervisor};
 use answers::Questions;
 use awake::Awake;
 use crew::Crew;
-use gate::{Denied, Gate, Stay};
+use gate::{Gate, Stay};
 use peer::Peer;
-use server::Connections;
+use server::{AWAKE, Connections};
 use status::Counts;
 
 /// Connections at a time. One more is closed at once.
@@ -81,8 +81,6 @@ const CONNECTIONS_MAX: usize = 1024;
 /// Of these, the ones that only the operator may take, and as many threads on
 /// top: others may be many, and none of them can keep a drain or a door out.
 const OPERATORS_OWN: usize = 64;
-/// The event loop's number for the timer of [`Awake`]; connections count from 0.
-const AWAKE: u64 = u64::MAX - 3;
 /// Threads beside those of runs: they read, and answer what clients ask. A
 /// connection beyond waits for one.
 const OTHER_THREADS_MAX: usize = 1024;
@@ -237,63 +235,13 @@ impl Service {
                 stay.ends_with(result.bytes());
                 drop(pass);
                 if self.ending.load(Ordering::Acquire) {
-                    // What else is said of it stands.
-                    let reason = &mut result.report.reason;
-                    *reason = reason.replacen(CANCELLED, "the service ended before the run did", 1);
+                    result.service_ended();
                 }
                 return (result, Some(stay));
             }
             Err(denied) => denied,
         };
-        let refused = match denied {
-            Denied::Draining => {
-                RunResult::refused(tier, "draining", "this service takes no more runs", None)
-            }
-            Denied::TooManyRuns { limit, retry_after_ms } => RunResult::refused(
-                tier,
-                "too_many_runs",
-                format!("the principal has {limit} runs here already, as many as it may"),
-                Some(retry_after_ms),
-            ),
-            Denied::QueueFull { retry_after_ms } => RunResult::refused(
-                tier,
-                "overloaded",
-                "every place for a run is taken, and as many wait for one as may",
-                Some(retry_after_ms),
-            ),
-            Denied::Overloaded { retry_after_ms } => RunResult::refused(
-                tier,
-                "overloaded",
-                "every place for a run is taken, and none came free in the time that a run may wait",
-                Some(retry_after_ms),
-            ),
-            Denied::ShareTaken { share, retry_after_ms } => RunResult::refused(
-                tier,
-                "overloaded",
-                format!(
-                    "the principal runs {share} at once, as many as it may here, and no place of \
-                     its own came free for this one in the time that a run may wait"
-                ),
-                Some(retry_after_ms),
-            ),
-            Denied::ResultsUntaken { bytes, retry_after_ms } => RunResult::refused(
-                tier,
-                "overloaded",
-                format!(
-                    "the principal's clients have {} MiB of its runs' results still to take, and \
-                     took too little of them in the time that a run may wait",
-                    bytes >> 20,
-                ),
-                Some(retry_after_ms),
-            ),
-            Denied::Cancelled => RunResult::unstarted(
-                tier,
-                Status::Cancelled,
-                "cancelled",
-                "the run was cancelled before its turn came",
-            ),
-        };
-        (refused, None)
+        (denied.result(tier), None)
     }
 
     /// The timer of [`Awake`] has expired.
@@ -381,9 +329,4 @@ impl Watch {
     fn forget(&self, fd: i32) {
         let _ = self.0.ctl(ControlOperation::Delete, fd, EpollEvent::default());
     }
-}
-
-/// What the locks guard is whole between any two statements.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,6 +1,7 @@
 //! What others can bring about as often as they like, and the log says seldom.
 
-use std::sync::{Mutex, PoisonError};
+use crate::locks::lock;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// How long nothing more is said of it.
@@ -21,7 +22,7 @@ impl Seldom {
     }
 
     fn is_due_at(&self, now: Instant) -> bool {
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = lock(&self.0);
         let is_due = said.is_none_or(|said| now.saturating_duration_since(said) >= SILENCE);
         if is_due {
             *said = Some(now);

@@ -21,7 +21,8 @@ use super::options::ServiceOptions;
 use super::seldom::Seldom;
 use super::socket_file::SocketFile;
 use super::systemd::{Standing, notify};
-use super::{AWAKE, CONNECTIONS_MAX, OPERATORS_OWN, Service, lock};
+use super::{CONNECTIONS_MAX, OPERATORS_OWN, Service};
+use crate::locks::lock;
 use crate::supervisor::Supervisor;
 
 /// How long a client may take to say hello, and a stranger to be refused.
@@ -39,6 +40,8 @@ const EVENTS: usize = 64;
 const SIGNALS: u64 = u64::MAX;
 const LISTENER: u64 = u64::MAX - 1;
 const VSOCK_LISTENER: u64 = u64::MAX - 2;
+/// Of the timer of [`super::awake::Awake`].
+pub(super) const AWAKE: u64 = u64::MAX - 3;
 
 /// Where signals are told, or -1; and how often the process was asked to end.
 static SIGNALLED: AtomicI32 = AtomicI32::new(-1);

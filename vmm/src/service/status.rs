@@ -8,9 +8,10 @@ use std::time::Instant;
 use forge_protocol::service::Reply;
 use serde_json::{Value, json};
 
+use super::Service;
 use super::latency::Latencies;
-use super::{Service, lock};
 use crate::link::Patience;
+use crate::locks::lock;
 use crate::report::{RunReport, Status};
 
 /// Principals that a status names, of those with the most runs.

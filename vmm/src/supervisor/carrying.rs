@@ -25,7 +25,7 @@ use crate::broker::BrokerError;
 use crate::keeper::Keeper;
 use crate::link::Patience;
 use crate::machine::deadline_in;
-use crate::pool::{Done, Pool, Task, Unserved, Vm};
+use crate::pool::{Done, Pool, Task, Unserved};
 use crate::report::Outcome;
 use crate::trace::Supervised;
 use crate::worker;
@@ -39,7 +39,7 @@ pub(super) struct Carrying<'a> {
     pub(super) broker: Option<&'a Keeper>,
     pub(super) tier: Tier,
     pub(super) run_id: RunId,
-    pub(super) request: &'a Order,
+    pub(super) order: &'a Order,
     pub(super) admitted: &'a Admitted,
     pub(super) attendance: &'a Attendance<'a>,
     pub(super) clock: Clock,
@@ -88,12 +88,12 @@ impl Carrying<'_> {
 
     /// Opens it at the broker for all of its time: which tools it may call.
     pub(super) fn opened(&self) -> Result<(Vec<ToolName>, Option<Opened>), Refused> {
-        self.opened_for(self.request.limits.wall_ms)
+        self.opened_for(self.order.limits.wall_ms)
     }
 
     fn opened_for(&self, wall_ms: u64) -> Result<(Vec<ToolName>, Option<Opened>), Refused> {
         let (granted, opened) = self.open(wall_ms)?;
-        let violations = self.admitted.shape.violations(&granted, &self.request.limits);
+        let violations = self.admitted.shape.violations(&granted, &self.order.limits);
         match violations.is_empty() {
             true => Ok((granted, opened)),
             false => Err(Refused::Violations(violations)),
@@ -102,8 +102,8 @@ impl Carrying<'_> {
 
     /// A program that can call nothing, and is granted nothing, needs no broker.
     fn open(&self, wall_ms: u64) -> Result<(Vec<ToolName>, Option<Opened>), Refused> {
-        let Self { run_id, request, .. } = *self;
-        if request.authority == Authority::Tools(Vec::new()) && request.hosted.is_none() {
+        let Self { run_id, order, .. } = *self;
+        if order.authority == Authority::Tools(Vec::new()) && order.hosted.is_none() {
             return Ok((Vec::new(), None));
         }
         let Some(keeper) = self.broker else {
@@ -111,17 +111,17 @@ impl Carrying<'_> {
         };
         let open = OpenRun {
             run_id,
-            principal: request.principal.clone(),
-            session: request.session.clone(),
+            principal: order.principal.clone(),
+            session: order.session.clone(),
             program_sha256: self.admitted.sha256,
-            authority: request.authority.clone(),
+            authority: order.authority.clone(),
             callable: self.admitted.shape.callable(),
-            limits: RunLimits { wall_ms, ..request.limits.clone() },
+            limits: RunLimits { wall_ms, ..order.limits.clone() },
         };
         let patience = self.patience(Duration::ZERO);
         // A broker that is lost over it has dispatched nothing of the run.
         let opened = keeper.with(patience, |broker| {
-            let host = match (&request.hosted, self.attendance.host) {
+            let host = match (&order.hosted, self.attendance.host) {
                 (None, _) => None,
                 (Some(tools), Some(takes)) => {
                     let (host, calls) = broker.host(tools.clone(), patience)?;
@@ -151,16 +151,16 @@ impl Carrying<'_> {
 
     /// What a worker is told to do.
     pub(super) fn job(&self, granted: Vec<ToolName>, brokered: bool) -> Result<Job, Refused> {
-        let request = self.request;
+        let order = self.order;
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let start_unix_ns =
             since.map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX));
         let seed = crate::keys::random().map_err(Refused::Host)?;
         Ok(Job {
-            load: Load { limits: request.limits.clone(), announce: false },
+            load: Load { limits: order.limits.clone(), announce: false },
             start: Start { run_id: self.run_id, seed, start_unix_ns, granted },
-            program: request.program.clone(),
-            input: request.input.clone(),
+            program: order.program.clone(),
+            input: order.input.clone(),
             deadline: self.clock.deadline,
             brokered,
         })
@@ -168,10 +168,10 @@ impl Carrying<'_> {
 
     fn task<'a>(&'a self, job: &'a Job, opened: Option<&'a Opened>) -> Task<'a> {
         Task {
-            tenant: &self.request.principal,
+            tenant: &self.order.principal,
             job,
             broker: opened.map(|opened| &opened.link),
-            prepared: self.request.prepare.then_some(self.admitted),
+            prepared: self.order.prepare.then_some(self.admitted),
             tell: self.attendance.tell,
         }
     }
@@ -185,7 +185,7 @@ impl Carrying<'_> {
     ) -> Result<Carried, Refused> {
         let patience = self.patience(WORKER_GRACE);
         let done = self.pool.carry_out(&self.task(job, opened.as_ref()), patience);
-        let (Err(Unserved::Handed(failure)), Some(first)) = (&done, &opened) else {
+        let (Err(Unserved::Handed { failure, vm }), Some(first)) = (&done, &opened) else {
             return Ok(Carried { done, opened, called: None });
         };
         match after_loss(failure, || first.broker.cancel_run(self.run_id)) {
@@ -199,7 +199,7 @@ impl Carrying<'_> {
                 Ok(Carried { done, opened: again.or(opened), called: None })
             }
             AfterLoss::Over { failure, calls } => {
-                let done = Err(Unserved::Ended(Fate::Vm(failure)));
+                let done = Err(Unserved::Ended { fate: Fate::Vm(failure), vm: Some(*vm) });
                 Ok(Carried { done, opened, called: Some(calls) })
             }
         }
@@ -214,22 +214,23 @@ impl Carrying<'_> {
                 *at = Supervised { taken, handed, reported, ..*at };
                 let patience = self.patience(SYNC_GRACE);
                 let settled = opened.map_or(Settled::Known, |opened| opened.settle(patience));
-                (report, vm, Some(upkeep), settled)
+                (report, Some(vm), Some(upkeep), settled)
             }
             // Cancelled, or its worker was lost or had to be ended: what it
             // called, the broker knows alone.
             Err(unserved) => {
-                let mut report = worker::unserved(unserved.into());
+                let (fate, vm) = unserved.told();
+                let mut report = worker::unserved(fate);
                 let settled = opened.map_or(Settled::Known, |opened| {
                     // Its tools hear of it. A broker that is lost tells nobody.
                     let called = called.unwrap_or_else(|| opened.broker.cancel_run(self.run_id));
                     opened.settle_cancelled(called, &mut report.calls)
                 });
-                (report, Vm::Fresh, None, settled)
+                (report, vm, None, settled)
             }
         };
         let place = Place { tier: self.tier, vm, weaknesses: &self.pool.weaknesses() };
-        let outcome = Outcome::of_fate(&report.fate, self.request.limits.wall_ms, place.tier);
+        let outcome = Outcome::of_fate(&report.fate, self.order.limits.wall_ms, place.tier);
         let mut result = reported(self.run_id, self.admitted, outcome, report, place, *at);
         result.upkeep = upkeep;
         match settled {

@@ -36,6 +36,7 @@ use crate::broker::{Broker, BrokerError};
 use crate::cancel::Cancel;
 use crate::keeper::{BrokerStanding, Keeper};
 use crate::link::Patience;
+use crate::locks::lock;
 use crate::pool::worker::Tell;
 use crate::pool::{Pool, PoolOptions};
 use crate::report::{Outcome, Status};
@@ -126,7 +127,7 @@ impl Supervisor {
         let pool = self.pool().successor(&trust)?;
         let engine = Engine::new(trust, pool);
         {
-            let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut pools = lock(&self.pools);
             pools.retain(|pool| pool.strong_count() > 0);
             pools.push(Arc::downgrade(&engine.pool));
         }
@@ -169,14 +170,14 @@ impl Supervisor {
     /// Ends all workers and zygotes, those of former keys too: for who is about to
     /// end, whatever still waits for them.
     pub fn kill(&self) {
-        let pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        let pools = lock(&self.pools);
         pools.iter().filter_map(Weak::upgrade).for_each(|pool| pool.kill());
     }
 
     /// Carries out one run. However it ends, there is a report.
-    pub fn run(&self, request: &Order) -> RunResult {
-        let result = self.run_for(request, &Attendance::default());
-        result.report.log(&request.principal);
+    pub fn run(&self, order: &Order) -> RunResult {
+        let result = self.run_for(order, &Attendance::default());
+        result.report.log(&order.principal);
         result
     }
 
@@ -215,7 +216,7 @@ impl Supervisor {
 
     /// The same as [`Self::run`] for somebody who attends the run. That it ended
     /// is theirs to log.
-    pub fn run_for(&self, request: &Order, attendance: &Attendance<'_>) -> RunResult {
+    pub fn run_for(&self, order: &Order, attendance: &Attendance<'_>) -> RunResult {
         let tier = self.tier();
         if attendance.cancel.is_some_and(Cancel::is_raised) {
             let reason = "the run was cancelled before it began";
@@ -230,27 +231,27 @@ impl Supervisor {
             }
         };
         let engine = self.engine();
-        let admitted = match self.admit(&engine.admission, request) {
+        let admitted = match self.admit(&engine.admission, order) {
             Ok(admitted) => admitted,
             Err(refused) => return refused.result(run_id, tier, None, at),
         };
         at.admitted = now_ns();
-        match self.carry_out(&engine.pool, run_id, request, &admitted, attendance, &mut at) {
+        match self.carry_out(&engine.pool, run_id, order, &admitted, attendance, &mut at) {
             Ok(result) => result,
             Err(refused) => refused.result(run_id, tier, Some(&admitted), at),
         }
     }
 
-    fn admit(&self, admission: &Admission, request: &Order) -> Result<Arc<Admitted>, Refused> {
-        request.limits.within(&self.maxima).map_err(Refused::Over)?;
-        let input_bytes = request.input.len() as u64;
-        let limit = request.limits.input_bytes.into();
+    fn admit(&self, admission: &Admission, order: &Order) -> Result<Arc<Admitted>, Refused> {
+        order.limits.within(&self.maxima).map_err(Refused::Over)?;
+        let input_bytes = order.input.len() as u64;
+        let limit = order.limits.input_bytes.into();
         if input_bytes > limit {
             return Err(Refused::Over(OverLimit { what: "input_bytes", got: input_bytes, limit }));
         }
-        json(&request.input).map_err(Refused::Input)?;
+        json(&order.input).map_err(Refused::Input)?;
         admission
-            .admit(&request.program, &request.limits)
+            .admit(&order.program, &order.limits)
             .map_err(|violation| Refused::Violations(vec![violation]))
     }
 
@@ -258,14 +259,14 @@ impl Supervisor {
         &self,
         pool: &Pool,
         run_id: RunId,
-        request: &Order,
+        order: &Order,
         admitted: &Admitted,
         attendance: &Attendance<'_>,
         at: &mut Supervised,
     ) -> Result<RunResult, Refused> {
         // What is wrong whatever is granted is said before anybody is asked.
         let named: Vec<ToolName> = admitted.shape.tools().cloned().collect();
-        let violations = admitted.shape.violations(&named, &request.limits);
+        let violations = admitted.shape.violations(&named, &order.limits);
         if !violations.is_empty() {
             return Err(Refused::Violations(violations));
         }
@@ -276,10 +277,10 @@ impl Supervisor {
             broker: self.broker.as_ref(),
             tier: self.tier(),
             run_id,
-            request,
+            order,
             admitted,
             attendance,
-            clock: Clock::start(request.limits.wall_ms),
+            clock: Clock::start(order.limits.wall_ms),
         };
         let (granted, opened) = carrying.opened()?;
         at.opened = now_ns();

@@ -12,6 +12,7 @@ use forge_protocol::worker::{Fate, Report, Tier, Timing};
 use crate::admission::{Admitted, Violation};
 use crate::broker::BrokerError;
 use crate::jail::Weakness;
+use crate::pool::worker::CANCELLED;
 use crate::pool::{Upkeep, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, UNSETTLED, artifact_report, call_report,
@@ -36,6 +37,13 @@ pub struct RunResult {
 }
 
 impl RunResult {
+    /// It was cancelled as the service ended, where it was. What else is said of it
+    /// stands.
+    pub fn service_ended(&mut self) {
+        let reason = &mut self.report.reason;
+        *reason = reason.replacen(CANCELLED, "the service ended before the run did", 1);
+    }
+
     /// As good as all that this takes until it is told, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
@@ -73,6 +81,9 @@ impl RunResult {
 /// After how long one may come again whose tool's server is away: about as long as a server
 /// that failed once is left alone.
 const SERVER_RETRY_MS: u64 = 1_000;
+
+/// What a report says in place of a VM where a run had none.
+const NO_VM: &str = "none";
 
 /// Why a run is refused before it has a VM.
 pub(super) enum Refused {
@@ -207,7 +218,7 @@ pub(super) fn unstarted(
         log_dropped: 0,
         isolation: tier.as_str(),
         weaknesses: Vec::new(),
-        vm: "none",
+        vm: NO_VM,
         program_sha256: admitted.map(|admitted| hex(&admitted.sha256)),
         signer: admitted.map(|admitted| admitted.signer.to_string()),
         tool_calls: Vec::new(),
@@ -223,11 +234,12 @@ pub(super) fn unstarted(
 /// What a run was carried out in.
 pub(super) struct Place<'a> {
     pub(super) tier: Tier,
-    pub(super) vm: Vm,
+    /// None if it did not come that far.
+    pub(super) vm: Option<Vm>,
     pub(super) weaknesses: &'a [Weakness],
 }
 
-/// The report of a run that a worker was given.
+/// The report of a run that came as far as the pool.
 pub(super) fn reported(
     run_id: RunId,
     admitted: &Admitted,
@@ -260,7 +272,7 @@ pub(super) fn reported(
             .collect(),
         log_dropped,
         weaknesses: place.weaknesses.iter().map(|weakness| weakness.word()).collect(),
-        vm: place.vm.as_str(),
+        vm: place.vm.map_or(NO_VM, Vm::as_str),
         tool_calls: report.calls.iter().map(call_report).collect(),
         fuel_used,
         memory_peak_bytes,

@@ -14,7 +14,7 @@ use crate::cli::config::{self, Found};
 pub(super) fn told(args: &RunArgs, found: Found) -> Vec<FoundTool> {
     let Found { tools, blocked, unavailable } = found;
     if tools.is_empty() && unavailable.is_empty() {
-        complain(&config::nothing_found(&args.broker.principal));
+        complain(&config::nothing_found(&args.asker.principal));
     }
     for (server, reason) in &unavailable {
         complain(&format!("server {server} was not searched: {}", shown_whole(reason)));

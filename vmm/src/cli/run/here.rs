@@ -73,7 +73,7 @@ fn broker(
         (Authority::Tools(_), Some(intent)) => {
             let broker = start(GrantKey::Passing)?;
             progress("searching tools");
-            let found = config::search(&broker, &args.broker.principal, intent, args.k)?;
+            let found = config::search(&broker, &args.asker.principal, intent, args.k)?;
             let retrieved = found::told(args, found);
             *authority = found::granted(&retrieved);
             Ok((Some(broker), retrieved))

@@ -68,7 +68,7 @@ pub(crate) fn run(args: RunArgs) -> Result<ExitCode, CliError> {
     let order = Order {
         program,
         input,
-        principal: args.broker.principal.clone(),
+        principal: args.asker.principal.clone(),
         session: args.session.clone(),
         authority,
         limits,

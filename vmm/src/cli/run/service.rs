@@ -14,7 +14,7 @@ use crate::cli::args::RunArgs;
 use crate::cli::config::Found;
 use crate::cli::interrupt::Interruptible;
 use crate::cli::place::Place;
-use crate::cli::serve::undone;
+use crate::cli::status::undone;
 use crate::cli::{CliError, progress};
 
 /// Has a service carry out a run, and first find the tools for it where it has
@@ -44,7 +44,7 @@ fn retrieve(
     args: &RunArgs,
     intent: &str,
 ) -> Result<Vec<FoundTool>, ClientError> {
-    let (principal, intent) = (args.broker.principal.clone(), intent.to_owned());
+    let (principal, intent) = (args.asker.principal.clone(), intent.to_owned());
     let question = Question::SearchTools { principal, intent, k: args.k };
     let Reply::Found { tools, blocked, unavailable } = client.ask(question)? else {
         return Err(ClientError::Protocol("a search is answered by something else".into()));

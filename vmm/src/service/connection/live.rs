@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex};
 use forge_protocol::limits::{NUMBERS_MAX, QUESTIONS_MAX};
 use forge_protocol::service::Question;
 
-use super::super::lock;
 use super::breach;
 use crate::cancel::Cancel;
+use crate::locks::lock;
 
 /// Cancel handles that are kept for what comes next.
 const SPARE_MAX: usize = 4;

@@ -41,9 +41,10 @@ use self::sending::SEND_PATIENCE;
 use super::options::Principals;
 use super::peer::{Peer, Who};
 use super::seldom::Seldom;
-use super::{Busy, Service, lock};
+use super::{Busy, Service};
 use crate::cancel::Cancel;
 use crate::link::{Patience, wait};
+use crate::locks::lock;
 use crate::pool::worker::Tell;
 use crate::supervisor::Attendance;
 
@@ -53,8 +54,8 @@ const READ_PATIENCE: Duration = Duration::from_secs(1);
 /// How long it waits for more of a frame that takes longer than that. What
 /// flows stays with its thread; what drips has none between two drops.
 const FLOW_PATIENCE: Duration = Duration::from_millis(1);
-/// One that does not take, or send, one whole frame in this time is, too; nor does it
-/// take a run's end, artifacts and all.
+/// A client that does not take, or send, one whole frame in this time is cut off; so is
+/// one that does not take a run's end, artifacts and all.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 /// The longest frame of somebody who speaks for nobody, in bytes. It is refused
 /// whatever is in it; a program of usual size is refused in words.

@@ -2,8 +2,8 @@
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use super::super::lock;
 use super::super::peer::Peer;
+use crate::locks::lock;
 
 /// Unsent ends of one connection, each holding a thread, before nothing more of it is
 /// read. Low enough that refusals to one user, over all its connections, cannot hold
