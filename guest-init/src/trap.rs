@@ -141,7 +141,9 @@ fn not_instantiated(error: &InstantiationError, limits: &RunLimits) -> Ending {
 /// The ending for an error that wasmi returned while it compiled the module.
 /// Names the function of this module that it is in.
 pub(crate) fn not_compiled(error: &Error, module: &[u8]) -> Ending {
-    let text = told(error.to_string(), module);
+    let said = error.to_string();
+    let is_wide_table = said.contains("br_table size is out of bounds");
+    let text = told(said, module);
     match error.kind() {
         // The only error of this kind that depends on our configuration alone;
         // wasmi keeps the type private.
@@ -159,7 +161,7 @@ pub(crate) fn not_compiled(error: &Error, module: &[u8]) -> Ending {
             ),
         ),
         // Valid, and a bound of the parser's.
-        _ if text.contains("br_table size is out of bounds") => {
+        _ if is_wide_table => {
             rejected(RejectKind::TooLarge, alloc::format!("{text}: the most targets are 131072"))
         }
         // What is translated is valid: what fails there is too much for its instructions.
@@ -199,7 +201,7 @@ fn lacking(said: &str) -> Option<&'static str> {
         ),
         (&["memory64"], "64-bit memories are not there, build the program for wasm32"),
         (
-            &["external kind"],
+            &["(0x7e) for external kind", "(0x7f) for external kind"],
             "compact imports are not there, build the program without them (wasm-opt: no -all, \
              or --disable-compact-imports)",
         ),

@@ -10,7 +10,7 @@
 use crate::codec::{Decode, Encode};
 
 /// The version of the protocol this code speaks.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// Who is speaking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
@@ -148,7 +148,7 @@ mod tests {
         let theirs = Hello { version_min: 7, version_max: 9, ..Hello::ours(Role::Guest) };
         let said = Hello::ours(Role::Host).agree(theirs, Role::Guest).unwrap_err().to_string();
         assert!(said.contains("the guest speaks forge protocol 7 to 9"), "{said}");
-        assert!(said.contains("the host speaks 2 to 2"), "{said}");
+        assert!(said.contains("the host speaks 3 to 3"), "{said}");
     }
 
     #[test]

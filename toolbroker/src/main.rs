@@ -25,7 +25,6 @@ use forge_toolbroker::journal::{JournalError, Place, read};
 use forge_toolbroker::review::{ReviewError, Reviews};
 use forge_toolbroker::state::{self, StateError};
 use forge_toolbroker::{link, process, stranger};
-use rustix::fs::FileType;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -361,10 +360,10 @@ fn check(mcp_config: Option<&Path>, config: Option<&Path>) -> Result<(), Error> 
 /// Whoever reads the supervisor's standard error from a pipe waits for the end of
 /// all who have it, and calls that are waited for still are of no run any more.
 fn leave_standard_error() {
-    let is_pipe = rustix::fs::fstat(std::io::stderr())
-        .is_ok_and(|it| FileType::from_raw_mode(it.st_mode) == FileType::Fifo);
     // Where it cannot be left, it is kept: nothing else depends on it.
-    if is_pipe && let Ok(null) = std::fs::File::options().write(true).open("/dev/null") {
+    if forge_log::stderr().leave()
+        && let Ok(null) = std::fs::File::options().write(true).open("/dev/null")
+    {
         let _ = rustix::stdio::dup2_stderr(&null);
     }
 }

@@ -5,8 +5,8 @@
 //! absent are retrieval, which is [`crate::retrieval`]'s, and the review of
 //! changed definitions, which is [`crate::review`]'s.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use forge_protocol::broker::ToolWord;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
@@ -31,6 +31,8 @@ pub struct Registry {
     servers: BTreeMap<String, Arc<Upstream>>,
     /// What the operator says of tools.
     words: BTreeMap<ToolName, Word>,
+    /// Those of them that no server has, and that this was said of.
+    told: Mutex<BTreeSet<ToolName>>,
     scrubs: Arc<Scrubs>,
 }
 
@@ -205,6 +207,7 @@ impl Registry {
             builtins: Builtins::new(config.builtins, &servers),
             servers,
             words: config.words,
+            told: Mutex::default(),
             scrubs,
         }
     }
@@ -277,7 +280,11 @@ impl Registry {
         let mut unavailable = Vec::new();
         while let Some(answer) = asked.join_next().await {
             match answer {
-                Ok((_, Ok(connection))) => tools.extend(connection.tools().iter().cloned()),
+                Ok((server, Ok(connection))) => {
+                    let its = connection.tools();
+                    self.warn_of_words(&server, &its);
+                    tools.extend(its.iter().cloned());
+                }
                 Ok((server, Err(error))) => unavailable.push((server, error)),
                 Err(error) => tracing::error!(%error, "bug: a listing task failed"),
             }
@@ -285,6 +292,19 @@ impl Registry {
         tools.sort_by(|a, b| a.name().cmp(b.name()));
         unavailable.sort_by(|(a, _), (b, _)| a.cmp(b));
         (tools, unavailable)
+    }
+
+    /// Says once what the operator said of tools that a server does not have: a name that is
+    /// misspelt, or is another by now, is a tool that costs what any does.
+    fn warn_of_words(&self, server: &str, tools: &[Arc<Tool>]) {
+        let has = |name: &ToolName| tools.iter().any(|tool| tool.name() == name);
+        for name in self.words.keys().filter(|name| name.server() == server && !has(name)) {
+            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            if told.insert(name.clone()) {
+                let closest = closest(name.as_str(), tools.iter().map(|tool| tool.name().as_str()));
+                tracing::warn!(tool = %name, ?closest, "[tools] names what its server does not have");
+            }
+        }
     }
 
     /// One tool, as its server describes it now, or as the caller whose tools

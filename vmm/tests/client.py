@@ -16,9 +16,9 @@ import struct
 import sys
 
 HELLO, REFUSE = 0x01, 0x02
-SUBMIT, FINISHED, EVENT, CANCEL, QUERY, ANSWERED, CALLBACK, SETTLED = range(0x60, 0x68)
+SUBMIT, FINISHED, EVENT, CANCEL, QUERY, ANSWERED, CALLBACK, SETTLED, PART = range(0x60, 0x69)
 CLIENT, SUPERVISOR = 4, 2
-VERSION = 2
+VERSION = 3
 
 
 # Messages: "Messages" of the document.
@@ -178,11 +178,34 @@ def event(reader):
     return "settled", (reader.uint(), reader.option(reader.uint), reader.uint())
 
 
-def finished(reader):
+def finished(reader, artifacts=0):
     report = json.loads(reader.blob())
-    assert reader.uint() == 0, "no artifacts"
+    assert reader.uint() == artifacts
+    if artifacts:
+        return report
     reader.end()
     return report
+
+
+def leaves(client, folder):
+    program = open(os.path.join(folder, "leaves"), "rb").read()
+    value = "x" * 60_000
+    client.submit(11, program, value)
+    content = b""
+    while True:
+        kind, message = client.receive()
+        assert message.uint() == 11
+        if kind != PART:
+            break
+        assert message.uint() == 0, "which artifact"
+        content += message.blob()
+        message.end()
+    assert kind == FINISHED
+    report = finished(message, artifacts=1)
+    left = message.text(), message.text(), message.uint()
+    message.end()
+    assert left == ("input.json", "application/json", len(content)), left
+    assert report["status"] == "ok" and json.loads(content) == value, report
 
 
 def streams(client, folder):
@@ -274,6 +297,7 @@ def main():
     cancels(client, folder)
     hosts(client, folder)
     joins(client, folder)
+    leaves(client, folder)
     print("ok")
 
 

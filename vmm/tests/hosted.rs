@@ -305,6 +305,8 @@ fn a_client_in_another_language_needs_the_document_alone() {
     fs::write(desk.path("endless"), program(ENDLESS)).unwrap();
     fs::write(desk.path("hosted"), three_calls()).unwrap();
     fs::write(desk.path("joins"), joins()).unwrap();
+    let leaves = signed(include_str!("../../examples/programs/artifact.wat"));
+    fs::write(desk.path("leaves"), leaves).unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client.py");
     let mut python = Command::new("python3");
     python.arg(script).arg(&service.socket).arg(desk.folder()).stdin(Stdio::null());

@@ -336,26 +336,34 @@ fn properties_at<'s>(schema: &'s Value, place: &[String]) -> Option<&'s Map<Stri
 
 /// Whether some server takes two names for one.
 fn is_same_name(a: &str, b: &str) -> bool {
-    folded(a).eq(folded(b))
+    folded(a).eq(folded(b)) || folded_whole(a).eq(folded_whole(b))
 }
 
 /// A member's name as the most careless server reads it: without regard to case, to what
 /// parts words, to what is not seen, or to what stands behind a zero.
 pub(crate) fn folded(name: &str) -> impl Iterator<Item = char> {
+    folded_whole(name.split('\0').next().unwrap_or_default())
+}
+
+/// The same by one to whom a zero is as little as any other that is not seen.
+fn folded_whole(name: &str) -> impl Iterator<Item = char> {
     let parts_words =
         |it: &char| it.is_whitespace() || it.is_control() || matches!(it, '_' | '-' | '.');
-    let told = name.chars().take_while(|it| *it != '\0').filter(move |it| !parts_words(it));
+    let told = name.chars().filter(move |it| !parts_words(it));
     told.flat_map(without_case).filter(|it| !is_unseen(*it))
 }
 
-/// Whether nothing is seen of it: soft hyphens, joiners, marks of direction and of byte
-/// order; and the dot above, which is what is left of the Turkish capital of `i` (U+0130)
-/// beside an `i`, and to Java is that.
+/// Whether nothing is seen of it: what Unicode has for `Default_Ignorable_Code_Point`; and
+/// the dot above, which is what is left of the Turkish capital of `i` (U+0130) beside an
+/// `i`, and to Java is that.
 fn is_unseen(character: char) -> bool {
     matches!(
         character,
-        '\u{ad}' | '\u{307}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}'
-            | '\u{2060}'..='\u{206f}' | '\u{feff}'
+        '\u{ad}' | '\u{307}' | '\u{34f}' | '\u{61c}' | '\u{115f}' | '\u{1160}' | '\u{17b4}'
+            | '\u{17b5}' | '\u{180b}'..='\u{180f}' | '\u{200b}'..='\u{200f}'
+            | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{3164}'
+            | '\u{fe00}'..='\u{fe0f}' | '\u{feff}' | '\u{ffa0}' | '\u{fff0}'..='\u{fff8}'
+            | '\u{1bca0}'..='\u{1bca3}' | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e0fff}'
     )
 }
 

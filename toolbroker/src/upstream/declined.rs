@@ -15,8 +15,8 @@
 //! is told of the server's end.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rmcp::RoleClient;
@@ -50,6 +50,7 @@ const TAKEN_TIME_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug, Default)]
 pub(super) struct Heard {
     changes: AtomicU64,
+    last: Mutex<Option<Instant>>,
     over: watch::Sender<bool>,
 }
 
@@ -62,6 +63,15 @@ impl Heard {
     /// Its tools may have changed.
     pub(super) fn changed(&self) {
         self.changes.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// When it said something last.
+    pub(super) fn last(&self) -> Option<Instant> {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn said_something(&self) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
     /// Whether nothing more comes from it.
@@ -160,6 +170,7 @@ impl<T: Transport<RoleClient>> Declined<T> {
     async fn next(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
         loop {
             let message = self.heard_next().await?;
+            self.heard.said_something();
             if let JsonRpcMessage::Request(asked) = message {
                 let is_ping = matches!(asked.request, ServerRequest::PingRequest(_));
                 let is_long =

@@ -259,6 +259,11 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             }
         }
         if let Some(id) = answers(&message) {
+            if !self.asked.iter().any(|asked| is_same(id, asked)) {
+                // Of one that was given up, perhaps; or under an id that is nobody's.
+                let server = &self.server;
+                tracing::debug!(server, ?id, "an answer to nothing that is waited for");
+            }
             self.forget(id);
         }
         message

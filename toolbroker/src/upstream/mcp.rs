@@ -32,6 +32,7 @@ use super::declined::Heard;
 use super::listing::{LIST_LIFE, LeftOut, Listing, Offer};
 use super::received::{self, Came};
 use super::scrubs::Scrubs;
+use super::silence::Unanswered;
 use super::stdio::Process;
 use super::streamable::{self, ExchangeError, Fault, Mcp};
 use super::{
@@ -85,6 +86,7 @@ pub struct Session {
     /// When the list of tools is too old.
     list_until: StdMutex<Instant>,
     subscription: StdMutex<Option<AbortHandle>>,
+    unanswered: Unanswered,
 }
 
 /// How one attempt at a call ended.
@@ -135,6 +137,7 @@ impl Session {
             since: Instant::now(),
             list_until: StdMutex::new(Instant::now()),
             subscription: StdMutex::default(),
+            unanswered: Unanswered::default(),
         }
     }
 
@@ -208,6 +211,7 @@ impl Session {
     /// Sends a request; its result, as it came. Dropping the future tells the
     /// server that nobody waits any more.
     async fn asked(&self, request: ClientRequest) -> Result<ServerResult, ServiceError> {
+        let _question = self.unanswered.ask();
         self.answered(async {
             let options = PeerRequestOptions::no_options();
             let handle = self.service.send_cancellable_request(request, options).await?;
@@ -224,6 +228,13 @@ impl Session {
     pub(super) fn is_stale(&self) -> bool {
         let until = *self.list_until.lock().unwrap_or_else(PoisonError::into_inner);
         self.has_announced() || Instant::now() >= until
+    }
+
+    /// Whether its program is stuck, which left its list unanswered that was asked for
+    /// then. A server over HTTP may be another one by the next request.
+    pub(super) fn is_stuck(&self, list_asked: Instant) -> bool {
+        let last_heard = self.heard().last().unwrap_or(self.since);
+        self.process().is_some() && self.unanswered.is_stuck(list_asked, last_heard, Instant::now())
     }
 
     /// Whether it said that its tools changed since they were listed.

@@ -48,6 +48,7 @@ mod openapi;
 mod places;
 mod received;
 pub(crate) mod scrubs;
+mod silence;
 mod source;
 mod stdio;
 mod streamable;
@@ -526,8 +527,12 @@ impl Upstream {
         let reason = if session.is_closed() {
             session.end_of("it ended").await
         } else {
+            let asked = Instant::now();
             match session.list().await {
                 Ok(()) => return true,
+                Err(reason) if session.is_stuck(asked) => {
+                    format!("{reason}, and it says nothing else: it is stuck")
+                }
                 // It was never said to be another, and the next try is not far.
                 Err(reason) if session.keeps_its_list() => {
                     tracing::warn!(server = self.name, ?reason, "its old list of tools counts on");

@@ -11,11 +11,12 @@
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -50,10 +51,7 @@ pub fn no_level(filter: &str) -> Option<&str> {
 
 /// Where lines of the log go. Each is one write to `&Log`.
 #[derive(Debug)]
-pub struct Log {
-    way: Way,
-    state: Mutex<State>,
-}
+pub struct Log(Mutex<State>);
 
 #[derive(Debug)]
 enum Way {
@@ -68,8 +66,9 @@ enum Way {
     Plain(Option<OwnedFd>),
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
+    way: Way,
     /// Lines that were dropped since one was written.
     dropped: u64,
     /// Whether the last line was written in part.
@@ -101,35 +100,61 @@ impl Log {
             (Ok(FileType::Socket), Ok(own)) => Way::Socket(own),
             (_, own) => Way::Plain(own.ok()),
         };
-        Self { way, state: Mutex::default() }
+        Self::by(way)
     }
 
-    fn line(&self, line: &[u8]) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.dropped > 0 {
-            let end = if state.is_torn { "\n" } else { "" };
-            let told = format!("{end}{} lines of this log were read too late\n", state.dropped);
-            if !self.is_put(told.as_bytes(), &mut state) {
-                state.dropped += 1;
+    fn by(way: Way) -> Self {
+        Self(Mutex::new(State { way, dropped: 0, is_torn: false, waited: None }))
+    }
+
+    /// Leaves what it is written to, if somebody may wait for its end: a pipe, or a socket
+    /// that has no name, as those are that Node starts processes with. What comes from now
+    /// on is read by nobody. Whether it did.
+    pub fn leave(&self) -> bool {
+        let mut state = self.state();
+        let is_awaited = match &state.way {
+            Way::Pipe(_) | Way::OthersPipe(_) => true,
+            Way::Socket(socket) => is_unnamed(socket),
+            Way::Plain(_) => false,
+        };
+        if is_awaited && let Ok(null) = File::options().write(true).open("/dev/null") {
+            state.way = Way::Plain(Some(null.into()));
+            return true;
+        }
+        false
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn line(&mut self, line: &[u8]) {
+        if self.dropped > 0 {
+            let end = if self.is_torn { "\n" } else { "" };
+            let told = format!("{end}{} lines of this log were read too late\n", self.dropped);
+            if !self.is_put(told.as_bytes()) {
+                self.dropped += 1;
                 return;
             }
-            *state = State::default();
+            (self.dropped, self.is_torn, self.waited) = (0, false, None);
         }
-        if !self.is_put(line, &mut state) {
-            state.dropped += 1;
+        if !self.is_put(line) {
+            self.dropped += 1;
         }
     }
 
     /// Whether all of it is written.
-    fn is_put(&self, line: &[u8], state: &mut State) -> bool {
+    fn is_put(&mut self, line: &[u8]) -> bool {
         let mut rest = line;
         while !rest.is_empty() {
             match self.put(rest) {
                 Ok(written) => rest = &rest[written.min(rest.len())..],
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if self.has_room_soon(state) => {}
+                Err(Errno::AGAIN) if self.has_room_soon() => {}
                 Err(_) => {
-                    state.is_torn |= rest.len() < line.len();
+                    self.is_torn |= rest.len() < line.len();
                     return false;
                 }
             }
@@ -155,28 +180,33 @@ impl Log {
     }
 
     /// Whether there is room within a moment, unless there was none lately.
-    fn has_room_soon(&self, state: &mut State) -> bool {
+    fn has_room_soon(&mut self) -> bool {
         let (Way::Pipe(target) | Way::OthersPipe(target) | Way::Socket(target)) = &self.way else {
             return false;
         };
-        if state.waited.is_some_and(|waited| waited.elapsed() < IMPATIENT_TIME) {
+        if self.waited.is_some_and(|waited| waited.elapsed() < IMPATIENT_TIME) {
             return false;
         }
         let has_room = has_room(target, &WAIT_MAX);
-        state.waited = (!has_room).then(Instant::now);
+        self.waited = (!has_room).then(Instant::now);
         has_room
     }
 }
 
 impl Write for &Log {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.line(line);
+        self.state().line(line);
         Ok(line.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+fn is_unnamed(socket: &OwnedFd) -> bool {
+    let peer = socket.try_clone().and_then(|socket| UnixStream::from(socket).peer_addr());
+    peer.is_ok_and(|peer| peer.is_unnamed())
 }
 
 fn has_room(target: &OwnedFd, within: &Timespec) -> bool {
@@ -209,7 +239,6 @@ mod tests {
     }
 
     use std::io::Read as _;
-    use std::os::unix::net::UnixStream;
 
     use super::*;
 
@@ -262,18 +291,18 @@ mod tests {
     fn a_pipe_that_nobody_reads_keeps_no_line_waiting_and_says_later_how_many_are_missing() {
         let (reader, writer) = io::pipe().unwrap();
         let log = Log::to(writer.as_fd());
-        assert!(matches!(log.way, Way::Pipe(_)));
+        assert!(matches!(log.state().way, Way::Pipe(_)));
         check(&read_late(&log, reader));
     }
 
     #[test]
     fn another_users_pipe_and_a_socket_keep_no_line_waiting() {
         let (reader, writer) = io::pipe().unwrap();
-        let log = Log { way: Way::OthersPipe(writer.into()), state: Mutex::default() };
+        let log = Log::by(Way::OthersPipe(writer.into()));
         check(&read_late(&log, reader));
         let (reader, writer) = UnixStream::pair().unwrap();
         let log = Log::to(writer.as_fd());
-        assert!(matches!(log.way, Way::Socket(_)));
+        assert!(matches!(log.state().way, Way::Socket(_)));
         check(&read_late(&log, reader));
     }
 
@@ -291,5 +320,23 @@ mod tests {
         let log = Log::to(writer.as_fd());
         drop(reader);
         (&log).write_all(LINE).unwrap();
+    }
+
+    #[test]
+    fn who_waits_for_the_end_of_a_log_that_was_left_is_not_kept() {
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        let (mut socket, other) = UnixStream::pair().unwrap();
+        let logs = [Log::to(writer.as_fd()), Log::to(other.as_fd())];
+        drop((writer, other));
+        for log in &logs {
+            writeln!(&mut &*log, "before").unwrap();
+            assert!(log.leave());
+            writeln!(&mut &*log, "after").unwrap();
+        }
+        let mut read = [String::new(), String::new()];
+        reader.read_to_string(&mut read[0]).unwrap();
+        socket.read_to_string(&mut read[1]).unwrap();
+        assert_eq!(read, ["before\n", "before\n"]);
+        assert!(!Log::to(File::open("/dev/null").unwrap().as_fd()).leave());
     }
 }

@@ -107,12 +107,10 @@ fn is_last_word(kind: Kind) -> bool {
 fn last_word(frame: &Frame) -> VmFailure {
     if frame.kind == Kind::Forbidden {
         let call = frame.payload.as_slice().try_into().map_or(-1, i32::from_le_bytes);
-        // The first that abort(3) makes.
+        let mut message = format!("the worker made system call {call}, which its jail forbids");
         if libc::c_long::from(call) == libc::SYS_rt_sigprocmask {
-            let message = "the worker aborted: it had no memory left, or by a bug of ours";
-            return VmFailure::new(VmFailureKind::WorkerLost, message);
+            message += ", and abort(3) makes where there is no memory left";
         }
-        let message = format!("the worker made system call {call}, which its jail forbids");
         return VmFailure::new(VmFailureKind::WorkerBroke, message);
     }
     match decode::<Ready>(&frame.payload) {
@@ -234,7 +232,6 @@ impl Worker {
         })
     }
 
-    /// What is made of a run that it was not given.
     /// The loss to report when its run had not begun.
     pub(super) fn not_begun(&self, failure: VmFailure) -> Lost {
         if self.has_served && self.has_link { Lost::Handed(failure) } else { Lost::Before(failure) }

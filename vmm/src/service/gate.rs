@@ -83,7 +83,7 @@ pub(super) enum Denied {
     Overloaded { retry_after_ms: u64 },
     /// There is, and the principal ran as many as it may run at once all that time.
     ShareTaken { share: usize, retry_after_ms: u64 },
-    /// There is, and all that time the principal's clients had more to take than they may.
+    /// There is, and the principal's clients have more to take than they may.
     ResultsUntaken { bytes: usize, retry_after_ms: u64 },
     /// Nobody wants it any more.
     Cancelled,
@@ -371,7 +371,9 @@ impl State {
             Some(waiting) if self.running < self.bounds.runs_max => {
                 let share = self.bounds.places(waiting.limit);
                 match self.untaken_bytes_of(&waiting.principal) {
-                    bytes @ UNTAKEN_BYTES_MAX.. => Denied::ResultsUntaken { bytes, retry_after_ms },
+                    bytes if bytes > UNTAKEN_BYTES_MAX => {
+                        Denied::ResultsUntaken { bytes, retry_after_ms }
+                    }
                     _ => Denied::ShareTaken { share, retry_after_ms },
                 }
             }

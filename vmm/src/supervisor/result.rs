@@ -44,11 +44,18 @@ impl RunResult {
         *reason = reason.replacen(CANCELLED, "the service ended before the run did", 1);
     }
 
-    /// As good as all that this takes until it is told, in bytes.
+    /// What this takes until it is told, in bytes: what the run left, and its report as
+    /// JSON, the longest parts of that as they are written and the calls by what one takes.
     #[must_use]
     pub fn bytes(&self) -> usize {
+        const CALL_BYTES: usize = 512;
+        let written = |text: &str| -> usize {
+            text.bytes().map(|byte| if byte < b' ' { 6 } else { 1 }).sum()
+        };
         let left: usize = self.artifacts.iter().map(|it| it.content.len()).sum();
-        left + self.report.output.len()
+        let logged: usize =
+            self.report.log.iter().map(|it| CALL_BYTES / 8 + written(&it.text)).sum();
+        left + written(&self.report.output) + logged + self.report.tool_calls.len() * CALL_BYTES
     }
 
     /// A run that was not begun, and would have been carried out in this tier.

@@ -60,7 +60,7 @@ async fn once(
             // Whoever leaves while it begins does not know whether it has.
             let beginning = tokio::spawn(async move {
                 let kept = begun(&door, &caller, order, room).await?;
-                claim.is_of(&kept);
+                claim.bind(&kept);
                 Ok::<_, Problem>(kept)
             });
             beginning.await.map_err(|_| Problem::lost())??
@@ -71,7 +71,7 @@ async fn once(
     }
     let mut changes = kept.events.subscribe();
     while kept.events.ended().is_none() && changes.changed().await.is_ok() {}
-    answer(&kept, StatusCode::OK)
+    took_no_place(&kept).map_or_else(|| answer(&kept, StatusCode::OK), Err)
 }
 
 /// Answers with the report. Dropped before, the run is cancelled: that is
@@ -198,7 +198,7 @@ pub(crate) fn over(tenant: &Tenant, events: Events, finish: Finish) -> Result<Ar
 
 /// Why a run that was over at once did not take place: it had no room or no host. `None`
 /// if it did.
-fn took_no_place(kept: &Kept) -> Option<Problem> {
+pub(crate) fn took_no_place(kept: &Kept) -> Option<Problem> {
     match kept.events.ended() {
         Some(Ended::Reported(end)) => refused(&end),
         _ => None,
@@ -556,6 +556,31 @@ mod tests {
         }
         let none = refused(&End::of(finish("refused", "draining")).unwrap()).unwrap();
         assert_eq!(none.into_response().headers()[header::RETRY_AFTER], "1");
+    }
+
+    #[test]
+    fn a_key_whose_run_had_no_host_after_all_is_free_and_another_is_not() {
+        let tenant = Tenants::default().named("a".into());
+        let keyed = |order: u8| Keyed { key: "k".into(), order_sha256: [order; 32] };
+        let begins = |status: &str, kind: &str| {
+            let Ok(Under::Nothing(claim)) = tenant.under(keyed(1)) else {
+                panic!("the key is free");
+            };
+            assert_eq!(tenant.under(keyed(1)).unwrap_err().body().kind(), "in_progress");
+            let (id, events) = (status.to_owned(), Events::default());
+            let kept = Arc::new(Kept { id, canceller: None, events });
+            tenant.keep(Arc::clone(&kept));
+            claim.bind(&kept);
+            assert!(matches!(tenant.under(keyed(1)), Ok(Under::Run(run)) if run.id == status));
+            end(&tenant, &kept, End::of(finish(status, kind)));
+        };
+        begins("unavailable", "kvm");
+        drop(tenant.under(keyed(1)).unwrap());
+        begins("ok", "");
+        assert!(matches!(tenant.under(keyed(1)), Ok(Under::Run(run)) if run.id == "ok"));
+        assert_eq!(tenant.under(keyed(2)).unwrap_err().body().kind(), "key_reused");
+        let listed: Vec<_> = tenant.all().into_iter().map(|(kept, _)| kept.id.clone()).collect();
+        assert_eq!(listed, ["ok", "unavailable"]);
     }
 
     #[test]

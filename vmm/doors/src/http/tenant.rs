@@ -6,7 +6,7 @@
 //! they share are the numbers of the door's connection to the service: there a
 //! principal has as many as are left at most ([`Numbers`]).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::events::Events;
 use super::key::{self, Keyed};
 use super::problem::Problem;
+use super::runs::took_no_place;
 
 /// Requests of one principal that may be under way at the same time: a run
 /// that is waited for and a stream of events are each one.
@@ -129,26 +130,29 @@ pub(crate) enum Under {
 pub(crate) struct Claim {
     tenant: Arc<Tenant>,
     key: String,
+    /// Whether the key is the run's by now.
+    is_bound: bool,
 }
 
 impl Claim {
     /// Its run has begun.
-    pub(crate) fn is_of(&self, kept: &Kept) {
+    pub(crate) fn bind(mut self, kept: &Kept) {
         let mut runs = self.tenant.runs();
         // One that is forgotten already has its key free with it.
         if runs.by_id.contains_key(&kept.id)
             && let Some(submitted) = runs.by_key.get_mut(&self.key)
         {
             submitted.run = Some(kept.id.clone());
+            drop(runs);
+            self.is_bound = true;
         }
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let mut runs = self.tenant.runs();
-        if runs.by_key.get(&self.key).is_some_and(|it| it.run.is_none()) {
-            runs.by_key.remove(&self.key);
+        if !self.is_bound {
+            self.tenant.runs().by_key.remove(&self.key);
         }
     }
 }
@@ -294,15 +298,18 @@ impl Tenant {
     pub(crate) fn under(self: &Arc<Self>, keyed: Keyed) -> Result<Under, Problem> {
         let Keyed { key, order_sha256 } = keyed;
         let mut runs = self.runs();
-        let Some(submitted) = runs.by_key.get(&key) else {
-            runs.by_key.insert(key.clone(), Submitted { order_sha256, run: None });
-            return Ok(Under::Nothing(Claim { tenant: Arc::clone(self), key }));
-        };
-        if submitted.order_sha256 != order_sha256 {
-            return Err(key::reused());
+        if let Some(submitted) = runs.by_key.get(&key) {
+            let run = submitted.run.as_ref().and_then(|id| runs.by_id.get(id));
+            match run {
+                // One that had no room or no host after all leaves its key free.
+                Some(run) if took_no_place(run).is_some() => {}
+                _ if submitted.order_sha256 != order_sha256 => return Err(key::reused()),
+                Some(run) => return Ok(Under::Run(Arc::clone(run))),
+                None => return Err(key::in_progress()),
+            }
         }
-        let run = submitted.run.as_ref().and_then(|id| runs.by_id.get(id));
-        run.map(|run| Under::Run(Arc::clone(run))).ok_or_else(key::in_progress)
+        runs.by_key.insert(key.clone(), Submitted { order_sha256, run: None });
+        Ok(Under::Nothing(Claim { tenant: Arc::clone(self), key, is_bound: false }))
     }
 
     /// The runs that are kept, those that are not over first, then the last to end first;
@@ -310,7 +317,9 @@ impl Tenant {
     pub(crate) fn all(&self) -> Vec<(Arc<Kept>, Option<String>)> {
         let runs = self.runs();
         let ended = runs.ended.iter().rev().filter_map(|(_, id, _)| runs.by_id.get(id));
-        let under_way = runs.by_id.values().filter(|kept| kept.events.ended().is_none());
+        // One that has just ended is among those yet: it is nowhere else.
+        let noted: HashSet<&str> = runs.ended.iter().map(|(_, id, _)| id.as_str()).collect();
+        let under_way = runs.by_id.values().filter(|kept| !noted.contains(kept.id.as_str()));
         let keys: HashMap<&str, &str> = runs
             .by_key
             .iter()

@@ -12,6 +12,7 @@ use forge_vmm::service::options::{BOUND_MAX, Bounds, Principal, Principals};
 use forge_vmm::service::{ServiceOptions, VsockAddress};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
+use sha2::{Digest as _, Sha256};
 use toml::Value;
 
 use super::fault::{Fault, tables};
@@ -268,6 +269,10 @@ pub(super) fn resolve(
                 faults.push(Fault::at(field("token_sha256"), why));
                 Vec::new()
             });
+            if token_sha256.contains(&Sha256::digest([]).into()) {
+                let why = "that is the digest of nothing: the variable with the token was empty";
+                faults.push(Fault::at(field("token_sha256"), why));
+            }
             if let Some(why) = low.cids.iter().find_map(|cid| no_client(*cid)) {
                 faults.push(Fault::at(field("cids"), why));
             }

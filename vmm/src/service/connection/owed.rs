@@ -49,6 +49,11 @@ impl Owed {
         Untaken(self)
     }
 
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        *lock(&self.untaken)
+    }
+
     /// Whether nothing more is to be read.
     pub(super) fn is_too_much(&self) -> bool {
         *lock(&self.untaken) >= self.untaken_max

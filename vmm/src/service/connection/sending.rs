@@ -20,8 +20,8 @@ use crate::supervisor::RunResult;
 /// A client that takes nothing of what is sent to it for this long is cut
 /// off.
 pub(super) const SEND_PATIENCE: Duration = Duration::from_secs(10);
-/// What is sent at once, in bytes.
-const SEND_BYTES: usize = 64 * 1024;
+/// What is sent at once, in bytes: a whole part of an artifact.
+const SEND_BYTES: usize = PART_BYTES_MAX as usize + HEADER_BYTES + PART_BYTES;
 /// What a part of an artifact has beside its content, at most, in bytes.
 const PART_BYTES: usize = 24;
 /// What most reports fit in, in bytes.
@@ -61,6 +61,9 @@ impl Connection {
         let writing = self.writing.lock();
         if !is_wanted() {
             return Ok(());
+        }
+        if time.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
         }
         let until = Instant::now() + *time;
         self.send_until(bytes, until, before_end)?;
@@ -236,9 +239,26 @@ mod tests {
             // The greeting, and that the long one has begun.
             assert_eq!((next(), next()), (None, None));
             scope.spawn(|| connection.finish(2, ended(Vec::new()), None).unwrap());
+            // The long one stands still meanwhile: nothing of it is taken.
+            while connection.owed.count() < 2 {
+                std::thread::yield_now();
+            }
             let ends: Vec<u64> = std::iter::from_fn(|| Some(next())).flatten().take(2).collect();
             assert_eq!(ends, [2, 1]);
         });
+    }
+
+    #[test]
+    fn an_end_has_one_time_for_all_its_parts() {
+        let (_client, ours) = UnixStream::pair().unwrap();
+        let connection = Connection::accept(Weak::new(), 0, ours, Peer::Operator).unwrap();
+        let mut time = Duration::from_millis(1);
+        let sends = std::iter::repeat_with(|| {
+            std::thread::sleep(Duration::from_micros(10));
+            connection.send_frame(b"x", &mut time, || true, || ())
+        });
+        let failed = sends.take(1 << 20).find_map(Result::err).expect("it takes for ever");
+        assert_eq!(failed.kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]

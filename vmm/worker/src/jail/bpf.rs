@@ -162,10 +162,9 @@ fn only(number: u32, whens: &[When]) -> Vec<Step> {
             steps.push(Step::Load(argument));
         }
         steps.push(test);
-        if let Some(Step::Load(last) | Step::LoadHigh(last)) =
-            behind.iter().rfind(|it| matches!(it, Step::Load(_) | Step::LoadHigh(_)))
-        {
-            loaded = Some(*last);
+        if matches!(when, When::WithoutEither(..)) {
+            // The next rule is reached with either of the two.
+            loaded = None;
         }
         steps.extend(behind);
     }
@@ -289,6 +288,31 @@ mod tests {
         values.sort_unstable();
         values.dedup();
         values.into_iter().map(|value| [value; 6]).chain(pairs).collect()
+    }
+
+    #[test]
+    fn rules_behind_one_of_two_arguments_look_at_their_own() {
+        let rule = |when| Rule { number: 9, name: "x", when, reason: "y", elsewhere: false };
+        for whens in [
+            [When::WithoutEither((2, 4), (3, 8)), When::Is(3, 8)],
+            [When::WithoutEither((2, 4), (3, 8)), When::Is(2, 4)],
+            [When::Sealed(1, 5), When::Is(2, 7)],
+            [When::Sealed(1, 5), When::Is(1, 7)],
+        ] {
+            let rules = whens.map(rule);
+            let (ours, theirs) = (compile(&rules).unwrap(), theirs(&rules));
+            for values in 0..5u64.pow(3) {
+                let of = |at: u32| [0, 4, 5, 7, 8][(values / 5u64.pow(at) % 5) as usize];
+                let args = [0, of(0), of(1), of(2), 0, 0];
+                // What has a sealed rule's value is refused with another address, whatever
+                // comes behind.
+                if matches!(whens[0], When::Sealed(..)) && args[1] == 5 {
+                    continue;
+                }
+                let got = answer(&ours, X86_64, 9, args);
+                assert_eq!(got, answer(&theirs, X86_64, 9, args), "{whens:?} {args:?}");
+            }
+        }
     }
 
     #[test]

@@ -559,17 +559,19 @@ fn accompany(plan: Plan, spawned: &Spawned) -> Result<(), SpawnError> {
     let Plan { mut ours, theirs, place, .. } = plan;
     // Or its end would never be seen to close.
     drop(theirs);
-    let pid = match place.namespaces {
-        Namespaces::New => {
-            let pid = number_in_procfs(&spawned.pidfd)?;
+    let pid = match (number_in_procfs(&spawned.pidfd), place.namespaces) {
+        (Ok(pid), Namespaces::New) => {
             map_identity(pid, place.identity)?;
-            pid
+            Some(pid)
         }
-        Namespaces::Shared => spawned.pid,
+        (Err(error), Namespaces::New) => return Err(error),
+        (pid, Namespaces::Shared) => pid.ok(),
     };
     // Where memory is short, what is in there goes first, and not who trusts it with
     // nothing. It is no layer of the jail: where it is refused, all else holds.
-    let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), FIRST_TO_GO);
+    if let Some(pid) = pid {
+        let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), FIRST_TO_GO);
+    }
     let failed = |error| host("speaking with the child", error);
     ours.write_all(&[1]).map_err(failed)?;
     // Exec closes the other end without a word.
