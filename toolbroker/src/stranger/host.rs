@@ -1,5 +1,6 @@
 //! What this host gives a tool server's surroundings, found out by making
-//! some: once, before the first server.
+//! some: before the first server, and before the next where the host was short of
+//! what that takes.
 //!
 //! The best that works is used for all servers, and each thing that is weaker
 //! than it could be is told in words. Deliberately absent is reading settings

@@ -211,7 +211,7 @@ impl Session {
     /// Sends a request; its result, as it came. Dropping the future tells the
     /// server that nobody waits any more.
     async fn asked(&self, request: ClientRequest) -> Result<ServerResult, ServiceError> {
-        let _question = self.unanswered.ask();
+        let _question = self.unanswered.ask(self.last_heard());
         self.answered(async {
             let options = PeerRequestOptions::no_options();
             let handle = self.service.send_cancellable_request(request, options).await?;
@@ -233,8 +233,12 @@ impl Session {
     /// Whether its program is stuck, which left its list unanswered that was asked for
     /// then. A server over HTTP may be another one by the next request.
     pub(super) fn is_stuck(&self, list_asked: Instant) -> bool {
-        let last_heard = self.heard().last().unwrap_or(self.since);
-        self.process().is_some() && self.unanswered.is_stuck(list_asked, last_heard, Instant::now())
+        self.process().is_some()
+            && self.unanswered.is_stuck(list_asked, self.last_heard(), Instant::now())
+    }
+
+    fn last_heard(&self) -> Instant {
+        self.heard().last().unwrap_or(self.since)
     }
 
     /// Whether it said that its tools changed since they were listed.
