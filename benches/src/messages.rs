@@ -60,7 +60,9 @@ fn report() -> Result<Report, String> {
             content: vec![b','; 512],
         }],
         logs: (0..5).map(|level| Log { level, text: "a line of log".repeat(4) }).collect(),
-        calls: (0..10).map(|id| CallRecord { id, tool: tool.clone(), settled }).collect(),
+        calls: (0..10)
+            .map(|id| CallRecord { id, tool: tool.clone(), begun_ns: 1, settled })
+            .collect(),
         vm_exits: 14,
         timing: Timing::default(),
     })

@@ -267,6 +267,7 @@ pub fn seeds() -> Vec<Seed> {
         calls: vec![CallRecord {
             id: 0,
             tool: tool.clone(),
+            begun_ns: 5,
             settled: Some(CallSettled { code: None, duration_ns: 7, redacted: true }),
         }],
         vm_exits: 4,

@@ -10,7 +10,9 @@
 //! must be one that the receiver awaits at that moment, and its length within
 //! that kind's bound.
 
+use alloc::vec;
 use alloc::vec::Vec;
+use core::ops::Range;
 
 use crate::codec::{self, Encode};
 use crate::limits::{
@@ -347,6 +349,84 @@ impl Assembler {
     }
 }
 
+/// What was read ahead of a stream and is no frame yet. It reads nothing itself: whoever
+/// has the stream waits for it in its own way.
+#[derive(Debug)]
+pub struct Incoming {
+    assembler: Assembler,
+    /// Nothing until it is read to, and after [`Self::give_room_back`].
+    room: Vec<u8>,
+    room_bytes: usize,
+    unread: Range<usize>,
+}
+
+impl Incoming {
+    /// Of a stream that is read so many bytes at a time, more than none.
+    #[must_use]
+    pub const fn new(room_bytes: usize) -> Self {
+        let assembler = Assembler { header: [0; HEADER_BYTES], header_bytes: 0, open: None };
+        Self { assembler, room: Vec::new(), room_bytes, unread: 0..0 }
+    }
+
+    /// The next frame, if it is there to its end; `None` took in all that was read.
+    /// `awaits` is that of [`Assembler::next`].
+    ///
+    /// # Errors
+    /// [`FrameError`]; the stream cannot be used further.
+    pub fn next(
+        &mut self,
+        awaits: impl Fn(Kind) -> Option<u32>,
+    ) -> Result<Option<Frame>, FrameError> {
+        while !self.unread.is_empty() {
+            let mut input = &self.room[self.unread.clone()];
+            let frame = self.assembler.next(&mut input, &awaits);
+            self.unread.start = self.unread.end - input.len();
+            if let Some(frame) = frame? {
+                return Ok(Some(frame));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Where to read to, once [`Self::next`] has none; [`Self::filled`] says how much
+    /// came.
+    pub fn room(&mut self) -> &mut [u8] {
+        debug_assert!(self.unread.is_empty(), "what is read and not taken would be lost");
+        if self.room.is_empty() {
+            self.room = vec![0; self.room_bytes];
+        }
+        &mut self.room
+    }
+
+    /// So many bytes were read to the front of [`Self::room`].
+    ///
+    /// # Panics
+    /// With more than there is room for.
+    pub fn filled(&mut self, bytes: usize) {
+        assert!(bytes <= self.room.len(), "{bytes} bytes are more than there is room for");
+        self.unread = 0..bytes;
+    }
+
+    /// Whether [`Self::next`] has nothing to look at.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.unread.is_empty()
+    }
+
+    /// Whether the stream stands between two frames, as far as it was looked at.
+    #[must_use]
+    pub fn is_between_frames(&self) -> bool {
+        self.assembler.is_between_frames()
+    }
+
+    /// Keeps no room while nothing comes. What is not taken yet stays.
+    pub fn give_room_back(&mut self) {
+        if self.unread.is_empty() {
+            self.room = Vec::new();
+        }
+    }
+}
+
 /// Appends a frame whose payload is `message`, encoded.
 ///
 /// # Panics
@@ -429,6 +509,34 @@ mod tests {
             }
             assert_eq!(got, [(Kind::Output, 5), (Kind::Input, 0), (Kind::Program, 300)]);
             assert!(assembler.is_between_frames());
+        }
+    }
+
+    #[test]
+    fn what_is_read_ahead_is_taken_frame_by_frame() {
+        let mut stream = Vec::new();
+        write_raw(Kind::Output, b"alpha", &mut stream);
+        write_raw(Kind::Input, b"", &mut stream);
+        write_raw(Kind::Program, &[7; 300], &mut stream);
+        for room_bytes in 1..stream.len() {
+            let mut incoming = Incoming::new(room_bytes);
+            let mut rest = stream.as_slice();
+            let mut got = Vec::new();
+            while !rest.is_empty() {
+                let room = incoming.room();
+                let bytes = room.len().min(rest.len());
+                room[..bytes].copy_from_slice(&rest[..bytes]);
+                rest = &rest[bytes..];
+                incoming.filled(bytes);
+                while let Some(frame) = incoming.next(any).unwrap() {
+                    // Not while a second one waits.
+                    incoming.give_room_back();
+                    got.push((frame.kind, frame.payload.len()));
+                }
+                assert!(incoming.is_empty());
+            }
+            assert_eq!(got, [(Kind::Output, 5), (Kind::Input, 0), (Kind::Program, 300)]);
+            assert!(incoming.is_between_frames());
         }
     }
 

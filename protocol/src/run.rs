@@ -96,6 +96,9 @@ pub struct CallRecord {
     pub id: u32,
     /// Which tool.
     pub tool: ToolName,
+    /// When it was made, in nanoseconds of the host's monotonic clock; 0 where who tells
+    /// of it does not know.
+    pub begun_ns: u64,
     /// How it settled; `None` while it had not.
     pub settled: Option<CallSettled>,
 }

@@ -369,6 +369,7 @@ mod tests {
         let calls = (0..maxima.calls).map(|id| CallRecord {
             id,
             tool: ToolName::parse(&tool).unwrap(),
+            begun_ns: u64::MAX,
             settled,
         });
         let empty = Log { level: 0, text: String::new() };
@@ -405,7 +406,7 @@ mod tests {
         };
         let calls = |calls: u32| {
             let tool = ToolName::parse("a.b").unwrap();
-            let call = CallRecord { id: 0, tool, settled: None };
+            let call = CallRecord { id: 0, tool, begun_ns: 0, settled: None };
             Report { calls: vec![call; calls as usize], ..report(Fate::Deadline) }
         };
         let most: [(&dyn Fn(u32) -> Report, u32); 3] = [

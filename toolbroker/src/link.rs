@@ -13,12 +13,11 @@
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream as StdStream;
 
 use forge_protocol::codec::{self, BorrowDecode, CodecError};
-use forge_protocol::frame::{Assembler, Frame, FrameError, HEADER_BYTES, Header, Kind};
+use forge_protocol::frame::{Frame, FrameError, HEADER_BYTES, Header, Incoming, Kind};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncWriteExt as _, Interest};
 use tokio::net::UnixStream;
@@ -245,10 +244,7 @@ const AHEAD_BYTES: usize = 16 * 1024;
 #[derive(Debug)]
 pub struct PlainReceiver {
     half: OwnedReadHalf,
-    assembler: Assembler,
-    ahead: Box<[u8]>,
-    /// What of `ahead` is read and not yet taken.
-    unread: Range<usize>,
+    incoming: Incoming,
 }
 
 /// The sending side of a link, which never waits: what there is no room for
@@ -265,12 +261,7 @@ pub struct PlainSender {
 #[must_use]
 pub fn split_plain(stream: UnixStream) -> (PlainReceiver, PlainSender) {
     let (receiving, sending) = stream.into_split();
-    let receiver = PlainReceiver {
-        half: receiving,
-        assembler: Assembler::default(),
-        ahead: vec![0; AHEAD_BYTES].into_boxed_slice(),
-        unread: 0..0,
-    };
+    let receiver = PlainReceiver { half: receiving, incoming: Incoming::new(AHEAD_BYTES) };
     (receiver, PlainSender { half: sending, unsent: VecDeque::new(), sent_bytes: 0 })
 }
 
@@ -286,22 +277,19 @@ impl PlainReceiver {
         awaits: impl Fn(Kind) -> Option<u32>,
     ) -> Result<Option<Frame>, LinkError> {
         loop {
-            let mut input = &self.ahead[self.unread.clone()];
-            let frame = self.assembler.next(&mut input, &awaits)?;
-            self.unread.start = self.unread.end - input.len();
-            if frame.is_some() {
-                return Ok(frame);
+            if let Some(frame) = self.incoming.next(&awaits)? {
+                return Ok(Some(frame));
             }
             let mut riders = Riders::default();
-            let got = read(self.half.as_ref(), &mut self.ahead, &mut riders).await?;
+            let got = read(self.half.as_ref(), self.incoming.room(), &mut riders).await?;
             if !riders.came.is_empty() {
                 return Err(LinkError::Descriptors);
             }
             if got == 0 {
-                let whole = self.assembler.is_between_frames();
+                let whole = self.incoming.is_between_frames();
                 return if whole { Ok(None) } else { Err(LinkError::CutOff) };
             }
-            self.unread = 0..got;
+            self.incoming.filled(got);
         }
     }
 }

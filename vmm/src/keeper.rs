@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use forge_log::Seldom;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::broker::{Broker, BrokerError, BrokerOptions};
@@ -269,6 +270,7 @@ impl Shared {
     /// The thread: waits for a loss, and makes it good.
     fn keep(&self, mut link: UnixStream, options: &BrokerOptions, stop: &EventFd) {
         let mut delay = Duration::ZERO;
+        let failures = Seldom::failing();
         loop {
             let since = Instant::now();
             if wait(stop, Some(&link), None) {
@@ -292,11 +294,14 @@ impl Shared {
                     .and_then(|it| it.link().map(|link| (it, link)).map_err(BrokerError::Start));
                 match started {
                     Ok((broker, link)) => {
+                        failures.end();
                         self.is_back(broker);
                         break link;
                     }
                     Err(error) => {
-                        tracing::error!(%error, "the toolbroker is not there again");
+                        if failures.is_due_for(&error.to_string()) {
+                            tracing::error!(%error, "the toolbroker is not there again");
+                        }
                         self.failed(&error);
                     }
                 }

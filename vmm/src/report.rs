@@ -321,14 +321,19 @@ fn printable(text: &str) -> String {
 /// The status of a call of which no more is known.
 pub(crate) const UNSETTLED: &str = "unsettled";
 
+/// `ok`, a call code's name, or [`UNSETTLED`].
+pub(crate) fn call_status(call: &CallRecord) -> &'static str {
+    match call.settled {
+        None => UNSETTLED,
+        Some(settled) => settled.code.map_or("ok", CallCode::as_str),
+    }
+}
+
 pub(crate) fn call_report(call: &CallRecord) -> CallReport {
     CallReport {
         id: call.id,
         tool: call.tool.to_string(),
-        status: match call.settled {
-            None => UNSETTLED,
-            Some(settled) => settled.code.map_or("ok", CallCode::as_str),
-        },
+        status: call_status(call),
         duration_us: call.settled.map(|settled| settled.duration_ns / 1000),
         origin: format!("{}/{}", call.tool.server(), call.tool.tool()),
         trust: "untrusted",

@@ -561,6 +561,16 @@ fn a_file_that_cannot_be_made_is_told_before_anything_runs() {
     // It would have called.
     assert_eq!(run(&["--trace", "trace.json"]).status.code(), Some(0));
     assert_ne!(fs::read_to_string(&log).unwrap(), "");
+    // And the call is in the trace, within the run.
+    let trace: Value = serde_json::from_slice(&fs::read(desk.path("trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let span = |name: &str| {
+        let it = events.iter().find(|event| event["name"] == name).unwrap();
+        let from = it["ts"].as_f64().unwrap();
+        (from, from + it["dur"].as_f64().unwrap())
+    };
+    let (run, call) = (span("KVM_RUN"), span("test.echo"));
+    assert!(run.0 < call.0 && call.1 < run.1, "{run:?} {call:?}");
 }
 
 fn a_file_that_cannot_be_written_takes_no_result_away() {

@@ -128,7 +128,7 @@ impl Run {
     pub(crate) fn record_call(&self, tool: &ToolName) {
         let mut calls = self.lock_calls();
         let id = u32::try_from(calls.len()).unwrap_or(u32::MAX);
-        calls.push(CallRecord { id, tool: tool.clone(), settled: None });
+        calls.push(CallRecord { id, tool: tool.clone(), begun_ns: 0, settled: None });
     }
 
     /// One of them settled.

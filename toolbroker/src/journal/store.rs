@@ -10,7 +10,7 @@
 //! is making a file anew that somebody took away: until the broker is started
 //! again, it has no journal.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -154,53 +154,61 @@ pub struct Store {
     bytes_min: u64,
     session: i64,
     next_seq: i64,
-    kept: Kept,
+    /// Of what is kept. None after a commit that failed: what of it is there is not known.
+    counts: Option<Counts>,
     /// So many are kept.
     records_max: i64,
 }
 
-/// How many records of each principal there are.
-#[derive(Clone, Debug, Default)]
-struct Kept(HashMap<String, i64>);
+/// How many records of each principal there are. Whoever speaks for many users may name
+/// each of them, so nothing here is looked for among all.
+#[derive(Debug, Default)]
+struct Counts {
+    of: HashMap<Arc<str>, i64>,
+    /// The same, the fewest first.
+    by_count: BTreeSet<(i64, Arc<str>)>,
+    all: i64,
+}
 
 /// Records of one principal that leave at once, at least, as far as that is not more than
 /// half of them: where two have the same, not each record costs a statement.
 const LEAVING_MIN: i64 = 64;
 
-impl Kept {
+impl Counts {
     fn read(connection: &Connection) -> rusqlite::Result<Self> {
         let mut select =
             connection.prepare("SELECT principal, count(*) FROM records GROUP BY principal")?;
-        let each = select.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
-        each.collect::<Result<_, _>>().map(Self)
+        let mut rows = select.query([])?;
+        let mut counts = Self::default();
+        while let Some(row) = rows.next()? {
+            counts.add(&row.get::<_, String>(0)?, row.get(1)?);
+        }
+        Ok(counts)
     }
 
+    /// There are so many more of its records, or fewer.
     fn add(&mut self, principal: &str, records: i64) {
-        match self.0.get_mut(principal) {
-            Some(kept) => *kept += records,
-            None => drop(self.0.insert(principal.to_owned(), records)),
+        let known = self.of.remove_entry(principal);
+        let (name, before) = known.unwrap_or_else(|| (principal.into(), 0));
+        let mut place = (before, name);
+        self.by_count.remove(&place);
+        place.0 += records;
+        self.all += records;
+        if place.0 > 0 {
+            self.of.insert(Arc::clone(&place.1), place.0);
+            self.by_count.insert(place);
         }
     }
 
     /// Whose records leave next, and how many, where no more than `most` are kept.
-    fn leaving(&self, most: i64) -> Option<(String, i64)> {
-        let over = self.0.values().sum::<i64>() - most;
-        if over <= 0 {
-            return None;
-        }
-        let (principal, kept) = self.0.iter().max_by_key(|(name, kept)| (**kept, *name))?;
-        let others = self.0.iter().filter(|(name, _)| *name != principal);
-        let second = others.map(|(_, kept)| *kept).max().unwrap_or(0);
-        let at_least = LEAVING_MIN.min(kept / 2).max(1);
-        let leaving = (kept - second).max(at_least).min(over).min(*kept);
-        Some((principal.clone(), leaving))
-    }
-
-    fn left(&mut self, principal: &str, records: i64) {
-        if let Some(kept) = self.0.get_mut(principal) {
-            *kept -= records;
-        }
-        self.0.retain(|_, kept| *kept > 0);
+    fn leaving(&self, most: i64) -> Option<(Arc<str>, i64)> {
+        let over = self.all - most;
+        let mut from_most = self.by_count.iter().rev();
+        let (count, principal) = from_most.next().filter(|_| over > 0)?;
+        let second = from_most.next().map_or(0, |(count, _)| *count);
+        let at_least = LEAVING_MIN.min(count / 2).max(1);
+        let leaving = (count - second).max(at_least).min(over).min(*count);
+        Some((Arc::clone(principal), leaving))
     }
 }
 
@@ -229,8 +237,8 @@ impl Store {
         make_ready(&mut connection, &slot.file)?;
         let bytes_min = slot.file.metadata().map_err(at)?.len();
         let (session, next_seq) = begin_session(&mut connection).map_err(failed)?;
-        let kept = Kept::read(&connection).map_err(failed)?;
-        Ok(Self { slot, connection, identity, bytes_min, session, next_seq, kept, records_max })
+        let counts = Some(Counts::read(&connection).map_err(failed)?);
+        Ok(Self { slot, connection, identity, bytes_min, session, next_seq, counts, records_max })
     }
 
     /// Opens the same file again after it failed, for the same session.
@@ -241,8 +249,6 @@ impl Store {
         self.check_identity()?;
         let mut connection = connect(&self.slot.file).map_err(|e| database(&self.slot.file, e))?;
         make_ready(&mut connection, &self.slot.file)?;
-        // What failed may be there all the same.
-        self.kept = Kept::read(&connection).map_err(|e| database(&self.slot.file, e))?;
         self.connection = connection;
         Ok(())
     }
@@ -266,13 +272,17 @@ impl Store {
     /// [`JournalError`].
     pub fn commit(&mut self, batch: &[Record]) -> Result<(), JournalError> {
         self.check_identity()?;
-        let mut kept = self.kept.clone();
+        let failed = |source| database(&self.slot.file, source);
+        let mut counts = match self.counts.take() {
+            Some(counts) => counts,
+            None => Counts::read(&self.connection).map_err(failed)?,
+        };
         let next_seq =
-            insert(&mut self.connection, self.next_seq, batch, &mut kept, self.records_max)
-                .map_err(|source| database(&self.slot.file, source))?;
+            insert(&mut self.connection, self.next_seq, batch, &mut counts, self.records_max)
+                .map_err(failed)?;
         // A commit into a file without a name would be lost with the process.
         self.check_identity()?;
-        (self.next_seq, self.kept) = (next_seq, kept);
+        (self.next_seq, self.counts) = (next_seq, Some(counts));
         Ok(())
     }
 
@@ -487,7 +497,7 @@ fn insert(
     connection: &mut Connection,
     mut next_seq: i64,
     batch: &[Record],
-    kept: &mut Kept,
+    counts: &mut Counts,
     records_max: i64,
 ) -> rusqlite::Result<i64> {
     let transaction = writing(connection)?;
@@ -495,7 +505,7 @@ fn insert(
     for record in batch {
         // None where an earlier try left it there.
         let added = add(&mut insert, next_seq, record)?;
-        kept.add(&record.principal, added);
+        counts.add(&record.principal, added);
         next_seq += 1;
     }
     drop(insert);
@@ -503,9 +513,9 @@ fn insert(
         "DELETE FROM records WHERE seq IN
          (SELECT seq FROM records WHERE principal = ?1 ORDER BY seq LIMIT ?2)",
     )?;
-    while let Some((principal, leaving)) = kept.leaving(records_max) {
-        delete.execute(params![principal, leaving])?;
-        kept.left(&principal, leaving);
+    while let Some((principal, leaving)) = counts.leaving(records_max) {
+        delete.execute(params![&*principal, leaving])?;
+        counts.add(&principal, -leaving);
     }
     drop(delete);
     transaction.commit()?;
@@ -628,11 +638,12 @@ mod tests {
         let mut store = Store::keeping(folder.path(), 100).unwrap();
         let batch = records("alice", 1, 60);
         // The commit that failed late.
-        let mut unseen = store.kept.clone();
-        insert(&mut store.connection, store.next_seq, &batch, &mut unseen, 100).unwrap();
+        let mut counts = store.counts.take().unwrap();
+        insert(&mut store.connection, store.next_seq, &batch, &mut counts, 100).unwrap();
         store.reopen().unwrap();
         store.commit(&batch).unwrap();
-        assert_eq!(store.kept.0, Kept::read(&store.connection).unwrap().0);
+        let counts = store.counts.as_ref().unwrap();
+        assert_eq!((counts.all, counts.of["alice"], counts.by_count.len()), (60, 60, 1));
         store.commit(&records("alice", 2, 60)).unwrap();
         assert_eq!(left(&store, "alice").0, 100);
     }

@@ -16,6 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use forge_log::Seldom;
 use tokio::sync::watch;
 
 use super::record::{Event, Record};
@@ -65,8 +66,8 @@ struct State {
     /// The writer waits for a first record.
     idle: bool,
     closing: bool,
-    /// Something was not taken.
-    dropped: bool,
+    /// How many records were not taken.
+    dropped: u64,
 }
 
 /// What the writer has done.
@@ -178,8 +179,14 @@ impl Journal {
         if self.working().is_err() && !matches!(record.event, Event::Outcome { .. }) {
             let mut state = lock(&self.0.state);
             if state.pending.len() >= PENDING_RECORDS_MAX {
-                state.dropped = true;
-                tracing::error!(run = %record.run, "a record is dropped: the journal cannot be written");
+                state.dropped += 1;
+                // What programs do must not choose how much is logged.
+                if state.dropped == 1 {
+                    tracing::error!(
+                        "records are dropped from now on, and their number is told at the \
+                         journal's end: it cannot be written"
+                    );
+                }
                 return;
             }
         }
@@ -261,6 +268,7 @@ struct Writer {
 impl Writer {
     fn write(mut self) {
         let mut batch: Vec<Record> = Vec::new();
+        let failures = Seldom::failing();
         loop {
             let (upto, closing) = self.gather(&mut batch);
             if !batch.is_empty() {
@@ -268,6 +276,9 @@ impl Writer {
                 match self.commit(&batch) {
                     Ok(()) => {
                         self.metrics.committed(batch.len(), began.elapsed());
+                        if failures.end() {
+                            tracing::warn!(records = batch.len(), "the journal is written again");
+                        }
                         batch.clear();
                         self.shared.progress.send_modify(|progress| {
                             progress.durable = upto;
@@ -276,8 +287,11 @@ impl Writer {
                     }
                     Err(error) => {
                         self.metrics.commit_failed();
-                        tracing::error!(%error, records = batch.len(), "the journal fails");
-                        self.shared.fail(&error.to_string());
+                        let reason = error.to_string();
+                        if failures.is_due_for(&reason) {
+                            tracing::error!(reason, records = batch.len(), "the journal fails");
+                        }
+                        self.shared.fail(&reason);
                         self.wait_to_retry();
                     }
                 }
@@ -289,7 +303,7 @@ impl Writer {
         }
         let Some(store) = self.store.take() else { return };
         let dropped = lock(&self.shared.state).dropped;
-        if dropped || !batch.is_empty() {
+        if dropped > 0 || !batch.is_empty() {
             // As if this broker had died: whoever opens the file next says
             // of each call without an end that it is unknown.
             let records = batch.len();

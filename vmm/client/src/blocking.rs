@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use forge_protocol::frame::{Frame, Kind};
+use forge_protocol::frame::{Frame, Incoming, Kind};
 use forge_protocol::parts::Contents;
 use forge_protocol::service::{
     Answered, Cancel, Event, Finish, Finished, Order, Part, Query, Question, Reply, RunEvent,
@@ -18,13 +18,13 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::ClientError;
-use crate::wire::{self, GREETING_TIME_MAX, Unread};
+use crate::wire::{self, GREETING_TIME_MAX};
 
 /// A connection to a service, for one run or question at a time.
 #[derive(Debug)]
 pub struct Client {
     socket: UnixStream,
-    unread: Unread,
+    incoming: Incoming,
     /// The number of the next run or question.
     next: u64,
     /// A greeting is waited for by the read, which has a time-out for it.
@@ -56,7 +56,7 @@ impl Client {
     /// [`ClientError`].
     pub fn over(socket: UnixStream) -> Result<Self, ClientError> {
         socket.set_read_timeout(Some(GREETING_TIME_MAX))?;
-        let mut client = Self { socket, unread: Unread::new(), next: 0, is_greeted: false };
+        let mut client = Self { socket, incoming: wire::incoming(), next: 0, is_greeted: false };
         client.socket.write_all(&wire::hello())?;
         wire::greeted(&client.receive(wire::may_greet)?)?;
         client.socket.set_read_timeout(None)?;
@@ -186,14 +186,14 @@ impl Client {
         other: Option<BorrowedFd<'_>>,
     ) -> Result<Option<Frame>, ClientError> {
         loop {
-            if let Some(frame) = self.unread.frame(&awaits)? {
+            if let Some(frame) = wire::next(&mut self.incoming, &awaits)? {
                 return Ok(Some(frame));
             }
             if self.is_greeted && !wait_readable(&self.socket, other)? {
                 return Ok(None);
             }
-            match self.socket.read(self.unread.room()) {
-                Ok(bytes) => self.unread.filled(bytes)?,
+            match self.socket.read(self.incoming.room()) {
+                Ok(bytes) => wire::filled(&mut self.incoming, bytes)?,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forge_protocol::broker::RefusalKind;
-use forge_protocol::frame::{Frame, Kind};
+use forge_protocol::frame::{Frame, Incoming, Kind};
 use forge_protocol::limits::NUMBERS_MAX;
 use forge_protocol::parts::Contents;
 use forge_protocol::service::{
@@ -26,7 +26,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::ClientError;
 use crate::socket::Socket;
-use crate::wire::{self, GREETING_TIME_MAX, Unread};
+use crate::wire::{self, GREETING_TIME_MAX};
 
 /// Frames that may wait to be written.
 const UNSENT_MAX: usize = 64;
@@ -148,7 +148,7 @@ impl Client {
     /// [`ClientError`].
     pub async fn over(socket: UnixStream) -> Result<Self, ClientError> {
         let socket = Socket::new(socket)?;
-        let mut reader = Reader { socket: socket.clone(), unread: Unread::new() };
+        let mut reader = Reader { socket: socket.clone(), incoming: wire::incoming() };
         socket.write_all(&wire::hello()).await?;
         let greeting = tokio::time::timeout(GREETING_TIME_MAX, reader.next(wire::may_greet));
         let frame =
@@ -512,17 +512,17 @@ async fn hand_over(frame: &Frame, shared: &Shared) -> Result<(), ClientError> {
 /// Frames off the connection.
 struct Reader {
     socket: Socket,
-    unread: Unread,
+    incoming: Incoming,
 }
 
 impl Reader {
     async fn next(&mut self, awaits: impl Fn(Kind) -> Option<u32>) -> Result<Frame, ClientError> {
         loop {
-            if let Some(frame) = self.unread.frame(&awaits)? {
+            if let Some(frame) = wire::next(&mut self.incoming, &awaits)? {
                 return Ok(frame);
             }
-            let bytes = self.socket.read(self.unread.room()).await?;
-            self.unread.filled(bytes)?;
+            let bytes = self.socket.read(self.incoming.room()).await?;
+            wire::filled(&mut self.incoming, bytes)?;
         }
     }
 }

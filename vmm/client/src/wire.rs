@@ -2,12 +2,11 @@
 //! bytes become frames.
 
 use std::io;
-use std::ops::Range;
 use std::time::Duration;
 
 use forge_protocol::broker::RefusalKind;
 use forge_protocol::codec::{self, BorrowDecode, Encode};
-use forge_protocol::frame::{self, Assembler, Frame, Kind};
+use forge_protocol::frame::{self, Frame, Incoming, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::parts::OutOfPlace;
 
@@ -77,48 +76,24 @@ pub(crate) fn greeted(frame: &Frame) -> Result<(), ClientError> {
     Ok(())
 }
 
-/// What was read and is no frame yet. It reads nothing itself: each client
-/// waits for its socket in its own way.
-#[derive(Debug)]
-pub(crate) struct Unread {
-    assembler: Assembler,
-    buffer: Box<[u8]>,
-    left: Range<usize>,
+/// What is read and is no frame yet.
+pub(crate) fn incoming() -> Incoming {
+    Incoming::new(READ_BYTES)
 }
 
-impl Unread {
-    pub(crate) fn new() -> Self {
-        let buffer = vec![0; READ_BYTES].into_boxed_slice();
-        Self { assembler: Assembler::default(), buffer, left: 0..0 }
-    }
+/// The next frame, if it is there to its end.
+pub(crate) fn next(
+    incoming: &mut Incoming,
+    awaits: impl Fn(Kind) -> Option<u32>,
+) -> Result<Option<Frame>, ClientError> {
+    incoming.next(awaits).map_err(|error| ClientError::Protocol(error.to_string()))
+}
 
-    /// The next frame, if it is there to its end. `None` takes all there was.
-    pub(crate) fn frame(
-        &mut self,
-        awaits: impl Fn(Kind) -> Option<u32>,
-    ) -> Result<Option<Frame>, ClientError> {
-        while !self.left.is_empty() {
-            let mut input = &self.buffer[self.left.clone()];
-            let frame = self.assembler.next(&mut input, &awaits);
-            self.left.start = self.left.end - input.len();
-            if let Some(frame) = frame.map_err(|error| ClientError::Protocol(error.to_string()))? {
-                return Ok(Some(frame));
-            }
-        }
-        Ok(None)
+/// So many bytes were read. None are the end of the connection.
+pub(crate) fn filled(incoming: &mut Incoming, bytes: usize) -> io::Result<()> {
+    if bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
     }
-
-    /// Where to read to, once [`Self::frame`] has none.
-    pub(crate) fn room(&mut self) -> &mut [u8] {
-        &mut self.buffer
-    }
-
-    /// So many bytes were read there. None are the end of the connection.
-    pub(crate) fn filled(&mut self, bytes: usize) -> io::Result<()> {
-        if bytes == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        self.left = 0..bytes;
-        Ok(())
-    }
+    incoming.filled(bytes);
+    Ok(())
 }

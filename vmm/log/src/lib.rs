@@ -7,9 +7,13 @@
 //!
 //! Distrusted is whoever reads. Files and terminals are written to as ever: they wait for
 //! a disk or a person. Deliberately absent is a queue: what is between us and a reader
-//! has one.
+//! has one. What to say seldom is [`Seldom`].
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod seldom;
+
+pub use seldom::Seldom;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

@@ -11,7 +11,6 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
-use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -19,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::broker::{Answer, Ask, RefusalKind, Reply, Request};
 use forge_protocol::codec::{self, BorrowDecode};
-use forge_protocol::frame::{self, Assembler, Frame, Kind};
+use forge_protocol::frame::{self, Frame, Incoming, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 
 use super::BrokerError;
@@ -42,7 +41,8 @@ pub(super) struct Control {
     answers: Mutex<Answers>,
     /// Told when an answer came, the link broke, or its reader left.
     changed: Condvar,
-    reader: Mutex<Reader>,
+    /// A frame that is not whole yet stays for whoever reads next.
+    incoming: Mutex<Incoming>,
 }
 
 /// What goes out, one request after the other.
@@ -76,15 +76,6 @@ struct Answers {
     reading: bool,
     /// Why no more answers come.
     broken: Option<Broken>,
-}
-
-/// Frames off the link. A frame that is not whole yet stays for whoever reads
-/// next.
-#[derive(Debug)]
-struct Reader {
-    assembler: Assembler,
-    buffer: Box<[u8]>,
-    unread: Range<usize>,
 }
 
 /// What the socket took.
@@ -159,11 +150,7 @@ impl Control {
             outgoing: Mutex::default(),
             answers: Mutex::default(),
             changed: Condvar::new(),
-            reader: Mutex::new(Reader {
-                assembler: Assembler::default(),
-                buffer: vec![0; READ_BYTES].into_boxed_slice(),
-                unread: 0..0,
-            }),
+            incoming: Mutex::new(Incoming::new(READ_BYTES)),
         }
     }
 
@@ -184,7 +171,7 @@ impl Control {
         let mut bytes = Vec::new();
         frame::write_message(Kind::Hello, &ours, &mut bytes);
         (&self.socket).write_all(&bytes).map_err(BrokerError::Lost)?;
-        match lock(&self.reader).next(&self.socket, patience)? {
+        match self.next_frame(patience)? {
             None => Ok(None),
             Some(Frame { kind: Kind::Hello, payload }) => {
                 ours.agree(decode(&payload)?, Role::Broker)?;
@@ -463,7 +450,7 @@ impl Control {
                 other => other.to_string(),
             }),
         };
-        match lock(&self.reader).next(&self.socket, patience).map_err(broken)? {
+        match self.next_frame(patience).map_err(broken)? {
             None => Ok(None),
             Some(Frame { kind: Kind::Reply, payload }) => {
                 decode(&payload).map(Some).map_err(broken)
@@ -474,44 +461,36 @@ impl Control {
         }
     }
 
-    fn end(&self, broken: Broken) {
-        lock(&self.answers).broken.get_or_insert(broken);
-        self.close();
-        self.changed.notify_all();
-    }
-}
-
-impl Reader {
     /// The next frame; `None` if nobody waits any longer before it is whole.
-    fn next(
-        &mut self,
-        mut link: &UnixStream,
-        patience: Patience<'_>,
-    ) -> Result<Option<Frame>, BrokerError> {
+    fn next_frame(&self, patience: Patience<'_>) -> Result<Option<Frame>, BrokerError> {
+        let mut incoming = lock(&self.incoming);
         loop {
-            let mut input = &self.buffer[self.unread.clone()];
-            let awaits = |kind: Kind| Some(kind.payload_bytes_max());
-            let frame = self.assembler.next(&mut input, awaits);
-            self.unread.start = self.unread.end - input.len();
+            let frame = incoming.next(|kind| Some(kind.payload_bytes_max()));
             if let Some(frame) = frame.map_err(|e| BrokerError::Protocol(e.to_string()))? {
                 return Ok(Some(frame));
             }
-            match link::wait(link.as_raw_fd(), libc::POLLIN, patience) {
+            match link::wait(self.socket.as_raw_fd(), libc::POLLIN, patience) {
                 Ok(()) => {}
                 Err(error) => match error.kind() {
                     io::ErrorKind::TimedOut | io::ErrorKind::ConnectionAborted => return Ok(None),
                     _ => return Err(BrokerError::Lost(error)),
                 },
             }
-            match link.read(&mut self.buffer) {
+            match (&self.socket).read(incoming.room()) {
                 Ok(0) => return Err(BrokerError::Lost(io::ErrorKind::UnexpectedEof.into())),
-                Ok(bytes) => self.unread = 0..bytes,
+                Ok(bytes) => incoming.filled(bytes),
                 Err(error) => match error.kind() {
                     io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock => {}
                     _ => return Err(BrokerError::Lost(error)),
                 },
             }
         }
+    }
+
+    fn end(&self, broken: Broken) {
+        lock(&self.answers).broken.get_or_insert(broken);
+        self.close();
+        self.changed.notify_all();
     }
 }
 
@@ -535,6 +514,8 @@ fn decode<T: for<'a> BorrowDecode<'a, ()>>(payload: &[u8]) -> Result<T, BrokerEr
 mod tests {
     use std::sync::Arc;
     use std::thread::JoinHandle;
+
+    use forge_protocol::frame::Assembler;
 
     use super::*;
     use crate::crowd::{self, Crowd};

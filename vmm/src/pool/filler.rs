@@ -3,10 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use forge_log::Seldom;
 use forge_protocol::worker::VmFailure;
 
 use super::Shared;
-use super::failures::Failures;
 use super::shelves::Missing;
 use super::worker::Worker;
 use crate::link::Patience;
@@ -30,7 +30,7 @@ pub(super) fn fill(shared: &Shared) {
     let Shared { stock, losses, .. } = shared;
     let mut shelves = stock.lock();
     let mut looked = Instant::now();
-    let mut failures = Failures::default();
+    let failures = Seldom::failing();
     let mut makes_from = looked;
     while !shelves.is_closing() {
         if looked.elapsed() >= LOOK_EVERY {
@@ -70,7 +70,7 @@ pub(super) fn fill(shared: &Shared) {
         shelves = stock.lock();
         match made {
             Ok(worker) => {
-                failures = Failures::default();
+                failures.end();
                 if let Some(unwanted) = shelves.add(missing, worker) {
                     drop(shelves);
                     drop(unwanted);
@@ -79,7 +79,7 @@ pub(super) fn fill(shared: &Shared) {
             }
             Err(failure) => {
                 // What is being made ends with the pool.
-                if !shelves.is_closing() && failures.is_due(&failure.message, Instant::now()) {
+                if !shelves.is_closing() && failures.is_due_for(&failure.message) {
                     tracing::warn!(reason = failure.message, "the pool cannot be filled");
                 }
                 shelves.give_up(&missing);

@@ -5,11 +5,11 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
+use forge_log::Seldom;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::{Fork, Reuse, VmFailure, VmFailureKind, ZygoteSetup};
 
 use super::PoolOptions;
-use super::failures::Failures;
 use super::turn::Turn;
 use super::worker::Worker;
 use super::zygote::{Unmade, Zygote};
@@ -103,13 +103,13 @@ impl Maker {
     pub(super) fn stand_by_to_serve(&self, patience: Patience<'_>) -> Result<(), Unmade> {
         let last = Instant::now() + shortage::TIME_MAX;
         let until = patience.until.map_or(last, |until| until.min(last));
-        let mut failures = Failures::default();
+        let failures = Seldom::failing();
         let passes = |unmade: &Unmade| unmade.is_loss() || matches!(unmade, Unmade::Short(_));
         shortage::outlast_until(until, passes, || {
             let stood = self.stand_by(patience);
             if let Err(unmade @ (Unmade::Short(failure) | Unmade::Failed(failure))) = &stood
                 && passes(unmade)
-                && failures.is_due(&failure.message, Instant::now())
+                && failures.is_due_for(&failure.message)
             {
                 tracing::warn!(reason = failure.message, "there is no zygote yet");
             }

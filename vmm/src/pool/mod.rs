@@ -18,7 +18,6 @@
 //! |---|---|
 //! | `conduct` | how one run is carried out, and what becomes of its worker |
 //! | `executable` | what the zygote's process executes |
-//! | `failures` | when to tell of what fails again and again |
 //! | `filler` | the thread that makes what is missing and ends what is spent |
 //! | `losses` | what is heard of workers that are lost, or ended |
 //! | `maker` | how a worker comes to be, and the zygote that it is forked from |
@@ -31,7 +30,6 @@
 
 mod conduct;
 mod executable;
-mod failures;
 mod filler;
 mod losses;
 mod maker;

@@ -688,7 +688,7 @@ pub(super) mod tests {
             media_type: "b".into(),
             content: vec![1; limits.artifact_bytes as usize + 1],
         };
-        let call = CallRecord { id: 1, tool: "a.b".parse().unwrap(), settled: None };
+        let call = CallRecord { id: 1, tool: "a.b".parse().unwrap(), begun_ns: 0, settled: None };
         let calls = vec![call; limits.calls as usize + 1];
         for too_much in [
             Report { output: longer, ..report() },

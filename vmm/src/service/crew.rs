@@ -9,9 +9,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use forge_log::Seldom;
+
 use super::OPERATORS_OWN;
 use super::connection::Connection;
-use super::seldom::Seldom;
 use crate::locks::lock;
 
 /// How long a thread without work stays.
@@ -93,7 +94,7 @@ impl Crew {
             state.starting -= 1;
             drop(state);
             // Another thread takes it when it is free, or [`Self::look`] finds one.
-            static SAID: Seldom = Seldom::new();
+            static SAID: Seldom = Seldom::each_second();
             if SAID.is_due() {
                 tracing::error!(%error, "no thread for a client");
             }

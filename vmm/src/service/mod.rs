@@ -17,7 +17,6 @@
 //! | `latency` | how long runs took |
 //! | [`options`] | how much it takes, and who may speak for whom |
 //! | `peer` | who is at the other end |
-//! | `seldom` | what the log says seldom |
 //! | `socket_file` | a socket's place among the files |
 //! | `answers` | what clients ask |
 //! | `status` | how the service stands |
@@ -42,7 +41,6 @@ mod gate;
 mod latency;
 pub mod options;
 mod peer;
-mod seldom;
 pub mod server;
 mod socket_file;
 mod status;

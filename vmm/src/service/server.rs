@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use forge_log::Seldom;
 use forge_protocol::signature::TrustKeys;
 
 use vmm_sys_util::epoll::EpollEvent;
@@ -18,7 +19,6 @@ use vmm_sys_util::eventfd::EventFd;
 use super::arrival::{Arrival, VsockListener};
 use super::connection::Connection;
 use super::options::ServiceOptions;
-use super::seldom::Seldom;
 use super::socket_file::SocketFile;
 use super::systemd::{Standing, notify};
 use super::{CONNECTIONS_MAX, OPERATORS_OWN, Service};
@@ -264,7 +264,7 @@ fn accept(
                 _ => {
                     // It waits at the door until there is a descriptor, or what
                     // else the host has too little of.
-                    static SAID: Seldom = Seldom::new();
+                    static SAID: Seldom = Seldom::each_second();
                     if SAID.is_due() {
                         tracing::warn!(%error, "clients have to wait");
                     }
@@ -359,7 +359,7 @@ impl Service {
         let most =
             if peer.is_operator() { CONNECTIONS_MAX } else { CONNECTIONS_MAX - OPERATORS_OWN };
         if lock(&self.connections).len() >= most {
-            static SAID: Seldom = Seldom::new();
+            static SAID: Seldom = Seldom::each_second();
             if SAID.is_due() {
                 tracing::warn!("connections beyond {most} are closed");
             }
@@ -370,7 +370,7 @@ impl Service {
             let its = connections.values().filter(|it| it.who() == Some(who)).count();
             let most = who.connections_max();
             if its >= most {
-                static SAID: Seldom = Seldom::new();
+                static SAID: Seldom = Seldom::each_second();
                 if SAID.is_due() {
                     tracing::info!(?who, "connections beyond {most} are closed");
                 }

@@ -124,7 +124,8 @@ mod tests {
     #[test]
     fn a_run_that_called_or_may_have_is_given_to_no_second_worker() {
         let lost = VmFailure::new(VmFailureKind::NotReset, "page 7 differs");
-        let call = CallRecord { id: 0, tool: ToolName::parse("a.b").unwrap(), settled: None };
+        let call =
+            CallRecord { id: 0, tool: ToolName::parse("a.b").unwrap(), begun_ns: 0, settled: None };
         let told = |answers: [Result<Vec<CallRecord>, BrokerError>; 2]| {
             let answers = RefCell::new(answers.into_iter());
             after_loss(&lost, || answers.borrow_mut().next().unwrap())

@@ -234,7 +234,7 @@ pub(super) fn unstarted(
         vm_exits: 0,
         timing_us,
     };
-    let trace = Trace { supervised: at, timing: Timing::default() };
+    let trace = Trace { supervised: at, ..Trace::default() };
     RunResult { report, artifacts: Vec::new(), trace, upkeep: None }
 }
 
@@ -287,6 +287,6 @@ pub(super) fn reported(
         timing_us,
         ..unstarted.report
     };
-    let trace = Trace { supervised: at, timing };
+    let trace = Trace { supervised: at, timing, calls: report.calls };
     RunResult { report: public, artifacts: report.artifacts, trace, upkeep: None }
 }

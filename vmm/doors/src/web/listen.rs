@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use forge_log::Seldom;
 use hyper::body::{Body, Incoming};
 use hyper::header::{self, HeaderMap, HeaderName, HeaderValue};
 use hyper::server::conn::http1;
@@ -64,9 +65,6 @@ const UNSENT_BYTES: u32 = 128 * 1024;
 /// After how long the door tries again to take a connection when the host has
 /// no room for it.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-
-/// How long after the log has said that connections are refused it says no more of it.
-const REFUSALS_SILENCE: Duration = Duration::from_secs(1);
 
 /// Where a door listens.
 #[derive(Debug)]
@@ -178,7 +176,7 @@ pub(crate) async fn serve<S, B>(
         .max_header_size(HEAD_BYTES_MAX);
     let mut arrivals = Arrivals { listener: &listener, last: None };
     let mut end = std::pin::pin!(end);
-    let mut refusal_told: Option<Instant> = None;
+    let refusals = Seldom::each_second();
     while let Some(arrival) = arrivals.next(end.as_mut()).await {
         let stream = match arrival {
             Ok(stream) => stream,
@@ -190,8 +188,7 @@ pub(crate) async fn serve<S, B>(
         };
         let place = places.take().await;
         let is_short = place.as_ref().is_none_or(|(.., is_anothers)| *is_anothers);
-        if is_short && refusal_told.is_none_or(|told| told.elapsed() >= REFUSALS_SILENCE) {
-            refusal_told = Some(Instant::now());
+        if is_short && refusals.is_due() {
             tracing::warn!(
                 CONNECTIONS_MAX,
                 "no place is left for connections: those that showed no token are closed, or \

@@ -26,8 +26,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use forge_log::Seldom;
 use forge_protocol::codec::{self, BorrowDecode};
-use forge_protocol::frame::{Assembler, Frame, Kind};
+use forge_protocol::frame::{Frame, Incoming, Kind};
 use forge_protocol::handshake::{Hello, Refusal, Role};
 use forge_protocol::limits::QUESTIONS_MAX;
 use forge_protocol::service::{
@@ -40,7 +41,6 @@ use self::owed::{Owed, Untaken};
 use self::sending::SEND_PATIENCE;
 use super::options::Principals;
 use super::peer::{Peer, Who};
-use super::seldom::Seldom;
 use super::{Busy, Service};
 use crate::cancel::Cancel;
 use crate::link::{Patience, wait};
@@ -90,11 +90,9 @@ pub(super) struct Connection {
 }
 
 /// What was received and not taken yet.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Reading {
-    assembler: Assembler,
-    buffer: Vec<u8>,
-    unread: std::ops::Range<usize>,
+    incoming: Incoming,
     /// What is unread counts as under way while it is handed on.
     handed: Option<Busy>,
 }
@@ -159,7 +157,7 @@ impl Connection {
             greeted: AtomicBool::new(false),
             taken: AtomicBool::new(false),
             begun: Mutex::default(),
-            reading: Mutex::default(),
+            reading: Mutex::new(Reading { incoming: Incoming::new(READ_BYTES), handed: None }),
             writing: parking_lot::Mutex::default(),
             live: Live::default(),
             owed,
@@ -238,13 +236,13 @@ impl Connection {
     /// is something to read already.
     fn leave(self: &Arc<Self>, service: &Arc<Service>, is_idle: bool) {
         let mut reading = lock(&self.reading);
-        if !reading.unread.is_empty() {
+        if !reading.incoming.is_empty() {
             reading.handed = Some(service.busy());
             service.crew.attend(Arc::clone(self));
             return;
         }
         if is_idle {
-            reading.buffer = Vec::new();
+            reading.incoming.give_room_back();
         }
         drop(reading);
         self.taken.store(false, Ordering::Release);
@@ -283,7 +281,7 @@ impl Connection {
 
     /// Whoever writes a client learns from nothing else what was wrong.
     fn log_end(&self, error: &io::Error) {
-        static SAID: Seldom = Seldom::new();
+        static SAID: Seldom = Seldom::each_second();
         match error.kind() {
             io::ErrorKind::UnexpectedEof => {}
             io::ErrorKind::InvalidData if SAID.is_due() => {
@@ -312,20 +310,14 @@ impl Connection {
             awaited.then(|| kind.payload_bytes_max().min(most))
         };
         let mut reading = lock(&self.reading);
-        let Reading { assembler, buffer, unread, .. } = &mut *reading;
+        let incoming = &mut reading.incoming;
         loop {
-            while unread.start < unread.end {
-                let mut input = &buffer[unread.clone()];
-                let frame = assembler.next(&mut input, awaits).map_err(breach)?;
-                unread.start = unread.end - input.len();
-                if let Some(frame) = frame {
-                    *lock(&self.begun) = None;
-                    return Ok((frame, under_way.unwrap_or_else(busy)));
-                }
+            if let Some(frame) = incoming.next(awaits).map_err(breach)? {
+                *lock(&self.begun) = None;
+                return Ok((frame, under_way.unwrap_or_else(busy)));
             }
-            buffer.resize(READ_BYTES, 0);
             let now = Instant::now();
-            let until = if assembler.is_between_frames() {
+            let until = if incoming.is_between_frames() {
                 // Nothing is off the socket and not understood.
                 under_way = None;
                 now + READ_PATIENCE
@@ -337,9 +329,9 @@ impl Connection {
             // its answer.
             wait(self.socket.as_raw_fd(), libc::POLLIN, Patience::until(until)).map_err(idle)?;
             under_way.get_or_insert_with(&busy);
-            match (&self.socket).read(buffer) {
+            match (&self.socket).read(incoming.room()) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(bytes) => *unread = 0..bytes,
+                Ok(bytes) => incoming.filled(bytes),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }

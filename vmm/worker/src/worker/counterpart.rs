@@ -17,6 +17,7 @@ use forge_protocol::worker::{Job, Prepare, PreparedJob, VmFailure, VmFailureKind
 
 use super::broker_link::BrokerLink;
 use super::verdict::Verdict;
+use crate::clock::now_ns;
 use crate::link::send_once;
 use crate::machine::Stop;
 
@@ -206,8 +207,8 @@ impl Counterpart {
     }
 
     fn call(&mut self, session: &mut HostSession, call: &Call) -> Result<(), Verdict> {
-        let record = CallRecord { id: call.id, tool: call.tool.clone(), settled: None };
-        self.in_flight.push(record);
+        let (id, tool) = (call.id, call.tool.clone());
+        self.in_flight.push(CallRecord { id, tool, begun_ns: now_ns(), settled: None });
         self.happened(|| RunEvent::Called { call: call.id, tool: call.tool.clone() })?;
         match &mut self.broker {
             Some(broker) => Ok(broker.call(call, &self.stop)?),
