@@ -9,9 +9,9 @@ use core::fmt::Debug;
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, BlockedTool, Callable, Effect, FoundTool, GrantClaims, GrantRequest,
-    GrantedTool, HostedTool, HostedTools, ListedTool, Narrowing, OpenRun, RefusalKind, Reply,
-    Request, ReviewedTool, Standing, ToolSpec, ToolWord,
+    Answer, Ask, Authority, BlockedTool, BrokenLink, Callable, Effect, FoundTool, GrantClaims,
+    GrantRequest, GrantedTool, HostedTool, HostedTools, ListedTool, Narrowing, OpenRun,
+    RefusalKind, Reply, Request, ReviewedTool, Standing, ToolSpec, ToolWord,
 };
 use forge_protocol::codec::{self, BorrowDecode, CodecError, Encode};
 use forge_protocol::ending::{Ending, LimitKind, RejectKind, TrapKind};
@@ -259,17 +259,20 @@ pub fn seeds() -> Vec<Seed> {
         deadline: Deadline { monotonic_ns: 5_000_000_000 },
         brokered: true,
     };
+    let record = CallRecord {
+        id: 0,
+        tool: tool.clone(),
+        begun_ns: 5,
+        settled: Some(CallSettled { code: None, duration_ns: 7, redacted: true }),
+    };
+    let broken =
+        BrokenLink { reason: "call 5 where 1 is next".into(), calls: vec![record.clone()] };
     let report = |fate| Report {
         fate,
         output: b"out".to_vec(),
         artifacts: vec![artifact.clone()],
         logs: vec![log.clone()],
-        calls: vec![CallRecord {
-            id: 0,
-            tool: tool.clone(),
-            begun_ns: 5,
-            settled: Some(CallSettled { code: None, duration_ns: 7, redacted: true }),
-        }],
+        calls: vec![record.clone()],
         vm_exits: 4,
         timing: Timing { vm_ns: 1, boot_ns: 2, load_ns: 3, run_ns: 4, ..Timing::default() },
     };
@@ -340,6 +343,8 @@ pub fn seeds() -> Vec<Seed> {
             input(8, &ask(Request::ApproveTools { tools: vec![(tool.clone(), [5; 32])] })),
         ),
         accepted("reply-reviews", input(9, &answer(reviews))),
+        accepted("request-end-run", input(8, &ask(Request::EndRun { run_id: RunId([7; 16]) }))),
+        accepted("reply-run-ended", input(9, &answer(Reply::RunEnded { broken: Some(broken) }))),
         accepted("reply-approved", input(9, &answer(Reply::Approved { tools: 1 }))),
         accepted("request-open-tools", input(8, &ask(open(Authority::Tools(vec![tool.clone()]))))),
         accepted("request-open-grant", input(8, &ask(open(Authority::Grant(vec![1, 2]))))),

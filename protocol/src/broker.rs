@@ -80,7 +80,6 @@ pub enum Request {
         tools: Vec<(ToolName, [u8; 32])>,
     },
     /// Puts on the disk whatever is journalled by now → [`Reply::Synced`].
-    /// Asked after a run that made calls, before its result leaves.
     Sync,
     /// What the broker counts → [`Reply::Metrics`].
     Metrics,
@@ -98,8 +97,8 @@ pub enum Request {
     },
     /// Nobody wants a run any more → [`Reply::Cancelled`]. What it has
     /// dispatched is no longer waited for, and its tools are told so where
-    /// they can be. Only while its run link is open: what a run had called whose
-    /// link is gone is not known, and it is refused.
+    /// they can be. Only while its run link is open, or was broken: what a run had called
+    /// whose link was closed is not known, and it is refused.
     CancelRun {
         /// Which.
         run_id: RunId,
@@ -133,6 +132,12 @@ pub enum Request {
         file: String,
         /// Its tables `roles` and `principals`, of these the `roles`, as a JSON object.
         tables: String,
+    },
+    /// A run that may have called has reported → [`Reply::RunEnded`], once what it did is
+    /// on the disk: before that its result does not leave.
+    EndRun {
+        /// Which.
+        run_id: RunId,
     },
 }
 
@@ -342,6 +347,21 @@ pub enum Reply {
     Withdrawn,
     /// To [`Request::LoadRoles`].
     RolesLoaded,
+    /// To [`Request::EndRun`].
+    RunEnded {
+        /// What its worker sent that none of ours does: nothing that it says is to be
+        /// relied on, and nothing more is known to be on the disk.
+        broken: Option<BrokenLink>,
+    },
+}
+
+/// A run link that was dropped, as what came over it was no call of a worker of ours.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct BrokenLink {
+    /// What came, for a reader.
+    pub reason: String,
+    /// The calls until then, as in [`Reply::Cancelled`].
+    pub calls: Vec<CallRecord>,
 }
 
 /// Tools of the caller's own process.

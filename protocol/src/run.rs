@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 
 use crate::abi::CallCode;
 use crate::codec::{Decode, Encode};
-use crate::hex::Hex;
+use crate::hex::{Hex, unhex_array};
 use crate::limits::{LOG_LEVEL_MAX, LOG_RECORD_BYTES_MAX, OverLimit, within};
 use crate::name::ToolName;
 
@@ -21,6 +21,26 @@ pub struct RunId(pub [u8; 16]);
 impl core::fmt::Display for RunId {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         Hex(&self.0).fmt(f)
+    }
+}
+
+/// A text that is no run's id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoRunId;
+
+impl core::fmt::Display for NoRunId {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("a run id has 32 hex digits")
+    }
+}
+
+impl core::error::Error for NoRunId {}
+
+impl core::str::FromStr for RunId {
+    type Err = NoRunId;
+
+    fn from_str(text: &str) -> Result<Self, NoRunId> {
+        unhex_array(text).map(Self).ok_or(NoRunId)
     }
 }
 

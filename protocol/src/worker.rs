@@ -124,12 +124,21 @@ impl Report {
         most.min(Kind::Report.payload_bytes_max())
     }
 
-    /// Holds it to what the guest was held to: a worker that lets more through is no
-    /// longer ours. What passes can be told as it is.
+    /// Holds it to what the guest was held to, and its fate to what a worker can know: one
+    /// that lets more through is no longer ours. What passes can be told as it is.
     ///
     /// # Errors
-    /// [`OverLimit`]: the first that it passes.
-    pub fn check(&self, limits: &RunLimits) -> Result<(), OverLimit> {
+    /// [`Implausible`]: the first that it passes, or the failure that is not its to tell.
+    pub fn check(&self, limits: &RunLimits) -> Result<(), Implausible> {
+        if let Fate::Vm(VmFailure { kind, .. }) = &self.fate
+            && !kind.is_of_a_worker()
+        {
+            return Err(Implausible::Failure(*kind));
+        }
+        self.within(limits).map_err(Implausible::Over)
+    }
+
+    fn within(&self, limits: &RunLimits) -> Result<(), OverLimit> {
         let mut tally = Tally::default();
         tally.output(&self.output, limits)?;
         self.artifacts.iter().try_for_each(|artifact| tally.artifact(artifact, limits))?;
@@ -144,6 +153,26 @@ impl Report {
         }
     }
 }
+
+/// What no report of ours says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Implausible {
+    /// The run left more than it may.
+    Over(OverLimit),
+    /// A failure that only whoever waits for the report can find.
+    Failure(VmFailureKind),
+}
+
+impl core::fmt::Display for Implausible {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Over(over) => over.fmt(f),
+            Self::Failure(kind) => write!(f, "a report of {kind:?}"),
+        }
+    }
+}
+
+impl core::error::Error for Implausible {}
 
 /// How the run ended, as the worker saw it.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -199,6 +228,26 @@ pub enum VmFailureKind {
     NotReset,
     /// A run changed more than a reset puts back, as it may: its VM is let go.
     TooChanged,
+}
+
+impl VmFailureKind {
+    /// Whether the report of a run can say so. The others its supervisor finds, or are
+    /// said of what comes before a run.
+    const fn is_of_a_worker(self) -> bool {
+        match self {
+            Self::Crash
+            | Self::Misbehaved
+            | Self::Stopped
+            | Self::Unavailable
+            | Self::BrokerLost
+            | Self::Internal => true,
+            Self::Cancelled
+            | Self::WorkerLost
+            | Self::WorkerBroke
+            | Self::NotReset
+            | Self::TooChanged => false,
+        }
+    }
 }
 
 /// Where a worker's time went, in nanoseconds.
@@ -351,7 +400,11 @@ mod tests {
 
     /// What a report passes.
     fn passed(report: &Report) -> Option<&'static str> {
-        report.check(&RunLimits::operator_maxima()).err().map(|over| over.what)
+        match report.check(&RunLimits::operator_maxima()) {
+            Err(Implausible::Over(over)) => Some(over.what),
+            Err(Implausible::Failure(_)) => Some("failure"),
+            Ok(()) => None,
+        }
     }
 
     fn encoded(report: &Report) -> Vec<u8> {
@@ -446,5 +499,16 @@ mod tests {
         for long in [artifact(text(longest + 1), text(1)), artifact(text(1), text(longest + 1))] {
             assert_eq!(passed(&long), Some("artifact_name_bytes"));
         }
+    }
+
+    #[test]
+    fn no_report_says_what_only_its_supervisor_can_find() {
+        use VmFailureKind as Of;
+        let told = |kind| passed(&report(Fate::Vm(VmFailure::new(kind, "")))).is_none();
+        let plausible =
+            [Of::Crash, Of::Misbehaved, Of::Stopped, Of::Unavailable, Of::BrokerLost, Of::Internal];
+        assert!(plausible.into_iter().all(told));
+        let others = [Of::Cancelled, Of::WorkerLost, Of::WorkerBroke, Of::NotReset, Of::TooChanged];
+        assert!(!others.into_iter().any(told));
     }
 }

@@ -107,7 +107,7 @@ enum JournalCommand {
         #[arg(long, value_name = "DIR")]
         journal: PathBuf,
         /// Only this run's, by its id in hex
-        #[arg(long, value_name = "ID", value_parser = run_id)]
+        #[arg(long, value_name = "ID")]
         run: Option<RunId>,
         /// At most so many, the newest
         #[arg(long, value_name = "N", default_value = "1000")]
@@ -116,14 +116,6 @@ enum JournalCommand {
         #[arg(long)]
         json: bool,
     },
-}
-
-fn run_id(text: &str) -> Result<RunId, &'static str> {
-    let number = u128::from_str_radix(text, 16);
-    match number {
-        Ok(number) if text.len() == 32 => Ok(RunId(number.to_be_bytes())),
-        _ => Err("a run id has 32 hex digits"),
-    }
 }
 
 /// The command line checked, and everything it names opened.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use forge_protocol::RunId;
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{
-    Ask, Authority, GrantRequest, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request,
+    Ask, Authority, BrokenLink, GrantRequest, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request,
 };
 use forge_protocol::frame::{self, Header, Kind};
 use forge_protocol::guest::Call;
@@ -688,6 +688,45 @@ fn a_run_whose_link_is_gone_is_not_said_to_have_called_nothing() {
         assert!(Instant::now() < until, "it stays open");
     };
     assert_eq!(kind, RefusalKind::BadRequest);
+}
+
+#[test]
+fn a_run_that_ends_over_a_link_that_its_worker_broke_is_said_to_with_its_calls() {
+    let (mut broker, _) = Broker::with_test_server();
+    let run_id = RunId([0xAB; 16]);
+    let mut worker = broker.run(&["test.echo"], limits());
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+    let whole = Reply::RunEnded { broken: None };
+    assert_eq!(broker.ask(&Request::EndRun { run_id }), whole);
+    let call = Call { id: 5, waits: false, tool: name("test.echo"), request: b"{}".to_vec() };
+    let mut bytes = Vec::new();
+    frame::write_message(Kind::Call, &call, &mut bytes);
+    worker.link.write_all(&bytes).unwrap();
+    assert!(worker.is_closed());
+    let until = Instant::now() + PATIENCE;
+    let BrokenLink { reason, calls } = loop {
+        match broker.ask(&Request::EndRun { run_id }) {
+            Reply::RunEnded { broken: Some(broken) } => break broken,
+            other => assert!(other == whole && Instant::now() < until, "{other:?}"),
+        }
+    };
+    assert!(reason.contains("call 5"), "{reason}");
+    assert_eq!(calls.len(), 1);
+    // It is told once.
+    assert_eq!(broker.ask(&Request::EndRun { run_id }), whole);
+}
+
+#[test]
+fn more_calls_than_a_run_may_make_close_its_link() {
+    let (mut broker, _) = Broker::with_test_server();
+    let limits = RunLimits { calls: 3, calls_in_flight: 2, ..limits() };
+    let mut worker = broker.run(&["test.echo"], limits);
+    let codes = [None, None, None, Some(CallCode::BudgetSpent), Some(CallCode::BudgetSpent)];
+    for code in codes {
+        assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, code);
+    }
+    worker.send("test.echo", b"{}");
+    assert!(worker.is_closed());
 }
 
 #[test]

@@ -63,6 +63,7 @@ fn main() -> ExitCode {
             a_request_that_cost_a_broker_its_life_is_not_given_to_the_next,
             a_broker_that_talks_nonsense_is_replaced_and_its_successor_not_asked,
             a_request_that_no_broker_has_seen_is_given_to_the_next,
+            what_a_worker_reports_that_broke_its_link_is_not_told,
             that_a_run_called_nothing_is_not_its_workers_word_alone,
         ],
     )
@@ -76,13 +77,7 @@ fn keeper(brokers: &Brokers) -> Keeper {
 /// that was taken over may have called all that its run was granted.
 fn that_a_run_called_nothing_is_not_its_workers_word_alone() {
     let brokers = Brokers::with("keeps-nothing", &[Life::KeepsNothing]);
-    let options = SupervisorOptions {
-        trust: TrustKeys::new([signer().trust_key()]).unwrap(),
-        maxima: RunLimits::operator_maxima(),
-        pool: PoolOptions { tier: Tier::Process, ..PoolOptions::default() },
-    };
-    let broker = Broker::start(&brokers.options()).unwrap();
-    let supervisor = Supervisor::new(options, Some(broker)).unwrap();
+    let supervisor = supervisor(&brokers);
     let report = supervisor.run(&submit(ECHO, "[7]")).report;
     assert_eq!((report.status.as_str(), brokers.asked()), ("ok", 0), "{report:#?}");
     // The same program, which calls nothing either.
@@ -90,6 +85,32 @@ fn that_a_run_called_nothing_is_not_its_workers_word_alone() {
     let report = supervisor.run(&order).report;
     assert_eq!((report.status.as_str(), report.kind), ("internal", "journal"), "{report:#?}");
     assert_eq!((report.output.as_str(), brokers.asked()), ("", 2));
+}
+
+/// Of a worker that sent what none of ours does, the broker's word stands and its own
+/// does not.
+fn what_a_worker_reports_that_broke_its_link_is_not_told() {
+    let brokers = Brokers::with("finds-links-broken", &[Life::FindsLinksBroken]);
+    let supervisor = supervisor(&brokers);
+    let order = Order { authority: hashes().authority, ..submit(ECHO, "[7]") };
+    let report = supervisor.run(&order).report;
+    let told = (report.status.as_str(), report.kind, report.output.as_str());
+    assert_eq!(told, ("internal", "guest_misbehaved", ""), "{report:#?}");
+    assert!(report.reason.contains("call 5 where 1 is next"), "{}", report.reason);
+    let calls: Vec<_> = report.tool_calls.iter().map(|call| (&*call.tool, call.status)).collect();
+    assert_eq!(calls, [("test.echo", "unsettled")]);
+    // Opened, ended, and that call is on the disk.
+    assert_eq!(brokers.asked(), 3);
+}
+
+fn supervisor(brokers: &Brokers) -> Supervisor {
+    let options = SupervisorOptions {
+        trust: TrustKeys::new([signer().trust_key()]).unwrap(),
+        maxima: RunLimits::operator_maxima(),
+        pool: PoolOptions { tier: Tier::Process, ..PoolOptions::default() },
+    };
+    let broker = Broker::start(&brokers.options()).unwrap();
+    Supervisor::new(options, Some(broker)).unwrap()
 }
 
 /// Asks, again as long as there is no broker: on a slow host the next takes

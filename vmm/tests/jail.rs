@@ -68,6 +68,8 @@ fn main() -> ExitCode {
         a_worker_cannot_gain_a_capability,
         a_worker_cannot_regain_one_by_executing,
         a_worker_cannot_map_executable_memory,
+        a_worker_cannot_map_memory_that_stays_when_it_is_unmapped,
+        a_worker_cannot_read_the_clock_of_another_process,
         a_worker_cannot_map_huge_pages_of_the_hosts_reserve,
         a_worker_cannot_make_memory_executable,
         a_worker_gets_no_more_descriptors_than_allowed,
@@ -500,6 +502,14 @@ fn a_worker_cannot_map_executable_memory() {
 
 fn a_worker_cannot_map_huge_pages_of_the_hosts_reserve() {
     stopped("map_from_the_reserve", &[], libc::SYS_mmap, &[]);
+}
+
+fn a_worker_cannot_map_memory_that_stays_when_it_is_unmapped() {
+    stopped("map_shared", &[], libc::SYS_mmap, &[]);
+}
+
+fn a_worker_cannot_read_the_clock_of_another_process() {
+    stopped("read_clock_of", &["1"], libc::SYS_clock_gettime, &[]);
 }
 
 fn a_worker_cannot_make_memory_executable() {

@@ -30,8 +30,8 @@ use std::time::{Duration, SystemTime};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, BlockedTool, Callable, FoundTool, GrantClaims, ListedTool, OpenRun,
-    REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool, Standing,
+    Answer, Ask, Authority, BlockedTool, BrokenLink, Callable, FoundTool, GrantClaims, ListedTool,
+    OpenRun, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool, Standing,
 };
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
@@ -231,6 +231,9 @@ pub struct Broker {
     hosting: Arc<Hosting>,
     /// Those whose link is open.
     open: Mutex<HashMap<RunId, Weak<Run>>>,
+    /// Those whose link was dropped, until their supervisor asks about them, as it does
+    /// of each that may call anything.
+    broken: Mutex<HashMap<RunId, BrokenLink>>,
     /// `true` once nothing new is dispatched.
     closing: watch::Sender<bool>,
 }
@@ -263,7 +266,7 @@ impl Broker {
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         let retrieval = Arc::default();
-        let (open, hosting) = (Mutex::default(), Arc::default());
+        let (open, broken, hosting) = (Mutex::default(), Mutex::default(), Arc::default());
         Self {
             registry,
             retrieval,
@@ -274,6 +277,7 @@ impl Broker {
             runs,
             hosting,
             open,
+            broken,
             closing,
         }
     }
@@ -405,9 +409,19 @@ impl Broker {
             Request::SearchTools { principal, intent, k } => {
                 self.search(&principal, intent, k).await
             }
+            Request::EndRun { run_id } => {
+                let broken = self.broken_runs().remove(&run_id);
+                if broken.is_none() {
+                    self.dispatcher.journal().sync().await?;
+                }
+                Ok(Reply::RunEnded { broken })
+            }
             Request::CancelRun { run_id } => {
+                if let Some(BrokenLink { calls, .. }) = self.broken_runs().remove(&run_id) {
+                    return Ok(Reply::Cancelled { calls });
+                }
                 let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
-                // Of a run whose link is gone we no longer know the calls, and must
+                // Of a run whose link was closed we no longer know the calls, and must
                 // not answer that there were none.
                 let run = run.ok_or(Refused::NotOpen)?;
                 tracing::info!(run = %run_id, "run cancelled");
@@ -562,6 +576,10 @@ impl Broker {
         Ok(Reply::Found { tools, blocked, unavailable: shown(unavailable) })
     }
 
+    fn broken_runs(&self) -> MutexGuard<'_, HashMap<RunId, BrokenLink>> {
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn open_runs(&self) -> MutexGuard<'_, HashMap<RunId, Weak<Run>>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -653,11 +671,16 @@ impl Broker {
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
+        let may_call = !claims.tools.is_empty();
         let opened = Arc::downgrade(&run);
         self.open_runs().insert(run_id, Weak::clone(&opened));
         let this = Arc::clone(self);
         self.runs.spawn(async move {
-            serve_run(run, stream, dispatcher, closing).await;
+            if let Err(broken) = serve_run(run, stream, dispatcher, closing).await
+                && may_call
+            {
+                this.broken_runs().insert(run_id, broken);
+            }
             // It may have been opened again meanwhile, over another link.
             let mut open = this.open_runs();
             if open.get(&run_id).is_some_and(|it| it.ptr_eq(&opened)) {

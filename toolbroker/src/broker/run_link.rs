@@ -4,10 +4,11 @@
 use std::io;
 use std::sync::Arc;
 
+use forge_protocol::broker::BrokenLink;
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
-use forge_protocol::limits::{CALLS_MAX, MESSAGE_OVERHEAD_BYTES, OverLimit};
+use forge_protocol::limits::{MESSAGE_OVERHEAD_BYTES, OverLimit};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -21,12 +22,15 @@ const SETTLED_BYTES: usize = 32;
 
 /// Serves one worker until it closes its link, breaks the protocol, or the
 /// broker shuts down.
+///
+/// # Errors
+/// [`BrokenLink`]: it broke the protocol.
 pub(super) async fn serve_run(
     run: Arc<Run>,
     stream: UnixStream,
     dispatcher: Dispatcher,
     mut closing: watch::Receiver<bool>,
-) {
+) -> Result<(), BrokenLink> {
     // Dropped at the end: what is not dispatched by then never is.
     let mut calls = JoinSet::new();
     let ended = tokio::select! {
@@ -36,9 +40,14 @@ pub(super) async fn serve_run(
     calls.shutdown().await;
     dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
     match ended {
-        Ok(()) => tracing::info!(run = %run.id(), "run link closed"),
+        Ok(()) => {
+            tracing::info!(run = %run.id(), "run link closed");
+            Ok(())
+        }
         Err(error) => {
-            tracing::warn!(run = %run.id(), error = ?error.to_string(), "run link dropped");
+            let reason = error.to_string();
+            tracing::warn!(run = %run.id(), error = ?reason, "run link dropped");
+            Err(BrokenLink { reason, calls: run.calls_so_far() })
         }
     }
 }
@@ -102,8 +111,10 @@ async fn take_calls(
                     let (got, expected) = (call.id, next_call);
                     return Err(Misbehaviour::CallOutOfOrder { got, expected }.into());
                 }
-                // Calls past the budget are answered; calls without end are not.
-                over("calls", u64::from(next_call) + 1, 2 * u64::from(CALLS_MAX))?;
+                // Calls past the budget are answered, as many as can be under way when it
+                // is spent; a guest of ours makes none.
+                let calls_max = u64::from(limits.calls) + u64::from(limits.calls_in_flight);
+                over("calls", u64::from(next_call) + 1, calls_max)?;
                 next_call += 1;
                 run.record_call(&call.tool);
                 // A call is in flight until the worker can have its answer.

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use ed25519_dalek::{Signature, VerifyingKey};
+use forge_protocol::hex::unhex;
 use ring::hmac;
 use rmcp::model::JsonObject;
 use serde_json::{Value, json};
@@ -167,18 +168,6 @@ fn verify(keys: &Keys, caller: &Caller, arguments: &JsonObject) -> Result<Value,
             .is_ok_and(|signature| key.verify_strict(&message, &signature).is_ok()),
     };
     Ok(json!({ "valid": valid }))
-}
-
-/// Bytes from hex digits, of either case.
-pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
-    let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
-    text.as_bytes()
-        .chunks(2)
-        .map(|pair| match pair {
-            [high, low] => Some(digit(*high)? << 4 | digit(*low)?),
-            _ => None,
-        })
-        .collect()
 }
 
 #[cfg(test)]

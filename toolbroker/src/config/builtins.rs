@@ -2,6 +2,7 @@
 //! that is not there leaves its tools out. `[builtins.http]` is in
 //! [`egress`](super::egress).
 
+use forge_protocol::hex::unhex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -17,7 +18,7 @@ use super::node::{ITEMS_MAX, Node};
 use super::{ConfigError, Lookup, Problem, egress};
 use crate::builtin::BuiltinsConfig;
 use crate::builtin::fs::Root;
-use crate::builtin::keys::{Key, Material, unhex};
+use crate::builtin::keys::{Key, Material};
 use crate::builtin::resource::{Source, Sources, is_canonical};
 use crate::builtin::stash::Terms;
 use crate::upstream::ServerConfig;

@@ -23,7 +23,9 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{GrantClaims, HostedTools, OpenRun, RefusalKind, Reply, Request};
+use forge_protocol::broker::{
+    BrokenLink, GrantClaims, HostedTools, OpenRun, RefusalKind, Reply, Request,
+};
 use forge_protocol::handshake::HandshakeError;
 use forge_protocol::run::CallRecord;
 
@@ -518,8 +520,7 @@ impl Broker {
         }
     }
 
-    /// Has the broker put on the disk whatever it journalled by now. What a
-    /// run's calls did is durable then, and its result may leave.
+    /// Has the broker put on the disk whatever it journalled by now.
     ///
     /// # Errors
     /// [`BrokerError`]; the journal may not be there.
@@ -532,19 +533,43 @@ impl Broker {
     /// # Errors
     /// [`BrokerError`].
     pub fn sync_for(&self, patience: Patience<'_>) -> Result<(), BrokerError> {
-        match self.exchange(Request::Sync, None, REQUEST_TIME_MAX, patience) {
-            Ok(Reply::Synced) => {
+        match self.recorded(Request::Sync, patience)? {
+            Reply::Synced => {
                 *lock(&self.unrecorded) = None;
                 Ok(())
             }
-            Ok(other) => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
-            Err(error) => {
-                if let BrokerError::Refused { kind: RefusalKind::Journal, message } = &error {
-                    *lock(&self.unrecorded) = Some(message.clone());
-                }
-                Err(error)
-            }
+            other => Err(BrokerError::Protocol(format!("{other:?} for a journal on the disk"))),
         }
+    }
+
+    /// Says that a run has reported whose link is still open. What its calls did is
+    /// durable then, and its result may leave; unless its worker broke the link.
+    ///
+    /// # Errors
+    /// As [`Self::sync`].
+    pub(crate) fn end_run(
+        &self,
+        run_id: RunId,
+        patience: Patience<'_>,
+    ) -> Result<Option<BrokenLink>, BrokerError> {
+        match self.recorded(Request::EndRun { run_id }, patience)? {
+            Reply::RunEnded { broken } => {
+                if broken.is_none() {
+                    *lock(&self.unrecorded) = None;
+                }
+                Ok(broken)
+            }
+            other => Err(BrokerError::Protocol(format!("{other:?} for a run that ended"))),
+        }
+    }
+
+    /// Asks what is answered when the journal is on the disk, and remembers if it is not.
+    fn recorded(&self, request: Request, patience: Patience<'_>) -> Result<Reply, BrokerError> {
+        let answer = self.exchange(request, None, REQUEST_TIME_MAX, patience);
+        if let Err(BrokerError::Refused { kind: RefusalKind::Journal, message }) = &answer {
+            *lock(&self.unrecorded) = Some(message.clone());
+        }
+        answer
     }
 
     /// Why its journal takes no records, if it took none when it was last asked.

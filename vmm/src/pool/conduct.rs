@@ -10,7 +10,7 @@ use forge_protocol::worker::{Fate, Job, Prepare, PreparedJob, VmFailure, VmFailu
 use super::filler::PREPARE_TIME_MAX;
 use super::shelves::{Key, ProgramKey};
 use super::worker::{self, Lost, Run, Unbegun, Worker};
-use super::{Done, Shared, Task, Unserved, Upkeep, Vm};
+use super::{Done, Served, Shared, Task, Unserved, Upkeep, Vm};
 use crate::link::Patience;
 use crate::trace::now_ns;
 
@@ -171,16 +171,18 @@ impl<'a> Conduct<'a> {
         let handed = now_ns();
         let told = worker.finish_telling(patience, task.tell);
         let report = told.map_err(|lost| self.lost(lost, vm))?;
+        let served = Served(Arc::clone(worker.process()));
         let reported = now_ns();
         // Who fills the pool ends workers too; without, the result does.
         upkeep.ended = if shared.options.ready_max == 0 {
             Some(worker)
         } else if shared.maker.makes_for_many() {
+            worker.rests();
             shared.stock.lock().give_back(key, worker)
         } else {
             shared.stock.lock().spend(worker)
         };
-        Ok(Done { report, vm, taken, handed, reported, upkeep })
+        Ok(Done { report, vm, served, taken, handed, reported, upkeep })
     }
 }
 

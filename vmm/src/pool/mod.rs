@@ -41,6 +41,7 @@ pub mod worker;
 pub mod zygote;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -108,6 +109,8 @@ pub struct Done {
     pub report: Report,
     /// What it ran in.
     pub vm: Vm,
+    /// Whose report it is.
+    pub served: Served,
     /// When there was a worker, in [`crate::trace::now_ns`].
     pub taken: u64,
     /// When the run had been handed over.
@@ -116,6 +119,18 @@ pub struct Done {
     pub reported: u64,
     /// What the pool has to do now.
     pub upkeep: Upkeep,
+}
+
+/// A worker that has reported, wherever it is by now: it may have been given another run.
+#[derive(Debug)]
+pub struct Served(Arc<OwnedFd>);
+
+impl Served {
+    /// Ends it: what it reported shows that somebody has taken it over.
+    pub fn end(&self) {
+        // It may have ended already.
+        let _ = crate::jail::kill(&*self.0);
+    }
 }
 
 /// What a run leaves its pool to do: the VM that served it is to be destroyed,

@@ -7,36 +7,69 @@ use std::time::Duration;
 
 /// Many times what a reset takes with its proof.
 const TIME_MAX: Duration = Duration::from_secs(1);
+/// What one wait may take without being counted: what a reset does.
+const TIME_OF_ONE: Duration = Duration::from_millis(20);
 
-/// A wait for a run.
+/// The waits of one worker for its runs.
 #[derive(Debug, Default)]
 pub(super) struct Rest {
-    /// What the worker had used when it was looked at first.
+    /// Of the process, once it was found.
+    clock: Option<libc::clockid_t>,
+    /// What the worker had used when its wait began, or was looked at first.
     before: Option<Duration>,
+    /// What it used in waits that are over, beyond what they may take.
+    owed: Duration,
 }
 
 impl Rest {
-    /// Whether this process has used more since it was looked at first than one that
-    /// waits does.
+    /// It waits from now on.
+    pub(super) fn begin(&mut self, process: &OwnedFd) {
+        self.before = self.used(process);
+    }
+
+    /// It is given something to do. Where that comes often, a look each second would see
+    /// the last of its waits alone.
+    pub(super) fn end(&mut self, process: &OwnedFd) {
+        if let Some(before) = self.before.take()
+            && let Some(used) = self.used(process)
+        {
+            self.owed += used.saturating_sub(before).saturating_sub(TIME_OF_ONE);
+        }
+    }
+
+    /// Whether this process has used more in its waits than one that waits does.
     pub(super) fn is_broken(&mut self, process: &OwnedFd) -> bool {
-        let Some(used) = cpu_time(process) else { return false };
-        used.saturating_sub(*self.before.get_or_insert(used)) > TIME_MAX
+        self.owed + self.since(process) > TIME_MAX
+    }
+
+    /// What it has used in this wait, as far as that is known.
+    fn since(&mut self, process: &OwnedFd) -> Duration {
+        let Some(used) = self.used(process) else { return Duration::ZERO };
+        used.saturating_sub(*self.before.get_or_insert(used))
+    }
+
+    /// What a process has used of the CPU. `None` if it has ended, or where there is no
+    /// procfs.
+    fn used(&mut self, process: &OwnedFd) -> Option<Duration> {
+        let clock = match self.clock {
+            Some(clock) => clock,
+            None => *self.clock.insert(clock_of(process)?),
+        };
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: a plain system call, with a valid place for what it says.
+        let known = unsafe { libc::clock_gettime(clock, &mut time) == 0 };
+        known.then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
     }
 }
 
-/// What a process has used of the CPU. `None` if it has ended, or where there is no
-/// procfs.
-fn cpu_time(process: &OwnedFd) -> Option<Duration> {
+/// The clock of a process, which goes by its pid.
+fn clock_of(process: &OwnedFd) -> Option<libc::clockid_t> {
     let about = fs::read_to_string(format!("/proc/self/fdinfo/{}", process.as_raw_fd())).ok()?;
     let pid = about.lines().find_map(|line| line.strip_prefix("Pid:"))?;
     let pid = pid.trim().parse().ok().filter(|pid: &libc::pid_t| *pid > 0)?;
-    let (mut clock, mut time) = (0, libc::timespec { tv_sec: 0, tv_nsec: 0 });
-    // SAFETY: two plain system calls, each with a valid place for what it says.
-    let known = unsafe {
-        libc::clock_getcpuclockid(pid, &mut clock) == 0
-            && libc::clock_gettime(clock, &mut time) == 0
-    };
-    known.then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
+    let mut clock = 0;
+    // SAFETY: a plain system call, with a valid place for what it says.
+    (unsafe { libc::clock_getcpuclockid(pid, &mut clock) } == 0).then_some(clock)
 }
 
 #[cfg(test)]
@@ -67,6 +100,30 @@ mod tests {
         }
         assert!(found);
         // It has ended.
-        assert!(!rest.is_broken(&busy));
+        assert!(!Rest::default().is_broken(&busy));
+    }
+
+    #[test]
+    fn a_process_that_computes_in_short_waits_is_found_by_what_they_add_up_to() {
+        let mut computes = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        let process = pidfd_of(&computes);
+        let mut rest = Rest::default();
+        let until = Instant::now() + Duration::from_secs(60);
+        let mut waits = 0;
+        while !rest.is_broken(&process) && Instant::now() < until {
+            rest.begin(&process);
+            std::thread::sleep(Duration::from_millis(200));
+            rest.end(&process);
+            waits += 1;
+        }
+        // What it does with a run is not counted.
+        let owed = rest.owed;
+        std::thread::sleep(Duration::from_millis(50));
+        rest.begin(&process);
+        rest.end(&process);
+        let of_the_run = rest.owed - owed;
+        computes.kill().unwrap();
+        computes.wait().unwrap();
+        assert!((5..200).contains(&waits) && of_the_run.is_zero(), "{waits} {of_the_run:?}");
     }
 }

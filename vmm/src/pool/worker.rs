@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use forge_protocol::codec;
@@ -27,7 +28,7 @@ const NUMBER_BYTES: u32 = 16;
 #[derive(Debug)]
 pub struct Worker {
     link: Link,
-    process: OwnedFd,
+    process: Arc<OwnedFd>,
     /// It has said that its VM stands ready.
     ready: bool,
     runs: u64,
@@ -84,13 +85,13 @@ pub enum Lost {
     During(VmFailure),
 }
 
-/// Said of a run that is wanted no more.
-pub(crate) const CANCELLED: &str = "the run was cancelled, or whoever asked for it left";
-
 pub(super) fn lost(error: &io::Error) -> VmFailure {
     let gone = |message: &str| VmFailure::new(VmFailureKind::WorkerLost, message);
     match error.kind() {
-        io::ErrorKind::ConnectionAborted => VmFailure::new(VmFailureKind::Cancelled, CANCELLED),
+        io::ErrorKind::ConnectionAborted => {
+            let what = "the run was cancelled, or whoever asked for it left";
+            VmFailure::new(VmFailureKind::Cancelled, what)
+        }
         io::ErrorKind::TimedOut => gone("the worker said nothing in time"),
         io::ErrorKind::UnexpectedEof => gone("the worker ended without a report"),
         _ => gone(&format!("the worker was lost: {error}")),
@@ -125,7 +126,7 @@ impl Worker {
     pub(super) fn new(socket: UnixStream, process: OwnedFd) -> Self {
         let (link, limits) = (Link::new(socket), RunLimits::default());
         let (ready, has_served, has_link, is_to_tell) = (false, false, false, false);
-        let rest = Rest::default();
+        let (process, rest) = (Arc::new(process), Rest::default());
         Self { link, process, ready, runs: 0, has_served, has_link, is_to_tell, limits, rest }
     }
 
@@ -142,7 +143,7 @@ impl Worker {
 
     /// Its process descriptor.
     #[must_use]
-    pub fn process(&self) -> &OwnedFd {
+    pub fn process(&self) -> &Arc<OwnedFd> {
         &self.process
     }
 
@@ -170,7 +171,7 @@ impl Worker {
     /// Why it did not; the worker is of no use then.
     pub fn prepare(&mut self, order: &Prepare, patience: Patience<'_>) -> Result<(), VmFailure> {
         self.await_ready(patience)?;
-        self.rest = Rest::default();
+        self.rest.end(&self.process);
         self.limits = order.load.limits.clone();
         let mut bytes = Vec::with_capacity(order.program.len() + 1024);
         frame::write_message(Kind::Prepare, order, &mut bytes);
@@ -206,6 +207,7 @@ impl Worker {
         broker: Option<&UnixStream>,
         patience: Patience<'_>,
     ) -> Result<(), Unbegun> {
+        self.rest.end(&self.process);
         let mut bytes = Vec::new();
         // Sent with the run, so that one that is not given it was not told to tell of
         // the next.
@@ -255,6 +257,11 @@ impl Worker {
     #[must_use]
     pub fn speaks(&self) -> bool {
         self.ready && self.link.has_something()
+    }
+
+    /// It has nothing to do until it is given another run.
+    pub(super) fn rests(&mut self) {
+        self.rest.begin(&self.process);
     }
 
     /// Whether it computes, and was given nothing to: somebody has taken it over.
@@ -395,7 +402,6 @@ impl Worker {
         };
         self.runs += 1;
         self.has_served = true;
-        self.rest = Rest::default();
         let report: Report = decode(&frame.payload).map_err(Lost::During)?;
         report.check(&self.limits).map_err(|over| Lost::During(misbehaved(over)))?;
         Ok(report)

@@ -9,13 +9,13 @@ use std::io;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use forge_protocol::RunId;
-use forge_protocol::broker::{Authority, OpenRun, RefusalKind};
+use forge_protocol::broker::{Authority, BrokenLink, OpenRun, RefusalKind};
 use forge_protocol::guest::{Load, Start};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::run::CallRecord;
 use forge_protocol::service::Order;
-use forge_protocol::worker::{Deadline, Fate, Job, Tier};
+use forge_protocol::worker::{Deadline, Fate, Job, Report, Tier, VmFailure, VmFailureKind};
 
 use super::Attendance;
 use super::opened::{AfterLoss, Opened, SYNC_GRACE, Settled, after_loss};
@@ -25,7 +25,8 @@ use crate::broker::BrokerError;
 use crate::keeper::Keeper;
 use crate::link::Patience;
 use crate::machine::deadline_in;
-use crate::pool::{Done, Pool, Task, Unserved};
+use crate::pool::worker::misbehaved;
+use crate::pool::{Done, Pool, Served, Task, Unserved};
 use crate::report::Outcome;
 use crate::trace::Supervised;
 use crate::worker;
@@ -146,7 +147,7 @@ impl Carrying<'_> {
         let ((claims, link), broker) = opened.map_err(Refused::Broker)?;
         let granted: Vec<_> = claims.tools.into_iter().map(|tool| tool.name).collect();
         let grants_any = !granted.is_empty();
-        Ok((granted, Some(Opened { broker, link, grants_any })))
+        Ok((granted, Some(Opened { run_id, broker, link, grants_any })))
     }
 
     /// What a worker is told to do.
@@ -210,10 +211,12 @@ impl Carrying<'_> {
         let Carried { done, opened, called } = carried;
         let opened = opened.as_ref();
         let (report, vm, upkeep, settled) = match done {
-            Ok(Done { report, vm, taken, handed, reported, upkeep }) => {
+            Ok(Done { report, vm, served, taken, handed, reported, upkeep }) => {
                 *at = Supervised { taken, handed, reported, ..*at };
-                let patience = self.patience(SYNC_GRACE);
-                let settled = opened.map_or(Settled::Known, |opened| opened.settle(patience));
+                let (report, settled) = match opened {
+                    None => (report, Settled::Known),
+                    Some(opened) => self.settled(report, &served, opened),
+                };
                 (report, Some(vm), Some(upkeep), settled)
             }
             // Cancelled, or its worker was lost or had to be ended: what it
@@ -241,6 +244,39 @@ impl Carrying<'_> {
                 *reason = format!("{reason}; what it called is not known here: {error}");
                 result
             }
+        }
+    }
+
+    /// What of its worker's report the broker bears out.
+    fn settled(&self, mut report: Report, served: &Served, opened: &Opened) -> (Report, Settled) {
+        // What the host lacked is told as of a run that may be asked for again, unless it
+        // has called: that is for whoever took the calls to say.
+        if let Fate::Vm(failure) = &report.fate
+            && failure.kind == VmFailureKind::Unavailable
+            && opened.grants_any
+        {
+            let called = opened.broker.cancel_run(self.run_id);
+            if called.is_err() {
+                let message = failure.message.clone();
+                report.fate = Fate::Vm(VmFailure::new(VmFailureKind::BrokerLost, message));
+            }
+            let settled = opened.settle_cancelled(called, &mut report.calls);
+            return (report, settled);
+        }
+        match opened.settle(self.patience(SYNC_GRACE)) {
+            Ok(None) => (report, Settled::Known),
+            Ok(Some(BrokenLink { reason, calls })) => {
+                tracing::error!(
+                    run = %self.run_id,
+                    reason,
+                    "a worker broke its link to the toolbroker, and is ended"
+                );
+                served.end();
+                let mut report = worker::unserved(Fate::Vm(misbehaved(reason)));
+                let settled = opened.settle_cancelled(Ok(calls), &mut report.calls);
+                (report, settled)
+            }
+            Err(error) => (report, Settled::Unsynced(error)),
         }
     }
 }

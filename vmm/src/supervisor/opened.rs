@@ -6,6 +6,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forge_protocol::RunId;
+use forge_protocol::broker::BrokenLink;
 use forge_protocol::run::CallRecord;
 use forge_protocol::worker::VmFailure;
 
@@ -20,6 +22,7 @@ pub(super) const SYNC_GRACE: Duration = Duration::from_secs(10);
 /// A run's connection at the broker that opened it. What the run did is that
 /// one's to know, whichever is there by then.
 pub(super) struct Opened {
+    pub(super) run_id: RunId,
     pub(super) broker: Arc<Broker>,
     pub(super) link: UnixStream,
     /// Whether anything may be called over the link.
@@ -37,15 +40,24 @@ pub(super) enum Settled {
 }
 
 impl Opened {
-    /// Ends a run that has a result.
-    pub(super) fn settle(&self, patience: Patience<'_>) -> Settled {
+    /// Ends a run that has a result, and says if that is not to be relied on.
+    ///
+    /// # Errors
+    /// What its calls did may not be on the disk.
+    pub(super) fn settle(&self, patience: Patience<'_>) -> Result<Option<BrokenLink>, BrokerError> {
         // That nothing was called, only its worker says. Whoever wants the run no
         // more has heard of no result yet.
-        let synced = self.end(self.grants_any, patience);
-        synced.map_or_else(Settled::Unsynced, |()| Settled::Known)
+        if !self.grants_any {
+            self.shut();
+            return Ok(None);
+        }
+        let ended = self.broker.end_run(self.run_id, patience);
+        self.shut();
+        ended
     }
 
-    /// Ends a run that was cancelled at the broker, which tells its calls.
+    /// Ends a run without a result, or with one that is not relied on, at the broker,
+    /// which tells its calls.
     pub(super) fn settle_cancelled(
         &self,
         told: Result<Vec<CallRecord>, BrokerError>,
@@ -63,20 +75,21 @@ impl Opened {
         };
         // It has no result that could be held back, and is waited for all the same.
         let patience = Patience::until(Instant::now() + SYNC_GRACE);
-        if let Err(error) = self.end(!calls.is_empty(), patience) {
+        let synced = match calls.is_empty() {
+            true => Ok(()),
+            false => self.broker.sync_for(patience),
+        };
+        self.shut();
+        if let Err(error) = synced {
             tracing::warn!(%error, "what a run's calls did may not be on the disk");
         }
         untold.map_or(Settled::Known, Settled::Untold)
     }
 
-    /// What its calls did is on the disk before anybody hears of it. The broker
-    /// answers at once if all of it is; a run that cannot have called asks nobody.
-    fn end(&self, may_have_called: bool, patience: Patience<'_>) -> Result<(), BrokerError> {
-        let synced = if may_have_called { self.broker.sync_for(patience) } else { Ok(()) };
-        // The run is over, whoever still has this end of its link: a worker that
-        // was taken over has. What was called before is read yet.
+    /// The run is over, whoever still has this end of its link: a worker that was taken
+    /// over has. What was called before is read yet.
+    fn shut(&self) {
         let _ = self.link.shutdown(Shutdown::Write);
-        synced
     }
 }
 

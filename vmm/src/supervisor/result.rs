@@ -12,7 +12,6 @@ use forge_protocol::worker::{Fate, Report, Tier, Timing};
 use crate::admission::{Admitted, Violation};
 use crate::broker::BrokerError;
 use crate::jail::Weakness;
-use crate::pool::worker::CANCELLED;
 use crate::pool::{Upkeep, Vm};
 use crate::report::{
     LogReport, Outcome, RunReport, Status, TimingReport, UNSETTLED, artifact_report, call_report,
@@ -40,8 +39,9 @@ impl RunResult {
     /// It was cancelled as the service ended, where it was. What else is said of it
     /// stands.
     pub fn service_ended(&mut self) {
-        let reason = &mut self.report.reason;
-        *reason = reason.replacen(CANCELLED, "the service ended before the run did", 1);
+        if self.report.status == Status::Cancelled {
+            self.report.reason.insert_str(0, "the service ended before the run did: ");
+        }
     }
 
     /// What this takes until it is told, in bytes: what the run left, and its report as

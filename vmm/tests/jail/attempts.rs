@@ -33,7 +33,9 @@ pub fn find(name: &str) -> Attempt {
         ("capset", capset),
         ("capabilities_by_executing", capabilities_by_executing),
         ("map_executable", map_executable),
+        ("map_shared", map_shared),
         ("map_from_the_reserve", map_from_the_reserve),
+        ("read_clock_of", read_clock_of),
         ("make_executable", make_executable),
         ("map_much", map_much),
         ("duplicate", duplicate),
@@ -230,6 +232,22 @@ const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 fn map_executable(_: &[String]) -> Result<(), i32> {
     let rights = libc::PROT_READ | libc::PROT_EXEC;
     call!(libc::SYS_mmap, 0, 4096, rights, ANONYMOUS, -1, 0).map(drop)
+}
+
+/// Keeps the pages of a file of the kernel's, of which one is mapped at the end.
+fn map_shared(_: &[String]) -> Result<(), i32> {
+    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+    let (bytes, rights) = (1usize << 20, libc::PROT_READ | libc::PROT_WRITE);
+    let at = call!(libc::SYS_mmap, 0, bytes, rights, flags, -1, 0)?;
+    call!(libc::SYS_munmap, at as usize + 4096, bytes - 4096).map(drop)
+}
+
+/// What a process of this pid has used of the CPU.
+fn read_clock_of(words: &[String]) -> Result<(), i32> {
+    let pid: i32 = words[0].parse().unwrap();
+    let mut time = [0u64; 2];
+    // CPUCLOCK_SCHED of a process (time/posix-timers.h).
+    call!(libc::SYS_clock_gettime, !pid << 3 | 2, time.as_mut_ptr()).map(drop)
 }
 
 fn map_from_the_reserve(_: &[String]) -> Result<(), i32> {

@@ -10,11 +10,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use forge_protocol::broker::{
-    Answer, Ask, Authority, GrantClaims, GrantedTool, OpenRun, RefusalKind, Reply, Request,
+    Answer, Ask, Authority, BrokenLink, GrantClaims, GrantedTool, OpenRun, RefusalKind, Reply,
+    Request,
 };
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{Hello, Role};
+use forge_protocol::run::CallRecord;
 use forge_vmm::broker::BrokerOptions;
 use forge_vmm::link::{Link, Patience};
 
@@ -30,6 +32,9 @@ pub enum Life {
     AnswersAtLength,
     /// Opens runs as they want it, and can keep nothing on a disk.
     KeepsNothing,
+    /// Opens runs as they want it, and says of each that its worker broke its link after
+    /// one call.
+    FindsLinksBroken,
     /// Ends.
     Dies,
     /// Says what no broker says.
@@ -41,10 +46,11 @@ pub enum Life {
 }
 
 impl Life {
-    const ALL: [(Self, &'static str); 7] = [
+    const ALL: [(Self, &'static str); 8] = [
         (Self::Answers, "answers"),
         (Self::AnswersAtLength, "at-length"),
         (Self::KeepsNothing, "keeps-nothing"),
+        (Self::FindsLinksBroken, "finds-links-broken"),
         (Self::Dies, "dies"),
         (Self::TalksNonsense, "nonsense"),
         (Self::IsDeaf, "deaf"),
@@ -147,8 +153,16 @@ fn live(lives: &Path) {
                 let reply = Reply::Metrics("x".repeat(LENGTH));
                 frame::write_message(Kind::Reply, &Answer { id, reply }, &mut bytes);
             }
-            Life::KeepsNothing => {
-                let reply = keeping_nothing(request);
+            Life::KeepsNothing | Life::FindsLinksBroken => {
+                let reply = match (life, request) {
+                    (_, Request::OpenRun(run)) => opened(run),
+                    (Life::FindsLinksBroken, Request::EndRun { .. }) => broken(),
+                    (Life::FindsLinksBroken, Request::Sync) => Reply::Synced,
+                    _ => {
+                        let (kind, message) = (RefusalKind::Journal, "the disk is full".into());
+                        Reply::Refused { kind, message }
+                    }
+                };
                 frame::write_message(Kind::Reply, &Answer { id, reply }, &mut bytes);
             }
             Life::TalksNonsense => frame::write_raw(Kind::Output, b"what?", &mut bytes),
@@ -158,11 +172,16 @@ fn live(lives: &Path) {
     }
 }
 
-fn keeping_nothing(request: Request) -> Reply {
-    let Request::OpenRun(OpenRun { principal, authority: Authority::Tools(tools), .. }) = request
-    else {
-        let (kind, message) = (RefusalKind::Journal, "the disk is full".into());
-        return Reply::Refused { kind, message };
+fn broken() -> Reply {
+    let tool = "test.echo".parse().unwrap();
+    let call = CallRecord { id: 0, tool, begun_ns: 0, settled: None };
+    let broken = BrokenLink { reason: "call 5 where 1 is next".into(), calls: vec![call] };
+    Reply::RunEnded { broken: Some(broken) }
+}
+
+fn opened(run: OpenRun) -> Reply {
+    let OpenRun { principal, authority: Authority::Tools(tools), .. } = run else {
+        panic!("a grant, to a broker without keys");
     };
     let granted = |name| GrantedTool { name, definition_sha256: [0; 32], constraints: Vec::new() };
     Reply::Opened(GrantClaims {

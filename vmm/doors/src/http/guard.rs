@@ -1,10 +1,5 @@
-//! Which hosts and origins are this door's ([`web::guard`]).
-//!
-//! An address in the place of a name is not looked up by anybody, and cannot be rebound.
+//! Which origins are this door's, and what is said to whom ([`web::guard`]).
 
-use std::net::IpAddr;
-
-use axum::http::uri::Authority;
 use axum::http::{HeaderMap, StatusCode, Uri};
 
 use super::problem::Problem;
@@ -13,8 +8,7 @@ use crate::web::guard::Refused;
 
 /// Checks the host and the origin of a request against the door's names.
 pub(crate) fn check(uri: &Uri, headers: &HeaderMap, names: &[String]) -> Result<(), Problem> {
-    let is_ours = |host: &Authority| is_ours(host, names);
-    let checked = web::guard::check(uri, headers, is_ours, |origin, host| {
+    let checked = web::guard::check(uri, headers, names, |origin, host| {
         let origin = Uri::try_from(origin.as_bytes());
         // With its port: a page of another port is another's.
         origin.is_ok_and(|it| it.scheme().is_some() && it.authority() == Some(host))
@@ -29,15 +23,6 @@ pub(crate) fn check(uri: &Uri, headers: &HeaderMap, names: &[String]) -> Result<
             "a page of another origin may not use this door: there is no CORS here",
         ),
     })
-}
-
-fn is_ours(authority: &Authority, names: &[String]) -> bool {
-    let host = authority.host();
-    let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-    let is_name = |name: &str| host.eq_ignore_ascii_case(name);
-    address.parse::<IpAddr>().is_ok()
-        || is_name("localhost")
-        || names.iter().any(|name| is_name(name))
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@ use serde_json::value::RawValue;
 
 use super::problem::Problem;
 use crate::object::Object;
+use crate::web;
 
 /// A body that asks for a run: JSON with its program in base64 is the longest.
 pub(crate) const RUN_BYTES_MAX: usize = (PROGRAM_BYTES_MAX as usize + GRANT_BYTES_MAX as usize) / 3
@@ -204,9 +205,7 @@ pub(crate) fn unsupported(fitting: &str) -> Problem {
 /// The media type of a request's body, in lower case, without parameters; none
 /// of one that is encoded beside that.
 pub(crate) fn media_type(headers: &HeaderMap) -> String {
-    let encodings = headers.get_all(header::CONTENT_ENCODING);
-    let is_none = |name: &[u8]| name.is_empty() || name.eq_ignore_ascii_case(b"identity");
-    if !encodings.iter().all(|encoding| is_none(encoding.as_bytes().trim_ascii())) {
+    if !web::guard::is_plain(headers) {
         return String::new();
     }
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());

@@ -8,6 +8,8 @@
 //! is one, has to be this door's. No answer permits another origin anything
 //! (no CORS).
 
+use std::net::IpAddr;
+
 use hyper::Uri;
 use hyper::header::{self, HeaderMap, HeaderValue};
 use hyper::http::uri::Authority;
@@ -27,12 +29,12 @@ pub(crate) enum Refused {
     Foreign,
 }
 
-/// Checks for whom a request is meant and which page sent it, if one did. Which hosts
-/// are this door's, and which origins beside a host's own, the door says.
+/// Checks for whom a request is meant and which page sent it, if one did. Which names
+/// are this door's beside `localhost`, and which origins beside a host's own, the door says.
 pub(crate) fn check(
     uri: &Uri,
     headers: &HeaderMap,
-    is_ours: impl Fn(&Authority) -> bool,
+    names: &[String],
     is_known: impl Fn(&HeaderValue, &Authority) -> bool,
 ) -> Result<(), Refused> {
     let mut hosts = headers.get_all(header::HOST).iter();
@@ -55,7 +57,7 @@ pub(crate) fn check(
         return Err(Refused::Malformed("of Transfer-Encoding, chunked alone is understood"));
     }
     for host in [Some(&host), uri.authority()].into_iter().flatten() {
-        if host.as_str().contains('@') || !is_ours(host) {
+        if host.as_str().contains('@') || !is_ours(host, names) {
             return Err(Refused::Misdirected);
         }
     }
@@ -72,6 +74,28 @@ pub(crate) fn check(
     }
 }
 
+/// Whether a host is this door's: an address, which is not looked up by anybody and cannot
+/// be rebound, `localhost`, or one of these names, each with a port or with any.
+fn is_ours(host: &Authority, names: &[String]) -> bool {
+    let bare = |host: &str| host.trim_matches(['[', ']']).to_ascii_lowercase();
+    let its = bare(host.host());
+    let is_it = |name: &String| {
+        let (name, port) = match Authority::try_from(name.trim()) {
+            Ok(it) => (bare(it.host()), it.port_u16()),
+            Err(_) => (bare(name.trim()), None),
+        };
+        name == its && (port.is_none() || port == host.port_u16())
+    };
+    its == "localhost" || its.parse::<IpAddr>().is_ok() || names.iter().any(is_it)
+}
+
+/// Whether a body is sent as it is.
+pub(crate) fn is_plain(headers: &HeaderMap) -> bool {
+    let is_none = |coding: &[u8]| coding.is_empty() || coding.eq_ignore_ascii_case(b"identity");
+    let mut codings = headers.get_all(header::CONTENT_ENCODING).iter();
+    codings.all(|coding| is_none(coding.as_bytes().trim_ascii()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -81,9 +105,8 @@ mod tests {
         for (name, value) in headers {
             map.append(name.parse::<header::HeaderName>().unwrap(), value.parse().unwrap());
         }
-        let is_ours = |host: &Authority| host.host() == "localhost";
         let is_known = |origin: &HeaderValue, _: &Authority| origin == "http://localhost";
-        check(&uri.parse().unwrap(), &map, is_ours, is_known).err()
+        check(&uri.parse().unwrap(), &map, &[], is_known).err()
     }
 
     #[test]
@@ -131,5 +154,29 @@ mod tests {
         ] {
             assert_eq!(checked("/", headers), Some(Refused::Foreign), "{headers:?}");
         }
+    }
+
+    #[test]
+    fn its_hosts_are_addresses_and_names_that_are_listed() {
+        let hosts = ["forge.example".to_owned(), "other.example:8443".to_owned()];
+        let is = |host: &str| is_ours(&host.parse().unwrap(), &hosts);
+        for ours in ["LOCALHOST:1", "127.0.0.2:80", "192.0.2.7", "[::1]:80", "Forge.example:9"] {
+            assert!(is(ours), "{ours}");
+        }
+        assert!(is("other.example:8443") && !is("other.example:80") && !is("other.example"));
+        assert!(!is("evil.example") && !is("127.0.0.1.evil.example"));
+    }
+
+    #[test]
+    fn a_body_that_is_encoded_is_not_plain() {
+        let with = |codings: &[&'static str]| {
+            let mut headers = HeaderMap::new();
+            for coding in codings {
+                headers.append(header::CONTENT_ENCODING, HeaderValue::from_static(coding));
+            }
+            is_plain(&headers)
+        };
+        assert!(with(&[]) && with(&[""]) && with(&[" Identity ", "identity"]));
+        assert!(!with(&["gzip"]) && !with(&["identity", "br"]) && !with(&["identity, gzip"]));
     }
 }

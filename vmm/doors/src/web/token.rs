@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use forge_protocol::hex::unhex_array;
 use hyper::header::{self, HeaderMap};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -33,16 +34,7 @@ impl std::str::FromStr for TokenHash {
     type Err = NoTokenHash;
 
     fn from_str(text: &str) -> Result<Self, NoTokenHash> {
-        let digits = text.as_bytes();
-        if digits.len() != 64 {
-            return Err(NoTokenHash);
-        }
-        let digit = |byte: u8| char::from(byte).to_digit(16).ok_or(NoTokenHash);
-        let mut bytes = [0; 32];
-        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            *byte = (digit(pair[0])? << 4 | digit(pair[1])?) as u8;
-        }
-        Ok(Self(bytes))
+        unhex_array(text).map(Self).ok_or(NoTokenHash)
     }
 }
 

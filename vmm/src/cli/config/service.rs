@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use forge_protocol::hex::unhex_array;
 use forge_protocol::limits::RunLimits;
 use forge_vmm::service::options::{BOUND_MAX, Bounds, Principal, Principals};
 use forge_vmm::service::{ServiceOptions, VsockAddress};
@@ -263,7 +264,7 @@ pub(super) fn resolve(
             }
             let field = |key: &str| format!("principals.{name}.{key}");
             let runs_max = both(&field("runs_max"), low.runs_max, faults);
-            let digests = low.token_sha256.iter().map(|text| digest(text));
+            let digests = low.token_sha256.iter().map(|text| unhex_array(text));
             let token_sha256 = digests.collect::<Option<Vec<_>>>().unwrap_or_else(|| {
                 let why = "each must be a SHA-256 in 64 hex digits";
                 faults.push(Fault::at(field("token_sha256"), why));
@@ -296,17 +297,6 @@ fn no_client(cid: u32) -> Option<&'static str> {
         // 1 is any process of this host, where it asks for that.
         _ => None,
     }
-}
-
-fn digest(text: &str) -> Option<[u8; 32]> {
-    let mut digest = [0; 32];
-    if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return None;
-    }
-    for (at, byte) in digest.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
-    }
-    Some(digest)
 }
 
 #[cfg(test)]

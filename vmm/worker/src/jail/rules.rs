@@ -11,6 +11,7 @@
 use kvm_bindings as kvm;
 
 use super::slot;
+use crate::machine::pagemap;
 
 /// Whose filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,12 +38,16 @@ impl Role {
         }
     }
 
-    /// Those that this kernel can hold a process to. A rule about something sealed
-    /// is none where nothing can be.
+    /// Those that this kernel can hold a process to, and that are of use with it. A rule
+    /// about something sealed is none where nothing can be; and what reads the page map
+    /// sees more in it than a scan does, such as which pages others have as well.
     #[must_use]
     pub fn enforceable(self) -> Vec<Rule> {
-        let seals = slot::is_supported();
-        let kept = |rule: &&Rule| seals || !matches!(rule.when, When::Sealed(..));
+        let (seals, scans) = (slot::is_supported(), pagemap::can_scan());
+        let kept = |rule: &&Rule| match rule.when {
+            When::Sealed(..) => seals,
+            _ => rule.number != libc::SYS_pread64 || !scans,
+        };
         self.rules().iter().filter(kept).copied().collect()
     }
 }
@@ -112,6 +117,12 @@ const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
 /// What takes a mapping from the host's reserve of huge pages, which is for others and which
 /// no limit of a worker's counts.
 const FROM_THE_RESERVE: u32 = libc::MAP_HUGETLB as u32;
+/// What makes a mapping of nothing one of a file of the kernel's, which keeps its pages when
+/// all but one of them are unmapped: no limit of a worker's counts them then.
+const SHARED: u32 = libc::MAP_SHARED as u32;
+const _: () = assert!(libc::MAP_SHARED_VALIDATE as u32 & SHARED != 0);
+/// The clock that [`crate::clock`] and std read. Others are of other processes, by their pid.
+const MONOTONIC: u32 = libc::CLOCK_MONOTONIC as u32;
 /// Locks and condition variables of one process. Other operations of futex(2) are a path
 /// of the kernel's that nobody here has a use for.
 const WAIT: u32 = (libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG) as u32;
@@ -159,11 +170,20 @@ const fn without(
 ) -> Rule {
     Rule { number, name, when: When::Without(argument, bits), reason, elsewhere: false }
 }
-/// Memory that is neither executable nor from the host's reserve.
-const fn mmap(reason: &'static str) -> Rule {
-    let (number, name) = (libc::SYS_mmap, "mmap, not executable, no huge page");
-    let when = When::WithoutEither((2, EXECUTABLE), (3, FROM_THE_RESERVE));
-    Rule { number, name, when, reason, elsewhere: false }
+/// Memory that is not executable, and a mapping without these flags.
+const fn mmap(name: &'static str, flags: u32, reason: &'static str) -> Rule {
+    let when = When::WithoutEither((2, EXECUTABLE), (3, flags));
+    Rule { number: libc::SYS_mmap, name, when, reason, elsewhere: false }
+}
+/// Memory of the process's own.
+const fn own_memory() -> Rule {
+    let name = "mmap, private, not executable, no huge page";
+    mmap(name, SHARED | FROM_THE_RESERVE, "the allocator's large blocks")
+}
+/// The one clock.
+const fn monotonic() -> Rule {
+    let name = "clock_gettime, CLOCK_MONOTONIC";
+    is(libc::SYS_clock_gettime, name, 0, MONOTONIC, "time, where the vDSO has no fast clock")
 }
 const fn ioctl(name: &'static str, request: u32, reason: &'static str) -> Rule {
     is(libc::SYS_ioctl, name, 1, request, reason)
@@ -242,12 +262,11 @@ pub const WORKER: &[Rule] = &[
     always(libc::SYS_poll, "poll", "waiting for the broker or the supervisor"),
     always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
     always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of the deadline's handler"),
-    mmap("the allocator's large blocks"),
+    own_memory(),
     always(libc::SYS_munmap, "munmap", "the allocator gives blocks back"),
     always(libc::SYS_mremap, "mremap", "the allocator grows blocks; it adds no right").elsewhere(),
     always(libc::SYS_brk, "brk", "the allocator's small blocks"),
-    always(libc::SYS_clock_gettime, "clock_gettime", "time, where the vDSO has no fast clock")
-        .elsewhere(),
+    monotonic().elsewhere(),
     always(libc::SYS_restart_syscall, "restart_syscall", "a wait goes on after a stop signal")
         .elsewhere(),
     is(libc::SYS_futex, "futex WAIT", 1, WAIT, "a lock that a signal handler finds taken")
@@ -296,12 +315,11 @@ pub const PROCESS: &[Rule] = &[
     always(libc::SYS_write, "write", "a panic's message, to the null device").elsewhere(),
     always(libc::SYS_timer_settime, "timer_settime", "arms and disarms the deadline"),
     always(libc::SYS_rt_sigreturn, "rt_sigreturn", "the end of the deadline's handler"),
-    mmap("the allocator's large blocks"),
+    own_memory(),
     always(libc::SYS_munmap, "munmap", "the allocator gives blocks back"),
     always(libc::SYS_mremap, "mremap", "the allocator grows blocks; it adds no right"),
     always(libc::SYS_brk, "brk", "the allocator's small blocks"),
-    always(libc::SYS_clock_gettime, "clock_gettime", "time, where the vDSO has no fast clock")
-        .elsewhere(),
+    monotonic().elsewhere(),
     always(libc::SYS_restart_syscall, "restart_syscall", "a wait goes on after a stop signal")
         .elsewhere(),
     is(libc::SYS_futex, "futex WAIT", 1, WAIT, "a lock that a signal handler finds taken")
@@ -334,7 +352,7 @@ pub const ZYGOTE: &[Rule] = &[
     always(libc::SYS_rt_sigprocmask, "rt_sigprocmask", "the C library's way to end a process")
         .elsewhere(),
     always(libc::SYS_sigaltstack, "sigaltstack", "std's guard of the stack, at the end"),
-    mmap("memory, a guest's too"),
+    mmap("mmap, not executable, no huge page", FROM_THE_RESERVE, "memory, a guest's too"),
     always(libc::SYS_munmap, "munmap", "gives memory back"),
     is(
         libc::SYS_mprotect,
@@ -365,8 +383,7 @@ pub const ZYGOTE: &[Rule] = &[
     always(libc::SYS_pread64, "pread64", "the page map, where the kernel cannot scan it")
         .elsewhere(),
     always(libc::SYS_timer_delete, "timer_delete", "the deadline of the first boot"),
-    always(libc::SYS_clock_gettime, "clock_gettime", "time, where the vDSO has no fast clock")
-        .elsewhere(),
+    monotonic().elsewhere(),
     always(libc::SYS_prctl, "prctl", "a worker's name, and that it is not dumped"),
     always(libc::SYS_prlimit64, "prlimit64", "a worker's limits, below the zygote's"),
     is(

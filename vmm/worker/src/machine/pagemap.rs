@@ -9,6 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt as _;
+use std::sync::OnceLock;
 
 use crate::jail::rules::PAGEMAP_SCAN;
 
@@ -57,6 +58,17 @@ const ENTRY_FILE: u64 = 1 << 61;
 
 /// Regions that one scan can tell of.
 const REGIONS: usize = 64;
+
+/// Whether this kernel scans page maps (since Linux 6.7).
+#[must_use]
+pub fn can_scan() -> bool {
+    static SCANS: OnceLock<bool> = OnceLock::new();
+    *SCANS.get_or_init(|| {
+        let page = std::ptr::from_ref(&SCANS) as usize / PAGE * PAGE;
+        let scanned = PageMap::open().map(|map| map.scan(page..page + PAGE, &mut Vec::new()));
+        matches!(scanned, Ok(Ok(())))
+    })
+}
 
 /// This process's page map.
 #[derive(Debug)]

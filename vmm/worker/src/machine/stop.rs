@@ -161,6 +161,8 @@ impl Stop {
 pub struct Watchdog {
     stop: Stop,
     timer: Timer,
+    /// How often it was armed.
+    armed: Cell<u64>,
 }
 
 impl Watchdog {
@@ -172,7 +174,7 @@ impl Watchdog {
         vmm_sys_util::signal::register_signal_handler(kick_signal(), kicked)
             .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
         let watched = Watched { over: Cell::new(false), deadline_ns: Cell::new(u64::MAX) };
-        Ok(Self { stop: Stop(Rc::new(watched)), timer: Timer::new()? })
+        Ok(Self { stop: Stop(Rc::new(watched)), timer: Timer::new()?, armed: Cell::new(0) })
     }
 
     /// What the running side looks at.
@@ -182,7 +184,7 @@ impl Watchdog {
     }
 
     /// Watches this thread, which is about to run a vCPU, until the guard is
-    /// dropped. What was raised before is forgotten.
+    /// dropped, or until it is armed again. What was raised before is forgotten.
     #[must_use]
     pub fn arm(&self, deadline: Deadline) -> Armed<'_> {
         let watched = &self.stop.0;
@@ -190,17 +192,24 @@ impl Watchdog {
         watched.deadline_ns.set(at_ns);
         watched.over.set(false);
         self.timer.set(at_ns);
-        Armed(self)
+        self.armed.set(self.armed.get() + 1);
+        Armed { watchdog: self, time: self.armed.get() }
     }
 }
 
 /// While it lives, the thread is watched.
 #[derive(Debug)]
-pub struct Armed<'a>(&'a Watchdog);
+pub struct Armed<'a> {
+    watchdog: &'a Watchdog,
+    /// Which time of arming it is: a guard that outlives that ends nothing.
+    time: u64,
+}
 
 impl Drop for Armed<'_> {
     fn drop(&mut self) {
-        self.0.timer.set(0);
+        if self.watchdog.armed.get() == self.time {
+            self.watchdog.timer.set(0);
+        }
     }
 }
 
