@@ -224,7 +224,11 @@ impl Metrics {
             histogram.write(name, help, &mut out);
         }
         for (value, name, help) in [
-            (&self.runs, "forge_runs_total", "Runs that were opened."),
+            (
+                &self.runs,
+                "forge_runs_total",
+                "Runs that were opened, as those are that may call something.",
+            ),
             (&self.commits, "forge_journal_commits_total", "Commits of the journal."),
             (
                 &self.commit_failures,

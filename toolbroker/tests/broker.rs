@@ -717,6 +717,22 @@ fn a_run_that_ends_over_a_link_that_its_worker_broke_is_said_to_with_its_calls()
 }
 
 #[test]
+fn what_a_run_called_and_did_not_wait_for_is_carried_out() {
+    let (mut broker, server) = Broker::with_test_server();
+    for number in 1..=20 {
+        let mut worker = broker.run(&["test.echo"], limits());
+        worker.send("test.echo", br#"{"text": "x"}"#);
+        let (run_id, until) = (RunId([0xAB; 16]), Instant::now() + PATIENCE);
+        assert_eq!(broker.ask(&Request::EndRun { run_id }), Reply::RunEnded { broken: None });
+        drop(worker);
+        while server.calls().len() < number {
+            assert!(Instant::now() < until, "{number} runs made {} calls", server.calls().len());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+#[test]
 fn more_calls_than_a_run_may_make_close_its_link() {
     let (mut broker, _) = Broker::with_test_server();
     let limits = RunLimits { calls: 3, calls_in_flight: 2, ..limits() };

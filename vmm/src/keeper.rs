@@ -186,18 +186,43 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
-    fn drop(&mut self) {
+impl Keeper {
+    /// Has the broker end, and waits until it and those that were lost before have:
+    /// they follow what they dispatched. No longer than this, and no longer than somebody
+    /// `waits`. Whether they have.
+    pub fn end_within(&self, time: Duration, waits: impl Fn() -> bool) -> bool {
+        let until = Instant::now() + time;
+        let mut brokers: Vec<_> = self.end().into_iter().collect();
+        brokers.iter().for_each(|broker| broker.close());
+        brokers.append(&mut self.shared.state().leaving);
+        loop {
+            brokers.retain(|broker| !broker.has_ended());
+            if brokers.is_empty() || Instant::now() >= until || !waits() {
+                return brokers.is_empty();
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// None is started any more: the last that was there.
+    fn end(&self) -> Option<Arc<Broker>> {
         let broker = {
             let mut state = self.shared.state();
             state.ended = true;
             std::mem::replace(&mut state.broker, Err(Away::lost("it has ended")))
         };
         self.shared.changed.notify_all();
-        let _ = self.stop.write(1);
         // Its thread is not waited for: it may be starting a broker, which
-        // ends as soon as its link does. This one is told to end here.
-        drop(broker);
+        // ends as soon as its link does.
+        let _ = self.stop.write(1);
+        broker.ok()
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        // Which tells it to end.
+        drop(self.end());
     }
 }
 

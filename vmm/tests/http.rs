@@ -1207,6 +1207,7 @@ fn health_needs_no_token_and_metrics_a_token_of_their_own() {
     let text = String::from_utf8(metrics.body).unwrap();
     assert_eq!(metrics.status, 200, "{text}");
     assert!(text.contains("\nforge_http_answers_total{status=\"2xx\"} 3\n"), "{text}");
+    assert!(text.contains("\nforge_http_refusals_total{reason=\"unauthenticated\"} 1\n"), "{text}");
     assert!(text.contains("\nforge_service_runs_running 0\n"), "{text}");
     let guide = include_str!("../../docs/observability.md");
     let told: BTreeSet<(&str, &str)> = guide

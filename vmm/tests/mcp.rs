@@ -896,6 +896,17 @@ impl Http {
         stream
     }
 
+    /// What somebody hears at a path who has no token.
+    fn look(&self, path: &str) -> String {
+        let mut stream = TcpStream::connect(&self.1).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        // As load balancers ask.
+        stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
     /// The stream of what a session of Alice's says unasked, with its status.
     fn stream(&self, session: &str) -> (TcpStream, String) {
         let mut stream = TcpStream::connect(&self.1).unwrap();
@@ -972,6 +983,11 @@ fn http_serves_both_eras_to_who_has_a_token() {
 fn http_refuses_strangers_other_hosts_and_other_pages() {
     let desk = desk();
     let http = Http::start(&desk);
+    for (path, body) in [("/healthz", "live"), ("/readyz", "ready")] {
+        let answer = http.look(path);
+        assert!(answer.contains(" 200 OK\r\n") && answer.ends_with(body), "{answer}");
+    }
+    assert!(http.look("/mcp").contains(" 401 "));
     let cases: [(&[(&str, &str)], &str); 11] = [
         (&[], "401"),
         (&[("Authorization", "Bearer mallory")], "401"),

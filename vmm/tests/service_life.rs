@@ -15,6 +15,8 @@ mod processes;
 mod serving;
 
 use std::fs;
+use std::io::Write as _;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt as _;
@@ -34,7 +36,7 @@ use serving::{
     report, run, runtime, signal, signal_to, standing, stands, status, stranger, submit,
     test_server, three_in_flight,
 };
-use support::{eventually, forge_module};
+use support::{eventually, forge_module, signed};
 
 fn main() -> ExitCode {
     support::main(
@@ -47,9 +49,11 @@ fn main() -> ExitCode {
             a_reload_names_what_it_does_not_load,
             a_role_that_is_taken_away_is_lost_to_all_that_begins_after_the_reload,
             a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it,
+            a_pipe_that_nobody_reads_keeps_no_service_from_its_start_or_its_end,
             what_is_in_the_jail_goes_first_where_memory_is_short,
             a_drained_service_finishes_what_runs_and_takes_nothing_new,
             a_signal_drains_and_a_second_ends_at_once,
+            a_service_ends_after_its_broker_has_followed_what_it_dispatched,
             an_interrupt_at_the_terminal_lets_calls_go_on_while_it_drains,
             a_zygote_that_was_stopped_ends_with_its_service,
             the_service_is_gone_with_all_it_started_however_it_ends,
@@ -65,7 +69,6 @@ fn main() -> ExitCode {
 // Its start
 
 fn a_service_manager_passes_the_socket_and_is_told() {
-    use std::os::fd::AsRawFd as _;
     use std::os::unix::net::UnixDatagram;
     let desk = desk();
     let listener = UnixListener::bind(desk.socket()).unwrap();
@@ -333,6 +336,20 @@ fn a_log_that_takes_nothing_ends_no_service_and_no_thread_of_it() {
     assert_eq!(report["status"], "ok", "{report:#}");
 }
 
+fn a_pipe_that_nobody_reads_keeps_no_service_from_its_start_or_its_end() {
+    let desk = desk();
+    let (reader, writer) = std::io::pipe().unwrap();
+    // SAFETY: a plain system call on an open descriptor.
+    let room = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_GETPIPE_SZ) };
+    (&writer).write_all(&vec![b'x'; room as usize]).unwrap();
+    let child = desk.serves(&[]).stderr(writer).spawn().unwrap();
+    let mut service = Service::listening(child, desk.socket());
+    service.serves();
+    signal(&service, libc::SIGTERM);
+    assert!(service.child.wait().unwrap().success());
+    drop(reader);
+}
+
 fn what_is_in_the_jail_goes_first_where_memory_is_short() {
     let desk = desk();
     let service = desk.serve(&["--ready", "1"]);
@@ -431,6 +448,27 @@ fn a_signal_drains_and_a_second_ends_at_once() {
         assert!(service.child.wait().unwrap().success());
         assert!(!desk.socket().exists());
     }
+}
+
+/// What is left when a service ends, its manager kills.
+fn a_service_ends_after_its_broker_has_followed_what_it_dispatched() {
+    let desk = desk();
+    let (toml, log) = test_server(&desk);
+    fs::write(desk.path("forge.toml"), toml).unwrap();
+    let mut service = desk.serve(&["--config", "forge.toml"]);
+    let wat = forge_module(
+        r#"(memory (export "memory") 1) (data (i32.const 0) "test.slow{\"ms\":1500}")"#,
+        "(drop (call $call_async (i32.const 0) (i32.const 9) (i32.const 9) (i32.const 11)))
+         (i32.const 0)",
+    );
+    let slow = Authority::Tools(vec!["test.slow".parse().unwrap()]);
+    let order = Order { program: signed(&wat), authority: slow, ..endless() };
+    let report = run(&mut service.client(), &order);
+    assert_eq!(report["tool_calls"][0]["status"], "unsettled", "{report:#}");
+    eventually("it is dispatched", || lines(&log, "slow") == 1);
+    signal(&service, libc::SIGTERM);
+    assert!(service.child.wait().unwrap().success());
+    assert_eq!(lines(&log, "slow ended"), 1);
 }
 
 /// A terminal's interrupt comes to every process of the foreground's group.

@@ -410,6 +410,9 @@ impl Broker {
                 self.search(&principal, intent, k).await
             }
             Request::EndRun { run_id } => {
+                if let Some(run) = self.open_runs().get(&run_id).and_then(Weak::upgrade) {
+                    run.report();
+                }
                 let broken = self.broken_runs().remove(&run_id);
                 if broken.is_none() {
                     self.dispatcher.journal().sync().await?;

@@ -33,10 +33,20 @@ pub(super) async fn serve_run(
 ) -> Result<(), BrokenLink> {
     // Dropped at the end: what is not dispatched by then never is.
     let mut calls = JoinSet::new();
+    let mut is_closing = closing.clone();
     let ended = tokio::select! {
         ended = take_calls(&run, stream, &dispatcher, &mut calls) => ended,
         _ = closing.wait_for(|closing| *closing) => Ok(()),
     };
+    if ended.is_ok() && run.has_reported() {
+        // What it called and did not wait for is carried out, as its report has it. Each
+        // ends with its tool's time or the run's.
+        let carried_out = async { while calls.join_next().await.is_some() {} };
+        tokio::select! {
+            () = carried_out => {}
+            _ = is_closing.wait_for(|closing| *closing) => {}
+        }
+    }
     calls.shutdown().await;
     dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
     match ended {

@@ -40,6 +40,7 @@ pub struct Run {
     budget: Budget,
     has_called: AtomicBool,
     is_closed: AtomicBool,
+    has_reported: AtomicBool,
     opened: Instant,
     deadline: Instant,
     /// Tools that the run's caller hosts itself.
@@ -87,6 +88,7 @@ impl Run {
             budget: Budget::new(calls_max, claims.cost_max),
             has_called: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
+            has_reported: AtomicBool::new(false),
             opened,
             deadline,
             hosted: None,
@@ -122,6 +124,17 @@ impl Run {
     /// longer.
     pub fn cancel(&self) {
         self.cancelled.send_replace(true);
+    }
+
+    /// Its worker has reported: it was not cut off.
+    pub fn report(&self) {
+        self.has_reported.store(true, Ordering::Release);
+    }
+
+    /// Whether it has.
+    #[must_use]
+    pub fn has_reported(&self) -> bool {
+        self.has_reported.load(Ordering::Acquire)
     }
 
     /// It makes its next call, of this tool.

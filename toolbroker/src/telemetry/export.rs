@@ -8,13 +8,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use forge_log::Seldom;
+use reqwest::Client;
 use reqwest::header::{CONTENT_TYPE, RETRY_AFTER};
-use reqwest::{Client, StatusCode};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use url::Url;
 
+use super::otlp::Rejected;
 use super::{Span, otlp};
 use crate::metrics::Metrics;
 use crate::upstream::http::{body_within, explain};
@@ -101,12 +103,16 @@ impl Export {
     }
 
     async fn deliver(&self, batch: &[Span]) {
+        static TOLD: Seldom = Seldom::each_second();
         let body = otlp::request(batch);
         let mut wait = RETRY_AFTER_FIRST;
         for tried in 1.. {
             let Refused { why, again } = match self.post(body.clone()).await {
-                Ok(rejected) => {
-                    let rejected = rejected.min(batch.len() as u64);
+                Ok(Rejected { spans, why }) => {
+                    let rejected = spans.min(batch.len() as u64);
+                    if let Some(why) = why.filter(|_| TOLD.is_due()) {
+                        tracing::warn!(rejected, why, "the collector took spans in part");
+                    }
                     self.metrics.spans_exported(batch.len() as u64 - rejected);
                     self.metrics.spans_dropped(rejected);
                     return;
@@ -134,8 +140,8 @@ impl Export {
         }
     }
 
-    /// Sends once: how many spans of these the collector says it rejected.
-    async fn post(&self, body: String) -> Result<u64, Refused> {
+    /// Sends once: what of these the collector says it rejected.
+    async fn post(&self, body: String) -> Result<Rejected, Refused> {
         let request = self
             .client
             .post(self.collector.clone())
@@ -147,7 +153,7 @@ impl Export {
             again: Some(None),
         })?;
         let status = response.status();
-        if status == StatusCode::OK {
+        if status.is_success() {
             // Whatever is wrong with the answer, the spans are there.
             let answer = body_within(response, ANSWER_BYTES_MAX).await.unwrap_or_default();
             return Ok(otlp::rejected(&answer));

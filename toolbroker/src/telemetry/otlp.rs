@@ -48,11 +48,23 @@ pub(super) fn request(spans: &[Span]) -> String {
 }
 
 /// What a collector says it did not take, of an answer with status 200.
-pub(super) fn rejected(answer: &[u8]) -> u64 {
+pub(super) fn rejected(answer: &[u8]) -> Rejected {
     let answer: Value = serde_json::from_slice(answer).unwrap_or_default();
-    let rejected = &answer["partialSuccess"]["rejectedSpans"];
-    // A text, as 64-bit integers are; some write a number.
-    rejected.as_u64().or_else(|| rejected.as_str()?.parse().ok()).unwrap_or(0)
+    let partly = &answer["partialSuccess"];
+    let spans = &partly["rejectedSpans"];
+    Rejected {
+        // A text, as 64-bit integers are; some write a number.
+        spans: spans.as_u64().or_else(|| spans.as_str()?.parse().ok()).unwrap_or(0),
+        why: partly["errorMessage"].as_str().map(|why| crate::cut(why, 256)),
+    }
+}
+
+/// What a collector did not take of a request that it took.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Rejected {
+    pub(super) spans: u64,
+    /// Its words, which may also be a warning about spans that it took.
+    pub(super) why: Option<String>,
 }
 
 fn of_run(span: &RunSpan) -> Value {
@@ -250,10 +262,12 @@ mod tests {
 
     #[test]
     fn what_a_collector_rejected_is_read_as_text_and_as_number() {
-        assert_eq!(rejected(br#"{"partialSuccess": {"rejectedSpans": "3"}}"#), 3);
-        assert_eq!(rejected(br#"{"partialSuccess": {"rejectedSpans": 3}}"#), 3);
+        let three = |why: Option<&str>| Rejected { spans: 3, why: why.map(str::to_owned) };
+        let text = br#"{"partialSuccess": {"rejectedSpans": "3"}}"#;
+        let number = br#"{"partialSuccess": {"rejectedSpans": 3, "errorMessage": "too old"}}"#;
+        assert_eq!((rejected(text), rejected(number)), (three(None), three(Some("too old"))));
         for answer in [&b""[..], b"{}", b"[]", b"\xff", br#"{"partialSuccess": {}}"#] {
-            assert_eq!(rejected(answer), 0);
+            assert_eq!(rejected(answer), Rejected::default());
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Over stdio, standard output carries the protocol and nothing else, and when
 //! the client closes standard input everything ends that was started here.
 
-use std::io::{self, Write as _};
+use std::io;
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::args::McpArgs;
 use super::config::{self, GrantKey, McpConfig};
-use super::{CliError, Exit, complain};
+use super::{CliError, Exit, complain, say};
 
 /// VMs that stand ready, and how many at most.
 const READY: usize = 1;
@@ -163,7 +163,7 @@ async fn serve(link: ServiceLink, clients: Clients) -> Result<(), CliError> {
             let listener = tokio::net::TcpListener::bind(address).await.map_err(at)?;
             let address = listener.local_addr().map_err(at)?;
             tokio::spawn(outlast(signal(SignalKind::hangup()).map_err(CliError::Host)?));
-            let _ = writeln!(io::stderr(), "forge-vmm: serving MCP at http://{address}/mcp");
+            say(&format_args!("serving MCP at http://{address}/mcp"));
             let options = HttpOptions { doors, hosts, origins };
             http::serve(Listener::Tcp(listener), options, signalled).await;
             Ok(())

@@ -275,7 +275,15 @@ fn start_logging() {
 pub(crate) fn complain(what: &dyn std::fmt::Display) {
     let what = what.to_string();
     let lines: Vec<String> = what.split('\n').map(admission::shown_whole).collect();
-    let _ = writeln!(io::stderr(), "forge-vmm: {}", lines.join("\n"));
+    say(&lines.join("\n"));
+}
+
+/// Says something on standard error. As a line of the log: where nobody reads that, a
+/// service starts and ends all the same.
+pub(crate) fn say(what: &dyn std::fmt::Display) {
+    let line = format!("forge-vmm: {what}\n");
+    let mut log = forge_log::stderr();
+    let _ = log.write_all(line.as_bytes());
 }
 
 /// Says what is being done, to a person who watches.

@@ -1,6 +1,6 @@
 //! `forge-vmm serve`.
 
-use std::io::{self, Write as _};
+use std::io;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -21,11 +21,14 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use super::args::ServeArgs;
 use super::config::{self, AtStart, GrantKey, ServiceConfig};
 use super::door::{self, Door};
-use super::{CliError, Exit, complain};
+use super::{CliError, Exit, complain, say};
 
 /// How long a zygote may take to stand before there is a service. It takes some
 /// milliseconds; this is for hosts that emulate everything.
 const STAND_TIME_MAX: Duration = Duration::from_secs(60);
+/// How long the end of the broker is waited for: it follows a call for 5 s past its run's
+/// end, and has two more for its spans.
+const BROKER_TIME_MAX: Duration = Duration::from_secs(8);
 /// How long the toolbroker may take to hear of other roles: it has only to read them.
 const ROLES_TIME_MAX: Duration = Duration::from_secs(5);
 
@@ -93,20 +96,23 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
     server.heed_signals().map_err(failed)?;
     let door = http.map(|config| Door::open(config, &path)).transpose()?;
     if let Some(door) = &door {
-        let _ = writeln!(io::stderr(), "forge-vmm: HTTP at {}", door.place());
+        say(&format_args!("HTTP at {}", door.place()));
     }
     if tier == Tier::Process {
-        let said = "programs run in jailed processes of this host and not in VMs";
-        let _ = writeln!(io::stderr(), "forge-vmm: {said}");
+        say(&"programs run in jailed processes of this host and not in VMs");
     }
-    let _ = writeln!(io::stderr(), "forge-vmm: serving at {}", path.display());
+    say(&format_args!("serving at {}", path.display()));
     if let Some(at) = vsock {
-        let _ = writeln!(io::stderr(), "forge-vmm: serving at {at} too");
+        say(&format_args!("serving at {at} too"));
     }
     let load = || {
         reloaded(&args, &supervisor, door.as_ref(), &at_start).map_err(|error| error.to_string())
     };
     server.serve(&supervisor, options, load).map_err(failed)?;
+    // A manager would kill it with this process, and what its calls did would be unknown.
+    if !supervisor.end_broker(BROKER_TIME_MAX, || !server::is_to_end_at_once()) {
+        tracing::warn!("the toolbroker is not at its end: it goes on alone, if it may");
+    }
     Ok(Exit::Ok.into())
 }
 

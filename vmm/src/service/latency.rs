@@ -2,6 +2,7 @@
 //! histograms of fixed size, so that neither load nor time makes them grow.
 
 use std::collections::VecDeque;
+use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
@@ -14,6 +15,25 @@ const BUCKETS: usize = place_of(LONGEST_US) + 1;
 /// The last minute in parts: what is older goes a part at a time.
 const PART_S: u64 = 5;
 const PARTS: u64 = 60 / PART_S;
+
+/// Bounds of buckets as they are told, in microseconds and in seconds. What is within one
+/// part in sixteen of a bound may count as above it.
+const BOUNDS: [(u64, &str); 14] = [
+    (500, "0.0005"),
+    (1_000, "0.001"),
+    (2_500, "0.0025"),
+    (5_000, "0.005"),
+    (10_000, "0.01"),
+    (25_000, "0.025"),
+    (50_000, "0.05"),
+    (100_000, "0.1"),
+    (250_000, "0.25"),
+    (500_000, "0.5"),
+    (1_000_000, "1"),
+    (2_500_000, "2.5"),
+    (10_000_000, "10"),
+    (60_000_000, "60"),
+];
 
 const fn place_of(us: u64) -> usize {
     if us < STEPS {
@@ -37,17 +57,19 @@ fn longest_in(place: usize) -> u64 {
 struct Histogram {
     counts: Box<[u32]>,
     runs: u64,
+    sum_us: u64,
 }
 
 impl Histogram {
     fn new() -> Self {
-        Self { counts: vec![0; BUCKETS].into(), runs: 0 }
+        Self { counts: vec![0; BUCKETS].into(), runs: 0, sum_us: 0 }
     }
 
     fn add(&mut self, us: u64) {
         let count = &mut self.counts[place_of(us.min(LONGEST_US))];
         *count = count.saturating_add(1);
         self.runs += 1;
+        self.sum_us = self.sum_us.saturating_add(us);
     }
 
     fn join(&mut self, other: &Self) {
@@ -55,6 +77,23 @@ impl Histogram {
             *count = count.saturating_add(*more);
         }
         self.runs += other.runs;
+        self.sum_us = self.sum_us.saturating_add(other.sum_us);
+    }
+
+    /// In Prometheus' text exposition format, in seconds.
+    fn write(&self, name: &str, help: &str, out: &mut String) {
+        let _ = write!(out, "# HELP {name} {help}\n# TYPE {name} histogram\n");
+        let (mut before, mut place) = (0, 0);
+        for (bound_us, bound) in BOUNDS {
+            while place < BUCKETS && longest_in(place) <= bound_us {
+                before += u64::from(self.counts[place]);
+                place += 1;
+            }
+            let _ = writeln!(out, "{name}_bucket{{le=\"{bound}\"}} {before}");
+        }
+        let _ = writeln!(out, "{name}_bucket{{le=\"+Inf\"}} {}", self.runs);
+        let seconds = self.sum_us as f64 / 1e6;
+        let _ = write!(out, "{name}_sum {seconds}\n{name}_count {}\n", self.runs);
     }
 
     /// That so many of a hundred took at most this long, by nearest rank.
@@ -116,6 +155,11 @@ impl Latencies {
         json!({ "last_minute": minute.told(), "since_start": self.all.told() })
     }
 
+    /// All since the start, as a histogram of this name.
+    pub(super) fn write(&self, name: &str, help: &str, out: &mut String) {
+        self.all.write(name, help, out);
+    }
+
     fn forget(&mut self, now_s: u64) {
         let part = now_s / PART_S;
         self.lately.retain(|(of, _)| of + PARTS > part);
@@ -160,5 +204,28 @@ mod tests {
         assert_eq!(latencies.told(1000)["last_minute"], json!({ "runs": 0 }));
         (0..100_000).for_each(|at| latencies.add(5, at));
         assert!(latencies.lately.len() <= PARTS as usize);
+    }
+
+    #[test]
+    fn a_histogram_counts_each_run_in_all_buckets_from_its_own_on() {
+        let mut latencies = Latencies::new();
+        for us in [400, 3_000, 3_000, 9_000_000, 3_600_000_000] {
+            latencies.add(us, 0);
+        }
+        let mut text = String::new();
+        latencies.write("run_seconds", "Runs.", &mut text);
+        for line in [
+            "# TYPE run_seconds histogram",
+            "run_seconds_bucket{le=\"0.0005\"} 1",
+            "run_seconds_bucket{le=\"0.0025\"} 1",
+            "run_seconds_bucket{le=\"0.005\"} 3",
+            "run_seconds_bucket{le=\"2.5\"} 3",
+            "run_seconds_bucket{le=\"10\"} 4",
+            "run_seconds_bucket{le=\"+Inf\"} 5",
+            "run_seconds_sum 3609.0064",
+            "run_seconds_count 5",
+        ] {
+            assert!(text.lines().any(|it| it == line), "{line}: {text}");
+        }
     }
 }

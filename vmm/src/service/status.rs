@@ -124,6 +124,13 @@ impl Service {
         };
         gauge("forge_service_runs_running", "Runs that are carried out now.", running as u64);
         gauge("forge_service_runs_waiting", "Runs that wait for their turn.", waiting as u64);
+        let bounds = self.gate.bounds();
+        gauge(
+            "forge_service_runs_max",
+            "Runs that are carried out at once.",
+            bounds.runs_max as u64,
+        );
+        gauge("forge_service_queue_max", "Runs that may wait.", bounds.queue_max as u64);
         let connections = lock(&self.connections).len() as u64;
         gauge("forge_service_connections", "Clients that are connected now.", connections);
         gauge("forge_service_threads", "Threads that serve clients.", self.crew.threads() as u64);
@@ -136,6 +143,9 @@ impl Service {
             "Whether every VM stands ready that is to.",
             pool.is_full().into(),
         );
+        let stands = pool.stands();
+        gauge("forge_pool_standing", "VMs that stand ready.", stands.standing as u64);
+        gauge("forge_pool_target", "VMs that are to stand ready.", stands.target as u64);
         let mut counter = |name: &str, help: &str, value: u64| {
             let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name} {value}");
         };
@@ -152,6 +162,8 @@ impl Service {
             let status = status.as_str();
             let _ = writeln!(text, "{name}{{status=\"{status}\",kind=\"{kind}\"}} {runs}");
         }
+        let help = "Runs that had a VM, from their request to their report.";
+        lock(&self.counts.latencies).write("forge_service_run_seconds", help, &mut text);
         Reply::Metrics(text)
     }
 }

@@ -174,6 +174,12 @@ impl Supervisor {
         pools.iter().filter_map(Weak::upgrade).for_each(|pool| pool.kill());
     }
 
+    /// Has the broker end, as [`Keeper::end_within`] says. No run that may call anything
+    /// is carried out any more.
+    pub fn end_broker(&self, time: Duration, waits: impl Fn() -> bool) -> bool {
+        self.broker.as_ref().is_none_or(|keeper| keeper.end_within(time, waits))
+    }
+
     /// Carries out one run. However it ends, there is a report.
     pub fn run(&self, order: &Order) -> RunResult {
         let result = self.run_for(order, &Attendance::default());

@@ -3,30 +3,27 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use axum::extract::State;
 use axum::http::{Extensions, HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
+use forge_log::Seldom;
 use forge_protocol::service::{Question, Reply};
-use serde::Deserialize;
-use tokio::time::Instant;
 
 use super::access::{self, Access};
 use super::problem::Problem;
 use super::{Door, answer_json};
 use crate::web::places::{self, Connections};
 
-/// How long the service may take to say how it stands.
-const STATUS_TIME_MAX: Duration = Duration::from_secs(2);
-/// How long what it said is good for: anybody may ask, and many may.
-const STATUS_TIME: Duration = Duration::from_millis(200);
+/// Why requests are refused at the door, whatever they ask for.
+const REASONS: [&str; 3] = ["unauthenticated", "misdirected", "foreign"];
 
 /// What the door counts.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     /// Answers by the first digit of their status.
     answers: [AtomicU64; 5],
+    refusals: [AtomicU64; REASONS.len()],
     pub(crate) connections: Arc<Connections>,
 }
 
@@ -34,6 +31,16 @@ impl Counters {
     pub(crate) fn answered(&self, status: StatusCode) {
         let class = usize::from(status.as_u16() / 100).clamp(1, 5);
         self.answers[class - 1].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Of what is answered so, that it was refused at the door.
+    pub(crate) fn refused(&self, reason: &str) {
+        static SAID: Seldom = Seldom::each_second();
+        let Some(at) = REASONS.iter().position(|it| *it == reason) else { return };
+        self.refusals[at].fetch_add(1, Ordering::Relaxed);
+        if SAID.is_due_for(reason) {
+            tracing::warn!(reason, "a request was refused");
+        }
     }
 
     /// In Prometheus' text exposition format.
@@ -45,6 +52,14 @@ impl Counters {
         for (class, count) in (1..).zip(&self.answers) {
             let count = count.load(Ordering::Relaxed);
             let _ = writeln!(text, "forge_http_answers_total{{status=\"{class}xx\"}} {count}");
+        }
+        text.push_str(
+            "# HELP forge_http_refusals_total Requests that were refused at the door.\n\
+             # TYPE forge_http_refusals_total counter\n",
+        );
+        for (reason, count) in REASONS.iter().zip(&self.refusals) {
+            let count = count.load(Ordering::Relaxed);
+            let _ = writeln!(text, "forge_http_refusals_total{{reason=\"{reason}\"}} {count}");
         }
         for (name, kind, help, count) in [
             ("forge_http_connections", "gauge", "Open connections.", &self.connections.open),
@@ -62,16 +77,6 @@ impl Counters {
     }
 }
 
-/// Whether the service takes runs, as it said last.
-#[derive(Debug, Default)]
-pub(crate) struct Readiness(tokio::sync::Mutex<Option<(Instant, bool)>>);
-
-/// What the door reads of a service's status.
-#[derive(Deserialize)]
-struct Status {
-    state: String,
-}
-
 /// `GET /healthz`: the door answers.
 pub(crate) async fn live() -> Response {
     answer_json(StatusCode::OK, &serde_json::json!({ "status": "live" }))
@@ -79,20 +84,7 @@ pub(crate) async fn live() -> Response {
 
 /// `GET /readyz`: so does the service, and it takes runs.
 pub(crate) async fn ready(State(door): State<Arc<Door>>) -> Result<Response, Problem> {
-    let mut last = door.readiness.0.lock().await;
-    let ready = match *last {
-        Some((at, ready)) if at.elapsed() < STATUS_TIME => ready,
-        _ => {
-            let asked = tokio::time::timeout(STATUS_TIME_MAX, door.client.ask(Question::Status));
-            let ready = match asked.await {
-                Ok(Ok(Reply::Status(json))) => serde_json::from_str(&json)
-                    .is_ok_and(|status: Status| status.state == "serving"),
-                _ => false,
-            };
-            *last = Some((Instant::now(), ready));
-            ready
-        }
-    };
+    let ready = door.readiness.is_ready(door.client.ask(Question::Status)).await;
     if ready {
         return Ok(answer_json(StatusCode::OK, &serde_json::json!({ "status": "ready" })));
     }
@@ -137,6 +129,8 @@ pub(crate) async fn document() -> Response {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::OPERATORS_QUESTIONS_MAX;
     use super::super::tests::door;
     use super::*;

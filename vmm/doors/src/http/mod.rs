@@ -64,7 +64,7 @@ use problem::Problem;
 use tenant::{Tenant, Tenants};
 
 use crate::web::listen::After;
-use crate::web::{self, Held, Listener, TokenHash, places};
+use crate::web::{self, Held, Listener, Readiness, TokenHash, places};
 
 /// How long a body may take to arrive.
 const BODY_TIME_MAX: Duration = Duration::from_secs(30);
@@ -101,7 +101,7 @@ struct Door {
     questions: Arc<Semaphore>,
     operators_questions: Arc<Semaphore>,
     counters: health::Counters,
-    readiness: health::Readiness,
+    readiness: Readiness,
     /// Whether the door is being closed.
     closing: watch::Sender<bool>,
 }
@@ -115,7 +115,7 @@ impl Door {
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             operators_questions: Arc::new(Semaphore::new(OPERATORS_QUESTIONS_MAX)),
             counters: health::Counters::default(),
-            readiness: health::Readiness::default(),
+            readiness: Readiness::default(),
             closing: watch::Sender::new(false),
         }
     }
@@ -213,6 +213,7 @@ async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next
         true => Ok(()),
         false => guard::check(request.uri(), request.headers(), &door.options.borrow().hosts),
     };
+    let is_refused = checked.is_err();
     let mut response = match checked {
         Ok(()) => tokio::select! {
             response = next.run(request) => response,
@@ -224,6 +225,12 @@ async fn guarded(State(door): State<Arc<Door>>, mut request: Request, next: Next
         response = response.map(|body| Body::new(Held::new(body, caller.clone())));
     }
     door.counters.answered(response.status());
+    match response.status() {
+        StatusCode::UNAUTHORIZED => door.counters.refused("unauthenticated"),
+        StatusCode::MISDIRECTED_REQUEST if is_refused => door.counters.refused("misdirected"),
+        StatusCode::FORBIDDEN if is_refused => door.counters.refused("foreign"),
+        _ => {}
+    }
     let headers = response.headers_mut();
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));

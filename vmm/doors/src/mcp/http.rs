@@ -14,6 +14,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forge_log::Seldom;
 use forge_protocol::json;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Empty, Full};
@@ -32,12 +33,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use super::kept::Ahead;
+use super::link::ServiceLink;
 use super::sessions::{SESSIONS_MAX, Sessions};
 use super::skim::Skim;
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 use crate::web::guard::Refused;
 use crate::web::listen::After;
-use crate::web::{self, Held, Listener, Sent, TokenHash};
+use crate::web::{self, Held, Listener, Readiness, Sent, TokenHash};
 
 /// The one path that is served.
 const PATH: &str = "/mcp";
@@ -382,12 +384,17 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
         let room = Arc::new(Semaphore::new(REQUEST_BYTES_MAX));
         entrances.push((tokens, Entrance { service, sessions, open, streams, room }));
     }
-    let entrances = Arc::new(entrances);
-    let hosts = Arc::new(hosts);
-    let closed = Arc::clone(&entrances);
+    let gate = Arc::new(Gate {
+        entrances,
+        hosts,
+        // All of them are of one service.
+        behind: open_doors.first().map(|door| Arc::clone(&door.0.service)),
+        readiness: Readiness::default(),
+    });
+    let closed = Arc::clone(&gate);
     let service = service_fn(move |request| {
-        let (entrances, hosts) = (Arc::clone(&entrances), Arc::clone(&hosts));
-        async move { Ok::<_, Infallible>(answer(request, &entrances, &hosts).await) }
+        let gate = Arc::clone(&gate);
+        async move { Ok::<_, Infallible>(gate.answer(request).await) }
     });
     let close = || {
         open_doors.iter().for_each(Door::close);
@@ -395,7 +402,7 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
         // ends its streams.
         tokio::spawn(async move {
             let quiet = async {
-                while !closed.iter().all(|(_, entrance)| entrance.is_quiet()) {
+                while !closed.entrances.iter().all(|(_, entrance)| entrance.is_quiet()) {
                     tokio::time::sleep(LAST_ANSWERS_PAUSE).await;
                 }
             };
@@ -410,40 +417,82 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
     web::listen::serve(listener, service, Arc::default(), end, close).await;
 }
 
-async fn answer(
-    request: Request<Sent>,
-    entrances: &[(Vec<TokenHash>, Entrance)],
-    hosts: &[String],
-) -> Answer {
-    let known = web::token::bearer(request.headers()).and_then(|token| {
-        let entrances = entrances.iter().map(|(tokens, entrance)| (&**tokens, entrance));
-        web::token::holder(token, entrances).ok_or("nobody has this token")
-    });
-    let entrance = match known {
-        Ok(entrance) => {
-            web::places::stay(request.extensions());
-            entrance
+/// What a request comes to first.
+struct Gate {
+    entrances: Vec<(Vec<TokenHash>, Entrance)>,
+    hosts: Vec<String>,
+    behind: Option<Arc<ServiceLink>>,
+    readiness: Readiness,
+}
+
+impl Gate {
+    async fn answer(&self, request: Request<Sent>) -> Answer {
+        if request.method() == Method::GET
+            && let Some(standing) = self.standing(request.uri().path()).await
+        {
+            return standing;
         }
-        Err(what) => {
-            let mut refusal = refuse(StatusCode::UNAUTHORIZED, what);
-            let scheme = HeaderValue::from_static("Bearer");
-            refusal.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
-            return refusal;
+        let known = web::token::bearer(request.headers()).and_then(|token| {
+            let entrances = self.entrances.iter().map(|(tokens, entrance)| (&**tokens, entrance));
+            web::token::holder(token, entrances).ok_or("nobody has this token")
+        });
+        let entrance = match known {
+            Ok(entrance) => {
+                web::places::stay(request.extensions());
+                entrance
+            }
+            Err(what) => {
+                log_refusal("unauthenticated");
+                let mut refusal = say(StatusCode::UNAUTHORIZED, what);
+                let scheme = HeaderValue::from_static("Bearer");
+                refusal.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+                return refusal;
+            }
+        };
+        let guarded = web::guard::check(request.uri(), request.headers(), &self.hosts, |_, _| true);
+        match guarded {
+            Ok(()) if entrance.is_foreign(&request).await => refuse_page(),
+            Ok(()) => enter(request, entrance).await,
+            Err(Refused::Malformed(what)) => say(StatusCode::BAD_REQUEST, what),
+            Err(Refused::Misdirected) => {
+                log_refusal("misdirected");
+                let what = "this door does not go by that name; [mcp] hosts lists its names";
+                say(StatusCode::FORBIDDEN, what)
+            }
+            Err(Refused::Foreign) => refuse_page(),
         }
-    };
-    let guarded = web::guard::check(request.uri(), request.headers(), hosts, |_, _| true);
-    match guarded {
-        Ok(()) if entrance.is_foreign(&request).await => return refuse_page(),
-        Ok(()) => {}
-        Err(Refused::Malformed(what)) => return refuse(StatusCode::BAD_REQUEST, what),
-        Err(Refused::Misdirected) => {
-            let what = "this door does not go by that name; [mcp] hosts lists its names";
-            return refuse(StatusCode::FORBIDDEN, what);
-        }
-        Err(Refused::Foreign) => return refuse_page(),
     }
+
+    /// What a load balancer asks for, which has no token and goes by any name.
+    async fn standing(&self, path: &str) -> Option<Answer> {
+        match path {
+            "/healthz" => Some(say(StatusCode::OK, "live")),
+            "/readyz" => {
+                let is_ready = match &self.behind {
+                    Some(service) => self.readiness.is_ready(service.status()).await,
+                    None => false,
+                };
+                Some(match is_ready {
+                    true => say(StatusCode::OK, "ready"),
+                    false => no_room("the service takes no runs now", Duration::ZERO),
+                })
+            }
+            _ => None,
+        }
+    }
+}
+
+fn log_refusal(reason: &str) {
+    static SAID: Seldom = Seldom::each_second();
+    if SAID.is_due_for(reason) {
+        tracing::warn!(reason, "a request was refused");
+    }
+}
+
+/// A request of somebody who has come in.
+async fn enter(request: Request<Sent>, entrance: &Entrance) -> Answer {
     if request.uri().path() != PATH {
-        return refuse(StatusCode::NOT_FOUND, "only /mcp is here");
+        return say(StatusCode::NOT_FOUND, "only /mcp is here");
     }
     let is_stream = request.method() == Method::GET;
     let places = if is_stream { &entrance.streams } else { &entrance.open };
@@ -453,7 +502,7 @@ async fn answer(
     let begins = !request.headers().contains_key(HEADER_SESSION_ID);
     let ends = request.method() == Method::DELETE;
     if ends && !entrance.has_session(request.headers()).await {
-        return refuse(StatusCode::NOT_FOUND, NO_SESSION);
+        return say(StatusCode::NOT_FOUND, NO_SESSION);
     }
     let mut held = vec![permit];
     match tokio::time::timeout(ANSWER_TIME_MAX, entrance.handle(request, &mut held)).await {
@@ -473,7 +522,7 @@ async fn answer(
             }
             response.map(|body| Held::new(body, held))
         }
-        Err(_) => refuse(StatusCode::REQUEST_TIMEOUT, "the request took too long"),
+        Err(_) => say(StatusCode::REQUEST_TIMEOUT, "the request took too long"),
     }
 }
 
@@ -491,21 +540,22 @@ fn with_its_port(origin: &str) -> String {
 }
 
 fn refuse_page() -> Answer {
+    log_refusal("foreign");
     let what = "a page of another origin may not use this door; [mcp] origins lists those that \
                 may through a proxy, beside those on loopback, and there is no CORS here";
-    refuse(StatusCode::FORBIDDEN, what)
+    say(StatusCode::FORBIDDEN, what)
 }
 
 /// A refusal of what there may be room for then.
 fn no_room(what: &'static str, then: Duration) -> Answer {
-    let mut refusal = refuse(StatusCode::SERVICE_UNAVAILABLE, what);
+    let mut refusal = say(StatusCode::SERVICE_UNAVAILABLE, what);
     // No sooner than then.
     let seconds = then.as_millis().div_ceil(1_000).max(1) as u64;
     refusal.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     refusal
 }
 
-fn refuse(status: StatusCode, what: &'static str) -> Answer {
+fn say(status: StatusCode, what: &'static str) -> Answer {
     text(status, what.to_owned()).map(|body| Held::new(body, Vec::new()))
 }
 

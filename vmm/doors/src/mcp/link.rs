@@ -56,6 +56,11 @@ impl ServiceLink {
         self.client().await?.ask_holding(question, (place, turn)).await
     }
 
+    /// How it stands, which no question keeps waiting.
+    pub(super) async fn status(&self) -> Result<Reply, ClientError> {
+        self.client().await?.ask(Question::Status).await
+    }
+
     pub(super) async fn submit(&self, order: &Order) -> Result<Run, ClientError> {
         self.client().await?.submit(order).await
     }
