@@ -289,15 +289,31 @@ pub struct Frame {
 }
 
 /// Puts frames together from a byte stream that comes in any pieces.
-#[derive(Clone, Debug, Default)]
-pub struct Assembler {
-    header: [u8; HEADER_BYTES],
-    header_bytes: usize,
-    /// The frame whose payload is still coming.
-    open: Option<Frame>,
+#[derive(Clone, Debug)]
+pub struct Assembler(Stage);
+
+/// Where the stream stands.
+#[derive(Clone, Debug)]
+enum Stage {
+    /// So many bytes of a header are there.
+    Header([u8; HEADER_BYTES], usize),
+    /// So many bytes of a payload are missing.
+    Payload(Frame, usize),
+}
+
+impl Default for Assembler {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 impl Assembler {
+    /// Of a stream that stands between two frames.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Stage::Header([0; HEADER_BYTES], 0))
+    }
+
     /// Takes bytes from the front of `input` until a frame is whole or
     /// `input` is empty. Call again with the rest until it returns `None`.
     ///
@@ -311,41 +327,42 @@ impl Assembler {
         input: &mut &[u8],
         awaits: impl FnOnce(Kind) -> Option<u32>,
     ) -> Result<Option<Frame>, FrameError> {
-        if self.open.is_none() {
-            let (taken, rest) = input.split_at(input.len().min(HEADER_BYTES - self.header_bytes));
-            self.header[self.header_bytes..][..taken.len()].copy_from_slice(taken);
-            self.header_bytes += taken.len();
+        if let Stage::Header(header, there) = &mut self.0 {
+            let (taken, rest) = input.split_at(input.len().min(HEADER_BYTES - *there));
+            header[*there..][..taken.len()].copy_from_slice(taken);
+            *there += taken.len();
             *input = rest;
-            if self.header_bytes < HEADER_BYTES {
+            if *there < HEADER_BYTES {
                 return Ok(None);
             }
-            let Header { kind, payload_bytes } = Header::from_bytes(self.header)?;
+            let Header { kind, payload_bytes } = Header::from_bytes(*header)?;
             let limit = awaits(kind).ok_or(FrameError::Unexpected { kind })?;
             if payload_bytes > limit {
                 return Err(FrameError::Oversized { kind, got: payload_bytes, limit });
             }
-            self.header_bytes = 0;
-            self.open = Some(Frame { kind, payload: Vec::with_capacity(payload_bytes as usize) });
+            let bytes = payload_bytes as usize;
+            self.0 = Stage::Payload(Frame { kind, payload: Vec::with_capacity(bytes) }, bytes);
         }
-        let Some(frame) = &mut self.open else { return Ok(None) };
-        let announced =
-            u32::from_le_bytes([self.header[0], self.header[1], self.header[2], self.header[3]])
-                as usize;
-        let missing = announced - frame.payload.len();
-        let (taken, rest) = input.split_at(input.len().min(missing));
-        frame.payload.extend_from_slice(taken);
-        *input = rest;
-        if frame.payload.len() < announced {
-            return Ok(None);
+        if let Stage::Payload(frame, missing) = &mut self.0 {
+            let (taken, rest) = input.split_at(input.len().min(*missing));
+            frame.payload.extend_from_slice(taken);
+            *missing -= taken.len();
+            *input = rest;
+            if *missing > 0 {
+                return Ok(None);
+            }
         }
-        Ok(self.open.take())
+        match core::mem::replace(self, Self::new()).0 {
+            Stage::Payload(frame, _) => Ok(Some(frame)),
+            Stage::Header(..) => Ok(None),
+        }
     }
 
     /// Whether the stream stands between two frames, so that its end here
     /// cuts nothing off.
     #[must_use]
     pub fn is_between_frames(&self) -> bool {
-        self.open.is_none() && self.header_bytes == 0
+        matches!(self.0, Stage::Header(_, 0))
     }
 }
 
@@ -364,8 +381,7 @@ impl Incoming {
     /// Of a stream that is read so many bytes at a time, more than none.
     #[must_use]
     pub const fn new(room_bytes: usize) -> Self {
-        let assembler = Assembler { header: [0; HEADER_BYTES], header_bytes: 0, open: None };
-        Self { assembler, room: Vec::new(), room_bytes, unread: 0..0 }
+        Self { assembler: Assembler::new(), room: Vec::new(), room_bytes, unread: 0..0 }
     }
 
     /// The next frame, if it is there to its end; `None` took in all that was read.
@@ -590,6 +606,20 @@ mod tests {
         assert_eq!(known, bytes);
         for kind in Kind::ALL {
             assert_eq!(Kind::from_byte(*kind as u8), Some(*kind));
+        }
+    }
+
+    #[test]
+    fn a_frame_over_what_is_awaited_is_refused_by_its_header_alone() {
+        let header = Header { kind: Kind::Output, payload_bytes: 9 }.to_bytes();
+        let mut input: &[u8] = &header;
+        let refused = Assembler::default().next(&mut input, |_| Some(8)).unwrap_err();
+        assert_eq!(refused, FrameError::Oversized { kind: Kind::Output, got: 9, limit: 8 });
+        // And whatever is awaited, over what its kind may have.
+        for kind in Kind::ALL {
+            let payload_bytes = kind.payload_bytes_max() + 1;
+            let header = Header { kind: *kind, payload_bytes }.to_bytes();
+            assert!(Header::from_bytes(header).is_err(), "{kind:?}");
         }
     }
 }

@@ -796,4 +796,92 @@ mod tests {
         assert_eq!(TrustKey::from_pem("nonsense").unwrap_err(), KeyError::Pem);
         assert!(!alloc::format!("{key:?}").contains(&key.to_pem()[30..60].to_string()));
     }
+
+    fn leb(mut number: usize) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        loop {
+            let byte = (number & 0x7f) as u8;
+            number >>= 7;
+            if number == 0 {
+                bytes.push(byte);
+                return bytes;
+            }
+            bytes.push(byte | 0x80);
+        }
+    }
+
+    fn with_length(bytes: &[u8]) -> Vec<u8> {
+        [leb(bytes.len()), bytes.to_vec()].concat()
+    }
+
+    /// A module with a section of these hashes and so many signatures, and more bytes at
+    /// the ends of what nests in it.
+    fn with_section(hashes: &[[u8; 32]], signatures: usize, ends: [&[u8]; 4]) -> Vec<u8> {
+        let signed = signer().sign(MODULE).unwrap();
+        let value = &signed[63..127];
+        let one = [vec![0, 1], with_length(&[value, ends[0]].concat()), ends[1].to_vec()].concat();
+        let mut set = leb(hashes.len());
+        hashes.iter().for_each(|hash| set.extend_from_slice(hash));
+        set.extend(leb(signatures));
+        (0..signatures).for_each(|_| set.extend(with_length(&one)));
+        set.extend_from_slice(ends[2]);
+        let name = with_length(b"signature");
+        let content = [name, vec![1, 1, 1, 1], with_length(&set), ends[3].to_vec()].concat();
+        [&CORE_HEADER[..], &[0], &with_length(&content), &MODULE[8..]].concat()
+    }
+
+    #[test]
+    fn nothing_rides_unsigned_in_a_section_of_signatures() {
+        let hash: [u8; 32] = Sha256::digest(&MODULE[8..]).into();
+        let none: [&[u8]; 4] = [&[]; 4];
+        assert_eq!(with_section(&[hash], 1, none), signer().sign(MODULE).unwrap());
+        trust().verify(&with_section(&[hash], SIGNATURES_MAX, none)).unwrap();
+        assert!(trust().verify(&with_section(&[hash], SIGNATURES_MAX + 1, none)).is_err());
+        for at in 0..4 {
+            let mut ends = none;
+            ends[at] = b"x";
+            assert!(trust().verify(&with_section(&[hash], 1, ends)).is_err(), "{at}");
+        }
+        // Of several hashes the last is not the one that counts.
+        assert!(trust().verify(&with_section(&[[9; 32], hash], 1, none)).is_err());
+    }
+
+    #[test]
+    fn a_length_of_more_than_32_bits_is_none() {
+        let long = [0, 0x84, 0x80, 0x80, 0x80, 0x10, 1, b'x', b'y', b'z'];
+        assert!(signer().sign(&[&CORE_HEADER[..], &long].concat()).is_err());
+    }
+
+    #[test]
+    fn no_more_keys_are_trusted_than_there_is_room_for() {
+        let keys = |count: u8| {
+            TrustKeys::new((1..=count).map(|it| SignerKey::from_secret(&[it; 32]).trust_key()))
+        };
+        assert!(keys(TRUST_KEYS_MAX as u8).is_ok() && keys(TRUST_KEYS_MAX as u8 + 1).is_err());
+    }
+
+    /// Whose commitment is the identity, for which `s = k a` satisfies the equation: such a
+    /// signature is good by RFC 8032 and not by the strict rule, which all verifiers share.
+    #[test]
+    fn a_signature_with_a_commitment_of_small_order_is_nobodys() {
+        use curve25519_dalek::edwards::EdwardsPoint;
+        use curve25519_dalek::{Scalar, traits::Identity as _};
+        let secret = Scalar::from(77u64);
+        let public = EdwardsPoint::mul_base(&secret).compress();
+        let hash: [u8; 32] = Sha256::digest(&MODULE[8..]).into();
+        let message = [&DOMAIN[..], &[1, 1, 1], &hash].concat();
+        let commitment = EdwardsPoint::identity().compress();
+        let challenge = sha2::Sha512::new()
+            .chain_update(commitment.as_bytes())
+            .chain_update(public.as_bytes())
+            .chain_update(&message)
+            .finalize();
+        let answer = Scalar::from_bytes_mod_order_wide(&challenge.into()) * secret;
+        let mut signed = signer().sign(MODULE).unwrap();
+        signed[63..95].copy_from_slice(commitment.as_bytes());
+        signed[95..127].copy_from_slice(answer.as_bytes());
+        let trust = TrustKeys::new([TrustKey::from_bytes(public.as_bytes()).unwrap()]).unwrap();
+        assert_eq!(trust.verify(&signed).unwrap_err(), SignatureError::Untrusted);
+        assert_eq!(trust.with_tables().verify(&signed).unwrap_err(), SignatureError::Untrusted);
+    }
 }

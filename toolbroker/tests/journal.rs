@@ -563,6 +563,17 @@ fn without_a_journal_nothing_is_dispatched() {
     refused_as_not_recorded(&desk, &mut broker);
 }
 
+/// Whether the journal works at all nobody knows before its first record.
+#[test]
+fn a_brokers_first_call_is_recorded_or_is_none_whatever_it_is() {
+    let desk = Desk::new();
+    std::fs::write(desk.0.path().join("file"), "").unwrap();
+    let mut broker = desk.broker_with(&desk.0.path().join("file/journal"));
+    let mut worker = open(&mut broker, 9, &["crypto.hash"], limits());
+    worker.send("crypto.hash", HASH);
+    assert_eq!(worker.settled().code, Some(CallCode::NotRecorded));
+}
+
 #[test]
 fn a_journal_that_is_taken_away_ends_all_calls() {
     let desk = Desk::new();

@@ -34,6 +34,7 @@
 //! | [`keys`] | key files, and randomness |
 //! | [`probe`] | what this host can do |
 //! | [`cpu_latency`] | CPUs that are kept from deep sleep while runs come |
+//! | [`user`] | users of this host that processes run as |
 //! | [`shortage`] | what gives way where memory is short |
 //! | [`bench`] | what a run costs beside its floors |
 //!
@@ -59,5 +60,6 @@ pub mod service;
 pub mod shortage;
 pub mod supervisor;
 pub mod trace;
+pub mod user;
 
 pub use forge_worker::{cancel, jail, link, machine, process, sealed, vsock, worker, zygote};

@@ -20,7 +20,8 @@ use forge_protocol::broker::{
 };
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
-use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser, UserError};
+use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
+use forge_vmm::user::{User, UserError};
 use libtest_mimic::{Arguments, Trial};
 
 /// A user without an account.
@@ -286,7 +287,7 @@ fn ids(status: &str, line: &str) -> Vec<u32> {
 fn a_broker_runs_as_another_user_without_groups() {
     let folder = Folder::new();
     folder.install();
-    let user = BrokerUser::numbered(STRANGER).unwrap();
+    let user = User::numbered(STRANGER).unwrap();
     assert_eq!(user.uid(), STRANGER);
     let options = BrokerOptions {
         executable: Some(folder.0.join("forge-toolbroker")),
@@ -338,11 +339,8 @@ fn forge_toml_names_the_brokers_user() {
         let (_, listed, said) = list(&format!("[broker]\nuser = {user}\n{servers}"), 0);
         assert!(listed.contains("crypto.hash"), "{said}");
         let uid: u32 = fs::read_to_string(&seen).unwrap().trim().parse().unwrap();
-        let expected = if user.starts_with('"') {
-            BrokerUser::named("nobody").unwrap().uid()
-        } else {
-            STRANGER
-        };
+        let expected =
+            if user.starts_with('"') { User::named("nobody").unwrap().uid() } else { STRANGER };
         assert_eq!(uid, expected);
         assert_ne!(uid, 0);
     }
@@ -396,9 +394,9 @@ fn a_broker_user_that_can_keep_no_journal_is_told_so_before_anything_runs() {
 }
 
 fn a_broker_user_that_cannot_be_is_refused() {
-    assert!(matches!(BrokerUser::named("no-such-user"), Err(UserError::Unknown(_))));
-    assert!(matches!(BrokerUser::named("a\0b"), Err(UserError::Unknown(_))));
+    assert!(matches!(User::named("no-such-user"), Err(UserError::Unknown(_))));
+    assert!(matches!(User::named("a\0b"), Err(UserError::Unknown(_))));
     for uid in [0, u32::MAX] {
-        assert!(matches!(BrokerUser::numbered(uid), Err(UserError::Root)));
+        assert!(matches!(User::numbered(uid), Err(UserError::Root)));
     }
 }

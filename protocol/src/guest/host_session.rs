@@ -493,4 +493,39 @@ mod tests {
             })))
         );
     }
+
+    /// That a guest keeps to them is not its own to say.
+    #[test]
+    fn a_guest_is_held_to_the_limits_of_its_calls() {
+        let limits =
+            RunLimits { calls: 1, request_bytes: 8, response_bytes: 4, ..RunLimits::default() };
+        let running = || {
+            let mut host = HostSession::new();
+            host.receive(GuestSession::new().transmit()).unwrap();
+            host.load(&Load { limits: limits.clone(), announce: false }, b"p").unwrap();
+            host.start(&start(), b"1").unwrap();
+            host
+        };
+        let called = |host: &mut HostSession, id, bytes: usize| {
+            let tool = ToolName::parse("a.b").unwrap();
+            let call = Call { id, waits: false, tool, request: vec![b' '; bytes] };
+            let mut out = Vec::new();
+            frame::write_message(Kind::Call, &call, &mut out);
+            host.receive(&out)
+        };
+        let over = |error: SessionError| match error {
+            SessionError::Peer(Misbehaviour::Over(over)) => over.what,
+            other => panic!("{other}"),
+        };
+        let mut host = running();
+        called(&mut host, 0, 8).unwrap();
+        let settled = |bytes| {
+            let body = vec![1; bytes];
+            Settled { id: 0, code: None, duration_ns: 0, body, redacted: false }
+        };
+        assert!(host.settle(&settled(5)).is_err());
+        host.settle(&settled(4)).unwrap();
+        assert_eq!(over(called(&mut host, 1, 8).unwrap_err()), "calls");
+        assert_eq!(over(called(&mut running(), 0, 9).unwrap_err()), "request_bytes");
+    }
 }

@@ -15,10 +15,14 @@
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | `listing` | tools as they are listed, searched and reviewed |
 //! | `grants` | what may be granted |
 //! | `run_link` | calls in, answers out |
+//! | `refused` | why a request is refused |
 
 mod grants;
+mod listing;
+mod refused;
 mod run_link;
 
 use std::collections::HashMap;
@@ -30,16 +34,14 @@ use std::time::{Duration, SystemTime};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, BlockedTool, BrokenLink, Callable, FoundTool, GrantClaims, ListedTool,
-    OpenRun, REQUESTS_IN_FLIGHT_MAX, RefusalKind, Reply, Request, ReviewedTool, Standing,
+    Answer, Ask, Authority, BrokenLink, Callable, GrantClaims, OpenRun, REQUESTS_IN_FLIGHT_MAX,
+    RefusalKind, Reply, Request,
 };
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
 use forge_protocol::limits::{
-    CALLS_IN_FLIGHT_MAX, CALLS_MAX, FOUND_TOOLS_MAX, INTENT_BYTES_MAX, OverLimit, REASON_BYTES_MAX,
-    RunLimits, TOOL_LIST_BYTES_MAX,
+    CALLS_IN_FLIGHT_MAX, CALLS_MAX, OverLimit, REASON_BYTES_MAX, RunLimits,
 };
-use forge_protocol::name::ToolName;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -48,23 +50,21 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
 use self::grants::{narrowed, with_hosted};
+use self::refused::Refused;
 use self::run_link::serve_run;
 use crate::beside;
 use crate::call::{Dispatcher, Run};
-use crate::config::{self, Config, ConfigError};
-use crate::constraint::WrittenError;
-use crate::definition::Tool;
+use crate::config::{self, Config};
 use crate::grant::{self, Grant, GrantError, Issuer, Terms};
 use crate::hosting::{Hosting, HostingError};
-use crate::journal::{Journal, Place, Unwritable};
+use crate::journal::{Journal, Place};
 use crate::link::{self, LinkError, Receiver, Rider, Sender};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
-use crate::registry::{LookupError, Registry};
+use crate::registry::Registry;
 use crate::retrieval::Retrieval;
-use crate::review::{Blocked, ReviewError, Reviews};
+use crate::review::Reviews;
 use crate::telemetry::Spans;
-use crate::upstream::UpstreamError;
 use crate::upstream::hosted::Hosted;
 use crate::verified::Verified;
 
@@ -73,9 +73,6 @@ use crate::verified::Verified;
 const RUN_GRANT_SLACK_S: u64 = 120;
 /// How much of a run's time is left, at most, when its servers are waited for no longer.
 const OPEN_SLACK_MAX: Duration = Duration::from_millis(200);
-/// What the tools of one list may take, in bytes; the rest of its frame is for
-/// counters and the unavailable.
-const LIST_ROOM_BYTES: usize = TOOL_LIST_BYTES_MAX as usize - 1024 * 1024;
 
 /// Why serving a supervisor ended before its time.
 #[derive(Debug, thiserror::Error)]
@@ -86,121 +83,6 @@ pub enum ServeError {
     /// The two sides do not fit together.
     #[error("the control link: {0}")]
     Handshake(#[from] HandshakeError),
-}
-
-/// A refusal of a supervisor's request.
-#[derive(Debug, thiserror::Error)]
-enum Refused {
-    #[error("{0}")]
-    Lookup(#[from] LookupError),
-    #[error("{0}")]
-    Grant(#[from] GrantError),
-    #[error(
-        "the definition of {tool} changed since this grant was issued: look at it with `forge-vmm \
-         tools review` and issue a new grant"
-    )]
-    DefinitionChanged { tool: ToolName },
-    #[error(
-        "there is no tool {tool} for the principal {principal:?}: none of its roles names one \
-         (forge.toml, [principals] and [roles])"
-    )]
-    Forbidden { principal: String, tool: ToolName },
-    #[error("{0}")]
-    NotReviewed(#[from] Blocked),
-    #[error("{0}")]
-    Reviews(#[from] ReviewError),
-    #[error("{0}")]
-    Constraint(#[from] WrittenError),
-    #[error("there is a constraint on {tool}, which is not among the tools to be granted")]
-    ConstraintOnOther { tool: ToolName },
-    #[error(
-        "the constraint {constraint:?} is on {place:?}, which is none of the arguments of {tool}: \
-         `forge-vmm tools list --json` has its schema"
-    )]
-    ConstraintOnNothing { tool: ToolName, constraint: String, place: String },
-    #[error(
-        "the definition of {tool} is another by now than the one to be approved: look at it again \
-         with `forge-vmm tools review`"
-    )]
-    ChangedMeanwhile { tool: ToolName },
-    #[error("no link came with the request: pass one end of a socket pair with its first byte")]
-    NoHostLink,
-    #[error("{0}")]
-    Hosting(#[from] HostingError),
-    #[error("no run link came with the request: pass one end of a socket pair with its first byte")]
-    NoRunLink,
-    #[error("the descriptor that came as the link cannot be one: {0}")]
-    BadLink(std::io::Error),
-    #[error("the toolbroker has no descriptor left: raise its limit on open files")]
-    NoDescriptorLeft,
-    #[error("{0}")]
-    OverLimit(OverLimit),
-    #[error("the intent is empty: say in a sentence or two what is to be done")]
-    NoIntent,
-    #[error("a search for no tools finds none: ask for 1 to {FOUND_TOOLS_MAX}")]
-    NoHits,
-    #[error("no run of this id is open: it ended or never began; the journal has what it called")]
-    NotOpen,
-    #[error("the broker is shutting down")]
-    Closing,
-    #[error("{0}")]
-    Roles(#[from] ConfigError),
-    #[error("{0}")]
-    Journal(#[from] Unwritable),
-}
-
-impl Refused {
-    fn kind(&self) -> RefusalKind {
-        match self {
-            Self::Lookup(LookupError::Unavailable { source: UpstreamError::Starting, .. }) => {
-                RefusalKind::OutOfTime
-            }
-            Self::Lookup(LookupError::Unavailable { .. } | LookupError::Away(_)) => {
-                RefusalKind::ServerAway
-            }
-            Self::Lookup(_) => RefusalKind::NoSuchTool,
-            Self::Grant(error) => match error {
-                GrantError::Principal
-                | GrantError::TooManyTools { .. }
-                | GrantError::TooManyConstraints { .. }
-                | GrantError::Session
-                | GrantError::NotInGrant { .. }
-                | GrantError::NothingToNarrow
-                | GrantError::BoundAlready
-                | GrantError::Validity { .. } => RefusalKind::BadRequest,
-                GrantError::TooLarge { .. }
-                | GrantError::Forged(_)
-                | GrantError::Malformed(_)
-                | GrantError::Expired { .. }
-                | GrantError::NothingLeft(_)
-                | GrantError::Shape(_)
-                | GrantError::TooCostly(_)
-                | GrantError::Constraint { .. }
-                | GrantError::Stray { .. }
-                | GrantError::OtherSession { .. }
-                | GrantError::OtherPrincipal { .. } => RefusalKind::BadGrant,
-                GrantError::Issue(_) => RefusalKind::Internal,
-            },
-            Self::DefinitionChanged { .. } => RefusalKind::BadGrant,
-            Self::Forbidden { .. } => RefusalKind::Forbidden,
-            Self::NotReviewed(_) | Self::ChangedMeanwhile { .. } => RefusalKind::NotReviewed,
-            Self::NoRunLink
-            | Self::NoHostLink
-            | Self::Hosting(_)
-            | Self::BadLink(_)
-            | Self::Constraint(_)
-            | Self::ConstraintOnOther { .. }
-            | Self::ConstraintOnNothing { .. }
-            | Self::OverLimit(_)
-            | Self::NoIntent
-            | Self::NoHits
-            | Self::Roles(_)
-            | Self::NotOpen => RefusalKind::BadRequest,
-            Self::Reviews(_) | Self::Closing => RefusalKind::Internal,
-            Self::Journal(_) => RefusalKind::Journal,
-            Self::NoDescriptorLeft => RefusalKind::Overloaded,
-        }
-    }
 }
 
 /// The socket that rode with a request which needs one.
@@ -449,136 +331,6 @@ impl Broker {
         Arc::clone(&self.policy.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The tools that the principal may see, and the servers it may see tools
-    /// of that cannot be asked.
-    async fn seen(&self, principal: &str) -> Result<(Vec<Arc<Tool>>, Unavailable), Refused> {
-        let policy = self.policy();
-        let seen = |server: &str| policy.sees_server(principal, server);
-        let (mut listed, unavailable) = self.registry.list(seen).await;
-        listed.retain(|tool| policy.visible(principal, tool.name()));
-        self.see(&listed).await?;
-        Ok((listed, unavailable))
-    }
-
-    async fn list(&self, principal: &str) -> Result<Reply, Refused> {
-        let (listed, unavailable) = self.seen(principal).await?;
-        let mut unavailable = shown(unavailable);
-        let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
-            let entry = ListedTool {
-                spec: tool.spec().clone(),
-                word: self.registry.word(tool),
-                standing: self.reviews.standing(tool),
-            };
-            (entry, listing_bytes(tool))
-        });
-        Ok(Reply::Tools { tools, unavailable })
-    }
-
-    /// All tools beside their approved definitions, for the operator. What
-    /// was never seen stays so.
-    async fn review(&self) -> Result<Reply, Refused> {
-        let (listed, unavailable) = self.registry.list(|_| true).await;
-        self.reviews.would_pin(&[])?;
-        let mut unavailable = shown(unavailable);
-        let tools = fitting(&listed, LIST_ROOM_BYTES, &mut unavailable, |tool| {
-            let entry = ReviewedTool {
-                name: tool.name().clone(),
-                definition_sha256: tool.sha256(),
-                standing: self.reviews.standing(tool),
-                word: self.registry.word(tool),
-                difference: self.reviews.difference(tool),
-            };
-            let texts = [tool.name().as_str(), &entry.difference];
-            let bytes = entry_bytes(tool, texts);
-            (entry, bytes)
-        });
-        Ok(Reply::Reviews { tools, unavailable })
-    }
-
-    async fn approve(&self, pins: Vec<(ToolName, [u8; 32])>) -> Result<u32, Refused> {
-        let tools = self.registry.find_all(pins.iter().map(|(name, _)| name.clone()), None).await?;
-        for ((name, sha256), tool) in pins.iter().zip(&tools) {
-            if tool.sha256() != *sha256 {
-                return Err(Refused::ChangedMeanwhile { tool: name.clone() });
-            }
-        }
-        let reviews = Arc::clone(&self.reviews);
-        Ok(beside(move || reviews.approve(&tools)).await?)
-    }
-
-    /// The tools were seen by somebody, who goes by what they say from now
-    /// on.
-    async fn see(&self, tools: &[Arc<Tool>]) -> Result<(), ReviewError> {
-        let seen = match self.reviews.would_pin(tools) {
-            Ok(true) => {
-                let (reviews, tools) = (Arc::clone(&self.reviews), tools.to_vec());
-                beside(move || reviews.see(&tools)).await
-            }
-            would => would.map(drop),
-        };
-        // No run with tools begins until whoever reads the log has mended it.
-        seen.inspect_err(|error| tracing::error!(%error, "the reviews fail"))
-    }
-
-    /// That all of these may be granted and called in their present
-    /// definitions.
-    async fn check_reviewed(&self, tools: &[Arc<Tool>]) -> Result<(), Refused> {
-        self.see(tools).await?;
-        Ok(self.reviews.check(tools)?)
-    }
-
-    /// That the principal may see all of these. Asked before any of them is
-    /// looked for: whoever may not see a tool is not told whether it exists.
-    fn check_visible<'a>(
-        &self,
-        principal: &str,
-        mut tools: impl Iterator<Item = &'a ToolName>,
-    ) -> Result<(), Refused> {
-        let policy = self.policy();
-        tools.find(|tool| !policy.visible(principal, tool)).map_or(Ok(()), |tool| {
-            let (principal, tool) = (principal.to_owned(), tool.clone());
-            Err(Refused::Forbidden { principal, tool })
-        })
-    }
-
-    async fn search(&self, principal: &str, intent: String, k: u32) -> Result<Reply, Refused> {
-        for (what, got, limit) in [
-            ("intent_bytes", intent.len() as u64, INTENT_BYTES_MAX),
-            ("k", k.into(), FOUND_TOOLS_MAX),
-        ] {
-            if got > limit.into() {
-                return Err(Refused::OverLimit(OverLimit { what, got, limit: limit.into() }));
-            }
-        }
-        if intent.trim().is_empty() {
-            return Err(Refused::NoIntent);
-        }
-        if k == 0 {
-            return Err(Refused::NoHits);
-        }
-        let (mut listed, unavailable) = self.seen(principal).await?;
-        // What is blocked could not be granted.
-        let mut blocked = Vec::new();
-        listed.retain(|tool| {
-            let standing = self.reviews.standing(tool);
-            if standing != Standing::Approved && blocked.len() < FOUND_TOOLS_MAX as usize {
-                blocked.push(BlockedTool { name: tool.name().clone(), standing });
-            }
-            standing == Standing::Approved
-        });
-        let retrieval = Arc::clone(&self.retrieval);
-        // Tools that changed are indexed first, which takes its time.
-        let found = beside(move || retrieval.search(&listed, &intent, k)).await;
-        let tools = found
-            .into_iter()
-            .map(|found| FoundTool {
-                spec: found.tool.spec().clone(),
-                score_millionths: found.score_millionths,
-            })
-            .collect();
-        Ok(Reply::Found { tools, blocked, unavailable: shown(unavailable) })
-    }
-
     fn broken_runs(&self) -> MutexGuard<'_, HashMap<RunId, BrokenLink>> {
         self.broken.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -714,61 +466,6 @@ fn framed(answer: &Answer) -> Vec<u8> {
     frames
 }
 
-/// Servers that cannot be asked, with the reasons.
-type Unavailable = Vec<(String, UpstreamError)>;
-
-/// The same with the reasons as they are sent.
-fn shown(unavailable: Unavailable) -> Vec<(String, String)> {
-    unavailable
-        .into_iter()
-        .map(|(server, error)| (server, crate::cut(&error.to_string(), REASON_BYTES_MAX)))
-        .collect()
-}
-
-/// What is told of these tools, each with the bytes that it takes in a list, as far as
-/// one list has room: a server whose tools do not fit is left out as a whole, and said
-/// to be.
-fn fitting<T>(
-    listed: &[Arc<Tool>],
-    mut room: usize,
-    unavailable: &mut Vec<(String, String)>,
-    entry: impl Fn(&Tool) -> (T, usize),
-) -> Vec<T> {
-    let mut tools = Vec::with_capacity(listed.len());
-    for server in listed.chunk_by(|a, b| a.name().server() == b.name().server()) {
-        let mut left = room;
-        let entries = server.iter().map(|tool| {
-            let (entry, bytes) = entry(tool);
-            left = left.checked_sub(bytes)?;
-            Some(entry)
-        });
-        match entries.collect::<Option<Vec<T>>>() {
-            Some(entries) => {
-                room = left;
-                tools.extend(entries);
-            }
-            None => {
-                let name = server[0].name().server().to_owned();
-                unavailable.push((name, "its tools do not fit into one list".to_owned()));
-            }
-        }
-    }
-    tools
-}
-
-/// What a tool takes in a list, in bytes, and a little more.
-fn listing_bytes(tool: &Tool) -> usize {
-    let spec = tool.spec();
-    let output_schema = spec.output_schema.as_deref().unwrap_or_default();
-    entry_bytes(tool, [spec.name.as_str(), &spec.description, &spec.input_schema, output_schema])
-}
-
-/// What an entry with these texts takes, and with what is said of its tool.
-fn entry_bytes<const N: usize>(tool: &Tool, texts: [&str; N]) -> usize {
-    let advice = tool.advice().unwrap_or_default().len();
-    texts.iter().map(|text| text.len() + 9).sum::<usize>() + advice + 64
-}
-
 /// Both sides say who they are. `false` if the supervisor left at once.
 async fn greet(receiver: &mut Receiver, sender: &mut Sender) -> Result<bool, ServeError> {
     let ours = Hello::ours(Role::Broker);
@@ -794,25 +491,6 @@ mod tests {
     use forge_protocol::frame::HEADER_BYTES;
 
     use super::*;
-    use crate::definition::Listed;
-
-    #[test]
-    fn a_server_whose_tools_do_not_fit_is_named_and_those_behind_it_are_there() {
-        let tool = |server: &str, name: &str| {
-            let (name, input_schema) = (name.to_owned(), serde_json::Map::new());
-            let listed = Listed { name, description: None, input_schema, output_schema: None };
-            Arc::new(Tool::new(server, listed).unwrap())
-        };
-        let listed = [("a", "x"), ("b", "x"), ("b", "long"), ("c", "x"), ("d", "long")]
-            .map(|(s, n)| tool(s, n));
-        let mut unavailable = vec![("e".to_owned(), "it is gone".to_owned())];
-        let told = fitting(&listed, 25, &mut unavailable, |tool| {
-            (tool.name().to_string(), if tool.name().as_str().ends_with("long") { 20 } else { 10 })
-        });
-        assert_eq!(told, ["a.x", "c.x"]);
-        let servers: Vec<_> = unavailable.iter().map(|(server, _)| server.as_str()).collect();
-        assert_eq!(servers, ["e", "b", "d"]);
-    }
 
     #[test]
     fn an_answer_that_fits_into_no_frame_is_refused_and_no_panic() {

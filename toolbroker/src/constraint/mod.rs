@@ -571,4 +571,28 @@ mod tests {
         let fits = json!({"s": "a".repeat(MATCHED_BYTES_MAX)});
         assert_eq!(outside("/s=~a*", &fits), None);
     }
+
+    #[test]
+    fn a_list_that_is_longer_or_shorter_than_the_constraints_is_outside() {
+        for (constraint, tags) in [
+            ("/tags=[]", json!(["x"])),
+            ("/tags=[\"x\"]", json!(["x", "y"])),
+            ("/tags=[\"x\",\"y\"]", json!(["x"])),
+            ("/tags=[\"x\"]", json!([])),
+        ] {
+            let arguments = json!({ "tags": tags });
+            assert_eq!(outside(constraint, &arguments), Some(Outside::Other), "{constraint}");
+        }
+    }
+
+    #[test]
+    fn a_member_that_differs_by_a_character_that_is_not_seen_is_a_twin() {
+        for unseen in ['\u{ad}', '\u{200b}', '\u{2060}', '\u{fe0f}', '\u{feff}', '\u{e0020}'] {
+            let mut constraints = Constraints::none();
+            constraints.push(Constraint::parse("/amount<=5").unwrap());
+            let twin = format!("amo{unseen}unt");
+            let arguments = json!({ "amount": 1, twin: 100 });
+            assert!(constraints.check(&arguments, "{}").is_err(), "{unseen:?}");
+        }
+    }
 }

@@ -272,3 +272,31 @@ fn the_largest_grant_verifies() {
     let token = issuer.issue(&Terms { tools, ..terms() }, now()).unwrap();
     assert_eq!(verify(&issuer, &token, now()).unwrap().tools.len(), 256);
 }
+
+#[test]
+fn a_block_with_a_rule_and_nothing_else_that_is_wrong_is_refused_at_once() {
+    let issuer = Issuer::ephemeral();
+    let token = issuer.issue(&terms(), now()).unwrap();
+    // To join so many facts with themselves takes minutes.
+    let facts: String = (100..160).map(|number| format!("calls_max({number});")).collect();
+    let joins = "g($a, $b, $c, $d) <- calls_max($a), calls_max($b), calls_max($c), \
+                 calls_max($d), $a + $b == 1;";
+    for source in ["g($t) <- call($t);".to_owned(), format!("{facts} {joins}")] {
+        let said = verify(&issuer, &attenuated(&issuer, &token, &source), now());
+        assert!(matches!(said, Err(GrantError::Shape(_))), "{source}");
+    }
+}
+
+#[test]
+fn a_third_partys_block_is_refused() {
+    let issuer = Issuer::ephemeral();
+    let token = issuer.issue(&terms(), now()).unwrap();
+    let biscuit = Biscuit::from(&token, issuer.public_key()).unwrap();
+    let key = biscuit_auth::KeyPair::new();
+    let block = BlockBuilder::new().code("check if call(\"shop.find\")").unwrap();
+    let request = biscuit.third_party_request().unwrap();
+    let block = request.create_block(&key.private(), block).unwrap();
+    let theirs = biscuit.append_third_party(key.public(), block).unwrap().to_vec().unwrap();
+    let said = verify(&issuer, &theirs, now());
+    assert!(matches!(&said, Err(GrantError::Shape("is a third party's"))), "{said:?}");
+}

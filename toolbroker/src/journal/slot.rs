@@ -252,4 +252,12 @@ mod tests {
         let mode = slot.file.metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
     }
+
+    #[test]
+    fn a_folder_that_its_group_may_write_to_is_so_no_more() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o770)).unwrap();
+        let _slot = Slot::take(folder.path()).unwrap();
+        assert_eq!(folder.path().metadata().unwrap().permissions().mode() & 0o777, 0o750);
+    }
 }

@@ -655,4 +655,14 @@ mod tests {
         store.commit(&records("alice", 1, 250)).unwrap();
         assert_eq!(left(&store, "alice"), (100, 150));
     }
+
+    /// Only power that fails would show it.
+    #[test]
+    fn what_is_committed_is_on_the_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path()).unwrap();
+        let asked = store.connection.pragma_query_value(None, "synchronous", |row| row.get(0));
+        // FULL (sqlite.org/pragma.html).
+        assert_eq!(asked, Ok(2));
+    }
 }

@@ -284,6 +284,17 @@ mod tests {
         assert_eq!(home.expose(), std::env::var("PATH").unwrap());
     }
 
+    /// Credentials that others are to have are in this process's own, too.
+    #[test]
+    fn a_command_sees_nothing_of_the_environment_that_it_needs_not() {
+        let seen = sources::told_by(&["env"], Duration::from_secs(30)).unwrap();
+        let names: Vec<_> =
+            seen.lines().filter_map(|line| line.split_once('=').map(|(name, _)| name)).collect();
+        assert!(names.contains(&"PATH"), "{names:?}");
+        let stray = names.iter().find(|name| !sources::COMMAND_ENVIRONMENT.contains(name));
+        assert_eq!(stray, None);
+    }
+
     #[test]
     fn a_command_that_fails_says_too_much_or_nothing_is_refused_without_its_words() {
         let cases: [(&[&str], &str); 5] = [

@@ -21,7 +21,7 @@ use super::{COMMAND_TIME_MAX, SECRET_BYTES_MAX, Secret, SecretError};
 
 /// What a command's environment has from the broker's own: enough to find its
 /// own configuration and agent.
-const COMMAND_ENVIRONMENT: [&str; 10] = [
+pub(super) const COMMAND_ENVIRONMENT: [&str; 10] = [
     "PATH",
     "HOME",
     "LANG",

@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use forge_doors::http::{self, Access, Options, Principal};
 use forge_doors::web::{self, TokenHash};
-use forge_vmm::broker::BrokerUser;
 use forge_vmm::jail::{Limits, landlock, privileges};
 use forge_vmm::service::SocketFile;
 use forge_vmm::service::options::Principals;
 use forge_vmm::shortage;
+use forge_vmm::user::User;
 use serde::Deserialize;
 use tokio::sync::watch;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
@@ -81,7 +81,7 @@ enum Place {
 #[derive(Debug)]
 pub(crate) struct DoorConfig {
     place: Place,
-    user: Option<BrokerUser>,
+    user: Option<User>,
     options: Options,
 }
 
@@ -296,7 +296,7 @@ impl ServiceAt {
 #[derive(Debug)]
 struct Shared {
     listener: Listener,
-    user: Option<BrokerUser>,
+    user: Option<User>,
     options: Mutex<Options>,
     service: ServiceAt,
     ending: AtomicBool,

@@ -150,7 +150,7 @@ mod tests {
         let lines: Vec<_> = said.lines().collect();
         let [kvm, gone] = lines[..] else { panic!("{said}") };
         assert!(kvm.contains("workers=1 reason=\"KVM: no\""), "{said}");
-        assert!(gone.contains("workers=3 reason=\"the worker ended without a report\""), "{said}");
+        assert!(gone.contains("workers=3 reason=\"the worker ended without a report"), "{said}");
     }
 
     #[test]

@@ -93,7 +93,11 @@ pub(super) fn lost(error: &io::Error) -> VmFailure {
             VmFailure::new(VmFailureKind::Cancelled, what)
         }
         io::ErrorKind::TimedOut => gone("the worker said nothing in time"),
-        io::ErrorKind::UnexpectedEof => gone("the worker ended without a report"),
+        // Its parent is the zygote, and how it ended is told to nobody.
+        io::ErrorKind::UnexpectedEof => gone(
+            "the worker ended without a report, as one that is killed does: where memory is \
+             short the kernel kills it, and says so in its log",
+        ),
         _ => gone(&format!("the worker was lost: {error}")),
     }
 }
@@ -701,11 +705,19 @@ pub(super) mod tests {
             Report { logs: vec![log], ..report() },
             Report { artifacts: vec![artifact], ..report() },
             Report { calls, ..report() },
-            // That is refused by its length alone, before any of it is kept.
-            Report { output: vec![1; 1 << 26], ..report() },
         ] {
             let lost = said(&too_much).unwrap_err();
             assert!(matches!(lost, Lost::During(_)), "{lost:?}");
+        }
+        // One that is longer than any of this run's is refused by its header, before any
+        // of it is kept.
+        let payload_bytes = Report::payload_bytes_max(&limits) + 1;
+        let header = frame::Header { kind: Kind::Report, payload_bytes }.to_bytes();
+        match made_of(&header, None) {
+            Err(Lost::During(failure)) => {
+                assert!(failure.message.contains("the limit is"), "{failure:?}");
+            }
+            other => panic!("{other:?}"),
         }
     }
 

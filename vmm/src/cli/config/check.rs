@@ -169,7 +169,7 @@ fn supervisors(
     all: &toml::Table,
     folder: &Path,
     of: Of,
-) -> (Vec<Fault>, Option<forge_vmm::broker::BrokerUser>) {
+) -> (Vec<Fault>, Option<forge_vmm::user::User>) {
     let mut faults = Vec::new();
     // What is good in a table; the rest is noted.
     fn read<T: serde::de::DeserializeOwned + Default>(
@@ -241,7 +241,7 @@ fn supervisors(
 fn brokers(
     config: Option<&Path>,
     mcp_config: Option<&Path>,
-    user: Option<forge_vmm::broker::BrokerUser>,
+    user: Option<forge_vmm::user::User>,
 ) -> Result<Vec<Told>, CliError> {
     let broker = Broker::executable().map_err(BrokerError::Start)?;
     if !broker.is_file() {
@@ -254,7 +254,7 @@ fn brokers(
             command.arg(flag).arg(file);
         }
     }
-    let uid = user.as_ref().map(forge_vmm::broker::BrokerUser::uid);
+    let uid = user.as_ref().map(forge_vmm::user::User::uid);
     if let Some(user) = user {
         user.becomes(&mut command);
     }

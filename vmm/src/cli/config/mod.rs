@@ -34,9 +34,10 @@ use forge_protocol::broker::{Authority, BlockedTool, FoundTool, Reply, Request};
 use forge_protocol::limits::GRANT_BYTES_MAX;
 use forge_protocol::name::{RESERVED_SERVERS, ToolName};
 use forge_protocol::worker::Tier;
-use forge_vmm::broker::{Broker, BrokerError, BrokerOptions, BrokerUser, UserError};
+use forge_vmm::broker::{Broker, BrokerError, BrokerOptions};
 use forge_vmm::isolation::{Isolation, Resolved};
 use forge_vmm::jail::GroupLimits;
+use forge_vmm::user::{User, UserError};
 use serde::Deserialize;
 
 use super::args::BrokerArgs;
@@ -188,10 +189,10 @@ pub(crate) enum LowUser {
 
 impl LowUser {
     /// The user of this host that is meant.
-    pub(crate) fn resolve(self) -> Result<BrokerUser, UserError> {
+    pub(crate) fn resolve(self) -> Result<User, UserError> {
         match self {
-            Self::Number(uid) => BrokerUser::numbered(uid),
-            Self::Name(name) => BrokerUser::named(&name),
+            Self::Number(uid) => User::numbered(uid),
+            Self::Name(name) => User::named(&name),
         }
     }
 }
@@ -255,7 +256,7 @@ pub(crate) fn mcp(config: Option<&Path>) -> Result<McpConfig, CliError> {
 }
 
 /// The user that a configuration names for the toolbroker.
-fn broker_user(config: Option<&Path>) -> Result<Option<BrokerUser>, CliError> {
+fn broker_user(config: Option<&Path>) -> Result<Option<User>, CliError> {
     let Some(path) = config else { return Ok(None) };
     let user = read_config(path)?.broker.user.map(LowUser::resolve).transpose();
     user.map_err(|error| Fault::at("broker.user", error.to_string()).of(path))
@@ -347,7 +348,7 @@ fn make_state(folder: &Path) -> Result<(), CliError> {
 
 /// Refuses a user of the broker's own that cannot keep a journal, before anything runs:
 /// without one no call has a result.
-fn check_journalled(user: &BrokerUser, journal: Option<&Path>) -> Result<(), CliError> {
+fn check_journalled(user: &User, journal: Option<&Path>) -> Result<(), CliError> {
     let folder = journal.map_or_else(|| state_of(user).join(JOURNAL), Path::to_owned);
     if user.may_write(&folder) {
         return Ok(());
@@ -362,7 +363,7 @@ fn check_journalled(user: &BrokerUser, journal: Option<&Path>) -> Result<(), Cli
 
 /// Where state is kept by a user of the broker's own. The variable is the broker's as
 /// well.
-fn state_of(user: &BrokerUser) -> PathBuf {
+fn state_of(user: &User) -> PathBuf {
     let base = absolute("XDG_STATE_HOME").unwrap_or_else(|| user.home().join(".local/state"));
     base.join("forge-vmm")
 }

@@ -7,23 +7,20 @@
 
 use std::cell::RefCell;
 use std::io;
-use std::os::fd::AsRawFd as _;
 use std::rc::Rc;
 use std::time::Instant;
 
 use forge_guest_init::{LinkLost, Stream};
 use forge_protocol::frame::Kind;
 use forge_protocol::guest::{HostSession, SessionError};
-use forge_protocol::worker::{
-    Deadline, Fate, Moments, Ready, Report, Timing, VmFailure, VmFailureKind,
-};
+use forge_protocol::worker::{Deadline, Fate, Moments, Ready, Timing, VmFailure, VmFailureKind};
 
 use crate::clock::now_ns;
-use crate::link::{Link, Patience};
+use crate::link::Link;
 use crate::machine::stop::Armed;
 use crate::machine::{Watchdog, deadline_in};
 use crate::worker::counterpart::Counterpart;
-use crate::worker::life::{Order, say};
+use crate::worker::life::{Order, Ordered, next_order, say};
 use crate::worker::{BOOT_TIME_MAX, Verdict, elapsed_ns, not_ready, split};
 
 /// How far the library has come.
@@ -179,23 +176,15 @@ impl Exchange {
         }
         self.note(|at| at.ready = now_ns());
         say(&mut self.link, Kind::Ready, &Ready::Ok(self.timing)).map_err(Over::Supervisor)?;
-        let awaits =
-            |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob | Kind::Tell);
-        let frame = loop {
-            let frame = self.link.receive(awaits, Patience::default());
-            let frame = frame.map_err(Over::Supervisor)?;
-            if frame.kind != Kind::Tell {
-                break frame;
-            }
-            self.counterpart.tell(self.link.socket().as_raw_fd());
-        };
+        let (link, counterpart) = (&mut self.link, &mut self.counterpart);
+        let Ordered { order, is_answered_ready } =
+            next_order(link, |listener| counterpart.tell(listener)).map_err(Over::Supervisor)?;
         self.note(|at| at.arrived = now_ns());
         let since = Instant::now();
-        self.phase = match frame.kind {
-            Kind::Prepare => Phase::Standing { since },
-            _ => Phase::Running { since },
+        self.phase = match is_answered_ready {
+            true => Phase::Standing { since },
+            false => Phase::Running { since },
         };
-        let order = Order::read(&frame).and_then(|order| order.with(self.link.take_passed()));
         let (counterpart, session) = (&mut self.counterpart, &mut self.session);
         let (deadline, begun) = match order.map_err(Over::Failed)? {
             Order::Prepare(program) => {
@@ -244,16 +233,9 @@ impl Exchange {
             Phase::Running { since } => {
                 let (load_ns, run_ns) = split(elapsed_ns(since), &fate);
                 let at = Moments { ended: now_ns(), ..self.timing.at };
+                let timing = Timing { load_ns, run_ns, at, ..self.timing };
                 let record = self.counterpart.take_record(&mut self.session);
-                let report = Report {
-                    fate,
-                    output: record.output,
-                    artifacts: record.artifacts,
-                    logs: record.logs,
-                    calls: record.calls,
-                    vm_exits: 0,
-                    timing: Timing { load_ns, run_ns, at, ..self.timing },
-                };
+                let report = record.into_report(fate, 0, timing);
                 say(&mut self.link, Kind::Report, &report)
             }
         }

@@ -892,10 +892,14 @@ mod tests {
     #[test]
     fn a_driver_that_runs_its_index_ahead_breaks_the_device_not_the_host() {
         let mut device = live(4);
+        // What is to be sent waits for a buffer, which then is there.
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        offer(&device, 0, 0, 0x9_0000, 4096, true);
         device.memory.write_obj(5000u16, GuestAddress(STRIDE + AVAIL + 2)).unwrap();
         write(&mut device, register::QUEUE_NOTIFY, 1);
         assert!(device.is_broken());
         assert!(!device.deliver());
+        assert_eq!(used_index(&device, 0), 0);
         write(&mut device, register::STATUS, 0);
         assert!(!device.is_broken());
     }

@@ -10,6 +10,7 @@ use forge_protocol::codec;
 use forge_protocol::frame::{self, Assembler, Kind};
 use forge_protocol::guest::{Call, Settled};
 
+use crate::link::send_now;
 use crate::machine::Stop;
 
 /// Why the link is of no further use.
@@ -51,7 +52,7 @@ impl BrokerLink {
         frame::write_message(Kind::Call, call, &mut self.out);
         let mut sent = 0;
         while sent < self.out.len() {
-            match send(self.socket.as_raw_fd(), &self.out[sent..]) {
+            match send_now(self.socket.as_raw_fd(), &self.out[sent..]) {
                 Ok(bytes) => sent += bytes,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     wait(self.socket.as_raw_fd(), libc::POLLOUT, stop)?;
@@ -111,15 +112,6 @@ fn receive(socket: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
     let received =
         unsafe { libc::recv(socket, buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT) };
     usize::try_from(received).map_err(|_| io::Error::last_os_error())
-}
-
-/// Sends what there is room for, without a SIGPIPE where the other end is
-/// gone.
-fn send(socket: RawFd, bytes: &[u8]) -> io::Result<usize> {
-    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-    // SAFETY: the slice is readable for its whole length.
-    let sent = unsafe { libc::send(socket, bytes.as_ptr().cast(), bytes.len(), flags) };
-    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
 /// Waits for one of these events, or a stop.

@@ -13,7 +13,9 @@ use forge_protocol::guest::{Call, HostEvent, HostSession, Load, SessionError, Se
 use forge_protocol::limits::{MESSAGE_OVERHEAD_BYTES, RunLimits};
 use forge_protocol::run::{Artifact, CallRecord, CallSettled, Log};
 use forge_protocol::service::{Event as RunEventMessage, RunEvent};
-use forge_protocol::worker::{Job, Prepare, PreparedJob, VmFailure, VmFailureKind};
+use forge_protocol::worker::{
+    Fate, Job, Prepare, PreparedJob, Report, Timing, VmFailure, VmFailureKind,
+};
 
 use super::broker_link::BrokerLink;
 use super::verdict::Verdict;
@@ -32,6 +34,14 @@ pub struct Record {
     pub logs: Vec<Log>,
     /// Its calls: settled ones first, in the order in which they settled.
     pub calls: Vec<CallRecord>,
+}
+
+impl Record {
+    /// The report of a run that left this.
+    pub(crate) fn into_report(self, fate: Fate, vm_exits: u64, timing: Timing) -> Report {
+        let Self { output, artifacts, logs, calls } = self;
+        Report { fate, output, artifacts, logs, calls, vm_exits, timing }
+    }
 }
 
 /// Broker link of one guest, and what its run has left so far.

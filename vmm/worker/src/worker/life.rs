@@ -110,19 +110,14 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
     let worker = &mut *worker;
     worker.guest.note(|at| at.jailed = now_ns());
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
-    let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob | Kind::Tell);
     loop {
-        let frame = match link.receive(awaits, Patience::default()) {
-            Ok(frame) => frame,
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
-            Err(error) => return Err(error),
-        };
-        if frame.kind == Kind::Tell {
-            worker.guest.tell(link.socket().as_raw_fd());
-            continue;
-        }
+        let Ordered { order, is_answered_ready } =
+            match next_order(&mut link, |listener| worker.guest.tell(listener)) {
+                Ok(ordered) => ordered,
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+                Err(error) => return Err(error),
+            };
         worker.guest.note(|at| at.arrived = now_ns());
-        let order = Order::read(&frame).and_then(|order| order.with(link.take_passed()));
         let report = match order {
             Ok(Order::Prepare(program)) => {
                 let ready = worker.prepare(&program);
@@ -136,6 +131,9 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
             Ok(Order::Run(job, broker)) => worker.guest.run(&job, broker, &worker.watchdog),
             Ok(Order::RunPrepared(job, broker)) => {
                 worker.guest.run_prepared(&job, broker, &worker.watchdog)
+            }
+            Err(failure) if is_answered_ready => {
+                return say(&mut link, Kind::Ready, &Ready::Err(failure));
             }
             Err(failure) => failed(failure),
         };
@@ -179,12 +177,36 @@ pub(crate) enum Order {
     RunPrepared(PreparedJob, Option<BrokerLink>),
 }
 
+/// An order that has come, and how it is answered.
+pub(crate) struct Ordered {
+    /// Or why it cannot be carried out.
+    pub(crate) order: Result<Order, VmFailure>,
+    /// By [`Ready`], as that to load a program is; any other by a report.
+    pub(crate) is_answered_ready: bool,
+}
+
+/// Waits for the next order. Before it may come where to `tell` of what happens in it.
+///
+/// # Errors
+/// What the kernel said, or what came is none.
+pub(crate) fn next_order(link: &mut Link, mut tell: impl FnMut(RawFd)) -> io::Result<Ordered> {
+    let awaits = |kind| matches!(kind, Kind::Job | Kind::Prepare | Kind::PreparedJob | Kind::Tell);
+    loop {
+        let frame = link.receive(awaits, Patience::default())?;
+        if frame.kind != Kind::Tell {
+            let passed = link.take_passed();
+            return Ok(Ordered {
+                order: Order::read(&frame).and_then(|order| order.with(passed)),
+                is_answered_ready: frame.kind == Kind::Prepare,
+            });
+        }
+        tell(link.socket().as_raw_fd());
+    }
+}
+
 impl Order {
     /// The order in a frame, which is one of these.
-    ///
-    /// # Errors
-    /// If it cannot be read.
-    pub(crate) fn read(frame: &Frame) -> Result<Self, VmFailure> {
+    fn read(frame: &Frame) -> Result<Self, VmFailure> {
         let payload = &frame.payload;
         match frame.kind {
             Kind::Prepare => codec::decode(payload).map(Self::Prepare),
@@ -196,11 +218,9 @@ impl Order {
         })
     }
 
-    /// With the connection to the broker, which comes with a run that has one.
-    ///
-    /// # Errors
-    /// If there is one and should not be, or the other way round.
-    pub(crate) fn with(mut self, passed: Option<OwnedFd>) -> Result<Self, VmFailure> {
+    /// With the connection to the broker, which comes with a run that has one: not without
+    /// it, and with no run that has none.
+    fn with(mut self, passed: Option<OwnedFd>) -> Result<Self, VmFailure> {
         let link = passed.map(|fd| BrokerLink::new(UnixStream::from(fd)));
         let (brokered, place) = match &mut self {
             Self::Prepare(_) => return Ok(self),

@@ -314,16 +314,8 @@ impl Guest {
         let (load_ns, run_ns) = split(elapsed_ns(started), &fate);
         let at = Moments { begun, ended: now_ns(), ..self.timing.at };
         let timing = Timing { load_ns, run_ns, at, ..self.timing };
-        let record = self.board.take_record();
-        Report {
-            fate,
-            output: record.output,
-            artifacts: record.artifacts,
-            logs: record.logs,
-            calls: record.calls,
-            vm_exits: self.machine.exits() - exits_before,
-            timing,
-        }
+        let vm_exits = self.machine.exits() - exits_before;
+        self.board.take_record().into_report(fate, vm_exits, timing)
     }
 
     /// Where the time went that it took to make the guest.
