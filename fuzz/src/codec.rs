@@ -343,7 +343,10 @@ pub fn seeds() -> Vec<Seed> {
             input(8, &ask(Request::ApproveTools { tools: vec![(tool.clone(), [5; 32])] })),
         ),
         accepted("reply-reviews", input(9, &answer(reviews))),
-        accepted("request-end-run", input(8, &ask(Request::EndRun { run_id: RunId([7; 16]) }))),
+        accepted(
+            "request-end-run",
+            input(8, &ask(Request::EndRun { run_id: RunId([7; 16]), is_whole: true })),
+        ),
         accepted("reply-run-ended", input(9, &answer(Reply::RunEnded { broken: Some(broken) }))),
         accepted("reply-approved", input(9, &answer(Reply::Approved { tools: 1 }))),
         accepted("request-open-tools", input(8, &ask(open(Authority::Tools(vec![tool.clone()]))))),

@@ -134,10 +134,14 @@ pub enum Request {
         tables: String,
     },
     /// A run that may have called has reported → [`Reply::RunEnded`], once what it did is
-    /// on the disk: before that its result does not leave.
+    /// on the disk, as far as that was read of its link: before that its result does not
+    /// leave. Only while its run link is open.
     EndRun {
         /// Which.
         run_id: RunId,
+        /// Whether its program went to its end. What it called and did not wait for is
+        /// carried out then, and dropped where nothing was dispatched yet otherwise.
+        is_whole: bool,
     },
 }
 
@@ -355,7 +359,7 @@ pub enum Reply {
     },
 }
 
-/// A run link that was dropped, as what came over it was no call of a worker of ours.
+/// A run link over which came what no worker of ours sends.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct BrokenLink {
     /// What came, for a reader.

@@ -294,6 +294,22 @@ impl PlainReceiver {
     }
 }
 
+impl PlainReceiver {
+    /// Waits until the peer has closed its side. What it sends until then is not read, and
+    /// so is bounded by what the socket takes.
+    pub async fn left(&self) {
+        let stream: &UnixStream = self.half.as_ref();
+        while let Ok(ready) = stream.ready(Interest::READABLE).await {
+            if ready.is_read_closed() {
+                return;
+            }
+            // Until something else happens.
+            let seen = || Err::<(), _>(io::Error::from(io::ErrorKind::WouldBlock));
+            let _ = stream.try_io(Interest::READABLE, seen);
+        }
+    }
+}
+
 impl PlainSender {
     /// Sends a frame as far as there is room, behind those that still wait.
     ///
@@ -456,5 +472,23 @@ mod tests {
         assert!(stream_of(datagram.into()).is_err());
         let (stream, _other) = StdStream::pair().unwrap();
         stream_of(stream.into()).unwrap();
+    }
+
+    #[tokio::test]
+    async fn whoever_leaves_is_heard_whatever_is_unread() {
+        let (mut near, far) = UnixStream::pair().unwrap();
+        let (receiver, sender) = split_plain(far);
+        near.write_all(&[0xFF; 40]).await.unwrap();
+        let soon = std::time::Duration::from_millis(20);
+        assert!(tokio::time::timeout(soon, receiver.left()).await.is_err());
+        near.write_all(&[0xFF; 40]).await.unwrap();
+        assert!(tokio::time::timeout(soon, receiver.left()).await.is_err());
+        // The other direction's end is another matter.
+        drop(sender);
+        let (reads, mut writes) = near.into_split();
+        assert!(tokio::time::timeout(soon, receiver.left()).await.is_err());
+        writes.shutdown().await.unwrap();
+        tokio::time::timeout(std::time::Duration::from_secs(30), receiver.left()).await.unwrap();
+        drop(reads);
     }
 }

@@ -227,7 +227,7 @@ impl Metrics {
             (
                 &self.runs,
                 "forge_runs_total",
-                "Runs that were opened, as those are that may call something.",
+                "Runs opened at the broker: those that may call a tool.",
             ),
             (&self.commits, "forge_journal_commits_total", "Commits of the journal."),
             (

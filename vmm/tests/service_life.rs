@@ -30,7 +30,7 @@ use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{Hello, Role};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Finished, Order, Query, Question, Reply, Submit};
-use processes::{Process, child_named, descendants_of, is_busy, is_gone};
+use processes::{Process, child_named, descendants_of, is_busy, is_gone, wait_for};
 use serving::{
     ECHO, Service, broker_pid, desk, endless, hashes, kill, leaving_client, lines, patience,
     report, run, runtime, signal, signal_to, standing, stands, status, stranger, submit,
@@ -346,7 +346,8 @@ fn a_pipe_that_nobody_reads_keeps_no_service_from_its_start_or_its_end() {
     let mut service = Service::listening(child, desk.socket());
     service.serves();
     signal(&service, libc::SIGTERM);
-    assert!(service.child.wait().unwrap().success());
+    let ended = wait_for("its end", || service.child.try_wait().unwrap());
+    assert!(ended.success());
     drop(reader);
 }
 
@@ -467,7 +468,9 @@ fn a_service_ends_after_its_broker_has_followed_what_it_dispatched() {
     assert_eq!(report["tool_calls"][0]["status"], "unsettled", "{report:#}");
     eventually("it is dispatched", || lines(&log, "slow") == 1);
     signal(&service, libc::SIGTERM);
-    assert!(service.child.wait().unwrap().success());
+    eventually("nobody is let in any more", || UnixStream::connect(&service.socket).is_err());
+    let ended = wait_for("its end", || service.child.try_wait().unwrap());
+    assert!(ended.success());
     assert_eq!(lines(&log, "slow ended"), 1);
 }
 

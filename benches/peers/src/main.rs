@@ -123,13 +123,13 @@ fn print(entries: &[Entry], results: &Results) {
             })
             .collect();
         println!(
-            "{:<26} {:>7} {:>4} {:>9.1} {:>9.1} {:>9.1}  {}",
+            "{:<26} {:>7} {:>4} {:>9.1} {:>9.1} {:>9}  {}",
             result.name,
             result.unit,
             result.n,
             result.p50,
             result.p90,
-            result.p99,
+            result.p99.map_or_else(|| "-".into(), |p99| format!("{p99:.1}")),
             cells.join("  ")
         );
     }

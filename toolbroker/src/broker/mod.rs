@@ -34,8 +34,8 @@ use std::time::{Duration, SystemTime};
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{
-    Answer, Ask, Authority, BrokenLink, Callable, GrantClaims, OpenRun, REQUESTS_IN_FLIGHT_MAX,
-    RefusalKind, Reply, Request,
+    Answer, Ask, Authority, Callable, GrantClaims, OpenRun, REQUESTS_IN_FLIGHT_MAX, RefusalKind,
+    Reply, Request,
 };
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::handshake::{HandshakeError, Hello, Refusal, Role};
@@ -113,9 +113,6 @@ pub struct Broker {
     hosting: Arc<Hosting>,
     /// Those whose link is open.
     open: Mutex<HashMap<RunId, Weak<Run>>>,
-    /// Those whose link was dropped, until their supervisor asks about them, as it does
-    /// of each that may call anything.
-    broken: Mutex<HashMap<RunId, BrokenLink>>,
     /// `true` once nothing new is dispatched.
     closing: watch::Sender<bool>,
 }
@@ -148,7 +145,7 @@ impl Broker {
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         let retrieval = Arc::default();
-        let (open, broken, hosting) = (Mutex::default(), Mutex::default(), Arc::default());
+        let (open, hosting) = (Mutex::default(), Arc::default());
         Self {
             registry,
             retrieval,
@@ -159,7 +156,6 @@ impl Broker {
             runs,
             hosting,
             open,
-            broken,
             closing,
         }
     }
@@ -291,20 +287,18 @@ impl Broker {
             Request::SearchTools { principal, intent, k } => {
                 self.search(&principal, intent, k).await
             }
-            Request::EndRun { run_id } => {
-                if let Some(run) = self.open_runs().get(&run_id).and_then(Weak::upgrade) {
-                    run.report();
+            Request::EndRun { run_id, is_whole } => {
+                let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
+                if let Some(broken) = run.as_ref().and_then(|run| run.broken()) {
+                    return Ok(Reply::RunEnded { broken: Some(broken) });
                 }
-                let broken = self.broken_runs().remove(&run_id);
-                if broken.is_none() {
-                    self.dispatcher.journal().sync().await?;
+                if let Some(run) = run.filter(|_| is_whole) {
+                    run.leave_calls();
                 }
-                Ok(Reply::RunEnded { broken })
+                self.dispatcher.journal().sync().await?;
+                Ok(Reply::RunEnded { broken: None })
             }
             Request::CancelRun { run_id } => {
-                if let Some(BrokenLink { calls, .. }) = self.broken_runs().remove(&run_id) {
-                    return Ok(Reply::Cancelled { calls });
-                }
                 let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
                 // Of a run whose link was closed we no longer know the calls, and must
                 // not answer that there were none.
@@ -329,10 +323,6 @@ impl Broker {
     /// Who may see what, by now.
     fn policy(&self) -> Arc<Policy> {
         Arc::clone(&self.policy.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn broken_runs(&self) -> MutexGuard<'_, HashMap<RunId, BrokenLink>> {
-        self.broken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn open_runs(&self) -> MutexGuard<'_, HashMap<RunId, Weak<Run>>> {
@@ -426,16 +416,11 @@ impl Broker {
         tracing::info!(run = %run_id, ?principal, tools = claims.tools.len(), "run opened");
         let dispatcher = self.dispatcher.clone();
         let closing = self.closing.subscribe();
-        let may_call = !claims.tools.is_empty();
         let opened = Arc::downgrade(&run);
         self.open_runs().insert(run_id, Weak::clone(&opened));
         let this = Arc::clone(self);
         self.runs.spawn(async move {
-            if let Err(broken) = serve_run(run, stream, dispatcher, closing).await
-                && may_call
-            {
-                this.broken_runs().insert(run_id, broken);
-            }
+            serve_run(run, stream, dispatcher, closing).await;
             // It may have been opened again meanwhile, over another link.
             let mut open = this.open_runs();
             if open.get(&run_id).is_some_and(|it| it.ptr_eq(&opened)) {

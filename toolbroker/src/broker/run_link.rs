@@ -4,7 +4,6 @@
 use std::io;
 use std::sync::Arc;
 
-use forge_protocol::broker::BrokenLink;
 use forge_protocol::codec;
 use forge_protocol::frame::{self, Frame, HEADER_BYTES, Kind};
 use forge_protocol::guest::{Call, Misbehaviour, SessionError, Settled};
@@ -15,32 +14,32 @@ use tokio::task::JoinSet;
 
 use crate::call::{Dispatcher, Run, Taken};
 use crate::journal::Close;
-use crate::link::{self, LinkError};
+use crate::link::{self, LinkError, PlainReceiver, PlainSender};
 
 /// What a settled call's frame has beside its body, at most, in bytes.
 const SETTLED_BYTES: usize = 32;
 
-/// Serves one worker until it closes its link, breaks the protocol, or the
-/// broker shuts down.
-///
-/// # Errors
-/// [`BrokenLink`]: it broke the protocol.
+/// Serves one worker until it closes its link or the broker shuts down. Of one that breaks
+/// the protocol nothing more is read; its run stays until its supervisor, too, has closed
+/// the link, which so can hear of it.
 pub(super) async fn serve_run(
     run: Arc<Run>,
     stream: UnixStream,
     dispatcher: Dispatcher,
     mut closing: watch::Receiver<bool>,
-) -> Result<(), BrokenLink> {
+) {
+    let (mut receiver, mut sender) = link::split_plain(stream);
     // Dropped at the end: what is not dispatched by then never is.
     let mut calls = JoinSet::new();
     let mut is_closing = closing.clone();
     let ended = tokio::select! {
-        ended = take_calls(&run, stream, &dispatcher, &mut calls) => ended,
+        ended = take_calls(&run, (&mut receiver, &mut sender), &dispatcher, &mut calls) => ended,
         _ = closing.wait_for(|closing| *closing) => Ok(()),
     };
-    if ended.is_ok() && run.has_reported() {
-        // What it called and did not wait for is carried out, as its report has it. Each
-        // ends with its tool's time or the run's.
+    // Its end, for who waits for an answer.
+    drop(sender);
+    if ended.is_ok() && run.leaves_calls() {
+        // Each ends with its tool's time or the run's.
         let carried_out = async { while calls.join_next().await.is_some() {} };
         tokio::select! {
             () = carried_out => {}
@@ -49,16 +48,15 @@ pub(super) async fn serve_run(
     }
     calls.shutdown().await;
     dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
-    match ended {
-        Ok(()) => {
-            tracing::info!(run = %run.id(), "run link closed");
-            Ok(())
-        }
-        Err(error) => {
-            let reason = error.to_string();
-            tracing::warn!(run = %run.id(), error = ?reason, "run link dropped");
-            Err(BrokenLink { reason, calls: run.calls_so_far() })
-        }
+    let Err(error) = ended else {
+        tracing::info!(run = %run.id(), "run link closed");
+        return;
+    };
+    tracing::warn!(run = %run.id(), error = ?error.to_string(), "run link dropped");
+    run.break_link(error.to_string());
+    tokio::select! {
+        () = receiver.left() => {}
+        _ = is_closing.wait_for(|closing| *closing) => {}
     }
 }
 
@@ -82,11 +80,10 @@ impl From<Misbehaviour> for RunLinkError {
 /// else happens, without a word between threads.
 async fn take_calls(
     run: &Arc<Run>,
-    stream: UnixStream,
+    (receiver, sender): (&mut PlainReceiver, &mut PlainSender),
     dispatcher: &Dispatcher,
     calls: &mut JoinSet<Settled>,
 ) -> Result<(), RunLinkError> {
-    let (mut receiver, mut sender) = link::split_plain(stream);
     let limits = run.limits();
     let call_bytes_max = limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES);
     let awaits = |kind: Kind| (kind == Kind::Call).then_some(call_bytes_max);

@@ -1,11 +1,11 @@
 //! One run: what it may call, and what it has used.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use forge_protocol::RunId;
-use forge_protocol::broker::Callable;
+use forge_protocol::broker::{BrokenLink, Callable};
 use forge_protocol::guest::Settled;
 use forge_protocol::limits::{CALLS_MAX, REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
@@ -40,7 +40,8 @@ pub struct Run {
     budget: Budget,
     has_called: AtomicBool,
     is_closed: AtomicBool,
-    has_reported: AtomicBool,
+    leaves_calls: AtomicBool,
+    broken: OnceLock<String>,
     opened: Instant,
     deadline: Instant,
     /// Tools that the run's caller hosts itself.
@@ -88,7 +89,8 @@ impl Run {
             budget: Budget::new(calls_max, claims.cost_max),
             has_called: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
-            has_reported: AtomicBool::new(false),
+            leaves_calls: AtomicBool::new(false),
+            broken: OnceLock::new(),
             opened,
             deadline,
             hosted: None,
@@ -126,15 +128,28 @@ impl Run {
         self.cancelled.send_replace(true);
     }
 
-    /// Its worker has reported: it was not cut off.
-    pub fn report(&self) {
-        self.has_reported.store(true, Ordering::Release);
+    /// Its program went to its end: what it called and did not wait for goes on.
+    pub fn leave_calls(&self) {
+        self.leaves_calls.store(true, Ordering::Release);
     }
 
-    /// Whether it has.
+    /// Whether it did.
     #[must_use]
-    pub fn has_reported(&self) -> bool {
-        self.has_reported.load(Ordering::Acquire)
+    pub fn leaves_calls(&self) -> bool {
+        self.leaves_calls.load(Ordering::Acquire)
+    }
+
+    /// Its worker sent what none of ours does.
+    pub fn break_link(&self, reason: String) {
+        // The first is what it is.
+        let _ = self.broken.set(reason);
+    }
+
+    /// What that was, with the calls until then.
+    #[must_use]
+    pub fn broken(&self) -> Option<BrokenLink> {
+        let reason = self.broken.get()?.clone();
+        Some(BrokenLink { reason, calls: self.calls_so_far() })
     }
 
     /// It makes its next call, of this tool.

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_that_is_the_same_again_is_said_seldomer_each_time() {
+    fn a_failure_that_is_the_same_again_is_said_less_and_less_often() {
         let (failures, start) = (Seldom::failing(), Instant::now());
         let at = |s| start + Duration::from_secs(s);
         let said = (0..100).filter(|s| failures.is_due_at("no KVM", at(*s)));

@@ -178,7 +178,7 @@ mod tests {
             n: 100,
             p50,
             p90: p50,
-            p99: p50,
+            p99: Some(p50),
             max: p50,
             ratio: None,
             ratio_of: None,

@@ -176,8 +176,9 @@ pub struct Outcome {
     pub p50: f64,
     /// Nine of ten were less.
     pub p90: f64,
-    /// 99 of 100 were less.
-    pub p99: f64,
+    /// 99 of 100 were less; `None` of fewer than 100 samples, of which it would be the
+    /// greatest.
+    pub p99: Option<f64>,
     /// The greatest.
     pub max: f64,
     /// Its median over what `ratio_of` comes to.
@@ -199,17 +200,10 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Its p99, if there are enough samples for one: of fewer than 100 it is their
-    /// greatest.
-    #[must_use]
-    pub fn known_p99(&self) -> Option<f64> {
-        (self.n >= 100).then_some(self.p99)
-    }
-
     /// Its tail: p99 over p50, unless that is nothing, as a difference may be.
     #[must_use]
     pub fn tail(&self) -> Option<f64> {
-        self.known_p99().filter(|_| self.p50 > 0.0).map(|p99| p99 / self.p50)
+        self.p99.filter(|_| self.p50 > 0.0).map(|p99| p99 / self.p50)
     }
 }
 
@@ -407,7 +401,7 @@ fn outcome(entry: &Entry, unit: &str, samples: Vec<f64>) -> Outcome {
         n: samples.len(),
         p50: stats::percentile(&sorted, 50),
         p90: stats::percentile(&sorted, 90),
-        p99: stats::percentile(&sorted, 99),
+        p99: stats::p99(&sorted),
         max: stats::percentile(&sorted, 100),
         ratio: None,
         ratio_of: entry.ratio_of.map(|formula| formula.to_string()),

@@ -143,7 +143,7 @@ fn row(svg: &mut String, axis: &Axis, outcome: &Outcome, base: f64) {
     }
     svg.push_str("\"/>\n");
     line(svg, "grid", (NAMES_WIDTH, base), (WIDTH - FIGURES_WIDTH, base));
-    let p99 = outcome.known_p99();
+    let p99 = outcome.p99;
     for (class, us) in [("p50", Some(outcome.p50)), ("p99", p99)] {
         let Some(us) = us else { continue };
         let x = axis.x(us);
@@ -229,7 +229,7 @@ mod tests {
     use std::ops::ControlFlow;
 
     use super::*;
-    use crate::bench::{Case, Entry, HostInfo, Measure, run};
+    use crate::bench::{Case, Entry, HostInfo, Measure, run, stats};
 
     struct Steps(u64);
 
@@ -283,9 +283,9 @@ mod tests {
     #[test]
     fn fewer_than_a_hundred_samples_have_no_p99() {
         let mut results = results();
-        assert_eq!(results.results[0].known_p99(), Some(results.results[0].p99));
-        results.results[0].n = 99;
-        assert_eq!((results.results[0].known_p99(), results.results[0].tail()), (None, None));
+        results.results[0].p99 = stats::p99(&[1.0; 99]);
+        assert_eq!((results.results[0].p99, results.results[0].tail()), (None, None));
+        assert_eq!(stats::p99(&[1.0; 100]), Some(1.0));
         let svg = latency(&results).unwrap();
         // One of the other's, and one of the legend.
         assert_eq!(svg.matches("<line class=\"p99\"").count(), 2, "{svg}");

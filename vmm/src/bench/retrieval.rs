@@ -295,7 +295,7 @@ fn outcome(name: String, unit: &str, samples: Vec<f64>) -> Outcome {
         n: samples.len(),
         p50: stats::percentile(&sorted, 50),
         p90: stats::percentile(&sorted, 90),
-        p99: stats::percentile(&sorted, 99),
+        p99: stats::p99(&sorted),
         max: stats::percentile(&sorted, 100),
         ratio: None,
         ratio_of: None,

@@ -19,6 +19,12 @@ pub fn sorted(values: &[f64]) -> Vec<f64> {
     values
 }
 
+/// The 99th percentile of sorted samples, where they are enough for one: 100.
+#[must_use]
+pub fn p99(sorted: &[f64]) -> Option<f64> {
+    (sorted.len() >= 100).then(|| percentile(sorted, 99))
+}
+
 /// The nearest-rank percentile of sorted values: one that was measured. `NaN`
 /// if there is none.
 #[must_use]

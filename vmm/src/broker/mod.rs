@@ -388,17 +388,19 @@ impl Broker {
         }
     }
 
-    /// Says that a run has reported whose link is still open. What its calls did is
-    /// durable then, and its result may leave; unless its worker broke the link.
+    /// Says that a run has reported whose link is still open, and whether its program went
+    /// to its end. What its calls did is durable then, and its result may leave; unless its
+    /// worker broke the link.
     ///
     /// # Errors
     /// As [`Self::sync`].
     pub(crate) fn end_run(
         &self,
         run_id: RunId,
+        is_whole: bool,
         patience: Patience<'_>,
     ) -> Result<Option<BrokenLink>, BrokerError> {
-        match self.recorded(Request::EndRun { run_id }, patience)? {
+        match self.recorded(Request::EndRun { run_id, is_whole }, patience)? {
             Reply::RunEnded { broken } => {
                 if broken.is_none() {
                     *lock(&self.unrecorded) = None;

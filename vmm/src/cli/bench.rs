@@ -265,7 +265,7 @@ fn print(results: &Results) -> io::Result<()> {
             result.n,
             figure(result.p50),
             figure(result.p90),
-            result.known_p99().map_or_else(|| "-".into(), figure),
+            result.p99.map_or_else(|| "-".into(), figure),
             figure(result.max),
             result.tail().map_or_else(|| "-".into(), |tail| format!("{tail:.2}")),
         )?;

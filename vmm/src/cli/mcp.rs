@@ -25,7 +25,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::args::McpArgs;
 use super::config::{self, GrantKey, McpConfig};
-use super::{CliError, Exit, complain, say};
+use super::{CliError, Exit, complain, end_broker, say};
 
 /// VMs that stand ready, and how many at most.
 const READY: usize = 1;
@@ -53,6 +53,7 @@ pub(crate) fn mcp(args: McpArgs) -> Result<ExitCode, CliError> {
         .enable_all()
         .build()
         .map_err(CliError::Host)?;
+    let is_kept = matches!(clients, Clients::Http { .. });
     let (served, own) = match &args.service {
         Some(socket) => (runtime.block_on(serve_at(socket, clients)), None),
         None => {
@@ -64,7 +65,7 @@ pub(crate) fn mcp(args: McpArgs) -> Result<ExitCode, CliError> {
     // for ever, and is not waited for.
     runtime.shutdown_background();
     if let Some(own) = own {
-        own.end();
+        own.end(is_kept);
     }
     served.map(|()| Exit::Ok.into())
 }
@@ -248,9 +249,17 @@ impl OwnService {
     }
 
     /// Waits until its runs are over, which are cancelled when the connection
-    /// closes, and ends broker, servers, zygote and workers.
-    fn end(self) {
+    /// closes, and ends broker, servers, zygote and workers. The broker is waited for if
+    /// this `is_kept` by a manager: whoever starts a door on stdio waits for its end.
+    fn end(self, is_kept: bool) {
         let _ = self.serving.join();
-        drop(self.supervisor);
+        if is_kept {
+            for signal in [libc::SIGTERM, libc::SIGINT] {
+                // Another one ends this process at once: nobody heeds it any more.
+                // SAFETY: a plain system call.
+                unsafe { libc::signal(signal, libc::SIG_DFL) };
+            }
+            end_broker(&self.supervisor);
+        }
     }
 }

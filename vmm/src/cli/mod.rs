@@ -25,12 +25,15 @@ mod top;
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser as _;
 use forge_protocol::broker::RefusalKind;
 use forge_vmm::admission;
 use forge_vmm::broker::BrokerError;
 use forge_vmm::keys::KeyFileError;
+use forge_vmm::service::server;
+use forge_vmm::supervisor::Supervisor;
 
 use args::{Args, Command};
 
@@ -284,6 +287,18 @@ pub(crate) fn say(what: &dyn std::fmt::Display) {
     let line = format!("forge-vmm: {what}\n");
     let mut log = forge_log::stderr();
     let _ = log.write_all(line.as_bytes());
+}
+
+/// How long the end of a service's broker is waited for: it follows a call until 5 s past
+/// its run's deadline, and a manager was told how long a service may take to end.
+const BROKER_TIME_MAX: Duration = Duration::from_secs(25);
+
+/// Ends the broker of a service that ends. A manager would kill it with this process, and
+/// what its calls did would be unknown.
+pub(crate) fn end_broker(supervisor: &Supervisor) {
+    if !supervisor.end_broker(BROKER_TIME_MAX, || !server::is_to_end_at_once()) {
+        tracing::warn!("the toolbroker is not at its end: it goes on alone, if it may");
+    }
 }
 
 /// Says what is being done, to a person who watches.

@@ -21,14 +21,11 @@ use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use super::args::ServeArgs;
 use super::config::{self, AtStart, GrantKey, ServiceConfig};
 use super::door::{self, Door};
-use super::{CliError, Exit, complain, say};
+use super::{CliError, Exit, complain, end_broker, say};
 
 /// How long a zygote may take to stand before there is a service. It takes some
 /// milliseconds; this is for hosts that emulate everything.
 const STAND_TIME_MAX: Duration = Duration::from_secs(60);
-/// How long the end of the broker is waited for: it follows a call for 5 s past its run's
-/// end, and has two more for its spans.
-const BROKER_TIME_MAX: Duration = Duration::from_secs(8);
 /// How long the toolbroker may take to hear of other roles: it has only to read them.
 const ROLES_TIME_MAX: Duration = Duration::from_secs(5);
 
@@ -109,10 +106,9 @@ pub(crate) fn serve(args: ServeArgs) -> Result<ExitCode, CliError> {
         reloaded(&args, &supervisor, door.as_ref(), &at_start).map_err(|error| error.to_string())
     };
     server.serve(&supervisor, options, load).map_err(failed)?;
-    // A manager would kill it with this process, and what its calls did would be unknown.
-    if !supervisor.end_broker(BROKER_TIME_MAX, || !server::is_to_end_at_once()) {
-        tracing::warn!("the toolbroker is not at its end: it goes on alone, if it may");
-    }
+    // Whoever comes now is for the next service.
+    drop((door, server));
+    end_broker(&supervisor);
     Ok(Exit::Ok.into())
 }
 

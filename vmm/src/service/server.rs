@@ -49,7 +49,7 @@ static ENDS_ASKED: AtomicU32 = AtomicU32::new(0);
 /// Whether it was asked to load its configuration again.
 static RELOAD_ASKED: AtomicBool = AtomicBool::new(false);
 
-/// Whether this process was asked to end once more than once.
+/// Whether this process was asked to end more than once.
 #[must_use]
 pub fn is_to_end_at_once() -> bool {
     ENDS_ASKED.load(Ordering::Acquire) > 1

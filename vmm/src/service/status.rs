@@ -162,7 +162,7 @@ impl Service {
             let status = status.as_str();
             let _ = writeln!(text, "{name}{{status=\"{status}\",kind=\"{kind}\"}} {runs}");
         }
-        let help = "Runs that had a VM, from their request to their report.";
+        let help = "Runs that reported, from the end of their wait for a turn to their report.";
         lock(&self.counts.latencies).write("forge_service_run_seconds", help, &mut text);
         Reply::Metrics(text)
     }

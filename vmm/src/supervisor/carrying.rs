@@ -263,7 +263,8 @@ impl Carrying<'_> {
             let settled = opened.settle_cancelled(called, &mut report.calls);
             return (report, settled);
         }
-        match opened.settle(self.patience(SYNC_GRACE)) {
+        let is_whole = matches!(report.fate, Fate::Ended(_));
+        match opened.settle(is_whole, self.patience(SYNC_GRACE)) {
             Ok(None) => (report, Settled::Known),
             Ok(Some(BrokenLink { reason, calls })) => {
                 tracing::error!(

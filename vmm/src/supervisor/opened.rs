@@ -40,18 +40,27 @@ pub(super) enum Settled {
 }
 
 impl Opened {
-    /// Ends a run that has a result, and says if that is not to be relied on.
+    /// Ends a run that has a result, of a program that went to its end if it `is_whole`,
+    /// and says if that is not to be relied on.
     ///
     /// # Errors
     /// What its calls did may not be on the disk.
-    pub(super) fn settle(&self, patience: Patience<'_>) -> Result<Option<BrokenLink>, BrokerError> {
+    pub(super) fn settle(
+        &self,
+        is_whole: bool,
+        patience: Patience<'_>,
+    ) -> Result<Option<BrokenLink>, BrokerError> {
         // That nothing was called, only its worker says. Whoever wants the run no
         // more has heard of no result yet.
         if !self.grants_any {
             self.shut();
             return Ok(None);
         }
-        let ended = self.broker.end_run(self.run_id, patience);
+        let ended = self.broker.end_run(self.run_id, is_whole, patience);
+        if matches!(ended, Err(BrokerError::Cancelled)) {
+            // What it has called goes on for nobody: its tools are told, if they can be.
+            let _ = self.broker.cancel_run(self.run_id);
+        }
         self.shut();
         ended
     }
@@ -109,8 +118,8 @@ pub(super) fn after_loss(
     cancel: impl Fn() -> Result<Vec<CallRecord>, BrokerError>,
 ) -> AfterLoss {
     // A call that is taken while the first answer is made up is in the second, and
-    // from then on none is. A broker that knows no such run refuses: whoever broke its
-    // link may have called before.
+    // from then on none is. A broker that knows no such run refuses: whoever had its link
+    // may have called before.
     let calls = cancel().and_then(|calls| if calls.is_empty() { cancel() } else { Ok(calls) });
     let failure = match &calls {
         Ok(calls) if calls.is_empty() => return AfterLoss::Again,

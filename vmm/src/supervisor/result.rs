@@ -172,7 +172,7 @@ impl From<Refused> for Outcome {
 /// were already sent stand, and which calls there were: what became of them only if the
 /// broker was lost, since its journal has that.
 pub(super) fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
-    let RunResult { mut report, trace, upkeep, .. } = result;
+    let RunResult { mut report, mut trace, upkeep, .. } = result;
     let (status, kind) = match error {
         BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
         error if error.ends_the_link() => (Status::Internal, "broker_lost"),
@@ -183,6 +183,7 @@ pub(super) fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
             call.status = UNSETTLED;
             call.duration_us = None;
         }
+        trace.calls.iter_mut().for_each(|call| call.settled = None);
     }
     report.status = status;
     report.kind = kind;

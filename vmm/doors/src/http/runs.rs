@@ -39,7 +39,7 @@ pub(crate) async fn submit(
     match Keyed::read(&parts.headers, &order)? {
         Some(keyed) => once(door, caller, keyed, order, room, wait).await,
         None if wait => waited(&door, &caller, order, room).await,
-        None => answer(&*begun(&door, &caller, order, room).await?, StatusCode::ACCEPTED),
+        None => taken(&*begun(&door, &caller, order, room).await?),
     }
 }
 
@@ -67,11 +67,11 @@ async fn once(
         }
     };
     if !wait {
-        return answer(&kept, StatusCode::ACCEPTED);
+        return taken(&kept);
     }
     let mut changes = kept.events.subscribe();
     while kept.events.ended().is_none() && changes.changed().await.is_ok() {}
-    took_no_place(&kept).map_or_else(|| answer(&kept, StatusCode::OK), Err)
+    took_no_place(&kept).map_or_else(|| standing(&kept), Err)
 }
 
 /// Answers with the report. Dropped before, the run is cancelled: that is
@@ -89,7 +89,7 @@ async fn waited(
         if let RunMessage::Finished(finish) = message {
             let events = Events::default();
             let kept = over(&caller.tenant, events, finish)?;
-            return took_no_place(&kept).map_or_else(|| answer(&kept, StatusCode::OK), Err);
+            return took_no_place(&kept).map_or_else(|| standing(&kept), Err);
         }
     }
     Err(Problem::lost())
@@ -205,28 +205,38 @@ pub(crate) fn took_no_place(kept: &Kept) -> Option<Problem> {
     }
 }
 
-/// How a run stands. Any end that it has is its report.
-fn answer(kept: &Kept, submitted: StatusCode) -> Result<Response, Problem> {
-    let place = |name: header::HeaderName| {
-        HeaderValue::try_from(format!("/v1/runs/{}", kept.id)).ok().map(|value| (name, value))
+/// To one that was taken: how it stands, and where that is told from now on.
+fn taken(kept: &Kept) -> Result<Response, Problem> {
+    let status = match kept.events.ended() {
+        None => "running".to_owned(),
+        Some(Ended::Reported(end)) => end.head.status.clone(),
+        Some(Ended::Lost) => return Err(Problem::lost()),
     };
-    let Some(ended) = kept.events.ended() else {
-        let body = json!({ "run_id": kept.id, "status": "running" });
-        let mut response = answer_json(submitted, &body);
-        response.headers_mut().extend(place(header::LOCATION));
-        return Ok(response);
+    Ok(running_or_ended(StatusCode::ACCEPTED, kept, &status))
+}
+
+/// How a run stands: its report, once it has one.
+fn standing(kept: &Kept) -> Result<Response, Problem> {
+    let end = match kept.events.ended() {
+        None => return Ok(running_or_ended(StatusCode::OK, kept, "running")),
+        Some(Ended::Reported(end)) => end,
+        Some(Ended::Lost) => return Err(Problem::lost()),
     };
-    let Ended::Reported(end) = ended else { return Err(Problem::lost()) };
-    if submitted == StatusCode::ACCEPTED {
-        let body = json!({ "run_id": kept.id, "status": end.head.status });
-        let mut response = answer_json(submitted, &body);
-        response.headers_mut().extend(place(header::LOCATION));
-        return Ok(response);
-    }
     let json = HeaderValue::from_static("application/json");
     let mut response = ([(header::CONTENT_TYPE, json)], end.report.clone()).into_response();
-    response.headers_mut().extend(place(header::CONTENT_LOCATION));
+    response.headers_mut().extend(place(header::CONTENT_LOCATION, kept));
     Ok(response)
+}
+
+fn running_or_ended(code: StatusCode, kept: &Kept, status: &str) -> Response {
+    let mut response = answer_json(code, &json!({ "run_id": kept.id, "status": status }));
+    response.headers_mut().extend(place(header::LOCATION, kept));
+    response
+}
+
+/// Where a run is.
+fn place(name: header::HeaderName, kept: &Kept) -> Option<(header::HeaderName, HeaderValue)> {
+    HeaderValue::try_from(format!("/v1/runs/{}", kept.id)).ok().map(|value| (name, value))
 }
 
 /// The status of a run that did not take place, if it did not. One that has
@@ -271,7 +281,7 @@ pub(crate) async fn list(caller: Caller) -> Response {
 
 /// `GET /v1/runs/{id}`
 pub(crate) async fn state(caller: Caller, Named(id): Named<String>) -> Result<Response, Problem> {
-    answer(&*caller.tenant.find(&id)?, StatusCode::OK)
+    standing(&*caller.tenant.find(&id)?)
 }
 
 /// `DELETE /v1/runs/{id}`
@@ -281,9 +291,9 @@ pub(crate) async fn cancel(caller: Caller, Named(id): Named<String>) -> Result<R
         && let Some(canceller) = &kept.canceller
     {
         canceller.cancel().await;
-        return answer(&kept, StatusCode::ACCEPTED);
+        return taken(&kept);
     }
-    answer(&kept, StatusCode::OK)
+    standing(&kept)
 }
 
 /// `GET /v1/runs/{id}/artifacts/{n}`
@@ -594,7 +604,7 @@ mod tests {
             let over = over(&tenant, Events::default(), finish(status, kind)).unwrap();
             let found = tenant.find(&over.id).ok();
             assert_eq!(found.is_some(), answered.is_some(), "{status}");
-            let answer = took_no_place(&over).map_or_else(|| answer(&over, StatusCode::OK), Err);
+            let answer = took_no_place(&over).map_or_else(|| standing(&over), Err);
             assert_eq!(answer.ok().map(|it| it.status().as_u16()), answered, "{status}");
         }
     }

@@ -1,5 +1,6 @@
 //! What doors that speak HTTP/1.1 share: connections with their bounds, what a request
-//! must be, bodies that hold a place, bearer tokens, and whether there is a service behind. What is asked and answered is each door's own.
+//! must be, bodies that hold a place, bearer tokens, and whether there is a service
+//! behind. What is asked and answered is each door's own.
 
 pub(crate) mod guard;
 mod held;
