@@ -352,7 +352,7 @@ impl Assembler {
                 return Ok(None);
             }
         }
-        match core::mem::replace(self, Self::new()).0 {
+        match core::mem::take(self).0 {
             Stage::Payload(frame, _) => Ok(Some(frame)),
             Stage::Header(..) => Ok(None),
         }

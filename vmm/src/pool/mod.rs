@@ -129,7 +129,7 @@ impl Served {
     /// Ends it: what it reported shows that somebody has taken it over.
     pub fn end(&self) {
         // It may have ended already.
-        let _ = crate::jail::kill(&*self.0);
+        let _ = crate::jail::kill(&self.0);
     }
 }
 
