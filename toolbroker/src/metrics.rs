@@ -250,7 +250,12 @@ impl Metrics {
         ] {
             counter(name, help, value, &mut out);
         }
-        head("forge_runs_open", "Runs whose link is open.", "gauge", &mut out);
+        head(
+            "forge_runs_open",
+            "Runs whose link is open, or whose calls are still carried out.",
+            "gauge",
+            &mut out,
+        );
         let _ = writeln!(out, "forge_runs_open {}", self.runs_open.load(Ordering::Relaxed));
         out
     }

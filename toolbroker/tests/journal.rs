@@ -563,6 +563,43 @@ fn without_a_journal_nothing_is_dispatched() {
     refused_as_not_recorded(&desk, &mut broker);
 }
 
+#[test]
+fn a_call_that_waits_for_the_disk_is_dispatched_only_if_its_program_went_to_its_end() {
+    let desk = Desk::new();
+    let mut broker = desk.broker();
+    let mut worker = open(&mut broker, 1, &["test.note"], limits());
+    assert_eq!(worker.call("test.note", &json!({"text": "first"})).0, None);
+    drop(worker);
+    let file = desk.journal().join("journal-00.sqlite");
+    for (number, is_whole) in [(2, true), (3, false)] {
+        let before = desk.done();
+        let mut worker = open(&mut broker, number, &["test.note"], limits());
+        let (lock, locked) = std::sync::mpsc::channel();
+        let ended = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let disk = Connection::open(&file).unwrap();
+                disk.execute_batch("BEGIN IMMEDIATE").unwrap();
+                lock.send(()).unwrap();
+                std::thread::sleep(Duration::from_millis(800));
+                disk.execute_batch("COMMIT").unwrap();
+            });
+            locked.recv().unwrap();
+            worker.send("test.note", br#"{"text": "left"}"#);
+            // Until its intent waits for the disk, and no longer than that does.
+            std::thread::sleep(Duration::from_millis(200));
+            broker.ask(&Request::EndRun { run_id: RunId([number; 16]), is_whole })
+        });
+        assert_eq!(ended, Reply::RunEnded { broken: None });
+        drop(worker);
+        if is_whole {
+            desk.wait_until_done("note left");
+            continue;
+        }
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(desk.done(), before, "it was cut off");
+    }
+}
+
 /// Whether the journal works at all nobody knows before its first record.
 #[test]
 fn a_brokers_first_call_is_recorded_or_is_none_whatever_it_is() {

@@ -108,7 +108,7 @@ fn a_service_manager_passes_the_socket_and_is_told() {
         stands(&client, "it runs", |status| status["runs"]["running"] == 1).await;
         signal(&service, libc::SIGTERM);
         // 30 s to drain, and what its end takes.
-        assert_eq!(hears(), "STOPPING=1\nEXTEND_TIMEOUT_USEC=62000000");
+        assert_eq!(hears(), "STOPPING=1\nEXTEND_TIMEOUT_USEC=72000000");
         // What it reads while it ends makes it no service that is ready.
         signal(&service, libc::SIGHUP);
         signal(&service, libc::SIGTERM);
@@ -469,6 +469,7 @@ fn a_service_ends_after_its_broker_has_followed_what_it_dispatched() {
     eventually("it is dispatched", || lines(&log, "slow") == 1);
     signal(&service, libc::SIGTERM);
     eventually("nobody is let in any more", || UnixStream::connect(&service.socket).is_err());
+    assert!(service.child.try_wait().unwrap().is_none(), "it has ended before its broker");
     let ended = wait_for("its end", || service.child.try_wait().unwrap());
     assert!(ended.success());
     assert_eq!(lines(&log, "slow ended"), 1);

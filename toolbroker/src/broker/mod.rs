@@ -289,13 +289,17 @@ impl Broker {
             }
             Request::EndRun { run_id, is_whole } => {
                 let run = self.open_runs().get(&run_id).and_then(Weak::upgrade);
-                if let Some(broken) = run.as_ref().and_then(|run| run.broken()) {
+                match &run {
+                    Some(run) if is_whole => run.leave_calls(),
+                    Some(run) => run.cut_off(),
+                    None => {}
+                }
+                let synced = self.dispatcher.journal().sync().await;
+                // What came over its link meanwhile counts, too.
+                if let Some(broken) = run.and_then(|run| run.broken()) {
                     return Ok(Reply::RunEnded { broken: Some(broken) });
                 }
-                if let Some(run) = run.filter(|_| is_whole) {
-                    run.leave_calls();
-                }
-                self.dispatcher.journal().sync().await?;
+                synced?;
                 Ok(Reply::RunEnded { broken: None })
             }
             Request::CancelRun { run_id } => {

@@ -2,6 +2,7 @@
 //! at its other end is trusted with nothing: a frame that it should not send ends it.
 
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 
 use forge_protocol::codec;
@@ -29,34 +30,47 @@ pub(super) async fn serve_run(
     mut closing: watch::Receiver<bool>,
 ) {
     let (mut receiver, mut sender) = link::split_plain(stream);
-    // Dropped at the end: what is not dispatched by then never is.
     let mut calls = JoinSet::new();
-    let mut is_closing = closing.clone();
-    let ended = tokio::select! {
-        ended = take_calls(&run, (&mut receiver, &mut sender), &dispatcher, &mut calls) => ended,
-        _ = closing.wait_for(|closing| *closing) => Ok(()),
+    let ended = {
+        let halves = (&mut receiver, &mut sender);
+        let mut taking = pin!(take_calls(&run, halves, &dispatcher, &mut calls));
+        let ended = tokio::select! {
+            ended = taking.as_mut() => Some(ended),
+            _ = closing.wait_for(|closing| *closing) => None,
+        };
+        match ended {
+            Some(ended) => ended,
+            // Of a run that went to its end, what it called is read to the last: its
+            // supervisor has closed the link, or is about to.
+            None if run.leaves_calls() => taking.await,
+            None => Ok(()),
+        }
     };
-    // Its end, for who waits for an answer.
-    drop(sender);
-    if ended.is_ok() && run.leaves_calls() {
-        // Each ends with its tool's time or the run's.
-        let carried_out = async { while calls.join_next().await.is_some() {} };
-        tokio::select! {
-            () = carried_out => {}
-            _ = is_closing.wait_for(|closing| *closing) => {}
+    match &ended {
+        // Each call that it left ends with its tool's time or the run's.
+        Ok(()) if run.leaves_calls() => {
+            // Its end, for who waits for an answer.
+            drop(sender);
+            while calls.join_next().await.is_some() {}
+        }
+        ended => {
+            if let Err(error) = ended {
+                run.break_link(error.to_string());
+            }
+            drop(sender);
+            run.cut_off();
+            calls.shutdown().await;
         }
     }
-    calls.shutdown().await;
     dispatcher.closed(&run, if ended.is_ok() { Close::Closed } else { Close::Dropped });
     let Err(error) = ended else {
         tracing::info!(run = %run.id(), "run link closed");
         return;
     };
     tracing::warn!(run = %run.id(), error = ?error.to_string(), "run link dropped");
-    run.break_link(error.to_string());
     tokio::select! {
         () = receiver.left() => {}
-        _ = is_closing.wait_for(|closing| *closing) => {}
+        _ = closing.wait_for(|closing| *closing) => {}
     }
 }
 
@@ -88,15 +102,18 @@ async fn take_calls(
     let call_bytes_max = limits.request_bytes.saturating_add(MESSAGE_OVERHEAD_BYTES);
     let awaits = |kind: Kind| (kind == Kind::Call).then_some(call_bytes_max);
     let mut next_call = 0;
+    // Until an answer finds nobody. What was called before is read all the same.
+    let mut is_heard = true;
     loop {
+        let unsent = if is_heard { sender.unsent() } else { 0 };
         let settled = tokio::select! {
-            sent = sender.go_on(), if sender.unsent() > 0 => match sent {
-                Ok(()) => continue,
-                Err(error) => {
+            sent = sender.go_on(), if unsent > 0 => {
+                if let Err(error) = sent {
                     unheard(&error);
-                    return Ok(());
+                    is_heard = false;
                 }
-            },
+                continue;
+            }
             Some(settled) = calls.join_next(), if !calls.is_empty() => match settled {
                 Ok(settled) => settled,
                 // Only a panic of ours ends a call without an answer.
@@ -125,7 +142,7 @@ async fn take_calls(
                 next_call += 1;
                 run.record_call(&call.tool);
                 // A call is in flight until the worker can have its answer.
-                let in_flight = (calls.len() + sender.unsent() + 1) as u64;
+                let in_flight = (calls.len() + unsent + 1) as u64;
                 over("calls_in_flight", in_flight, limits.calls_in_flight.into())?;
                 match dispatcher.take(run, call) {
                     Taken::Settled(settled) => settled,
@@ -138,11 +155,14 @@ async fn take_calls(
             }
         };
         run.record_settled(&settled);
+        if !is_heard {
+            continue;
+        }
         let mut frame = Vec::with_capacity(HEADER_BYTES + settled.body.len() + SETTLED_BYTES);
         frame::write_message(Kind::Settled, &settled, &mut frame);
         if let Err(error) = sender.send(frame) {
             unheard(&error);
-            return Ok(());
+            is_heard = false;
         }
     }
 }

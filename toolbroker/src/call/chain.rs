@@ -259,10 +259,10 @@ fn check(
     Ok(arguments)
 }
 
-/// Whether anybody still waits for what would be sent now. A cancelled run's
-/// time is over.
+/// Whether anybody still waits for what would be sent now. The time of a run that was
+/// cancelled or cut off is over.
 fn in_time(run: &Run) -> Result<(), CallFailure> {
-    let is_over = run.is_cancelled() || Instant::now() >= run.deadline();
+    let is_over = run.is_cancelled() || run.is_cut_off() || Instant::now() >= run.deadline();
     if is_over { Err(CallFailure::DeadlinePassed) } else { Ok(()) }
 }
 

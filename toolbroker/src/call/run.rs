@@ -41,6 +41,7 @@ pub struct Run {
     has_called: AtomicBool,
     is_closed: AtomicBool,
     leaves_calls: AtomicBool,
+    is_cut_off: AtomicBool,
     broken: OnceLock<String>,
     opened: Instant,
     deadline: Instant,
@@ -90,6 +91,7 @@ impl Run {
             has_called: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             leaves_calls: AtomicBool::new(false),
+            is_cut_off: AtomicBool::new(false),
             broken: OnceLock::new(),
             opened,
             deadline,
@@ -137,6 +139,18 @@ impl Run {
     #[must_use]
     pub fn leaves_calls(&self) -> bool {
         self.leaves_calls.load(Ordering::Acquire)
+    }
+
+    /// It was ended before its program was: what is not dispatched yet never is. What is
+    /// goes on, unless the run is cancelled too.
+    pub fn cut_off(&self) {
+        self.is_cut_off.store(true, Ordering::Release);
+    }
+
+    /// Whether it was.
+    #[must_use]
+    pub fn is_cut_off(&self) -> bool {
+        self.is_cut_off.load(Ordering::Acquire)
     }
 
     /// Its worker sent what none of ours does.

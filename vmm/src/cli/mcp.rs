@@ -252,13 +252,13 @@ impl OwnService {
     /// closes, and ends broker, servers, zygote and workers. The broker is waited for if
     /// this `is_kept` by a manager: whoever starts a door on stdio waits for its end.
     fn end(self, is_kept: bool) {
+        for signal in [libc::SIGTERM, libc::SIGINT] {
+            // Another one ends this process at once: nobody heeds it any more.
+            // SAFETY: a plain system call.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
         let _ = self.serving.join();
         if is_kept {
-            for signal in [libc::SIGTERM, libc::SIGINT] {
-                // Another one ends this process at once: nobody heeds it any more.
-                // SAFETY: a plain system call.
-                unsafe { libc::signal(signal, libc::SIG_DFL) };
-            }
             end_broker(&self.supervisor);
         }
     }

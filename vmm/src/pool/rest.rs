@@ -104,10 +104,20 @@ mod tests {
         assert!(!Rest::default().is_broken(&busy));
     }
 
+    struct Ends(Child);
+
+    impl Drop for Ends {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
     #[test]
     fn a_process_that_computes_in_short_waits_is_found_by_what_they_add_up_to() {
-        let mut computes = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
-        let process = pidfd_of(&computes);
+        let sh = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        let computes = Ends(sh);
+        let process = pidfd_of(&computes.0);
         let (mut rest, mut clock) = (Rest::default(), Rest::default());
         let until = Instant::now() + Duration::from_secs(60);
         // Until it has used so much more, however long it is kept from its CPU.
@@ -126,12 +136,12 @@ mod tests {
             waits += 1;
         }
         // What it does with a run is not counted.
-        let owed = rest.owed;
-        uses(Duration::from_millis(50));
+        let (owed, before) = (rest.owed, rest.used(&process).unwrap());
+        let of_the_run = Duration::from_millis(50);
+        uses(of_the_run);
         rest.begin(&process);
-        let of_the_run = rest.owed - owed;
-        computes.kill().unwrap();
-        computes.wait().unwrap();
-        assert!(waits > 1 && of_the_run.is_zero(), "{waits} {of_the_run:?}");
+        rest.end(&process);
+        assert!(waits > 1 && rest.owed - owed < of_the_run, "{waits} {:?}", rest.owed - owed);
+        assert!(rest.used(&process).unwrap() - before >= of_the_run);
     }
 }

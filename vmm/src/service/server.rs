@@ -33,7 +33,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const FAREWELL: Duration = Duration::from_secs(2);
 /// What it takes at most, from its last answer, until the process is gone: a door and a
 /// toolbroker are waited for, each at most so long as they say themselves.
-const END_TIME: Duration = Duration::from_secs(30);
+const END_TIME: Duration = Duration::from_secs(40);
 /// Descriptors that are looked at after one wait, and arrivals at each.
 const EVENTS: usize = 64;
 /// The loop's own numbers; connections count from 0.

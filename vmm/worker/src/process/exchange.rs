@@ -177,9 +177,9 @@ impl Exchange {
         self.note(|at| at.ready = now_ns());
         say(&mut self.link, Kind::Ready, &Ready::Ok(self.timing)).map_err(Over::Supervisor)?;
         let (link, counterpart) = (&mut self.link, &mut self.counterpart);
-        let Ordered { order, is_answered_ready } =
+        let Ordered { order, is_answered_ready, arrived_ns } =
             next_order(link, |listener| counterpart.tell(listener)).map_err(Over::Supervisor)?;
-        self.note(|at| at.arrived = now_ns());
+        self.note(|at| at.arrived = arrived_ns);
         let since = Instant::now();
         self.phase = match is_answered_ready {
             true => Phase::Standing { since },

@@ -111,13 +111,13 @@ fn live(socket: OwnedFd, inherited: &Inherited<'_>) -> io::Result<()> {
     worker.guest.note(|at| at.jailed = now_ns());
     say(&mut link, Kind::Ready, &Ready::Ok(worker.guest.timing()))?;
     loop {
-        let Ordered { order, is_answered_ready } =
+        let Ordered { order, is_answered_ready, arrived_ns } =
             match next_order(&mut link, |listener| worker.guest.tell(listener)) {
                 Ok(ordered) => ordered,
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
                 Err(error) => return Err(error),
             };
-        worker.guest.note(|at| at.arrived = now_ns());
+        worker.guest.note(|at| at.arrived = arrived_ns);
         let report = match order {
             Ok(Order::Prepare(program)) => {
                 let ready = worker.prepare(&program);
@@ -183,6 +183,8 @@ pub(crate) struct Ordered {
     pub(crate) order: Result<Order, VmFailure>,
     /// By [`Ready`], as that to load a program is; any other by a report.
     pub(crate) is_answered_ready: bool,
+    /// When all of it was there, and was not read yet.
+    pub(crate) arrived_ns: u64,
 }
 
 /// Waits for the next order. Before it may come where to `tell` of what happens in it.
@@ -194,8 +196,9 @@ pub(crate) fn next_order(link: &mut Link, mut tell: impl FnMut(RawFd)) -> io::Re
     loop {
         let frame = link.receive(awaits, Patience::default())?;
         if frame.kind != Kind::Tell {
-            let passed = link.take_passed();
+            let (arrived_ns, passed) = (now_ns(), link.take_passed());
             return Ok(Ordered {
+                arrived_ns,
                 order: Order::read(&frame).and_then(|order| order.with(passed)),
                 is_answered_ready: frame.kind == Kind::Prepare,
             });
