@@ -2,71 +2,12 @@
 
 use base64::Engine as _;
 use forge_protocol::abi::CallCode;
-use forge_protocol::ending::{Ending, LimitKind};
+use forge_protocol::ending::{Ending, Fault, Lack, LimitKind, RunEnd};
 use forge_protocol::guest::Ended;
 use forge_protocol::run::{Artifact, CallRecord};
 use forge_protocol::worker::{Fate, Tier, Timing, VmFailure, VmFailureKind};
-use serde::{Deserialize, Serialize};
-
-/// How a run ended, in one word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Status {
-    /// The program returned 0.
-    Ok,
-    /// The program returned something else.
-    Failed,
-    /// The program trapped.
-    Trap,
-    /// The program was refused before it ran.
-    Rejected,
-    /// A limit ended it.
-    Limit,
-    /// It waits for an approval.
-    Paused,
-    /// Somebody cancelled it.
-    Cancelled,
-    /// There was no room for it.
-    Refused,
-    /// This host cannot run it.
-    Unavailable,
-    /// The guest, the worker or the broker failed: not the program's fault.
-    Internal,
-}
-
-impl Status {
-    /// Its stable name.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Failed => "failed",
-            Self::Trap => "trap",
-            Self::Rejected => "rejected",
-            Self::Limit => "limit",
-            Self::Paused => "paused",
-            Self::Cancelled => "cancelled",
-            Self::Refused => "refused",
-            Self::Unavailable => "unavailable",
-            Self::Internal => "internal",
-        }
-    }
-
-    /// The process exit code of `forge-vmm run`.
-    #[must_use]
-    pub const fn exit_code(self) -> u8 {
-        match self {
-            Self::Ok => 0,
-            Self::Failed | Self::Trap => 1,
-            Self::Rejected => 3,
-            Self::Limit => 4,
-            Self::Unavailable => 5,
-            Self::Paused => 6,
-            Self::Cancelled | Self::Refused => 7,
-            Self::Internal => 70,
-        }
-    }
-}
+use serde::ser::SerializeMap as _;
+use serde::{Serialize, Serializer};
 
 /// The output's bytes as JSON can carry them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -150,11 +91,9 @@ impl TimingReport {
 pub struct RunReport {
     /// The run, as 32 hex digits.
     pub run_id: String,
-    /// How it ended.
-    pub status: Status,
-    /// The stable name of why, within the status: `fuel`, `deadline`,
-    /// `unreachable`, `signature` and so on. Empty for `ok`.
-    pub kind: &'static str,
+    /// How it ended: `status` and `kind`.
+    #[serde(flatten, serialize_with = "status_and_kind")]
+    pub end: RunEnd,
     /// Why, for a reader.
     pub reason: String,
     /// When it may be worth while to come again, in milliseconds from then:
@@ -206,13 +145,20 @@ impl RunReport {
             run = self.run_id,
             ?principal,
             program = self.program_sha256,
-            status = self.status.as_str(),
-            kind = self.kind,
+            status = self.end.status().as_str(),
+            kind = self.end.kind(),
             calls = self.tool_calls.len(),
             total_us = self.timing_us.total,
             "run ended"
         );
     }
+}
+
+fn status_and_kind<S: Serializer>(end: &RunEnd, serializer: S) -> Result<S::Ok, S::Error> {
+    let mut map = serializer.serialize_map(Some(2))?;
+    map.serialize_entry("status", end.status().as_str())?;
+    map.serialize_entry("kind", end.kind())?;
+    map.end()
 }
 
 /// A tool that was found for a run's intent: exactly these are its grant. Whoever asked
@@ -235,25 +181,23 @@ pub struct LogReport {
     pub text: String,
 }
 
-/// Why a run ended, taken apart.
+/// How and why a run ended.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    pub(crate) status: Status,
-    pub(crate) kind: &'static str,
+    pub(crate) end: RunEnd,
     pub(crate) reason: String,
 }
 
 impl Outcome {
-    pub(crate) fn new(status: Status, kind: &'static str, reason: impl Into<String>) -> Self {
-        Self { status, kind, reason: reason.into() }
+    pub(crate) fn new(end: RunEnd, reason: impl Into<String>) -> Self {
+        Self { end, reason: reason.into() }
     }
 
     pub(crate) fn of_fate(fate: &Fate, wall_ms: u64, tier: Tier) -> Self {
         match fate {
             Fate::Ended(Ended { ending, .. }) => Self::of_ending(ending),
             Fate::Deadline => Self::new(
-                Status::Limit,
-                "deadline",
+                RunEnd::Deadline,
                 format!("the run did not end within the {wall_ms} ms that it was given"),
             ),
             Fate::Vm(failure) => Self::of_failure(failure, tier),
@@ -262,54 +206,51 @@ impl Outcome {
 
     fn of_ending(ending: &Ending) -> Self {
         match ending {
-            Ending::Returned(0) => Self::new(Status::Ok, "", ""),
+            Ending::Returned(0) => Self::new(RunEnd::Ok, ""),
             Ending::Returned(code) => {
-                Self::new(Status::Failed, "returned", format!("the program returned {code}"))
+                Self::new(RunEnd::Returned, format!("the program returned {code}"))
             }
             Ending::Trap { kind, detail } => Self::new(
-                Status::Trap,
-                kind.as_str(),
+                RunEnd::Trap(*kind),
                 format!("the program trapped: {}", printable(detail)),
             ),
             Ending::Limit { kind: kind @ LimitKind::Artifacts, limit } => Self::new(
-                Status::Limit,
-                kind.as_str(),
+                RunEnd::Limit(*kind),
                 format!(
                     "the program left more than `artifacts`, or one of more than `artifact_bytes`: \
                      its limit is {limit}"
                 ),
             ),
             Ending::Limit { kind, limit } => Self::new(
-                Status::Limit,
-                kind.as_str(),
+                RunEnd::Limit(*kind),
                 format!("the program reached its {} limit of {limit}", kind.as_str()),
             ),
             Ending::Rejected { kind, detail } => {
-                Self::new(Status::Rejected, kind.as_str(), printable(detail))
+                Self::new(RunEnd::Rejected(*kind), printable(detail))
             }
         }
     }
 
     fn of_failure(failure: &VmFailure, tier: Tier) -> Self {
-        let (status, kind) = match failure.kind {
-            VmFailureKind::Crash => (Status::Internal, "guest_crash"),
-            VmFailureKind::Misbehaved => (Status::Internal, "guest_misbehaved"),
-            VmFailureKind::Stopped => (Status::Internal, "vm_stopped"),
-            VmFailureKind::BrokerLost => (Status::Internal, "broker_lost"),
-            VmFailureKind::Cancelled => (Status::Cancelled, "cancelled"),
+        let end = match failure.kind {
+            VmFailureKind::Crash => RunEnd::Internal(Fault::GuestCrash),
+            VmFailureKind::Misbehaved => RunEnd::Internal(Fault::GuestMisbehaved),
+            VmFailureKind::Stopped => RunEnd::Internal(Fault::VmStopped),
+            VmFailureKind::BrokerLost => RunEnd::Internal(Fault::BrokerLost),
+            VmFailureKind::Cancelled => RunEnd::Cancelled,
             // With too much changed it ended before the run, which another is given.
             VmFailureKind::WorkerLost | VmFailureKind::TooChanged => {
-                (Status::Internal, "worker_lost")
+                RunEnd::Internal(Fault::WorkerLost)
             }
-            VmFailureKind::WorkerBroke => (Status::Internal, "worker_broke"),
-            VmFailureKind::Internal => (Status::Internal, "internal"),
-            VmFailureKind::NotReset => (Status::Internal, "not_reset"),
-            VmFailureKind::Unavailable => match tier {
-                Tier::Vm => (Status::Unavailable, "kvm"),
-                Tier::Process => (Status::Unavailable, "host"),
-            },
+            VmFailureKind::WorkerBroke => RunEnd::Internal(Fault::WorkerBroke),
+            VmFailureKind::Internal => RunEnd::Internal(Fault::Internal),
+            VmFailureKind::NotReset => RunEnd::Internal(Fault::NotReset),
+            VmFailureKind::Unavailable => RunEnd::Unavailable(match tier {
+                Tier::Vm => Lack::Kvm,
+                Tier::Process => Lack::Host,
+            }),
         };
-        Self::new(status, kind, printable(&failure.message))
+        Self::new(end, printable(&failure.message))
     }
 }
 
@@ -363,25 +304,6 @@ pub(crate) fn encode_output(output: &[u8]) -> (String, OutputEncoding) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn exit_codes_are_the_documented_ones() {
-        let codes = [
-            (Status::Ok, 0),
-            (Status::Failed, 1),
-            (Status::Trap, 1),
-            (Status::Rejected, 3),
-            (Status::Limit, 4),
-            (Status::Unavailable, 5),
-            (Status::Paused, 6),
-            (Status::Cancelled, 7),
-            (Status::Refused, 7),
-            (Status::Internal, 70),
-        ];
-        for (status, code) in codes {
-            assert_eq!(status.exit_code(), code, "{status:?}");
-        }
-    }
 
     #[test]
     fn output_that_is_no_text_is_base64() {

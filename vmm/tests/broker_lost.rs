@@ -79,11 +79,15 @@ fn that_a_run_called_nothing_is_not_its_workers_word_alone() {
     let brokers = Brokers::with("keeps-nothing", &[Life::KeepsNothing]);
     let supervisor = supervisor(&brokers);
     let report = supervisor.run(&submit(ECHO, "[7]")).report;
-    assert_eq!((report.status.as_str(), brokers.asked()), ("ok", 0), "{report:#?}");
+    assert_eq!((report.end.status().as_str(), brokers.asked()), ("ok", 0), "{report:#?}");
     // The same program, which calls nothing either.
     let order = Order { authority: hashes().authority, ..submit(ECHO, "[7]") };
     let report = supervisor.run(&order).report;
-    assert_eq!((report.status.as_str(), report.kind), ("internal", "journal"), "{report:#?}");
+    assert_eq!(
+        (report.end.status().as_str(), report.end.kind()),
+        ("internal", "journal"),
+        "{report:#?}"
+    );
     assert_eq!((report.output.as_str(), brokers.asked()), ("", 2));
 }
 
@@ -94,7 +98,7 @@ fn what_a_worker_reports_that_broke_its_link_is_not_told() {
     let supervisor = supervisor(&brokers);
     let order = Order { authority: hashes().authority, ..submit(ECHO, "[7]") };
     let report = supervisor.run(&order).report;
-    let told = (report.status.as_str(), report.kind, report.output.as_str());
+    let told = (report.end.status().as_str(), report.end.kind(), report.output.as_str());
     assert_eq!(told, ("internal", "guest_misbehaved", ""), "{report:#?}");
     assert!(report.reason.contains("call 5 where 1 is next"), "{}", report.reason);
     let calls: Vec<_> = report.tool_calls.iter().map(|call| (&*call.tool, call.status)).collect();

@@ -88,8 +88,8 @@ fn supervise(reuse: &str) -> ! {
             scope.spawn(move || {
                 loop {
                     let report = supervisor.run(&request).report;
-                    let (status, kind, reason) = (report.status, report.kind, report.reason);
-                    let line = format!("{thread} {status:?} {kind} {reason}\n");
+                    let (end, reason) = (report.end, report.reason);
+                    let line = format!("{thread} {:?} {} {reason}\n", end.status(), end.kind());
                     if std::io::stdout().write_all(line.as_bytes()).is_err() {
                         std::process::exit(0);
                     }

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use forge_protocol::abi::CallCode;
 use forge_protocol::broker::{Authority, HostedTool, HostedTools};
-use forge_protocol::ending::{Ending, RejectKind};
+use forge_protocol::ending::{Ending, RejectKind, RunEnd};
 use forge_protocol::limits::{OUTPUT_BYTES_MAX, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
@@ -36,7 +36,6 @@ use forge_vmm::link::Patience;
 use forge_vmm::machine::deadline_in;
 use forge_vmm::pool::worker::Run;
 use forge_vmm::pool::{Done, Pool, PoolOptions, Task, Vm};
-use forge_vmm::report::Status;
 use forge_vmm::supervisor::{Attendance, Supervisor, SupervisorOptions};
 use processes::{Process, contains, is_gone, memory_of};
 use support::{eventually, forge_module, job, signed, signer};
@@ -443,7 +442,7 @@ fn a_run_whose_order_died_unread_calls_over_another_link() {
     let runs = |tell: &(dyn Fn(RunEvent) + Sync)| {
         let attendance = Attendance { tell: Some(tell), host: Some(&host), cancel: None };
         let report = supervisor.run_for(&order, &attendance).report;
-        assert_eq!((report.status, report.tool_calls.len()), (Status::Ok, 1), "{report:?}");
+        assert_eq!((report.end, report.tool_calls.len()), (RunEnd::Ok, 1), "{report:?}");
         report.vm
     };
     let opened = || {
@@ -514,7 +513,7 @@ fn a_vm_that_is_reset_serves_one_tenant() {
             hosted: None,
         };
         let report = supervisor.run(&request).report;
-        assert_eq!((report.status, report.vm), (Status::Ok, word), "{tenant}: {report:?}");
+        assert_eq!((report.end, report.vm), (RunEnd::Ok, word), "{tenant}: {report:?}");
     }
 }
 

@@ -16,12 +16,12 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use forge_protocol::broker::Authority;
+use forge_protocol::ending::RunEnd;
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Reuse;
 use forge_vmm::pool::PoolOptions;
-use forge_vmm::report::Status;
 use forge_vmm::supervisor::{Supervisor, SupervisorOptions};
 use processes::Process;
 use support::{forge_module, signed, signer};
@@ -142,7 +142,7 @@ fn soak(reuse: Reuse, runs: usize, workers: usize) {
     let mut early = None;
     for done in 1..=runs {
         let report = supervisor.run(&request).report;
-        assert_eq!(report.status, Status::Ok, "run {done}: {report:#?}");
+        assert_eq!(report.end, RunEnd::Ok, "run {done}: {report:#?}");
         if done % (runs / 10).max(1) == 0 {
             let stock = Stock::take(&supervisor, workers);
             match &early {

@@ -27,7 +27,7 @@ use std::process::{Command, ExitCode, Output, Stdio};
 
 use desk::{Desk, text};
 use forge_protocol::broker::Authority;
-use forge_protocol::ending::{Ending, RejectKind};
+use forge_protocol::ending::{Ending, RejectKind, RunEnd};
 use forge_protocol::limits::{LOG_RECORD_BYTES_MAX, LOG_RECORD_OVERHEAD_BYTES, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::run::Artifact;
@@ -594,7 +594,7 @@ fn a_cancelled_run_ends_as_one_and_keeps_what_it_wrote_to_itself() {
         let attendance =
             Attendance { cancel: Some(&cancel), tell: Some(&tell), ..Attendance::default() };
         let report = supervisor(tier).run_for(&order, &attendance).report;
-        assert_eq!((report.status.as_str(), report.kind), ("cancelled", "cancelled"), "{tier:?}");
+        assert_eq!(report.end, RunEnd::Cancelled, "{tier:?}");
         assert_eq!((report.isolation, report.output.len()), (tier.as_str(), 0));
     }
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use forge_protocol::broker::Authority;
+use forge_protocol::ending::RunEnd;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::limits::RunLimits;
@@ -23,7 +24,6 @@ use crate::link::{Link, Patience};
 use crate::machine::{self, Hypervisor, Image, PageMap, Watchdog};
 use crate::pool::worker::{Run, Worker};
 use crate::pool::{Pool, PoolOptions};
-use crate::report::Status;
 use crate::supervisor::Supervisor;
 use crate::worker::{self, Guest, Standing};
 use forge_client::blocking::Client;
@@ -198,7 +198,7 @@ impl Case for Cold {
         let result = self.supervisor.run(&request);
         let ns = started.elapsed().as_nanos() as u64;
         let report = result.report;
-        if report.status != Status::Ok || report.output != expected {
+        if report.end != RunEnd::Ok || report.output != expected {
             return Err(format!("the benched run did not answer {expected:?}: {}", report.reason));
         }
         quiet(&self.supervisor);

@@ -124,7 +124,7 @@ impl<D: Door> Over<D> {
         let result = self.bare.run(&order);
         let took = started.elapsed();
         let report = &result.report;
-        check(&order, &json!({ "status": report.status, "output": report.output }))?;
+        check(&order, &json!({ "status": report.end.status().as_str(), "output": report.output }))?;
         drop(result);
         quiet(&self.bare);
         Ok(took)

@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use forge_client::blocking::Client;
+use forge_protocol::ending::{Refusal, RunEnd};
 use forge_protocol::service::Order;
 use serde_json::Value;
 
@@ -96,7 +97,9 @@ impl Overload {
             let (time, end) = offer(&mut client, &mut program, "second")?;
             match end {
                 End::Admitted => took.push(time.as_secs_f64() * 1e6),
-                End::Refused { kind, .. } => return Err(format!("its run was refused: {kind}")),
+                End::Refused { refusal, .. } => {
+                    return Err(format!("its run was refused: {}", refusal.as_str()));
+                }
             }
         }
         Ok(stats::sorted(&took))
@@ -126,7 +129,7 @@ impl Overload {
 /// How a run ended that was offered.
 enum End {
     Admitted,
-    Refused { kind: String, again: Duration },
+    Refused { refusal: Refusal, again: Duration },
 }
 
 /// Offers one run, and holds what comes back against what may.
@@ -147,18 +150,19 @@ fn offer(
             Ok((took, End::Admitted))
         }
         Some("refused") => {
-            let kind = report["kind"].as_str().filter(|it| KINDS.contains(it));
+            let end = RunEnd::of_kind(report["kind"].as_str().unwrap_or_default());
             let again = report["retry_after_ms"].as_u64().filter(|it| *it > 0);
-            let (Some(kind), Some(again)) = (kind, again) else { return Err(wrong()) };
-            let again = Duration::from_millis(again);
-            Ok((took, End::Refused { kind: kind.to_owned(), again }))
+            let (Some(RunEnd::Refused(refusal)), Some(again)) = (end, again) else {
+                return Err(wrong());
+            };
+            if !matches!(refusal, Refusal::TooManyRuns | Refusal::Overloaded) {
+                return Err(wrong());
+            }
+            Ok((took, End::Refused { refusal, again: Duration::from_millis(again) }))
         }
         _ => Err(wrong()),
     }
 }
-
-/// How a run may be refused here.
-const KINDS: [&str; 2] = ["too_many_runs", "overloaded"];
 
 impl Figure for Overload {
     fn measure(&mut self) -> Result<f64, String> {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use forge_protocol::RunId;
 use forge_protocol::broker::{Authority, Callable, GrantRequest, OpenRun, Reply, Request};
 use forge_protocol::codec;
+use forge_protocol::ending::RunEnd;
 use forge_protocol::frame::{self, Kind};
 use forge_protocol::guest::{Call, Settled};
 use forge_protocol::hex::hex;
@@ -24,7 +25,6 @@ use super::program::Program;
 use super::{Case, Entry, Formula, Measure, said};
 use crate::broker::Broker;
 use crate::link::{Link, Patience};
-use crate::report::Status;
 use crate::supervisor::Supervisor;
 
 pub(super) const ENTRIES: &[Entry] = &[
@@ -157,7 +157,7 @@ impl Toolcall {
         job.input = format!("\"{}\"", "x".repeat(calls - 2)).into_bytes();
         let granted = Authority::Tools(vec![self.tool.clone()]);
         let report = self.supervisor.run(&request(job, granted)).report;
-        if report.status != Status::Ok || report.output != self.expected {
+        if report.end != RunEnd::Ok || report.output != self.expected {
             return Err(format!("the benched run failed: {} {}", report.reason, report.output));
         }
         Ok((report.timing_us.load + report.timing_us.run) * 1000)

@@ -14,12 +14,12 @@ use std::os::fd::AsRawFd as _;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use forge_protocol::ending::{Refusal, RunEnd};
 use forge_protocol::worker::Tier;
 
 use super::options::Bounds;
 use crate::cancel::Cancel;
 use crate::locks::lock;
-use crate::report::Status;
 use crate::supervisor::RunResult;
 
 /// A principal none of whose runs begins while its clients have more to take than this,
@@ -94,29 +94,29 @@ impl Denied {
     pub(super) fn result(self, tier: Tier) -> RunResult {
         match self {
             Self::Draining => {
-                RunResult::refused(tier, "draining", "this service takes no more runs", None)
+                RunResult::refused(tier, Refusal::Draining, "this service takes no more runs", None)
             }
             Self::TooManyRuns { limit, retry_after_ms } => RunResult::refused(
                 tier,
-                "too_many_runs",
+                Refusal::TooManyRuns,
                 format!("the principal has {limit} runs here already, as many as it may"),
                 Some(retry_after_ms),
             ),
             Self::QueueFull { retry_after_ms } => RunResult::refused(
                 tier,
-                "overloaded",
+                Refusal::Overloaded,
                 "every place for a run is taken, and as many wait for one as may",
                 Some(retry_after_ms),
             ),
             Self::Overloaded { retry_after_ms } => RunResult::refused(
                 tier,
-                "overloaded",
+                Refusal::Overloaded,
                 "every place for a run is taken, and none came free in the time that a run may wait",
                 Some(retry_after_ms),
             ),
             Self::ShareTaken { share, retry_after_ms } => RunResult::refused(
                 tier,
-                "overloaded",
+                Refusal::Overloaded,
                 format!(
                     "the principal runs {share} at once, as many as it may here, and no place of \
                      its own came free for this one in the time that a run may wait"
@@ -125,7 +125,7 @@ impl Denied {
             ),
             Self::ResultsUntaken { bytes, retry_after_ms } => RunResult::refused(
                 tier,
-                "overloaded",
+                Refusal::Overloaded,
                 format!(
                     "the principal's clients have {} MiB of its runs' results still to take, and \
                      took too little of them in the time that a run may wait",
@@ -135,8 +135,7 @@ impl Denied {
             ),
             Self::Cancelled => RunResult::unstarted(
                 tier,
-                Status::Cancelled,
-                "cancelled",
+                RunEnd::Cancelled,
                 "the run was cancelled before its turn came",
             ),
         }

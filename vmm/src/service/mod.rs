@@ -55,6 +55,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use forge_protocol::ending::{Denial, Refusal, RunEnd};
 use forge_protocol::limits::{PRINCIPAL_BYTES_MAX, SESSION_BYTES_MAX};
 use forge_protocol::name::{is_principal, is_session};
 use forge_protocol::service::Order;
@@ -64,7 +65,6 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::cancel::Cancel;
 use crate::cpu_latency::CpuLatency;
 use crate::locks::lock;
-use crate::report::Status;
 use crate::supervisor::{Attendance, RunResult, Supervisor};
 use answers::Questions;
 use awake::Awake;
@@ -186,7 +186,7 @@ impl Service {
     /// Refuses a run that its connection has no room for.
     fn refuse(&self, order: &Order, why: &str, retry_after_ms: u64) -> RunResult {
         let tier = self.supervisor.tier();
-        self.ended(order, RunResult::refused(tier, "overloaded", why, Some(retry_after_ms)))
+        self.ended(order, RunResult::refused(tier, Refusal::Overloaded, why, Some(retry_after_ms)))
     }
 
     /// Every run is counted and logged, however far it came.
@@ -204,21 +204,23 @@ impl Service {
         attendance: &Attendance<'_>,
     ) -> (RunResult, Option<Stay<'_>>) {
         let (principal, tier) = (&order.principal, self.supervisor.tier());
+        let malformed = RunEnd::Denied(Denial::BadRequest);
         if !is_principal(principal) {
             let reason = format!(
                 "a principal's name has 1 to {PRINCIPAL_BYTES_MAX} bytes and no control characters"
             );
-            return (RunResult::unstarted(tier, Status::Rejected, "bad_request", reason), None);
+            return (RunResult::unstarted(tier, malformed, reason), None);
         }
         if !peer.speaks_for(principal) {
             let reason = not_theirs(principal);
-            return (RunResult::unstarted(tier, Status::Rejected, "forbidden", reason), None);
+            let forbidden = RunEnd::Denied(Denial::Forbidden);
+            return (RunResult::unstarted(tier, forbidden, reason), None);
         }
         if order.session.as_deref().is_some_and(|it| !is_session(it)) {
             let reason = format!(
                 "a session's name has 1 to {SESSION_BYTES_MAX} bytes and no control characters"
             );
-            return (RunResult::unstarted(tier, Status::Rejected, "bad_request", reason), None);
+            return (RunResult::unstarted(tier, malformed, reason), None);
         }
         let options = self.options();
         if options.pm_qos

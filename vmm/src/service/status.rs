@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::time::Instant;
 
+use forge_protocol::ending::RunEnd;
 use forge_protocol::service::Reply;
 use serde_json::{Value, json};
 
@@ -12,7 +13,7 @@ use super::Service;
 use super::latency::Latencies;
 use crate::link::Patience;
 use crate::locks::lock;
-use crate::report::{RunReport, Status};
+use crate::report::RunReport;
 
 /// Principals that a status names, of those with the most runs.
 const PRINCIPALS_TOLD_MAX: usize = 16;
@@ -21,7 +22,7 @@ const PRINCIPALS_TOLD_MAX: usize = 16;
 #[derive(Debug)]
 pub(super) struct Counts {
     since: Instant,
-    ended: Mutex<BTreeMap<(Status, &'static str), u64>>,
+    ended: Mutex<BTreeMap<RunEnd, u64>>,
     latencies: Mutex<Latencies>,
 }
 
@@ -34,9 +35,9 @@ impl Counts {
         }
     }
 
-    /// A run is over. Its kinds are our own words, so there are few.
+    /// A run is over.
     pub(super) fn ended(&self, report: &RunReport) {
-        *lock(&self.ended).entry((report.status, report.kind)).or_default() += 1;
+        *lock(&self.ended).entry(report.end).or_default() += 1;
         // Of those that had a VM: a refusal is quick.
         if report.timing_us.run > 0 {
             lock(&self.latencies).add(report.timing_us.total, self.since.elapsed().as_secs());
@@ -49,8 +50,8 @@ impl Service {
     /// operator's alone to know.
     pub(super) fn status(&self, is_operator: bool) -> Value {
         let mut ended: BTreeMap<&str, u64> = BTreeMap::new();
-        for ((status, _), runs) in lock(&self.counts.ended).iter() {
-            *ended.entry(status.as_str()).or_default() += runs;
+        for (end, runs) in lock(&self.counts.ended).iter() {
+            *ended.entry(end.status().as_str()).or_default() += runs;
         }
         let ((running, waiting), bounds) = (self.gate.load(), self.gate.bounds());
         let pool = self.supervisor.pool();
@@ -158,8 +159,8 @@ impl Service {
         counter("forge_service_handovers_total", help, self.crew.handed());
         let name = "forge_service_runs_total";
         let _ = writeln!(text, "# HELP {name} Runs by how they ended.\n# TYPE {name} counter");
-        for ((status, kind), runs) in lock(&self.counts.ended).iter() {
-            let status = status.as_str();
+        for (end, runs) in lock(&self.counts.ended).iter() {
+            let (status, kind) = (end.status().as_str(), end.kind());
             let _ = writeln!(text, "{name}{{status=\"{status}\",kind=\"{kind}\"}} {runs}");
         }
         let help = "Runs that reported, from the end of their wait for a turn to their report.";

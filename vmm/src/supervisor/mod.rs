@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use forge_protocol::RunId;
 use forge_protocol::broker::{RefusalKind, Reply, Request};
+use forge_protocol::ending::{Lack, RunEnd};
 use forge_protocol::limits::{OverLimit, RunLimits};
 use forge_protocol::name::ToolName;
 use forge_protocol::service::{Order, RunEvent};
@@ -39,7 +40,7 @@ use crate::link::Patience;
 use crate::locks::lock;
 use crate::pool::worker::Tell;
 use crate::pool::{Pool, PoolOptions};
-use crate::report::{Outcome, Status};
+use crate::report::Outcome;
 use crate::trace::{Supervised, now_ns};
 
 /// How often it is looked whether runs in an engine of former keys are over.
@@ -226,13 +227,13 @@ impl Supervisor {
         let tier = self.tier();
         if attendance.cancel.is_some_and(Cancel::is_raised) {
             let reason = "the run was cancelled before it began";
-            return RunResult::unstarted(tier, Status::Cancelled, "cancelled", reason);
+            return RunResult::unstarted(tier, RunEnd::Cancelled, reason);
         }
         let mut at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = match crate::keys::random() {
             Ok(bytes) => RunId(bytes),
             Err(error) => {
-                let outcome = Outcome::new(Status::Unavailable, "host", error.to_string());
+                let outcome = Outcome::new(RunEnd::Unavailable(Lack::Host), error.to_string());
                 return unstarted(RunId([0; 16]), tier, None, outcome, at);
             }
         };

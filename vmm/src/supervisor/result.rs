@@ -4,6 +4,7 @@ use std::io;
 
 use forge_protocol::RunId;
 use forge_protocol::broker::RefusalKind;
+use forge_protocol::ending::{Denial, Fault, Lack, Refusal, RejectKind, RunEnd};
 use forge_protocol::hex::hex;
 use forge_protocol::limits::OverLimit;
 use forge_protocol::run::Artifact;
@@ -14,7 +15,7 @@ use crate::broker::BrokerError;
 use crate::jail::Weakness;
 use crate::pool::{Upkeep, Vm};
 use crate::report::{
-    LogReport, Outcome, RunReport, Status, TimingReport, UNSETTLED, artifact_report, call_report,
+    LogReport, Outcome, RunReport, TimingReport, UNSETTLED, artifact_report, call_report,
     encode_output,
 };
 use crate::trace::{Supervised, Trace, now_ns};
@@ -39,7 +40,7 @@ impl RunResult {
     /// It was cancelled as the service ended, where it was. What else is said of it
     /// stands.
     pub fn service_ended(&mut self) {
-        if self.report.status == Status::Cancelled {
+        if self.report.end == RunEnd::Cancelled {
             self.report.reason.insert_str(0, "the service ended before the run did: ");
         }
     }
@@ -60,26 +61,21 @@ impl RunResult {
 
     /// A run that was not begun, and would have been carried out in this tier.
     #[must_use]
-    pub fn unstarted(
-        tier: Tier,
-        status: Status,
-        kind: &'static str,
-        reason: impl Into<String>,
-    ) -> Self {
+    pub fn unstarted(tier: Tier, end: RunEnd, reason: impl Into<String>) -> Self {
         let at = Supervised { started: now_ns(), ..Supervised::default() };
         let run_id = RunId(crate::keys::random().unwrap_or_default());
-        unstarted(run_id, tier, None, Outcome::new(status, kind, reason), at)
+        unstarted(run_id, tier, None, Outcome::new(end, reason), at)
     }
 
     /// One that there was no room for, and when there may be.
     #[must_use]
     pub fn refused(
         tier: Tier,
-        kind: &'static str,
+        refusal: Refusal,
         reason: impl Into<String>,
         retry_after_ms: Option<u64>,
     ) -> Self {
-        let mut result = Self::unstarted(tier, Status::Refused, kind, reason);
+        let mut result = Self::unstarted(tier, RunEnd::Refused(refusal), reason);
         result.report.retry_after_ms = retry_after_ms;
         result
     }
@@ -126,44 +122,35 @@ impl From<Refused> for Outcome {
     fn from(refused: Refused) -> Self {
         match refused {
             Refused::Violations(violations) => {
-                let kind = violations.first().map_or("invalid", |v| v.kind.as_str());
+                let kind = violations.first().map_or(RejectKind::Invalid, |it| it.kind);
                 let more = violations.len().saturating_sub(VIOLATIONS_TOLD);
                 let mut messages: Vec<_> =
                     violations.into_iter().take(VIOLATIONS_TOLD).map(|v| v.message).collect();
                 if more > 0 {
                     messages.push(format!("and {more} more"));
                 }
-                Self::new(Status::Rejected, kind, messages.join("; "))
+                Self::new(RunEnd::Rejected(kind), messages.join("; "))
             }
-            Refused::Input(why) => {
-                Self::new(Status::Rejected, "bad_request", format!("the input is not JSON: {why}"))
+            Refused::Input(why) => Self::new(
+                RunEnd::Denied(Denial::BadRequest),
+                format!("the input is not JSON: {why}"),
+            ),
+            Refused::Over(over) => {
+                Self::new(RunEnd::Rejected(RejectKind::TooLarge), over.to_string())
             }
-            Refused::Over(over) => Self::new(Status::Rejected, "too_large", over.to_string()),
             Refused::Broker(error) => {
-                let (status, kind) = match &error {
-                    BrokerError::Refused { kind, .. } => match kind {
-                        RefusalKind::NoSuchTool => (Status::Rejected, "no_such_tool"),
-                        RefusalKind::BadGrant => (Status::Rejected, "grant"),
-                        RefusalKind::BadRequest => (Status::Rejected, "bad_request"),
-                        RefusalKind::Forbidden => (Status::Rejected, "forbidden"),
-                        RefusalKind::NotReviewed => (Status::Rejected, "not_reviewed"),
-                        RefusalKind::Internal => (Status::Internal, "broker"),
-                        RefusalKind::Journal => (Status::Internal, "journal"),
-                        RefusalKind::Overloaded => (Status::Refused, "overloaded"),
-                        RefusalKind::Away => (Status::Refused, "broker_away"),
-                        RefusalKind::OutOfTime => (Status::Limit, "deadline"),
-                        RefusalKind::ServerAway => (Status::Refused, "server_away"),
-                    },
-                    BrokerError::Away { .. } => (Status::Refused, "broker_away"),
-                    BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
-                    BrokerError::NoLink(_) => (Status::Unavailable, "host"),
-                    BrokerError::OutOfTime => (Status::Limit, "deadline"),
-                    error if error.ends_the_link() => (Status::Internal, "broker_lost"),
-                    _ => (Status::Internal, "broker"),
+                let end = match &error {
+                    BrokerError::Refused { kind, .. } => (*kind).into(),
+                    BrokerError::Away { .. } => RunEnd::Refused(Refusal::BrokerAway),
+                    BrokerError::Cancelled => RunEnd::Cancelled,
+                    BrokerError::NoLink(_) => RunEnd::Unavailable(Lack::Host),
+                    BrokerError::OutOfTime => RunEnd::Deadline,
+                    error if error.ends_the_link() => RunEnd::Internal(Fault::BrokerLost),
+                    _ => RunEnd::Internal(Fault::Broker),
                 };
-                Self::new(status, kind, error.to_string())
+                Self::new(end, error.to_string())
             }
-            Refused::Host(error) => Self::new(Status::Unavailable, "host", error.to_string()),
+            Refused::Host(error) => Self::new(RunEnd::Unavailable(Lack::Host), error.to_string()),
         }
     }
 }
@@ -173,20 +160,18 @@ impl From<Refused> for Outcome {
 /// broker was lost, since its journal has that.
 pub(super) fn held_back(result: RunResult, error: &BrokerError) -> RunResult {
     let RunResult { mut report, mut trace, upkeep, .. } = result;
-    let (status, kind) = match error {
-        BrokerError::Cancelled => (Status::Cancelled, "cancelled"),
-        error if error.ends_the_link() => (Status::Internal, "broker_lost"),
-        _ => (Status::Internal, "journal"),
+    report.end = match error {
+        BrokerError::Cancelled => RunEnd::Cancelled,
+        error if error.ends_the_link() => RunEnd::Internal(Fault::BrokerLost),
+        _ => RunEnd::Internal(Fault::Journal),
     };
-    if kind != "broker_lost" {
+    if report.end != RunEnd::Internal(Fault::BrokerLost) {
         for call in &mut report.tool_calls {
             call.status = UNSETTLED;
             call.duration_us = None;
         }
         trace.calls.iter_mut().for_each(|call| call.settled = None);
     }
-    report.status = status;
-    report.kind = kind;
     report.reason = format!(
         "the run may have made calls, and its result is held back, since what they did may not \
          be on the disk yet; `forge-vmm journal list --run {}` has what is: {error}",
@@ -215,8 +200,7 @@ pub(super) fn unstarted(
     let (output, output_encoding) = encode_output(&[]);
     let report = RunReport {
         run_id: run_id.to_string(),
-        status: outcome.status,
-        kind: outcome.kind,
+        end: outcome.end,
         reason: outcome.reason,
         retry_after_ms: None,
         output,

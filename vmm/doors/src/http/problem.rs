@@ -5,6 +5,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use forge_client::ClientError;
 use forge_protocol::broker::RefusalKind;
+use forge_protocol::ending::RunEnd;
 use forge_protocol::limits::REASON_BYTES_MAX;
 use serde::Serialize;
 use serde_json::value::RawValue;
@@ -149,21 +150,18 @@ fn cut(mut text: String) -> String {
 impl From<ClientError> for Problem {
     fn from(error: ClientError) -> Self {
         let ClientError::Refused { kind, message } = error else { return Self::gone() };
-        let (status, kind) = match kind {
-            RefusalKind::NoSuchTool => (StatusCode::UNPROCESSABLE_ENTITY, "no_such_tool"),
-            RefusalKind::BadRequest => (StatusCode::UNPROCESSABLE_ENTITY, "bad_request"),
-            RefusalKind::BadGrant => (StatusCode::FORBIDDEN, "grant"),
-            RefusalKind::Forbidden => (StatusCode::FORBIDDEN, "forbidden"),
-            RefusalKind::NotReviewed => (StatusCode::FORBIDDEN, "not_reviewed"),
-            RefusalKind::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "broker"),
-            RefusalKind::Overloaded => (StatusCode::TOO_MANY_REQUESTS, "overloaded"),
-            RefusalKind::Away => (StatusCode::SERVICE_UNAVAILABLE, "broker_away"),
-            RefusalKind::ServerAway => (StatusCode::SERVICE_UNAVAILABLE, "server_away"),
+        let status = match kind {
+            RefusalKind::NoSuchTool | RefusalKind::BadRequest => StatusCode::UNPROCESSABLE_ENTITY,
+            RefusalKind::BadGrant | RefusalKind::Forbidden | RefusalKind::NotReviewed => {
+                StatusCode::FORBIDDEN
+            }
+            RefusalKind::Overloaded => StatusCode::TOO_MANY_REQUESTS,
+            RefusalKind::Away | RefusalKind::ServerAway => StatusCode::SERVICE_UNAVAILABLE,
             // Of runs alone, whose results say it.
-            RefusalKind::OutOfTime => (StatusCode::GATEWAY_TIMEOUT, "deadline"),
-            RefusalKind::Journal => (StatusCode::INTERNAL_SERVER_ERROR, "journal"),
+            RefusalKind::OutOfTime => StatusCode::GATEWAY_TIMEOUT,
+            RefusalKind::Internal | RefusalKind::Journal => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        Self::new(status, kind, message)
+        Self::new(status, RunEnd::from(kind).kind(), message)
     }
 }
 

@@ -9,6 +9,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use forge_client::{Run, RunMessage};
+use forge_protocol::ending::{Refusal, RunEnd};
 use forge_protocol::service::{Finish, Order, RunEvent};
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
@@ -245,11 +246,12 @@ fn refusal(end: &End) -> Option<StatusCode> {
     if !end.head.tool_calls.is_empty() {
         return None;
     }
-    match (end.head.status.as_str(), end.head.kind.as_str()) {
-        ("refused", "draining" | "broker_away" | "server_away") | ("unavailable", _) => {
-            Some(StatusCode::SERVICE_UNAVAILABLE)
+    match RunEnd::of_kind(&end.head.kind)? {
+        RunEnd::Refused(Refusal::Overloaded | Refusal::TooManyRuns) => {
+            Some(StatusCode::TOO_MANY_REQUESTS)
         }
-        ("refused", _) => Some(StatusCode::TOO_MANY_REQUESTS),
+        RunEnd::Refused(Refusal::Draining | Refusal::BrokerAway | Refusal::ServerAway)
+        | RunEnd::Unavailable(_) => Some(StatusCode::SERVICE_UNAVAILABLE),
         _ => None,
     }
 }
@@ -497,15 +499,15 @@ mod tests {
 
     #[test]
     fn a_run_that_did_not_take_place_is_a_problem_and_any_other_end_is_none() {
-        let end = |status: &str, kind: &str| End::of(finish(status, kind)).unwrap();
-        let status = |it: &str, kind: &str| refused(&end(it, kind)).map(|it| it.body().status());
-        assert_eq!(status("refused", "queue_full"), Some(429));
-        assert_eq!(status("refused", "draining"), Some(503));
-        assert_eq!(status("refused", "broker_away"), Some(503));
-        assert_eq!(status("refused", "server_away"), Some(503));
-        assert_eq!(status("unavailable", "kvm"), Some(503));
-        for ended in ["ok", "failed", "trap", "rejected", "limit", "cancelled", "internal"] {
-            assert_eq!(status(ended, "x"), None, "{ended}");
+        for end in RunEnd::all() {
+            let expected = match end.kind() {
+                "overloaded" | "too_many_runs" => Some(429),
+                "draining" | "broker_away" | "server_away" | "kvm" | "host" => Some(503),
+                _ => None,
+            };
+            let finish = finish(end.status().as_str(), end.kind());
+            let problem = refused(&End::of(finish).unwrap());
+            assert_eq!(problem.map(|it| it.body().status()), expected, "{end:?}");
         }
     }
 

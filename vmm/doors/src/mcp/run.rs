@@ -9,7 +9,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_client::{ClientError, Run, RunMessage};
 use forge_protocol::broker::Authority;
-use forge_protocol::ending::{UNGRANTED, WALL_MS};
+use forge_protocol::ending::{Denial, RunEnd, UNGRANTED, WALL_MS};
 use forge_protocol::limits::{INPUT_BYTES_MAX, RunLimits};
 use forge_protocol::run::Artifact;
 use forge_protocol::service::{Finish, Order, RunEvent};
@@ -244,6 +244,7 @@ fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
     let Some(reason) = report["reason"].as_str().filter(|reason| !reason.is_empty()) else {
         return;
     };
+    let end = RunEnd::of_kind(report["kind"].as_str().unwrap_or_default());
     let mut calls = report["tool_calls"].as_array().into_iter().flatten();
     let is_ungranted = reason.contains(UNGRANTED) || calls.any(|call| call["status"] == "denied");
     let said = match reason.strip_prefix(WALL_MS) {
@@ -253,14 +254,14 @@ fn in_words_of_a_model(report: &mut Value, is_granted: bool) {
         }
         // It was good when this door had it: a tool of it is another, its toolbroker is, or
         // it is over.
-        _ if report["kind"] == "grant" && is_granted => {
+        _ if end == Some(RunEnd::Denied(Denial::Grant)) && is_granted => {
             let changed = reason.split_once(": ").map(|(what, _)| what);
             let what = changed.filter(|what| what.starts_with("the definition of "));
             let what = what.unwrap_or("the grant is not good any more");
             format!("{what}: {} gives another", teach::SEARCH)
         }
         // It was there when it was found, and nobody asked for it by its name.
-        _ if report["kind"] == "no_such_tool" && is_granted => {
+        _ if end == Some(RunEnd::Denied(Denial::NoSuchTool)) && is_granted => {
             let what = reason.split_once(": did you mean").map_or(reason, |(what, _)| what);
             format!("{what} any more, which the grant names: {} gives another", teach::SEARCH)
         }

@@ -7,9 +7,10 @@ use std::process::ExitCode;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use forge_protocol::broker::FoundTool;
+use forge_protocol::ending::{RunEnd, Status};
 use forge_protocol::run::Artifact;
 use forge_vmm::admission::shown_whole;
-use forge_vmm::report::{RunReport, Status};
+use forge_vmm::report::RunReport;
 use serde_json::Value;
 
 use super::{artifacts, found, reason};
@@ -36,7 +37,7 @@ impl Finished {
     /// # Errors
     /// If the report cannot be written as JSON.
     pub(super) fn here(report: &RunReport, artifacts: Vec<Artifact>) -> Result<Self, CliError> {
-        let status = report.status;
+        let status = report.end.status();
         let report = serde_json::to_value(report).map_err(|error| CliError::Host(error.into()))?;
         Ok(Self { report, status, artifacts })
     }
@@ -47,7 +48,8 @@ impl Finished {
     /// If that is none.
     pub(super) fn read(report: &[u8], artifacts: Vec<Artifact>) -> serde_json::Result<Self> {
         let report: Value = serde_json::from_slice(report)?;
-        let status = serde_json::from_value(report["status"].clone())?;
+        let status = Status::named(text(&report["status"]))
+            .ok_or_else(|| serde::de::Error::custom("it has no status that is known here"))?;
         Ok(Self { report, status, artifacts })
     }
 
@@ -68,8 +70,9 @@ impl Finished {
             let retrieved = serde_json::to_value(found::reported(retrieved));
             self.report["retrieved"] = retrieved.map_err(|error| CliError::Host(error.into()))?;
         }
-        let (kind, why) = (text(&self.report["kind"]), text(&self.report["reason"]));
-        let why = reason::in_words_of(args, program, kind, why.to_owned());
+        let end = RunEnd::of_kind(text(&self.report["kind"]));
+        let why = text(&self.report["reason"]).to_owned();
+        let why = reason::in_words_of(args, program, end, why);
         self.report["reason"] = why.into();
         let folder = args.artifacts.as_deref();
         let kept = artifacts::keep(folder, args.json, &self.artifacts, |at, path| {

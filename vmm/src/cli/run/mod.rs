@@ -13,12 +13,13 @@ use std::io;
 use std::path::Path;
 use std::process::ExitCode;
 
+use forge_protocol::ending::{RejectKind, RunEnd, Status};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::service::Order;
 use forge_protocol::signature::TrustKeys;
 use forge_protocol::worker::Tier;
 use forge_vmm::keys;
-use forge_vmm::report::{RunReport, Status};
+use forge_vmm::report::RunReport;
 use forge_vmm::supervisor::RunResult;
 
 use super::args::RunArgs;
@@ -89,7 +90,7 @@ fn unsigned(by: &By<'_>, why: String) -> RunReport {
         By::Service(_) => (Tier::Vm, UNKNOWN),
         By::This(tier) => (*tier, tier.as_str()),
     };
-    let refused = RunResult::unstarted(tier, Status::Rejected, "invalid", why);
+    let refused = RunResult::unstarted(tier, RunEnd::Rejected(RejectKind::Invalid), why);
     RunReport { isolation, ..refused.report }
 }
 

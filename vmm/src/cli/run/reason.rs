@@ -1,6 +1,6 @@
 //! Why a run was refused or ended, in the words of the command line that it came from.
 
-use forge_protocol::ending::{Ending, RejectKind, UNGRANTED, WALL_MS};
+use forge_protocol::ending::{Denial, Ending, LimitKind, RejectKind, RunEnd, UNGRANTED, WALL_MS};
 use forge_protocol::limits::RunLimits;
 use forge_protocol::name::ToolName;
 use forge_protocol::signature::{CORE_HEADER, SignedParts};
@@ -9,26 +9,26 @@ use forge_vmm::admission::{Shape, shown_whole};
 use super::limits;
 use crate::cli::args::RunArgs;
 
-/// The options of `run` by the names that what they bound has in a report: of a limit
-/// that something is over, and of one that the run reached. Any fuel may be asked for.
-const LIMITS: [(&str, &str); 6] = [
-    ("memory_bytes", "--memory"),
-    (WALL_MS, "--timeout"),
-    ("input_bytes", "--input"),
-    ("fuel", "--fuel"),
-    ("deadline", "--timeout"),
-    ("memory", "--memory"),
-];
+/// The options of `run` by the names that what they bound has where something is over it.
+/// Any fuel may be asked for.
+const LIMITS: [(&str, &str); 3] =
+    [("memory_bytes", "--memory"), (WALL_MS, "--timeout"), ("input_bytes", "--input")];
 
 /// Why a run was refused, with the option or the file of this command line that it
 /// is about: who refused knows neither.
-pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: String) -> String {
+pub(super) fn in_words_of(
+    args: &RunArgs,
+    program: &[u8],
+    end: Option<RunEnd>,
+    reason: String,
+) -> String {
     let option = |name: &str| LIMITS.iter().find(|it| it.0 == name).map(|it| it.1.to_owned());
-    let subject = match (kind, &args.grant) {
-        ("too_large", _) if reason.starts_with(BR_TABLE) => {
+    let Some(end) = end else { return reason };
+    let subject = match (end, &args.grant) {
+        (RunEnd::Rejected(RejectKind::TooLarge), _) if reason.starts_with(BR_TABLE) => {
             return by_its_authors_bytes(args, program).unwrap_or(reason);
         }
-        ("too_large", _) => match reason.split_once(" is ") {
+        (RunEnd::Rejected(RejectKind::TooLarge), _) => match reason.split_once(" is ") {
             Some((name, value)) => {
                 let value = value.split(',').next().and_then(|value| value.parse().ok());
                 let RunLimits { memory_bytes, program_bytes, .. } = RunLimits::operator_maxima();
@@ -59,13 +59,24 @@ pub(super) fn in_words_of(args: &RunArgs, program: &[u8], kind: &str, reason: St
             }
             None => None,
         },
-        ("fuel" | "deadline" | "memory", _) => option(kind),
-        ("output", _) => Some("--limit output_bytes".to_owned()),
-        ("artifacts", _) => Some("--limit".to_owned()),
-        ("signature", _) => Some(args.program.display().to_string()),
-        ("invalid", _) => return by_its_authors_bytes(args, program).unwrap_or(reason),
-        ("grant", Some(file)) => Some(file.display().to_string()),
-        ("import", None) if args.intent.is_none() && reason.contains(UNGRANTED) => {
+        (RunEnd::Deadline, _) => Some("--timeout".to_owned()),
+        (RunEnd::Limit(kind), _) => Some(
+            match kind {
+                LimitKind::Fuel => "--fuel",
+                LimitKind::Memory => "--memory",
+                LimitKind::Output => "--limit output_bytes",
+                LimitKind::Artifacts => "--limit",
+            }
+            .to_owned(),
+        ),
+        (RunEnd::Rejected(RejectKind::Signature), _) => Some(args.program.display().to_string()),
+        (RunEnd::Rejected(RejectKind::Invalid), _) => {
+            return by_its_authors_bytes(args, program).unwrap_or(reason);
+        }
+        (RunEnd::Denied(Denial::Grant), Some(file)) => Some(file.display().to_string()),
+        (RunEnd::Rejected(RejectKind::Import), None)
+            if args.intent.is_none() && reason.contains(UNGRANTED) =>
+        {
             let wanted = Shape::read(program).map(|shape| ungranted(&shape, &args.allow));
             return match wanted.as_deref() {
                 Ok([]) | Err(_) => reason,

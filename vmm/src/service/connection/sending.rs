@@ -5,6 +5,7 @@ use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
 use forge_protocol::codec::Encode;
+use forge_protocol::ending::{Fault, RunEnd};
 use forge_protocol::frame::{self, HEADER_BYTES, Kind};
 use forge_protocol::limits::PART_BYTES_MAX;
 use forge_protocol::run::Artifact;
@@ -14,7 +15,7 @@ use parking_lot::MutexGuard;
 use super::super::gate::Stay;
 use super::{Connection, FRAME_TIME_MAX, breach};
 use crate::link::send_once;
-use crate::report::{OutputEncoding, RunReport, Status};
+use crate::report::{OutputEncoding, RunReport};
 use crate::supervisor::RunResult;
 
 /// A client that takes nothing of what is sent to it for this long is cut
@@ -166,8 +167,7 @@ fn finished(
     artifacts.clear();
     tracing::error!(run = report.run_id, "a run's result is larger than a message may be");
     let report = RunReport {
-        status: Status::Internal,
-        kind: "internal",
+        end: RunEnd::Internal(Fault::Internal),
         reason: "the run's result is larger than a message may be, and left out".into(),
         output: String::new(),
         output_encoding: OutputEncoding::Utf8,
@@ -186,6 +186,7 @@ mod tests {
     use std::sync::Weak;
 
     use forge_protocol::codec;
+    use forge_protocol::ending::TrapKind;
     use forge_protocol::frame::Assembler;
     use forge_protocol::worker::Tier;
 
@@ -196,7 +197,7 @@ mod tests {
     #[test]
     fn a_result_that_is_too_large_to_be_told_ends_as_our_failure_under_its_number() {
         let told = |text_bytes: usize, content_bytes: usize| {
-            let result = RunResult::unstarted(Tier::Vm, Status::Trap, "other", "x");
+            let result = RunResult::unstarted(Tier::Vm, RunEnd::Trap(TrapKind::Other), "x");
             let RunResult { mut report, .. } = result;
             report.output = "a".repeat(text_bytes);
             let content = vec![1; content_bytes];
@@ -230,7 +231,7 @@ mod tests {
         };
         let ended = |artifacts| RunResult {
             artifacts,
-            ..RunResult::unstarted(Tier::Vm, Status::Trap, "other", "x")
+            ..RunResult::unstarted(Tier::Vm, RunEnd::Trap(TrapKind::Other), "x")
         };
         let content = vec![7; 64 * PART_BYTES_MAX as usize];
         let long = Artifact { name: "a".into(), media_type: "b".into(), content };
