@@ -35,7 +35,7 @@ const NAMED: [&str; 12] = [
 ];
 
 /// Keys that stand in a sentence and not in a setting: what excludes them does.
-const IN_WORDS: [&str; 1] = ["http.principal"];
+const IN_WORDS: [&str; 2] = ["http.principal", "http.mode"];
 
 /// A folder, gone after the test.
 struct Desk(PathBuf);

@@ -62,7 +62,7 @@ fn main() -> ExitCode {
             what_does_not_fit_is_refused_by_its_kind_before_it_is_read,
             what_is_no_request_harms_nobody,
             health_needs_no_token_and_metrics_a_token_of_their_own,
-            a_door_at_a_path_serves_the_operator_alone,
+            a_door_at_a_path_serves_the_operator_alone_or_whom_its_mode_lets_in,
             a_door_that_is_killed_is_opened_again_and_ends_with_its_service,
             the_door_can_open_no_file_and_has_no_privilege,
             a_configuration_that_lets_anybody_in_from_elsewhere_is_refused,
@@ -1224,11 +1224,12 @@ fn health_needs_no_token_and_metrics_a_token_of_their_own() {
     assert_eq!(service.ask(Request::new("GET", "/v1/tools").by(Some(METRICS))).status, 401);
 }
 
-fn a_door_at_a_path_serves_the_operator_alone() {
+fn a_door_at_a_path_serves_the_operator_alone_or_whom_its_mode_lets_in() {
     let desk = desk_with("[http]\nlisten = './http.sock'\nprincipal = 'local'");
-    let mut service = desk.open_without_vm();
     let path = desk.path("http.sock");
-    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+    let mut service = desk.open_without_vm();
+    assert_eq!(mode(), 0o600);
     let ask = || {
         let mut stream = UnixStream::connect(desk.path("http.sock")).unwrap();
         stream.write_all(&Request::new("GET", "/v1/tools").by(None).bytes()).unwrap();
@@ -1246,6 +1247,10 @@ fn a_door_at_a_path_serves_the_operator_alone() {
     service.signal(service.child.id() as i32, libc::SIGTERM);
     assert!(service.child.wait().unwrap().success());
     assert!(!path.exists());
+    let opened = "[http]\nlisten = './http.sock'\nmode = '0660'\nprincipal = 'local'";
+    let desk = desk_with(opened);
+    let _service = desk.open_without_vm();
+    assert_eq!(fs::metadata(desk.path("http.sock")).unwrap().permissions().mode() & 0o777, 0o660);
 }
 
 fn a_door_that_is_killed_is_opened_again_and_ends_with_its_service() {

@@ -33,7 +33,7 @@ use serde::Deserialize;
 use tokio::sync::watch;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-use super::config::{self, Fault, LowUser};
+use super::config::{self, Fault, LowUser, socket};
 use super::{CliError, complain};
 
 /// The hidden command that makes this executable a door.
@@ -59,6 +59,8 @@ const OPEN_FILES: u64 = 4096;
 struct LowHttp {
     /// `address:port`, or the path of a unix socket.
     listen: String,
+    /// Who may connect to that: the socket's mode, octal.
+    mode: Option<String>,
     /// Whose requests are without tokens.
     principal: Option<String>,
     /// The door's names.
@@ -74,7 +76,8 @@ struct LowHttp {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Place {
     Address(SocketAddr),
-    Path(PathBuf),
+    /// With the mode of the socket's file.
+    Path(PathBuf, u32),
 }
 
 /// A door that is configured.
@@ -153,7 +156,11 @@ impl LowHttp {
             return Err(Fault::at("http.listen", why));
         }
         let place = if http.listen.contains('/') {
-            Place::Path(folder.join(&http.listen))
+            let path = socket::path("http.listen", folder.join(&http.listen))?;
+            Place::Path(path, socket::mode("http.mode", http.mode.as_deref())?)
+        } else if http.mode.is_some() {
+            let why = "is of a unix socket: leave it out, or listen at one";
+            return Err(Fault::at("http.mode", why));
         } else {
             let address = http.listen.parse().map_err(|_| {
                 let why = "give ADDRESS:PORT, or the path of a socket with a / in it";
@@ -214,8 +221,8 @@ impl Listener {
     fn bind(place: &Place) -> io::Result<Self> {
         match place {
             Place::Address(address) => TcpListener::bind(address).map(Self::Tcp),
-            Place::Path(path) => {
-                let (listener, file) = SocketFile::bind(path, 0o600)?;
+            Place::Path(path, mode) => {
+                let (listener, file) = SocketFile::bind(path, *mode)?;
                 Ok(Self::Unix(file, listener))
             }
         }
@@ -414,7 +421,7 @@ impl Door {
         let failed = |source| {
             let path = match &place {
                 Place::Address(address) => format!("http.listen: {address}"),
-                Place::Path(path) => format!("http.listen: {}", path.display()),
+                Place::Path(path, _) => format!("http.listen: {}", path.display()),
             };
             CliError::File { path, source }
         };
@@ -705,7 +712,7 @@ mod tests {
         let options =
             Options { access: Access::Tokens(Vec::new()), hosts: Vec::new(), metrics_token: None };
         let shared = Shared {
-            listener: Listener::bind(&Place::Path(path.clone())).unwrap(),
+            listener: Listener::bind(&Place::Path(path.clone(), socket::OWN)).unwrap(),
             user: None,
             options: Mutex::new(options),
             service: ServiceAt::of(&path).unwrap(),
@@ -726,8 +733,25 @@ mod tests {
     }
 
     #[test]
+    fn who_may_connect_to_a_door_at_a_path_is_the_operators_to_say() {
+        let place = |listen: &str, mode: &str| {
+            let text = format!("[http]\nlisten = '{listen}'\nprincipal = 'a'\nmode = '{mode}'");
+            resolved(&text).map(|config| config.unwrap().place)
+        };
+        assert_eq!(place("/s", "0660"), Ok(Place::Path("/s".into(), 0o660)));
+        for (listen, mode, said) in [
+            ("/s", "0777", "http.mode: must be"),
+            ("127.0.0.1:0", "0660", "http.mode: is of a unix socket"),
+            (&format!("/{}", "a".repeat(107)), "0660", "http.listen: its path has 108 bytes"),
+        ] {
+            let refused = place(listen, mode).unwrap_err();
+            assert!(refused.contains(said), "{refused}");
+        }
+    }
+
+    #[test]
     fn a_path_is_relative_to_the_file_that_names_it() {
         let config = resolved("[http]\nlisten = './http.sock'\nprincipal = 'a'").unwrap().unwrap();
-        assert_eq!(config.place, Place::Path("/etc/forge/./http.sock".into()));
+        assert_eq!(config.place, Place::Path("/etc/forge/./http.sock".into(), 0o600));
     }
 }

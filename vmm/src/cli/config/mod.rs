@@ -15,6 +15,7 @@ mod limits;
 mod names;
 mod pool;
 mod service;
+pub(crate) mod socket;
 
 pub(crate) use check::is_good;
 pub(crate) use fault::{Fault, sifted, table, tables};

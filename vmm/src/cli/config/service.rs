@@ -17,7 +17,7 @@ use sha2::{Digest as _, Sha256};
 use toml::Value;
 
 use super::fault::{Fault, tables};
-use super::{no_principal, read_config, read_text};
+use super::{no_principal, read_config, read_text, socket};
 use crate::cli::CliError;
 
 /// Waits and drains beyond this are a mistake.
@@ -233,17 +233,15 @@ pub(super) fn resolve(
         time("service.queue_wait_ms", low.queue_wait_ms, usual.bounds.queue_wait, faults),
     );
     let drain = time("service.drain_ms", low.drain_ms, usual.drain, faults);
-    let mode = match low.mode.as_deref().map(|mode| u32::from_str_radix(mode, 8)) {
-        None => 0o600,
-        // Whoever may connect may write, and there is nothing to execute.
-        Some(Ok(mode @ (0o600 | 0o660 | 0o666))) => mode,
-        Some(_) => {
-            let why = "must be \"0600\", \"0660\" or \"0666\"";
-            faults.push(Fault::at("service.mode", why));
-            0o600
-        }
-    };
-    let socket = low.socket.map(|socket| folder.join(socket));
+    let mode = socket::mode("service.mode", low.mode.as_deref()).unwrap_or_else(|fault| {
+        faults.push(fault);
+        socket::OWN
+    });
+    let socket = low.socket.map(|it| socket::path("service.socket", folder.join(it)));
+    let socket = socket.transpose().unwrap_or_else(|fault| {
+        faults.push(fault);
+        None
+    });
     let vsock = low.vsock.map(|LowVsock { port, cid }| {
         if [0, VSOCK_ANY].contains(&port) {
             faults.push(Fault::at("service.vsock.port", "must be 1 to 4294967294"));
@@ -394,6 +392,7 @@ mod tests {
             ("[service]\nrun_max = 3", "run_max"),
             ("[service]\nruns_max = 0", "service.runs_max: must be 1"),
             ("[service]\nmode = '0777'", "service.mode"),
+            (&format!("[service]\nsocket = '/{}'", "a".repeat(107)), "service.socket: its path"),
             ("[service]\ndrain_ms = 99999999999", "service.drain_ms"),
             ("[principals.ci]\nuid = [1]", "uid"),
             ("[service.vsock]\nport = 5000\ncids = [3]", "service.vsock.cids: unknown field"),
