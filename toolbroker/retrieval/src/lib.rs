@@ -168,6 +168,7 @@ impl Index {
         }
         let weights = Weights::of(method);
         let intent = &text::by_kind(text::cut(intent, INTENT_BYTES_MAX));
+        let intent = &text::with_sending(intent);
         let whole = self.query(intent);
         let step = |sentence: &text::Sentence<'_>| Step {
             query: self.query(sentence.text),

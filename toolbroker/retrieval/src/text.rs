@@ -17,6 +17,14 @@ const JOINTS: [&str; 6] = [", and then ", " and then ", ", then ", " then ", ", 
 /// A sentence of more words tells a story, in which these join anything.
 const JOINED_WORDS_MAX: usize = 30;
 
+/// What is sent, and sends by its own name: `email Tom`, `mail it to the team`.
+const SENT: [&str; 5] = ["email", "e-mail", "mail", "message", "text"];
+/// What begins what is sent or whom it is sent to, beside a name.
+const RECIPIENTS: [&str; 22] = [
+    "a", "all", "an", "each", "every", "everybody", "everyone", "her", "him", "it", "me", "my",
+    "our", "that", "the", "their", "them", "these", "this", "those", "us", "your",
+];
+
 /// What is before the path of an operation, whose words say what that does.
 const METHODS: [&str; 6] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"];
 /// A label of a host's name that is no longer, and has another before it, is its country's.
@@ -101,6 +109,36 @@ pub(crate) fn is_stop_word(word: &str) -> bool {
 /// The stem of a word in lower case.
 pub(crate) fn stem(word: &str) -> String {
     Stemmer::create(Algorithm::English).stem(word).into_owned()
+}
+
+/// An intent in which messages are sent by that word, as descriptions have it: `email Tom` is
+/// `send email Tom`, where the rest of the intent may be of addresses and of mailboxes.
+pub(crate) fn with_sending(intent: &str) -> Cow<'_, str> {
+    let mut out = String::new();
+    let (mut kept, mut before) = (0, "");
+    let mut words = intent.split_whitespace().peekable();
+    while let Some(word) = words.next() {
+        let is = |word: &str, of: &[&str]| of.iter().any(|it| word.eq_ignore_ascii_case(it));
+        // What is told to do something stands first, or behind one of these.
+        let is_told = before.is_empty()
+            || before.ends_with([',', '.', ';', ':', '!', '?'])
+            || is(before, &["and", "then", "or", "to", "please"]);
+        let is_to = |next: &&str| {
+            next.starts_with(char::is_uppercase) || is(next.trim_end_matches(','), &RECIPIENTS)
+        };
+        if is(word, &SENT) && is_told && words.peek().is_some_and(is_to) {
+            let begins = word.as_ptr().addr() - intent.as_ptr().addr();
+            out.push_str(&intent[kept..begins]);
+            out.push_str("send ");
+            kept = begins;
+        }
+        before = word;
+    }
+    if out.is_empty() {
+        return Cow::Borrowed(intent);
+    }
+    out.push_str(&intent[kept..]);
+    Cow::Owned(out)
 }
 
 /// An intent that names kinds of things in the place of addresses and files: the words in
@@ -283,11 +321,11 @@ fn joined(sentence: &str, most: usize) -> Vec<Sentence<'_>> {
         at = to;
         let parts = (&sentence[start..from], &sentence[to..]);
         if found.len() + 1 < most && says_enough(parts.0) && says_enough(parts.1) {
-            found.push(Sentence { text: parts.0.trim(), is_line: false });
+            found.push(Sentence { text: parts.0.trim(), is_line: true });
             start = to;
         }
     }
-    found.push(Sentence { text: sentence[start..].trim(), is_line: false });
+    found.push(Sentence { text: sentence[start..].trim(), is_line: true });
     found
 }
 
@@ -386,6 +424,23 @@ mod tests {
         assert_eq!(of(&several, 8).len(), 2);
         let story = format!("{asked} {}", "because of it".repeat(10));
         assert_eq!(of(&story, 8), [&story]);
+    }
+
+    #[test]
+    fn what_is_sent_by_its_own_name_is_sent() {
+        for (asked, read) in [
+            ("email Tom", "send email Tom"),
+            ("Find the invoice and email it to Tom", "Find the invoice and send email it to Tom"),
+            ("Find it, mail the team", "Find it, send mail the team"),
+            ("I want to message her", "I want to send message her"),
+            // Here it is what there is.
+            ("email addresses of Tom", "email addresses of Tom"),
+            ("read the email Tom sent", "read the email Tom sent"),
+            ("find a person by email", "find a person by email"),
+            ("", ""),
+        ] {
+            assert_eq!(with_sending(asked), read);
+        }
     }
 
     #[test]

@@ -203,3 +203,20 @@ fn each_step_of_an_intent_has_its_tool() {
         assert!(names.iter().any(|name| name.starts_with(server)), "{server} {names:?}");
     }
 }
+
+#[test]
+fn steps_that_one_sentence_joins_have_their_tools() {
+    let (tools, _) = surface();
+    let index = index(&tools);
+    let (mut all, mut has) = (0, 0);
+    for (intent, steps) in include_str!("steps.txt").lines().filter_map(|it| it.split_once(" => "))
+    {
+        let found = places(&index, intent, 5);
+        for step in steps.split(' ') {
+            let mut good = step.split('|');
+            all += 1;
+            has += usize::from(good.any(|name| found.iter().any(|at| tools[*at].name == name)));
+        }
+    }
+    assert!(all > 70 && has * 10 >= all * 9, "{has} of {all}");
+}
