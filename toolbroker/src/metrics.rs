@@ -153,6 +153,12 @@ impl Metrics {
         self.commit.observe(took);
     }
 
+    /// How many commits there were, and of how many records.
+    #[cfg(test)]
+    pub(crate) fn commits(&self) -> (u64, u64) {
+        (self.commits.load(Ordering::Relaxed), self.records.load(Ordering::Relaxed))
+    }
+
     /// The journal could not be written.
     pub fn commit_failed(&self) {
         self.commit_failures.fetch_add(1, Ordering::Relaxed);

@@ -962,6 +962,30 @@ fn a_journal_that_is_cut_off_ends_all_calls_and_its_log_is_kept() {
 }
 
 #[test]
+fn a_journal_whose_log_is_taken_away_ends_all_calls() {
+    let ways: [fn(&Path); 3] = [
+        |log| std::fs::remove_file(log).unwrap(),
+        |log| File::options().write(true).open(log).unwrap().set_len(0).unwrap(),
+        |log| {
+            let copy = log.with_extension("copy");
+            std::fs::copy(log, &copy).unwrap();
+            std::fs::rename(&copy, log).unwrap();
+        },
+    ];
+    for takes_away in ways {
+        let desk = Desk::new();
+        let mut broker = desk.broker();
+        let mut worker = open(&mut broker, 1, &["test.note"], limits());
+        assert_eq!(worker.call("test.note", &json!({"text": "x"})).0, None);
+        takes_away(&desk.files().pop().unwrap().with_extension("sqlite-wal"));
+        assert_eq!(worker.call("test.note", &json!({"text": "y"})).0, Some(CallCode::NotRecorded));
+        refused_as_not_recorded(&desk, &mut broker);
+        let log = broker.finish().1;
+        assert!(log.contains("-wal: the journal was moved, deleted or cut off"), "{log}");
+    }
+}
+
+#[test]
 fn a_damaged_journal_is_said_and_nothing_of_it_is_changed() {
     let desk = Desk::new();
     let mut broker = desk.broker();

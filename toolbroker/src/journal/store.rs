@@ -148,10 +148,12 @@ pub enum JournalError {
 pub struct Store {
     slot: Slot,
     connection: Connection,
-    /// The file's identity, so that another one at its path is noticed.
-    identity: (u64, u64),
-    /// What it had when it was opened. SQLite never makes it smaller.
-    bytes_min: u64,
+    /// So that another file at its path is noticed, and one that was cut off: SQLite never
+    /// makes it smaller.
+    file: Standing,
+    /// The same of the log beside it, which has what was committed last. SQLite alone makes
+    /// that smaller, in a commit.
+    log: Standing,
     session: i64,
     next_seq: i64,
     /// Of what is kept. None after a commit that failed: what of it is there is not known.
@@ -227,7 +229,7 @@ impl Store {
             .map_err(|source| JournalError::File { path: folder.to_owned(), source })?;
         let at = |source| JournalError::File { path: slot.file.clone(), source };
         slot.make_private().map_err(at)?;
-        let (identity, _) = identity_and_bytes(&slot.file).map_err(at)?;
+        let identity = Standing::of(&slot.file).map_err(at)?.identity;
         let path = slot.file.clone();
         let failed = |source| database(&path, source);
         if is_cut_off(&slot.file).map_err(at)? {
@@ -236,9 +238,13 @@ impl Store {
         let mut connection = connect(&slot.file).map_err(failed)?;
         make_ready(&mut connection, &slot.file)?;
         let bytes_min = slot.file.metadata().map_err(at)?.len();
+        let file = Standing { identity, bytes_min };
         let (session, next_seq) = begin_session(&mut connection).map_err(failed)?;
+        let log = log_of(&slot.file);
+        let log = Standing::of(&log)
+            .map_err(|source| JournalError::File { path: log.clone(), source })?;
         let counts = Some(Counts::read(&connection).map_err(failed)?);
-        Ok(Self { slot, connection, identity, bytes_min, session, next_seq, counts, records_max })
+        Ok(Self { slot, connection, file, log, session, next_seq, counts, records_max })
     }
 
     /// Opens the same file again after it failed, for the same session.
@@ -246,23 +252,19 @@ impl Store {
     /// # Errors
     /// [`JournalError`].
     pub fn reopen(&mut self) -> Result<(), JournalError> {
-        self.check_identity()?;
+        self.check_files()?;
         let mut connection = connect(&self.slot.file).map_err(|e| database(&self.slot.file, e))?;
         make_ready(&mut connection, &self.slot.file)?;
         self.connection = connection;
         Ok(())
     }
 
-    fn check_identity(&self) -> Result<(), JournalError> {
-        let path = self.slot.file.clone();
-        match identity_and_bytes(&path) {
-            Ok((found, bytes)) if found == self.identity && bytes >= self.bytes_min => Ok(()),
-            Ok(_) => Err(JournalError::Gone { path }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(JournalError::Gone { path })
-            }
-            Err(source) => Err(JournalError::File { path, source }),
-        }
+    /// That what is committed goes into the files at their paths, and that all is there which
+    /// was: a commit into a file without a name would be lost with the process, and what a
+    /// log has that was cut off as soon as anybody reads it anew.
+    fn check_files(&self) -> Result<(), JournalError> {
+        self.file.check(&self.slot.file)?;
+        self.log.check(&log_of(&self.slot.file))
     }
 
     /// Puts records on the disk, all or none. After an error the same batch
@@ -271,17 +273,21 @@ impl Store {
     /// # Errors
     /// [`JournalError`].
     pub fn commit(&mut self, batch: &[Record]) -> Result<(), JournalError> {
-        self.check_identity()?;
+        self.check_files()?;
         let failed = |source| database(&self.slot.file, source);
         let mut counts = match self.counts.take() {
             Some(counts) => counts,
             None => Counts::read(&self.connection).map_err(failed)?,
         };
+        // From here on SQLite may cut the log back.
+        self.log.bytes_min = 0;
         let next_seq =
             insert(&mut self.connection, self.next_seq, batch, &mut counts, self.records_max)
                 .map_err(failed)?;
-        // A commit into a file without a name would be lost with the process.
-        self.check_identity()?;
+        self.check_files()?;
+        let log = log_of(&self.slot.file);
+        self.log = Standing::of(&log)
+            .map_err(|source| JournalError::File { path: log.clone(), source })?;
         (self.next_seq, self.counts) = (next_seq, Some(counts));
         Ok(())
     }
@@ -320,18 +326,46 @@ fn database(path: &Path, source: rusqlite::Error) -> JournalError {
     }
 }
 
-/// Of the file itself: a link at its path is another one.
-fn identity_and_bytes(path: &Path) -> io::Result<((u64, u64), u64)> {
-    let metadata = path.symlink_metadata()?;
-    Ok(((metadata.dev(), metadata.ino()), metadata.len()))
+/// A file that is at its path, and not smaller than it was.
+#[derive(Clone, Copy, Debug)]
+struct Standing {
+    identity: (u64, u64),
+    bytes_min: u64,
+}
+
+impl Standing {
+    /// Of the file itself: a link at its path is another one.
+    fn of(path: &Path) -> io::Result<Self> {
+        let metadata = path.symlink_metadata()?;
+        Ok(Self { identity: (metadata.dev(), metadata.ino()), bytes_min: metadata.len() })
+    }
+
+    fn check(self, path: &Path) -> Result<(), JournalError> {
+        let path = path.to_owned();
+        match Self::of(&path) {
+            Ok(found) if found.identity == self.identity && found.bytes_min >= self.bytes_min => {
+                Ok(())
+            }
+            Ok(_) => Err(JournalError::Gone { path }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(JournalError::Gone { path })
+            }
+            Err(source) => Err(JournalError::File { path, source }),
+        }
+    }
+}
+
+/// Where SQLite has the write-ahead log of a file.
+fn log_of(path: &Path) -> PathBuf {
+    let mut log = path.as_os_str().to_owned();
+    log.push("-wal");
+    log.into()
 }
 
 /// Whether nothing is left of a file whose write-ahead log is there. SQLite takes it
 /// for a new one, and drops the log.
 pub(super) fn is_cut_off(path: &Path) -> io::Result<bool> {
-    let mut log = path.as_os_str().to_owned();
-    log.push("-wal");
-    let has_log = Path::new(&log).metadata().is_ok_and(|log| log.len() > 0);
+    let has_log = log_of(path).metadata().is_ok_and(|log| log.len() > 0);
     Ok(has_log && path.metadata()?.len() == 0)
 }
 

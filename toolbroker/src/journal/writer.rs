@@ -25,7 +25,8 @@ use crate::metrics::Metrics;
 
 /// How long the writer waits for more records before it commits.
 const GATHER: Duration = Duration::from_millis(10);
-/// Records that end a wait for more.
+/// Records that end a wait for more, and that one commit has at most: after a full disk, so
+/// little room is enough to go on.
 const BATCH_RECORDS: usize = 4_096;
 /// Records that wait for the disk at most. Intents beyond that wait, and while
 /// the disk fails what is no outcome is dropped: how the calls ended that were
@@ -335,10 +336,11 @@ impl Writer {
             }
             state = wait(state, left);
         }
-        state.urgent = false;
         // What failed before is still in the batch.
-        let room = PENDING_RECORDS_MAX.saturating_sub(batch.len()).min(state.pending.len());
+        let room = BATCH_RECORDS.saturating_sub(batch.len()).min(state.pending.len());
         batch.extend(state.pending.drain(..room));
+        // Whoever waits may wait for what had no room.
+        state.urgent &= !state.pending.is_empty();
         (state.appended - state.pending.len() as u64, state.closing)
     }
 
@@ -491,6 +493,28 @@ mod tests {
         assert_eq!((left[0].as_str(), left.len() > PENDING_RECORDS_MAX), ("intent", true));
         assert!(left.iter().any(|kind| kind == "outcome"), "{:?}", left.last());
         assert!(left.iter().all(|kind| kind != "unknown"));
+    }
+
+    #[test]
+    fn what_waited_for_the_disk_goes_there_in_pieces() {
+        let folder = tempfile::tempdir().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let metrics = Arc::new(Metrics::default());
+        let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
+        runtime.block_on(journal.intend(intent(), true)).unwrap();
+        let file = folder.path().join("journal-00.sqlite");
+        let away = file.with_extension("away");
+        std::fs::rename(&file, &away).unwrap();
+        for _ in 0..4 * BATCH_RECORDS {
+            journal.append(outcome());
+        }
+        assert!(runtime.block_on(journal.sync()).is_err());
+        std::fs::rename(&away, &file).unwrap();
+        while runtime.block_on(journal.sync()).is_err() {
+            std::thread::sleep(RETRY / 10);
+        }
+        let (commits, records) = metrics.commits();
+        assert!(commits >= 5 && records == 1 + 4 * BATCH_RECORDS as u64, "{commits}, {records}");
     }
 
     #[test]
