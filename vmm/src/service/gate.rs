@@ -5,8 +5,9 @@
 //!
 //! Whoever cannot run is told at once, and when to come again. A place that
 //! becomes free goes to the waiting principal that has the fewest runs under
-//! way, the longest waiting first: a flood of one tenant's runs stands in
-//! nobody's way but its own. One whose clients do not take what its runs left
+//! way, the longest waiting first, and one to wait in, where all are taken, to
+//! whoever has fewer runs here than another: a flood of some tenants' runs stands in
+//! nobody's way but their own. One whose clients do not take what its runs left
 //! begins no more until they do.
 
 use std::collections::{HashMap, VecDeque};
@@ -77,7 +78,7 @@ pub(super) enum Denied {
     Draining,
     /// The principal has as many as it may have.
     TooManyRuns { limit: usize, retry_after_ms: u64 },
-    /// There is no place for it, and as many wait for one as may.
+    /// There is no place for it, and those that wait for one, as many as may, have fewer here.
     QueueFull { retry_after_ms: u64 },
     /// There is no place for it, and none came free in time.
     Overloaded { retry_after_ms: u64 },
@@ -200,7 +201,7 @@ impl Gate {
         }
         // Whoever waits while there is a place may not have it.
         let is_free = state.running < state.bounds.runs_max && state.may_run(principal, limit);
-        if !is_free && state.waiting.len() >= state.bounds.queue_max {
+        if !is_free && state.waiting.len() >= state.bounds.queue_max && !state.make_room(here) {
             return Err(state.queue_full());
         }
         state.tenants.entry(principal.to_owned()).or_default().here += 1;
@@ -240,6 +241,9 @@ impl Gate {
                 Denied::Cancelled
             } else if state.draining {
                 Denied::Draining
+            } else if state.waiting.iter().all(|waiting| waiting.ticket != ticket) {
+                // It made room.
+                state.queue_full()
             } else if Instant::now() >= until {
                 state.overloaded(ticket)
             } else {
@@ -350,6 +354,23 @@ impl State {
             self.called.insert(waiting.ticket, begun);
             waiting.wake.nudge();
         }
+    }
+
+    /// Has the newest that waits of the principal with the most runs here give way to one of
+    /// a principal with so many, if that has fewer with it.
+    fn make_room(&mut self, here: usize) -> bool {
+        let mut larger: Vec<(usize, &str)> = self
+            .tenants
+            .iter()
+            .filter(|(_, tenant)| tenant.here > here + 1)
+            .map(|(name, tenant)| (tenant.here, name.as_str()))
+            .collect();
+        larger.sort_unstable_by(|a, b| b.cmp(a));
+        let newest =
+            |name: &str| self.waiting.iter().rposition(|waiting| waiting.principal == name);
+        let Some(at) = larger.into_iter().find_map(|(_, name)| newest(name)) else { return false };
+        let given_up = self.waiting.remove(at);
+        given_up.inspect(|waiting| waiting.wake.nudge()).is_some()
     }
 
     /// When a place may be free: by what runs took lately, or by how long those that
@@ -549,6 +570,41 @@ mod tests {
         });
         assert_eq!(lock(&order)[0], "b");
         drop((stay, other_stay));
+    }
+
+    #[test]
+    fn a_full_queue_has_room_for_whoever_has_less_and_its_newest_gives_way() {
+        let gate = gate(1, 3, 8);
+        let (stay, pass) = gate.enter("a", None, &cancel()).unwrap();
+        std::thread::scope(|scope| {
+            let gate = &gate;
+            let wait = |name: &'static str, waiting: usize| {
+                let entered = scope.spawn(move || gate.enter(name, None, &cancel()).map(drop));
+                until("it waits", || gate.load().1 == waiting);
+                entered
+            };
+            let waits =
+                |name: &str| lock(&gate.0).waiting.iter().filter(|it| it.principal == name).count();
+            let others = [wait("b", 1), wait("a", 2), wait("b", 3)];
+            // Both have two here, and neither more than the other with another.
+            let full = gate.enter("a", None, &cancel()).map(drop);
+            assert!(matches!(full, Err(Denied::QueueFull { .. })), "{full:?}");
+            let small = scope.spawn(move || gate.enter("c", None, &cancel()).map(drop));
+            until("c waits in the place of one of b's", || waits("c") == 1);
+            assert_eq!((gate.load(), waits("a"), waits("b")), ((1, 3), 1, 1));
+            let [first, second, newest] = others;
+            let given_up = newest.join().unwrap();
+            assert!(matches!(given_up, Err(Denied::QueueFull { .. })), "{given_up:?}");
+            // Nobody has more than one more than c.
+            let again = gate.enter("c", None, &cancel()).map(drop);
+            assert!(matches!(again, Err(Denied::QueueFull { .. })), "{again:?}");
+            drop(pass);
+            for entered in [first, second, small] {
+                entered.join().unwrap().unwrap();
+            }
+        });
+        drop(stay);
+        assert!(lock(&gate.0).tenants.is_empty());
     }
 
     #[test]
