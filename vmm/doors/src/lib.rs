@@ -17,6 +17,8 @@
 
 #[cfg(feature = "http")]
 pub mod http;
+#[cfg(any(feature = "http", feature = "mcp"))]
+mod integer;
 #[cfg(feature = "mcp")]
 pub mod mcp;
 #[cfg(all(test, any(feature = "http", feature = "mcp")))]

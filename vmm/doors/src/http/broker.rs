@@ -25,6 +25,7 @@ use super::order::{
 };
 use super::problem::Problem;
 use super::{Caller, Door, answer_json, order, read_body};
+use crate::integer;
 
 /// A body of these questions, in bytes: a grant and constraints at most.
 const BODY_BYTES_MAX: usize = 512 * 1024;
@@ -87,7 +88,7 @@ pub(crate) async fn list(
 #[serde(deny_unknown_fields)]
 struct Search {
     intent: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "integer::optional")]
     k: Option<u32>,
     #[serde(default)]
     principal: Option<String>,
@@ -154,10 +155,11 @@ struct Issue {
     tools: Tools<String>,
     #[serde(default, deserialize_with = "order::or_default")]
     constraints: Vec<String>,
+    #[serde(deserialize_with = "integer::needed")]
     valid_s: u64,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "integer::optional")]
     calls_max: Option<u32>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "integer::optional")]
     cost_max: Option<u32>,
     #[serde(default)]
     session: Option<String>,
@@ -195,11 +197,11 @@ struct Attenuate {
     tools: Option<Tools<String>>,
     #[serde(default, deserialize_with = "order::or_default")]
     constraints: Vec<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "integer::optional")]
     valid_s: Option<u64>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "integer::optional")]
     calls_max: Option<u32>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "integer::optional")]
     cost_max: Option<u32>,
     #[serde(default)]
     session: Option<String>,

@@ -25,6 +25,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 
 use super::problem::Problem;
+use crate::integer;
 use crate::object::Object;
 use crate::web;
 
@@ -112,7 +113,7 @@ macro_rules! limits {
         #[derive(Debug, Default, Deserialize)]
         #[serde(deny_unknown_fields)]
         pub(crate) struct Limits {
-            $(#[serde(default)] $name: Option<$type>,)*
+            $(#[serde(default, deserialize_with = "integer::optional")] $name: Option<$type>,)*
         }
 
         impl From<Limits> for RunLimits {

@@ -6,6 +6,8 @@ use rmcp::model::{CallToolResult, ContentBlock};
 use serde::Serialize;
 use serde_json::Number;
 
+use crate::integer;
+
 /// A result without content of its own.
 pub(super) fn failed(why: &dyn Display) -> CallToolResult {
     CallToolResult::error(vec![ContentBlock::text(why.to_string())])
@@ -29,19 +31,14 @@ pub(super) fn structured(
     result
 }
 
-/// An integer as JSON Schema has it: `2.0` is one, and some models write it so. What is
-/// less, or none, is told by its `name`.
+/// An integer of at least so much. What is less, or none, is told by its `name`.
 pub(super) fn integer(
     name: &str,
     number: Option<Number>,
     least: u64,
 ) -> Result<Option<u64>, String> {
-    /// Up to here, every integer is a double of its own.
-    const EXACT_MAX: f64 = (1_u64 << 53) as f64;
     let Some(number) = number else { return Ok(None) };
-    let double = number.as_f64().filter(|it| it.fract() == 0.0 && (0.0..=EXACT_MAX).contains(it));
-    let whole = number.as_u64().or_else(|| double.map(|it| it as u64));
-    match whole.filter(|whole| *whole >= least) {
+    match integer::whole(&number).filter(|whole| *whole >= least) {
         Some(whole) => Ok(Some(whole)),
         None => {
             Err(format!("`{name}` is {number}: send an integer from {least} on, or leave it out"))
