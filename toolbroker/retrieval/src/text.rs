@@ -21,8 +21,28 @@ const JOINED_WORDS_MAX: usize = 30;
 const SENT: [&str; 5] = ["email", "e-mail", "mail", "message", "text"];
 /// What begins what is sent or whom it is sent to, beside a name.
 const RECIPIENTS: [&str; 22] = [
-    "a", "all", "an", "each", "every", "everybody", "everyone", "her", "him", "it", "me", "my",
-    "our", "that", "the", "their", "them", "these", "this", "those", "us", "your",
+    "a",
+    "all",
+    "an",
+    "each",
+    "every",
+    "everybody",
+    "everyone",
+    "her",
+    "him",
+    "it",
+    "me",
+    "my",
+    "our",
+    "that",
+    "the",
+    "their",
+    "them",
+    "these",
+    "this",
+    "those",
+    "us",
+    "your",
 ];
 
 /// What is before the path of an operation, whose words say what that does.
