@@ -56,6 +56,8 @@ pub struct OAuthConfig {
     /// The interface that they are for, where the authorization server wants it so
     /// (`audience`).
     pub audience: Option<String>,
+    /// The same as RFC 8707 has it (`resource`).
+    pub resource: Resource,
     /// How the secret is sent. Where nothing is said, as the authorization server's
     /// metadata has it, and else as [`ClientAuth::Basic`].
     pub client_auth: Option<ClientAuth>,
@@ -63,6 +65,18 @@ pub struct OAuthConfig {
     pub token_url: Option<Url>,
     /// Who hands them out, to be asked where.
     pub issuer: Option<Url>,
+}
+
+/// What an authorization server is told that tokens are for (RFC 8707).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Resource {
+    /// The server's own address, if it speaks MCP, which asks for that.
+    #[default]
+    Own,
+    /// This.
+    Named(String),
+    /// Nothing: some authorization servers refuse it.
+    Untold,
 }
 
 /// How a client says who it is (RFC 6749, 2.3.1).

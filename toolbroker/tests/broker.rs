@@ -518,6 +518,14 @@ fn an_old_server_that_ends_over_discover_is_used_all_the_same() {
 }
 
 #[test]
+fn an_old_server_that_answers_whatever_it_is_asked_is_used_all_the_same() {
+    let (mut broker, _log) = Broker::with_server_args(&["--agreeable"]);
+    assert_eq!(broker.tools().len(), 14);
+    let mut worker = broker.run(&["test.echo"], limits());
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+}
+
+#[test]
 fn a_failing_tool_says_why_without_its_credential() {
     let (mut broker, _) = Broker::with_test_server();
     let mut worker = broker.run(&["test.fail", "test.refuse"], limits());

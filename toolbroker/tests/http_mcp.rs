@@ -92,6 +92,9 @@ fn an_old_server_is_used_whatever_it_makes_of_the_newer_beginning() {
         Some((200, "application/json")),
         Some((200, "text/event-stream")),
         Some((200, "text/event-stream; silent")),
+        // To whatever it is asked.
+        Some((200, "application/json; agrees")),
+        Some((200, "text/event-stream; agrees")),
         None,
     ] {
         let mcp = Mcp::new(Era::Session);
@@ -264,7 +267,7 @@ fn tools_are_listed_again_when_the_server_says_that_they_changed() {
 fn a_server_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_again() {
     let mcp = Mcp::new(Era::Session);
     let web = mcp.serve();
-    for name in ["die", "die_sse", "malformed_sse"] {
+    for name in ["die", "die_sse"] {
         let mut broker = broker(&web, "");
         let tool = format!("web.{name}");
         let mut worker = broker.run(&[&tool, "web.echo"], limits());
@@ -273,6 +276,15 @@ fn a_server_that_breaks_off_leaves_the_outcome_unknown_and_is_not_asked_again() 
         assert_eq!(mcp.calls(name), 1, "{name} is never repeated");
         assert_eq!(worker.call("web.echo", &json!({})).0, None, "after {name}");
     }
+}
+
+#[test]
+fn lines_that_the_standard_has_ignored_cost_no_answer() {
+    let mcp = Mcp::new(Era::Session);
+    let web = mcp.serve();
+    let mut broker = broker(&web, "");
+    let (code, said) = broker.run(&["web.odd_sse"], limits()).call("web.odd_sse", &json!({}));
+    assert_eq!(code, None, "{said}");
 }
 
 #[test]
@@ -325,6 +337,20 @@ fn an_exchange_that_is_over_is_the_end_of_its_call_whatever_was_said() {
     // A stream that breaks off is no end of its call, whatever another of its session was.
     let mut worker = broker.run(&["web.die_sse"], limits());
     assert_eq!(worker.call("web.die_sse", &json!({})).0, Some(CallCode::OutcomeUnknown));
+}
+
+#[test]
+fn a_server_that_has_resources_and_no_tools_is_read() {
+    let mcp = Mcp::new(Era::Session);
+    mcp.get().has_no_tools = true;
+    mcp.get().resources = vec![resource("hello")];
+    let web = mcp.serve();
+    let mut broker = broker(&web, RESOURCES);
+    let mut worker = broker.run(&["resource.read"], limits());
+    let asked = json!({ "server": "web", "uri": "test://x" });
+    let (code, said) = worker.call("resource.read", &asked);
+    assert_eq!(code, None, "{said}");
+    assert!(said.to_string().contains("hello"), "{said}");
 }
 
 #[test]
@@ -665,6 +691,33 @@ fn an_account_is_shown_and_a_token_asked_for_as_the_operator_says() {
     assert_eq!(header, None);
     assert!(form.contains("&audience=https%3A%2F%2Fx.example%2Fa%20b&"), "{form}");
     assert!(form.ends_with(&format!("&client_id=me%3Ax&client_secret={CANARY}")), "{form}");
+}
+
+#[test]
+fn what_tokens_are_for_is_told_as_the_operator_or_the_servers_metadata_names_it() {
+    let asked_for = |line: &str, named: Option<&str>| {
+        let (mcp, issuer) = (Mcp::new(Era::Session), Issuer::default());
+        let web = Web::serve(issuer.router(Some(mcp.clone())).merge(mcp.router()));
+        issuer.describe(&web.url(""), &["client_credentials"]);
+        let resource = named.map_or_else(|| web.url("/mcp"), |path| web.url(path));
+        let metadata = json!({"resource": resource, "authorization_servers": [web.url("")]});
+        issuer.get().metadata.insert("/.well-known/oauth-protected-resource/mcp".into(), metadata);
+        let mut broker = broker(&web, &format!("oauth = {{ {ACCOUNT} {line} }}"));
+        match named {
+            Some("/other") => return unavailable(&mut broker),
+            _ => drop(broker.tools()),
+        }
+        let (_, form) = issuer.get().asked[0].clone();
+        let told = form.split('&').find_map(|it| it.strip_prefix("resource="));
+        let host = web.url("").replace(':', "%3A").replace('/', "%2F");
+        told.map_or_else(|| "nothing".into(), |it| it.replace(&host, "HOST"))
+    };
+    assert_eq!(asked_for("", None), "HOST%2Fmcp");
+    assert_eq!(asked_for("", Some("")), "HOST");
+    assert_eq!(asked_for(", resource = false", Some("")), "nothing");
+    assert_eq!(asked_for(", resource = 'api:crm'", Some("")), "api%3Acrm");
+    let why = asked_for("", Some("/other"));
+    assert!(why.contains("its metadata is that of another resource"), "{why}");
 }
 
 #[test]

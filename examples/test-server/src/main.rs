@@ -8,8 +8,8 @@
 //! was updated; the tool `change` does the same while it runs, and announces
 //! it. `--log FILE` appends the name of every tool that is called, before it
 //! does anything, so that a test sees what arrived. `--old` makes it a server
-//! of the older protocol that says nothing at all to `server/discover`, and `--oldest`
-//! one that ends over it. The
+//! of the older protocol that says nothing at all to `server/discover`, `--oldest`
+//! one that ends over it, and `--agreeable` one that answers it with `{}`. The
 //! list of tools always comes in pages. Its resources are `test://open/token`
 //! and `test://closed/token` (its credential), `…/large`, and `…/echo/WORD`.
 //! `--hostile` adds the tools of an attacker: `attack` tries what [`attack`]
@@ -359,17 +359,34 @@ fn spelled(how: &str, token: &str) -> Vec<String> {
     }
 }
 
+/// What a server of the older protocol makes of `server/discover`.
+#[derive(Clone, Copy)]
+enum Old {
+    Silent,
+    Ends,
+    Agrees,
+}
+
 /// Standard input without the messages that a server of the older protocol
 /// would not understand, or to the first of them.
-fn without_discover(ends: bool) -> impl AsyncRead + Send + Unpin {
+fn without_discover(old: Old) -> impl AsyncRead + Send + Unpin {
     let (mut write, read) = tokio::io::duplex(64 * 1024);
     tokio::spawn(async move {
         let mut lines = BufReader::new(tokio::io::stdin()).lines();
         while let Ok(Some(line)) = lines.next_line().await {
             if line.contains("\"server/discover\"") {
-                if ends {
-                    eprintln!("the first request is not `initialize`");
-                    std::process::exit(1);
+                match old {
+                    Old::Silent => {}
+                    Old::Ends => {
+                        eprintln!("the first request is not `initialize`");
+                        std::process::exit(1);
+                    }
+                    Old::Agrees => {
+                        let asked: serde_json::Value =
+                            serde_json::from_str(&line).unwrap_or_default();
+                        let id = &asked["id"];
+                        println!(r#"{{"jsonrpc":"2.0","id":{id},"result":{{}}}}"#);
+                    }
                 }
                 continue;
             }
@@ -389,8 +406,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         match arg.as_str() {
             "--log" => log = args.next().map(PathBuf::from),
             "--changed" => changed = true,
-            "--old" => old = Some(false),
-            "--oldest" => old = Some(true),
+            "--old" => old = Some(Old::Silent),
+            "--oldest" => old = Some(Old::Ends),
+            "--agreeable" => old = Some(Old::Agrees),
             "--hostile" => hostile = true,
             "--raw" => return Ok(raw::serve(&args.next().unwrap_or_default())?),
             "--attack" => {
@@ -403,8 +421,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     let server = Server::new(log, changed, hostile);
-    let service = if let Some(ends) = old {
-        server.serve((without_discover(ends), tokio::io::stdout())).await?
+    let service = if let Some(old) = old {
+        server.serve((without_discover(old), tokio::io::stdout())).await?
     } else {
         server.serve(rmcp::transport::stdio()).await?
     };

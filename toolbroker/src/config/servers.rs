@@ -15,7 +15,7 @@ use super::certificates::ca_file;
 use super::credentials::credential;
 use super::node::Node;
 use super::{ConfigError, Lookup, Problem, egress, strangers};
-use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_own_header, is_safe_url};
+use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, Resource, is_own_header, is_safe_url};
 use crate::openapi::Plan;
 use crate::secret::{Secret, is_short, names_credential, parts_of_credential, parts_of_header};
 use crate::stranger::{Jail, Program};
@@ -361,6 +361,7 @@ fn oauth(
         "client_auth",
         "scopes",
         "audience",
+        "resource",
         "token_url",
         "issuer",
     ])?;
@@ -382,6 +383,14 @@ fn oauth(
     }
     let client_id = node.needed("client_id")?.text()?.to_owned();
     let audience = node.field("audience").map(|it| it.text().map(str::to_owned)).transpose()?;
+    let resource = match node.field("resource") {
+        None => Resource::Own,
+        Some(said) => match said.bool() {
+            Ok(true) => Resource::Own,
+            Ok(false) => Resource::Untold,
+            Err(_) => Resource::Named(said.text()?.to_owned()),
+        },
+    };
     let client_auth = match node.field("client_auth") {
         None => None,
         Some(said) => Some(match said.text()? {
@@ -390,7 +399,16 @@ fn oauth(
             _ => return Err(said.unfit("known ways are \"basic\" and \"post\"")),
         }),
     };
-    Ok(OAuthConfig { client_id, client_secret, scopes, audience, client_auth, token_url, issuer })
+    Ok(OAuthConfig {
+        client_id,
+        client_secret,
+        scopes,
+        audience,
+        resource,
+        client_auth,
+        token_url,
+        issuer,
+    })
 }
 
 /// The operations of the document under `openapi`.

@@ -2,8 +2,9 @@
 //!
 //! JSON Schema's patterns are ECMA 262's, and most are written for it as it is without
 //! the flag `u`: there a class may be empty, a `-` beside a class escape is itself
-//! (`[\w-.]`), and `\0` is a NUL. The validator's engines take none of that; it is
-//! written for them here as they do. All else is left as it is.
+//! (`[\w-.]`), a `{` that begins no count is itself (`^{.*}$`), `\0` is a NUL, and `[\b]` a
+//! backspace. The validator's engines take none of that; it is written for them here as
+//! they do. All else is left as it is.
 
 use serde_json::{Map, Value};
 
@@ -93,8 +94,17 @@ fn rewritten(pattern: &str) -> Option<String> {
                 out.push_str(r"\x00");
                 at = if at == At::Text { at } else { after };
             }
+            ('\\', Some('b')) if at != At::Text => {
+                length = 2;
+                out.push_str(r"\x08");
+                at = after;
+            }
             ('\\', Some(escaped)) => {
                 length += escaped.len_utf8();
+                // `\p{L}`, which is meant whatever flag there is.
+                if matches!(escaped, 'p' | 'P' | 'u' | 'x') && rest[length..].starts_with('{') {
+                    length += rest[length..].find('}').map_or(0, |end| end + 1);
+                }
                 out.push_str(&rest[..length]);
                 at = match at {
                     At::Text => at,
@@ -102,6 +112,7 @@ fn rewritten(pattern: &str) -> Option<String> {
                     _ => after,
                 };
             }
+            ('{', _) if at == At::Text && !is_count(rest) => out.push_str(r"\{"),
             ('[', _) if at == At::Text => {
                 let empty = [("[^]", r"[\s\S]"), ("[]", r"[^\s\S]")];
                 match empty.iter().find(|it| rest.starts_with(it.0)) {
@@ -146,6 +157,16 @@ fn rewritten(pattern: &str) -> Option<String> {
     (out != pattern).then_some(out)
 }
 
+/// Whether this begins with how often something is repeated: `{2}`, `{2,}` or `{2,5}`.
+fn is_count(rest: &str) -> bool {
+    let Some((count, _)) = rest[1..].split_once('}') else { return false };
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|it| it.is_ascii_digit());
+    match count.split_once(',') {
+        Some((least, most)) => is_number(least) && (most.is_empty() || is_number(most)),
+        None => is_number(count),
+    }
+}
+
 /// Whether a class that is open is closed before another is opened.
 fn closes(rest: &str) -> bool {
     let mut characters = rest.chars();
@@ -183,6 +204,10 @@ mod tests {
             (r"[\d-a-z]", r"[\d\-a\-z]"),
             (r"[\d-a]b-c[a-z]", r"[\d\-a]b-c[a-z]"),
             (r"[]x[a]", r"[^\s\S]x[a]"),
+            (r"[\b]", r"[\x08]"),
+            ("^{.*}$", r"^\{.*}$"),
+            ("^{{[^{]*}}x{2}{,3}$", r"^\{\{[^{]*}}x{2}\{,3}$"),
+            ("x{", r"x\{"),
         ] {
             assert_eq!(rewritten(pattern).as_deref(), Some(written), "{pattern}");
         }
@@ -203,6 +228,8 @@ mod tests {
             r"[a\-\d]",
             "[",
             "a-b",
+            r"\ba{2}b{2,}c{2,5}\{",
+            r"\p{L}+[{\p{N}]\u{41}\x{41}",
         ] {
             let expected = if pattern == r"[-\w]" { Some(r"[\-\w]") } else { None };
             assert_eq!(rewritten(pattern).as_deref(), expected, "{pattern}");

@@ -2,13 +2,12 @@
 //! bytes or values than the broker keeps in memory.
 //!
 //! It distrusts the server. Bytes are counted as they come, from one empty line
-//! to the next; values once an event is whole, and before the MCP library parses
+//! to the next ([`sse`]); values once an event is whole, and before the MCP library parses
 //! it. In the place of an answer of which nothing can be made comes the error that
 //! ends its request ([`Unusable`]); an event of no use that answers nothing is left
 //! out. An event of too many bytes is the last of its stream, and no other
 //! stream of that session is asked for: it would begin with the same.
 
-use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,10 +21,10 @@ use rmcp::model::{JsonRpcMessage, RequestId};
 use rmcp::service::RxJsonRpcMessage;
 use rmcp::transport::streamable_http_client::SseError;
 use serde::Deserialize as _;
-use sse_stream::{Sse, SseStream};
+use sse_stream::Sse;
 
-use super::received;
 use super::unusable::{Scan, Unusable, is_same};
+use super::{received, sse};
 
 /// The events of a response, each of at most `bytes_max` bytes. If they answer
 /// a request, `asked` is its id. An event that is too large is told `session` too.
@@ -37,84 +36,9 @@ pub(super) fn events(
 ) -> BoxStream<'static, Result<Sse, SseError>> {
     // What becomes of this stream says nothing of another's answer.
     let is_too_large = Arc::new(AtomicBool::new(false));
-    let bytes = Bounded {
-        inner: Box::pin(response.bytes_stream()),
-        event: Event { bytes_max, ..Event::default() },
-        is_over: false,
-        is_too_large: [Arc::clone(&is_too_large), session],
-    };
-    let inner = Box::pin(SseStream::from_bytes_stream(bytes));
+    let told = [Arc::clone(&is_too_large), session];
+    let inner = Box::pin(sse::Events::of(response.bytes_stream(), bytes_max, told));
     Box::pin(Answers { inner, asked, is_over: false, is_too_large })
-}
-
-/// What was seen of one event.
-#[derive(Default)]
-struct Event {
-    bytes_max: usize,
-    bytes: usize,
-    line_bytes: usize,
-    /// A line feed that comes now ends no other line.
-    after_return: bool,
-}
-
-impl Event {
-    /// `false` if it is too large.
-    fn passes(&mut self, bytes: &[u8]) -> bool {
-        bytes.iter().all(|byte| {
-            let after_return = std::mem::replace(&mut self.after_return, *byte == b'\r');
-            match byte {
-                b'\n' if after_return => {}
-                b'\n' | b'\r' => {
-                    if self.line_bytes == 0 {
-                        self.bytes = 0;
-                    }
-                    self.line_bytes = 0;
-                }
-                _ => (self.bytes, self.line_bytes) = (self.bytes + 1, self.line_bytes + 1),
-            }
-            self.bytes <= self.bytes_max
-        })
-    }
-}
-
-/// Bytes of events, to the end of the last one that is not too large.
-struct Bounded<S> {
-    inner: Pin<Box<S>>,
-    event: Event,
-    is_over: bool,
-    /// Of this stream, and of its session.
-    is_too_large: [Arc<AtomicBool>; 2],
-}
-
-impl<S, B, E> Stream for Bounded<S>
-where
-    S: Stream<Item = Result<B, E>>,
-    B: AsRef<[u8]>,
-    E: std::error::Error + Send + Sync + 'static,
-{
-    type Item = io::Result<B>;
-
-    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let this = self.get_mut();
-        if this.is_over {
-            return Poll::Ready(None);
-        }
-        let next = match ready!(this.inner.as_mut().poll_next(context)) {
-            Some(Ok(bytes)) if this.event.passes(bytes.as_ref()) => Ok(bytes),
-            Some(Ok(_)) => {
-                let limit = this.event.bytes_max;
-                tracing::warn!("an event of a tool server has more than {limit} bytes");
-                for is_too_large in &this.is_too_large {
-                    is_too_large.store(true, Ordering::Release);
-                }
-                Err(io::Error::from(io::ErrorKind::InvalidData))
-            }
-            Some(Err(error)) => Err(io::Error::other(error)),
-            None => return Poll::Ready(None),
-        };
-        this.is_over = next.is_err();
-        Poll::Ready(Some(next))
-    }
 }
 
 /// Events that the MCP library can read.
@@ -215,27 +139,6 @@ mod tests {
 
     use super::super::unusable::VALUES_MAX;
     use super::*;
-
-    fn passes(bytes_max: usize, text: &str) -> bool {
-        let mut whole = Event { bytes_max, ..Event::default() };
-        let mut pieces = Event { bytes_max, ..Event::default() };
-        let passes = whole.passes(text.as_bytes());
-        assert_eq!(text.bytes().all(|byte| pieces.passes(&[byte])), passes, "{text:?}");
-        passes
-    }
-
-    #[test]
-    fn an_event_is_counted_from_one_empty_line_to_the_next() {
-        for end in ["\n\n", "\r\r", "\r\n\r\n"] {
-            assert!(passes(7, &format!("data: x{end}").repeat(3)), "{end:?}");
-            assert!(!passes(6, &format!("data: x{end}")), "{end:?}");
-        }
-        // One line's end is no event's.
-        for end in ["\n", "\r", "\r\n"] {
-            assert!(passes(14, &format!("data: x{end}").repeat(2)), "{end:?}");
-            assert!(!passes(13, &format!("data: x{end}").repeat(2)), "{end:?}");
-        }
-    }
 
     /// What comes of events that are there already.
     fn out(asked: Option<RequestId>, data: &[&str]) -> Vec<Result<Sse, SseError>> {

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use rmcp::model::{
     CallToolRequest, CallToolRequestParams, CancelledNotificationParam, ClientCapabilities,
-    ClientConfig, ClientRequest, Implementation, JsonObject, ListToolsRequest,
+    ClientConfig, ClientRequest, ErrorCode, Implementation, JsonObject, ListToolsRequest,
     PaginatedRequestParams, ProtocolVersion, ReadResourceRequest, ReadResourceRequestParams,
     RequestId, RequestMetaObject, ServerResult, SubscriptionFilter,
 };
@@ -149,6 +149,11 @@ impl Session {
     /// The version of the protocol that is spoken.
     pub(super) fn version(&self) -> Option<ProtocolVersion> {
         self.service.peer_info().map(|info| info.protocol_version.clone())
+    }
+
+    /// Whether it says that it has tools. Some that have say nothing.
+    fn offers_tools(&self) -> bool {
+        self.service.peer_info().is_some_and(|info| info.capabilities.tools.is_some())
     }
 
     /// The process it is carried by, if it is.
@@ -325,6 +330,12 @@ impl Session {
                 .add_each(page, &self.scrubs)
                 .unwrap_or_else(|| Err(failed(&ServiceError::UnexpectedResponse))),
             Ok(_) => Err(failed(&ServiceError::UnexpectedResponse)),
+            // It says that it has none.
+            Err(ServiceError::McpError(error))
+                if error.code == ErrorCode::METHOD_NOT_FOUND && !self.offers_tools() =>
+            {
+                Ok(None)
+            }
             Err(error) => {
                 // It has forgotten the session, and with it whatever was listed.
                 if let ServiceError::TransportSend(error) = &error

@@ -50,6 +50,7 @@ mod received;
 pub(crate) mod scrubs;
 mod silence;
 mod source;
+mod sse;
 mod stdio;
 mod streamable;
 mod unread;

@@ -30,7 +30,7 @@ use tokio::time::{Instant, timeout};
 
 use super::http::{body_within, explain};
 use super::scrubs::{IssuedBy, Scrubs};
-use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, is_safe_url};
+use crate::endpoint::{ClientAuth, Endpoint, OAuthConfig, Resource, is_safe_url};
 use crate::secret::{Secret, is_short};
 use crate::uri::percent_encoded;
 
@@ -65,6 +65,11 @@ pub(crate) enum TokenError {
     )]
     NotSaid { place: String },
     #[error(
+        "no access token: the authorization server {issuer:?} has no metadata at {tried}: see \
+         whether `oauth.issuer` is its name, or set `oauth.token_url` in its place"
+    )]
+    NoMetadata { issuer: String, tried: String },
+    #[error(
         "no access token: the server names the authorization server {issuer:?}, which is \
          elsewhere: if it may have this client's secret, set it as `oauth.issuer`"
     )]
@@ -82,7 +87,9 @@ pub(super) struct OAuth {
     config: OAuthConfig,
     /// The server that the tokens are for.
     server: Url,
-    is_resource: bool,
+    /// What they are asked for as (RFC 8707), unless that server's metadata has another name
+    /// for it.
+    resource: Option<String>,
     http: reqwest::Client,
     scrubs: Arc<Scrubs>,
     held: Mutex<Held>,
@@ -107,6 +114,27 @@ struct TokenEndpoint {
     url: Url,
     /// How the secret is sent, as its metadata has it.
     client_auth: ClientAuth,
+    /// What the server is to it, as its own metadata has it.
+    resource: Option<String>,
+}
+
+/// An address as MCP has it name a resource: without a path that says nothing.
+fn canonical(server: &Url) -> String {
+    match server.as_str().strip_suffix('/') {
+        Some(origin) if server.path() == "/" => origin.to_owned(),
+        _ => server.as_str().to_owned(),
+    }
+}
+
+/// Whether metadata of the resource of this name is good for a server: RFC 9728 has it be
+/// the same, and servers name their origin, or what several paths lie below.
+fn is_of(name: &str, server: &Url) -> bool {
+    let segments = |url: &Url| -> Vec<String> {
+        url.path().split('/').filter(|it| !it.is_empty()).map(str::to_owned).collect()
+    };
+    Url::parse(name).is_ok_and(|named| {
+        named.origin() == server.origin() && segments(server).starts_with(&segments(&named))
+    })
 }
 
 impl OAuth {
@@ -118,7 +146,12 @@ impl OAuth {
         scrubs: &Arc<Scrubs>,
     ) -> Self {
         let (server, scrubs) = (server.url.clone(), Arc::clone(scrubs));
-        Self { config, server, is_resource, http, scrubs, held: Mutex::default() }
+        let resource = match &config.resource {
+            Resource::Own => is_resource.then(|| canonical(&server)),
+            Resource::Named(name) => Some(name.clone()),
+            Resource::Untold => None,
+        };
+        Self { config, server, resource, http, scrubs, held: Mutex::default() }
     }
 
     /// A token that lasts. Whoever comes while it is fetched waits for it, and
@@ -189,7 +222,8 @@ impl OAuth {
     /// Where tokens are to be had.
     async fn find(&self) -> Result<TokenEndpoint, TokenError> {
         if let Some(url) = &self.config.token_url {
-            return Ok(TokenEndpoint { url: url.clone(), client_auth: ClientAuth::Basic });
+            let (url, client_auth) = (url.clone(), ClientAuth::Basic);
+            return Ok(TokenEndpoint { url, client_auth, resource: None });
         }
         if let Some(issuer) = &self.config.issuer {
             return self.of_issuer(issuer).await;
@@ -197,8 +231,14 @@ impl OAuth {
         let path = self.server.path().trim_end_matches('/');
         let base = "/.well-known/oauth-protected-resource";
         let paths = [format!("{base}{path}"), base.to_owned()];
-        let metadata = self.metadata(&paths, &self.server).await?;
         let place = || self.server.origin().ascii_serialization();
+        let metadata = self.metadata(&paths, &self.server).await?;
+        let metadata = metadata.ok_or_else(|| TokenError::NotSaid { place: place() })?;
+        let resource = metadata.get("resource").and_then(Value::as_str);
+        if resource.is_some_and(|name| !is_of(name, &self.server)) {
+            let why = "its metadata is that of another resource".into();
+            return Err(TokenError::Exchange { place: place(), why });
+        }
         let named: Vec<&str> = metadata
             .get("authorization_servers")
             .and_then(Value::as_array)
@@ -219,18 +259,24 @@ impl OAuth {
         if at.url.origin() != self.server.origin() {
             return Err(TokenError::Elsewhere { issuer: at.url.origin().ascii_serialization() });
         }
-        Ok(at)
+        Ok(TokenEndpoint { resource: resource.map(str::to_owned), ..at })
     }
 
     /// Where an authorization server hands tokens out, by its metadata.
     async fn of_issuer(&self, issuer: &Url) -> Result<TokenEndpoint, TokenError> {
         let path = issuer.path().trim_end_matches('/');
-        let paths = [
+        // In MCP's order.
+        let mut paths = vec![
             format!("/.well-known/oauth-authorization-server{path}"),
-            format!("{path}/.well-known/openid-configuration"),
+            format!("/.well-known/openid-configuration{path}"),
         ];
-        let metadata = self.metadata(&paths, issuer).await?;
+        if !path.is_empty() {
+            paths.push(format!("{path}/.well-known/openid-configuration"));
+        }
         let place = issuer.as_str().to_owned();
+        let metadata = self.metadata(&paths, issuer).await?.ok_or_else(|| {
+            TokenError::NoMetadata { issuer: place.clone(), tried: paths.join(" or ") }
+        })?;
         let failed = |why: &str| TokenError::Exchange { place: place.clone(), why: why.into() };
         let text = |key: &str| metadata.get(key).and_then(Value::as_str);
         let lists = |key: &str, entry: &str| {
@@ -256,11 +302,11 @@ impl OAuth {
         let only_post = lists(methods, "client_secret_basic") == Some(false)
             && lists(methods, "client_secret_post") == Some(true);
         let client_auth = if only_post { ClientAuth::Post } else { ClientAuth::Basic };
-        Ok(TokenEndpoint { url, client_auth })
+        Ok(TokenEndpoint { url, client_auth, resource: None })
     }
 
-    /// The first of these documents of `host` that is there.
-    async fn metadata(&self, paths: &[String], host: &Url) -> Result<Value, TokenError> {
+    /// The first of these documents of `host` that is there, if one is.
+    async fn metadata(&self, paths: &[String], host: &Url) -> Result<Option<Value>, TokenError> {
         for path in paths {
             let mut url = host.clone();
             url.set_path(path);
@@ -268,10 +314,10 @@ impl OAuth {
             let request = self.http.get(url.clone()).header(ACCEPT, "application/json");
             let (status, answer) = self.exchange(&url, request).await?;
             if status == 200 && answer.is_object() {
-                return Ok(answer);
+                return Ok(Some(answer));
             }
         }
-        Err(TokenError::NotSaid { place: host.origin().ascii_serialization() })
+        Ok(None)
     }
 
     async fn fetch(&self, at: &TokenEndpoint) -> Result<Token, TokenError> {
@@ -290,8 +336,9 @@ impl OAuth {
         if let Some(audience) = audience {
             add("audience", audience);
         }
-        if self.is_resource {
-            add("resource", self.server.as_str());
+        let own = at.resource.as_ref().filter(|_| self.config.resource == Resource::Own);
+        if let Some(resource) = &self.resource {
+            add("resource", own.unwrap_or(resource));
         }
         let mut request = self.http.post(at.url.clone());
         if client_auth.unwrap_or(at.client_auth) == ClientAuth::Post {
@@ -316,10 +363,17 @@ impl OAuth {
             .body(form);
         let (status, answer) = self.exchange(&at.url, request).await?;
         let text = |key: &str| answer.get(key).and_then(Value::as_str);
-        if !(200..=299).contains(&status) {
-            let said = [text("error"), text("error_description")];
-            let said: Vec<&str> = said.into_iter().flatten().collect();
-            let why = self.scrubs.text(&format!("{status} {}", said.join(": ")));
+        // Some refuse with a success.
+        if !(200..=299).contains(&status) || text("error").is_some() {
+            let mut why = status.to_string();
+            if (300..=399).contains(&status) {
+                why.push_str(": it redirects, and none is followed: configure its target");
+            }
+            for said in [text("error"), text("error_description")].into_iter().flatten() {
+                why.push_str(": ");
+                why.push_str(said);
+            }
+            let why = self.scrubs.text(&why);
             return Err(TokenError::Refused { why: crate::cut(&why, 512) });
         }
         let place = at.url.origin().ascii_serialization();
@@ -385,6 +439,28 @@ mod tests {
     use tokio::sync::Semaphore;
     use tokio::task::JoinSet;
 
+    #[test]
+    fn a_resource_is_named_without_an_empty_path_and_taken_as_its_own_or_what_it_lies_below() {
+        let url = |text: &str| Url::parse(text).unwrap();
+        assert_eq!(canonical(&url("https://a.example/")), "https://a.example");
+        assert_eq!(canonical(&url("https://a.example/mcp/")), "https://a.example/mcp/");
+        assert_eq!(canonical(&url("https://a.example/?key=1")), "https://a.example/?key=1");
+        let server = url("https://a.example/v1/mcp");
+        for (name, is_good) in [
+            ("https://a.example/v1/mcp", true),
+            ("https://a.example/v1/mcp/", true),
+            ("https://a.example/v1", true),
+            ("https://a.example", true),
+            ("https://a.example/v1/m", false),
+            ("https://a.example/v1/mcp/more", false),
+            ("http://a.example/v1/mcp", false),
+            ("https://b.example/v1/mcp", false),
+            ("a.example", false),
+        ] {
+            assert_eq!(is_of(name, &server), is_good, "{name}");
+        }
+    }
+
     #[tokio::test]
     async fn whoever_waits_for_a_token_that_is_not_had_shares_the_one_failure() {
         let (asked, may_answer) = (Arc::new(AtomicUsize::new(0)), Arc::new(Semaphore::new(0)));
@@ -403,6 +479,7 @@ mod tests {
             client_secret: Secret::new("a secret of mine".into()).unwrap(),
             scopes: Vec::new(),
             audience: None,
+            resource: Resource::Own,
             client_auth: None,
             token_url: Some(url.join("token").unwrap()),
             issuer: None,

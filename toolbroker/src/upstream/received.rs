@@ -10,7 +10,7 @@
 
 use forge_protocol::json;
 use rmcp::RoleClient;
-use rmcp::model::{CustomResult, ErrorCode, JsonRpcMessage, RequestId};
+use rmcp::model::{CustomResult, ErrorCode, JsonRpcMessage, RequestId, ServerResult};
 use rmcp::service::RxJsonRpcMessage;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -108,6 +108,14 @@ fn unread_end(text: &[u8]) -> Option<Value> {
     let has_members = content.is_some() || structured.is_some() || contents.is_some();
     (has_members && is_complete(&kind))
         .then(|| json!({ "jsonrpc": jsonrpc, "id": id, "result": { AS_IT_CAME: result } }))
+}
+
+/// Whether this answers `server/discover` as something else.
+pub(super) fn is_of_another_request(message: &RxJsonRpcMessage<RoleClient>) -> bool {
+    match message {
+        JsonRpcMessage::Response(said) => !matches!(said.result, ServerResult::DiscoverResult(_)),
+        _ => false,
+    }
 }
 
 /// Which request a message from the server answers.

@@ -32,7 +32,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::UpstreamError;
 use super::lines::Lines;
-use super::received::answers;
+use super::received::{answers, is_of_another_request};
 use super::scrubs::Scrubs;
 use crate::secret::SECRET_BYTES_MAX;
 use crate::stranger::{self, Program};
@@ -286,8 +286,16 @@ impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for StdioTransport<R> {
                     }
                 },
                 Discover::Asked { id, .. } if answers(&message) == Some(id) => {
+                    let id = id.clone();
                     self.discover = Discover::Settled;
-                    return Some(message);
+                    if !is_of_another_request(&message) {
+                        return Some(message);
+                    }
+                    // Some answer whatever they are asked.
+                    let what = "its answer is none to what was asked: taken for a server of the \
+                                older protocol";
+                    let error = ErrorData::new(ErrorCode::METHOD_NOT_FOUND, what, None);
+                    return Some(JsonRpcMessage::error(error, Some(id)));
                 }
                 _ => return Some(message),
             }

@@ -31,7 +31,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::events::events;
 use super::http::{BodyError, Client, SendError, body_within, retry_after};
-use super::received::{self, answers};
+use super::received::{self, answers, is_of_another_request};
 use super::unread::SMALL_BYTES_MAX;
 use super::unusable::{MESSAGE_BYTES_MAX, Unusable, has_few_values, is_same};
 use crate::beside;
@@ -156,15 +156,24 @@ impl Mcp {
             return refusal(response, Asked::Era(asked)).await;
         }
         let era = Asked::Era(asked.clone());
-        match answer(response, era, &self.0.is_too_large).await? {
+        let (message, session) = match answer(response, era, &self.0.is_too_large).await? {
             StreamableHttpPostResponse::Sse(events, session) => {
-                Ok(match answer_among(events, &asked).await {
-                    Some(message) => StreamableHttpPostResponse::Json(message, session),
-                    None => of_the_older_era(asked, "it ends its answer before there is one"),
-                })
+                match answer_among(events, &asked).await {
+                    Some(message) => (message, session),
+                    None => {
+                        let why = "it ends its answer before there is one";
+                        return Ok(of_the_older_era(asked, why));
+                    }
+                }
             }
-            other => Ok(other),
-        }
+            StreamableHttpPostResponse::Json(message, session) => (message, session),
+            other => return Ok(other),
+        };
+        // Some answer whatever they are asked.
+        Ok(match is_of_another_request(&message) {
+            true => of_the_older_era(asked, "its answer is none to what was asked"),
+            false => StreamableHttpPostResponse::Json(message, session),
+        })
     }
 
     fn request(&self, method: Method, uri: &str) -> RequestBuilder {

@@ -149,6 +149,8 @@ pub struct Inner {
     pub token: Option<String>,
     /// Whether each page of the list promises another.
     pub endless_list: bool,
+    /// Whether it has resources alone, says so, and knows nothing of tools.
+    pub has_no_tools: bool,
     /// The status and kind that `server/discover` is answered with by a server of the
     /// older protocol, if it does not refuse it; and whether it answers at all.
     pub on_discover: Option<Option<(u16, &'static str)>>,
@@ -175,6 +177,7 @@ impl Mcp {
             tools: Vec::new(),
             token: None,
             endless_list: false,
+            has_no_tools: false,
             on_discover: None,
             refuse: Vec::new(),
             resources: Vec::new(),
@@ -312,7 +315,11 @@ async fn handle(
         }
         _ => {}
     }
-    let capabilities = json!({"tools": {"listChanged": true}});
+    let has_no_tools = mcp.get().has_no_tools;
+    let capabilities = match has_no_tools {
+        true => json!({"resources": {}}),
+        false => json!({"tools": {"listChanged": true}}),
+    };
     let on_discover = mcp.get().on_discover;
     match rpc.as_str() {
         "server/discover" if era == Era::Modern => reply(
@@ -329,6 +336,11 @@ async fn handle(
                         let (sender, body) = flow();
                         mcp.get().listeners.push((None, sender));
                         body
+                    }
+                    "application/json; agrees" => return reply(&id, json!({})),
+                    "text/event-stream; agrees" => {
+                        let said = json!({"jsonrpc": "2.0", "id": id, "result": {}});
+                        Body::from(event(&said))
                     }
                     _ => Body::from("<p>What?</p>"),
                 };
@@ -363,6 +375,7 @@ async fn handle(
             mcp.get().listeners.push((Some(id), sender));
             stream(body)
         }
+        "tools/list" if has_no_tools => failure(StatusCode::OK, &id, -32601, "no such method"),
         "tools/list" => {
             let inner = mcp.get();
             let mut tools = vec![
@@ -374,7 +387,7 @@ async fn handle(
                 tool("die_sse", "Breaks off, as a stream."),
                 tool("endless", "Never ends."),
                 tool("endless_sse", "Never ends, as a stream."),
-                tool("malformed_sse", "Talks nonsense."),
+                tool("odd_sse", "Answers among lines that the standard has ignored."),
                 tool("many", "Says very much."),
                 tool("asks_sse", "Asks very much, as a stream, and answers."),
                 tool("garbled", "Says what is no JSON."),
@@ -453,7 +466,11 @@ async fn call(mcp: &Mcp, era: Era, id: &Value, seen: &Seen) -> Response {
         "die_sse" => stream(broken(": hello\n\n".into())),
         "endless" => json_body(endless("[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[")),
         "endless_sse" => stream(endless("data: x\n")),
-        "malformed_sse" => stream("data: {no json\n\nevent: \nx\n\n".into()),
+        "odd_sse" => {
+            let said = json!({"jsonrpc": "2.0", "id": id, "result": said});
+            let lines = "event\nretry: abc\nid: 1\nid: 2\nno field\nfoo: bar\n";
+            stream(format!("{lines}data: {said}\nretry:\n\nevent\n\n").into())
+        }
         "many" => json_body(many(id).into()),
         "garbled" => json_body(format!(r#"{{"jsonrpc":"2.0","id":{id},"result":NaN}}"#).into()),
         "garbled_sse" => {
