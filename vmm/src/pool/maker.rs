@@ -145,7 +145,10 @@ impl Maker {
             match standing?.fork(order, patience) {
                 Ok(made) => return made,
                 Err(error) => {
-                    tracing::warn!(%error, "the zygote is gone; another is started");
+                    // One that was killed has none after it.
+                    if !self.lock_reach().killed {
+                        tracing::warn!(%error, "the zygote is gone; another is started");
+                    }
                     bereft();
                     lost = Some(error);
                     *zygote = None;

@@ -14,7 +14,8 @@ use crate::machine;
 
 /// After so long without a cold start the pool keeps one worker less.
 const SHRINK_AFTER: Duration = Duration::from_secs(10);
-/// After so long without a run of it a program has no VMs prepared.
+/// After so long without a run of it a program has no VMs prepared, and one that was put
+/// back for a tenant goes that has served none.
 const FORGET_AFTER: Duration = Duration::from_secs(600);
 /// Programs that VMs are kept prepared for. Of the tenant that has most of them
 /// the one used longest ago goes first, so that nobody's many take another's few.
@@ -81,14 +82,29 @@ struct Program {
     used: Instant,
 }
 
+/// A worker of one tenant, or prepared.
+#[derive(Debug)]
+struct Owned {
+    key: Key,
+    worker: Worker,
+    /// When it came here.
+    since: Instant,
+}
+
+impl Owned {
+    fn new(key: Key, worker: Worker) -> Self {
+        Self { key, worker, since: Instant::now() }
+    }
+}
+
 /// The shelves.
 #[derive(Debug)]
 pub(super) struct Shelves {
     options: PoolOptions,
     /// Untouched by any tenant, with the usual RAM.
     standing: Vec<Worker>,
-    /// Of one tenant, or prepared; the longest unused first.
-    owned: Vec<(Key, Worker)>,
+    /// The longest unused first.
+    owned: Vec<Owned>,
     /// The most recently used first.
     programs: VecDeque<Program>,
     /// How many are to stand ready now.
@@ -133,7 +149,7 @@ impl Shelves {
     pub(super) fn clear(&mut self) -> Vec<Worker> {
         let mut gone = std::mem::take(&mut self.spent);
         gone.append(&mut self.standing);
-        gone.extend(self.owned.drain(..).map(|(_, worker)| worker));
+        gone.extend(self.owned.drain(..).map(|it| it.worker));
         gone
     }
 
@@ -151,8 +167,8 @@ impl Shelves {
             self.programs.push_front(Program { used: Instant::now(), ..program });
         }
         // The one used last has the most of its memory in the caches.
-        if let Some(at) = self.owned.iter().rposition(|(of, _)| of == key) {
-            return Some(self.owned.remove(at).1);
+        if let Some(at) = self.owned.iter().rposition(|it| it.key == *key) {
+            return Some(self.owned.remove(at).worker);
         }
         if !usual || key.program.is_some() {
             return None;
@@ -168,8 +184,8 @@ impl Shelves {
     /// After a run of a worker that resets itself. Gives back one that there
     /// is no more room for.
     pub(super) fn give_back(&mut self, key: &Key, worker: Worker) -> Option<Worker> {
-        self.owned.push((key.clone(), worker));
-        (self.owned.len() > self.options.ready_max).then(|| self.owned.remove(0).1)
+        self.owned.push(Owned::new(key.clone(), worker));
+        (self.owned.len() > self.options.ready_max).then(|| self.owned.remove(0).worker)
     }
 
     /// One that was taken and was given no run. Gives it back if there is no more room
@@ -214,21 +230,21 @@ impl Shelves {
     /// is not as it was, says so without being asked.
     pub(super) fn take_speaking(&mut self) -> Vec<Worker> {
         let mut speaking: Vec<_> = self.standing.extract_if(.., |worker| worker.speaks()).collect();
-        let owned = self.owned.extract_if(.., |(_, worker)| worker.speaks());
-        speaking.extend(owned.map(|(_, worker)| worker));
+        let owned = self.owned.extract_if(.., |it| it.worker.speaks());
+        speaking.extend(owned.map(|it| it.worker));
         speaking
     }
 
     /// Takes those that compute while they stand there for their tenant.
     pub(super) fn take_restless(&mut self) -> Vec<Worker> {
-        let restless = self.owned.extract_if(.., |(_, worker)| worker.is_restless());
-        restless.map(|(_, worker)| worker).collect()
+        let restless = self.owned.extract_if(.., |it| it.worker.is_restless());
+        restless.map(|it| it.worker).collect()
     }
 
     /// Whether the next who comes for this use would find nothing, and somebody
     /// could make something before.
     pub(super) fn is_bare(&self, key: &Key) -> bool {
-        let found = self.owned.iter().any(|(of, _)| of == key)
+        let found = self.owned.iter().any(|it| it.key == *key)
             || key.program.is_none() && !self.standing.is_empty();
         !found && self.missing().is_some()
     }
@@ -260,12 +276,17 @@ impl Shelves {
     /// Keeps no VM prepared with the program at this place any more.
     fn forget(&mut self, at: usize) {
         let Some(forgotten) = self.programs.remove(at) else { return };
-        let owned = self.owned.extract_if(.., |(of, _)| *of == forgotten.key);
-        self.spent.extend(owned.map(|(_, worker)| worker));
+        let owned = self.owned.extract_if(.., |it| it.key == forgotten.key);
+        self.spent.extend(owned.map(|it| it.worker));
     }
 
-    /// The same of all that nobody has asked for in a while.
+    /// The same of all that nobody has asked for in a while; and lets go what stands as long
+    /// for a tenant with no program.
     pub(super) fn forget_unused(&mut self, now: Instant) {
+        let unused = self.owned.extract_if(.., |it| {
+            it.key.program.is_none() && now.saturating_duration_since(it.since) >= FORGET_AFTER
+        });
+        self.spent.extend(unused.map(|it| it.worker));
         let is_unused = |last: &Program| now.saturating_duration_since(last.used) >= FORGET_AFTER;
         while self.programs.back().is_some_and(is_unused) {
             self.forget(self.programs.len() - 1);
@@ -291,7 +312,7 @@ impl Shelves {
             return None;
         }
         let ready =
-            |program: &Program| self.owned.iter().filter(|(key, _)| *key == program.key).count();
+            |program: &Program| self.owned.iter().filter(|it| it.key == program.key).count();
         // One for each program; more only as long as there may be more VMs.
         let has_room = self.owned.len() < self.options.ready_max;
         let none = self.programs.iter().find(|program| ready(program) == 0);
@@ -308,7 +329,7 @@ impl Shelves {
         match missing {
             Missing::Standing => self.standing.push(worker),
             Missing::Prepared(key, _) if self.place_of(&key).is_some() => {
-                self.owned.push((key, worker));
+                self.owned.push(Owned::new(key, worker));
             }
             Missing::Prepared(..) => return Some(worker),
         }
@@ -471,6 +492,17 @@ mod tests {
         assert!(shelves.take(&key("b"), true).is_some());
         assert!(shelves.take(&key("b"), true).is_none(), "there was one");
         assert!(shelves.take(&key("c"), true).is_some());
+    }
+
+    #[test]
+    fn a_tenants_vm_that_serves_nobody_goes_after_a_while() {
+        let mut shelves = shelves(0, 4, RESET);
+        assert!(shelves.give_back(&key("a"), worker()).is_none());
+        assert!(shelves.give_back(&key("b"), worker()).is_none());
+        shelves.owned[1].since += FORGET_AFTER / 2;
+        shelves.forget_unused(Instant::now() + FORGET_AFTER);
+        assert_eq!(shelves.take_spent().len(), 1);
+        assert!(shelves.take(&key("a"), true).is_none() && shelves.take(&key("b"), true).is_some());
     }
 
     #[test]
