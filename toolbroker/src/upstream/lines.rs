@@ -21,6 +21,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::AbortHandle;
 
 use super::received::{self, answers};
+use super::unread::SMALL_BYTES_MAX;
 use super::unusable::{MESSAGE_BYTES_MAX, Scan, Unusable, is_same};
 
 /// What may wait to be written, in bytes: a server that takes nothing gets no
@@ -240,6 +241,13 @@ impl<R: AsyncRead + Unpin> Lines<R> {
         self.asked.retain(|asked| !is_same(id, asked));
     }
 
+    /// Whether a line is a large answer to nothing that is waited for: of a run that is over,
+    /// perhaps. To read it would hold up what others wait for.
+    fn is_nobodys(&self, line: &Line) -> bool {
+        line.bytes.len() > SMALL_BYTES_MAX
+            && line.scan.answers().is_some_and(|id| !self.asked.iter().any(|it| is_same(&id, it)))
+    }
+
     /// Of an error that names no request, the only one there is, if the error says
     /// that no request could be read: so a server answers that does not know the id
     /// (JSON-RPC 2.0, section 5).
@@ -305,6 +313,11 @@ impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for Lines<R> {
     async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
         loop {
             let line = self.line().await?;
+            if self.is_nobodys(&line) {
+                let (server, bytes) = (&self.server, line.bytes.len());
+                tracing::debug!(server, bytes, "a large answer to nothing that is waited for");
+                continue;
+            }
             match line.message() {
                 Ok(Some(message)) => return Some(self.attributed(message)),
                 Ok(None) => {}
@@ -403,6 +416,23 @@ mod tests {
             assert!(written.await.is_err());
         }
         assert!(lines.send(call(9, "late")).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_large_answer_that_nobody_waits_for_is_not_read() {
+        // Whoever read them would say of each that it is no JSON.
+        let answer =
+            |id, text: &str| format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":{text}\n");
+        let large = format!("\"{}", "a".repeat(SMALL_BYTES_MAX));
+        let said = [answer(7, &large), answer(8, &large), answer(7, "{}}")].concat();
+        let mut lines = Lines::new("x", said.as_bytes(), tokio::io::sink());
+        lines.send(call(7, "")).await.unwrap();
+        lines.send(given_up(7)).await.unwrap();
+        lines.send(call(8, "")).await.unwrap();
+        let first = lines.receive().await.unwrap();
+        assert_eq!(answers(&first), Some(&RequestId::Number(8)));
+        assert_eq!(lines.complaints, 1, "of the one that is waited for");
+        assert_eq!(answers(&lines.receive().await.unwrap()), Some(&RequestId::Number(7)));
     }
 
     #[tokio::test]
