@@ -36,6 +36,7 @@
 //! | [`cpu_latency`] | CPUs that are kept from deep sleep while runs come |
 //! | [`user`] | users of this host that processes run as |
 //! | [`shortage`] | what gives way where memory is short |
+//! | [`memory`] | memory that is free goes back to the host |
 //! | [`bench`] | what a run costs beside its floors |
 //!
 //! From the worker on it is the crate `forge-worker`, of which a worker's process is built;
@@ -53,6 +54,7 @@ pub mod isolation;
 pub mod keeper;
 pub mod keys;
 mod locks;
+pub mod memory;
 pub mod pool;
 pub mod probe;
 pub mod report;

@@ -32,8 +32,8 @@ use forge_protocol::run::CallRecord;
 use self::control::{Control, Silence};
 use crate::link::Patience;
 use crate::locks::lock;
-use crate::shortage;
 use crate::user::User;
+use crate::{memory, shortage};
 
 /// The broker's executable, looked for beside this one.
 const EXECUTABLE: &str = "forge-toolbroker";
@@ -199,6 +199,7 @@ impl Broker {
         let mut command = Command::new(&executable);
         command
             .args(arguments)
+            .envs(memory::environment())
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             .stderr(Stdio::inherit())

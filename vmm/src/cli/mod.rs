@@ -175,6 +175,7 @@ fn signals_as_expected() {
 /// The whole command.
 pub(crate) fn main() -> ExitCode {
     signals_as_expected();
+    forge_vmm::memory::goes_back();
     // Where the kernel does not know it, what is started has what everybody's children had.
     let _ = forge_vmm::jail::privileges::keep_descriptors();
     if std::env::args_os().nth(1).is_some_and(|first| first == door::COMMAND) {
