@@ -382,7 +382,164 @@ mod tests {
         let update = connection.poll(0).unwrap();
         assert_eq!(update.header.operation, op::CREDIT_UPDATE);
         assert_eq!(update.header.forwarded, most.len() as u32);
-        connection.handle(header(op::RW), &most).unwrap();
+        assert!(!connection.wants_to_send() && connection.poll(0).is_none(), "told once");
+        connection.handle(header(op::RW), &most[1..]).unwrap();
+        connection.take_incoming();
+        assert!(!connection.wants_to_send() && connection.poll(0).is_none(), "half is enough");
+    }
+
+    #[test]
+    fn credit_holds_where_the_counters_wrap() {
+        let mut connection = open();
+        let before = Wrapping(u32::MAX - 300);
+        (connection.sent_total, connection.peer_consumed) = (before, before);
+        (connection.received_total, connection.consumed_total) = (before, before);
+        connection.send(&[7; 2000]);
+        let at = |wrapped: u32| Header { forwarded: wrapped, ..header(op::CREDIT_UPDATE) };
+        connection.handle(at(before.0), &[]).unwrap();
+        assert_eq!(connection.poll(5000).unwrap().payload.len(), 1000);
+        connection.handle(at((before + Wrapping(600)).0), &[]).unwrap();
+        assert_eq!(connection.poll(5000).unwrap().payload.len(), 600);
+        // A counter that goes back is a lie, and gives nothing.
+        connection.handle(at(before.0), &[]).unwrap();
+        assert!(!connection.wants_to_send() && connection.poll(5000).is_none());
+        connection.handle(at((before + Wrapping(1600)).0), &[0; 600]).unwrap();
+        assert_eq!(connection.poll(5000).unwrap().payload.len(), 400);
+        let all = vec![0; BUFFER_BYTES as usize];
+        connection.take_incoming();
+        connection.handle(header(op::RW), &all).unwrap();
+        assert_eq!(connection.handle(header(op::RW), &[0]), Err(Violation::PastCredit));
+    }
+
+    #[test]
+    fn a_guest_without_a_buffer_is_sent_no_data_and_takes_none_of_its_receive_buffers() {
+        let mut connection = open();
+        connection.send(b"x");
+        for (buffer_bytes, wants) in [(0, false), (1, true)] {
+            let update = Header { buffer_bytes, ..header(op::CREDIT_UPDATE) };
+            connection.handle(update, &[]).unwrap();
+            assert_eq!(connection.wants_to_send(), wants);
+            assert_eq!(connection.clone().poll(100).is_some(), wants);
+        }
+    }
+
+    /// A device that heard of a packet and got none would use up the guest's receive
+    /// buffers.
+    #[test]
+    fn a_connection_wants_to_send_where_there_is_a_packet_and_nowhere_else() {
+        type Step = fn(&mut Connection);
+        fn hear(connection: &mut Connection, header: Header) {
+            let _ = connection.handle(header, &[]);
+        }
+        let steps: [Step; 11] = [
+            |connection| connection.send(&[7; 700]),
+            |connection| connection.shutdown(),
+            |connection| connection.reset(),
+            |connection| {
+                let _ = connection.poll(500);
+            },
+            |connection| {
+                let _ = connection.handle(header(op::RW), &vec![0; BUFFER_BYTES as usize / 2 + 1]);
+            },
+            |connection| drop(connection.take_incoming()),
+            |connection| hear(connection, header(op::CREDIT_REQUEST)),
+            |connection| {
+                hear(connection, Header { buffer_bytes: 0, ..header(op::CREDIT_UPDATE) });
+            },
+            |connection| hear(connection, Header { forwarded: 700, ..header(op::CREDIT_UPDATE) }),
+            |connection| {
+                hear(connection, Header { flags: SHUTDOWN_RECEIVE, ..header(op::SHUTDOWN) });
+            },
+            |connection| hear(connection, Header { flags: SHUTDOWN_SEND, ..header(op::SHUTDOWN) }),
+        ];
+        let mut reached = vec![Connection::accept(header(op::REQUEST))];
+        for _ in 0..4 {
+            let mut next: Vec<Connection> = Vec::new();
+            for (before, step) in reached.iter().flat_map(|one| steps.map(|step| (one, step))) {
+                let mut connection = before.clone();
+                step(&mut connection);
+                assert_eq!(
+                    connection.wants_to_send(),
+                    connection.clone().poll(500).is_some(),
+                    "{connection:?}"
+                );
+                if !next.contains(&connection) {
+                    next.push(connection);
+                }
+            }
+            reached = next;
+        }
+    }
+
+    #[test]
+    fn a_guest_that_receives_no_more_is_sent_no_data_and_may_go_on_sending() {
+        let mut connection = open();
+        connection.send(b"too late");
+        let deaf = Header { flags: SHUTDOWN_RECEIVE, ..header(op::SHUTDOWN) };
+        connection.handle(deaf, &[]).unwrap();
+        assert!(!connection.wants_to_send() && connection.poll(100).is_none());
+        connection.handle(header(op::RW), b"still here").unwrap();
+        assert_eq!(connection.take_incoming(), b"still here");
+        connection.handle(header(op::CREDIT_REQUEST), &[]).unwrap();
+        assert_eq!(connection.poll(100).unwrap().header.operation, op::CREDIT_UPDATE);
+        assert!(!connection.peer_is_done());
+    }
+
+    #[test]
+    fn data_may_come_before_our_answer_is_out() {
+        let mut connection = Connection::accept(header(op::REQUEST));
+        connection.handle(header(op::CREDIT_UPDATE), &[]).unwrap();
+        connection.handle(header(op::RW), b"at once").unwrap();
+        assert_eq!(connection.poll(100).unwrap().header.operation, op::RESPONSE);
+        assert_eq!(connection.take_incoming(), b"at once");
+    }
+
+    #[test]
+    fn what_was_sent_is_not_kept() {
+        let mut connection = open();
+        for _ in 0..3 {
+            connection.send(&[7; 300]);
+            assert_eq!(connection.unsent_bytes(), 300);
+            assert_eq!(connection.outgoing.len(), 300);
+            assert_eq!(connection.poll(500).unwrap().payload.len(), 300);
+        }
+    }
+
+    #[test]
+    fn a_connection_that_we_end_at_once_is_told_and_gone() {
+        let mut connection = open();
+        connection.send(b"unsaid");
+        connection.reset();
+        assert!(connection.peer_is_done());
+        assert_eq!(connection.poll(100).unwrap().header.operation, op::RST);
+        assert!(connection.is_gone() && connection.poll(100).is_none());
+    }
+
+    #[test]
+    fn what_comes_after_the_end_changes_nothing() {
+        let mut connection = open();
+        connection.handle(header(op::RST), &[]).unwrap();
+        for operation in [op::RW, op::REQUEST, op::SHUTDOWN, 99] {
+            connection.handle(header(operation), b"x").unwrap();
+            assert!(connection.is_gone() && connection.take_incoming().is_empty());
+        }
+        let mut broken = open();
+        broken.handle(header(op::REQUEST), &[]).unwrap_err();
+        broken.handle(header(op::RW), b"x").unwrap();
+        assert!(broken.take_incoming().is_empty());
+        assert_eq!(broken.poll(100).unwrap().header.operation, op::RST);
+        assert!(broken.poll(100).is_none());
+    }
+
+    #[test]
+    fn flags_of_a_shutdown_that_mean_nothing_change_nothing() {
+        let mut connection = open();
+        let flags = |flags| Header { flags, ..header(op::SHUTDOWN) };
+        connection.handle(flags(!3), &[]).unwrap();
+        connection.send(b"x");
+        assert_eq!(connection.poll(100).unwrap().payload, b"x");
+        connection.handle(flags(u32::MAX), &[]).unwrap();
+        assert_eq!(connection.poll(100).unwrap().header.operation, op::RST);
     }
 
     #[test]
@@ -421,9 +578,14 @@ mod tests {
         let mut connection = open();
         connection.send(b"last words");
         connection.shutdown();
+        let full = Header { buffer_bytes: 0, ..header(op::CREDIT_UPDATE) };
+        connection.handle(full, &[]).unwrap();
+        assert!(connection.poll(100).is_none());
+        connection.handle(header(op::CREDIT_UPDATE), &[]).unwrap();
         assert_eq!(connection.poll(100).unwrap().payload, b"last words");
         let shutdown = connection.poll(100).unwrap();
         assert_eq!(shutdown.header.operation, op::SHUTDOWN);
         assert_eq!(shutdown.header.flags, SHUTDOWN_RECEIVE | SHUTDOWN_SEND);
+        assert!(connection.poll(100).is_none(), "said once");
     }
 }

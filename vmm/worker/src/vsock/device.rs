@@ -568,8 +568,8 @@ mod tests {
         u32::from_le_bytes(data)
     }
 
-    /// Brings the device up, each queue with `entries` at its own stretch.
-    fn live(entries: u32) -> Device {
+    /// The device up to the agreement on its features.
+    fn agreed() -> Device {
         let mut device = device();
         write(&mut device, register::STATUS, 1);
         write(&mut device, register::STATUS, 3);
@@ -577,6 +577,20 @@ mod tests {
         write(&mut device, register::DRIVER_FEATURES, 1);
         write(&mut device, register::STATUS, 11);
         assert_eq!(read(&mut device, register::STATUS), 11);
+        device
+    }
+
+    /// Brings the device up, each queue with `entries` at its own stretch.
+    fn live(entries: u32) -> Device {
+        let mut device = set_up(entries);
+        write(&mut device, register::STATUS, 15);
+        assert_eq!(read(&mut device, register::STATUS), 15);
+        device
+    }
+
+    /// The same before the driver says that it is ready.
+    fn set_up(entries: u32) -> Device {
+        let mut device = agreed();
         for queue in 0..2u32 {
             let base = u64::from(queue) * STRIDE;
             write(&mut device, register::QUEUE_SEL, queue);
@@ -587,8 +601,6 @@ mod tests {
             write(&mut device, register::QUEUE_READY, 1);
             assert_eq!(read(&mut device, register::QUEUE_READY), 1);
         }
-        write(&mut device, register::STATUS, 15);
-        assert_eq!(read(&mut device, register::STATUS), 15);
         device
     }
 
@@ -819,36 +831,261 @@ mod tests {
     }
 
     #[test]
-    fn features_beyond_ours_are_refused() {
+    fn features_other_than_ours_are_refused() {
+        let mut offered = device();
+        assert_eq!([0, 1, 2].map(|word| offered_word(&mut offered, word)), [0, 1, 0]);
+        // More in either word, nothing, and another one.
+        for [low, high] in [[1 << 29, 1], [0, 1 | 2], [0, 0], [1, 0]] {
+            for status in [11, 15] {
+                let mut device = device();
+                write(&mut device, register::STATUS, 3);
+                accept(&mut device, [low, high]);
+                write(&mut device, register::STATUS, status);
+                assert_eq!(read(&mut device, register::STATUS), 3, "{low:#x} {high:#x} {status}");
+            }
+        }
+    }
+
+    fn offered_word(device: &mut Device, word: u32) -> u32 {
+        write(device, register::DEVICE_FEATURES_SEL, word);
+        read(device, register::DEVICE_FEATURES)
+    }
+
+    fn accept(device: &mut Device, words: [u32; 2]) {
+        for (word, features) in (0..).zip(words) {
+            write(device, register::DRIVER_FEATURES_SEL, word);
+            write(device, register::DRIVER_FEATURES, features);
+        }
+    }
+
+    #[test]
+    fn a_driver_may_accept_other_features_until_they_are_agreed_on_and_not_after() {
         let mut device = device();
         write(&mut device, register::STATUS, 3);
-        write(&mut device, register::DRIVER_FEATURES, 1 << 29);
-        write(&mut device, register::DRIVER_FEATURES_SEL, 1);
-        write(&mut device, register::DRIVER_FEATURES, 1);
+        accept(&mut device, [1 << 29, 1 | 2]);
+        accept(&mut device, [0, 1]);
         write(&mut device, register::STATUS, 11);
-        assert_eq!(read(&mut device, register::STATUS), 3);
+        assert_eq!((read(&mut device, register::STATUS), device.ignored_accesses()), (11, 0));
+        accept(&mut device, [1 << 29, 0]);
+        assert_eq!((device.driver_features, device.ignored_accesses()), (FEATURES, 2));
+    }
+
+    #[test]
+    fn status_bits_are_added_in_order_and_none_is_taken_back() {
+        let stands: [(&[u32], &[u32]); 5] = [
+            (&[], &[2, 4, 5, 6, 7, 8, 9, 10, 13, 14, 64, 65]),
+            (&[1], &[2, 5, 8, 9, 10, 13, 65, 128]),
+            (&[3], &[1, 2, 7, 67, 128]),
+            (&[3, 11], &[1, 2, 3, 8, 9, 10, 13, 14, 75, 128]),
+            (&[3, 11, 15], &[1, 3, 4, 7, 8, 11, 13, 14, 79, 128]),
+        ];
+        for (path, out_of_order) in stands {
+            for value in out_of_order {
+                let mut device = device();
+                accept(&mut device, [0, 1]);
+                for status in path {
+                    write(&mut device, register::STATUS, *status);
+                }
+                let before = read(&mut device, register::STATUS);
+                assert_eq!((before, device.ignored_accesses()), (*path.last().unwrap_or(&0), 0));
+                write(&mut device, register::STATUS, *value);
+                let after = (read(&mut device, register::STATUS), device.ignored_accesses());
+                assert_eq!(after, (before, 1), "{path:?} {value}");
+            }
+        }
+    }
+
+    const QUEUE_REGISTERS: [u64; 8] = [
+        register::QUEUE_NUM,
+        register::QUEUE_READY,
+        register::QUEUE_DESC_LOW,
+        register::QUEUE_DESC_HIGH,
+        register::QUEUE_DRIVER_LOW,
+        register::QUEUE_DRIVER_HIGH,
+        register::QUEUE_DEVICE_LOW,
+        register::QUEUE_DEVICE_HIGH,
+    ];
+
+    /// No write of the selected queue's registers does anything.
+    #[track_caller]
+    fn assert_queue_stays(mut device: Device) {
+        let before: Vec<_> = device.queues.iter().map(Queue::state).collect();
+        for value in [0, 1, 2] {
+            for offset in QUEUE_REGISTERS {
+                write(&mut device, offset, value);
+            }
+        }
+        assert_eq!(device.ignored_accesses(), 3 * QUEUE_REGISTERS.len() as u64);
+        let after: Vec<_> = device.queues.iter().map(Queue::state).collect();
+        assert_eq!(after, before);
     }
 
     #[test]
     fn a_ready_queue_cannot_be_changed() {
-        let mut device = live(4);
-        let before: Vec<_> = device.queues.iter().map(Queue::state).collect();
-        let registers = [
-            register::QUEUE_NUM,
-            register::QUEUE_READY,
-            register::QUEUE_DESC_LOW,
-            register::QUEUE_DESC_HIGH,
-            register::QUEUE_DRIVER_LOW,
-            register::QUEUE_DRIVER_HIGH,
-            register::QUEUE_DEVICE_LOW,
-            register::QUEUE_DEVICE_HIGH,
-        ];
-        for offset in registers {
-            write(&mut device, offset, 0);
+        assert_queue_stays(live(4));
+        assert_queue_stays(set_up(4));
+    }
+
+    #[test]
+    fn a_queue_is_set_up_after_the_agreement_and_before_the_drivers_start_alone() {
+        let mut begun = device();
+        write(&mut begun, register::STATUS, 3);
+        let mut started = agreed();
+        write(&mut started, register::STATUS, 15);
+        for device in [device(), begun, started] {
+            assert_queue_stays(device);
         }
-        assert_eq!(device.ignored_accesses(), registers.len() as u64);
-        let after: Vec<_> = device.queues.iter().map(Queue::state).collect();
-        assert_eq!(after, before);
+        let mut another = live(4);
+        write(&mut another, register::QUEUE_SEL, 2);
+        assert_queue_stays(another);
+        let mut none = agreed();
+        write(&mut none, register::QUEUE_SEL, 3);
+        assert_queue_stays(none);
+    }
+
+    #[test]
+    fn a_queue_is_ready_by_the_word_one_alone() {
+        let mut device = agreed();
+        for (low, address) in [
+            (register::QUEUE_DESC_LOW, DESC),
+            (register::QUEUE_DRIVER_LOW, AVAIL),
+            (register::QUEUE_DEVICE_LOW, USED),
+        ] {
+            write(&mut device, low, address as u32);
+        }
+        for (value, ready) in [(0, 0), (2, 0), (u32::MAX, 0), (1, 1)] {
+            write(&mut device, register::QUEUE_READY, value);
+            assert_eq!(read(&mut device, register::QUEUE_READY), ready, "{value}");
+        }
+    }
+
+    #[test]
+    fn nothing_moves_before_the_driver_says_that_it_is_ready() {
+        let mut device = set_up(4);
+        let id = ConnectionId { host_port: 1, guest_port: 2 };
+        device.muxer().refuse(id);
+        offer(&device, 0, 0, 0x9_0000, 4096, true);
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert!(!device.deliver());
+        assert_eq!((used_index(&device, 0), used_index(&device, 1)), (0, 0));
+        assert_eq!((device.muxer().connections(), device.ignored_accesses()), (0, 1));
+        write(&mut device, register::STATUS, 15);
+        write(&mut device, register::QUEUE_NOTIFY, 1);
+        assert!(device.deliver());
+        assert_eq!((used_index(&device, 0), used_index(&device, 1)), (1, 1));
+    }
+
+    #[test]
+    fn a_queue_that_is_not_ready_is_neither_read_nor_written() {
+        let mut device = agreed();
+        write(&mut device, register::STATUS, 15);
+        let id = ConnectionId { host_port: 1, guest_port: 2 };
+        device.muxer().refuse(id);
+        // It lies at 0 by its registers; there something is offered.
+        let memory = &device.memory;
+        memory.write_obj(2u16, GuestAddress(2)).unwrap();
+        let before = ram(&device);
+        for queue in 0..QUEUES as u32 {
+            write(&mut device, register::QUEUE_NOTIFY, queue);
+        }
+        assert!(!device.deliver() && ram(&device) == before);
+        assert!(!device.is_broken() && device.ignored_accesses() == 0);
+        write(&mut device, register::QUEUE_NOTIFY, QUEUES as u32);
+        assert_eq!(device.ignored_accesses(), 1, "there is no such queue");
+    }
+
+    fn ram(device: &Device) -> Vec<u8> {
+        let mut bytes = vec![0; RAM];
+        device.memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn only_a_reset_mends_a_broken_device() {
+        for breaks in [a_head_beyond_the_queue, an_index_that_ran_ahead, giving_up] {
+            let mut device = live(4);
+            breaks(&mut device);
+            assert!(device.is_broken());
+            let broken = read(&mut device, register::STATUS);
+            for status in [broken & !status::NEEDS_RESET, 15, 79, 11] {
+                write(&mut device, register::STATUS, status);
+                assert_eq!(read(&mut device, register::STATUS), broken, "{status}");
+            }
+            let used = used_index(&device, 1);
+            transmit(&mut device, 1, &packet(op::REQUEST, &[]));
+            assert_eq!(used_index(&device, 1), used);
+            write(&mut device, register::STATUS, 0);
+            assert_eq!(read(&mut device, register::STATUS), 0);
+        }
+    }
+
+    fn a_head_beyond_the_queue(device: &mut Device) {
+        offer(device, 1, 4, 0x8_0000, 44, false);
+        write(device, register::QUEUE_NOTIFY, 1);
+    }
+
+    fn an_index_that_ran_ahead(device: &mut Device) {
+        device.memory.write_obj(5u16, GuestAddress(STRIDE + AVAIL + 2)).unwrap();
+        write(device, register::QUEUE_NOTIFY, 1);
+    }
+
+    fn giving_up(device: &mut Device) {
+        write(device, register::STATUS, 15 | status::FAILED);
+    }
+
+    #[test]
+    fn a_receive_buffer_beyond_the_queue_breaks_the_device() {
+        let mut device = live(4);
+        offer(&device, 0, 4, 0x9_0000, 4096, true);
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert!(!device.deliver() && device.is_broken());
+    }
+
+    #[test]
+    fn a_reset_leaves_nothing_of_a_driver_behind() {
+        let mut device = live(4);
+        offer(&device, 0, 0, 0x9_0000, 4096, true);
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert!(device.deliver());
+        for offset in [register::DEVICE_FEATURES_SEL, register::DRIVER_FEATURES_SEL] {
+            write(&mut device, offset, 1);
+        }
+        write(&mut device, register::QUEUE_SEL, 2);
+        write(&mut device, register::STATUS, 0);
+        assert_eq!(state(&device), state(&super::tests::device()));
+    }
+
+    #[test]
+    fn what_lies_in_a_buffer_that_was_not_offered_again_is_unread() {
+        let mut device = live(4);
+        assert!(!device.guest_has_unread());
+        for head in 0..2 {
+            offer(&device, 0, head, 0x9_0000 + u64::from(head) * 4096, 4096, true);
+        }
+        assert!(!device.guest_has_unread());
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        assert!(device.deliver() && device.guest_has_unread());
+        offer(&device, 0, 0, 0x9_0000, 4096, true);
+        assert!(!device.guest_has_unread());
+    }
+
+    #[test]
+    fn a_buffer_is_given_back_with_as_many_bytes_as_were_written() {
+        let mut device = live(4);
+        let id = ConnectionId { host_port: 1024, guest_port: 7 };
+        transmit(&mut device, 0, &packet(op::REQUEST, &[]));
+        // One that can hold no packet.
+        offer(&device, 0, 0, 0x9_0000, 8, true);
+        assert!(!device.deliver());
+        for head in [1, 2] {
+            offer(&device, 0, head, 0x9_0000 + u64::from(head) * 4096, 4096, true);
+        }
+        assert!(device.deliver());
+        device.muxer().connection(id).unwrap().send(b"payload");
+        assert!(device.deliver());
+        let used = |at: u64| device.memory.read_obj::<u32>(GuestAddress(USED + 4 + at)).unwrap();
+        let header = PKT_HEADER_SIZE as u32;
+        assert_eq!([used(4), used(12), used(20)], [0, header, header + 7]);
     }
 
     #[test]
@@ -936,14 +1173,29 @@ mod tests {
         assert_eq!(used_index(&device, 1), 1);
     }
 
+    /// What becomes of a packet that has this byte there: connections, and whether it is
+    /// answered.
+    fn forged(operation: u16, at: usize, byte: u8) -> (usize, bool) {
+        let mut device = live(4);
+        let mut forged = packet(operation, &[]);
+        forged[at] = byte;
+        transmit(&mut device, 0, &forged);
+        (device.muxer().connections(), device.muxer().wants_to_send())
+    }
+
     #[test]
     fn a_guest_cannot_speak_under_another_context_id() {
-        let mut device = live(4);
-        let mut forged = packet(op::REQUEST, &[]);
-        forged[0..8].copy_from_slice(&9u64.to_le_bytes());
-        transmit(&mut device, 0, &forged);
-        assert_eq!(device.muxer().connections(), 0);
-        assert!(device.muxer().wants_to_send(), "it is refused");
+        assert_eq!(forged(op::REQUEST, 0, 9), (0, true));
+        assert_eq!(forged(op::REQUEST, 7, 1), (0, true));
+        assert_eq!(forged(op::RST, 0, 9), (0, false), "a reset is not answered");
+    }
+
+    #[test]
+    fn a_packet_for_another_context_id_or_of_no_stream_is_refused() {
+        for (at, byte) in [(8, GUEST_CID as u8), (8, 9), (15, 1), (28, 0), (28, 2), (29, 1)] {
+            assert_eq!(forged(op::REQUEST, at, byte), (0, true), "{at} {byte}");
+            assert_eq!(forged(op::RST, at, byte), (0, false), "{at} {byte}");
+        }
     }
 
     #[test]

@@ -155,6 +155,7 @@ impl Muxer {
 
 #[cfg(test)]
 mod tests {
+    use super::super::connection::SHUTDOWN_SEND;
     use super::*;
 
     fn id(host_port: u32, guest_port: u32) -> ConnectionId {
@@ -217,6 +218,21 @@ mod tests {
         let order: Vec<u32> =
             std::iter::from_fn(|| next(&mut muxer)).map(|(id, ..)| id.guest_port).collect();
         assert_eq!(order, [1, 2, 1, 2, 1, 2]);
+    }
+
+    #[test]
+    fn a_guest_that_resets_or_sends_no_more_has_closed_the_connection_for_its_user() {
+        let done = Header { flags: SHUTDOWN_SEND, ..header(op::SHUTDOWN) };
+        for (last, connections) in [(header(op::RST), 0), (done, 1)] {
+            let mut muxer = Muxer::listening_on([1024]);
+            muxer.handle(id(1024, 1), header(op::REQUEST), &[]);
+            muxer.handle(id(1024, 1), header(op::RW), b"x");
+            muxer.handle(id(1024, 1), last, &[]);
+            let events: Vec<_> = std::iter::from_fn(|| muxer.poll_event()).collect();
+            let of = id(1024, 1);
+            assert_eq!(events, [Event::Accepted(of), Event::Received(of), Event::Closed(of)]);
+            assert_eq!(muxer.connections(), connections);
+        }
     }
 
     #[test]
