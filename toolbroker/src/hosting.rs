@@ -175,3 +175,96 @@ async fn serve(stream: UnixStream, mut calls: mpsc::Receiver<Callback>) -> Resul
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn tools() -> HostedTools {
+        HostedTools { server: "app".into(), tools: Vec::new() }
+    }
+
+    /// Registers a caller, and gives its end of the link.
+    fn caller(hosting: &Arc<Hosting>) -> Result<(u64, UnixStream), HostingError> {
+        let (link, theirs) = UnixStream::pair().unwrap();
+        Ok((hosting.host(tools(), theirs)?, link))
+    }
+
+    /// Waits until so many are registered.
+    async fn are_left(hosting: &Hosting, left: usize) {
+        let left = async {
+            while hosting.unclaimed().hosts.len() != left {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), left).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn callers_whose_runs_are_not_open_are_bounded_and_each_claim_makes_room() {
+        let hosting = Arc::<Hosting>::default();
+        for number in 1..UNCLAIMED_MAX as u64 {
+            let (hosted, _) = Hosted::new("app", Vec::new()).unwrap();
+            hosting.unclaimed().hosts.insert(u64::MAX - number, hosted);
+        }
+        let (last, link) = caller(&hosting).unwrap();
+        for _ in 0..2 {
+            assert!(matches!(caller(&hosting), Err(HostingError::TooMany)));
+        }
+        assert_eq!(hosting.unclaimed().hosts.len(), UNCLAIMED_MAX);
+        let hosted = hosting.claim(last).unwrap();
+        assert!(matches!(hosting.claim(last), Err(HostingError::Gone)), "it is claimed once");
+        let (next, _next_link) = caller(&hosting).unwrap();
+        assert_ne!(next, last);
+        assert!(matches!(caller(&hosting), Err(HostingError::TooMany)));
+        drop((hosted, link));
+    }
+
+    #[tokio::test]
+    async fn an_answer_settles_its_own_call_in_whatever_order_they_come() {
+        let (link, theirs) = UnixStream::pair().unwrap();
+        let (calls, waiting) = mpsc::channel(8);
+        tokio::spawn(serve(theirs, waiting));
+        let mut answered = Vec::new();
+        for number in 0..3 {
+            let (answer, settled) = oneshot::channel();
+            let tool = forge_protocol::name::ToolName::parse("app.twice").unwrap();
+            let arguments = json!({ "n": number }).as_object().unwrap().clone();
+            calls.send(Callback { tool, arguments, answer }).await.unwrap();
+            answered.push(settled);
+        }
+        let (mut receiver, mut sender) = link::split_plain(link);
+        let awaits = |kind: Kind| (kind == Kind::Callback).then(|| kind.payload_bytes_max());
+        let mut asked = Vec::new();
+        for _ in 0..3 {
+            let frame = receiver.receive(awaits).await.unwrap().unwrap();
+            let CallbackFrame { callback, arguments, .. } = codec::decode(&frame.payload).unwrap();
+            asked.push((callback, arguments));
+        }
+        // One that is not out settles nothing.
+        asked.insert(0, (u32::MAX, b"nobody's".to_vec()));
+        let mut bytes = Vec::new();
+        for (callback, arguments) in asked.into_iter().rev() {
+            let settled = CallbackSettled { number: 0, callback, result: Ok(arguments) };
+            frame::write_message(Kind::CallbackSettled, &settled, &mut bytes);
+        }
+        sender.send(bytes).unwrap();
+        for (number, settled) in answered.into_iter().enumerate() {
+            let settled = tokio::time::timeout(Duration::from_secs(10), settled).await.unwrap();
+            assert_eq!(settled.unwrap(), Ok(json!({ "n": number }).to_string().into_bytes()));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_caller_that_leaves_before_its_run_opens_is_forgotten() {
+        let hosting = Arc::<Hosting>::default();
+        let (stays, _link) = caller(&hosting).unwrap();
+        let (leaves, link) = caller(&hosting).unwrap();
+        drop(link);
+        are_left(&hosting, 1).await;
+        assert!(matches!(hosting.claim(leaves), Err(HostingError::Gone)));
+        assert!(hosting.claim(stays).is_ok());
+    }
+}
