@@ -150,3 +150,100 @@ fn result_of(response: Response) -> Value {
     let (name, body) = named_bytes(response.body, "body", "body_base64");
     json!({ "status": response.status, "headers": headers, name: body })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::net::Ipv4Addr;
+    use std::task::Poll;
+    use std::time::Duration;
+
+    use forge_protocol::RunId;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tokio::time::{Instant, timeout};
+    use url::Host;
+
+    use super::super::{Pending, Waits};
+    use super::*;
+    use crate::egress;
+    use crate::egress::address::AddressRange;
+    use crate::egress::rule::{Rule, Scheme};
+    use crate::grant::tests::granting_nothing;
+
+    /// `http.fetch` to this port of the host, and nowhere else.
+    fn fetch_from(port: u16) -> Waits {
+        let rule = Rule {
+            scheme: Scheme::Http,
+            host: Host::Ipv4(Ipv4Addr::LOCALHOST),
+            port,
+            methods: vec![Method::Get],
+            path_prefix: "/".into(),
+            addresses: vec![AddressRange::parse("127.0.0.1/32").unwrap()],
+            headers: Vec::new(),
+            request_headers: Vec::new(),
+            response_headers: Vec::new(),
+        };
+        let policy = Policy {
+            rules: vec![rule],
+            response_bytes_max: 100,
+            time_max: Duration::from_secs(60),
+            tls: egress::tls(Vec::new()).unwrap(),
+        };
+        let Work::Waits(work) = fetch(policy).unwrap().work else { panic!("it waits") };
+        work
+    }
+
+    fn caller(principal: &str) -> Caller {
+        Caller {
+            principal: principal.into(),
+            run: RunId([0; 16]),
+            session: None,
+            deadline: Instant::now() + Duration::from_secs(60),
+            grant: granting_nothing(),
+        }
+    }
+
+    /// Whether it is under way or waits, after one step.
+    async fn goes_on(fetch: &mut Pending) -> bool {
+        poll_fn(|context| Poll::Ready(fetch.as_mut().poll(context).is_pending())).await
+    }
+
+    #[tokio::test]
+    async fn a_principal_with_many_fetches_that_wait_holds_up_no_other() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                tokio::spawn(async move {
+                    let _ = stream.read(&mut [0; 1024]).await;
+                    let _ =
+                        stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi").await;
+                });
+            }
+        });
+        let work = fetch_from(port);
+        let ask = |of: &str| {
+            let url = format!("http://127.0.0.1:{port}/");
+            let arguments = json!({ "method": "GET", "url": url });
+            (work.0)(&caller(of), arguments.as_object().unwrap().clone())
+        };
+        // More than all together may have on their way, each as far as it comes alone.
+        let mut of_alice: Vec<_> = (0..100).map(|_| ask("alice")).collect();
+        for fetch in &mut of_alice {
+            assert!(goes_on(fetch).await);
+        }
+        for of in ["bob", "carol", "bob"] {
+            let said = timeout(Duration::from_secs(10), ask(of)).await.expect(of);
+            let crate::upstream::Answer::End(CallEnd::Bytes(said, _)) = said.answer else {
+                panic!("{said:?}");
+            };
+            assert_eq!(said["body"], "hi", "{of}");
+        }
+        // Her own wait for one another alone.
+        let mut next = ask("alice");
+        assert!(goes_on(&mut next).await);
+        drop(of_alice);
+        timeout(Duration::from_secs(10), next).await.unwrap();
+    }
+}
