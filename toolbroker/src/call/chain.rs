@@ -734,11 +734,14 @@ mod tests {
         ended(CallEnd::Answered(response))
     }
 
-    /// A call of alice's that ended just now.
-    fn ended(end: CallEnd) -> Dispatched {
+    /// A run of alice's.
+    fn run() -> Run {
         let grant = Arc::new(Grant::new(claims_of_nothing()).unwrap());
-        let (id, limits) = (RunId([0; 16]), RunLimits::default());
-        let run = Arc::new(Run::new(id, [0; 32], Callable::Any, grant, limits));
+        Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, RunLimits::default())
+    }
+
+    /// A call of this run that came just now, and its tool.
+    fn facts_of(run: Run) -> (Facts, Arc<Tool>) {
         let listed = Listed {
             name: "find".into(),
             description: None,
@@ -754,8 +757,14 @@ mod tests {
             effect: None,
             arguments_sha256: None,
         };
-        let began = Instant::now();
-        let facts = Facts { run, call, began, steps: Steps::default() };
+        let (run, began) = (Arc::new(run), Instant::now());
+        (Facts { run, call, began, steps: Steps::default() }, tool)
+    }
+
+    /// A call of alice's that ended just now.
+    fn ended(end: CallEnd) -> Dispatched {
+        let (facts, tool) = facts_of(run());
+        let began = facts.began;
         Dispatched::ended(facts, tool, began, end.into())
     }
 
@@ -826,6 +835,49 @@ mod tests {
                 .unwrap();
         assert_eq!(turn, None);
         assert!(matches!(result.answer, Answer::End(CallEnd::Lost)) && result.is_small());
+    }
+
+    #[tokio::test]
+    async fn a_call_whose_run_is_over_by_the_time_it_is_journalled_is_not_dispatched() {
+        let ends: [fn(Run) -> Run; 4] = [
+            |run| run,
+            Run::out_of_time,
+            |run| {
+                run.cancel();
+                run
+            },
+            |run| {
+                run.cut_off();
+                run
+            },
+        ];
+        for (at, ends) in ends.into_iter().enumerate() {
+            for effect in [Effect::Read, Effect::Write] {
+                let folder = tempfile::tempdir().unwrap();
+                let books = books(folder.path());
+                let (facts, tool) = facts_of(ends(run()));
+                let checked = Checked { facts, tool, effect, arguments: JsonObject::new() };
+                let recorded: &[&str] = match (at, checked.intended(&books).await) {
+                    (0, Ok(_)) => &["intent"],
+                    (1.., Err(refused)) => {
+                        let settled = refused.recorded(&books).await;
+                        assert_eq!(settled.code, Some(CallCode::DeadlinePassed), "{at}");
+                        &["intent", "refusal"]
+                    }
+                    (_, other) => panic!("{at}: {other:?}"),
+                };
+                books.journal.sync().await.unwrap();
+                assert_eq!(kinds(folder.path()), recorded, "{at}");
+            }
+        }
+    }
+
+    /// What the journal in this folder has, by kind.
+    fn kinds(folder: &std::path::Path) -> Vec<String> {
+        let file = rusqlite::Connection::open(folder.join("journal-00.sqlite")).unwrap();
+        let mut kinds = file.prepare("SELECT kind FROM records ORDER BY seq").unwrap();
+        let kinds = kinds.query_map([], |row| row.get(0)).unwrap();
+        kinds.collect::<Result<_, _>>().unwrap()
     }
 
     #[test]

@@ -238,6 +238,13 @@ impl Run {
         self.opened.elapsed()
     }
 
+    /// The same run, whose time is over.
+    #[cfg(test)]
+    pub(super) fn out_of_time(mut self) -> Self {
+        (self.deadline, self.caller.deadline) = (self.opened, self.opened);
+        self
+    }
+
     /// When nobody waits for its calls any more.
     pub(super) fn deadline(&self) -> Instant {
         self.deadline
