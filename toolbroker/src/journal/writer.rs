@@ -32,7 +32,7 @@ const BATCH_RECORDS: usize = 4_096;
 /// the disk fails what is no outcome is dropped: how the calls ended that were
 /// dispatched before is never, and there are no more of those than there were
 /// calls in flight, since none is dispatched meanwhile.
-const PENDING_RECORDS_MAX: usize = 65_536;
+const PENDING_RECORDS_MAX: usize = if cfg!(test) { 8_192 } else { 65_536 };
 /// From a failed commit to the next try.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -388,6 +388,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+    use std::pin::pin;
+    use std::task::Poll;
+
     use super::*;
     use crate::journal::{CallFacts, Event};
     use forge_protocol::RunId;
@@ -416,6 +420,125 @@ mod tests {
         let event =
             Event::Outcome { call: 0, code: None, took_us: 1, response_bytes: 1, redacted: false };
         recorded(event)
+    }
+
+    fn refusal() -> Record {
+        let call = CallFacts { call: 1, ..facts() };
+        recorded(Event::Refusal { call, code: forge_protocol::abi::CallCode::Denied })
+    }
+
+    /// A journal that stands so, and its writer, which the test has in hand.
+    fn in_hand(standing: Standing, place: Place) -> (Journal, Writer) {
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            progress: watch::Sender::new(Progress { durable: 0, standing }),
+            writer: Mutex::default(),
+        });
+        let (store, metrics) = (None, Arc::new(Metrics::default()));
+        let writer = Writer { place, store, shared: Arc::clone(&shared), metrics };
+        (Journal(shared), writer)
+    }
+
+    fn nowhere() -> Place {
+        Place::Nowhere("it is not asked for".into())
+    }
+
+    /// So many are on the disk.
+    fn commit(journal: &Journal, durable: u64) {
+        let standing = Standing::Good;
+        journal.0.progress.send_replace(Progress { durable, standing });
+    }
+
+    fn pending(journal: &Journal) -> usize {
+        lock(&journal.0.state).pending.len()
+    }
+
+    /// What it comes to in one step, if it does.
+    async fn now<T>(future: &mut (impl Future<Output = T> + Unpin)) -> Option<T> {
+        let step = poll_fn(|context| Poll::Ready(pin!(&mut *future).poll(context)));
+        match step.await {
+            Poll::Ready(done) => Some(done),
+            Poll::Pending => None,
+        }
+    }
+
+    #[tokio::test]
+    async fn while_as_many_wait_for_the_disk_as_may_whoever_would_add_to_them_waits_too() {
+        let (journal, writer) = in_hand(Standing::Good, nowhere());
+        for number in 1..=PENDING_RECORDS_MAX {
+            assert!(journal.is_ready(), "{number}");
+            journal.append(outcome());
+        }
+        assert!(!journal.is_ready());
+        let mut intends = Box::pin(journal.intend(intent(), false));
+        let mut refuses = Box::pin(journal.refuse(refusal()));
+        assert!(now(&mut intends).await.is_none() && now(&mut refuses).await.is_none());
+        assert_eq!(pending(&journal), PENDING_RECORDS_MAX);
+        // What has happened is taken, and nothing is dropped while the disk works.
+        journal.append(outcome());
+        journal.append(refusal());
+        assert_eq!(pending(&journal), PENDING_RECORDS_MAX + 2);
+
+        let mut batch = Vec::new();
+        let (upto, _) = writer.gather(&mut batch);
+        assert_eq!((upto as usize, batch.len()), (PENDING_RECORDS_MAX, PENDING_RECORDS_MAX));
+        assert!(now(&mut intends).await.is_none(), "they are not on the disk yet");
+        commit(&journal, upto);
+        assert!(now(&mut intends).await.unwrap().is_ok() && now(&mut refuses).await.is_some());
+        assert_eq!((pending(&journal), lock(&journal.0.state).dropped), (4, 0));
+    }
+
+    #[tokio::test]
+    async fn a_batch_that_failed_takes_as_much_more_as_there_is_room_for_and_says_up_to_where() {
+        let (journal, writer) = in_hand(Standing::Good, nowhere());
+        let mut batch: Vec<_> = (0..PENDING_RECORDS_MAX - 3).map(|_| outcome()).collect();
+        for _ in 0..10 {
+            journal.append(outcome());
+        }
+        for _ in 0..2 {
+            assert_eq!(writer.gather(&mut batch), (3, false));
+            assert_eq!((batch.len(), pending(&journal)), (PENDING_RECORDS_MAX, 7));
+        }
+    }
+
+    #[tokio::test]
+    async fn an_intent_waits_for_the_disk_where_it_must_and_until_the_journal_is_known_to_work() {
+        let (journal, _writer) = in_hand(Standing::Untried, nowhere());
+        assert!(!journal.is_ready());
+        let mut first = Box::pin(journal.intend(intent(), false));
+        assert!(now(&mut first).await.is_none());
+        commit(&journal, 1);
+        assert!(now(&mut first).await.unwrap().is_ok() && journal.is_ready());
+
+        assert!(now(&mut Box::pin(journal.intend(intent(), false))).await.unwrap().is_ok());
+        let mut durable = Box::pin(journal.intend(intent(), true));
+        for on_the_disk in [1, 2, 3] {
+            assert!(now(&mut durable).await.is_none(), "{on_the_disk}");
+            commit(&journal, on_the_disk);
+        }
+        assert!(now(&mut durable).await.unwrap().is_ok());
+
+        let mut fails = Box::pin(journal.intend(intent(), true));
+        assert!(now(&mut fails).await.is_none());
+        journal.0.fail("on purpose");
+        assert!(now(&mut fails).await.unwrap().is_err() && !journal.is_ready());
+        let recorded = pending(&journal);
+        assert!(now(&mut Box::pin(journal.intend(intent(), false))).await.unwrap().is_err());
+        assert_eq!(pending(&journal), recorded, "nothing is intended that is not dispatched");
+    }
+
+    #[test]
+    fn a_writer_that_is_to_end_commits_batch_after_batch_until_nothing_is_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let (journal, writer) = in_hand(Standing::Untried, Place::Folder(folder.path().into()));
+        for _ in 0..2 * PENDING_RECORDS_MAX + 1 {
+            journal.append(outcome());
+        }
+        lock(&journal.0.state).closing = true;
+        writer.write();
+        assert_eq!(pending(&journal), 0);
+        assert_eq!(journal.0.progress.borrow().durable as usize, 2 * PENDING_RECORDS_MAX + 1);
     }
 
     /// How a journal's call is left by a broker, and what the next says of it.
@@ -468,12 +591,6 @@ mod tests {
     #[test]
     fn an_outcome_is_kept_however_much_is_refused_while_the_disk_fails() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        let refusal = || {
-            recorded(Event::Refusal {
-                call: CallFacts { call: 1, ..facts() },
-                code: forge_protocol::abi::CallCode::Denied,
-            })
-        };
         let left = left_after(|journal, file| {
             let away = file.with_extension("away");
             std::fs::rename(file, &away).unwrap();
@@ -488,7 +605,9 @@ mod tests {
             while runtime.block_on(journal.sync()).is_err() {
                 std::thread::sleep(RETRY / 10);
             }
+            assert!(journal.is_ready(), "it works again");
             journal.close();
+            assert!(file.with_extension("sqlite-wal").exists(), "it lacks records, and says so");
         });
         assert_eq!((left[0].as_str(), left.len() > PENDING_RECORDS_MAX), ("intent", true));
         assert!(left.iter().any(|kind| kind == "outcome"), "{:?}", left.last());
