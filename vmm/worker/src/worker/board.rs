@@ -291,10 +291,13 @@ mod tests {
     use forge_protocol::guest::{Call, GuestSession, Load, Settled, Start};
     use forge_protocol::limits::RunLimits;
     use forge_protocol::name::ToolName;
+    use forge_protocol::platform::{GUEST_CID, HOST_CID, STACK, queue};
+    use vm_memory::{Bytes as _, GuestAddress};
 
     use super::*;
     use crate::link::{Link, Patience};
     use crate::machine::{Watchdog, deadline_in};
+    use crate::vsock::connection::op::{REQUEST, RST, RW, SHUTDOWN};
 
     const ANSWER_BYTES: usize = 64 * 1024;
 
@@ -350,5 +353,310 @@ mod tests {
             Some(Verdict::Misbehaved(how)) => assert!(how.contains("untaken"), "{how}"),
             other => panic!("{other:?}"),
         }
+    }
+
+    /// A guest as its driver is seen from here: what lies in its memory, and its kicks.
+    struct Guest {
+        board: Board,
+        memory: GuestMemoryMmap,
+        session: GuestSession,
+        sent: u16,
+        taken: u16,
+        forwarded: u32,
+        _watchdog: Watchdog,
+    }
+
+    /// Where it has its packets, one page each.
+    const PACKETS: u64 = STACK;
+    const HEADER: usize = 44;
+    const NOTIFY: u64 = VSOCK_MMIO + 0x50;
+
+    impl Guest {
+        fn new() -> Self {
+            let watchdog = Watchdog::new().unwrap();
+            let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
+            let board = Board::new(memory.clone(), watchdog.stop().clone());
+            let session = GuestSession::new();
+            let (sent, taken, forwarded, _watchdog) = (0, 0, 0, watchdog);
+            Self { board, memory, session, sent, taken, forwarded, _watchdog }
+        }
+
+        /// One that has greeted, with a buffer offered for what it is answered.
+        fn greeted() -> Self {
+            let mut guest = Self::new();
+            guest.offer(0);
+            assert!(guest.say().is_break());
+            assert!(matches!(guest.board.take_verdict(), Some(Verdict::Ready)));
+            guest
+        }
+
+        /// One in a run.
+        fn running(broker: Option<BrokerLink>) -> Self {
+            let mut guest = Self::greeted();
+            guest.board.begin(&job(), broker).unwrap();
+            guest.take();
+            let events = std::iter::from_fn(|| guest.session.poll_event()).count();
+            assert_eq!(events, 2, "a program and a run");
+            guest
+        }
+
+        fn word<T: vm_memory::ByteValued>(&self, value: T, at: u64) {
+            self.memory.write_obj(value, GuestAddress(at)).unwrap();
+        }
+
+        /// Puts a buffer of one page into a queue.
+        fn publish(&self, of: u16, number: u16, page: u64, bytes: u32, flags: u16) {
+            let head = number % queue::ENTRIES;
+            let descriptor = queue::descriptors(of) + u64::from(head) * 16;
+            self.word(page, descriptor);
+            self.word(bytes, descriptor + 8);
+            self.word(flags, descriptor + 12);
+            self.word(head, queue::available(of) + 4 + u64::from(head) * 2);
+            self.word(number + 1, queue::available(of) + 2);
+        }
+
+        /// Offers a buffer to receive by.
+        fn offer(&self, number: u16) {
+            self.publish(queue::RX, number, PACKETS, 4096, 2);
+        }
+
+        /// Sends a packet from this port.
+        fn send(&mut self, operation: u16, port: u32, payload: &[u8]) -> Go {
+            let mut packet = Vec::new();
+            packet.extend_from_slice(&GUEST_CID.to_le_bytes());
+            packet.extend_from_slice(&HOST_CID.to_le_bytes());
+            packet.extend_from_slice(&port.to_le_bytes());
+            packet.extend_from_slice(&HOST_PORT.to_le_bytes());
+            packet.extend_from_slice(&(payload.len() as u32).to_le_bytes());
+            packet.extend_from_slice(&1u16.to_le_bytes());
+            packet.extend_from_slice(&operation.to_le_bytes());
+            packet.extend_from_slice(&3u32.to_le_bytes());
+            packet.extend_from_slice(&4000u32.to_le_bytes());
+            packet.extend_from_slice(&self.forwarded.to_le_bytes());
+            packet.extend_from_slice(payload);
+            let page = PACKETS + 4096;
+            self.memory.write_slice(&packet, GuestAddress(page)).unwrap();
+            self.publish(queue::TX, self.sent, page, packet.len() as u32, 0);
+            self.sent += 1;
+            self.kick()
+        }
+
+        fn kick(&mut self) -> Go {
+            self.board.write(NOTIFY, &u32::from(queue::TX).to_le_bytes())
+        }
+
+        /// Sends what its session has.
+        fn say(&mut self) -> Go {
+            let said = std::mem::take(self.session.transmit());
+            self.send(RW, GUEST_PORT, &said)
+        }
+
+        /// The packet in its buffer, which it offers again.
+        fn packet(&mut self) -> Option<(u16, u32, Vec<u8>)> {
+            let used = queue::used(queue::RX);
+            let there: u16 = self.memory.read_obj(GuestAddress(used + 2)).unwrap();
+            if there == self.taken {
+                return None;
+            }
+            let entry = used + 4 + u64::from(self.taken % queue::ENTRIES) * 8;
+            let bytes: u32 = self.memory.read_obj(GuestAddress(entry + 4)).unwrap();
+            let mut packet = vec![0; bytes as usize];
+            self.memory.read_slice(&mut packet, GuestAddress(PACKETS)).unwrap();
+            self.taken += 1;
+            self.offer(self.taken);
+            let port = u32::from_le_bytes(packet[20..24].try_into().unwrap());
+            let operation = u16::from_le_bytes(packet[30..32].try_into().unwrap());
+            let payload = packet.split_off(HEADER);
+            self.forwarded += payload.len() as u32;
+            Some((operation, port, payload))
+        }
+
+        /// Takes what there is for its session.
+        fn take(&mut self) {
+            while let Some((operation, _, payload)) = self.packet() {
+                assert_eq!(operation, RW);
+                self.session.receive(&payload).unwrap();
+            }
+        }
+
+        fn park(&mut self) -> Go {
+            self.board.write(CONTROL_MMIO + control::PARK, &[0; 4])
+        }
+
+        /// How it misbehaved, which ended it.
+        #[track_caller]
+        fn misbehaved(&mut self, went: Go) -> String {
+            assert!(went.is_break());
+            match self.board.take_verdict() {
+                Some(Verdict::Misbehaved(how)) => how,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_guest_that_stands_ready_or_loaded_is_left_there_until_an_order_comes() {
+        let mut guest = Guest::greeted();
+        guest.board.prepare(&Prepare { load: job().load, program: b"program".to_vec() }).unwrap();
+        guest.take();
+        assert_eq!(std::iter::from_fn(|| guest.session.poll_event()).count(), 1);
+        guest.session.loaded().unwrap();
+        assert!(guest.say().is_break());
+        assert!(matches!(guest.board.take_verdict(), Some(Verdict::Ready)));
+        assert!(guest.park().is_break());
+        assert!(matches!(guest.board.take_verdict(), Some(Verdict::Ready)));
+        let Job { start, input, deadline, brokered, .. } = job();
+        let job = PreparedJob { start, input, deadline, brokered };
+        guest.board.begin_prepared(&job, None).unwrap();
+        guest.take();
+        assert_eq!(std::iter::from_fn(|| guest.session.poll_event()).count(), 1);
+    }
+
+    #[test]
+    fn a_guest_is_sent_no_more_than_a_greeting_before_it_takes_anything() {
+        let mut guest = Guest::new();
+        let greeting = std::mem::take(guest.session.transmit());
+        let (first, rest) = greeting.split_at(3);
+        assert!(guest.send(RW, GUEST_PORT, first).is_continue());
+        assert!(guest.send(RW, GUEST_PORT, rest).is_break());
+        assert!(matches!(guest.board.take_verdict(), Some(Verdict::Ready)));
+        assert!(guest.park().is_break());
+        assert!(matches!(guest.board.take_verdict(), Some(Verdict::Ready)));
+    }
+
+    #[test]
+    fn a_guest_that_parks_goes_on_where_there_is_something_and_ends_where_nothing_will_come() {
+        let mut early = Guest::new();
+        let went = early.park();
+        assert!(early.misbehaved(went).contains("nobody"));
+
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut guest = Guest::running(Some(BrokerLink::new(theirs)));
+        let went = guest.park();
+        assert!(guest.misbehaved(went).contains("nobody"));
+
+        let tool = ToolName::parse("a.b").unwrap();
+        let id = guest.session.call(&tool, b"{}", false).unwrap();
+        assert!(guest.say().is_continue(), "it does not wait");
+        let settled =
+            Settled { id, code: None, duration_ns: 1, body: b"1".to_vec(), redacted: false };
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Settled, &settled, &mut bytes);
+        Link::new(ours).send(&bytes, Patience::default()).unwrap();
+        // The first waits for the answer; the second finds it where it was put.
+        for _ in 0..2 {
+            assert!(guest.park().is_continue());
+        }
+        guest.take();
+        assert!(guest.session.poll_event().is_some());
+        let went = guest.park();
+        assert!(guest.misbehaved(went).contains("nobody"));
+    }
+
+    #[test]
+    fn a_guest_that_parks_and_takes_no_answer_gets_no_more_of_them() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut guest = Guest::running(Some(BrokerLink::new(theirs)));
+        let mut broker = Link::new(ours);
+        let tool = ToolName::parse("a.b").unwrap();
+        for answered in 0..50 {
+            let id = guest.session.call(&tool, b"{}", false).unwrap();
+            assert!(guest.say().is_continue());
+            let body = vec![b'1'; ANSWER_BYTES];
+            let settled = Settled { id, code: None, duration_ns: 1, body, redacted: false };
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Settled, &settled, &mut bytes);
+            broker.send(&bytes, Patience::default()).unwrap();
+            guest.board.await_settled().unwrap();
+            let untaken = guest.board.wiring.device.muxer().connection(STREAM).unwrap();
+            let is_over =
+                untaken.unsent_bytes() + ANSWER_BYTES > guest.board.counterpart.untaken_bytes_max();
+            if guest.park().is_break() {
+                assert!(is_over && answered >= 2);
+                match guest.board.take_verdict() {
+                    Some(Verdict::Misbehaved(how)) => assert!(how.contains("untaken"), "{how}"),
+                    other => panic!("{other:?}"),
+                }
+                return;
+            }
+        }
+        panic!("all answers are kept for it");
+    }
+
+    #[test]
+    fn a_guest_that_closes_its_stream_is_served_no_further() {
+        for operation in [RST, SHUTDOWN] {
+            let mut guest = Guest::running(None);
+            let went = guest.send(operation, GUEST_PORT, &[]);
+            assert!(guest.misbehaved(went).contains("closed its stream"));
+        }
+    }
+
+    #[test]
+    fn a_guest_has_its_one_stream_and_no_other_says_anything_for_it() {
+        let mut guest = Guest::running(None);
+        let other = GUEST_PORT + 1;
+        assert!(guest.send(REQUEST, other, &[]).is_continue());
+        assert_eq!(guest.packet(), Some((RST, other, Vec::new())));
+        assert!(guest.send(RW, other, b"words").is_continue());
+        assert_eq!(guest.packet(), Some((RST, other, Vec::new())));
+        assert_eq!(guest.board.wiring.device.muxer().connections(), 1);
+        guest.session.output(b"mine").unwrap();
+        assert!(guest.say().is_continue());
+        assert_eq!(guest.board.take_record().output, b"mine");
+    }
+
+    #[test]
+    fn a_guest_that_breaks_its_queues_is_served_no_further() {
+        let mut guest = Guest::running(None);
+        guest.word(100u16, queue::available(queue::TX) + 2);
+        let went = guest.kick();
+        assert!(guest.misbehaved(went).contains("queues"));
+    }
+
+    #[test]
+    fn a_guest_ends_by_the_registers_that_say_so_and_by_those_that_are_none() {
+        for (address, how) in [
+            (CONTROL_MMIO + control::EXIT, "left"),
+            (CONTROL_MMIO + 0x10, "nothing"),
+            (CONTROL_MMIO + PAGE_BYTES, "nothing"),
+            (VSOCK_MMIO - 4, "nothing"),
+            (u64::MAX - 3, "nothing"),
+        ] {
+            let mut guest = Guest::running(None);
+            let went = guest.board.write(address, &[0; 4]);
+            assert!(guest.misbehaved(went).contains(how), "{address:#x}");
+        }
+        for address in [0, VSOCK_MMIO - 4, VSOCK_MMIO + PAGE_BYTES, CONTROL_MMIO, u64::MAX - 3] {
+            let mut guest = Guest::running(None);
+            let went = guest.board.read(address, &mut [0; 4]);
+            assert!(guest.misbehaved(went).contains("nothing"), "{address:#x}");
+        }
+        let mut guest = Guest::running(None);
+        let mut magic = [0; 4];
+        assert!(guest.board.read(VSOCK_MMIO, &mut magic).is_continue());
+        assert_eq!(&magic, b"virt");
+        assert!(guest.board.read(VSOCK_MMIO + PAGE_BYTES - 4, &mut magic).is_continue());
+        assert!(guest.board.write(VSOCK_MMIO + PAGE_BYTES - 4, &magic).is_continue());
+        let panics = 300u32.to_le_bytes();
+        assert!(guest.board.write(CONTROL_MMIO + control::PANIC, &panics).is_break());
+        let verdict = guest.board.take_verdict();
+        assert!(matches!(verdict, Some(Verdict::Panicked { message_bytes: 300 })), "{verdict:?}");
+    }
+
+    #[test]
+    fn a_board_that_is_reset_has_nothing_of_the_run_and_stands_as_its_guest_does() {
+        let mut guest = Guest::greeted();
+        let before = guest.board.wiring().fork(guest.memory.clone());
+        guest.board.begin(&job(), None).unwrap();
+        guest.take();
+        while guest.session.poll_event().is_some() {}
+        guest.session.output(b"mine").unwrap();
+        assert!(guest.say().is_continue());
+        assert!(guest.board.write(CONTROL_MMIO + control::EXIT, &[0; 4]).is_break());
+        guest.board.reset(before);
+        assert!(guest.board.take_verdict().is_none());
+        assert!(guest.board.take_record().output.is_empty());
+        assert!(guest.board.stands() && !guest.board.counterpart.has_calls());
     }
 }

@@ -274,8 +274,235 @@ fn misused(error: SessionError) -> VmFailure {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use forge_protocol::RunId;
+    use forge_protocol::ending::Ending;
+    use forge_protocol::guest::{Ended, GuestEvent, GuestSession, Start};
+    use forge_protocol::limits::GRANTED_TOOLS_MAX;
+    use forge_protocol::name::ToolName;
+
     use super::*;
-    use crate::machine::ram_bytes;
+    use crate::link::{Link, Patience};
+    use crate::machine::{Watchdog, deadline_in, ram_bytes};
+
+    const ANSWER_BYTES: usize = 100;
+
+    fn load() -> Load {
+        let limits = RunLimits {
+            program_bytes: 7,
+            input_bytes: 2,
+            response_bytes: ANSWER_BYTES as u32,
+            calls_in_flight: 4,
+            ..RunLimits::default()
+        };
+        Load { limits, announce: false }
+    }
+
+    fn start() -> Start {
+        Start { run_id: RunId([0; 16]), seed: [0; 32], start_unix_ns: 0, granted: Vec::new() }
+    }
+
+    /// A guest in a run, its host's side, and the broker's end of the run's link.
+    struct Desk {
+        guest: GuestSession,
+        session: HostSession,
+        counterpart: Counterpart,
+        broker: Option<Link>,
+        _watchdog: Watchdog,
+    }
+
+    /// One that has greeted.
+    fn greeted() -> Desk {
+        let watchdog = Watchdog::new().unwrap();
+        let counterpart = Counterpart::new(watchdog.stop().clone());
+        let (guest, session) = (GuestSession::new(), HostSession::new());
+        let mut desk = Desk { guest, session, counterpart, broker: None, _watchdog: watchdog };
+        desk.pass_on();
+        assert!(desk.session.is_ready());
+        desk
+    }
+
+    impl Desk {
+        fn running(is_brokered: bool) -> Self {
+            let mut desk = greeted();
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let broker = is_brokered.then(|| BrokerLink::new(theirs));
+            desk.broker = is_brokered.then(|| Link::new(ours));
+            let (program, input) = (b"program".to_vec(), b"{}".to_vec());
+            let deadline = deadline_in(std::time::Duration::from_secs(60));
+            let (load, start) = (load(), start());
+            let job = Job { load, start, program, input, deadline, brokered: is_brokered };
+            desk.counterpart.begin(&mut desk.session, &job, broker).unwrap();
+            desk.pass_on();
+            let events = std::iter::from_fn(|| desk.guest.poll_event()).count();
+            assert_eq!(events, 2, "a program and a run");
+            desk
+        }
+
+        /// Moves all bytes both ways.
+        fn pass_on(&mut self) {
+            let of_guest = std::mem::take(self.guest.transmit());
+            self.session.receive(&of_guest).unwrap();
+            let of_host = std::mem::take(self.session.transmit());
+            self.guest.receive(&of_host).unwrap();
+        }
+
+        /// The guest calls.
+        fn call(&mut self) -> u32 {
+            let tool = ToolName::parse("a.b").unwrap();
+            let id = self.guest.call(&tool, b"{}", true).unwrap();
+            self.pass_on();
+            self.counterpart.take_in(&mut self.session).unwrap();
+            id
+        }
+
+        /// The broker settles this call, and the guest hears of it.
+        fn settle(&mut self, id: u32, body: &[u8]) -> Result<Settled, Verdict> {
+            let body = body.to_vec();
+            let settled = Settled { id, code: None, duration_ns: 5, body, redacted: true };
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Settled, &settled, &mut bytes);
+            self.broker.as_mut().unwrap().send(&bytes, Patience::default()).unwrap();
+            self.counterpart.await_settled(&mut self.session)?;
+            Ok(self.heard())
+        }
+
+        fn heard(&mut self) -> Settled {
+            self.pass_on();
+            match self.guest.poll_event() {
+                Some(GuestEvent::Settled(settled)) => settled,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn record(&mut self) -> Record {
+            self.counterpart.take_record(&mut self.session)
+        }
+    }
+
+    #[test]
+    fn an_answer_past_the_runs_limit_comes_to_the_guest_as_that_and_without_its_body() {
+        let mut desk = Desk::running(true);
+        for (bytes, code, left) in [
+            (ANSWER_BYTES, None, ANSWER_BYTES),
+            (ANSWER_BYTES + 1, Some(CallCode::ResponseTooLarge), 0),
+        ] {
+            let id = desk.call();
+            let settled = desk.settle(id, &vec![b'1'; bytes]).unwrap();
+            assert_eq!((settled.code, settled.body.len()), (code, left));
+        }
+        let codes: Vec<_> =
+            desk.record().calls.iter().map(|call| call.settled.as_ref().unwrap().code).collect();
+        assert_eq!(codes, [None, Some(CallCode::ResponseTooLarge)]);
+    }
+
+    #[test]
+    fn a_broker_settles_calls_that_are_in_flight_each_once_and_in_any_order() {
+        for wrong in [2, 7] {
+            let mut desk = Desk::running(true);
+            for id in 0..3 {
+                assert_eq!(desk.call(), id);
+            }
+            for id in [2, 0] {
+                assert_eq!(desk.settle(id, b"1").unwrap().id, id);
+            }
+            assert!(desk.counterpart.has_calls());
+            let lost = desk.settle(wrong, b"1");
+            assert!(matches!(lost, Err(Verdict::BrokerLost(_))), "{wrong}: {lost:?}");
+            let calls = desk.record().calls;
+            let told: Vec<_> = calls.iter().map(|call| (call.id, call.settled.is_some())).collect();
+            assert_eq!(told, [(2, true), (0, true), (1, false)]);
+            assert!(!desk.counterpart.has_calls());
+        }
+    }
+
+    #[test]
+    fn a_call_of_a_run_without_a_broker_is_denied() {
+        let mut desk = Desk::running(false);
+        let id = desk.call();
+        let settled = desk.heard();
+        assert_eq!((settled.id, settled.code), (id, Some(CallCode::Denied)));
+        assert!(!desk.counterpart.has_calls());
+        assert_eq!(desk.record().calls.len(), 1);
+    }
+
+    #[test]
+    fn all_that_a_run_leaves_is_kept_and_forgotten_with_it() {
+        let mut desk = Desk::running(true);
+        desk.guest.output(b"one").unwrap();
+        desk.guest.output(b" two").unwrap();
+        desk.guest.artifact("a", "text/plain", b"content").unwrap();
+        desk.guest.log(2, "said").unwrap();
+        desk.guest.unfinished(2, "not said to the e").unwrap();
+        desk.call();
+        let Record { output, artifacts, logs, calls } = desk.record();
+        assert_eq!((output.as_slice(), artifacts.len(), calls.len()), (&b"one two"[..], 1, 1));
+        let texts: Vec<_> = logs.iter().map(|log| log.text.as_str()).collect();
+        assert_eq!(texts, ["said", "not said to the e"]);
+
+        let limits = (desk.counterpart.response_bytes_max, desk.counterpart.untaken_bytes_max);
+        desk.guest.output(b"three").unwrap();
+        desk.call();
+        desk.counterpart.tell(0);
+        desk.counterpart.forget_run();
+        let forgotten = &desk.counterpart;
+        assert!(forgotten.told.is_none() && forgotten.broker.is_none() && !forgotten.has_calls());
+        let kept = (forgotten.response_bytes_max, forgotten.untaken_bytes_max);
+        assert_eq!(kept, limits, "they are the program's");
+        let Record { output, artifacts, logs, calls } = desk.record();
+        assert!(output.is_empty() && artifacts.is_empty() && logs.is_empty() && calls.is_empty());
+    }
+
+    #[test]
+    fn a_runs_end_is_told_after_all_that_came_before_it() {
+        let mut desk = Desk::running(true);
+        desk.guest.output(b"all").unwrap();
+        let ended = Ended {
+            ending: Ending::Returned(0),
+            fuel_used: 1,
+            memory_peak_bytes: 1,
+            logs_dropped: 0,
+            load_ticks: 1,
+            run_ticks: 1,
+        };
+        desk.guest.ended(&ended).unwrap();
+        desk.pass_on();
+        let verdict = desk.counterpart.take_in(&mut desk.session);
+        assert!(matches!(verdict, Err(Verdict::Ended(_))), "{verdict:?}");
+        assert_eq!(desk.record().output, b"all");
+    }
+
+    #[test]
+    fn a_program_that_is_prepared_is_announced_and_its_limits_are_gone_by() {
+        let mut desk = greeted();
+        let order = Prepare { load: load(), program: b"program".to_vec() };
+        desk.counterpart.prepare(&mut desk.session, &order).unwrap();
+        desk.pass_on();
+        let Some(GuestEvent::Load(order)) = desk.guest.poll_event() else { panic!("no program") };
+        assert!(order.load.announce);
+        assert_eq!(desk.counterpart.response_bytes_max, ANSWER_BYTES);
+        assert_eq!(desk.counterpart.untaken_bytes_max(), untaken_bytes_max(&load().limits));
+    }
+
+    #[test]
+    fn the_largest_order_and_its_answers_may_wait_for_a_guest_and_no_further_answer() {
+        let answer = 10 << 20;
+        let limits = RunLimits { response_bytes: answer, calls_in_flight: 0, ..load().limits };
+        let mut session = greeted().session;
+        let load = Load { limits: limits.clone(), announce: false };
+        session.load(&load, b"program").unwrap();
+        let longest = ToolName::parse(&format!("{}.{}", "s".repeat(64), "t".repeat(128))).unwrap();
+        let granted = vec![longest; GRANTED_TOOLS_MAX];
+        session.start(&Start { granted, ..start() }, b"{}").unwrap();
+        let order = session.transmit().len();
+        for calls_in_flight in 0..3 {
+            let most = untaken_bytes_max(&RunLimits { calls_in_flight, ..limits.clone() });
+            let answers = (calls_in_flight * answer) as usize;
+            assert!(most >= order + answers, "{calls_in_flight}: {most}");
+            assert!(most < order + answers + answer as usize, "{calls_in_flight}: {most}");
+        }
+    }
 
     #[test]
     fn what_waits_for_a_guest_is_no_more_than_its_ram_has_room_for() {
