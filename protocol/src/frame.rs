@@ -529,6 +529,19 @@ mod tests {
     }
 
     #[test]
+    fn a_stream_stands_between_frames_where_nothing_of_one_is_there() {
+        let mut stream = Vec::new();
+        write_raw(Kind::Output, b"al", &mut stream);
+        let mut assembler = Assembler::default();
+        for (at, byte) in stream.iter().enumerate() {
+            assert_eq!(assembler.is_between_frames(), at == 0, "{at}");
+            let whole = assembler.next(&mut &[*byte][..], any).unwrap();
+            assert_eq!(whole.is_some(), at + 1 == stream.len());
+        }
+        assert!(assembler.is_between_frames());
+    }
+
+    #[test]
     fn what_is_read_ahead_is_taken_frame_by_frame() {
         let mut stream = Vec::new();
         write_raw(Kind::Output, b"alpha", &mut stream);
@@ -572,6 +585,11 @@ mod tests {
         let refused = try_write_message(Kind::Ended, &text, &mut out).unwrap_err();
         assert!(matches!(refused, FrameError::Oversized { kind: Kind::Ended, .. }));
         assert_eq!(out, [7]);
+        // Its length is in front of it.
+        let most = &text[..text.len() - 3];
+        try_write_message(Kind::Ended, &most, &mut out).unwrap();
+        assert_eq!(out.len(), 1 + HEADER_BYTES + Kind::Ended.payload_bytes_max() as usize);
+        out.truncate(1);
         try_write_message(Kind::Ended, &"x", &mut out).unwrap();
         assert_eq!(out.len(), 1 + HEADER_BYTES + 2);
     }

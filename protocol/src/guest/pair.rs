@@ -1,6 +1,7 @@
 //! A guest's session and its host's, brought to where a test begins; and what
 //! both do together.
 
+use alloc::format;
 use alloc::vec;
 use alloc::vec::Vec;
 
@@ -9,9 +10,9 @@ use super::{
     SessionError, Settled, Start,
 };
 use crate::ending::{Ending, TrapKind};
-use crate::frame::{self, Kind};
+use crate::frame::{self, FrameError, HEADER_BYTES, Header, Kind};
 use crate::handshake::{HandshakeError, Hello, Role};
-use crate::limits::RunLimits;
+use crate::limits::{MESSAGE_OVERHEAD_BYTES, RunLimits};
 use crate::name::ToolName;
 use crate::run::{Artifact, Log, RunId};
 
@@ -58,6 +59,16 @@ pub(super) fn running() -> (GuestSession, HostSession) {
     guest.loaded().unwrap();
     assert!(guest.transmit().is_empty(), "nobody asked to hear of it");
     take_run(&mut guest);
+    (guest, host)
+}
+
+/// The same under limits of its own.
+fn running_under(limits: RunLimits) -> (GuestSession, HostSession) {
+    let (mut guest, mut host) = (GuestSession::new(), HostSession::new());
+    exchange(&mut guest, &mut host).unwrap();
+    host.load(&Load { limits, announce: false }, b"program").unwrap();
+    host.start(&start(), b"{}").unwrap();
+    exchange(&mut guest, &mut host).unwrap();
     (guest, host)
 }
 
@@ -197,4 +208,148 @@ fn the_host_cannot_settle_what_was_not_called() {
     let mut bytes = Vec::new();
     frame::write_message(Kind::Settled, &settled, &mut bytes);
     assert_eq!(guest.receive(&bytes), Err(SessionError::Peer(Misbehaviour::NotInFlight { id: 0 })));
+}
+
+/// A frame of this kind that announces so many bytes, and none of them.
+fn announced(kind: Kind, payload_bytes: u32) -> [u8; HEADER_BYTES] {
+    Header { kind, payload_bytes }.to_bytes()
+}
+
+fn is_oversized(received: Result<(), SessionError>) -> bool {
+    let Err(SessionError::Peer(Misbehaviour::Frame(error))) = received else { return false };
+    matches!(error, FrameError::Oversized { .. })
+}
+
+#[test]
+fn what_passes_the_limits_of_its_run_is_refused_on_both_sides_by_its_header_alone() {
+    let limits = RunLimits {
+        program_bytes: 7,
+        input_bytes: 2,
+        request_bytes: 10,
+        response_bytes: 20,
+        output_bytes: 30,
+        artifact_bytes: 40,
+        ..RunLimits::default()
+    };
+    for (kind, most) in [
+        (Kind::Output, 30),
+        (Kind::Call, 10 + MESSAGE_OVERHEAD_BYTES),
+        (Kind::Artifact, 40 + MESSAGE_OVERHEAD_BYTES),
+    ] {
+        let (_, host) = running_under(limits.clone());
+        host.clone().receive(&announced(kind, most)).unwrap();
+        assert!(is_oversized(host.clone().receive(&announced(kind, most + 1))), "{kind:?}");
+    }
+    let settled = 20 + MESSAGE_OVERHEAD_BYTES;
+    for (kind, most) in [(Kind::Program, 7), (Kind::Input, 2), (Kind::Settled, settled)] {
+        for over in [false, true] {
+            let mut guest = GuestSession::new();
+            let mut host = HostSession::new();
+            exchange(&mut guest, &mut host).unwrap();
+            let load = Load { limits: limits.clone(), announce: false };
+            let mut bytes = Vec::new();
+            frame::write_message(Kind::Load, &load, &mut bytes);
+            if kind != Kind::Program {
+                frame::write_raw(Kind::Program, b"program", &mut bytes);
+                frame::write_message(Kind::Start, &start(), &mut bytes);
+            }
+            if kind == Kind::Settled {
+                frame::write_raw(Kind::Input, b"{}", &mut bytes);
+            }
+            guest.receive(&bytes).unwrap();
+            let received = guest.receive(&announced(kind, most + u32::from(over)));
+            assert_eq!(is_oversized(received), over, "{kind:?}");
+        }
+    }
+}
+
+#[test]
+fn what_is_as_large_as_the_limits_of_its_run_goes_through() {
+    let limits = RunLimits {
+        request_bytes: 300,
+        response_bytes: 300,
+        artifact_bytes: 300,
+        output_bytes: 300,
+        calls_in_flight: 2,
+        ..RunLimits::default()
+    };
+    let (mut guest, mut host) = running_under(limits);
+    let tool = ToolName::parse(&format!("{}.{}", "s".repeat(64), "t".repeat(128))).unwrap();
+    for _ in 0..2 {
+        guest.call(&tool, &[b'1'; 300], false).unwrap();
+    }
+    guest.artifact("a", "b", &[1; 300]).unwrap();
+    guest.output(&[1; 300]).unwrap();
+    exchange(&mut guest, &mut host).unwrap();
+    assert_eq!(core::iter::from_fn(|| host.poll_event()).count(), 4);
+    let body = vec![b'1'; 300];
+    host.settle(&Settled { id: 1, code: None, duration_ns: u64::MAX, redacted: true, body })
+        .unwrap();
+    exchange(&mut guest, &mut host).unwrap();
+}
+
+#[test]
+fn a_guest_waits_until_the_call_that_it_waits_for_is_settled_or_its_run_is_over() {
+    let tool = ToolName::parse("a.b").unwrap();
+    let waiting = || {
+        let (mut guest, mut host) = running();
+        for waits in [false, true] {
+            guest.call(&tool, b"{}", waits).unwrap();
+        }
+        exchange(&mut guest, &mut host).unwrap();
+        assert!(host.guest_waits());
+        (guest, host)
+    };
+    let settled = |id| Settled { id, code: None, duration_ns: 0, redacted: false, body: vec![] };
+    let (_, mut host) = waiting();
+    host.settle(&settled(0)).unwrap();
+    assert!(host.guest_waits());
+    host.settle(&settled(1)).unwrap();
+    assert!(!host.guest_waits());
+
+    let (mut guest, mut host) = waiting();
+    guest.ended(&end(Ending::Returned(0))).unwrap();
+    exchange(&mut guest, &mut host).unwrap();
+    assert!(!host.guest_waits());
+    let mut bytes = Vec::new();
+    frame::write_raw(Kind::Output, b"more", &mut bytes);
+    assert!(host.receive(&bytes).is_err(), "nothing can follow the end");
+}
+
+#[test]
+fn a_call_is_settled_once_on_both_sides() {
+    let (mut guest, mut host) = running();
+    let id = guest.call(&ToolName::parse("a.b").unwrap(), b"{}", false).unwrap();
+    exchange(&mut guest, &mut host).unwrap();
+    let settled = Settled { id, code: None, duration_ns: 0, redacted: false, body: vec![] };
+    host.settle(&settled).unwrap();
+    let again = host.transmit().clone();
+    assert!(matches!(host.settle(&settled), Err(SessionError::Misuse(_))));
+    exchange(&mut guest, &mut host).unwrap();
+    assert_eq!(guest.receive(&again), Err(SessionError::Peer(Misbehaviour::NotInFlight { id })));
+}
+
+#[test]
+fn a_program_is_sent_to_a_guest_that_stands_ready_and_to_no_other() {
+    let mut host = HostSession::new();
+    assert!(matches!(host.load(&load(false), b"program"), Err(SessionError::Misuse(_))));
+    for (_, mut host) in [preparing(), running()] {
+        assert!(matches!(host.load(&load(false), b"program"), Err(SessionError::Misuse(_))));
+        assert!(host.transmit().is_empty());
+    }
+}
+
+#[test]
+fn a_guest_hears_no_host_that_is_none_or_speaks_another_version() {
+    let ours = Hello::ours(Role::Host);
+    for theirs in [
+        Hello { role: Role::Guest, ..ours },
+        Hello { version_min: 9, version_max: 9, ..ours },
+        Hello { magic: *b"none", ..ours },
+    ] {
+        let mut bytes = Vec::new();
+        frame::write_message(Kind::Hello, &theirs, &mut bytes);
+        let refused = GuestSession::new().receive(&bytes);
+        assert!(refused.is_err(), "{theirs:?}");
+    }
 }
