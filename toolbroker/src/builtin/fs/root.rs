@@ -43,7 +43,7 @@ const PATH_BYTES_MAX: usize = 4096;
 /// One name, in bytes, as Linux has it.
 const NAME_BYTES_MAX: usize = 255;
 /// Entries of a folder that are looked at.
-const SCANNED_MAX: usize = 20_000;
+const SCANNED_MAX: usize = if cfg!(test) { 2_000 } else { 20_000 };
 /// Entries of a folder that are told.
 const LISTED_MAX: usize = 1_000;
 /// How the name begins of a file that is not whole yet.
@@ -409,6 +409,9 @@ mod tests {
     use super::*;
     use std::os::unix::fs::{PermissionsExt, symlink};
     use std::path::PathBuf;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, Barrier, mpsc};
+    use std::time::Duration;
 
     /// A root `in` beside a folder `out`, in a folder of the test's own.
     struct Desk {
@@ -498,6 +501,135 @@ mod tests {
         ] {
             assert!(Path::parse(path).is_err(), "{path:?}");
         }
+        for path in [&"x".repeat(255), &format!("{}xx", "x/".repeat(2047)), &"x/".repeat(2048)] {
+            assert!(Path::parse(path).is_ok(), "{} bytes", path.len());
+        }
+    }
+
+    #[test]
+    fn each_flag_of_the_resolution_refuses_by_itself_what_it_is_there_for() {
+        let desk = Desk::new(&["**"]);
+        symlink("a", desk.at("in/link")).unwrap();
+        let folder = |path: &std::path::Path| {
+            rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY, Mode::empty()).unwrap()
+        };
+        for (flag, below, path, refusal) in [
+            (ResolveFlags::BENEATH, desk.at("in"), "../out/secret", Errno::XDEV),
+            (ResolveFlags::NO_SYMLINKS, desk.at("in"), "link", Errno::LOOP),
+            (ResolveFlags::NO_MAGICLINKS, "/proc/self".into(), "cwd", Errno::LOOP),
+            (ResolveFlags::NO_XDEV, "/".into(), "proc/version", Errno::XDEV),
+        ] {
+            let below = folder(&below);
+            let resolve = |by| openat2(&below, path, OFlags::PATH, Mode::empty(), by).map(drop);
+            assert_eq!(resolve(ResolveFlags::empty()), Ok(()), "{flag:?}");
+            assert_eq!(resolve(RESOLVE & flag), Err(refusal), "{flag:?}");
+        }
+    }
+
+    #[test]
+    fn a_path_that_was_taken_for_one_by_its_form_still_leads_out_of_no_root() {
+        let desk = Desk::new(&["**"]);
+        for path in ["../out/secret", "a/../../out/secret", "/etc/passwd"] {
+            let path = Path(path.to_owned());
+            assert_eq!(desk.root.read(&path).unwrap_err().code, "not_allowed");
+            let write = desk.root.write(&path, b"new", Existing::IsReplaced);
+            assert_eq!(write.unwrap_err().code, "not_allowed");
+        }
+        assert_eq!(desk.root.list(&Path("..".into())).unwrap_err().code, "not_allowed");
+        desk.audit();
+    }
+
+    /// What this gives, unless it is held up.
+    fn unhindered<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
+        let (tell, told) = mpsc::channel();
+        std::thread::spawn(move || tell.send(act()));
+        told.recv_timeout(Duration::from_secs(10)).expect("somebody holds it up")
+    }
+
+    fn fifo(path: &std::path::Path) {
+        rustix::fs::mkfifoat(rustix::fs::CWD, path, Mode::from_raw_mode(0o600)).unwrap();
+    }
+
+    #[test]
+    fn whatever_takes_a_files_place_while_it_is_read_is_not_told_and_holds_nobody_up() {
+        let make: [fn(&Desk); 3] = [
+            |desk| fifo(&desk.at("other")),
+            |desk| symlink(desk.at("out/secret"), desk.at("other")).unwrap(),
+            |desk| std::fs::hard_link(desk.at("out/secret"), desk.at("other")).unwrap(),
+        ];
+        for make in make {
+            let desk = Desk::new(&["**"]);
+            std::fs::write(desk.at("in/x"), "x").unwrap();
+            make(&desk);
+            let is_over = Arc::new(AtomicBool::new(false));
+            let (this, other) = (desk.at("in/x"), desk.at("other"));
+            let ends = Arc::clone(&is_over);
+            let swaps = std::thread::spawn(move || {
+                let here = rustix::fs::CWD;
+                while !ends.load(Ordering::Acquire) {
+                    renameat_with(here, &this, here, &other, RenameFlags::EXCHANGE).unwrap();
+                }
+            });
+            let desk = unhindered(move || {
+                for _ in 0..2000 {
+                    let read = desk.read("x");
+                    assert!(!matches!(&read, Ok(content) if content != b"x"), "{read:?}");
+                }
+                desk
+            });
+            is_over.store(true, Ordering::Release);
+            swaps.join().unwrap();
+            desk.audit();
+        }
+    }
+
+    #[test]
+    fn a_file_that_grows_while_it_is_read_is_as_it_was_or_too_large() {
+        const ROUNDS: usize = 2000;
+        let desk = Desk::new(&["**"]);
+        let file = File::create(desk.at("in/x")).unwrap();
+        let meet = Barrier::new(2);
+        let reads: Vec<_> = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 0..ROUNDS {
+                    meet.wait();
+                    // Each time at another moment of the read.
+                    (0..round).for_each(|_| std::hint::spin_loop());
+                    file.set_len(1000).unwrap();
+                    meet.wait();
+                }
+            });
+            let round = |_| {
+                file.set_len(50).unwrap();
+                meet.wait();
+                let read = desk.read("x").map(|content| content.len());
+                meet.wait();
+                read
+            };
+            (0..ROUNDS).map(round).collect()
+        });
+        for read in reads {
+            assert!(matches!(read, Ok(50) | Err("too_large")), "{read:?}");
+        }
+    }
+
+    #[test]
+    fn of_several_who_write_a_new_file_at_once_one_does() {
+        let desk = Desk::new(&["**"]);
+        for round in 0..5 {
+            let (path, starts) = (format!("a/{round}"), Barrier::new(4));
+            let write = || {
+                starts.wait();
+                desk.write(&path, Existing::Stays)
+            };
+            let ends: Vec<_> = std::thread::scope(|scope| {
+                let all: Vec<_> = (0..4).map(|_| scope.spawn(write)).collect();
+                all.into_iter().map(|one| one.join().unwrap()).collect()
+            });
+            assert_eq!(ends.iter().filter(|end| end.is_ok()).count(), 1, "{ends:?}");
+            assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err("exists"))), "{ends:?}");
+        }
+        desk.audit();
     }
 
     #[test]
@@ -532,14 +664,14 @@ mod tests {
     #[test]
     fn a_fifo_a_socket_and_a_folder_are_no_files_and_hold_nobody_up() {
         let desk = Desk::new(&["**"]);
-        let fifo = desk.at("in/fifo");
-        rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, Mode::from_raw_mode(0o600)).unwrap();
+        fifo(&desk.at("in/fifo"));
         let _socket = std::os::unix::net::UnixListener::bind(desk.at("in/socket")).unwrap();
         for path in ["fifo", "socket", "a"] {
             assert_eq!(desk.read(path), Err("not_a_file"), "{path}");
             assert_eq!(desk.write(path, Existing::IsReplaced), Err("not_a_file"), "{path}");
         }
         assert_eq!(desk.list(""), Ok(vec!["a".to_owned()]));
+        assert_eq!(unhindered(move || desk.list("fifo")), Err("not_found"));
     }
 
     #[test]
@@ -562,7 +694,10 @@ mod tests {
     #[test]
     fn only_what_a_pattern_fits_is_read_written_and_told() {
         let desk = Desk::new(&["**/*.md", "top-*"]);
-        for path in ["in/a/x.md", "in/a/x.txt", "in/y.md", "in/top-1", "in/a/top-2"] {
+        std::fs::create_dir(desk.at("in/top-folder")).unwrap();
+        for path in
+            ["in/a/x.md", "in/a/x.txt", "in/y.md", "in/top-1", "in/a/top-2", "in/top-folder/x"]
+        {
             std::fs::write(desk.at(path), "x").unwrap();
         }
         for (path, allowed) in [
@@ -572,11 +707,15 @@ mod tests {
             ("top-1", true),
             ("a/top-2", false),
             ("a/x.MD", false),
+            ("top-folder/x", false),
         ] {
             assert_eq!(desk.read(path) == Err("not_allowed"), !allowed, "{path}");
         }
         assert_eq!(desk.write("a/z.txt", Existing::Stays), Err("not_allowed"));
-        assert_eq!(desk.list(""), Ok(vec!["a".into(), "top-1".into(), "y.md".into()]));
+        assert_eq!(
+            desk.list(""),
+            Ok(vec!["a".into(), "top-1".into(), "top-folder".into(), "y.md".into()])
+        );
         assert_eq!(desk.list("a"), Ok(vec!["x.md".to_owned()]));
     }
 
@@ -590,11 +729,29 @@ mod tests {
         let path = Path::parse("new").unwrap();
         let refused = desk.root.write(&path, &[b'x'; 101], Existing::Stays).unwrap_err();
         assert_eq!(refused.code, "too_large");
-        for number in 0..=LISTED_MAX {
+        desk.root.write(&path, &[b'x'; 100], Existing::Stays).unwrap();
+        let listed = || {
+            let (listed, truncated) = desk.root.list(&Path::parse("a").unwrap()).unwrap();
+            (listed.len(), truncated)
+        };
+        for number in 0..LISTED_MAX {
             File::create(desk.at(&format!("in/a/{number:04}"))).unwrap();
         }
+        assert_eq!(listed(), (LISTED_MAX, false));
+        File::create(desk.at("in/a/more")).unwrap();
+        assert_eq!(listed(), (LISTED_MAX, true));
+    }
+
+    #[test]
+    fn a_folder_of_very_many_is_looked_at_in_part_and_said_to_be() {
+        let desk = Desk::new(&["**/*.md"]);
+        for number in 0..=SCANNED_MAX {
+            // What is not told counts as well.
+            rustix::fs::symlinkat("x", rustix::fs::CWD, desk.at(&format!("in/a/{number}")))
+                .unwrap();
+        }
         let (listed, truncated) = desk.root.list(&Path::parse("a").unwrap()).unwrap();
-        assert_eq!((listed.len(), truncated), (LISTED_MAX, true));
+        assert_eq!((listed.len(), truncated), (0, true));
     }
 
     #[test]
@@ -613,11 +770,11 @@ mod tests {
         let file = desk.at("in/x");
         std::fs::write(&file, "x").unwrap();
         std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
-        let is_over = std::sync::atomic::AtomicBool::new(false);
+        let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let watch = scope.spawn(|| {
                 let mut seen = 0;
-                while !is_over.load(std::sync::atomic::Ordering::Acquire) {
+                while !is_over.load(Ordering::Acquire) {
                     for entry in std::fs::read_dir(desk.at("in")).unwrap().flatten() {
                         // It may be gone by now.
                         let Ok(stat) = entry.path().symlink_metadata() else { continue };
@@ -631,7 +788,7 @@ mod tests {
             for _ in 0..200 {
                 desk.write("x", Existing::IsReplaced).unwrap();
             }
-            is_over.store(true, std::sync::atomic::Ordering::Release);
+            is_over.store(true, Ordering::Release);
             assert_eq!(watch.join().unwrap() & 0o777, 0o600);
         });
     }
