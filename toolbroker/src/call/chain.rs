@@ -727,7 +727,7 @@ mod tests {
     use crate::grant::tests::claims_of_nothing;
     use crate::journal::Place;
     use forge_protocol::RunId;
-    use forge_protocol::broker::Callable;
+    use forge_protocol::broker::{Callable, GrantClaims, GrantedTool};
     use forge_protocol::limits::RunLimits;
 
     fn answered(response: Value) -> Dispatched {
@@ -740,15 +740,21 @@ mod tests {
         Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, RunLimits::default())
     }
 
-    /// A call of this run that came just now, and its tool.
-    fn facts_of(run: Run) -> (Facts, Arc<Tool>) {
+    /// A tool whose results are numbers, if it says so.
+    fn tool(says: bool) -> Arc<Tool> {
+        let schema = serde_json::json!({ "type": "integer" });
         let listed = Listed {
             name: "find".into(),
             description: None,
             input_schema: JsonObject::new(),
-            output_schema: None,
+            output_schema: says.then(|| schema.as_object().unwrap().clone()),
         };
-        let tool = Arc::new(Tool::new("shop", listed).unwrap());
+        Arc::new(Tool::new("shop", listed).unwrap())
+    }
+
+    /// A call of this run that came just now, and its tool.
+    fn facts_of(run: Run) -> (Facts, Arc<Tool>) {
+        let tool = tool(false);
         let call = CallFacts {
             call: 0,
             held_by_caller: false,
@@ -878,6 +884,119 @@ mod tests {
         let mut kinds = file.prepare("SELECT kind FROM records ORDER BY seq").unwrap();
         let kinds = kinds.query_map([], |row| row.get(0)).unwrap();
         kinds.collect::<Result<_, _>>().unwrap()
+    }
+
+    /// A run of alice's that may call the tool within these limits and this budget.
+    fn granted(limits: RunLimits, cost_max: u32) -> Arc<Run> {
+        let tool = tool(false);
+        let tool = GrantedTool {
+            name: tool.name().clone(),
+            definition_sha256: tool.sha256(),
+            constraints: Vec::new(),
+        };
+        let (tools, cost_max) = (vec![tool], Some(cost_max));
+        let claims = GrantClaims { tools, cost_max, ..claims_of_nothing() };
+        let grant = Arc::new(Grant::new(claims).unwrap());
+        Arc::new(Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, limits))
+    }
+
+    /// Takes a call of so many bytes as far as its grant.
+    fn asks(run: &Arc<Run>, bytes: usize, books: &Books) -> Result<Granted, Refused> {
+        let request = format!("{:bytes$}", "{}").into_bytes();
+        let call = Call { id: 0, waits: true, tool: tool(false).name().clone(), request };
+        Identified::new(run, call, books).granted()
+    }
+
+    #[test]
+    fn a_request_may_be_as_large_as_the_limit_and_its_digest_is_taken_where_it_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let books = books(folder.path());
+        let most = IN_PLACE_BYTES_MAX + 2;
+        let limits = RunLimits { request_bytes: most as u32, ..RunLimits::default() };
+        let run = granted(limits, 100);
+        for bytes in [2, IN_PLACE_BYTES_MAX, IN_PLACE_BYTES_MAX + 1, most] {
+            let digest = Some(Sha256::digest(format!("{:bytes$}", "{}")).into());
+            let granted = asks(&run, bytes, &books).unwrap();
+            let at_once = granted.facts.call.arguments_sha256;
+            assert_eq!(at_once, digest.filter(|_| bytes <= IN_PLACE_BYTES_MAX), "{bytes}");
+            let pinned = granted.pinned(tool(false), Effect::Read, 1).unwrap();
+            let checked = pinned.checked(None).unwrap();
+            assert_eq!(checked.facts.call.arguments_sha256, digest, "{bytes}");
+        }
+        let Refused(refusal) = asks(&run, most + 1, &books).unwrap_err();
+        assert!(matches!(refusal.failure, CallFailure::RequestTooLarge { .. }));
+        assert_eq!(refusal.facts.call.arguments_sha256, None);
+    }
+
+    #[test]
+    fn a_call_takes_its_cost_and_one_that_is_refused_takes_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let books = books(folder.path());
+        let run = granted(RunLimits::default(), 10);
+        let check = |tool, cost| {
+            let granted = asks(&run, 2, &books)?;
+            granted.pinned(tool, Effect::Read, cost)?.checked(None).map(drop)
+        };
+        let failure = |refused: Result<(), Refused>| refused.unwrap_err().0.failure;
+        check(tool(false), 4).unwrap();
+        let changed = failure(check(tool(true), 4));
+        assert!(matches!(changed, CallFailure::DefinitionChanged { .. }));
+        assert!(matches!(failure(check(tool(false), 7)), CallFailure::BudgetSpent(_)));
+        check(tool(false), 6).unwrap();
+        assert!(matches!(failure(check(tool(false), 1)), CallFailure::BudgetSpent(_)));
+
+        let late = granted(RunLimits::default(), 10);
+        late.cut_off();
+        let pinned = asks(&late, 2, &books).unwrap().pinned(tool(false), Effect::Read, 4).unwrap();
+        assert!(matches!(failure(pinned.checked(None).map(drop)), CallFailure::DeadlinePassed));
+        late.spend(10).unwrap();
+    }
+
+    #[test]
+    fn arguments_may_be_nested_as_deep_as_the_limit_says() {
+        let deep = |levels: usize| {
+            let (open, close) = ("[".repeat(levels - 1), "]".repeat(levels - 1));
+            parse(format!("{{\"a\":{open}{close}}}").as_bytes()).map(drop)
+        };
+        deep(REQUEST_DEPTH_MAX).unwrap();
+        let refused = deep(REQUEST_DEPTH_MAX + 1).unwrap_err();
+        assert!(refused.to_string().contains("deep"), "{refused}");
+    }
+
+    #[test]
+    fn a_result_that_is_none_for_its_tool_is_not_passed_on_nor_what_it_quotes() {
+        let folder = tempfile::tempdir().unwrap();
+        let books = books(folder.path());
+        let key = "s3cr3t-Value-of-the-Key-042";
+        let scrubber = Scrubber::new([crate::secret::Secret::new(key.to_owned()).unwrap()]);
+        let outcome = |says: bool, end: CallEnd| {
+            let dispatched = Dispatched { tool: tool(says), ..ended(end) };
+            let Redacted { outcome, redacted, .. } =
+                dispatched.fitting(&books).redacted(Some(&scrubber));
+            (outcome, redacted)
+        };
+        let text = |text: &str| Value::String(text.into());
+        assert!(matches!(outcome(true, CallEnd::Answered(7.into())), (Ok(_), false)));
+        assert!(matches!(outcome(false, CallEnd::Content(text("x"))), (Ok(_), false)));
+        let (content, _) = outcome(true, CallEnd::Content(text("x")));
+        assert!(matches!(content, Err(CallFailure::BadResponse { .. })), "{content:?}");
+        let (misfit, redacted) = outcome(true, CallEnd::Answered(text(key)));
+        let Err(CallFailure::BadResponse { violations }) = misfit else { panic!("{misfit:?}") };
+        assert!(redacted && !violations.concat().contains(key), "{violations:?}");
+        let many = Value::Array(vec![Value::Null; VALUES_MAX as usize + 1]);
+        for end in [CallEnd::Answered(many.clone()), CallEnd::Failed(many)] {
+            let (unusable, _) = outcome(false, end);
+            assert!(matches!(unusable, Err(CallFailure::Unusable(Unusable::TooMany))));
+        }
+    }
+
+    #[test]
+    fn a_response_may_be_as_large_as_the_limit() {
+        let limits = RunLimits { response_bytes: 10, ..RunLimits::default() };
+        let run = granted(limits, 1);
+        assert_eq!(of_size(&run, vec![b'1'; 10]).unwrap().len(), 10);
+        let over = of_size(&run, vec![b'1'; 11]);
+        assert!(matches!(over, Err(CallFailure::ResponseTooLarge { got: 11, limit: 10 })));
     }
 
     #[test]
