@@ -54,7 +54,7 @@ pub const RAM_START: u64 = CODE + CODE_BYTES;
 /// like it, and is not to be touched before [`control::ALL_RAM`] was written: KVM
 /// takes memory and time for each page that a VM may have, and most runs need
 /// none of those.
-pub const RAM_AT_START_BYTES: u64 = 14 << 20;
+pub const RAM_AT_START_BYTES: u64 = 8 << 20;
 /// PML4, PDPT, PD, the two page tables of the stretches that are mapped by
 /// small pages, and the further directories of a large RAM.
 pub const PAGE_TABLES: u64 = RAM_START;
