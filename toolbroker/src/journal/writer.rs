@@ -480,11 +480,13 @@ mod tests {
         journal.append(refusal());
         assert_eq!(pending(&journal), PENDING_RECORDS_MAX + 2);
 
-        let mut batch = Vec::new();
-        let (upto, _) = writer.gather(&mut batch);
-        assert_eq!((upto as usize, batch.len()), (PENDING_RECORDS_MAX, PENDING_RECORDS_MAX));
-        assert!(now(&mut intends).await.is_none(), "they are not on the disk yet");
-        commit(&journal, upto);
+        for batches in 1..=PENDING_RECORDS_MAX / BATCH_RECORDS {
+            assert!(now(&mut intends).await.is_none(), "they are not on the disk yet");
+            let mut batch = Vec::new();
+            let (upto, _) = writer.gather(&mut batch);
+            assert_eq!((upto as usize, batch.len()), (batches * BATCH_RECORDS, BATCH_RECORDS));
+            commit(&journal, upto);
+        }
         assert!(now(&mut intends).await.unwrap().is_ok() && now(&mut refuses).await.is_some());
         assert_eq!((pending(&journal), lock(&journal.0.state).dropped), (4, 0));
     }
@@ -492,13 +494,13 @@ mod tests {
     #[tokio::test]
     async fn a_batch_that_failed_takes_as_much_more_as_there_is_room_for_and_says_up_to_where() {
         let (journal, writer) = in_hand(Standing::Good, nowhere());
-        let mut batch: Vec<_> = (0..PENDING_RECORDS_MAX - 3).map(|_| outcome()).collect();
+        let mut batch: Vec<_> = (0..BATCH_RECORDS - 3).map(|_| outcome()).collect();
         for _ in 0..10 {
             journal.append(outcome());
         }
         for _ in 0..2 {
             assert_eq!(writer.gather(&mut batch), (3, false));
-            assert_eq!((batch.len(), pending(&journal)), (PENDING_RECORDS_MAX, 7));
+            assert_eq!((batch.len(), pending(&journal)), (BATCH_RECORDS, 7));
         }
     }
 
