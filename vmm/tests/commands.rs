@@ -224,6 +224,11 @@ fn keygen_sign_and_inspect_fit_together() {
     desk.write("hello.wat", HELLO);
     let key = ["sign", "--key", "keys/signer.pem", "hello.wat", "-o", "hello.wasm"];
     assert!(desk.forge(&key).status.success());
+    // The same to standard output, of text that begins with a byte order mark.
+    desk.write("marked.wat", format!("\u{feff}{HELLO}"));
+    let piped = desk.forge(&["sign", "--key", "keys/signer.pem", "marked.wat", "-o", "-"]);
+    assert_eq!(piped.stdout, fs::read(desk.path("hello.wasm")).unwrap(), "{piped:?}");
+    assert!(!desk.path("-").exists());
     let inspected = desk.forge(&["inspect", "--json", "--trust", "keys/signer.pub", "hello.wasm"]);
     let inspected: Value = serde_json::from_slice(&inspected.stdout).unwrap();
     assert_eq!(inspected["signature"], "good");

@@ -284,6 +284,16 @@ fn everything_wrong_is_told_at_once_by_field_and_nothing_is_started() {
 }
 
 #[test]
+fn a_file_that_cannot_be_read_is_told_as_json_too() {
+    let desk = Desk::new();
+    let output = desk.forge(&["config", "check", "--json", "--config", "nowhere.toml"]);
+    assert_eq!(output.status.code(), Some(2));
+    let told: Vec<Json> = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(told.len(), 1);
+    assert!(told[0]["problem"].as_str().unwrap().contains("No such file"), "{told:?}");
+}
+
+#[test]
 fn a_person_reads_file_field_and_reason_and_the_status_is_that_of_a_wrong_configuration() {
     let desk = Desk::new();
     desk.write("forge.toml", b"[service]\nrun_max = 3\n");

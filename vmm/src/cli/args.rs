@@ -359,7 +359,7 @@ pub(crate) struct SignArgs {
     /// The program: .wasm or .wat
     #[arg(value_name = "IN")]
     pub(crate) input: PathBuf,
-    /// Where the signed program goes
+    /// Where the signed program goes; `-` is standard output
     #[arg(short, long, value_name = "OUT.wasm")]
     pub(crate) output: PathBuf,
 }
@@ -544,7 +544,7 @@ pub(crate) struct GrantIssueArgs {
     pub(crate) valid: Duration,
     #[command(flatten)]
     pub(crate) terms: GrantTerms,
-    /// Where the grant goes
+    /// Where the grant goes; `-` is standard output
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: PathBuf,
 }
@@ -578,7 +578,7 @@ pub(crate) struct GrantAttenuateArgs {
     pub(crate) valid: Option<Duration>,
     #[command(flatten)]
     pub(crate) terms: GrantTerms,
-    /// Where the narrower grant goes
+    /// Where the narrower grant goes; `-` is standard output
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: PathBuf,
     /// The grant

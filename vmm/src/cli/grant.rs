@@ -18,7 +18,7 @@ use super::args::{
     GrantTerms,
 };
 use super::config::{self, GrantKey};
-use super::replace::{Readers, replace};
+use super::replace::{Readers, put};
 use super::{CliError, Exit, out, print_json};
 
 /// Issues a grant, narrows it, or looks into it.
@@ -90,9 +90,7 @@ fn write(broker: &Broker, request: &Request, output: &Path) -> Result<ExitCode, 
         other => other,
     })?;
     // Whoever holds a grant may use it as its principal.
-    replace(output, &token, Readers::Owner)
-        .map_err(|source| CliError::File { path: output.display().to_string(), source })?;
-    writeln!(out(), "{}  {} bytes", output.display(), token.len())?;
+    put(output, &token, Readers::Owner, format_args!("{} bytes", token.len()))?;
     Ok(Exit::Ok.into())
 }
 

@@ -18,7 +18,7 @@ use forge_vmm::keys;
 use serde::Serialize;
 
 use super::args::{CheckArgs, InspectArgs, KeygenArgs, SignArgs};
-use super::replace::{Readers, replace};
+use super::replace::{Readers, put};
 use super::{CliError, Exit, config, grant, out, print_json, read_file, run};
 
 /// Makes a key pair.
@@ -34,31 +34,14 @@ pub(crate) fn keygen(args: &KeygenArgs) -> Result<ExitCode, CliError> {
 pub(crate) fn sign(args: &SignArgs) -> Result<ExitCode, CliError> {
     let signer = keys::read_signer(&args.key)?;
     let signed = sign_file(&signer, &args.input)?;
-    replace(&args.output, &signed, Readers::AsBefore)
-        .map_err(|source| CliError::File { path: args.output.display().to_string(), source })?;
-    writeln!(
-        out(),
-        "{}  {} bytes, signed by {}",
-        args.output.display(),
-        signed.len(),
-        signer.trust_key(),
-    )?;
+    let is = format_args!("{} bytes, signed by {}", signed.len(), signer.trust_key());
+    put(&args.output, &signed, Readers::AsBefore, is)?;
     Ok(Exit::Ok.into())
 }
 
 /// Reads a program, assembles it if it is text, and signs it.
 pub(crate) fn sign_file(signer: &SignerKey, path: &Path) -> Result<Vec<u8>, CliError> {
-    let bytes = read_file(path)?;
-    let module = if path.extension().is_some_and(|extension| extension == "wat") {
-        wat::parse_bytes(&bytes)
-            .map_err(|mut error| {
-                error.set_path(path);
-                CliError::Program(error.to_string())
-            })?
-            .into_owned()
-    } else {
-        bytes
-    };
+    let module = read_program(path)?;
     signer.sign(&module).map_err(|error| {
         let why = admission::unverified(&module, error);
         CliError::Program(format!("{}: {why}", path.display()))
@@ -360,11 +343,13 @@ pub(crate) fn check(args: CheckArgs) -> Result<ExitCode, CliError> {
 /// Reads a program; text is assembled, so that it can be looked at unsigned.
 fn read_program(path: &Path) -> Result<Vec<u8>, CliError> {
     let bytes = read_file(path)?;
-    if path.extension().is_some_and(|extension| extension == "wat") {
-        return wat::parse_bytes(&bytes).map(|module| module.into_owned()).map_err(|mut error| {
-            error.set_path(path);
-            CliError::Program(error.to_string())
-        });
+    if path.extension().is_none_or(|extension| extension != "wat") {
+        return Ok(bytes);
     }
-    Ok(bytes)
+    // The mark that some editors begin a file with is no part of it.
+    let text = bytes.strip_prefix(config::BYTE_ORDER_MARK).unwrap_or(&bytes);
+    wat::parse_bytes(text).map(|module| module.into_owned()).map_err(|mut error| {
+        error.set_path(path);
+        CliError::Program(error.to_string())
+    })
 }

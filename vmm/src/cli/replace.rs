@@ -6,6 +6,8 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
+use super::{CliError, out};
+
 /// Who may read a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Readers {
@@ -13,6 +15,27 @@ pub(crate) enum Readers {
     Owner,
     /// Who may read the file that was there, or any new one.
     AsBefore,
+}
+
+/// Writes a file as [`replace`] does and says so with what `is` of it, or, where its name is
+/// `-`, writes to standard output and says nothing.
+///
+/// # Errors
+/// If it cannot be written.
+pub(crate) fn put(
+    output: &Path,
+    bytes: &[u8],
+    readers: Readers,
+    is: std::fmt::Arguments<'_>,
+) -> Result<(), CliError> {
+    let mut out = out();
+    if output == Path::new("-") {
+        out.write_all(bytes)?;
+        return Ok(out.flush()?);
+    }
+    replace(output, bytes, readers)
+        .map_err(|source| CliError::File { path: output.display().to_string(), source })?;
+    Ok(writeln!(out, "{}  {is}", output.display())?)
 }
 
 /// Writes a file. What was there before stays until the new one is whole, if its folder

@@ -67,7 +67,14 @@ fn check(args: &ConfigCheckArgs) -> Result<ExitCode, CliError> {
         // All of that is the toolbroker's.
         (None, Some(file)) => return tell(args, file, &brokers(None, Some(file), None)?),
     };
-    let text = read_text(file).map_err(|error| match error {
+    let read = read_text(file);
+    if args.json
+        && let Err(CliError::File { source, .. }) = &read
+    {
+        let fault = Fault { field: None, problem: source.to_string(), line: None };
+        return tell(args, file, &[told(file, None, fault)]);
+    }
+    let text = read.map_err(|error| match error {
         CliError::File { source, .. }
             if args.config.is_none() && source.kind() == io::ErrorKind::NotFound =>
         {

@@ -471,7 +471,7 @@ pub(crate) fn json_argument(flag: &str, text: &str) -> Result<Vec<u8>, CliError>
 }
 
 /// In UTF-8.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+pub(crate) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// What a search gives.
 pub(crate) struct Found {
