@@ -176,3 +176,139 @@ fn unheard(error: &LinkError) {
 fn over(what: &'static str, got: u64, limit: u64) -> Result<(), Misbehaviour> {
     if got > limit { Err(Misbehaviour::Over(OverLimit { what, got, limit })) } else { Ok(()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use forge_protocol::RunId;
+    use forge_protocol::broker::Callable;
+    use forge_protocol::limits::RunLimits;
+    use forge_protocol::name::ToolName;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::runtime::Handle;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::grant::tests::granting_nothing;
+    use crate::journal::{Journal, Place};
+    use crate::metrics::Metrics;
+    use crate::registry::Registry;
+
+    /// A broker's side, without servers, and what keeps its journal.
+    fn dispatcher() -> (Dispatcher, tempfile::TempDir) {
+        let (folder, home) = (tempfile::tempdir().unwrap(), Handle::current());
+        let registry = Arc::new(Registry::new(Config::default(), &home));
+        let metrics = Arc::new(Metrics::default());
+        let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
+        (Dispatcher::new(registry, journal, metrics, home), folder)
+    }
+
+    /// A run that may call nothing.
+    fn run(limits: RunLimits) -> Arc<Run> {
+        let id = RunId([0; 16]);
+        Arc::new(Run::new(id, [0; 32], Callable::Any, granting_nothing(), limits))
+    }
+
+    /// The run's call of this number, which is denied.
+    fn call(id: u32) -> Vec<u8> {
+        let tool = ToolName::parse("a.b").unwrap();
+        let call = Call { id, waits: false, tool, request: b"{}".to_vec() };
+        let mut frames = Vec::new();
+        frame::write_message(Kind::Call, &call, &mut frames);
+        frames
+    }
+
+    #[tokio::test]
+    async fn a_run_is_cut_off_by_the_end_of_its_link_unless_its_program_went_to_its_end() {
+        let (dispatcher, _folder) = dispatcher();
+        let closing = watch::Sender::new(false);
+        for is_whole in [false, true] {
+            let (worker, stream) = UnixStream::pair().unwrap();
+            let run = run(RunLimits::default());
+            if is_whole {
+                run.leave_calls();
+            }
+            drop(worker);
+            serve_run(Arc::clone(&run), stream, dispatcher.clone(), closing.subscribe()).await;
+            assert_eq!(run.is_cut_off(), !is_whole);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_frame_that_is_no_call_ends_its_link_whatever_is_in_it() {
+        let (dispatcher, _folder) = dispatcher();
+        let closing = watch::Sender::new(false);
+        let (mut worker, stream) = UnixStream::pair().unwrap();
+        let run = run(RunLimits::default());
+        let mut frames = Vec::new();
+        frame::write_raw(Kind::Output, &call(0)[HEADER_BYTES..], &mut frames);
+        worker.write_all(&frames).await.unwrap();
+        drop(worker);
+        serve_run(Arc::clone(&run), stream, dispatcher, closing.subscribe()).await;
+        assert!(run.broken().is_some_and(|broken| broken.reason.contains("out of turn")));
+        assert!(run.calls_so_far().is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_a_whole_run_called_is_read_to_the_last_by_a_broker_that_shuts_down() {
+        let (dispatcher, _folder) = dispatcher();
+        let closing = watch::Sender::new(true);
+        // What comes first of several that are there is by chance.
+        for _ in 0..20 {
+            let (mut worker, stream) = UnixStream::pair().unwrap();
+            let run = run(RunLimits::default());
+            run.leave_calls();
+            for id in 0..3 {
+                worker.write_all(&call(id)).await.unwrap();
+            }
+            drop(worker);
+            serve_run(Arc::clone(&run), stream, dispatcher.clone(), closing.subscribe()).await;
+            assert_eq!(run.calls_so_far().len(), 3);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_call_whose_answer_its_worker_does_not_take_is_in_flight() {
+        const CALLS: u32 = 5_000;
+        let (dispatcher, _folder) = dispatcher();
+        let closing = watch::Sender::new(false);
+        let limits = RunLimits { calls: CALLS, calls_in_flight: 1, ..RunLimits::default() };
+        for takes in [true, false] {
+            let (mut worker, stream) = UnixStream::pair().unwrap();
+            let run = run(limits.clone());
+            let serves =
+                serve_run(Arc::clone(&run), stream, dispatcher.clone(), closing.subscribe());
+            let serves = tokio::spawn(serves);
+            let asks = async {
+                let mut answer = [0; 4096];
+                for id in 0..CALLS {
+                    worker.write_all(&call(id)).await.unwrap();
+                    if takes {
+                        assert!(worker.read(&mut answer).await.unwrap() > 0);
+                    }
+                }
+            };
+            let breaks = async {
+                while run.broken().is_none() {
+                    tokio::task::yield_now().await;
+                }
+            };
+            let ended = async {
+                tokio::select! {
+                    () = asks => true,
+                    () = breaks => false,
+                }
+            };
+            let all = tokio::time::timeout(Duration::from_secs(30), ended).await.unwrap();
+            assert_eq!(all, takes);
+            drop(worker);
+            serves.await.unwrap();
+            let reason = run.broken().map(|broken| broken.reason).unwrap_or_default();
+            assert_eq!(reason.contains("calls_in_flight"), !takes, "{reason}");
+            let calls = run.calls_so_far();
+            let settled = calls.iter().filter(|call| call.settled.is_some()).count();
+            assert_eq!(settled == CALLS as usize, takes, "{settled}");
+        }
+    }
+}
