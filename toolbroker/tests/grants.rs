@@ -350,6 +350,38 @@ fn a_changed_definition_blocks_its_tool_until_it_is_approved_again() {
 }
 
 #[test]
+fn a_definition_that_comes_back_is_blocked_as_any_other_is_until_it_is_approved_again() {
+    let desk = Desk::new();
+    let mut broker = desk.broker("", &[]);
+    let of_the_first = token(&mut broker, grant_request(&["test.echo"]));
+    drop(broker);
+
+    let mut broker = desk.broker("", &["--changed"]);
+    approve(&mut broker, &["test.echo"]);
+    let of_the_second = token(&mut broker, grant_request(&["test.echo"]));
+    let kind =
+        |opened: Result<(Worker, GrantClaims), (RefusalKind, String)>| opened.err().unwrap().0;
+    assert_eq!(kind(open(&mut broker, "alice", None, &of_the_first)), RefusalKind::BadGrant);
+    drop(broker);
+
+    // It is what the first grant pins by now, and not what was approved last.
+    let mut broker = desk.broker("", &[]);
+    assert_eq!(standing(&list(&mut broker, "alice"), "test.echo"), Standing::Changed);
+    assert_eq!(kind(open(&mut broker, "alice", None, &of_the_first)), RefusalKind::NotReviewed);
+    assert_eq!(kind(open(&mut broker, "alice", None, &of_the_second)), RefusalKind::BadGrant);
+    let authority = Authority::Tools(vec![name("test.echo")]);
+    let opened = broker.open(run_request("alice", authority, limits()));
+    assert_eq!(kind(opened), RefusalKind::NotReviewed);
+    let (refused, _) = refusal(broker.ask(&Request::IssueGrant(grant_request(&["test.echo"]))));
+    assert_eq!(refused, RefusalKind::NotReviewed);
+
+    approve(&mut broker, &["test.echo"]);
+    let (mut worker, _) = open(&mut broker, "alice", None, &of_the_first).unwrap();
+    assert_eq!(worker.call("test.echo", &json!({"text": "x"})).0, None);
+    assert_eq!(kind(open(&mut broker, "alice", None, &of_the_second)), RefusalKind::BadGrant);
+}
+
+#[test]
 fn a_tool_of_a_grant_that_a_program_cannot_call_keeps_it_from_no_run() {
     let desk = Desk::new();
     let mut broker = desk.broker("", &[]);
