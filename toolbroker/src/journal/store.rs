@@ -151,8 +151,8 @@ pub struct Store {
     /// So that another file at its path is noticed, and one that was cut off: SQLite never
     /// makes it smaller.
     file: Standing,
-    /// The same of the log beside it, which has what was committed last. SQLite alone makes
-    /// that smaller, in a commit.
+    /// The same of the log beside it, which has what was committed last. A commit of ours alone
+    /// makes that smaller; nobody else is to fold it in and cut it off.
     log: Standing,
     session: i64,
     next_seq: i64,

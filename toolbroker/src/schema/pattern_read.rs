@@ -103,7 +103,8 @@ fn rewritten(pattern: &str) -> Option<String> {
                 length += escaped.len_utf8();
                 // `\p{L}`, which is meant whatever flag there is.
                 if matches!(escaped, 'p' | 'P' | 'u' | 'x') && rest[length..].starts_with('{') {
-                    length += rest[length..].find('}').map_or(0, |end| end + 1);
+                    let mut name = rest[length..].bytes().take(PROPERTY_BYTES_MAX);
+                    length += name.position(|byte| byte == b'}').map_or(0, |end| end + 1);
                 }
                 out.push_str(&rest[..length]);
                 at = match at {
@@ -158,14 +159,20 @@ fn rewritten(pattern: &str) -> Option<String> {
 }
 
 /// Whether this begins with how often something is repeated: `{2}`, `{2,}` or `{2,5}`.
+/// Nothing is looked at behind that, since each `{` of a pattern is asked.
 fn is_count(rest: &str) -> bool {
-    let Some((count, _)) = rest[1..].split_once('}') else { return false };
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|it| it.is_ascii_digit());
-    match count.split_once(',') {
-        Some((least, most)) => is_number(least) && (most.is_empty() || is_number(most)),
-        None => is_number(count),
-    }
+    let without_number = |text: &str| text.trim_start_matches(|it: char| it.is_ascii_digit()).len();
+    let least = &rest[1..];
+    let behind = &least[least.len() - without_number(least)..];
+    let behind = match behind.strip_prefix(',') {
+        Some(most) => &most[most.len() - without_number(most)..],
+        None => behind,
+    };
+    least.starts_with(|it: char| it.is_ascii_digit()) && behind.starts_with('}')
 }
+
+/// The longest name of a property of characters, in bytes, with its braces.
+const PROPERTY_BYTES_MAX: usize = 64;
 
 /// Whether a class that is open is closed before another is opened.
 fn closes(rest: &str) -> bool {
@@ -233,6 +240,21 @@ mod tests {
         ] {
             let expected = if pattern == r"[-\w]" { Some(r"[\-\w]") } else { None };
             assert_eq!(rewritten(pattern).as_deref(), expected, "{pattern}");
+        }
+    }
+
+    /// Each look ahead is short: of 256 KiB a whole one for each brace would be minutes.
+    #[test]
+    fn a_pattern_of_braces_is_read_once() {
+        for (part, written) in [("{", r"\{"), ("{1", r"\{1"), (r"\p{", r"\p{"), ("{1,", r"\{1,")] {
+            let count = (256 << 10) / part.len();
+            let read = rewritten(&part.repeat(count));
+            let expected = written.repeat(count);
+            let is_other = part != written && part != r"\p{";
+            match part {
+                r"\p{" => assert!(read.is_some_and(|it| it.len() == expected.len() + count)),
+                _ => assert!(is_other && read.as_deref() == Some(&expected), "{part}"),
+            }
         }
     }
 

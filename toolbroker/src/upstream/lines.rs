@@ -39,6 +39,8 @@ pub(super) struct Lines<R> {
     line: Line,
     /// What it was asked and has not answered.
     asked: Vec<RequestId>,
+    /// What was given up, and may be answered yet.
+    late: Option<RequestId>,
     complaints: u32,
 }
 
@@ -215,6 +217,7 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             incoming: BufReader::new(stdout),
             line: Line::default(),
             asked: Vec::new(),
+            late: None,
             complaints: 0,
         }
     }
@@ -236,16 +239,23 @@ impl<R: AsyncRead + Unpin> Lines<R> {
         }
     }
 
+    /// Nobody waits for an answer with this id any more, and one that comes says something.
+    pub(super) fn give_up(&mut self, id: &RequestId) {
+        self.forget(id);
+        self.late = Some(id.clone());
+    }
+
     /// Nobody waits for an answer with this id any more.
-    pub(super) fn forget(&mut self, id: &RequestId) {
+    fn forget(&mut self, id: &RequestId) {
         self.asked.retain(|asked| !is_same(id, asked));
     }
 
     /// Whether a line is a large answer to nothing that is waited for: of a run that is over,
     /// perhaps. To read it would hold up what others wait for.
     fn is_nobodys(&self, line: &Line) -> bool {
+        let mut heard = self.asked.iter().chain(&self.late);
         line.bytes.len() > SMALL_BYTES_MAX
-            && line.scan.answers().is_some_and(|id| !self.asked.iter().any(|it| is_same(&id, it)))
+            && line.scan.answers().is_some_and(|id| !heard.any(|it| is_same(&id, it)))
     }
 
     /// Of an error that names no request, the only one there is, if the error says
@@ -432,6 +442,12 @@ mod tests {
         let first = lines.receive().await.unwrap();
         assert_eq!(answers(&first), Some(&RequestId::Number(8)));
         assert_eq!(lines.complaints, 1, "of the one that is waited for");
+        assert_eq!(answers(&lines.receive().await.unwrap()), Some(&RequestId::Number(7)));
+        // But what was given up and is heard all the same.
+        let said = answer(7, &format!("{large}\"}}"));
+        let mut lines = Lines::new("x", said.as_bytes(), tokio::io::sink());
+        lines.send(call(7, "")).await.unwrap();
+        lines.give_up(&RequestId::Number(7));
         assert_eq!(answers(&lines.receive().await.unwrap()), Some(&RequestId::Number(7)));
     }
 

@@ -232,7 +232,7 @@ impl OAuth {
         let base = "/.well-known/oauth-protected-resource";
         let paths = [format!("{base}{path}"), base.to_owned()];
         let place = || self.server.origin().ascii_serialization();
-        let metadata = self.metadata(&paths, &self.server).await?;
+        let metadata = self.metadata(&paths, &self.server, |_| true).await?;
         let metadata = metadata.ok_or_else(|| TokenError::NotSaid { place: place() })?;
         let resource = metadata.get("resource").and_then(Value::as_str);
         if resource.is_some_and(|name| !is_of(name, &self.server)) {
@@ -274,8 +274,15 @@ impl OAuth {
             paths.push(format!("{path}/.well-known/openid-configuration"));
         }
         let place = issuer.as_str().to_owned();
-        let metadata = self.metadata(&paths, issuer).await?.ok_or_else(|| {
-            TokenError::NoMetadata { issuer: place.clone(), tried: paths.join(" or ") }
+        // RFC 8414, 3.3: whoever speaks for another issuer is not believed.
+        let speaks_for_it = |metadata: &Value| {
+            let named = metadata.get("issuer").and_then(Value::as_str).unwrap_or_default();
+            named.trim_end_matches('/') == place.trim_end_matches('/')
+        };
+        let found = self.metadata(&paths, issuer, speaks_for_it).await?;
+        let metadata = found.ok_or_else(|| TokenError::NoMetadata {
+            issuer: place.clone(),
+            tried: paths.join(" or "),
         })?;
         let failed = |why: &str| TokenError::Exchange { place: place.clone(), why: why.into() };
         let text = |key: &str| metadata.get(key).and_then(Value::as_str);
@@ -283,9 +290,7 @@ impl OAuth {
             let list = metadata.get(key).and_then(Value::as_array);
             list.map(|list| list.iter().any(|it| it.as_str() == Some(entry)))
         };
-        // RFC 8414, 3.3: whoever speaks for another issuer is not believed.
-        let named = text("issuer").unwrap_or_default().trim_end_matches('/');
-        if named != issuer.as_str().trim_end_matches('/') {
+        if !speaks_for_it(&metadata) {
             return Err(failed("its metadata is that of another issuer"));
         }
         if lists("grant_types_supported", "client_credentials") == Some(false) {
@@ -305,8 +310,15 @@ impl OAuth {
         Ok(TokenEndpoint { url, client_auth, resource: None })
     }
 
-    /// The first of these documents of `host` that is there, if one is.
-    async fn metadata(&self, paths: &[String], host: &Url) -> Result<Option<Value>, TokenError> {
+    /// The first of these documents of `host` that fits, or that is there, if one is: some hosts
+    /// have one at every path.
+    async fn metadata(
+        &self,
+        paths: &[String],
+        host: &Url,
+        fits: impl Fn(&Value) -> bool,
+    ) -> Result<Option<Value>, TokenError> {
+        let mut first = None;
         for path in paths {
             let mut url = host.clone();
             url.set_path(path);
@@ -314,10 +326,13 @@ impl OAuth {
             let request = self.http.get(url.clone()).header(ACCEPT, "application/json");
             let (status, answer) = self.exchange(&url, request).await?;
             if status == 200 && answer.is_object() {
-                return Ok(Some(answer));
+                if fits(&answer) {
+                    return Ok(Some(answer));
+                }
+                first.get_or_insert(answer);
             }
         }
-        Ok(None)
+        Ok(first)
     }
 
     async fn fetch(&self, at: &TokenEndpoint) -> Result<Token, TokenError> {

@@ -266,7 +266,7 @@ impl<R: AsyncRead + Unpin + Send> Transport<RoleClient> for StdioTransport<R> {
                         () = sleep_until(*until) => {
                             let id = id.clone();
                             self.discover = Discover::GivenUp(Box::new(Late::new(id.clone())));
-                            self.inner.forget(&id);
+                            self.inner.give_up(&id);
                             let silent = "no answer: taken for a server of the older protocol";
                             let error =
                                 ErrorData::new(ErrorCode::METHOD_NOT_FOUND, silent, None);

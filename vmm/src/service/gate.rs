@@ -149,6 +149,8 @@ pub(super) struct Stay<'a> {
     gate: &'a Gate,
     principal: String,
     untaken_bytes: usize,
+    /// Whether it is among those that its principal has here: one that made room is none.
+    counts: bool,
 }
 
 /// It may run. Dropped when it has.
@@ -205,7 +207,8 @@ impl Gate {
             return Err(state.queue_full());
         }
         state.tenants.entry(principal.to_owned()).or_default().here += 1;
-        let stay = Stay { gate: self, principal: principal.to_owned(), untaken_bytes: 0 };
+        let mut stay =
+            Stay { gate: self, principal: principal.to_owned(), untaken_bytes: 0, counts: true };
         if is_free {
             let begun = state.begin(principal);
             drop(state);
@@ -218,17 +221,21 @@ impl Gate {
         state.waiting.push_back(Waiting { ticket, principal: principal_of, limit, wake });
         let until = Instant::now() + state.bounds.queue_wait;
         drop(state);
-        match self.wait(ticket, cancel, until) {
-            Ok(begun) => Ok((stay, self.pass(principal, begun))),
-            Err(denied) => Err(denied),
-        }
+        let begun = self.wait(ticket, cancel, until, &mut stay)?;
+        Ok((stay, self.pass(principal, begun)))
     }
 
     fn pass(&self, principal: &str, begun: Begun) -> Pass<'_> {
         Pass { gate: self, principal: principal.to_owned(), begun }
     }
 
-    fn wait(&self, ticket: u64, cancel: &Cancel, until: Instant) -> Result<Begun, Denied> {
+    fn wait(
+        &self,
+        ticket: u64,
+        cancel: &Cancel,
+        until: Instant,
+        stay: &mut Stay<'_>,
+    ) -> Result<Begun, Denied> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             wait_for(cancel, left);
@@ -237,12 +244,13 @@ impl Gate {
                 cancel.calm();
                 return Ok(begun);
             }
+            // It made room, and was counted off then.
+            stay.counts = state.waiting.iter().any(|waiting| waiting.ticket == ticket);
             let denied = if cancel.is_raised() {
                 Denied::Cancelled
             } else if state.draining {
                 Denied::Draining
-            } else if state.waiting.iter().all(|waiting| waiting.ticket != ticket) {
-                // It made room.
+            } else if !stay.counts {
                 state.queue_full()
             } else if Instant::now() >= until {
                 state.overloaded(ticket)
@@ -369,8 +377,12 @@ impl State {
         let newest =
             |name: &str| self.waiting.iter().rposition(|waiting| waiting.principal == name);
         let Some(at) = larger.into_iter().find_map(|(_, name)| newest(name)) else { return false };
-        let given_up = self.waiting.remove(at);
-        given_up.inspect(|waiting| waiting.wake.nudge()).is_some()
+        let Some(given_up) = self.waiting.remove(at) else { return false };
+        if let Some(tenant) = self.tenants.get_mut(&given_up.principal) {
+            tenant.here -= 1;
+        }
+        given_up.wake.nudge();
+        true
     }
 
     /// When a place may be free: by what runs took lately, or by how long those that
@@ -438,7 +450,7 @@ impl Drop for Stay<'_> {
     fn drop(&mut self) {
         let mut state = lock(&self.gate.0);
         let Some(tenant) = state.tenants.get_mut(&self.principal) else { return };
-        tenant.here -= 1;
+        tenant.here -= usize::from(self.counts);
         tenant.untaken_bytes -= self.untaken_bytes;
         if tenant.here == 0 {
             state.tenants.remove(&self.principal);
