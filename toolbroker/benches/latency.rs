@@ -32,6 +32,7 @@ use forge_toolbroker::grant::{Issuer, Terms};
 use forge_toolbroker::journal::{Journal, Place};
 use forge_toolbroker::metrics::Metrics;
 use forge_toolbroker::registry::Registry;
+use forge_toolbroker::review::{Mode, Reviews};
 use forge_toolbroker::verified::Verified;
 use support::{Broker, Worker, grant_request, name, receive, run_request};
 
@@ -124,7 +125,9 @@ fn authorisation(rounds: usize) {
     let folder = tempfile::tempdir().unwrap();
     let metrics = Arc::new(Metrics::default());
     let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
-    let dispatcher = Dispatcher::new(registry, journal, metrics, runtime.handle().clone());
+    let reviews = Arc::new(Reviews::open(Mode::FirstUse, None).unwrap());
+    let home = runtime.handle().clone();
+    let dispatcher = Dispatcher::new(registry, reviews, journal, metrics, home);
     let constraints = ["/algorithm=\"sha256\"", "/text^=the ", "/text=~[a-z ]{1,100}"];
     for (what, constraints) in [("no constraint", &[][..]), ("3 constraints", &constraints)] {
         let granted = GrantedTool {

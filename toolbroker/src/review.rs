@@ -126,6 +126,17 @@ pub struct Blocked {
     pub standing: Standing,
 }
 
+/// Why a run may not call a tool that it was granted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unreviewed {
+    /// It is not approved any more.
+    #[error("{0}")]
+    Blocked(#[from] Blocked),
+    /// Nobody can tell.
+    #[error("the reviews of tools fail, so the call was not made: the operator's log says why")]
+    Failed,
+}
+
 /// One approved definition.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -370,6 +381,28 @@ impl Reviews {
             }
         }
         Ok(())
+    }
+
+    /// That a run which was granted the tool may call it now: the operator may have
+    /// approved another definition since, or taken the approval back. Looks whether the
+    /// file is another.
+    ///
+    /// # Errors
+    /// [`Unreviewed`].
+    pub fn check_call(&self, tool: &Tool) -> Result<(), Unreviewed> {
+        if RESERVED_SERVERS.contains(&tool.name().server()) {
+            return Ok(());
+        }
+        self.refresh().map_err(|error| {
+            tracing::error!(%error, "the reviews fail");
+            Unreviewed::Failed
+        })?;
+        match self.standing(tool) {
+            Standing::Approved => Ok(()),
+            // As it is when it is granted: whoever sees it next has it pinned.
+            Standing::New if self.mode == Mode::FirstUse => Ok(()),
+            standing => Err(Blocked { tool: tool.name().clone(), standing }.into()),
+        }
     }
 
     /// Approves the present definitions of these. How many were not approved

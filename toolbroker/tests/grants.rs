@@ -430,6 +430,37 @@ fn a_definition_that_changes_under_a_run_is_refused_at_the_call_with_the_way_out
 }
 
 #[test]
+fn a_run_calls_no_tool_of_which_another_definition_was_approved_meanwhile() {
+    let desk = Desk::new();
+    let mut broker = desk.broker("[review]\nmode = 'required'", &[]);
+    approve(&mut broker, &["test.echo", "test.note"]);
+    let mut worker = broker.run(&["test.echo", "test.note", "crypto.hash"], limits());
+    let mut call = |tool: &str| worker.call(tool, &json!({"text": "x"}));
+    assert_eq!(call("test.echo").0, None);
+    // By a broker of the same operator, whose server is a newer one.
+    approve(&mut desk.broker("", &["--changed"]), &["test.echo"]);
+    let (code, why) = call("test.echo");
+    assert_eq!(code, Some(CallCode::Denied));
+    let why = why["error"].as_str().unwrap();
+    assert!(why.contains("another than the one approved") && why.contains("tools review"), "{why}");
+    assert_eq!(call("test.note").0, None);
+
+    // What is taken back is not approved any more.
+    let reviews = desk.path("state/reviews.json");
+    std::fs::remove_file(&reviews).unwrap();
+    let (code, why) = call("test.note");
+    assert_eq!(code, Some(CallCode::Denied));
+    assert!(why["error"].as_str().unwrap().contains("not approved yet"), "{why}");
+    std::fs::write(&reviews, "?").unwrap();
+    let (code, why) = call("test.note");
+    assert_eq!(code, Some(CallCode::Denied));
+    assert!(why["error"].as_str().unwrap().contains("the operator's log says why"), "{why}");
+    let hashed = worker.call("crypto.hash", &json!({"text": "x", "algorithm": "sha256"}));
+    assert_eq!(hashed.0, None, "the broker's own");
+    assert_eq!(desk.calls(), ["echo", "note x"], "each once");
+}
+
+#[test]
 fn where_review_is_required_nothing_is_granted_before_it_is_approved() {
     let desk = Desk::new();
     let mut broker = desk.broker("[review]\nmode = 'required'", &[]);

@@ -18,6 +18,7 @@ use forge_toolbroker::grant::Grant;
 use forge_toolbroker::journal::{Journal, Place};
 use forge_toolbroker::metrics::Metrics;
 use forge_toolbroker::registry::Registry;
+use forge_toolbroker::review::{Mode, Reviews};
 use forge_toolbroker::upstream::hosted::{Callback, HostError, Hosted};
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
@@ -76,9 +77,11 @@ async fn counted(
 ) -> (Option<CallCode>, Value) {
     let home = Handle::current();
     let registry = Arc::new(Registry::new(Config::default(), &home));
+    // What a run's caller holds is not the operator's to review.
+    let reviews = Arc::new(Reviews::open(Mode::Required, None).unwrap());
     let folder = tempfile::tempdir().unwrap();
     let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(metrics));
-    let dispatcher = Dispatcher::new(registry, journal, Arc::clone(metrics), home);
+    let dispatcher = Dispatcher::new(registry, reviews, journal, Arc::clone(metrics), home);
     let tool = ToolName::parse(tool).unwrap();
     let call = Call { id: 0, waits: true, tool, request: request.to_string().into_bytes() };
     let Settled { code, body, .. } = match dispatcher.take(run, call) {

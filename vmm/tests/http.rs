@@ -932,7 +932,11 @@ fn who_has_no_token_gets_nothing_and_a_body_cannot_say_who_asks() {
             for token in [None, Some("nobodys"), Some("")] {
                 let refused = service.ask(Request::new(&method, &path).by(token));
                 assert_eq!((refused.status, refused.kind()), (401, "unauthenticated"), "{path}");
-                assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
+                let challenge = match token {
+                    Some("nobodys") => "Bearer error=\"invalid_token\"",
+                    _ => "Bearer",
+                };
+                assert_eq!(refused.header("www-authenticate"), Some(challenge));
             }
         }
     }

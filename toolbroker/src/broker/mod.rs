@@ -140,8 +140,8 @@ impl Broker {
         });
         let registry = Arc::new(Registry::new(config, home));
         let journal = Journal::new(journal, Arc::clone(&metrics));
-        let dispatcher = Dispatcher::new(Arc::clone(&registry), journal, metrics, home.clone());
-        let dispatcher = dispatcher.telling(spans);
+        let (of, by) = (Arc::clone(&registry), Arc::clone(&reviews));
+        let dispatcher = Dispatcher::new(of, by, journal, metrics, home.clone()).telling(spans);
         let closing = watch::Sender::new(false);
         let (grants, runs) = (Verified::new(issuer), TaskTracker::new());
         let retrieval = Arc::default();

@@ -194,14 +194,16 @@ mod tests {
     use crate::journal::{Journal, Place};
     use crate::metrics::Metrics;
     use crate::registry::Registry;
+    use crate::review::{Mode, Reviews};
 
     /// A broker's side, without servers, and what keeps its journal.
     fn dispatcher() -> (Dispatcher, tempfile::TempDir) {
         let (folder, home) = (tempfile::tempdir().unwrap(), Handle::current());
         let registry = Arc::new(Registry::new(Config::default(), &home));
+        let reviews = Arc::new(Reviews::open(Mode::FirstUse, None).unwrap());
         let metrics = Arc::new(Metrics::default());
         let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
-        (Dispatcher::new(registry, journal, metrics, home), folder)
+        (Dispatcher::new(registry, reviews, journal, metrics, home), folder)
     }
 
     /// A run that may call nothing.

@@ -33,6 +33,7 @@ use crate::definition::{Effect, Tool};
 use crate::journal::{CallFacts, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::Carrier;
+use crate::review::Reviews;
 use crate::schema::cost::values_of;
 use crate::secret::{Scrubbed, Scrubber};
 use crate::telemetry::{CallSpan, CalledTool, Span, Spans, Steps};
@@ -166,18 +167,25 @@ impl Granted {
         self.facts.refused(failure)
     }
 
-    /// The tool's definition is the one that was granted.
+    /// The tool's definition is the one that was granted, and approved still, if its
+    /// server is the operator's.
     pub(super) fn pinned(
         self,
         tool: Arc<Tool>,
         effect: Effect,
         cost: u32,
+        reviews: &Reviews,
     ) -> Result<Pinned, Refused> {
         let Self { mut facts, request, definition_sha256 } = self;
         facts.call.effect = Some(effect);
         if tool.sha256() != definition_sha256 {
             let tool = tool.name().clone();
             return Err(facts.refused(CallFailure::DefinitionChanged { tool }));
+        }
+        if !facts.call.held_by_caller
+            && let Err(why) = reviews.check_call(&tool)
+        {
+            return Err(facts.refused(CallFailure::NotReviewed(why)));
         }
         Ok(Pinned { facts, request, tool, effect, cost })
     }
@@ -900,6 +908,11 @@ mod tests {
         Arc::new(Run::new(RunId([0; 16]), [0; 32], Callable::Any, grant, limits))
     }
 
+    /// Nothing was reviewed.
+    fn reviews() -> Reviews {
+        Reviews::open(crate::review::Mode::FirstUse, None).unwrap()
+    }
+
     /// Takes a call of so many bytes as far as its grant.
     fn asks(run: &Arc<Run>, bytes: usize, books: &Books) -> Result<Granted, Refused> {
         let request = format!("{:bytes$}", "{}").into_bytes();
@@ -919,7 +932,7 @@ mod tests {
             let granted = asks(&run, bytes, &books).unwrap();
             let at_once = granted.facts.call.arguments_sha256;
             assert_eq!(at_once, digest.filter(|_| bytes <= IN_PLACE_BYTES_MAX), "{bytes}");
-            let pinned = granted.pinned(tool(false), Effect::Read, 1).unwrap();
+            let pinned = granted.pinned(tool(false), Effect::Read, 1, &reviews()).unwrap();
             let checked = pinned.checked(None).unwrap();
             assert_eq!(checked.facts.call.arguments_sha256, digest, "{bytes}");
         }
@@ -935,7 +948,7 @@ mod tests {
         let run = granted(RunLimits::default(), 10);
         let check = |tool, cost| {
             let granted = asks(&run, 2, &books)?;
-            granted.pinned(tool, Effect::Read, cost)?.checked(None).map(drop)
+            granted.pinned(tool, Effect::Read, cost, &reviews())?.checked(None).map(drop)
         };
         let failure = |refused: Result<(), Refused>| refused.unwrap_err().0.failure;
         check(tool(false), 4).unwrap();
@@ -947,7 +960,8 @@ mod tests {
 
         let late = granted(RunLimits::default(), 10);
         late.cut_off();
-        let pinned = asks(&late, 2, &books).unwrap().pinned(tool(false), Effect::Read, 4).unwrap();
+        let granted = asks(&late, 2, &books).unwrap();
+        let pinned = granted.pinned(tool(false), Effect::Read, 4, &reviews()).unwrap();
         assert!(matches!(failure(pinned.checked(None).map(drop)), CallFailure::DeadlinePassed));
         late.spend(10).unwrap();
     }

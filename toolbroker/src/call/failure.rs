@@ -8,6 +8,7 @@ use crate::budget::Spent;
 use crate::constraint::Violation;
 use crate::definition::Violations;
 use crate::registry::LookupError;
+use crate::review::Unreviewed;
 use crate::upstream::{ERROR_TEXT_BYTES_MAX, Unusable};
 
 /// Why a call gave no response.
@@ -28,6 +29,9 @@ pub enum CallFailure {
         /// The tool.
         tool: ToolName,
     },
+    /// The definition is not the one that the operator approves of by now.
+    #[error("{0}")]
+    NotReviewed(Unreviewed),
     /// The request is over the run's limit.
     #[error("the request has {got} bytes, the limit is {limit}")]
     RequestTooLarge {
@@ -118,6 +122,7 @@ impl CallFailure {
         match self {
             Self::NotGranted { .. }
             | Self::DefinitionChanged { .. }
+            | Self::NotReviewed(_)
             | Self::OutsideGrant { .. } => CallCode::Denied,
             Self::NoSuchTool(_) => CallCode::NoSuchTool,
             Self::NotAnObject { .. }
@@ -157,6 +162,7 @@ impl CallFailure {
             }
             Self::NotGranted { .. }
             | Self::DefinitionChanged { .. }
+            | Self::NotReviewed(_)
             | Self::RequestTooLarge { .. }
             | Self::NoSuchTool(_)
             | Self::NotAnObject { .. }

@@ -5,7 +5,8 @@
 //!    → the grant allows the tool                        denied
 //!    → the request is of a size           Granted       request too large
 //!    → the tool is there                                no such tool
-//!    → its definition is the granted one  Pinned        denied
+//!    → its definition is the granted one                denied
+//!    → and approved still                 Pinned        denied
 //!    → there is a place at its server                   deadline passed
 //!    → if it is large, a turn to read it                deadline passed
 //!    → the arguments fit its schema                     bad request
@@ -67,6 +68,7 @@ use crate::definition::Effect;
 use crate::journal::{Close, Event, Journal, Record};
 use crate::metrics::Metrics;
 use crate::registry::{Carrier, Found, Registry};
+use crate::review::Reviews;
 use crate::telemetry::{RunSpan, Span, Spans};
 use crate::turns::Turns;
 use crate::upstream::Place;
@@ -83,6 +85,7 @@ const PRINCIPAL_LARGE_MAX: usize = 2;
 #[derive(Clone, Debug)]
 pub struct Dispatcher {
     registry: Arc<Registry>,
+    reviews: Arc<Reviews>,
     books: Books,
     /// Where servers are talked with.
     home: Handle,
@@ -112,17 +115,18 @@ enum Stage {
 
 impl Dispatcher {
     /// A dispatcher to the servers of `registry`, which are talked with on
-    /// the event loop `home`.
+    /// the event loop `home`, of tools that `reviews` approves of.
     #[must_use]
     pub fn new(
         registry: Arc<Registry>,
+        reviews: Arc<Reviews>,
         journal: Journal,
         metrics: Arc<Metrics>,
         home: Handle,
     ) -> Self {
         let books = Books { journal, metrics, spans: None };
         let large = Arc::new(Large::default());
-        Self { registry, books, home, large, dispatched: TaskTracker::new() }
+        Self { registry, reviews, books, home, large, dispatched: TaskTracker::new() }
     }
 
     /// The same, which tells a collector of its runs and calls.
@@ -197,7 +201,7 @@ impl Dispatcher {
             Some((builtin, work)) if ready && granted.is_small(builtin.tool()) => {
                 let cost = self.registry.cost(granted.tool());
                 let checked = granted
-                    .pinned(Arc::clone(builtin.tool()), Effect::None, cost)
+                    .pinned(Arc::clone(builtin.tool()), Effect::None, cost, &self.reviews)
                     .and_then(|pinned| pinned.checked(None));
                 Taken::Settled(match checked {
                     Ok(checked) => checked
@@ -299,7 +303,8 @@ impl Dispatcher {
             Err(_) => return Err(granted.refused(CallFailure::DeadlinePassed)),
         };
         let small = granted.is_small(&tool);
-        let (pinned, place) = granted.pinned(tool, effect, cost)?.placed(&carrier).await?;
+        let pinned = granted.pinned(tool, effect, cost, &self.reviews)?;
+        let (pinned, place) = pinned.placed(&carrier).await?;
         if small {
             let checked = pinned.checked(Some(&carrier))?;
             return Ok(Ready { checked, carrier, turn: None, place });
@@ -363,6 +368,7 @@ mod tests {
     use crate::grant::Grant;
     use crate::grant::tests::claims_of_nothing;
     use crate::journal::Place;
+    use crate::review::Mode;
     use forge_protocol::RunId;
     use forge_protocol::abi::CallCode;
     use forge_protocol::broker::{Callable, GrantClaims, GrantedTool};
@@ -394,6 +400,11 @@ mod tests {
         assert!(now("erin").await.is_some());
     }
 
+    /// Nothing was reviewed.
+    fn reviews() -> Arc<Reviews> {
+        Arc::new(Reviews::open(Mode::FirstUse, None).unwrap())
+    }
+
     #[tokio::test]
     async fn what_a_run_keeps_for_itself_after_its_end_is_forgotten_as_well() {
         let (folder, home) = (tempfile::tempdir().unwrap(), Handle::current());
@@ -403,7 +414,7 @@ mod tests {
         let registry = Arc::new(Registry::new(config, &home));
         let metrics = Arc::new(Metrics::default());
         let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
-        let dispatcher = Dispatcher::new(registry, journal, metrics, home);
+        let dispatcher = Dispatcher::new(registry, reviews(), journal, metrics, home);
         let names = ["stash.put", "stash.get"].map(|name| ToolName::parse(name).unwrap());
         let run = || {
             let granted = |name: &ToolName| GrantedTool {
@@ -461,7 +472,8 @@ mod tests {
         let present = registry.builtin(&name).unwrap().tool().sha256();
         let metrics = Arc::new(Metrics::default());
         let journal = Journal::new(Place::Folder(folder.path().into()), Arc::clone(&metrics));
-        let dispatcher = Dispatcher::new(registry, journal, metrics, runtime.handle().clone());
+        let home = runtime.handle().clone();
+        let dispatcher = Dispatcher::new(registry, reviews(), journal, metrics, home);
         let ask = |definition_sha256| {
             let claims = GrantClaims {
                 tools: vec![GrantedTool {

@@ -3,12 +3,13 @@
 
 use std::slice;
 
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use super::Options;
 use super::problem::Problem;
+use crate::web::token::Unauthenticated;
 use crate::web::{TokenHash, token};
 
 /// A principal and the tokens that speak for it.
@@ -37,9 +38,8 @@ impl Access {
             return Ok(name.clone());
         }
         let token = bearer(headers)?;
-        self.holder(Some(token)).map(str::to_owned).ok_or_else(|| {
-            Problem::new(StatusCode::UNAUTHORIZED, "unauthenticated", "nobody has this token")
-        })
+        let nobodys = || Problem::unauthenticated(Unauthenticated::NOBODYS);
+        self.holder(Some(token)).map(str::to_owned).ok_or_else(nobodys)
     }
 
     /// Whom one speaks for who has this token, or none.
@@ -98,14 +98,13 @@ impl Bearer {
 
 /// Whether a request with these headers carries this one token.
 pub(crate) fn carries(headers: &HeaderMap, own: &TokenHash) -> Result<(), Problem> {
-    let detail = "this token does not open this; it has one of its own";
+    let others = Unauthenticated::Invalid("this token does not open this; it has one of its own");
     token::holder(bearer(headers)?, [(slice::from_ref(own), ())])
-        .ok_or_else(|| Problem::new(StatusCode::UNAUTHORIZED, "unauthenticated", detail))
+        .ok_or_else(|| Problem::unauthenticated(others))
 }
 
 fn bearer(headers: &HeaderMap) -> Result<TokenHash, Problem> {
-    token::bearer(headers)
-        .map_err(|what| Problem::new(StatusCode::UNAUTHORIZED, "unauthenticated", what))
+    token::bearer(headers).map_err(Problem::unauthenticated)
 }
 
 #[cfg(test)]

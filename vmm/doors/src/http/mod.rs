@@ -64,6 +64,7 @@ use problem::Problem;
 use tenant::{Tenant, Tenants};
 
 use crate::web::listen::After;
+use crate::web::token::Unauthenticated;
 use crate::web::{self, Held, Listener, Readiness, TokenHash, places};
 
 /// How long a body may take to arrive.
@@ -263,9 +264,10 @@ impl Place {
         let mut options = door.options.clone();
         while options.changed().await.is_ok() {
             if self.0.get().is_some_and(|caller| !caller.bearer.speaks_still()) {
-                let detail = "this token speaks for the principal no more; a run that it asked \
-                              for is cancelled";
-                return Problem::new(StatusCode::UNAUTHORIZED, "unauthenticated", detail);
+                return Problem::unauthenticated(Unauthenticated::Invalid(
+                    "this token speaks for the principal no more; a run that it asked for is \
+                     cancelled",
+                ));
             }
         }
         // Without anybody who could change them, the door closes.

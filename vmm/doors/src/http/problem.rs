@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::events::End;
+use crate::web::token::Unauthenticated;
 
 /// After how many seconds one who was refused for lack of room may try again,
 /// where nobody said more.
@@ -24,6 +25,8 @@ pub(crate) struct Problem {
     detail: String,
     report: Option<Box<RawValue>>,
     retry_after_s: u64,
+    /// Of one who is not known.
+    challenge: Option<HeaderValue>,
 }
 
 /// As it is sent.
@@ -40,7 +43,14 @@ pub(crate) struct Body<'a> {
 impl Problem {
     pub(crate) fn new(status: StatusCode, kind: &str, detail: impl Into<String>) -> Self {
         let (kind, detail) = (kind.into(), cut(detail.into()));
-        Self { status, kind, detail, report: None, retry_after_s: RETRY_AFTER_S }
+        let retry_after_s = RETRY_AFTER_S;
+        Self { status, kind, detail, report: None, retry_after_s, challenge: None }
+    }
+
+    /// Nobody knows who asks.
+    pub(crate) fn unauthenticated(why: Unauthenticated) -> Self {
+        let problem = Self::new(StatusCode::UNAUTHORIZED, "unauthenticated", why.what());
+        Self { challenge: Some(why.challenge()), ..problem }
     }
 
     /// The request is not what it has to be.
@@ -115,10 +125,10 @@ impl IntoResponse for Problem {
         let kind = HeaderValue::from_static("application/problem+json");
         let mut response = (self.status, [(header::CONTENT_TYPE, kind)], body).into_response();
         let headers = response.headers_mut();
+        if let Some(challenge) = self.challenge {
+            headers.insert(header::WWW_AUTHENTICATE, challenge);
+        }
         match self.status {
-            StatusCode::UNAUTHORIZED => {
-                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-            }
             StatusCode::TOO_MANY_REQUESTS
             | StatusCode::SERVICE_UNAVAILABLE
             | StatusCode::CONFLICT => {

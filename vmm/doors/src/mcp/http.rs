@@ -39,6 +39,7 @@ use super::skim::Skim;
 use super::{Door, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX, REQUESTS_MAX, handler};
 use crate::web::guard::Refused;
 use crate::web::listen::After;
+use crate::web::token::Unauthenticated;
 use crate::web::{self, Held, Listener, Readiness, Sent, TokenHash};
 
 /// The one path that is served.
@@ -434,18 +435,17 @@ impl Gate {
         }
         let known = web::token::bearer(request.headers()).and_then(|token| {
             let entrances = self.entrances.iter().map(|(tokens, entrance)| (&**tokens, entrance));
-            web::token::holder(token, entrances).ok_or("nobody has this token")
+            web::token::holder(token, entrances).ok_or(Unauthenticated::NOBODYS)
         });
         let entrance = match known {
             Ok(entrance) => {
                 web::places::stay(request.extensions());
                 entrance
             }
-            Err(what) => {
+            Err(why) => {
                 log_refusal("unauthenticated");
-                let mut refusal = say(StatusCode::UNAUTHORIZED, what);
-                let scheme = HeaderValue::from_static("Bearer");
-                refusal.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+                let mut refusal = say(StatusCode::UNAUTHORIZED, why.what());
+                refusal.headers_mut().insert(header::WWW_AUTHENTICATE, why.challenge());
                 return refusal;
             }
         };

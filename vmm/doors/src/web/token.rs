@@ -4,7 +4,7 @@
 use std::fmt;
 
 use forge_protocol::hex::unhex_array;
-use hyper::header::{self, HeaderMap};
+use hyper::header::{self, HeaderMap, HeaderValue};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use subtle::{Choice, ConstantTimeEq as _};
@@ -64,6 +64,34 @@ impl fmt::Debug for TokenHash {
     }
 }
 
+/// Why a request's token opens nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unauthenticated {
+    /// It carries none as one is carried.
+    Without(&'static str),
+    /// It carries one that does not open this.
+    Invalid(&'static str),
+}
+
+impl Unauthenticated {
+    /// Whom the token speaks for is not known.
+    pub(crate) const NOBODYS: Self = Self::Invalid("nobody has this token");
+
+    /// In words.
+    pub(crate) fn what(self) -> &'static str {
+        let (Self::Without(what) | Self::Invalid(what)) = self;
+        what
+    }
+
+    /// `WWW-Authenticate` (RFC 6750, 3): of who sent no token it names no error.
+    pub(crate) fn challenge(self) -> HeaderValue {
+        HeaderValue::from_static(match self {
+            Self::Without(_) => "Bearer",
+            Self::Invalid(_) => "Bearer error=\"invalid_token\"",
+        })
+    }
+}
+
 /// Whose token it is. All are compared, to the end, whichever fits.
 pub(crate) fn holder<'a, T>(
     token: TokenHash,
@@ -80,12 +108,12 @@ pub(crate) fn holder<'a, T>(
 }
 
 /// The hash of a request's one bearer token, or what is wrong.
-pub(crate) fn bearer(headers: &HeaderMap) -> Result<TokenHash, &'static str> {
-    const MISSING: &str = "send `Authorization: Bearer TOKEN`";
+pub(crate) fn bearer(headers: &HeaderMap) -> Result<TokenHash, Unauthenticated> {
+    const MISSING: Unauthenticated = Unauthenticated::Without("send `Authorization: Bearer TOKEN`");
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let value = values.next().ok_or(MISSING)?.as_bytes();
     if values.next().is_some() {
-        return Err("send one Authorization header");
+        return Err(Unauthenticated::Without("send one Authorization header"));
     }
     let (scheme, token) = value.split_at_checked(b"Bearer ".len()).ok_or(MISSING)?;
     let token = token.trim_ascii();
