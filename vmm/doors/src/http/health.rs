@@ -110,7 +110,7 @@ pub(crate) async fn metrics(
             }
         }
     }
-    places::stay(&of_request);
+    places::stay(&of_request, "");
     // In turn: who scrapes often takes nobody's place for a question. How the
     // service stands is asked by one at a time, and is no question there.
     let turn = Arc::clone(&door.operators_questions).acquire_owned().await;

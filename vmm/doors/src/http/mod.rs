@@ -284,7 +284,7 @@ impl FromRequestParts<Arc<Door>> for Caller {
     ) -> Result<Self, Self::Rejection> {
         let principal = door.options.borrow().access.principal(&parts.headers)?;
         let bearer = Bearer::new(principal.clone(), &parts.headers, door.options.clone());
-        places::stay(&parts.extensions);
+        places::stay(&parts.extensions, &principal);
         let tenant = door.tenants.named(principal);
         let permit = Arc::new(tenant.request()?);
         let caller = Self { tenant, permit, bearer };

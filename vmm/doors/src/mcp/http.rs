@@ -93,6 +93,7 @@ pub struct HttpOptions {
 /// One principal's way in.
 #[derive(Clone)]
 struct Entrance {
+    principal: String,
     service: StreamableHttpService<Door, Sessions>,
     sessions: Arc<Sessions>,
     /// Answers that are not sent to their end.
@@ -377,13 +378,14 @@ pub async fn serve(listener: Listener, options: HttpOptions, end: impl Future<Ou
     let mut open_doors = Vec::new();
     for (tokens, door) in doors {
         open_doors.push(door.clone());
+        let principal = door.0.principal.name.clone();
         let sessions = Arc::new(Sessions::new(LocalSessionManager::default()));
         let own = Arc::clone(&sessions);
         let service = StreamableHttpService::new(move || Ok(door.clone()), own, config.clone());
         let open = Arc::new(Semaphore::new(REQUESTS_MAX));
         let streams = Arc::new(Semaphore::new(SESSIONS_MAX));
         let room = Arc::new(Semaphore::new(REQUEST_BYTES_MAX));
-        entrances.push((tokens, Entrance { service, sessions, open, streams, room }));
+        entrances.push((tokens, Entrance { principal, service, sessions, open, streams, room }));
     }
     let gate = Arc::new(Gate {
         entrances,
@@ -439,7 +441,7 @@ impl Gate {
         });
         let entrance = match known {
             Ok(entrance) => {
-                web::places::stay(request.extensions());
+                web::places::stay(request.extensions(), &entrance.principal);
                 entrance
             }
             Err(why) => {

@@ -747,7 +747,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let known = service_fn(async |request: Request<Sent>| {
-            places::stay(request.extensions());
+            places::stay(request.extensions(), "known");
             Ok::<_, std::convert::Infallible>(Response::new("yes".to_owned()))
         });
         let end = std::future::pending();

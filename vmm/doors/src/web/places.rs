@@ -2,12 +2,13 @@
 //!
 //! Whoever reaches a door can open connections and say nothing. So one is a stranger
 //! until a request on it has shown a token, and where no place is left, the stranger who
-//! has been here for longest makes room. Only among those who are known does one more
-//! find none.
+//! has been here for longest makes room. Of one holder an eighth of all places is out of
+//! reach for others; with more connections it is a stranger. Only among those who are
+//! known does one more find none.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use hyper::http::Extensions;
@@ -15,6 +16,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 /// How long a stranger's place may take to come free: as long as its task takes to end.
 const LEAVING_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// Which part of all places one holder of tokens can have for good: one in so many.
+const SHARE: usize = 8;
 
 /// How many connections there are.
 #[derive(Debug, Default)]
@@ -30,15 +34,20 @@ pub(crate) struct Connections {
 pub(super) struct Places {
     connections: Arc<Connections>,
     free: Arc<Semaphore>,
-    strangers: Arc<Mutex<Strangers>>,
+    guests: Arc<Mutex<Guests>>,
 }
 
-/// Those who have shown no token, the oldest first.
-#[derive(Debug, Default)]
-struct Strangers {
+/// Who has a connection.
+#[derive(Debug)]
+struct Guests {
     /// How many have come, which numbers them.
     count: u64,
-    waiting: BTreeMap<u64, oneshot::Sender<()>>,
+    /// Those who give way, the oldest first.
+    strangers: BTreeMap<u64, oneshot::Sender<()>>,
+    /// How many stay of each holder that has any.
+    staying: HashMap<String, usize>,
+    /// How many may.
+    of_one_max: usize,
 }
 
 /// One connection that is open: a place among all. Requests have it in their
@@ -46,8 +55,10 @@ struct Strangers {
 #[derive(Debug)]
 pub(crate) struct Standing {
     connections: Arc<Connections>,
-    strangers: Arc<Mutex<Strangers>>,
+    guests: Arc<Mutex<Guests>>,
     number: u64,
+    /// Whose it is, once it stays.
+    holder: OnceLock<String>,
     /// Bytes that its client has sent.
     pub(super) heard: Arc<AtomicU64>,
     _place: OwnedSemaphorePermit,
@@ -58,8 +69,10 @@ pub(super) struct GivesWay(oneshot::Receiver<()>);
 
 impl Places {
     pub(super) fn new(count: usize, connections: Arc<Connections>) -> Self {
-        let (free, strangers) = (Arc::new(Semaphore::new(count)), Default::default());
-        Self { connections, free, strangers }
+        let of_one_max = (count / SHARE).max(1);
+        let (strangers, staying) = (BTreeMap::new(), HashMap::new());
+        let guests = Arc::new(Mutex::new(Guests { count: 0, strangers, staying, of_one_max }));
+        Self { connections, free: Arc::new(Semaphore::new(count)), guests }
     }
 
     /// A place for one more, and whether another gave way to it; [`None`] where there is
@@ -70,7 +83,7 @@ impl Places {
             Ok(place) => (place, false),
             Err(_) => {
                 self.connections.refused.fetch_add(1, Ordering::Relaxed);
-                let (_, stranger) = lock(&self.strangers).waiting.pop_first()?;
+                let (_, stranger) = lock(&self.guests).strangers.pop_first()?;
                 // One that ends by itself leaves its place as well.
                 let _ = stranger.send(());
                 let place = tokio::time::timeout(LEAVING_TIME_MAX, free.acquire_owned()).await;
@@ -80,16 +93,17 @@ impl Places {
         self.connections.open.fetch_add(1, Ordering::Relaxed);
         let (tell, told) = oneshot::channel();
         let number = {
-            let mut strangers = lock(&self.strangers);
-            strangers.count += 1;
-            let number = strangers.count;
-            strangers.waiting.insert(number, tell);
+            let mut guests = lock(&self.guests);
+            guests.count += 1;
+            let number = guests.count;
+            guests.strangers.insert(number, tell);
             number
         };
         let standing = Standing {
             connections: Arc::clone(&self.connections),
-            strangers: Arc::clone(&self.strangers),
+            guests: Arc::clone(&self.guests),
             number,
+            holder: OnceLock::new(),
             heard: Arc::default(),
             _place: place,
         };
@@ -103,9 +117,20 @@ impl Places {
 }
 
 impl Standing {
-    /// Has it stay: a request on it has shown whose it is.
-    fn stay(&self) {
-        lock(&self.strangers).waiting.remove(&self.number);
+    /// Has it stay: a request on it has shown that it is this holder's, who has not more
+    /// than its share.
+    fn stay(&self, holder: &str) {
+        if self.holder.get().is_some() {
+            return;
+        }
+        let mut guests = lock(&self.guests);
+        let Guests { strangers, staying, of_one_max, .. } = &mut *guests;
+        let own = staying.get(holder).copied().unwrap_or(0);
+        // One that was told to give way does so.
+        if own < *of_one_max && strangers.remove(&self.number).is_some() {
+            staying.insert(holder.to_owned(), own + 1);
+            let _ = self.holder.set(holder.to_owned());
+        }
     }
 
     /// How many bytes have come, of whatever is not whole yet, too.
@@ -116,7 +141,18 @@ impl Standing {
 
 impl Drop for Standing {
     fn drop(&mut self) {
-        self.stay();
+        {
+            let mut guests = lock(&self.guests);
+            guests.strangers.remove(&self.number);
+            if let Some(holder) = self.holder.take()
+                && let Some(own) = guests.staying.get_mut(&holder)
+            {
+                *own -= 1;
+                if *own == 0 {
+                    guests.staying.remove(&holder);
+                }
+            }
+        }
         self.connections.open.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -130,16 +166,16 @@ impl GivesWay {
     }
 }
 
-/// Has the connection stay of a request that has these: it is known whose it is.
-pub(crate) fn stay(of_request: &Extensions) {
+/// Has the connection stay of a request that has these: it is this holder's.
+pub(crate) fn stay(of_request: &Extensions, holder: &str) {
     if let Some(standing) = of_request.get::<Arc<Standing>>() {
-        standing.stay();
+        standing.stay(holder);
     }
 }
 
 /// What it guards is whole between any two statements.
-fn lock(strangers: &Mutex<Strangers>) -> MutexGuard<'_, Strangers> {
-    strangers.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(guests: &Mutex<Guests>) -> MutexGuard<'_, Guests> {
+    guests.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -156,7 +192,7 @@ mod tests {
             assert!(!is_anothers);
             here.push((standing, gives_way));
         }
-        here[0].0.stay();
+        here[0].0.stay("a");
         let (stranger, gives_way) = here.remove(1);
         let newcomer = tokio::spawn({
             let places = Arc::clone(&places);
@@ -167,13 +203,47 @@ mod tests {
         drop(stranger);
         let (newcomer, _, is_anothers) = newcomer.await.unwrap().unwrap();
         assert!(is_anothers);
-        newcomer.stay();
-        here[1].0.stay();
+        newcomer.stay("b");
+        here[1].0.stay("c");
         assert!(places.take().await.is_none(), "all that are here are known");
         for (_, gives_way) in here {
             let told = tokio::time::timeout(Duration::from_millis(20), gives_way.told()).await;
             assert!(told.is_err(), "one that is known was told to give way");
         }
         assert_eq!(connections.refused.load(Ordering::Relaxed), 2);
+    }
+
+    #[tokio::test]
+    async fn of_one_holder_an_eighth_of_the_places_stays_and_what_is_left_is_the_next_ones() {
+        let places = Arc::new(Places::new(16, Arc::default()));
+        let mut here = Vec::new();
+        for _ in 0..16 {
+            let (standing, gives_way, _) = places.take().await.unwrap();
+            // Each request of a connection says whose it is.
+            standing.stay("a");
+            standing.stay("a");
+            here.push((standing, gives_way));
+        }
+        let (third, gives_way) = here.remove(2);
+        let newcomer = tokio::spawn({
+            let places = Arc::clone(&places);
+            async move { places.take().await }
+        });
+        gives_way.told().await;
+        // It goes, also if it says something more until it does.
+        third.stay("b");
+        drop(third);
+        let (newcomer, ..) = newcomer.await.unwrap().unwrap();
+        newcomer.stay("b");
+
+        // With one of the first gone another stays, once it asks again.
+        drop(here.remove(0));
+        here[3].0.stay("a");
+        here[4].0.stay("a");
+        let staying = lock(&places.guests).staying.clone();
+        assert_eq!(staying, HashMap::from([("a".to_owned(), 2), ("b".to_owned(), 1)]));
+        drop((here, newcomer));
+        let guests = lock(&places.guests);
+        assert!(guests.staying.is_empty() && guests.strangers.is_empty());
     }
 }
