@@ -25,6 +25,7 @@
 //! | [`service`] | the link between a client and the service |
 //! | [`parts`] | what a run left, in parts on that link |
 //! | [`platform`] | the machine a guest finds itself in |
+//! | [`exposition`] | figures, as Prometheus reads them |
 //! | `json` | JSON from outside; a feature, for the host |
 
 #![no_std]
@@ -37,6 +38,7 @@ pub mod abi;
 pub mod broker;
 pub mod codec;
 pub mod ending;
+pub mod exposition;
 pub mod frame;
 pub mod guest;
 pub mod handshake;

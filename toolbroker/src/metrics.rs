@@ -9,12 +9,12 @@
 //! the run, which are the journal's, and a port to be scraped at.
 
 use std::collections::HashMap;
-use std::fmt::Write as _;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use forge_protocol::abi::CallCode;
+use forge_protocol::exposition::Exposition;
 
 use crate::definition::Effect;
 
@@ -46,28 +46,15 @@ impl Histogram {
         self.sum_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
-    fn write(&self, name: &str, help: &str, out: &mut String) {
-        head(name, help, "histogram", out);
-        let mut sum = 0;
-        for (count, bound) in self.counts.iter().zip(BUCKETS_US) {
-            sum += count.load(Ordering::Relaxed);
-            let _ = writeln!(out, "{name}_bucket{{le=\"{}\"}} {sum}", bound as f64 / 1e6);
-        }
-        sum += self.counts[BUCKETS_US.len()].load(Ordering::Relaxed);
+    fn told_to(&self, told: &mut Exposition, name: &str, help: &str) {
+        let counts = self.counts.each_ref().map(|count| count.load(Ordering::Relaxed));
+        let buckets = BUCKETS_US
+            .iter()
+            .enumerate()
+            .map(|(place, bound)| (*bound as f64 / 1e6, counts[..=place].iter().sum::<u64>()));
         let seconds = self.sum_ns.load(Ordering::Relaxed) as f64 / 1e9;
-        let _ = writeln!(out, "{name}_bucket{{le=\"+Inf\"}} {sum}");
-        let _ = writeln!(out, "{name}_sum {seconds}\n{name}_count {sum}");
+        told.histogram(name, help, buckets, (counts.iter().sum(), seconds));
     }
-}
-
-fn head(name: &str, help: &str, kind: &str, out: &mut String) {
-    // Writing to a string has no way to fail, here and below.
-    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
-}
-
-fn counter(name: &str, help: &str, value: &AtomicU64, out: &mut String) {
-    head(name, help, "counter", out);
-    let _ = writeln!(out, "{name} {}", value.load(Ordering::Relaxed));
 }
 
 /// Calls of one server, by effect and end.
@@ -182,9 +169,8 @@ impl Metrics {
     /// Everything, in the text exposition format.
     #[must_use]
     pub fn text(&self) -> String {
-        let mut out = String::with_capacity(8 * 1024);
-        let name = "forge_calls_total";
-        head(name, "Tool calls by server, effect and end.", "counter", &mut out);
+        let mut told = Exposition::behind(String::with_capacity(8 * 1024));
+        let mut family = told.counter("forge_calls_total", "Tool calls by server, effect and end.");
         let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         let mut servers: Vec<_> = calls.iter().collect();
         servers.sort_unstable_by_key(|(server, _)| *server);
@@ -197,10 +183,7 @@ impl Metrics {
                     }
                     let code = end.checked_sub(1).and_then(|code| CallCode::ALL.get(code));
                     let end = code.map_or("ok", |code| code.as_str());
-                    let _ = writeln!(
-                        out,
-                        "{name}{{server=\"{server}\",effect=\"{effect}\",end=\"{end}\"}} {count}"
-                    );
+                    family.of(&[("server", server), ("effect", effect), ("end", end)], count);
                 }
             }
         }
@@ -227,7 +210,7 @@ impl Metrics {
                 "One commit of the journal, the disk included.",
             ),
         ] {
-            histogram.write(name, help, &mut out);
+            histogram.told_to(&mut told, name, help);
         }
         for (value, name, help) in [
             (
@@ -254,16 +237,11 @@ impl Metrics {
                 "Spans that the collector did not take, or not fast enough.",
             ),
         ] {
-            counter(name, help, value, &mut out);
+            told.counter(name, help).is(value.load(Ordering::Relaxed));
         }
-        head(
-            "forge_runs_open",
-            "Runs whose link is open, or whose calls are still carried out.",
-            "gauge",
-            &mut out,
-        );
-        let _ = writeln!(out, "forge_runs_open {}", self.runs_open.load(Ordering::Relaxed));
-        out
+        let help = "Runs whose link is open, or whose calls are still carried out.";
+        told.gauge("forge_runs_open", help).is(self.runs_open.load(Ordering::Relaxed));
+        told.into_text()
     }
 }
 
@@ -294,8 +272,9 @@ mod tests {
         for us in [5, 6, 1_000, 60_000_000] {
             histogram.observe(Duration::from_micros(us));
         }
-        let mut text = String::new();
-        histogram.write("x", "X.", &mut text);
+        let mut told = Exposition::default();
+        histogram.told_to(&mut told, "x", "X.");
+        let text = told.into_text();
         for line in [
             "x_bucket{le=\"0.000005\"} 1",
             "x_bucket{le=\"0.00001\"} 2",

@@ -336,6 +336,38 @@ impl OAuth {
     }
 
     async fn fetch(&self, at: &TokenEndpoint) -> Result<Token, TokenError> {
+        let (status, answer) = self.exchange(&at.url, self.token_request(at)).await?;
+        let text = |key: &str| answer.get(key).and_then(Value::as_str);
+        // Some refuse with a success.
+        if !(200..=299).contains(&status) || text("error").is_some() {
+            let mut why = status.to_string();
+            if (300..=399).contains(&status) {
+                why.push_str(": it redirects, and none is followed: configure its target");
+            }
+            for said in [text("error"), text("error_description")].into_iter().flatten() {
+                why.push_str(": ");
+                why.push_str(said);
+            }
+            let why = self.scrubs.text(&why);
+            return Err(TokenError::Refused { why: crate::cut(&why, 512) });
+        }
+        let place = || at.url.origin().ascii_serialization();
+        let value = token_in(&answer)
+            .map_err(|why| TokenError::Exchange { place: place(), why: why.to_owned() })?;
+        let life = match answer.get("expires_in").and_then(Value::as_u64) {
+            Some(seconds) => Duration::from_secs(seconds).min(LIFE_MAX),
+            None => LIFE_IF_UNKNOWN,
+        };
+        let life = match self.issued_by() {
+            IssuedBy::Itself => life.max(LIFE_MIN),
+            IssuedBy::Named => life,
+        };
+        let renew_at = Instant::now() + (life - MARGIN_MAX.min(life / 4));
+        Ok(Token { value, renew_at })
+    }
+
+    /// Asks for a token as a client of its own (RFC 6749, 4.4.2).
+    fn token_request(&self, at: &TokenEndpoint) -> reqwest::RequestBuilder {
         let OAuthConfig { client_id, client_secret, scopes, audience, client_auth, .. } =
             &self.config;
         let mut form = "grant_type=client_credentials".to_owned();
@@ -372,54 +404,10 @@ impl OAuth {
                 request = request.header(AUTHORIZATION, value);
             }
         }
-        let request = request
+        request
             .header(CONTENT_TYPE, "application/x-www-form-urlencoded")
             .header(ACCEPT, "application/json")
-            .body(form);
-        let (status, answer) = self.exchange(&at.url, request).await?;
-        let text = |key: &str| answer.get(key).and_then(Value::as_str);
-        // Some refuse with a success.
-        if !(200..=299).contains(&status) || text("error").is_some() {
-            let mut why = status.to_string();
-            if (300..=399).contains(&status) {
-                why.push_str(": it redirects, and none is followed: configure its target");
-            }
-            for said in [text("error"), text("error_description")].into_iter().flatten() {
-                why.push_str(": ");
-                why.push_str(said);
-            }
-            let why = self.scrubs.text(&why);
-            return Err(TokenError::Refused { why: crate::cut(&why, 512) });
-        }
-        let place = at.url.origin().ascii_serialization();
-        let failed = |why: &str| TokenError::Exchange { place: place.clone(), why: why.to_owned() };
-        match text("token_type") {
-            Some(kind) if kind.eq_ignore_ascii_case("bearer") => {}
-            Some(_) => return Err(failed("its token is of another type than Bearer")),
-            None => return Err(failed("its answer has no token_type")),
-        }
-        let value = text("access_token")
-            // RFC 6750, 2.1: what a token is made of.
-            .filter(|token| token.bytes().all(|byte| byte.is_ascii_graphic()))
-            .and_then(|token| Secret::new(token.to_owned()).ok())
-            .ok_or_else(|| failed("its answer has no access_token"))?;
-        if is_short(value.expose()) {
-            // It would be looked for in what every server says.
-            return Err(failed("its access_token is too short to be one"));
-        }
-        if value.expose().len() > TOKEN_BYTES_MAX {
-            return Err(failed("its access_token has more than 16 KiB"));
-        }
-        let life = match answer.get("expires_in").and_then(Value::as_u64) {
-            Some(seconds) => Duration::from_secs(seconds).min(LIFE_MAX),
-            None => LIFE_IF_UNKNOWN,
-        };
-        let life = match self.issued_by() {
-            IssuedBy::Itself => life.max(LIFE_MIN),
-            IssuedBy::Named => life,
-        };
-        let renew_at = Instant::now() + (life - MARGIN_MAX.min(life / 4));
-        Ok(Token { value, renew_at })
+            .body(form)
     }
 
     /// One request to an authorization server: status, and JSON if it is some.
@@ -441,6 +429,29 @@ impl OAuth {
             .unwrap_or_else(|_| Err(late()))
             .map_err(|why| TokenError::Exchange { place: url.origin().ascii_serialization(), why })
     }
+}
+
+/// The bearer token in a successful answer, or what is wrong with that.
+fn token_in(answer: &Value) -> Result<Secret, &'static str> {
+    let text = |key: &str| answer.get(key).and_then(Value::as_str);
+    match text("token_type") {
+        Some(kind) if kind.eq_ignore_ascii_case("bearer") => {}
+        Some(_) => return Err("its token is of another type than Bearer"),
+        None => return Err("its answer has no token_type"),
+    }
+    let value = text("access_token")
+        // RFC 6750, 2.1: what a token is made of.
+        .filter(|token| token.bytes().all(|byte| byte.is_ascii_graphic()))
+        .and_then(|token| Secret::new(token.to_owned()).ok())
+        .ok_or("its answer has no access_token")?;
+    if is_short(value.expose()) {
+        // It would be looked for in what every server says.
+        return Err("its access_token is too short to be one");
+    }
+    if value.expose().len() > TOKEN_BYTES_MAX {
+        return Err("its access_token has more than 16 KiB");
+    }
+    Ok(value)
 }
 
 #[cfg(test)]

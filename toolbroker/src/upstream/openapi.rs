@@ -114,68 +114,26 @@ impl Api {
                 return end.into();
             }
         };
-        let status = response.status();
-        let kind = response.headers().get(CONTENT_TYPE);
-        let kind = Kind::of(kind.and_then(|value| value.to_str().ok()).unwrap_or_default());
-        let is_json = kind == Kind::Json;
-        let is_encoded = is_encoded(response.headers());
-        let is_made = matches!(status, StatusCode::CREATED | StatusCode::ACCEPTED);
-        let tells = is_made || status.is_redirection();
-        let location = response.headers().get(LOCATION).filter(|_| tells);
-        let location = location.map(|it| String::from_utf8_lossy(it.as_bytes()).into_owned());
-        let limit =
-            if status.is_success() { RESPONSE_BYTES_MAX as usize } else { ERROR_BODY_BYTES_MAX };
-        let retry_after = retry_after(&response).filter(|_| !status.is_success());
+        let head = Head::of(&response);
+        let limit = match head.status.is_success() {
+            true => RESPONSE_BYTES_MAX as usize,
+            false => ERROR_BODY_BYTES_MAX,
+        };
         let body = body_within(response, limit).await;
-        match (&body, status) {
+        match (&body, head.status) {
             // Whoever stands before the server says that it is not there.
             (
                 _,
-                StatusCode::BAD_GATEWAY
+                status @ (StatusCode::BAD_GATEWAY
                 | StatusCode::SERVICE_UNAVAILABLE
-                | StatusCode::GATEWAY_TIMEOUT,
+                | StatusCode::GATEWAY_TIMEOUT),
             ) => self.failed(tool, admission, format!("it answers {status}")),
             (Err(BodyError::Broken(why)), _) => {
                 return self.lost(tool, admission, self.scrubs.text(why)).into();
             }
             _ => admission.answered(),
         }
-        let end = match body {
-            Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
-                CallEnd::Unusable(Unusable::Encoded)
-            }
-            // Where what was made can be found, if that is all that is said.
-            Ok(body) if body.is_empty() && is_made && location.is_some() => {
-                CallEnd::Answered(json!({ "location": location }))
-            }
-            Ok(body) if status.is_success() => return answer(body, kind),
-            Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
-                "name": "AnswerTooLarge",
-                "message": format!(
-                    "{} answered {status} with more than {limit} bytes: what it did stands, its \
-                     answer is dropped",
-                    operation.request
-                ),
-                "code": status.as_u16(),
-            })),
-            other => {
-                let said = match other {
-                    Ok(body) if is_encoded && !body.is_empty() => {
-                        Err("it is compressed, which was not asked for".to_owned())
-                    }
-                    said => said.map_err(|why| why.to_string()),
-                };
-                let mut error = error(&operation.request, status, said, is_json);
-                if let Some(when) = retry_after {
-                    error["retryAfter"] = when.into();
-                }
-                if let Some(location) = location {
-                    error["location"] = location.into();
-                }
-                CallEnd::Failed(error)
-            }
-        };
-        end.into()
+        head.with(body, &operation.request)
     }
 
     /// Takes note of a call that may have been carried out. Who has to find out reads
@@ -195,6 +153,79 @@ impl Api {
             tracing::warn!(server = tool.name().server(), ?reason, "interface left alone");
         }
     }
+}
+
+/// What an answer says before its body.
+struct Head {
+    status: StatusCode,
+    kind: Kind,
+    /// Its body is compressed, which was not asked for.
+    is_encoded: bool,
+    /// Where what was made or asked for is, of an answer that speaks of that.
+    location: Option<String>,
+    /// When to come again, of one that is no success.
+    retry_after: Option<String>,
+}
+
+impl Head {
+    fn of(response: &reqwest::Response) -> Self {
+        let (status, headers) = (response.status(), response.headers());
+        let kind = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let tells = is_made(status) || status.is_redirection();
+        let location = headers.get(LOCATION).filter(|_| tells);
+        Self {
+            status,
+            kind: Kind::of(kind.unwrap_or_default()),
+            is_encoded: is_encoded(headers),
+            location: location.map(|it| String::from_utf8_lossy(it.as_bytes()).into_owned()),
+            retry_after: retry_after(response).filter(|_| !status.is_success()),
+        }
+    }
+
+    /// How a call of this request ended, with what came of the body.
+    fn with(self, body: Result<Vec<u8>, BodyError>, request: &Request) -> Answer {
+        let Self { status, kind, is_encoded, location, retry_after } = self;
+        let end = match body {
+            Ok(body) if status.is_success() && is_encoded && !body.is_empty() => {
+                CallEnd::Unusable(Unusable::Encoded)
+            }
+            // Where what was made can be found, if that is all that is said.
+            Ok(body) if body.is_empty() && is_made(status) && location.is_some() => {
+                CallEnd::Answered(json!({ "location": location }))
+            }
+            Ok(body) if status.is_success() => return answer(body, kind),
+            Err(BodyError::TooLarge { limit }) if status.is_success() => CallEnd::Failed(json!({
+                "name": "AnswerTooLarge",
+                "message": format!(
+                    "{request} answered {status} with more than {limit} bytes: what it did stands, \
+                     its answer is dropped",
+                ),
+                "code": status.as_u16(),
+            })),
+            other => {
+                let said = match other {
+                    Ok(body) if is_encoded && !body.is_empty() => {
+                        Err("it is compressed, which was not asked for".to_owned())
+                    }
+                    said => said.map_err(|why| why.to_string()),
+                };
+                let mut error = error(request, status, said, kind == Kind::Json);
+                if let Some(when) = retry_after {
+                    error["retryAfter"] = when.into();
+                }
+                if let Some(location) = location {
+                    error["location"] = location.into();
+                }
+                CallEnd::Failed(error)
+            }
+        };
+        end.into()
+    }
+}
+
+/// Whether something was made, or is to be.
+fn is_made(status: StatusCode) -> bool {
+    matches!(status, StatusCode::CREATED | StatusCode::ACCEPTED)
 }
 
 /// A successful answer: JSON as it is, text as a string, nothing as null, and what is

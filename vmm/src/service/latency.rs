@@ -2,8 +2,8 @@
 //! histograms of fixed size, so that neither load nor time makes them grow.
 
 use std::collections::VecDeque;
-use std::fmt::Write as _;
 
+use forge_protocol::exposition::Exposition;
 use serde_json::{Value, json};
 
 /// Steps within each doubling: a time is known to one part in sixteen.
@@ -16,23 +16,11 @@ const BUCKETS: usize = place_of(LONGEST_US) + 1;
 const PART_S: u64 = 5;
 const PARTS: u64 = 60 / PART_S;
 
-/// Bounds of buckets as they are told, in microseconds and in seconds. What is within one
-/// part in sixteen of a bound may count as above it.
-const BOUNDS: [(u64, &str); 14] = [
-    (500, "0.0005"),
-    (1_000, "0.001"),
-    (2_500, "0.0025"),
-    (5_000, "0.005"),
-    (10_000, "0.01"),
-    (25_000, "0.025"),
-    (50_000, "0.05"),
-    (100_000, "0.1"),
-    (250_000, "0.25"),
-    (500_000, "0.5"),
-    (1_000_000, "1"),
-    (2_500_000, "2.5"),
-    (10_000_000, "10"),
-    (60_000_000, "60"),
+/// Bounds of buckets as they are told, in microseconds. What is within one part in
+/// sixteen of a bound may count as above it.
+const BOUNDS_US: [u64; 14] = [
+    500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
+    2_500_000, 10_000_000, 60_000_000,
 ];
 
 const fn place_of(us: u64) -> usize {
@@ -80,20 +68,16 @@ impl Histogram {
         self.sum_us = self.sum_us.saturating_add(other.sum_us);
     }
 
-    /// In Prometheus' text exposition format, in seconds.
-    fn write(&self, name: &str, help: &str, out: &mut String) {
-        let _ = write!(out, "# HELP {name} {help}\n# TYPE {name} histogram\n");
+    fn told_to(&self, told: &mut Exposition, name: &str, help: &str) {
         let (mut before, mut place) = (0, 0);
-        for (bound_us, bound) in BOUNDS {
+        let buckets = BOUNDS_US.map(|bound_us| {
             while place < BUCKETS && longest_in(place) <= bound_us {
                 before += u64::from(self.counts[place]);
                 place += 1;
             }
-            let _ = writeln!(out, "{name}_bucket{{le=\"{bound}\"}} {before}");
-        }
-        let _ = writeln!(out, "{name}_bucket{{le=\"+Inf\"}} {}", self.runs);
-        let seconds = self.sum_us as f64 / 1e6;
-        let _ = write!(out, "{name}_sum {seconds}\n{name}_count {}\n", self.runs);
+            (bound_us as f64 / 1e6, before)
+        });
+        told.histogram(name, help, buckets, (self.runs, self.sum_us as f64 / 1e6));
     }
 
     /// That so many of a hundred took at most this long, by nearest rank.
@@ -156,8 +140,8 @@ impl Latencies {
     }
 
     /// All since the start, as a histogram of this name.
-    pub(super) fn write(&self, name: &str, help: &str, out: &mut String) {
-        self.all.write(name, help, out);
+    pub(super) fn told_to(&self, told: &mut Exposition, name: &str, help: &str) {
+        self.all.told_to(told, name, help);
     }
 
     fn forget(&mut self, now_s: u64) {
@@ -212,8 +196,9 @@ mod tests {
         for us in [400, 3_000, 3_000, 9_000_000, 3_600_000_000] {
             latencies.add(us, 0);
         }
-        let mut text = String::new();
-        latencies.write("run_seconds", "Runs.", &mut text);
+        let mut told = Exposition::default();
+        latencies.told_to(&mut told, "run_seconds", "Runs.");
+        let text = told.into_text();
         for line in [
             "# TYPE run_seconds histogram",
             "run_seconds_bucket{le=\"0.0005\"} 1",

@@ -1,11 +1,11 @@
 //! How the service stands: for a reader, as JSON, and for Prometheus.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::time::Instant;
 
 use forge_protocol::ending::RunEnd;
+use forge_protocol::exposition::Exposition;
 use forge_protocol::service::Reply;
 use serde_json::{Value, json};
 
@@ -112,7 +112,7 @@ impl Service {
 
     /// What the broker counts, as far as patience lasts, and what is counted here.
     pub(super) fn metrics(&self, patience: Patience<'_>) -> Reply {
-        let (mut text, answers) = match self.supervisor.metrics(patience) {
+        let (text, answers) = match self.supervisor.metrics(patience) {
             Ok(text) => (text, true),
             Err(error) => {
                 tracing::warn!(%error, "the toolbroker tells no metrics");
@@ -120,9 +120,8 @@ impl Service {
             }
         };
         let (running, waiting) = self.gate.load();
-        let mut gauge = |name: &str, help: &str, value: u64| {
-            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}");
-        };
+        let mut told = Exposition::behind(text);
+        let mut gauge = |name: &str, help: &str, value: u64| told.gauge(name, help).is(value);
         gauge("forge_service_runs_running", "Runs that are carried out now.", running as u64);
         gauge("forge_service_runs_waiting", "Runs that wait for their turn.", waiting as u64);
         let bounds = self.gate.bounds();
@@ -147,9 +146,7 @@ impl Service {
         let stands = pool.stands();
         gauge("forge_pool_standing", "VMs that stand ready.", stands.standing as u64);
         gauge("forge_pool_target", "VMs that are to stand ready.", stands.target as u64);
-        let mut counter = |name: &str, help: &str, value: u64| {
-            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter\n{name} {value}");
-        };
+        let mut counter = |name: &str, help: &str, value: u64| told.counter(name, help).is(value);
         let help = "How many toolbrokers were started after one was lost.";
         let restarts = broker.map_or(0, |it| it.restarts);
         counter("forge_broker_restarts_total", help, restarts);
@@ -157,14 +154,12 @@ impl Service {
         counter("forge_pool_resets_disproven_total", help, pool.resets_disproven());
         let help = "How often a connection was handed to a thread that did not read it.";
         counter("forge_service_handovers_total", help, self.crew.handed());
-        let name = "forge_service_runs_total";
-        let _ = writeln!(text, "# HELP {name} Runs by how they ended.\n# TYPE {name} counter");
+        let mut family = told.counter("forge_service_runs_total", "Runs by how they ended.");
         for (end, runs) in lock(&self.counts.ended).iter() {
-            let (status, kind) = (end.status().as_str(), end.kind());
-            let _ = writeln!(text, "{name}{{status=\"{status}\",kind=\"{kind}\"}} {runs}");
+            family.of(&[("status", end.status().as_str()), ("kind", end.kind())], runs);
         }
         let help = "Runs that reported, from the end of their wait for a turn to their report.";
-        lock(&self.counts.latencies).write("forge_service_run_seconds", help, &mut text);
-        Reply::Metrics(text)
+        lock(&self.counts.latencies).told_to(&mut told, "forge_service_run_seconds", help);
+        Reply::Metrics(told.into_text())
     }
 }

@@ -1,6 +1,5 @@
 //! How the door and its service stand, for those who operate them.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,6 +7,7 @@ use axum::extract::State;
 use axum::http::{Extensions, HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use forge_log::Seldom;
+use forge_protocol::exposition::Exposition;
 use forge_protocol::service::{Question, Reply};
 
 use super::access::{self, Access};
@@ -43,37 +43,22 @@ impl Counters {
         }
     }
 
-    /// In Prometheus' text exposition format.
-    fn text(&self) -> String {
-        let mut text = String::from(
-            "# HELP forge_http_answers_total Answers of the HTTP door.\n\
-             # TYPE forge_http_answers_total counter\n",
-        );
-        for (class, count) in (1..).zip(&self.answers) {
-            let count = count.load(Ordering::Relaxed);
-            let _ = writeln!(text, "forge_http_answers_total{{status=\"{class}xx\"}} {count}");
+    fn told_to(&self, told: &mut Exposition) {
+        const CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
+        let mut answers = told.counter("forge_http_answers_total", "Answers of the HTTP door.");
+        for (class, count) in CLASSES.iter().zip(&self.answers) {
+            answers.of(&[("status", class)], count.load(Ordering::Relaxed));
         }
-        text.push_str(
-            "# HELP forge_http_refusals_total Requests that were refused at the door.\n\
-             # TYPE forge_http_refusals_total counter\n",
-        );
+        let help = "Requests that were refused at the door.";
+        let mut refusals = told.counter("forge_http_refusals_total", help);
         for (reason, count) in REASONS.iter().zip(&self.refusals) {
-            let count = count.load(Ordering::Relaxed);
-            let _ = writeln!(text, "forge_http_refusals_total{{reason=\"{reason}\"}} {count}");
+            refusals.of(&[("reason", reason)], count.load(Ordering::Relaxed));
         }
-        for (name, kind, help, count) in [
-            ("forge_http_connections", "gauge", "Open connections.", &self.connections.open),
-            (
-                "forge_http_connections_refused_total",
-                "counter",
-                "Connections that there was no room for, or no more.",
-                &self.connections.refused,
-            ),
-        ] {
-            let count = count.load(Ordering::Relaxed);
-            let _ = write!(text, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {count}\n");
-        }
-        text
+        let Connections { open, refused } = &*self.connections;
+        told.gauge("forge_http_connections", "Open connections.").is(open.load(Ordering::Relaxed));
+        let help = "Connections that there was no room for, or no more.";
+        told.counter("forge_http_connections_refused_total", help)
+            .is(refused.load(Ordering::Relaxed));
     }
 }
 
@@ -115,10 +100,11 @@ pub(crate) async fn metrics(
     // service stands is asked by one at a time, and is no question there.
     let turn = Arc::clone(&door.operators_questions).acquire_owned().await;
     let asked = door.client.ask_holding(Question::Metrics, turn).await?;
-    let Reply::Metrics(mut text) = asked else { return Err(Problem::gone()) };
-    text.push_str(&door.counters.text());
+    let Reply::Metrics(text) = asked else { return Err(Problem::gone()) };
+    let mut told = Exposition::behind(text);
+    door.counters.told_to(&mut told);
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-    Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
+    Ok(([(header::CONTENT_TYPE, kind)], told.into_text()).into_response())
 }
 
 /// `GET /openapi.json`
