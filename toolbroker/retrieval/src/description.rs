@@ -126,6 +126,11 @@ impl<'a> Read<'a> {
         ]
     }
 
+    /// The parts that are written for a reader, and not for a program.
+    pub(crate) fn prose(&self) -> [&str; 3] {
+        [self.name, self.server, self.description]
+    }
+
     /// The parts in the order of the lexical fields.
     fn fields(&self) -> [&str; lexical::FIELDS] {
         let [name, server, category, description, parameters, more] = self.parts();

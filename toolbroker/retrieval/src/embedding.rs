@@ -90,6 +90,11 @@ impl Table {
         found[..count].iter().for_each(|row| each(*row));
     }
 
+    /// Whether it has a word (in lower case) as a whole.
+    pub(crate) fn has(&self, word: &str) -> bool {
+        self.tokens.contains_key(word.as_bytes())
+    }
+
     /// How much one word moves a text's vector: the length of its own.
     pub(crate) fn weight(&self, word: &str) -> f32 {
         let mut sum = [0.0; DIMENSIONS];

@@ -160,6 +160,18 @@ impl Lexical {
                 *count += 1.0;
             }
         });
+        // `GitHub`, `on-call` and `log in` are `github`, `oncall` and `login` where a tool has
+        // these.
+        let mut before = String::new();
+        text::words(request, |word| {
+            if before.len() > 1 && word.len() > 1 {
+                before.push_str(word);
+                if let Some(id) = self.terms.get(&text::stem(&before)) {
+                    found.entry(*id).or_insert_with(|| (1.0, TABLE.weight(&before).sqrt()));
+                }
+            }
+            word.clone_into(&mut before);
+        });
         let mut terms: Terms =
             found.into_iter().map(|(id, (n, weight))| (id, (1.0 + n.ln()) * weight)).collect();
         if terms.len() > QUERY_TERMS_MAX {
@@ -256,6 +268,18 @@ mod tests {
             assert!((scores[tool as usize] - lexical.rate(tool, &terms)).abs() < 1e-6);
         }
         assert!(scores[0] > scores[1] && scores[0] > scores[2], "{scores:?}");
+    }
+
+    #[test]
+    fn a_word_that_a_tool_has_as_one_is_found_by_its_parts() {
+        let lexical = lexical(&["github issue", "git hub", "log of a call", "oncall", "login"]);
+        for (request, tool) in [("GitHub", 0), ("Git hub", 0), ("on-call", 3), ("log in", 4)] {
+            let terms = lexical.terms(request);
+            assert!(lexical.rate(tool, &terms) > 0.0, "{request}");
+        }
+        // And by themselves as before.
+        assert!(lexical.rate(1, &lexical.terms("GitHub")) > 0.0);
+        assert_eq!(lexical.terms("issue github"), lexical.terms("github issue"));
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | `text` | words, stop words, stems, sentences |
+//! | `spelling` | slips of the pen in an intent |
 //! | `lexical` | BM25F: terms by tool, tools by term |
 //! | `embedding` | the table of word vectors, and texts as vectors |
 //! | `kernel` | the two inner loops, compiled for what the CPU has |
@@ -29,6 +30,7 @@ mod fuse;
 mod kernel;
 mod lexical;
 pub mod quality;
+mod spelling;
 mod text;
 mod weights;
 
@@ -38,6 +40,7 @@ use candidates::Scratch;
 pub use description::Description;
 use embedding::{DIMENSIONS, Quantised, Signs, TABLE};
 use lexical::{Counts, Lexical, Terms};
+use spelling::Spelling;
 use weights::Weights;
 
 /// What is read of an intent, in bytes; what follows does not count.
@@ -76,6 +79,7 @@ pub enum Method {
 /// Tools, ready to be searched.
 pub struct Index {
     lexical: Lexical,
+    spelling: Spelling,
     vectors: Vectors,
     /// Room for searches, so that one at a time allocates next to nothing.
     scratch: Mutex<Vec<Scratch>>,
@@ -114,16 +118,18 @@ impl Index {
     /// `u32::MAX` of them are taken up.
     pub fn new<'a>(tools: impl IntoIterator<Item = Description<'a>>) -> Self {
         let mut counts: Vec<Counts> = Vec::new();
+        let mut spelling = Spelling::default();
         let mut vectors = Vectors { rows: Vec::new(), scales: Vec::new(), signs: Vec::new() };
         for tool in tools.into_iter().take(u32::MAX as usize) {
             let read = description::Read::new(&tool);
             counts.push(read.counts());
+            spelling.take(&read.prose());
             let vector = read.vector(&TABLE).quantised();
             vectors.signs.push(vector.signs());
             vectors.rows.push(vector.values);
             vectors.scales.push(vector.scale);
         }
-        Self { lexical: Lexical::new(&counts), vectors, scratch: Mutex::default() }
+        Self { lexical: Lexical::new(&counts), spelling, vectors, scratch: Mutex::default() }
     }
 
     /// How many tools there are.
@@ -169,6 +175,8 @@ impl Index {
         let weights = Weights::of(method);
         let intent = &text::by_kind(text::cut(intent, INTENT_BYTES_MAX));
         let intent = &text::with_sending(intent);
+        let is_known = |word: &str| self.lexical.unknown(word) == 0;
+        let intent = &self.spelling.corrected(intent, &TABLE, is_known);
         let whole = self.query(intent);
         let step = |sentence: &text::Sentence<'_>| Step {
             query: self.query(sentence.text),

@@ -220,3 +220,53 @@ fn steps_that_one_sentence_joins_have_their_tools() {
     }
     assert!(all > 70 && has * 10 >= all * 9, "{has} of {all}");
 }
+
+/// A query with one slip in one of its longer words, another one each time.
+fn with_a_slip(query: &str, at: usize) -> String {
+    let mut words: Vec<String> = query.split(' ').map(str::to_owned).collect();
+    let fits = |word: &String| word.len() > 4 && word.bytes().all(|it| it.is_ascii_lowercase());
+    let long: Vec<usize> = (0..words.len()).filter(|it| fits(&words[*it])).collect();
+    if let Some(of) = long.get(at % long.len().max(1)) {
+        let mut letters: Vec<char> = words[*of].chars().collect();
+        let place = 1 + at % (letters.len() - 2);
+        match at % 3 {
+            0 => letters.swap(place, place + 1),
+            1 => drop(letters.remove(place)),
+            _ => letters.insert(place, letters[place]),
+        }
+        words[*of] = letters.into_iter().collect();
+    }
+    words.join(" ")
+}
+
+#[test]
+fn an_intent_with_a_slip_finds_nearly_what_it_finds_without() {
+    let (tools, queries) = surface();
+    let index = index(&tools);
+    let (mut same, mut all) = (0, 0);
+    for (at, query) in queries.iter().enumerate() {
+        let right = places(&index, &query.query, 5);
+        for slip in at..at + 12 {
+            let found = places(&index, &with_a_slip(&query.query, slip), 5);
+            same += right.iter().filter(|place| found.contains(place)).count();
+            all += right.len();
+        }
+    }
+    assert!(same * 100 >= all * SAME_MIN, "{same} of {all}");
+}
+
+/// In percent.
+const SAME_MIN: usize = 85;
+
+#[test]
+fn a_tool_is_found_by_its_server_however_that_is_written() {
+    let (mut tools, _) = surface();
+    let first = tools.len();
+    for server in ["pagerduty", "zendesk"] {
+        tools.push(Tool { server: server.into(), ..tool("list", "Lists what is open") });
+    }
+    let index = index(&tools);
+    for intent in ["what is open in PagerDuty", "what is open in Pager Duty", "open in pagerdtuy"] {
+        assert_eq!(places(&index, intent, 1), [first], "{intent}");
+    }
+}
